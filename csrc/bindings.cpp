@@ -1,0 +1,89 @@
+// The single face of the native core: module `tlt_ext._C`.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "common/math.h"
+#include "common/noise.h"
+#include "common/parallel.h"
+#include "common/python.h"
+#include "layers/op.h"
+
+#if defined(TLT_WITH_CUDA)
+#include "common/cuda.h"
+#endif
+
+namespace py = pybind11;
+using namespace py::literals;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+namespace {
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = TLT_VERSION;
+  info["compiler"] = TLT_COMPILER;
+#if defined(TLT_WITH_CUDA)
+  info["cuda_compiler"] = TLT_CUDA_COMPILER;
+  info["cuda_archs"] = TLT_CUDA_ARCHS;
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  py::list devices;
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp device;
+    if (cudaGetDeviceProperties(&device, i) != cudaSuccess) continue;
+    devices.append(std::string(device.name) + " (sm_" + std::to_string(device.major) +
+                   std::to_string(device.minor) + ")");
+  }
+  info["devices"] = devices;
+#else
+  info["cuda_compiler"] = py::none();
+  info["cuda_archs"] = "";
+  info["devices"] = py::list();
+#endif
+  return info;
+}
+
+// Names of the ops with a CUDA kernel in this build.
+std::vector<std::string> cuda_ops() {
+#if defined(TLT_WITH_CUDA)
+  return {"rms_norm"};
+#else
+  return {};
+#endif
+}
+
+void bind_common(py::module_& m) {
+  m.def("build_info", &build_info);
+  m.def("cuda_ops", &cuda_ops);
+  m.def("num_threads", &tlt::num_threads);
+  m.def("set_num_threads", &tlt::set_num_threads, "count"_a);
+  m.def(
+      "philox",
+      [](std::array<uint32_t, 4> c, std::array<uint32_t, 2> k) {
+        const tlt::Philox4 r = tlt::philox(c[0], c[1], c[2], c[3], k[0], k[1]);
+        return std::array<uint32_t, 4>{r.word[0], r.word[1], r.word[2], r.word[3]};
+      },
+      "counter"_a, "key"_a);
+  m.def("gumbel", [](uint32_t word) { return tlt::gumbel(word); }, "word"_a);
+  m.def("uniform_open", [](uint32_t word) { return tlt::uniform_open(word); }, "word"_a);
+  m.def("log_f32", [](float x) { return tlt::log_f32(x); }, "x"_a);
+  m.def("exp_f32", [](float x) { return tlt::exp_f32(x); }, "x"_a);
+}
+
+// ---- layers -------------------------------------------------------------------------------------
+
+void bind_layers(py::module_& m) {
+  m.def("rms_norm", &tlt::rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "stream"_a, NoGil());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  py::register_exception<tlt::DTypeError>(m, "DTypeError", PyExc_TypeError);
+  bind_common(m);
+  bind_layers(m);
+}

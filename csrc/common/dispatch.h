@@ -1,0 +1,26 @@
+// Picks the device's version of an op.
+#pragma once
+
+#include "common/tensor.h"
+
+namespace tlt {
+
+// Where the arrays lie on a GPU: run `cuda()` if this build has it, else say how to get it.
+template <typename Cpu, typename Cuda>
+void dispatch_device(const char* op, const Tensor& tensor, Cpu&& cpu,
+                     [[maybe_unused]] Cuda&& cuda) {
+  if (tensor.device.device_type == kDLCPU) return cpu();
+  require(tensor.is_cuda(), op, "arrays must be on the CPU or on a CUDA device");
+#if defined(TLT_WITH_CUDA)
+  return cuda();
+#else
+  require(false, op, "this build has no CUDA kernels: reinstall with nvcc on PATH (TLT_CUDA=1)");
+#endif
+}
+
+// An op whose CUDA kernel is not written yet.
+[[noreturn]] inline void no_cuda_kernel(const char* op) {
+  throw std::invalid_argument(std::string(op) + ": no CUDA kernel yet: use CPU arrays");
+}
+
+}  // namespace tlt

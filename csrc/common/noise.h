@@ -1,0 +1,87 @@
+// Keyed noise: the randomness of a token is a pure function of (seed, request, position, token).
+//
+// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) with
+//   key     = the run's 64-bit seed
+//   counter = (id >> 2, position, low 32 bits of request, high 30 bits of request | domain << 30)
+//   word    = id & 3
+// so four neighbouring token ids share one evaluation. Never a function of the batch row, the
+// bucket or how often it was called: that is what makes speculation exact token by token.
+#pragma once
+
+#include "common/math.h"
+
+namespace tlt {
+
+enum class NoiseDomain : uint32_t {
+  kTarget = 0,    // Gumbel noise of the target's tokens; drafting uses the same on purpose
+  kAccept = 1,    // uniforms of classical rejection; id = index of the draft
+  kResidual = 2,  // Gumbel noise of draws from a residual distribution
+};
+
+struct NoiseKey {
+  uint32_t seed_low, seed_high;        // run seed
+  uint32_t request_low, request_high;  // request_high carries the domain in its top two bits
+};
+
+struct Philox4 {
+  uint32_t word[4];
+};
+
+TLT_HD NoiseKey noise_key(uint64_t seed, int64_t request, NoiseDomain domain) {
+  const uint64_t id = static_cast<uint64_t>(request);
+  return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), static_cast<uint32_t>(id),
+          (static_cast<uint32_t>(id >> 32) & 0x3fffffffu) | static_cast<uint32_t>(domain) << 30};
+}
+
+TLT_HD void mul_wide(uint32_t a, uint32_t b, uint32_t* high, uint32_t* low) {
+  const uint64_t product = static_cast<uint64_t>(a) * b;
+  *high = static_cast<uint32_t>(product >> 32);
+  *low = static_cast<uint32_t>(product);
+}
+
+TLT_HD Philox4 philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
+                      uint32_t k1) {
+  for (int round = 0; round < 10; ++round) {
+    uint32_t high0, low0, high1, low1;
+    mul_wide(0xD2511F53u, c0, &high0, &low0);
+    mul_wide(0xCD9E8D57u, c2, &high1, &low1);
+    c0 = high1 ^ c1 ^ k0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// The words of ids 4 * quad .. 4 * quad + 3 at one position.
+TLT_HD Philox4 noise_words(const NoiseKey& key, int32_t position, uint32_t quad) {
+  return philox(quad, static_cast<uint32_t>(position), key.request_low, key.request_high,
+                key.seed_low, key.seed_high);
+}
+
+// Standard Gumbel variate -log(-log(1 - u)), u = (word + 1/2) / 2^32 in the open unit interval. The
+// inner log works on whichever of u and 1 - u is small, so both tails keep full float32 resolution.
+TLT_HD float gumbel(uint32_t word) {
+  const float u = mul_rn(add_rn(static_cast<float>(word), 0.5f), 0x1p-32f);
+  const float v = mul_rn(add_rn(static_cast<float>(~word), 0.5f), 0x1p-32f);
+  float exponent, f;
+  split_float(v, &exponent, &f);
+  const bool near_zero = u < 0.25f;  // then 1 - u has exponent 0 and log(1 - u) = log_parts(0, -u)
+  const float exponential = -log_parts(near_zero ? 0.0f : exponent, near_zero ? -u : f);
+  return -log_f32(exponential);
+}
+
+// Uniform in the open interval (0, 1): 23 random bits and a half, exact in float32.
+TLT_HD float uniform_open(uint32_t word) {
+  return mul_rn(add_rn(static_cast<float>(word >> 9), 0.5f), 0x1p-23f);
+}
+
+// The one score that everything ranks by. A row with temperature 0 uses inv_temperature 1 and no
+// noise.
+TLT_HD float keyed_score(float logit, float inv_temperature, float noise) {
+  return add_rn(mul_rn(logit, inv_temperature), noise);
+}
+
+}  // namespace tlt

@@ -1,0 +1,1 @@
+"""Speculative rollout driver for reasoning RL."""

@@ -1,0 +1,125 @@
+"""Builds the native core `tlt_ext._C`: setuptools drives CMake and Ninja.
+
+TLT_CUDA=auto|0|1         compile the CUDA kernels (default: whenever nvcc is found)
+TLT_CUDA_ARCHS="90a-real" CMake architectures (default: this machine's card, else a portable set)
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+PORTABLE_ARCHS = "80-real;90a-real;90-virtual"
+MIN_CMAKE = (3, 26)
+
+
+def output_of(*command: str) -> str:
+    """Returns what a command prints, or "" where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def find_nvcc() -> str | None:
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
+        if home and (Path(home) / "bin" / "nvcc").exists():
+            return str(Path(home) / "bin" / "nvcc")
+    default = Path("/usr/local/cuda/bin/nvcc")
+    return shutil.which("nvcc") or (str(default) if default.exists() else None)
+
+
+def wanted_nvcc() -> str | None:
+    """The nvcc to build with, or None for a CPU-only core."""
+    mode = os.environ.get("TLT_CUDA", "auto")
+    if mode not in ("auto", "0", "1"):
+        sys.exit(f"tlt-ext: TLT_CUDA must be auto, 0 or 1, got {mode!r}")
+    nvcc = None if mode == "0" else find_nvcc()
+    if mode == "1" and nvcc is None:
+        sys.exit(
+            "tlt-ext: TLT_CUDA=1 but no nvcc: put it on PATH, set CUDA_HOME, or use TLT_CUDA=0"
+        )
+    return nvcc
+
+
+def cuda_archs(nvcc: str) -> str:
+    archs = os.environ.get("TLT_CUDA_ARCHS") or card_archs() or PORTABLE_ARCHS
+    known = set(re.findall(r"compute_(\w+)", output_of(nvcc, "--list-gpu-arch")))
+    for arch in archs.split(";"):
+        match = re.fullmatch(r"(\d+)[af]?(-real|-virtual)?", arch)
+        if match is None or (known and match[1] not in known):
+            sys.exit(
+                f"tlt-ext: TLT_CUDA_ARCHS: {arch!r} is not an architecture of {nvcc}; "
+                f"it knows {', '.join(sorted(known, key=int))} (write e.g. 90a-real)"
+            )
+    return archs
+
+
+def card_archs() -> str:
+    """The architectures of the cards in this machine, e.g. "90a-real"."""
+    query = output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    caps = sorted(set(re.findall(r"(\d+)\.(\d+)", query)))
+    return ";".join(f"{a}{b}{'a' if (a, b) == ('9', '0') else ''}-real" for a, b in caps)
+
+
+def check_cmake() -> None:
+    found = re.search(r"version (\d+)\.(\d+)", output_of("cmake", "--version"))
+    if found is None or (int(found[1]), int(found[2])) < MIN_CMAKE:
+        have = f"{found[1]}.{found[2]}" if found else "none"
+        sys.exit(
+            f"tlt-ext: needs CMake {MIN_CMAKE[0]}.{MIN_CMAKE[1]} or newer, found {have}: "
+            "pip install -U cmake"
+        )
+
+
+def check_compiler() -> None:
+    cxx = os.environ.get("CXX", "c++").split()[0]
+    if not (shutil.which(cxx) or shutil.which("g++") or shutil.which("clang++")):
+        sys.exit(f"tlt-ext: no C++ compiler ({cxx}): install g++ 11 or newer, or set CXX")
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        check_cmake()
+        check_compiler()
+        import pybind11
+
+        nvcc = wanted_nvcc()
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = Path(self.build_temp).resolve() / "cmake"
+        build.mkdir(parents=True, exist_ok=True)
+        args = [
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DTLT_VERSION={self.distribution.get_version()}",
+            f"-DTLT_OUTPUT_DIR={target.parent}",
+            f"-DTLT_OUTPUT_NAME={target.name}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DTLT_WITH_CUDA={'ON' if nvcc else 'OFF'}",
+        ]
+        if nvcc:
+            args += [
+                f"-DCMAKE_CUDA_COMPILER={nvcc}",
+                f"-DCMAKE_CUDA_ARCHITECTURES={cuda_archs(nvcc)}",
+            ]
+        # pip makes a new build environment each time: what CMake remembers of the last one is stale.
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
+        self.run_or_exit(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *args])
+        self.run_or_exit(["cmake", "--build", str(build)])
+
+    @staticmethod
+    def run_or_exit(command: list[str]) -> None:
+        if subprocess.run(command).returncode != 0:
+            sys.exit(f"tlt-ext: {' '.join(command[:2])} failed; the compiler's message is above")
+
+
+setup(
+    ext_modules=[Extension("tlt_ext._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -1,0 +1,55 @@
+"""Keyed noise and the elementary functions that CPU and GPU share bit for bit."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tlt_ext import _C
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # the published known-answer vectors of Philox 4x32-10
+        (
+            [0, 0, 0, 0],
+            [0, 0],
+            [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8],
+        ),
+        (
+            [0xFFFFFFFF] * 4,
+            [0xFFFFFFFF] * 2,
+            [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
+        ),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_known_answers(counter, key, expected):
+    assert list(_C.philox(counter, key)) == expected
+
+
+def test_log_and_exp_are_float32_accurate():
+    xs = np.concatenate([np.geomspace(2.0**-33, 90.0, 5001), [0.5, 1.0, 2.0]]).astype(np.float32)
+    for x in xs:
+        assert _C.log_f32(x) == pytest.approx(math.log(x), rel=3e-7, abs=3e-8)
+    for x in np.linspace(-86.9, 20.0, 4001).astype(np.float32):
+        assert _C.exp_f32(x) == pytest.approx(math.exp(x), rel=3e-7)
+    assert _C.exp_f32(-math.inf) == 0.0
+    assert _C.exp_f32(math.nan) == 0.0
+
+
+def test_uniform_is_open_at_both_ends():
+    """Fault 7: a word mapped to exactly 0 or 1."""
+    for word in (0, 1, 2**31, 2**32 - 2, 2**32 - 1):
+        assert 0.0 < _C.uniform_open(word) < 1.0
+
+
+def test_gumbel_matches_its_formula_in_both_tails():
+    for word in [0, 1, 7, 2**20, 2**30 - 1, 2**30, 2**31, 3 * 2**30, 2**32 - 2, 2**32 - 1]:
+        u = (word + 0.5) / 2.0**32
+        expected = -math.log(-math.log1p(-u))
+        assert _C.gumbel(word) == pytest.approx(expected, rel=1e-6, abs=1e-6)

@@ -1,0 +1,29 @@
+"""Kernels for speculative rollouts, on CUDA and on the CPU, for any DLPack array.
+
+Importing this package imports no array library. Outputs and workspaces belong to the caller; an op
+never allocates or synchronises. See `python -m tlt_ext` for what this build can do.
+"""
+
+from tlt_ext import _C
+from tlt_ext.common import Status, num_threads, set_num_threads
+from tlt_ext.layers import rms_norm
+
+__version__: str = _C.build_info()["version"]
+
+OPS = (rms_norm,)
+
+
+def op_places() -> dict[str, str]:
+    """Where each op of this build can run: "cpu" or "cpu, cuda"."""
+    cuda = set(_C.cuda_ops())
+    return {op.__name__: "cpu, cuda" if op.__name__ in cuda else "cpu" for op in OPS}
+
+
+__all__ = [
+    "OPS",
+    "Status",
+    "num_threads",
+    "op_places",
+    "rms_norm",
+    "set_num_threads",
+]

@@ -1,0 +1,48 @@
+"""What every family of ops shares: the array type, streams, status words, threads."""
+
+import enum
+import sys
+from typing import Any, Protocol
+
+from tlt_ext import _C
+
+
+class Array(Protocol):
+    """Any array that exports DLPack: torch.Tensor, cupy.ndarray, numpy.ndarray."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+class Status(enum.IntFlag):
+    """Bits of a per-request status word; an op ORs them in, 0 means healthy."""
+
+    OK = 0
+    NAN_LOGITS = 1
+    BAD_TREE = 2
+    BAD_TOKEN = 4
+    BAD_PAGE = 8
+    BAD_LENGTH = 16
+    NAN_DRAFT = 32
+
+
+def current_stream(array: Array, stream: int | None) -> int:
+    """The CUDA stream to launch on: the one given, else the array library's current one."""
+    if stream is not None:
+        return stream
+    library = type(array).__module__.partition(".")[0]
+    if library == "torch" and array.is_cuda:  # type: ignore[attr-defined]
+        return sys.modules["torch"].cuda.current_stream(array.device).cuda_stream  # type: ignore
+    if library == "cupy":
+        return sys.modules["cupy"].cuda.get_current_stream().ptr
+    return 0
+
+
+def num_threads() -> int:
+    """How many threads the CPU kernels use."""
+    return _C.num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Sets how many threads the CPU kernels use; 0 means every core this process may run on."""
+    _C.set_num_threads(count)
