@@ -108,7 +108,7 @@ class CMakeBuild(build_ext):
                 f"-DCMAKE_CUDA_COMPILER={nvcc}",
                 f"-DCMAKE_CUDA_ARCHITECTURES={cuda_archs(nvcc)}",
             ]
-        # pip makes a new build environment each time: what CMake remembers of the last one is stale.
+        # pip makes a new build environment each time: what CMake remembers of the last is stale.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         self.run_or_exit(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *args])
         self.run_or_exit(["cmake", "--build", str(build)])

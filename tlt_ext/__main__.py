@@ -13,7 +13,8 @@ def main() -> None:
         f"tlt_ext {info['version']}  (python {sys.version.split()[0]})",
         f"compiler   {info['compiler']}",
         "cuda       " + (f"{cuda}, archs {info['cuda_archs']}" if cuda else "not compiled"),
-        f"devices    {', '.join(info['devices']) or 'no CUDA device'}; {_C.num_threads()} CPU threads",
+        f"devices    {', '.join(info['devices']) or 'no CUDA device'}",
+        f"threads    {_C.num_threads()}",
         "",
         f"{'op':<20} runs on",
     ]
