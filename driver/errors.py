@@ -1,0 +1,20 @@
+"""The one error that a user of the command line is meant to see."""
+
+
+class UserError(Exception):
+    """One clear line that names the thing at fault and the remedy.
+
+    The command line prints the line and exits with code 2; a traceback is for faults of ours.
+
+    Args:
+        message: the line. Newlines are folded into spaces, so that it stays one line.
+
+    Example:
+        >>> str(UserError("run.steps: wanted at least 1,\\n got 0"))
+        'run.steps: wanted at least 1, got 0'
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
