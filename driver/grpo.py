@@ -1,0 +1,398 @@
+"""GRPO as pure maths: rewards to advantages, log-probs to a loss.
+
+Shapes: N responses, G groups, M tokens (any shape works where only M is written), H hidden size, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal, TypeVar, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce", "dapo"]
+LossNorm = Literal["tokens", "constant"]
+
+STD_EPS = 1e-4
+# Float32 logits alive at once while log-probs are taken: 64 MiB.
+CHUNK_LOGITS = 1 << 24
+
+Group = TypeVar("Group")
+
+
+def check_rewards(rewards: Iterable[float] | None, expected: int) -> list[float]:
+    """Return the rewards as floats, or say what the reward function did wrong.
+
+    Args:
+        rewards: what the task's reward function gave for one batch.
+        expected: number of responses in the batch.
+
+    Returns:
+        `expected` finite floats.
+
+    Raises:
+        ValueError: not a list, another length, or an entry that is no finite number.
+
+    Example:
+        >>> check_rewards([1, 0.5], 2)
+        [1.0, 0.5]
+    """
+    if rewards is None or isinstance(rewards, (str, Real)):
+        raise ValueError(
+            f"rewards: wanted a list of {expected} numbers, one per response, got {rewards!r}"
+        )
+    values = list(rewards)
+    if len(values) != expected:
+        raise ValueError(f"rewards: wanted {expected} numbers, one per response, got {len(values)}")
+    for index, value in enumerate(values):
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"rewards[{index}]: wanted a finite number, got {value!r}")
+    return [float(value) for value in values]
+
+
+def zero_std_groups(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Mark the groups whose rewards are all equal: they teach nothing.
+
+    Args:
+        rewards: float [N], raw rewards of the task.
+        groups: int64 [N], group id of each response.
+
+    Returns:
+        bool [G], in ascending order of group id; its mean is the metric `frac_reward_zero_std`.
+
+    Example:
+        >>> zero_std_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([3, 3, 8, 8]))
+        tensor([False,  True])
+    """
+    index, _ = _group_index(groups)
+    low, high = _group_range(rewards, index)
+    return low == high  # [G]
+
+
+def group_advantages(rewards: Tensor, groups: Tensor, kind: AdvantageKind) -> Tensor:
+    """Turn rewards into advantages relative to a baseline made of sibling responses.
+
+    `grpo` and `dapo`: (r - mean) / (population std + 1e-4) of the group. `dr_grpo`: r - mean.
+    `rloo`: r - mean of the siblings, never divided by their spread, so it stays finite where
+    siblings agree; a group of one has no sibling and gets 0. `reinforce`: r - mean of the batch.
+    Where all rewards behind a baseline are equal the advantage is exactly 0, not a rounding error
+    over 1e-4.
+
+    Args:
+        rewards: float [N].
+        groups: int64 [N]; groups are told apart by this id alone, never by their prompt's text.
+        kind: the estimator.
+
+    Returns:
+        float32 [N].
+
+    Raises:
+        ValueError: unknown `kind`, or shapes that differ.
+
+    Example:
+        >>> group_advantages(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]), "rloo")
+        tensor([ 1.0000, -0.5000, -0.5000])
+
+    Source: DeepSeekMath (arXiv 2402.03300), Dr. GRPO (2503.20783), RLOO (2402.14740), DAPO
+    (2503.14476).
+    """
+    if rewards.shape != groups.shape or rewards.dim() != 1:
+        raise ValueError(
+            f"groups: wanted shape [N] like rewards, got {list(groups.shape)} for rewards of "
+            f"{list(rewards.shape)}"
+        )
+    if rewards.numel() == 0:
+        return torch.zeros(0)  # [0]
+    if kind == "reinforce":
+        groups = torch.zeros_like(groups)  # [N] the batch is the one group
+    values = rewards.double()  # [N]
+    index, count = _group_index(groups)  # [N], [G]
+    total = torch.zeros_like(count).index_add_(0, index, values)  # [G]
+    centred = values - (total / count)[index]  # [N]
+    if kind in ("grpo", "dapo"):
+        variance = torch.zeros_like(count).index_add_(0, index, centred.square()) / count  # [G]
+        advantages = centred / (variance.sqrt() + STD_EPS)[index]  # [N]
+    elif kind == "rloo":
+        # r - (total - r) / (n - 1), written so that a group of one divides by 1.
+        advantages = centred * (count / (count - 1).clamp_min(1))[index]  # [N]
+    elif kind in ("dr_grpo", "reinforce"):
+        advantages = centred  # [N]
+    else:
+        raise ValueError(f"advantage: wanted one of {get_args(AdvantageKind)}, got {kind!r}")
+    low, high = _group_range(values, index)  # [G], [G]
+    return torch.where((low == high)[index], 0.0, advantages).float()  # [N]
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """DAPO's soft punishment: 0 up to `max_length - buffer`, from there linear to -1.
+
+    Args:
+        lengths: int64 [N], response tokens.
+        max_length: the length limit.
+        buffer: tokens before the limit over which the penalty grows.
+
+    Returns:
+        float64 [N], in [-1, 0].
+
+    Example:
+        >>> overlong_penalty(torch.tensor([80, 90, 100]), 100, 20).tolist()
+        [0.0, -0.5, -1.0]
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    """
+    return ((max_length - buffer - lengths).double() / buffer).clamp(-1.0, 0.0)  # [N]
+
+
+def dynamic_sampling(
+    draw: Callable[[int, int], Sequence[tuple[Group, Sequence[float]]]],
+    wanted: int,
+    max_refills: int,
+) -> list[Group]:
+    """Draw groups until enough of them have mixed raw rewards, at most `max_refills` more times.
+
+    Args:
+        draw: `draw(refill, missing)` generates `missing` groups in round `refill` (0 first) and
+            gives each with the raw rewards of its responses.
+        wanted: groups to return.
+        max_refills: bound on the rounds after the first.
+
+    Returns:
+        Up to `wanted` groups whose rewards are not all equal; fewer, after a warning, when the
+        bound was met.
+
+    Example:
+        >>> dynamic_sampling(lambda refill, missing: [("a", [0, 1])] * missing, 2, 3)
+        ['a', 'a']
+
+    Source: DAPO (arXiv 2503.14476), equation 11.
+    """
+    kept: list[Group] = []
+    for refill in range(max_refills + 1):
+        drawn = draw(refill, wanted - len(kept))
+        kept += [group for group, rewards in drawn if min(rewards) != max(rewards)]
+        if len(kept) >= wanted:
+            return kept[:wanted]
+    warnings.warn(
+        f"dynamic sampling: only {len(kept)} of {wanted} groups have mixed rewards after "
+        f"{max_refills} refills; the task is too easy or too hard for this policy",
+        stacklevel=2,
+    )
+    return kept
+
+
+def token_logprobs(
+    hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of sampled tokens and the entropy there, a chunk of rows at a time.
+
+    A chunk's logits are made again in the backward pass, so that only one chunk is ever held.
+
+    Args:
+        hidden: float [M, H], final hidden state at the position before each token.
+        head: float [V, H], rows of the language-model head.
+        tokens: int64 [M], the sampled ids.
+        temperature: float or float [M]; it divides logits, never log-probs; 0 stands for plain
+            logits.
+
+    Returns:
+        Log-probs float32 [M] of `log_softmax(logits / T)`, and their entropy float32 [M], which has
+        no gradient.
+
+    Example:
+        >>> token_logprobs(torch.eye(2), torch.zeros(4, 2), torch.tensor([0, 3]), 1.0)[0].exp()
+        tensor([0.2500, 0.2500])
+    """
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((len(tokens),), temperature, device=hidden.device)  # [M]
+    scale = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)  # [M, 1]
+    rows = max(1, CHUNK_LOGITS // head.shape[0])
+    if len(tokens) <= rows:
+        return _chunk_logprobs(head, hidden, tokens, scale)
+    chunks = [
+        checkpoint(_chunk_logprobs, head, *chunk, use_reentrant=False)
+        for chunk in zip(hidden.split(rows), tokens.split(rows), scale.split(rows), strict=True)
+    ]
+    logprobs, entropy = zip(*chunks, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)  # [M], [M]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from tokens of the policy.
+
+    k1 belongs in the reward (as a loss its gradient is zero in the mean), k2 in the loss (its
+    gradient is the reverse KL's), k3 in the log (low variance, but in the loss it would pull
+    towards the forward KL).
+
+    Args:
+        logprobs: float [M], of the policy.
+        ref_logprobs: float [M], of the reference.
+        kind: the estimator.
+
+    Returns:
+        float [M].
+
+    Example:
+        >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-3.0]), "k2")
+        tensor([2.])
+
+    Source: J. Schulman, "Approximating KL divergence" (2020).
+    """
+    log_ratio = logprobs - ref_logprobs  # [M]
+    if kind == "k1":
+        return log_ratio  # [M]
+    if kind == "k2":
+        return log_ratio.square() / 2  # [M]
+    return torch.expm1(-log_ratio) + log_ratio  # [M]
+
+
+def length_mask(lengths: Tensor, width: int) -> Tensor:
+    """Mask of the response tokens in padded rows, from lengths alone, never from token ids.
+
+    Args:
+        lengths: int64 [N], response tokens, sampled end token included.
+        width: columns of the padded array.
+
+    Returns:
+        bool [N, width].
+
+    Example:
+        >>> length_mask(torch.tensor([1, 2]), 2).tolist()
+        [[True, False], [True, True]]
+    """
+    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)  # [N, width]
+
+
+def loss_denominator(lengths: Iterable[int], norm: LossNorm, max_length: int) -> int:
+    """What the summed loss of a whole optimizer minibatch is divided by.
+
+    Args:
+        lengths: response tokens of each response that is trained on, over all micro-batches.
+        norm: "tokens" counts them; "constant" is `max_length` times the number of responses.
+        max_length: the length limit.
+
+    Returns:
+        The denominator, at least 1.
+
+    Example:
+        >>> loss_denominator([3, 5], "tokens", 10), loss_denominator([3, 5], "constant", 10)
+        (8, 20)
+    """
+    lengths = list(lengths)
+    if norm == "tokens":
+        return max(1, sum(lengths))
+    return max(1, max_length * len(lengths))
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A micro-batch's share of the loss, and sums over its tokens for the metrics."""
+
+    loss: Tensor  # float32 [], with gradient
+    pg_loss: Tensor  # float32 [], the part of it that is not KL
+    tokens: int
+    ppo_kl: Tensor  # float32 [], sum of old - new log-probs
+    clipped: Tensor  # float32 [], number of tokens where the clip decides
+    ref_kl: Tensor  # float32 [], sum of k3
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    denominator: int,
+    clip_low: float,
+    clip_high: float,
+    is_cap: float,
+    ref_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+) -> PolicyLoss:
+    """Clipped policy loss of one micro-batch, as its share of the optimizer minibatch.
+
+    With ratio = exp(new - old), the loss of a token is max(-A ratio, -A clipped ratio), times the
+    truncated importance weight min(exp(old - rollout), is_cap), plus `kl_coef` times k2.
+    Shares of micro-batches add up to the same gradient however the minibatch is cut, because
+    `denominator` is the whole's.
+
+    Args:
+        logprobs: float [M], of the policy being updated, with gradient.
+        old_logprobs: float [M], of the step-start policy by the same code as `logprobs`.
+        rollout_logprobs: float [M], of the step-start policy as the rollout engine computed them.
+        advantages: float [M], each response's advantage at its tokens.
+        mask: bool [M], True at response tokens; what lies elsewhere, NaN too, is not read.
+        denominator: from `loss_denominator`.
+        clip_low, clip_high: reach of the ratio below and above 1.
+        is_cap: bound of the importance weight.
+        ref_logprobs: float [M] of the reference policy, or None.
+        kl_coef: weight of k2 in the loss.
+
+    Returns:
+        The share and the sums for its metrics.
+
+    Example:
+        >>> x = torch.tensor([-1.0])
+        >>> policy_loss(x, x, x, torch.tensor([2.0]), torch.tensor([True]), denominator=4,
+        ...             clip_low=0.2, clip_high=0.2, is_cap=2.0).loss
+        tensor(-0.5000)
+
+    Source: PPO (arXiv 1707.06347), DAPO's clip-higher (2503.14476), truncated importance sampling
+    (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025).
+    """
+
+    def inside(x: Tensor) -> Tensor:
+        # Before any maths: a NaN that is only dropped afterwards still has the gradient 0 * NaN.
+        return torch.where(mask, x, 0.0)  # [M]
+
+    new, old, rollout = inside(logprobs), inside(old_logprobs), inside(rollout_logprobs)  # [M] each
+    advantage = inside(advantages)  # [M]
+    ratio = (new - old).exp()  # [M]
+    plain = -advantage * ratio  # [M]
+    clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)  # [M]
+    weight = (old - rollout).exp().clamp_max(is_cap).detach()  # [M]
+    pg_loss = (weight * torch.maximum(plain, clipped)).sum() / denominator  # []
+    loss, ref_kl = pg_loss, new.new_zeros(())  # [], []
+    if ref_logprobs is not None:
+        ref = inside(ref_logprobs)  # [M]
+        loss = loss + kl_coef * kl_estimate(new, ref, "k2").sum() / denominator  # []
+        ref_kl = kl_estimate(new.detach(), ref, "k3").sum()  # []
+    return PolicyLoss(
+        loss=loss,
+        pg_loss=pg_loss.detach(),
+        tokens=int(mask.sum()),
+        ppo_kl=(old - new).detach().sum(),
+        clipped=(clipped > plain).sum().float(),
+        ref_kl=ref_kl,
+    )
+
+
+def _group_index(groups: Tensor) -> tuple[Tensor, Tensor]:
+    _, index, count = groups.unique(return_inverse=True, return_counts=True)  # [N], [G]
+    return index, count.double()
+
+
+def _group_range(rewards: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    num_groups = int(index.max()) + 1 if len(index) else 0
+    empty = rewards.new_zeros(num_groups)  # [G]
+    low = empty.scatter_reduce(0, index, rewards, "amin", include_self=False)  # [G]
+    high = empty.scatter_reduce(0, index, rewards, "amax", include_self=False)  # [G]
+    return low, high
+
+
+def _chunk_logprobs(
+    head: Tensor, hidden: Tensor, tokens: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden, head)  # [M, V]
+    logits = logits if logits.dtype == torch.float64 else logits.float()  # [M, V]
+    logp = F.log_softmax(logits / scale, dim=-1)  # [M, V]
+    entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # [M]
+    return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy  # [M], [M]

@@ -1,0 +1,75 @@
+"""Packed sequences: documents laid end to end in one row, no padding, none seeing another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut documents into rows of at most `budget` tokens.
+
+    Longest first, so that a row holds documents of like length; a document longer than the budget
+    has a row alone.
+
+    Args:
+        lengths: tokens of each document.
+        budget: tokens in a row.
+
+    Returns:
+        Rows of document indices; each index once.
+
+    Example:
+        >>> pack([2, 5, 3], 5)
+        [[1], [2, 0]]
+    """
+    rows: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not rows or lengths[index] > room:
+            rows.append([])
+            room = budget
+        rows[-1].append(index)
+        room -= lengths[index]
+    return rows
+
+
+def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Positions that restart at every document.
+
+    Args:
+        lengths: tokens of each document of the row.
+        device: where the result lives.
+
+    Returns:
+        int64 [1, T], T the sum of `lengths`.
+
+    Example:
+        >>> packed_positions([2, 3])
+        tensor([[0, 1, 0, 1, 2]])
+    """
+    return torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(
+        0
+    )  # [1, T]
+
+
+def packed_mask(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Causal mask within each document, nothing across; transformers takes four axes as given.
+
+    Args:
+        lengths: tokens of each document of the row.
+        device: where the result lives.
+
+    Returns:
+        bool [1, 1, T, T], True where the row's token may attend to the column's.
+
+    Example:
+        >>> packed_mask([1, 2])[0, 0].int().tolist()
+        [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    """
+    counts = torch.tensor(lengths, device=device)  # [D]
+    document = torch.arange(len(counts), device=device).repeat_interleave(counts)  # [T]
+    same = document.unsqueeze(-1) == document  # [T, T]
+    return same.tril()[None, None]  # [1, 1, T, T]

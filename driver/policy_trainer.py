@@ -1,0 +1,359 @@
+"""The learning side of a step: responses and rewards in, one GRPO update of the policy out."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from driver import grpo
+from driver.micro_batch import MicroBatch, build_micro_batch
+from driver.packing import pack
+from driver.rollout.request import Response
+
+if TYPE_CHECKING:
+    from driver.config import GrpoConfig
+
+NEAR_ONE = 0.95
+# Mean |trainer - rollout| log-prob beyond which the two cannot hold the same weights.
+LOGP_ALARM_FLOAT32 = 0.01
+LOGP_ALARM_HALF = 0.1
+# DAPO's share of the length limit over which its overlong penalty grows.
+OVERLONG_SHARE = 0.2
+
+
+class PolicyTrainer:
+    """GRPO updates of a causal language model, in place: views of its parameters stay valid.
+
+    The optimizer works on float32 masters: the parameters themselves, or copies where the model is
+    of half precision.
+
+    Args:
+        model: a module like `transformers.LlamaForCausalLM` with sdpa attention.
+        cfg: the `grpo.*` part of the configuration.
+        load_reference: makes the reference policy; called only when `cfg.kl_coef` is not 0.
+
+    Raises:
+        ValueError: `kl_coef` is set and there is no way to load a reference.
+
+    Example:
+        >>> trainer = PolicyTrainer(model, cfg.grpo)                # doctest: +SKIP
+        >>> metrics = trainer.update(responses, rewards)            # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: GrpoConfig,
+        load_reference: Callable[[], nn.Module] | None = None,
+    ):
+        # Dropout would train another policy than the one that sampled.
+        self.model = model.eval()
+        self.cfg = cfg
+        self.step = 0
+        self.reference: nn.Module | None = None
+        if cfg.kl_coef:
+            if load_reference is None:
+                raise ValueError(f"grpo.kl_coef={cfg.kl_coef} needs a reference model to load")
+            self.reference = load_reference().eval().requires_grad_(False)
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [
+            p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_()
+            for p in self.params
+        ]
+        # Norms and biases are not pulled towards zero.
+        decay = [p for p in self.masters if p.dim() > 1]
+        plain = [p for p in self.masters if p.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decay, "weight_decay": cfg.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=cfg.lr,
+        )
+        self.loss_norm = cfg.loss_norm
+        if self.loss_norm == "auto":
+            self.loss_norm = "constant" if cfg.advantage == "dr_grpo" else "tokens"
+
+    def update(
+        self,
+        responses: Sequence[Response],
+        rewards: Sequence[float],
+        keep: Sequence[bool] | None = None,
+    ) -> dict[str, float]:
+        """Train on one step's responses.
+
+        Args:
+            responses: of this step; siblings share `request.group`. Sampled with top-k and top-p
+                off.
+            rewards: raw reward of each response.
+            keep: which responses enter the loss (all by default); the others still count in their
+                group's baseline.
+
+        Returns:
+            Metrics by their names in the log.
+
+        Raises:
+            ValueError: no responses, rewards that do not match them, repeated request ids, an empty
+                prompt, or responses sampled with filters on.
+        """
+        raw = torch.tensor(grpo.check_rewards(rewards, len(responses)), dtype=torch.float64)  # [N]
+        _check_responses(responses)
+        groups = torch.tensor([r.request.group for r in responses])  # [N]
+        max_length = max(r.request.params.max_new_tokens for r in responses)
+        kept = [i for i in range(len(responses)) if keep is None or keep[i]]
+        # By request id: the cut into minibatches must not depend on which response finished first.
+        kept.sort(key=lambda i: responses[i].request.id)
+        metrics = _response_metrics(responses, raw, groups)
+
+        start = time.perf_counter()
+        minibatches = [
+            [self._with_fixed_logprobs(batch) for batch in self._micro_batches(responses, part)]
+            for part in _cut(kept, self.cfg.minibatches)
+        ]
+        metrics |= _logprob_metrics(minibatches, self._logp_alarm())
+        metrics["timing_s/old_log_prob"] = time.perf_counter() - start
+
+        start = time.perf_counter()
+        shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
+        advantages = grpo.group_advantages(shaped, groups, self.cfg.advantage)  # [N]
+        metrics |= self._train(minibatches, advantages.to(self._device()), max_length)
+        self.step += 1
+        metrics["timing_s/update_actor"] = time.perf_counter() - start
+        return metrics
+
+    def backward(
+        self, batches: Sequence[MicroBatch], advantages: Tensor, max_length: int
+    ) -> list[grpo.PolicyLoss]:
+        """Add the gradient of one optimizer minibatch to the masters.
+
+        Args:
+            batches: the minibatch, cut in any way, with old log-probs.
+            advantages: float32 [N], of all responses of the step.
+            max_length: the length limit, for `loss_norm=constant`.
+
+        Returns:
+            The share of each micro-batch.
+        """
+        lengths = [n for b in batches for n in b.owner.unique(return_counts=True)[1].tolist()]
+        denominator = grpo.loss_denominator(lengths, self.loss_norm, max_length)
+        shares = []
+        for batch in batches:
+            logprobs, _ = self._logprobs(self.model, batch)  # [M]
+            share = grpo.policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                batch.rollout_logprobs,
+                advantages[batch.owner],  # [M]
+                torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
+                denominator=denominator,
+                clip_low=self.cfg.clip_low,
+                clip_high=self.cfg.clip_high,
+                is_cap=self.cfg.is_cap,
+                ref_logprobs=batch.ref_logprobs,
+                kl_coef=self.cfg.kl_coef if self.cfg.kl_in == "loss" else 0.0,
+            )
+            share.loss.backward()
+            self._collect_gradients()
+            shares.append(replace(share, loss=share.loss.detach()))
+        return shares
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the model's own weights that a resumed run needs."""
+        copies = [m for m, p in zip(self.masters, self.params, strict=True) if m is not p]
+        return {
+            "step": self.step,
+            "optimizer": self.optimizer.state_dict(),
+            "masters": [m.detach() for m in copies],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`; the model's weights are loaded by the caller beforehand."""
+        self.step = state["step"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        copies = [m for m, p in zip(self.masters, self.params, strict=True) if m is not p]
+        if len(copies) != len(state["masters"]):
+            raise ValueError(
+                f"masters: wanted {len(copies)} tensors, got {len(state['masters'])}; "
+                "the checkpoint is of a model of another dtype"
+            )
+        with torch.no_grad():
+            for master, saved in zip(copies, state["masters"], strict=True):
+                master.copy_(saved)
+
+    def _micro_batches(
+        self, responses: Sequence[Response], part: Sequence[int]
+    ) -> Iterator[MicroBatch]:
+        lengths = [len(responses[i].request.prompt_ids) + len(responses[i].token_ids) for i in part]
+        for row in pack(lengths, self.cfg.micro_batch_tokens):
+            yield build_micro_batch(responses, [part[i] for i in row], self._device())
+
+    @torch.no_grad()
+    def _with_fixed_logprobs(self, batch: MicroBatch) -> MicroBatch:
+        # The same packing serves the update, so its first ratio is exactly 1.
+        old, entropy = self._logprobs(self.model, batch)  # [M], [M]
+        ref = None
+        if self.reference is not None:
+            ref, _ = self._logprobs(self.reference, batch)  # [M]
+        return replace(batch, old_logprobs=old, entropy=entropy, ref_logprobs=ref)
+
+    def _logprobs(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        hidden = model.base_model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).last_hidden_state[0]  # [T, H]
+        head = model.get_output_embeddings().weight  # [V, H]
+        return grpo.token_logprobs(hidden[batch.rows], head, batch.tokens, batch.temperature)
+
+    def _shaped_rewards(
+        self,
+        responses: Sequence[Response],
+        raw: Tensor,
+        minibatches: Sequence[Sequence[MicroBatch]],
+        max_length: int,
+    ) -> Tensor:
+        shaped = raw.clone()  # [N]
+        if self.cfg.advantage == "dapo":
+            lengths = torch.tensor([len(r.token_ids) for r in responses])  # [N]
+            buffer = max(1, round(OVERLONG_SHARE * max_length))
+            shaped += grpo.overlong_penalty(lengths, max_length, buffer)  # [N]
+        if self.reference is not None and self.cfg.kl_in == "reward":
+            for batch in (b for part in minibatches for b in part):
+                k1 = grpo.kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")  # [M]
+                penalty = self.cfg.kl_coef * k1.double().cpu()  # [M]
+                shaped.index_add_(0, batch.owner.cpu(), -penalty)  # [N]
+        return shaped
+
+    def _train(
+        self, minibatches: Sequence[Sequence[MicroBatch]], advantages: Tensor, max_length: int
+    ) -> dict[str, float]:
+        lr = self.cfg.lr * min(1.0, (self.step + 1) / max(1, self.cfg.warmup_steps))
+        shares: list[grpo.PolicyLoss] = []
+        norms: list[Tensor] = []
+        for _ in range(self.cfg.epochs):
+            for batches in minibatches:
+                shares += self.backward(batches, advantages, max_length)
+                norms.append(self._optimizer_step(lr))
+        tokens = max(1, sum(s.tokens for s in shares))
+        metrics = {
+            "actor/pg_loss": float(sum(s.pg_loss for s in shares)) / max(1, len(norms)),
+            "actor/ppo_kl": float(sum(s.ppo_kl for s in shares)) / tokens,
+            "actor/pg_clipfrac": float(sum(s.clipped for s in shares)) / tokens,
+            "actor/grad_norm": float(sum(norms)) / max(1, len(norms)),
+            "actor/lr": lr,
+        }
+        if self.reference is not None:
+            metrics["actor/ref_kl"] = float(sum(s.ref_kl for s in shares)) / tokens
+        return metrics
+
+    def _optimizer_step(self, lr: float) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self.masters, self.cfg.max_grad_norm)  # []
+        if torch.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            with torch.no_grad():
+                for param, master in zip(self.params, self.masters, strict=True):
+                    if param is not master:
+                        param.copy_(master)
+        else:
+            warnings.warn("gradient is not finite: this update is skipped", stacklevel=2)
+        self.optimizer.zero_grad()
+        return norm
+
+    def _collect_gradients(self) -> None:
+        # Sums over micro-batches stay in float32: bfloat16 would round small shares away.
+        for param, master in zip(self.params, self.masters, strict=True):
+            if param is not master and param.grad is not None:
+                grad = param.grad.float()
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                param.grad = None
+
+    def _logp_alarm(self) -> float:
+        half = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.params)
+        return LOGP_ALARM_HALF if half else LOGP_ALARM_FLOAT32
+
+    def _device(self) -> torch.device:
+        return self.params[0].device
+
+
+def _check_responses(responses: Sequence[Response]) -> None:
+    if not responses:
+        raise ValueError("responses: wanted at least one, got none")
+    if len({r.request.id for r in responses}) != len(responses):
+        raise ValueError("responses: request ids must differ, got a repeated one")
+    for response in responses:
+        request = response.request
+        if not request.prompt_ids:
+            raise ValueError(f"request {request.id}: wanted prompt_ids, got an empty prompt")
+        if len(response.logprobs) != len(response.token_ids):
+            raise ValueError(
+                f"request {request.id}: wanted one log-prob per token, got "
+                f"{len(response.logprobs)} for {len(response.token_ids)} tokens"
+            )
+        if request.params.top_k != 0 or request.params.top_p != 1.0:
+            raise ValueError(
+                f"request {request.id}: training samples with top_k=0 and top_p=1, got "
+                f"top_k={request.params.top_k} top_p={request.params.top_p}"
+            )
+
+
+def _cut(items: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """Nearly equal runs of `items`, none empty."""
+    bounds = [len(items) * i // parts for i in range(parts + 1)]
+    return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+
+
+def _response_metrics(
+    responses: Sequence[Response], raw: Tensor, groups: Tensor
+) -> dict[str, float]:
+    lengths = [len(r.token_ids) for r in responses]
+    clip_ratio = sum(r.finish == "length" for r in responses) / len(responses)
+    zero_std = grpo.zero_std_groups(raw, groups).double().mean().item()
+    if clip_ratio >= NEAR_ONE:
+        warnings.warn(
+            f"{clip_ratio:.0%} of the responses were cut at the length limit, so hardly any can "
+            "be right: raise sampling.max_new_tokens",
+            stacklevel=3,
+        )
+    if zero_std >= NEAR_ONE:
+        warnings.warn(
+            f"{zero_std:.0%} of the groups have equal rewards, so nothing can be learned from "
+            "them: the task is too hard or too easy for this policy",
+            stacklevel=3,
+        )
+    return {
+        "critic/rewards/mean": raw.mean().item(),
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/min": float(min(lengths)),
+        "response_length/clip_ratio": clip_ratio,
+        "frac_reward_zero_std": zero_std,
+    }
+
+
+def _logprob_metrics(minibatches: Sequence[Sequence[MicroBatch]], alarm: float) -> dict[str, float]:
+    batches = [batch for part in minibatches for batch in part]
+    if not batches:
+        return {}
+    old = torch.cat([b.old_logprobs for b in batches])  # [sum of M]
+    difference = (old - torch.cat([b.rollout_logprobs for b in batches])).abs()  # [sum of M]
+    mean = difference.mean().item()
+    if not mean <= alarm:  # NaN alarms too
+        warnings.warn(
+            f"sampling_logp_difference: rollout and trainer log-probs differ by {mean:.3g} in the "
+            f"mean (alarm at {alarm}): the engine does not hold the trainer's weights",
+            stacklevel=3,
+        )
+    return {
+        "actor/entropy": torch.cat([b.entropy for b in batches]).mean().item(),
+        "sampling/sampling_logp_difference/mean": mean,
+        "sampling/sampling_logp_difference/max": difference.max().item(),
+    }

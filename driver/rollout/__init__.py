@@ -1,0 +1,1 @@
+"""The rollout engine: requests in, responses with tokens and log-probs out."""
