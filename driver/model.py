@@ -1,0 +1,341 @@
+"""The target model on the native ops: fused weights, a paged KV cache, rows of any kind.
+
+Prefill, plain decoding and a draft tree are the same call: ragged rows, each with a position and,
+in a tree, its ancestors. A row's logits are the same bits in all three (row invariance).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import tlt_ext
+from driver.checkpoint import ModelSpec, read_weights, rope_table
+from driver.errors import UserError
+from driver.rollout.kv_cache import KvCache
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Where the rows of one forward pass belong: B requests, R rows, ragged.
+
+    Attributes:
+        row_start: int32 [B + 1]; request b owns rows row_start[b] .. row_start[b + 1] - 1. Rows
+            past the last are inert: their ids must be valid, their results mean nothing.
+        context_len: int32 [B], committed KV entries of each request.
+        position: int32 [R], absolute position of each row.
+        block_table: int32 [B, max_pages], page ids; entries past a request's end are not followed.
+        ancestors: uint8 [R, 16], in-flight slots of a row's ancestors, root first; None where the
+            rows of a request are a chain (prefill, plain decoding).
+        status: int32 [B], status words that ops OR bits into.
+    """
+
+    row_start: Tensor
+    context_len: Tensor
+    position: Tensor
+    block_table: Tensor
+    ancestors: Tensor | None
+    status: Tensor
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one layer; q, k, v and gate, up are fused. None where the family has none."""
+
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [(num_heads + 2 num_kv_heads) head_dim, H]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None
+    output: Tensor  # [H, num_heads head_dim]
+    output_bias: Tensor | None
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2 intermediate, H]
+    down: Tensor  # [H, intermediate]
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Low, middle and high layer whose outputs feed the drafter, counted from 0.
+
+    These are what serving engines take for EAGLE-3 (there counted as the inputs of layers 2, n / 2
+    and n - 3); a model too shallow for that spreads them over its layers.
+
+    Args:
+        num_layers: of the target.
+
+    Returns:
+        Three layer indices in rising order; they repeat only below three layers.
+
+    Example:
+        >>> default_feature_layers(30), default_feature_layers(4)
+        ((1, 14, 26), (0, 1, 2))
+    """
+    if num_layers >= 7:
+        return 1, num_layers // 2 - 1, num_layers - 4
+    high = num_layers - 2 if num_layers > 3 else num_layers - 1
+    return 0, high // 2, high
+
+
+class TargetModel:
+    """A Llama, Qwen2 or Qwen3 model that owns its fused weights and scratch buffers.
+
+    `forward` returns views of the buffers: read or copy them before the next call.
+
+    Args:
+        spec: shape of the model.
+        weights: tensors by Hugging Face name, or the folder of a checkpoint.
+        device: where it runs.
+        dtype: of weights, activations and cache; default is the checkpoint's.
+        max_rows: rows of the largest forward pass.
+        feature_layers: three layers whose outputs are recorded; empty = `default_feature_layers`.
+
+    Raises:
+        UserError: the checkpoint does not fit the spec, or a feature layer does not exist.
+
+    Example:
+        >>> spec = ModelSpec.from_folder(folder)
+        >>> model = TargetModel(spec, folder, dtype=torch.float32)
+        >>> logits, _ = model.forward(ids, batch, KvCache.allocate(spec, num_pages=8, page_size=16))
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor] | str | Path,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        max_rows: int = 512,
+        feature_layers: Sequence[int] = (),
+    ) -> None:
+        self.spec = spec
+        self.device = torch.device(device)
+        self.dtype = dtype or spec.dtype
+        self.max_rows = max_rows
+        self.feature_layers = tuple(feature_layers) or default_feature_layers(spec.num_layers)
+        for layer in self.feature_layers:
+            if not 0 <= layer < spec.num_layers:
+                raise UserError(
+                    f"drafter.feature_layers: wanted layers 0 to {spec.num_layers - 1}, got {layer}"
+                )
+        if not isinstance(weights, Mapping):
+            weights = read_weights(weights)
+        self._named: dict[str, Tensor] = {}
+        embedding = weights.get("model.embed_tokens.weight")
+        self._allocate_weights(spec.vocab_size if embedding is None else len(embedding))
+        self._allocate_buffers()
+        self.load_weights(weights)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and the head, columns of the logits; at least `vocab_size`."""
+        return self.head.shape[0]
+
+    @property
+    def feature_size(self) -> int:
+        """Columns of the features: three layers and the final hidden state."""
+        return 4 * self.spec.hidden_size
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights by Hugging Face name, as views of the fused storage."""
+        return dict(self._named)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies weights in place: no storage moves, so captured graphs stay valid.
+
+        Everything is checked first; after an error the old weights are whole.
+
+        Args:
+            weights: tensors by Hugging Face name, any float dtype and device. With tied embeddings
+                a head is ignored.
+
+        Raises:
+            UserError: a tensor is missing, has the wrong shape, or is none of this model's.
+        """
+        ignored = {"lm_head.weight"} if self.spec.tie_word_embeddings else set()
+        for name, own in self._named.items():
+            if name not in weights:
+                raise UserError(f"checkpoint: {name} is missing; {self.spec.family} needs it")
+            if weights[name].shape != own.shape:
+                raise UserError(
+                    f"checkpoint: {name} has shape {list(weights[name].shape)},"
+                    f" config.json makes it {list(own.shape)}"
+                )
+            if not weights[name].is_floating_point():
+                raise UserError(f"checkpoint: {name} is {weights[name].dtype}; wanted floats")
+        for name in weights:
+            # Old checkpoints store the RoPE frequencies, which follow from the config.
+            if name not in self._named and name not in ignored and "rotary_emb" not in name:
+                raise UserError(f"checkpoint: {name} is not a tensor of {self.spec.family}")
+        with torch.no_grad():
+            for name, own in self._named.items():
+                own.copy_(weights[name])
+
+    def forward(
+        self,
+        ids: Tensor,
+        batch: RowBatch,
+        kv: KvCache,
+        *,
+        logits_rows: Tensor | None = None,
+        want_features: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Runs all layers on R rows and writes their keys and values into the cache.
+
+        Args:
+            ids: int32 or int64 [R], tokens of the rows.
+            batch: where the rows belong.
+            kv: the cache; slots from `context_len` on are written.
+            logits_rows: int32 or int64 [n], rows that need logits; None = all; empty = none.
+            want_features: record the features too.
+
+        Returns:
+            logits: float32 [n, padded_vocab_size], or None when no row needs them.
+            features: [R, 4 H] in the model's dtype, or None: the outputs (residual stream) of the
+                three feature layers, then the final hidden state *before* the final norm, so that
+                a teacher's logits are head(final_norm(last H columns)).
+
+        Raises:
+            ValueError: more rows than `max_rows`, or an array that does not fit.
+        """
+        rows = ids.shape[0]
+        if rows > self.max_rows:
+            raise ValueError(f"ids: wanted at most max_rows = {self.max_rows} rows, got {rows}")
+        hidden = self._hidden[:rows]
+        torch.index_select(self.embedding, 0, ids, out=hidden)
+        features = self._features[:rows] if want_features else None
+        for index, layer in enumerate(self.layers):
+            self._decoder_layer(layer, hidden, batch, kv.k[index], kv.v[index])
+            if features is not None:
+                for place, wanted in enumerate(self.feature_layers):
+                    if wanted == index:
+                        self._feature(features, place).copy_(hidden)
+        if features is not None:
+            self._feature(features, 3).copy_(hidden)
+        return self._logits_of(hidden, logits_rows), features
+
+    def _decoder_layer(
+        self, layer: DecoderLayer, hidden: Tensor, batch: RowBatch, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        """One layer, in place on the residual stream `hidden` [R, H]."""
+        spec, rows = self.spec, hidden.shape[0]
+        qkv, q, attended, gate_up = (
+            buffer[:rows] for buffer in (self._qkv, self._q, self._attended, self._gate_up)
+        )
+        places = (batch.row_start, batch.context_len, batch.position, batch.block_table)
+        tlt_ext.rms_norm_linear(
+            hidden, layer.input_norm, layer.qkv, qkv, eps=spec.rms_norm_eps, bias=layer.qkv_bias
+        )
+        tlt_ext.append_kv(
+            qkv,
+            q,
+            k_cache,
+            v_cache,
+            self.cos_sin,
+            *places,
+            batch.status,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=spec.rms_norm_eps,
+        )
+        tlt_ext.tree_attention(
+            q, k_cache, v_cache, attended, *places, batch.status, ancestors=batch.ancestors
+        )
+        tlt_ext.linear_rows(
+            attended.flatten(1), layer.output, hidden, bias=layer.output_bias, residual=hidden
+        )
+        tlt_ext.rms_norm_linear(
+            hidden, layer.post_norm, layer.gate_up, gate_up, eps=spec.rms_norm_eps
+        )
+        tlt_ext.silu_mul_linear(gate_up, layer.down, hidden, residual=hidden)
+
+    def _logits_of(self, hidden: Tensor, logits_rows: Tensor | None) -> Tensor | None:
+        chosen = hidden
+        if logits_rows is not None:
+            chosen = self._chosen[: logits_rows.shape[0]]
+            torch.index_select(hidden, 0, logits_rows, out=chosen)
+        if chosen.shape[0] == 0:
+            return None
+        logits = self._logits[: chosen.shape[0]]
+        tlt_ext.rms_norm_linear(
+            chosen, self.final_norm, self.head, logits, eps=self.spec.rms_norm_eps
+        )
+        return logits
+
+    def _feature(self, features: Tensor, place: int) -> Tensor:
+        return features[:, place * self.spec.hidden_size : (place + 1) * self.spec.hidden_size]
+
+    def _allocate_weights(self, padded_vocab_size: int) -> None:
+        spec, hidden = self.spec, self.spec.hidden_size
+        if padded_vocab_size < spec.vocab_size:
+            raise UserError(
+                f"checkpoint: model.embed_tokens.weight has {padded_vocab_size} rows,"
+                f" fewer than the vocabulary of {spec.vocab_size}"
+            )
+        self.embedding = self._weight("model.embed_tokens.weight", padded_vocab_size, hidden)
+        self.layers = [self._allocate_layer(f"model.layers.{i}.") for i in range(spec.num_layers)]
+        self.final_norm = self._weight("model.norm.weight", hidden)
+        self.head = self.embedding
+        if not spec.tie_word_embeddings:
+            self.head = self._weight("lm_head.weight", padded_vocab_size, hidden)
+        self.cos_sin = rope_table(spec).to(self.device)
+
+    def _allocate_layer(self, prefix: str) -> DecoderLayer:
+        spec, hidden = self.spec, self.spec.hidden_size
+        q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qkv = {
+            f"{attention}q_proj": q_dim,
+            f"{attention}k_proj": kv_dim,
+            f"{attention}v_proj": kv_dim,
+        }
+        gate_up = dict.fromkeys((f"{mlp}gate_proj", f"{mlp}up_proj"), spec.intermediate_size)
+
+        def optional(has: bool, name: str, size: int) -> Tensor | None:
+            return self._weight(name, size) if has else None
+
+        return DecoderLayer(
+            input_norm=self._weight(f"{prefix}input_layernorm.weight", hidden),
+            qkv=self._fused(qkv, "weight", hidden),
+            qkv_bias=self._fused(qkv, "bias") if spec.qkv_bias else None,
+            q_norm=optional(spec.qk_norm, f"{attention}q_norm.weight", spec.head_dim),
+            k_norm=optional(spec.qk_norm, f"{attention}k_norm.weight", spec.head_dim),
+            output=self._weight(f"{attention}o_proj.weight", hidden, q_dim),
+            output_bias=optional(spec.output_bias, f"{attention}o_proj.bias", hidden),
+            post_norm=self._weight(f"{prefix}post_attention_layernorm.weight", hidden),
+            gate_up=self._fused(gate_up, "weight", hidden),
+            down=self._weight(f"{mlp}down_proj.weight", hidden, spec.intermediate_size),
+        )
+
+    def _weight(self, name: str, *shape: int) -> Tensor:
+        self._named[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._named[name]
+
+    def _fused(self, parts: Mapping[str, int], kind: str, *columns: int) -> Tensor:
+        """One tensor whose consecutive rows are the named parts."""
+        shape = (sum(parts.values()), *columns)
+        fused = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for name, part in zip(parts, fused.split(list(parts.values())), strict=True):
+            self._named[f"{name}.{kind}"] = part
+        return fused
+
+    def _allocate_buffers(self) -> None:
+        spec = self.spec
+
+        def rows(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            # Zeros: rows that are inert are computed on, and must not be slow or alarming garbage.
+            return torch.zeros(self.max_rows, *shape, dtype=dtype, device=self.device)
+
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        self._hidden, self._chosen = rows(spec.hidden_size), rows(spec.hidden_size)
+        self._qkv = rows(heads * spec.head_dim)
+        self._q, self._attended = (rows(spec.num_heads, spec.head_dim) for _ in range(2))
+        self._gate_up = rows(2 * spec.intermediate_size)
+        self._features = rows(self.feature_size)
+        self._logits = rows(self.padded_vocab_size, dtype=torch.float32)

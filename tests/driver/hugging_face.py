@@ -1,0 +1,78 @@
+"""Small random checkpoints of each family, made and saved by transformers."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,  # logits of order one
+    "eos_token_id": [3, 5],
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,  # all three bands of frequencies occur within a small head
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+# Variant -> family and what differs from SHAPE.
+VARIANTS = {
+    "llama-tied-llama3": ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama-bias-linear": (
+        "llama",
+        {"num_key_value_heads": 6, "attention_bias": True, "rope_parameters": LINEAR_ROPE},
+    ),
+    "qwen2": ("qwen2", {"num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def random_model(variant: str, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A model of a variant in float32 with every parameter random, norms and biases too."""
+    family, changes = VARIANTS[variant]
+    config_class, model_class = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**SHAPE, **changes, **overrides})).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return model.requires_grad_(False)
+
+
+def save_model(folder: Path, variant: str, seed: int = 0, **overrides) -> PreTrainedModel:
+    """Saves a random model and returns it; the biased Llama is saved in shards."""
+    model = random_model(variant, seed, **overrides)
+    model.save_pretrained(
+        folder, max_shard_size="60KB" if variant == "llama-bias-linear" else "1GB"
+    )
+    return model
+
+
+def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Logits [len(ids), V] of one sequence."""
+    return model(torch.tensor([ids])).logits[0]
