@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "common/parallel.h"
 #include "common/python.h"
 #include "layers/op.h"
+#include "sampling/op.h"
 
 #if defined(TLT_WITH_CUDA)
 #include "common/cuda.h"
@@ -80,10 +82,66 @@ void bind_layers(py::module_& m) {
   m.def("rms_norm", &tlt::rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "stream"_a, NoGil());
 }
 
+// ---- sampling -----------------------------------------------------------------------------------
+
+void bind_sampling(py::module_& m) {
+  using tlt::Tensor;
+  m.def(
+      "sample",
+      [](const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+         const Tensor& request, const Tensor& position, const Tensor& tokens,
+         const Tensor& logprobs, const Tensor& status, uint64_t seed,
+         std::optional<int64_t> vocab_size, const Tensor& filtered_logprobs, uintptr_t stream) {
+        tlt::sample({logits, temperature, top_k, top_p, request, position, tokens, logprobs, status,
+                     filtered_logprobs},
+                    seed, vocab_size, stream);
+      },
+      "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "request"_a, "position"_a, "tokens"_a,
+      "logprobs"_a, "status"_a, "seed"_a, "vocab_size"_a, "filtered_logprobs"_a, "stream"_a,
+      NoGil());
+  m.def(
+      "verify_tree",
+      [](const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& position,
+         const Tensor& row_start, const Tensor& temperature, const Tensor& top_k,
+         const Tensor& top_p, const Tensor& request, const Tensor& stop_ids, const Tensor& limit,
+         const Tensor& emitted, const Tensor& logprobs, const Tensor& num_emitted,
+         const Tensor& path, const Tensor& finish, const Tensor& status, uint64_t seed,
+         std::optional<int64_t> vocab_size, const Tensor& filtered_logprobs, uintptr_t stream) {
+        const Tensor no_draft;
+        tlt::verify_tree({logits, no_draft, tokens, parents, position, row_start, temperature,
+                          top_k, top_p, request, stop_ids, limit, emitted, logprobs, num_emitted,
+                          path, finish, status, filtered_logprobs},
+                         seed, vocab_size, stream);
+      },
+      "logits"_a, "tokens"_a, "parents"_a, "position"_a, "row_start"_a, "temperature"_a, "top_k"_a,
+      "top_p"_a, "request"_a, "stop_ids"_a, "limit"_a, "emitted"_a, "logprobs"_a, "num_emitted"_a,
+      "path"_a, "finish"_a, "status"_a, "seed"_a, "vocab_size"_a, "filtered_logprobs"_a, "stream"_a,
+      NoGil());
+  m.def(
+      "verify_rejection",
+      [](const Tensor& logits, const Tensor& draft_probs, const Tensor& tokens,
+         const Tensor& parents, const Tensor& position, const Tensor& row_start,
+         const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& request,
+         const Tensor& stop_ids, const Tensor& limit, const Tensor& emitted, const Tensor& logprobs,
+         const Tensor& num_emitted, const Tensor& path, const Tensor& finish, const Tensor& status,
+         uint64_t seed, std::optional<int64_t> vocab_size, bool deterministic, uintptr_t stream) {
+        const Tensor no_filtered;
+        tlt::verify_rejection({logits, draft_probs, tokens, parents, position, row_start,
+                               temperature, top_k, top_p, request, stop_ids, limit, emitted,
+                               logprobs, num_emitted, path, finish, status, no_filtered},
+                              seed, vocab_size, deterministic, stream);
+      },
+      "logits"_a, "draft_probs"_a, "tokens"_a, "parents"_a, "position"_a, "row_start"_a,
+      "temperature"_a, "top_k"_a, "top_p"_a, "request"_a, "stop_ids"_a, "limit"_a, "emitted"_a,
+      "logprobs"_a, "num_emitted"_a, "path"_a, "finish"_a, "status"_a, "seed"_a, "vocab_size"_a,
+      "deterministic"_a, "stream"_a, NoGil());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   py::register_exception<tlt::DTypeError>(m, "DTypeError", PyExc_TypeError);
   bind_common(m);
   bind_layers(m);
+  bind_sampling(m);
 }

@@ -1,5 +1,8 @@
 """Float64 references in plain torch, one per op, written to be read."""
 
+import math
+
+import numpy as np
 import torch
 
 # ---- layers ----------------------------------------------------------------------------------
@@ -14,6 +17,150 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 # ---- sampling --------------------------------------------------------------------------------
+
+TARGET, ACCEPT, RESIDUAL = 0, 1, 2  # domains of the noise
+
+
+def noise_words(
+    seed: int, request: int, position: int, vocab_size: int, domain: int = TARGET
+) -> np.ndarray:
+    """The uint32 words of ids 0 .. vocab_size - 1: Philox 4x32-10 in 64-bit integers."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0 = np.arange((vocab_size + 3) // 4, dtype=np.uint64)
+    c1 = np.full_like(c0, position)
+    c2 = np.full_like(c0, request & 0xFFFFFFFF)
+    c3 = np.full_like(c0, (request >> 32) & 0x3FFFFFFF | domain << 30)
+    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (
+            b >> half ^ c1 ^ np.uint64(k0),
+            b & low,
+            a >> half ^ c3 ^ np.uint64(k1),
+            a & low,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], 1).reshape(-1)[:vocab_size].astype(np.uint32)
+
+
+def gumbel(words: np.ndarray) -> torch.Tensor:
+    u = (torch.from_numpy(words.astype(np.float64)) + 0.5) / 2.0**32
+    return -(-(-u).log1p()).log()
+
+
+def clean_logits(logits: torch.Tensor) -> torch.Tensor:
+    """NaN and +inf lose to everything."""
+    x = logits.double()
+    return torch.where(x < torch.inf, x, -torch.inf)
+
+
+def kept_ids(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> list[int]:
+    """Best first: sorted by (logit descending, id ascending), cut to top-k, then to top-p."""
+    x = clean_logits(logits)
+    ids = sorted(range(len(x)), key=lambda v: (-float(x[v]), v))
+    if 0 < top_k < len(ids):
+        ids = ids[:top_k]
+    if top_p < 1.0:
+        mass = torch.softmax(x[ids] / (temperature or 1.0), -1).cumsum(-1)
+        ids = ids[: 1 + int((mass < top_p).sum())]
+    return ids
+
+
+def target_law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """What a token is drawn from; all on token 0 where no logit is finite."""
+    x = clean_logits(logits)
+    law = torch.zeros_like(x)
+    if temperature == 0.0 or bool((x == -torch.inf).all()):
+        law[x.argmax()] = 1.0
+    else:
+        ids = kept_ids(logits, temperature, top_k, top_p)
+        law[ids] = torch.softmax(x[ids] / temperature, -1)
+    return law
+
+
+def logprob(logits: torch.Tensor, temperature: float, token: int) -> float:
+    x = clean_logits(logits) / (temperature or 1.0)
+    return float(torch.log_softmax(x, -1)[token]) if bool((x > -torch.inf).any()) else -math.inf
+
+
+def filtered_logprob(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, token: int
+) -> float:
+    kept = torch.full_like(logits.double(), -torch.inf)
+    ids = kept_ids(logits, temperature, top_k, top_p)
+    kept[ids] = clean_logits(logits)[ids]
+    return logprob(kept, temperature, token)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    request: int,
+    position: int,
+    *,
+    seed: int,
+) -> int:
+    """One row's token."""
+    score = target_law(logits, temperature, top_k, top_p).log()
+    if temperature > 0.0:
+        score = score + gumbel(noise_words(seed, request, position, len(score)))
+    return int(score.argmax())
+
+
+def verify_tree(
+    logits: torch.Tensor,
+    tokens: list[int],
+    parents: list[int],
+    position: int,
+    setting: tuple[float, int, float],
+    request: int,
+    stop_ids: list[int],
+    limit: int,
+    *,
+    seed: int,
+) -> tuple[list[int], list[int], int]:
+    """One request's (emitted, path, finish); `position` is its root's."""
+    emitted, path, node = [], [], 0
+    for depth in range(limit):
+        token = sample(logits[node], *setting, request, position + depth + 1, seed=seed)
+        emitted.append(token)
+        path.append(node)
+        if token in stop_ids:
+            return emitted, path, 1
+        rows = range(node + 1, len(tokens))
+        children = [row for row in rows if parents[row] == node and tokens[row] == token]
+        if not children:
+            break
+        node = children[0]
+    return emitted, path, 2 if len(emitted) == limit else 0
+
+
+def verify_rejection(
+    law: torch.Tensor,
+    draft: torch.Tensor | None,
+    children: list[int],
+    uniforms: list[float],
+) -> tuple[int | None, torch.Tensor]:
+    """One node: the accepted place in `children` or None, and the law to draw from after that.
+
+    `draft` None means that the children are one-hot proposals.
+    """
+    law = law.double()
+    draft = None if draft is None else draft.double()
+    for place, (child, u) in enumerate(zip(children, uniforms, strict=True)):
+        proposal = torch.zeros_like(law) if draft is None else draft / draft.sum()
+        if draft is None:
+            proposal[child] = 1.0
+        if u * proposal[child] < law[child]:
+            return place, law
+        law = (law - proposal).clamp_min(0.0)
+        law = law / law.sum()
+        if draft is not None:
+            draft = draft.clone()
+            draft[child] = 0.0
+    return None, law
 
 
 # ---- tree ------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ never allocates or synchronises. See `python -m tlt_ext` for what this build can
 from tlt_ext import _C
 from tlt_ext.common import Status, num_threads, set_num_threads
 from tlt_ext.layers import rms_norm
+from tlt_ext.sampling import sample, verify_rejection, verify_tree
 
 __version__: str = _C.build_info()["version"]
 
-OPS = (rms_norm,)
+OPS = (rms_norm, sample, verify_tree, verify_rejection)
 
 
 def op_places() -> dict[str, str]:
@@ -25,5 +26,8 @@ __all__ = [
     "num_threads",
     "op_places",
     "rms_norm",
+    "sample",
     "set_num_threads",
+    "verify_rejection",
+    "verify_tree",
 ]

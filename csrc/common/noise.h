@@ -78,6 +78,9 @@ TLT_HD float uniform_open(uint32_t word) {
   return mul_rn(add_rn(static_cast<float>(word >> 9), 0.5f), 0x1p-23f);
 }
 
+// Below this a temperature means greedy: 1/T and any sane logit / T stay finite above it.
+constexpr float kMinTemperature = 1e-6f;
+
 // The one score that everything ranks by. A row with temperature 0 uses inv_temperature 1 and no
 // noise.
 TLT_HD float keyed_score(float logit, float inv_temperature, float noise) {

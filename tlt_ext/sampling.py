@@ -1,0 +1,247 @@
+"""Keyed sampling and the verification of draft trees.
+
+A token's noise is a function of (seed, request, position, token) alone, so the same token is drawn
+in any batch, with or without speculation. Sampling parameters are per request: temperature (below
+1e-6 = greedy), then top-k (<= 0 = off), then top-p (>= 1 = off). NaN and +inf logits lose and set
+`Status.NAN_LOGITS`; a row without any finite logit gives token 0 with log-prob -inf.
+"""
+
+from tlt_ext import _C
+from tlt_ext.common import Array, current_stream
+
+
+def sample(
+    logits: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    request: Array,
+    position: Array,
+    tokens: Array,
+    logprobs: Array,
+    status: Array,
+    *,
+    seed: int,
+    vocab_size: int | None = None,
+    filtered_logprobs: Array | None = None,
+    stream: int | None = None,
+) -> None:
+    """Draws one token a row: the argmax of `logits / temperature + keyed Gumbel noise`.
+
+    Args:
+        logits: [rows, >= vocab_size], float32, float16 or bfloat16; rows may be strided.
+        temperature: [rows] float32.
+        top_k: [rows] int32.
+        top_p: [rows] float32.
+        request: [rows] int64, the request's 62-bit id.
+        position: [rows] int32, absolute position of the token to be sampled.
+        tokens: [rows] int32, out.
+        logprobs: [rows] float32, out: `log_softmax(logits / temperature)` at the token, unfiltered.
+        status: [rows] int32, bits are ORed in.
+        seed: the run's 64-bit seed.
+        vocab_size: ids at or past it are padding and never read; default is the width of logits.
+        filtered_logprobs: [rows] float32, out: the same over the ids that top-k and top-p keep.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        >>> logits = np.array([[0.0, 2.0, 1.0]], np.float32)
+        >>> sample(logits, zero, top_k, one, request, position, tokens, logprobs, status, seed=0)
+        >>> tokens, logprobs   # temperature 0: [1], [-0.4076]
+
+    Source: Gumbel-max sampling; the noise is Philox 4x32-10 (Salmon et al., SC'11).
+    Reference: `tests/reference.py::sample`.
+    """
+    _C.sample(
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        request,
+        position,
+        tokens,
+        logprobs,
+        status,
+        seed,
+        vocab_size,
+        filtered_logprobs,
+        current_stream(logits, stream),
+    )
+
+
+def verify_tree(
+    logits: Array,
+    tokens: Array,
+    parents: Array,
+    position: Array,
+    row_start: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    request: Array,
+    stop_ids: Array,
+    limit: Array,
+    emitted: Array,
+    logprobs: Array,
+    num_emitted: Array,
+    path: Array,
+    finish: Array,
+    status: Array,
+    *,
+    seed: int,
+    vocab_size: int | None = None,
+    filtered_logprobs: Array | None = None,
+    stream: int | None = None,
+) -> None:
+    """Follows the target's keyed samples through a draft tree and emits them.
+
+    At each node the token is what `sample` draws there, bit for bit, whatever was drafted; the walk
+    goes on at the first child that carries it, and ends without one, at a stop id, or at the limit.
+    Entries of the outputs past `num_emitted` are left as they were.
+
+    Args:
+        logits: [rows, >= vocab_size], float32, float16 or bfloat16: the target's, at each node.
+        tokens: [rows] int32, tokens of the nodes; each request's root first, then its drafts.
+        parents: [rows] int32, row of the parent within the request, -1 for the root.
+        position: [rows] int32, absolute position of the node itself.
+        row_start: [requests + 1] int32, rows of request b are row_start[b] .. row_start[b+1] - 1,
+            128 at most; a request without rows emits nothing.
+        temperature: [requests] float32.
+        top_k: [requests] int32.
+        top_p: [requests] float32.
+        request: [requests] int64, the request's 62-bit id.
+        stop_ids: [requests, any] int32, -1 = unused.
+        limit: [requests] int32, the most tokens to emit now; 0 emits nothing.
+        emitted: [requests, >= 17] int32, out.
+        logprobs: [requests, width of emitted] float32, out, as in `sample`.
+        num_emitted: [requests] int32, out.
+        path: [requests, width of emitted] int32, out: the rows visited, root first, one a token.
+        finish: [requests] int32, out: 0 running, 1 stop id emitted, 2 limit reached.
+        status: [requests] int32, bits are ORed in: BAD_TREE (a parent that is not an earlier row,
+            never followed), BAD_TOKEN (a draft outside the vocabulary), BAD_LENGTH (row_start out
+            of range or too many rows: nothing is emitted), NAN_LOGITS (at a visited row).
+        seed: the run's 64-bit seed.
+        vocab_size: ids at or past it are padding and never read; default is the width of logits.
+        filtered_logprobs: [requests, width of emitted] float32, out, as in `sample`.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        Greedy target, root with children 5 and 7 (rows 1, 2); the target says 7, then 3:
+        emitted = [7, 3], path = [0, 2], num_emitted = 2, finish = 0.
+
+    Source: speculative decoding with shared Gumbel noise; exact for any draft.
+    Reference: `tests/reference.py::verify_tree`.
+    """
+    _C.verify_tree(
+        logits,
+        tokens,
+        parents,
+        position,
+        row_start,
+        temperature,
+        top_k,
+        top_p,
+        request,
+        stop_ids,
+        limit,
+        emitted,
+        logprobs,
+        num_emitted,
+        path,
+        finish,
+        status,
+        seed,
+        vocab_size,
+        filtered_logprobs,
+        current_stream(logits, stream),
+    )
+
+
+def verify_rejection(
+    logits: Array,
+    draft_probs: Array | None,
+    tokens: Array,
+    parents: Array,
+    position: Array,
+    row_start: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    request: Array,
+    stop_ids: Array,
+    limit: Array,
+    emitted: Array,
+    logprobs: Array,
+    num_emitted: Array,
+    path: Array,
+    finish: Array,
+    status: Array,
+    *,
+    seed: int,
+    vocab_size: int | None = None,
+    deterministic: bool = False,
+    stream: int | None = None,
+) -> None:
+    """Classical rejection sampling of a draft tree: chain (one child a node) or multi-round.
+
+    Child x is accepted with probability min(1, target(x) / draft(x)). A rejection replaces the
+    target law by the normalised max(target - draft, 0) and takes x out of the draft law; after the
+    last child the token is drawn from what is left. The emitted tokens follow the target's law if
+    the children were drawn from `draft_probs`, without replacement, in row order.
+
+    Args:
+        logits: [rows, >= vocab_size], float32, float16 or bfloat16: the target's, at each node.
+        draft_probs: [rows, >= vocab_size] float32: row n is the law that node n's children were
+            drawn from; None if deterministic.
+        tokens, parents, position, row_start, temperature, top_k, top_p, request, stop_ids, limit:
+            as in `verify_tree`.
+        emitted, logprobs, num_emitted, path, finish: out, as in `verify_tree`.
+        status: as in `verify_tree`, and NAN_DRAFT (a visited draft row with a NaN or an entry
+            outside [0, 1]: its children are ignored).
+        seed: the run's 64-bit seed.
+        vocab_size: ids at or past it are padding and never read; default is the width of logits.
+        deterministic: children were chosen, not drawn (argmax, n-gram): each is a one-hot proposal.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong, or draft_probs is missing.
+
+    Example:
+        Target (.5, .5), draft (.8, .2), child 0: accepted with probability .5 / .8 = .625, else
+        the residual (0, .3) gives token 1. Token 0: .8 * .625 = .5, as it should be.
+
+    Source: Leviathan et al. (2023); Chen et al. (2023); multi-round: Miao et al., "SpecInfer".
+    Reference: `tests/reference.py::verify_rejection`.
+    """
+    _C.verify_rejection(
+        logits,
+        draft_probs,
+        tokens,
+        parents,
+        position,
+        row_start,
+        temperature,
+        top_k,
+        top_p,
+        request,
+        stop_ids,
+        limit,
+        emitted,
+        logprobs,
+        num_emitted,
+        path,
+        finish,
+        status,
+        seed,
+        vocab_size,
+        deterministic,
+        current_stream(logits, stream),
+    )
