@@ -358,7 +358,7 @@ def policy_loss(
     ratio = (new - old).exp()  # [M]
     plain = -advantage * ratio  # [M]
     clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)  # [M]
-    weight = (old - rollout).exp().clamp_max(is_cap).detach()  # [M]
+    weight = (old - rollout).exp().clamp_max(is_cap)  # [M]
     pg_loss = (weight * torch.maximum(plain, clipped)).sum() / denominator  # []
     loss, ref_kl = pg_loss, new.new_zeros(())  # [], []
     if ref_logprobs is not None:

@@ -245,7 +245,7 @@ class GrpoConfig(Section):
     loss_norm: str = setting("auto", words=("tokens", "constant", "auto"))
     epochs: int = setting(1, low=1)
     minibatches: int = setting(1, low=1)
-    micro_batch_tokens: int = setting(8192, low=1)
+    micro_batch_tokens: int = setting(1024, low=1)  # attention costs its square
     max_grad_norm: float = setting(1.0, above=0)
     is_cap: float = setting(2.0, above=0)  # truncated importance weight
     weight_decay: float = setting(0.0, low=0)

@@ -65,10 +65,11 @@ def test_dapo_advantages_are_those_of_grpo():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_advantage_is_zero_where_all_rewards_are_equal_fault_48(kind):
-    # The mean of three 0.1 misses it by a rounding error, which 1 / (std + eps) would magnify.
-    rewards = torch.full((3,), 0.1)
-    advantages = grpo.group_advantages(rewards, torch.zeros(3, dtype=torch.long), kind)
-    assert advantages.tolist() == [0.0, 0.0, 0.0]
+    # The mean of ten 0.1 misses it by a rounding error, which 1 / (std + eps) would magnify.
+    rewards = torch.full((10,), 0.1, dtype=torch.float64)
+    assert sum(rewards.tolist()) / 10 != 0.1
+    advantages = grpo.group_advantages(rewards, torch.zeros(10, dtype=torch.long), kind)
+    assert advantages.tolist() == [0.0] * 10
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "dapo"])
