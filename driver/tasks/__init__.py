@@ -1,0 +1,63 @@
+"""Tasks: prompts and rewards, each task one class behind one small interface."""
+
+from __future__ import annotations
+
+import difflib
+
+from driver.errors import UserError
+from driver.tasks.base import Prompt, Split, Task
+
+__all__ = ["TASK_NAMES", "Prompt", "Split", "Task", "make_task"]
+
+TASK_NAMES = ("sums", "addition", "multiplication", "jsonl", "reasoning_gym")
+
+
+def make_task(
+    name: str,
+    *,
+    path: str = "",
+    dataset: str = "",
+    digits: int = 2,
+    shots: int = 4,
+    difficulty: int = 1,
+) -> Task:
+    """Builds a task from the fields of `TaskConfig`: `make_task(**asdict(config.task))`.
+
+    Args:
+        name: one of `TASK_NAMES`.
+        path: jsonl: the file with question/answer lines.
+        dataset: reasoning_gym: the data set's name.
+        digits: addition, multiplication: digits of each operand.
+        shots: addition, multiplication, jsonl: worked examples before the question.
+        difficulty: sums: digits of the addend; the start has one more.
+
+    Returns:
+        The task. Fields that the task does not use are ignored.
+
+    Raises:
+        UserError: unknown name, unreadable file, missing package; the line says what to do.
+
+    Example:
+        >>> make_task("sums").name
+        'sums'
+    """
+    # Each import stays in its branch: a task's dependencies load only with it.
+    if name == "sums":
+        from driver.tasks.sums import SumsTask
+
+        return SumsTask(difficulty)
+    if name in ("addition", "multiplication"):
+        from driver.tasks.fewshot import FewShotTask
+
+        return FewShotTask(name, digits, shots)
+    if name == "jsonl":
+        from driver.tasks.jsonl import JsonlTask
+
+        return JsonlTask(path, shots)
+    if name == "reasoning_gym":
+        from driver.tasks.reasoning_gym import ReasoningGymTask
+
+        return ReasoningGymTask(dataset)
+    near = difflib.get_close_matches(name, TASK_NAMES, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"task.name={name}: unknown task; {hint}there are {', '.join(TASK_NAMES)}")

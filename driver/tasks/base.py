@@ -1,0 +1,92 @@
+"""What a task is: prompts that are a pure function of their index, and a reward."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Split = Literal["train", "eval"]
+
+# One problem in eight is held out, decided by its text, so that no problem is in both splits.
+HELD_OUT_ONE_IN = 8
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem: `id` is unique in its split and the same in every run."""
+
+    id: str
+    text: str
+    answer: str
+
+
+class Task(Protocol):
+    """Where prompts and rewards come from.
+
+    `stop` lists texts that end a response besides the model's end token (few-shot prompts of a base
+    model need one); those that are one token of the model serve as stop ids.
+    """
+
+    name: str
+    stop: tuple[str, ...]
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """The prompt at `index` (any index from 0 on) of `split`: the same in every run."""
+        ...
+
+    def reward(self, prompt: Prompt, response: str) -> float:
+        """Reward of a response's text, end token not included."""
+        ...
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """A worked response for the supervised warm-up, or None where the task has none."""
+        ...
+
+
+def held_out(problem: str) -> bool:
+    """Whether a problem belongs to the eval split.
+
+    Args:
+        problem: the text that tells the problem from all others.
+
+    Returns:
+        True for one text in `HELD_OUT_ONE_IN`, the same in every run and on every machine.
+
+    Example:
+        >>> sum(held_out(str(n)) for n in range(8000)) in range(900, 1100)
+        True
+    """
+    digest = hashlib.blake2b(problem.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
+
+
+def prompt_id(task: str, split: Split, index: int) -> str:
+    """Id of a prompt, with the checks that every task shares.
+
+    Args:
+        task: the task's name.
+        split: "train" or "eval".
+        index: from 0 on.
+
+    Returns:
+        "<task>/<split>/<index>".
+
+    Raises:
+        ValueError: unknown split or negative index.
+
+    Example:
+        >>> prompt_id("sums", "train", 3)
+        'sums/train/3'
+    """
+    if split not in ("train", "eval"):
+        raise ValueError(f"split: wanted train or eval, got {split!r}")
+    if index < 0:
+        raise ValueError(f"index: wanted at least 0, got {index}")
+    return f"{task}/{split}/{index}"
+
+
+def generator(id: str) -> random.Random:
+    """The random generator of one prompt: text seeds are hashed, so runs and machines agree."""
+    return random.Random(id)

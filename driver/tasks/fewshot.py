@@ -1,0 +1,68 @@
+"""Few-shot addition and multiplication for a pretrained model."""
+
+from __future__ import annotations
+
+import operator
+import random
+import re
+
+from driver.tasks.base import Prompt, Split, generator, held_out, prompt_id
+
+_OPERATIONS = {"addition": ("+", operator.add), "multiplication": ("*", operator.mul)}
+# ASCII digits only: int() would also read the digits of other scripts.
+_INTEGER = re.compile(r"-?[0-9]+")
+
+
+class FewShotTask:
+    """Worked lines `a+b=c`, then one to complete; the first integer of the first line counts.
+
+    Args:
+        name: "addition" or "multiplication".
+        digits: digits of each operand; one-digit operands include 0.
+        shots: solved lines before the question, never held-out problems.
+
+    Example:
+        >>> task = FewShotTask("addition", digits=1, shots=0)
+        >>> task.reward(Prompt("0", "3+4=", "7"), "7\\n1+1=2")
+        1.0
+    """
+
+    stop: tuple[str, ...] = ("\n",)
+
+    def __init__(self, name: str, digits: int = 2, shots: int = 4) -> None:
+        self.name = name
+        self.shots = shots
+        self.sign, self.operation = _OPERATIONS[name]
+        self.low = 0 if digits == 1 else 10 ** (digits - 1)
+        self.high = 10**digits - 1
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        id = prompt_id(self.name, split, index)
+        draw = generator(f"{id}/{self.low}-{self.high}")
+        problem, answer = self._problem(draw, eval_split=split == "eval")
+        lines: list[str] = []
+        while len(lines) < self.shots:
+            shot, solved = self._problem(draw, eval_split=False)
+            if shot != problem:  # a shot must not give the answer away
+                lines.append(f"{shot}{solved}\n")
+        return Prompt(id, "".join(lines) + problem, answer)
+
+    def reward(self, prompt: Prompt, response: str) -> float:
+        found = _INTEGER.search(response.strip().partition("\n")[0])
+        # Compared as text without leading zeros: no conversion of a response's thousand digits.
+        return float(found is not None and _plain(found.group()) == prompt.answer)
+
+    def demonstration(self, prompt: Prompt) -> str:
+        return f"{prompt.answer}\n"
+
+    def _problem(self, draw: random.Random, eval_split: bool) -> tuple[str, str]:
+        while True:
+            a, b = draw.randint(self.low, self.high), draw.randint(self.low, self.high)
+            text = f"{a}{self.sign}{b}="
+            if held_out(text) == eval_split:
+                return text, str(self.operation(a, b))
+
+
+def _plain(integer: str) -> str:
+    digits = integer.lstrip("-").lstrip("0") or "0"
+    return f"-{digits}" if integer.startswith("-") and digits != "0" else digits

@@ -1,0 +1,131 @@
+"""Question/answer lines in GSM8K's form: the final answer follows `####`."""
+
+from __future__ import annotations
+
+import json
+import re
+from decimal import Decimal
+from pathlib import Path
+
+from driver.errors import UserError
+from driver.tasks.base import HELD_OUT_ONE_IN, Prompt, Split, prompt_id
+
+_MARK = "####"
+_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+
+
+class JsonlTask:
+    """Word problems from a file; the number after the response's first `####` counts.
+
+    Without `####`, or without a number behind it, the reward is 0. Thousands separators, a currency
+    sign before and any text after the number are ignored, and `18.0` equals `18`.
+
+    Args:
+        path: a `.jsonl` file, of which every eighth line is held out, or a folder with
+            `train.jsonl` and `test.jsonl`.
+        shots: worked examples before the question: the first lines of the train split.
+
+    Raises:
+        UserError: no file, an unreadable one, or a line that is not of the form; names the line.
+
+    Example:
+        >>> final_number("2 a day for 9 days.\\n#### $1,018 in all")
+        Decimal('1018')
+    """
+
+    name = "jsonl"
+    stop: tuple[str, ...] = ("\n\n",)
+
+    def __init__(self, path: str, shots: int = 4) -> None:
+        if not path:
+            raise UserError("task.path: empty; task.name=jsonl wants task.path=FILE.jsonl")
+        place = Path(path).expanduser()
+        if place.is_dir():
+            train, held = read_jsonl(place / "train.jsonl"), read_jsonl(place / "test.jsonl")
+        else:
+            lines = read_jsonl(place)
+            held = lines[HELD_OUT_ONE_IN - 1 :: HELD_OUT_ONE_IN]
+            train = [x for i, x in enumerate(lines, 1) if i % HELD_OUT_ONE_IN]
+            if not held:
+                raise UserError(
+                    f"{place}: {len(lines)} lines; wanted at least {HELD_OUT_ONE_IN},"
+                    " of which one is held out"
+                )
+        if len(train) <= shots:
+            raise UserError(f"{place}: {len(train)} training lines; wanted more than task.shots")
+        self.shots = train[:shots]
+        self.lines = {"train": train[shots:], "eval": held}
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        id = prompt_id(self.name, split, index)
+        lines = self.lines[split]
+        question, answer = lines[index % len(lines)]
+        solved = [f"Question: {q}\nAnswer: {a}\n\n" for q, a in self.shots]
+        return Prompt(id, "".join(solved) + f"Question: {question}\nAnswer:", answer)
+
+    def reward(self, prompt: Prompt, response: str) -> float:
+        number = final_number(response)
+        return float(number is not None and number == final_number(prompt.answer))
+
+    def demonstration(self, prompt: Prompt) -> str:
+        return f" {prompt.answer}\n\n"
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number in the line behind the first `####` of a text.
+
+    Args:
+        text: a response or a worked answer.
+
+    Returns:
+        The number, or None where there is no mark or no number behind it.
+
+    Example:
+        >>> final_number("#### 18.50 dollars")
+        Decimal('18.50')
+    """
+    line = text.partition(_MARK)[2].strip().partition("\n")[0]
+    found = _NUMBER.match(line.lstrip("$ "))
+    return Decimal(found.group().replace(",", "")) if found else None
+
+
+def read_jsonl(path: Path) -> list[tuple[str, str]]:
+    """Reads and checks a question/answer file.
+
+    Args:
+        path: one JSON object a line with the texts `question` and `answer`; blank lines
+            are skipped.
+
+    Returns:
+        (question, answer) pairs; each answer ends in a number behind `####`.
+
+    Raises:
+        UserError: names the file, the line and what is wrong with it.
+
+    Example:
+        >>> read_jsonl(Path("missing.jsonl"))
+        Traceback (most recent call last):
+        driver.errors.UserError: missing.jsonl: cannot be read (No such file or directory)
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    return [_parse(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parse(place: str, line: str) -> tuple[str, str]:
+    try:
+        item = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"{place}: not JSON; fix or remove the line") from None
+    if not isinstance(item, dict):
+        raise UserError(f"{place}: wanted an object with question and answer, got {line[:40]!r}")
+    for key in ("question", "answer"):
+        if not isinstance(item.get(key), str) or not item[key].strip():
+            raise UserError(f"{place}: no text under {key!r}; fix or remove the line")
+    if final_number(item["answer"]) is None:
+        raise UserError(f"{place}: no number behind {_MARK} in the answer; fix or remove the line")
+    return item["question"], item["answer"]
