@@ -11,6 +11,7 @@
 #include "common/noise.h"
 #include "common/parallel.h"
 #include "common/python.h"
+#include "layers/dot.h"
 #include "layers/op.h"
 #include "sampling/op.h"
 
@@ -80,6 +81,26 @@ void bind_common(py::module_& m) {
 
 void bind_layers(py::module_& m) {
   m.def("rms_norm", &tlt::rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "stream"_a, NoGil());
+  m.def("silu_mul", &tlt::silu_mul, "x"_a, "out"_a, "stream"_a, NoGil());
+  m.def("linear_rows", &tlt::linear_rows, "x"_a, "weight"_a, "out"_a, "bias"_a, "residual"_a,
+        "stream"_a, NoGil());
+  m.def("rms_norm_linear", &tlt::rms_norm_linear, "x"_a, "norm_weight"_a, "weight"_a, "out"_a,
+        "eps"_a, "bias"_a, "residual"_a, "stream"_a, NoGil());
+  m.def("silu_mul_linear", &tlt::silu_mul_linear, "x"_a, "weight"_a, "out"_a, "bias"_a,
+        "residual"_a, "stream"_a, NoGil());
+  m.def("dot_variants", [] {
+    std::vector<std::string> names;
+    for (const tlt::DotVariant& variant : tlt::dot_variants()) names.push_back(variant.name);
+    return names;
+  });
+  m.def(  // for tests: float32 x [rows, depth], w [cols, depth], out [rows, cols], all dense
+      "dot_rows",
+      [](size_t variant, const tlt::Tensor& x, const tlt::Tensor& w, const tlt::Tensor& out) {
+        tlt::dot_variants().at(variant).run({x.ptr<float>(), x.stride[0], x.shape[0],
+                                             w.ptr<float>(), w.stride[0], w.shape[0], x.shape[1],
+                                             out.ptr<float>(), out.stride[0]});
+      },
+      "variant"_a, "x"_a, "w"_a, "out"_a);
 }
 
 // ---- sampling -----------------------------------------------------------------------------------

@@ -13,6 +13,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.double().chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def linear_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = x.double() @ weight.double().T
+    if bias is not None:
+        out = out + bias.double()
+    return out if residual is None else out + residual.double()
+
+
 # ---- attention and kv ------------------------------------------------------------------------
 
 

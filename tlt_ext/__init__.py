@@ -6,12 +6,21 @@ never allocates or synchronises. See `python -m tlt_ext` for what this build can
 
 from tlt_ext import _C
 from tlt_ext.common import Status, num_threads, set_num_threads
-from tlt_ext.layers import rms_norm
+from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
 from tlt_ext.sampling import sample, verify_rejection, verify_tree
 
 __version__: str = _C.build_info()["version"]
 
-OPS = (rms_norm, sample, verify_tree, verify_rejection)
+OPS = (
+    rms_norm,
+    silu_mul,
+    linear_rows,
+    rms_norm_linear,
+    silu_mul_linear,
+    sample,
+    verify_tree,
+    verify_rejection,
+)
 
 
 def op_places() -> dict[str, str]:
@@ -23,11 +32,15 @@ def op_places() -> dict[str, str]:
 __all__ = [
     "OPS",
     "Status",
+    "linear_rows",
     "num_threads",
     "op_places",
     "rms_norm",
+    "rms_norm_linear",
     "sample",
     "set_num_threads",
+    "silu_mul",
+    "silu_mul_linear",
     "verify_rejection",
     "verify_tree",
 ]

@@ -4,6 +4,43 @@ from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
 
 
+def linear_rows(
+    x: Array,
+    weight: Array,
+    out: Array,
+    *,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    stream: int | None = None,
+) -> None:
+    """Writes `x @ weight.T (+ bias) (+ residual)`, summed in float32 and rounded once.
+
+    The order of the sum depends on K alone, so a row has the same bits alone, in a batch and in a
+    prefill. The weights are read once for every 64 rows.
+
+    Args:
+        x: [rows, K], float32, float16 or bfloat16; rows may be strided.
+        weight: [N, K], dtype of x; rows may be strided.
+        out: [rows, N], dtype of x or float32; rows may be strided; must not overlap x.
+        bias: [N], dtype of x.
+        residual: [rows, N], dtype of out; may be out itself.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        >>> x = np.array([[1.0, 2.0]], dtype=np.float32)
+        >>> weight = np.array([[3.0, 4.0], [5.0, 6.0]], dtype=np.float32)
+        >>> linear_rows(x, weight, out)   # out = [[11, 17]]
+
+    Source: the layout of `torch.nn.Linear`; the order of the sum is in `csrc/layers/dot.h`.
+    Reference: `tests/reference.py::linear_rows`.
+    """
+    _C.linear_rows(x, weight, out, bias, residual, current_stream(x, stream))
+
+
 def rms_norm(
     x: Array, weight: Array, out: Array, *, eps: float = 1e-6, stream: int | None = None
 ) -> None:
@@ -30,3 +67,98 @@ def rms_norm(
     Reference: `tests/reference.py::rms_norm`.
     """
     _C.rms_norm(x, weight, out, eps, current_stream(x, stream))
+
+
+def rms_norm_linear(
+    x: Array,
+    norm_weight: Array,
+    weight: Array,
+    out: Array,
+    *,
+    eps: float = 1e-6,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    stream: int | None = None,
+) -> None:
+    """`linear_rows` of `rms_norm(x)`: the bits of the two ops, without the array between them.
+
+    Args:
+        x: [rows, K], float32, float16 or bfloat16; rows may be strided.
+        norm_weight: [K], dtype of x.
+        weight: [N, K], dtype of x; rows may be strided.
+        out: [rows, N], dtype of x or float32; rows may be strided; must not overlap x.
+        eps: added to the mean square.
+        bias: [N], dtype of x.
+        residual: [rows, N], dtype of out; may be out itself.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        >>> x = np.array([[3.0, 4.0]], dtype=np.float32)   # normed: [[0.8485, 1.1314]]
+        >>> one = np.ones(2, np.float32)
+        >>> rms_norm_linear(x, one, one[None], out, eps=0.0)   # out = [[1.9799]]
+
+    Source: `rms_norm`, then `linear_rows`.
+    Reference: `tests/reference.py::rms_norm` and `linear_rows`.
+    """
+    _C.rms_norm_linear(x, norm_weight, weight, out, eps, bias, residual, current_stream(x, stream))
+
+
+def silu_mul(x: Array, out: Array, *, stream: int | None = None) -> None:
+    """Writes `silu(gate) * up` for rows `gate | up`.
+
+    silu(gate) is rounded to x's dtype before the product, as Hugging Face models do.
+
+    Args:
+        x: [rows, 2 * dim], float32, float16 or bfloat16; rows may be strided.
+        out: [rows, dim], dtype of x; may be the gate half of x itself.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        >>> x = np.array([[1.0, 2.0]], dtype=np.float32)   # silu(1) = 0.7311
+        >>> silu_mul(x, out)   # out = [[1.4621]]
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), SwiGLU.
+    Reference: `tests/reference.py::silu_mul`.
+    """
+    _C.silu_mul(x, out, current_stream(x, stream))
+
+
+def silu_mul_linear(
+    x: Array,
+    weight: Array,
+    out: Array,
+    *,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    stream: int | None = None,
+) -> None:
+    """`linear_rows` of `silu_mul(x)`: the bits of the two ops, without the array between them.
+
+    Args:
+        x: [rows, 2 * K], float32, float16 or bfloat16: gate | up; rows may be strided.
+        weight: [N, K], dtype of x; rows may be strided.
+        out: [rows, N], dtype of x or float32; rows may be strided; must not overlap x.
+        bias: [N], dtype of x.
+        residual: [rows, N], dtype of out; may be out itself.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        >>> x = np.array([[1.0, 2.0]], dtype=np.float32)   # silu_mul: [[1.4621]]
+        >>> silu_mul_linear(x, np.full((1, 1), 2.0, np.float32), out)   # out = [[2.9242]]
+
+    Source: `silu_mul`, then `linear_rows`.
+    Reference: `tests/reference.py::silu_mul` and `linear_rows`.
+    """
+    _C.silu_mul_linear(x, weight, out, bias, residual, current_stream(x, stream))

@@ -3,27 +3,116 @@
 #include "common/dispatch.h"
 
 namespace tlt {
+namespace {
+
+// Checks what follows x in every linear op and fills all but x.
+LinearParams check_linear(const char* op, const Tensor& x, int64_t in_dim, const Tensor& weight,
+                          const Tensor& out, const Tensor& bias, const Tensor& residual) {
+  const Arg weight_arg(op, "weight", weight), out_arg(op, "out", out), bias_arg(op, "bias", bias),
+      residual_arg(op, "residual", residual);
+  weight_arg.on(x);
+  out_arg.on(x);
+  if (bias.defined()) bias_arg.on(x);
+  if (residual.defined()) residual_arg.on(x);
+  weight_arg.is_like("x", x);
+  x.dtype == DType::kFloat32 ? out_arg.is_like("x", x) : out_arg.is({x.dtype, DType::kFloat32});
+  if (bias.defined()) bias_arg.is_like("x", x);
+  if (residual.defined()) residual_arg.is_like("out", out);
+  weight_arg.shape({kAny, in_dim}).dense_last();
+  const int64_t rows = x.shape[0], out_dim = weight.shape[0];
+  out_arg.shape({rows, out_dim}).dense_last();
+  if (bias.defined()) bias_arg.shape({out_dim}).dense();
+  if (residual.defined()) residual_arg.shape({rows, out_dim}).dense_last();
+  require(x.data == nullptr || out.data != x.data, op,
+          "out: expected other memory than x, got the same");
+  return {nullptr, weight.data, bias.data,   residual.data,    out.data,           rows,
+          in_dim,  out_dim,     x.stride[0], weight.stride[0], residual.stride[0], out.stride[0],
+          x.dtype, out.dtype};
+}
+
+void check_x(const char* op, const Tensor& x) {
+  Arg(op, "x", x).is(kFloating).shape({kAny, kAny}).dense_last();
+}
+
+int64_t half_of(const char* op, const Tensor& x) {
+  require(x.shape[1] % 2 == 0, op,
+          "x: expected an even last axis (gate | up), got " + std::to_string(x.shape[1]));
+  return x.shape[1] / 2;
+}
+
+float checked_eps(const char* op, double eps) {
+  require(eps >= 0, op, "eps: expected 0 or more, got " + std::to_string(eps));
+  return static_cast<float>(eps);
+}
+
+}  // namespace
 
 void rms_norm(const Tensor& x, const Tensor& weight, const Tensor& out, double eps,
               uintptr_t stream) {
   constexpr const char* op = "rms_norm";
-  const Arg x_arg(op, "x", x), weight_arg(op, "weight", weight), out_arg(op, "out", out);
+  const Arg weight_arg(op, "weight", weight), out_arg(op, "out", out);
   weight_arg.on(x);
   out_arg.on(x);
-  x_arg.is(kFloating);
-  weight_arg.is_like("x", x);
-  out_arg.is_like("x", x);
-  x_arg.shape({kAny, kAny}).dense_last();
-  weight_arg.shape({x.shape[1]}).dense();
-  out_arg.shape({x.shape[0], x.shape[1]}).dense_last();
-  require(eps >= 0, op, "eps: expected 0 or more, got " + std::to_string(eps));
+  check_x(op, x);
+  weight_arg.is_like("x", x).shape({x.shape[1]}).dense();
+  out_arg.is_like("x", x).shape({x.shape[0], x.shape[1]}).dense_last();
+  const float checked = checked_eps(op, eps);
   if (x.numel() == 0) return;
-  const RmsNormParams params{x.data,     weight.data, out.data,      x.shape[0],
-                             x.shape[1], x.stride[0], out.stride[0], static_cast<float>(eps),
-                             x.dtype};
+  const RmsNormParams params{x.data,      weight.data,   out.data, x.shape[0], x.shape[1],
+                             x.stride[0], out.stride[0], checked,  x.dtype};
   dispatch_device(
       op, x, [&] { rms_norm_cpu(params); },
       [&] { rms_norm_cuda(params, x.device.device_id, stream); });
+}
+
+void silu_mul(const Tensor& x, const Tensor& out, uintptr_t) {
+  constexpr const char* op = "silu_mul";
+  const Arg out_arg(op, "out", out);
+  out_arg.on(x);
+  check_x(op, x);
+  const int64_t dim = half_of(op, x);
+  out_arg.is_like("x", x).shape({x.shape[0], dim}).dense_last();
+  if (x.numel() == 0) return;
+  const SiluMulParams params{x.data,      out.data,      x.shape[0], dim,
+                             x.stride[0], out.stride[0], x.dtype};
+  dispatch_device(op, x, [&] { silu_mul_cpu(params); }, [&] { no_cuda_kernel(op); });
+}
+
+void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
+                 const Tensor& residual, uintptr_t) {
+  constexpr const char* op = "linear_rows";
+  check_x(op, x);
+  LinearParams params = check_linear(op, x, x.shape[1], weight, out, bias, residual);
+  if (out.numel() == 0) return;
+  params.x = x.data;
+  dispatch_device(op, x, [&] { linear_rows_cpu(params); }, [&] { no_cuda_kernel(op); });
+}
+
+void rms_norm_linear(const Tensor& x, const Tensor& norm_weight, const Tensor& weight,
+                     const Tensor& out, double eps, const Tensor& bias, const Tensor& residual,
+                     uintptr_t) {
+  constexpr const char* op = "rms_norm_linear";
+  const Arg norm_arg(op, "norm_weight", norm_weight);
+  norm_arg.on(x);
+  check_x(op, x);
+  norm_arg.is_like("x", x).shape({x.shape[1]}).dense();
+  const LinearParams linear = check_linear(op, x, x.shape[1], weight, out, bias, residual);
+  const RmsNormParams norm{x.data,     norm_weight.data,     nullptr,
+                           x.shape[0], x.shape[1],           x.stride[0],
+                           0,          checked_eps(op, eps), x.dtype};
+  if (out.numel() == 0) return;
+  dispatch_device(op, x, [&] { rms_norm_linear_cpu(norm, linear); }, [&] { no_cuda_kernel(op); });
+}
+
+void silu_mul_linear(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
+                     const Tensor& residual, uintptr_t) {
+  constexpr const char* op = "silu_mul_linear";
+  check_x(op, x);
+  const int64_t dim = half_of(op, x);
+  const LinearParams linear = check_linear(op, x, dim, weight, out, bias, residual);
+  const SiluMulParams act{x.data, nullptr, x.shape[0], dim, x.stride[0], 0, x.dtype};
+  if (out.numel() == 0) return;
+  dispatch_device(op, x, [&] { silu_mul_linear_cpu(act, linear); }, [&] { no_cuda_kernel(op); });
 }
 
 }  // namespace tlt

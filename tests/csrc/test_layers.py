@@ -5,6 +5,7 @@ import torch
 
 import tlt_ext
 from tests import kit, reference
+from tlt_ext import _C
 
 
 @pytest.mark.parametrize("device", kit.DEVICES)
@@ -52,3 +53,260 @@ def test_rms_norm_checks_its_arguments():
         tlt_ext.rms_norm(x, weight, out[:3])
     with pytest.raises(ValueError, match="eps: expected 0 or more"):
         tlt_ext.rms_norm(x, weight, out, eps=-1.0)
+
+
+# ---- silu_mul --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 7), (5, 1536), (2, 4097)])
+def test_silu_mul_equals_reference(dtype, rows, dim):
+    x = 4 * kit.randn(rows, 2 * dim + 3, seed=0, dtype=dtype)[:, : 2 * dim]
+    out = torch.full((rows, dim + 1), float("nan"), dtype=dtype)
+    tlt_ext.silu_mul(x, out[:, :dim])
+    kit.assert_close(out[:, :dim], reference.silu_mul(x))
+    assert out[:, dim].isnan().all()
+
+
+def test_silu_mul_of_large_gates_of_both_signs():
+    gates = [-3e38, -1e4, -200.0, -88.0, -86.0, -20.0, -1e-30, -0.0, 0.0, 1e-30, 20.0, 86.0, 3e38]
+    gate = torch.tensor(gates + [float("inf"), float("nan")])
+    out = torch.empty(len(gate), 1)
+    tlt_ext.silu_mul(torch.stack([gate, torch.ones_like(gate)], 1), out)
+    expected = reference.silu_mul(torch.stack([gate, torch.ones_like(gate)], 1))
+    # exp_f32 gives 0 below -87, where silu is under 1e-35: the absolute term covers that alone.
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-35, equal_nan=True)
+    assert out[4] < 0 and out[-2] == float("inf")
+
+
+def test_silu_mul_rows_are_invariant_in_place_and_empty():
+    x = kit.randn(33, 2 * 37, seed=0)
+    out = torch.empty(33, 37)
+    tlt_ext.silu_mul(x, out)
+    for row in range(33):
+        alone = torch.empty(1, 37)
+        tlt_ext.silu_mul(x[row : row + 1], alone)
+        assert kit.same_bits(alone[0], out[row])
+    tlt_ext.silu_mul(x, x[:, :37])
+    assert kit.same_bits(x[:, :37], out)
+    tlt_ext.silu_mul(x[:0], out[:0])
+    tlt_ext.silu_mul(x[:, :0], out[:, :0])
+
+
+def test_silu_mul_checks_its_arguments():
+    x, out = kit.randn(4, 8, seed=0), torch.empty(4, 4)
+    with pytest.raises(TypeError, match="silu_mul: x: expected dtype float32 or float16"):
+        tlt_ext.silu_mul(x.int(), out)
+    with pytest.raises(TypeError, match="out: expected the dtype of x, float32, got float16"):
+        tlt_ext.silu_mul(x, out.half())
+    with pytest.raises(ValueError, match="x: expected a contiguous last axis"):
+        tlt_ext.silu_mul(torch.empty(8, 4).t(), out)
+    with pytest.raises(ValueError, match=r"x: expected shape \[\*, \*\], got \[8\]"):
+        tlt_ext.silu_mul(x[0], out)
+    with pytest.raises(ValueError, match=r"x: expected an even last axis .*, got 7"):
+        tlt_ext.silu_mul(x[:, :7], out)
+    with pytest.raises(ValueError, match=r"out: expected shape \[4, 4\], got \[4, 3\]"):
+        tlt_ext.silu_mul(x, out[:, :3])
+    with pytest.raises(ValueError, match="out: expected a contiguous last axis"):
+        tlt_ext.silu_mul(x, torch.empty(4, 4).t())
+
+
+# ---- linear_rows -----------------------------------------------------------------------------
+
+LINEAR_SHAPES = [(1, 1, 1), (3, 5, 7), (2, 17, 16), (5, 33, 100), (70, 19, 577), (4, 131, 1001)]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = tlt_ext.num_threads()
+    tlt_ext.set_num_threads(request.param)
+    yield request.param
+    tlt_ext.set_num_threads(before)
+
+
+def linear_inputs(rows, n, k, dtype, seed=0):
+    x = kit.randn(rows, k, seed=seed, dtype=dtype)
+    return x, kit.randn(n, k, seed=seed + 1, dtype=dtype), kit.randn(n, seed=seed + 2, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize(("rows", "n", "k"), LINEAR_SHAPES)
+def test_linear_rows_equals_reference(dtype, rows, n, k):
+    x, weight, bias = linear_inputs(rows, n, k, dtype)
+    for out_dtype in {dtype, torch.float32}:
+        residual = kit.randn(rows, n, seed=3, dtype=out_dtype)
+        out = torch.full((rows, n), float("nan"), dtype=out_dtype)
+        tlt_ext.linear_rows(x, weight, out)
+        kit.assert_close(out, reference.linear_rows(x, weight))
+        tlt_ext.linear_rows(x, weight, out, bias=bias)
+        kit.assert_close(out, reference.linear_rows(x, weight, bias))
+        expected = reference.linear_rows(x, weight, bias, residual)
+        tlt_ext.linear_rows(x, weight, out, bias=bias, residual=residual)
+        kit.assert_close(out, expected)
+        tlt_ext.linear_rows(x, weight, residual, bias=bias, residual=residual)
+        assert kit.same_bits(residual, out)
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_linear_rows_takes_strided_rows_and_writes_nothing_else(dtype):
+    x, weight, bias = linear_inputs(5, 33, 100, dtype)
+    dense = torch.empty(5, 33, dtype=dtype)
+    tlt_ext.linear_rows(x, weight, dense, bias=bias, residual=dense.zero_())
+    wide_x, wide_weight, wide_out, wide_residual = (
+        torch.full((rows, 120), float("nan"), dtype=dtype) for rows in (5, 33, 5, 5)
+    )
+    wide_x[:, 3:103], wide_weight[:, 5:105], wide_residual[:, 1:34] = x, weight, 0
+    tlt_ext.linear_rows(
+        wide_x[:, 3:103],
+        wide_weight[:, 5:105],
+        wide_out[:, 7:40],
+        bias=bias,
+        residual=wide_residual[:, 1:34],
+    )
+    assert kit.same_bits(wide_out[:, 7:40], dense)
+    assert wide_out[:, :7].isnan().all() and wide_out[:, 40:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(37, 100), (64, 576), (401, 1001)])
+def test_linear_rows_bits_do_not_depend_on_rows_or_threads(threads, dtype, n, k):
+    x, weight, _ = linear_inputs(130, n, k, dtype)
+    alone = torch.empty(130, n, dtype=torch.float32)
+    for row in range(130):
+        tlt_ext.linear_rows(x[row : row + 1], weight, alone[row : row + 1])
+    for rows in (2, 3, 4, 5, 8, 16, 17, 33, 64, 65, 130):
+        first = 130 - rows  # another place in the batch for every count
+        out = torch.empty(rows, n, dtype=torch.float32)
+        tlt_ext.linear_rows(x[first:], weight, out)
+        assert kit.same_bits(out, alone[first:])
+
+
+def fma_dot(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The sum of csrc/layers/dot.h for float32 rows, each fma rounded from float64."""
+    pad = -x.shape[1] % 16
+    x, w = (torch.nn.functional.pad(t.double(), (0, pad)) for t in (x, w))
+    lanes = torch.zeros(x.shape[0], w.shape[0], 16)
+    for k in range(0, x.shape[1], 16):
+        lanes = (x[:, None, k : k + 16] * w[None, :, k : k + 16] + lanes.double()).float()
+    for width in (8, 4, 2, 1):
+        lanes = lanes[..., :width] + lanes[..., width : 2 * width]
+    return lanes[..., 0]
+
+
+def test_every_dot_variant_sums_in_the_one_order_with_fma():
+    """The vector widths and the portable version agree bit for bit, edges of tiles included."""
+    variants = _C.dot_variants()
+    assert variants[-1] == "portable"
+    for rows, cols, k in [(1, 1, 1), (4, 4, 32), (5, 7, 15), (6, 9, 65), (3, 18, 250)]:
+        x, w, _ = linear_inputs(rows, cols, k, torch.float32)
+        expected = fma_dot(x, w)
+        for index, variant in enumerate(variants):
+            out = torch.full((rows, cols), float("nan"))
+            _C.dot_rows(index, x, w, out)
+            assert kit.same_bits(out, expected), (variant, rows, cols, k)
+
+
+def test_linear_rows_on_empty_inputs():
+    x, weight, bias = linear_inputs(3, 4, 8, torch.float32)
+    out = torch.empty(3, 4)
+    tlt_ext.linear_rows(x[:0], weight, out[:0])
+    tlt_ext.linear_rows(x, weight[:0], out[:, :0])
+    tlt_ext.linear_rows(x[:, :0], weight[:, :0], out, bias=bias)
+    assert kit.same_bits(out, bias.expand(3, 4))
+
+
+def bad_linear_calls(call, x, weight):
+    """The checks that the linear ops share; `call(x, weight, out, **options)` runs one of them."""
+    out, bias = torch.empty(4, 3), torch.zeros(3)
+    with pytest.raises(TypeError, match="x: expected dtype float32 or float16 or bfloat16"):
+        call(x.int(), weight, out)
+    with pytest.raises(TypeError, match="weight: expected the dtype of x, float32, got float16"):
+        call(x, weight.half(), out)
+    with pytest.raises(TypeError, match="out: expected the dtype of x, float32, got float16"):
+        call(x, weight, out.half())
+    with pytest.raises(TypeError, match="out: expected dtype float16 or float32, got bfloat16"):
+        call(x.half(), weight.half(), out.bfloat16())
+    with pytest.raises(TypeError, match="bias: expected the dtype of x, float32, got float16"):
+        call(x, weight, out, bias=bias.half())
+    with pytest.raises(TypeError, match="residual: expected the dtype of out, float32, got"):
+        call(x.half(), weight.half(), out, residual=out.half())
+    with pytest.raises(ValueError, match=r"x: expected shape \[\*, \*\]"):
+        call(x[0], weight, out)
+    with pytest.raises(ValueError, match="x: expected a contiguous last axis"):
+        call(x.t().contiguous().t(), weight, out)
+    with pytest.raises(ValueError, match=r"weight: expected shape \[\*, 8\], got \[3, 7\]"):
+        call(x, weight[:, :7], out)
+    with pytest.raises(ValueError, match="weight: expected a contiguous last axis"):
+        call(x, weight.t().contiguous().t(), out)
+    with pytest.raises(ValueError, match=r"out: expected shape \[4, 3\], got \[4, 2\]"):
+        call(x, weight, out[:, :2])
+    with pytest.raises(ValueError, match="out: expected a contiguous last axis"):
+        call(x, weight, torch.empty(3, 4).t())
+    with pytest.raises(ValueError, match=r"bias: expected shape \[3\], got \[2\]"):
+        call(x, weight, out, bias=bias[:2])
+    with pytest.raises(ValueError, match="bias: expected a contiguous array"):
+        call(x, weight, out, bias=torch.zeros(6)[::2])
+    with pytest.raises(ValueError, match=r"residual: expected shape \[4, 3\], got \[3, 3\]"):
+        call(x, weight, out, residual=out[:3])
+    with pytest.raises(ValueError, match="residual: expected a contiguous last axis"):
+        call(x, weight, out, residual=torch.empty(3, 4).t())
+    with pytest.raises(ValueError, match="out: expected other memory than x, got the same"):
+        call(x, weight, x[:, :3])
+
+
+def test_linear_ops_check_their_arguments():
+    x, weight = kit.randn(4, 8, seed=0), kit.randn(3, 8, seed=1)
+    bad_linear_calls(tlt_ext.linear_rows, x, weight)
+    bad_linear_calls(tlt_ext.silu_mul_linear, torch.cat([x, x], 1), weight)
+
+    def norm(x, weight, out, **options):
+        tlt_ext.rms_norm_linear(x, torch.ones(x.shape[-1]).to(x.dtype), weight, out, **options)
+
+    bad_linear_calls(norm, x, weight)
+
+
+def test_fused_linear_ops_check_their_own_arguments():
+    x, weight, out = kit.randn(4, 8, seed=0), kit.randn(3, 8, seed=1), torch.empty(4, 3)
+    with pytest.raises(TypeError, match="norm_weight: expected the dtype of x, float32, got"):
+        tlt_ext.rms_norm_linear(x, torch.ones(8).half(), weight, out)
+    with pytest.raises(ValueError, match=r"norm_weight: expected shape \[8\], got \[7\]"):
+        tlt_ext.rms_norm_linear(x, torch.ones(7), weight, out)
+    with pytest.raises(ValueError, match="norm_weight: expected a contiguous array"):
+        tlt_ext.rms_norm_linear(x, torch.ones(16)[::2], weight, out)
+    with pytest.raises(ValueError, match="rms_norm_linear: eps: expected 0 or more"):
+        tlt_ext.rms_norm_linear(x, torch.ones(8), weight, out, eps=-1.0)
+    with pytest.raises(ValueError, match="silu_mul_linear: x: expected an even last axis"):
+        tlt_ext.silu_mul_linear(x[:, :7], weight, out)
+
+
+# ---- fused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize(("rows", "n", "k"), LINEAR_SHAPES)
+def test_fused_ops_have_the_bits_of_the_two_ops(threads, dtype, rows, n, k):
+    wide, weight, bias = linear_inputs(rows, n, 2 * k, dtype)
+    weight = weight[:, :k]
+    x, norm_weight = wide[:, :k], kit.randn(k, seed=4, dtype=dtype)
+    for out_dtype in {dtype, torch.float32}:
+        residual = kit.randn(rows, n, seed=5, dtype=out_dtype)
+        options = {"bias": bias, "residual": residual}
+        between = torch.empty(rows, k, dtype=dtype)
+        two, fused = (torch.empty(rows, n, dtype=out_dtype) for _ in range(2))
+
+        tlt_ext.rms_norm(x, norm_weight, between, eps=1e-5)
+        tlt_ext.linear_rows(between, weight, two, **options)
+        tlt_ext.rms_norm_linear(x, norm_weight, weight, fused, eps=1e-5, **options)
+        assert kit.same_bits(fused, two)
+
+        tlt_ext.silu_mul(wide, between)
+        tlt_ext.linear_rows(between, weight, two, **options)
+        tlt_ext.silu_mul_linear(wide, weight, fused, **options)
+        assert kit.same_bits(fused, two)
+
+
+def test_fused_ops_on_empty_inputs():
+    x, weight, _ = linear_inputs(3, 4, 8, torch.float32)
+    tlt_ext.rms_norm_linear(x[:0], torch.ones(8), weight, torch.empty(0, 4))
+    tlt_ext.silu_mul_linear(x[:0], weight[:, :4], torch.empty(0, 4))
+    tlt_ext.silu_mul_linear(x, weight[:0, :4], torch.empty(3, 0))

@@ -1,0 +1,142 @@
+// This file alone is compiled with -ffp-contract=fast: it is how a vector `a * b + c` becomes one
+// fused multiply-add. Where the machine has none, __builtin_fmaf gives the same bits, slowly.
+#include "layers/dot.h"
+
+#include <cstring>
+
+#define TLT_INLINE inline __attribute__((always_inline))
+
+namespace tlt {
+namespace {
+
+constexpr int kLanes = 16;
+
+template <int kWidth>
+struct Vector {
+  typedef float type __attribute__((vector_size(kWidth * sizeof(float))));
+};
+
+// The 16 lanes of one sum, in registers of kWidth floats.
+template <int kWidth>
+struct Lanes {
+  static constexpr int kParts = kLanes / kWidth;
+  typename Vector<kWidth>::type part[kParts];
+};
+
+template <int kWidth>
+TLT_INLINE Lanes<kWidth> load(const float* p) {
+  Lanes<kWidth> v;
+  for (int i = 0; i < v.kParts; ++i) std::memcpy(&v.part[i], p + i * kWidth, sizeof v.part[i]);
+  return v;
+}
+
+template <int kWidth>
+TLT_INLINE Lanes<kWidth> load_tail(const float* p, int64_t count) {
+  float padded[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
+  return load<kWidth>(padded);
+}
+
+template <int kWidth>
+TLT_INLINE void fma_into(Lanes<kWidth>& sum, const Lanes<kWidth>& a, const Lanes<kWidth>& b) {
+  for (int i = 0; i < sum.kParts; ++i) {
+    if constexpr (kWidth == 1) {
+      sum.part[i][0] = __builtin_fmaf(a.part[i][0], b.part[i][0], sum.part[i][0]);
+    } else {
+      sum.part[i] += a.part[i] * b.part[i];
+    }
+  }
+}
+
+template <int kWidth>
+TLT_INLINE float fold(const Lanes<kWidth>& v) {
+  float lane[kLanes];
+  for (int i = 0; i < v.kParts; ++i) std::memcpy(lane + i * kWidth, &v.part[i], sizeof v.part[i]);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+  }
+  return lane[0];
+}
+
+// One register tile: kRows rows of x against kCols rows of w, over the whole depth.
+template <int kWidth, int kRows, int kCols>
+TLT_INLINE void tile(const DotBlock& b, int64_t row, int64_t col) {
+  const float* x = b.x + row * b.x_stride;
+  const float* w = b.w + col * b.w_stride;
+  float* out = b.out + row * b.out_stride + col;
+  Lanes<kWidth> sum[kRows][kCols] = {};
+  auto step = [&](auto load_at) __attribute__((always_inline)) {
+    Lanes<kWidth> x_lanes[kRows];
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) x_lanes[i] = load_at(x + i * b.x_stride);
+#pragma GCC unroll 4
+    for (int j = 0; j < kCols; ++j) {
+      const Lanes<kWidth> w_lanes = load_at(w + j * b.w_stride);
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) fma_into(sum[i][j], x_lanes[i], w_lanes);
+    }
+  };
+  int64_t k = 0;
+  for (; k + kLanes <= b.depth; k += kLanes) {
+    step([k](const float* p) __attribute__((always_inline)) { return load<kWidth>(p + k); });
+  }
+  if (k < b.depth) {
+    const int64_t rest = b.depth - k;
+    step([k, rest](const float* p)
+             __attribute__((always_inline)) { return load_tail<kWidth>(p + k, rest); });
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kCols; ++j) out[i * b.out_stride + j] = fold(sum[i][j]);
+  }
+}
+
+template <int kWidth, int kRows, int kCols>
+TLT_INLINE void row_tile(const DotBlock& b, int64_t row) {
+  int64_t col = 0;
+  for (; col + kCols <= b.cols; col += kCols) tile<kWidth, kRows, kCols>(b, row, col);
+  for (; col < b.cols; ++col) tile<kWidth, kRows, 1>(b, row, col);
+}
+
+// Tiles of kRows x kCols fill the machine's registers; leftover rows go one at a time.
+template <int kWidth, int kRows, int kCols>
+TLT_INLINE void run_block(const DotBlock& b) {
+  int64_t row = 0;
+  for (; row + kRows <= b.rows; row += kRows) row_tile<kWidth, kRows, kCols>(b, row);
+  for (; row < b.rows; ++row) row_tile<kWidth, 1, 4>(b, row);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("arch=x86-64-v4"))) void run_v4(const DotBlock& b) { run_block<16, 4, 4>(b); }
+
+__attribute__((target("arch=x86-64-v3"))) void run_v3(const DotBlock& b) { run_block<8, 2, 2>(b); }
+#endif
+
+void run_portable(const DotBlock& b) { run_block<1, 1, 4>(b); }
+
+std::vector<DotVariant> find_variants() {
+  std::vector<DotVariant> found;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512cd")) {
+    found.push_back({"x86-64-v4", run_v4});
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("bmi2")) {
+    found.push_back({"x86-64-v3", run_v3});
+  }
+#endif
+  found.push_back({"portable", run_portable});
+  return found;
+}
+
+}  // namespace
+
+const std::vector<DotVariant>& dot_variants() {
+  static const std::vector<DotVariant> variants = find_variants();
+  return variants;
+}
+
+}  // namespace tlt
