@@ -14,6 +14,7 @@
 #include "layers/dot.h"
 #include "layers/op.h"
 #include "sampling/op.h"
+#include "tree/op.h"
 
 #if defined(TLT_WITH_CUDA)
 #include "common/cuda.h"
@@ -158,6 +159,19 @@ void bind_sampling(py::module_& m) {
       "deterministic"_a, "stream"_a, NoGil());
 }
 
+// ---- tree ---------------------------------------------------------------------------------------
+
+void bind_tree(py::module_& m) {
+  m.def("expand_tree", &tlt::expand_tree, "draft_logits"_a, "frontier"_a, "node_token"_a,
+        "node_parent"_a, "node_score"_a, "node_depth"_a, "node_count"_a, "next_frontier"_a,
+        "next_row"_a, "next_ancestors"_a, "temperature"_a, "request"_a, "root_position"_a,
+        "status"_a, "seed"_a, "d2t"_a, "frontier_ancestors"_a, "slot_base"_a, "score_temperature"_a,
+        "vocab_size"_a, "stream"_a, NoGil());
+  m.def("select_nodes", &tlt::select_nodes, "node_token"_a, "node_parent"_a, "node_score"_a,
+        "node_depth"_a, "node_count"_a, "root_position"_a, "tokens"_a, "parents"_a, "position"_a,
+        "ancestors"_a, "source"_a, "row_start"_a, "num_verify"_a, "stream"_a, NoGil());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -165,4 +179,5 @@ PYBIND11_MODULE(_C, m) {
   bind_common(m);
   bind_layers(m);
   bind_sampling(m);
+  bind_tree(m);
 }

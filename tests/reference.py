@@ -183,4 +183,69 @@ def verify_rejection(
 # ---- tree ------------------------------------------------------------------------------------
 
 
+def expand_tree(
+    nodes: list[dict],
+    frontier: list[int],
+    draft_logits: torch.Tensor,
+    *,
+    top_k: int,
+    temperature: float,
+    seed: int,
+    request: int,
+    root_position: int,
+    vocab_size: int,
+    d2t: list[int] | None = None,
+    score_temperature: float = 0.0,
+) -> list[int]:
+    """One level of one request; nodes are {token, parent, score, depth} and `nodes` grows.
+
+    Returns the next frontier.
+    """
+    first_new = len(nodes)
+    for row, parent in enumerate(frontier):
+        if parent < 0:
+            continue
+        depth = nodes[parent]["depth"] + 1
+        logits = draft_logits[row].double()
+        ids = list(range(len(logits))) if d2t is None else d2t
+        usable = [i for i, v in enumerate(ids) if 0 <= v < vocab_size and logits[i] < torch.inf]
+        value = logits[usable] / (temperature or 1.0)
+        score = value.clone()
+        if temperature > 0:
+            words = noise_words(seed, request, root_position + depth, vocab_size)
+            score += gumbel(words[[ids[i] for i in usable]])
+        law = (score / score_temperature if score_temperature else value).log_softmax(0)
+        ranked = sorted(range(len(usable)), key=lambda j: (-score[j].item(), ids[usable[j]]))
+        for j in [j for j in ranked if score[j] > -torch.inf][:top_k]:
+            nodes.append(
+                dict(
+                    token=ids[usable[j]],
+                    parent=parent,
+                    score=nodes[parent]["score"] + law[j].item(),
+                    depth=depth,
+                )
+            )
+    new = range(first_new, len(nodes))
+    return sorted(new, key=lambda i: (-nodes[i]["score"], i))[:top_k]
+
+
+def select_nodes(nodes: list[dict], num_verify: int) -> tuple[list[int], list[int], list[list]]:
+    """Store index, parent row and ancestor rows of each row, by the plain definition."""
+    taken = [0]
+    for i in sorted(range(1, len(nodes)), key=lambda i: (-nodes[i]["score"], i)):
+        siblings = [nodes[j]["token"] for j in taken if nodes[j]["parent"] == nodes[i]["parent"]]
+        if (
+            len(taken) < num_verify
+            and nodes[i]["parent"] in taken
+            and nodes[i]["token"] not in siblings
+        ):
+            taken.append(i)
+    source = sorted(taken, key=lambda i: (nodes[i]["depth"], i))
+    parents = [-1 if i == 0 else source.index(nodes[i]["parent"]) for i in source]
+    ancestors: list[list] = []
+    for parent in parents:
+        ancestors.append([] if parent < 0 else [*ancestors[parent], parent])
+    return source, parents, ancestors
+
+
 # ---- ngram -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from tlt_ext import _C
 from tlt_ext.common import Status, num_threads, set_num_threads
 from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
 from tlt_ext.sampling import sample, verify_rejection, verify_tree
+from tlt_ext.tree import expand_tree, select_nodes, tree_capacity
 
 __version__: str = _C.build_info()["version"]
 
@@ -20,6 +21,8 @@ OPS = (
     sample,
     verify_tree,
     verify_rejection,
+    expand_tree,
+    select_nodes,
 )
 
 
@@ -32,15 +35,18 @@ def op_places() -> dict[str, str]:
 __all__ = [
     "OPS",
     "Status",
+    "expand_tree",
     "linear_rows",
     "num_threads",
     "op_places",
     "rms_norm",
     "rms_norm_linear",
     "sample",
+    "select_nodes",
     "set_num_threads",
     "silu_mul",
     "silu_mul_linear",
+    "tree_capacity",
     "verify_rejection",
     "verify_tree",
 ]

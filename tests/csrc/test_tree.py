@@ -1,0 +1,501 @@
+"""Draft trees: children by the target's own noise, and the best connected nodes of them."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import tlt_ext
+from tests import kit, reference
+from tlt_ext import Status, tree_capacity
+
+SEED, REQUEST = 2**40 + 7, 2**61 + 2**33 + 5
+
+
+class Store:
+    """A node store with its roots written, and the arrays of one expansion after another."""
+
+    def __init__(self, batch=1, capacity=64, top_k=2, temperature=1.0, position=10):
+        self.batch, self.capacity, self.top_k = batch, capacity, top_k
+        self.token = torch.full((batch, capacity), -7, dtype=torch.int32)
+        self.parent = self.token.clone()
+        self.score = torch.full((batch, capacity), math.nan)
+        self.depth = self.token.clone()
+        self.token[:, 0], self.parent[:, 0], self.score[:, 0], self.depth[:, 0] = 3, -1, 0, 0
+        self.count = torch.ones(batch, dtype=torch.int32)
+        self.temperature = torch.full((batch,), float(temperature))
+        self.request = REQUEST + torch.arange(batch, dtype=torch.int64)
+        self.root_position = torch.full((batch,), position, dtype=torch.int32)
+        self.status = torch.zeros(batch, dtype=torch.int32)
+        self.frontier = torch.zeros(batch, 1, dtype=torch.int32)
+        self.ancestors = None
+        self.slot_base = 0
+
+    @property
+    def arrays(self):
+        return self.token, self.parent, self.score, self.depth, self.count
+
+    def expand(self, logits, top_k=None, **options):
+        """One level; afterwards `frontier`, `row` and `ancestors` are the new ones."""
+        shape = (self.batch, self.top_k if top_k is None else top_k)
+        frontier = torch.full(shape, -9, dtype=torch.int32)
+        row, ancestors = frontier.clone(), torch.full((*shape, 16), 99, dtype=torch.uint8)
+        options = {
+            "seed": SEED,
+            "slot_base": self.slot_base,
+            "vocab_size": logits.shape[1],
+            "frontier_ancestors": self.ancestors,
+            **options,
+        }
+        tlt_ext.expand_tree(
+            logits,
+            self.frontier,
+            *self.arrays,
+            frontier,
+            row,
+            ancestors,
+            self.temperature,
+            self.request,
+            self.root_position,
+            self.status,
+            **options,
+        )
+        if self.ancestors is not None:
+            self.slot_base += self.frontier.shape[1]
+        self.frontier, self.row, self.ancestors = frontier, row, ancestors
+
+    def nodes(self, b=0):
+        return [
+            dict(
+                token=self.token[b, i].item(),
+                parent=self.parent[b, i].item(),
+                score=self.score[b, i].item(),
+                depth=self.depth[b, i].item(),
+            )
+            for i in range(self.count[b])
+        ]
+
+    def fill(self, b, nodes):
+        """Writes (token, parent, score) triples behind the root."""
+        for i, (token, parent, score) in enumerate(nodes, start=1):
+            self.token[b, i], self.parent[b, i], self.score[b, i] = token, parent, score
+            self.depth[b, i] = self.depth[b, parent] + 1
+        self.count[b] = 1 + len(nodes)
+
+    def select(self, num_verify):
+        rows = self.batch * num_verify
+        ints = [torch.full((rows,), -5, dtype=torch.int32) for _ in range(4)]
+        ancestors = torch.full((rows, 16), 99, dtype=torch.uint8)
+        row_start = torch.full((self.batch + 1,), -5, dtype=torch.int32)
+        tokens, parents, position, source = ints
+        out = (tokens, parents, position, ancestors, source, row_start)
+        tlt_ext.select_nodes(*self.arrays, self.root_position, *out, num_verify=num_verify)
+        return out
+
+
+def root_only():
+    return [dict(token=3, parent=-1, score=0.0, depth=0)]
+
+
+def assert_same_nodes(got, wanted):
+    assert [(n["token"], n["parent"], n["depth"]) for n in got] == [
+        (n["token"], n["parent"], n["depth"]) for n in wanted
+    ]
+    for a, b in zip(got, wanted, strict=True):
+        assert a["score"] == pytest.approx(b["score"], abs=2e-5)
+
+
+@pytest.mark.parametrize("score_temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(("draft_vocab", "top_k"), [(1, 1), (7, 3), (64, 4), (1000, 8), (1031, 1)])
+def test_expand_equals_reference(draft_vocab, top_k, temperature, score_temperature):
+    """Three levels of three requests; d2t scatters the draft ids over a larger vocabulary."""
+    d2t = torch.randperm(5 * draft_vocab, generator=kit.generator(5))[:draft_vocab].int()
+    store = Store(3, tree_capacity(3, top_k), top_k, temperature)
+    wanted, frontiers = [root_only() for _ in range(3)], [[0]] * 3
+    for level in range(3):
+        width = store.frontier.shape[1]
+        logits = 2 * kit.randn(3 * width, draft_vocab, seed=level)
+        store.expand(
+            logits, d2t=d2t, vocab_size=5 * draft_vocab, score_temperature=score_temperature
+        )
+        for b in range(3):
+            frontiers[b] = reference.expand_tree(
+                wanted[b],
+                frontiers[b],
+                logits[b * width :],
+                top_k=top_k,
+                temperature=temperature,
+                seed=SEED,
+                request=REQUEST + b,
+                root_position=10,
+                vocab_size=5 * draft_vocab,
+                d2t=d2t.tolist(),
+                score_temperature=score_temperature,
+            )
+            assert_same_nodes(store.nodes(b), wanted[b])
+            padded = frontiers[b] + [-1] * (top_k - len(frontiers[b]))
+            assert store.frontier[b].tolist() == padded
+    assert store.status.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_top_k_equals_a_sort_with_ties_by_lower_target_id(dtype):
+    """Fault 14: few distinct values, K up to 128, strided rows."""
+    logits = kit.randn(4, 1040, seed=0).mul(2).round().to(dtype)[:, :1000]
+    d2t = torch.randperm(1000, generator=kit.generator(1)).int()
+    for top_k in (1, 5, 128):
+        store = Store(4, 1 + top_k, top_k, temperature=0.0)
+        store.expand(logits, d2t=d2t)
+        for b in range(4):
+            order = sorted(range(1000), key=lambda i: (-logits[b, i].item(), d2t[i].item()))
+            assert store.token[b, 1:].tolist() == [d2t[i].item() for i in order[:top_k]]
+
+
+def test_blocks_out_of_the_noise_are_skipped_without_a_trace():
+    """A peaked row: what the noise cannot lift is never scored, and the result is the same."""
+    logits = torch.full((1, 4096), -40.0)
+    logits[0, 4000:4010] = torch.linspace(0, 3, 10)
+    logits[0, :3] = torch.tensor([2.0, -21.0, 1.0])
+    store, wanted = Store(1, 9, 8), root_only()
+    store.expand(logits)
+    reference.expand_tree(
+        wanted,
+        [0],
+        logits,
+        top_k=8,
+        temperature=1.0,
+        seed=SEED,
+        request=REQUEST,
+        root_position=10,
+        vocab_size=4096,
+    )
+    assert_same_nodes(store.nodes(), wanted)
+
+
+def test_noise_is_the_one_that_sample_uses():
+    """With the target's own logits as draft logits, the first child is the sampled token."""
+    logits = 2 * kit.randn(16, 777, seed=3)
+    store = Store(16, 4, 3)
+    store.temperature = torch.tensor([0.0, 0.6, 1.0, 1.3]).repeat(4)
+    store.root_position = torch.arange(16, dtype=torch.int32) * 1000
+    store.expand(logits)
+    tokens, status = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    tlt_ext.sample(
+        logits,
+        store.temperature,
+        torch.zeros(16, dtype=torch.int32),
+        torch.ones(16),
+        store.request,
+        store.root_position + 1,
+        tokens,
+        torch.empty(16),
+        status,
+        seed=SEED,
+    )
+    assert store.token[:, 1].tolist() == tokens.tolist()
+
+
+def test_greedy_rows_beside_sampled_rows_and_a_batch_of_one():
+    """Fault 5 and fault 8: each row by its own temperature, the same bits alone."""
+    logits = kit.randn(4, 333, seed=0)
+    store = Store(4, 6, 5)
+    store.temperature = torch.tensor([0.0, 1.0, 0.0, 0.3])
+    store.expand(logits)
+    for b in (0, 2):
+        assert store.token[b, 1:6].tolist() == logits[b].topk(5).indices.tolist()
+    for b in range(4):
+        alone = Store(1, 6, 5)
+        alone.temperature, alone.request = store.temperature[b : b + 1], store.request[b : b + 1]
+        alone.expand(logits[b : b + 1])
+        assert kit.same_bits(alone.token[0], store.token[b])
+        assert kit.same_bits(alone.score[0], store.score[b])
+
+
+def test_children_never_score_above_their_parent():
+    store = Store(2, tree_capacity(6, 4), 4, temperature=0.5)
+    for level in range(6):
+        width = store.frontier.shape[1]
+        store.expand(kit.randn(2 * width, 50, seed=level) * 20, score_temperature=level % 2 * 0.5)
+    for b in range(2):
+        nodes = store.nodes(b)
+        assert len(nodes) == tree_capacity(6, 4)
+        assert all(n["score"] <= nodes[n["parent"]]["score"] for n in nodes[1:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_and_infinite_draft_logits_never_become_children(temperature):
+    """Fault 4: a broken draft row counts as useless."""
+    logits = kit.randn(3, 100, seed=0)
+    logits[0, ::2] = math.nan
+    logits[0, 1] = math.inf
+    logits[1] = math.nan
+    logits[2, 4:] = -math.inf
+    store = Store(3, 11, 10, temperature)
+    store.expand(logits)
+    assert store.count.tolist() == [11, 1, 5]
+    assert store.status.tolist() == [Status.NAN_DRAFT, Status.NAN_DRAFT, 0]
+    assert all(t % 2 == 1 and t > 1 for t in store.token[0, 1:].tolist())
+    assert store.score[0, :11].isfinite().all()
+    assert store.frontier[1].tolist() == [-1] * 10 and store.row[1].tolist() == [0] * 10
+    assert sorted(store.token[2, 1:5].tolist()) == [0, 1, 2, 3]
+    assert store.score[2, 1:5].exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_ids_outside_the_vocabulary_are_neither_read_nor_proposed():
+    """Fault 16: head padding; and d2t entries that point nowhere."""
+    logits = -1 - kit.randn(1, 128, seed=0).abs()
+    logits[0, 100:] = math.nan
+    store = Store(1, 5, 4)
+    store.expand(logits, vocab_size=100)
+    assert store.status.item() == 0 and max(store.token[0, 1:].tolist()) < 100
+    store = Store(1, 5, 4)
+    d2t = torch.tensor([0, -1, 100, 99, 2**31 - 1], dtype=torch.int32)
+    store.expand(torch.zeros(1, 5), d2t=d2t, vocab_size=100)
+    assert store.status.item() == Status.BAD_TOKEN
+    assert sorted(store.token[0, 1:3].tolist()) == [0, 99] and store.count.item() == 3
+    assert store.score[0, 1:3].tolist() == pytest.approx([-math.log(2)] * 2)
+
+
+def test_inert_frontier_rows_and_empty_requests():
+    """Fault 26 and fault 32: -1 rows read nothing, a request of them is untouched."""
+    store = Store(2, 20, 2)
+    store.expand(kit.randn(2, 9, seed=0))
+    store.frontier[0, 0], store.frontier[1] = -1, -1
+    store.count[1] = -12345  # never looked at
+    logits = kit.randn(4, 9, seed=1)
+    logits[[0, 2, 3]] = math.nan
+    store.expand(logits)
+    assert store.status.tolist() == [0, 0]
+    assert store.count.tolist() == [5, -12345]
+    assert store.row.tolist() == [[1, 1], [0, 0]]
+    assert sorted(store.frontier[0].tolist()) == [3, 4]
+    assert store.frontier[1].tolist() == [-1, -1]
+    assert store.parent[0, 3:5].tolist() == [store.parent[0, 3].item()] * 2
+    empty = Store(0, 8, 2)
+    empty.expand(torch.empty(0, 9))
+
+
+def test_bad_stores_are_flagged_and_nothing_is_written_past_them():
+    """Fault 9: garbage counts and frontier entries."""
+    for count in (0, -1, 7, 2**31 - 1):
+        store = Store(1, 8, 2)
+        store.count[0] = count
+        before = store.token.clone()
+        store.expand(kit.randn(1, 9, seed=0))
+        assert store.status.item() == Status.BAD_LENGTH
+        assert store.count.item() == count and torch.equal(store.token, before)
+        assert store.frontier.tolist() == [[-1, -1]]
+    for damage in ("past", "depth", "score"):
+        store = Store(1, 8, 2)
+        if damage == "past":
+            store.frontier[0, 0] = 1
+        elif damage == "depth":
+            store.depth[0, 0] = 16
+        else:
+            store.score[0, 0] = math.nan
+        store.expand(kit.randn(1, 9, seed=0))
+        assert store.status.item() == Status.BAD_TREE and store.count.item() == 1
+
+
+def test_ancestors_of_the_next_frontier_by_hand():
+    """Level 1: none (the root is committed). Level l: l - 1 slots, the parent's last."""
+    store = Store(1, 64, 2, temperature=0.0)
+    store.expand(torch.tensor([[0.0, 2.0, 1.0]]))
+    assert store.frontier.tolist() == [[1, 2]] and store.row.tolist() == [[0, 0]]
+    assert store.ancestors.count_nonzero() == 0
+    # Row 0 (node 1) is flat and row 1 (node 2) is sure: the best new node is under node 2.
+    store.expand(torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 30.0]]))
+    assert store.frontier.tolist() == [[5, 3]]
+    assert store.row.tolist() == [[1, 0]]
+    assert store.ancestors[0, :, 0].tolist() == [1, 0]  # slots of nodes 2 and 1
+    store.expand(torch.tensor([[0.0, 0.0, 30.0], [0.0, 0.0, 0.0]]))
+    assert store.frontier.tolist() == [[7, 9]]
+    assert store.ancestors[0, :, :2].tolist() == [[1, 2], [0, 3]]
+    assert store.ancestors[0, :, 2:].count_nonzero() == 0
+
+
+def test_depth_sixteen_and_no_deeper():
+    store = Store(1, 32, 1, temperature=0.0)
+    for level in range(16):
+        store.expand(torch.tensor([[0.0, 1.0]]))
+        assert store.ancestors[0, 0, :level].tolist() == list(range(level))
+    assert store.count.item() == 17
+    store.expand(torch.tensor([[0.0, 1.0]]))
+    assert store.count.item() == 17 and store.status.item() == Status.BAD_TREE
+
+
+def brute_force(nodes, size):
+    """The connected set of `size` nodes with the largest total probability."""
+    sets = (
+        (0, *rest)
+        for rest in itertools.combinations(range(1, len(nodes)), size - 1)
+        if all(nodes[i]["parent"] in (0, *rest) for i in rest)
+    )
+    return max(sets, key=lambda chosen: sum(math.exp(nodes[i]["score"]) for i in chosen))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_expand_then_select_is_the_best_connected_tree(seed):
+    store = Store(1, tree_capacity(3, 2), 2)
+    for level in range(3):
+        width = store.frontier.shape[1]
+        store.expand(kit.randn(width, 40, seed=10 * seed + level) * 2)
+    nodes = store.nodes()
+    for size in (1, 2, 5, 8, 11):
+        *_, source, row_start = store.select(size)
+        assert row_start.tolist() == [0, size]
+        assert sorted(source[:size].tolist()) == list(brute_force(nodes, size))
+
+
+def test_select_by_hand():
+    """Rows, parents, positions and ancestors of three packed requests, one of them empty."""
+    store = Store(3, 8, position=100)
+    #             1          2          3          4          5
+    store.fill(0, [(11, 0, -1.0), (12, 0, -2.0), (13, 1, -1.5), (14, 2, -2.0), (15, 3, -9.0)])
+    store.count[1] = 0
+    store.fill(2, [(21, 0, -0.5), (22, 1, -0.5)])
+    store.root_position[2] = 7
+    tokens, parents, position, ancestors, source, row_start = store.select(5)
+    assert row_start.tolist() == [0, 5, 5, 8]
+    assert source[:8].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert tokens[:8].tolist() == [3, 11, 12, 13, 14, 3, 21, 22]
+    assert parents[:8].tolist() == [-1, 0, 0, 1, 2, -1, 0, 1]
+    assert position[:8].tolist() == [100, 101, 101, 102, 102, 7, 8, 9]
+    wanted = [[], [0], [0], [0, 1], [0, 2], [], [0], [0, 1]]
+    for row, slots in enumerate(wanted):
+        assert ancestors[row].tolist() == slots + [0] * (16 - len(slots))
+    assert tokens[8:].tolist() == [-5] * 7 and ancestors[8:].eq(99).all()
+
+
+def test_select_drops_duplicate_siblings_and_their_children():
+    """Fault 10: of siblings with one token, the better one stays."""
+    store = Store(1, 8)
+    store.fill(0, [(5, 0, -2.0), (5, 0, -1.0), (5, 2, -1.5), (6, 1, -2.0), (6, 0, -8.0)])
+    tokens, parents, *_, source, row_start = store.select(6)
+    assert row_start.tolist() == [0, 4]
+    assert source[:4].tolist() == [0, 2, 5, 3]
+    assert tokens[:4].tolist() == [3, 5, 6, 5] and parents[:4].tolist() == [-1, 0, 0, 1]
+
+
+def test_select_breaks_ties_by_store_index():
+    store = Store(1, 8)
+    store.fill(0, [(1, 0, -1.0), (2, 0, -1.0), (3, 1, -1.0), (4, 0, -1.0), (5, 2, -1.0)])
+    assert store.select(4)[4][:4].tolist() == [0, 1, 2, 3]
+    assert store.select(5)[4][:5].tolist() == [0, 1, 2, 4, 3]
+
+
+@pytest.mark.parametrize("num_verify", [1, 31, 32, 33, 63, 64, 65, 127, 128])
+def test_select_is_exact_at_word_edges(num_verify):
+    """Fault 27: random trees with ties and duplicates; fault 22: packed over requests."""
+    store = Store(3, 300)
+    random = kit.generator(num_verify)
+    for b, size in enumerate((299, num_verify - 1, 150)):
+        triples, scores, depths = [], [0.0], [0]
+        for i in range(1, size + 1):
+            parent = int(torch.randint(max(0, i - 40), i, (), generator=random))
+            while depths[parent] == 16:
+                parent = int(torch.randint(0, i, (), generator=random))
+            step = int(torch.randint(0, 3, (), generator=random))
+            depths.append(depths[parent] + 1)
+            scores.append(scores[parent] - step)
+            triples.append((int(torch.randint(0, 30, (), generator=random)), parent, scores[-1]))
+        store.fill(b, triples)
+    tokens, parents, position, ancestors, source, row_start = store.select(num_verify)
+    for b in range(3):
+        begin, end = row_start[b].item(), row_start[b + 1].item()
+        want_source, want_parents, want_ancestors = reference.select_nodes(
+            store.nodes(b), num_verify
+        )
+        assert source[begin:end].tolist() == want_source
+        assert parents[begin:end].tolist() == want_parents
+        assert torch.equal(tokens[begin:end], store.token[b, want_source])
+        assert torch.equal(position[begin:end], 10 + store.depth[b, want_source])
+        for row, slots in enumerate(want_ancestors):
+            assert ancestors[begin + row, : len(slots)].tolist() == slots
+
+
+def test_select_leaves_out_damaged_nodes():
+    """Fault 9: cycles, links past the end, wrong depths, NaN scores and garbage counts."""
+    store = Store(1, 10)
+    store.fill(0, [(i, 0, -1.0) for i in range(1, 9)])
+    store.parent[0, 1] = 1
+    store.parent[0, 2] = -1
+    store.parent[0, 3] = 2**31 - 1
+    store.depth[0, 4] = 17
+    store.depth[0, 5] = 2
+    store.score[0, 6] = math.nan
+    *_, source, row_start = store.select(8)
+    assert source[: row_start[1]].tolist() == [0, 7, 8]
+    for count in (-1, 11, 2**31 - 1):
+        store.count[0] = count
+        assert store.select(8)[-1].tolist() == [0, 0]
+
+
+def test_expand_checks_its_arguments():
+    def expand(logits=None, top_k=2, prepare=lambda store: None, **options):
+        store = Store(1, 8, 2)
+        prepare(store)
+        store.expand(torch.zeros(1, 5) if logits is None else logits, top_k, **options)
+
+    def put(name, value):
+        return lambda store: setattr(store, name, value)
+
+    with pytest.raises(TypeError, match="expand_tree: draft_logits: expected dtype float32 or"):
+        expand(torch.zeros(1, 5, dtype=torch.int32))
+    with pytest.raises(ValueError, match="draft_logits: expected a contiguous last axis"):
+        expand(torch.zeros(5, 2).t()[:1])
+    with pytest.raises(ValueError, match=r"draft_logits: expected shape \[1, \*\], got \[2, 5\]"):
+        expand(torch.zeros(2, 5))
+    with pytest.raises(TypeError, match="frontier: expected dtype int32, got int64"):
+        expand(prepare=put("frontier", torch.zeros(1, 1, dtype=torch.int64)))
+    with pytest.raises(TypeError, match="request: expected dtype int64, got int32"):
+        expand(prepare=put("request", torch.zeros(1, dtype=torch.int32)))
+    with pytest.raises(TypeError, match="d2t: expected dtype int32, got int64"):
+        expand(d2t=torch.arange(5))
+    with pytest.raises(ValueError, match=r"d2t: expected shape \[5\], got \[4\]"):
+        expand(d2t=torch.arange(4, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"frontier_ancestors: expected shape \[1, 1, 16\]"):
+        expand(frontier_ancestors=torch.zeros(1, 1, 8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"node_score: expected shape \[1, 8\], got \[1, 7\]"):
+        expand(prepare=put("score", torch.zeros(1, 7)))
+    with pytest.raises(ValueError, match="node_depth: expected a contiguous array"):
+        expand(prepare=put("depth", torch.zeros(1, 16, dtype=torch.int32)[:, ::2]))
+    with pytest.raises(ValueError, match="node_token: expected room for 9 nodes a request, got 8"):
+        expand(top_k=8)
+    with pytest.raises(ValueError, match="top_k .*: expected 1 to 128, got 129"):
+        expand(top_k=129)
+    with pytest.raises(ValueError, match="top_k .*: expected 1 to 128, got 0"):
+        expand(top_k=0)
+    with pytest.raises(ValueError, match="slot_base: expected drafter slots 0 to 255, got 256"):
+        expand(slot_base=256)
+    with pytest.raises(ValueError, match="slot_base: .* got -1"):
+        expand(slot_base=-1)
+    with pytest.raises(ValueError, match="score_temperature: expected 0 or 1e-6 to 1e6, got -1"):
+        expand(score_temperature=-1.0)
+    with pytest.raises(ValueError, match="score_temperature: .* got nan"):
+        expand(score_temperature=math.nan)
+    with pytest.raises(ValueError, match="vocab_size: expected 1 or more, got 0"):
+        expand(vocab_size=0)
+
+
+def test_select_checks_its_arguments():
+    store = Store(1, 8)
+    with pytest.raises(ValueError, match="select_nodes: num_verify: expected 1 to 128, got 129"):
+        store.select(129)  # fault 22
+    with pytest.raises(ValueError, match="num_verify: expected 1 to 128, got 0"):
+        store.select(0)
+    no_room = [array[:, :0] for array in store.arrays[:4]]
+    with pytest.raises(ValueError, match="node_token: expected room for 1 nodes a request, got 0"):
+        tlt_ext.select_nodes(
+            *no_room, store.count, store.root_position, *store.select(4), num_verify=4
+        )
+    store.root_position = store.root_position.long()
+    with pytest.raises(TypeError, match="root_position: expected dtype int32, got int64"):
+        store.select(4)
+    store = Store(1, 8)
+    out = list(store.select(4))
+    out[3] = out[3][:3]
+    with pytest.raises(ValueError, match=r"ancestors: expected shape \[4, 16\], got \[3, 16\]"):
+        tlt_ext.select_nodes(*store.arrays, store.root_position, *out, num_verify=4)
