@@ -21,6 +21,8 @@ from driver.errors import UserError
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The numbers that each supported type of RoPE scaling needs.
+MAX_DRAFT_DEPTH = 16
+
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -241,7 +243,7 @@ def rope_table(spec: ModelSpec) -> Tensor:
         spec: the model; `rope`, `head_dim` and `max_position` count.
 
     Returns:
-        float32 [max_position, head_dim]: (cos | sin) of the first half of a head.
+        float32 [max_position + 16, head_dim]: (cos | sin) of the first half of a head.
 
     Example:
         >>> rope_table(spec)[0]     # position 0 turns nothing: ones, then zeros
@@ -259,7 +261,9 @@ def rope_table(spec: ModelSpec) -> Tensor:
         width = rope.high_freq_factor - rope.low_freq_factor
         keep = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / rope.factor
-    angle = torch.arange(spec.max_position, dtype=torch.float32)[:, None] * frequency
+    # Drafted rows may lie past the last position; they are never followed there, only computed.
+    positions = spec.max_position + MAX_DRAFT_DEPTH
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
     return torch.cat((angle.cos(), angle.sin()), dim=1)
 
 

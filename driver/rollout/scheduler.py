@@ -1,0 +1,233 @@
+"""Which requests run, what they hold, and who gives way when pages run out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from driver.errors import UserError
+from driver.rollout.pages import PagePool, pages_for
+from driver.rollout.request import Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one request between passes.
+
+    The last token's KV is never committed: it is the root of the next pass. So a fresh request
+    commits all of its prompt but the last token, and its first pass samples its first token.
+    """
+
+    request: Request
+    tokens: list[int]  # prompt and emitted
+    logprobs: list[float] = field(default_factory=list)
+    drafter_versions: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    context_len: int = 0  # committed KV entries of the target
+    draft_len: int = 0  # committed KV entries of the drafter
+    handle: int = -1  # in the n-gram index
+    indexed: int = 0  # tokens the n-gram index has seen
+    finish: str | None = None
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def remaining(self) -> int:
+        return self.request.params.max_new_tokens - self.num_emitted
+
+
+@dataclass(eq=False)
+class Prefix:
+    """The committed part of a prompt, computed once for all requests that start with it."""
+
+    pages: list[int]
+    length: int
+    waiting: int  # requests not admitted yet that will want it
+    ready: bool = False
+
+
+@dataclass
+class Admission:
+    """What to compute for the requests just admitted, in this order."""
+
+    recompute: list[Sequence] = field(default_factory=list)  # were preempted: own tokens again
+    prefixes: list[tuple[tuple[int, ...], Prefix]] = field(default_factory=list)  # (prompt, pages)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from page, to page)
+
+    def __bool__(self) -> bool:
+        return bool(self.recompute or self.prefixes or self.copies)
+
+
+class Scheduler:
+    """Continuous batching over a fixed set of requests.
+
+    Args:
+        pool: pages of the KV cache.
+        page_size: slots of a page.
+        max_batch: most requests running at once.
+        max_position: most tokens of a request, prompt included.
+
+    Raises:
+        UserError: from `add`, a request that can never run.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, max_batch: int, max_position: int) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.max_batch = max_batch
+        self.max_position = max_position
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.prefixes: dict[tuple[int, ...], Prefix] = {}
+        self.preemptions = 0
+        self._spent: list[Prefix] = []
+
+    def add(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Queues requests in order; returns their sequences."""
+        added = []
+        for request in requests:
+            self._check(request)
+            sequence = Sequence(request, list(request.prompt_ids))
+            if request.params.max_new_tokens == 0:
+                sequence.finish = "length"
+            else:
+                self.waiting.append(sequence)
+                self._prefix_of(sequence).waiting += 1
+            added.append(sequence)
+        return added
+
+    def _check(self, request: Request) -> None:
+        length = len(request.prompt_ids)
+        total = length + request.params.max_new_tokens
+        if length == 0:
+            raise UserError(f"request {request.id}: the prompt is empty; it needs one token")
+        if length >= self.max_position:
+            raise UserError(
+                f"prompt of {length} tokens does not fit the context of {self.max_position};"
+                " shorten it or use a model with a longer one"
+            )
+        if total > self.max_position:
+            raise UserError(
+                f"prompt of {length} tokens and sampling.max_new_tokens="
+                f"{request.params.max_new_tokens} exceed the context of {self.max_position};"
+                f" at most {self.max_position - length} new tokens fit"
+            )
+        needed = pages_for(total, self.page_size) + 1  # its copy of a shared partial page
+        if needed > self.pool.num_pages:
+            raise UserError(
+                f"engine.num_pages={self.pool.num_pages}: one request of {total} tokens needs"
+                f" {needed} pages of {self.page_size}"
+            )
+
+    def _prefix_of(self, sequence: Sequence) -> Prefix:
+        prompt = sequence.request.prompt_ids
+        if prompt not in self.prefixes:
+            self.prefixes[prompt] = Prefix([], len(prompt) - 1, waiting=0)
+        return self.prefixes[prompt]
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def admit(self) -> Admission:
+        """Moves waiting requests into the batch while slots and pages last.
+
+        Beyond what a request needs at once, a page for each running request must stay free, so
+        that nobody is admitted only to be preempted in the same pass.
+        """
+        admission = Admission()
+        while self.waiting and len(self.running) < self.max_batch:
+            admitted = self._admit_first(admission)
+            if not admitted and not self.running and self.evict_prefixes():
+                admitted = self._admit_first(admission)
+            if not admitted:
+                break
+            self.running.append(self.waiting.popleft())
+        return admission
+
+    def _admit_first(self, admission: Admission) -> bool:
+        sequence = self.waiting[0]
+        spare = len(self.running) + 1 if self.running else 0
+        if sequence.num_emitted:
+            count = pages_for(len(sequence.tokens), self.page_size)
+            if self.pool.num_free < count + spare:
+                return False
+            sequence.pages = self.pool.allocate(count) or []
+            admission.recompute.append(sequence)
+            return True
+        prefix = self._prefix_of(sequence)
+        count = 0 if prefix.ready else pages_for(prefix.length, self.page_size)
+        if self.pool.num_free < count + 1 + spare:
+            return False
+        if not prefix.ready:
+            prefix.pages = self.pool.allocate(count) or []
+            prefix.ready = True
+            admission.prefixes.append((sequence.request.prompt_ids, prefix))
+        whole, rest = divmod(prefix.length, self.page_size)
+        own = self.pool.allocate(1) or []
+        self.pool.share(prefix.pages[:whole])
+        sequence.pages = prefix.pages[:whole] + own
+        sequence.context_len = prefix.length
+        if rest:
+            admission.copies.append((prefix.pages[whole], own[0]))
+        prefix.waiting -= 1
+        if prefix.waiting == 0:
+            del self.prefixes[sequence.request.prompt_ids]
+            self._spent.append(prefix)
+        return True
+
+    def release_spent(self) -> None:
+        """Frees the pages of prefixes that nobody waits for; call once the copies are made."""
+        for prefix in self._spent:
+            self.pool.release(prefix.pages)
+        self._spent = []
+
+    def evict_prefixes(self) -> bool:
+        """Drops computed prefixes that only waiting requests want; False if there were none."""
+        ready = [prefix for prefix in self.prefixes.values() if prefix.ready]
+        for prefix in ready:
+            self.pool.release(prefix.pages)
+            prefix.pages, prefix.ready = [], False
+        return bool(ready)
+
+    def grow(self, lookahead: int) -> bool:
+        """Gives every running request pages for `lookahead` slots past its committed ones.
+
+        All or nothing; what was there stays.
+        """
+        wanted = []
+        for sequence in self.running:
+            have = len(sequence.pages)
+            need = pages_for(sequence.context_len + lookahead, self.page_size)
+            wanted.append(max(0, need - have))
+        pages = self.pool.allocate(sum(wanted))
+        if pages is None:
+            return False
+        for sequence, count in zip(self.running, wanted, strict=True):
+            sequence.pages += [pages.pop() for _ in range(count)]
+        return True
+
+    def preempt_youngest(self) -> Sequence:
+        """Takes the youngest request out of the batch; it is recomputed later, same tokens."""
+        sequence = self.running.pop()
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.context_len = sequence.draft_len = 0
+        if sequence.num_emitted == 0:
+            self._prefix_of(sequence).waiting += 1
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+        return sequence
+
+    def retire(self) -> list[Sequence]:
+        """Removes finished requests from the batch and frees their pages."""
+        done = [s for s in self.running if s.finish]
+        if done:
+            self.running = [s for s in self.running if not s.finish]
+            for sequence in done:
+                self.pool.release(sequence.pages)
+                sequence.pages = []
+        return done

@@ -1,0 +1,50 @@
+"""What a rollout did: counters of its passes and the record of its tail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RolloutStats:
+    """Counters of one `generate` call.
+
+    A request-pass is one request in one pass; `accept_length` averages over the request-passes of
+    speculative strategies only, the target's own token included.
+    """
+
+    target_passes: int = 0
+    emitted: int = 0
+    prefilled_tokens: int = 0  # prompt tokens computed, each prefix once
+    recomputed_tokens: int = 0  # of preempted requests
+    reprefilled_tokens: int = 0  # of requests that were running: stays 0, the gate moves no KV
+    spec_passes: int = 0
+    spec_request_passes: int = 0
+    spec_emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    switches: int = 0
+    preemptions: int = 0
+    flagged: int = 0  # responses whose status word was not 0
+    elapsed_s: float = 0.0
+    trace: list[tuple[float, int, str]] = field(default_factory=list)  # (seconds, active, arm)
+
+    @property
+    def accept_length(self) -> float | None:
+        """Mean emitted per speculative request-pass; None where nothing was speculated."""
+        if self.spec_request_passes == 0:
+            return None
+        return self.spec_emitted / self.spec_request_passes
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of the metrics file."""
+        out = {
+            "spec/target_passes": self.target_passes,
+            "spec/drafted": self.drafted,
+            "spec/accepted": self.accepted,
+            "spec/switches": self.switches,
+            "spec/reprefilled_tokens": self.reprefilled_tokens,
+        }
+        if self.accept_length is not None:
+            out["spec/accept_length"] = self.accept_length
+        return out

@@ -1,0 +1,241 @@
+"""The state of one training run: its parts, its step counter, what each phase of a step does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from driver.assemble import PROMPT_SAMPLE, Rollout, build_rollout, load_policy, spec_of
+from driver.config import Config
+from driver.errors import UserError
+from driver.grpo import check_rewards
+from driver.phases import Phases
+from driver.policy_trainer import PolicyTrainer
+from driver.rollout.request import Request, Response, SamplingParams, request_id
+from driver.run_folder import RunFolder, Sample
+from driver.tasks import Prompt, Task, make_task
+from driver.warmup import warm_up
+
+
+@dataclass
+class Run:
+    """Everything a training loop touches; `driver/train.py` gives the order."""
+
+    config: Config
+    folder: RunFolder
+    phases: Phases
+    task: Task
+    tokenizer: Tokenizer
+    policy: PreTrainedModel
+    trainer: PolicyTrainer
+    rollout: Rollout
+    params: SamplingParams
+    step: int = 0  # finished steps
+    version: int = 0  # of the policy in the engine
+    evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out accuracy
+    tokens: int = 0  # emitted in training rollouts
+    target_passes: int = 0
+    trace: list[tuple[float, int, str]] = field(default_factory=list)  # of the last rollout
+    last_metrics: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def start(config: Config) -> Run:
+        """Opens the run folder, makes or loads the policy, warms it up, builds the rest."""
+        phases = Phases()
+        folder = RunFolder(config)
+        saved = folder.resumed
+        with phases("load"):
+            task = make_task(**asdict(config.task))
+            policy, tokenizer = load_policy(config, saved.path if saved else None)
+        if saved is None and config.warmup.steps:
+            with phases("warmup"):
+                warm_up(policy, tokenizer, task, config.warmup, config.run.seed)
+        with phases("load"):
+            spec = spec_of(policy)
+            sampling = config.sampling
+            params = SamplingParams(
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.max_new_tokens,
+                spec.eos_ids,
+            )
+            longest = params.max_new_tokens + longest_prompt(task, tokenizer)
+            rollout = build_rollout(
+                config, spec, policy.state_dict(), min(longest, spec.max_position)
+            )
+            trainer = PolicyTrainer(policy, config.grpo, lambda: load_policy(config, None)[0])
+            run = Run(config, folder, phases, task, tokenizer, policy, trainer, rollout, params)
+            if saved is not None:
+                run._restore(saved.step, saved.state)
+        return run
+
+    # ---- the phases of a step -------------------------------------------------------------------
+
+    def next_requests(self) -> tuple[list[Prompt], list[Request]]:
+        """The step's prompts, and their requests: siblings side by side."""
+        grpo = self.config.grpo
+        first = self.step * grpo.prompts_per_step
+        prompts = [self.task.prompt("train", first + i) for i in range(grpo.prompts_per_step)]
+        requests = [
+            Request(request_id("train", self.step, p.id, s), group, self.encode(p), self.params)
+            for group, p in enumerate(prompts, start=first)
+            for s in range(grpo.samples_per_prompt)
+        ]
+        return prompts, requests
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
+        if not ids:
+            raise UserError(f"prompt {prompt.id} of task {self.task.name} has no tokens")
+        return tuple(ids)
+
+    def text(self, response: Response) -> str:
+        """The response as the task sees it, without its end token."""
+        ids = response.token_ids
+        if response.finish == "stop":
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[float]:
+        """One reward a response, in order."""
+        each = len(responses) // len(prompts)
+        values = [
+            self.task.reward(prompts[i // each], self.text(r)) for i, r in enumerate(responses)
+        ]
+        return check_rewards(values, len(responses))
+
+    def finish_bubble(self) -> None:
+        """What the spot trainer does with the end of the bubble."""
+        if self.rollout.spot is not None:
+            self.rollout.spot.finish()
+
+    def update_policy(
+        self, responses: Sequence[Response], rewards: Sequence[float]
+    ) -> dict[str, float]:
+        metrics = self.trainer.update(responses, rewards)
+        for phase in ("old_log_prob", "update_actor"):
+            self.phases.add(phase, metrics.pop(f"timing_s/{phase}"))
+        return metrics
+
+    def sync_weights(self) -> None:
+        """The new policy into the engine, in place."""
+        self.version += 1
+        self.rollout.update_weights(self.policy.state_dict(), self.version)
+
+    def evaluate(self) -> None:
+        """Held-out accuracy: mean reward of one response to each of the first eval prompts.
+
+        Sampled as in training, with the same noise each time, so two evaluations differ by the
+        policy alone.
+        """
+        count = self.config.run.eval_prompts
+        if count == 0 or self.step in self.evaluations:
+            return
+        with self.phases("eval"):
+            prompts = [self.task.prompt("eval", i) for i in range(count)]
+            requests = [
+                Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.params)
+                for i, p in enumerate(prompts)
+            ]
+            responses = self.rollout.engine.generate(requests, record=False)
+            rewards = self.rewards(prompts, responses)
+            if self.rollout.ngram is not None:
+                self.rollout.ngram.clear()
+        self.evaluations[self.step] = sum(rewards) / count
+
+    # ---- records --------------------------------------------------------------------------------
+
+    def log(
+        self,
+        metrics: dict[str, float],
+        prompts: Sequence[Prompt],
+        responses: Sequence[Response],
+        rewards: Sequence[float],
+    ) -> None:
+        """Books the step that just ended; `self.step` has been advanced."""
+        stats = self.rollout.engine.stats
+        self.tokens += stats.emitted
+        self.target_passes += stats.target_passes
+        self.trace = stats.trace
+        metrics = {**metrics, **stats.metrics(), **self.rollout.bandit.metrics()}
+        metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
+        if self.rollout.spot is not None:
+            metrics |= self.rollout.spot.metrics()
+        if self.step in self.evaluations:
+            metrics["critic/heldout/mean"] = self.evaluations[self.step]
+        with self.phases("log"):
+            each = self.config.grpo.samples_per_prompt
+            count = min(self.config.run.samples_logged, len(prompts))
+            self.folder.log_samples(
+                self.step,
+                [
+                    Sample(
+                        prompts[i].id,
+                        prompts[i].text,
+                        self.text(responses[i * each]),
+                        rewards[i * each],
+                        len(responses[i * each].token_ids),
+                        responses[i * each].finish,
+                    )
+                    for i in range(count)
+                ],
+            )
+        self.last_metrics = metrics | self.phases.end_step()
+        self.folder.log_step(self.step, self.last_metrics)
+
+    def is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def checkpoint(self) -> None:
+        """Saves everything a resumed run needs; whole or absent."""
+
+        def write_policy(path: Any) -> None:
+            self.policy.save_pretrained(path)
+            self.tokenizer.save_pretrained(path)
+
+        spot = self.rollout.spot
+        states = {
+            "trainer": self.trainer.state_dict(),
+            "bandit": self.rollout.bandit.state_dict(),
+            "spot": spot.state_dict() if spot else None,
+            "counters": {
+                "version": self.version,
+                "tokens": self.tokens,
+                "target_passes": self.target_passes,
+                "evaluations": self.evaluations,
+            },
+        }
+        with self.phases("checkpoint"):
+            self.folder.save_checkpoint(self.step, write_policy, states)
+
+    def _restore(self, step: int, state: Any) -> None:
+        self.step = step
+        self.trainer.load_state_dict(state("trainer"))
+        self.rollout.bandit.load_state_dict(state("bandit"))
+        counters = state("counters")
+        self.version, self.tokens = counters["version"], counters["tokens"]
+        self.target_passes = counters["target_passes"]
+        self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
+        self.rollout.engine.target_version = self.version
+        spot = self.rollout.spot
+        if spot is not None:
+            spot.load_state_dict(state("spot"))
+            spot.target_version = self.version
+
+
+def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest of the first training prompts, with some room."""
+    texts = [task.prompt("train", i).text for i in range(PROMPT_SAMPLE)]
+    return 2 * max(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts)
+
+
+def torch_threads(config: Config) -> None:
+    """Sets torch's own threads beside those of the native core."""
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
