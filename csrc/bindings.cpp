@@ -7,10 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "attention/op.h"
 #include "common/math.h"
 #include "common/noise.h"
 #include "common/parallel.h"
 #include "common/python.h"
+#include "kv/op.h"
 #include "layers/dot.h"
 #include "layers/op.h"
 #include "sampling/op.h"
@@ -104,6 +106,25 @@ void bind_layers(py::module_& m) {
       "variant"_a, "x"_a, "w"_a, "out"_a);
 }
 
+// ---- kv and attention ---------------------------------------------------------------------------
+
+void bind_kv(py::module_& m) {
+  m.def("append_kv", &tlt::append_kv, "qkv"_a, "q_out"_a, "k_cache"_a, "v_cache"_a, "cos_sin"_a,
+        "row_start"_a, "context_len"_a, "position"_a, "block_table"_a, "status"_a, "num_heads"_a,
+        "num_kv_heads"_a, "slot_base"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "stream"_a, NoGil());
+  m.def("commit_path", &tlt::commit_path, "k_cache"_a, "v_cache"_a, "features"_a, "feature_rows"_a,
+        "row_start"_a, "path"_a, "num_emitted"_a, "context_len"_a, "block_table"_a, "status"_a,
+        "stream"_a, NoGil());
+  m.def("copy_pages", &tlt::copy_pages, "cache"_a, "source"_a, "destination"_a, "stream"_a,
+        NoGil());
+}
+
+void bind_attention(py::module_& m) {
+  m.def("tree_attention", &tlt::tree_attention, "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
+        "row_start"_a, "context_len"_a, "position"_a, "block_table"_a, "status"_a, "ancestors"_a,
+        "slot_base"_a, "scale"_a, "lse"_a, "stream"_a, NoGil());
+}
+
 // ---- sampling -----------------------------------------------------------------------------------
 
 void bind_sampling(py::module_& m) {
@@ -178,6 +199,8 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception<tlt::DTypeError>(m, "DTypeError", PyExc_TypeError);
   bind_common(m);
   bind_layers(m);
+  bind_kv(m);
+  bind_attention(m);
   bind_sampling(m);
   bind_tree(m);
 }

@@ -33,6 +33,105 @@ def linear_rows(
 # ---- attention and kv ------------------------------------------------------------------------
 
 
+def places(block_table: torch.Tensor, request: int, slots: list[int], page_size: int):
+    """Page ids and offsets of a request's slots, to index a cache with."""
+    pages = [int(block_table[request, slot // page_size]) for slot in slots]
+    return pages, [slot % page_size for slot in slots]
+
+
+def append_kv(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    position: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rotated q, rotated k and v of every row, [rows, heads, head_dim] each."""
+    heads = qkv.double().unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q = q if q_norm is None else rms_norm(q, q_norm, eps)
+    k = k if k_norm is None else rms_norm(k, k_norm, eps)
+    cos, sin = cos_sin.double()[position.long(), None].chunk(2, dim=-1)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    return rotate(q), rotate(k), v
+
+
+def row_slots(
+    row: int, request: int, row_start, context_len, position, ancestors=None, slot_base=None
+) -> list[int]:
+    """The slots a row attends to, in position order; the last is its own."""
+    context = int(context_len[request])
+    base = 0 if slot_base is None else int(slot_base[request])
+    own = context + base + row - int(row_start[request])
+    if ancestors is None:
+        return list(range(own + 1))
+    depth = int(position[row]) - context
+    return [*range(context), *(context + int(a) for a in ancestors[row, :depth]), own]
+
+
+def tree_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    row_start: torch.Tensor,
+    context_len: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    ancestors: torch.Tensor | None = None,
+    slot_base: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [rows, num_heads, head_dim] and log-sum-exps [rows, num_heads]."""
+    group = q.shape[1] // k_cache.shape[2]
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    out, lse = torch.zeros(q.shape).double(), torch.zeros(q.shape[:2]).double()
+    for request in range(len(row_start) - 1):
+        for row in range(int(row_start[request]), int(row_start[request + 1])):
+            slots = row_slots(row, request, row_start, context_len, position, ancestors, slot_base)
+            where = places(block_table, request, slots, k_cache.shape[1])
+            k, v = (c[where].double().repeat_interleave(group, 1) for c in (k_cache, v_cache))
+            scores = torch.einsum("hd,khd->hk", q[row].double(), k) * scale
+            lse[row] = scores.logsumexp(-1)
+            out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
+    return out, lse
+
+
+def commit_path(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    features: torch.Tensor,
+    feature_rows: torch.Tensor,
+    row_start: torch.Tensor,
+    path: torch.Tensor,
+    num_emitted: torch.Tensor,
+    context_len: torch.Tensor,
+    block_table: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """New k_cache, v_cache, features and context_len."""
+    k, v, f = k_cache.clone(), v_cache.clone(), features.clone()
+    for request, count in enumerate(num_emitted.tolist()):
+        context, kept = int(context_len[request]), path[request, :count].tolist()
+        source = places(block_table, request, [context + slot for slot in kept], k.shape[2])
+        target = places(block_table, request, [context + i for i in range(count)], k.shape[2])
+        k[:, target[0], target[1]] = k_cache[:, source[0], source[1]]
+        v[:, target[0], target[1]] = v_cache[:, source[0], source[1]]
+        f[target] = feature_rows[[int(row_start[request]) + slot for slot in kept]]
+    return k, v, f, context_len + num_emitted
+
+
+def copy_pages(cache: torch.Tensor, source: list[int], destination: list[int]) -> torch.Tensor:
+    out = cache.clone()
+    out[:, destination] = cache[:, source]
+    return out
+
+
 # ---- sampling --------------------------------------------------------------------------------
 
 TARGET, ACCEPT, RESIDUAL = 0, 1, 2  # domains of the noise

@@ -5,7 +5,9 @@ never allocates or synchronises. See `python -m tlt_ext` for what this build can
 """
 
 from tlt_ext import _C
+from tlt_ext.attention import tree_attention
 from tlt_ext.common import Status, num_threads, set_num_threads
+from tlt_ext.kv import append_kv, commit_path, copy_pages
 from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
 from tlt_ext.sampling import sample, verify_rejection, verify_tree
 from tlt_ext.tree import expand_tree, select_nodes, tree_capacity
@@ -18,6 +20,10 @@ OPS = (
     linear_rows,
     rms_norm_linear,
     silu_mul_linear,
+    append_kv,
+    tree_attention,
+    commit_path,
+    copy_pages,
     sample,
     verify_tree,
     verify_rejection,
@@ -35,6 +41,9 @@ def op_places() -> dict[str, str]:
 __all__ = [
     "OPS",
     "Status",
+    "append_kv",
+    "commit_path",
+    "copy_pages",
     "expand_tree",
     "linear_rows",
     "num_threads",
@@ -46,6 +55,7 @@ __all__ = [
     "set_num_threads",
     "silu_mul",
     "silu_mul_linear",
+    "tree_attention",
     "tree_capacity",
     "verify_rejection",
     "verify_tree",

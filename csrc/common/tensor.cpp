@@ -39,6 +39,26 @@ const char* name_of(DType dtype) {
   return "an unsupported dtype";
 }
 
+int64_t bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kUInt8:
+    case DType::kBool:
+      return 1;
+    case DType::kOther:
+      break;
+  }
+  return 0;
+}
+
 int64_t Tensor::numel() const {
   int64_t n = 1;
   for (int i = 0; i < ndim; ++i) n *= shape[i];

@@ -20,6 +20,7 @@ enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64, kInt64, kInt32, kUIn
 
 DType dtype_of(DLDataType type);
 const char* name_of(DType dtype);
+int64_t bytes_of(DType dtype);
 
 struct Tensor {
   void* data = nullptr;

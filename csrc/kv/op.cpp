@@ -1,0 +1,140 @@
+#include "kv/op.h"
+
+#include <string>
+
+#include "common/dispatch.h"
+
+namespace tlt {
+
+void append_kv(const Tensor& qkv, const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
+               const Tensor& cos_sin, const Tensor& row_start, const Tensor& context_len,
+               const Tensor& position, const Tensor& block_table, const Tensor& status,
+               int64_t num_heads, int64_t num_kv_heads, const Tensor& slot_base,
+               const Tensor& q_norm, const Tensor& k_norm, double eps, uintptr_t stream) {
+  constexpr const char* op = "append_kv";
+  Arg(op, "qkv", qkv).is(kFloating).dense_last().shape({kAny, kAny});
+  check_caches(op, k_cache, v_cache, "qkv", qkv);
+  const int64_t rows = qkv.shape[0], head_dim = k_cache.shape[3];
+  require(num_kv_heads == k_cache.shape[2], op,
+          "num_kv_heads: expected that of k_cache, " + std::to_string(k_cache.shape[2]) + ", got " +
+              std::to_string(num_kv_heads));
+  require(num_heads >= 1, op, "num_heads: expected 1 or more, got " + std::to_string(num_heads));
+  Arg(op, "qkv", qkv).shape({rows, (num_heads + 2 * num_kv_heads) * head_dim});
+  const Arg q_arg(op, "q_out", q_out), table_arg(op, "cos_sin", cos_sin);
+  q_arg.on(qkv).is_like("qkv", qkv).dense_last().shape({rows, num_heads, head_dim});
+  table_arg.on(qkv).is({DType::kFloat32}).dense_last().shape({kAny, head_dim});
+  Arg(op, "position", position).on(qkv).is({DType::kInt32}).dense().shape({rows});
+  const SequenceArgs args{row_start, context_len, block_table, status, &slot_base};
+  const Sequences sequences =
+      check_sequences(op, qkv, args, rows, k_cache.shape[0], k_cache.shape[1]);
+  for (const auto& [name, norm] : {std::pair{"q_norm", &q_norm}, std::pair{"k_norm", &k_norm}}) {
+    if (!norm->defined()) continue;
+    Arg(op, name, *norm).on(qkv).is_like("qkv", qkv).dense().shape({head_dim});
+  }
+  require(eps >= 0, op, "eps: expected 0 or more, got " + std::to_string(eps));
+  if (rows == 0 || sequences.num_requests == 0) return;
+  const AppendKvParams params{qkv.data,
+                              q_out.data,
+                              cos_sin.ptr<float>(),
+                              position.ptr<int32_t>(),
+                              q_norm.data,
+                              k_norm.data,
+                              paged_cache(k_cache),
+                              paged_cache(v_cache),
+                              sequences,
+                              num_heads,
+                              num_kv_heads,
+                              head_dim,
+                              cos_sin.shape[0],
+                              qkv.stride[0],
+                              q_out.stride[0],
+                              q_out.stride[1],
+                              cos_sin.stride[0],
+                              static_cast<float>(eps),
+                              qkv.dtype};
+  dispatch_device(op, qkv, [&] { append_kv_cpu(params); }, [&] { no_cuda_kernel(op); });
+  (void)stream;
+}
+
+void commit_path(const Tensor& k_cache, const Tensor& v_cache, const Tensor& features,
+                 const Tensor& feature_rows, const Tensor& row_start, const Tensor& path,
+                 const Tensor& num_emitted, const Tensor& context_len, const Tensor& block_table,
+                 const Tensor& status, uintptr_t stream) {
+  constexpr const char* op = "commit_path";
+  const Arg k_arg(op, "k_cache", k_cache), v_arg(op, "v_cache", v_cache);
+  k_arg.is(kFloating).dense_last().shape({kAny, kAny, kAny, kAny, kAny});
+  const int64_t* shape = k_cache.shape;
+  v_arg.on(k_cache).is_like("k_cache", k_cache).dense_last();
+  v_arg.shape({shape[0], shape[1], shape[2], shape[3], shape[4]});
+  if (shape[2] < 1) k_arg.fail("a page size of 1 or more", std::to_string(shape[2]));
+  require(features.defined() == feature_rows.defined(), op,
+          "features and feature_rows: expected both or neither");
+  int64_t rows = INT32_MAX;  // without features no array is indexed by row
+  if (features.defined()) {
+    const Arg features_arg(op, "features", features), rows_arg(op, "feature_rows", feature_rows);
+    features_arg.on(k_cache).is(kFloating).dense_last().shape({shape[1], shape[2], kAny});
+    rows_arg.on(k_cache).is_like("features", features).dense_last();
+    rows_arg.shape({kAny, features.shape[2]});
+    rows = feature_rows.shape[0];
+  }
+  const SequenceArgs args{row_start, context_len, block_table, status, nullptr};
+  const Sequences sequences = check_sequences(op, k_cache, args, rows, shape[1], shape[2]);
+  const int64_t requests = sequences.num_requests;
+  Arg(op, "path", path).on(k_cache).is({DType::kInt32}).dense_last().shape({requests, kAny});
+  Arg(op, "num_emitted", num_emitted).on(k_cache).is({DType::kInt32}).dense().shape({requests});
+  if (requests == 0) return;
+  const auto layered = [](const Tensor& cache) {
+    const PagedCache layer{cache.data, cache.stride[1], cache.stride[2], cache.stride[3]};
+    return LayeredCache{layer, cache.stride[0]};
+  };
+  const int64_t bytes = bytes_of(k_cache.dtype), feature_bytes = bytes_of(features.dtype);
+  const CommitPathParams params{layered(k_cache),
+                                layered(v_cache),
+                                features.ptr<char>(),
+                                feature_rows.ptr<char>(),
+                                path.ptr<int32_t>(),
+                                num_emitted.ptr<int32_t>(),
+                                context_len.ptr<int32_t>(),
+                                sequences,
+                                shape[0],
+                                shape[3],
+                                shape[4] * bytes,
+                                bytes,
+                                features.shape[2] * feature_bytes,
+                                feature_bytes,
+                                features.stride[0],
+                                features.stride[1],
+                                feature_rows.stride[0],
+                                path.shape[1],
+                                path.stride[0]};
+  dispatch_device(op, k_cache, [&] { commit_path_cpu(params); }, [&] { no_cuda_kernel(op); });
+  (void)stream;
+}
+
+void copy_pages(const Tensor& cache, const Tensor& source, const Tensor& destination,
+                uintptr_t stream) {
+  constexpr const char* op = "copy_pages";
+  const Arg cache_arg(op, "cache", cache);
+  cache_arg.is(kFloating);
+  if (cache.ndim < 3) cache_arg.fail("3 to 6 axes", std::to_string(cache.ndim));
+  Tensor page = cache;  // the axes inside one page
+  page.ndim = cache.ndim - 2;
+  for (int i = 0; i < page.ndim; ++i) {
+    page.shape[i] = cache.shape[i + 2];
+    page.stride[i] = cache.stride[i + 2];
+  }
+  Arg(op, "cache: a page", page).dense();
+  Arg(op, "source", source).on(cache).is({DType::kInt32}).dense().shape({kAny});
+  const Arg destination_arg(op, "destination", destination);
+  destination_arg.on(cache).is({DType::kInt32}).dense().shape({source.shape[0]});
+  if (source.shape[0] == 0 || cache.numel() == 0) return;
+  const int64_t bytes = bytes_of(cache.dtype);
+  const CopyPagesParams params{
+      cache.ptr<char>(),       source.ptr<int32_t>(),   destination.ptr<int32_t>(),
+      source.shape[0],         cache.shape[0],          cache.shape[1],
+      cache.stride[0] * bytes, cache.stride[1] * bytes, page.numel() * bytes};
+  dispatch_device(op, cache, [&] { copy_pages_cpu(params); }, [&] { no_cuda_kernel(op); });
+  (void)stream;
+}
+
+}  // namespace tlt

@@ -1,0 +1,83 @@
+"""Attention of ragged rows over a paged cache: plain decoding, drafting and verifying in one op."""
+
+from tlt_ext import _C
+from tlt_ext.common import Array, current_stream
+
+
+def tree_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    out: Array,
+    row_start: Array,
+    context_len: Array,
+    position: Array,
+    block_table: Array,
+    status: Array,
+    *,
+    ancestors: Array | None = None,
+    slot_base: Array | None = None,
+    scale: float | None = None,
+    lse: Array | None = None,
+    stream: int | None = None,
+) -> None:
+    """Writes softmax attention of each row over committed slots, its ancestors and itself.
+
+    Keys are taken in position order, so a row's bits depend on its q and its keys alone: not on
+    their slots, on how many are committed, or on other rows. Slots, rows in flight and ragged
+    requests are described in `tlt_ext.kv`. Query head h reads kv head
+    h // (num_heads // num_kv_heads).
+
+    Args:
+        q: [rows, num_heads, head_dim], float32, float16 or bfloat16; head_dim a multiple of 8 up
+            to 256. Rows and heads may be strided.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of q, any strides with a
+            contiguous last axis; holds the rows in flight too (`append_kv`).
+        v_cache: like k_cache.
+        out: like q. Rows of no request are left alone.
+        row_start: int32 [requests + 1]; request b owns rows row_start[b] .. row_start[b + 1] - 1.
+        context_len: int32 [requests], committed slots.
+        position: int32 [rows], absolute; at most context_len + 16 in a tree, the row's slot in a
+            chain.
+        block_table: int32 [requests, max_pages].
+        status: int32 [requests], bits are ORed in. BAD_PAGE, BAD_LENGTH and BAD_TREE (ancestors not
+            rising, or not before the row) make the row's out 0 and its lse -inf.
+        ancestors: uint8 [rows, 16]; the row at depth d = position - context_len has its ancestors'
+            in-flight slots in entries 0 .. d - 1, in position order. None: a chain, where the row
+            at position p sits at slot p and attends to slots 0 .. p.
+        slot_base: int32 [requests], in-flight slot of the first row; None = 0.
+        scale: factor of the scores; None = 1 / sqrt(head_dim).
+        lse: float32 [rows, num_heads] or None; log of the sum of exponentials, natural.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        A request with one committed slot 0 and a tree in flight: the root (row 0, slot 1) and two
+        siblings (slots 2 and 3). Row 2 attends to slots 0, 1 and 3.
+
+        >>> position = [1, 2, 2]; ancestors[1, 0] = ancestors[2, 0] = 0
+        >>> tree_attention(q, k, v, out, [0, 3], [1], position, table, status, ancestors=ancestors)
+
+    Source: Dao et al., "FlashAttention" (2022), for the softmax over blocks; Miao et al.,
+    "SpecInfer" (2024), for tree attention.
+    Reference: `tests/reference.py::tree_attention`.
+    """
+    _C.tree_attention(
+        q,
+        k_cache,
+        v_cache,
+        out,
+        row_start,
+        context_len,
+        position,
+        block_table,
+        status,
+        ancestors,
+        slot_base,
+        scale,
+        lse,
+        current_stream(q, stream),
+    )

@@ -1,0 +1,186 @@
+"""The paged cache of keys, values and features.
+
+Words. A launch has *rows in flight* of several requests, ragged: request b owns rows `row_start[b]`
+to `row_start[b + 1] - 1`; later rows of an array are inert. `context_len[b]` slots of a request are
+committed. A row's *slot* is where its keys lie in the request's sequence: `context_len[b] +
+slot_base[b] +` its index in the request. Slot s is at page `block_table[b, s // page_size]`, offset
+`s % page_size`; table entries past the last needed slot are never followed. An *in-flight slot*
+is a slot minus `context_len[b]`. A row's *position* is where its token stands in the text.
+"""
+
+from tlt_ext import _C
+from tlt_ext.common import Array, current_stream
+
+
+def append_kv(
+    qkv: Array,
+    q_out: Array,
+    k_cache: Array,
+    v_cache: Array,
+    cos_sin: Array,
+    row_start: Array,
+    context_len: Array,
+    position: Array,
+    block_table: Array,
+    status: Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    slot_base: Array | None = None,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    eps: float = 1e-6,
+    stream: int | None = None,
+) -> None:
+    """Rotates q and k by their positions and writes k and v into each row's slot.
+
+    With `q_norm` / `k_norm` each head is RMS-normed first, rounded as `rms_norm` rounds.
+
+    Args:
+        qkv: [rows, (num_heads + 2 * num_kv_heads) * head_dim] = (q | k | v), float32, float16 or
+            bfloat16; rows may be strided.
+        q_out: [rows, num_heads, head_dim], dtype of qkv; rows and heads may be strided; may be the
+            q part of qkv itself.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of qkv, any strides with a
+            contiguous last axis; head_dim a multiple of 8 up to 256.
+        v_cache: like k_cache.
+        cos_sin: float32 [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines;
+            dimension i is paired with i + head_dim / 2.
+        row_start: int32 [requests + 1].
+        context_len: int32 [requests].
+        position: int32 [rows].
+        block_table: int32 [requests, max_pages].
+        status: int32 [requests], bits are ORed in: BAD_LENGTH for a position past cos_sin or a slot
+            past the table, BAD_PAGE for a page id outside the cache. Such a row writes no k and
+            v, and its q_out is 0.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        slot_base: int32 [requests], in-flight slot of the first row; None = 0.
+        q_norm: [head_dim], dtype of qkv, or None.
+        k_norm: [head_dim], dtype of qkv, or None.
+        eps: added to the mean square.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        One row at position 5 of a request with pages [7, 2] of 4 slots: slot 5 is page 2, offset 1.
+
+        >>> append_kv(qkv, q, k, v, cos_sin, [0, 1], [5], [5], [[7, 2]], status,
+        ...           num_heads=1, num_kv_heads=1)   # writes k[2, 1] and v[2, 1]
+
+    Source: Su et al., "RoFormer" (2021), in the half-split pairing of Hugging Face models.
+    Reference: `tests/reference.py::append_kv`.
+    """
+    _C.append_kv(
+        qkv,
+        q_out,
+        k_cache,
+        v_cache,
+        cos_sin,
+        row_start,
+        context_len,
+        position,
+        block_table,
+        status,
+        num_heads,
+        num_kv_heads,
+        slot_base,
+        q_norm,
+        k_norm,
+        eps,
+        current_stream(qkv, stream),
+    )
+
+
+def commit_path(
+    k_cache: Array,
+    v_cache: Array,
+    features: Array | None,
+    feature_rows: Array | None,
+    row_start: Array,
+    path: Array,
+    num_emitted: Array,
+    context_len: Array,
+    block_table: Array,
+    status: Array,
+    *,
+    stream: int | None = None,
+) -> None:
+    """Moves the kept rows' keys, values and features to the next committed slots.
+
+    In-flight slot `path[b, i]` becomes slot `context_len[b] + i` in every layer, then
+    `context_len[b]` grows by `num_emitted[b]`.
+
+    Args:
+        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], float32, float16 or
+            bfloat16, any strides with a contiguous last axis.
+        v_cache: like k_cache.
+        features: [num_pages, page_size, dim], any floating dtype, or None.
+        feature_rows: [rows, dim], dtype of features: what the rows in flight recorded; None where
+            features is.
+        row_start: int32 [requests + 1].
+        path: int32 [requests, P]: in-flight slots kept, rising from 0; the first `num_emitted[b]`
+            entries are valid (`verify_tree` writes them).
+        num_emitted: int32 [requests].
+        context_len: int32 [requests], updated.
+        block_table: int32 [requests, max_pages].
+        status: int32 [requests], bits are ORed in: BAD_TREE for a path that does not rise from 0 or
+            leaves the request's rows, BAD_LENGTH for a length outside its table, BAD_PAGE for
+            a page id outside the cache. Such a request is left untouched.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        Ten committed slots, path [0, 2]: slot 10 stays, slot 12 moves to 11.
+
+        >>> commit_path(k, v, None, None, [0, 4], [[0, 2]], [2], context_len, table, status)
+        >>> context_len   # [12]
+
+    Source: design of this package.
+    Reference: `tests/reference.py::commit_path`.
+    """
+    _C.commit_path(
+        k_cache,
+        v_cache,
+        features,
+        feature_rows,
+        row_start,
+        path,
+        num_emitted,
+        context_len,
+        block_table,
+        status,
+        current_stream(k_cache, stream),
+    )
+
+
+def copy_pages(
+    cache: Array, source: Array, destination: Array, *, stream: int | None = None
+) -> None:
+    """Copies whole pages in every layer: a prompt's partial last page, once per sample.
+
+    Args:
+        cache: [num_layers, num_pages, ...] of 3 to 6 axes, float32, float16 or bfloat16; layers and
+            pages may be strided, a page is contiguous.
+        source: int32 [count], page ids.
+        destination: int32 [count], page ids; none of them also a source. A pair with an id outside
+            the cache is skipped, so lists may be padded with -1.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout or shape is wrong.
+
+    Example:
+        >>> copy_pages(k_cache, [3, 3], [5, 6])   # pages 5 and 6 become page 3, in every layer
+
+    Source: Kwon et al., "PagedAttention" (2023), for copy on write of shared pages.
+    Reference: `tests/reference.py::copy_pages`.
+    """
+    _C.copy_pages(cache, source, destination, current_stream(cache, stream))
