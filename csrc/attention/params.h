@@ -3,11 +3,10 @@
 
 #include <cstdint>
 
+#include "common/limits.h"
 #include "common/paged.h"
 
 namespace tlt {
-
-constexpr int kMaxDepth = 16;  // ancestors a row can have in flight
 
 struct TreeAttentionParams {
   const void* q;             // [rows, num_heads, head_dim], dtype

@@ -3,11 +3,11 @@
 
 #include <cstdint>
 
+#include "common/limits.h"
 #include "common/tensor.h"
 
 namespace tlt {
 
-constexpr int kMaxDepth = 16;        // levels below the root; also the length of an ancestor list
 constexpr int kMaxTopK = 128;        // children of a node
 constexpr int kMaxVerifyRows = 128;  // rows of one request in a verify pass
 
