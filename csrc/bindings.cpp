@@ -15,6 +15,7 @@
 #include "kv/op.h"
 #include "layers/dot.h"
 #include "layers/op.h"
+#include "ngram/op.h"
 #include "sampling/op.h"
 #include "tree/op.h"
 
@@ -193,6 +194,22 @@ void bind_tree(py::module_& m) {
         "ancestors"_a, "source"_a, "row_start"_a, "num_verify"_a, "stream"_a, NoGil());
 }
 
+// ---- ngram --------------------------------------------------------------------------------------
+
+// Calls come from one thread, and are short: they keep the interpreter lock.
+void bind_ngram(py::module_& m) {
+  py::class_<tlt::NgramIndex>(m, "NgramIndex")
+      .def(py::init<int64_t, int64_t>(), "max_order"_a, "capacity"_a)
+      .def("start", &tlt::NgramIndex::start, "group"_a, "tokens"_a)
+      .def("extend", &tlt::NgramIndex::extend, "handle"_a, "tokens"_a)
+      .def("drop", &tlt::NgramIndex::drop, "group"_a)
+      .def("clear", &tlt::NgramIndex::clear)
+      .def_property_readonly("num_tokens", &tlt::NgramIndex::num_tokens)
+      .def("propose", &tlt::NgramIndex::propose, "handles"_a, "node_token"_a, "node_parent"_a,
+           "node_score"_a, "node_depth"_a, "node_count"_a, "temperature"_a, "request"_a,
+           "root_position"_a, "seed"_a, "depth"_a, "top_k"_a, "min_order"_a);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -203,4 +220,5 @@ PYBIND11_MODULE(_C, m) {
   bind_attention(m);
   bind_sampling(m);
   bind_tree(m);
+  bind_ngram(m);
 }

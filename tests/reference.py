@@ -348,3 +348,73 @@ def select_nodes(nodes: list[dict], num_verify: int) -> tuple[list[int], list[in
 
 
 # ---- ngram -----------------------------------------------------------------------------------
+
+
+class NgramIndex:
+    """The n-gram drafter by its definition: every place is compared with the suffix."""
+
+    def __init__(self, max_order: int):
+        self.max_order = max_order
+        self.sequences: list[tuple[int, list[int]]] = []  # group, tokens
+        self.places: list[tuple[int, int]] = []  # sequence and end of its prefix, oldest first
+
+    def start(self, group: int, tokens: list[int]) -> int:
+        self.sequences.append((group, []))
+        self.extend(len(self.sequences) - 1, tokens)
+        return len(self.sequences) - 1
+
+    def extend(self, handle: int, tokens: list[int]) -> None:
+        for token in tokens:
+            self.sequences[handle][1].append(token)
+            self.places.append((handle, len(self.sequences[handle][1])))
+
+    def continuations(self, handle: int, min_order: int) -> list[list[int]]:
+        group, own = self.sequences[handle]
+        for order in range(min(self.max_order, len(own)), min_order - 1, -1):
+            same = [
+                self.sequences[other][1][end:]
+                for other, end in reversed(self.places)
+                if self.sequences[other][0] == group
+                and end >= order
+                and self.sequences[other][1][end - order : end] == own[-order:]
+            ][:64]
+            if any(same):
+                return [rest for rest in same if rest]
+        return []
+
+    def propose(
+        self,
+        handle: int,
+        *,
+        depth: int,
+        top_k: int,
+        min_order: int,
+        temperature: float,
+        seed: int,
+        request: int,
+        root_position: int,
+    ) -> list[dict]:
+        nodes = [dict(token=self.sequences[handle][1][-1], parent=-1, score=0.0, depth=0)]
+        walkers = {0: self.continuations(handle, min_order)}  # of each node of the level
+        for level in range(1, depth + 1):
+            candidates = []
+            for parent, rests in walkers.items():
+                heads = [rest[0] for rest in rests if rest]
+                if not heads:
+                    continue
+                noise = gumbel(noise_words(seed, request, root_position + level, max(heads) + 1))
+                children = []
+                for token in set(heads):
+                    count = heads.count(token)
+                    score = nodes[parent]["score"] + math.log(count / (len(heads) + 1))
+                    rank = math.log(count) + (noise[token].item() if temperature > 0 else 0.0)
+                    children.append((-rank, token, parent, score))
+                candidates += sorted(children)[:top_k]
+            order = sorted(range(len(candidates)), key=lambda i: (-round(candidates[i][3], 5), i))
+            before, walkers = walkers, {}
+            for i in sorted(order[:top_k]):
+                _, token, parent, score = candidates[i]
+                rests = [rest[1:] for rest in before[parent] if rest and rest[0] == token]
+                walkers[len(nodes)] = rests
+                nodes.append(dict(token=token, parent=parent, score=score, depth=level))
+        return nodes

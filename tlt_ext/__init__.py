@@ -9,6 +9,7 @@ from tlt_ext.attention import tree_attention
 from tlt_ext.common import Status, num_threads, set_num_threads
 from tlt_ext.kv import append_kv, commit_path, copy_pages
 from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
+from tlt_ext.ngram import NgramIndex
 from tlt_ext.sampling import sample, verify_rejection, verify_tree
 from tlt_ext.tree import expand_tree, select_nodes, tree_capacity
 
@@ -29,6 +30,7 @@ OPS = (
     verify_rejection,
     expand_tree,
     select_nodes,
+    NgramIndex,
 )
 
 
@@ -39,6 +41,7 @@ def op_places() -> dict[str, str]:
 
 
 __all__ = [
+    "NgramIndex",
     "OPS",
     "Status",
     "append_kv",

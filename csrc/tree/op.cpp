@@ -27,8 +27,6 @@ NodeStore check_nodes(const char* op, const Tensor& first, int64_t num_requests,
           node_depth.ptr<int32_t>(), node_count.ptr<int32_t>(),  capacity};
 }
 
-namespace {
-
 void require_range(const char* op, const char* name, int64_t value, int64_t low, int64_t high) {
   require(value >= low && value <= high, op,
           std::string(name) + ": expected " + std::to_string(low) + " to " + std::to_string(high) +
@@ -40,8 +38,6 @@ void require_capacity(const char* op, int64_t capacity, int64_t needed) {
           "node_token: expected room for " + std::to_string(needed) + " nodes a request, got " +
               std::to_string(capacity));
 }
-
-}  // namespace
 
 void expand_tree(const Tensor& draft_logits, const Tensor& frontier, const Tensor& node_token,
                  const Tensor& node_parent, const Tensor& node_score, const Tensor& node_depth,

@@ -24,6 +24,9 @@ NodeStore check_nodes(const char* op, const Tensor& first, int64_t num_requests,
                       const Tensor& node_token, const Tensor& node_parent, const Tensor& node_score,
                       const Tensor& node_depth, const Tensor& node_count);
 
+void require_range(const char* op, const char* name, int64_t value, int64_t low, int64_t high);
+void require_capacity(const char* op, int64_t capacity, int64_t needed);
+
 void expand_tree(const Tensor& draft_logits, const Tensor& frontier, const Tensor& node_token,
                  const Tensor& node_parent, const Tensor& node_score, const Tensor& node_depth,
                  const Tensor& node_count, const Tensor& next_frontier, const Tensor& next_row,
