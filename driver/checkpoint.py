@@ -20,9 +20,8 @@ from driver.errors import UserError
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_DRAFT_DEPTH = 16  # levels of a draft tree, as the ops allow
 # The numbers that each supported type of RoPE scaling needs.
-MAX_DRAFT_DEPTH = 16
-
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -243,7 +242,7 @@ def rope_table(spec: ModelSpec) -> Tensor:
         spec: the model; `rope`, `head_dim` and `max_position` count.
 
     Returns:
-        float32 [max_position + 16, head_dim]: (cos | sin) of the first half of a head.
+        float32 [max_position + MAX_DRAFT_DEPTH, head_dim]: (cos | sin) of half a head's angles.
 
     Example:
         >>> rope_table(spec)[0]     # position 0 turns nothing: ones, then zeros

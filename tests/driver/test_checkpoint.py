@@ -4,7 +4,7 @@ import shutil
 import pytest
 import torch
 
-from driver.checkpoint import ModelSpec, RopeSpec, read_weights, rope_table
+from driver.checkpoint import MAX_DRAFT_DEPTH, ModelSpec, RopeSpec, read_weights, rope_table
 from driver.errors import UserError
 from tests.driver.hugging_face import LLAMA3_ROPE, VARIANTS, random_model, save_model
 
@@ -48,9 +48,12 @@ def test_rope_table_equals_transformers(variant, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["architectures"] = [type(model).__name__]
     spec = ModelSpec.from_config(config)
-    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(256)[None])
+    # Drafted rows may lie past the last position.
+    positions = torch.arange(spec.max_position + MAX_DRAFT_DEPTH)
+    cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])
     half = spec.head_dim // 2
     expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=1)
+    assert rope_table(spec).shape == expected.shape
     assert (rope_table(spec) - expected).abs().max() < 2e-5
 
 
