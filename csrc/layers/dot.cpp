@@ -2,7 +2,9 @@
 // fused multiply-add. Where the machine has none, __builtin_fmaf gives the same bits, slowly.
 #include "layers/dot.h"
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 #define TLT_INLINE inline __attribute__((always_inline))
 
@@ -48,14 +50,44 @@ TLT_INLINE void fma_into(Lanes<kWidth>& sum, const Lanes<kWidth>& a, const Lanes
   }
 }
 
-template <int kWidth>
-TLT_INLINE float fold(const Lanes<kWidth>& v) {
-  float lane[kLanes];
-  for (int i = 0; i < v.kParts; ++i) std::memcpy(lane + i * kWidth, &v.part[i], sizeof v.part[i]);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+// Adds the upper half of every group of kGroup lanes to its lower half: the groups of a, then of b.
+template <int kGroup, typename V, int... kLane>
+TLT_INLINE V fold_halves(const V& a, const V& b, std::integer_sequence<int, kLane...>) {
+  constexpr int half = kGroup / 2;
+  return __builtin_shufflevector(a, b, (kLane / half * kGroup + kLane % half)...) +
+         __builtin_shufflevector(a, b, (kLane / half * kGroup + kLane % half + half)...);
+}
+
+// Folds kCount sums at once, two vectors into one a step; sum i ends in out[i].
+template <int kWidth, int kGroup, int kCount, typename V>
+TLT_INLINE void fold_vectors(const V (&v)[kCount], float* out) {
+  if constexpr (kGroup == 1) {
+    std::memcpy(out, v, kCount * sizeof(V));
+  } else {
+    constexpr int half_count = (kCount + 1) / 2;
+    V next[half_count];
+#pragma GCC unroll 8
+    for (int i = 0; i < half_count; ++i) {
+      next[i] = fold_halves<kGroup>(v[2 * i], v[std::min(2 * i + 1, kCount - 1)],
+                                    std::make_integer_sequence<int, kWidth>());
+    }
+    fold_vectors<kWidth, kGroup / 2>(next, out);
   }
-  return lane[0];
+}
+
+template <int kWidth, int kCount>
+TLT_INLINE void fold(const Lanes<kWidth>* sum, float* out) {
+  typename Vector<kWidth>::type v[kCount];
+#pragma GCC unroll 16
+  for (int c = 0; c < kCount; ++c) {
+    Lanes<kWidth> lanes = sum[c];
+#pragma GCC unroll 4
+    for (int parts = lanes.kParts / 2; parts > 0; parts /= 2) {
+      for (int i = 0; i < parts; ++i) lanes.part[i] += lanes.part[i + parts];
+    }
+    v[c] = lanes.part[0];
+  }
+  fold_vectors<kWidth, kWidth>(v, out);
 }
 
 // One register tile: kRows rows of x against kCols rows of w, over the whole depth.
@@ -64,19 +96,22 @@ TLT_INLINE void tile(const DotBlock& b, int64_t row, int64_t col) {
   const float* x = b.x + row * b.x_stride;
   const float* w = b.w + col * b.w_stride;
   float* out = b.out + row * b.out_stride + col;
-  Lanes<kWidth> sum[kRows][kCols] = {};
+  Lanes<kWidth> sum[kRows * kCols] = {};
+  int64_t k = 0;
   auto step = [&](auto load_at) __attribute__((always_inline)) {
     Lanes<kWidth> x_lanes[kRows];
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) x_lanes[i] = load_at(x + i * b.x_stride);
 #pragma GCC unroll 4
     for (int j = 0; j < kCols; ++j) {
-      const Lanes<kWidth> w_lanes = load_at(w + j * b.w_stride);
+      const float* w_row = w + j * b.w_stride;
+      // The next tile's weights: the machine's own prefetcher loses its stream between short rows.
+      if (row == 0) __builtin_prefetch(w_row + kCols * b.w_stride + k);
+      const Lanes<kWidth> w_lanes = load_at(w_row);
 #pragma GCC unroll 4
-      for (int i = 0; i < kRows; ++i) fma_into(sum[i][j], x_lanes[i], w_lanes);
+      for (int i = 0; i < kRows; ++i) fma_into(sum[i * kCols + j], x_lanes[i], w_lanes);
     }
   };
-  int64_t k = 0;
   for (; k + kLanes <= b.depth; k += kLanes) {
     step([k](const float* p) __attribute__((always_inline)) { return load<kWidth>(p + k); });
   }
@@ -85,10 +120,10 @@ TLT_INLINE void tile(const DotBlock& b, int64_t row, int64_t col) {
     step([k, rest](const float* p)
              __attribute__((always_inline)) { return load_tail<kWidth>(p + k, rest); });
   }
-#pragma GCC unroll 4
+  float folded[std::max(kLanes, kRows * kCols)];
+  fold<kWidth, kRows * kCols>(sum, folded);
   for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kCols; ++j) out[i * b.out_stride + j] = fold(sum[i][j]);
+    std::memcpy(out + i * b.out_stride, folded + i * kCols, kCols * sizeof(float));
   }
 }
 
