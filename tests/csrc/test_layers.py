@@ -150,12 +150,13 @@ def test_linear_rows_equals_reference(dtype, rows, n, k):
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_linear_rows_takes_strided_rows_and_writes_nothing_else(dtype):
     x, weight, bias = linear_inputs(5, 33, 100, dtype)
-    dense = torch.empty(5, 33, dtype=dtype)
-    tlt_ext.linear_rows(x, weight, dense, bias=bias, residual=dense.zero_())
+    residual, dense = kit.randn(5, 33, seed=3, dtype=dtype), torch.empty(5, 33, dtype=dtype)
+    tlt_ext.linear_rows(x, weight, dense, bias=bias, residual=residual)
     wide_x, wide_weight, wide_out, wide_residual = (
-        torch.full((rows, 120), float("nan"), dtype=dtype) for rows in (5, 33, 5, 5)
+        torch.full(shape, float("nan"), dtype=dtype)
+        for shape in ((5, 120), (33, 110), (5, 50), (5, 40))
     )
-    wide_x[:, 3:103], wide_weight[:, 5:105], wide_residual[:, 1:34] = x, weight, 0
+    wide_x[:, 3:103], wide_weight[:, 5:105], wide_residual[:, 1:34] = x, weight, residual
     tlt_ext.linear_rows(
         wide_x[:, 3:103],
         wide_weight[:, 5:105],
