@@ -81,7 +81,7 @@ def check_cmake() -> None:
 def check_compiler() -> None:
     cxx = os.environ.get("CXX", "c++").split()[0]
     if not (shutil.which(cxx) or shutil.which("g++") or shutil.which("clang++")):
-        sys.exit(f"tlt-ext: no C++ compiler ({cxx}): install g++ 11 or newer, or set CXX")
+        sys.exit(f"tlt-ext: no C++ compiler ({cxx}): install g++ 12 or newer, or set CXX")
 
 
 class CMakeBuild(build_ext):
