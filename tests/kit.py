@@ -41,3 +41,29 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape == b.shape
         and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     )
+
+
+def chi_square_p(counts: torch.Tensor, law: torch.Tensor) -> float:
+    """Chance of counts at least this far from `law` (sums to 1); cells under 10 are put together.
+
+    A count where the law has none gives 0.
+    """
+    counts, law = counts.double(), law.double()
+    if bool((counts[law == 0] > 0).any()):
+        return 0.0
+    total = counts.sum()
+    small = total * law < 10
+    observed = torch.cat([counts[~small], counts[small].sum()[None]])
+    expected = total * torch.cat([law[~small], law[small].sum()[None]])
+    if not bool(small.any()) or float(expected[-1]) == 0.0:
+        observed, expected = observed[:-1], expected[:-1]
+    degrees = torch.tensor(float(max(len(expected) - 1, 1)), dtype=torch.float64)
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(degrees / 2, statistic / 2))
+
+
+def assert_law(tokens: torch.Tensor, law: torch.Tensor) -> None:
+    """Asserts that integer draws follow `law`; the seeds are fixed, so it never flickers."""
+    counts = torch.bincount(tokens.flatten().long(), minlength=len(law))
+    assert len(counts) == len(law), f"an id past the law: {len(counts) - 1}"
+    assert chi_square_p(counts, law) > 1e-3, f"{counts.tolist()} for {(law * len(tokens)).tolist()}"
