@@ -29,7 +29,7 @@ def make_task(
         dataset: reasoning_gym: the data set's name.
         digits: addition, multiplication: digits of each operand.
         shots: addition, multiplication, jsonl: worked examples before the question.
-        difficulty: sums: digits of the addend; the start has one more.
+        difficulty: sums: the start has this many digits and two more.
 
     Returns:
         The task. Fields that the task does not use are ignored.

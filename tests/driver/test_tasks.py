@@ -96,31 +96,31 @@ def test_sums_steps_are_valid_equations_with_a_heavy_tail():
     lengths.sort()
     median, p99 = lengths[2000], lengths[3960]
     assert p99 >= 8 * median
-    assert lengths[-1] <= 208  # fits the preset's limit
+    assert lengths[-1] <= 160  # fits in the limit of the tiny preset
 
 
 @pytest.mark.parametrize(
     ("response", "reward"),
     [
-        ("64+7*2=71+7*1=78", 1),
-        ("78", 1),
-        ("1+1=78", 1),  # the steps are not judged
-        ("64+7*2=71+7*1=77", 0),
-        ("64+7*2=71+7*1=78 ", 0),
-        ("64+7*2=71+7*1=78=", 0),
-        ("64+7*2=71+7*1=078", 0),
-        ("64+7*2=71+7*1=-78", 0),
-        ("64+7*2=71+7*1", 0),
-        ("78=79", 0),
+        ("579+2=580+1=581", 1),
+        ("581", 1),
+        ("1+1=581", 1),  # the steps are not judged
+        ("579+2=580+1=580", 0),
+        ("579+2=580+1=581 ", 0),
+        ("579+2=580+1=581=", 0),
+        ("579+2=580+1=0581", 0),
+        ("579+2=580+1=-581", 0),
+        ("579+2=580+1", 0),
+        ("581=582", 0),
         ("", 0),
         ("=", 0),
-        ("<b>78</b>", 0),
-        ("\u0667\u0668", 0),  # digits of other scripts
-        ("\uff17\uff18", 0),
+        ("<b>581</b>", 0),
+        ("\u0665\u0668\u0661", 0),  # digits of other scripts
+        ("\uff15\uff18\uff11", 0),
     ],
 )
 def test_sums_reward(response, reward):
-    assert make_task("sums").reward(Prompt("0", "57+7*3=", "78"), response) == reward
+    assert make_task("sums").reward(Prompt("0", "578+3=", "581"), response) == reward
 
 
 @pytest.mark.parametrize(
