@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,12 +12,14 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from driver.assemble import PROMPT_SAMPLE, Rollout, build_rollout, load_policy, spec_of
+from driver.bandit import OFF
 from driver.config import Config
 from driver.errors import UserError
 from driver.grpo import check_rewards
 from driver.phases import Phases
 from driver.policy_trainer import PolicyTrainer
 from driver.rollout.request import Request, Response, SamplingParams, request_id
+from driver.rollout.stats import RolloutStats
 from driver.run_folder import RunFolder, Sample
 from driver.tasks import Prompt, Task, make_task
 from driver.warmup import warm_up
@@ -40,21 +43,27 @@ class Run:
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out accuracy
     tokens: int = 0  # emitted in training rollouts
     target_passes: int = 0
+    stats: RolloutStats = field(default_factory=RolloutStats)  # of the last training rollout
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # of the last rollout
+    lengths: list[int] = field(default_factory=list)  # responses of the last rollout
     last_metrics: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def start(config: Config) -> Run:
+    def start(config: Config, note: Callable[[str], None]) -> Run:
         """Opens the run folder, makes or loads the policy, warms it up, builds the rest."""
         phases = Phases()
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
         folder = RunFolder(config)
         saved = folder.resumed
         with phases("load"):
             task = make_task(**asdict(config.task))
             policy, tokenizer = load_policy(config, saved.path if saved else None)
         if saved is None and config.warmup.steps:
+            note(f"supervised warm-up: {config.warmup.steps} steps")
             with phases("warmup"):
-                warm_up(policy, tokenizer, task, config.warmup, config.run.seed)
+                losses = warm_up(policy, tokenizer, task, config.warmup, config.run.seed)
+            note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
         with phases("load"):
             spec = spec_of(policy)
             sampling = config.sampling
@@ -88,6 +97,12 @@ class Run:
             for s in range(grpo.samples_per_prompt)
         ]
         return prompts, requests
+
+    def roll_out(self, requests: Sequence[Request]) -> list[Response]:
+        """One response a request, in order; the spot trainer works in the tail."""
+        responses = self.rollout.engine.generate(requests)
+        self.stats = self.rollout.engine.stats
+        return responses
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
@@ -124,7 +139,8 @@ class Run:
         return metrics
 
     def sync_weights(self) -> None:
-        """The new policy into the engine, in place."""
+        """The new policy into the engine, in place: the step is done."""
+        self.step += 1
         self.version += 1
         self.rollout.update_weights(self.policy.state_dict(), self.version)
 
@@ -158,36 +174,41 @@ class Run:
         responses: Sequence[Response],
         rewards: Sequence[float],
     ) -> None:
-        """Books the step that just ended; `self.step` has been advanced."""
-        stats = self.rollout.engine.stats
+        """Books the step that just ended; `self.step` counts it already."""
+        begin = time.perf_counter()
+        stats = self.stats
         self.tokens += stats.emitted
         self.target_passes += stats.target_passes
-        self.trace = stats.trace
+        self.trace = [*stats.trace, (stats.elapsed_s, 0, str(OFF))]
+        self.lengths = [len(r.token_ids) for r in responses]
         metrics = {**metrics, **stats.metrics(), **self.rollout.bandit.metrics()}
         metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
         if self.rollout.spot is not None:
             metrics |= self.rollout.spot.metrics()
         if self.step in self.evaluations:
-            metrics["critic/heldout/mean"] = self.evaluations[self.step]
-        with self.phases("log"):
-            each = self.config.grpo.samples_per_prompt
-            count = min(self.config.run.samples_logged, len(prompts))
-            self.folder.log_samples(
-                self.step,
-                [
-                    Sample(
-                        prompts[i].id,
-                        prompts[i].text,
-                        self.text(responses[i * each]),
-                        rewards[i * each],
-                        len(responses[i * each].token_ids),
-                        responses[i * each].finish,
-                    )
-                    for i in range(count)
-                ],
-            )
+            metrics["eval/accuracy"] = self.evaluations[self.step]
+        self.folder.log_samples(self.step, self._samples(prompts, responses, rewards))
         self.last_metrics = metrics | self.phases.end_step()
         self.folder.log_step(self.step, self.last_metrics)
+        self.phases.add("log", time.perf_counter() - begin)
+
+    def _samples(
+        self, prompts: Sequence[Prompt], responses: Sequence[Response], rewards: Sequence[float]
+    ) -> list[Sample]:
+        """The first response to each of the first prompts."""
+        each = self.config.grpo.samples_per_prompt
+        count = min(self.config.run.samples_logged, len(prompts))
+        return [
+            Sample(
+                prompts[i].id,
+                prompts[i].text,
+                self.text(responses[i * each]),
+                rewards[i * each],
+                len(responses[i * each].token_ids),
+                responses[i * each].finish,
+            )
+            for i in range(count)
+        ]
 
     def is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -233,9 +254,3 @@ def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
     """Tokens of the longest of the first training prompts, with some room."""
     texts = [task.prompt("train", i).text for i in range(PROMPT_SAMPLE)]
     return 2 * max(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts)
-
-
-def torch_threads(config: Config) -> None:
-    """Sets torch's own threads beside those of the native core."""
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)

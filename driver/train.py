@@ -6,24 +6,35 @@ works on the drafter while the tail of each rollout leaves the machine idle.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from driver.command import run_command
 from driver.config import Config, load_config
-from driver.run import Run, torch_threads
-from driver.run_report import finish_report, step_line
+from driver.progress import Progress
+from driver.run import Run
+from driver.summary import summary_lines, write_plots, write_summary
 
 
-def train(config: Config) -> Run:
-    """Runs a configuration to its end; everything it leaves is in its run folder."""
-    torch_threads(config)
-    run = Run.start(config)
-    run.evaluate()
+def train(config: Config, progress: Progress) -> Run:
+    """Runs a configuration to its end.
+
+    Args:
+        config: of the run.
+        progress: where a person watches.
+
+    Returns:
+        The finished run; all that it leaves is in `run.folder.path`.
+
+    Raises:
+        UserError: bad input, or a run folder that cannot be written.
+    """
+    run = Run.start(config, progress.note)
+    if run.step == 0:
+        run.evaluate()
     for _ in range(run.step, config.run.steps):
         prompts, requests = run.next_requests()
         with run.phases("gen"):
-            responses = run.rollout.engine.generate(requests)
+            responses = run.roll_out(requests)
         with run.phases("reward"):
             rewards = run.rewards(prompts, responses)
         with run.phases("update_drafter"):
@@ -31,21 +42,27 @@ def train(config: Config) -> Run:
         metrics = run.update_policy(responses, rewards)
         with run.phases("update_weights"):
             run.sync_weights()
-        run.step += 1
-        run.log(metrics, prompts, responses, rewards)
         if run.is_due(config.run.eval_every):
             run.evaluate()
+        run.log(metrics, prompts, responses, rewards)
+        progress.step(run.step, run.last_metrics)
         if run.is_due(config.run.checkpoint_every):
             run.checkpoint()
-        run.progress(step_line(run))
-    finish_report(run)
+    run.evaluate()
+    run.checkpoint()
+    with run.phases("plots"):
+        write_plots(run)
+    write_summary(run)
+    run.folder.close()
     return run
 
 
 def main(argv: Sequence[str]) -> None:
     config = load_config(argv)
-    run = train(config)
-    sys.stdout.write(f"{run.folder.path}: summary.json, metrics.jsonl, plots, samples\n")
+    with Progress(config.run.steps) as progress:
+        run = train(config, progress)
+        for line in summary_lines(run):
+            progress.note(line)
 
 
 if __name__ == "__main__":

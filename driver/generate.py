@@ -1,0 +1,174 @@
+"""`python -m driver.generate model=smollm2 prompt='...' strategy=learned:8,4,32 seed=0`.
+
+Generates a text with speculation, then the same with `off`, and says how fast each was and whether
+the tokens are equal. A learned strategy needs a drafter: that of a training run's checkpoint (when
+`model` is one), else one trained for a few seconds on other samples of the same prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from driver.assemble import Rollout, build_rollout, load_policy, spec_of
+from driver.bandit import Bandit
+from driver.command import read_options, run_command
+from driver.config import load_config
+from driver.errors import UserError
+from driver.rollout.request import Request, Response, SamplingParams, request_id
+from driver.run_checkpoint import Checkpoint
+from driver.strategy import Strategy, parse_strategies
+
+WARM_SAMPLES = 8  # responses a drafter without a past learns from
+
+
+@dataclass
+class Options:
+    """Options of the command."""
+
+    model: str = "smollm2"
+    prompt: str = "Natalia sold 48 clips in April and half as many in May. How many in all?"
+    strategy: str = "learned:8,4,32"
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 128
+    train_seconds: float = 20.0  # of a drafter without a past
+    device: str = "cpu"
+    dtype: str = "float32"
+    cache: str = "~/.cache/tlt"
+    wheel: str = ""
+
+
+def checkpoint_state(path: str) -> dict | None:  # type: ignore[type-arg]
+    """The drafter's state of a training run's checkpoint, where `path` is one."""
+    folder = Path(path).expanduser()
+    if not (folder / "state" / "spot.pt").exists():
+        return None
+    return Checkpoint(folder, 0).state("spot")
+
+
+class Generator:
+    """One prompt through the engine, as often as asked."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.strategy = Strategy.parse(options.strategy)
+        if options.model == "tiny":
+            raise UserError(
+                "model=tiny: is built and trained by driver.train; give the checkpoint it leaves,"
+                " runs/<name>/checkpoints/step-<n>"
+            )
+        config = load_config(
+            [
+                "preset=smollm2",
+                f"model.path={options.model}",
+                f"model.dtype={options.dtype}",
+                f"model.cache={options.cache}",
+                f"model.wheel={options.wheel}",
+                f"run.device={options.device}",
+                f"run.seed={options.seed}",
+                f"engine.strategies=off {self.strategy if self.strategy.speculative else ''}",
+                f"engine.max_batch={WARM_SAMPLES}",
+                "bandit.policy=static",
+                "spot.tokens_per_step=512",
+            ]
+        )
+        policy, self.tokenizer = load_policy(config, None)
+        spec = spec_of(policy)
+        ids = tuple(self._encode(options.prompt))
+        self.params = SamplingParams(
+            options.temperature, options.top_k, options.top_p, options.max_new_tokens, spec.eos_ids
+        )
+        longest = min(len(ids) + options.max_new_tokens, spec.max_position)
+        state = checkpoint_state(options.model)
+        if state is not None:
+            weights = state["drafter"]
+            config = replace(
+                config,
+                drafter=replace(
+                    config.drafter,
+                    draft_vocab=len(weights["d2t"]),
+                    intermediate_size=len(weights["midlayer.mlp.gate_proj.weight"]),
+                ),
+            )
+        self.config = config
+        self.rollout: Rollout = build_rollout(config, spec, policy.state_dict(), longest)
+        self.ids = ids
+        if state is not None and self.rollout.spot is not None:
+            self.rollout.spot.load_state_dict(state)
+
+    def _encode(self, text: str) -> list[int]:
+        """The prompt in the model's chat form, where it has one."""
+        if self.tokenizer.chat_template is None:
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise UserError("prompt: empty; give it some text")
+        return ids
+
+    def request(self, sample: int) -> Request:
+        key = request_id("eval", self.options.seed, "prompt", sample)
+        return Request(key, 0, self.ids, self.params)
+
+    def warm_drafter(self) -> tuple[int, float]:
+        """Trains a drafter on other samples of this prompt; (micro-steps, seconds)."""
+        spot = self.rollout.spot
+        assert spot is not None
+        started = time.perf_counter()
+        self._fix(Strategy("off"))
+        self.rollout.engine.generate([self.request(1 + i) for i in range(WARM_SAMPLES)])
+        spot.start_step(0)
+        began = time.perf_counter()
+        while time.perf_counter() - began < self.options.train_seconds and spot.micro_step():
+            pass
+        spot.swap()
+        return spot.steps, time.perf_counter() - started
+
+    def _fix(self, strategy: Strategy) -> None:
+        arms = parse_strategies(self.config.engine.strategies)
+        fixed = replace(self.config.bandit, policy="static", static=str(strategy))
+        self.rollout.engine.bandit = Bandit(arms, fixed, spec_max_batch=WARM_SAMPLES)
+
+    def run(self, strategy: Strategy) -> tuple[Response, float]:
+        """The prompt's response and its tokens per second, prefill included."""
+        self._fix(strategy)
+        if self.rollout.ngram is not None:
+            self.rollout.ngram.clear()
+        started = time.perf_counter()
+        (response,) = self.rollout.engine.generate([self.request(0)], record=False)
+        return response, len(response.token_ids) / (time.perf_counter() - started)
+
+
+def main(argv: Sequence[str]) -> None:
+    options = read_options(Options, argv)
+    generator = Generator(options)
+    out = sys.stdout.write
+    spot = generator.rollout.spot
+    if generator.strategy.kind == "learned" and spot is not None and not spot.runner.version:
+        steps, seconds = generator.warm_drafter()
+        out(f"drafter: trained for {steps} steps in {seconds:.0f} s on other samples\n\n")
+    fast, speed = generator.run(generator.strategy)
+    stats = generator.rollout.engine.stats
+    out(generator.tokenizer.decode(fast.token_ids, skip_special_tokens=True) + "\n\n")
+    plain, plain_speed = generator.run(Strategy("off"))
+    accept = "" if stats.accept_length is None else f", accept length {stats.accept_length:.2f}"
+    passes = generator.rollout.engine.stats.target_passes
+    out(f"{generator.strategy!s:<16}{speed:8.1f} tokens/s, {stats.target_passes} passes{accept}\n")
+    out(f"{'off':<16}{plain_speed:8.1f} tokens/s, {passes} passes\n")
+    equal = fast.token_ids == plain.token_ids and fast.logprobs == plain.logprobs
+    out(f"tokens and log-probs equal: {'yes' if equal else 'NO'} ({len(plain.token_ids)})\n")
+    if not equal:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)

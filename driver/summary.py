@@ -1,0 +1,99 @@
+"""What a finished run says of itself: summary.json, figures, a few closing lines."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+from typing import Any
+
+from driver import plots
+from driver.run import Run
+from driver.run_folder import read_jsonl
+
+ENDS = 5  # steps averaged at each end of the run
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """The numbers of `summary.json`; seconds are of this process, the rest of the whole run."""
+    records = read_jsonl(run.folder.path / "metrics.jsonl")
+    rewards = [r["critic/rewards/mean"] for r in records]
+    accepts = [a for r in records if (a := r.get("spec/accept_length")) is not None]
+    heldout = [run.evaluations[step] for step in sorted(run.evaluations)]
+    spot = run.rollout.spot
+    return {
+        "preset": run.config.preset,
+        "steps": run.step,
+        "reward": _ends(rewards),
+        "heldout_accuracy": {
+            "before": heldout[0] if heldout else None,
+            "after": heldout[-1] if heldout else None,
+        },
+        "tokens": run.tokens,
+        "target_passes": run.target_passes,
+        "accept_length": _ends(accepts),
+        "drafter_version": spot.runner.version if spot else 0,
+        "arms": run.rollout.bandit.metrics(),
+        "reprefilled_tokens": sum(r.get("spec/reprefilled_tokens", 0) for r in records),
+        "peak_memory_gb": peak_memory_gb(),
+        "wall_s": run.phases.summary(),
+    }
+
+
+def _ends(values: list[float]) -> dict[str, float | None]:
+    """First, last, and the means of the first and the last few."""
+    if not values:
+        return {"first": None, "last": None, "first_mean": None, "last_mean": None}
+    return {
+        "first": values[0],
+        "last": values[-1],
+        "first_mean": statistics.mean(values[:ENDS]),
+        "last_mean": statistics.mean(values[-ENDS:]),
+    }
+
+
+def peak_memory_gb() -> float:
+    """Peak resident memory of this process, in 10^9 bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def write_plots(run: Run) -> None:
+    """The figures of the run folder."""
+    records = read_jsonl(run.folder.path / "metrics.jsonl")
+    folder = run.folder.plots
+    plots.plot_rewards(records, folder / "reward.png")
+    plots.plot_accept_length(records, folder / "accept_length.png")
+    plots.plot_lengths(run.lengths, run.params.max_new_tokens, folder / "lengths.png")
+    plots.plot_active(run.trace, folder / "active.png")
+
+
+def write_summary(run: Run) -> None:
+    run.folder.write_summary(summarize(run))
+
+
+def summary_lines(run: Run) -> list[str]:
+    """The closing lines of the command."""
+    summary = summarize(run)
+    reward, accept = summary["reward"], summary["accept_length"]
+    held = summary["heldout_accuracy"]
+    lines = [
+        f"reward {_show(reward['first_mean'])} -> {_show(reward['last_mean'])}"
+        f" (means of {ENDS} steps), held-out {_show(held['before'])} -> {_show(held['after'])}",
+        f"accept length {_show(accept['first_mean'])} -> {_show(accept['last_mean'])},"
+        f" {summary['tokens']} tokens in {summary['target_passes']} target passes,"
+        f" drafter version {summary['drafter_version']}",
+        f"wall {summary['wall_s']['wall']:.0f} s, peak memory {summary['peak_memory_gb']:.2f} GB",
+        "arm (bucket/strategy)          windows   tokens/s",
+    ]
+    arms = summary["arms"]
+    for key in arms:
+        if key.endswith("/pulls"):
+            name = key.removeprefix("spec/arm/").removesuffix("/pulls")
+            rate = arms[key.removesuffix("pulls") + "reward"]
+            lines.append(f"  {name:<28} {arms[key]:>7}   {rate:>8.0f}")
+    return [*lines, f"see {run.folder.path}/ (summary.json, metrics.jsonl, plots, samples.txt)"]
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,113 @@
+"""The bandit chooses per bucket, tries everything once, and keeps what it learned."""
+
+import pytest
+
+from driver.bandit import OFF, Bandit
+from driver.sections import BanditConfig
+from driver.strategy import Strategy
+
+NGRAM = Strategy.parse("ngram:4,1,5")
+LEARNED = Strategy.parse("learned:4,2,8")
+
+
+def make(epsilon=0.0, policy="beg", static="off", spec_max_batch=8, window_passes=4):
+    config = BanditConfig(
+        epsilon=epsilon,
+        window=8,
+        window_passes=window_passes,
+        buckets=[1, 4, 8],
+        policy=policy,
+        static=static,
+    )
+    return Bandit([OFF, NGRAM, LEARNED], config, spec_max_batch, seed=1)
+
+
+def play(bandit, speed, batch, passes, usable=lambda arm: True):
+    """Runs passes whose arms emit `speed[arm]` tokens a second."""
+    chosen = []
+    for _ in range(passes):
+        arm = bandit.choose(batch, usable)
+        bandit.record(speed[arm], 1.0)
+        chosen.append(arm)
+    return chosen
+
+
+def test_every_arm_is_tried_then_the_best_median_wins():
+    bandit = make()
+    speed = {OFF: 10, NGRAM: 15, LEARNED: 12}
+    chosen = play(bandit, speed, batch=1, passes=40)
+    assert set(chosen[:12]) == {OFF, NGRAM, LEARNED}
+    assert set(chosen[12:]) == {NGRAM}
+
+
+def test_buckets_learn_apart():
+    bandit = make()
+    play(bandit, {OFF: 10, NGRAM: 15, LEARNED: 12}, batch=1, passes=40)
+    play(bandit, {OFF: 20, NGRAM: 15, LEARNED: 12}, batch=8, passes=40)
+    assert bandit.choose(1, lambda arm: True) == NGRAM
+    assert bandit.choose(7, lambda arm: True) == OFF
+
+
+@pytest.mark.parametrize(("batch", "bucket"), [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (99, 8)])
+def test_bucket_is_the_smallest_that_holds_the_batch(batch, bucket):
+    assert make().bucket(batch) == bucket
+
+
+def test_large_batches_and_unusable_arms_run_off():
+    bandit = make()
+    assert bandit.choose(9, lambda arm: True) == OFF
+    only_off = play(bandit, {OFF: 1}, batch=1, passes=30, usable=lambda arm: arm == OFF)
+    assert set(only_off) == {OFF}
+
+
+def test_an_arm_that_stops_being_usable_is_left_at_once():
+    bandit = make()
+    play(bandit, {OFF: 1, NGRAM: 1, LEARNED: 9}, batch=1, passes=40)
+    assert bandit.choose(1, lambda arm: arm != LEARNED) != LEARNED
+
+
+def test_it_adapts_when_an_arm_gets_worse():
+    bandit = make(epsilon=0.2)
+    play(bandit, {OFF: 10, NGRAM: 30, LEARNED: 12}, batch=1, passes=100)
+    late = play(bandit, {OFF: 10, NGRAM: 5, LEARNED: 12}, batch=1, passes=600)[-200:]
+    assert late.count(LEARNED) > 120
+
+
+def test_epsilon_explores():
+    chosen = play(make(epsilon=0.5), {OFF: 9, NGRAM: 1, LEARNED: 1}, batch=1, passes=400)
+    assert 60 < len(chosen) - chosen.count(OFF) < 240
+
+
+def test_static_policy():
+    bandit = make(policy="static", static="ngram:4,1,5")
+    assert bandit.choose(2, lambda arm: True) == NGRAM
+    assert bandit.choose(9, lambda arm: True) == OFF
+    assert bandit.choose(2, lambda arm: arm == OFF) == OFF
+
+
+def test_state_survives_a_checkpoint_through_json():
+    import json
+
+    bandit = make(epsilon=0.3)
+    speed = {OFF: 10, NGRAM: 15, LEARNED: 12}
+    play(bandit, speed, batch=1, passes=60)
+    bandit.choose(9, lambda arm: True)  # closes the window
+    other = make(epsilon=0.3)
+    other.load_state_dict(json.loads(json.dumps(bandit.state_dict())))
+    assert other.metrics() == bandit.metrics()
+    assert play(other, speed, 1, 200) == play(bandit, speed, 1, 200)
+
+
+def test_metrics_name_bucket_and_strategy():
+    bandit = make()
+    play(bandit, {OFF: 10, NGRAM: 15, LEARNED: 12}, batch=1, passes=13)
+    metrics = bandit.metrics()
+    assert metrics["spec/arm/1/off/pulls"] == 1
+    assert metrics["spec/arm/1/ngram:4,1,5/reward"] == pytest.approx(15.0)
+
+
+def test_forget_makes_an_arm_untried_again():
+    bandit = make()
+    play(bandit, {OFF: 10, NGRAM: 15, LEARNED: 2}, batch=1, passes=40)
+    bandit.forget("learned")
+    assert LEARNED in play(bandit, {OFF: 10, NGRAM: 15, LEARNED: 99}, batch=1, passes=12)
