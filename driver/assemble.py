@@ -71,7 +71,8 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
 
 def spec_of(policy: PreTrainedModel) -> ModelSpec:
     """The engine's description of a transformers model."""
-    return ModelSpec.from_config({**policy.config.to_dict(), "eos_token_id": eos_ids(policy)})
+    named = {"architectures": [type(policy).__name__], "eos_token_id": eos_ids(policy)}
+    return ModelSpec.from_config({**policy.config.to_dict(), **named})
 
 
 def eos_ids(policy: PreTrainedModel) -> list[int]:
