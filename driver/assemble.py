@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from driver.rollout.proposers import NgramProposer, Proposer
 from driver.sections import EngineConfig
 from driver.spot_trainer import SpotTrainer
 from driver.strategy import Strategy, parse_strategies
+from driver.tasks import Task
 from driver.weights import resolve_model
 
 PROMPT_SAMPLE = 64  # prompts looked at to size the page pool
@@ -49,24 +51,38 @@ class Rollout:
             self.spot.start_step(version)
 
 
+def find_model(config: Config, report: Callable[[str], None] = lambda line: None) -> Path | None:
+    """The folder that `model.path` names, fetched where need be; None for the tiny model.
+
+    Raises:
+        UserError: it cannot be found, or the engine cannot run it.
+    """
+    model = config.model
+    if model.path == "tiny":
+        return None
+    folder = resolve_model(model.path, model.cache, wheel=model.wheel, report=report)
+    ModelSpec.from_folder(folder)  # refuses by name what the engine cannot run
+    return folder
+
+
 def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, Tokenizer]:
     """The trainable policy and its tokenizer.
 
     Args:
         config: `model.*` and the seed.
-        folder: a checkpoint's policy; None = what `model.path` names.
-
-    Raises:
-        UserError: the model cannot be found or is not supported.
+        folder: in Hugging Face layout; None = the tiny model, random.
     """
-    if folder is None and config.model.path == "tiny":
-        return tiny.build_policy(config.model, config.run.seed), tiny.build_tokenizer()
     if folder is None:
-        folder = resolve_model(config.model.path, config.model.cache, wheel=config.model.wheel)
-    ModelSpec.from_folder(folder)  # refuses by name what the engine cannot run
+        return tiny.build_policy(config.model, config.run.seed), tiny.build_tokenizer()
     dtype = getattr(torch, config.model.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     return model.to(config.run.device), AutoTokenizer.from_pretrained(folder)
+
+
+def stop_ids(spec: ModelSpec, task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end a response: the model's, and the task's stop texts that are one token."""
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in task.stop]
+    return (*spec.eos_ids, *(ids[0] for ids in texts if len(ids) == 1))
 
 
 def spec_of(policy: PreTrainedModel) -> ModelSpec:

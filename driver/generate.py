@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from driver.assemble import Rollout, build_rollout, load_policy, spec_of
+from driver.assemble import Rollout, build_rollout, find_model, load_policy, spec_of
 from driver.bandit import Bandit
 from driver.command import read_options, run_command
 from driver.config import load_config
@@ -78,7 +78,7 @@ class Generator:
                 "spot.tokens_per_step=512",
             ]
         )
-        policy, self.tokenizer = load_policy(config, None)
+        policy, self.tokenizer = load_policy(config, find_model(config, _report))
         spec = spec_of(policy)
         ids = tuple(self._encode(options.prompt))
         self.params = SamplingParams(
@@ -146,6 +146,10 @@ class Generator:
         started = time.perf_counter()
         (response,) = self.rollout.engine.generate([self.request(0)], record=False)
         return response, len(response.token_ids) / (time.perf_counter() - started)
+
+
+def _report(line: str) -> None:
+    sys.stderr.write(line + "\n")
 
 
 def main(argv: Sequence[str]) -> None:

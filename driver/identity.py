@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from driver.assemble import Rollout, build_rollout, load_policy, spec_of
+from driver.assemble import Rollout, build_rollout, find_model, load_policy, spec_of, stop_ids
 from driver.bandit import OFF
 from driver.command import read_options, run_command
 from driver.config import Config, load_config
@@ -116,13 +116,14 @@ class Identity:
         self.strategies = [s for s in parse_strategies(texts) if s != OFF]
         self.oracles = [s for s in options.strategies if s.startswith(ORACLE)]
         self.config = self._config(texts)
-        policy, self.tokenizer = load_policy(self.config, None)
+        policy, self.tokenizer = load_policy(self.config, find_model(self.config, _report))
         self.task = make_task(
             self.config.task.name, path=options.path, digits=2, shots=4, difficulty=1
         )
         if options.model == "tiny" and options.warmup_steps:
             warm_up(policy, self.tokenizer, self.task, self.config.warmup, options.seed)
         self.spec = spec_of(policy)
+        self.stop_ids = stop_ids(self.spec, self.task, self.tokenizer)
         longest = self.spec.max_position
         weights = policy.state_dict()
         longest = min(longest, 1024 + options.max_new_tokens)
@@ -165,7 +166,7 @@ class Identity:
             prompt = self.task.prompt("eval", round_index * count + i // 2)
             temperature, top_k, top_p = LAWS[i % len(LAWS)]
             params = SamplingParams(
-                temperature, top_k, top_p, self.options.max_new_tokens, self.spec.eos_ids
+                temperature, top_k, top_p, self.options.max_new_tokens, self.stop_ids
             )
             ids = tuple(self.tokenizer.encode(prompt.text, add_special_tokens=False))
             key = request_id("eval", round_index, prompt.id, i)
@@ -209,7 +210,7 @@ class Identity:
             self.rollout.ngram.clear()
         if arm.name == "preempt":
             longest = max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests)
-            engine.page_limit = -(-longest // engine.cache.page_size) * 2 + 2
+            engine.page_limit = -(-longest // engine.cache.page_size) + 3
         started = time.perf_counter()
         try:
             out = engine.generate(requests, record=record)
@@ -309,6 +310,10 @@ class _Fixed:
 
     def record(self, emitted: int, elapsed_s: float) -> None:
         pass
+
+
+def _report(line: str) -> None:
+    sys.stderr.write(line + "\n")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -11,7 +11,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from driver.assemble import PROMPT_SAMPLE, Rollout, build_rollout, load_policy, spec_of
+from driver.assemble import (
+    PROMPT_SAMPLE,
+    Rollout,
+    build_rollout,
+    find_model,
+    load_policy,
+    spec_of,
+    stop_ids,
+)
 from driver.bandit import OFF
 from driver.config import Config
 from driver.errors import UserError
@@ -54,11 +62,15 @@ class Run:
         phases = Phases()
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
-        folder = RunFolder(config)
-        saved = folder.resumed
         with phases("load"):
+            # Everything a user can have mistyped fails before the run folder is made.
             task = make_task(**asdict(config.task))
-            policy, tokenizer = load_policy(config, saved.path if saved else None)
+            source = find_model(config, note)
+            folder = RunFolder(config)
+            saved = folder.resumed
+            if config.run.resume and saved is None:
+                note(f"{folder.path} holds no whole checkpoint: starting over")
+            policy, tokenizer = load_policy(config, saved.path if saved else source)
         if saved is None and config.warmup.steps:
             note(f"supervised warm-up: {config.warmup.steps} steps")
             with phases("warmup"):
@@ -72,13 +84,13 @@ class Run:
                 sampling.top_k,
                 sampling.top_p,
                 sampling.max_new_tokens,
-                spec.eos_ids,
+                stop_ids(spec, task, tokenizer),
             )
             longest = params.max_new_tokens + longest_prompt(task, tokenizer)
             rollout = build_rollout(
                 config, spec, policy.state_dict(), min(longest, spec.max_position)
             )
-            trainer = PolicyTrainer(policy, config.grpo, lambda: load_policy(config, None)[0])
+            trainer = PolicyTrainer(policy, config.grpo, lambda: load_policy(config, source)[0])
             run = Run(config, folder, phases, task, tokenizer, policy, trainer, rollout, params)
             if saved is not None:
                 run._restore(saved.step, saved.state)
