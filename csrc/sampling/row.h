@@ -46,7 +46,7 @@ class LogitsRow {
   float log_ratio(int32_t token, int64_t mass) const;
 
   std::vector<float> logits_;   // cleaned; padded with -inf to whole blocks
-  std::vector<uint64_t> kept_;  // sort keys of the kept ids; valid once is_cut_ or all ids kept
+  std::vector<uint64_t> kept_;  // sort keys of the kept ids, once is_cut_
   int64_t vocab_size_ = 0;
   int32_t top_k_ = 0;
   float top_p_ = 1, inv_temperature_ = 1, max_ = 0;
