@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import yaml
+from transformers.utils.logging import disable_progress_bar
 
 from driver.errors import UserError
 from driver.strategy import split_strategies
@@ -63,6 +64,7 @@ def _value(key: str, declared: Any, text: str) -> Any:
 
 def run_command(command: Callable[[Sequence[str]], None]) -> None:
     """Runs `command(argv)`; a UserError is one line on stderr and exit code 2."""
+    disable_progress_bar()  # of transformers: what a command shows is its own
     try:
         command(sys.argv[1:])
     except UserError as error:

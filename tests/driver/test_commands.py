@@ -1,0 +1,102 @@
+"""Bad input to the commands: one line with thing and remedy, exit code 2, nothing left."""
+
+import json
+import sys
+
+import pytest
+
+from driver import generate, identity, train
+from driver.command import read_options, run_command
+from driver.errors import UserError
+from tests.driver.hugging_face import save_model
+
+SMALL = ["model.hidden_size=32", "model.num_layers=1", "model.head_dim=16", "warmup.steps=1"]
+
+
+def fails(capsys, monkeypatch, command, *words):
+    """The line that a command prints as it exits with code 2."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, words)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_command(command)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1, error
+    return error[0]
+
+
+@pytest.fixture
+def root(tmp_path):
+    yield tmp_path / "runs"
+    assert not list((tmp_path / "runs").glob("*/checkpoints/*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run.stesp=3"], "run.stesp: unknown key; did you mean run.steps?"),
+        (["engine.strategies=off learned:8,4"], "strategy 'learned:8,4': malformed"),
+        (["model.path=/no/such/folder"], "/no/such/folder"),
+        (["task.name=sum"], "task.name=sum: unknown task; did you mean sums?"),
+        (["preset=tinny"], "preset=tinny: unknown; did you mean tiny?"),
+        (["run.steps"], "'run.steps': wanted key=value"),
+    ],
+)
+def test_mistyped_words(capsys, monkeypatch, root, words, line):
+    assert line in fails(capsys, monkeypatch, train.main, f"run.root={root}", *words)
+    assert not root.exists()
+
+
+def test_truncated_weights(capsys, monkeypatch, root, tmp_path):
+    save_model(tmp_path / "model", "llama-tied-llama3")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    words = [f"run.root={root}", f"model.path={tmp_path / 'model'}"]
+    assert "model.safetensors" in fails(capsys, monkeypatch, train.main, *words)
+    assert not root.exists()
+
+
+def test_unsupported_architecture(capsys, monkeypatch, root, tmp_path):
+    save_model(tmp_path / "model", "llama-tied-llama3")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"architectures": ["MambaForCausalLM"]})
+    )
+    words = [f"run.root={root}", f"model.path={tmp_path / 'model'}"]
+    assert "MambaForCausalLM" in fails(capsys, monkeypatch, train.main, *words)
+
+
+def test_a_broken_line_in_a_task_file(capsys, monkeypatch, root, tmp_path):
+    path = tmp_path / "task.jsonl"
+    path.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": broken\n')
+    words = [f"run.root={root}", "task.name=jsonl", f"task.path={path}", *SMALL]
+    assert "task.jsonl:2" in fails(capsys, monkeypatch, train.main, *words)
+
+
+def test_a_prompt_longer_than_the_context(capsys, monkeypatch, root):
+    words = [f"run.root={root}", *SMALL, "model.max_position=8", "sampling.max_new_tokens=4"]
+    line = fails(capsys, monkeypatch, train.main, *words)
+    assert "context of 8" in line
+
+
+def test_an_unwritable_run_folder(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    words = [f"run.root={tmp_path / 'file'}", *SMALL]
+    assert str(tmp_path / "file") in fails(capsys, monkeypatch, train.main, *words)
+
+
+def test_the_other_commands(capsys, monkeypatch):
+    line = fails(capsys, monkeypatch, generate.main, "promt=hello")
+    assert line == "error: promt: unknown key; did you mean prompt?"
+    assert "malformed" in fails(capsys, monkeypatch, generate.main, "strategy=learned")
+    assert "driver.train" in fails(capsys, monkeypatch, generate.main, "model=tiny")
+    assert "tokens: wanted int" in fails(capsys, monkeypatch, identity.main, "tokens=many")
+    assert "drafter: wanted trained" in fails(capsys, monkeypatch, identity.main, "drafter=good")
+
+
+def test_options_keep_text_as_it_is():
+    options = read_options(generate.Options, ["prompt=a=b: [c]", "temperature=1"])
+    assert options.prompt == "a=b: [c]"
+    assert options.temperature == 1.0
+    with pytest.raises(UserError, match="temperature: wanted float, got 'hot'"):
+        read_options(generate.Options, ["temperature=hot"])

@@ -1,0 +1,127 @@
+"""The whole loop on a very small model: it runs, resumes to the same tokens, leaves records."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from driver.config import load_config
+from driver.progress import Progress
+from driver.run_folder import read_jsonl
+from driver.train import train
+
+WORDS = [
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.head_dim=16",
+    "model.intermediate_size=64",
+    "warmup.steps=12",
+    "warmup.batch=16",
+    "run.eval_prompts=4",
+    "run.eval_every=2",
+    "run.checkpoint_every=2",
+    "grpo.prompts_per_step=3",
+    "grpo.samples_per_prompt=4",
+    "grpo.lr=3e-3",
+    "sampling.max_new_tokens=24",
+    "engine.strategies=off ngram:4,1,5 learned:4,2,8",
+    "engine.page_size=8",
+    "spot.tokens_per_step=64",
+    "spot.final_steps=2",
+]
+KILL = """
+import os, signal, sys
+from driver import run
+from driver.train import main
+
+whole = run.Run.checkpoint
+def checkpoint(self):
+    if self.step == 4:  # in the middle of the second checkpoint, policy written, states not
+        save = self.policy.save_pretrained
+        kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        self.policy.save_pretrained = lambda path: (save(path), kill())
+    whole(self)
+run.Run.checkpoint = checkpoint
+main(sys.argv[1:])
+"""
+
+
+def run(root: Path, name: str, *words: str):
+    config = load_config([*WORDS, f"run.root={root}", f"run.name={name}", *words])
+    return train(config, Progress(config.run.steps))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("runs"), "whole", "run.steps=5")
+
+
+def history(folder: Path):
+    """Per step: reward, lengths and held-out accuracy; and every sample text."""
+    keys = ["critic/rewards/mean", "response_length/mean", "response_length/max", "eval/accuracy"]
+    records = read_jsonl(folder / "metrics.jsonl")
+    steps = [[r["step"], *(r.get(key) for key in keys)] for r in records]
+    return steps, read_jsonl(folder / "samples.jsonl")
+
+
+def test_a_run_leaves_its_records(unbroken):
+    folder = unbroken.folder.path
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 5
+    assert summary["tokens"] > 0 and summary["target_passes"] > 0
+    assert summary["drafter_version"] > 0
+    assert summary["reprefilled_tokens"] == 0
+    assert summary["peak_memory_gb"] > 0.05
+    assert summary["wall_s"]["unaccounted_share"] < 0.03
+    assert set(summary["heldout_accuracy"]) == {"before", "after"}
+    for name in ("reward", "accept_length", "lengths", "active"):
+        assert (folder / "plots" / f"{name}.png").stat().st_size > 5000
+    record = read_jsonl(folder / "metrics.jsonl")[-1]
+    for key in (
+        "critic/rewards/mean",
+        "response_length/clip_ratio",
+        "actor/pg_loss",
+        "actor/entropy",
+        "timing_s/gen",
+        "timing_s/update_weights",
+        "timing_s/step",
+        "perf/throughput",
+        "sampling/sampling_logp_difference/mean",
+        "frac_reward_zero_std",
+        "spec/target_passes",
+        "drafter/version",
+    ):
+        assert key in record, key
+
+
+def test_rollout_and_trainer_agree_on_log_probs(unbroken):
+    for record in read_jsonl(unbroken.folder.path / "metrics.jsonl"):
+        assert record["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+def test_strategies_change_no_reward(unbroken, tmp_path):
+    """The full system against plain decoding, step by step."""
+    plain = run(tmp_path, "off", "run.steps=5", "engine.strategies=off", "drafter.enabled=false")
+    assert history(plain.folder.path) == history(unbroken.folder.path)
+
+
+def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path):
+    words = [*WORDS, f"run.root={tmp_path}", "run.name=killed", "run.steps=5"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILL, *words], cwd=Path(__file__).parents[2], capture_output=True
+    )
+    assert killed.returncode == -9
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    assert (checkpoints / "step-000002").exists() and not (checkpoints / "step-000004").exists()
+    resumed = run(tmp_path, "killed", "run.steps=5", "run.resume=true")
+    assert history(resumed.folder.path) == history(unbroken.folder.path)
+    assert resumed.tokens == unbroken.tokens
+
+
+def test_overlapped_training_changes_no_token(unbroken, tmp_path):
+    other = run(tmp_path, "overlapped", "run.steps=5", "spot.mode=overlapped")
+    assert history(other.folder.path) == history(unbroken.folder.path)
