@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -64,6 +65,7 @@ def _value(key: str, declared: Any, text: str) -> Any:
 
 def run_command(command: Callable[[Sequence[str]], None]) -> None:
     """Runs `command(argv)`; a UserError is one line on stderr and exit code 2."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     disable_progress_bar()  # of transformers: what a command shows is its own
     try:
         command(sys.argv[1:])
