@@ -18,6 +18,14 @@ class Document:
     features: Tensor  # [N - 1, 4H]: three layers, then the final hidden state
     target_version: int
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def entries(self) -> int:
+        """Training entries: entry t needs the features of t and t + 1."""
+        return len(self.tokens) - 2
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -42,61 +50,74 @@ class DataBuffer:
     """
 
     def __init__(self, capacity: int, keep_long: float, seed: int) -> None:
-        self.capacity, self.keep_long = capacity, keep_long
+        self.capacity, self.keep_long, self.seed = capacity, keep_long, seed
         self.fresh: list[Document] = []
-        self.kept: list[Document] = []
+        self.kept: list[Document] = []  # longest first
         self.seen_tokens: Counter[int] = Counter()
-        self._random = random.Random(seed)
         self._lock = threading.Lock()
 
     @property
     def num_tokens(self) -> int:
         with self._lock:
-            return sum(len(d.tokens) for d in self.fresh + self.kept)
+            return self._held()
+
+    def _held(self) -> int:
+        return sum(map(len, self.fresh)) + sum(map(len, self.kept))
 
     def add(self, document: Document) -> None:
-        """Stores a document of at least three tokens; shorter ones have nothing to teach."""
-        if len(document.tokens) < 3:
+        """Stores a document; one without a training entry, or too long to hold, teaches nothing."""
+        if document.entries < 1:
             return
         with self._lock:
-            self.fresh.append(document)
             self.seen_tokens.update(document.tokens.tolist())
-            held = sum(len(d.tokens) for d in self.fresh)
-            room = self.capacity - sum(len(d.tokens) for d in self.kept)
-            while held > room and len(self.fresh) > 1:
-                held -= len(self.fresh.pop(0).tokens)
+            self.fresh.append(document)
+            while self._held() > self.capacity:
+                if len(self.fresh) == 1 and self.kept:
+                    self.kept.pop()
+                else:
+                    self.fresh.pop(0)
 
     def start_step(self) -> None:
         """Keeps the longest documents of the step that ended and drops the rest."""
         with self._lock:
             budget = int(self.capacity * self.keep_long)
             self.kept = []
-            for document in sorted(self.fresh, key=lambda d: -len(d.tokens)):
-                if len(document.tokens) <= budget:
-                    budget -= len(document.tokens)
+            for document in sorted(self.fresh, key=len, reverse=True):
+                if len(document) <= budget:
+                    budget -= len(document)
                     self.kept.append(document)
             self.fresh = []
 
-    def sample(self, tokens: int) -> list[Piece]:
-        """Pieces of `tokens` entries in all, fewer where less is held; [] where nothing is."""
+    def clear(self) -> None:
+        """Drops every document; token counts stay."""
         with self._lock:
-            kept = self._draw(self.kept, int(tokens * self.keep_long))
-            rest = tokens - sum(piece.length for piece in kept)
-            fresh = self._draw(self.fresh, rest)
-            if not fresh and self.kept:
-                kept += self._draw(self.kept, rest)
-            return fresh + kept
+            self.fresh, self.kept = [], []
 
-    def _draw(self, documents: list[Document], tokens: int) -> list[Piece]:
-        pieces: list[Piece] = []
-        if not documents:
-            return pieces
-        for document in self._random.sample(documents, len(documents)):
-            entries = len(document.tokens) - 2  # entry t needs the features of t + 1
-            take = min(entries, tokens)
-            if take <= 0:
-                break
-            start = self._random.randint(0, entries - take)
-            pieces.append(Piece(document, start, take))
-            tokens -= take
-        return pieces
+    def sample(self, tokens: int, draw: int) -> list[Piece]:
+        """Draws a training batch.
+
+        Args:
+            tokens: entries in all; fewer where less is held.
+            draw: number of the batch. The same number draws the same from the same documents, so
+                a resumed run needs no state of a generator.
+
+        Returns:
+            Pieces, each document at most once; [] where nothing is held.
+        """
+        chance = random.Random(f"{self.seed}/{draw}")
+        with self._lock:
+            share = int(tokens * self.keep_long) if self.fresh else tokens
+            kept = _draw(self.kept, share, chance)
+            return kept + _draw(self.fresh, tokens - sum(p.length for p in kept), chance)
+
+
+def _draw(documents: list[Document], tokens: int, chance: random.Random) -> list[Piece]:
+    """Whole documents in random order; the last one is cropped at a random place."""
+    pieces: list[Piece] = []
+    for document in chance.sample(documents, len(documents)):
+        take = min(document.entries, tokens)
+        if take == 0:
+            break
+        pieces.append(Piece(document, chance.randint(0, document.entries - take), take))
+        tokens -= take
+    return pieces

@@ -1,12 +1,14 @@
-"""Training the drafter on its own drafts: the unrolled forward over packed documents.
+"""Training the drafter on its own drafts: the unrolled forward over packed pieces of documents.
 
 At unroll step j entry t stands for the j-th token drafted in a row: its hidden input is the
 drafter's own output for entry t - 1 at step j - 1, its token the true one. It attends to entries up
-to t - j as they are committed (step 0), and to the j entries drafted since.
+to t - j as they are committed (step 0), and to the j entries drafted since. The first j entries of
+a piece have no such past and are left out of step j.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,115 +22,137 @@ STEP_WEIGHT = 0.8  # of each unroll step against the one before
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Packed training entries of several documents."""
+    """Training entries of several pieces, end to end without padding."""
 
     embedded: Tensor  # [T, H], the target's embedding of token t + 1
     features: Tensor  # [T, 3H], of position t
-    teacher: Tensor  # [T, H], normed final hidden state of position t + 1 (predicts token t + 2)
+    teacher: Tensor  # [T, draft_vocab], the target's probabilities of token t + 2
     position: Tensor  # int64 [T], absolute
-    document: Tensor  # int64 [T], index of the document
-    place: Tensor  # int64 [T], index within the packed piece of the document
+    lengths: tuple[int, ...]  # of the pieces; pieces never see each other
+
+    def place(self) -> Tensor:
+        """int64 [T], index of each entry within its piece."""
+        return torch.cat([torch.arange(n, device=self.position.device) for n in self.lengths])
 
 
 def unrolled_loss(
-    drafter: Drafter, batch: DraftBatch, cos_sin: Tensor, unroll: int
+    drafter: Drafter, batch: DraftBatch, cos_sin: Tensor, steps: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """Soft cross-entropy against the target's law over the draft vocabulary.
+    """Soft cross-entropy against the target's law, weighted over entries and unroll steps.
 
     Args:
         drafter: the module.
         batch: packed entries.
         cos_sin: float32 [max_position, head_dim], the target's RoPE table.
-        unroll: steps; 1 is EAGLE-like, 3 HASS-like, 7 EAGLE-3.
+        steps: 1 is EAGLE-like, 3 HASS-like, 7 EAGLE-3.
 
     Returns:
-        The scalar loss and `drafter/{loss,top1}` of its first step.
+        The scalar loss, and `drafter/{loss,top1}` of the first step.
     """
-    with torch.no_grad():
-        teacher = (batch.teacher @ drafter.lm_head.weight.t()).softmax(-1)  # [T, Vd]
-    hidden = drafter.fc(batch.features)  # [T, H]
-    total = hidden.new_zeros(())
-    weight, weights = 1.0, 0.0
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    place = batch.place()
+    total, weights, weight = batch.features.new_zeros(()), 0.0, 1.0
     metrics: dict[str, float] = {}
-    for step in range(unroll):
-        hidden = _layer(drafter, batch, hidden, keys, values, cos_sin)
-        valid = batch.place >= step
-        if not bool(valid.any()):
-            break
-        logits = drafter.lm_head(drafter.norm(hidden[valid]))  # [n, Vd]
-        loss = -(teacher[valid] * logits.log_softmax(-1)).sum(-1).mean()
+    for step, hidden in enumerate(unroll(drafter, batch, cos_sin, steps)):
+        valid = (place >= step).nonzero()[:, 0]
+        logits = drafter.lm_head(drafter.norm(hidden[valid]))  # [n, draft_vocab]
+        teacher = batch.teacher[valid]
+        loss = -(teacher * logits.log_softmax(-1)).sum()
         total = total + weight * loss
-        weights += weight
+        weights += weight * len(valid)
         weight *= STEP_WEIGHT
         if step == 0:
-            same = logits.argmax(-1) == teacher[valid].argmax(-1)
-            metrics = {
-                "drafter/loss": float(loss.detach()),
-                "drafter/top1": float(same.float().mean()),
-            }
-        hidden = _shift(hidden, 1)
+            same = logits.argmax(-1) == teacher.argmax(-1)
+            metrics["drafter/loss"] = float(loss.detach()) / len(valid)
+            metrics["drafter/top1"] = float(same.float().mean())
     return total / weights, metrics
 
 
+def unroll(drafter: Drafter, batch: DraftBatch, cos_sin: Tensor, steps: int) -> Iterator[Tensor]:
+    """Hidden states [T, H] before the final norm, step by step; valid where `place >= step`."""
+    table = cos_sin[batch.position]  # [T, head_dim]
+    embedded = drafter.midlayer.input_layernorm(batch.embedded)
+    hidden = drafter.fc(batch.features)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for step in range(steps):
+        if step:
+            hidden = _shift(hidden, 1)
+        hidden = _layer(drafter, batch.lengths, embedded, hidden, keys, values, table)
+        yield hidden
+
+
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Row t takes row t - by; the first rows, never valid, take zeros."""
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (by, 0))[: len(x)]
+    """Moves the rows of [..., T, n] down; rows that cross into a next piece are never valid there.
+
+    Row t takes row t - by. An entry that is valid at step j lies at least j rows into its piece,
+    and no shift there is larger than j.
+    """
+    return F.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :]
 
 
-def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """RoPE over [T, heads, head_dim] with rotate-half pairing."""
-    cos, sin = cos_sin[:, None].to(x.dtype).chunk(2, -1)
+def _rotate(x: Tensor, table: Tensor) -> Tensor:
+    """RoPE over [..., T, head_dim], pairing i with i + head_dim / 2."""
+    cos, sin = table.to(x.dtype).chunk(2, -1)
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def _layer(
     drafter: Drafter,
-    batch: DraftBatch,
+    lengths: tuple[int, ...],
+    embedded: Tensor,
     hidden: Tensor,
     keys: list[Tensor],
     values: list[Tensor],
-    cos_sin: Tensor,
+    table: Tensor,
 ) -> Tensor:
-    """One unroll step; appends its K/V to those of the steps before."""
+    """One unroll step over [T, H]; appends its K/V to those of the steps before."""
     spec, layer = drafter.spec, drafter.midlayer
-    count = len(hidden)
-    joined = torch.cat([layer.input_layernorm(batch.embedded), layer.hidden_norm(hidden)], -1)
-    table = cos_sin[batch.position]
-    attention = layer.self_attn
-    q = _rotate(attention.q_proj(joined).view(count, spec.num_heads, -1), table)
+    attention, count = layer.self_attn, len(hidden)
+    joined = torch.cat([embedded, layer.hidden_norm(hidden)], -1)  # [T, 2H]
+
+    def heads(x: Tensor, *shape: int) -> Tensor:
+        return x.view(count, *shape, spec.head_dim).movedim(0, -2)
+
     groups = spec.num_heads // spec.num_kv_heads
-    k = _rotate(attention.k_proj(joined).view(count, spec.num_kv_heads, -1), table)
-    v = attention.v_proj(joined).view(count, spec.num_kv_heads, -1)
-    keys.append(k.repeat_interleave(groups, 1))
-    values.append(v.repeat_interleave(groups, 1))
-    attended = _attend(batch, q, keys, values)
-    hidden = hidden + attention.o_proj(attended.flatten(1))
+    q = _rotate(heads(attention.q_proj(joined), spec.num_kv_heads, groups), table)
+    keys.append(_rotate(heads(attention.k_proj(joined), spec.num_kv_heads), table))
+    values.append(heads(attention.v_proj(joined), spec.num_kv_heads))
+    attended = _attend(lengths, q * spec.head_dim**-0.5, keys, values)
+    hidden = hidden + attention.o_proj(attended.movedim(-2, 0).reshape(count, -1))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
-def _attend(batch: DraftBatch, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of unroll step j = len(keys) - 1 over [T, heads, head_dim].
+def _attend(
+    lengths: tuple[int, ...], q: Tensor, keys: list[Tensor], values: list[Tensor]
+) -> Tensor:
+    """Attention of unroll step j = len(keys) - 1.
 
-    Committed entries are a masked T x T block; of each later step i a row sees exactly one entry,
+    Committed keys are a masked block for each piece; of each later step i a row sees one entry,
     t - j + i, so those scores are a column each.
+
+    Args:
+        lengths: of the pieces.
+        q: [kv_heads, groups, T, head_dim], scaled.
+        keys, values: of each step so far, [kv_heads, T, head_dim].
     """
     step = len(keys) - 1
-    scale = q.shape[-1] ** -0.5
-    scores = torch.einsum("thd,shd->hts", q, keys[0]) * scale
-    ahead = batch.place[:, None] - batch.place[None, :]  # how far s lies behind t
-    seen = (batch.document[:, None] == batch.document[None, :]) & (ahead >= step)
-    # A row before the step's first valid one sees nothing; it attends to itself, unused.
-    seen = seen | (torch.eye(len(q), dtype=torch.bool, device=q.device) & ~seen.any(-1, True))
-    scores = scores.masked_fill(~seen, float("-inf"))
-    columns = [
-        (q * _shift(keys[i], step - i)).sum(-1).t()[..., None] * scale for i in range(1, step + 1)
-    ]
-    probs = torch.cat([scores, *columns], -1).softmax(-1)  # [heads, T, T + j]
-    out = torch.einsum("hts,shd->thd", probs[..., : len(q)], values[0])
-    for i in range(1, step + 1):
-        share = probs[..., len(q) + i - 1].t()[..., None]
-        out = out + share * _shift(values[i], step - i)
-    return out
+    drafted_k = [_shift(keys[i], step - i) for i in range(1, step + 1)]
+    drafted_v = [_shift(values[i], step - i) for i in range(1, step + 1)]
+    columns = [(q * k[:, None]).sum(-1, keepdim=True) for k in drafted_k]
+    longest = max(lengths)
+    ahead = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1 - step)
+    outputs, begin = [], 0
+    for length in lengths:
+        piece = slice(begin, begin + length)
+        begin += length
+        mine = q[:, :, piece].flatten(1, 2)  # [kv_heads, groups * L, head_dim]
+        scores = (mine @ keys[0][:, piece].mT).unflatten(1, (-1, length))
+        scores = scores.masked_fill(ahead[:length, :length], float("-inf"))
+        probs = torch.cat([scores, *(c[:, :, piece] for c in columns)], -1).softmax(-1)
+        out = probs[..., :length].flatten(1, 2) @ values[0][:, piece]
+        out = out.unflatten(1, (-1, length))
+        for i, v in enumerate(drafted_v):
+            out = out + probs[..., length + i, None] * v[:, None, piece]
+        outputs.append(out)
+    return torch.cat(outputs, 2)

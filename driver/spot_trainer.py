@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
+from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from driver.data_buffer import DataBuffer, Document, Piece
@@ -25,12 +30,22 @@ SWAP_EVERY = 8  # micro-steps between two versions of the drafter
 MAX_GRAD_NORM = 1.0
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """What turns a policy version's final hidden states into its law over the draft vocabulary."""
+
+    version: int
+    norm: Tensor  # [H]
+    head: Tensor  # [draft_vocab, H]
+
+
 class SpotTrainer:
     """Micro-steps on recorded features while few requests are active.
 
     `serial` runs one micro-step between two passes of the tail, `overlapped` a thread beside them
     that stops within one micro-step; `off` trains nothing. New weights are handed to the runner
     between passes only. Features, embedding, head and norm of the target are read, never written.
+    A step that fails costs the drafter its step and the rollout nothing: the failure is a warning.
 
     Args:
         drafter: what is trained.
@@ -62,21 +77,23 @@ class SpotTrainer:
         self.steps = self.tokens_seen = 0
         self.busy_s = 0.0  # spent in micro-steps since `start_step`
         self._last: dict[str, float] = {}
-        self._since_swap = 0
+        self._previous: Teacher | None = None  # of the documents kept from the step before
+        # Weights ready for the runner. One thread appends, the rollout's pops: both are atomic, so
+        # a pass never waits for a micro-step.
+        self._ready: deque[dict[str, Tensor]] = deque(maxlen=1)
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # held for a micro-step and for a swap
-        self.error: BaseException | None = None
+        self._error: Exception | None = None
 
-    # ---- what the engine calls ------------------------------------------------------------------
+    # ---- what the engine and the loop call ------------------------------------------------------
 
     def on_finish(self, sequence: Sequence) -> None:
         """Takes a finished sequence's features out of the cache before its pages are freed."""
-        if self.config.mode == "off" or sequence.context_len < 2:
+        if self.config.mode == "off":
             return
         size = self.cache.page_size
         places = [sequence.pages[t // size] * size + t % size for t in range(sequence.context_len)]
-        index = torch.tensor(places, device=self.cache.features.device)
+        index = torch.tensor(places, dtype=torch.int64, device=self.cache.features.device)
         features = self.cache.features.flatten(0, 1).index_select(0, index)
         tokens = torch.tensor(sequence.tokens[: sequence.context_len + 1])
         self.buffer.add(Document(tokens, features, self.target_version))
@@ -85,123 +102,148 @@ class SpotTrainer:
         """Trains while few requests are active; swaps in what was learned."""
         if self.config.mode == "off" or not 0 < active <= self.config.tail_batch:
             return
-        if self.config.mode == "serial":
-            self.micro_step()
-        elif self._thread is None:
-            self._stop.clear()
-            self._thread = threading.Thread(target=self._work, name="spot-trainer", daemon=True)
-            self._thread.start()
-        if self._since_swap >= SWAP_EVERY:
-            self.swap()
+        if self._error is None:
+            if self.config.mode == "serial":
+                self._attempt()
+            elif self._thread is None or not self._thread.is_alive():
+                self._stop.clear()
+                self._thread = threading.Thread(target=self._work, name="spot-trainer", daemon=True)
+                self._thread.start()
+        self._swap()
 
     def finish(self) -> None:
-        """Ends the bubble: stops the thread, runs the final steps, swaps the weights in."""
+        """Ends the bubble, before the policy is updated: final steps, new vocabulary, swap."""
         self.stop()
         if self.config.mode == "off":
             return
         for _ in range(self.config.final_steps):
-            if not self.micro_step():
+            if not self._attempt():
                 break
-        if self._since_swap:
-            self.swap()
+        self.stop()
+        if self.steps:
+            self._rebuild_vocabulary()
+            self._publish()
+            self._swap()
+        head = self.drafter.lm_head.weight.detach().clone()
+        self._previous = Teacher(self.target_version, self.target.final_norm.float().clone(), head)
 
     def stop(self) -> None:
-        """Returns once no micro-step runs; a thread's error is raised here, in the caller."""
+        """Returns once no micro-step runs; what failed in one is a warning here, in the caller."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise RuntimeError("the spot trainer's thread failed") from error
+        if self._error is not None:
+            error, self._error = self._error, None
+            warnings.warn(
+                f"spot trainer: a micro-step failed ({type(error).__name__}: {error}); training of"
+                f" the drafter paused, drafts go on with version {self.runner.version}",
+                stacklevel=2,
+            )
 
     def start_step(self, target_version: int) -> None:
-        """A new policy: new head, new vocabulary, the longest old documents kept."""
+        """A new policy is in the target: its head is gathered, the longest old documents kept."""
         self.stop()
+        if self._previous is None or self._previous.version != self.target_version:
+            self.buffer.clear()  # their teacher is gone with the old weights
+        self.buffer.start_step()
         self.target_version = target_version
         self.busy_s = 0.0
-        self.buffer.start_step()
-        self._choose_vocabulary()
         self.drafter.refresh_head(self.target.head)
         if self.runner.version:
-            self.swap()
+            self.runner.refresh_head()
 
     # ---- training -------------------------------------------------------------------------------
 
     def micro_step(self) -> bool:
         """One optimizer step on a packed batch; False where there is no data yet."""
         begin = time.perf_counter()
-        with self._lock:
-            pieces = self.buffer.sample(self.config.tokens_per_step)
-            if not pieces:
-                return False
-            batch = self._pack(pieces)
-            loss, metrics = unrolled_loss(self.drafter, batch, self.target.cos_sin, self.unroll)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            clip_grad_norm_(self.drafter.trainable(), MAX_GRAD_NORM)
+        pieces = self.buffer.sample(self.config.tokens_per_step, self.steps)
+        if not pieces:
+            return False
+        if self.steps == 0:
+            self._rebuild_vocabulary()
+        batch = self._pack(pieces)
+        loss, metrics = unrolled_loss(self.drafter, batch, self.target.cos_sin, self.unroll)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = clip_grad_norm_(self.drafter.trainable(), MAX_GRAD_NORM)
+        if torch.isfinite(norm):
             self.optimizer.step()
-            self.steps += 1
-            self._since_swap += 1
-            self.tokens_seen += len(batch.position)
             self._last = metrics
+        else:
+            warnings.warn("spot trainer: gradient is not finite: step skipped", stacklevel=2)
+        self.steps += 1
+        self.tokens_seen += len(batch.position)
+        if self.steps % SWAP_EVERY == 0:
+            self._publish()
         self.busy_s += time.perf_counter() - begin
         return True
 
-    def _work(self) -> None:
-        torch.set_num_threads(1)  # the tail keeps the other cores
+    def _attempt(self) -> bool:
         try:
-            while not self._stop.is_set() and self.micro_step():
-                pass
-        except BaseException as error:  # handed to `stop`, in the thread that can act on it
-            self.error = error
+            return self.micro_step()
+        except Exception as error:  # kept for `stop`: the rollout goes on
+            self._error = error
+            return False
 
+    def _work(self) -> None:
+        torch.set_num_threads(1)  # of this thread; the tail keeps the other cores
+        while not self._stop.is_set() and self._attempt():
+            pass
+
+    @torch.no_grad()
     def _pack(self, pieces: Seq[Piece]) -> DraftBatch:
-        """Documents end to end, no padding; entry t pairs features t with token t + 1."""
+        """Pieces end to end; entry t pairs features t with token t + 1 and learns token t + 2."""
         width = 3 * self.target.spec.hidden_size
-        tokens, features, teacher, position, document, place = [], [], [], [], [], []
-        for index, piece in enumerate(pieces):
+        tokens, features, teacher, position = [], [], [], []
+        for piece in pieces:
             begin, end = piece.start, piece.start + piece.length
-            recorded = piece.document.features
-            tokens.append(piece.document.tokens[begin + 1 : end + 1])
-            features.append(recorded[begin:end, :width])
-            teacher.append(recorded[begin + 1 : end + 1, width:])
+            document = piece.document
+            tokens.append(document.tokens[begin + 1 : end + 1])
+            features.append(document.features[begin:end, :width])
+            final = document.features[begin + 1 : end + 1, width:]
+            teacher.append(self._law(final, document.target_version))
             position.append(torch.arange(begin, end))
-            place.append(torch.arange(piece.length))
-            document.append(torch.full((piece.length,), index))
         device = self.target.device
-        hidden = torch.cat(teacher).float()
-        final = torch.nn.functional.rms_norm(
-            hidden,
-            hidden.shape[-1:],
-            self.target.final_norm.float(),
-            self.target.spec.rms_norm_eps,
-        )
         return DraftBatch(
             self.target.embedding.index_select(0, torch.cat(tokens).to(device)).float(),
             torch.cat(features).float(),
-            final,
+            torch.cat(teacher),
             torch.cat(position).to(device),
-            torch.cat(document).to(device),
-            torch.cat(place).to(device),
+            tuple(piece.length for piece in pieces),
         )
 
-    def _choose_vocabulary(self) -> None:
-        """The tokens seen most often in rollouts, then the lowest ids."""
-        spec = self.drafter.spec
-        if spec.draft_vocab == spec.vocab_size:
-            return
-        common = [t for t, _ in self.buffer.seen_tokens.most_common(spec.draft_vocab)]
-        chosen = set(common)
-        fill = (t for t in range(spec.vocab_size) if t not in chosen)
-        ids = common + [next(fill) for _ in range(spec.draft_vocab - len(common))]
-        self.drafter.set_vocabulary(torch.tensor(sorted(ids)))
+    def _law(self, final: Tensor, version: int) -> Tensor:
+        """Probabilities [n, draft_vocab] after final hidden states [n, H] of a policy version."""
+        norm, head = self.target.final_norm.float(), self.drafter.lm_head.weight
+        if version != self.target_version:
+            assert self._previous is not None and self._previous.version == version
+            norm, head = self._previous.norm, self._previous.head
+        normed = F.rms_norm(final.float(), norm.shape, norm, self.target.spec.rms_norm_eps)
+        return (normed @ head.t()).softmax(-1)
 
-    def swap(self) -> None:
-        """Copies the drafter's weights into the runner under a new version."""
-        with self._lock:
-            self.runner.load(self.drafter.state_dict(), self.runner.version + 1)
-            self._since_swap = 0
+    def _rebuild_vocabulary(self) -> None:
+        """Drafts the tokens seen most often in rollouts, then the lowest ids."""
+        spec = self.drafter.spec
+        if spec.draft_vocab < spec.vocab_size:
+            seen = self.buffer.seen_tokens
+            ranked = sorted(range(spec.vocab_size), key=lambda token: (-seen[token], token))
+            self.drafter.set_vocabulary(torch.tensor(sorted(ranked[: spec.draft_vocab])))
+            self.drafter.refresh_head(self.target.head)
+
+    def _publish(self) -> None:
+        """Readies a copy of the weights for the runner, unless a number in them is not finite."""
+        state = {name: value.clone() for name, value in self.drafter.state_dict().items()}
+        if all(bool(torch.isfinite(value).all()) for value in state.values()):
+            self._ready.append(state)
+        else:
+            warnings.warn("spot trainer: weights are not finite: not swapped in", stacklevel=2)
+
+    def _swap(self) -> None:
+        """Hands ready weights to the runner under a new version; between passes only."""
+        if self._ready:
+            self.runner.load(self._ready.pop(), self.runner.version + 1)
 
     # ---- records --------------------------------------------------------------------------------
 
@@ -213,7 +255,12 @@ class SpotTrainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is trained, its optimizer and counters; recorded features are not kept."""
+        """What is trained, its optimizer and counters; recorded documents are not kept.
+
+        So a resumed run lacks the long documents of the step before, and then trains as an unbroken
+        one would on the same documents. Tensors are the live ones: save or copy them before the
+        next micro-step.
+        """
         self.stop()
         return {
             "drafter": self.drafter.state_dict(),
@@ -225,9 +272,12 @@ class SpotTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over a saved state; the target must hold its policy already."""
+        self.stop()
         self.drafter.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
+        self.buffer.seen_tokens.clear()
         self.buffer.seen_tokens.update(state["seen_tokens"])
         self.drafter.refresh_head(self.target.head)
         if state["version"]:

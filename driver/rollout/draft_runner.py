@@ -58,7 +58,7 @@ class DraftRunner:
         """Swaps weights in place; every request's drafter KV is rewritten on its next draft.
 
         Args:
-            state: tensors in the EAGLE-3 layout (`driver.drafter.Drafter.export_state`).
+            state: tensors in the EAGLE-3 layout (`driver.drafter.Drafter.state_dict`).
             version: stamped on what is drafted from here on.
         """
         layer = "midlayer.self_attn."
@@ -79,7 +79,8 @@ class DraftRunner:
                 self.weights[name].copy_(value)
             else:
                 self.weights[name] = value.clone()
-        self.d2t.copy_(state["d2t"] + torch.arange(self.spec.draft_vocab))
+        offsets = state["d2t"].to(self.d2t.device)
+        self.d2t.copy_(offsets + torch.arange(len(offsets), device=offsets.device))
         self.refresh_head()
         self.version = version
 
@@ -227,13 +228,17 @@ class DraftRunner:
     def _catch_up(self, batch: Batch) -> Tensor:
         """Writes every missing drafter entry from recorded features; hidden states of the last.
 
-        After a verify pass these are the rows just accepted; after the gate opened or a swap, all
-        that the target has committed since. One layer's K/V need no attention, so only the last
-        entry of a request attends.
+        After a verify pass these are the rows just accepted, the bonus token's included; after the
+        gate opened, all that the target has committed since; after a swap, all of them. What the
+        drafter wrote from its own guesses is written over. One layer's K/V need no attention, so
+        only the last entry of a request attends.
 
         Returns:
             [B, H], of each request's entry `context_len - 1`.
         """
+        for sequence in batch.sequences:
+            if sequence.draft_version != self.version:
+                sequence.draft_version, sequence.draft_len = self.version, 0
         while True:
             lag = [s.context_len - min(s.draft_len, s.context_len - 1) for s in batch.sequences]
             counts = [min(n, CATCH_UP_ROWS) for n in lag]

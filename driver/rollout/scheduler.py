@@ -26,6 +26,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     context_len: int = 0  # committed KV entries of the target
     draft_len: int = 0  # committed KV entries of the drafter
+    draft_version: int = 0  # of the drafter that wrote them
     handle: int = -1  # in the n-gram index
     indexed: int = 0  # tokens the n-gram index has seen
     finish: str | None = None
