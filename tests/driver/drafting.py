@@ -1,0 +1,94 @@
+"""A small random target with its drafter, for the tests of drafting."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from driver.checkpoint import ModelSpec
+from driver.data_buffer import Document
+from driver.drafter import Drafter, DraftSpec
+from driver.model import TargetModel
+from driver.rollout.draft_runner import DraftRunner
+from driver.rollout.kv_cache import KvCache
+from driver.sections import DrafterConfig, SpotConfig
+from driver.spot_trainer import SpotTrainer
+from tests.driver.hugging_face import random_model
+from tests.kit import randn
+
+PAGE = 8
+SEED = 11
+
+
+@dataclass
+class Parts:
+    model: PreTrainedModel  # of transformers, the same weights as `target`
+    target: TargetModel
+    cache: KvCache
+    drafter: Drafter
+    runner: DraftRunner
+
+    def trainer(self, **settings) -> SpotTrainer:
+        """A spot trainer; `unroll` and `lr` go to the drafter's configuration."""
+        learning = {"unroll": settings.pop("unroll", 3), "lr": settings.pop("lr", 1e-2)}
+        spot = {"mode": "serial", "tokens_per_step": 64, "buffer_tokens": 4096, **settings}
+        return SpotTrainer(
+            self.drafter,
+            self.runner,
+            self.target,
+            self.cache,
+            SpotConfig(**spot),
+            DrafterConfig(**learning),
+            SEED,
+        )
+
+    def document(self, length: int, seed: int, version: int = 0) -> Document:
+        """Random tokens with the features that transformers computes for them."""
+        vocab = self.target.spec.vocab_size
+        tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed))
+        return Document(tokens, self.features(tokens[:-1]), version)
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """float32 [n, 4H] of transformers: three layers' outputs, the last before the norm."""
+        states = []
+        hooks = [
+            layer.register_forward_hook(
+                lambda _module, _inputs, out: states.append(out[0] if type(out) is tuple else out)
+            )
+            for layer in self.model.model.layers
+        ]
+        self.model(tokens[None])
+        for hook in hooks:
+            hook.remove()
+        chosen = [states[i] for i in (*self.target.feature_layers, -1)]
+        return torch.cat([state.view(len(tokens), -1) for state in chosen], -1)
+
+
+def spec_of(model: PreTrainedModel) -> ModelSpec:
+    return ModelSpec.from_config(
+        {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    )
+
+
+def build_parts(
+    variant: str = "llama-tied-llama3", draft_vocab: int = 24, num_pages: int = 64
+) -> Parts:
+    """Random weights everywhere, the drafter's version 1 in the runner."""
+    model = random_model(variant)
+    spec = spec_of(model)
+    target = TargetModel(spec, model.state_dict(), dtype=torch.float32, max_rows=256)
+    cache = KvCache.allocate(
+        spec, num_pages=num_pages, page_size=PAGE, feature_size=target.feature_size
+    )
+    shape = DraftSpec.of(spec, intermediate_size=40, draft_vocab=draft_vocab)
+    drafter = Drafter(shape, SEED)
+    with torch.no_grad():
+        for index, weight in enumerate(drafter.trainable()):
+            if weight.dim() == 1:
+                weight.add_(0.2 * randn(*weight.shape, seed=index))
+    step = spec.vocab_size // draft_vocab
+    drafter.set_vocabulary(torch.arange(draft_vocab) * step + (step > 1))
+    drafter.refresh_head(target.head)
+    runner = DraftRunner(shape, target, cache, SEED)
+    runner.load(drafter.state_dict(), 1)
+    return Parts(model, target, cache, drafter, runner)

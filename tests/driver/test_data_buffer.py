@@ -1,0 +1,126 @@
+"""The bounded store of recorded documents."""
+
+import threading
+
+import torch
+
+from driver.data_buffer import DataBuffer, Document
+
+
+def document(length: int, token: int = 1) -> Document:
+    return Document(torch.full((length,), token), torch.zeros(length - 1, 4), 0)
+
+
+def lengths(documents: list[Document]) -> list[int]:
+    return [len(d) for d in documents]
+
+
+def test_the_bound_holds_and_the_oldest_document_goes():
+    buffer = DataBuffer(100, 0.25, seed=0)
+    for length in (40, 30, 20, 25, 60):
+        buffer.add(document(length))
+        assert buffer.num_tokens <= 100
+    assert lengths(buffer.fresh) == [25, 60]
+
+
+def test_kept_documents_give_way_last_and_a_document_too_long_is_not_held():
+    buffer = DataBuffer(100, 1.0, seed=0)
+    buffer.add(document(50))
+    buffer.add(document(40))
+    buffer.start_step()
+    assert lengths(buffer.kept) == [50, 40]
+    buffer.add(document(45))  # the shorter of the kept ones goes, and no more
+    assert (lengths(buffer.kept), lengths(buffer.fresh)) == ([50], [45])
+    buffer.add(document(101))
+    assert buffer.num_tokens <= 100 and 101 not in lengths(buffer.fresh)
+
+
+def test_documents_without_an_entry_are_left_out():
+    buffer = DataBuffer(100, 0.25, seed=0)
+    buffer.add(document(2))
+    assert buffer.num_tokens == 0 and not buffer.seen_tokens
+    buffer.add(document(3))
+    assert buffer.sample(8, 0)[0].length == 1
+
+
+def test_a_step_keeps_the_longest_documents_within_its_share():
+    buffer = DataBuffer(200, 0.25, seed=0)
+    for length in (10, 60, 30, 20, 15):
+        buffer.add(document(length))
+    buffer.start_step()
+    assert (lengths(buffer.kept), buffer.fresh) == ([30, 20], [])
+    buffer.start_step()
+    assert buffer.num_tokens == 0
+
+
+def test_a_batch_mixes_long_documents_of_the_step_before():
+    buffer = DataBuffer(4000, 0.25, seed=0)
+    old = document(400)
+    buffer.add(old)
+    buffer.start_step()
+    for _ in range(40):
+        buffer.add(document(20))
+    pieces = buffer.sample(200, 0)
+    from_old = sum(p.length for p in pieces if p.document is old)
+    assert (from_old, sum(p.length for p in pieces)) == (50, 200)
+    assert len({id(p.document) for p in pieces}) == len(pieces)
+
+
+def test_only_old_documents_fill_the_batch_at_the_start_of_a_step():
+    buffer = DataBuffer(400, 0.5, seed=0)
+    buffer.add(document(100))
+    buffer.start_step()
+    assert sum(p.length for p in buffer.sample(60, 0)) == 60
+    assert DataBuffer(10, 0.5, seed=0).sample(60, 0) == []
+
+
+def test_crops_lie_inside_and_start_anywhere():
+    buffer = DataBuffer(400, 0.0, seed=0)
+    buffer.add(document(12))
+    starts = set()
+    for draw in range(200):
+        (piece,) = buffer.sample(4, draw)
+        assert piece.length == 4 and 0 <= piece.start <= 10 - 4
+        starts.add(piece.start)
+    assert starts == set(range(7))
+
+
+def test_the_number_of_the_draw_decides_it():
+    buffers = [DataBuffer(400, 0.0, seed=s) for s in (0, 0, 1)]
+    for buffer in buffers:
+        for length in range(5, 25):
+            buffer.add(document(length))
+    drawn = [
+        [[(len(p.document), p.start, p.length) for p in b.sample(50, draw)] for draw in range(3)]
+        for b in buffers
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1]
+
+
+def test_tokens_are_counted_over_all_documents():
+    buffer = DataBuffer(20, 0.0, seed=0)
+    buffer.add(document(10, token=7))
+    buffer.add(document(15, token=8))
+    buffer.clear()
+    assert buffer.seen_tokens == {7: 10, 8: 15} and buffer.num_tokens == 0
+
+
+def test_adding_never_waits_while_another_thread_draws():
+    buffer = DataBuffer(2000, 0.25, seed=0)
+    buffer.add(document(50))
+    stop = threading.Event()
+
+    def draw() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            assert sum(p.length for p in buffer.sample(100, number)) > 0
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for _ in range(500):
+        buffer.add(document(50))
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive() and buffer.num_tokens == 2000

@@ -1,0 +1,175 @@
+"""The unrolled forward against a plain loop, and the loss over packed pieces."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from driver.draft_loss import STEP_WEIGHT, DraftBatch, unroll, unrolled_loss
+from driver.drafter import Drafter, DraftSpec
+from tests.kit import randn
+
+SPEC = DraftSpec(16, 4, 2, 4, 1e-5, vocab_size=30, intermediate_size=20, draft_vocab=9)
+MAX_POSITION = 64
+
+
+def make_drafter() -> Drafter:
+    drafter = Drafter(SPEC, 3).double()
+    with torch.no_grad():
+        for index, weight in enumerate(drafter.parameters()):
+            weight.add_(0.3 * randn(*weight.shape, seed=index).double())
+    return drafter
+
+
+def rope() -> torch.Tensor:
+    angles = torch.arange(MAX_POSITION).double()[:, None] * torch.tensor([1.0, 0.1]).double()
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+def piece(length: int, seed: int, start: int = 0) -> DraftBatch:
+    return DraftBatch(
+        randn(length, 16, seed=seed).double(),
+        randn(length, 48, seed=seed + 1).double(),
+        randn(length, 9, seed=seed + 2).double().softmax(-1),
+        torch.arange(start, start + length),
+        (length,),
+    )
+
+
+def pack(*pieces: DraftBatch) -> DraftBatch:
+    return DraftBatch(
+        *(
+            torch.cat([getattr(p, name) for p in pieces])
+            for name in ("embedded", "features", "teacher", "position")
+        ),
+        tuple(len(p.position) for p in pieces),
+    )
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + SPEC.rms_eps) * weight
+
+
+def rotate(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """One head vector [4] by one row of the table."""
+    cos, sin = row[:2], row[2:]
+    return torch.cat([x[:2] * cos - x[2:] * sin, x[2:] * cos + x[:2] * sin])
+
+
+def drafted_chain(drafter: Drafter, batch: DraftBatch, t: int, steps: int) -> list[torch.Tensor]:
+    """Hidden states of drafting `steps - 1` tokens after the committed entries 0 .. t.
+
+    What inference does, one entry and one head at a time: entry t from its features, then each
+    next entry from the drafter's own last output.
+    """
+    state, table = drafter.state_dict(), rope()
+    layer = "midlayer.self_attn."
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+    for s in range(t + steps):
+        hidden = state["fc.weight"] @ batch.features[s] if s <= t else outputs[-1]
+        embedded = norm(batch.embedded[s], state["midlayer.input_layernorm.weight"])
+        x = torch.cat([embedded, norm(hidden, state["midlayer.hidden_norm.weight"])])
+        row = table[batch.position[s]]
+        q = (state[f"{layer}q_proj.weight"] @ x).view(4, 4)
+        k = (state[f"{layer}k_proj.weight"] @ x).view(2, 4)
+        keys.append(torch.stack([rotate(head, row) for head in k]))
+        values.append((state[f"{layer}v_proj.weight"] @ x).view(2, 4))
+        if s < t:
+            continue
+        heads = []
+        for h in range(4):
+            past_k = torch.stack([key[h // 2] for key in keys])
+            past_v = torch.stack([value[h // 2] for value in values])
+            heads.append((past_k @ rotate(q[h], row) / 2).softmax(0) @ past_v)
+        hidden = hidden + state[f"{layer}o_proj.weight"] @ torch.cat(heads)
+        y = norm(hidden, state["midlayer.post_attention_layernorm.weight"])
+        gate = F.silu(state["midlayer.mlp.gate_proj.weight"] @ y)
+        up = state["midlayer.mlp.up_proj.weight"] @ y
+        outputs.append(hidden + state["midlayer.mlp.down_proj.weight"] @ (gate * up))
+    return outputs
+
+
+def test_unroll_equals_drafting_one_entry_at_a_time():
+    drafter, steps = make_drafter(), 4
+    pieces = [piece(7, 10), piece(5, 20, start=30)]
+    hidden = list(unroll(drafter, pack(*pieces), rope(), steps))
+    compared = 0
+    for begin, one in zip((0, 7), pieces, strict=True):
+        length = len(one.position)
+        for t in range(length):
+            chain = drafted_chain(drafter, one, t, min(steps, length - t))
+            for step, expected in enumerate(chain):
+                torch.testing.assert_close(
+                    hidden[step][begin + t + step], expected, rtol=1e-10, atol=1e-10
+                )
+                compared += 1
+    assert compared == (7 + 6 + 5 + 4) + (5 + 4 + 3 + 2)
+
+
+def test_loss_is_the_weighted_mean_over_entries_and_steps():
+    drafter, batch = make_drafter().requires_grad_(False), piece(3, 1)
+    loss, metrics = unrolled_loss(drafter, batch, rope(), 2)
+    total = weights = 0.0
+    for step, hidden in enumerate(unroll(drafter, batch, rope(), 2)):
+        for t in range(step, 3):
+            logits = drafter.lm_head(norm(hidden[t], drafter.norm.weight))
+            entropy = -(batch.teacher[t] * logits.log_softmax(-1)).sum()
+            total += STEP_WEIGHT**step * float(entropy)
+            weights += STEP_WEIGHT**step
+    assert float(loss) == pytest.approx(total / weights, rel=1e-12)
+    single, _ = unrolled_loss(drafter, batch, rope(), 1)
+    assert metrics["drafter/loss"] == pytest.approx(float(single), rel=1e-12)
+
+
+def gradients(drafter: Drafter, batch: DraftBatch, steps: int) -> tuple[float, list[torch.Tensor]]:
+    loss, _ = unrolled_loss(drafter, batch, rope(), steps)
+    return float(loss.detach()), list(torch.autograd.grad(loss, drafter.trainable()))
+
+
+def test_packed_equals_single_documents_in_loss_and_gradient():
+    """Pieces of one and two entries too: those have no past at the later steps."""
+    drafter, steps = make_drafter(), 3
+    pieces = [piece(6, 1), piece(1, 2), piece(9, 3, start=17), piece(2, 4)]
+    weights = [
+        sum(STEP_WEIGHT**j * max(0, len(p.position) - j) for j in range(steps)) for p in pieces
+    ]
+    singles = [gradients(drafter, p, steps) for p in pieces]
+    loss, packed = gradients(drafter, pack(*pieces), steps)
+    share = [w / sum(weights) for w in weights]
+    assert loss == pytest.approx(sum(w * s[0] for w, s in zip(share, singles, strict=True)))
+    for index, grad in enumerate(packed):
+        expected = sum(w * s[1][index] for w, s in zip(share, singles, strict=True))
+        torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_documents_do_not_see_each_other():
+    drafter = make_drafter()
+    own, batches = piece(6, 1), [pack(piece(5, s), piece(6, 1), piece(4, s + 9)) for s in (2, 5)]
+    results = [list(unroll(drafter, batch, rope(), 3)) for batch in batches]
+    alone = list(unroll(drafter, own, rope(), 3))
+    for step in range(3):
+        first, second = (result[step][5 + step : 11] for result in results)
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, alone[step][step:])
+
+
+def test_absolute_positions_decide_the_rotation():
+    """A crop keeps its positions; a rotation depends on distances, which a crop keeps too."""
+    drafter, near, far = make_drafter(), piece(6, 1), piece(6, 1, start=40)
+    jump = DraftBatch(
+        near.embedded, near.features, near.teacher, torch.tensor([0, 1, 2, 13, 14, 15]), (6,)
+    )
+    states = [list(unroll(drafter, batch, rope(), 3))[2][2:] for batch in (near, far, jump)]
+    torch.testing.assert_close(states[0], states[1], rtol=1e-9, atol=1e-9)
+    assert (states[0] - states[2]).abs().max() > 1e-3
+
+
+def test_gradient_reaches_the_drafter_alone():
+    drafter, batch = make_drafter(), piece(6, 1)
+    for name in ("embedded", "features", "teacher"):
+        assert not getattr(batch, name).requires_grad
+    unrolled_loss(drafter, batch, rope(), 3)[0].backward()
+    assert drafter.lm_head.weight.grad is None
+    for name, weight in drafter.named_parameters():
+        assert name == "lm_head.weight" or float(weight.grad.abs().sum()) > 0, name

@@ -1,0 +1,317 @@
+"""The spot trainer: alignment, stopping, failures, determinism, resume, whose tensors it writes."""
+
+import io
+import threading
+import warnings
+
+import pytest
+import torch
+
+from driver.data_buffer import Document, Piece
+from driver.rollout.request import Request, SamplingParams
+from driver.rollout.scheduler import Sequence
+from driver.spot_trainer import SWAP_EVERY, SpotTrainer
+from tests.driver.drafting import PAGE, Parts, build_parts
+from tests.kit import same_bits
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return build_parts()
+
+
+def weights(parts: Parts) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in parts.drafter.state_dict().items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+def fill(trainer: SpotTrainer, parts: Parts, seeds=(1, 2, 3), length: int = 40) -> None:
+    for seed in seeds:
+        trainer.buffer.add(parts.document(length, seed, trainer.target_version))
+
+
+@pytest.mark.parametrize("variant", ["llama-tied-llama3", "qwen2"])
+def test_features_of_t_go_with_token_t_plus_1_and_learn_token_t_plus_2(variant):
+    """fault 37: golden values from transformers, in a crop of a document."""
+    parts = build_parts(variant)
+    trainer, document = parts.trainer(), parts.document(20, 1)
+    batch = trainer._pack([Piece(document, 4, 9), Piece(document, 0, 3)])
+    model, tokens = parts.model, document.tokens
+    outputs = model(tokens[None], output_hidden_states=True)
+    states = outputs.hidden_states  # states[i + 1]: output of layer i
+    for row, t in enumerate([*range(4, 13), 0, 1, 2]):
+        assert int(batch.position[row]) == t
+        torch.testing.assert_close(
+            batch.embedded[row], model.get_input_embeddings()(tokens[t + 1]), rtol=0, atol=0
+        )
+        three = torch.cat([states[layer + 1][0, t] for layer in parts.target.feature_layers])
+        torch.testing.assert_close(batch.features[row], three)
+        law = outputs.logits[0, t + 1, parts.drafter.target_ids].softmax(-1)
+        torch.testing.assert_close(batch.teacher[row], law, rtol=1e-4, atol=1e-6)
+    assert batch.lengths == (9, 3)
+
+
+def test_a_finished_sequence_becomes_a_document(parts):
+    trainer = parts.trainer()
+    parts.cache.features.copy_(
+        torch.arange(64 * PAGE).view(64, PAGE, 1).expand_as(parts.cache.features)
+    )
+    request = Request(1, 0, (5, 6), SamplingParams())
+    sequence = Sequence(request, list(range(20)), pages=[7, 2, 30], context_len=19)
+    trainer.on_finish(sequence)
+    (document,) = trainer.buffer.fresh
+    assert document.tokens.tolist() == list(range(20)) and document.entries == 18
+    rows = [*range(56, 64), *range(16, 24), 240, 241, 242]
+    assert document.features[:, 0].tolist() == rows
+    parts.cache.features.zero_()  # the pages go to another request
+    assert document.features[:, 0].tolist() == rows
+    short = Sequence(request, [4], pages=[1], context_len=0)
+    trainer.on_finish(short)
+    assert len(trainer.buffer.fresh) == 1
+
+
+def test_training_lowers_the_loss_and_writes_no_tensor_of_the_target(parts):
+    """fault 36: the checksums of the target stay, and no gradient reaches it."""
+    target = parts.target.state_dict()
+    before = {name: value.clone() for name, value in target.items()}
+    trainer = parts.trainer(final_steps=2)
+    fill(trainer, parts)
+    losses = []
+    for _ in range(40):
+        trainer.on_pass(2)
+        losses.append(trainer.metrics()["drafter/loss"])
+    trainer.finish()
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+    assert trainer.steps == 42 and trainer.metrics()["drafter/tokens_seen"] == 42 * 64
+    assert equal(before, target)
+    assert all(not w.requires_grad and w.grad is None for w in target.values())
+
+
+def test_the_policy_s_update_leaves_drafter_and_runner_alone_until_the_step_starts(parts):
+    trainer = parts.trainer()
+    own = weights(parts)
+    runner = {name: value.clone() for name, value in parts.runner.weights.items()}
+    parts.target.load_weights({n: w * 1.5 for n, w in parts.target.state_dict().items()})
+    assert equal(own, weights(parts)) and equal(runner, parts.runner.weights)
+    trainer.start_step(1)
+    head = parts.target.head[parts.drafter.target_ids]
+    assert torch.equal(parts.drafter.lm_head.weight, head)
+    assert torch.equal(parts.runner.weights["head"], head)
+    del own["lm_head.weight"]
+    assert all(same_bits(value, weights(parts)[name]) for name, value in own.items())
+
+
+def test_weights_reach_the_runner_in_versions_between_passes(parts):
+    trainer = parts.trainer(final_steps=1)
+    fill(trainer, parts)
+    versions = []
+    for _ in range(2 * SWAP_EVERY):
+        trainer.on_pass(2)
+        versions.append(parts.runner.version)
+    assert versions == [1] * (SWAP_EVERY - 1) + [2] * SWAP_EVERY + [3]
+    assert torch.equal(parts.runner.weights["fc"], parts.drafter.fc.weight)
+    trainer.micro_step()
+    assert not torch.equal(parts.runner.weights["fc"], parts.drafter.fc.weight)
+    trainer.finish()
+    assert parts.runner.version == 4
+    assert torch.equal(parts.runner.weights["fc"], parts.drafter.fc.weight)
+
+
+def test_it_trains_only_in_the_tail(parts):
+    trainer = parts.trainer(tail_batch=3)
+    trainer.on_pass(2)
+    assert trainer.steps == 0  # nothing recorded yet
+    fill(trainer, parts)
+    for active in (0, 4, 64):
+        trainer.on_pass(active)
+    assert trainer.steps == 0
+    trainer.on_pass(3)
+    assert trainer.steps == 1
+
+
+def test_mode_off_records_and_trains_nothing(parts):
+    trainer = parts.trainer(mode="off")
+    sequence = Sequence(Request(1, 0, (5,), SamplingParams()), [1] * 9, [], [], [0, 1], 8)
+    trainer.on_finish(sequence)
+    fill(trainer, parts)
+    trainer.on_pass(1)
+    trainer.finish()
+    assert trainer.steps == 0 and parts.runner.version == 1
+
+
+def test_a_step_that_is_not_finite_is_skipped(parts):
+    trainer = parts.trainer()
+    document = parts.document(60, 1)
+    document.features[30] = float("nan")
+    trainer.buffer.add(document)
+    before = weights(parts)
+    with pytest.warns(UserWarning, match="gradient is not finite: step skipped"):
+        trainer.micro_step()
+    before_head = {k: v for k, v in before.items() if k not in ("d2t", "t2d", "lm_head.weight")}
+    assert all(same_bits(value, weights(parts)[name]) for name, value in before_head.items())
+    assert trainer.steps == 1 and not trainer.optimizer.state
+    trainer.buffer.clear()
+    fill(trainer, parts)
+    assert trainer.micro_step()
+    assert all(bool(torch.isfinite(value).all()) for value in weights(parts).values())
+
+
+def test_weights_that_are_not_finite_are_never_swapped_in(parts):
+    trainer = parts.trainer(final_steps=1)
+    fill(trainer, parts)
+    good = {name: value.clone() for name, value in parts.runner.weights.items()}
+    with torch.no_grad():
+        parts.drafter.fc.weight[0, 0] = float("nan")
+    with pytest.warns(UserWarning, match="weights are not finite: not swapped in"):
+        trainer.finish()
+    assert parts.runner.version == 1 and equal(good, parts.runner.weights)
+
+
+def run_serial(seed_documents=(1, 2, 3)) -> dict[str, torch.Tensor]:
+    parts = build_parts()
+    trainer = parts.trainer(final_steps=3)
+    for seed in seed_documents:
+        fill(trainer, parts, [seed])
+        for _ in range(4):
+            trainer.on_pass(1)
+    trainer.finish()
+    return weights(parts)
+
+
+def test_serial_training_is_decided_by_its_seed_and_data():
+    assert equal(run_serial(), run_serial())
+    assert not equal(run_serial(), run_serial((1, 3, 2)))
+
+
+def test_resumed_training_continues_with_the_same_bits(parts):
+    trainer = parts.trainer(final_steps=2)
+    fill(trainer, parts, (1, 2))
+    for _ in range(5):
+        trainer.on_pass(1)
+    trainer.finish()
+    file = io.BytesIO()
+    torch.save(trainer.state_dict(), file)
+
+    resumed_parts = build_parts()
+    resumed = resumed_parts.trainer(final_steps=2)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert resumed.metrics()["drafter/version"] == trainer.metrics()["drafter/version"]
+    assert equal(parts.runner.weights, resumed_parts.runner.weights)
+    assert same_bits(parts.runner.d2t, resumed_parts.runner.d2t)
+    trainer.buffer.clear()  # recorded documents are not saved
+    for one, owner in ((trainer, parts), (resumed, resumed_parts)):
+        one.start_step(1)
+        fill(one, owner, (3, 4))
+        for _ in range(7):
+            one.on_pass(1)
+        one.finish()
+    assert equal(weights(parts), weights(resumed_parts))
+    assert trainer.tokens_seen == resumed.tokens_seen
+    assert trainer.buffer.seen_tokens == resumed.buffer.seen_tokens
+
+
+def test_the_draft_vocabulary_is_rebuilt_from_rollouts(parts):
+    trainer = parts.trainer(final_steps=1)
+    document = parts.document(60, 1)
+    common = [3, 50, 60, 96]
+    document.tokens[:] = torch.tensor(common).repeat(15)
+    trainer.buffer.add(document)
+    trainer.finish()
+    others = [token for token in range(97) if token not in common]
+    expected = sorted(common + others[:20])
+    assert parts.drafter.target_ids.tolist() == expected == parts.runner.d2t.tolist()
+    assert torch.equal(parts.drafter.lm_head.weight, parts.target.head[expected])
+    assert torch.equal(parts.runner.weights["head"], parts.target.head[expected])
+
+
+def test_documents_of_the_step_before_keep_their_teacher(parts):
+    trainer = parts.trainer(keep_long=0.5, final_steps=1)
+    old = parts.document(30, 1, version=0)
+    trainer.buffer.add(old)
+    trainer.finish()
+    law = trainer._pack([Piece(old, 0, 28)]).teacher
+    parts.target.load_weights({n: w * 1.7 for n, w in parts.target.state_dict().items()})
+    trainer.start_step(1)
+    assert trainer.buffer.kept == [old]
+    assert same_bits(trainer._pack([Piece(old, 0, 28)]).teacher, law)
+    new = Document(old.tokens, old.features, 1)
+    assert not torch.allclose(trainer._pack([Piece(new, 0, 28)]).teacher, law)
+
+
+def test_documents_whose_teacher_is_gone_are_dropped(parts):
+    trainer = parts.trainer(keep_long=0.5)
+    trainer.buffer.add(parts.document(30, 1, version=0))
+    trainer.start_step(1)  # without `finish`
+    assert trainer.buffer.num_tokens == 0
+
+
+# ---- the thread ---------------------------------------------------------------------------------
+
+
+def test_the_thread_stops_within_one_micro_step(parts, monkeypatch):
+    trainer = parts.trainer(mode="overlapped", final_steps=0)
+    fill(trainer, parts)
+    inside, leave = threading.Event(), threading.Event()
+    steps = []
+
+    def slow_step() -> bool:
+        steps.append(len(steps))
+        inside.set()
+        assert leave.wait(30)
+        return True
+
+    monkeypatch.setattr(trainer, "micro_step", slow_step)
+    trainer.on_pass(1)
+    trainer.on_pass(1)  # one thread, however often it is asked; a pass waits for nothing
+    assert inside.wait(30)
+    stopper = threading.Thread(target=trainer.stop)
+    stopper.start()
+    stopper.join(0.05)
+    assert stopper.is_alive()  # `stop` returns only once no micro-step runs
+    leave.set()
+    stopper.join(30)
+    assert not stopper.is_alive() and steps == [0]
+    assert [t for t in threading.enumerate() if t.name == "spot-trainer"] == []
+
+
+def test_overlapped_training_learns_swaps_and_leaves_torch_s_threads(parts):
+    trainer = parts.trainer(mode="overlapped", final_steps=0)
+    threads = torch.get_num_threads()
+    trainer.on_pass(1)  # nothing recorded: that thread ends
+    fill(trainer, parts)
+    while trainer.steps < 2 * SWAP_EVERY:
+        trainer.on_pass(1)
+    trainer.finish()
+    assert parts.runner.version > 1 and torch.get_num_threads() == threads
+    assert torch.equal(parts.runner.weights["fc"], parts.drafter.fc.weight)
+    done = trainer.steps
+    trainer.on_pass(0)
+    assert trainer.steps == done
+
+
+@pytest.mark.parametrize("mode", ["serial", "overlapped"])
+def test_a_failure_is_a_warning_and_the_rollout_goes_on(parts, monkeypatch, mode):
+    trainer = parts.trainer(mode=mode, final_steps=0)
+    fill(trainer, parts)
+    whole = SpotTrainer._pack
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("disk on fire")
+
+    monkeypatch.setattr(SpotTrainer, "_pack", broken)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            trainer.on_pass(1)
+    with pytest.warns(UserWarning, match="micro-step failed .RuntimeError: disk on fire."):
+        trainer.finish()
+    monkeypatch.setattr(SpotTrainer, "_pack", whole)
+    trainer.start_step(1)
+    fill(trainer, parts)
+    while trainer.steps < 1:  # and it trains again in the next step
+        trainer.on_pass(1)
+    trainer.stop()
