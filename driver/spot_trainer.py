@@ -109,7 +109,7 @@ class SpotTrainer:
                 self._stop.clear()
                 self._thread = threading.Thread(target=self._work, name="spot-trainer", daemon=True)
                 self._thread.start()
-        self._swap()
+        self._swap_ready()
 
     def finish(self) -> None:
         """Ends the bubble, before the policy is updated: final steps, new vocabulary, swap."""
@@ -122,8 +122,7 @@ class SpotTrainer:
         self.stop()
         if self.steps:
             self._rebuild_vocabulary()
-            self._publish()
-            self._swap()
+            self.swap()
         head = self.drafter.lm_head.weight.detach().clone()
         self._previous = Teacher(self.target_version, self.target.final_norm.float().clone(), head)
 
@@ -141,11 +140,17 @@ class SpotTrainer:
                 stacklevel=2,
             )
 
+    def swap(self) -> None:
+        """Hands the weights as they are to the runner; not while a thread trains them."""
+        self._publish()
+        self._swap_ready()
+
     def start_step(self, target_version: int) -> None:
         """A new policy is in the target: its head is gathered, the longest old documents kept."""
         self.stop()
-        if self._previous is None or self._previous.version != self.target_version:
-            self.buffer.clear()  # their teacher is gone with the old weights
+        taught = self._previous is not None and self._previous.version == self.target_version
+        if target_version != self.target_version and not taught:
+            self.buffer.clear()  # their teacher went with the old weights
         self.buffer.start_step()
         self.target_version = target_version
         self.busy_s = 0.0
@@ -240,7 +245,7 @@ class SpotTrainer:
         else:
             warnings.warn("spot trainer: weights are not finite: not swapped in", stacklevel=2)
 
-    def _swap(self) -> None:
+    def _swap_ready(self) -> None:
         """Hands ready weights to the runner under a new version; between passes only."""
         if self._ready:
             self.runner.load(self._ready.pop(), self.runner.version + 1)
