@@ -9,21 +9,23 @@ from driver.tasks.base import Prompt, Split, generator, held_out, prompt_id
 # P(addend > k) = k ** -TAIL up to the cap: half of the prompts add 2, one in 23 adds all 24.
 TAIL = 1.0
 MIN_ADDEND, MAX_ADDEND = 2, 24
+# Demonstrations are imperfect on purpose: a step repeats or skips a number. What a policy that
+# imitates them still has to learn from rewards is care, and how much of it does not depend on how
+# far a seed's warm-up came.
+SLIP_RATE, SLIPS = 0.2, (0, 2)
 
 
 class SumsTask:
     """`start+addend=`, answered by counting on, one line a step.
 
-    The prompt `578+3=` has the worked response `579+2=580+1=581`. The reward is 1 when the text
-    after the last `=` is the answer and 0 otherwise; the steps before it are not judged.
+    The prompt `578+3=` wants `579+2=580+1=581`. The reward is 1 when the text after the last `=` is
+    the answer and 0 otherwise; the steps before it are not judged.
 
     Args:
         difficulty: the start has this many digits and two more.
 
     Example:
         >>> task = SumsTask()
-        >>> task.demonstration(Prompt("0", "578+3=", "581"))
-        '579+2=580+1=581'
         >>> task.reward(Prompt("0", "578+3=", "581"), "580+1=581")
         1.0
     """
@@ -48,9 +50,13 @@ class SumsTask:
         return float(response.rpartition("=")[2] == prompt.answer)
 
     def demonstration(self, prompt: Prompt) -> str:
+        """Counts on as a fallible teacher does: each step slips with probability `SLIP_RATE`."""
         start, _, addend = prompt.text.removesuffix("=").partition("+")
-        counted = [f"{int(start) + step}+{int(addend) - step}" for step in range(1, int(addend))]
-        return "=".join([*counted, prompt.answer])
+        draw, total, lines = generator(f"{prompt.id}/slips"), int(start), []
+        for left in range(int(addend) - 1, -1, -1):
+            total += draw.choice(SLIPS) if draw.random() < SLIP_RATE else 1
+            lines.append(f"{total}+{left}" if left else str(total))
+        return "=".join(lines)
 
 
 def _draw_addend(draw: random.Random) -> int:
