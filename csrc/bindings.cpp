@@ -57,7 +57,9 @@ py::dict build_info() {
 // Names of the ops with a CUDA kernel in this build.
 std::vector<std::string> cuda_ops() {
 #if defined(TLT_WITH_CUDA)
-  return {"rms_norm"};
+  return {
+      "rms_norm", "silu_mul", "linear_rows", "rms_norm_linear", "silu_mul_linear",
+  };
 #else
   return {};
 #endif

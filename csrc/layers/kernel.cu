@@ -1,87 +1,107 @@
 // rms_norm: out[r, i] = x[r, i] / sqrt(mean(x[r]^2) + eps) * weight[i].
+// silu_mul: out[r, i] = silu(x[r, i]) * x[r, dim + i].
 //
-// One block owns one row, so a row's bits never depend on how many rows there are. Thread t sums
-// elements t, t + kThreads, ...; warps fold by shuffles, then the first warp folds the warps: one
-// fixed order. Moves 2 * rows * dim elements and reads the weight once per row from L2. The second
-// read of x hits L1. Any dim; float32, float16, bfloat16.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+// One block owns one row of the norm, so its bits never depend on how many rows there are; the
+// order of its sum is in device.cuh (float32: the CPU's). The second read of x hits L1. One thread
+// owns one 16-byte chunk of the activation. Both move what they read and write once: 2 (norm) and 3
+// (activation) times rows * dim elements. Rows that are not 16-byte aligned go element by element,
+// in the same order. Any dim; float32, float16, bfloat16.
 #include "common/cuda.h"
+#include "layers/device.cuh"
 #include "layers/op.h"
 
 namespace tlt {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarpSize = 32;
-static_assert(kThreads % kWarpSize == 0 && kThreads / kWarpSize <= kWarpSize);
-
-__device__ float load(const float* p) { return *p; }
-__device__ float load(const __half* p) { return __half2float(*p); }
-__device__ float load(const __nv_bfloat16* p) { return __bfloat162float(*p); }
-__device__ void store(float* p, float v) { *p = v; }
-__device__ void store(__half* p, float v) { *p = __float2half_rn(v); }
-__device__ void store(__nv_bfloat16* p, float v) { *p = __float2bfloat16_rn(v); }
-
 template <typename T>
-__device__ float rounded(float v) {
-  T stored;
-  store(&stored, v);
-  return load(&stored);
-}
-
-__device__ float warp_sum(float v) {
-#pragma unroll
-  for (int lane = kWarpSize / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
-  return v;
-}
-
-__device__ float block_sum(float v) {
-  __shared__ float partial[kThreads / kWarpSize];
-  v = warp_sum(v);
-  if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = v;
-  __syncthreads();
-  v = threadIdx.x % kWarpSize < kThreads / kWarpSize ? partial[threadIdx.x % kWarpSize] : 0.0f;
-  return warp_sum(v);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kThreads) rms_norm_kernel(const RmsNormParams p) {
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_kernel(const RmsNormParams p, const bool aligned) {
+  const int dim = static_cast<int>(p.dim);
   const T* x = static_cast<const T*>(p.x) + blockIdx.x * p.x_stride;
   const T* weight = static_cast<const T*>(p.weight);
   T* out = static_cast<T*>(p.out) + blockIdx.x * p.out_stride;
-  float squares = 0.0f;
-  for (int64_t i = threadIdx.x; i < p.dim; i += kThreads) {
-    const float v = load(x + i);
-    squares = fmaf(v, v, squares);
+  __shared__ float partial[kWarps];
+  float squares;
+  if constexpr (sizeof(T) == 4) {
+    if (threadIdx.x < kWarpSize) {
+      squares = half_warp_squares(x, dim);
+      if (threadIdx.x == 0) partial[0] = squares;
+    }
+    __syncthreads();
+    squares = partial[0];
+  } else {
+    row_squares(x, dim, aligned, partial);
+    __syncthreads();
+    squares = sum_of_8(partial);
   }
-  const float scale = rsqrtf(block_sum(squares) / static_cast<float>(p.dim) + p.eps);
-  for (int64_t i = threadIdx.x; i < p.dim; i += kThreads) {
-    store(out + i, rounded<T>(load(x + i) * scale) * load(weight + i));
+  const float scale = norm_scale(squares, dim, p.eps);
+  constexpr int kSize = Chunk<T>::kSize;
+  for (int k = threadIdx.x * kSize; k < dim; k += kThreads * kSize) {
+    Chunk<T> chunk = load_chunk(x, k, dim, aligned);
+    norm_chunk(chunk, scale, load_chunk(weight, k, dim, aligned));
+    store_chunk(out, k, dim, aligned, chunk);
   }
 }
 
 template <typename T>
-void launch(const RmsNormParams& p, cudaStream_t stream) {
-  rms_norm_kernel<T><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), "rms_norm");
+__global__ void __launch_bounds__(kThreads)
+    silu_mul_kernel(const SiluMulParams p, const int row_blocks, const bool aligned) {
+  const int64_t row = blockIdx.x / row_blocks;
+  const int dim = static_cast<int>(p.dim);
+  const int k = (blockIdx.x % row_blocks * kThreads + threadIdx.x) * Chunk<T>::kSize;
+  if (k >= dim) return;
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  Chunk<T> gate = load_chunk(x, k, dim, aligned);
+  silu_mul_chunk(gate, load_chunk(x + dim, k, dim, aligned));
+  store_chunk(static_cast<T*>(p.out) + row * p.out_stride, k, dim, aligned, gate);
+}
+
+template <typename F>
+void dispatch_device_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f(static_cast<float*>(nullptr));
+    case DType::kFloat16:
+      return f(static_cast<__half*>(nullptr));
+    case DType::kBFloat16:
+      return f(static_cast<__nv_bfloat16*>(nullptr));
+    default:
+      throw DTypeError(std::string("layers: no kernel for ") + name_of(dtype) +
+                       "; supported: float32, float16, bfloat16");
+  }
 }
 
 }  // namespace
 
 void rms_norm_cuda(const RmsNormParams& p, int device, uintptr_t stream) {
+  check_columns("rms_norm", p.dim);
   const DeviceGuard guard(device);
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch<float>(p, as_stream(stream));
-    case DType::kFloat16:
-      return launch<__half>(p, as_stream(stream));
-    case DType::kBFloat16:
-      return launch<__nv_bfloat16>(p, as_stream(stream));
-    default:
-      throw DTypeError(std::string("rms_norm: no kernel for ") + name_of(p.dtype));
-  }
+  dispatch_device_type(p.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    constexpr int64_t kBytes = sizeof(T);
+    const bool aligned = is_aligned(p.x, p.x_stride * kBytes, p.dim * kBytes) &&
+                         is_aligned(p.out, p.out_stride * kBytes, p.dim * kBytes) &&
+                         is_aligned(p.weight, 0, 0);
+    rms_norm_kernel<T>
+        <<<static_cast<unsigned>(p.rows), kThreads, 0, as_stream(stream)>>>(p, aligned);
+  });
+  check_cuda(cudaGetLastError(), "rms_norm");
+}
+
+void silu_mul_cuda(const SiluMulParams& p, int device, uintptr_t stream) {
+  check_columns("silu_mul", 2 * p.dim);
+  const DeviceGuard guard(device);
+  dispatch_device_type(p.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    constexpr int64_t kBytes = sizeof(T), kBlock = kThreads * Chunk<T>::kSize;
+    const bool aligned = is_aligned(p.x, p.x_stride * kBytes, p.dim * kBytes) &&
+                         is_aligned(p.out, p.out_stride * kBytes, p.dim * kBytes);
+    const int row_blocks = static_cast<int>((p.dim + kBlock - 1) / kBlock);
+    silu_mul_kernel<T>
+        <<<static_cast<unsigned>(p.rows * row_blocks), kThreads, 0, as_stream(stream)>>>(
+            p, row_blocks, aligned);
+  });
+  check_cuda(cudaGetLastError(), "silu_mul");
 }
 
 }  // namespace tlt

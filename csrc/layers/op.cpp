@@ -65,7 +65,7 @@ void rms_norm(const Tensor& x, const Tensor& weight, const Tensor& out, double e
       [&] { rms_norm_cuda(params, x.device.device_id, stream); });
 }
 
-void silu_mul(const Tensor& x, const Tensor& out, uintptr_t) {
+void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream) {
   constexpr const char* op = "silu_mul";
   const Arg out_arg(op, "out", out);
   out_arg.on(x);
@@ -75,22 +75,26 @@ void silu_mul(const Tensor& x, const Tensor& out, uintptr_t) {
   if (x.numel() == 0) return;
   const SiluMulParams params{x.data,      out.data,      x.shape[0], dim,
                              x.stride[0], out.stride[0], x.dtype};
-  dispatch_device(op, x, [&] { silu_mul_cpu(params); }, [&] { no_cuda_kernel(op); });
+  dispatch_device(
+      op, x, [&] { silu_mul_cpu(params); },
+      [&] { silu_mul_cuda(params, x.device.device_id, stream); });
 }
 
 void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
-                 const Tensor& residual, uintptr_t) {
+                 const Tensor& residual, uintptr_t stream) {
   constexpr const char* op = "linear_rows";
   check_x(op, x);
   LinearParams params = check_linear(op, x, x.shape[1], weight, out, bias, residual);
   if (out.numel() == 0) return;
   params.x = x.data;
-  dispatch_device(op, x, [&] { linear_rows_cpu(params); }, [&] { no_cuda_kernel(op); });
+  dispatch_device(
+      op, x, [&] { linear_rows_cpu(params); },
+      [&] { linear_rows_cuda(params, x.device.device_id, stream); });
 }
 
 void rms_norm_linear(const Tensor& x, const Tensor& norm_weight, const Tensor& weight,
                      const Tensor& out, double eps, const Tensor& bias, const Tensor& residual,
-                     uintptr_t) {
+                     uintptr_t stream) {
   constexpr const char* op = "rms_norm_linear";
   const Arg norm_arg(op, "norm_weight", norm_weight);
   norm_arg.on(x);
@@ -101,18 +105,22 @@ void rms_norm_linear(const Tensor& x, const Tensor& norm_weight, const Tensor& w
                            x.shape[0], x.shape[1],           x.stride[0],
                            0,          checked_eps(op, eps), x.dtype};
   if (out.numel() == 0) return;
-  dispatch_device(op, x, [&] { rms_norm_linear_cpu(norm, linear); }, [&] { no_cuda_kernel(op); });
+  dispatch_device(
+      op, x, [&] { rms_norm_linear_cpu(norm, linear); },
+      [&] { rms_norm_linear_cuda(norm, linear, x.device.device_id, stream); });
 }
 
 void silu_mul_linear(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
-                     const Tensor& residual, uintptr_t) {
+                     const Tensor& residual, uintptr_t stream) {
   constexpr const char* op = "silu_mul_linear";
   check_x(op, x);
   const int64_t dim = half_of(op, x);
   const LinearParams linear = check_linear(op, x, dim, weight, out, bias, residual);
   const SiluMulParams act{x.data, nullptr, x.shape[0], dim, x.stride[0], 0, x.dtype};
   if (out.numel() == 0) return;
-  dispatch_device(op, x, [&] { silu_mul_linear_cpu(act, linear); }, [&] { no_cuda_kernel(op); });
+  dispatch_device(
+      op, x, [&] { silu_mul_linear_cpu(act, linear); },
+      [&] { silu_mul_linear_cuda(act, linear, x.device.device_id, stream); });
 }
 
 }  // namespace tlt

@@ -25,5 +25,11 @@ void rms_norm_linear_cpu(const RmsNormParams& norm, const LinearParams& linear);
 void silu_mul_linear_cpu(const SiluMulParams& act, const LinearParams& linear);
 
 void rms_norm_cuda(const RmsNormParams& params, int device, uintptr_t stream);
+void silu_mul_cuda(const SiluMulParams& params, int device, uintptr_t stream);
+void linear_rows_cuda(const LinearParams& params, int device, uintptr_t stream);
+void rms_norm_linear_cuda(const RmsNormParams& norm, const LinearParams& linear, int device,
+                          uintptr_t stream);
+void silu_mul_linear_cuda(const SiluMulParams& act, const LinearParams& linear, int device,
+                          uintptr_t stream);
 
 }  // namespace tlt

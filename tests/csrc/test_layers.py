@@ -31,8 +31,9 @@ def test_rms_norm_rows_are_invariant_and_may_be_strided(device):
         assert kit.same_bits(alone[0], out[row])
 
 
-def test_rms_norm_in_place_and_empty():
-    x, weight = kit.randn(4, 32, seed=0), torch.ones(32)
+@pytest.mark.parametrize("device", kit.DEVICES)
+def test_rms_norm_in_place_and_empty(device):
+    x, weight = kit.randn(4, 32, seed=0).to(device), torch.ones(32, device=device)
     expected = reference.rms_norm(x, weight, 1e-6)
     tlt_ext.rms_norm(x, weight, x)
     kit.assert_close(x, expected)
@@ -58,20 +59,22 @@ def test_rms_norm_checks_its_arguments():
 # ---- silu_mul --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", kit.DEVICES)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 7), (5, 1536), (2, 4097)])
-def test_silu_mul_equals_reference(dtype, rows, dim):
-    x = 4 * kit.randn(rows, 2 * dim + 3, seed=0, dtype=dtype)[:, : 2 * dim]
-    out = torch.full((rows, dim + 1), float("nan"), dtype=dtype)
+def test_silu_mul_equals_reference(device, dtype, rows, dim):
+    x = 4 * kit.randn(rows, 2 * dim + 3, seed=0, dtype=dtype).to(device)[:, : 2 * dim]
+    out = torch.full((rows, dim + 1), float("nan"), dtype=dtype, device=device)
     tlt_ext.silu_mul(x, out[:, :dim])
     kit.assert_close(out[:, :dim], reference.silu_mul(x))
     assert out[:, dim].isnan().all()
 
 
-def test_silu_mul_of_large_gates_of_both_signs():
+@pytest.mark.parametrize("device", kit.DEVICES)
+def test_silu_mul_of_large_gates_of_both_signs(device):
     gates = [-3e38, -1e4, -200.0, -88.0, -86.0, -20.0, -1e-30, -0.0, 0.0, 1e-30, 20.0, 86.0, 3e38]
-    gate = torch.tensor(gates + [float("inf"), float("nan")])
-    out = torch.empty(len(gate), 1)
+    gate = torch.tensor(gates + [float("inf"), float("nan")], device=device)
+    out = torch.empty(len(gate), 1, device=device)
     tlt_ext.silu_mul(torch.stack([gate, torch.ones_like(gate)], 1), out)
     expected = reference.silu_mul(torch.stack([gate, torch.ones_like(gate)], 1))
     # exp_f32 gives 0 below -87, where silu is under 1e-35: the absolute term covers that alone.
@@ -79,12 +82,13 @@ def test_silu_mul_of_large_gates_of_both_signs():
     assert out[4] < 0 and out[-2] == float("inf")
 
 
-def test_silu_mul_rows_are_invariant_in_place_and_empty():
-    x = kit.randn(33, 2 * 37, seed=0)
-    out = torch.empty(33, 37)
+@pytest.mark.parametrize("device", kit.DEVICES)
+def test_silu_mul_rows_are_invariant_in_place_and_empty(device):
+    x = kit.randn(33, 2 * 37, seed=0).to(device)
+    out = torch.empty(33, 37, device=device)
     tlt_ext.silu_mul(x, out)
     for row in range(33):
-        alone = torch.empty(1, 37)
+        alone = torch.empty(1, 37, device=device)
         tlt_ext.silu_mul(x[row : row + 1], alone)
         assert kit.same_bits(alone[0], out[row])
     tlt_ext.silu_mul(x, x[:, :37])
@@ -124,18 +128,21 @@ def threads(request):
     tlt_ext.set_num_threads(before)
 
 
-def linear_inputs(rows, n, k, dtype, seed=0):
-    x = kit.randn(rows, k, seed=seed, dtype=dtype)
-    return x, kit.randn(n, k, seed=seed + 1, dtype=dtype), kit.randn(n, seed=seed + 2, dtype=dtype)
+def linear_inputs(rows, n, k, dtype, device="cpu", seed=0):
+    shapes = ((rows, k), (n, k), (n,))
+    return [
+        kit.randn(*shape, seed=seed + i, dtype=dtype).to(device) for i, shape in enumerate(shapes)
+    ]
 
 
+@pytest.mark.parametrize("device", kit.DEVICES)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), LINEAR_SHAPES)
-def test_linear_rows_equals_reference(dtype, rows, n, k):
-    x, weight, bias = linear_inputs(rows, n, k, dtype)
+def test_linear_rows_equals_reference(device, dtype, rows, n, k):
+    x, weight, bias = linear_inputs(rows, n, k, dtype, device)
     for out_dtype in {dtype, torch.float32}:
-        residual = kit.randn(rows, n, seed=3, dtype=out_dtype)
-        out = torch.full((rows, n), float("nan"), dtype=out_dtype)
+        residual = kit.randn(rows, n, seed=3, dtype=out_dtype).to(device)
+        out = torch.full((rows, n), float("nan"), dtype=out_dtype, device=device)
         tlt_ext.linear_rows(x, weight, out)
         kit.assert_close(out, reference.linear_rows(x, weight))
         tlt_ext.linear_rows(x, weight, out, bias=bias)
@@ -147,25 +154,36 @@ def test_linear_rows_equals_reference(dtype, rows, n, k):
         assert kit.same_bits(residual, out)
 
 
+@pytest.mark.parametrize("device", kit.DEVICES)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_linear_rows_takes_strided_rows_and_writes_nothing_else(dtype):
-    x, weight, bias = linear_inputs(5, 33, 100, dtype)
-    residual, dense = kit.randn(5, 33, seed=3, dtype=dtype), torch.empty(5, 33, dtype=dtype)
+@pytest.mark.parametrize(
+    ("rows", "k", "offset"), [(5, 100, 3), (5, 104, 8), (19, 100, 3), (19, 104, 8)]
+)
+def test_linear_rows_takes_strided_rows_and_reads_and_writes_nothing_else(
+    device, dtype, rows, k, offset
+):
+    """Offsets of 8 keep 16-byte loads, of 3 do not; memory around the arrays is NaN."""
+    x, weight, bias = linear_inputs(rows, 33, k, dtype, device)
+    residual = kit.randn(rows, 33, seed=3, dtype=dtype).to(device)
+    dense = torch.empty_like(residual)
     tlt_ext.linear_rows(x, weight, dense, bias=bias, residual=residual)
     wide_x, wide_weight, wide_out, wide_residual = (
-        torch.full(shape, float("nan"), dtype=dtype)
-        for shape in ((5, 120), (33, 110), (5, 50), (5, 40))
+        torch.full(shape, float("nan"), dtype=dtype, device=device)
+        for shape in ((rows + 3, k + 24), (36, k + 16), (rows + 2, 50), (rows + 2, 40))
     )
-    wide_x[:, 3:103], wide_weight[:, 5:105], wide_residual[:, 1:34] = x, weight, residual
+    inner = slice(offset, offset + k)
+    wide_x[:rows, inner], wide_weight[:33, inner] = x, weight
+    wide_residual[:rows, 1:34] = residual
     tlt_ext.linear_rows(
-        wide_x[:, 3:103],
-        wide_weight[:, 5:105],
-        wide_out[:, 7:40],
+        wide_x[:rows, inner],
+        wide_weight[:33, inner],
+        wide_out[:rows, 7:40],
         bias=bias,
-        residual=wide_residual[:, 1:34],
+        residual=wide_residual[:rows, 1:34],
     )
-    assert kit.same_bits(wide_out[:, 7:40], dense)
+    assert kit.same_bits(wide_out[:rows, 7:40], dense)
     assert wide_out[:, :7].isnan().all() and wide_out[:, 40:].isnan().all()
+    assert wide_out[rows:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -207,9 +225,11 @@ def test_every_dot_variant_sums_in_the_one_order_with_fma():
             assert kit.same_bits(out, expected), (variant, rows, cols, k)
 
 
-def test_linear_rows_on_empty_inputs():
-    x, weight, bias = linear_inputs(3, 4, 8, torch.float32)
-    out = torch.empty(3, 4)
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_linear_rows_on_empty_inputs(device, dtype):
+    x, weight, bias = linear_inputs(3, 4, 8, dtype, device)
+    out = torch.empty(3, 4, dtype=dtype, device=device)
     tlt_ext.linear_rows(x[:0], weight, out[:0])
     tlt_ext.linear_rows(x, weight[:0], out[:, :0])
     tlt_ext.linear_rows(x[:, :0], weight[:, :0], out, bias=bias)
@@ -283,17 +303,18 @@ def test_fused_linear_ops_check_their_own_arguments():
 # ---- fused -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", kit.DEVICES)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize(("rows", "n", "k"), LINEAR_SHAPES)
-def test_fused_ops_have_the_bits_of_the_two_ops(threads, dtype, rows, n, k):
-    wide, weight, bias = linear_inputs(rows, n, 2 * k, dtype)
+@pytest.mark.parametrize(("rows", "n", "k"), LINEAR_SHAPES + [(16, 40, 1088), (65, 200, 64)])
+def test_fused_ops_have_the_bits_of_the_two_ops(threads, device, dtype, rows, n, k):
+    wide, weight, bias = linear_inputs(rows, n, 2 * k, dtype, device)
     weight = weight[:, :k]
-    x, norm_weight = wide[:, :k], kit.randn(k, seed=4, dtype=dtype)
+    x, norm_weight = wide[:, :k], kit.randn(k, seed=4, dtype=dtype).to(device)
     for out_dtype in {dtype, torch.float32}:
-        residual = kit.randn(rows, n, seed=5, dtype=out_dtype)
+        residual = kit.randn(rows, n, seed=5, dtype=out_dtype).to(device)
         options = {"bias": bias, "residual": residual}
-        between = torch.empty(rows, k, dtype=dtype)
-        two, fused = (torch.empty(rows, n, dtype=out_dtype) for _ in range(2))
+        between = torch.empty(rows, k, dtype=dtype, device=device)
+        two, fused = (torch.empty(rows, n, dtype=out_dtype, device=device) for _ in range(2))
 
         tlt_ext.rms_norm(x, norm_weight, between, eps=1e-5)
         tlt_ext.linear_rows(between, weight, two, **options)

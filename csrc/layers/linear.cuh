@@ -1,0 +1,131 @@
+// What the linear kernels share: their arguments, tensor-core and asynchronous-copy instructions.
+//
+// The one order of a 16-bit linear, for every row count: K is cut into blocks of 64; part w (of 8)
+// sums blocks w, w + 8, w + 16, ... in rising order by m16n8k16 MMAs with float32 accumulators; the
+// parts fold as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)); bias, then residual, are added; one
+// rounding. Within 32 elements of k the four lanes of an MMA row hold 8 consecutive ones each (a
+// 16-byte load), of which the first MMA takes 0-3 and the second 4-7.
+#pragma once
+
+#include "common/cuda.h"
+#include "layers/device.cuh"
+#include "layers/op.h"
+
+namespace tlt {
+
+enum class Before { kNothing, kNorm, kSilu };  // what happens to x before the linear
+
+struct LinearKernelParams {
+  LinearParams linear;      // linear.x: [rows, in_dim], kSilu: [rows, 2 * in_dim]
+  const void* norm_weight;  // [in_dim], dtype; null but for kNorm
+  float eps;
+  bool x_aligned, w_aligned;  // 16-byte chunks can be loaded whole
+};
+
+constexpr int kBlockK = 64;  // elements of k in one step: 128 bytes of a row
+constexpr int kParts = 8;    // interleaved parts of K
+static_assert(kParts == kWarps, "decode gives each warp one part");
+
+__device__ __forceinline__ int num_blocks_of(const LinearParams& p) {
+  return static_cast<int>((p.in_dim + kBlockK - 1) / kBlockK);
+}
+
+// Blocks of part w; none where K is short.
+__device__ __forceinline__ int part_steps(int num_blocks, int part) {
+  return (num_blocks - part + kParts - 1) / kParts;
+}
+
+template <typename T>
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                    uint32_t a3, uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+// 32 elements of k: weight rows g (low) and g + 8 (high) of a tile of 16, x row g of a tile of 8.
+template <typename T>
+__device__ __forceinline__ void mma_k32(float (&c)[4], const uint4& low, const uint4& high,
+                                        const uint4& x) {
+  mma<T>(c, low.x, high.x, low.y, high.y, x.x, x.y);
+  mma<T>(c, low.z, high.z, low.w, high.w, x.z, x.w);
+}
+
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Copies 16 bytes, or writes 16 zero bytes where `valid` is false (nothing is read then).
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid,
+                                           uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// out[row, col] = sum (+ bias) (+ residual), rounded once.
+template <typename T, typename Out>
+__device__ __forceinline__ void store_sum(const LinearParams& p, int64_t row, int64_t col,
+                                          float sum) {
+  if (p.bias) sum += to_f32(static_cast<const T*>(p.bias)[col]);
+  if (p.residual) sum += to_f32(static_cast<const Out*>(p.residual)[row * p.residual_stride + col]);
+  static_cast<Out*>(p.out)[row * p.out_stride + col] = from_f32<Out>(sum);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_out(const LinearParams& p, int64_t row, int64_t col,
+                                          float sum) {
+  if (p.out_dtype == DType::kFloat32) {
+    store_sum<T, float>(p, row, col, sum);
+  } else {
+    store_sum<T, T>(p, row, col, sum);
+  }
+}
+
+template <typename Kernel>
+void allow_shared(Kernel kernel, int bytes) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "cudaFuncSetAttribute");
+}
+
+struct Card {
+  int num_sms;
+  bool has_clusters;
+};
+
+// 1 to kDecodeRows rows, more rows, and float32: each launches on the current device.
+constexpr int kDecodeRows = 16;
+void launch_decode(const LinearKernelParams& p, Before before, const Card& card,
+                   cudaStream_t stream);
+void launch_tiles(const LinearKernelParams& p, Before before, const Card& card,
+                  cudaStream_t stream);
+void launch_float32(const LinearKernelParams& p, Before before, cudaStream_t stream);
+
+}  // namespace tlt

@@ -1,0 +1,85 @@
+// The float32 linears, with the bits of the CPU (csrc/layers/dot.h): element k goes to lane k % 16
+// by a fused multiply-add in rising k, and the 16 lanes fold pairwise. For comparing engines; a
+// decode step of a large model is what the 16-bit kernels are for.
+//
+// A block owns 8 rows of x and 64 weight rows: each of its 16 half-warps 4 weight rows, a lane of
+// it the elements of k that are its own, straight from global memory (64 bytes a half-warp). x
+// passes through the norm or the activation as it is loaded, by every half-warp for itself.
+#include "layers/linear.cuh"
+
+namespace tlt {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kRows = 8;
+constexpr int kCols = 4;
+constexpr int kBlockCols = kThreads / kLanes * kCols;
+
+__global__ void __launch_bounds__(kThreads)
+    float32_kernel(const LinearKernelParams params, const Before before) {
+  const LinearParams& p = params.linear;
+  const int in_dim = static_cast<int>(p.in_dim);
+  const int64_t row_tiles = (p.rows + kRows - 1) / kRows;
+  const int64_t row_begin = blockIdx.x % row_tiles * kRows;
+  const int64_t col_begin = blockIdx.x / row_tiles * kBlockCols + threadIdx.x / kLanes * kCols;
+  const int lane = threadIdx.x % kLanes;
+  const float* x = static_cast<const float*>(p.x) + row_begin * p.x_stride;
+  const float* w = static_cast<const float*>(p.weight) + col_begin * p.weight_stride;
+  const float* norm_weight = static_cast<const float*>(params.norm_weight);
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), p.rows - row_begin));
+  const int cols = static_cast<int>(
+      max(static_cast<int64_t>(0), min(static_cast<int64_t>(kCols), p.out_dim - col_begin)));
+
+  __shared__ float scale[kRows];
+  if (before == Before::kNorm) {
+    const int row = threadIdx.x / kWarpSize;  // one a warp
+    if (row < rows) {
+      const float squares = half_warp_squares(x + row * p.x_stride, in_dim);
+      if (threadIdx.x % kWarpSize == 0) scale[row] = norm_scale(squares, in_dim, params.eps);
+    }
+    __syncthreads();
+  }
+  const auto load_x = [&](int row, int k) {
+    if (row >= rows || k >= in_dim) return 0.0f;
+    const float* from = x + row * p.x_stride;
+    if (before == Before::kNorm) return norm_one(from[k], scale[row], norm_weight[k]);
+    if (before == Before::kSilu) return silu_mul_one(from[k], from[in_dim + k]);
+    return from[k];
+  };
+
+  float acc[kRows][kCols] = {};
+#pragma unroll 2
+  for (int k = lane; k < (in_dim + kLanes - 1) / kLanes * kLanes; k += kLanes) {
+    float w_k[kCols];
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) {
+      w_k[c] = c < cols && k < in_dim ? w[c * p.weight_stride + k] : 0.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float x_k = load_x(r, k);
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) acc[r][c] = fmaf(x_k, w_k[c], acc[r][c]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) {
+      const float sum = half_warp_fold(acc[r][c]);
+      if (lane == (r * kCols + c) % kLanes && r < rows && c < cols) {
+        store_sum<float, float>(p, row_begin + r, col_begin + c, sum);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void launch_float32(const LinearKernelParams& p, Before before, cudaStream_t stream) {
+  const int64_t row_tiles = (p.linear.rows + kRows - 1) / kRows;
+  const int64_t col_tiles = (p.linear.out_dim + kBlockCols - 1) / kBlockCols;
+  float32_kernel<<<static_cast<unsigned>(row_tiles * col_tiles), kThreads, 0, stream>>>(p, before);
+}
+
+}  // namespace tlt

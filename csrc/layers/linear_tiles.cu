@@ -1,0 +1,268 @@
+// linear_rows, rms_norm_linear, silu_mul_linear for more than 16 rows of float16 or bfloat16, with
+// the bits of the decode kernel (order of the sum: linear.cuh): the parts of K come one after the
+// other, and a binary counter of accumulators folds them as the decode kernel's tree does.
+//
+// A cluster of 1, 2, 4 or 8 blocks owns 64 weight rows x 64 rows of x; each block takes its share
+// of the 8 parts, a warp 16 x 32 outputs. Both operands come through a ring of shared memory; a
+// thread applies the norm or the activation to the chunks that it copied itself, one step ahead of
+// their use. The blocks' sums meet in distributed shared memory in the order of their rank. Row
+// tiles are neighbours in the grid, so the weights leave memory once and come from L2 after that.
+#include <cooperative_groups.h>
+
+#include "layers/linear.cuh"
+
+namespace tlt {
+namespace {
+
+constexpr int kTile = 64;  // rows of x, and weight rows
+constexpr int kStages = 6;
+constexpr int kRowChunks = kBlockK / 8;
+constexpr int kTileChunks = kTile * kRowChunks;
+constexpr int kCopies = kTileChunks / kThreads;  // chunks of one tile that a thread copies
+constexpr int kPitch = kTile + 4;                // of the sums in shared memory: no bank conflicts
+static_assert(kTile * kPitch * 4 <= kStages * 2 * kTileChunks * 16, "sums reuse the ring");
+constexpr int kMinSteps = 2;  // of a block, below which a larger cluster does not pay
+
+// Two rows that are read together lie in different banks.
+__device__ __forceinline__ int chunk_index(int row, int chunk) {
+  return row * kRowChunks + (chunk ^ (row % 2) * 4);
+}
+
+// The blocks of K that a block of the cluster takes, part by part.
+struct Cursor {
+  int num_blocks, part, block;
+  __device__ Cursor(int num_blocks, int part) : num_blocks(num_blocks), part(part), block(part) {
+    settle();
+  }
+  __device__ void settle() {
+    while (block >= num_blocks && part < kParts) block = ++part;
+  }
+  __device__ void next() {
+    block += kParts;
+    settle();
+  }
+};
+
+// Barrier of the cluster's blocks; of this block where it is alone.
+__device__ __forceinline__ void sync_cluster([[maybe_unused]] int cluster) {
+#if __CUDA_ARCH__ >= 900
+  if (cluster > 1) return cooperative_groups::this_cluster().sync();
+#endif
+  __syncthreads();
+}
+
+// The sum of one output over the blocks' parts, in the order of the tree.
+__device__ __forceinline__ float cluster_sum(float* mine, [[maybe_unused]] int cluster) {
+#if __CUDA_ARCH__ >= 900
+  const auto of = [mine](int rank) {
+    return *cooperative_groups::this_cluster().map_shared_rank(mine, rank);
+  };
+  if (cluster == 2) return of(0) + of(1);
+  if (cluster == 4) return (of(0) + of(1)) + (of(2) + of(3));
+  if (cluster == 8) {
+    return ((of(0) + of(1)) + (of(2) + of(3))) + ((of(4) + of(5)) + (of(6) + of(7)));
+  }
+#endif
+  return *mine;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2)
+    tiles_kernel(const LinearKernelParams params, const Before before, const int cluster) {
+  extern __shared__ uint4 ring[];
+  __shared__ float partial[kTile][kWarps], row_scale[kTile];
+  const LinearParams& p = params.linear;
+  const int in_dim = static_cast<int>(p.in_dim);
+  const int rank = blockIdx.x % cluster;
+  const int64_t row_tiles = (p.rows + kTile - 1) / kTile;
+  const int64_t row_begin = blockIdx.x / cluster % row_tiles * kTile;
+  const int64_t col_begin = blockIdx.x / cluster / row_tiles * kTile;
+  const int num_blocks = num_blocks_of(p);
+  const int part_begin = rank * kParts / cluster, part_end = (rank + 1) * kParts / cluster;
+  const int stage_chunks = kTileChunks * (before == Before::kSilu ? 3 : 2);
+  const T* x_base = static_cast<const T*>(p.x);
+  const T* w_base = static_cast<const T*>(p.weight);
+
+  const auto copy_tile = [&](uint4* to, const T* base, int64_t stride, int64_t first, int64_t end,
+                             int k, bool aligned) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int id = threadIdx.x + i * kThreads, row = id / kRowChunks, chunk = id % kRowChunks;
+      const int at = k + chunk * 8;
+      const T* from = base + (first + row) * stride;
+      uint4* slot = to + chunk_index(row, chunk);
+      if (aligned) {
+        const bool valid = first + row < end && at < in_dim;
+        copy_async(slot, valid ? from + at : base, valid);
+      } else {
+        *slot = load_chunk(from, at, first + row < end ? in_dim : 0, false).raw;
+      }
+    }
+  };
+  Cursor load_at(num_blocks, part_begin);
+  const auto load_stage = [&](int stage) {
+    if (load_at.part < part_end) {
+      uint4* to = ring + stage * stage_chunks;
+      const int k = load_at.block * kBlockK;
+      copy_tile(to, w_base, p.weight_stride, col_begin, p.out_dim, k, params.w_aligned);
+      to += kTileChunks;
+      copy_tile(to, x_base, p.x_stride, row_begin, p.rows, k, params.x_aligned);
+      to += kTileChunks;
+      if (before == Before::kSilu) {
+        copy_tile(to, x_base + in_dim, p.x_stride, row_begin, p.rows, k, params.x_aligned);
+      }
+      load_at.next();
+    }
+    commit_copies();
+  };
+  for (int stage = 0; stage < kStages - 1; ++stage) load_stage(stage);
+
+  if (before == Before::kNorm) {
+    const int rows = static_cast<int>(min(static_cast<int64_t>(kTile), p.rows - row_begin));
+#pragma unroll 2
+    for (int r = 0; r < rows; ++r) {
+      row_squares(x_base + (row_begin + r) * p.x_stride, in_dim, params.x_aligned, partial[r]);
+    }
+    __syncthreads();
+    if (threadIdx.x < kTile) {
+      row_scale[threadIdx.x] =
+          threadIdx.x < rows ? norm_scale(sum_of_8(partial[threadIdx.x]), in_dim, params.eps)
+                             : 0.0f;
+    }
+    __syncthreads();
+  }
+  const auto apply_before = [&](int stage, int block) {
+    uint4* x = ring + stage * stage_chunks + kTileChunks;
+#pragma unroll 1  // registers
+    for (int i = 0; i < kCopies; ++i) {
+      const int id = threadIdx.x + i * kThreads, row = id / kRowChunks, chunk = id % kRowChunks;
+      const int index = chunk_index(row, chunk);
+      Chunk<T> value, other;
+      value.raw = x[index];
+      if (before == Before::kSilu) {
+        other.raw = x[kTileChunks + index];
+        silu_mul_chunk(value, other);
+      } else {
+        norm_chunk(value, row_scale[row],
+                   load_chunk(static_cast<const T*>(params.norm_weight),
+                              block * kBlockK + chunk * 8, in_dim, params.x_aligned));
+      }
+      x[index] = value.raw;
+    }
+  };
+
+  const int warp = threadIdx.x / kWarpSize, g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+  const int w_row = warp % 4 * 16 + g, x_row = warp / 4 * 32 + g;
+  float acc[4][4];
+  const auto multiply = [&](int stage) {
+    const uint4* w = ring + stage * stage_chunks;
+    const uint4* x = w + kTileChunks;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint4 low = w[chunk_index(w_row, h * 4 + t)];
+      const uint4 high = w[chunk_index(w_row + 8, h * 4 + t)];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        mma_k32<T>(acc[i], low, high, x[chunk_index(x_row + i * 8, h * 4 + t)]);
+      }
+    }
+  };
+
+  Cursor at(num_blocks, part_begin);
+  int stage = 0;
+  const auto following = [](int s) { return s + 1 == kStages ? 0 : s + 1; };
+  if (before != Before::kNothing && at.part < part_end) {
+    wait_copies<kStages - 2>();
+    apply_before(0, at.block);
+  }
+  float level[3][4][4] = {};  // level[j]: a sum of 2^j parts that waits for its neighbour
+  for (int part = part_begin; part < part_end; ++part) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
+    while (at.part == part) {
+      at.next();
+      wait_copies<kStages - 3>();  // this step's copies and the next's
+      if (before != Before::kNothing && at.part < part_end) {
+        apply_before(following(stage), at.block);
+      }
+      __syncthreads();  // this step's chunks are everybody's; the last step's stage is free
+      load_stage(stage == 0 ? kStages - 1 : stage - 1);
+      multiply(stage);
+      stage = following(stage);
+    }
+    const int done = part - part_begin + 1;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float sum = acc[i][c];
+        if (done % 2 == 0) sum = level[0][i][c] + sum;
+        if (done % 4 == 0) sum = level[1][i][c] + sum;
+        if (done % 8 == 0) sum = level[2][i][c] + sum;
+        acc[i][c] = sum;
+        if (done % 2 != 0) level[0][i][c] = sum;
+        if (done % 4 == 2) level[1][i][c] = sum;
+        if (done % 8 == 4) level[2][i][c] = sum;
+      }
+    }
+  }
+
+  // acc is the block's sum. Lanes hold columns; rows are written through shared memory.
+  float* sums = reinterpret_cast<float*>(ring);
+  wait_copies<0>();
+  __syncthreads();  // the ring is read
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int row = warp / 4 * 32 + i * 8 + t * 2 + c % 2;
+      sums[row * kPitch + w_row + c / 2 * 8] = acc[i][c];
+    }
+  }
+  sync_cluster(cluster);
+  const int rows = kTile / cluster;  // of the tile, finished by this block
+  for (int i = threadIdx.x; i < rows * kTile; i += kThreads) {
+    const int row = rank * rows + i / kTile, col = i % kTile;
+    if (row_begin + row >= p.rows || col_begin + col >= p.out_dim) continue;
+    store_out<T>(p, row_begin + row, col_begin + col,
+                 cluster_sum(sums + row * kPitch + col, cluster));
+  }
+  sync_cluster(cluster);  // nobody's sums go away while they are read
+}
+
+template <typename T>
+void launch(const LinearKernelParams& p, Before before, const Card& card, cudaStream_t stream) {
+  const auto kernel = tiles_kernel<T>;
+  const int shared_bytes = kStages * kTileChunks * 16 * (before == Before::kSilu ? 3 : 2);
+  allow_shared(kernel, shared_bytes);
+  const auto tiles_of = [](int64_t extent) { return (extent + kTile - 1) / kTile; };
+  const int64_t tiles = tiles_of(p.linear.rows) * tiles_of(p.linear.out_dim);
+  const int64_t num_blocks = (p.linear.in_dim + kBlockK - 1) / kBlockK;
+  int cluster = 1;
+  while (card.has_clusters && cluster < kParts && tiles * cluster * 2 <= 2 * card.num_sms &&
+         num_blocks >= cluster * 2 * kMinSteps) {
+    cluster *= 2;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(tiles * cluster));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, p, before, cluster), "linear");
+}
+
+}  // namespace
+
+void launch_tiles(const LinearKernelParams& p, Before before, const Card& card,
+                  cudaStream_t stream) {
+  p.linear.dtype == DType::kFloat16 ? launch<__half>(p, before, card, stream)
+                                    : launch<__nv_bfloat16>(p, before, card, stream);
+}
+
+}  // namespace tlt

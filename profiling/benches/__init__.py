@@ -1,0 +1,1 @@
+"""One module per benchmark of `python -m profiling.bench`."""

@@ -1,0 +1,121 @@
+"""`linear_rows` and its fusions against the card's copy bandwidth and cuBLAS (`torch.mm`), bf16."""
+
+import torch
+
+import tlt_ext
+from profiling import timing
+from profiling.bench import Bench
+
+QWEN2_7B = [(4608, 3584), (3584, 3584), (37888, 3584), (18944, 3584), (3584, 18944)]
+SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
+HEAD = (152064, 3584)
+ROWS = [1, 2, 4, 8, 16, 32, 64]
+PREFILL_ROWS = [128, 512]
+TARGETS = {
+    "linear_1row_4608x3584_of_copy": (1, 4608, 3584),
+    "linear_1row_18944x3584_of_copy": (1, 18944, 3584),
+    "linear_1row_3584x18944_of_copy": (1, 3584, 18944),
+    "linear_16row_152064x3584_of_copy": (16, *HEAD),
+}
+
+
+def tensors(rows: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    return randn(rows, 2 * k), randn(k), randn(n, k) / k**0.5
+
+
+def bytes_moved(rows: int, n: int, k: int) -> int:
+    return 2 * (n * k + rows * (k + n))
+
+
+def cublas_is_invariant(n: int, k: int) -> bool:
+    """Whether row 0 of torch.mm has the same bits for every row count of this benchmark."""
+    x, _, weight = tensors(max(ROWS + PREFILL_ROWS), n, k)
+    x = x[:, :k].contiguous()
+    alone = torch.mm(x[:1], weight.t())
+    return all(
+        torch.equal(torch.mm(x[:rows], weight.t())[:1], alone) for rows in ROWS + PREFILL_ROWS
+    )
+
+
+def run_linear(bench: Bench, rows: int, n: int, k: int) -> None:
+    case = f"linear {rows}x{n}x{k}"
+    if not bench.wanted(case):
+        return
+    x, _, weight = tensors(rows, n, k)
+    x = x[:, :k].contiguous()
+    out, peer_out = (torch.empty(rows, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    arms = {
+        "ours": lambda: tlt_ext.linear_rows(x, weight, out),
+        "cublas": lambda: torch.mm(x, weight.t(), out=peer_out),
+    }
+    times = timing.measure(arms)
+    row = bench.add(
+        case,
+        times["ours"],
+        bytes_moved(rows, n, k),
+        {"cublas": times["cublas"]},
+        cublas_us=round(times["cublas"].median_us, 3),
+        cublas_invariant=cublas_is_invariant(n, k),
+    )
+    if rows in ROWS:  # linear_rows serves a shape for all row counts or for none
+        worst = bench.got.get("linear_over_cublas_x", 0.0)
+        bench.got["linear_over_cublas_x"] = max(worst, row["ratio_to"]["cublas"])
+    for target, shape in TARGETS.items():
+        if shape == (rows, n, k):
+            bench.got[target] = row["fraction_of_copy"]
+
+
+def run_fused(bench: Bench, rows: int, n: int, k: int) -> None:
+    """Each fused op against the two ops that it stands for."""
+    wide, norm_weight, weight = tensors(rows, n, k)
+    x = wide[:, :k].contiguous()
+    between = torch.empty_like(x)
+    out, residual = (torch.zeros(rows, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def norm_two() -> None:
+        tlt_ext.rms_norm(x, norm_weight, between)
+        tlt_ext.linear_rows(between, weight, out, residual=residual)
+
+    def silu_two() -> None:
+        tlt_ext.silu_mul(wide, between)
+        tlt_ext.linear_rows(between, weight, out, residual=residual)
+
+    ops = {
+        "rms_norm_linear": (
+            lambda: tlt_ext.rms_norm_linear(x, norm_weight, weight, out, residual=residual),
+            norm_two,
+        ),
+        "silu_mul_linear": (
+            lambda: tlt_ext.silu_mul_linear(wide, weight, out, residual=residual),
+            silu_two,
+        ),
+    }
+    for op, (fused, two) in ops.items():
+        case = f"{op} {rows}x{n}x{k}"
+        if bench.wanted(case):
+            times = timing.measure({"fused": fused, "two": two})
+            bench.add(
+                case,
+                times["fused"],
+                bytes_moved(rows, n, k) + 2 * rows * n,
+                {"two_ops": times["two"]},
+            )
+
+
+def run(bench: Bench) -> None:
+    if bench.quick:
+        for rows, n, k in TARGETS.values():
+            run_linear(bench, rows, n, k)
+        bench.got.pop("linear_over_cublas_x", None)  # needs every shape
+        return
+    for n, k in QWEN2_7B + SMOLLM2 + [HEAD]:
+        for rows in ROWS + ([] if (n, k) == HEAD else PREFILL_ROWS):
+            run_linear(bench, rows, n, k)
+    for n, k in [(4608, 3584), (3584, 18944), (960, 576), (576, 1536)]:
+        for rows in (1, 16, 64):
+            run_fused(bench, rows, n, k)

@@ -1,0 +1,88 @@
+"""How every benchmark measures: cold L2, CUDA graphs, arms in alternating order, medians.
+
+The card's ceiling is measured in the same run: a large copy, counting bytes read and written.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+FLUSH_BYTES = 256 << 20  # several times the L2 of any card
+WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one arm: the median of its rounds, and (max - min) / median."""
+
+    median_us: float
+    spread: float
+
+
+def record(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Warms `call` up and captures it in a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def measure(
+    arms: dict[str, Callable[[], object]], *, rounds: int = 15, cold: bool = True
+) -> dict[str, Timing]:
+    """Times the arms against each other.
+
+    Each call is one graph launch between two events; before it a buffer larger than the L2 is
+    written (`cold`). Every round runs all arms, in an order that alternates.
+
+    Args:
+        arms: name -> the work to time, which must be capturable.
+        rounds: timed launches of each arm; the median is taken.
+        cold: flush the L2 before every launch.
+
+    Returns:
+        name -> `Timing`.
+    """
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    graphs = {name: record(call) for name, call in arms.items()}
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for index in range(rounds + 1):
+        order = list(arms) if index % 2 == 0 else list(reversed(arms))
+        for name in order:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if cold:
+                flush.fill_(index)
+            start.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            if index > 0:  # the first round warms the clocks and the graphs
+                times[name].append(1e3 * start.elapsed_time(end))
+    return {name: summary(values) for name, values in times.items()}
+
+
+def summary(values: list[float]) -> Timing:
+    median = statistics.median(values)
+    return Timing(median, (max(values) - min(values)) / median)
+
+
+def empty_graph_us(rounds: int = 31) -> float:
+    """What the clock adds to every figure: a graph of one kernel that does nothing, warm."""
+    one = torch.zeros(1, device="cuda")
+    return measure({"empty": lambda: one.add_(0)}, rounds=rounds, cold=False)["empty"].median_us
+
+
+def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 11) -> float:
+    """GB/s of a large device-to-device copy, counting bytes read and written."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda").fill_(1)
+    target = torch.empty_like(source)
+    timing = measure({"copy": lambda: target.copy_(source)}, rounds=rounds, cold=False)["copy"]
+    return 2 * num_bytes / timing.median_us / 1e3
