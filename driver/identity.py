@@ -25,7 +25,7 @@ from driver.rollout.proposers import OracleProposer
 from driver.rollout.request import Request, Response, SamplingParams, request_id
 from driver.rollout.stats import RolloutStats
 from driver.strategy import Strategy, parse_strategies
-from driver.tasks import make_task
+from driver.tasks import Prompt, Split, Task, make_task
 from driver.warmup import warm_up
 from tlt_ext import _C
 
@@ -53,7 +53,7 @@ class Options:
     )
     batch: int = 8
     max_new_tokens: int = 64
-    task: str = ""  # prompts; default: sums for the tiny model, addition else
+    task: str = ""  # prompts; default: sums for the tiny model, a few questions else
     path: str = ""
     drafter: str = "trained"  # trained, random or nan
     train_steps: int = 30  # micro-steps of the trained drafter on the first round
@@ -63,6 +63,35 @@ class Options:
     seed: int = 0
     cache: str = "~/.cache/tlt"
     wheel: str = ""
+
+
+class Questions:
+    """Open questions, so that responses are long and never alike."""
+
+    name = "questions"
+    stop: tuple[str, ...] = ()
+    subjects = (
+        "the tides", "a bicycle", "bread", "the printing press", "rain", "chess", "a compass",
+        "sleep", "the number zero", "paper", "a lighthouse", "honey", "earthquakes", "the violin",
+    )  # fmt: skip
+    forms = (
+        "Question: How does {0} work?\nAnswer:",
+        "Write a short story about {0}.\n\n",
+        "A list of facts about {0}:\n1.",
+        "def {1}(n):\n    # a function about {0}\n",
+    )
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        subject = self.subjects[index % len(self.subjects)]
+        form = self.forms[index // len(self.subjects) % len(self.forms)]
+        text = form.format(subject, subject.split()[-1])
+        return Prompt(f"{self.name}/{split}/{index}", text, "")
+
+    def reward(self, prompt: Prompt, response: str) -> float:
+        return 0.0
+
+    def demonstration(self, prompt: Prompt) -> None:
+        return None
 
 
 @dataclass
@@ -117,8 +146,9 @@ class Identity:
         self.oracles = [s for s in options.strategies if s.startswith(ORACLE)]
         self.config = self._config(texts)
         policy, self.tokenizer = load_policy(self.config, find_model(self.config, _report))
-        self.task = make_task(
-            self.config.task.name, path=options.path, digits=2, shots=4, difficulty=1
+        questions = options.model != "tiny" and not options.task
+        self.task: Task = (
+            Questions() if questions else make_task(self.config.task.name, path=options.path)
         )
         if options.model == "tiny" and options.warmup_steps:
             warm_up(policy, self.tokenizer, self.task, self.config.warmup, options.seed)
@@ -135,7 +165,6 @@ class Identity:
 
     def _config(self, strategies: list[str]) -> Config:
         o = self.options
-        task = o.task or ("sums" if o.model == "tiny" else "addition")
         words = [
             "preset=tiny",
             f"model.path={o.model}",
@@ -144,7 +173,7 @@ class Identity:
             f"model.wheel={o.wheel}",
             f"run.device={o.device}",
             f"run.seed={o.seed}",
-            f"task.name={task}",
+            f"task.name={o.task or 'sums'}",
             f"warmup.steps={o.warmup_steps}",
             f"engine.max_batch={o.batch}",
             f"engine.spec_max_batch={o.batch}",
