@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 import tlt_ext
 from driver.rollout.batch import Batch
@@ -27,6 +28,13 @@ class Proposer(Protocol):
 
     def propose(self, batch: Batch, strategy: Strategy) -> Tree: ...
     def finished(self, sequence: Sequence) -> None: ...
+
+
+def _host_store(batch: Batch, strategy: Strategy) -> tuple[NodeStore, Tensor]:
+    """A node store in host memory and the roots' positions, for drafting on the CPU."""
+    last = torch.tensor([s.tokens[-1] for s in batch.sequences], dtype=torch.int32)
+    position = torch.tensor([s.context_len for s in batch.sequences], dtype=torch.int32)
+    return NodeStore(last, 1 + strategy.depth * strategy.top_k), position
 
 
 class NgramProposer:
@@ -60,19 +68,19 @@ class NgramProposer:
     def propose(self, batch: Batch, strategy: Strategy) -> Tree:
         for sequence in batch.sequences:
             self._catch_up(sequence)
-        store = NodeStore(batch.last_tokens(), 1 + strategy.depth * strategy.top_k)
+        store, position = _host_store(batch, strategy)
         handles = torch.tensor([s.handle for s in batch.sequences], dtype=torch.int64)
         self.index.propose(
             handles,
             *store.arrays,
-            batch.temperature,
-            batch.request,
-            batch.context_len,
+            batch.temperature.cpu(),
+            batch.request.cpu(),
+            position,
             seed=self.seed,
             depth=strategy.depth,
             top_k=strategy.top_k,
         )
-        return store.select(batch.context_len, strategy.num_verify)
+        return store.select(position, strategy.num_verify).to(batch.context_len.device)
 
     def finished(self, sequence: Sequence) -> None:
         self._catch_up(sequence)
@@ -110,10 +118,10 @@ class OracleProposer:
         pass
 
     def propose(self, batch: Batch, strategy: Strategy) -> Tree:
-        store = NodeStore(batch.last_tokens(), 1 + strategy.depth * strategy.top_k)
+        store, position = _host_store(batch, strategy)
         for row, sequence in enumerate(batch.sequences):
             self._fill(store, row, sequence, strategy)
-        return store.select(batch.context_len, strategy.num_verify)
+        return store.select(position, strategy.num_verify).to(batch.context_len.device)
 
     def _fill(self, store: NodeStore, row: int, sequence: Sequence, strategy: Strategy) -> None:
         ahead = self.answers[sequence.request.id][sequence.num_emitted :]

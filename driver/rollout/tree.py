@@ -26,6 +26,12 @@ class Tree:
     def num_rows(self) -> int:
         return len(self.tokens)
 
+    def to(self, device: torch.device) -> Tree:
+        """The same tree on another device."""
+        ancestors = None if self.ancestors is None else self.ancestors.to(device)
+        moved = [t.to(device) for t in (self.tokens, self.parents, self.position)]
+        return Tree(*moved, ancestors, self.row_start.to(device))
+
 
 def roots(tokens: Tensor, position: Tensor) -> Tree:
     """The tree of plain decoding: one row a request.
