@@ -1,0 +1,50 @@
+"""Every path and command in the README exists."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from driver import generate, identity
+from driver.command import read_options
+from driver.config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.S)
+LINES = [
+    part.strip() for block in BLOCKS for line in block.splitlines() for part in line.split("&&")
+]
+COMMANDS = [shlex.split(line, comments=True) for line in LINES]
+
+
+def test_links_point_to_files():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_paths_in_code_exist():
+    names = re.findall(r"`((?:csrc|tlt_ext|driver|tests|profiling)/[\w/.]*)`", README)
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("words", [c for c in COMMANDS if "-m" in c], ids=" ".join)
+def test_modules_exist_and_take_their_words(words):
+    module, *rest = words[words.index("-m") + 1 :]
+    assert importlib.util.find_spec(module)
+    if module == "driver.train":
+        load_config([word for word in rest if not word.startswith("run.resume")])
+    if module == "driver.generate":
+        read_options(generate.Options, rest)
+    if module == "driver.identity":
+        read_options(identity.Options, rest)
+
+
+def test_pip_extras_exist():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"-e '\.\[(\w+)\]'", README))
+    assert extras and extras <= set(re.findall(r"^(\w+) = ", section, flags=re.M))
