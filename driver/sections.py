@@ -96,10 +96,10 @@ class ModelConfig(Section):
     dtype: str = setting("float32", words=("float32", "bfloat16", "float16"))
     # The rest shapes the tiny model only.
     hidden_size: int = setting(128, low=1)
-    num_layers: int = setting(4, low=1)
+    num_layers: int = setting(3, low=1)
     num_heads: int = setting(4, low=1)
     num_kv_heads: int = setting(2, low=1)
-    head_dim: int = setting(32, low=2)
+    head_dim: int = setting(64, low=2)
     intermediate_size: int = setting(384, low=1)
     max_position: int = setting(1024, low=1)
 

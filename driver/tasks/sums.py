@@ -12,7 +12,7 @@ MIN_ADDEND, MAX_ADDEND = 2, 24
 # Demonstrations are imperfect on purpose: a step repeats or skips a number. What a policy that
 # imitates them still has to learn from rewards is care, and how much of it does not depend on how
 # far a seed's warm-up came.
-SLIP_RATE, SLIPS = 0.2, (0, 2)
+SLIP_RATE, SLIPS = 0.3, (0, 2)
 
 
 class SumsTask:

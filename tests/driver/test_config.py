@@ -98,7 +98,7 @@ def test_yaml_round_trip(tmp_path):
             r"^bandit.static: 'ngram:9,1,3' is not among engine.strategies",
         ),
         (["drafter.enabled=false"], r"^engine.strategies: 'learned:.*needs a drafter"),
-        (["grpo.minibatches=65"], r"^grpo.minibatches: wanted at most the 64 responses"),
+        (["grpo.minibatches=257"], r"^grpo.minibatches: wanted at most the 256 responses"),
         (
             ["grpo.advantage=rloo", "grpo.samples_per_prompt=1"],
             r"^grpo.samples_per_prompt: rloo leaves one out",

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from driver.config import load_config
 from driver.errors import UserError
 from driver.sections import ModelConfig, WarmupConfig
 from driver.tasks import Prompt, make_task
@@ -56,6 +57,18 @@ def test_folder_loads_in_transformers(tmp_path, tokenizer):
     assert loaded_tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_preset_fits_the_kernels_and_the_longest_demonstration(tokenizer):
+    config = load_config(["preset=tiny"])
+    assert config.model.head_dim in (64, 128)
+    assert config.model.num_heads > config.model.num_kv_heads  # grouped queries are exercised
+    task, longest = make_task("sums"), 0
+    for index in range(2000):
+        prompt = task.prompt("train", index)
+        longest = max(longest, len(tokenizer.encode(task.demonstration(prompt))) + 1)
+    assert longest < config.sampling.max_new_tokens
+    assert longest + 8 < config.model.max_position
+
+
 def test_policy_follows_its_seed_alone():
     torch.manual_seed(1)
     model = build_policy(SHAPE, seed=0)
@@ -69,7 +82,7 @@ def test_policy_follows_its_seed_alone():
 
 
 def test_warm_up_lowers_the_loss_and_follows_its_seed(tokenizer):
-    task, config = make_task("sums"), WarmupConfig(steps=25, batch=16, lr=3e-3)
+    task, config = make_task("sums"), WarmupConfig(steps=30, batch=8, lr=3e-3)
 
     def train(seed):
         model, seen = build_policy(SHAPE, seed=0), []
