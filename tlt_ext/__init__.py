@@ -5,7 +5,7 @@ never allocates or synchronises. See `python -m tlt_ext` for what this build can
 """
 
 from tlt_ext import _C
-from tlt_ext.attention import tree_attention
+from tlt_ext.attention import attention_workspace_bytes, tree_attention
 from tlt_ext.common import Status, num_threads, set_num_threads
 from tlt_ext.kv import append_kv, commit_path, copy_pages
 from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
@@ -45,6 +45,7 @@ __all__ = [
     "OPS",
     "Status",
     "append_kv",
+    "attention_workspace_bytes",
     "commit_path",
     "copy_pages",
     "expand_tree",

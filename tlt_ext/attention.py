@@ -4,6 +4,44 @@ from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
 
 
+def attention_workspace_bytes(
+    *,
+    num_requests: int,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_slots: int,
+) -> int:
+    """The size of `tree_attention`'s workspace for arrays of these shapes.
+
+    Args:
+        num_requests: entries of context_len.
+        num_rows: rows of q.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: of q.
+        max_slots: block_table.shape[1] * page_size, whatever the lengths are.
+
+    Returns:
+        Bytes; 0 where so many blocks run at once that sharing keys among them gains nothing.
+
+    Raises:
+        ValueError: a count is negative, or the heads do not divide.
+
+    Example:
+        >>> attention_workspace_bytes(num_requests=128, num_rows=128, num_heads=32,
+        ...                           num_kv_heads=8, head_dim=128, max_slots=4096)
+        0
+
+    Source: Dao et al., "Flash-Decoding" (2023), for splitting keys.
+    Reference: none; it has no effect on results.
+    """
+    return _C.attention_workspace_bytes(
+        num_requests, num_rows, num_heads, num_kv_heads, head_dim, max_slots
+    )
+
+
 def tree_attention(
     q: Array,
     k_cache: Array,
@@ -19,6 +57,7 @@ def tree_attention(
     slot_base: Array | None = None,
     scale: float | None = None,
     lse: Array | None = None,
+    workspace: Array | None = None,
     stream: int | None = None,
 ) -> None:
     """Writes softmax attention of each row over committed slots, its ancestors and itself.
@@ -26,7 +65,8 @@ def tree_attention(
     Keys are taken in position order, so a row's bits depend on its q and its keys alone: not on
     their slots, on how many are committed, or on other rows. Slots, rows in flight and ragged
     requests are described in `tlt_ext.kv`. Query head h reads kv head
-    h // (num_heads // num_kv_heads).
+    h // (num_heads // num_kv_heads). A GPU takes, in 16 bits, head_dim 64 or 128, pages of 16, 32,
+    64 or 128 slots, at most 8 heads a kv head, and data and strides in multiples of 16 bytes.
 
     Args:
         q: [rows, num_heads, head_dim], float32, float16 or bfloat16; head_dim a multiple of 8 up
@@ -48,6 +88,8 @@ def tree_attention(
         slot_base: int32 [requests], in-flight slot of the first row; None = 0.
         scale: factor of the scores; None = 1 / sqrt(head_dim).
         lse: float32 [rows, num_heads] or None; log of the sum of exponentials, natural.
+        workspace: uint8 [`attention_workspace_bytes`] on a GPU, or None. With it a small batch's
+            keys are shared among the multiprocessors; the bits are the same. The CPU ignores it.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -79,5 +121,6 @@ def tree_attention(
         slot_base,
         scale,
         lse,
+        workspace,
         current_stream(q, stream),
     )

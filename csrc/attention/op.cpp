@@ -3,15 +3,58 @@
 #include <cmath>
 #include <string>
 
+#include "attention/plan.h"
 #include "common/dispatch.h"
 
 namespace tlt {
+namespace {
+
+constexpr int64_t kVector = 16;  // bytes of the GPU's loads
+
+// Every row, head, slot and page of a 16-bit array starts at a multiple of 16 bytes.
+void check_alignment(const Arg& arg, const Tensor& tensor) {
+  const int64_t elements = kVector / bytes_of(tensor.dtype);
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % kVector == 0;
+  for (int i = 0; i + 1 < tensor.ndim; ++i) aligned &= tensor.stride[i] % elements == 0;
+  if (!aligned) arg.fail("data and strides that are multiples of 16 bytes on a GPU", "others");
+}
+
+// What the tensor-core kernels are written for; float32 takes all that the CPU takes.
+void check_gpu_shapes(const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                      const Tensor& out) {
+  if (q.dtype == DType::kFloat32) return;
+  const Arg q_arg(op, "q", q), k_arg(op, "k_cache", k_cache), v_arg(op, "v_cache", v_cache);
+  const int64_t dim = q.shape[2], page = k_cache.shape[1], group = q.shape[1] / k_cache.shape[2];
+  if (dim != 64 && dim != 128) q_arg.fail("head_dim 64 or 128 on a GPU", std::to_string(dim));
+  if (group > 8) q_arg.fail("at most 8 heads a kv head on a GPU", std::to_string(group));
+  if (page != 16 && page != 32 && page != 64 && page != 128) {
+    k_arg.fail("a page size of 16, 32, 64 or 128 on a GPU", std::to_string(page));
+  }
+  check_alignment(q_arg, q);
+  check_alignment(k_arg, k_cache);
+  check_alignment(v_arg, v_cache);
+  check_alignment(Arg(op, "out", out), out);
+}
+
+}  // namespace
+
+int64_t attention_workspace_bytes(int64_t num_requests, int64_t num_rows, int64_t num_heads,
+                                  int64_t num_kv_heads, int64_t head_dim, int64_t max_slots) {
+  const bool valid = num_requests >= 0 && num_rows >= 0 && num_heads >= 1 && num_kv_heads >= 1 &&
+                     num_heads % num_kv_heads == 0 && head_dim >= 1 && max_slots >= 0;
+  require(valid, "attention_workspace_bytes",
+          "expected counts, with num_heads a multiple of "
+          "num_kv_heads");
+  if (num_requests == 0 || num_rows == 0) return 0;
+  return plan_attention({num_requests, num_rows, num_heads, num_kv_heads, head_dim, max_slots})
+      .workspace_bytes;
+}
 
 void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                     const Tensor& out, const Tensor& row_start, const Tensor& context_len,
                     const Tensor& position, const Tensor& block_table, const Tensor& status,
                     const Tensor& ancestors, const Tensor& slot_base, std::optional<double> scale,
-                    const Tensor& lse, uintptr_t stream) {
+                    const Tensor& lse, const Tensor& workspace, uintptr_t stream) {
   constexpr const char* op = "tree_attention";
   const Arg q_arg(op, "q", q), out_arg(op, "out", out);
   q_arg.is(kFloating).dense_last().shape({kAny, kAny, kAny});
@@ -34,8 +77,25 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
   if (lse.defined()) {
     Arg(op, "lse", lse).on(q).is({DType::kFloat32}).dense_last().shape({rows, heads});
   }
+  if (workspace.defined()) {
+    const Arg arg(op, "workspace", workspace);
+    arg.on(q).is({DType::kUInt8}).dense().shape({kAny});
+  }
+  if (q.is_cuda()) check_gpu_shapes(op, q, k_cache, v_cache, out);
   require(!scale || std::isfinite(*scale), op, "scale: expected a finite number");
   if (rows == 0 || sequences.num_requests == 0) return;
+  if (q.is_cuda() && q.dtype != DType::kFloat32 && workspace.defined()) {
+    const int64_t wanted =
+        attention_workspace_bytes(sequences.num_requests, rows, heads, kv_heads, q.shape[2],
+                                  sequences.max_pages * sequences.page_size);
+    const bool fits =
+        workspace.shape[0] >= wanted && reinterpret_cast<uintptr_t>(workspace.data) % kVector == 0;
+    if (!fits) {
+      Arg(op, "workspace", workspace)
+          .fail(std::to_string(wanted) + " bytes, aligned to 16 (attention_workspace_bytes)",
+                std::to_string(workspace.shape[0]));
+    }
+  }
   const double softmax_scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(q.shape[2])));
   const TreeAttentionParams params{q.data,
                                    out.data,
@@ -56,8 +116,9 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
                                    ancestors.stride[0],
                                    static_cast<float>(softmax_scale),
                                    q.dtype};
-  dispatch_device(op, q, [&] { tree_attention_cpu(params); }, [&] { no_cuda_kernel(op); });
-  (void)stream;
+  dispatch_device(
+      op, q, [&] { tree_attention_cpu(params); },
+      [&] { tree_attention_cuda(params, workspace.data, q.device.device_id, stream); });
 }
 
 }  // namespace tlt

@@ -17,6 +17,15 @@ inline void check_cuda(cudaError_t error, const char* what) {
 
 inline cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
+// Whether the current device can start a launch before the one ahead of it has ended.
+inline bool can_launch_early() {
+  int device = 0, major = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+             "cudaDeviceGetAttribute");
+  return major >= 9;
+}
+
 // Makes the tensor's device current for the length of a launch.
 class DeviceGuard {
  public:

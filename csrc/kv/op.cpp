@@ -52,8 +52,9 @@ void append_kv(const Tensor& qkv, const Tensor& q_out, const Tensor& k_cache, co
                               cos_sin.stride[0],
                               static_cast<float>(eps),
                               qkv.dtype};
-  dispatch_device(op, qkv, [&] { append_kv_cpu(params); }, [&] { no_cuda_kernel(op); });
-  (void)stream;
+  dispatch_device(
+      op, qkv, [&] { append_kv_cpu(params); },
+      [&] { append_kv_cuda(params, qkv.device.device_id, stream); });
 }
 
 void commit_path(const Tensor& k_cache, const Tensor& v_cache, const Tensor& features,
@@ -107,8 +108,9 @@ void commit_path(const Tensor& k_cache, const Tensor& v_cache, const Tensor& fea
                                 feature_rows.stride[0],
                                 path.shape[1],
                                 path.stride[0]};
-  dispatch_device(op, k_cache, [&] { commit_path_cpu(params); }, [&] { no_cuda_kernel(op); });
-  (void)stream;
+  dispatch_device(
+      op, k_cache, [&] { commit_path_cpu(params); },
+      [&] { commit_path_cuda(params, k_cache.device.device_id, stream); });
 }
 
 void copy_pages(const Tensor& cache, const Tensor& source, const Tensor& destination,
@@ -133,8 +135,9 @@ void copy_pages(const Tensor& cache, const Tensor& source, const Tensor& destina
       cache.ptr<char>(),       source.ptr<int32_t>(),   destination.ptr<int32_t>(),
       source.shape[0],         cache.shape[0],          cache.shape[1],
       cache.stride[0] * bytes, cache.stride[1] * bytes, page.numel() * bytes};
-  dispatch_device(op, cache, [&] { copy_pages_cpu(params); }, [&] { no_cuda_kernel(op); });
-  (void)stream;
+  dispatch_device(
+      op, cache, [&] { copy_pages_cpu(params); },
+      [&] { copy_pages_cuda(params, cache.device.device_id, stream); });
 }
 
 }  // namespace tlt

@@ -25,4 +25,8 @@ void append_kv_cpu(const AppendKvParams& params);
 void commit_path_cpu(const CommitPathParams& params);
 void copy_pages_cpu(const CopyPagesParams& params);
 
+void append_kv_cuda(const AppendKvParams& params, int device, uintptr_t stream);
+void commit_path_cuda(const CommitPathParams& params, int device, uintptr_t stream);
+void copy_pages_cuda(const CopyPagesParams& params, int device, uintptr_t stream);
+
 }  // namespace tlt

@@ -1,0 +1,85 @@
+// The arithmetic that every distribution of the work shares, and the reason why they agree bit for
+// bit. A row at position p has
+//
+//   * tile keys, positions 0 .. tail_begin(p) - 1: folded in splits cut at fixed positions
+//     (`split_begin`), an online softmax over tiles of kTile keys starting afresh in each split;
+//   * tail keys, the last 17 to 32 positions p included (all of them below position 16): gathered
+//     in position order and folded in one float32 order (tail.cuh).
+//
+// Partial softmaxes are folded from the left: split 0, split 1, ..., tail. Nothing here reads a
+// length, a slot or another row. Scores are in units of log2, partials unnormalised.
+#pragma once
+
+#include "attention/params.h"
+#include "attention/splits.h"
+#include "common/device.cuh"
+
+namespace tlt {
+
+constexpr int kMaxGroup = 8;                              // query heads of a kv head
+constexpr int kMaxTileKeys = INT32_MAX - 2 * kLarge + 1;  // positions may be counted up in int
+constexpr float kLn2 = 0x1.62e43p-1f;
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.0f : max; }
+
+// A softmax over some keys. sum = 0: no keys. sum < 0: the row could not be computed.
+struct Softmax {
+  float max = -INFINITY, sum = 0.0f;
+};
+
+// Folds `part` into `total` from the right; `scale` gets the factors of the accumulators, to be
+// used as fma(part, scale[1], total * scale[0]). False where `part` has no keys.
+__device__ __forceinline__ bool fold(Softmax* total, const Softmax& part, float (&scale)[2]) {
+  if (part.sum == 0.0f) return false;
+  const float max = fmaxf(total->max, part.max);
+  scale[0] = exp2_fast(add_rn(total->max, -finite_max(max)));
+  scale[1] = exp2_fast(add_rn(part.max, -finite_max(max)));
+  total->max = max;
+  total->sum = fma_rn(part.sum, scale[1], mul_rn(total->sum, scale[0]));
+  return true;
+}
+
+__device__ __forceinline__ float folded(float total, float part, const float (&scale)[2]) {
+  return fma_rn(part, scale[1], mul_rn(total, scale[0]));
+}
+
+__device__ __forceinline__ float lse_of(const Softmax& s) {
+  return fma_rn(s.max, kLn2, s.sum == s.sum ? log_f32(s.sum) : s.sum);
+}
+
+// One request of the launch, as a block reads it. Rows of a bad request are refused one by one.
+struct Request {
+  int64_t index, row, num_rows, context, slot;  // first row, its slot
+  bool good;
+};
+
+__device__ __forceinline__ Request read_request(const TreeAttentionParams& p, int64_t index) {
+  const Sequences& s = p.sequences;
+  Request r;
+  int64_t end;
+  r.index = index;
+  r.good = rows_of(s, index, &r.row, &end);
+  r.num_rows = r.good ? end - r.row : 0;
+  r.context = s.context_len[index];
+  r.slot = first_slot(s, index);
+  return r;
+}
+
+// Tile keys that some row of a block of rows ending before `row_end` may have. Every one of them
+// is committed or, in a chain, the slot of an earlier row; none is past the table.
+__device__ __forceinline__ int tile_keys(const TreeAttentionParams& p, const Request& r,
+                                         int64_t row_end) {
+  const Sequences& s = p.sequences;
+  if (r.slot < 0) return 0;
+  const int64_t last = p.ancestors == nullptr ? r.slot + row_end - 1 : r.context + kMaxDepth;
+  const int64_t keys = tail_begin(last), table = s.max_pages * s.page_size / kStep * kStep;
+  return static_cast<int>(min(min(keys, table), int64_t{kMaxTileKeys}));
+}
+
+}  // namespace tlt

@@ -1,0 +1,454 @@
+// Attention of ragged rows over a paged cache, 16-bit, tensor cores (mma.sync, cp.async):
+//
+//   out[row, head] = sum_j softmax_j(scale * q . k_j) v_j    over the row's keys j = 0 .. position
+//
+// The query heads of a kv head and the rows of a request are packed into M, 16 (row, head) pairs a
+// warp. A block owns one request, kv head and block of rows, and a range of splits of the keys
+// (splits.h): it streams tiles of 64 keys and values through shared memory once, kStages deep, and
+// each warp folds them into its pairs alone, so a pair's bits do not depend on the block. With few
+// blocks one more grid dimension shares out the splits and the rows' tails: partials go to the
+// caller's workspace and a second launch folds them. Otherwise a block folds its own.
+//
+// Moves each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
+// groups to 8. Every address comes from a checked page; the grid depends on shapes alone.
+#include <string>
+#include <type_traits>
+
+#include "attention/op.h"
+#include "attention/plan.h"
+#include "attention/tail.cuh"
+#include "attention/tiles.cuh"
+
+namespace tlt {
+namespace {
+
+constexpr int kStages = 3;
+constexpr int kMergeWarps = 4;
+
+// Partials of the items of every (row, head): item 0 .. max_items - 1, then the tail.
+struct Partials {
+  float* acc;        // [max_items + 1, rows, heads, head_dim]; null: each block folds its own
+  Softmax* softmax;  // [max_items + 1, rows, heads]
+  int max_items, share;
+};
+
+struct Launch {
+  TreeAttentionParams p;
+  Partials partials;
+  int group, row_blocks, page_shift;
+};
+
+__device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t item, int64_t row,
+                                                 int64_t head) {
+  return (item * l.p.sequences.num_rows + row) * l.p.num_heads + head;
+}
+
+// Splits that item 0 takes, from the first on; it folds them in registers.
+__device__ __forceinline__ int64_t first_splits(const Launch& l, const Request& r) {
+  const int64_t splits = splits_below(r.context * 3 / (2 * l.partials.share));
+  return splits < 1 ? 1 : splits;
+}
+
+struct KeyRange {
+  int begin, end;  // positions
+};
+
+// Keys of item `item` of a row block whose tile keys end at `end`. The items after the first take
+// a split each, the last split first, since late splits are the large ones.
+__device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r, int64_t item,
+                                              int end, int64_t* index) {
+  *index = 0;
+  if (l.partials.acc == nullptr) return {0, end};
+  const int64_t first = first_splits(l, r);
+  if (item == 0) return {0, min(end, static_cast<int>(split_begin(first)))};
+  const int64_t split = splits_below(end) - item;
+  if (split < first) return {0, 0};
+  *index = split - first + 1;
+  return {static_cast<int>(split_begin(split)), min(end, static_cast<int>(split_begin(split + 1)))};
+}
+
+template <int kDim>
+constexpr int kTailStride = kDim + 8;  // floats between tails in shared memory: no bank conflicts
+
+template <int kDim, int kWarps>
+constexpr int shared_bytes() {
+  constexpr int tails = kWarps * kMmaRows * (kTailStride<kDim> * 4 + int{sizeof(Softmax)});
+  static_assert(tails <= kStages * 2 * kTileBytes<kDim>, "tails reuse the stages");
+  return kStages * 2 * kTileBytes<kDim>;
+}
+
+// The rows of one block: m = row * group + head.
+template <typename T, int kDim, int kWarps>
+class RowBlock {
+ public:
+  __device__ RowBlock(const Launch& l, const Request& r, int64_t kv_head, int64_t row, char* shared)
+      : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(shared) {
+    num_rows_ = static_cast<int>(min(r.num_rows - row, int64_t{kWarps * kMmaRows / l.group}));
+    warp_ = threadIdx.x / kWarpSize;
+    lane_ = threadIdx.x % kWarpSize;
+  }
+
+  // Folds the tile keys of one item; returns what the warp's rows have.
+  __device__ void run(int64_t item) {
+    int64_t index;
+    const int end = tile_keys(p_, r_, row_ + num_rows_);
+    const KeyRange keys = item_keys(l_, r_, item, end, &index);
+    if (keys.begin >= keys.end && l_.partials.acc != nullptr) return;
+    TileLoader<T, kDim, kWarps * kWarpSize> loader(p_, r_, kv_head_, keys.end, l_.page_shift,
+                                                   shared_address(shared_));
+    int load_key = keys.begin;
+    loader.find_pages(load_key);
+    const auto load_next = [&](int stage) {
+      if (load_key < keys.end) {
+        loader.load(load_key, stage);
+        loader.find_pages(load_key += kTile);
+      }
+      commit_copies();
+    };
+    for (int stage = 0; stage < kStages - 1; ++stage) load_next(stage);
+    read_queries();
+    WarpTile<T, kDim> tile(queries_, mul_rn(p_.scale, kInvLn2), &part_);
+    total_.clear();
+    part_.clear();
+    total_softmax_[0] = total_softmax_[1] = Softmax{};
+    int stage = 0;
+    for (int key = keys.begin; key < keys.end; key += kTile) {
+      wait_copies<kStages - 2>();
+      __syncthreads();  // the tile is there for all, and all have left the stage loaded next
+      load_next(stage == 0 ? kStages - 1 : stage - 1);
+      if (key < queries_.largest) {
+        tile.fold(key, shared_address(shared_) + stage * 2 * kTileBytes<kDim>);
+      }
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+      if (starts_split(key + kTile) || key + kTile >= keys.end) fold_part();
+    }
+    bad_from_ = loader.bad_from();
+    report_bad_pages();
+    wait_copies<0>();
+    __syncthreads();  // the stages are free
+    if (l_.partials.acc != nullptr) {
+      store_partial(index);
+    } else {
+      fold_tails();
+      store_out();
+    }
+  }
+
+  // Tails of this block's rows, a warp each: into the workspace, or for the block itself.
+  __device__ void run_tails(int first, int step) {
+    for (int i = first; i < num_rows_; i += step) {
+      Softmax* softmax = tail_softmax() + i * l_.group;
+      float* acc = tail_acc() + i * l_.group * kTailStride<kDim>;
+      int64_t stride = kTailStride<kDim>;
+      if (l_.partials.acc != nullptr) {
+        const int64_t at =
+            partial_index(l_, l_.partials.max_items, r_.row + row_ + i, kv_head_ * l_.group);
+        softmax = l_.partials.softmax + at;
+        acc = l_.partials.acc + at * kDim;
+        stride = kDim;
+      }
+      attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, kv_head_ == 0, softmax, acc,
+                           stride);
+    }
+  }
+
+ private:
+  // The (row, head) pair of this lane's low or high row.
+  struct Pair {
+    bool inside;
+    int m, head;
+    int64_t row;  // among all rows
+  };
+
+  __device__ __forceinline__ Pair pair(int half) const {
+    const int m = warp_ * kMmaRows + lane_ / 4 + half * 8;
+    const int row = m / l_.group;
+    return {row < num_rows_, m, m - row * l_.group, r_.row + row_ + row};
+  }
+
+  __device__ void read_queries() {
+    int smallest = INT32_MAX, largest = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pair at = pair(half);
+      // A row outside ends nowhere, and so never makes a step mixed.
+      int end = INT32_MAX;
+      const T* q = static_cast<const T*>(p_.q);
+      if (at.inside) {
+        end = static_cast<int>(tail_begin(p_.position[at.row]));
+        q += at.row * p_.q_row_stride + (kv_head_ * l_.group + at.head) * p_.q_head_stride;
+        smallest = min(smallest, end);
+        largest = max(largest, end);
+      }
+      queries_.end[half] = end;
+      const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane_ % 4;
+#pragma unroll
+      for (int step = 0; step < kDim / 16; ++step) {
+        queries_.q[step][half] = at.inside ? pairs[step * 8] : 0;
+        queries_.q[step][half + 2] = at.inside ? pairs[step * 8 + 4] : 0;
+      }
+    }
+    queries_.smallest = __reduce_min_sync(kFullWarp, smallest);
+    queries_.largest = __reduce_max_sync(kFullWarp, largest);
+  }
+
+  __device__ __forceinline__ void fold_part() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float scale[2];
+      if (fold(&total_softmax_[half], {part_.max[half], part_.sum[2 * half]}, scale)) {
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            total_.acc[n][i] = folded(total_.acc[n][i], part_.acc[n][i], scale);
+          }
+        }
+      }
+    }
+    part_.clear();
+  }
+
+  // Whether a page that the pair's tile keys need was bad.
+  __device__ __forceinline__ bool bad(int half) const { return bad_from_ < queries_.end[half]; }
+
+  __device__ void report_bad_pages() {
+    const bool any = (pair(0).inside && bad(0)) || (pair(1).inside && bad(1));
+    if (any && kv_head_ == 0) report_on_device(p_.sequences, r_.index, kStatusBadPage);
+  }
+
+  __device__ void store_partial(int64_t item) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pair at = pair(half);
+      if (!at.inside) continue;
+      const int64_t index = partial_index(l_, item, at.row, kv_head_ * l_.group + at.head);
+      Softmax softmax = total_softmax_[half];
+      if (bad(half)) softmax.sum = -1.0f;
+      if (lane_ % 4 == 0) l_.partials.softmax[index] = softmax;
+      float2* acc = reinterpret_cast<float2*>(l_.partials.acc + index * kDim) + lane_ % 4;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        acc[n * 4] = make_float2(total_.acc[n][2 * half], total_.acc[n][2 * half + 1]);
+      }
+    }
+  }
+
+  __device__ float* tail_acc() const { return reinterpret_cast<float*>(shared_); }
+  __device__ Softmax* tail_softmax() const {
+    return reinterpret_cast<Softmax*>(tail_acc() + kWarps * kMmaRows * kTailStride<kDim>);
+  }
+
+  __device__ void fold_tails() {
+    run_tails(warp_, kWarps);
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pair at = pair(half);
+      if (!at.inside) continue;
+      const Softmax tail = tail_softmax()[at.m];
+      float scale[2];
+      if (tail.sum < 0.0f || bad(half)) {
+        total_softmax_[half].sum = -1.0f;
+      } else if (fold(&total_softmax_[half], tail, scale)) {
+        const float2* acc =
+            reinterpret_cast<const float2*>(tail_acc() + at.m * kTailStride<kDim>) + lane_ % 4;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+          const float2 part = acc[n * 4];
+          float* total = &total_.acc[n][2 * half];
+          total[0] = folded(total[0], part.x, scale);
+          total[1] = folded(total[1], part.y, scale);
+        }
+      }
+    }
+  }
+
+  __device__ void store_out() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pair at = pair(half);
+      if (!at.inside) continue;
+      const Softmax& softmax = total_softmax_[half];
+      const bool refused = softmax.sum < 0.0f;
+      const int64_t head = kv_head_ * l_.group + at.head;
+      const float inverse = refused ? 0.0f : __frcp_rn(softmax.sum);
+      T* out = static_cast<T*>(p_.out) + at.row * p_.out_row_stride + head * p_.out_head_stride;
+      uint32_t* pairs = reinterpret_cast<uint32_t*>(out) + lane_ % 4;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        const float* acc = &total_.acc[n][2 * half];
+        pairs[n * 4] = refused ? 0 : pack_pair<T>(mul_rn(acc[0], inverse), mul_rn(acc[1], inverse));
+      }
+      if (p_.lse != nullptr && lane_ % 4 == 0) {
+        p_.lse[at.row * p_.lse_stride + head] = refused ? -INFINITY : lse_of(softmax);
+      }
+    }
+  }
+
+  const Launch& l_;
+  const TreeAttentionParams& p_;
+  const Request& r_;
+  const int64_t kv_head_, row_;
+  char* shared_;
+  int num_rows_, warp_, lane_;
+  int bad_from_;
+  Queries<kDim> queries_;
+  Fragment<kDim> part_, total_;
+  Softmax total_softmax_[2];
+};
+
+// Grid: (kv heads * row blocks, requests, items and tails).
+template <typename T, int kDim, int kWarps>
+__global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 4 ? 2 : 1)
+    attend_kernel(const __grid_constant__ Launch l) {
+  extern __shared__ __align__(128) char shared[];
+  launch_dependents();
+  const Request r = read_request(l.p, blockIdx.y);
+  if (!r.good && blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) {
+    report_on_device(l.p.sequences, r.index, kStatusBadLength);
+  }
+  const int64_t kv_head = blockIdx.x / l.row_blocks;
+  const int block_rows = kWarps * kMmaRows / l.group;
+  for (int64_t row = int64_t{blockIdx.x % l.row_blocks} * block_rows; row < r.num_rows;
+       row += int64_t{l.row_blocks} * block_rows) {
+    RowBlock<T, kDim, kWarps> block(l, r, kv_head, row, shared);
+    const int item = blockIdx.z;
+    if (item < l.partials.max_items) {
+      block.run(item);
+      __syncthreads();  // the next turn reuses shared memory
+    } else {
+      const int warp = (item - l.partials.max_items) * kWarps + threadIdx.x / kWarpSize;
+      block.run_tails(warp, (gridDim.z - l.partials.max_items) * kWarps);
+    }
+  }
+}
+
+// Folds the partials of each (row, head): a warp each. Grid: (blocks by turns, requests).
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kMergeWarps* kWarpSize)
+    merge_kernel(const __grid_constant__ Launch l) {
+  constexpr int kLaneDims = kDim / kWarpSize, kAhead = 8;
+  wait_for_prior_grid();
+  const TreeAttentionParams& p = l.p;
+  const Request r = read_request(p, blockIdx.y);
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t first = int64_t{blockIdx.x} * kMergeWarps + threadIdx.x / kWarpSize;
+  for (int64_t i = first; i < r.num_rows * p.num_heads; i += int64_t{gridDim.x} * kMergeWarps) {
+    const int64_t row = r.row + i / p.num_heads, head = i % p.num_heads;
+    const int64_t tail = partial_index(l, l.partials.max_items, row, head);
+    Softmax total;
+    float acc[kLaneDims] = {};
+    bool refused = l.partials.softmax[tail].sum < 0.0f;
+    const int64_t splits = refused ? 0 : splits_below(tail_begin(p.position[row]));
+    const int64_t first_item = first_splits(l, r);
+    const int64_t items = splits == 0 ? 0 : splits <= first_item ? 1 : splits - first_item + 1;
+    for (int64_t item = 0; item <= items; item += kAhead) {
+      Softmax part[kAhead];
+      float value[kAhead][kLaneDims];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {  // all reads before the first fold
+        if (item + a > items) break;
+        const int64_t at = item + a == items ? tail : partial_index(l, item + a, row, head);
+        part[a] = l.partials.softmax[at];
+        const float* from = l.partials.acc + at * kDim + lane * kLaneDims;
+#pragma unroll
+        for (int d = 0; d < kLaneDims; ++d) value[a][d] = from[d];
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        if (item + a > items) break;
+        float scale[2];
+        refused |= part[a].sum < 0.0f;
+        if (!fold(&total, part[a], scale)) continue;
+#pragma unroll
+        for (int d = 0; d < kLaneDims; ++d) acc[d] = folded(acc[d], value[a][d], scale);
+      }
+    }
+    const float inverse = __frcp_rn(total.sum);
+    T* out = static_cast<T*>(p.out) + row * p.out_row_stride + head * p.out_head_stride;
+#pragma unroll
+    for (int d = 0; d < kLaneDims; d += 2) {
+      const uint32_t two = pack_pair<T>(mul_rn(acc[d], inverse), mul_rn(acc[d + 1], inverse));
+      reinterpret_cast<uint32_t*>(out + lane * kLaneDims)[d / 2] = refused ? 0 : two;
+    }
+    if (p.lse != nullptr && lane == 0) {
+      p.lse[row * p.lse_stride + head] = refused ? -INFINITY : lse_of(total);
+    }
+  }
+}
+
+template <typename T, int kDim, int kWarps>
+void launch_attend(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
+  constexpr int bytes = shared_bytes<kDim, kWarps>();
+  const auto kernel = attend_kernel<T, kDim, kWarps>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "tree_attention: shared memory");
+  const int64_t block_rows = kWarps * kMmaRows / l.group;
+  const int64_t tails = l.partials.acc == nullptr ? 0 : (block_rows + kWarps - 1) / kWarps;
+  const dim3 grid(static_cast<unsigned>(l.p.num_kv_heads * plan.row_blocks),
+                  static_cast<unsigned>(l.p.sequences.num_requests),
+                  static_cast<unsigned>(l.partials.max_items + tails));
+  kernel<<<grid, kWarps * kWarpSize, bytes, stream>>>(l);
+  check_cuda(cudaGetLastError(), "tree_attention");
+}
+
+template <typename T, int kDim>
+void launch_merge(const Launch& l, cudaStream_t stream) {
+  const Sequences& s = l.p.sequences;
+  const int64_t pairs = (s.num_rows + s.num_requests - 1) / s.num_requests * l.p.num_heads;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((pairs + kMergeWarps - 1) / kMergeWarps),
+                        static_cast<unsigned>(s.num_requests));
+  config.blockDim = dim3(kMergeWarps * kWarpSize);
+  config.stream = stream;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = can_launch_early() ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, merge_kernel<T, kDim>, l), "tree_attention: merge");
+}
+
+template <typename T, int kDim>
+void launch(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
+  if (plan.warps == 4) {
+    launch_attend<T, kDim, 4>(l, plan, stream);
+  } else {
+    launch_attend<T, kDim, 8>(l, plan, stream);
+  }
+  if (l.partials.acc != nullptr) launch_merge<T, kDim>(l, stream);
+}
+
+}  // namespace
+
+void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int device,
+                         uintptr_t stream) {
+  const DeviceGuard guard(device);
+  if (p.dtype == DType::kFloat32) return tree_attention_float_cuda(p, stream);
+  const Sequences& s = p.sequences;
+  AttentionPlan plan = plan_attention({s.num_requests, s.num_rows, p.num_heads, p.num_kv_heads,
+                                       p.head_dim, s.max_pages * s.page_size});
+  const auto group = static_cast<int>(p.num_heads / p.num_kv_heads);
+  int page_shift = 0;
+  while (int64_t{1} << page_shift < s.page_size) ++page_shift;
+  Launch l{p, {}, group, static_cast<int>(plan.row_blocks), page_shift};
+  l.partials = {nullptr, nullptr, 1, 1};
+  if (workspace != nullptr && plan.max_items > 1) {
+    const int64_t partials = (plan.max_items + 1) * s.num_rows * p.num_heads;
+    auto* acc = static_cast<float*>(workspace);
+    l.partials = {acc, reinterpret_cast<Softmax*>(acc + partials * p.head_dim),
+                  static_cast<int>(plan.max_items), static_cast<int>(plan.share)};
+  }
+  dispatch_storage(p.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    if constexpr (!std::is_same_v<T, float>) {
+      if (p.head_dim == 64) return launch<T, 64>(l, plan, as_stream(stream));
+      if (p.head_dim == 128) return launch<T, 128>(l, plan, as_stream(stream));
+      throw std::invalid_argument("tree_attention: on a GPU a 16-bit head_dim is 64 or 128, got " +
+                                  std::to_string(p.head_dim));
+    }
+  });
+}
+
+}  // namespace tlt

@@ -1,0 +1,22 @@
+// How the work of a tree_attention launch is spread over blocks. Any plan gives the same bits.
+#pragma once
+
+#include <cstdint>
+
+namespace tlt {
+
+struct AttentionPlan {
+  int64_t warps;       // of a block; each owns 16 (row, head) pairs of one kv head
+  int64_t row_blocks;  // blocks that share the rows of a request, by turns
+  int64_t max_items;   // blocks that share the keys of a row block; 1: no partials
+  int64_t share;       // one over the part of a context that the first of them takes
+  int64_t workspace_bytes;
+};
+
+struct AttentionShape {
+  int64_t num_requests, num_rows, num_heads, num_kv_heads, head_dim, max_slots;
+};
+
+AttentionPlan plan_attention(const AttentionShape& shape);
+
+}  // namespace tlt

@@ -1,0 +1,259 @@
+// Tiles of keys and values: from pages to shared memory, and folded by a warp into its 16 rows.
+//
+// Fragments are those of mma.m16n8k16: lane 4 g + q holds rows g and g + 8 ("low" and "high") at
+// columns 2 q and 2 q + 1 of each 8 columns. A row below means one (row, head) pair.
+#pragma once
+
+#include "attention/canonical.cuh"
+#include "common/mma.cuh"
+
+namespace tlt {
+
+constexpr int kMmaRows = 16;
+constexpr int kTileSteps = kTile / kStep;
+static_assert(kStep == 16, "an MMA folds 16 keys");
+
+template <int kDim>
+constexpr int kTileBytes = kTile * kDim * 2;  // of keys; values follow
+
+// Byte offset of 16-byte chunk `chunk` of a key, swizzled so that ldmatrix has no bank conflicts.
+template <int kDim>
+__device__ __forceinline__ uint32_t chunk_offset(int key, int chunk) {
+  return key * (kDim * 2) + ((chunk ^ (key & 7)) << 4);
+}
+
+// Streams tiles of one kv head. Positions from `end` on, and bad pages, become zeros.
+template <typename T, int kDim, int kThreads>
+class TileLoader {
+ public:
+  __device__ TileLoader(const TreeAttentionParams& p, const Request& r, int64_t kv_head, int end,
+                        int page_shift, uint32_t shared)
+      : table_(p.sequences.block_table + r.index * p.sequences.table_stride),
+        chunk_(threadIdx.x % kChunks),
+        row_(threadIdx.x / kChunks),
+        k_{static_cast<const T*>(p.k.data) + kv_head * p.k.head_stride + chunk_ * 8,
+           p.k.page_stride, p.k.slot_stride},
+        v_{static_cast<const T*>(p.v.data) + kv_head * p.v.head_stride + chunk_ * 8,
+           p.v.page_stride, p.v.slot_stride},
+        end_(end),
+        num_pages_(static_cast<int>(min(p.sequences.num_pages, int64_t{INT32_MAX}))),
+        shared_(shared),
+        page_shift_(page_shift),
+        page_mask_((1 << page_shift) - 1) {}
+
+  // Reads the page ids of the tile at `key`, ahead of its load.
+  __device__ __forceinline__ void find_pages(int key) {
+#pragma unroll
+    for (int i = 0; i < kTileSteps; ++i) {
+      const int at = key + i * kStep;
+      const bool wanted = at < end_;
+      pages_[i] = wanted ? table_[at >> page_shift_] : -1;
+    }
+  }
+
+  // Starts the load of the tile at `key`, whose pages were found.
+  __device__ __forceinline__ void load(int key, int stage) {
+    const uint32_t to = shared_ + stage * 2 * kTileBytes<kDim>;
+#pragma unroll
+    for (int i = 0; i < kTileSteps; ++i) {
+      const int at = key + i * kStep;
+      if (at < end_ && !good(pages_[i]) && at < bad_from_) bad_from_ = at;
+    }
+#pragma unroll
+    for (int first = 0; first < kTile; first += kRowsAPass) {
+      int page = pages_[first / kStep];
+      if (kRowsAPass > kStep && row_ >= kStep) page = pages_[(first + kRowsAPass / 2) / kStep];
+      const bool valid = good(page);
+      const int row = first + row_;
+      const int offset = (key + row) & page_mask_;
+      const uint32_t place = to + chunk_offset<kDim>(row, chunk_);
+      copy_async_16(place, at(k_, valid, page, offset), valid);
+      copy_async_16(place + kTileBytes<kDim>, at(v_, valid, page, offset), valid);
+    }
+  }
+
+  // The first position whose page is bad, of the tiles loaded so far; the same in every thread.
+  __device__ __forceinline__ int bad_from() const { return bad_from_; }
+
+ private:
+  static constexpr int kChunks = kDim * 2 / 16;
+  static constexpr int kRowsAPass = kThreads / kChunks;
+  static_assert(kRowsAPass <= 2 * kStep && kTile % kRowsAPass == 0);
+
+  struct Source {
+    const T* data;  // of this thread's chunk
+    int64_t page_stride, slot_stride;
+  };
+
+  __device__ __forceinline__ bool good(int page) const { return page >= 0 && page < num_pages_; }
+
+  __device__ static __forceinline__ const T* at(const Source& s, bool valid, int64_t page,
+                                                int offset) {
+    return valid ? s.data + page * s.page_stride + offset * s.slot_stride : s.data;
+  }
+
+  const int32_t* table_;
+  const int chunk_, row_;
+  const Source k_, v_;
+  const int end_, num_pages_;
+  const uint32_t shared_;
+  const int page_shift_, page_mask_;
+  int pages_[kTileSteps];
+  int bad_from_ = INT32_MAX;
+};
+
+// What a warp folds tiles into: a partial softmax of its 16 rows since the split began.
+template <int kDim>
+struct Fragment {
+  float acc[kDim / 8][4];
+  float sum[4];  // one more column of values, all ones: sums the weights as the MMA does
+  float max[2];  // of the low and the high row
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (auto& column : acc) {
+#pragma unroll
+      for (float& x : column) x = 0.0f;
+    }
+#pragma unroll
+    for (float& x : sum) x = 0.0f;
+    max[0] = max[1] = -INFINITY;
+  }
+};
+
+// The queries of a warp's rows and how far their tile keys go.
+template <int kDim>
+struct Queries {
+  uint32_t q[kDim / 16][4];
+  int end[2];             // tail_begin of the low and the high row
+  int smallest, largest;  // over the warp's rows; largest 0: nothing to fold
+};
+
+template <typename T, int kDim>
+class WarpTile {
+ public:
+  __device__ WarpTile(const Queries<kDim>& queries, float log2_scale, Fragment<kDim>* fragment)
+      : queries_(queries), log2_scale_(log2_scale), f_(*fragment), lane_(threadIdx.x % kWarpSize) {}
+
+  // Folds the tile at position `key`, in shared memory at `keys`.
+  __device__ __forceinline__ void fold(int key, uint32_t keys) {
+    float score[kTile / 8][4];
+    scores(keys, score);
+    if (key + kTile > queries_.smallest) mask(key, score);
+    weigh(score);
+    const uint32_t values = keys + kTileBytes<kDim>;
+#pragma unroll
+    for (int step = 0; step < kTileSteps; ++step) {
+      const int at = key + step * kStep;
+      if (at >= queries_.largest) break;
+      if (at >= queries_.smallest) {
+        add_values<true>(at, step, values, score);
+      } else {
+        add_values<false>(at, step, values, score);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void scores(uint32_t keys, float (&score)[kTile / 8][4]) {
+    const int row = lane_ % 8 + lane_ / 16 * 8, chunk = lane_ / 8 % 2;
+#pragma unroll
+    for (auto& column : score) {
+#pragma unroll
+      for (float& x : column) x = 0.0f;
+    }
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+#pragma unroll
+      for (int n = 0; n < kTile / 16; ++n) {
+        uint32_t b[4];
+        load_matrices(b, keys + chunk_offset<kDim>(n * 16 + row, step * 2 + chunk));
+        mma_16816<T>(score[2 * n], queries_.q[step], b[0], b[1]);
+        mma_16816<T>(score[2 * n + 1], queries_.q[step], b[2], b[3]);
+      }
+    }
+  }
+
+  // A row's ends are multiples of kStep, so each pair of 8 columns is in or out as a whole.
+  __device__ __forceinline__ void mask(int key, float (&score)[kTile / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < kTile / 8; ++n) {
+      const int at = key + n / 2 * kStep;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (at >= queries_.end[i / 2]) score[n][i] = -INFINITY;
+      }
+    }
+  }
+
+  // Scores become weights; what was folded before is scaled to the new maximum.
+  __device__ __forceinline__ void weigh(float (&score)[kTile / 8][4]) {
+    float shrink[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float max = f_.max[half];
+#pragma unroll
+      for (int n = 0; n < kTile / 8; ++n) {
+        score[n][2 * half] = mul_rn(score[n][2 * half], log2_scale_);
+        score[n][2 * half + 1] = mul_rn(score[n][2 * half + 1], log2_scale_);
+        max = fmaxf(max, fmaxf(score[n][2 * half], score[n][2 * half + 1]));
+      }
+      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
+      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
+      const float base = finite_max(max);
+      shrink[half] = exp2_fast(add_rn(f_.max[half], -base));
+      f_.max[half] = max;
+#pragma unroll
+      for (int n = 0; n < kTile / 8; ++n) {
+        score[n][2 * half] = exp2_fast(add_rn(score[n][2 * half], -base));
+        score[n][2 * half + 1] = exp2_fast(add_rn(score[n][2 * half + 1], -base));
+      }
+    }
+    // Times one changes nothing, so all of them are skipped where no maximum moved.
+    if (__all_sync(kFullWarp, shrink[0] == 1.0f && shrink[1] == 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (auto& column : f_.acc) column[i] = mul_rn(column[i], shrink[i / 2]);
+      f_.sum[i] = mul_rn(f_.sum[i], shrink[i / 2]);
+    }
+  }
+
+  // Adds 16 keys. kMixed: some rows end before them, and keep what they have whatever the values
+  // are (a weight of zero would still spread a NaN).
+  template <bool kMixed>
+  __device__ __forceinline__ void add_values(int at, int step, uint32_t values,
+                                             const float (&score)[kTile / 8][4]) {
+    const uint32_t a[4] = {pack_pair<T>(score[2 * step][0], score[2 * step][1]),
+                           pack_pair<T>(score[2 * step][2], score[2 * step][3]),
+                           pack_pair<T>(score[2 * step + 1][0], score[2 * step + 1][1]),
+                           pack_pair<T>(score[2 * step + 1][2], score[2 * step + 1][3])};
+    const auto add = [&](float (&acc)[4], uint32_t b0, uint32_t b1) {
+      if constexpr (kMixed) {
+        float sum[4] = {acc[0], acc[1], acc[2], acc[3]};
+        mma_16816<T>(sum, a, b0, b1);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[i] = at < queries_.end[i / 2] ? sum[i] : acc[i];
+      } else {
+        mma_16816<T>(acc, a, b0, b1);
+      }
+    };
+    const uint32_t ones = pack_pair<T>(1.0f, 1.0f);
+    add(f_.sum, ones, ones);
+    const int row = step * kStep + lane_ % 16;
+#pragma unroll
+    for (int n = 0; n < kDim / 16; ++n) {
+      uint32_t b[4];
+      load_matrices_transposed(b, values + chunk_offset<kDim>(row, n * 2 + lane_ / 16));
+      add(f_.acc[2 * n], b[0], b[1]);
+      add(f_.acc[2 * n + 1], b[2], b[3]);
+    }
+  }
+
+  const Queries<kDim>& queries_;
+  const float log2_scale_;
+  Fragment<kDim>& f_;
+  const int lane_;
+};
+
+}  // namespace tlt
