@@ -1,7 +1,12 @@
 """What the tests share: tolerances, random inputs, comparisons."""
 
+import functools
+from typing import Any
+
 import pytest
 import torch
+
+import tlt_ext
 
 # Largest ||out - reference|| / ||reference|| by dtype; the reference is float64 on the same inputs.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -67,3 +72,36 @@ def assert_law(tokens: torch.Tensor, law: torch.Tensor) -> None:
     counts = torch.bincount(tokens.flatten().long(), minlength=len(law))
     assert len(counts) == len(law), f"an id past the law: {len(counts) - 1}"
     assert chi_square_p(counts, law) > 1e-3, f"{counts.tolist()} for {(law * len(tokens)).tolist()}"
+
+
+class Ops:
+    """The ops of `tlt_ext` on a device, called with CPU tensors: `Ops("cuda").append_kv(**case)`.
+
+    The tensors go to the device with their strides and shared storage, and then hold what the op
+    wrote.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._call, getattr(tlt_ext, name))
+
+    def _call(self, op: Any, *args: Any, **options: Any) -> None:
+        storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def move(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in storages:
+                whole = torch.empty(0, dtype=x.dtype).set_(storage)
+                storages[storage.data_ptr()] = whole, whole.to(self.device)
+            whole = storages[storage.data_ptr()][1]
+            return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+        if self.device == "cpu":
+            return op(*args, **options)
+        op(*map(move, args), **{name: move(x) for name, x in options.items()})
+        for whole, moved in storages.values():
+            whole.copy_(moved)

@@ -71,6 +71,14 @@ __device__ __forceinline__ Request read_request(const TreeAttentionParams& p, in
   return r;
 }
 
+// Whether a row's position and slot go together and lie in the table.
+__device__ __forceinline__ bool well_placed(const TreeAttentionParams& p, const Request& r,
+                                            int64_t row, int64_t position) {
+  const int64_t slot = r.slot + row, depth = position - r.context;
+  if (slot < 0 || slot >= p.sequences.max_pages * p.sequences.page_size) return false;
+  return p.ancestors == nullptr ? position == slot : 0 <= depth && depth <= kMaxDepth;
+}
+
 // Tile keys that some row of a block of rows ending before `row_end` may have. Every one of them
 // is committed or, in a chain, the slot of an earlier row; none is past the table.
 __device__ __forceinline__ int tile_keys(const TreeAttentionParams& p, const Request& r,

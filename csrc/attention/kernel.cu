@@ -171,11 +171,12 @@ class RowBlock {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
-      // A row outside ends nowhere, and so never makes a step mixed.
-      int end = INT32_MAX;
+      int end = kNoRow;
       const T* q = static_cast<const T*>(p_.q);
-      if (at.inside) {
-        end = static_cast<int>(tail_begin(p_.position[at.row]));
+      const int position = at.inside ? p_.position[at.row] : 0;
+      const bool good = at.inside && well_placed(p_, r_, at.row - r_.row, position);
+      if (good) {
+        end = static_cast<int>(tail_begin(position));
         q += at.row * p_.q_row_stride + (kv_head_ * l_.group + at.head) * p_.q_head_stride;
         smallest = min(smallest, end);
         largest = max(largest, end);
@@ -184,8 +185,8 @@ class RowBlock {
       const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane_ % 4;
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
-        queries_.q[step][half] = at.inside ? pairs[step * 8] : 0;
-        queries_.q[step][half + 2] = at.inside ? pairs[step * 8 + 4] : 0;
+        queries_.q[step][half] = good ? pairs[step * 8] : 0;
+        queries_.q[step][half + 2] = good ? pairs[step * 8 + 4] : 0;
       }
     }
     queries_.smallest = __reduce_min_sync(kFullWarp, smallest);
@@ -210,7 +211,9 @@ class RowBlock {
   }
 
   // Whether a page that the pair's tile keys need was bad.
-  __device__ __forceinline__ bool bad(int half) const { return bad_from_ < queries_.end[half]; }
+  __device__ __forceinline__ bool bad(int half) const {
+    return queries_.end[half] != kNoRow && bad_from_ < queries_.end[half];
+  }
 
   __device__ void report_bad_pages() {
     const bool any = (pair(0).inside && bad(0)) || (pair(1).inside && bad(1));

@@ -20,15 +20,12 @@ __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, c
                                                  int64_t row, int lane, TailKey* key) {
   const Sequences& s = p.sequences;
   const int64_t position = p.position[r.row + row], own_slot = r.slot + row;
-  if (own_slot < 0 || position < 0) return kStatusBadLength;
+  if (!well_placed(p, r, row, position)) return kStatusBadLength;
   key->begin = tail_begin(position);
   key->count = static_cast<int>(position - key->begin) + 1;
   int64_t slot = key->begin + lane;
-  if (p.ancestors == nullptr) {
-    if (position != own_slot) return kStatusBadLength;
-  } else {
+  if (p.ancestors != nullptr) {
     const int64_t depth = position - r.context;
-    if (depth < 0 || depth > kMaxDepth) return kStatusBadLength;
     const uint8_t* ancestors = p.ancestors + (r.row + row) * p.ancestor_stride;
     const int ancestor = lane < depth ? ancestors[lane] : 0;
     const int before = __shfl_up_sync(kFullWarp, ancestor, 1);

@@ -121,6 +121,10 @@ struct Fragment {
   }
 };
 
+// The end of a row that is not there or not well placed: it never makes a step mixed, and its
+// results are not used.
+constexpr int kNoRow = INT32_MAX;
+
 // The queries of a warp's rows and how far their tile keys go.
 template <int kDim>
 struct Queries {

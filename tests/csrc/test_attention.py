@@ -55,7 +55,7 @@ def make_case(
     }
 
 
-def attend(case, **changes):
+def attend(ops, case, **changes):
     """Runs the op; returns out, lse and status."""
     q = case["q"]
     outputs = {
@@ -64,12 +64,12 @@ def attend(case, **changes):
         "status": torch.zeros(len(case["row_start"]) - 1, dtype=torch.int32),
     }
     args = {**outputs, **case, **changes}
-    tlt_ext.tree_attention(**args)
+    ops.tree_attention(**args)
     return args["out"], args["lse"], args["status"]
 
 
-def check(case, **changes):
-    out, lse, status = attend(case, **changes)
+def check(ops, case, **changes):
+    out, lse, status = attend(ops, case, **changes)
     expected, expected_lse = reference.tree_attention(**{**case, **changes})
     assert not status.any()
     kit.assert_close(out, expected)
@@ -82,33 +82,33 @@ def check(case, **changes):
 @pytest.mark.parametrize(
     ("heads", "head_dim"), [((3, 3), 8), ((9, 3), 64), ((8, 1), 24), ((10, 2), 128), ((2, 2), 256)]
 )
-def test_equals_reference_on_odd_shapes(heads, head_dim, page_size, tree):
+def test_equals_reference_on_odd_shapes(ops, heads, head_dim, page_size, tree):
     case = make_case(
         [0, 33, 7, 128], [5, 9, 0, 17], page_size=page_size, heads=heads, head_dim=head_dim,
         tree=tree,
     )  # fmt: skip
-    check(case)
+    check(ops, case)
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("tree", [True, False])
-def test_equals_reference_at_the_edges_of_row_counts(dtype, tree):
+def test_equals_reference_at_the_edges_of_row_counts(ops, dtype, tree):
     """Fault 27: 31, 32, 33, 63, 64, 65, 128 rows a request; fault 32: none at all."""
     contexts = [3, 0, 1, 31, 32, 33, 64, 5, 17]
-    check(make_case(contexts, EDGE_ROWS, page_size=16, dtype=dtype, tree=tree))
+    check(ops, make_case(contexts, EDGE_ROWS, page_size=16, head_dim=64, dtype=dtype, tree=tree))
 
 
 @pytest.mark.parametrize("tree", [True, False])
-def test_slot_base_places_later_levels(tree):
+def test_slot_base_places_later_levels(ops, tree):
     """A drafter's later level: its rows lie behind the earlier levels, their ancestors."""
-    check(make_case([20, 0, 41], [4, 8, 1], bases=[4, 12, 0], tree=tree))
+    check(ops, make_case([20, 0, 41], [4, 8, 1], bases=[4, 12, 0], tree=tree))
 
 
-def test_scale_is_a_factor_of_the_scores():
-    check(make_case([9], [3]), scale=0.5)
+def test_scale_is_a_factor_of_the_scores(ops):
+    check(ops, make_case([9], [3]), scale=0.5)
 
 
-def test_strided_arrays():
+def test_strided_arrays(ops):
     """q, out, lse, ancestors and both caches inside larger arrays full of NaN."""
     case = make_case([21, 4], [7, 3], heads=(6, 2), head_dim=24)
 
@@ -120,18 +120,18 @@ def test_strided_arrays():
 
     names = ("q", "k_cache", "v_cache", "ancestors", "block_table")
     strided = {name: inside(case[name]) for name in names}
-    expected = attend(case)
+    expected = attend(ops, case)
     out, lse, status = attend(
-        case, out=inside(torch.zeros_like(case["q"])), lse=inside(expected[1] * 0), **strided
+        ops, case, out=inside(torch.zeros_like(case["q"])), lse=inside(expected[1] * 0), **strided
     )
     assert not status.any()
     assert kit.same_bits(out, expected[0]) and kit.same_bits(lse, expected[1])
 
 
-def test_v_cache_may_have_other_strides_than_k_cache():
+def test_v_cache_may_have_other_strides_than_k_cache(ops):
     case = make_case([21], [7])
     v = case["v_cache"].transpose(1, 2).contiguous().transpose(1, 2)
-    assert kit.same_bits(attend(case, v_cache=v)[0], attend(case)[0])
+    assert kit.same_bits(attend(ops, case, v_cache=v)[0], attend(ops, case)[0])
 
 
 def path_case(context, length, slots, *, rows, neighbours, dtype, seed=3):
@@ -140,7 +140,8 @@ def path_case(context, length, slots, *, rows, neighbours, dtype, seed=3):
     Of `length` keys the first `context` are committed; key context + i lies at in-flight slot
     slots[i]. Returns the case and the index of the path's last row.
     """
-    kv_heads, head_dim, page_size = 2, 64, 5
+    kv_heads, head_dim = 2, 64
+    page_size = 5 if dtype == torch.float32 else 16
     contexts, counts = [context, *([11] * neighbours)], [rows, *([3] * neighbours)]
     case = make_case(
         contexts, counts, page_size=page_size, heads=(6, kv_heads), head_dim=head_dim,
@@ -162,10 +163,10 @@ def path_case(context, length, slots, *, rows, neighbours, dtype, seed=3):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 31, 32, 33, 34, 48, 63, 64, 65, 97, 129, 200])
-def test_a_row_depends_on_its_keys_in_position_order_alone(length, dtype):
+def test_a_row_depends_on_its_keys_in_position_order_alone(ops, length, dtype):
     """Permuted slots, rejected siblings between, other committed lengths and other neighbours."""
     alone, row = path_case(length - 1, length, [0], rows=1, neighbours=0, dtype=dtype)
-    out, lse, status = attend(alone, ancestors=None)  # plain decoding of one row
+    out, lse, status = attend(ops, alone, ancestors=None)  # plain decoding of one row
     assert not status.any()
     expected = out[row], lse[row]
     draw = kit.generator(length)
@@ -175,20 +176,21 @@ def test_a_row_depends_on_its_keys_in_position_order_alone(length, dtype):
             case, row = path_case(
                 length - in_flight, length, slots, rows=rows, neighbours=in_flight % 3, dtype=dtype
             )
-            out, lse, status = attend(case)
+            out, lse, status = attend(ops, case)
             assert not status.any()
             assert kit.same_bits(out[row], expected[0]), (in_flight, slots)
             assert kit.same_bits(lse[row], expected[1])
 
 
-def test_prefill_in_any_chunks_equals_decoding_one_by_one():
+def test_prefill_in_any_chunks_equals_decoding_one_by_one(ops):
     whole = make_case([0], [75], tree=False, heads=(6, 2), head_dim=64)
-    expected, _, _ = attend(whole)
+    expected, _, _ = attend(ops, whole)
     for chunk in (1, 7, 8, 32):
         out = torch.full_like(expected, float("nan"))
         for start in range(0, 75, chunk):
             rows = slice(start, min(75, start + chunk))
             attend(
+                ops,
                 whole,
                 q=whole["q"][rows],
                 out=out[rows],
@@ -200,44 +202,44 @@ def test_prefill_in_any_chunks_equals_decoding_one_by_one():
         assert kit.same_bits(out, expected)
 
 
-def test_a_request_equals_a_batch_of_one():
+def test_a_request_equals_a_batch_of_one(ops):
     case = make_case([40, 3, 77], [12, 1, 20])
-    expected, _, _ = attend(case)
+    expected, _, _ = attend(ops, case)
     for request in range(3):
         begin, end = case["row_start"][request : request + 2].tolist()
         alone = {name: case[name][begin:end] for name in ("q", "position", "ancestors")}
         alone |= {n: case[n][request : request + 1] for n in ("context_len", "block_table")}
         alone["row_start"] = torch.tensor([0, end - begin], dtype=torch.int32)
-        out, _, _ = attend(case | alone)
+        out, _, _ = attend(ops, case | alone)
         assert kit.same_bits(out, expected[begin:end])
 
 
-def test_threads_do_not_change_bits():
+def test_threads_do_not_change_bits(ops):
     case = make_case([700, 900], [16, 64], heads=(8, 2), head_dim=64, page_size=16)
     threads = tlt_ext.num_threads()
     try:
         tlt_ext.set_num_threads(1)
-        expected, _, _ = attend(case)
+        expected, _, _ = attend(ops, case)
         tlt_ext.set_num_threads(3)
-        assert kit.same_bits(attend(case)[0], expected)
+        assert kit.same_bits(attend(ops, case)[0], expected)
     finally:
         tlt_ext.set_num_threads(threads)
 
 
-def test_padded_rows_and_requests_are_inert():
+def test_padded_rows_and_requests_are_inert(ops):
     """Fault 26: a bucket larger than the batch; fault 25: no request at all."""
     case = make_case([6, 9, 2], [3, 2, 4])
-    expected, _, _ = attend(case)
+    expected, _, _ = attend(ops, case)
     starts = torch.tensor([0, 3, 5, 5], dtype=torch.int32)  # the last request became empty
     bad = case["block_table"].clone()
     bad[2] = -7
     case["context_len"][2] = 2**31 - 1
-    out, _, status = attend(case, row_start=starts, block_table=bad)
+    out, _, status = attend(ops, case, row_start=starts, block_table=bad)
     assert not status.any()
     assert kit.same_bits(out[:5], expected[:5])
     assert out[5:].isnan().all()
     empty = {name: case[name][:0] for name in ("context_len", "block_table")}
-    out, _, _ = attend(case | empty | {"row_start": starts[:1]})
+    out, _, _ = attend(ops, case | empty | {"row_start": starts[:1]})
     assert out.isnan().all()
 
 
@@ -246,85 +248,85 @@ def zeroed(out, lse):
 
 
 @pytest.mark.parametrize("page", [-1, 2**31 - 1, -(2**31)])
-def test_a_garbage_page_that_is_needed_is_reported(page):
+def test_a_garbage_page_that_is_needed_is_reported(ops, page):
     case = make_case([12, 12], [3, 3], page_size=4)
-    expected, _, _ = attend(case)
+    expected, _, _ = attend(ops, case)
     case["block_table"][1, 1] = page
-    out, lse, status = attend(case)
+    out, lse, status = attend(ops, case)
     assert status.tolist() == [Status.OK, Status.BAD_PAGE]
     assert zeroed(out, lse) == [False] * 3 + [True] * 3
     assert kit.same_bits(out[:3], expected[:3])
 
 
-def test_a_garbage_page_hurts_only_rows_that_need_it():
+def test_a_garbage_page_hurts_only_rows_that_need_it(ops):
     case = make_case([4], [8], page_size=4)
     case["position"][:] = 4  # eight roots
     case["block_table"][0, 2] = -1
-    out, lse, status = attend(case)
+    out, lse, status = attend(ops, case)
     assert status.tolist() == [Status.BAD_PAGE]
     assert zeroed(out, lse) == [False] * 4 + [True] * 4
 
 
 @pytest.mark.parametrize("context", [-1, 41, 2**31 - 1])
-def test_lengths_past_the_table_are_reported(context):
+def test_lengths_past_the_table_are_reported(ops, context):
     case = make_case([12, 12], [3, 3], page_size=4)
     case["context_len"][0] = context
     case["position"][:3] = context
-    out, lse, status = attend(case)
+    out, lse, status = attend(ops, case)
     assert status.tolist() == [Status.BAD_LENGTH, Status.OK]
     assert zeroed(out, lse) == [True] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize("base", [-1, 2**31 - 1])
-def test_slot_base_past_the_table_is_reported(base):
+def test_slot_base_past_the_table_is_reported(ops, base):
     case = make_case([12], [3], bases=[0])
-    out, lse, status = attend(case, slot_base=torch.tensor([base], dtype=torch.int32))
+    out, lse, status = attend(ops, case, slot_base=torch.tensor([base], dtype=torch.int32))
     assert status.tolist() == [Status.BAD_LENGTH] and all(zeroed(out, lse))
 
 
-def test_positions_outside_the_request_are_reported():
+def test_positions_outside_the_request_are_reported(ops):
     case = make_case([12], [3])
     case["position"][:] = torch.tensor([12, 11, 12 + 17])
-    out, lse, status = attend(case)
+    out, lse, status = attend(ops, case)
     assert status.tolist() == [Status.BAD_LENGTH]
     assert zeroed(out, lse) == [False, True, True]
     chain = make_case([12], [3], tree=False)
     chain["position"][1] += 1
-    out, lse, status = attend(chain)
+    out, lse, status = attend(ops, chain)
     assert status.tolist() == [Status.BAD_LENGTH]
     assert zeroed(out, lse) == [False, True, False]
 
 
-def test_ancestors_that_do_not_rise_to_the_row_are_reported():
+def test_ancestors_that_do_not_rise_to_the_row_are_reported(ops):
     """Fault 9: a row that is its own ancestor, a later row, a repeated one."""
     case = make_case([12], [5])
     case["position"][:] = torch.tensor([12, 13, 13, 14, 14])
     case["ancestors"][:, :2] = torch.tensor([[9, 9], [1, 9], [200, 9], [1, 1], [0, 1]])
-    out, lse, status = attend(case)
+    out, lse, status = attend(ops, case)
     assert status.tolist() == [Status.BAD_TREE]
     assert zeroed(out, lse) == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize("row_start", [[0, 5, 3], [-1, 2, 6], [0, 3, 7]])
-def test_row_start_outside_the_rows_is_reported(row_start):
+def test_row_start_outside_the_rows_is_reported(ops, row_start):
     case = make_case([12, 12], [3, 3])
-    _, _, status = attend(case, row_start=torch.tensor(row_start, dtype=torch.int32))
+    _, _, status = attend(ops, case, row_start=torch.tensor(row_start, dtype=torch.int32))
     assert (status == Status.BAD_LENGTH).any()
 
 
-def test_status_bits_are_ored():
+def test_status_bits_are_ored(ops):
     case = make_case([12], [3])
     status = torch.tensor([int(Status.NAN_LOGITS)], dtype=torch.int32)
     case["block_table"][0, 0] = -1
-    attend(case, status=status)
+    attend(ops, case, status=status)
     assert status.tolist() == [Status.NAN_LOGITS | Status.BAD_PAGE]
 
 
-def test_nan_in_a_needed_key_or_value_stays_visible():
+def test_nan_in_a_needed_key_or_value_stays_visible(ops):
     for name in ("k_cache", "v_cache"):
         case = make_case([12], [3], page_size=4)
         case[name][case["block_table"][0, 1], 2] = float("nan")
-        out, _, _ = attend(case)
+        out, _, _ = attend(ops, case)
         assert out.isnan().all()
 
 
@@ -365,7 +367,7 @@ def test_nan_in_a_needed_key_or_value_stays_visible():
 )
 def test_checks_its_arguments(changes, error, match):
     with pytest.raises(error, match="tree_attention: " + match):
-        attend(make_case([12], [3]), **changes)
+        attend(kit.Ops("cpu"), make_case([12], [3]), **changes)
 
 
 @pytest.mark.parametrize(
@@ -379,4 +381,4 @@ def test_checks_its_arguments(changes, error, match):
 def test_checks_the_cache_shape(shape, match):
     cache = torch.zeros(shape)
     with pytest.raises(ValueError, match="tree_attention: k_cache: expected " + match):
-        attend(make_case([12], [3]), k_cache=cache, v_cache=cache)
+        attend(kit.Ops("cpu"), make_case([12], [3]), k_cache=cache, v_cache=cache)

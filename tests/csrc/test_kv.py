@@ -45,7 +45,7 @@ def append_case(contexts, rows, *, page_size=5, heads=(6, 2), head_dim=16, dtype
     }
 
 
-def check_append(case):
+def check_append(ops, case):
     """Runs the op; compares q and every slot of the caches, untouched ones included."""
     names = ("num_heads", "num_kv_heads", "q_norm", "k_norm", "eps")
     options = {name: case[name] for name in names if name in case}
@@ -58,7 +58,7 @@ def check_append(case):
             *_, slot = reference.row_slots(row, request, **chain, slot_base=case.get("slot_base"))
             where = reference.places(case["block_table"], request, [slot], k_expected.shape[1])
             k_expected[where], v_expected[where] = k[row], v[row]
-    tlt_ext.append_kv(**case)
+    ops.append_kv(**case)
     assert not case["status"].any()
     kit.assert_close(case["q_out"], q)
     for cache, expected in ((case["k_cache"], k_expected), (case["v_cache"], v_expected)):
@@ -69,39 +69,40 @@ def check_append(case):
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("page_size", [1, 5, 16, 128])
 @pytest.mark.parametrize(("heads", "head_dim"), [((1, 1), 8), ((9, 3), 64), ((8, 1), 256)])
-def test_append_kv_equals_reference(heads, head_dim, page_size, dtype):
+def test_append_kv_equals_reference(ops, heads, head_dim, page_size, dtype):
     """Fault 32: an empty request and an empty context among them."""
     contexts, rows = [0, 33, 7, 1], [5, 9, 0, 1]
     check_append(
+        ops,
         append_case(
             contexts, rows, page_size=page_size, heads=heads, head_dim=head_dim, dtype=dtype
-        )
+        ),
     )
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_append_kv_norms_heads_first(dtype):
+def test_append_kv_norms_heads_first(ops, dtype):
     case = append_case([3, 0], [4, 2], head_dim=64, dtype=dtype)
     norms = {f"{x}_norm": 1 + kit.randn(64, seed=i, dtype=dtype) for i, x in enumerate("qk")}
-    check_append(case | norms | {"eps": 1e-3})
+    check_append(ops, case | norms | {"eps": 1e-3})
 
 
-def test_append_kv_may_norm_one_of_the_two():
+def test_append_kv_may_norm_one_of_the_two(ops):
     case = append_case([3, 0], [4, 2])
-    check_append(case | {"k_norm": 1 + kit.randn(16, seed=0)})
+    check_append(ops, case | {"k_norm": 1 + kit.randn(16, seed=0)})
 
 
-def test_append_kv_with_slot_base():
+def test_append_kv_with_slot_base(ops):
     case = append_case([3, 10], [4, 2])
-    check_append(case | {"slot_base": ints(6, 0)})
+    check_append(ops, case | {"slot_base": ints(6, 0)})
 
 
-def test_append_kv_positions_may_repeat_in_a_tree():
+def test_append_kv_positions_may_repeat_in_a_tree(ops):
     case = append_case([3, 10], [4, 2])
-    check_append(case | {"position": ints(3, 4, 4, 5, 10, 11)})
+    check_append(ops, case | {"position": ints(3, 4, 4, 5, 10, 11)})
 
 
-def test_append_kv_strided_and_in_place():
+def test_append_kv_strided_and_in_place(ops):
     """qkv rows inside a larger array, q_out the q part of qkv, caches with strides of their own."""
     plain = append_case([3, 10], [4, 2])
     case = dict(plain)
@@ -111,23 +112,23 @@ def test_append_kv_strided_and_in_place():
     case["k_cache"] = torch.full((pages, 2, 5, 20), NAN)[..., :16].transpose(1, 2)
     case["v_cache"] = torch.full((pages, 5, 4, 16), NAN)[:, :, ::2]
     case["cos_sin"] = torch.full((14, 20), NAN)[:, :16].copy_(plain["cos_sin"])
-    tlt_ext.append_kv(**plain)
-    tlt_ext.append_kv(**case)
+    ops.append_kv(**plain)
+    ops.append_kv(**case)
     assert kit.same_bits(case["q_out"], plain["q_out"])
     for name in ("k_cache", "v_cache"):
         assert kit.same_bits(case[name], plain[name])
 
 
-def test_append_kv_row_equals_a_batch_of_one():
+def test_append_kv_row_equals_a_batch_of_one(ops):
     case = append_case([3, 10], [4, 2], head_dim=64)
-    tlt_ext.append_kv(**case)
+    ops.append_kv(**case)
     for row in range(6):
         request = int(row >= 4)
         alone = append_case([3, 10], [4, 2], head_dim=64)
         alone |= {name: alone[name][row : row + 1] for name in ("qkv", "q_out", "position")}
         alone |= {n: alone[n][request : request + 1] for n in ("block_table", "status")}
         alone |= {"context_len": alone["position"].clone(), "row_start": ints(0, 1)}
-        tlt_ext.append_kv(**alone)
+        ops.append_kv(**alone)
         assert kit.same_bits(alone["q_out"][0], case["q_out"][row])
         slot = int(alone["position"][0])
         where = reference.places(case["block_table"], request, [slot], 5)
@@ -135,17 +136,17 @@ def test_append_kv_row_equals_a_batch_of_one():
             assert kit.same_bits(alone[name][where], case[name][where])
 
 
-def test_append_kv_leaves_padded_rows_alone():
+def test_append_kv_leaves_padded_rows_alone(ops):
     """Fault 26: rows past row_start's end; fault 25: no request at all."""
     case = append_case([3, 10], [4, 2])
     case["row_start"][:] = ints(0, 4, 4)
     case["block_table"][1] = -7
     case["position"][4:] = 2**31 - 1
-    tlt_ext.append_kv(**case)
+    ops.append_kv(**case)
     assert not case["status"].any()
     assert case["q_out"][4:].isnan().all() and not case["q_out"][:4].isnan().any()
     names = ("context_len", "block_table", "status")
-    tlt_ext.append_kv(**case | {n: case[n][:0] for n in names} | {"row_start": ints(0)})
+    ops.append_kv(**case | {n: case[n][:0] for n in names} | {"row_start": ints(0)})
 
 
 @pytest.mark.parametrize(
@@ -162,11 +163,11 @@ def test_append_kv_leaves_padded_rows_alone():
         ("block_table", (0, 0), 2**31 - 1, Status.BAD_PAGE),
     ],
 )
-def test_append_kv_reports_and_skips_bad_rows(name, index, value, status):
+def test_append_kv_reports_and_skips_bad_rows(ops, name, index, value, status):
     case = append_case([3, 10], [1, 2]) | {"slot_base": ints(0, 0)}
     case["cos_sin"] = rope_table(14, 16)
     case[name][index] = value
-    tlt_ext.append_kv(**case)
+    ops.append_kv(**case)
     assert case["status"].tolist() == [status, Status.OK]
     assert (case["q_out"][0] == 0).all() and not case["q_out"].isnan().any()
     written = ~case["k_cache"].isnan().all(-1).all(-1)
@@ -175,9 +176,9 @@ def test_append_kv_reports_and_skips_bad_rows(name, index, value, status):
 
 
 @pytest.mark.parametrize("row_start", [[0, 5, 3], [-1, 4, 6], [0, 4, 7]])
-def test_append_kv_reports_row_start_outside_the_rows(row_start):
+def test_append_kv_reports_row_start_outside_the_rows(ops, row_start):
     case = append_case([3, 10], [4, 2])
-    tlt_ext.append_kv(**case | {"row_start": ints(*row_start)})
+    ops.append_kv(**case | {"row_start": ints(*row_start)})
     assert (case["status"] == Status.BAD_LENGTH).any()
 
 
@@ -249,9 +250,9 @@ def expected_commit(case):
     return reference.commit_path(**{name: case[name] for name in case if name != "status"})
 
 
-def check_commit(case):
+def check_commit(ops, case):
     expected = expected_commit(case)
-    tlt_ext.commit_path(**case)
+    ops.commit_path(**case)
     assert not case["status"].any()
     names = ("k_cache", "v_cache", "features", "context_len")
     for name, want in zip(names, expected, strict=True):
@@ -260,55 +261,55 @@ def check_commit(case):
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("page_size", [1, 5, 16, 128])
-def test_commit_path_keeps_the_paths_rows(page_size, dtype):
+def test_commit_path_keeps_the_paths_rows(ops, page_size, dtype):
     """Fault 28: off the first branch, so the rows kept are not the first ones; the moves overlap.
 
     Requests that keep one row, none at all and (fault 32) have no rows are among them.
     """
     paths = [[0, 2, 3, 5, 11], [0], [], [0, 1, 2, 7], []]
-    check_commit(commit_case([4, 33, 2, 0, 6], [12, 3, 4, 8, 0], paths, page_size=page_size,
+    check_commit(ops, commit_case([4, 33, 2, 0, 6], [12, 3, 4, 8, 0], paths, page_size=page_size,
                              dtype=dtype))  # fmt: skip
 
 
-def test_commit_path_keeps_the_last_accepted_row():
+def test_commit_path_keeps_the_last_accepted_row(ops):
     """Fault 29: every draft is accepted, and the deepest row's KV and feature stay with it."""
     case = commit_case([4], [17], [list(range(17))])
     last = reference.places(case["block_table"], 0, [4 + 16], 5)
     key = case["k_cache"][:, last[0], last[1]].clone()
-    check_commit(case)
+    check_commit(ops, case)
     assert case["context_len"].tolist() == [21]
     assert kit.same_bits(case["k_cache"][:, last[0], last[1]], key)
     assert kit.same_bits(case["features"][last][0], case["feature_rows"][16])
 
 
-def test_commit_path_after_a_walk_reads_the_accepted_keys():
+def test_commit_path_after_a_walk_reads_the_accepted_keys(ops):
     """Appended tree rows, then a commit: the cache equals one filled by the accepted text alone."""
     tree = append_case([6], [5]) | {"position": ints(6, 7, 7, 8, 8)}
-    tlt_ext.append_kv(**tree)
+    ops.append_kv(**tree)
     args = (tree["row_start"], ints(0, 2, 4)[None], ints(3), tree["context_len"])
     tail = (tree["block_table"], tree["status"])
     caches = [tree[name].unsqueeze(0) for name in ("k_cache", "v_cache")]
-    tlt_ext.commit_path(*caches, None, None, *args, *tail)
+    ops.commit_path(*caches, None, None, *args, *tail)
     text = append_case([6], [5])
     text |= {name: tree[name] for name in ("block_table", "cos_sin")}
     text |= {"qkv": tree["qkv"][[0, 2, 4]], "q_out": text["q_out"][:3], "row_start": ints(0, 3)}
-    tlt_ext.append_kv(**text | {"position": ints(6, 7, 8)})
+    ops.append_kv(**text | {"position": ints(6, 7, 8)})
     where = reference.places(tree["block_table"], 0, range(6, 9), 5)
     for name in ("k_cache", "v_cache"):
         assert kit.same_bits(tree[name][where], text[name][where])
     assert tree["context_len"].tolist() == [9]
 
 
-def test_commit_path_without_features():
+def test_commit_path_without_features(ops):
     case = commit_case([4], [6], [[0, 3, 4]])
     expected = expected_commit(case)
     case |= {"features": None, "feature_rows": None}
-    tlt_ext.commit_path(**case)
+    ops.commit_path(**case)
     assert kit.same_bits(case["k_cache"], expected[0])
     assert case["context_len"].tolist() == [7]
 
 
-def test_commit_path_strided():
+def test_commit_path_strided(ops):
     plain = commit_case([4], [6], [[0, 3, 4]])
     strided = dict(plain)
     strided["context_len"] = plain["context_len"].clone()
@@ -318,8 +319,8 @@ def test_commit_path_strided():
     for name in ("features", "feature_rows"):
         wide = torch.full((*plain[name].shape[:-1], 11), NAN, dtype=torch.bfloat16)
         strided[name] = wide[..., 2:9].copy_(plain[name])
-    check_commit(strided)
-    tlt_ext.commit_path(**plain)
+    check_commit(ops, strided)
+    ops.commit_path(**plain)
     for name in ("k_cache", "v_cache", "features"):
         assert kit.same_bits(strided[name], plain[name])
 
@@ -341,12 +342,12 @@ def test_commit_path_strided():
         ("block_table", (0, 1), 2**31 - 1, Status.BAD_PAGE),
     ],
 )
-def test_commit_path_reports_and_leaves_a_bad_request_untouched(name, index, value, status):
+def test_commit_path_reports_and_leaves_a_bad_request_untouched(ops, name, index, value, status):
     case = commit_case([4, 8], [6, 3], [[0, 2, 3], [0, 2]])
     pages = case["block_table"][0, :2].tolist()
     case[name][index] = value
     before = {n: case[n].clone() for n in ("k_cache", "v_cache", "features", "context_len")}
-    tlt_ext.commit_path(**case)
+    ops.commit_path(**case)
     assert case["status"].tolist() == [status, Status.OK]
     assert case["context_len"].tolist() == [int(before["context_len"][0]), 10]
     for n in ("k_cache", "v_cache"):
@@ -354,10 +355,10 @@ def test_commit_path_reports_and_leaves_a_bad_request_untouched(name, index, val
     assert kit.same_bits(case["features"][pages], before["features"][pages])
 
 
-def test_commit_path_without_requests():
+def test_commit_path_without_requests(ops):
     case = commit_case([4], [6], [[0]])
     names = ("path", "num_emitted", "context_len", "block_table", "status")
-    tlt_ext.commit_path(**case | {n: case[n][:0] for n in names} | {"row_start": ints(0)})
+    ops.commit_path(**case | {n: case[n][:0] for n in names} | {"row_start": ints(0)})
 
 
 @pytest.mark.parametrize(
@@ -404,28 +405,28 @@ def test_commit_path_needs_a_page_size():
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("shape", [(3, 7, 5, 2, 8), (1, 7, 3), (2, 7, 5, 9)])
-def test_copy_pages_equals_reference(shape, dtype):
+def test_copy_pages_equals_reference(ops, shape, dtype):
     cache = kit.randn(*shape, seed=0, dtype=dtype)
     expected = reference.copy_pages(cache, [3, 3, 0], [5, 6, 1])
-    tlt_ext.copy_pages(cache, ints(3, 3, 0), ints(5, 6, 1))
+    ops.copy_pages(cache, ints(3, 3, 0), ints(5, 6, 1))
     assert kit.same_bits(cache, expected)
 
 
-def test_copy_pages_strided_over_layers_and_pages():
+def test_copy_pages_strided_over_layers_and_pages(ops):
     larger = kit.randn(4, 14, 5, 2, 8, seed=0)
     view, expected = larger[1:3, ::2], larger.clone()
     expected[1:3, 8] = expected[1:3, 4]
-    tlt_ext.copy_pages(view, ints(2), ints(4))
+    ops.copy_pages(view, ints(2), ints(4))
     assert kit.same_bits(larger, expected)
 
 
-def test_copy_pages_skips_padding_and_empty_lists():
+def test_copy_pages_skips_padding_and_empty_lists(ops):
     """Fault 32: ids outside the cache are not followed."""
     cache = kit.randn(2, 7, 5, 8, seed=0)
     expected = reference.copy_pages(cache, [1], [2])
-    tlt_ext.copy_pages(cache, ints(-1, 1, 0, 2**31 - 1, 3), ints(4, 2, -1, 5, 7))
+    ops.copy_pages(cache, ints(-1, 1, 0, 2**31 - 1, 3), ints(4, 2, -1, 5, 7))
     assert kit.same_bits(cache, expected)
-    tlt_ext.copy_pages(cache, ints(), ints())
+    ops.copy_pages(cache, ints(), ints())
     assert kit.same_bits(cache, expected)
 
 

@@ -1,0 +1,307 @@
+"""The tensor-core attention: bits of a row are its own, whatever runs beside it and wherever.
+
+Every row of a batch is compared with the same text decoded by itself: one request, one row, keys in
+consecutive slots.
+"""
+
+import pytest
+import torch
+
+import tlt_ext
+from tests import kit, reference
+from tests.csrc.paged import make_batch, random_tree
+from tlt_ext import Status
+
+pytestmark = [kit.gpu, kit.needs_gpu]
+
+ROWS = [1, 2, 4, 5, 8, 16, 17, 33, 64]
+BATCHES = [1, 3, 8, 32, 128]
+CUTS = [0, 16, 32, 64, 128, 192, 1024, 1536, 8192, 9216]  # steps, tiles, pages, splits of each size
+ROOTS = sorted({max(0, cut + d) for cut in CUTS for d in (-17, -16, -15, -1, 0, 1, 15, 16, 17)})
+SHAPES = {  # heads, kv heads, head_dim, page size, dtype
+    "32/8x128": (32, 8, 128, 16, torch.bfloat16),
+    "14/2x64": (14, 2, 64, 64, torch.float16),
+    "9/3x64": (9, 3, 64, 32, torch.bfloat16),
+    "8/1x128": (8, 1, 128, 128, torch.float16),
+    "4/4x128": (4, 4, 128, 16, torch.bfloat16),
+}
+
+
+def make_case(contexts, rows, shape, *, tree=True, seed=0):
+    """Arguments on the GPU; cache slots that no row may read hold NaN."""
+    heads, kv_heads, head_dim, page_size, dtype = shape
+    batch = make_batch(contexts, rows, page_size, seed=seed)
+    position, ancestors, filled = [], [], []
+    for request, (context, count) in enumerate(zip(contexts, rows, strict=True)):
+        depths, slots = random_tree(count, seed=seed + request)
+        position += [context + d for d in (depths if tree else range(count))]
+        ancestors.append(slots)
+        pages = batch.block_table[request].long()
+        slot = torch.arange(context + count)
+        filled.append(pages[slot // page_size] * page_size + slot % page_size)
+    filled = torch.cat(filled).cuda()
+    noise = torch.Generator("cuda").manual_seed(seed)
+    caches = []
+    for _ in range(2):
+        size = (batch.num_pages * page_size, kv_heads, head_dim)
+        cache = torch.full(size, float("nan"), dtype=dtype, device="cuda")
+        values = torch.randn(len(filled), kv_heads, head_dim, generator=noise, device="cuda")
+        cache[filled] = values.to(dtype)
+        caches.append(cache.unflatten(0, (batch.num_pages, page_size)))
+    q = torch.randn(batch.num_rows, heads, head_dim, generator=noise, device="cuda").to(dtype)
+    return {
+        "q": q,
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "row_start": batch.row_start.cuda(),
+        "context_len": batch.context_len.cuda(),
+        "position": torch.tensor(position, dtype=torch.int32).cuda(),
+        "block_table": batch.block_table.cuda(),
+        "ancestors": torch.cat(ancestors).cuda() if tree else None,
+    }
+
+
+def workspace_for(case):
+    rows, heads, head_dim = case["q"].shape
+    requests, pages = case["block_table"].shape
+    size = tlt_ext.attention_workspace_bytes(
+        num_requests=requests,
+        num_rows=rows,
+        num_heads=heads,
+        num_kv_heads=case["k_cache"].shape[2],
+        head_dim=head_dim,
+        max_slots=pages * case["k_cache"].shape[1],
+    )
+    return torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # NaN wherever it is read
+
+
+def attend(case, *, share=True, **changes):
+    """Runs the op; `share` gives it a workspace. Returns out, lse and status."""
+    case = case | changes
+    q = case["q"]
+    out = torch.full_like(q, float("nan"))
+    lse = torch.full(q.shape[:2], float("nan"), device="cuda")
+    status = torch.zeros(len(case["row_start"]) - 1, dtype=torch.int32, device="cuda")
+    workspace = workspace_for(case) if share else None
+    tlt_ext.tree_attention(**case, out=out, lse=lse, status=status, workspace=workspace)
+    return out, lse, status
+
+
+def one_by_one(case):
+    """The same rows, each a request of its own that decodes one token: a chain, other slots."""
+    starts, contexts = case["row_start"].tolist(), case["context_len"].tolist()
+    table, position = case["block_table"].cpu().tolist(), case["position"].tolist()
+    ancestors = None if case["ancestors"] is None else case["ancestors"].cpu().tolist()
+    pages, page_size = case["k_cache"].shape[:2]
+    tables, source, target = [], [], []
+    for request, context in enumerate(contexts):
+        whole = context // page_size  # these pages can be shared
+        for row in range(starts[request], starts[request + 1]):
+            depth = position[row] - context
+            path = range(depth) if ancestors is None else ancestors[row][:depth]
+            own = context + row - starts[request]
+            slots = [*range(whole * page_size, context), *(context + a for a in path), own]
+            fresh = range(pages, pages + -(-len(slots) // page_size))
+            pages = fresh.stop
+            tables.append([*table[request][:whole], *fresh])
+            source += [table[request][s // page_size] * page_size + s % page_size for s in slots]
+            target += range(fresh.start * page_size, fresh.start * page_size + len(slots))
+    twin = {}
+    for name in ("k_cache", "v_cache"):
+        cache = case[name]
+        larger = torch.full(
+            (pages, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device="cuda"
+        )
+        larger[: cache.shape[0]] = cache
+        flat = larger.flatten(0, 1)
+        flat[torch.tensor(target).cuda()] = flat[torch.tensor(source).cuda()]
+        twin[name] = larger
+    width = max(map(len, tables))
+    rows = len(position)
+    return twin | {
+        "q": case["q"],
+        "row_start": torch.arange(rows + 1, dtype=torch.int32).cuda(),
+        "context_len": case["position"].clone(),
+        "position": case["position"],
+        "block_table": torch.tensor(
+            [[*t, *[-1] * (width - len(t))] for t in tables], dtype=torch.int32
+        ).cuda(),
+        "ancestors": None,
+    }
+
+
+def alone(case, row):
+    """One request of a batch of one-row requests, called by itself."""
+    names = ("q", "context_len", "position", "block_table")
+    starts = torch.tensor([0, 1], dtype=torch.int32).cuda()
+    return case | {n: case[n][row : row + 1] for n in names} | {"row_start": starts}
+
+
+def assert_rows_are_their_own(case, draw):
+    twin = one_by_one(case)
+    expected, expected_lse, status = attend(twin, share=False)
+    assert not status.any() and not expected.isnan().any()
+    for share in (False, True):
+        out, lse, status = attend(case, share=share)
+        assert not status.any()
+        assert kit.same_bits(out, expected), (out != expected).any(-1).any(-1).nonzero().tolist()
+        assert kit.same_bits(lse, expected_lse)
+    for row in torch.randint(len(expected), (2,), generator=draw).tolist():
+        out, lse, _ = attend(alone(twin, row))
+        assert kit.same_bits(out[0], expected[row]) and kit.same_bits(lse[0], expected_lse[row])
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_are_their_own(rows, batch):
+    """Design's invariance: roots on both sides of every cut, all row counts and batches."""
+    draw = kit.generator(rows + batch)
+    roots = torch.tensor(ROOTS)[torch.randperm(len(ROOTS), generator=draw)]
+    roots = roots.repeat(-(-batch // len(roots)))
+    if batch == 1:
+        roots = roots[rows % 3 :: 3]  # a third of them each, all of them over three row counts
+    for i in range(len(roots) // batch):
+        contexts = roots[i * batch : (i + 1) * batch].tolist()
+        case = make_case(
+            contexts, [rows] * batch, SHAPES["32/8x128"], tree=i % 4 != 3, seed=100 * rows + i
+        )
+        assert_rows_are_their_own(case, draw)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tree", [True, False])
+def test_rows_are_their_own_in_ragged_batches(shape, tree):
+    draw = kit.generator(0)
+    counts = [*ROWS, 0, 128, 31, 65]
+    for batch in (2, 13):
+        picked = torch.randint(len(ROOTS), (batch,), generator=draw).tolist()
+        contexts = [ROOTS[i] for i in picked]
+        rows = [counts[i] for i in torch.randperm(len(counts), generator=draw)[:batch].tolist()]
+        assert_rows_are_their_own(make_case(contexts, rows, SHAPES[shape], tree=tree), draw)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tree", [True, False])
+def test_equals_reference(shape, tree):
+    """Fault 27 and 32: row counts at the edges, none at all, over several splits."""
+    case = make_case([1300, 0, 40, 513], [33, 65, 0, 4], SHAPES[shape], tree=tree)
+    cpu = {name: x if x is None else x.cpu() for name, x in case.items()}
+    expected, expected_lse = reference.tree_attention(**cpu)
+    for share in (False, True):
+        out, lse, status = attend(case, share=share)
+        assert not status.any()
+        kit.assert_close(out, expected)
+        tolerance = kit.TOLERANCE[out.dtype]
+        assert (lse.cpu() - expected_lse).abs().max() <= tolerance * expected_lse.abs().max()
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_equals_the_cpu_op(dtype):
+    case = make_case([700, 20], [16, 5], (8, 2, 64, 16, dtype))
+    out, lse, _ = attend(case)
+    cpu = {name: x if x is None else x.cpu() for name, x in case.items()}
+    host = {"out": torch.empty_like(cpu["q"]), "lse": torch.empty(cpu["q"].shape[:2])}
+    tlt_ext.tree_attention(**cpu, **host, status=torch.zeros(2, dtype=torch.int32))
+    tolerance = kit.TOLERANCE[dtype]
+    assert kit.relative_error(out, host["out"]) <= tolerance
+    assert kit.relative_error(lse, host["lse"]) <= tolerance
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_poisoned_row_hurts_its_descendants_alone(share):
+    """A NaN in a key and value in flight: no other row sees it, in a tree or behind it in a chain.
+
+    In the chain the poisoned row's keys are tile keys of later rows in the same MMA.
+    """
+    shape = SHAPES["4/4x128"]
+    for tree, rows, poisoned in ((True, 64, 3), (False, 128, 50)):
+        case = make_case([200], [rows], shape, tree=tree)
+        expected, _, _ = attend(case, share=share)
+        slot = 200 + poisoned
+        page = int(case["block_table"][0, slot // 16])
+        for name in ("k_cache", "v_cache"):
+            case[name][page, slot % 16] = float("nan")
+        out, _, _ = attend(case, share=share)
+        for row in range(rows):
+            depth = int(case["position"][row]) - 200
+            path = case["ancestors"][row, :depth].tolist() if tree else range(depth)
+            if poisoned in [*path, row]:
+                assert out[row].isnan().all(), row
+            else:
+                assert kit.same_bits(out[row], expected[row]), row
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("where", [0, 5, 11, 12])
+def test_bad_pages_of_a_long_context_are_reported(where, share):
+    """Huge and negative ids among tile keys and tail keys; the other request is healthy."""
+    case = make_case([190, 190], [5, 5], SHAPES["32/8x128"])
+    expected, _, _ = attend(case, share=share)
+    for page in (-1, 2**31 - 1, -(2**31)):
+        case["block_table"][1, where] = page
+        out, lse, status = attend(case, share=share)
+        assert status.tolist() == [Status.OK, Status.BAD_PAGE]
+        assert kit.same_bits(out[:5], expected[:5])
+        if where < 12:  # page 12 holds in-flight slots 2 and later
+            assert (out[5:] == 0).all() and (lse[5:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("tree", [True, False])
+def test_a_graph_serves_any_lengths(tree):
+    """1,000 replays with changing lengths, tables and tails; nothing is allocated."""
+    shape = SHAPES["32/8x128"]
+    batch, rows = 3, 8
+    largest = make_case([2100] * batch, [rows] * batch, shape, tree=tree)
+    out = torch.empty_like(largest["q"])
+    status = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    static = largest | {"out": out, "status": status, "workspace": workspace_for(largest)}
+    tlt_ext.tree_attention(**static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tlt_ext.tree_attention(**static)
+    draw = kit.generator(0)
+    depth = static["position"] - static["context_len"].repeat_interleave(rows)
+    table = static["block_table"].clone()
+    lengths = torch.randint(0, 2101, (1000, batch), generator=draw, dtype=torch.int32).cuda()
+    lengths[::10, 0] = 0
+    wanted = torch.empty_like(out)
+    before = None
+    for step in range(1000):
+        static["context_len"].copy_(lengths[step])
+        torch.add(depth, lengths[step].repeat_interleave(rows), out=static["position"])
+        static["block_table"].copy_(table.roll(step % 3, 0))
+        if step == 10:
+            before = torch.cuda.memory_stats()["reserved_bytes.all.allocated"]
+        graph.replay()
+        if step % 20 == 0:
+            tlt_ext.tree_attention(**static | {"out": wanted, "workspace": None})
+            assert kit.same_bits(out, wanted), step
+    assert torch.cuda.memory_stats()["reserved_bytes.all.allocated"] == before
+    assert not status.any()
+
+
+def test_refuses_what_it_is_not_written_for():
+    def case(**changes):
+        kwargs = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": 16} | changes
+        return make_case([20], [3], (*kwargs.values(), torch.bfloat16))
+
+    for changes, match in (
+        ({"head_dim": 80}, "q: expected head_dim 64 or 128 on a GPU, got 80"),
+        ({"heads": 18}, "q: expected at most 8 heads a kv head on a GPU, got 9"),
+        ({"page_size": 8}, "k_cache: expected a page size of 16, 32, 64 or 128 on a GPU, got 8"),
+    ):
+        with pytest.raises(ValueError, match="tree_attention: " + match):
+            attend(case(**changes))
+    good = case()
+    odd = torch.empty(3 * 4 * 64 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(3, 4, 64)
+    with pytest.raises(ValueError, match="q: expected data and strides that are multiples of 16"):
+        attend(good, q=odd)
+    args = {"out": torch.empty_like(good["q"]), "status": torch.zeros(1).int().cuda()}
+    with pytest.raises(ValueError, match="workspace: expected .* bytes, aligned to 16"):
+        tlt_ext.tree_attention(
+            **make_case([300], [3], (4, 2, 64, 16, torch.bfloat16)),
+            **args,
+            workspace=torch.empty(16, dtype=torch.uint8, device="cuda"),
+        )
+    with pytest.raises(TypeError, match="workspace: expected dtype uint8"):
+        tlt_ext.tree_attention(**good, **args, workspace=torch.empty(16, device="cuda"))
