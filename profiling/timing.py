@@ -73,6 +73,53 @@ def measure(
     return {name: summary(values) for name, values in times.items()}
 
 
+def num_cold_inputs(num_bytes: int) -> int:
+    """How many inputs of this size, used in turn, each find the L2 cold."""
+    return max(1, min(256, -(-FLUSH_BYTES // max(1, num_bytes))))
+
+
+def measure_in_turn(
+    arms: dict[str, list[Callable[[], object]]], *, rounds: int = 9
+) -> dict[str, Timing]:
+    """Times arms of many calls each, on inputs that together exceed the L2 several times over.
+
+    All calls of an arm are one graph, repeated until it takes a millisecond: a call costs what it
+    costs in a model's step, and nothing between the calls writes to the L2.
+
+    Args:
+        arms: name -> the calls, one for each of `num_cold_inputs` inputs.
+        rounds: timed launches of each arm; the median is taken.
+
+    Returns:
+        name -> `Timing` of one call.
+    """
+    singles = {
+        name: record(lambda calls=calls: [call() for call in calls]) for name, calls in arms.items()
+    }
+    graphs, calls_of = {}, {}
+    for name, graph in singles.items():
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        repeats = max(1, min(100, round(2.0 / max(0.01, start.elapsed_time(end)))))
+        calls_of[name] = repeats * len(arms[name])
+        graphs[name] = record(lambda n=name, k=repeats: [c() for _ in range(k) for c in arms[n]])
+    times = {name: [] for name in arms}
+    for index in range(rounds + 1):
+        for name in list(arms) if index % 2 == 0 else list(reversed(arms)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(SLEEP_CYCLES)
+            start.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            if index > 0:
+                times[name].append(1e3 * start.elapsed_time(end) / calls_of[name])
+    return {name: summary(values) for name, values in times.items()}
+
+
 def summary(values: list[float]) -> Timing:
     median = statistics.median(values)
     return Timing(median, (max(values) - min(values)) / median)
