@@ -7,11 +7,15 @@ import warnings
 import pytest
 import torch
 
+from driver.bandit import Bandit
 from driver.data_buffer import Document, Piece
+from driver.rollout.engine import RolloutEngine
 from driver.rollout.request import Request, SamplingParams
 from driver.rollout.scheduler import Sequence
+from driver.sections import BanditConfig, EngineConfig
 from driver.spot_trainer import SWAP_EVERY, SpotTrainer
-from tests.driver.drafting import PAGE, Parts, build_parts
+from driver.strategy import Strategy
+from tests.driver.drafting import PAGE, SEED, Parts, build_parts
 from tests.kit import same_bits
 
 
@@ -71,6 +75,28 @@ def test_a_finished_sequence_becomes_a_document(parts):
     short = Sequence(request, [4], pages=[1], context_len=0)
     trainer.on_finish(short)
     assert len(trainer.buffer.fresh) == 1
+
+
+@pytest.mark.parametrize("strategy", ["off", "learned:4,3,12"])
+def test_features_recorded_by_the_engine_equal_a_fresh_forward_s(parts, strategy):
+    """Prefilled, decoded and accepted rows, through shared pages, trims and freed pages."""
+    arms = [Strategy("off"), Strategy.parse("learned:4,3,12")]
+    bandit = Bandit(arms, BanditConfig(policy="static", static=strategy), spec_max_batch=8)
+    trainer = parts.trainer(tail_batch=1)
+    config = EngineConfig(max_batch=3, page_size=PAGE, prefill_chunk=5)
+    engine = RolloutEngine(
+        parts.target, parts.cache, config, bandit, {"learned": parts.runner}, SEED,
+        on_finish=trainer.on_finish,
+    )  # fmt: skip
+    prompts = [tuple(range(7, 7 + n)) for n in (2, 11, 20)]
+    params = SamplingParams(max_new_tokens=23, stop_ids=(3, 5))
+    responses = engine.generate([Request(i, i % 3, prompts[i % 3], params) for i in range(9)])
+    expected = {(*r.request.prompt_ids, *r.token_ids) for r in responses}
+    assert {tuple(d.tokens.tolist()) for d in trainer.buffer.fresh} == expected
+    assert len(trainer.buffer.fresh) == 9 and {r.finish for r in responses} == {"stop", "length"}
+    for document in trainer.buffer.fresh:
+        fresh = parts.features(document.tokens[:-1])
+        torch.testing.assert_close(document.features, fresh, rtol=1e-4, atol=1e-4)
 
 
 def test_training_lowers_the_loss_and_writes_no_tensor_of_the_target(parts):
@@ -165,8 +191,12 @@ def test_weights_that_are_not_finite_are_never_swapped_in(parts):
     good = {name: value.clone() for name, value in parts.runner.weights.items()}
     with torch.no_grad():
         parts.drafter.fc.weight[0, 0] = float("nan")
-    with pytest.warns(UserWarning, match="weights are not finite: not swapped in"):
+    with pytest.warns(UserWarning) as caught:
         trainer.finish()
+    assert [str(one.message) for one in caught] == [
+        "spot trainer: gradient is not finite: step skipped",
+        "spot trainer: weights are not finite: not swapped in",
+    ]
     assert parts.runner.version == 1 and equal(good, parts.runner.weights)
 
 
