@@ -137,22 +137,26 @@ def _attend(
         keys, values: of each step so far, [kv_heads, T, head_dim].
     """
     step = len(keys) - 1
-    drafted_k = [_shift(keys[i], step - i) for i in range(1, step + 1)]
-    drafted_v = [_shift(values[i], step - i) for i in range(1, step + 1)]
-    columns = [(q * k[:, None]).sum(-1, keepdim=True) for k in drafted_k]
+
+    def pieces(x: Tensor) -> tuple[Tensor, ...]:
+        return x.split(lengths, -2)  # not slices: the gradient of a split is one concatenation
+
+    drafted = [(_shift(keys[i], step - i), _shift(values[i], step - i)) for i in range(1, step + 1)]
+    columns = [pieces((q * k[:, None]).sum(-1, keepdim=True)) for k, _ in drafted]
+    drafted_v = [pieces(v[:, None]) for _, v in drafted]
     longest = max(lengths)
     ahead = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1 - step)
-    outputs, begin = [], 0
-    for length in lengths:
-        piece = slice(begin, begin + length)
-        begin += length
-        mine = q[:, :, piece].flatten(1, 2)  # [kv_heads, groups * L, head_dim]
-        scores = (mine @ keys[0][:, piece].mT).unflatten(1, (-1, length))
+    outputs = []
+    for index, (mine, k, v) in enumerate(
+        zip(pieces(q), pieces(keys[0]), pieces(values[0]), strict=True)
+    ):
+        length = lengths[index]
+        scores = (mine.flatten(1, 2) @ k.mT).unflatten(1, (-1, length))  # [kv_heads, groups, L, L]
         scores = scores.masked_fill(ahead[:length, :length], float("-inf"))
-        probs = torch.cat([scores, *(c[:, :, piece] for c in columns)], -1).softmax(-1)
-        out = probs[..., :length].flatten(1, 2) @ values[0][:, piece]
-        out = out.unflatten(1, (-1, length))
-        for i, v in enumerate(drafted_v):
-            out = out + probs[..., length + i, None] * v[:, None, piece]
+        scores = torch.cat([scores, *(column[index] for column in columns)], -1)
+        committed, *shares = scores.softmax(-1).split([length, *[1] * step], -1)
+        out = (committed.flatten(1, 2) @ v).unflatten(1, (-1, length))
+        for share, drafted_value in zip(shares, drafted_v, strict=True):
+            out = out + share * drafted_value[index]
         outputs.append(out)
     return torch.cat(outputs, 2)

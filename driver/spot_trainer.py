@@ -71,7 +71,11 @@ class SpotTrainer:
         self.config, self.unroll = config, drafter_config.unroll
         self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed)
         self.optimizer = torch.optim.AdamW(
-            drafter.trainable(), lr=drafter_config.lr, weight_decay=0.0, betas=(0.9, 0.95)
+            drafter.trainable(),
+            lr=drafter_config.lr,
+            weight_decay=0.0,
+            betas=(0.9, 0.95),
+            fused=True,
         )
         self.target_version = 0
         self.steps = self.tokens_seen = 0
