@@ -204,7 +204,7 @@ class DrafterConfig(Section):
     draft_vocab: int = setting(0, low=0)  # 0: the whole vocabulary
     intermediate_size: int = setting(0, low=0)  # 0: the target's
     unroll: int = setting(3, low=1, high=16)
-    lr: float = setting(1e-3, above=0)
+    lr: float = setting(2e-3, above=0)
     feature_layers: list[int] = setting([], low=0)  # empty: low, middle, high
 
     def __post_init__(self) -> None:
@@ -222,7 +222,8 @@ class SpotConfig(Section):
     prefix: ClassVar[str] = "spot"
     mode: str = setting("serial", words=("overlapped", "serial", "off"))
     tail_batch: int = setting(8, low=1)  # train when at most this many requests are active
-    tokens_per_step: int = setting(2048, low=1)
+    every: int = setting(8, low=1)  # serial: passes of the tail between two micro-steps
+    tokens_per_step: int = setting(256, low=1)
     buffer_tokens: int = setting(65536, low=1)
     keep_long: float = setting(0.25, low=0, high=1)  # share taken from the previous step
     final_steps: int = setting(8, low=0)  # steps in what is left of the bubble

@@ -86,6 +86,7 @@ class SpotTrainer:
         # a pass never waits for a micro-step.
         self._ready: deque[dict[str, Tensor]] = deque(maxlen=1)
         self._thread: threading.Thread | None = None
+        self._passes = 0  # of tails
         self._stop = threading.Event()
         self._error: Exception | None = None
 
@@ -108,7 +109,9 @@ class SpotTrainer:
             return
         if self._error is None:
             if self.config.mode == "serial":
-                self._attempt()
+                self._passes += 1
+                if self._passes % self.config.every == 0:
+                    self._attempt()
             elif self._thread is None or not self._thread.is_alive():
                 self._stop.clear()
                 self._thread = threading.Thread(target=self._work, name="spot-trainer", daemon=True)
