@@ -42,7 +42,7 @@ def measure(
     """Times the arms against each other.
 
     Each call is one graph launch between two events. Before it a buffer larger than the L2 is
-    written (`cold`) or the card sleeps as long, so that the launch is queued before the clock
+    read (`cold`: written lines would have to leave the L2 during the timed work) or the card sleeps as long, so that the launch is queued before the clock
     starts. Every round runs all arms, in an order that alternates.
 
     Args:
@@ -53,7 +53,7 @@ def measure(
     Returns:
         name -> `Timing`.
     """
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
     graphs = {name: record(call) for name, call in arms.items()}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for index in range(rounds + 1):
@@ -61,7 +61,7 @@ def measure(
         for name in order:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if cold:
-                flush.fill_(index)
+                flush.sum()
             else:
                 torch.cuda._sleep(SLEEP_CYCLES)
             start.record()

@@ -15,8 +15,6 @@
 namespace tlt {
 
 constexpr int kWarpSize = 32;
-constexpr int kThreads = 256;  // of every layer kernel
-constexpr int kWarps = kThreads / kWarpSize;
 
 __device__ __forceinline__ float to_f32(float v) { return v; }
 __device__ __forceinline__ float to_f32(__half v) { return __half2float(v); }
@@ -33,9 +31,30 @@ __device__ __forceinline__ T from_f32(float v) {
   }
 }
 
+// Two 16-bit values in one word, rounded to nearest even.
 template <typename T>
-__device__ __forceinline__ float rounded(float v) {
-  return to_f32(from_f32<T>(v));
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float2 v) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(v.x, v.y);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(v.x, v.y);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float2 rounded(float2 v) {
+  return unpack<T>(pack<T>(v));
 }
 
 // ---- chunks: 16 bytes of one row ----------------------------------------------------------------
@@ -44,6 +63,7 @@ template <typename T>
 union Chunk {
   static constexpr int kSize = 16 / sizeof(T);
   uint4 raw;
+  uint32_t word[4];  // pairs of 16-bit values
   T at[kSize];
   __device__ Chunk() : raw() {}
 };
@@ -103,41 +123,57 @@ inline bool is_aligned(const void* base, int64_t stride_bytes, int64_t row_bytes
 
 // ---- silu_mul -----------------------------------------------------------------------------------
 
-// gate * sigmoid(gate). float32 has the bits of the CPU; 16-bit types round away what the fast
-// exponential and division lose.
-template <typename T>
+// gate * sigmoid(gate) with the bits of the CPU.
 __device__ __forceinline__ float silu(float gate) {
-  if constexpr (sizeof(T) == 4) {
-    const float e = exp_f32(-fabsf(gate));
-    return __fmul_rn(gate, __fdiv_rn(gate < 0.0f ? e : 1.0f, __fadd_rn(1.0f, e)));
-  } else {
-    return __fdividef(gate, 1.0f + __expf(-gate));
-  }
+  const float e = exp_f32(-fabsf(gate));
+  return __fmul_rn(gate, __fdiv_rn(gate < 0.0f ? e : 1.0f, __fadd_rn(1.0f, e)));
 }
 
-template <typename T>
-__device__ __forceinline__ T silu_mul_one(T gate, T up) {
-  return from_f32<T>(rounded<T>(silu<T>(to_f32(gate))) * to_f32(up));
+// The same in two special-function instructions, for types that round away what those lose.
+__device__ __forceinline__ float fast_silu(float gate) {
+  float e, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(gate * -1.44269504f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + e));
+  return gate * inverse;
 }
+
+__device__ __forceinline__ float silu_mul_one(float gate, float up) { return silu(gate) * up; }
 
 template <typename T>
 __device__ __forceinline__ void silu_mul_chunk(Chunk<T>& gate, const Chunk<T>& up) {
+  if constexpr (sizeof(T) == 4) {
 #pragma unroll
-  for (int i = 0; i < Chunk<T>::kSize; ++i) gate.at[i] = silu_mul_one(gate.at[i], up.at[i]);
+    for (int i = 0; i < 4; ++i) gate.at[i] = silu_mul_one(gate.at[i], up.at[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 g = unpack<T>(gate.word[i]), u = unpack<T>(up.word[i]);
+      const float2 gated = rounded<T>(make_float2(fast_silu(g.x), fast_silu(g.y)));
+      gate.word[i] = pack<T>(make_float2(gated.x * u.x, gated.y * u.y));
+    }
+  }
 }
 
 // ---- rms_norm -----------------------------------------------------------------------------------
 
-// Rounding to the storage type before the weight is what the models were trained with.
-template <typename T>
-__device__ __forceinline__ T norm_one(T x, float scale, T weight) {
-  return from_f32<T>(rounded<T>(to_f32(x) * scale) * to_f32(weight));
+__device__ __forceinline__ float norm_one(float x, float scale, float weight) {
+  return x * scale * weight;
 }
 
+// Rounding to the storage type before the weight is what the models were trained with.
 template <typename T>
 __device__ __forceinline__ void norm_chunk(Chunk<T>& x, float scale, const Chunk<T>& weight) {
+  if constexpr (sizeof(T) == 4) {
 #pragma unroll
-  for (int i = 0; i < Chunk<T>::kSize; ++i) x.at[i] = norm_one(x.at[i], scale, weight.at[i]);
+    for (int i = 0; i < 4; ++i) x.at[i] = norm_one(x.at[i], scale, weight.at[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 v = unpack<T>(x.word[i]), w = unpack<T>(weight.word[i]);
+      const float2 normed = rounded<T>(make_float2(v.x * scale, v.y * scale));
+      x.word[i] = pack<T>(make_float2(normed.x * w.x, normed.y * w.y));
+    }
+  }
 }
 
 __device__ __forceinline__ float norm_scale(float squares, int dim, float eps) {
@@ -149,39 +185,40 @@ __device__ __forceinline__ float sum_of_8(const float* v) {
   return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 
-// float32: the order of csrc/layers/dot.h, by the 16 lanes of a half-warp (all 32 must call).
-__device__ __forceinline__ float half_warp_fold(float v) {
+__device__ __forceinline__ float fold(float v, int lanes) {
 #pragma unroll
-  for (int lane = 8; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
+  for (int lane = lanes / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
   return v;
 }
 
-__device__ __forceinline__ float half_warp_squares(const float* row, int dim) {
-  float squares = 0.0f;
-#pragma unroll 8
-  for (int k = threadIdx.x % 16; k < (dim + 15) / 16 * 16; k += 16) {
-    const float v = k < dim ? row[k] : 0.0f;
-    squares = fmaf(v, v, squares);
-  }
-  return half_warp_fold(squares);
-}
-
-// 16-bit types: one order for a row, whoever calls: thread t of the block adds chunks t,
-// t + kThreads, ... into eight sums, which fold within the thread, the warp (lane 0 writes
-// partial[warp]), and, after a barrier of the caller's, by sum_of_8 over the warps.
+// The sum of squares of a row, by one warp, in every lane. float32: the order of csrc/layers/dot.h
+// (both half-warps do the same). 16-bit types: lane t adds chunks t, t + 32, ... into eight sums,
+// which fold within the lane, then over the lanes.
 template <typename T>
-__device__ __forceinline__ void row_squares(const T* row, int dim, bool aligned, float* partial) {
-  static_assert(Chunk<T>::kSize == 8 && kWarps == 8);
-  float sum[8] = {};
-  for (int k = threadIdx.x * 8; k < dim; k += kThreads * 8) {
-    const Chunk<T> x = load_chunk(row, k, dim, aligned);
+__device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligned) {
+  const int lane = threadIdx.x % kWarpSize;
+  if constexpr (sizeof(T) == 4) {
+    float squares = 0.0f;
+#pragma unroll 8
+    for (int k = lane % 16; k < (dim + 15) / 16 * 16; k += 16) {
+      const float v = k < dim ? row[k] : 0.0f;
+      squares = fmaf(v, v, squares);
+    }
+    return fold(squares, 16);
+  } else {
+    float sum[8] = {};
+#pragma unroll 8
+    for (int k = lane * 8; k < dim; k += kWarpSize * 8) {
+      const Chunk<T> x = load_chunk(row, k, dim, aligned);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = fmaf(to_f32(x.at[i]), to_f32(x.at[i]), sum[i]);
+      for (int i = 0; i < 4; ++i) {
+        const float2 v = unpack<T>(x.word[i]);
+        sum[2 * i] = fmaf(v.x, v.x, sum[2 * i]);
+        sum[2 * i + 1] = fmaf(v.y, v.y, sum[2 * i + 1]);
+      }
+    }
+    return fold(sum_of_8(sum), kWarpSize);
   }
-  float v = sum_of_8(sum);
-#pragma unroll
-  for (int lane = kWarpSize / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
-  if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = v;
 }
 
 }  // namespace tlt

@@ -13,6 +13,8 @@
 namespace tlt {
 namespace {
 
+constexpr int kThreads = 256;
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     rms_norm_kernel(const RmsNormParams p, const bool aligned) {
@@ -20,21 +22,13 @@ __global__ void __launch_bounds__(kThreads)
   const T* x = static_cast<const T*>(p.x) + blockIdx.x * p.x_stride;
   const T* weight = static_cast<const T*>(p.weight);
   T* out = static_cast<T*>(p.out) + blockIdx.x * p.out_stride;
-  __shared__ float partial[kWarps];
-  float squares;
-  if constexpr (sizeof(T) == 4) {
-    if (threadIdx.x < kWarpSize) {
-      squares = half_warp_squares(x, dim);
-      if (threadIdx.x == 0) partial[0] = squares;
-    }
-    __syncthreads();
-    squares = partial[0];
-  } else {
-    row_squares(x, dim, aligned, partial);
-    __syncthreads();
-    squares = sum_of_8(partial);
+  __shared__ float shared_scale;
+  if (threadIdx.x < kWarpSize) {
+    const float squares = warp_squares(x, dim, aligned);
+    if (threadIdx.x == 0) shared_scale = norm_scale(squares, dim, p.eps);
   }
-  const float scale = norm_scale(squares, dim, p.eps);
+  __syncthreads();
+  const float scale = shared_scale;
   constexpr int kSize = Chunk<T>::kSize;
   for (int k = threadIdx.x * kSize; k < dim; k += kThreads * kSize) {
     Chunk<T> chunk = load_chunk(x, k, dim, aligned);

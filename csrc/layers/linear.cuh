@@ -24,7 +24,6 @@ struct LinearKernelParams {
 
 constexpr int kBlockK = 64;  // elements of k in one step: 128 bytes of a row
 constexpr int kParts = 8;    // interleaved parts of K
-static_assert(kParts == kWarps, "decode gives each warp one part");
 
 __device__ __forceinline__ int num_blocks_of(const LinearParams& p) {
   return static_cast<int>((p.in_dim + kBlockK - 1) / kBlockK);

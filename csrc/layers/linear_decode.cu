@@ -14,6 +14,9 @@
 namespace tlt {
 namespace {
 
+constexpr int kWarps = kParts;  // each has its own
+constexpr int kThreads = kWarps * kWarpSize;
+
 template <int kTiles>  // of 16 weight rows
 struct Decode {
   static constexpr int kCols = 16 * kTiles;
@@ -47,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
   using D = Decode<kTiles>;
   extern __shared__ uint4 ring[];
   float* sums = reinterpret_cast<float*>(ring + D::kRing);
-  __shared__ float partial[kBefore == Before::kNorm ? kDecodeRows : 1][kWarps];
+  __shared__ float row_scale[kDecodeRows];  // kNorm
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim), rows = static_cast<int>(p.rows);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -96,15 +99,13 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
   const T* x_base = static_cast<const T*>(p.x);
   float scale[2] = {};
   if constexpr (kBefore == Before::kNorm) {
-    for (int r = 0; r < rows; ++r) {
-      row_squares(x_base + r * p.x_stride, in_dim, params.x_aligned, partial[r]);
+    for (int row = warp; row < rows; row += kWarps) {
+      const float squares = warp_squares(x_base + row * p.x_stride, in_dim, params.x_aligned);
+      if (lane == 0) row_scale[row] = norm_scale(squares, in_dim, params.eps);
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = i * 8 + g;
-      if (row < rows) scale[i] = norm_scale(sum_of_8(partial[row]), in_dim, params.eps);
-    }
+    for (int i = 0; i < 2; ++i) scale[i] = i * 8 + g < rows ? row_scale[i * 8 + g] : 0.0f;
   }
 
   const auto load_x = [&](Rows<T, kBefore>& to, int step) {
@@ -123,20 +124,17 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
     }
   };
   const auto apply_before = [&](Rows<T, kBefore>& at, int step) {
-    [[maybe_unused]] Chunk<T> weight[2];
-    if constexpr (kBefore == Before::kNorm) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        weight[h] = load_chunk(static_cast<const T*>(params.norm_weight),
-                               first_k + step * step_k + h * 32, in_dim, params.x_aligned);
+    for (int h = 0; h < 2; ++h) {
+      [[maybe_unused]] Chunk<T> weight;
+      if constexpr (kBefore == Before::kNorm) {
+        weight = load_chunk(static_cast<const T*>(params.norm_weight),
+                            first_k + step * step_k + h * 32, in_dim, params.x_aligned);
       }
-    }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i == 1 && rows <= 8) break;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if constexpr (kBefore == Before::kNorm) norm_chunk(at.x[i][h], scale[i], weight[h]);
+      for (int i = 0; i < 2; ++i) {
+        if (i == 1 && rows <= 8) break;
+        if constexpr (kBefore == Before::kNorm) norm_chunk(at.x[i][h], scale[i], weight);
         if constexpr (kBefore == Before::kSilu) silu_mul_chunk(at.x[i][h], at.up[i][h]);
       }
     }

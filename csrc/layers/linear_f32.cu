@@ -10,10 +10,12 @@
 namespace tlt {
 namespace {
 
+constexpr int kThreads = 256;
 constexpr int kLanes = 16;
 constexpr int kRows = 8;
 constexpr int kCols = 4;
 constexpr int kBlockCols = kThreads / kLanes * kCols;
+static_assert(kThreads / kWarpSize == kRows, "a warp sums the squares of one row");
 
 __global__ void __launch_bounds__(kThreads)
     float32_kernel(const LinearKernelParams params, const Before before) {
@@ -34,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
   if (before == Before::kNorm) {
     const int row = threadIdx.x / kWarpSize;  // one a warp
     if (row < rows) {
-      const float squares = half_warp_squares(x + row * p.x_stride, in_dim);
+      const float squares = warp_squares(x + row * p.x_stride, in_dim, true);
       if (threadIdx.x % kWarpSize == 0) scale[row] = norm_scale(squares, in_dim, params.eps);
     }
     __syncthreads();
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
-      const float sum = half_warp_fold(acc[r][c]);
+      const float sum = fold(acc[r][c], kLanes);
       if (lane == (r * kCols + c) % kLanes && r < rows && c < cols) {
         store_sum<float, float>(p, row_begin + r, col_begin + c, sum);
       }

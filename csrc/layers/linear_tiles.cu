@@ -3,7 +3,7 @@
 // other, and a binary counter of accumulators folds them as the decode kernel's tree does.
 //
 // A cluster of 1, 2, 4 or 8 blocks owns 64 weight rows x 64 rows of x; each block takes its share
-// of the 8 parts, a warp 16 x 32 outputs. Both operands come through a ring of shared memory; a
+// of the 8 parts, a warp 32 x 32 outputs. Both operands come through a ring of shared memory; a
 // thread applies the norm or the activation to the chunks that it copied itself, one step ahead of
 // their use. The blocks' sums meet in distributed shared memory in the order of their rank. Row
 // tiles are neighbours in the grid, so the weights leave memory once and come from L2 after that.
@@ -15,7 +15,9 @@ namespace tlt {
 namespace {
 
 constexpr int kTile = 64;  // rows of x, and weight rows
-constexpr int kStages = 6;
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kStages = 4;
 constexpr int kRowChunks = kBlockK / 8;
 constexpr int kTileChunks = kTile * kRowChunks;
 constexpr int kCopies = kTileChunks / kThreads;  // chunks of one tile that a thread copies
@@ -43,6 +45,19 @@ struct Cursor {
   }
 };
 
+// f(m, i, c) for each sum that a lane holds: weight rows m * 16 + ..., rows of x i * 8 + ...
+template <typename F>
+__device__ __forceinline__ void for_each_sum(F&& f) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) f(m, i, c);
+    }
+  }
+}
+
 // Barrier of the cluster's blocks; of this block where it is alone.
 __device__ __forceinline__ void sync_cluster([[maybe_unused]] int cluster) {
 #if __CUDA_ARCH__ >= 900
@@ -67,10 +82,10 @@ __device__ __forceinline__ float cluster_sum(float* mine, [[maybe_unused]] int c
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 3)
     tiles_kernel(const LinearKernelParams params, const Before before, const int cluster) {
   extern __shared__ uint4 ring[];
-  __shared__ float partial[kTile][kWarps], row_scale[kTile];
+  __shared__ float row_scale[kTile];  // kNorm
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim);
   const int rank = blockIdx.x % cluster;
@@ -120,14 +135,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (before == Before::kNorm) {
     const int rows = static_cast<int>(min(static_cast<int64_t>(kTile), p.rows - row_begin));
 #pragma unroll 2
-    for (int r = 0; r < rows; ++r) {
-      row_squares(x_base + (row_begin + r) * p.x_stride, in_dim, params.x_aligned, partial[r]);
-    }
-    __syncthreads();
-    if (threadIdx.x < kTile) {
-      row_scale[threadIdx.x] =
-          threadIdx.x < rows ? norm_scale(sum_of_8(partial[threadIdx.x]), in_dim, params.eps)
-                             : 0.0f;
+    for (int row = threadIdx.x / kWarpSize; row < kTile; row += kWarps) {
+      const T* x = x_base + (row_begin + row) * p.x_stride;
+      const float squares = warp_squares(x, row < rows ? in_dim : 0, params.x_aligned);
+      if (threadIdx.x % kWarpSize == 0) row_scale[row] = norm_scale(squares, in_dim, params.eps);
     }
     __syncthreads();
   }
@@ -152,18 +163,25 @@ __global__ void __launch_bounds__(kThreads, 2)
   };
 
   const int warp = threadIdx.x / kWarpSize, g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
-  const int w_row = warp % 4 * 16 + g, x_row = warp / 4 * 32 + g;
-  float acc[4][4];
+  const int w_row = warp % 2 * 32, x_row = warp / 2 * 32;  // of the warp
+  const bool has_rows = row_begin + x_row < p.rows;
+  float acc[2][4][4];
   const auto multiply = [&](int stage) {
     const uint4* w = ring + stage * stage_chunks;
     const uint4* x = w + kTileChunks;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint4 low = w[chunk_index(w_row, h * 4 + t)];
-      const uint4 high = w[chunk_index(w_row + 8, h * 4 + t)];
+      uint4 low[2], high[2];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        low[m] = w[chunk_index(w_row + m * 16 + g, h * 4 + t)];
+        high[m] = w[chunk_index(w_row + m * 16 + 8 + g, h * 4 + t)];
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        mma_k32<T>(acc[i], low, high, x[chunk_index(x_row + i * 8, h * 4 + t)]);
+        const uint4 x_rows = x[chunk_index(x_row + i * 8 + g, h * 4 + t)];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) mma_k32<T>(acc[m][i], low[m], high[m], x_rows);
       }
     }
   };
@@ -175,10 +193,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_copies<kStages - 2>();
     apply_before(0, at.block);
   }
-  float level[3][4][4] = {};  // level[j]: a sum of 2^j parts that waits for its neighbour
+  // A binary counter: level[j] is a sum of 2^j parts that waits for its neighbour. It is touched 8
+  // times in all, so it lives in local memory, by its run-time index.
+  float level[4][2][4][4];
   for (int part = part_begin; part < part_end; ++part) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
+    for_each_sum([&](int m, int i, int c) { acc[m][i][c] = 0.0f; });
     while (at.part == part) {
       at.next();
       wait_copies<kStages - 3>();  // this step's copies and the next's
@@ -187,38 +206,25 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       __syncthreads();  // this step's chunks are everybody's; the last step's stage is free
       load_stage(stage == 0 ? kStages - 1 : stage - 1);
-      multiply(stage);
+      if (has_rows) multiply(stage);
       stage = following(stage);
     }
     const int done = part - part_begin + 1;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        float sum = acc[i][c];
-        if (done % 2 == 0) sum = level[0][i][c] + sum;
-        if (done % 4 == 0) sum = level[1][i][c] + sum;
-        if (done % 8 == 0) sum = level[2][i][c] + sum;
-        acc[i][c] = sum;
-        if (done % 2 != 0) level[0][i][c] = sum;
-        if (done % 4 == 2) level[1][i][c] = sum;
-        if (done % 8 == 4) level[2][i][c] = sum;
-      }
+    int height = 0;
+    for (; (done >> height & 1) == 0; ++height) {
+      for_each_sum([&](int m, int i, int c) { acc[m][i][c] += level[height][m][i][c]; });
     }
+    for_each_sum([&](int m, int i, int c) { level[height][m][i][c] = acc[m][i][c]; });
   }
 
   // acc is the block's sum. Lanes hold columns; rows are written through shared memory.
   float* sums = reinterpret_cast<float*>(ring);
   wait_copies<0>();
   __syncthreads();  // the ring is read
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int row = warp / 4 * 32 + i * 8 + t * 2 + c % 2;
-      sums[row * kPitch + w_row + c / 2 * 8] = acc[i][c];
-    }
-  }
+  for_each_sum([&](int m, int i, int c) {
+    const int row = x_row + i * 8 + t * 2 + c % 2, col = w_row + m * 16 + c / 2 * 8 + g;
+    sums[row * kPitch + col] = acc[m][i][c];
+  });
   sync_cluster(cluster);
   const int rows = kTile / cluster;  // of the tile, finished by this block
   for (int i = threadIdx.x; i < rows * kTile; i += kThreads) {
