@@ -41,9 +41,10 @@ def measure(
 ) -> dict[str, Timing]:
     """Times the arms against each other.
 
-    Each call is one graph launch between two events. Before it a buffer larger than the L2 is
-    read (`cold`: written lines would have to leave the L2 during the timed work) or the card sleeps as long, so that the launch is queued before the clock
-    starts. Every round runs all arms, in an order that alternates.
+    Each call is one graph launch between two events. Before it a buffer larger than the L2 is read
+    (`cold`; lines that were written would have to leave the L2 during the timed work), or the card
+    sleeps as long, so that the launch is queued before the clock starts. Every round runs all arms,
+    in an order that alternates.
 
     Args:
         arms: name -> the work to time, which must be capturable.

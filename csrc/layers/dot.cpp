@@ -1,5 +1,6 @@
-// This file alone is compiled with -ffp-contract=fast: it is how a vector `a * b + c` becomes one
-// fused multiply-add. Where the machine has none, __builtin_fmaf gives the same bits, slowly.
+// The fused multiply-add is written as the instruction: contraction of a vector `a * b + c` is the
+// compiler's choice, which it was seen to make in one tile and not in another. Where the machine
+// has none, __builtin_fmaf gives the same bits, slowly.
 #include "layers/dot.h"
 
 #include <algorithm>
@@ -45,7 +46,7 @@ TLT_INLINE void fma_into(Lanes<kWidth>& sum, const Lanes<kWidth>& a, const Lanes
     if constexpr (kWidth == 1) {
       sum.part[i][0] = __builtin_fmaf(a.part[i][0], b.part[i][0], sum.part[i][0]);
     } else {
-      sum.part[i] += a.part[i] * b.part[i];
+      asm("vfmadd231ps %2, %1, %0" : "+v"(sum.part[i]) : "v"(a.part[i]), "vm"(b.part[i]));
     }
   }
 }

@@ -17,25 +17,39 @@ namespace {
 constexpr int kWarps = kParts;  // each has its own
 constexpr int kThreads = kWarps * kWarpSize;
 
-template <int kTiles>  // of 16 weight rows
-struct Decode {
+template <int kTiles, Before kBefore>
+struct Decode {  // kTiles of 16 weight rows
   static constexpr int kCols = 16 * kTiles;
-  static constexpr int kStages = kTiles == 1 ? 4 : 3;
+  static constexpr int kBlocksPerSm = kTiles == 1 && kBefore == Before::kNothing ? 3 : 2;
+  static constexpr int kStages = kTiles == 2 ? 3 : kBlocksPerSm == 2 ? 6 : 4;
   static constexpr int kChunks = 4 * kTiles;  // a lane's share of one step
   static constexpr int kRing = kWarps * kStages * kChunks * kWarpSize;
   static constexpr int kSharedBytes = kRing * 16 + kWarps * kDecodeRows * kCols * 4;
-  static_assert(kSharedBytes <= 113 * 1024, "two blocks of an SM");
+  static_assert(kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024, "shared memory of an SM");
 };
 
-constexpr int blocks_per_sm(int tiles, Before before) {
-  return tiles == 1 && before != Before::kSilu ? 3 : 2;
-}
+// Block c of `count` owns the weight rows [begin, begin + rows): equal shares, for the card gives
+// each SM an equal share of its bandwidth. It takes them in equal tiles.
+struct Share {
+  int64_t begin;
+  int rows, tiles;
+  __device__ Share(int64_t out_dim, int max_tile) {
+    const int64_t c = blockIdx.x, count = gridDim.x;
+    begin = out_dim * c / count;
+    rows = static_cast<int>(out_dim * (c + 1) / count - begin);
+    tiles = (rows + max_tile - 1) / max_tile;
+  }
+  __device__ int first(int tile) const {
+    return static_cast<int>(static_cast<int64_t>(rows) * tile / tiles);
+  }
+};
 
 // A step of x for one lane: rows g and g + 8 of x, two chunks of 8 elements each.
-template <typename T, Before kBefore>
+template <typename T>
 struct Rows {
   Chunk<T> x[2][2];
-  Chunk<T> up[kBefore == Before::kSilu ? 2 : 1][2];  // kSilu
+  Chunk<T> up[2][2];        // kSilu
+  Chunk<T> norm_weight[2];  // kNorm
 };
 
 // Where a lane's own sum of (x row, column) of a tile goes: lanes of a warp hit 32 banks.
@@ -45,9 +59,9 @@ __device__ __forceinline__ int sum_index(int row, int col) {
 }
 
 template <typename T, int kTiles, Before kBefore>
-__global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
+__global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerSm)
     decode_kernel(const LinearKernelParams params) {
-  using D = Decode<kTiles>;
+  using D = Decode<kTiles, kBefore>;
   extern __shared__ uint4 ring[];
   float* sums = reinterpret_cast<float*>(ring + D::kRing);
   __shared__ float row_scale[kDecodeRows];  // kNorm
@@ -55,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
   const int in_dim = static_cast<int>(p.in_dim), rows = static_cast<int>(p.rows);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
-  const int num_tiles = static_cast<int>((p.out_dim + D::kCols - 1) / D::kCols);
+  const Share share(p.out_dim, D::kCols);
   const int steps = part_steps(num_blocks_of(p), warp);
   const int first_k = warp * kBlockK + t * 8, step_k = kParts * kBlockK;
   uint4* my_ring = ring + warp * D::kStages * D::kChunks * kWarpSize + lane;
@@ -63,32 +77,35 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
   // Weights. Evict first: what the next kernels share should stay in L2.
   const uint64_t policy = evict_first_policy();
   const T* w_base = static_cast<const T*>(p.weight);
-  int load_tile = blockIdx.x, load_step = 0;
+  const int64_t row_step = 8 * p.weight_stride;
+  int load_tile = 0, load_step = 0, rows_left = 0;  // rows_left: of the tile, from this lane's on
+  const T* load_from = nullptr;
   const auto load_stage = [&](int stage) {
-    if (load_tile < num_tiles && load_step < steps) {
+    if (load_tile < share.tiles && load_step < steps) {
+      if (load_step == 0) {
+        const int first = share.first(load_tile);
+        rows_left = share.first(load_tile + 1) - first - g;
+        load_from = w_base + (share.begin + first + g) * p.weight_stride;
+      }
       uint4* to = my_ring + stage * D::kChunks * kWarpSize;
-      const int64_t row = static_cast<int64_t>(load_tile) * D::kCols + g;
-      const int rows_left = static_cast<int>(min(p.out_dim - row, static_cast<int64_t>(D::kCols)));
       const int k = first_k + load_step * step_k;
-      const T* from = w_base + row * p.weight_stride;
+      const T* from = load_from + k;
 #pragma unroll
       for (int m = 0; m < D::kChunks / 2; ++m) {  // rows g, g + 8, ...
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           uint4* slot = to + (m * 2 + h) * kWarpSize;
-          const int at = k + h * 32;
           if (params.w_aligned) {
-            const bool valid = m * 8 < rows_left && at < in_dim;
-            copy_async(slot, valid ? from + at : w_base, valid, policy);
+            copy_async(slot, from + h * 32, m * 8 < rows_left && k + h * 32 < in_dim, policy);
           } else {
-            *slot = load_chunk(from, at, m * 8 < rows_left ? in_dim : 0, false).raw;
+            *slot = load_chunk(from - k, k + h * 32, m * 8 < rows_left ? in_dim : 0, false).raw;
           }
         }
-        from += 8 * p.weight_stride;
+        from += row_step;
       }
       if (++load_step == steps) {
         load_step = 0;
-        load_tile += gridDim.x;
+        ++load_tile;
       }
     }
     commit_copies();
@@ -97,6 +114,28 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
   for (int stage = 0; stage < D::kStages; ++stage) load_stage(stage);
 
   const T* x_base = static_cast<const T*>(p.x);
+  const auto load_x = [&](Rows<T>& to, int step) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int k = first_k + step * step_k + h * 32;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = i * 8 + g, dim = row < rows ? in_dim : 0;
+        const T* from = x_base + row * p.x_stride;
+        to.x[i][h] = load_chunk(from, k, dim, params.x_aligned);
+        if constexpr (kBefore == Before::kSilu) {
+          to.up[i][h] = load_chunk(from + in_dim, k, dim, params.x_aligned);
+        }
+      }
+      if constexpr (kBefore == Before::kNorm) {
+        const T* weight = static_cast<const T*>(params.norm_weight);
+        to.norm_weight[h] = load_chunk(weight, k, in_dim, params.x_aligned);
+      }
+    }
+  };
+  Rows<T> next;
+  if (steps > 0) load_x(next, 0);
+
   float scale[2] = {};
   if constexpr (kBefore == Before::kNorm) {
     for (int row = warp; row < rows; row += kWarps) {
@@ -107,48 +146,27 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
 #pragma unroll
     for (int i = 0; i < 2; ++i) scale[i] = i * 8 + g < rows ? row_scale[i * 8 + g] : 0.0f;
   }
-
-  const auto load_x = [&](Rows<T, kBefore>& to, int step) {
+  const auto apply_before = [&](Rows<T>& at) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = i * 8 + g, dim = row < rows ? in_dim : 0;
-      const T* from = x_base + row * p.x_stride;
+      if (i == 1 && rows <= 8) break;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int k = first_k + step * step_k + h * 32;
-        to.x[i][h] = load_chunk(from, k, dim, params.x_aligned);
-        if constexpr (kBefore == Before::kSilu) {
-          to.up[i][h] = load_chunk(from + in_dim, k, dim, params.x_aligned);
+        if constexpr (kBefore == Before::kNorm) {
+          norm_chunk(at.x[i][h], scale[i], at.norm_weight[h]);
         }
-      }
-    }
-  };
-  const auto apply_before = [&](Rows<T, kBefore>& at, int step) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      [[maybe_unused]] Chunk<T> weight;
-      if constexpr (kBefore == Before::kNorm) {
-        weight = load_chunk(static_cast<const T*>(params.norm_weight),
-                            first_k + step * step_k + h * 32, in_dim, params.x_aligned);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i == 1 && rows <= 8) break;
-        if constexpr (kBefore == Before::kNorm) norm_chunk(at.x[i][h], scale[i], weight);
         if constexpr (kBefore == Before::kSilu) silu_mul_chunk(at.x[i][h], at.up[i][h]);
       }
     }
   };
 
-  Rows<T, kBefore> next;
-  if (steps > 0) load_x(next, 0);
   int stage = 0;
-  for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+  for (int tile = 0; tile < share.tiles; ++tile) {
     float acc[kTiles][2][4] = {};
     for (int step = 0; step < steps; ++step) {
-      Rows<T, kBefore> now = next;
+      Rows<T> now = next;
       load_x(next, step + 1 < steps ? step + 1 : 0);  // the next tile reads the same rows
-      apply_before(now, step);
+      apply_before(now);
       wait_copies<D::kStages - 1>();
       const uint4* from = my_ring + stage * D::kChunks * kWarpSize;
 #pragma unroll
@@ -177,15 +195,15 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
       }
     }
     __syncthreads();
+    const int first = share.first(tile), cols = share.first(tile + 1) - first;
     for (int i = threadIdx.x; i < rows * D::kCols; i += kThreads) {
       const int row = i / D::kCols, col = i % D::kCols;
-      const int64_t out_col = static_cast<int64_t>(tile) * D::kCols + col;
       float part[kParts];
 #pragma unroll
       for (int w = 0; w < kParts; ++w) {
         part[w] = sums[w * kDecodeRows * D::kCols + sum_index<D::kCols>(row, col)];
       }
-      if (out_col < p.out_dim) store_out<T>(p, row, out_col, sum_of_8(part));
+      if (col < cols) store_out<T>(p, row, share.begin + first + col, sum_of_8(part));
     }
     __syncthreads();  // the sums are read before the next tile's are written
   }
@@ -193,24 +211,38 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles, kBefore))
 
 template <typename T, int kTiles, Before kBefore>
 void launch(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
-  using D = Decode<kTiles>;
+  using D = Decode<kTiles, kBefore>;
   const auto kernel = decode_kernel<T, kTiles, kBefore>;
   allow_shared(kernel, D::kSharedBytes);
-  const int64_t tiles = (p.linear.out_dim + D::kCols - 1) / D::kCols;
-  const int64_t grid = std::min<int64_t>(tiles, card.num_sms * blocks_per_sm(kTiles, kBefore));
+  // A block's least: fewer weight rows, and more blocks, would read more of x than of the weights.
+  const int64_t min_rows = p.linear.rows <= 8 ? 8 : 12;
+  const int64_t shares = (p.linear.out_dim + min_rows - 1) / min_rows;
+  int64_t grid = std::min<int64_t>(shares, card.num_sms * D::kBlocksPerSm);
+  if (grid > card.num_sms) grid -= grid % card.num_sms;  // as many on every SM
   kernel<<<static_cast<unsigned>(grid), kThreads, D::kSharedBytes, stream>>>(p);
 }
 
-template <typename T, int kTiles>
+// Wide tiles read x half as often; narrow ones suit small shares. Neither changes a bit.
+template <typename T, Before kBefore>
+void launch_width(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
+  const int64_t narrow_rows = kBefore == Before::kNothing && p.linear.rows <= 8 ? 96 : 16;
+  if (p.linear.out_dim > narrow_rows * 2 * card.num_sms) {
+    launch<T, 2, kBefore>(p, card, stream);
+  } else {
+    launch<T, 1, kBefore>(p, card, stream);
+  }
+}
+
+template <typename T>
 void launch_before(const LinearKernelParams& p, Before before, const Card& card,
                    cudaStream_t stream) {
   switch (before) {
     case Before::kNothing:
-      return launch<T, kTiles, Before::kNothing>(p, card, stream);
+      return launch_width<T, Before::kNothing>(p, card, stream);
     case Before::kNorm:
-      return launch<T, kTiles, Before::kNorm>(p, card, stream);
+      return launch_width<T, Before::kNorm>(p, card, stream);
     case Before::kSilu:
-      return launch<T, kTiles, Before::kSilu>(p, card, stream);
+      return launch_width<T, Before::kSilu>(p, card, stream);
   }
 }
 
@@ -218,15 +250,8 @@ void launch_before(const LinearKernelParams& p, Before before, const Card& card,
 
 void launch_decode(const LinearKernelParams& p, Before before, const Card& card,
                    cudaStream_t stream) {
-  // Wide tiles halve the traffic of x, narrow ones fill the card: wide once they fill it twice.
-  const bool wide = p.linear.out_dim >= 2 * card.num_sms * Decode<2>::kCols;
-  if (p.linear.dtype == DType::kFloat16) {
-    wide ? launch_before<__half, 2>(p, before, card, stream)
-         : launch_before<__half, 1>(p, before, card, stream);
-  } else {
-    wide ? launch_before<__nv_bfloat16, 2>(p, before, card, stream)
-         : launch_before<__nv_bfloat16, 1>(p, before, card, stream);
-  }
+  p.linear.dtype == DType::kFloat16 ? launch_before<__half>(p, before, card, stream)
+                                    : launch_before<__nv_bfloat16>(p, before, card, stream);
 }
 
 }  // namespace tlt

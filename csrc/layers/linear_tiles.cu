@@ -20,8 +20,10 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kStages = 4;
 constexpr int kRowChunks = kBlockK / 8;
 constexpr int kTileChunks = kTile * kRowChunks;
-constexpr int kCopies = kTileChunks / kThreads;  // chunks of one tile that a thread copies
-constexpr int kPitch = kTile + 4;                // of the sums in shared memory: no bank conflicts
+constexpr int kCopies = kTileChunks / kThreads;   // chunks of one tile that a thread copies
+constexpr int kCopyRows = kThreads / kRowChunks;  // apart, in one column of chunks
+static_assert(kCopyRows % 2 == 0, "a thread's chunks have one place in the swizzle");
+constexpr int kPitch = kTile + 4;  // of the sums in shared memory: no bank conflicts
 static_assert(kTile * kPitch * 4 <= kStages * 2 * kTileChunks * 16, "sums reuse the ring");
 constexpr int kMinSteps = 2;  // of a block, below which a larger cluster does not pay
 
@@ -29,6 +31,18 @@ constexpr int kMinSteps = 2;  // of a block, below which a larger cluster does n
 __device__ __forceinline__ int chunk_index(int row, int chunk) {
   return row * kRowChunks + (chunk ^ (row % 2) * 4);
 }
+
+// A thread copies chunks of rows `row`, row + kCopyRows, ... of an array that has `end` of them.
+template <typename T>
+struct Operand {
+  const T* from;
+  int64_t step;   // to its next row
+  int rows_left;  // from its first one on
+  __device__ Operand(const void* base, int64_t stride, int64_t row, int64_t end)
+      : from(static_cast<const T*>(base) + row * stride),
+        step(kCopyRows * stride),
+        rows_left(static_cast<int>(min(end - row, static_cast<int64_t>(kTile)))) {}
+};
 
 // The blocks of K that a block of the cluster takes, part by part.
 struct Cursor {
@@ -95,36 +109,33 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int num_blocks = num_blocks_of(p);
   const int part_begin = rank * kParts / cluster, part_end = (rank + 1) * kParts / cluster;
   const int stage_chunks = kTileChunks * (before == Before::kSilu ? 3 : 2);
-  const T* x_base = static_cast<const T*>(p.x);
-  const T* w_base = static_cast<const T*>(p.weight);
 
-  const auto copy_tile = [&](uint4* to, const T* base, int64_t stride, int64_t first, int64_t end,
-                             int k, bool aligned) {
+  const int copy_row = threadIdx.x / kRowChunks, copy_k = threadIdx.x % kRowChunks * 8;
+  const Operand<T> weight(p.weight, p.weight_stride, col_begin + copy_row, p.out_dim);
+  const Operand<T> x_in(p.x, p.x_stride, row_begin + copy_row, p.rows);
+  const auto copy_tile = [&](uint4* to, const Operand<T>& operand, int skip, int k, bool aligned) {
+    const T* from = operand.from + skip;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const int id = threadIdx.x + i * kThreads, row = id / kRowChunks, chunk = id % kRowChunks;
-      const int at = k + chunk * 8;
-      const T* from = base + (first + row) * stride;
-      uint4* slot = to + chunk_index(row, chunk);
+      uint4* slot = to + chunk_index(copy_row, copy_k / 8) + i * kThreads;
+      const bool has_row = i * kCopyRows < operand.rows_left;
       if (aligned) {
-        const bool valid = first + row < end && at < in_dim;
-        copy_async(slot, valid ? from + at : base, valid);
+        copy_async(slot, from + k, has_row && k < in_dim);
       } else {
-        *slot = load_chunk(from, at, first + row < end ? in_dim : 0, false).raw;
+        *slot = load_chunk(from, k, has_row ? in_dim : 0, false).raw;
       }
+      from += operand.step;
     }
   };
   Cursor load_at(num_blocks, part_begin);
   const auto load_stage = [&](int stage) {
     if (load_at.part < part_end) {
       uint4* to = ring + stage * stage_chunks;
-      const int k = load_at.block * kBlockK;
-      copy_tile(to, w_base, p.weight_stride, col_begin, p.out_dim, k, params.w_aligned);
-      to += kTileChunks;
-      copy_tile(to, x_base, p.x_stride, row_begin, p.rows, k, params.x_aligned);
-      to += kTileChunks;
+      const int k = load_at.block * kBlockK + copy_k;
+      copy_tile(to, weight, 0, k, params.w_aligned);
+      copy_tile(to + kTileChunks, x_in, 0, k, params.x_aligned);
       if (before == Before::kSilu) {
-        copy_tile(to, x_base + in_dim, p.x_stride, row_begin, p.rows, k, params.x_aligned);
+        copy_tile(to + 2 * kTileChunks, x_in, in_dim, k, params.x_aligned);
       }
       load_at.next();
     }
@@ -136,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const int rows = static_cast<int>(min(static_cast<int64_t>(kTile), p.rows - row_begin));
 #pragma unroll 2
     for (int row = threadIdx.x / kWarpSize; row < kTile; row += kWarps) {
-      const T* x = x_base + (row_begin + row) * p.x_stride;
+      const T* x = static_cast<const T*>(p.x) + (row_begin + row) * p.x_stride;
       const float squares = warp_squares(x, row < rows ? in_dim : 0, params.x_aligned);
       if (threadIdx.x % kWarpSize == 0) row_scale[row] = norm_scale(squares, in_dim, params.eps);
     }
@@ -144,21 +155,23 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
   const auto apply_before = [&](int stage, int block) {
     uint4* x = ring + stage * stage_chunks + kTileChunks;
-#pragma unroll 1  // registers
+    Chunk<T> norm_weight;
+    if (before == Before::kNorm) {
+      norm_weight = load_chunk(static_cast<const T*>(params.norm_weight), block * kBlockK + copy_k,
+                               in_dim, params.x_aligned);
+    }
+#pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const int id = threadIdx.x + i * kThreads, row = id / kRowChunks, chunk = id % kRowChunks;
-      const int index = chunk_index(row, chunk);
+      uint4& slot = x[chunk_index(copy_row, copy_k / 8) + i * kThreads];
       Chunk<T> value, other;
-      value.raw = x[index];
+      value.raw = slot;
       if (before == Before::kSilu) {
-        other.raw = x[kTileChunks + index];
+        other.raw = (&slot)[kTileChunks];
         silu_mul_chunk(value, other);
       } else {
-        norm_chunk(value, row_scale[row],
-                   load_chunk(static_cast<const T*>(params.norm_weight),
-                              block * kBlockK + chunk * 8, in_dim, params.x_aligned));
+        norm_chunk(value, row_scale[copy_row + i * kCopyRows], norm_weight);
       }
-      x[index] = value.raw;
+      slot = value.raw;
     }
   };
 
@@ -245,7 +258,7 @@ void launch(const LinearKernelParams& p, Before before, const Card& card, cudaSt
   const int64_t tiles = tiles_of(p.linear.rows) * tiles_of(p.linear.out_dim);
   const int64_t num_blocks = (p.linear.in_dim + kBlockK - 1) / kBlockK;
   int cluster = 1;
-  while (card.has_clusters && cluster < kParts && tiles * cluster * 2 <= 2 * card.num_sms &&
+  while (card.has_clusters && cluster < kParts && tiles * cluster * 2 <= 3 * card.num_sms &&
          num_blocks >= cluster * 2 * kMinSteps) {
     cluster *= 2;
   }
