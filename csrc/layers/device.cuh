@@ -2,34 +2,16 @@
 // of the norm and the activation, so that a fused op has the bits of the two ops.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <string>
 #include <type_traits>
 
+#include "common/device.cuh"
 #include "common/math.h"
+#include "common/mma.cuh"
 #include "common/tensor.h"
 
 namespace tlt {
-
-constexpr int kWarpSize = 32;
-
-__device__ __forceinline__ float to_f32(float v) { return v; }
-__device__ __forceinline__ float to_f32(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_f32(__nv_bfloat16 v) { return __bfloat162float(v); }
-
-template <typename T>
-__device__ __forceinline__ T from_f32(float v) {
-  if constexpr (sizeof(T) == 4) {
-    return v;
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(v);
-  } else {
-    return __float2bfloat16_rn(v);
-  }
-}
 
 // Two 16-bit values in one word, rounded to nearest even.
 template <typename T>
@@ -43,13 +25,7 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
 
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float2 v) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(v.x, v.y);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(v.x, v.y);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
+  return pack_pair<T>(v.x, v.y);
 }
 
 template <typename T>
@@ -187,7 +163,7 @@ __device__ __forceinline__ float sum_of_8(const float* v) {
 
 __device__ __forceinline__ float fold(float v, int lanes) {
 #pragma unroll
-  for (int lane = lanes / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
+  for (int lane = lanes / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(kFullWarp, v, lane);
   return v;
 }
 

@@ -50,27 +50,12 @@ __global__ void __launch_bounds__(kThreads)
   store_chunk(static_cast<T*>(p.out) + row * p.out_stride, k, dim, aligned, gate);
 }
 
-template <typename F>
-void dispatch_device_type(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return f(static_cast<float*>(nullptr));
-    case DType::kFloat16:
-      return f(static_cast<__half*>(nullptr));
-    case DType::kBFloat16:
-      return f(static_cast<__nv_bfloat16*>(nullptr));
-    default:
-      throw DTypeError(std::string("layers: no kernel for ") + name_of(dtype) +
-                       "; supported: float32, float16, bfloat16");
-  }
-}
-
 }  // namespace
 
 void rms_norm_cuda(const RmsNormParams& p, int device, uintptr_t stream) {
   check_columns("rms_norm", p.dim);
   const DeviceGuard guard(device);
-  dispatch_device_type(p.dtype, [&](auto* tag) {
+  dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     constexpr int64_t kBytes = sizeof(T);
     const bool aligned = is_aligned(p.x, p.x_stride * kBytes, p.dim * kBytes) &&
@@ -85,7 +70,7 @@ void rms_norm_cuda(const RmsNormParams& p, int device, uintptr_t stream) {
 void silu_mul_cuda(const SiluMulParams& p, int device, uintptr_t stream) {
   check_columns("silu_mul", 2 * p.dim);
   const DeviceGuard guard(device);
-  dispatch_device_type(p.dtype, [&](auto* tag) {
+  dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     constexpr int64_t kBytes = sizeof(T), kBlock = kThreads * Chunk<T>::kSize;
     const bool aligned = is_aligned(p.x, p.x_stride * kBytes, p.dim * kBytes) &&

@@ -34,28 +34,12 @@ __device__ __forceinline__ int part_steps(int num_blocks, int part) {
   return (num_blocks - part + kParts - 1) / kParts;
 }
 
-template <typename T>
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                    uint32_t a3, uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-}
-
 // 32 elements of k: weight rows g (low) and g + 8 (high) of a tile of 16, x row g of a tile of 8.
 template <typename T>
 __device__ __forceinline__ void mma_k32(float (&c)[4], const uint4& low, const uint4& high,
                                         const uint4& x) {
-  mma<T>(c, low.x, high.x, low.y, high.y, x.x, x.y);
-  mma<T>(c, low.z, high.z, low.w, high.w, x.z, x.w);
+  mma_16816<T>(c, {low.x, high.x, low.y, high.y}, x.x, x.y);
+  mma_16816<T>(c, {low.z, high.z, low.w, high.w}, x.z, x.w);
 }
 
 __device__ __forceinline__ uint64_t evict_first_policy() {
@@ -64,38 +48,23 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-// Copies 16 bytes, or writes 16 zero bytes where `valid` is false (nothing is read then).
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(valid ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid,
-                                           uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(valid ? 16 : 0), "l"(policy)
-               : "memory");
-}
-
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// copy_async_16 of what is read once.
+__device__ __forceinline__ void copy_async_once(void* to, const void* from, bool valid,
+                                                uint64_t policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)),
+      "l"(from), "r"(valid ? 16 : 0), "l"(policy)
+      : "memory");
 }
 
 // out[row, col] = sum (+ bias) (+ residual), rounded once.
 template <typename T, typename Out>
 __device__ __forceinline__ void store_sum(const LinearParams& p, int64_t row, int64_t col,
                                           float sum) {
-  if (p.bias) sum += to_f32(static_cast<const T*>(p.bias)[col]);
-  if (p.residual) sum += to_f32(static_cast<const Out*>(p.residual)[row * p.residual_stride + col]);
-  static_cast<Out*>(p.out)[row * p.out_stride + col] = from_f32<Out>(sum);
+  if (p.bias) sum += as_float32(static_cast<const T*>(p.bias)[col]);
+  if (p.residual)
+    sum += as_float32(static_cast<const Out*>(p.residual)[row * p.residual_stride + col]);
+  static_cast<Out*>(p.out)[row * p.out_stride + col] = as_storage<Out>(sum);
 }
 
 template <typename T>

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerS
         for (int h = 0; h < 2; ++h) {
           uint4* slot = to + (m * 2 + h) * kWarpSize;
           if (params.w_aligned) {
-            copy_async(slot, from + h * 32, m * 8 < rows_left && k + h * 32 < in_dim, policy);
+            copy_async_once(slot, from + h * 32, m * 8 < rows_left && k + h * 32 < in_dim, policy);
           } else {
             *slot = load_chunk(from - k, k + h * 32, m * 8 < rows_left ? in_dim : 0, false).raw;
           }

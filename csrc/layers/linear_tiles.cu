@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       uint4* slot = to + chunk_index(copy_row, copy_k / 8) + i * kThreads;
       const bool has_row = i * kCopyRows < operand.rows_left;
       if (aligned) {
-        copy_async(slot, from + k, has_row && k < in_dim);
+        copy_async_16(shared_address(slot), from + k, has_row && k < in_dim);
       } else {
         *slot = load_chunk(from, k, has_row ? in_dim : 0, false).raw;
       }
