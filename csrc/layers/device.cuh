@@ -44,15 +44,21 @@ union Chunk {
   __device__ Chunk() : raw() {}
 };
 
-// Elements [k, k + kSize) of a row of `dim`; zeros past its end, which is not read. `aligned` says
-// that every chunk of the array starts at a multiple of 16 bytes and that none is cut by the end.
+// Elements [k, k + kSize) of a row of `dim`; zeros past its end, which is not read. The first form
+// is for arrays of which every chunk starts at a multiple of 16 bytes and none is cut by the end.
+// The second is slow; its callers keep it out of unrolled loops, for a cold start fetches all the
+// code that it steps over.
 template <typename T>
-__device__ __forceinline__ Chunk<T> load_chunk(const T* row, int k, int dim, bool aligned) {
+__device__ __forceinline__ Chunk<T> load_whole(const T* row, int k, int dim) {
   Chunk<T> chunk;
-  if (aligned) {
-    if (k < dim) chunk.raw = *reinterpret_cast<const uint4*>(row + k);
-  } else if constexpr (sizeof(T) == 2) {
-    // Rolled up, and by shifts: the slow path must not cost the fast one its registers.
+  if (k < dim) chunk.raw = *reinterpret_cast<const uint4*>(row + k);
+  return chunk;
+}
+
+template <typename T>
+__device__ __forceinline__ Chunk<T> load_pieces(const T* row, int k, int dim) {
+  Chunk<T> chunk;
+  if constexpr (sizeof(T) == 2) {
     const uint16_t* from = reinterpret_cast<const uint16_t*>(row + k);
     uint64_t word[2] = {};
 #pragma unroll 1
@@ -69,6 +75,11 @@ __device__ __forceinline__ Chunk<T> load_chunk(const T* row, int k, int dim, boo
     }
   }
   return chunk;
+}
+
+template <typename T>
+__device__ __forceinline__ Chunk<T> load_chunk(const T* row, int k, int dim, bool aligned) {
+  return aligned ? load_whole(row, k, dim) : load_pieces(row, k, dim);
 }
 
 template <typename T>
@@ -183,15 +194,28 @@ __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligne
     return fold(squares, 16);
   } else {
     float sum[8] = {};
-#pragma unroll 8
-    for (int k = lane * 8; k < dim; k += kWarpSize * 8) {
-      const Chunk<T> x = load_chunk(row, k, dim, aligned);
+    const auto add = [&](const Chunk<T>& x) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 v = unpack<T>(x.word[i]);
         sum[2 * i] = fmaf(v.x, v.x, sum[2 * i]);
         sum[2 * i + 1] = fmaf(v.y, v.y, sum[2 * i + 1]);
       }
+    };
+    const int first = lane * 8;
+    constexpr int kStep = kWarpSize * 8, kAhead = 4;  // chunks on their way at once
+    if (aligned) {
+#pragma unroll 1
+      for (int k = first; k < dim; k += kAhead * kStep) {
+        Chunk<T> x[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) x[i] = load_whole(row, k + i * kStep, dim);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) add(x[i]);  // zeros past the end leave the sums alone
+      }
+    } else {
+#pragma unroll 1
+      for (int k = first; k < dim; k += kStep) add(load_pieces(row, k, dim));
     }
     return fold(sum_of_8(sum), kWarpSize);
   }

@@ -28,20 +28,23 @@ struct Decode {  // kTiles of 16 weight rows
   static_assert(kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024, "shared memory of an SM");
 };
 
-// Block c of `count` owns the weight rows [begin, begin + rows): equal shares, for the card gives
-// each SM an equal share of its bandwidth. It takes them in equal tiles.
+// A block owns `base` weight rows, the first `extra` blocks one more: equal shares, since the card
+// gives each SM an equal share of its bandwidth. It takes them in equal tiles.
+struct Shares {
+  int base, extra;
+};
+
 struct Share {
   int64_t begin;
-  int rows, tiles;
-  __device__ Share(int64_t out_dim, int max_tile) {
-    const int64_t c = blockIdx.x, count = gridDim.x;
-    begin = out_dim * c / count;
-    rows = static_cast<int>(out_dim * (c + 1) / count - begin);
+  int rows, tiles, tile_rows;
+  __device__ Share(const Shares& shares, int max_tile) {
+    const int c = blockIdx.x;
+    begin = static_cast<int64_t>(c) * shares.base + min(c, shares.extra);
+    rows = shares.base + (c < shares.extra);
     tiles = (rows + max_tile - 1) / max_tile;
+    tile_rows = tiles == 1 ? rows : (rows + tiles - 1) / tiles;
   }
-  __device__ int first(int tile) const {
-    return static_cast<int>(static_cast<int64_t>(rows) * tile / tiles);
-  }
+  __device__ int first(int tile) const { return min(tile * tile_rows, rows); }
 };
 
 // A step of x for one lane: rows g and g + 8 of x, two chunks of 8 elements each.
@@ -60,7 +63,7 @@ __device__ __forceinline__ int sum_index(int row, int col) {
 
 template <typename T, int kTiles, Before kBefore>
 __global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerSm)
-    decode_kernel(const LinearKernelParams params) {
+    decode_kernel(const LinearKernelParams params, const Shares shares) {
   using D = Decode<kTiles, kBefore>;
   extern __shared__ uint4 ring[];
   float* sums = reinterpret_cast<float*>(ring + D::kRing);
@@ -69,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerS
   const int in_dim = static_cast<int>(p.in_dim), rows = static_cast<int>(p.rows);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
-  const Share share(p.out_dim, D::kCols);
+  const Share share(shares, D::kCols);
   const int steps = part_steps(num_blocks_of(p), warp);
   const int first_k = warp * kBlockK + t * 8, step_k = kParts * kBlockK;
   uint4* my_ring = ring + warp * D::kStages * D::kChunks * kWarpSize + lane;
@@ -89,19 +92,24 @@ __global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerS
       }
       uint4* to = my_ring + stage * D::kChunks * kWarpSize;
       const int k = first_k + load_step * step_k;
-      const T* from = load_from + k;
+      if (params.w_aligned) {
+        const T* from = load_from + k;
 #pragma unroll
-      for (int m = 0; m < D::kChunks / 2; ++m) {  // rows g, g + 8, ...
+        for (int m = 0; m < D::kChunks / 2; ++m) {  // rows g, g + 8, ...
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          uint4* slot = to + (m * 2 + h) * kWarpSize;
-          if (params.w_aligned) {
-            copy_async_once(slot, from + h * 32, m * 8 < rows_left && k + h * 32 < in_dim, policy);
-          } else {
-            *slot = load_chunk(from - k, k + h * 32, m * 8 < rows_left ? in_dim : 0, false).raw;
+          for (int h = 0; h < 2; ++h) {
+            copy_async_once(to + (m * 2 + h) * kWarpSize, from + h * 32,
+                            m * 8 < rows_left && k + h * 32 < in_dim, policy);
           }
+          from += row_step;
         }
-        from += row_step;
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < D::kChunks; ++i) {
+          const T* from = load_from + i / 2 * row_step;
+          const int dim = i / 2 * 8 < rows_left ? in_dim : 0;
+          to[i * kWarpSize] = load_pieces(from, k + i % 2 * 32, dim).raw;
+        }
       }
       if (++load_step == steps) {
         load_step = 0;
@@ -110,26 +118,50 @@ __global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerS
     }
     commit_copies();
   };
-#pragma unroll
+#pragma unroll 1
   for (int stage = 0; stage < D::kStages; ++stage) load_stage(stage);
 
   const T* x_base = static_cast<const T*>(p.x);
   const auto load_x = [&](Rows<T>& to, int step) {
+    const T* norm_weight = static_cast<const T*>(params.norm_weight);
+    const int first = first_k + step * step_k;
+    const auto x_row = [&](int i) { return x_base + (i * 8 + g) * p.x_stride; };
+    const auto dim = [&](int i) { return i * 8 + g < rows ? in_dim : 0; };
+    if (params.x_aligned) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int k = first_k + step * step_k + h * 32;
+      for (int h = 0; h < 2; ++h) {
+        const int k = first + h * 32;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = i * 8 + g, dim = row < rows ? in_dim : 0;
-        const T* from = x_base + row * p.x_stride;
-        to.x[i][h] = load_chunk(from, k, dim, params.x_aligned);
-        if constexpr (kBefore == Before::kSilu) {
-          to.up[i][h] = load_chunk(from + in_dim, k, dim, params.x_aligned);
+        for (int i = 0; i < 2; ++i) {
+          to.x[i][h] = load_whole(x_row(i), k, dim(i));
+          if constexpr (kBefore == Before::kSilu) {
+            to.up[i][h] = load_whole(x_row(i) + in_dim, k, dim(i));
+          }
         }
+        if constexpr (kBefore == Before::kNorm)
+          to.norm_weight[h] = load_whole(norm_weight, k, in_dim);
+      }
+    } else {
+      uint4 slow[4];  // indexed at run time: local memory
+#pragma unroll 1
+      for (int c = 0; c < 4; ++c) {
+        slow[c] = load_pieces(x_row(c / 2), first + c % 2 * 32, dim(c / 2)).raw;
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) to.x[c / 2][c % 2].raw = slow[c];
+      if constexpr (kBefore == Before::kSilu) {
+#pragma unroll 1
+        for (int c = 0; c < 4; ++c) {
+          slow[c] = load_pieces(x_row(c / 2) + in_dim, first + c % 2 * 32, dim(c / 2)).raw;
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) to.up[c / 2][c % 2].raw = slow[c];
       }
       if constexpr (kBefore == Before::kNorm) {
-        const T* weight = static_cast<const T*>(params.norm_weight);
-        to.norm_weight[h] = load_chunk(weight, k, in_dim, params.x_aligned);
+#pragma unroll 1
+        for (int h = 0; h < 2; ++h) slow[h] = load_pieces(norm_weight, first + h * 32, in_dim).raw;
+        to.norm_weight[0].raw = slow[0];
+        to.norm_weight[1].raw = slow[1];
       }
     }
   };
@@ -196,6 +228,7 @@ __global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerS
     }
     __syncthreads();
     const int first = share.first(tile), cols = share.first(tile + 1) - first;
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * D::kCols; i += kThreads) {
       const int row = i / D::kCols, col = i % D::kCols;
       float part[kParts];
@@ -214,19 +247,17 @@ void launch(const LinearKernelParams& p, const Card& card, cudaStream_t stream) 
   using D = Decode<kTiles, kBefore>;
   const auto kernel = decode_kernel<T, kTiles, kBefore>;
   allow_shared(kernel, D::kSharedBytes);
-  // A block's least: fewer weight rows, and more blocks, would read more of x than of the weights.
-  const int64_t min_rows = p.linear.rows <= 8 ? 8 : 12;
-  const int64_t shares = (p.linear.out_dim + min_rows - 1) / min_rows;
-  int64_t grid = std::min<int64_t>(shares, card.num_sms * D::kBlocksPerSm);
-  if (grid > card.num_sms) grid -= grid % card.num_sms;  // as many on every SM
-  kernel<<<static_cast<unsigned>(grid), kThreads, D::kSharedBytes, stream>>>(p);
+  const int64_t shares = (p.linear.out_dim + 15) / 16;  // smaller ones were not faster
+  const int64_t grid = std::min<int64_t>(shares, card.num_sms * D::kBlocksPerSm);
+  const Shares each = {static_cast<int>(p.linear.out_dim / grid),
+                       static_cast<int>(p.linear.out_dim % grid)};
+  kernel<<<static_cast<unsigned>(grid), kThreads, D::kSharedBytes, stream>>>(p, each);
 }
 
 // Wide tiles read x half as often; narrow ones suit small shares. Neither changes a bit.
 template <typename T, Before kBefore>
 void launch_width(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
-  const int64_t narrow_rows = kBefore == Before::kNothing && p.linear.rows <= 8 ? 96 : 16;
-  if (p.linear.out_dim > narrow_rows * 2 * card.num_sms) {
+  if (p.linear.out_dim > 16 * 2 * card.num_sms) {
     launch<T, 2, kBefore>(p, card, stream);
   } else {
     launch<T, 1, kBefore>(p, card, stream);

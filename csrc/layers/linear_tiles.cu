@@ -44,14 +44,18 @@ struct Operand {
         rows_left(static_cast<int>(min(end - row, static_cast<int64_t>(kTile)))) {}
 };
 
-// The blocks of K that a block of the cluster takes, part by part.
+// The blocks of K that a block of the cluster takes, part by part: parts i ^ mask for i in
+// [begin, end). Any mask gives the same tree, with summands swapped; neighbours take different
+// ones, or all would ask the L2 for the same few lines of x at a time.
 struct Cursor {
-  int num_blocks, part, block;
-  __device__ Cursor(int num_blocks, int part) : num_blocks(num_blocks), part(part), block(part) {
+  int num_blocks, part, end, mask, block;
+  __device__ Cursor(int num_blocks, int begin, int end, int mask)
+      : num_blocks(num_blocks), part(begin), end(end), mask(mask), block(begin ^ mask) {
     settle();
   }
+  __device__ bool done() const { return part >= end; }
   __device__ void settle() {
-    while (block >= num_blocks && part < kParts) block = ++part;
+    while (block >= num_blocks && !done()) block = ++part ^ mask;
   }
   __device__ void next() {
     block += kParts;
@@ -73,7 +77,7 @@ __device__ __forceinline__ void for_each_sum(F&& f) {
 }
 
 // Barrier of the cluster's blocks; of this block where it is alone.
-__device__ __forceinline__ void sync_cluster([[maybe_unused]] int cluster) {
+__device__ __forceinline__ void sync_cluster([[maybe_unused]] unsigned cluster) {
 #if __CUDA_ARCH__ >= 900
   if (cluster > 1) return cooperative_groups::this_cluster().sync();
 #endif
@@ -81,7 +85,7 @@ __device__ __forceinline__ void sync_cluster([[maybe_unused]] int cluster) {
 }
 
 // The sum of one output over the blocks' parts, in the order of the tree.
-__device__ __forceinline__ float cluster_sum(float* mine, [[maybe_unused]] int cluster) {
+__device__ __forceinline__ float cluster_sum(float* mine, [[maybe_unused]] unsigned cluster) {
 #if __CUDA_ARCH__ >= 900
   const auto of = [mine](int rank) {
     return *cooperative_groups::this_cluster().map_shared_rank(mine, rank);
@@ -97,17 +101,18 @@ __device__ __forceinline__ float cluster_sum(float* mine, [[maybe_unused]] int c
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 3)
-    tiles_kernel(const LinearKernelParams params, const Before before, const int cluster) {
+    tiles_kernel(const LinearKernelParams params, const Before before, const unsigned cluster) {
   extern __shared__ uint4 ring[];
   __shared__ float row_scale[kTile];  // kNorm
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim);
-  const int rank = blockIdx.x % cluster;
-  const int64_t row_tiles = (p.rows + kTile - 1) / kTile;
-  const int64_t row_begin = blockIdx.x / cluster % row_tiles * kTile;
-  const int64_t col_begin = blockIdx.x / cluster / row_tiles * kTile;
+  const unsigned tile = blockIdx.x / cluster, rank = blockIdx.x % cluster;
+  const unsigned row_tiles = static_cast<unsigned>((p.rows + kTile - 1) / kTile);
+  const unsigned col_tile = tile / row_tiles;
+  const int64_t row_begin = static_cast<int64_t>(tile % row_tiles) * kTile;
+  const int64_t col_begin = static_cast<int64_t>(col_tile) * kTile;
   const int num_blocks = num_blocks_of(p);
-  const int part_begin = rank * kParts / cluster, part_end = (rank + 1) * kParts / cluster;
+  const int parts = kParts / cluster, part_begin = rank * parts, part_end = part_begin + parts;
   const int stage_chunks = kTileChunks * (before == Before::kSilu ? 3 : 2);
 
   const int copy_row = threadIdx.x / kRowChunks, copy_k = threadIdx.x % kRowChunks * 8;
@@ -115,21 +120,27 @@ __global__ void __launch_bounds__(kThreads, 3)
   const Operand<T> x_in(p.x, p.x_stride, row_begin + copy_row, p.rows);
   const auto copy_tile = [&](uint4* to, const Operand<T>& operand, int skip, int k, bool aligned) {
     const T* from = operand.from + skip;
+    uint4* slot = to + chunk_index(copy_row, copy_k / 8);
+    if (aligned) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      uint4* slot = to + chunk_index(copy_row, copy_k / 8) + i * kThreads;
-      const bool has_row = i * kCopyRows < operand.rows_left;
-      if (aligned) {
-        copy_async_16(shared_address(slot), from + k, has_row && k < in_dim);
-      } else {
-        *slot = load_chunk(from, k, has_row ? in_dim : 0, false).raw;
+      for (int i = 0; i < kCopies; ++i) {
+        const bool valid = i * kCopyRows < operand.rows_left && k < in_dim;
+        copy_async_16(shared_address(slot + i * kThreads), from + k, valid);
+        from += operand.step;
       }
-      from += operand.step;
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kCopies; ++i) {
+        const int dim = i * kCopyRows < operand.rows_left ? in_dim : 0;
+        slot[i * kThreads] = load_pieces(from, k, dim).raw;
+        from += operand.step;
+      }
     }
   };
-  Cursor load_at(num_blocks, part_begin);
+  const int mask = static_cast<int>(col_tile) & (parts - 1);
+  Cursor load_at(num_blocks, part_begin, part_end, mask);
   const auto load_stage = [&](int stage) {
-    if (load_at.part < part_end) {
+    if (!load_at.done()) {
       uint4* to = ring + stage * stage_chunks;
       const int k = load_at.block * kBlockK + copy_k;
       copy_tile(to, weight, 0, k, params.w_aligned);
@@ -141,6 +152,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
     commit_copies();
   };
+#pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) load_stage(stage);
 
   if (before == Before::kNorm) {
@@ -199,10 +211,10 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
   };
 
-  Cursor at(num_blocks, part_begin);
+  Cursor at(num_blocks, part_begin, part_end, mask);
   int stage = 0;
   const auto following = [](int s) { return s + 1 == kStages ? 0 : s + 1; };
-  if (before != Before::kNothing && at.part < part_end) {
+  if (before != Before::kNothing && !at.done()) {
     wait_copies<kStages - 2>();
     apply_before(0, at.block);
   }
@@ -214,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     while (at.part == part) {
       at.next();
       wait_copies<kStages - 3>();  // this step's copies and the next's
-      if (before != Before::kNothing && at.part < part_end) {
+      if (before != Before::kNothing && !at.done()) {
         apply_before(following(stage), at.block);
       }
       __syncthreads();  // this step's chunks are everybody's; the last step's stage is free
@@ -239,9 +251,9 @@ __global__ void __launch_bounds__(kThreads, 3)
     sums[row * kPitch + col] = acc[m][i][c];
   });
   sync_cluster(cluster);
-  const int rows = kTile / cluster;  // of the tile, finished by this block
-  for (int i = threadIdx.x; i < rows * kTile; i += kThreads) {
-    const int row = rank * rows + i / kTile, col = i % kTile;
+  const unsigned rows = kTile / cluster;  // of the tile, finished by this block
+  for (unsigned i = threadIdx.x; i < rows * kTile; i += kThreads) {
+    const unsigned row = rank * rows + i / kTile, col = i % kTile;
     if (row_begin + row >= p.rows || col_begin + col >= p.out_dim) continue;
     store_out<T>(p, row_begin + row, col_begin + col,
                  cluster_sum(sums + row * kPitch + col, cluster));
@@ -257,7 +269,7 @@ void launch(const LinearKernelParams& p, Before before, const Card& card, cudaSt
   const auto tiles_of = [](int64_t extent) { return (extent + kTile - 1) / kTile; };
   const int64_t tiles = tiles_of(p.linear.rows) * tiles_of(p.linear.out_dim);
   const int64_t num_blocks = (p.linear.in_dim + kBlockK - 1) / kBlockK;
-  int cluster = 1;
+  unsigned cluster = 1;
   while (card.has_clusters && cluster < kParts && tiles * cluster * 2 <= 3 * card.num_sms &&
          num_blocks >= cluster * 2 * kMinSteps) {
     cluster *= 2;
