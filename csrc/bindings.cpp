@@ -135,19 +135,21 @@ void bind_attention(py::module_& m) {
 
 void bind_sampling(py::module_& m) {
   using tlt::Tensor;
+  m.def("sampling_workspace_bytes", &tlt::sampling_workspace_bytes, "rows"_a, "vocab_size"_a);
   m.def(
       "sample",
       [](const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
          const Tensor& request, const Tensor& position, const Tensor& tokens,
          const Tensor& logprobs, const Tensor& status, uint64_t seed,
-         std::optional<int64_t> vocab_size, const Tensor& filtered_logprobs, uintptr_t stream) {
+         std::optional<int64_t> vocab_size, const Tensor& filtered_logprobs,
+         const Tensor& workspace, uintptr_t stream) {
         tlt::sample({logits, temperature, top_k, top_p, request, position, tokens, logprobs, status,
-                     filtered_logprobs},
+                     filtered_logprobs, workspace},
                     seed, vocab_size, stream);
       },
       "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "request"_a, "position"_a, "tokens"_a,
-      "logprobs"_a, "status"_a, "seed"_a, "vocab_size"_a, "filtered_logprobs"_a, "stream"_a,
-      NoGil());
+      "logprobs"_a, "status"_a, "seed"_a, "vocab_size"_a, "filtered_logprobs"_a, "workspace"_a,
+      "stream"_a, NoGil());
   m.def(
       "verify_tree",
       [](const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& position,
@@ -155,17 +157,35 @@ void bind_sampling(py::module_& m) {
          const Tensor& top_p, const Tensor& request, const Tensor& stop_ids, const Tensor& limit,
          const Tensor& emitted, const Tensor& logprobs, const Tensor& num_emitted,
          const Tensor& path, const Tensor& finish, const Tensor& status, uint64_t seed,
-         std::optional<int64_t> vocab_size, const Tensor& filtered_logprobs, uintptr_t stream) {
+         std::optional<int64_t> vocab_size, const Tensor& filtered_logprobs,
+         const Tensor& workspace, uintptr_t stream) {
         const Tensor no_draft;
-        tlt::verify_tree({logits, no_draft, tokens, parents, position, row_start, temperature,
-                          top_k, top_p, request, stop_ids, limit, emitted, logprobs, num_emitted,
-                          path, finish, status, filtered_logprobs},
+        tlt::verify_tree({logits,
+                          no_draft,
+                          tokens,
+                          parents,
+                          position,
+                          row_start,
+                          temperature,
+                          top_k,
+                          top_p,
+                          request,
+                          stop_ids,
+                          limit,
+                          emitted,
+                          logprobs,
+                          num_emitted,
+                          path,
+                          finish,
+                          status,
+                          filtered_logprobs,
+                          workspace},
                          seed, vocab_size, stream);
       },
       "logits"_a, "tokens"_a, "parents"_a, "position"_a, "row_start"_a, "temperature"_a, "top_k"_a,
       "top_p"_a, "request"_a, "stop_ids"_a, "limit"_a, "emitted"_a, "logprobs"_a, "num_emitted"_a,
-      "path"_a, "finish"_a, "status"_a, "seed"_a, "vocab_size"_a, "filtered_logprobs"_a, "stream"_a,
-      NoGil());
+      "path"_a, "finish"_a, "status"_a, "seed"_a, "vocab_size"_a, "filtered_logprobs"_a,
+      "workspace"_a, "stream"_a, NoGil());
   m.def(
       "verify_rejection",
       [](const Tensor& logits, const Tensor& draft_probs, const Tensor& tokens,
@@ -174,11 +194,12 @@ void bind_sampling(py::module_& m) {
          const Tensor& stop_ids, const Tensor& limit, const Tensor& emitted, const Tensor& logprobs,
          const Tensor& num_emitted, const Tensor& path, const Tensor& finish, const Tensor& status,
          uint64_t seed, std::optional<int64_t> vocab_size, bool deterministic, uintptr_t stream) {
-        const Tensor no_filtered;
-        tlt::verify_rejection({logits, draft_probs, tokens, parents, position, row_start,
-                               temperature, top_k, top_p, request, stop_ids, limit, emitted,
-                               logprobs, num_emitted, path, finish, status, no_filtered},
-                              seed, vocab_size, deterministic, stream);
+        const Tensor none;
+        tlt::verify_rejection(
+            {logits,      draft_probs, tokens,  parents,  position, row_start, temperature,
+             top_k,       top_p,       request, stop_ids, limit,    emitted,   logprobs,
+             num_emitted, path,        finish,  status,   none,     none},
+            seed, vocab_size, deterministic, stream);
       },
       "logits"_a, "draft_probs"_a, "tokens"_a, "parents"_a, "position"_a, "row_start"_a,
       "temperature"_a, "top_k"_a, "top_p"_a, "request"_a, "stop_ids"_a, "limit"_a, "emitted"_a,

@@ -16,6 +16,36 @@ gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[gpu, needs_gpu])]
 
+DEVICE = "cpu"  # where the helpers of a test put an op's arrays
+
+
+@pytest.fixture(params=DEVICES)
+def each_device(request, monkeypatch):
+    """Runs a test once a device: helpers move its arrays there and back."""
+    monkeypatch.setattr(f"{__name__}.DEVICE", request.param)
+
+
+def to_device(array):
+    """Moves a tensor to DEVICE; one row that is expanded to many stays one row."""
+    if not isinstance(array, torch.Tensor) or array.device.type == DEVICE:
+        return array
+    if array.ndim > 1 and array.shape[0] > 1 and array.stride(0) == 0:
+        return array[:1].to(DEVICE).expand(array.shape)
+    moved = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=DEVICE)
+    return moved.copy_(array)
+
+
+def workspace(rows: int, vocab_size: int) -> torch.Tensor | None:
+    """Scratch of the sampling ops on a GPU, full of garbage; None on the CPU."""
+    if DEVICE == "cpu":
+        return None
+    size = tlt_ext.sampling_workspace_bytes(rows, vocab_size)
+    return torch.full((size,), 0xA5, dtype=torch.uint8, device=DEVICE)
+
+
+def to_cpu(arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: array.cpu() for name, array in arrays.items()}
+
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

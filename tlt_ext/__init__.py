@@ -10,7 +10,7 @@ from tlt_ext.common import Status, num_threads, set_num_threads
 from tlt_ext.kv import append_kv, commit_path, copy_pages
 from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
 from tlt_ext.ngram import NgramIndex
-from tlt_ext.sampling import sample, verify_rejection, verify_tree
+from tlt_ext.sampling import sample, sampling_workspace_bytes, verify_rejection, verify_tree
 from tlt_ext.tree import expand_tree, select_nodes, tree_capacity
 
 __version__: str = _C.build_info()["version"]
@@ -55,6 +55,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_linear",
     "sample",
+    "sampling_workspace_bytes",
     "select_nodes",
     "set_num_threads",
     "silu_mul",

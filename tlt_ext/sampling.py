@@ -10,6 +10,16 @@ from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
 
 
+def sampling_workspace_bytes(rows: int, vocab_size: int) -> int:
+    """Bytes of scratch for `sample` and `verify_tree` on a GPU.
+
+    Example:
+        >>> sampling_workspace_bytes(64, 151_936)
+        153600
+    """
+    return _C.sampling_workspace_bytes(rows, vocab_size)
+
+
 def sample(
     logits: Array,
     temperature: Array,
@@ -24,6 +34,7 @@ def sample(
     seed: int,
     vocab_size: int | None = None,
     filtered_logprobs: Array | None = None,
+    workspace: Array | None = None,
     stream: int | None = None,
 ) -> None:
     """Draws one token a row: the argmax of `logits / temperature + keyed Gumbel noise`.
@@ -41,6 +52,8 @@ def sample(
         seed: the run's 64-bit seed.
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
         filtered_logprobs: [rows] float32, out: the same over the ids that top-k and top-p keep.
+        workspace: [>= sampling_workspace_bytes(rows, vocab_size)] uint8 scratch that lets a GPU
+            spread a row over many blocks; None = slower, same bits. The CPU needs none.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -68,6 +81,7 @@ def sample(
         seed,
         vocab_size,
         filtered_logprobs,
+        workspace,
         current_stream(logits, stream),
     )
 
@@ -94,6 +108,7 @@ def verify_tree(
     seed: int,
     vocab_size: int | None = None,
     filtered_logprobs: Array | None = None,
+    workspace: Array | None = None,
     stream: int | None = None,
 ) -> None:
     """Follows the target's keyed samples through a draft tree and emits them.
@@ -126,6 +141,8 @@ def verify_tree(
         seed: the run's 64-bit seed.
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
         filtered_logprobs: [requests, width of emitted] float32, out, as in `sample`.
+        workspace: [>= sampling_workspace_bytes(rows, vocab_size)] uint8, as in `sample`; with it a
+            GPU scores all rows at once, without it only those that the walk visits.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -160,6 +177,7 @@ def verify_tree(
         seed,
         vocab_size,
         filtered_logprobs,
+        workspace,
         current_stream(logits, stream),
     )
 

@@ -7,6 +7,21 @@
 namespace tlt {
 namespace {
 
+// The scratch of sample and verify_tree; null where none was given.
+void* check_workspace(const char* op, const Tensor& logits, const Tensor& workspace, int64_t rows,
+                      int64_t vocab_size) {
+  if (!workspace.defined()) return nullptr;
+  const Arg arg(op, "workspace", workspace);
+  arg.on(logits).is({DType::kUInt8}).dense().shape({kAny});
+  const int64_t needed = sampling_workspace_bytes(rows, vocab_size);
+  require(workspace.shape[0] >= needed, op,
+          "workspace: expected at least " + std::to_string(needed) + " bytes, got " +
+              std::to_string(workspace.shape[0]));
+  require(reinterpret_cast<uintptr_t>(workspace.data) % 16 == 0, op,
+          "workspace: expected an address that 16 divides");
+  return workspace.data;
+}
+
 constexpr int64_t kMaxVocabulary = 1 << 22;  // keeps integer sums of weights inside 63 bits
 
 struct Wanted {
@@ -119,12 +134,18 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, uint64_t seed,
   p.num_emitted = a.num_emitted.ptr<int32_t>();
   p.finish = a.finish.ptr<int32_t>();
   p.status = a.status.ptr<int32_t>();
+  p.workspace = check_workspace(op, a.logits, a.workspace, num_rows, vocab);
   return p;
 }
 
 }  // namespace
 
-void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_size, uintptr_t) {
+int64_t sampling_workspace_bytes(int64_t rows, int64_t vocab_size) {
+  return rows * chunks_of(vocab_size) * kPartialBytes;
+}
+
+void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_size,
+            uintptr_t stream) {
   constexpr const char* op = "sample";
   const int64_t rows = a.logits.shape[0];
   std::vector<Wanted> wanted = {
@@ -142,6 +163,7 @@ void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_s
   }
   check_arrays(op, a.logits, wanted);
   const int64_t vocab = check_vocab_size(op, a.logits, vocab_size);
+  void* workspace = check_workspace(op, a.logits, a.workspace, rows, vocab);
   if (rows == 0) return;
   const SampleParams params{a.logits.data,
                             a.logits.stride[0],
@@ -153,27 +175,34 @@ void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_s
                             a.tokens.ptr<int32_t>(),
                             a.logprobs.ptr<float>(),
                             a.filtered_logprobs.ptr<float>(),
-                            a.status.ptr<int32_t>()};
-  dispatch_device(op, a.logits, [&] { sample_cpu(params); }, [&] { no_cuda_kernel(op); });
+                            a.status.ptr<int32_t>(),
+                            workspace};
+  dispatch_device(
+      op, a.logits, [&] { sample_cpu(params); },
+      [&] { sample_cuda(params, a.logits.device.device_id, stream); });
 }
 
 void verify_tree(const VerifyArrays& a, uint64_t seed, std::optional<int64_t> vocab_size,
-                 uintptr_t) {
+                 uintptr_t stream) {
   constexpr const char* op = "verify_tree";
   const VerifyParams params = check_verify(op, a, seed, vocab_size, false);
   if (params.num_requests == 0) return;
-  dispatch_device(op, a.logits, [&] { verify_tree_cpu(params); }, [&] { no_cuda_kernel(op); });
+  dispatch_device(
+      op, a.logits, [&] { verify_tree_cpu(params); },
+      [&] { verify_tree_cuda(params, a.logits.device.device_id, stream); });
 }
 
 void verify_rejection(const VerifyArrays& a, uint64_t seed, std::optional<int64_t> vocab_size,
-                      bool deterministic, uintptr_t) {
+                      bool deterministic, uintptr_t stream) {
   constexpr const char* op = "verify_rejection";
   require(deterministic || a.draft_probs.defined(), op,
           "draft_probs: expected an array unless deterministic=True, got None");
   VerifyParams params = check_verify(op, a, seed, vocab_size, !deterministic);
   params.deterministic = deterministic;
   if (params.num_requests == 0) return;
-  dispatch_device(op, a.logits, [&] { verify_rejection_cpu(params); }, [&] { no_cuda_kernel(op); });
+  dispatch_device(
+      op, a.logits, [&] { verify_rejection_cpu(params); },
+      [&] { verify_rejection_cuda(params, a.logits.device.device_id, stream); });
 }
 
 }  // namespace tlt

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/math.h"
 #include "common/tensor.h"
 
 namespace tlt {
@@ -27,6 +28,7 @@ struct SampleParams {
   float* logprobs;           // [rows]
   float* filtered_logprobs;  // [rows], may be null
   int32_t* status;           // [rows]
+  void* workspace;           // sampling_workspace_bytes(rows, vocab_size); null, or GPU only
 };
 
 // Rows of one request are packed: root first, parents before children.
@@ -55,9 +57,15 @@ struct VerifyParams {
   int32_t* num_emitted;  // [num_requests]
   int32_t* finish;       // [num_requests]
   int32_t* status;       // [num_requests]
+  void* workspace;       // sampling_workspace_bytes(num_rows, vocab_size); null, or GPU only
 };
 
 enum Finish : int32_t { kRunning = 0, kStopId = 1, kLimit = 2 };
+
+// On a GPU a warp scores this many ids of a row and leaves a result of this size in the workspace.
+constexpr int64_t kChunk = 2048;
+constexpr int64_t kPartialBytes = 32;
+TLT_HD int64_t chunks_of(int64_t vocab_size) { return (vocab_size + kChunk - 1) / kChunk; }
 
 constexpr int kMaxTreeRows = 128;  // of one request, root included
 constexpr int kMinEmitted = 17;    // 16 drafted levels and the target's own token

@@ -1,5 +1,5 @@
 // CPU draft trees. Every loop over a vocabulary runs in blocks of kLanes with the lanes innermost,
-// so the compiler vectorises it and sums have one fixed order.
+// so the compiler vectorises it; sums are integers, so they have no order.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -50,16 +50,15 @@ TLT_SIMD float max_of(const float* value, int64_t n) {
   return *std::max_element(lane, lane + kLanes);
 }
 
-// Sum of exp((value - max) * inverse), lanes folded pairwise; at least 1.
+// Sum of exp((value - max) * inverse) in integer weights, which no order of summation changes; at
+// least 1.
 TLT_SIMD float exp_sum(const float* value, int64_t n, float max, float inverse) {
-  float lane[kLanes] = {};
-  for (int64_t block = 0; block < n; block += kLanes) {
-    for (int i = 0; i < kLanes; ++i) lane[i] += exp_f32((value[block + i] - max) * inverse);
+  constexpr float kScale = 0x1p40f;
+  int64_t mass = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    mass += static_cast<int64_t>(mul_rn(exp_f32((value[i] - max) * inverse), kScale));
   }
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  }
-  return lane[0];
+  return mul_rn(static_cast<float>(mass), 1.0f / kScale);
 }
 
 // out[i] = logit / T, or -inf where that is NaN or +inf; returns whether any was.

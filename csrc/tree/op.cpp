@@ -47,7 +47,6 @@ void expand_tree(const Tensor& draft_logits, const Tensor& frontier, const Tenso
                  const Tensor& d2t, const Tensor& frontier_ancestors, int64_t slot_base,
                  double score_temperature, int64_t vocab_size, uintptr_t stream) {
   constexpr const char* op = "expand_tree";
-  (void)stream;
   const Arg logits_arg(op, "draft_logits", draft_logits);
   logits_arg.is(kFloating).dense_last().shape({kAny, kAny});
   check_arrays(op, draft_logits,
@@ -104,7 +103,9 @@ void expand_tree(const Tensor& draft_logits, const Tensor& frontier, const Tenso
                                 static_cast<float>(score_temperature),
                                 seed,
                                 draft_logits.dtype};
-  dispatch_device(op, draft_logits, [&] { expand_tree_cpu(params); }, [&] { no_cuda_kernel(op); });
+  dispatch_device(
+      op, draft_logits, [&] { expand_tree_cpu(params); },
+      [&] { expand_tree_cuda(params, draft_logits.device.device_id, stream); });
 }
 
 void select_nodes(const Tensor& node_token, const Tensor& node_parent, const Tensor& node_score,
@@ -113,7 +114,6 @@ void select_nodes(const Tensor& node_token, const Tensor& node_parent, const Ten
                   const Tensor& ancestors, const Tensor& source, const Tensor& row_start,
                   int64_t num_verify, uintptr_t stream) {
   constexpr const char* op = "select_nodes";
-  (void)stream;
   const int64_t B = node_token.ndim > 0 ? node_token.shape[0] : 0;
   const NodeStore nodes =
       check_nodes(op, node_token, B, node_token, node_parent, node_score, node_depth, node_count);
@@ -138,7 +138,9 @@ void select_nodes(const Tensor& node_token, const Tensor& node_parent, const Ten
                                  row_start.ptr<int32_t>(),
                                  B,
                                  num_verify};
-  dispatch_device(op, node_token, [&] { select_nodes_cpu(params); }, [&] { no_cuda_kernel(op); });
+  dispatch_device(
+      op, node_token, [&] { select_nodes_cpu(params); },
+      [&] { select_nodes_cuda(params, node_token.device.device_id, stream); });
 }
 
 }  // namespace tlt

@@ -44,4 +44,7 @@ void select_nodes(const Tensor& node_token, const Tensor& node_parent, const Ten
 void expand_tree_cpu(const ExpandTreeParams& params);
 void select_nodes_cpu(const SelectNodesParams& params);
 
+void expand_tree_cuda(const ExpandTreeParams& params, int device, uintptr_t stream);
+void select_nodes_cuda(const SelectNodesParams& params, int device, uintptr_t stream);
+
 }  // namespace tlt

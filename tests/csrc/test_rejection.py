@@ -19,6 +19,9 @@ from tests.csrc.verify_kit import (
 )
 from tlt_ext import Status
 
+pytestmark = pytest.mark.usefixtures("each_device")
+each_device = kit.each_device
+
 
 def without_replacement(law: torch.Tensor, draws: int, count: int) -> torch.Tensor:
     """[draws, count] ids drawn one after another from `law`, none twice."""

@@ -10,6 +10,8 @@ import tlt_ext
 from tests import kit, reference
 from tlt_ext import Status
 
+pytestmark = pytest.mark.usefixtures("each_device")
+each_device = kit.each_device
 MILLION = 1_000_000
 
 
@@ -18,29 +20,35 @@ def as_row(value, rows: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def call(logits, *, temperature=1.0, top_k=0, top_p=1.0, request=0, position=0, seed=0, **options):
-    """Runs the op with scalars spread over the rows."""
+    """Runs the op with scalars spread over the rows; on a GPU with and without a workspace."""
     rows = logits.shape[0]
-    out = SimpleNamespace(
-        tokens=torch.full((rows,), -7, dtype=torch.int32),
-        logprobs=torch.full((rows,), math.nan),
-        filtered=torch.full((rows,), math.nan),
-        status=torch.zeros(rows, dtype=torch.int32),
-    )
-    tlt_ext.sample(
+    arrays = [
         logits,
         as_row(temperature, rows, torch.float32),
         as_row(top_k, rows, torch.int32),
         as_row(top_p, rows, torch.float32),
         as_row(request, rows, torch.int64),
         as_row(position, rows, torch.int32),
-        out.tokens,
-        out.logprobs,
-        out.status,
-        seed=seed,
-        filtered_logprobs=out.filtered,
-        **options,
-    )
-    return out
+    ]
+    arrays = [kit.to_device(array) for array in arrays]
+
+    def run(workspace):
+        out = {
+            "tokens": torch.full((rows,), -7, dtype=torch.int32),
+            "logprobs": torch.full((rows,), math.nan),
+            "filtered_logprobs": torch.full((rows,), math.nan),
+            "status": torch.zeros(rows, dtype=torch.int32),
+        }
+        out = {name: kit.to_device(array) for name, array in out.items()}
+        tlt_ext.sample(*arrays, seed=seed, workspace=workspace, **out, **options)
+        return kit.to_cpu(out)
+
+    out = run(kit.workspace(rows, logits.shape[1]))
+    if kit.DEVICE == "cuda":
+        alone = run(None)
+        assert all(kit.same_bits(out[name], alone[name]) for name in out)
+    out["filtered"] = out.pop("filtered_logprobs")
+    return SimpleNamespace(**out)
 
 
 def many(logits: torch.Tensor, draws: int = MILLION, **options):

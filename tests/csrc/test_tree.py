@@ -10,6 +10,9 @@ import tlt_ext
 from tests import kit, reference
 from tlt_ext import Status, tree_capacity
 
+pytestmark = pytest.mark.usefixtures("each_device")
+each_device = kit.each_device
+
 SEED, REQUEST = 2**40 + 7, 2**61 + 2**33 + 5
 
 
@@ -48,19 +51,23 @@ class Store:
             "frontier_ancestors": self.ancestors,
             **options,
         }
+        inputs = (self.temperature, self.request, self.root_position)
+        outputs = (*self.arrays, frontier, row, ancestors, self.status)
+        on_device = {id(x): kit.to_device(x) for x in (logits, self.frontier, *inputs, *outputs)}
+        *store, new_frontier, new_row, new_ancestors, status = (on_device[id(x)] for x in outputs)
         tlt_ext.expand_tree(
-            logits,
-            self.frontier,
-            *self.arrays,
-            frontier,
-            row,
-            ancestors,
-            self.temperature,
-            self.request,
-            self.root_position,
-            self.status,
-            **options,
+            on_device[id(logits)],
+            on_device[id(self.frontier)],
+            *store,
+            new_frontier,
+            new_row,
+            new_ancestors,
+            *(on_device[id(x)] for x in inputs),
+            status,
+            **{name: kit.to_device(option) for name, option in options.items()},
         )
+        for output in outputs:
+            output.copy_(on_device[id(output)])
         if self.ancestors is not None:
             self.slot_base += self.frontier.shape[1]
         self.frontier, self.row, self.ancestors = frontier, row, ancestors
@@ -90,8 +97,10 @@ class Store:
         row_start = torch.full((self.batch + 1,), -5, dtype=torch.int32)
         tokens, parents, position, source = ints
         out = (tokens, parents, position, ancestors, source, row_start)
-        tlt_ext.select_nodes(*self.arrays, self.root_position, *out, num_verify=num_verify)
-        return out
+        nodes = [kit.to_device(x) for x in (*self.arrays, self.root_position)]
+        out = [kit.to_device(x) for x in out]
+        tlt_ext.select_nodes(*nodes, *out, num_verify=num_verify)
+        return tuple(x.cpu() for x in out)
 
 
 def root_only():

@@ -26,28 +26,31 @@ from tests.csrc.verify_kit import (
 )
 from tlt_ext import Status
 
+pytestmark = pytest.mark.usefixtures("each_device")
+each_device = kit.each_device
+
 
 def sample_rows(logits, row_start, position, request, temperature, top_k, top_p, seed):
     """What `sample` draws at each row of each request, and its log-probs."""
     counts = int32(row_start).diff()
     spread = torch.repeat_interleave(torch.arange(len(counts)), counts)
     rows = len(spread)
-    out = SimpleNamespace(tokens=torch.zeros(rows).int(), logprobs=torch.zeros(rows))
-    out.filtered = torch.zeros(rows)
-    tlt_ext.sample(
-        logits[:rows],
-        temperature[spread],
-        top_k[spread],
-        top_p[spread],
-        request[spread],
-        position[:rows] + 1,
-        out.tokens,
-        out.logprobs,
-        torch.zeros(rows).int(),
-        seed=seed,
-        filtered_logprobs=out.filtered,
+    out = {
+        "tokens": torch.zeros(rows).int(),
+        "logprobs": torch.zeros(rows),
+        "status": torch.zeros(rows).int(),
+        "filtered_logprobs": torch.zeros(rows),
+    }
+    out = {name: kit.to_device(array) for name, array in out.items()}
+    settings = (temperature[spread], top_k[spread], top_p[spread], request[spread])
+    arrays = (logits[:rows], *settings, position[:rows] + 1)
+    workspace = kit.workspace(rows, logits.shape[1])
+    arrays = [kit.to_device(array) for array in arrays]
+    tlt_ext.sample(*arrays, seed=seed, workspace=workspace, **out)
+    out = kit.to_cpu(out)
+    return SimpleNamespace(
+        tokens=out["tokens"], logprobs=out["logprobs"], filtered=out["filtered_logprobs"]
     )
-    return out
 
 
 def random_batch(rng: random.Random, vocab: int, malformed: bool):

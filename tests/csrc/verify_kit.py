@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 
 import tlt_ext
+from tests import kit
 
 MILLION = 1_000_000
 WIDTH = 17
@@ -41,36 +42,55 @@ def call(
     seed=0,
     **options,
 ):
-    """Runs an op on requests whose outputs start as -7 or NaN."""
+    """Runs an op on requests whose outputs start as -7 or NaN.
+
+    On a GPU verify_tree runs with a workspace and without, and both must agree.
+    """
     requests, rows = len(row_start) - 1, logits.shape[0]
     stop = int32(stop_ids)
-    out = SimpleNamespace(
-        emitted=torch.full((requests, width), -7, dtype=torch.int32),
-        logprobs=torch.full((requests, width), math.nan),
-        num_emitted=torch.full((requests,), -7, dtype=torch.int32),
-        path=torch.full((requests, width), -7, dtype=torch.int32),
-        finish=torch.full((requests,), -7, dtype=torch.int32),
-        status=torch.zeros(requests, dtype=torch.int32),
-    )
+    arrays = {
+        "logits": logits,
+        "tokens": int32(tokens),
+        "parents": int32(parents),
+        "position": as_row(position, rows, torch.int32),
+        "row_start": int32(row_start),
+        "temperature": as_row(temperature, requests, torch.float32),
+        "top_k": as_row(top_k, requests, torch.int32),
+        "top_p": as_row(top_p, requests, torch.float32),
+        "request": torch.arange(requests) if request is None else torch.as_tensor(request),
+        "stop_ids": stop if stop.ndim == 2 else stop.expand(requests, len(stop)).contiguous(),
+        "limit": as_row(limit, requests, torch.int32),
+    }
     if op is tlt_ext.verify_rejection:
-        options["draft_probs"] = draft_probs
-    op(
-        logits=logits,
-        tokens=int32(tokens),
-        parents=int32(parents),
-        position=as_row(position, rows, torch.int32),
-        row_start=int32(row_start),
-        temperature=as_row(temperature, requests, torch.float32),
-        top_k=as_row(top_k, requests, torch.int32),
-        top_p=as_row(top_p, requests, torch.float32),
-        request=torch.arange(requests) if request is None else torch.as_tensor(request),
-        stop_ids=stop if stop.ndim == 2 else stop.expand(requests, len(stop)).contiguous(),
-        limit=as_row(limit, requests, torch.int32),
-        seed=seed,
-        **vars(out),
-        **options,
-    )
-    return out
+        arrays["draft_probs"] = draft_probs
+    arrays = {name: kit.to_device(array) for name, array in arrays.items()}
+    filtered = options.pop("filtered_logprobs", None)
+
+    def run(**more):
+        out = {
+            "emitted": torch.full((requests, width), -7, dtype=torch.int32),
+            "logprobs": torch.full((requests, width), math.nan),
+            "num_emitted": torch.full((requests,), -7, dtype=torch.int32),
+            "path": torch.full((requests, width), -7, dtype=torch.int32),
+            "finish": torch.full((requests,), -7, dtype=torch.int32),
+            "status": torch.zeros(requests, dtype=torch.int32),
+        }
+        if filtered is not None:
+            out["filtered_logprobs"] = filtered.clone()
+        out = {name: kit.to_device(array) for name, array in out.items()}
+        op(seed=seed, **arrays, **out, **options, **more)
+        return kit.to_cpu(out)
+
+    if op is tlt_ext.verify_tree:
+        out = run(workspace=kit.workspace(rows, logits.shape[1]))
+        if kit.DEVICE == "cuda":
+            alone = run()
+            assert all(kit.same_bits(out[name], alone[name]) for name in out)
+    else:
+        out = run()
+    if filtered is not None:
+        filtered.copy_(out["filtered_logprobs"])
+    return SimpleNamespace(**out)
 
 
 def emitted_lists(out) -> list[list[int]]:

@@ -1,0 +1,233 @@
+// top-k and top-p of one row, by a team of blocks that reads the row again (from L2) as often as it
+// must. Kept sets are the CPU's, exactly: ids rank by (logit desc, id asc), weights are integers.
+//
+// Where only the token is wanted, top-p needs no cut: the best score among ids that rank before
+// some bound is drawn, and is final if the mass before it is less than top_p of all; if not, the
+// ids from it on are not kept either, and the next draw is among those before it. Most rows end
+// after one such test. A float32 sum decides unless it comes within kDoubt of the border; then
+// integers do.
+#pragma once
+
+#include "sampling/row.cuh"
+
+namespace tlt {
+
+constexpr float kDoubt = 1e-4f;  // float32 sums of 2^22 terms are nearer than this
+
+struct Setting {
+  int32_t top_k;
+  float top_p;
+  bool has_top_k, has_top_p;
+
+  __device__ Setting(const SamplingArrays& s, int64_t i, int64_t vocab_size)
+      : top_k(s.top_k[i]), top_p(s.top_p[i]) {
+    has_top_k = top_k > 0 && top_k < vocab_size;
+    has_top_p = top_p < 1.0f;
+  }
+  __device__ bool has_filter() const { return has_top_k || has_top_p; }
+};
+
+// Ascending order of the key is (logit descending, id ascending).
+__device__ __forceinline__ uint64_t sort_key(float logit, int32_t id) {
+  return static_cast<uint64_t>(~ascending(logit)) << 32 | static_cast<uint32_t>(id);
+}
+
+constexpr uint64_t kKeepAll = ~uint64_t{0};
+
+constexpr int kBins = 16;
+
+struct SelectScratch {
+  uint64_t bins[kBins][kThreads];
+  uint64_t of_block[2][kBins];
+  uint64_t of_team[kBins];
+};
+
+__device__ inline SelectScratch& select_scratch() {
+  __shared__ SelectScratch scratch;  // one for all selections of a kernel
+  return scratch;
+}
+
+template <typename T>
+class Filter {
+ public:
+  __device__ Filter(Team<kThreads>& team, const Row<T>& row, float max)
+      : team_(team), row_(row), max_(max) {}
+
+  // The largest key that top-k and top-p keep.
+  __device__ uint64_t cut(const Setting& setting) {
+    uint64_t cut = kKeepAll;
+    if (setting.has_top_k) {
+      const uint64_t wanted = setting.top_k;
+      cut = select([](uint64_t, float) { return uint64_t{1}; },
+                   [wanted](uint64_t count) { return count >= wanted; });
+    }
+    if (!setting.has_top_p) return cut;
+    const double wanted = share_of(setting.top_p, mass(cut));
+    return select([&](uint64_t key, float s) { return key <= cut ? weight(s) : 0; },
+                  [wanted](uint64_t sum) { return static_cast<double>(sum) >= wanted; });
+  }
+
+  // Integer mass of the ids up to a key.
+  __device__ uint64_t mass(uint64_t cut) {
+    uint64_t sum = 0;
+    for_each([&](int32_t id, float x, float s) {
+      if (sort_key(x, id) <= cut) sum += weight(s);
+    });
+    return team_.sum(sum);
+  }
+
+  // The best score among the ids up to a key.
+  __device__ int32_t best(uint64_t cut, const Draw& draw) {
+    Race race;
+    for_each_group([&](int32_t first, const float (&x)[kGroup], float (&s)[kGroup], float) {
+      float largest = kNegInf;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (sort_key(x[i], first + i) > cut) s[i] = kNegInf;
+        largest = fmaxf(largest, s[i]);
+      }
+      race.run(s, largest, first, draw);
+    });
+    const uint64_t mine =
+        race.token < 0 ? 0 : rank_key(race.score, static_cast<uint32_t>(race.token));
+    return static_cast<int32_t>(~static_cast<uint32_t>(team_.max(mine, uint64_t{0})));
+  }
+
+  // The token that top-p alone leaves, starting from the winner over all ids.
+  __device__ int32_t descend(int32_t token, float top_p, float sum, const Draw& draw) {
+    while (true) {
+      const uint64_t key = key_of(token);
+      float before = 0.0f;
+      for_each([&](int32_t id, float x, float s) {
+        if (sort_key(x, id) < key) before += exp_approx(add_rn(s, -max_));
+      });
+      before = team_.sum(before);
+      if (before < 0.5f) return token;  // the first of all counts 1 and is always kept
+      if (before < (top_p - kDoubt) * sum) return token;
+      if (!(before > (top_p + kDoubt) * sum)) {
+        const double wanted = share_of(top_p, mass(kKeepAll));
+        if (static_cast<double>(mass(key - 1)) < wanted) return token;
+      }
+      token = best(key - 1, draw);
+    }
+  }
+
+  __device__ uint64_t key_of(int32_t token) const { return sort_key(logit(token), token); }
+
+  __device__ float scaled(int32_t token) const { return row_.scaled(logit(token)); }
+
+  // Calls f(id, logit, scaled) on this thread's ids; NaN and +inf come as -inf.
+  template <typename F>
+  __device__ void for_each(F&& f) {
+    for_each_group([&](int32_t first, const float (&x)[kGroup], const float (&s)[kGroup], float) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (first + i < row_.vocab_size) f(first + i, x[i], s[i]);
+      }
+    });
+  }
+
+  __device__ uint64_t weight(float scaled) const {
+    return static_cast<uint64_t>(__float2ll_rz(mul_rn(exp_f32(add_rn(scaled, -max_)), 0x1p40f)));
+  }
+
+ private:
+  __device__ float logit(int32_t token) const { return static_cast<float>(row_.logits[token]); }
+
+  __device__ static double share_of(float top_p, uint64_t mass) {
+    return __dmul_rn(static_cast<double>(top_p), static_cast<double>(mass));
+  }
+
+  // All lanes of a warp take part in every step.
+  template <typename F>
+  __device__ void for_each_group(F&& f) {
+    const int32_t step = team_.threads() * kGroup;
+    const int32_t lane = threadIdx.x % kWarpSize;
+    for (int32_t base = (team_.thread() - lane) * kGroup; base < row_.vocab_size; base += step) {
+      const int32_t first = base + lane * kGroup;
+      float x[kGroup], s[kGroup], largest;
+      row_.clean(row_.load(first), x, s, &largest);
+      f(first, x, s, largest);
+    }
+  }
+
+  // The smallest key at which the weights of all keys up to it satisfy `reached`: a radix descent,
+  // four bits a pass. Every thread has its own column of bins: no atomics, no order.
+  template <typename Weight, typename Reached>
+  __device__ uint64_t select(Weight weight, Reached reached) {
+    SelectScratch& scratch = select_scratch();
+    auto& bins = scratch.bins;
+    auto& of_block = scratch.of_block;
+    auto& of_team = scratch.of_team;
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    uint64_t prefix = 0, below = 0;
+    int turn = 0;
+    for (int shift = 60; shift >= 0; shift -= 4) {
+      if (shift < 32 && (row_.vocab_size - 1) >> shift == 0) continue;  // no id has this digit
+      for (int bin = 0; bin < kBins; ++bin) bins[bin][threadIdx.x] = 0;
+      for_each([&](int32_t id, float x, float s) {
+        const uint64_t key = sort_key(x, id);
+        if (shift < 60 && (key ^ prefix) >> (shift + 4) != 0) return;
+        scratch.bins[key >> shift & (kBins - 1)][threadIdx.x] += weight(key, s);
+      });
+      __syncthreads();
+      for (int bin = warp; bin < kBins; bin += kThreads / kWarpSize) {
+        uint64_t sum = 0;
+        for (int i = lane; i < kThreads; i += kWarpSize) sum += bins[bin][i];
+        sum = warp_reduce(sum, Sum());
+        if (lane == 0) of_block[turn][bin] = sum;
+      }
+      team_.sync();
+      if (threadIdx.x < kBins) {
+        uint64_t sum = 0;
+        for (int i = 0; i < team_.size(); ++i)
+          sum += *team_.remote(&of_block[turn][threadIdx.x], i);
+        of_team[threadIdx.x] = sum;
+      }
+      turn ^= 1;
+      __syncthreads();
+      uint64_t digit = 0;
+      while (digit < kBins - 1 && !(of_team[digit] > 0 && reached(below + of_team[digit]))) {
+        below += of_team[digit++];
+      }
+      prefix |= digit << shift;
+    }
+    team_.sync();  // nobody's bins are in use any more
+    return prefix;
+  }
+
+  Team<kThreads>& team_;
+  const Row<T>& row_;
+  float max_;
+};
+
+struct Drawn {
+  int32_t token;
+  float logprob, filtered_logprob;
+};
+
+// The token of a row under its request's setting, from the result of the unfiltered scan.
+template <typename T>
+__device__ Drawn resolve(Team<kThreads>& team, const Row<T>& row, const RowResult& result,
+                         const Setting& setting, const Draw& draw, bool want_filtered) {
+  if (result.dead()) return {0, kNegInf, kNegInf};
+  int32_t token = result.token;
+  float scaled = result.scaled, total = result.sum;
+  if (setting.has_filter() && (want_filtered || !row.greedy)) {
+    Filter<T> filter(team, row, result.max);
+    if (!want_filtered && !setting.has_top_k) {
+      token = filter.descend(token, setting.top_p, result.sum, draw);
+    } else {
+      const uint64_t cut = filter.cut(setting);
+      if (!row.greedy && filter.key_of(token) > cut) token = filter.best(cut, draw);
+      if (want_filtered) {
+        total = mul_rn(static_cast<float>(static_cast<int64_t>(filter.mass(cut))), 0x1p-40f);
+      }
+    }
+    scaled = filter.scaled(token);
+  }
+  const float logprob = result.logprob(scaled, result.sum);
+  return {token, logprob, setting.has_filter() ? result.logprob(scaled, total) : logprob};
+}
+
+}  // namespace tlt

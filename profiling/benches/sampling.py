@@ -1,0 +1,244 @@
+"""`sample`, `verify_tree` and a drafter's `expand_tree` levels, V = 151,936 in bf16, T = 1.
+
+Every case runs on inputs that together exceed the L2 several times over. `read_us` is one read of
+the logits by a plain sum of the same size; `noise_x` is a sampled batch over a greedy one, which
+differ by the noise alone. Peers: softmax and multinomial in torch, and top-p there by sorting.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+import tlt_ext
+from profiling import timing
+from profiling.bench import Bench
+
+VOCAB = 151_936
+DRAFT_VOCAB = 16_384
+BATCHES = [1, 4, 16, 64]
+TREES = {"tree16 b1": (1, 16), "chain5 b64": (64, 5), "tree16 b8": (8, 16), "tree64 b1": (1, 64)}
+INT = {"dtype": torch.int32, "device": "cuda"}
+
+
+def logits_of(rows: int, vocab: int = VOCAB) -> torch.Tensor:
+    """Rows whose law has a few thousand likely ids, as a language model's at T = 1."""
+    return 3 * torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
+
+
+def settings(batch: int, temperature: float, top_p: float) -> dict[str, torch.Tensor]:
+    return {
+        "temperature": torch.full((batch,), temperature, device="cuda"),
+        "top_k": torch.zeros(batch, **INT),
+        "top_p": torch.full((batch,), top_p, device="cuda"),
+        "request": torch.arange(batch, device="cuda"),
+    }
+
+
+def sampler(batch: int, temperature: float = 1.0, top_p: float = 1.0) -> Callable:
+    """Returns a function of logits that runs `sample` on arrays of its own."""
+    setting = settings(batch, temperature, top_p)
+    tokens, position, status = torch.zeros(3, batch, **INT).unbind()
+    logprobs = torch.zeros(batch, device="cuda")
+    size = tlt_ext.sampling_workspace_bytes(batch, VOCAB)
+    workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    return lambda logits: tlt_ext.sample(
+        logits,
+        position=position,
+        tokens=tokens,
+        logprobs=logprobs,
+        status=status,
+        seed=1,
+        workspace=workspace,
+        **setting,
+    )
+
+
+def torch_sample(logits: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial(torch.softmax(logits.float(), -1), 1)
+
+
+def torch_top_p(logits: torch.Tensor) -> torch.Tensor:
+    probs, ids = torch.softmax(logits.float(), -1).sort(-1, descending=True)
+    probs = probs.masked_fill(probs.cumsum(-1) - probs > 0.9, 0.0)
+    return ids.gather(-1, torch.multinomial(probs, 1))
+
+
+def run_sample(bench: Bench, batch: int) -> None:
+    case = f"sample b{batch}"
+    if not bench.wanted(case):
+        return
+    num_bytes = 2 * batch * VOCAB
+    inputs = [logits_of(batch) for _ in range(timing.num_cold_inputs(num_bytes))]
+    ops = {
+        "sample": sampler(batch),
+        "greedy": sampler(batch, temperature=0.0),
+        "top_p": sampler(batch, top_p=0.9),
+        "torch": torch_sample,
+        "torch_top_p": torch_top_p,
+        "read": lambda logits: torch.sum(logits, dtype=torch.float32),
+    }
+    if bench.quick:
+        del ops["torch"], ops["torch_top_p"]
+    arms = {
+        name: [lambda op=op, logits=logits: op(logits) for logits in inputs]
+        for name, op in ops.items()
+    }
+    times = timing.measure_in_turn(arms)
+    floor_us = num_bytes / bench.copy_gb_per_s / 1e3
+    peers = {name: times[name] for name in ("torch",) if name in times}
+    row = bench.add(
+        case,
+        times["sample"],
+        num_bytes,
+        peers,
+        read_us=round(times["read"].median_us, 3),
+        noise_x=round(times["sample"].median_us / times["greedy"].median_us, 3),
+        over_read_x=round(times["sample"].median_us / floor_us, 3),
+    )
+    peers = {name: times[name] for name in ("torch_top_p",) if name in times}
+    top_p = bench.add(f"sample top-p 0.9 b{batch}", times["top_p"], num_bytes, peers)
+    bench.add(f"sample greedy b{batch}", times["greedy"], num_bytes)
+    if batch == 64:
+        bench.got["sample_b64_us"] = row["median_us"]
+        bench.got["sample_b64_over_read_x"] = row["over_read_x"]
+        bench.got["top_p_b64_us"] = top_p["median_us"]
+
+
+def parents_of(size: int, chain: bool) -> torch.Tensor:
+    rows = torch.arange(size, **INT)
+    return rows - 1 if chain else torch.where(rows == 0, -1, (rows - 1) // 4).int()
+
+
+def verifier(requests: int, size: int, chain: bool, logits: torch.Tensor) -> Callable:
+    """Returns a call of `verify_tree` whose drafts are likely tokens of their parents."""
+    parents = parents_of(size, chain)
+    depth = torch.zeros(size, **INT)
+    for row in range(1, size):
+        depth[row] = depth[parents[row]] + 1
+    rows = requests * size
+    setting = settings(requests, 1.0, 1.0)
+    # The true draws: half the drafted tokens are what the target samples, as a fair drafter's.
+    drawn, status = torch.zeros(2, rows, **INT).unbind()
+    spread = {name: array.repeat_interleave(size) for name, array in setting.items()}
+    position = depth.repeat(requests) + 7
+    tlt_ext.sample(
+        logits,
+        position=position + 1,
+        tokens=drawn,
+        logprobs=torch.zeros(rows, device="cuda"),
+        status=status,
+        seed=1,
+        **spread,
+    )
+    source = torch.arange(rows, device="cuda") - torch.arange(size, device="cuda").repeat(requests)
+    source = source + parents.clamp_min(0).repeat(requests)
+    wrong = torch.randint(0, VOCAB, (rows,), **INT)
+    tokens = torch.where(torch.rand(rows, device="cuda") < 0.5, drawn[source.long()], wrong)
+    emitted, path = torch.zeros(2, requests, 17, **INT).unbind()
+    num_emitted, finish, status = torch.zeros(3, requests, **INT).unbind()
+    workspace = torch.zeros(
+        tlt_ext.sampling_workspace_bytes(rows, VOCAB), dtype=torch.uint8, device="cuda"
+    )
+    arrays = {
+        "tokens": tokens.int(),
+        "parents": parents.repeat(requests),
+        "position": position,
+        "row_start": torch.arange(0, rows + 1, size, **INT),
+        "stop_ids": torch.full((requests, 2), -1, **INT),
+        "limit": torch.full((requests,), 17, **INT),
+        "emitted": emitted,
+        "logprobs": torch.zeros(requests, 17, device="cuda"),
+        "num_emitted": num_emitted,
+        "path": path,
+        "finish": finish,
+        "status": status,
+        **setting,
+    }
+    return lambda: tlt_ext.verify_tree(logits, seed=1, workspace=workspace, **arrays)
+
+
+def run_verify(bench: Bench, case: str, requests: int, size: int) -> None:
+    if not bench.wanted(f"verify {case}"):
+        return
+    rows = requests * size
+    num_bytes = 2 * rows * VOCAB
+    count = timing.num_cold_inputs(num_bytes)
+    inputs = [logits_of(rows) for _ in range(count)]
+    chain = case.startswith("chain")
+    arms = {"ours": [verifier(requests, size, chain, logits) for logits in inputs]}
+    if not bench.quick:
+        arms["torch_softmax"] = [lambda x=x: torch.softmax(x.float(), -1) for x in inputs]
+    times = timing.measure_in_turn(arms)
+    peers = {name: times[name] for name in times if name != "ours"}
+    row = bench.add(f"verify {case}", times["ours"], num_bytes, peers)
+    names = {"tree16 b1": "verify_tree16_b1_us", "chain5 b64": "verify_chain5_b64_us"}
+    if case in names:
+        bench.got[names[case]] = row["median_us"]
+
+
+def expander(batch: int, top_k: int, levels: int) -> Callable:
+    """Returns a call that drafts all levels of a tree, on arrays of its own."""
+    capacity = tlt_ext.tree_capacity(levels, top_k)
+    d2t = torch.randperm(VOCAB, device="cuda")[:DRAFT_VOCAB].sort().values.int()
+    token, parent, depth = torch.zeros(3, batch, capacity, **INT).unbind()
+    score = torch.zeros(batch, capacity, device="cuda")
+    count, status, root_position = torch.ones(3, batch, **INT).unbind()
+    temperature = torch.ones(batch, device="cuda")
+    request = torch.arange(batch, device="cuda")
+    frontiers = [torch.zeros(batch, 1, **INT)]
+    logits, rows, ancestors = [], [], [None]
+    for level in range(levels):
+        logits.append(logits_of(batch * (top_k if level else 1), DRAFT_VOCAB))
+        frontiers.append(torch.zeros(batch, top_k, **INT))
+        rows.append(torch.zeros(batch, top_k, **INT))
+        ancestors.append(torch.zeros(batch, top_k, 16, dtype=torch.uint8, device="cuda"))
+
+    def call() -> None:
+        count.fill_(1)
+        for level in range(levels):
+            tlt_ext.expand_tree(
+                logits[level],
+                frontiers[level],
+                token,
+                parent,
+                score,
+                depth,
+                count,
+                frontiers[level + 1],
+                rows[level],
+                ancestors[level + 1],
+                temperature,
+                request,
+                root_position,
+                status,
+                seed=1,
+                d2t=d2t,
+                frontier_ancestors=ancestors[level],
+                slot_base=top_k * max(0, level - 1),
+                vocab_size=VOCAB,
+            )
+
+    return call
+
+
+def run_expand(bench: Bench, batch: int, top_k: int, levels: int = 8) -> None:
+    case = f"expand depth{levels} top{top_k} b{batch}"
+    if not bench.wanted(case):
+        return
+    num_bytes = 2 * batch * DRAFT_VOCAB * (1 + (levels - 1) * top_k)
+    calls = [
+        expander(batch, top_k, levels) for _ in range(min(32, timing.num_cold_inputs(num_bytes)))
+    ]
+    row = bench.add(case, timing.measure_in_turn({"ours": calls})["ours"], num_bytes)
+    if (batch, top_k, levels) == (1, 4, 8):
+        bench.got["expand_depth8_top4_b1_us"] = row["median_us"]
+
+
+def run(bench: Bench) -> None:
+    torch.manual_seed(0)
+    for batch in [64] if bench.quick else BATCHES:
+        run_sample(bench, batch)
+    for case in ["tree16 b1", "chain5 b64"] if bench.quick else TREES:
+        run_verify(bench, case, *TREES[case])
+    for batch, top_k in [(1, 4)] if bench.quick else [(1, 4), (1, 8), (16, 4), (64, 4)]:
+        run_expand(bench, batch, top_k)
