@@ -4,9 +4,9 @@
 //
 // The query heads of a kv head and the rows of a request are packed into M, 16 (row, head) pairs a
 // warp. A block owns one request, kv head and block of rows, and a range of splits of the keys
-// (splits.h): it streams tiles of 64 keys and values through shared memory once, kStages deep, and
-// each warp folds them into its pairs alone, so a pair's bits do not depend on the block. With few
-// blocks one more grid dimension shares out the splits and the rows' tails: partials go to the
+// (splits.h): it streams tiles of 64 keys and of 64 values through a ring in shared memory, once,
+// and each warp folds them into its pairs alone, so a pair's bits do not depend on the block. With
+// few blocks one more grid dimension shares out the splits and the rows' tails: partials go to the
 // caller's workspace and a second launch folds them. Otherwise a block folds its own.
 //
 // Moves each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
@@ -22,7 +22,6 @@
 namespace tlt {
 namespace {
 
-constexpr int kStages = 3;
 constexpr int kMergeWarps = 4;
 
 // Partials of the items of every (row, head): item 0 .. max_items - 1, then the tail.
@@ -70,75 +69,86 @@ __device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r,
 template <int kDim>
 constexpr int kTailStride = kDim + 8;  // floats between tails in shared memory: no bank conflicts
 
+// Shared memory of a block: the ring of tiles, which the tails use after it, and the totals of
+// splits done, kept out of the registers that the tiles need.
 template <int kDim, int kWarps>
-constexpr int shared_bytes() {
-  constexpr int tails = kWarps * kMmaRows * (kTailStride<kDim> * 4 + int{sizeof(Softmax)});
-  static_assert(tails <= kStages * 2 * kTileBytes<kDim>, "tails reuse the stages");
-  return kStages * 2 * kTileBytes<kDim>;
-}
+struct Shared {
+  static constexpr int kPairs = kWarps * kMmaRows;
+  static constexpr int kRing = kWarps == 4 ? 5 : 8;  // two blocks a multiprocessor, or one
+  struct Tails {
+    float acc[kPairs][kTailStride<kDim>];
+    float scratch[kWarps][kTailScratch<kDim>];
+    Softmax softmax[kPairs];
+  };
+  union {
+    char ring[kRing][kTileBytes<kDim>];
+    Tails tails;
+  };
+  float2 total[kWarps][kDim / 4][kWarpSize];  // accumulators of a lane, a column of its own
+};
 
 // The rows of one block: m = row * group + head.
 template <typename T, int kDim, int kWarps>
 class RowBlock {
  public:
-  __device__ RowBlock(const Launch& l, const Request& r, int64_t kv_head, int64_t row, char* shared)
-      : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(shared) {
+  __device__ __forceinline__ RowBlock(const Launch& l, const Request& r, int64_t kv_head,
+                                      int64_t row, Shared<kDim, kWarps>* shared)
+      : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(*shared) {
     num_rows_ = static_cast<int>(min(r.num_rows - row, int64_t{kWarps * kMmaRows / l.group}));
     warp_ = threadIdx.x / kWarpSize;
     lane_ = threadIdx.x % kWarpSize;
   }
 
   // Folds the tile keys of one item; returns what the warp's rows have.
-  __device__ void run(int64_t item) {
+  __device__ __forceinline__ void run(int64_t item) {
     int64_t index;
     const int end = tile_keys(p_, r_, row_ + num_rows_);
     const KeyRange keys = item_keys(l_, r_, item, end, &index);
     if (keys.begin >= keys.end && l_.partials.acc != nullptr) return;
-    TileLoader<T, kDim, kWarps * kWarpSize> loader(p_, r_, kv_head_, keys.end, l_.page_shift,
-                                                   shared_address(shared_));
-    int load_key = keys.begin;
-    loader.find_pages(load_key);
-    const auto load_next = [&](int stage) {
-      if (load_key < keys.end) {
-        loader.load(load_key, stage);
-        loader.find_pages(load_key += kTile);
-      }
-      commit_copies();
-    };
-    for (int stage = 0; stage < kStages - 1; ++stage) load_next(stage);
+    TileLoader<T, kDim, kWarps * kWarpSize> loader(p_, r_, kv_head_, keys.begin, keys.end,
+                                                   l_.page_shift);
+    const auto place = [&](int slot) { return shared_address(shared_.ring[slot]); };
+    for (int slot = 0; slot < kRing - 1; ++slot) loader.load_next(place(slot));
     read_queries();
     WarpTile<T, kDim> tile(queries_, mul_rn(p_.scale, kInvLn2), &part_);
-    total_.clear();
+    clear_total();
     part_.clear();
-    total_softmax_[0] = total_softmax_[1] = Softmax{};
-    int stage = 0;
+    int slot = 0;
+    // Waits for the next tile, and loads another to where the last one was.
+    const auto take_tile = [&] {
+      wait_copies<kRing - 2>();
+      __syncthreads();  // the tile is there for all, and all have left the last one
+      loader.load_next(place(slot == 0 ? kRing - 1 : slot - 1));
+      const uint32_t taken = place(slot);
+      slot = slot == kRing - 1 ? 0 : slot + 1;
+      return taken;
+    };
     for (int key = keys.begin; key < keys.end; key += kTile) {
-      wait_copies<kStages - 2>();
-      __syncthreads();  // the tile is there for all, and all have left the stage loaded next
-      load_next(stage == 0 ? kStages - 1 : stage - 1);
-      if (key < queries_.largest) {
-        tile.fold(key, shared_address(shared_) + stage * 2 * kTileBytes<kDim>);
-      }
-      stage = stage == kStages - 1 ? 0 : stage + 1;
+      const bool active = key < queries_.largest;
+      const uint32_t tile_keys = take_tile();
+      if (active) tile.fold_keys(key, tile_keys);
+      const uint32_t tile_values = take_tile();
+      if (active) tile.fold_values(key, tile_values);
       if (starts_split(key + kTile) || key + kTile >= keys.end) fold_part();
     }
     bad_from_ = loader.bad_from();
     report_bad_pages();
     wait_copies<0>();
-    __syncthreads();  // the stages are free
-    if (l_.partials.acc != nullptr) {
-      store_partial(index);
-    } else {
-      fold_tails();
-      store_out();
-    }
+    __syncthreads();  // the ring is free
+    if (l_.partials.acc != nullptr) store_partial(index);
+  }
+
+  // Folds the tails, which are in shared memory, and writes the rows.
+  __device__ __forceinline__ void finish() {
+    fold_tails();
+    store_out();
   }
 
   // Tails of this block's rows, a warp each: into the workspace, or for the block itself.
-  __device__ void run_tails(int first, int step) {
+  __device__ __forceinline__ void run_tails(int first, int step) {
     for (int i = first; i < num_rows_; i += step) {
-      Softmax* softmax = tail_softmax() + i * l_.group;
-      float* acc = tail_acc() + i * l_.group * kTailStride<kDim>;
+      Softmax* softmax = shared_.tails.softmax + i * l_.group;
+      float* acc = shared_.tails.acc[i * l_.group];
       int64_t stride = kTailStride<kDim>;
       if (l_.partials.acc != nullptr) {
         const int64_t at =
@@ -147,12 +157,14 @@ class RowBlock {
         acc = l_.partials.acc + at * kDim;
         stride = kDim;
       }
-      attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, kv_head_ == 0, softmax, acc,
-                           stride);
+      attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, kv_head_ == 0,
+                           shared_.tails.scratch[warp_], softmax, acc, stride);
     }
   }
 
  private:
+  static constexpr int kRing = Shared<kDim, kWarps>::kRing;
+
   // The (row, head) pair of this lane's low or high row.
   struct Pair {
     bool inside;
@@ -166,7 +178,7 @@ class RowBlock {
     return {row < num_rows_, m, m - row * l_.group, r_.row + row_ + row};
   }
 
-  __device__ void read_queries() {
+  __device__ __forceinline__ void read_queries() {
     int smallest = INT32_MAX, largest = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -193,19 +205,39 @@ class RowBlock {
     queries_.largest = __reduce_max_sync(kFullWarp, largest);
   }
 
+  // A lane's accumulators of the splits done: columns 8 n + 2 (lane % 4) and the next of a half.
+  __device__ __forceinline__ float2& total(int half, int n) {
+    return shared_.total[warp_][2 * n + half][lane_];
+  }
+
+  __device__ __forceinline__ void clear_total() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      total_softmax_[half] = Softmax{};
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) total(half, n) = make_float2(0.0f, 0.0f);
+    }
+  }
+
+  // Folds the lane's accumulators of a half, given by column, into the total.
+  template <typename Part>
+  __device__ __forceinline__ void fold_into_total(int half, const Softmax& softmax, Part&& part) {
+    float scale[2];
+    if (!fold(&total_softmax_[half], softmax, scale)) return;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+      const float2 before = total(half, n), more = part(n);
+      total(half, n) =
+          make_float2(folded(before.x, more.x, scale), folded(before.y, more.y, scale));
+    }
+  }
+
   __device__ __forceinline__ void fold_part() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float scale[2];
-      if (fold(&total_softmax_[half], {part_.max[half], part_.sum[2 * half]}, scale)) {
-#pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            total_.acc[n][i] = folded(total_.acc[n][i], part_.acc[n][i], scale);
-          }
-        }
-      }
+      fold_into_total(half, {part_.max[half], part_.sum[2 * half]}, [&](int n) {
+        return make_float2(part_.acc[n][2 * half], part_.acc[n][2 * half + 1]);
+      });
     }
     part_.clear();
   }
@@ -215,12 +247,12 @@ class RowBlock {
     return queries_.end[half] != kNoRow && bad_from_ < queries_.end[half];
   }
 
-  __device__ void report_bad_pages() {
+  __device__ __forceinline__ void report_bad_pages() {
     const bool any = (pair(0).inside && bad(0)) || (pair(1).inside && bad(1));
     if (any && kv_head_ == 0) report_on_device(p_.sequences, r_.index, kStatusBadPage);
   }
 
-  __device__ void store_partial(int64_t item) {
+  __device__ __forceinline__ void store_partial(int64_t item) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
@@ -231,43 +263,26 @@ class RowBlock {
       if (lane_ % 4 == 0) l_.partials.softmax[index] = softmax;
       float2* acc = reinterpret_cast<float2*>(l_.partials.acc + index * kDim) + lane_ % 4;
 #pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        acc[n * 4] = make_float2(total_.acc[n][2 * half], total_.acc[n][2 * half + 1]);
-      }
+      for (int n = 0; n < kDim / 8; ++n) acc[n * 4] = total(half, n);
     }
   }
 
-  __device__ float* tail_acc() const { return reinterpret_cast<float*>(shared_); }
-  __device__ Softmax* tail_softmax() const {
-    return reinterpret_cast<Softmax*>(tail_acc() + kWarps * kMmaRows * kTailStride<kDim>);
-  }
-
-  __device__ void fold_tails() {
-    run_tails(warp_, kWarps);
-    __syncthreads();
+  __device__ __forceinline__ void fold_tails() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
       if (!at.inside) continue;
-      const Softmax tail = tail_softmax()[at.m];
-      float scale[2];
+      const Softmax tail = shared_.tails.softmax[at.m];
       if (tail.sum < 0.0f || bad(half)) {
         total_softmax_[half].sum = -1.0f;
-      } else if (fold(&total_softmax_[half], tail, scale)) {
-        const float2* acc =
-            reinterpret_cast<const float2*>(tail_acc() + at.m * kTailStride<kDim>) + lane_ % 4;
-#pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
-          const float2 part = acc[n * 4];
-          float* total = &total_.acc[n][2 * half];
-          total[0] = folded(total[0], part.x, scale);
-          total[1] = folded(total[1], part.y, scale);
-        }
+        continue;
       }
+      const float2* acc = reinterpret_cast<const float2*>(shared_.tails.acc[at.m]) + lane_ % 4;
+      fold_into_total(half, tail, [&](int n) { return acc[n * 4]; });
     }
   }
 
-  __device__ void store_out() {
+  __device__ __forceinline__ void store_out() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
@@ -280,8 +295,8 @@ class RowBlock {
       uint32_t* pairs = reinterpret_cast<uint32_t*>(out) + lane_ % 4;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
-        const float* acc = &total_.acc[n][2 * half];
-        pairs[n * 4] = refused ? 0 : pack_pair<T>(mul_rn(acc[0], inverse), mul_rn(acc[1], inverse));
+        const float2 acc = total(half, n);
+        pairs[n * 4] = refused ? 0 : pack_pair<T>(mul_rn(acc.x, inverse), mul_rn(acc.y, inverse));
       }
       if (p_.lse != nullptr && lane_ % 4 == 0) {
         p_.lse[at.row * p_.lse_stride + head] = refused ? -INFINITY : lse_of(softmax);
@@ -293,11 +308,11 @@ class RowBlock {
   const TreeAttentionParams& p_;
   const Request& r_;
   const int64_t kv_head_, row_;
-  char* shared_;
+  Shared<kDim, kWarps>& shared_;
   int num_rows_, warp_, lane_;
   int bad_from_;
   Queries<kDim> queries_;
-  Fragment<kDim> part_, total_;
+  Fragment<kDim> part_;
   Softmax total_softmax_[2];
 };
 
@@ -305,7 +320,8 @@ class RowBlock {
 template <typename T, int kDim, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 4 ? 2 : 1)
     attend_kernel(const __grid_constant__ Launch l) {
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(128) char memory[];
+  auto* shared = reinterpret_cast<Shared<kDim, kWarps>*>(memory);
   launch_dependents();
   const Request r = read_request(l.p, blockIdx.y);
   if (!r.good && blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) {
@@ -316,14 +332,19 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 4 ? 2 : 1)
   for (int64_t row = int64_t{blockIdx.x % l.row_blocks} * block_rows; row < r.num_rows;
        row += int64_t{l.row_blocks} * block_rows) {
     RowBlock<T, kDim, kWarps> block(l, r, kv_head, row, shared);
-    const int item = blockIdx.z;
-    if (item < l.partials.max_items) {
-      block.run(item);
-      __syncthreads();  // the next turn reuses shared memory
-    } else {
-      const int warp = (item - l.partials.max_items) * kWarps + threadIdx.x / kWarpSize;
-      block.run_tails(warp, (gridDim.z - l.partials.max_items) * kWarps);
+    const int item = blockIdx.z, tail_item = item - l.partials.max_items;
+    const bool alone = l.partials.acc == nullptr;
+    if (tail_item < 0) block.run(item);
+    if (alone || tail_item >= 0) {
+      const int first = alone ? 0 : tail_item * kWarps;
+      block.run_tails(first + threadIdx.x / kWarpSize,
+                      alone ? kWarps : (gridDim.z - l.partials.max_items) * kWarps);
     }
+    if (alone) {
+      __syncthreads();  // all tails are there
+      block.finish();
+    }
+    __syncthreads();  // the next turn reuses shared memory
   }
 }
 
@@ -331,21 +352,23 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 4 ? 2 : 1)
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
     merge_kernel(const __grid_constant__ Launch l) {
-  constexpr int kLaneDims = kDim / kWarpSize, kAhead = 8;
-  wait_for_prior_grid();
+  constexpr int kLaneDims = kDim / kWarpSize, kAhead = 12;
   const TreeAttentionParams& p = l.p;
   const Request r = read_request(p, blockIdx.y);
   const int lane = threadIdx.x % kWarpSize;
   const int64_t first = int64_t{blockIdx.x} * kMergeWarps + threadIdx.x / kWarpSize;
+  bool waited = false;
   for (int64_t i = first; i < r.num_rows * p.num_heads; i += int64_t{gridDim.x} * kMergeWarps) {
     const int64_t row = r.row + i / p.num_heads, head = i % p.num_heads;
     const int64_t tail = partial_index(l, l.partials.max_items, row, head);
     Softmax total;
     float acc[kLaneDims] = {};
-    bool refused = l.partials.softmax[tail].sum < 0.0f;
+    bool refused = !well_placed(p, r, row - r.row, p.position[row]);
     const int64_t splits = refused ? 0 : splits_below(tail_begin(p.position[row]));
     const int64_t first_item = first_splits(l, r);
     const int64_t items = splits == 0 ? 0 : splits <= first_item ? 1 : splits - first_item + 1;
+    if (!waited) wait_for_prior_grid();  // what was read so far is older than that grid
+    waited = true;
     for (int64_t item = 0; item <= items; item += kAhead) {
       Softmax part[kAhead];
       float value[kAhead][kLaneDims];
@@ -383,7 +406,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
 
 template <typename T, int kDim, int kWarps>
 void launch_attend(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
-  constexpr int bytes = shared_bytes<kDim, kWarps>();
+  constexpr int bytes = sizeof(Shared<kDim, kWarps>);
   const auto kernel = attend_kernel<T, kDim, kWarps>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "tree_attention: shared memory");

@@ -1,9 +1,13 @@
 // The last keys of one row, for the query heads of one kv head: one warp, float32, SIMT.
 //
 // Lane j holds tail key j. A score is one chain of fma over the head; weights are summed by a
-// butterfly over the lanes; values are added one key after the other. Reads up to 32 keys and
-// values from wherever their slots are, and checks everything that the row depends on.
+// butterfly over the lanes. Values are read 16 bytes a lane, so a few keys at once (2 or 4, by the
+// head): each group of lanes adds every 2nd or 4th key in order, and a butterfly adds the groups.
+// Reads up to 32 keys and values from wherever their slots are, and checks everything that the row
+// depends on.
 #pragma once
+
+#include <type_traits>
 
 #include "attention/canonical.cuh"
 
@@ -42,23 +46,52 @@ __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, c
   return static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bits)));
 }
 
-// Eight storage values as float32.
-template <typename T>
-__device__ __forceinline__ void load8(const T* from, float (&to)[8]) {
-  const uint4 raw = *reinterpret_cast<const uint4*>(from);
-  const T* values = reinterpret_cast<const T*>(&raw);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) to[i] = as_float32(values[i]);
+// Keeps what is computed from a vector inside a loop: hoisted, the unpacked values would spill.
+__device__ __forceinline__ void pin(uint32_t& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void pin(uint2& v) {
+  pin(v.x);
+  pin(v.y);
 }
+__device__ __forceinline__ void pin(uint4& v) {
+  pin(v.x);
+  pin(v.y);
+  pin(v.z);
+  pin(v.w);
+}
+
+// Consecutive storage values of one vector load, as float32.
+template <typename T, int kCount, typename Raw>
+__device__ __forceinline__ void unpack(const Raw& raw, float (&to)[kCount]) {
+  static_assert(sizeof(Raw) == kCount * sizeof(T));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = as_float32(reinterpret_cast<const T*>(&raw)[i]);
+}
+
+constexpr int kHeadsAtOnce = 4;
+static_assert(kMaxGroup % kHeadsAtOnce == 0);
+
+template <int kDim>
+constexpr int kTailScratch = kMaxGroup * kDim;  // floats of shared memory that a warp needs
 
 // Writes the partial of head h of the group: softmax to softmax[h], accumulator to
 // acc[h * acc_stride]. `report_bits` has one warp of all that see the row report its status.
 template <typename T, int kDim>
-__device__ void attend_tail(const TreeAttentionParams& p, const Request& r, int64_t row,
-                            int64_t kv_head, int group, bool report_bits, Softmax* softmax,
-                            float* acc, int64_t acc_stride) {
-  constexpr int kLaneDims = kDim / kWarpSize;  // each lane owns consecutive dimensions of values
+__device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const Request& r,
+                                            int64_t row, int64_t kv_head, int group,
+                                            bool report_bits, float* scratch, Softmax* softmax,
+                                            float* acc, int64_t acc_stride) {
+  constexpr int kLaneDims = kDim / kWarpSize;  // of a query, per lane
+  constexpr int kLanesAKey = kDim / 8, kKeysAtOnce = kWarpSize / kLanesAKey;
+  using LaneVector = std::conditional_t<kLaneDims == 4, uint2, uint32_t>;
   const int lane = threadIdx.x % kWarpSize;
+  const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
+               kv_head * group * p.q_head_stride + lane * kLaneDims;
+  LaneVector query[kMaxGroup];
+#pragma unroll
+  for (int h = 0; h < kMaxGroup; ++h) {
+    query[h] = {};
+    if (h < group) query[h] = *reinterpret_cast<const LaneVector*>(q + h * p.q_head_stride);
+  }
   TailKey key{};
   if (const int32_t bits = find_tail_key(p, r, row, lane, &key)) {
     if (report_bits && lane == 0) report_on_device(p.sequences, r.index, bits);
@@ -69,67 +102,90 @@ __device__ void attend_tail(const TreeAttentionParams& p, const Request& r, int6
     return key.place.page * cache.page_stride + key.place.offset * cache.slot_stride +
            kv_head * cache.head_stride;
   };
-  const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
-               kv_head * group * p.q_head_stride;
+  __syncwarp();  // the warp's last row is done with the scratch
+#pragma unroll
+  for (int h = 0; h < kMaxGroup; ++h) {
+    float dims[kLaneDims];
+    unpack<T>(query[h], dims);
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) scratch[h * kDim + lane * kLaneDims + i] = dims[i];
+  }
+  // All reads before the first use: they are far away, and a warp has few of them to overlap.
   const T* k = static_cast<const T*>(p.k.data) + offset_in(p.k);
+  const T* v = static_cast<const T*>(p.v.data) + lane % kLanesAKey * 8;
   const int64_t v_offset = offset_in(p.v);
-
-  float score[kMaxGroup] = {};
-  if (lane < key.count) {
-#pragma unroll 4
-    for (int d = 0; d < kDim; d += 8) {
+  uint4 keys[kDim / 8], values[kTailKeys / kKeysAtOnce];
+#pragma unroll
+  for (int d = 0; d < kDim / 8; ++d) {
+    keys[d] = {};
+    if (lane < key.count) keys[d] = reinterpret_cast<const uint4*>(k)[d];
+  }
+#pragma unroll
+  for (int n = 0; n < kTailKeys / kKeysAtOnce; ++n) {
+    const int j = n * kKeysAtOnce + lane / kLanesAKey;
+    const T* from = v + __shfl_sync(kFullWarp, v_offset, j);
+    values[n] = {};
+    if (j < key.count) values[n] = *reinterpret_cast<const uint4*>(from);
+  }
+  __syncwarp();
+  const float log2_scale = mul_rn(p.scale, kInvLn2);
+  for (int first = 0; first < group; first += kHeadsAtOnce) {  // heads past the group are zeros
+    float weight[kHeadsAtOnce] = {};
+#pragma unroll
+    for (int d = 0; d < kDim / 8; ++d) {
       float key_dims[8];
-      load8(k + d, key_dims);
+      pin(keys[d]);
+      unpack<T>(keys[d], key_dims);
 #pragma unroll
-      for (int h = 0; h < kMaxGroup; ++h) {
-        if (h >= group) break;
-        float query_dims[8];
-        load8(q + h * p.q_head_stride + d, query_dims);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) score[h] = fma_rn(query_dims[i], key_dims[i], score[h]);
+      for (int h = 0; h < kHeadsAtOnce; ++h) {
+        const float4* q4 = reinterpret_cast<const float4*>(scratch + (first + h) * kDim + d * 8);
+        const float4 low = q4[0], high = q4[1];
+        weight[h] = fma_rn(low.x, key_dims[0], weight[h]);
+        weight[h] = fma_rn(low.y, key_dims[1], weight[h]);
+        weight[h] = fma_rn(low.z, key_dims[2], weight[h]);
+        weight[h] = fma_rn(low.w, key_dims[3], weight[h]);
+        weight[h] = fma_rn(high.x, key_dims[4], weight[h]);
+        weight[h] = fma_rn(high.y, key_dims[5], weight[h]);
+        weight[h] = fma_rn(high.z, key_dims[6], weight[h]);
+        weight[h] = fma_rn(high.w, key_dims[7], weight[h]);
       }
     }
-  }
-  const float log2_scale = mul_rn(p.scale, kInvLn2);
 #pragma unroll
-  for (int h = 0; h < kMaxGroup; ++h) {
-    if (h >= group) break;
-    const float x = lane < key.count ? mul_rn(score[h], log2_scale) : -INFINITY;
-    const float max = warp_max_all(x);
-    score[h] = exp2_fast(add_rn(x, -finite_max(max)));  // the weight from here on
-    const float sum = warp_sum_all(score[h]);
-    if (lane == h) softmax[h] = {max, sum};
-  }
-
-  float out[kMaxGroup][kLaneDims] = {};
-  const T* values = static_cast<const T*>(p.v.data) + lane * kLaneDims;
-#pragma unroll 8
-  for (int j = 0; j < key.count; ++j) {
-    const T* from = values + __shfl_sync(kFullWarp, v_offset, j);
-    float value[kLaneDims];
-    if constexpr (kLaneDims == 4) {
-      const uint2 raw = *reinterpret_cast<const uint2*>(from);
+    for (int h = 0; h < kHeadsAtOnce; ++h) {
+      const float score = lane < key.count ? mul_rn(weight[h], log2_scale) : -INFINITY;
+      const float max = warp_max_all(score);
+      weight[h] = exp2_fast(add_rn(score, -finite_max(max)));
+      const float sum = warp_sum_all(weight[h]);
+      if (lane == h && first + h < group) softmax[first + h] = {max, sum};
+    }
+    float out[kHeadsAtOnce][8] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) value[i] = as_float32(reinterpret_cast<const T*>(&raw)[i]);
-    } else {
-      static_assert(kLaneDims == 2);
-      const uint32_t raw = *reinterpret_cast<const uint32_t*>(from);
+    for (int n = 0; n < kTailKeys / kKeysAtOnce; ++n) {  // keys past the tail: zero times zero
+      float value[8];
+      pin(values[n]);
+      unpack<T>(values[n], value);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) value[i] = as_float32(reinterpret_cast<const T*>(&raw)[i]);
+      for (int h = 0; h < kHeadsAtOnce; ++h) {
+        const float w = __shfl_sync(kFullWarp, weight[h], n * kKeysAtOnce + lane / kLanesAKey);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) out[h][i] = fma_rn(w, value[i], out[h][i]);
+      }
     }
 #pragma unroll
-    for (int h = 0; h < kMaxGroup; ++h) {
-      if (h >= group) break;
-      const float weight = __shfl_sync(kFullWarp, score[h], j);
+    for (int h = 0; h < kHeadsAtOnce; ++h) {
+      if (first + h >= group) break;
 #pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) out[h][i] = fma_rn(weight, value[i], out[h][i]);
+      for (int i = 0; i < 8; ++i) {
+#pragma unroll
+        for (int lanes = kLanesAKey; lanes < kWarpSize; lanes *= 2) {
+          out[h][i] = add_rn(out[h][i], __shfl_xor_sync(kFullWarp, out[h][i], lanes));
+        }
+      }
+      if (lane >= kLanesAKey) continue;
+      float4* to = reinterpret_cast<float4*>(acc + (first + h) * acc_stride + lane * 8);
+      to[0] = make_float4(out[h][0], out[h][1], out[h][2], out[h][3]);
+      to[1] = make_float4(out[h][4], out[h][5], out[h][6], out[h][7]);
     }
-  }
-#pragma unroll
-  for (int h = 0; h < kMaxGroup; ++h) {
-    if (h >= group) break;
-#pragma unroll
-    for (int i = 0; i < kLaneDims; ++i) acc[h * acc_stride + lane * kLaneDims + i] = out[h][i];
   }
 }
 

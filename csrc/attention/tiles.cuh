@@ -14,7 +14,7 @@ constexpr int kTileSteps = kTile / kStep;
 static_assert(kStep == 16, "an MMA folds 16 keys");
 
 template <int kDim>
-constexpr int kTileBytes = kTile * kDim * 2;  // of keys; values follow
+constexpr int kTileBytes = kTile * kDim * 2;  // of keys, or of values
 
 // Byte offset of 16-byte chunk `chunk` of a key, swizzled so that ldmatrix has no bank conflicts.
 template <int kDim>
@@ -22,54 +22,42 @@ __device__ __forceinline__ uint32_t chunk_offset(int key, int chunk) {
   return key * (kDim * 2) + ((chunk ^ (key & 7)) << 4);
 }
 
-// Streams tiles of one kv head. Positions from `end` on, and bad pages, become zeros.
+// Streams tiles of one kv head: keys, values, keys, ... Positions from `end` on, and bad pages,
+// become zeros.
 template <typename T, int kDim, int kThreads>
 class TileLoader {
  public:
-  __device__ TileLoader(const TreeAttentionParams& p, const Request& r, int64_t kv_head, int end,
-                        int page_shift, uint32_t shared)
+  __device__ __forceinline__ TileLoader(const TreeAttentionParams& p, const Request& r,
+                                        int64_t kv_head, int begin, int end, int page_shift)
       : table_(p.sequences.block_table + r.index * p.sequences.table_stride),
         chunk_(threadIdx.x % kChunks),
         row_(threadIdx.x / kChunks),
         k_{static_cast<const T*>(p.k.data) + kv_head * p.k.head_stride + chunk_ * 8,
-           p.k.page_stride, p.k.slot_stride},
+           p.k.page_stride, static_cast<int>(p.k.slot_stride)},
         v_{static_cast<const T*>(p.v.data) + kv_head * p.v.head_stride + chunk_ * 8,
-           p.v.page_stride, p.v.slot_stride},
+           p.v.page_stride, static_cast<int>(p.v.slot_stride)},
+        key_(begin),
         end_(end),
         num_pages_(static_cast<int>(min(p.sequences.num_pages, int64_t{INT32_MAX}))),
-        shared_(shared),
         page_shift_(page_shift),
-        page_mask_((1 << page_shift) - 1) {}
-
-  // Reads the page ids of the tile at `key`, ahead of its load.
-  __device__ __forceinline__ void find_pages(int key) {
-#pragma unroll
-    for (int i = 0; i < kTileSteps; ++i) {
-      const int at = key + i * kStep;
-      const bool wanted = at < end_;
-      pages_[i] = wanted ? table_[at >> page_shift_] : -1;
-    }
+        page_mask_((1 << page_shift) - 1) {
+    find_pages();
   }
 
-  // Starts the load of the tile at `key`, whose pages were found.
-  __device__ __forceinline__ void load(int key, int stage) {
-    const uint32_t to = shared_ + stage * 2 * kTileBytes<kDim>;
-#pragma unroll
-    for (int i = 0; i < kTileSteps; ++i) {
-      const int at = key + i * kStep;
-      if (at < end_ && !good(pages_[i]) && at < bad_from_) bad_from_ = at;
+  // Starts the load of the next tile of keys or values to `to`, and of the page ids after it.
+  __device__ __forceinline__ void load_next(uint32_t to) {
+    if (key_ < end_) {
+      // By value: a reference to one of the two would put both in local memory.
+      load({values_next_ ? v_.data : k_.data, values_next_ ? v_.page_stride : k_.page_stride,
+            values_next_ ? v_.slot_stride : k_.slot_stride},
+           to);
+      if (values_next_) {
+        key_ += kTile;
+        find_pages();
+      }
+      values_next_ = !values_next_;
     }
-#pragma unroll
-    for (int first = 0; first < kTile; first += kRowsAPass) {
-      int page = pages_[first / kStep];
-      if (kRowsAPass > kStep && row_ >= kStep) page = pages_[(first + kRowsAPass / 2) / kStep];
-      const bool valid = good(page);
-      const int row = first + row_;
-      const int offset = (key + row) & page_mask_;
-      const uint32_t place = to + chunk_offset<kDim>(row, chunk_);
-      copy_async_16(place, at(k_, valid, page, offset), valid);
-      copy_async_16(place + kTileBytes<kDim>, at(v_, valid, page, offset), valid);
-    }
+    commit_copies();
   }
 
   // The first position whose page is bad, of the tiles loaded so far; the same in every thread.
@@ -82,22 +70,46 @@ class TileLoader {
 
   struct Source {
     const T* data;  // of this thread's chunk
-    int64_t page_stride, slot_stride;
+    int64_t page_stride;
+    int slot_stride;
   };
 
   __device__ __forceinline__ bool good(int page) const { return page >= 0 && page < num_pages_; }
 
-  __device__ static __forceinline__ const T* at(const Source& s, bool valid, int64_t page,
-                                                int offset) {
-    return valid ? s.data + page * s.page_stride + offset * s.slot_stride : s.data;
+  __device__ __forceinline__ void find_pages() {
+#pragma unroll
+    for (int i = 0; i < kTileSteps; ++i) {
+      const int at = key_ + i * kStep;
+      pages_[i] = at < end_ ? table_[at >> page_shift_] : -1;
+    }
+  }
+
+  __device__ __forceinline__ void load(const Source& source, uint32_t to) {
+#pragma unroll
+    for (int i = 0; i < kTileSteps; ++i) {
+      const int at = key_ + i * kStep;
+      if (at < end_ && !good(pages_[i]) && at < bad_from_) bad_from_ = at;
+    }
+#pragma unroll
+    for (int first = 0; first < kTile; first += kRowsAPass) {
+      int page = pages_[first / kStep];
+      if (kRowsAPass > kStep && row_ >= kStep) page = pages_[(first + kRowsAPass / 2) / kStep];
+      const bool valid = good(page);
+      const int row = first + row_;
+      const T* from = source.data;
+      if (valid) {
+        from += page * source.page_stride + ((key_ + row) & page_mask_) * source.slot_stride;
+      }
+      copy_async_16(to + chunk_offset<kDim>(row, chunk_), from, valid);
+    }
   }
 
   const int32_t* table_;
   const int chunk_, row_;
   const Source k_, v_;
-  const int end_, num_pages_;
-  const uint32_t shared_;
-  const int page_shift_, page_mask_;
+  int key_;
+  const int end_, num_pages_, page_shift_, page_mask_;
+  bool values_next_ = false;
   int pages_[kTileSteps];
   int bad_from_ = INT32_MAX;
 };
@@ -136,25 +148,25 @@ struct Queries {
 template <typename T, int kDim>
 class WarpTile {
  public:
-  __device__ WarpTile(const Queries<kDim>& queries, float log2_scale, Fragment<kDim>* fragment)
+  __device__ __forceinline__ WarpTile(const Queries<kDim>& queries, float log2_scale,
+                                      Fragment<kDim>* fragment)
       : queries_(queries), log2_scale_(log2_scale), f_(*fragment), lane_(threadIdx.x % kWarpSize) {}
 
-  // Folds the tile at position `key`, in shared memory at `keys`.
-  __device__ __forceinline__ void fold(int key, uint32_t keys) {
-    float score[kTile / 8][4];
-    scores(keys, score);
-    if (key + kTile > queries_.smallest) mask(key, score);
-    weigh(score);
-    const uint32_t values = keys + kTileBytes<kDim>;
+  // Turns the keys at `keys`, positions from `key` on, into weights.
+  __device__ __forceinline__ void fold_keys(int key, uint32_t keys) {
+    scores(keys, weight_);
+    if (key + kTile > queries_.smallest) mask(key, weight_);
+    weigh(weight_);
+  }
+
+  // Adds the values of those keys.
+  __device__ __forceinline__ void fold_values(int key, uint32_t values) {
+    if (key + kTile <= queries_.smallest) {
 #pragma unroll
-    for (int step = 0; step < kTileSteps; ++step) {
-      const int at = key + step * kStep;
-      if (at >= queries_.largest) break;
-      if (at >= queries_.smallest) {
-        add_values<true>(at, step, values, score);
-      } else {
-        add_values<false>(at, step, values, score);
-      }
+      for (int step = 0; step < kTileSteps; ++step) add_values<false>(key, step, values);
+    } else {
+#pragma unroll
+      for (int step = 0; step < kTileSteps; ++step) add_values<true>(key, step, values);
     }
   }
 
@@ -223,15 +235,15 @@ class WarpTile {
     }
   }
 
-  // Adds 16 keys. kMixed: some rows end before them, and keep what they have whatever the values
-  // are (a weight of zero would still spread a NaN).
+  // Adds 16 keys. kMixed: some rows may end before them, and keep what they have whatever the
+  // values are (a weight of zero would still spread a NaN).
   template <bool kMixed>
-  __device__ __forceinline__ void add_values(int at, int step, uint32_t values,
-                                             const float (&score)[kTile / 8][4]) {
-    const uint32_t a[4] = {pack_pair<T>(score[2 * step][0], score[2 * step][1]),
-                           pack_pair<T>(score[2 * step][2], score[2 * step][3]),
-                           pack_pair<T>(score[2 * step + 1][0], score[2 * step + 1][1]),
-                           pack_pair<T>(score[2 * step + 1][2], score[2 * step + 1][3])};
+  __device__ __forceinline__ void add_values(int key, int step, uint32_t values) {
+    const int at = key + step * kStep;
+    const uint32_t a[4] = {pack_pair<T>(weight_[2 * step][0], weight_[2 * step][1]),
+                           pack_pair<T>(weight_[2 * step][2], weight_[2 * step][3]),
+                           pack_pair<T>(weight_[2 * step + 1][0], weight_[2 * step + 1][1]),
+                           pack_pair<T>(weight_[2 * step + 1][2], weight_[2 * step + 1][3])};
     const auto add = [&](float (&acc)[4], uint32_t b0, uint32_t b1) {
       if constexpr (kMixed) {
         float sum[4] = {acc[0], acc[1], acc[2], acc[3]};
@@ -258,6 +270,7 @@ class WarpTile {
   const float log2_scale_;
   Fragment<kDim>& f_;
   const int lane_;
+  float weight_[kTile / 8][4];
 };
 
 }  // namespace tlt

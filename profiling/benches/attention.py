@@ -1,8 +1,8 @@
 """tree_attention over a grid of batches, contexts and rows, beside torch's attention.
 
-`median_us` is one call in a graph of many, each on other inputs, so that the cache is cold as in a
-model's step; `alone_us` is a graph of one call between two events, after a flush of the cache, with
-what the clock adds.
+`median_us` is one call in a graph of many, as a model's layers make them: each with its own q,
+keys, values, output and workspace, found cold, and with the same tables and lengths. `alone_us` is
+a graph of one call between two events, after a flush of the cache, with what the clock adds.
 """
 
 import itertools
@@ -70,35 +70,42 @@ def tree_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([len(path) for path in paths], dtype=torch.int32), ancestors
 
 
-def make_inputs(case: Case) -> dict:
-    heads, kv_heads, dim = HEADS[case.heads]
+def make_rows(case: Case) -> dict:
+    """What the layers of a step share: who has which rows, where, and at which positions."""
     pages = -(-(case.kv + case.rows) // PAGE_SIZE)
-    shape = (case.batch * pages, PAGE_SIZE, kv_heads, dim)
-    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
     depths, ancestors = tree_of(case.rows)
     if not case.tree:
         depths = torch.arange(case.rows, dtype=torch.int32)
-    q = torch.randn(case.batch * case.rows, heads, dim, **bf16)
     table = torch.randperm(case.batch * pages, device="cuda").int().view(case.batch, pages)
-    size = tlt_ext.attention_workspace_bytes(
-        num_requests=case.batch,
-        num_rows=len(q),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        max_slots=pages * PAGE_SIZE,
-    )
     return {
-        "q": q,
-        "k_cache": torch.randn(shape, **bf16),
-        "v_cache": torch.randn(shape, **bf16),
-        "out": torch.empty_like(q),
         "row_start": torch.arange(case.batch + 1).int().cuda() * case.rows,
         "context_len": torch.full((case.batch,), case.kv).int().cuda(),
         "position": (case.kv + depths).repeat(case.batch).cuda(),
         "block_table": table,
         "status": torch.zeros(case.batch, dtype=torch.int32, device="cuda"),
         "ancestors": ancestors.repeat(case.batch, 1).cuda() if case.tree else None,
+    }
+
+
+def make_inputs(case: Case, rows: dict) -> dict:
+    heads, kv_heads, dim = HEADS[case.heads]
+    pages = rows["block_table"].numel()
+    shape = (pages, PAGE_SIZE, kv_heads, dim)
+    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    q = torch.randn(case.batch * case.rows, heads, dim, **bf16)
+    size = tlt_ext.attention_workspace_bytes(
+        num_requests=case.batch,
+        num_rows=len(q),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        max_slots=pages // case.batch * PAGE_SIZE,
+    )
+    return rows | {
+        "q": q,
+        "k_cache": torch.randn(shape, **bf16),
+        "v_cache": torch.randn(shape, **bf16),
+        "out": torch.empty_like(q),
         "workspace": torch.empty(size, dtype=torch.uint8, device="cuda"),
     }
 
@@ -147,7 +154,8 @@ def grid(bench: Bench) -> list[Case]:
 
 def run_case(bench: Bench, case: Case) -> dict:
     count = timing.num_cold_inputs(case.num_bytes)
-    inputs = [make_inputs(case) for _ in range(count)]
+    rows = make_rows(case)
+    inputs = [make_inputs(case, rows) for _ in range(count)]
     arms = {"ours": ours(inputs)}
     if inputs[0]["workspace"].numel():
         arms["no_workspace"] = ours(inputs, workspace=None)
@@ -155,7 +163,7 @@ def run_case(bench: Bench, case: Case) -> dict:
         arms["sdpa"] = sdpa(case, count)
     times = timing.measure_in_turn(arms)
     alone = timing.measure({"ours": ours(inputs[:1])[0]})["ours"]
-    if any(bool(x["status"].any()) for x in inputs):
+    if bool(rows["status"].any()):
         raise RuntimeError(f"{case.name}: a request was refused")
     mine = times.pop("ours")
     return bench.add(case.name, mine, case.num_bytes, times, alone_us=round(alone.median_us, 3))
