@@ -73,7 +73,8 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
         folder: in Hugging Face layout; None = the tiny model, random.
     """
     if folder is None:
-        return tiny.build_policy(config.model, config.run.seed), tiny.build_tokenizer()
+        policy = tiny.build_policy(config.model, config.run.seed)
+        return policy.to(config.run.device), tiny.build_tokenizer()
     dtype = getattr(torch, config.model.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     return model.to(config.run.device), AutoTokenizer.from_pretrained(folder)

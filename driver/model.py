@@ -17,6 +17,7 @@ import tlt_ext
 from driver.checkpoint import ModelSpec, read_weights, rope_table
 from driver.errors import UserError
 from driver.rollout.kv_cache import KvCache
+from driver.rollout.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class TargetModel:
                 )
         if not isinstance(weights, Mapping):
             weights = read_weights(weights)
+        self.workspace = Workspace(self.device)
         self._named: dict[str, Tensor] = {}
         embedding = weights.get("model.embed_tokens.weight")
         self._allocate_weights(spec.vocab_size if embedding is None else len(embedding))
@@ -245,7 +247,14 @@ class TargetModel:
             eps=spec.rms_norm_eps,
         )
         tlt_ext.tree_attention(
-            q, k_cache, v_cache, attended, *places, batch.status, ancestors=batch.ancestors
+            q,
+            k_cache,
+            v_cache,
+            attended,
+            *places,
+            batch.status,
+            ancestors=batch.ancestors,
+            workspace=self.workspace.for_attention(q, k_cache, batch.block_table),
         )
         tlt_ext.linear_rows(
             attended.flatten(1), layer.output, hidden, bias=layer.output_bias, residual=hidden

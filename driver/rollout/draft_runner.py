@@ -211,6 +211,7 @@ class DraftRunner:
             rows["status"],
             ancestors=rows.get("ancestors"),
             slot_base=rows.get("slot_base"),
+            workspace=self.target.workspace.for_attention(q, self.k, rows["block_table"]),
         )
         weights, count = self.weights, len(q)
         middle = torch.empty_like(hidden)
