@@ -14,7 +14,7 @@ _INTEGER = re.compile(r"-?[0-9]+")
 
 
 class FewShotTask:
-    """Worked lines `a+b=c`, then one to complete; the first integer of the first line counts.
+    """Worked lines `a + b = c`, then one to complete; the first integer of the first line counts.
 
     Args:
         name: "addition" or "multiplication".
@@ -23,7 +23,7 @@ class FewShotTask:
 
     Example:
         >>> task = FewShotTask("addition", digits=1, shots=0)
-        >>> task.reward(Prompt("0", "3+4=", "7"), "7\\n1+1=2")
+        >>> task.reward(Prompt("0", "3 + 4 =", "7"), " 7\\n1 + 1 = 2")
         1.0
     """
 
@@ -44,7 +44,7 @@ class FewShotTask:
         while len(lines) < self.shots:
             shot, solved = self._problem(draw, eval_split=False)
             if shot != problem:  # a shot must not give the answer away
-                lines.append(f"{shot}{solved}\n")
+                lines.append(f"{shot} {solved}\n")
         return Prompt(id, "".join(lines) + problem, answer)
 
     def reward(self, prompt: Prompt, response: str) -> float:
@@ -53,12 +53,12 @@ class FewShotTask:
         return float(found is not None and _plain(found.group()) == prompt.answer)
 
     def demonstration(self, prompt: Prompt) -> str:
-        return f"{prompt.answer}\n"
+        return f" {prompt.answer}\n"
 
     def _problem(self, draw: random.Random, eval_split: bool) -> tuple[str, str]:
         while True:
             a, b = draw.randint(self.low, self.high), draw.randint(self.low, self.high)
-            text = f"{a}{self.sign}{b}="
+            text = f"{a} {self.sign} {b} ="
             if held_out(text) == eval_split:
                 return text, str(self.operation(a, b))
 
