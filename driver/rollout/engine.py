@@ -227,6 +227,7 @@ class RolloutEngine:
             batch.status,
             seed=self.seed,
             vocab_size=self.model.spec.vocab_size,
+            workspace=self.model.workspace.for_sampling(logits, self.model.spec.vocab_size),
         )
         self._commit(
             batch.context_len,
