@@ -35,6 +35,7 @@ struct Launch {
   TreeAttentionParams p;
   Partials partials;
   int group, row_blocks, page_shift;
+  TileMaps maps;
 };
 
 __device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t item, int64_t row,
@@ -69,22 +70,27 @@ __device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r,
 template <int kDim>
 constexpr int kTailStride = kDim + 8;  // floats between tails in shared memory: no bank conflicts
 
+template <int kWarps>
+constexpr int kRingTiles = kWarps == 4 ? 5 : 8;  // two blocks a multiprocessor, or one
+
 // Shared memory of a block: the ring of tiles, which the tails use after it, and the totals of
 // splits done, kept out of the registers that the tiles need.
 template <int kDim, int kWarps>
 struct Shared {
   static constexpr int kPairs = kWarps * kMmaRows;
-  static constexpr int kRing = kWarps == 4 ? 5 : 8;  // two blocks a multiprocessor, or one
+  static constexpr int kRing = kRingTiles<kWarps>;
   struct Tails {
     float acc[kPairs][kTailStride<kDim>];
     float scratch[kWarps][kTailScratch<kDim>];
     Softmax softmax[kPairs];
   };
   union {
-    char ring[kRing][kTileBytes<kDim>];
+    Ring<kDim, kRing> ring;
     Tails tails;
   };
   float2 total[kWarps][kDim / 4][kWarpSize];  // accumulators of a lane, a column of its own
+  uint64_t full[kRing];                       // barriers of the ring (sm_90)
+  int bad_from;                               // first position whose page is bad
 };
 
 // The rows of one block: m = row * group + head.
@@ -92,8 +98,9 @@ template <typename T, int kDim, int kWarps>
 class RowBlock {
  public:
   __device__ __forceinline__ RowBlock(const Launch& l, const Request& r, int64_t kv_head,
-                                      int64_t row, Shared<kDim, kWarps>* shared)
-      : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(*shared) {
+                                      int64_t row, Shared<kDim, kWarps>* shared,
+                                      RingPlace<kRingTiles<kWarps>>* place)
+      : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(*shared), place_(*place) {
     num_rows_ = static_cast<int>(min(r.num_rows - row, int64_t{kWarps * kMmaRows / l.group}));
     warp_ = threadIdx.x / kWarpSize;
     lane_ = threadIdx.x % kWarpSize;
@@ -105,23 +112,24 @@ class RowBlock {
     const int end = tile_keys(p_, r_, row_ + num_rows_);
     const KeyRange keys = item_keys(l_, r_, item, end, &index);
     if (keys.begin >= keys.end && l_.partials.acc != nullptr) return;
-    TileLoader<T, kDim, kWarps * kWarpSize> loader(p_, r_, kv_head_, keys.begin, keys.end,
-                                                   l_.page_shift);
-    const auto place = [&](int slot) { return shared_address(shared_.ring[slot]); };
-    for (int slot = 0; slot < kRing - 1; ++slot) loader.load_next(place(slot));
+    TileLoader<T, kDim, kWarps * kWarpSize> loader(p_, l_.maps, r_, static_cast<int>(kv_head_),
+                                                   keys.begin, keys.end, l_.page_shift);
+    const auto load_to = [&](int slot) {
+      loader.load_next(shared_address(shared_.ring.tile[slot]), &shared_.full[slot]);
+    };
+    for (int i = 0; i < kRing - 1; ++i) load_to((place_.slot + i) % kRing);
     read_queries();
     WarpTile<T, kDim> tile(queries_, mul_rn(p_.scale, kInvLn2), &part_);
     clear_total();
     part_.clear();
-    int slot = 0;
     // Waits for the next tile, and loads another to where the last one was.
     const auto take_tile = [&] {
-      wait_copies<kRing - 2>();
+      const int slot = place_.slot;
+      loader.template wait<kRing>(&shared_.full[slot], place_.parity);
       __syncthreads();  // the tile is there for all, and all have left the last one
-      loader.load_next(place(slot == 0 ? kRing - 1 : slot - 1));
-      const uint32_t taken = place(slot);
-      slot = slot == kRing - 1 ? 0 : slot + 1;
-      return taken;
+      load_to(place_.before());
+      place_.advance();
+      return shared_address(shared_.ring.tile[slot]);
     };
     for (int key = keys.begin; key < keys.end; key += kTile) {
       const bool active = key < queries_.largest;
@@ -131,10 +139,11 @@ class RowBlock {
       if (active) tile.fold_values(key, tile_values);
       if (starts_split(key + kTile) || key + kTile >= keys.end) fold_part();
     }
-    bad_from_ = loader.bad_from();
-    report_bad_pages();
+    loader.publish_bad(&shared_.bad_from);
     wait_copies<0>();
     __syncthreads();  // the ring is free
+    bad_from_ = shared_.bad_from;
+    report_bad_pages();
     if (l_.partials.acc != nullptr) store_partial(index);
   }
 
@@ -163,7 +172,7 @@ class RowBlock {
   }
 
  private:
-  static constexpr int kRing = Shared<kDim, kWarps>::kRing;
+  static constexpr int kRing = kRingTiles<kWarps>;
 
   // The (row, head) pair of this lane's low or high row.
   struct Pair {
@@ -309,6 +318,7 @@ class RowBlock {
   const Request& r_;
   const int64_t kv_head_, row_;
   Shared<kDim, kWarps>& shared_;
+  RingPlace<kRing>& place_;
   int num_rows_, warp_, lane_;
   int bad_from_;
   Queries<kDim> queries_;
@@ -316,13 +326,34 @@ class RowBlock {
   Softmax total_softmax_[2];
 };
 
+// Makes the barriers of a ring; the same code for sm_80, which has none.
+template <int kRing>
+__device__ __forceinline__ void init_ring(uint64_t (&full)[kRing]) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    for (uint64_t& barrier : full) init_barrier(&barrier, 1);
+    fence_copies();
+  }
+  __syncthreads();
+#endif
+}
+
+// Lets copies overwrite what this thread wrote to the ring's memory.
+__device__ __forceinline__ void release_ring() {
+#if __CUDA_ARCH__ >= 900
+  fence_copies();
+#endif
+}
+
 // Grid: (kv heads * row blocks, requests, items and tails).
 template <typename T, int kDim, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 4 ? 2 : 1)
     attend_kernel(const __grid_constant__ Launch l) {
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   auto* shared = reinterpret_cast<Shared<kDim, kWarps>*>(memory);
   launch_dependents();
+  RingPlace<kRingTiles<kWarps>> place;
+  init_ring(shared->full);
   const Request r = read_request(l.p, blockIdx.y);
   if (!r.good && blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) {
     report_on_device(l.p.sequences, r.index, kStatusBadLength);
@@ -331,7 +362,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 4 ? 2 : 1)
   const int block_rows = kWarps * kMmaRows / l.group;
   for (int64_t row = int64_t{blockIdx.x % l.row_blocks} * block_rows; row < r.num_rows;
        row += int64_t{l.row_blocks} * block_rows) {
-    RowBlock<T, kDim, kWarps> block(l, r, kv_head, row, shared);
+    RowBlock<T, kDim, kWarps> block(l, r, kv_head, row, shared, &place);
     const int item = blockIdx.z, tail_item = item - l.partials.max_items;
     const bool alone = l.partials.acc == nullptr;
     if (tail_item < 0) block.run(item);
@@ -344,6 +375,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 4 ? 2 : 1)
       __syncthreads();  // all tails are there
       block.finish();
     }
+    release_ring();
     __syncthreads();  // the next turn reuses shared memory
   }
 }
@@ -404,6 +436,15 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
   }
 }
 
+CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
+  const Sequences& s = p.sequences;
+  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
+  return make_tensor_map(
+      cache.data, {size(p.head_dim), size(p.num_kv_heads), size(s.page_size), size(s.num_pages)},
+      {size(2 * cache.head_stride), size(2 * cache.slot_stride), size(2 * cache.page_stride)},
+      {kLine / 2, 1, kStep, 1});
+}
+
 template <typename T, int kDim, int kWarps>
 void launch_attend(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
   constexpr int bytes = sizeof(Shared<kDim, kWarps>);
@@ -432,7 +473,7 @@ void launch_merge(const Launch& l, cudaStream_t stream) {
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
-  config.numAttrs = can_launch_early() ? 1 : 0;
+  config.numAttrs = is_hopper() ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, merge_kernel<T, kDim>, l), "tree_attention: merge");
 }
 
@@ -458,7 +499,8 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
   const auto group = static_cast<int>(p.num_heads / p.num_kv_heads);
   int page_shift = 0;
   while (int64_t{1} << page_shift < s.page_size) ++page_shift;
-  Launch l{p, {}, group, static_cast<int>(plan.row_blocks), page_shift};
+  Launch l{p, {}, group, static_cast<int>(plan.row_blocks), page_shift, {}};
+  if (is_hopper()) l.maps = {map_of(p, p.k), map_of(p, p.v)};
   l.partials = {nullptr, nullptr, 1, 1};
   if (workspace != nullptr && plan.max_items > 1) {
     const int64_t partials = (plan.max_items + 1) * s.num_rows * p.num_heads;

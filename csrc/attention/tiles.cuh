@@ -1,118 +1,15 @@
-// Tiles of keys and values: from pages to shared memory, and folded by a warp into its 16 rows.
+// Tiles of keys and values in shared memory, folded by a warp into its 16 rows.
 //
 // Fragments are those of mma.m16n8k16: lane 4 g + q holds rows g and g + 8 ("low" and "high") at
 // columns 2 q and 2 q + 1 of each 8 columns. A row below means one (row, head) pair.
 #pragma once
 
-#include "attention/canonical.cuh"
-#include "common/mma.cuh"
+#include "attention/stream.cuh"
 
 namespace tlt {
 
 constexpr int kMmaRows = 16;
-constexpr int kTileSteps = kTile / kStep;
 static_assert(kStep == 16, "an MMA folds 16 keys");
-
-template <int kDim>
-constexpr int kTileBytes = kTile * kDim * 2;  // of keys, or of values
-
-// Byte offset of 16-byte chunk `chunk` of a key, swizzled so that ldmatrix has no bank conflicts.
-template <int kDim>
-__device__ __forceinline__ uint32_t chunk_offset(int key, int chunk) {
-  return key * (kDim * 2) + ((chunk ^ (key & 7)) << 4);
-}
-
-// Streams tiles of one kv head: keys, values, keys, ... Positions from `end` on, and bad pages,
-// become zeros.
-template <typename T, int kDim, int kThreads>
-class TileLoader {
- public:
-  __device__ __forceinline__ TileLoader(const TreeAttentionParams& p, const Request& r,
-                                        int64_t kv_head, int begin, int end, int page_shift)
-      : table_(p.sequences.block_table + r.index * p.sequences.table_stride),
-        chunk_(threadIdx.x % kChunks),
-        row_(threadIdx.x / kChunks),
-        k_{static_cast<const T*>(p.k.data) + kv_head * p.k.head_stride + chunk_ * 8,
-           p.k.page_stride, static_cast<int>(p.k.slot_stride)},
-        v_{static_cast<const T*>(p.v.data) + kv_head * p.v.head_stride + chunk_ * 8,
-           p.v.page_stride, static_cast<int>(p.v.slot_stride)},
-        key_(begin),
-        end_(end),
-        num_pages_(static_cast<int>(min(p.sequences.num_pages, int64_t{INT32_MAX}))),
-        page_shift_(page_shift),
-        page_mask_((1 << page_shift) - 1) {
-    find_pages();
-  }
-
-  // Starts the load of the next tile of keys or values to `to`, and of the page ids after it.
-  __device__ __forceinline__ void load_next(uint32_t to) {
-    if (key_ < end_) {
-      // By value: a reference to one of the two would put both in local memory.
-      load({values_next_ ? v_.data : k_.data, values_next_ ? v_.page_stride : k_.page_stride,
-            values_next_ ? v_.slot_stride : k_.slot_stride},
-           to);
-      if (values_next_) {
-        key_ += kTile;
-        find_pages();
-      }
-      values_next_ = !values_next_;
-    }
-    commit_copies();
-  }
-
-  // The first position whose page is bad, of the tiles loaded so far; the same in every thread.
-  __device__ __forceinline__ int bad_from() const { return bad_from_; }
-
- private:
-  static constexpr int kChunks = kDim * 2 / 16;
-  static constexpr int kRowsAPass = kThreads / kChunks;
-  static_assert(kRowsAPass <= 2 * kStep && kTile % kRowsAPass == 0);
-
-  struct Source {
-    const T* data;  // of this thread's chunk
-    int64_t page_stride;
-    int slot_stride;
-  };
-
-  __device__ __forceinline__ bool good(int page) const { return page >= 0 && page < num_pages_; }
-
-  __device__ __forceinline__ void find_pages() {
-#pragma unroll
-    for (int i = 0; i < kTileSteps; ++i) {
-      const int at = key_ + i * kStep;
-      pages_[i] = at < end_ ? table_[at >> page_shift_] : -1;
-    }
-  }
-
-  __device__ __forceinline__ void load(const Source& source, uint32_t to) {
-#pragma unroll
-    for (int i = 0; i < kTileSteps; ++i) {
-      const int at = key_ + i * kStep;
-      if (at < end_ && !good(pages_[i]) && at < bad_from_) bad_from_ = at;
-    }
-#pragma unroll
-    for (int first = 0; first < kTile; first += kRowsAPass) {
-      int page = pages_[first / kStep];
-      if (kRowsAPass > kStep && row_ >= kStep) page = pages_[(first + kRowsAPass / 2) / kStep];
-      const bool valid = good(page);
-      const int row = first + row_;
-      const T* from = source.data;
-      if (valid) {
-        from += page * source.page_stride + ((key_ + row) & page_mask_) * source.slot_stride;
-      }
-      copy_async_16(to + chunk_offset<kDim>(row, chunk_), from, valid);
-    }
-  }
-
-  const int32_t* table_;
-  const int chunk_, row_;
-  const Source k_, v_;
-  int key_;
-  const int end_, num_pages_, page_shift_, page_mask_;
-  bool values_next_ = false;
-  int pages_[kTileSteps];
-  int bad_from_ = INT32_MAX;
-};
 
 // What a warp folds tiles into: a partial softmax of its 16 rows since the split began.
 template <int kDim>
@@ -183,7 +80,7 @@ class WarpTile {
 #pragma unroll
       for (int n = 0; n < kTile / 16; ++n) {
         uint32_t b[4];
-        load_matrices(b, keys + chunk_offset<kDim>(n * 16 + row, step * 2 + chunk));
+        load_matrices(b, keys + chunk_offset(n * 16 + row, step * 2 + chunk));
         mma_16816<T>(score[2 * n], queries_.q[step], b[0], b[1]);
         mma_16816<T>(score[2 * n + 1], queries_.q[step], b[2], b[3]);
       }
@@ -260,7 +157,7 @@ class WarpTile {
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       uint32_t b[4];
-      load_matrices_transposed(b, values + chunk_offset<kDim>(row, n * 2 + lane_ / 16));
+      load_matrices_transposed(b, values + chunk_offset(row, n * 2 + lane_ / 16));
       add(f_.acc[2 * n], b[0], b[1]);
       add(f_.acc[2 * n + 1], b[2], b[3]);
     }

@@ -17,8 +17,8 @@ inline void check_cuda(cudaError_t error, const char* what) {
 
 inline cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-// Whether the current device can start a launch before the one ahead of it has ended.
-inline bool can_launch_early() {
+// Whether the current device is of sm_90 or later: tensor copies, launches that start early.
+inline bool is_hopper() {
   int device = 0, major = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),

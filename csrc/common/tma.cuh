@@ -1,0 +1,83 @@
+// Hopper's tensor copies and the barriers they complete on, one function each; and the host's half,
+// the tensor map.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/cuda.h"
+
+namespace tlt {
+
+// A tensor map of 16-bit elements: extents and box from the innermost axis on, byte strides of all
+// axes but that one. Copies are swizzled in rows of 128 bytes; elements outside read as zeros.
+inline CUtensorMap make_tensor_map(const void* data, const cuuint64_t (&extents)[4],
+                                   const cuuint64_t (&strides)[3], const cuuint32_t (&box)[4]) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                                cudaEnableDefault, &found),
+               "cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(entry);
+  }();
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), extents, strides,
+             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("no tensor map for this layout: CUDA error " + std::to_string(result));
+  }
+  return map;
+}
+
+#if defined(__CUDACC__)
+
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
+               "r"(arrivals)
+               : "memory");
+}
+
+// Orders this thread's earlier shared-memory accesses before later copies.
+__device__ __forceinline__ void fence_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "retry:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra retry;\n"
+      "}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x0, int x1,
+                                         int x2, int x3, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4, %5}], [%6];" ::"r"(to),
+      "l"(map), "r"(x0), "r"(x1), "r"(x2), "r"(x3),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      : "memory");
+}
+
+#endif
+
+}  // namespace tlt
