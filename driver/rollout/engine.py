@@ -138,15 +138,14 @@ class RolloutEngine:
 
     def _make_room(self, scheduler: Scheduler, strategy: Strategy) -> tuple[Strategy, bool]:
         """Grows every request's pages for the pass; speculation gives way before a request does."""
-        held = sum(len(s.pages) for s in scheduler.running)
+        held = [(s, len(s.pages)) for s in scheduler.running]
         while True:
             lookahead = strategy.num_verify
             if strategy != OFF:
                 drafting = self.proposers[strategy.kind].lookahead(strategy)
                 lookahead = max(lookahead, drafting)
             if scheduler.grow(lookahead):
-                moved = held != sum(len(s.pages) for s in scheduler.running)
-                return strategy, moved
+                return strategy, held != [(s, len(s.pages)) for s in scheduler.running]
             if strategy != OFF:
                 strategy = OFF
             elif len(scheduler.running) > 1:

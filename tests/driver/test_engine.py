@@ -304,3 +304,12 @@ def test_families_with_bias_and_qk_norm_are_exact_too():
         made.spot.swap()
         wanted = generate(made, requests(count=6))
         assert same(generate(made, requests(count=6), "off", *STRATEGIES), wanted)
+
+
+def test_a_preemption_that_frees_what_others_take_is_noticed(rollout):
+    """The page count can come out equal while pages moved: the block tables must follow."""
+    jobs = requests(count=8, new=40, stop=())
+    wanted = generate(rollout, jobs)
+    for limit in range(18, 40):
+        got = generate(rollout, jobs, "off", *STRATEGIES, seed=limit, page_limit=limit)
+        assert same(got, wanted), limit
