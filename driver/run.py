@@ -176,6 +176,8 @@ class Run:
             if self.rollout.ngram is not None:
                 self.rollout.ngram.clear()
         self.evaluations[self.step] = sum(rewards) / count
+        if self.step == 0:  # later ones are in the record of their step
+            self.folder.log_step(0, {"eval/accuracy": self.evaluations[0]})
 
     # ---- records --------------------------------------------------------------------------------
 
