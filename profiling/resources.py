@@ -24,7 +24,10 @@ ARCHS = ["sm_80", "sm_90a"]
 FLAGS = ["-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v"]
 
 # (regular expression over "<file>: <kernel> <arch>") -> why its spills are accepted.
-SPILL_REASONS: dict[str, str] = {}
+SPILL_REASONS: dict[str, str] = {
+    r"sampling/kernel.cu: score_(rows|nodes)_kernel": "64 registers: four blocks hide the loads",
+    r"sampling/kernel.cu: walk_kernel.*sm_80": "the path without a workspace, a scan of whole rows",
+}
 
 
 @dataclass(frozen=True)
