@@ -81,7 +81,7 @@ struct Shared {
   static constexpr int kRing = kRingTiles<kWarps>;
   struct Tails {
     float acc[kPairs][kTailStride<kDim>];
-    float scratch[kWarps][kTailScratch<kDim>];
+    TailScratch<kDim> scratch[kWarps];
     Softmax softmax[kPairs];
   };
   union {
@@ -118,6 +118,7 @@ class RowBlock {
       loader.load_next(shared_address(shared_.ring.tile[slot]), &shared_.full[slot]);
     };
     for (int i = 0; i < kRing - 1; ++i) load_to((place_.slot + i) % kRing);
+    if (threadIdx.x == 0) shared_.bad_from = INT32_MAX;  // read after many barriers
     read_queries();
     WarpTile<T, kDim> tile(queries_, mul_rn(p_.scale, kInvLn2), &part_);
     clear_total();
@@ -159,15 +160,18 @@ class RowBlock {
       Softmax* softmax = shared_.tails.softmax + i * l_.group;
       float* acc = shared_.tails.acc[i * l_.group];
       int64_t stride = kTailStride<kDim>;
+      uint4* values = nullptr;
       if (l_.partials.acc != nullptr) {
         const int64_t at =
             partial_index(l_, l_.partials.max_items, r_.row + row_ + i, kv_head_ * l_.group);
         softmax = l_.partials.softmax + at;
         acc = l_.partials.acc + at * kDim;
         stride = kDim;
+        values = reinterpret_cast<uint4*>(shared_.total[warp_]);  // no splits, no totals
+        static_assert(sizeof(shared_.total[0]) == kTailKeys * kDim * sizeof(T));
       }
       attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, kv_head_ == 0,
-                           shared_.tails.scratch[warp_], softmax, acc, stride);
+                           &shared_.tails.scratch[warp_], values, softmax, acc, stride);
     }
   }
 
@@ -439,10 +443,13 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
 CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
   const Sequences& s = p.sequences;
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
+  const int64_t lines = p.head_dim * 2 / kLine;
   return make_tensor_map(
-      cache.data, {size(p.head_dim), size(p.num_kv_heads), size(s.page_size), size(s.num_pages)},
-      {size(2 * cache.head_stride), size(2 * cache.slot_stride), size(2 * cache.page_stride)},
-      {kLine / 2, 1, kStep, 1});
+      cache.data,
+      {kLine / 2, size(p.num_kv_heads), size(s.page_size), size(lines), size(s.num_pages)},
+      {size(2 * cache.head_stride), size(2 * cache.slot_stride), kLine,
+       size(2 * cache.page_stride)},
+      {kLine / 2, 1, kStep, static_cast<cuuint32_t>(lines), 1});
 }
 
 template <typename T, int kDim, int kWarps>

@@ -19,8 +19,10 @@ template <int kDim>
 constexpr int kTileBytes = kTile * kDim * 2;  // of keys, or of values
 
 // Byte offset of 16-byte chunk `chunk` of a key in its tile.
+template <int kDim>
 __device__ __forceinline__ uint32_t chunk_offset(int key, int chunk) {
-  return chunk / 8 * (kTile * kLine) + key * kLine + ((chunk % 8 ^ (key & 7)) << 4);
+  return key / kStep * (kStep * kDim * 2) + chunk / 8 * (kStep * kLine) + key % kStep * kLine +
+         ((chunk % 8 ^ (key & 7)) << 4);
 }
 
 template <int kDim, int kRing>
@@ -40,7 +42,7 @@ struct RingPlace {
 };
 
 struct TileMaps {
-  CUtensorMap k, v;  // [pages, page size, kv heads, head_dim]; unused before sm_90
+  CUtensorMap k, v;  // [pages, lines of a key, page size, kv heads, 64]; unused before sm_90
 };
 
 // Pages of the next tile, a step each: what both ways of copying share.
@@ -139,7 +141,7 @@ class TileLoader {
       if (valid) {
         from += page * source.page_stride + pages_.offset_of(pages_.key + row) * source.slot_stride;
       }
-      copy_async_16(to + chunk_offset(row, chunk_), from, valid);
+      copy_async_16(to + chunk_offset<kDim>(row, chunk_), from, valid);
     }
   }
 
@@ -152,7 +154,7 @@ class TileLoader {
 
 #else
 
-// The last warp asks, since it has the fewest rows; the others only wait.
+// Warp w < 4 asks for step w of each tile, by one lane; the others only wait.
 template <typename T, int kDim, int kThreads>
 class TileLoader {
  public:
@@ -160,27 +162,24 @@ class TileLoader {
                                         const Request& r, int kv_head, int begin, int end,
                                         int shift)
       : pages_(p, r, begin, end, shift), maps_(maps), kv_head_(kv_head) {
-    lane_ = threadIdx.x % kWarpSize;
-    asks_ = threadIdx.x / kWarpSize == kThreads / kWarpSize - 1;
-    if (asks_) page_ = pages_.page_of(lane_ % kTileSteps);
+    static_assert(kThreads / kWarpSize >= kTileSteps);
+    step_ = threadIdx.x / kWarpSize;
+    asks_ = step_ < kTileSteps && threadIdx.x % kWarpSize == 0;
+    if (asks_) page_ = pages_.page_of(step_);
   }
 
   __device__ __forceinline__ void load_next(uint32_t to, uint64_t* barrier) {
     if (!asks_ || pages_.key >= pages_.end) return;
-    if (lane_ == 0) arrive_expecting(barrier, kTileBytes<kDim>);
-    __syncwarp();
-    const int step = lane_ % kTileSteps, line = lane_ / kTileSteps;
-    const int at = pages_.key + step * kStep;
+    if (step_ == 0) arrive_expecting(barrier, kTileBytes<kDim>);
+    const int at = pages_.key + step_ * kStep;
     const bool valid = pages_.good(page_);
     if (at < pages_.end && !valid) bad_from_ = min(bad_from_, at);
-    if (line < kDim * 2 / kLine) {  // a page outside reads as zeros
-      copy_box(to + line * (kTile * kLine) + step * (kStep * kLine),
-               pages_.values_next ? &maps_.v : &maps_.k, line * (kLine / 2), kv_head_,
-               pages_.offset_of(at), valid ? page_ : pages_.num_pages, barrier);
-    }
+    // All lines of 16 slots; a page outside the cache reads as zeros.
+    copy_box(to + step_ * (kStep * kDim * 2), pages_.values_next ? &maps_.v : &maps_.k, 0, kv_head_,
+             pages_.offset_of(at), 0, valid ? page_ : pages_.num_pages, barrier);
     if (pages_.values_next) {
       pages_.key += kTile;
-      page_ = pages_.page_of(step);
+      page_ = pages_.page_of(step_);
     }
     pages_.values_next = !pages_.values_next;
   }
@@ -190,18 +189,16 @@ class TileLoader {
     wait_barrier(barrier, parity);
   }
 
-  // Writes the first position whose page is bad, of the tiles loaded.
+  // Lowers *bad_from to the first position whose page is bad, of the tiles loaded.
   __device__ __forceinline__ void publish_bad(int* bad_from) {
-    if (!asks_) return;
-    const int first = __reduce_min_sync(kFullWarp, bad_from_);
-    if (lane_ == 0) *bad_from = first;
+    if (asks_ && bad_from_ != INT32_MAX) atomicMin(bad_from, bad_from_);
   }
 
  private:
   PageCursor pages_;
   const TileMaps& maps_;
   const int kv_head_;
-  int lane_, page_ = -1;
+  int step_, page_ = -1;
   bool asks_;
   int bad_from_ = INT32_MAX;
 };

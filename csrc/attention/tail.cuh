@@ -7,9 +7,8 @@
 // depends on.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/canonical.cuh"
+#include "common/mma.cuh"
 
 namespace tlt {
 
@@ -46,134 +45,129 @@ __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, c
   return static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bits)));
 }
 
-// Keeps what is computed from a vector inside a loop: hoisted, the unpacked values would spill.
-__device__ __forceinline__ void pin(uint32_t& v) { asm volatile("" : "+r"(v)); }
-__device__ __forceinline__ void pin(uint2& v) {
-  pin(v.x);
-  pin(v.y);
-}
-__device__ __forceinline__ void pin(uint4& v) {
-  pin(v.x);
-  pin(v.y);
-  pin(v.z);
-  pin(v.w);
-}
-
-// Consecutive storage values of one vector load, as float32.
-template <typename T, int kCount, typename Raw>
-__device__ __forceinline__ void unpack(const Raw& raw, float (&to)[kCount]) {
-  static_assert(sizeof(Raw) == kCount * sizeof(T));
+// Eight storage values as float32.
+template <typename T>
+__device__ __forceinline__ void unpack(const uint4& raw, float (&to)[8]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) to[i] = as_float32(reinterpret_cast<const T*>(&raw)[i]);
+  for (int i = 0; i < 8; ++i) to[i] = as_float32(reinterpret_cast<const T*>(&raw)[i]);
 }
 
 constexpr int kHeadsAtOnce = 4;
 static_assert(kMaxGroup % kHeadsAtOnce == 0);
 
+// Shared memory of one warp's tail.
 template <int kDim>
-constexpr int kTailScratch = kMaxGroup * kDim;  // floats of shared memory that a warp needs
+struct TailScratch {
+  uint4 keys[kTailKeys][kDim / 8 + 1];  // padded: a lane reads a key of its own
+  float query[kHeadsAtOnce][kDim];
+  float weight[kMaxGroup][kTailKeys];
+};
+
+// Copies the tail's keys or values, `stride` vectors apart; a few lanes a key.
+template <typename T, int kDim>
+__device__ __forceinline__ void stage_tail(const PagedCache& cache, const TailKey& key,
+                                           int64_t kv_head, uint4* to, int stride) {
+  constexpr int kLanesAKey = kDim / 8, kKeysAtOnce = kWarpSize / kLanesAKey;
+  const int lane = threadIdx.x % kWarpSize, vector = lane % kLanesAKey;
+  const T* from = static_cast<const T*>(cache.data) + kv_head * cache.head_stride + vector * 8;
+  const int64_t offset = key.place.page * cache.page_stride + key.place.offset * cache.slot_stride;
+#pragma unroll 4
+  for (int first = 0; first < kTailKeys; first += kKeysAtOnce) {
+    const int j = first + lane / kLanesAKey;
+    const int64_t at = __shfl_sync(kFullWarp, offset, j);  // 0 where there is no key
+    copy_async_16(shared_address(to + j * stride + vector), from + at, j < key.count);
+  }
+  commit_copies();
+}
 
 // Writes the partial of head h of the group: softmax to softmax[h], accumulator to
 // acc[h * acc_stride]. `report_bits` has one warp of all that see the row report its status.
+// `values` may be null: the values then take the place of the keys, and come after them.
 template <typename T, int kDim>
 __device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const Request& r,
                                             int64_t row, int64_t kv_head, int group,
-                                            bool report_bits, float* scratch, Softmax* softmax,
-                                            float* acc, int64_t acc_stride) {
-  constexpr int kLaneDims = kDim / kWarpSize;  // of a query, per lane
+                                            bool report_bits, TailScratch<kDim>* scratch,
+                                            uint4* values, Softmax* softmax, float* acc,
+                                            int64_t acc_stride) {
   constexpr int kLanesAKey = kDim / 8, kKeysAtOnce = kWarpSize / kLanesAKey;
-  using LaneVector = std::conditional_t<kLaneDims == 4, uint2, uint32_t>;
   const int lane = threadIdx.x % kWarpSize;
-  const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
-               kv_head * group * p.q_head_stride + lane * kLaneDims;
-  LaneVector query[kMaxGroup];
-#pragma unroll
-  for (int h = 0; h < kMaxGroup; ++h) {
-    query[h] = {};
-    if (h < group) query[h] = *reinterpret_cast<const LaneVector*>(q + h * p.q_head_stride);
-  }
   TailKey key{};
   if (const int32_t bits = find_tail_key(p, r, row, lane, &key)) {
     if (report_bits && lane == 0) report_on_device(p.sequences, r.index, bits);
     if (lane < group) softmax[lane] = {-INFINITY, -1.0f};
     return;
   }
-  const auto offset_in = [&](const PagedCache& cache) {
-    return key.place.page * cache.page_stride + key.place.offset * cache.slot_stride +
-           kv_head * cache.head_stride;
-  };
   __syncwarp();  // the warp's last row is done with the scratch
-#pragma unroll
-  for (int h = 0; h < kMaxGroup; ++h) {
-    float dims[kLaneDims];
-    unpack<T>(query[h], dims);
-#pragma unroll
-    for (int i = 0; i < kLaneDims; ++i) scratch[h * kDim + lane * kLaneDims + i] = dims[i];
-  }
-  // All reads before the first use: they are far away, and a warp has few of them to overlap.
-  const T* k = static_cast<const T*>(p.k.data) + offset_in(p.k);
-  const T* v = static_cast<const T*>(p.v.data) + lane % kLanesAKey * 8;
-  const int64_t v_offset = offset_in(p.v);
-  uint4 keys[kDim / 8], values[kTailKeys / kKeysAtOnce];
-#pragma unroll
-  for (int d = 0; d < kDim / 8; ++d) {
-    keys[d] = {};
-    if (lane < key.count) keys[d] = reinterpret_cast<const uint4*>(k)[d];
-  }
-#pragma unroll
-  for (int n = 0; n < kTailKeys / kKeysAtOnce; ++n) {
-    const int j = n * kKeysAtOnce + lane / kLanesAKey;
-    const T* from = v + __shfl_sync(kFullWarp, v_offset, j);
-    values[n] = {};
-    if (j < key.count) values[n] = *reinterpret_cast<const uint4*>(from);
-  }
-  __syncwarp();
+  stage_tail<T, kDim>(p.k, key, kv_head, scratch->keys[0], kDim / 8 + 1);
+  if (values != nullptr) stage_tail<T, kDim>(p.v, key, kv_head, values, kDim / 8);
+  const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
+               kv_head * group * p.q_head_stride;
   const float log2_scale = mul_rn(p.scale, kInvLn2);
   for (int first = 0; first < group; first += kHeadsAtOnce) {  // heads past the group are zeros
-    float weight[kHeadsAtOnce] = {};
+    __syncwarp();
+    for (int i = lane; i < kHeadsAtOnce * kLanesAKey; i += kWarpSize) {
+      const int h = i / kLanesAKey, d = i % kLanesAKey * 8;
+      float dims[8] = {};
+      if (first + h < group) {
+        unpack<T>(*reinterpret_cast<const uint4*>(q + (first + h) * p.q_head_stride + d), dims);
+      }
 #pragma unroll
+      for (int n = 0; n < 8; ++n) scratch->query[h][d + n] = dims[n];
+    }
+    if (first == 0) wait_copies<0>();
+    __syncwarp();
+    float score[kHeadsAtOnce] = {};
+#pragma unroll 2
     for (int d = 0; d < kDim / 8; ++d) {
-      float key_dims[8];
-      pin(keys[d]);
-      unpack<T>(keys[d], key_dims);
+      float dims[8];
+      unpack<T>(scratch->keys[lane][d], dims);
 #pragma unroll
       for (int h = 0; h < kHeadsAtOnce; ++h) {
-        const float4* q4 = reinterpret_cast<const float4*>(scratch + (first + h) * kDim + d * 8);
-        const float4 low = q4[0], high = q4[1];
-        weight[h] = fma_rn(low.x, key_dims[0], weight[h]);
-        weight[h] = fma_rn(low.y, key_dims[1], weight[h]);
-        weight[h] = fma_rn(low.z, key_dims[2], weight[h]);
-        weight[h] = fma_rn(low.w, key_dims[3], weight[h]);
-        weight[h] = fma_rn(high.x, key_dims[4], weight[h]);
-        weight[h] = fma_rn(high.y, key_dims[5], weight[h]);
-        weight[h] = fma_rn(high.z, key_dims[6], weight[h]);
-        weight[h] = fma_rn(high.w, key_dims[7], weight[h]);
+        const float4* query = reinterpret_cast<const float4*>(&scratch->query[h][d * 8]);
+        const float4 low = query[0], high = query[1];
+        score[h] = fma_rn(low.x, dims[0], score[h]);
+        score[h] = fma_rn(low.y, dims[1], score[h]);
+        score[h] = fma_rn(low.z, dims[2], score[h]);
+        score[h] = fma_rn(low.w, dims[3], score[h]);
+        score[h] = fma_rn(high.x, dims[4], score[h]);
+        score[h] = fma_rn(high.y, dims[5], score[h]);
+        score[h] = fma_rn(high.z, dims[6], score[h]);
+        score[h] = fma_rn(high.w, dims[7], score[h]);
       }
     }
 #pragma unroll
     for (int h = 0; h < kHeadsAtOnce; ++h) {
-      const float score = lane < key.count ? mul_rn(weight[h], log2_scale) : -INFINITY;
-      const float max = warp_max_all(score);
-      weight[h] = exp2_fast(add_rn(score, -finite_max(max)));
-      const float sum = warp_sum_all(weight[h]);
+      const float x = lane < key.count ? mul_rn(score[h], log2_scale) : -INFINITY;
+      const float max = warp_max_all(x);
+      const float weight = exp2_fast(add_rn(x, -finite_max(max)));
+      const float sum = warp_sum_all(weight);
+      scratch->weight[first + h][lane] = weight;
       if (lane == h && first + h < group) softmax[first + h] = {max, sum};
     }
+  }
+  if (values == nullptr) {
+    values = scratch->keys[0];
+    __syncwarp();  // all are done with the keys
+    stage_tail<T, kDim>(p.v, key, kv_head, values, kDim / 8);
+    wait_copies<0>();
+  }
+  __syncwarp();
+  for (int first = 0; first < group; first += kHeadsAtOnce) {
     float out[kHeadsAtOnce][8] = {};
-#pragma unroll
-    for (int n = 0; n < kTailKeys / kKeysAtOnce; ++n) {  // keys past the tail: zero times zero
+#pragma unroll 2
+    for (int n = 0; n < kTailKeys; n += kKeysAtOnce) {  // keys past the tail: zero times zero
+      const int j = n + lane / kLanesAKey;
       float value[8];
-      pin(values[n]);
-      unpack<T>(values[n], value);
+      unpack<T>(values[j * kLanesAKey + lane % kLanesAKey], value);
 #pragma unroll
       for (int h = 0; h < kHeadsAtOnce; ++h) {
-        const float w = __shfl_sync(kFullWarp, weight[h], n * kKeysAtOnce + lane / kLanesAKey);
+        const float weight = scratch->weight[first + h][j];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) out[h][i] = fma_rn(w, value[i], out[h][i]);
+        for (int i = 0; i < 8; ++i) out[h][i] = fma_rn(weight, value[i], out[h][i]);
       }
     }
 #pragma unroll
     for (int h = 0; h < kHeadsAtOnce; ++h) {
-      if (first + h >= group) break;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
 #pragma unroll
@@ -181,7 +175,7 @@ __device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const 
           out[h][i] = add_rn(out[h][i], __shfl_xor_sync(kFullWarp, out[h][i], lanes));
         }
       }
-      if (lane >= kLanesAKey) continue;
+      if (lane >= kLanesAKey || first + h >= group) continue;
       float4* to = reinterpret_cast<float4*>(acc + (first + h) * acc_stride + lane * 8);
       to[0] = make_float4(out[h][0], out[h][1], out[h][2], out[h][3]);
       to[1] = make_float4(out[h][4], out[h][5], out[h][6], out[h][7]);

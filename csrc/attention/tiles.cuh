@@ -80,7 +80,7 @@ class WarpTile {
 #pragma unroll
       for (int n = 0; n < kTile / 16; ++n) {
         uint32_t b[4];
-        load_matrices(b, keys + chunk_offset(n * 16 + row, step * 2 + chunk));
+        load_matrices(b, keys + chunk_offset<kDim>(n * 16 + row, step * 2 + chunk));
         mma_16816<T>(score[2 * n], queries_.q[step], b[0], b[1]);
         mma_16816<T>(score[2 * n + 1], queries_.q[step], b[2], b[3]);
       }
@@ -157,7 +157,7 @@ class WarpTile {
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       uint32_t b[4];
-      load_matrices_transposed(b, values + chunk_offset(row, n * 2 + lane_ / 16));
+      load_matrices_transposed(b, values + chunk_offset<kDim>(row, n * 2 + lane_ / 16));
       add(f_.acc[2 * n], b[0], b[1]);
       add(f_.acc[2 * n + 1], b[2], b[3]);
     }

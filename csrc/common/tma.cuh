@@ -12,8 +12,8 @@ namespace tlt {
 
 // A tensor map of 16-bit elements: extents and box from the innermost axis on, byte strides of all
 // axes but that one. Copies are swizzled in rows of 128 bytes; elements outside read as zeros.
-inline CUtensorMap make_tensor_map(const void* data, const cuuint64_t (&extents)[4],
-                                   const cuuint64_t (&strides)[3], const cuuint32_t (&box)[4]) {
+inline CUtensorMap make_tensor_map(const void* data, const cuuint64_t (&extents)[5],
+                                   const cuuint64_t (&strides)[4], const cuuint32_t (&box)[5]) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* entry = nullptr;
@@ -23,10 +23,10 @@ inline CUtensorMap make_tensor_map(const void* data, const cuuint64_t (&extents)
                "cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(entry);
   }();
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), extents, strides,
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, const_cast<void*>(data), extents, strides,
              box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
@@ -69,11 +69,11 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
 }
 
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x0, int x1,
-                                         int x2, int x3, uint64_t* barrier) {
+                                         int x2, int x3, int x4, uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3, %4, %5}], [%6];" ::"r"(to),
-      "l"(map), "r"(x0), "r"(x1), "r"(x2), "r"(x3),
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4),
       "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
       : "memory");
 }
