@@ -79,9 +79,10 @@ def check_cmake() -> None:
 
 
 def check_compiler() -> None:
-    cxx = os.environ.get("CXX", "c++").split()[0]
-    if not (shutil.which(cxx) or shutil.which("g++") or shutil.which("clang++")):
-        sys.exit(f"tlt-ext: no C++ compiler ({cxx}): install g++ 12 or newer, or set CXX")
+    wanted = os.environ.get("CXX", "").split()[:1]
+    if not any(map(shutil.which, wanted or ["c++", "g++", "clang++"])):
+        name = f" (CXX={wanted[0]})" if wanted else ""
+        sys.exit(f"tlt-ext: no C++ compiler{name}: install g++ 12 or newer, or set CXX")
 
 
 class CMakeBuild(build_ext):

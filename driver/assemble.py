@@ -16,6 +16,7 @@ from driver.bandit import Bandit
 from driver.checkpoint import ModelSpec
 from driver.config import Config
 from driver.drafter import Drafter, DraftSpec
+from driver.errors import UserError
 from driver.model import TargetModel
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.engine import MAX_ROWS, RolloutEngine
@@ -28,6 +29,7 @@ from driver.strategy import Strategy, parse_strategies
 from driver.tasks import Task
 from driver.weights import resolve_model
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PROMPT_SAMPLE = 64  # prompts looked at to size the page pool
 
 
@@ -71,13 +73,45 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
     Args:
         config: `model.*` and the seed.
         folder: in Hugging Face layout; None = the tiny model, random.
+
+    Raises:
+        UserError: tensors that are missing, misshapen or unknown (a library would fill in random
+            ones), no usable tokenizer, or a device that is not there.
     """
+    check_device(config.run.device)
     if folder is None:
         policy = tiny.build_policy(config.model, config.run.seed)
         return policy.to(config.run.device), tiny.build_tokenizer()
     dtype = getattr(torch, config.model.dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    return model.to(config.run.device), AutoTokenizer.from_pretrained(folder)
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        ignore_mismatched_sizes=True,  # refused below, by name
+        output_loading_info=True,
+    )
+    for what in ("missing", "mismatched", "unexpected"):
+        for name in sorted(map(str, loaded[f"{what}_keys"])):
+            raise UserError(f"model.path={folder}: tensor {name} is {what}; copy the folder again")
+    try:
+        # Without its files a family's class makes an empty tokenizer.
+        if not any((folder / name).exists() for name in TOKENIZER_FILES):
+            raise OSError
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):  # a damaged tokenizer.json is a ValueError too
+        raise UserError(
+            f"model.path={folder}: no usable tokenizer; copy tokenizer.json there again"
+        ) from None
+    return model.to(config.run.device), tokenizer
+
+
+def check_device(device: str) -> None:
+    """Refuses a card that this machine, or this torch, does not have."""
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"run.device={device}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
 
 
 def stop_ids(spec: ModelSpec, task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -145,8 +145,8 @@ class _Reader:
             raise self.refuse(
                 f"num_key_value_heads: wanted a divisor of {num_heads} heads, got {num_kv_heads}"
             )
-        if head_dim % 2:
-            raise self.refuse(f"head_dim: RoPE wants an even number, got {head_dim}")
+        if head_dim % 8 or head_dim > 256:
+            raise self.refuse(f"head_dim: wanted a multiple of 8 up to 256, got {head_dim}")
         bias = bool(self.value("attention_bias", False))
         return ModelSpec(
             family=family,
@@ -171,6 +171,7 @@ class _Reader:
 
     def family(self) -> str:
         names = self.value("architectures", [])
+        names = [str(n) for n in names] if isinstance(names, list) else [str(names)]
         if len(names) != 1 or names[0] not in FAMILIES:
             raise self.refuse(
                 f"architecture {', '.join(names) or 'not named'} is not supported;"
@@ -197,7 +198,12 @@ class _Reader:
 
     def rope(self) -> RopeSpec:
         # transformers 5 keeps all in rope_parameters; older files have a theta and a scaling.
-        rope = {**self.value("rope_scaling", {}), **self.value("rope_parameters", {})}
+        rope: dict[str, Any] = {}
+        for key in ("rope_scaling", "rope_parameters"):
+            part = self.value(key, {})
+            if not isinstance(part, dict):
+                raise self.refuse(f"{key}: wanted an object, got {part!r}")
+            rope |= part
         if any(isinstance(part, dict) for part in rope.values()):
             raise self.refuse("rope_parameters: RoPE that differs by layer is not supported")
         name = rope.get("rope_type") or rope.get("type") or "default"

@@ -15,6 +15,7 @@ from driver.assemble import (
     PROMPT_SAMPLE,
     Rollout,
     build_rollout,
+    check_device,
     find_model,
     load_policy,
     spec_of,
@@ -63,7 +64,13 @@ class Run:
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         with phases("load"):
-            # Everything a user can have mistyped fails before the run folder is made.
+            # What shows as mistyped by now fails before the run folder is made.
+            check_device(config.run.device)
+            if config.sampling.top_k or config.sampling.top_p < 1:
+                raise UserError(
+                    "sampling.top_k and sampling.top_p: training samples the policy's own law;"
+                    " leave them at 0 and 1"
+                )
             task = make_task(**asdict(config.task))
             source = find_model(config, note)
             folder = RunFolder(config)

@@ -99,7 +99,7 @@ class ModelConfig(Section):
     num_layers: int = setting(3, low=1)
     num_heads: int = setting(4, low=1)
     num_kv_heads: int = setting(2, low=1)
-    head_dim: int = setting(64, low=2)
+    head_dim: int = setting(64, low=8, high=256)
     intermediate_size: int = setting(384, low=1)
     max_position: int = setting(1024, low=1)
 
@@ -112,8 +112,8 @@ class ModelConfig(Section):
                 f"model.num_kv_heads: wanted a divisor of model.num_heads={self.num_heads},"
                 f" got {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise UserError(f"model.head_dim: wanted an even number, got {self.head_dim}")
+        if self.head_dim % 8:
+            raise UserError(f"model.head_dim: wanted a multiple of 8, got {self.head_dim}")
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in header.values()]
+        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
     except (ValueError, AttributeError, KeyError, TypeError, IndexError):
         raise UserError(f"{path}: not a safetensors file (its header is unreadable)") from None
     wanted = 8 + length + max(ends, default=0)

@@ -110,6 +110,8 @@ class DraftRunner:
         hidden = self._catch_up(batch)
         size, keep = len(batch), strategy.top_k
         device = self.k.device
+        # Frontier rows without a node have no ancestors: what attention says of them is no fault.
+        ignored = torch.zeros_like(batch.status)
         store = NodeStore(batch.last_tokens(), 1 + keep + (strategy.depth - 1) * keep * keep)
         frontier = torch.zeros(size, 1, dtype=torch.int32, device=device)
         ancestors = None
@@ -148,7 +150,7 @@ class DraftRunner:
                 context_len=batch.context_len,
                 position=(batch.context_len + level - 1).repeat_interleave(keep),
                 block_table=batch.block_table,
-                status=batch.status,
+                status=ignored,
                 ancestors=ancestors.view(-1, MAX_DEPTH),
                 slot_base=torch.full_like(batch.context_len, (level - 1) * keep),
             )

@@ -7,7 +7,10 @@ speculation on or off moves no KV, and the strategy decides how many passes are 
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from driver.sections import EngineConfig
 
 MAX_EMITTED = MAX_DEPTH + 1
+HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
 
 
 class RolloutEngine:
@@ -106,6 +110,7 @@ class RolloutEngine:
             if record and self.on_pass is not None:
                 self.on_pass(len(scheduler.running) + len(scheduler.waiting))
         self.stats.preemptions = scheduler.preemptions
+        self._flag(sequences)
         self.stats.elapsed_s = time.perf_counter() - started
         return [self._response(sequence) for sequence in sequences]
 
@@ -164,6 +169,19 @@ class RolloutEngine:
                 if record and self.on_finish is not None:
                     self.on_finish(sequence)
         return bool(scheduler.retire())
+
+    def _flag(self, sequences: list[Running]) -> None:
+        """Counts and reports responses that met what should not be; a bad draft costs nothing."""
+        flagged = [s.status & ~HARMLESS for s in sequences if s.status & ~HARMLESS]
+        self.stats.flagged = len(flagged)
+        if flagged:
+            bits = functools.reduce(operator.or_, flagged)
+            seen = ", ".join(bit.name for bit in tlt_ext.Status if bit & bits)
+            warnings.warn(
+                f"{len(flagged)} of {len(sequences)} responses are flagged ({seen}): the target's"
+                " weights or caches are damaged",
+                stacklevel=3,
+            )
 
     def _response(self, sequence: Running) -> Response:
         assert sequence.finish in ("stop", "length")
@@ -238,14 +256,16 @@ class RolloutEngine:
             features,
         )
         counts = num_emitted.tolist()
-        for sequence, count, tokens, logps, end in zip(
+        for sequence, count, tokens, logps, end, status in zip(
             batch.sequences,
             counts,
             emitted.tolist(),
             logprobs.tolist(),
             finish.tolist(),
+            batch.status.tolist(),
             strict=True,
         ):
+            sequence.status |= status
             sequence.tokens += tokens[:count]
             sequence.logprobs += logps[:count]
             sequence.context_len += count
@@ -356,9 +376,3 @@ class RolloutEngine:
 
 
 MAX_ROWS = 128  # of a request in one pass
-
-
-def default_num_pages(config: EngineConfig, longest: int, groups: int = 1) -> int:
-    """Pages that hold `max_batch` requests of `longest` tokens without preemption."""
-    spare = pages_for(256, config.page_size)  # rows in flight of the largest trees
-    return config.max_batch * (pages_for(longest, config.page_size) + 1) + spare * 16 + groups

@@ -30,6 +30,7 @@ class Sequence:
     handle: int = -1  # in the n-gram index
     indexed: int = 0  # tokens the n-gram index has seen
     finish: str | None = None
+    status: int = 0  # what the ops reported of it
 
     @property
     def num_emitted(self) -> int:

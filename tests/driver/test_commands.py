@@ -4,6 +4,8 @@ import json
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from driver import generate, identity, train
 from driver.command import read_options, run_command
@@ -40,6 +42,8 @@ def root(tmp_path):
         (["task.name=sum"], "task.name=sum: unknown task; did you mean sums?"),
         (["preset=tinny"], "preset=tinny: unknown; did you mean tiny?"),
         (["run.steps"], "'run.steps': wanted key=value"),
+        (["sampling.top_k=5"], "sampling.top_k and sampling.top_p: training samples"),
+        (["run.device=cuda:99"], "run.device=cuda:99: torch sees"),
     ],
 )
 def test_mistyped_words(capsys, monkeypatch, root, words, line):
@@ -66,6 +70,25 @@ def test_unsupported_architecture(capsys, monkeypatch, root, tmp_path):
     assert "MambaForCausalLM" in fails(capsys, monkeypatch, train.main, *words)
 
 
+def test_tensors_that_a_library_would_fill_in(capsys, monkeypatch, root, tmp_path):
+    """A tensor that is missing, misshapen or unknown is refused by name, never made up."""
+    folder = tmp_path / "model"
+    words = [f"run.root={root}", f"model.path={folder}"]
+    save_model(folder, "qwen2")
+    whole = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for what, changed in (
+        ("missing", {k: v for k, v in whole.items() if k != name}),
+        ("mismatched", whole | {name: torch.ones(3, 3)}),
+        ("unexpected", whole | {f"{name}2": torch.ones(3)}),
+    ):
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        line = fails(capsys, monkeypatch, train.main, *words)
+        assert name in line and what in line
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "no usable tokenizer" in fails(capsys, monkeypatch, train.main, *words)
+
+
 def test_a_broken_line_in_a_task_file(capsys, monkeypatch, root, tmp_path):
     path = tmp_path / "task.jsonl"
     path.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": broken\n')
@@ -90,6 +113,9 @@ def test_the_other_commands(capsys, monkeypatch):
     assert line == "error: promt: unknown key; did you mean prompt?"
     assert "malformed" in fails(capsys, monkeypatch, generate.main, "strategy=learned")
     assert "driver.train" in fails(capsys, monkeypatch, generate.main, "model=tiny")
+    assert "sampling.temperature: wanted at least 0" in fails(
+        capsys, monkeypatch, generate.main, "temperature=-1"
+    )
     assert "tokens: wanted int" in fails(capsys, monkeypatch, identity.main, "tokens=many")
     assert "drafter: wanted trained" in fails(capsys, monkeypatch, identity.main, "drafter=good")
 

@@ -313,3 +313,25 @@ def test_a_preemption_that_frees_what_others_take_is_noticed(rollout):
     for limit in range(18, 40):
         got = generate(rollout, jobs, "off", *STRATEGIES, seed=limit, page_limit=limit)
         assert same(got, wanted), limit
+
+
+def test_a_nan_target_flags_its_responses_fault_3(policy):
+    """Every id stays valid, each response ends, and the rollout says what happened."""
+    rollout = make_rollout(policy)
+    rollout.target.final_norm.fill_(float("nan"))
+    rollout.engine.bandit = Choose("off", "ngram:4,1,5")
+    with pytest.warns(UserWarning, match="4 of 4 responses are flagged .*NAN_LOGITS"):
+        responses = rollout.engine.generate(requests(count=4, new=6))
+    assert rollout.engine.stats.flagged == 4
+    assert all(0 <= token < 97 for r in responses for token in r.token_ids)
+
+
+def test_a_nan_drafter_flags_nothing_fault_4(policy):
+    rollout = make_rollout(policy)
+    rollout.spot.swap()
+    for weight in rollout.spot.runner.weights.values():
+        weight.fill_(float("nan"))
+    rollout.engine.bandit = Choose("learned:4,3,12")
+    rollout.engine.generate(requests(count=4, new=6))
+    assert rollout.engine.stats.spec_passes > 0
+    assert rollout.engine.stats.flagged == 0

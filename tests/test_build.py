@@ -1,0 +1,72 @@
+"""A build that cannot work ends in one line that names the remedy."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """The names of `setup.py`, which is read and not run."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def program(folder: Path, name: str, prints: str) -> str:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\nprintf '{prints}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("cxx", "line"),
+    [
+        (None, "no C\\+\\+ compiler: install"),
+        ("no-such-c++ -O2", r"no C\+\+ compiler \(CXX=no-such-c\+\+\)"),
+    ],
+)
+def test_a_missing_compiler(build, monkeypatch, tmp_path, cxx, line):
+    if cxx is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+    else:
+        monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(SystemExit, match=line):
+        build["check_compiler"]()
+
+
+@pytest.mark.parametrize("version", ["3.25.1", None])
+def test_an_old_or_missing_cmake(build, monkeypatch, tmp_path, version):
+    if version:
+        program(tmp_path, "cmake", f"cmake version {version}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if version else str(tmp_path))
+    have = "3.25" if version else "none"
+    with pytest.raises(SystemExit, match=f"needs CMake 3.26 or newer, found {have}: pip install"):
+        build["check_cmake"]()
+
+
+@pytest.mark.parametrize("archs", ["91-real", "sm_90", "80-real;", "9x"])
+def test_a_wrong_arch(build, monkeypatch, tmp_path, archs):
+    nvcc = program(tmp_path, "nvcc", "compute_80\\ncompute_90\\ncompute_100\\n")
+    monkeypatch.setenv("TLT_CUDA_ARCHS", archs)
+    with pytest.raises(SystemExit, match="is not an architecture of .*it knows 80, 90, 100"):
+        build["cuda_archs"](nvcc)
+    monkeypatch.setenv("TLT_CUDA_ARCHS", "80-real;90a-real;90-virtual")
+    assert build["cuda_archs"](nvcc) == "80-real;90a-real;90-virtual"
+
+
+def test_a_wrong_mode_and_cuda_without_nvcc(build, monkeypatch, tmp_path):
+    monkeypatch.setenv("TLT_CUDA", "yes")
+    with pytest.raises(SystemExit, match="TLT_CUDA must be auto, 0 or 1, got 'yes'"):
+        build["wanted_nvcc"]()
+    monkeypatch.setenv("TLT_CUDA", "1")
+    monkeypatch.setitem(build["wanted_nvcc"].__globals__, "find_nvcc", lambda: None)
+    with pytest.raises(SystemExit, match="TLT_CUDA=1 but no nvcc"):
+        build["wanted_nvcc"]()
+    monkeypatch.setenv("TLT_CUDA", "auto")
+    assert build["wanted_nvcc"]() is None
