@@ -37,7 +37,7 @@ class Parts:
             self.runner,
             self.target,
             self.cache,
-            SpotConfig(**spot),
+            SpotConfig(**{"every": 1, **spot}),
             DrafterConfig(**learning),
             SEED,
         )

@@ -158,6 +158,16 @@ def test_it_trains_only_in_the_tail(parts):
     assert trainer.steps == 1
 
 
+def test_serial_steps_are_as_rare_as_asked(parts):
+    trainer = parts.trainer(every=3)
+    fill(trainer, parts)
+    steps = []
+    for _ in range(7):
+        trainer.on_pass(2)
+        steps.append(trainer.steps)
+    assert steps == [0, 0, 1, 1, 1, 2, 2]
+
+
 def test_mode_off_records_and_trains_nothing(parts):
     trainer = parts.trainer(mode="off")
     sequence = Sequence(Request(1, 0, (5,), SamplingParams()), [1] * 9, [], [], [0, 1], 8)
