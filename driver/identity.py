@@ -139,6 +139,8 @@ class Identity:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        if options.tokens < 1:
+            raise UserError(f"tokens: wanted at least 1, got {options.tokens}")
         if options.drafter not in ("trained", "random", "nan"):
             raise UserError(f"drafter: wanted trained, random or nan, got {options.drafter!r}")
         texts = [s for s in options.strategies if not s.startswith(ORACLE)]
@@ -175,6 +177,7 @@ class Identity:
             f"run.seed={o.seed}",
             f"task.name={o.task or 'sums'}",
             f"warmup.steps={o.warmup_steps}",
+            f"sampling.max_new_tokens={o.max_new_tokens}",
             f"engine.max_batch={o.batch}",
             f"engine.spec_max_batch={o.batch}",
             f"engine.strategies={' '.join(dict.fromkeys(['off', *strategies]))}",

@@ -232,7 +232,8 @@ class Run:
         ]
 
     def is_due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+        """At every `every`-th step, and at the last; 0 leaves the last alone."""
+        return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
 
     def checkpoint(self) -> None:
         """Saves everything a resumed run needs; whole or absent."""

@@ -48,7 +48,6 @@ def train(config: Config, progress: Progress) -> Run:
         progress.step(run.step, run.last_metrics)
         if run.is_due(config.run.checkpoint_every):
             run.checkpoint()
-    run.evaluate()
     run.checkpoint()
     with run.phases("plots"):
         write_plots(run)

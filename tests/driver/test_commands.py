@@ -117,6 +117,9 @@ def test_the_other_commands(capsys, monkeypatch):
         capsys, monkeypatch, generate.main, "temperature=-1"
     )
     assert "tokens: wanted int" in fails(capsys, monkeypatch, identity.main, "tokens=many")
+    assert "tokens: wanted at least 1" in fails(capsys, monkeypatch, identity.main, "tokens=0")
+    line = fails(capsys, monkeypatch, identity.main, "max_new_tokens=0")
+    assert "sampling.max_new_tokens: wanted at least 1" in line
     assert "drafter: wanted trained" in fails(capsys, monkeypatch, identity.main, "drafter=good")
 
 

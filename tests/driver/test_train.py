@@ -94,8 +94,19 @@ def test_a_run_leaves_its_records(unbroken):
         "frac_reward_zero_std",
         "spec/target_passes",
         "drafter/version",
+        "eval/accuracy",  # the last step is evaluated, due or not
     ):
         assert key in record, key
+
+
+def test_a_finished_run_resumed_keeps_its_figures(unbroken):
+    folder = unbroken.folder.path
+    figures = {path.name: path.read_bytes() for path in (folder / "plots").iterdir()}
+    before = history(folder)
+    run(folder.parent, "whole", "run.steps=5", "run.resume=true")
+    assert history(folder) == before
+    for name in ("lengths.png", "active.png"):
+        assert (folder / "plots" / name).read_bytes() == figures[name]
 
 
 def test_rollout_and_trainer_agree_on_log_probs(unbroken):
