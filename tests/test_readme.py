@@ -43,6 +43,15 @@ def test_modules_exist_and_take_their_words(words):
         read_options(identity.Options, rest)
 
 
+def test_the_example_for_other_engines_runs(capsys):
+    """On the CPU, as the README says: another device and dtype, the same lines."""
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    exec(example.replace('"cuda"', '"cpu"').replace("bfloat16", "float32"), {})
+    emitted, tokens, status = capsys.readouterr().out.split("]", 2)
+    assert emitted.count(",") == 1 and int(emitted[1]) >= 1
+    assert status.strip() == "[0, 0]"
+
+
 def test_pip_extras_exist():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
