@@ -126,6 +126,8 @@ def _parse(place: str, line: str) -> tuple[str, str]:
     for key in ("question", "answer"):
         if not isinstance(item.get(key), str) or not item[key].strip():
             raise UserError(f"{place}: no text under {key!r}; fix or remove the line")
+        if any("\ud800" <= letter <= "\udfff" for letter in item[key]):
+            raise UserError(f"{place}: half a letter (a lone surrogate) in {key!r}; fix the line")
     if final_number(item["answer"]) is None:
         raise UserError(f"{place}: no number behind {_MARK} in the answer; fix or remove the line")
     return item["question"], item["answer"]

@@ -238,6 +238,7 @@ def test_jsonl_reward(word_problems, response, reward):
         (line(answer="just 3"), "no number behind ####"),
         (line(answer="#### three"), "no number behind ####"),
         ("[" * 100_000, "not JSON"),
+        ('{"question": "\\ud800", "answer": "#### 2"}', "half a letter"),
     ],
 )
 def test_broken_line_is_named(tmp_path, bad, message):

@@ -9,6 +9,7 @@ import pytest
 
 from driver.config import load_config
 from driver.progress import Progress
+from driver.run import Run
 from driver.run_folder import read_jsonl
 from driver.train import train
 
@@ -37,6 +38,9 @@ KILL = """
 import os, signal, sys
 from driver import run
 from driver.train import main
+from tests.driver.test_train import share_of_ones
+
+run.Run.rewards = share_of_ones
 
 whole = run.Run.checkpoint
 def checkpoint(self):
@@ -48,6 +52,20 @@ def checkpoint(self):
 run.Run.checkpoint = checkpoint
 main(sys.argv[1:])
 """
+
+
+def share_of_ones(self, prompts, responses):
+    """Rewards that differ within every group: a model this small gets no sum right, and without a
+    gradient a run that restores nothing looks like one that restores all."""
+    texts = [self.text(response) for response in responses]
+    return [text.count("1") / (1 + len(text)) for text in texts]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mixed_rewards():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "rewards", share_of_ones)
+        yield
 
 
 def run(root: Path, name: str, *words: str):
@@ -78,6 +96,8 @@ def test_a_run_leaves_its_records(unbroken):
     assert summary["peak_memory_gb"] > 0.05
     assert summary["wall_s"]["unaccounted_share"] < 0.03
     assert set(summary["heldout_accuracy"]) == {"before", "after"}
+    for step in read_jsonl(folder / "metrics.jsonl")[1:]:
+        assert step["actor/grad_norm"] > 0 and step["frac_reward_zero_std"] < 0.5
     for name in ("reward", "accept_length", "lengths", "active"):
         assert (folder / "plots" / f"{name}.png").stat().st_size > 5000
     record = read_jsonl(folder / "metrics.jsonl")[-1]
