@@ -105,6 +105,15 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
     return model.to(config.run.device), tokenizer
 
 
+def check_context(prompt_len: int, max_new_tokens: int, max_position: int) -> None:
+    """Refuses responses that cannot fit, before a warm-up has taken its minutes."""
+    if prompt_len + max_new_tokens > max_position:
+        raise UserError(
+            f"prompt of {prompt_len} tokens and sampling.max_new_tokens={max_new_tokens} exceed the"
+            f" context of {max_position}; lower it or use a model with a longer one"
+        )
+
+
 def check_device(device: str) -> None:
     """Refuses a card that this machine, or this torch, does not have."""
     kind, _, index = device.partition(":")

@@ -15,6 +15,7 @@ from driver.assemble import (
     PROMPT_SAMPLE,
     Rollout,
     build_rollout,
+    check_context,
     check_device,
     find_model,
     load_policy,
@@ -78,13 +79,14 @@ class Run:
             if config.run.resume and saved is None:
                 note(f"{folder.path} holds no whole checkpoint: starting over")
             policy, tokenizer = load_policy(config, saved.path if saved else source)
+            spec, prompt_len = spec_of(policy), longest_prompt(task, tokenizer)
+            check_context(prompt_len, config.sampling.max_new_tokens, spec.max_position)
         if saved is None and config.warmup.steps:
             note(f"supervised warm-up: {config.warmup.steps} steps")
             with phases("warmup"):
                 losses = warm_up(policy, tokenizer, task, config.warmup, config.run.seed)
             note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
         with phases("load"):
-            spec = spec_of(policy)
             sampling = config.sampling
             params = SamplingParams(
                 sampling.temperature,
@@ -93,7 +95,7 @@ class Run:
                 sampling.max_new_tokens,
                 stop_ids(spec, task, tokenizer),
             )
-            longest = params.max_new_tokens + longest_prompt(task, tokenizer)
+            longest = params.max_new_tokens + 2 * prompt_len  # later prompts may be longer
             rollout = build_rollout(
                 config, spec, policy.state_dict(), min(longest, spec.max_position)
             )
@@ -273,6 +275,6 @@ class Run:
 
 
 def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
-    """Tokens of the longest of the first training prompts, with some room."""
+    """Tokens of the longest of the first training prompts."""
     texts = [task.prompt("train", i).text for i in range(PROMPT_SAMPLE)]
-    return 2 * max(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts)
+    return max(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts)
