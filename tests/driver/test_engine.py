@@ -166,7 +166,7 @@ def test_preempted_requests_are_recomputed_to_the_same_tokens(rollout, strategy)
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9])
 def test_tokens_do_not_depend_on_batch_or_order(rollout, plain, count):
-    """Faults 8, 25, 26: other batch sizes and orders; a batch that drains to one, then none."""
+    """Faults 8, 23, 25, 26: other batch sizes and orders; a batch that drains to one, then none."""
     jobs = requests()[:count]
     random.Random(count).shuffle(jobs)
     by_id = {r.request.id: r for r in plain}
