@@ -58,8 +58,9 @@ py::dict build_info() {
 std::vector<std::string> cuda_ops() {
 #if defined(TLT_WITH_CUDA)
   return {
-      "rms_norm",  "silu_mul",       "linear_rows", "rms_norm_linear", "silu_mul_linear",
-      "append_kv", "tree_attention", "commit_path", "copy_pages",
+      "rms_norm",    "silu_mul",         "linear_rows", "rms_norm_linear", "silu_mul_linear",
+      "append_kv",   "tree_attention",   "commit_path", "copy_pages",      "sample",
+      "verify_tree", "verify_rejection", "expand_tree", "select_nodes",
   };
 #else
   return {};

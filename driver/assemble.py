@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +126,15 @@ def check_device(device: str) -> None:
 
 def stop_ids(spec: ModelSpec, task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids that end a response: the model's, and the task's stop texts that are one token."""
-    texts = [tokenizer.encode(text, add_special_tokens=False) for text in task.stop]
-    return (*spec.eos_ids, *(ids[0] for ids in texts if len(ids) == 1))
+    stops = [(text, tokenizer.encode(text, add_special_tokens=False)) for text in task.stop]
+    for text, ids in stops:
+        if len(ids) != 1:
+            warnings.warn(
+                f"task {task.name}: its stop text {text!r} is {len(ids)} tokens of this model;"
+                " only the model's own end token will end a response",
+                stacklevel=2,
+            )
+    return (*spec.eos_ids, *(ids[0] for _, ids in stops if len(ids) == 1))
 
 
 def spec_of(policy: PreTrainedModel) -> ModelSpec:

@@ -99,12 +99,6 @@ class Bandit:
         self._passes = self._emitted = 0
         self._elapsed = 0.0
 
-    def forget(self, kind: str) -> None:
-        """Drops the rewards of one kind of arm, whose acceptance has changed for good."""
-        for key in self._rewards:
-            if key[1].kind == kind:
-                self._rewards[key].clear()
-
     def metrics(self) -> dict[str, float]:
         """`spec/arm/<bucket>/<strategy>/{pulls,reward}`: windows closed, median tokens/s."""
         out: dict[str, float] = {}

@@ -110,7 +110,10 @@ class ModelSpec:
         Raises:
             UserError: a key is missing, malformed, or asks for something unsupported.
         """
-        return _Reader(config, where).spec()
+        try:
+            return _Reader(config, where).spec()
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{where}: a value has the wrong type ({error})") from error
 
 
 class _Reader:

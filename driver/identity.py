@@ -65,6 +65,14 @@ class Options:
     wheel: str = ""
 
 
+def oracle_strategy(text: str) -> Strategy:
+    """`oracle:depth,top_k,num_verify`, which no configuration takes."""
+    try:
+        return replace(Strategy.parse(text.replace(ORACLE, "ngram", 1)), kind=ORACLE)
+    except UserError:
+        raise UserError(f"strategies: {text!r}: wanted oracle:depth,top_k,num_verify") from None
+
+
 class Questions:
     """Open questions, so that responses are long and never alike."""
 
@@ -146,6 +154,8 @@ class Identity:
         texts = [s for s in options.strategies if not s.startswith(ORACLE)]
         self.strategies = [s for s in parse_strategies(texts) if s != OFF]
         self.oracles = [s for s in options.strategies if s.startswith(ORACLE)]
+        for text in self.oracles:
+            oracle_strategy(text)
         self.config = self._config(texts)
         policy, self.tokenizer = load_policy(self.config, find_model(self.config, _report))
         questions = options.model != "tiny" and not options.task
@@ -228,7 +238,7 @@ class Identity:
         if arm.name in ("mixed", "preempt"):
             return None
         if arm.name.startswith(ORACLE):
-            return replace(Strategy.parse(arm.name.replace(ORACLE, "ngram")), kind=ORACLE)
+            return oracle_strategy(arm.name)
         return Strategy.parse(arm.name)
 
     def _generate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,11 +57,15 @@ class Run:
     stats: RolloutStats = field(default_factory=RolloutStats)  # of the last training rollout
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # of the last rollout
     lengths: list[int] = field(default_factory=list)  # responses of the last rollout
+    correct: list[int] = field(default_factory=list)  # lengths of all correct responses
     last_metrics: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def start(config: Config, note: Callable[[str], None]) -> Run:
-        """Opens the run folder, makes or loads the policy, warms it up, builds the rest."""
+        """Opens the run folder, makes or loads the policy, warms it up, builds the rest.
+
+        A start that fails leaves no folder behind, so that the next try may use its name.
+        """
         phases = Phases()
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
@@ -75,7 +80,23 @@ class Run:
             task = make_task(**asdict(config.task))
             source = find_model(config, note)
             folder = RunFolder(config)
-            saved = folder.resumed
+        try:
+            return Run._build(config, note, phases, task, source, folder)
+        except BaseException:
+            folder.discard()
+            raise
+
+    @staticmethod
+    def _build(
+        config: Config,
+        note: Callable[[str], None],
+        phases: Phases,
+        task: Task,
+        source: Path | None,
+        folder: RunFolder,
+    ) -> Run:
+        saved = folder.resumed
+        with phases("load"):
             if config.run.resume and saved is None:
                 note(f"{folder.path} holds no whole checkpoint: starting over")
             policy, tokenizer = load_policy(config, saved.path if saved else source)
@@ -121,7 +142,12 @@ class Run:
 
     def roll_out(self, requests: Sequence[Request]) -> list[Response]:
         """One response a request, in order; the spot trainer works in the tail."""
-        responses = self.rollout.engine.generate(requests)
+        try:
+            responses = self.rollout.engine.generate(requests)
+        except BaseException:
+            if self.rollout.spot is not None:
+                self.rollout.spot.stop()  # its thread must not outlive the rollout
+            raise
         self.stats = self.rollout.engine.stats
         return responses
 
@@ -204,6 +230,7 @@ class Run:
         self.target_passes += stats.target_passes
         self.trace = [*stats.trace, (stats.elapsed_s, 0, str(OFF))]
         self.lengths = [len(r.token_ids) for r in responses]
+        self.correct += [n for n, r in zip(self.lengths, rewards, strict=True) if r >= 1.0]
         metrics = {**metrics, **stats.metrics(), **self.rollout.bandit.metrics()}
         metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
         if self.rollout.spot is not None:

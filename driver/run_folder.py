@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +70,16 @@ class RunFolder:
         done = self.resumed.step if self.resumed else -1
         with storage_errors(self.path):
             write_text(self.path / "config.yaml", to_yaml(config))
-            _cut(self.path / "metrics.jsonl", done)
+            kept = _cut(self.path / "metrics.jsonl", done)
             _write_sample_text(self.path / "samples.txt", _cut(self.path / "samples.jsonl", done))
             self._metrics = _append(self.path / "metrics.jsonl")
             self._samples = _append(self.path / "samples.jsonl")
             self._sample_text = _append(self.path / "samples.txt")
-            self._board = SummaryWriter(self.path / "tensorboard", purge_step=done + 1)
+            # TensorBoard's own purging goes by file names; what was kept is written anew instead.
+            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+            self._board = SummaryWriter(self.path / "tensorboard")
+            for record in kept:
+                self._show_on_board(record["step"], record)
 
     @property
     def plots(self) -> Path:
@@ -97,9 +102,13 @@ class RunFolder:
         plain = {name: float(value) for name, value in values.items()}
         with storage_errors(self.path / "metrics.jsonl"):
             _write_line(self._metrics, {"step": step, **plain})
-            for name, value in plain.items():
-                self._board.add_scalar(name, value, step)
+            self._show_on_board(step, plain)
             self._board.flush()
+
+    def _show_on_board(self, step: int, values: Mapping[str, float | None]) -> None:
+        for name, value in values.items():
+            if name != "step":
+                self._board.add_scalar(name, math.nan if value is None else value, step)
 
     def log_samples(self, step: int, samples: Iterable[Sample]) -> None:
         """Appends responses to `samples.jsonl` and, readable, to `samples.txt`.
@@ -157,6 +166,13 @@ class RunFolder:
             >>> folder.write_summary({"tokens": 10})  # doctest: +SKIP
         """
         write_text(self.path / "summary.json", json.dumps(_json_safe(summary), indent=2) + "\n")
+
+    def discard(self) -> None:
+        """Removes the folder of a run that failed before its first step; others stay."""
+        self.close()
+        logged = (self.path / "metrics.jsonl").stat().st_size > 0
+        if not logged and self.resumed is None:
+            shutil.rmtree(self.path)
 
     def close(self) -> None:
         """Closes the files; what was logged is on disk already."""

@@ -136,7 +136,7 @@ class TaskConfig(Section):
     dataset: str = ""  # reasoning_gym: the data set's name
     digits: int = setting(2, low=1, high=18)
     shots: int = setting(4, low=0)
-    difficulty: int = setting(1, low=1)
+    difficulty: int = setting(1, low=1, high=16)
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class EngineConfig(Section):
     num_pages: int = setting(0, low=0)  # 0: enough for max_batch
     strategies: list[str] = setting(["off", "ngram:4,1,5", "learned:4,2,8", "learned:8,4,32"])
     spec_max_batch: int = setting(16, low=0)  # speculate when at most this many are active
-    invariant: bool = True
-    prefill_chunk: int = setting(256, low=1)
+    invariant: bool = True  # the only mode there is: equal bits for a row in any batch or tree
+    prefill_chunk: int = setting(256, low=1, high=8192)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,6 +169,8 @@ class EngineConfig(Section):
             parsed = parse_strategies(self.strategies)
         except UserError as error:
             raise UserError(f"engine.strategies: {error}") from None
+        if not self.invariant:
+            raise UserError("engine.invariant: wanted true; there is no other mode yet")
         if Strategy("off") not in parsed:
             raise UserError("engine.strategies: 'off' is missing; plain decoding is always an arm")
 

@@ -7,6 +7,8 @@ import statistics
 import sys
 from typing import Any
 
+import numpy as np
+
 from driver import plots
 from driver.run import Run
 from driver.run_folder import read_jsonl
@@ -29,6 +31,12 @@ def summarize(run: Run) -> dict[str, Any]:
             "before": heldout[0] if heldout else None,
             "after": heldout[-1] if heldout else None,
         },
+        "correct_length": {f"p{q}": _percentile(run.correct, q) for q in (50, 75, 99, 100)},
+        "clip_ratio": statistics.mean(
+            r["response_length/clip_ratio"] for r in records if r["step"] > 0
+        )
+        if rewards
+        else None,
         "tokens": run.tokens,
         "target_passes": run.target_passes,
         "accept_length": _ends(accepts),
@@ -50,6 +58,10 @@ def _ends(values: list[float]) -> dict[str, float | None]:
         "first_mean": statistics.mean(values[:ENDS]),
         "last_mean": statistics.mean(values[-ENDS:]),
     }
+
+
+def _percentile(values: list[int], share: int) -> float | None:
+    return float(np.percentile(values, share)) if values else None
 
 
 def peak_memory_gb() -> float:

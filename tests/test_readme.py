@@ -20,6 +20,10 @@ LINES = [
 COMMANDS = [shlex.split(line, comments=True) for line in LINES]
 
 
+def test_nothing_is_left_to_fill_in():
+    assert "@@" not in README
+
+
 def test_links_point_to_files():
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
     assert links

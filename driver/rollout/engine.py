@@ -110,6 +110,10 @@ class RolloutEngine:
             if record and self.on_pass is not None:
                 self.on_pass(len(scheduler.running) + len(scheduler.waiting))
         self.stats.preemptions = scheduler.preemptions
+        once = sum(len(prompt) - 1 for prompt in {s.request.prompt_ids for s in sequences})
+        self.stats.reprefilled_tokens = (
+            self.stats.prefilled_tokens - once - self.stats.recomputed_tokens
+        )
         self._flag(sequences)
         self.stats.elapsed_s = time.perf_counter() - started
         return [self._response(sequence) for sequence in sequences]
@@ -317,7 +321,6 @@ class RolloutEngine:
     def _prefill(self, admission: Admission) -> None:
         """Computes new prefixes and preempted requests in chunks, then copies partial pages."""
         jobs = [(list(prompt[:-1]), prefix.pages) for prompt, prefix in admission.prefixes]
-        self.stats.prefilled_tokens += sum(len(ids) for ids, _ in jobs)
         for sequence in admission.recompute:
             jobs.append((sequence.tokens[:-1], sequence.pages))
             sequence.context_len = len(sequence.tokens) - 1
@@ -356,6 +359,7 @@ class RolloutEngine:
         def ints(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
+        self.stats.prefilled_tokens += sum(counts)
         ids = [i for j, n in take.items() for i in jobs[j][0][done[j] : done[j] + n]]
         position = [p for j, n in take.items() for p in range(done[j], done[j] + n)]
         count = ints(counts)

@@ -15,9 +15,9 @@ class RolloutStats:
 
     target_passes: int = 0
     emitted: int = 0
-    prefilled_tokens: int = 0  # prompt tokens computed, each prefix once
-    recomputed_tokens: int = 0  # of preempted requests
-    reprefilled_tokens: int = 0  # of requests that were running: stays 0, the gate moves no KV
+    prefilled_tokens: int = 0  # rows that went through prefill, for whatever reason
+    recomputed_tokens: int = 0  # of them, for preempted requests
+    reprefilled_tokens: int = 0  # of them, neither that nor a prompt's first time: the gate's share
     spec_passes: int = 0
     spec_request_passes: int = 0
     spec_emitted: int = 0
@@ -44,6 +44,7 @@ class RolloutStats:
             "spec/accepted": self.accepted,
             "spec/switches": self.switches,
             "spec/reprefilled_tokens": self.reprefilled_tokens,
+            "spec/flagged": self.flagged,
         }
         if self.accept_length is not None:
             out["spec/accept_length"] = self.accept_length

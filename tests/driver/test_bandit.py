@@ -104,10 +104,3 @@ def test_metrics_name_bucket_and_strategy():
     metrics = bandit.metrics()
     assert metrics["spec/arm/1/off/pulls"] == 1
     assert metrics["spec/arm/1/ngram:4,1,5/reward"] == pytest.approx(15.0)
-
-
-def test_forget_makes_an_arm_untried_again():
-    bandit = make()
-    play(bandit, {OFF: 10, NGRAM: 15, LEARNED: 2}, batch=1, passes=40)
-    bandit.forget("learned")
-    assert LEARNED in play(bandit, {OFF: 10, NGRAM: 15, LEARNED: 99}, batch=1, passes=12)

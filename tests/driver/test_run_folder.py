@@ -188,7 +188,7 @@ def test_resume_without_a_checkpoint_starts_over(tmp_path):
 
 def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
     RunFolder(config(tmp_path, "run.name=a"))
-    with pytest.raises(UserError, match="grpo.lr: 0.5 now, 0.0001 in .*config.yaml"):
+    with pytest.raises(UserError, match="grpo.lr: 0.5 now, 0.0004 in .*config.yaml"):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "grpo.lr=0.5"))
     with pytest.raises(UserError, match="run.seed: 1 now, 0 in"):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "run.seed=1"))
