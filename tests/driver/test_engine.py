@@ -146,7 +146,7 @@ def test_an_oracle_is_followed_and_changes_nothing(rollout, plain):
 
 
 def test_switching_at_every_pass_reprefills_nothing(rollout, plain):
-    """Fault 34: the gate turns on and off in mid-rollout."""
+    """Faults 31 and 34: the gate and the draft depth change in mid-rollout."""
     for seed in range(3):
         assert same(generate(rollout, requests(), "off", *STRATEGIES, seed=seed), plain)
         stats = rollout.engine.stats
