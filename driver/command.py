@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import signal
 import sys
 import typing
 import warnings
@@ -64,7 +65,11 @@ def _value(key: str, declared: Any, text: str) -> Any:
 
 
 def run_command(command: Callable[[Sequence[str]], None]) -> None:
-    """Runs `command(argv)`; a UserError is one line on stderr and exit code 2."""
+    """Runs `command(argv)`; a UserError is one line on stderr and exit code 2.
+
+    SIGTERM (a time limit) ends it as Ctrl-C does, so that what was found so far is still printed.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     disable_progress_bar()  # of transformers: what a command shows is its own
     try:

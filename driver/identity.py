@@ -311,13 +311,15 @@ class Identity:
     # ---- report ---------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """One line an arm."""
+        """One line an arm that has compared something."""
         header = (
             f"{'arm':<16}{'tokens':>8}{'equal':>9}{'lengths':>9}{'logp bits':>11}"
             f"{'accept':>8}{'passes':>8}{'tok/s':>8}"
         )
         lines = [header]
         for arm in [self.off, *self.arms]:
+            if arm.tokens == 0:
+                continue
             accept = "-"
             if arm.spec_request_passes:
                 accept = f"{arm.spec_emitted / arm.spec_request_passes:.2f}"
@@ -360,8 +362,10 @@ def _report(line: str) -> None:
 
 def main(argv: Sequence[str]) -> None:
     identity = Identity(read_options(Options, argv))
-    identity.run()
-    sys.stdout.write(identity.table() + "\n")
+    try:
+        identity.run()
+    finally:  # stopped early, it still says what it has seen
+        sys.stdout.write(identity.table() + "\n")
     if not identity.identical:
         sys.exit(1)
 
