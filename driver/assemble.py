@@ -20,7 +20,7 @@ from driver.drafter import Drafter, DraftSpec
 from driver.errors import UserError
 from driver.model import TargetModel
 from driver.rollout.draft_runner import DraftRunner
-from driver.rollout.engine import MAX_ROWS, RolloutEngine
+from driver.rollout.engine import RolloutEngine
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.pages import pages_for
 from driver.rollout.proposers import NgramProposer, Proposer
@@ -212,7 +212,7 @@ def max_rows(config: EngineConfig, arms: tuple[Strategy, ...]) -> int:
     """Rows of the largest pass: plain, speculative or prefill."""
     speculative = max((arm.num_verify for arm in arms), default=1)
     batch = min(config.max_batch, config.spec_max_batch)
-    return max(config.max_batch, batch * speculative, min(config.prefill_chunk, MAX_ROWS * 64))
+    return max(config.max_batch, batch * speculative, config.prefill_chunk)
 
 
 def auto_pages(config: EngineConfig, arms: tuple[Strategy, ...], longest: int) -> int:

@@ -253,23 +253,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
     return torch.expm1(-log_ratio) + log_ratio  # [M]
 
 
-def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """Mask of the response tokens in padded rows, from lengths alone, never from token ids.
-
-    Args:
-        lengths: int64 [N], response tokens, sampled end token included.
-        width: columns of the padded array.
-
-    Returns:
-        bool [N, width].
-
-    Example:
-        >>> length_mask(torch.tensor([1, 2]), 2).tolist()
-        [[True, False], [True, True]]
-    """
-    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)  # [N, width]
-
-
 def loss_denominator(lengths: Iterable[int], norm: LossNorm, max_length: int) -> int:
     """What the summed loss of a whole optimizer minibatch is divided by.
 

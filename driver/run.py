@@ -261,7 +261,7 @@ class Run:
         ]
 
     def is_due(self, every: int) -> bool:
-        """At every `every`-th step, and at the last; 0 leaves the last alone."""
+        """At every `every`-th step and at the last; with 0 at the last only."""
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
 
     def checkpoint(self) -> None:

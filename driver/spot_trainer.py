@@ -264,6 +264,7 @@ class SpotTrainer:
             **self._last,
             "drafter/version": self.runner.version,
             "drafter/tokens_seen": self.tokens_seen,
+            "drafter/busy_s": self.busy_s,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,9 @@ ENDS = 5  # steps averaged at each end of the run
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """The numbers of `summary.json`; seconds are of this process, the rest of the whole run."""
+    """The numbers of `summary.json`: of the whole run, but for seconds, memory and correct lengths,
+    which are of this process.
+    """
     records = read_jsonl(run.folder.path / "metrics.jsonl")
     rewards = [r["critic/rewards/mean"] for r in records if r["step"] > 0]
     accepts = [a for r in records if (a := r.get("spec/accept_length")) is not None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -80,17 +78,3 @@ def build_policy(shape: ModelConfig, seed: int) -> LlamaForCausalLM:
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     return model.to(getattr(torch, shape.dtype))
-
-
-def save_policy(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes model and tokenizer in Hugging Face layout.
-
-    Args:
-        folder: made where missing; gets `config.json`, `model.safetensors`, `tokenizer.json`.
-        model, tokenizer: what to write.
-
-    Example:
-        >>> save_policy(Path("tiny"), model, build_tokenizer())  # doctest: +SKIP
-    """
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

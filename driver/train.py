@@ -29,6 +29,18 @@ def train(config: Config, progress: Progress) -> Run:
         UserError: bad input, or a run folder that cannot be written.
     """
     run = Run.start(config, progress.note)
+    try:
+        run_steps(run, progress)
+    except BaseException:
+        run.folder.discard()  # only if nothing was logged yet
+        raise
+    run.folder.close()
+    return run
+
+
+def run_steps(run: Run, progress: Progress) -> None:
+    """The loop, then figures and summary."""
+    config = run.config
     if run.step == 0:
         run.evaluate()
     for _ in range(run.step, config.run.steps):
@@ -52,8 +64,6 @@ def train(config: Config, progress: Progress) -> Run:
     with run.phases("plots"):
         write_plots(run)
     write_summary(run)
-    run.folder.close()
-    return run
 
 
 def main(argv: Sequence[str]) -> None:

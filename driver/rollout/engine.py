@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from driver.sections import EngineConfig
 
 MAX_EMITTED = MAX_DEPTH + 1
+MAX_ROWS = 128  # of a request in one pass
 HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
 
 
@@ -110,7 +111,8 @@ class RolloutEngine:
             if record and self.on_pass is not None:
                 self.on_pass(len(scheduler.running) + len(scheduler.waiting))
         self.stats.preemptions = scheduler.preemptions
-        once = sum(len(prompt) - 1 for prompt in {s.request.prompt_ids for s in sequences})
+        ran = [s for s in sequences if s.num_emitted]
+        once = sum(len(prompt) - 1 for prompt in {s.request.prompt_ids for s in ran})
         self.stats.reprefilled_tokens = (
             self.stats.prefilled_tokens - once - self.stats.recomputed_tokens
         )
@@ -270,6 +272,11 @@ class RolloutEngine:
             strict=True,
         ):
             sequence.status |= status
+            if count == 0:  # only a damaged page table or length does this; a loop would not end
+                raise RuntimeError(
+                    f"request {sequence.request.id} emitted nothing in a pass:"
+                    f" {tlt_ext.Status(status)!r}"
+                )
             sequence.tokens += tokens[:count]
             sequence.logprobs += logps[:count]
             sequence.context_len += count
@@ -377,6 +384,3 @@ class RolloutEngine:
         self._commit(
             context_len, table, status, row_start, path.repeat(len(counts), 1), count, features
         )
-
-
-MAX_ROWS = 128  # of a request in one pass

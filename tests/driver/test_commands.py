@@ -103,6 +103,16 @@ def test_a_prompt_longer_than_the_context(capsys, monkeypatch, root):
     assert "context of 8" in line
 
 
+def test_a_start_that_fails_late_frees_its_name(capsys, monkeypatch, root):
+    words = [f"run.root={root}", "run.name=a", *SMALL]
+    for _ in range(2):  # the second would find the name taken
+        line = fails(capsys, monkeypatch, train.main, *words, "engine.num_pages=1")
+        assert "engine.num_pages=1" in line
+        line = fails(capsys, monkeypatch, train.main, *words, "drafter.feature_layers=[0,1,9]")
+        assert "drafter.feature_layers" in line
+    assert not (root / "a").exists()
+
+
 def test_an_unwritable_run_folder(capsys, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     words = [f"run.root={tmp_path / 'file'}", *SMALL]

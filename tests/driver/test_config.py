@@ -92,6 +92,7 @@ def test_yaml_round_trip(tmp_path):
         (["drafter.feature_layers=[1,2]"], r"^drafter.feature_layers: wanted three layers"),
         (["engine.strategies=off,learned:8,4"], r"^engine.strategies: strategy 'learned:8,4'"),
         (["engine.strategies=ngram:4,1,5"], r"^engine.strategies: 'off' is missing"),
+        (["engine.invariant=false"], r"^engine.invariant: wanted true"),
         (["engine.strategies="], r"^engine.strategies: 'off' is missing"),
         (["bandit.static=greedy"], r"^bandit.static: strategy 'greedy': malformed"),
         (

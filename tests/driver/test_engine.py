@@ -229,6 +229,24 @@ def test_prefixes_are_computed_once_and_pages_come_back(rollout):
     assert rollout.engine.stats.prefilled_tokens == sum(len(p) - 1 for p in prompts)
 
 
+def test_prefill_done_twice_is_counted(rollout, monkeypatch):
+    """The counter behind "zero re-prefilled tokens" sees rows that nobody needed."""
+    jobs = [*requests(count=4), *requests(count=1, new=0)]  # the last never runs
+    generate(rollout, jobs[:-1] + [replace(jobs[-1], id=9, prompt_ids=(7, 8, 9))])
+    assert rollout.engine.stats.reprefilled_tokens == 0
+    once = rollout.engine._run_chunks
+    monkeypatch.setattr(rollout.engine, "_run_chunks", lambda work: (once(work), once(work)))
+    generate(rollout, jobs[:-1])
+    assert rollout.engine.stats.reprefilled_tokens > 0
+
+
+def test_a_pass_that_emits_nothing_ends_the_rollout(rollout, monkeypatch):
+    """A damaged page table is an error with the request's status, not a loop without end."""
+    monkeypatch.setattr("driver.rollout.batch.Batch.limits", lambda self: self.context_len * 0)
+    with pytest.raises(RuntimeError, match="request 1000 emitted nothing in a pass"):
+        generate(rollout, requests(count=1))
+
+
 def test_prefill_chunks_change_nothing(policy, plain):
     made = make_rollout(policy, "engine.prefill_chunk=3")
     assert same(generate(made, requests()), plain)

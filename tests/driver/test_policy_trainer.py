@@ -141,7 +141,7 @@ def padded_gradients(model, responses, rewards, cfg, norm, old=None):
         logp.detach(),
         rollout,
         advantages[:, None].expand_as(logp),
-        grpo.length_mask(lengths, LIMIT),
+        torch.arange(LIMIT) < lengths[:, None],
         denominator=denominator,
         clip_low=cfg.clip_low,
         clip_high=cfg.clip_high,

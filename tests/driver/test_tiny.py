@@ -8,7 +8,7 @@ from driver.config import load_config
 from driver.errors import UserError
 from driver.sections import ModelConfig, WarmupConfig
 from driver.tasks import Prompt, make_task
-from driver.tiny import CHARACTERS, VOCABULARY, build_policy, build_tokenizer, save_policy
+from driver.tiny import CHARACTERS, VOCABULARY, build_policy, build_tokenizer
 from driver.warmup import IGNORE, _accumulate, _chunks, _pad, warm_up
 
 SHAPE = ModelConfig(hidden_size=64, num_layers=2, head_dim=64, intermediate_size=128)
@@ -41,7 +41,8 @@ def test_tokenizer_round_trip(tokenizer):
 
 def test_folder_loads_in_transformers(tmp_path, tokenizer):
     model = build_policy(SHAPE, seed=0)
-    save_policy(tmp_path, model, tokenizer)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in tmp_path.iterdir()
     }
