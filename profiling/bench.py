@@ -1,30 +1,31 @@
-"""Runs one benchmark and writes its JSON: `python -m profiling.bench layers [--quick]`.
+"""Runs a benchmark and writes its JSON: `python -m profiling.bench layers [--quick]`, or `all`.
 
 A benchmark is a module of `profiling.benches` with `run(bench: Bench) -> None`: it adds rows, and
 values for the targets of its own table in `targets.toml`. A target without a value is unmet.
 """
 
+from __future__ import annotations
+
 import argparse
 import datetime
 import importlib
 import json
+import math
 import pkgutil
+import platform
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from profiling import benches, timing
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ROOT = Path(__file__).resolve().parent
+from profiling.results import CPU, RESULTS, ROOT, card_folder, targets_of
 
 
 @dataclass
@@ -82,22 +83,6 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def targets_of(name: str, got: dict[str, float]) -> list[dict]:
-    """The targets of a benchmark's table, in its order, with what was got."""
-    table = tomllib.loads((ROOT / "targets.toml").read_text())[name]
-    unknown = set(got) - set(table)
-    if unknown:
-        raise ValueError(f"no such target in [{name}]: {', '.join(sorted(unknown))}")
-    rows = []
-    for target, wanted in table.items():
-        value = got.get(target)
-        met = value is not None and (
-            value <= wanted["at_most"] if "at_most" in wanted else value >= wanted["at_least"]
-        )
-        rows.append({"name": target, "wanted": wanted, "got": value, "met": met})
-    return rows
-
-
 def output_of(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -105,54 +90,111 @@ def output_of(*command: str) -> str:
         return ""
 
 
-def meta(command: str, bench: Bench) -> dict:
-    card = torch.cuda.get_device_name()
+def meta(command: str, commit: str) -> dict[str, Any]:
+    """What a result says of its making; a commit with a plus had changes on top."""
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "card": card,
         "driver": driver.split("\n")[0],
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "commit": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "commit": commit or current_commit(),
         "command": command,
-        "date": datetime.date.today().isoformat(),
-        "copy_gb_per_s": round(bench.copy_gb_per_s, 1),
-        "empty_graph_us": round(timing.empty_graph_us(), 3),
+        "date": datetime.datetime.now().isoformat(timespec="minutes"),
     }
 
 
-def card_folder(card: str) -> str:
-    """A folder's name for a card: "NVIDIA H100 80GB HBM3" -> "h100-80gb-hbm3"."""
-    return re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia")).strip("-")
+def cpu_name() -> str:
+    """The processor's model, as Linux names it."""
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()
 
 
-def main(argv: list[str] | None = None) -> int:
-    names = sorted(module.name for module in pkgutil.iter_modules(benches.__path__))
-    parser = argparse.ArgumentParser(prog="python -m profiling.bench", description=__doc__)
-    parser.add_argument("name", choices=names)
-    parser.add_argument("--quick", action="store_true", help="only the cases of the targets")
-    parser.add_argument("--only", default="", help="cases that match this regular expression")
-    parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder of the JSON")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        say("profiling.bench: no CUDA device")
-        return 1
-    bench = Bench(args.name, timing.copy_bandwidth(), args.quick, args.only)
-    command = "python -m profiling.bench " + " ".join(argv if argv is not None else sys.argv[1:])
-    about = meta(command, bench)
-    say(
-        f"{about['card']}: copy {about['copy_gb_per_s']} GB/s, "
-        f"empty graph {about['empty_graph_us']} us"
-    )
-    importlib.import_module(f"profiling.benches.{args.name}").run(bench)
+def current_commit() -> str:
+    head = output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    changed = output_of("git", "-C", str(ROOT), "status", "--porcelain", "-uno", "..")
+    return head + ("+" if changed else "")
+
+
+def needs_cuda(module: ModuleType) -> bool:
+    """A benchmark says `NEEDS_CUDA = False` where it measures the CPU."""
+    return getattr(module, "NEEDS_CUDA", True)
+
+
+def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
+    """Runs a benchmark and writes its JSON."""
+    about = meta(command, args.commit)
+    bench = Bench(args.name, math.nan, args.quick, args.only)
+    timing.profiling = args.profile
+    if args.profile:
+        return module.run(bench)
+    if needs_cuda(module):
+        bench.copy_gb_per_s = timing.copy_bandwidth()
+        about["copy_gb_per_s"] = round(bench.copy_gb_per_s, 1)
+        about["empty_graph_us"] = round(timing.empty_graph_us(), 3)
+        say(
+            f"{about['card']}: copy {about['copy_gb_per_s']} GB/s, "
+            f"empty graph {about['empty_graph_us']} us"
+        )
+    module.run(bench)
+    if args.only and args.out == RESULTS:
+        return say("--only: a part of the cases, not written; name a folder with --out")
     targets = targets_of(args.name, bench.got)
     for target in targets:
         say(f"{'met  ' if target['met'] else 'UNMET'} {target['name']}: {target['got']}")
-    path = args.out / card_folder(about["card"]) / f"{args.name}.json"
+    folder = args.out / (card_folder(about["card"]) if needs_cuda(module) else CPU)
+    path = (folder / "quick" if args.quick else folder) / f"{args.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"meta": about, "rows": bench.rows, "targets": targets}
     path.write_text(json.dumps(result, indent=1) + "\n")
     say(f"wrote {path}")
+
+
+def run_all(modules: dict[str, ModuleType], options: list[str]) -> int:
+    """Runs the benchmarks that this machine has the device for, each in a process of its own.
+
+    A benchmark that fails costs its own numbers only.
+    """
+    lines = []
+    for name, module in modules.items():
+        if needs_cuda(module) != torch.cuda.is_available():
+            continue
+        say(f"--- {name}")
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "profiling.bench", name, *options])
+        seconds = time.perf_counter() - begin
+        lines.append((done.returncode, f"{name:12} {seconds:6.0f} s  "))
+    for code, line in lines:
+        say(line + ("written" if code == 0 else f"FAILED (exit code {code})"))
+    return 0 if lines and not any(code for code, _ in lines) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    names = sorted(module.name for module in pkgutil.iter_modules(benches.__path__))
+    parser = argparse.ArgumentParser(prog="python -m profiling.bench", description=__doc__)
+    parser.add_argument("name", choices=["all", *names])
+    parser.add_argument("--quick", action="store_true", help="only the cases of the targets")
+    parser.add_argument("--only", default="", help="cases that match this regular expression")
+    parser.add_argument(
+        "--profile", action="store_true", help="run each case once, for ncu: nothing is timed"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
+    parser.add_argument("--commit", default="", help="of these sources, where git is not at hand")
+    args = parser.parse_args(argv)
+    wanted = names if args.name == "all" else [args.name]
+    modules = {name: importlib.import_module(f"profiling.benches.{name}") for name in wanted}
+    if args.name == "all":
+        return run_all(modules, [word for word in argv if word != "all"])
+    module = modules[args.name]
+    if needs_cuda(module) and not torch.cuda.is_available():
+        say("profiling.bench: no CUDA device")
+        return 1
+    run_one(module, args, "python -m profiling.bench " + " ".join(argv))
     return 0
 
 

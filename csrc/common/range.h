@@ -1,0 +1,30 @@
+// NVTX ranges of the launchers, `tlt/op/<op>`: about 0.1 us where no tool is attached. Header-only,
+// from the CUDA toolkit; a build without CUDA, or a toolkit without these headers, has no ranges.
+#pragma once
+
+#if defined(TLT_WITH_CUDA) && __has_include(<nvtx3/nvToolsExt.h>)
+#define TLT_NVTX 1
+#include <nvtx3/nvToolsExt.h>
+
+#include <cstdio>
+#endif
+
+namespace tlt {
+
+class Range {
+ public:
+#if defined(TLT_NVTX)
+  explicit Range(const char* op) {
+    char name[64];
+    std::snprintf(name, sizeof(name), "tlt/op/%s", op);
+    nvtxRangePushA(name);
+  }
+  ~Range() { nvtxRangePop(); }
+#else
+  explicit Range(const char*) {}
+#endif
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+};
+
+}  // namespace tlt

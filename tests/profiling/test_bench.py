@@ -1,0 +1,81 @@
+"""What a benchmark leaves: files, targets, the newest of quick and whole; no card needed."""
+
+import json
+import types
+
+import pytest
+
+from profiling import bench, results, timing
+
+FAKE = types.SimpleNamespace(name="fake")
+WANTED = {"low_us": {"at_most": 2.0}, "high_x": {"at_least": 3.0}, "absent": {"at_least": 0.0}}
+
+
+@pytest.fixture
+def cpu_bench(monkeypatch):
+    """A benchmark without a card, `[fake]` in the targets."""
+    module = types.ModuleType("profiling.benches.fake")
+    module.NEEDS_CUDA = False
+
+    def run(b):
+        b.add("case", timing.Timing(10.0, 0.1), 1000, {"peer": timing.Timing(20.0, 0.1)})
+        b.got |= {"low_us": 2.0, "high_x": 2.9}
+
+    module.run = run
+    monkeypatch.setattr(results, "all_targets", lambda: {"fake": WANTED})
+    monkeypatch.setattr(bench.pkgutil, "iter_modules", lambda path: [FAKE])
+    monkeypatch.setattr(bench.importlib, "import_module", lambda name: module)
+    return module
+
+
+def test_a_result_has_meta_rows_and_every_target(cpu_bench, tmp_path, capsys):
+    assert bench.main(["fake", "--out", str(tmp_path), "--commit", "abc"]) == 0
+    result = results.load(tmp_path / "cpu" / "fake.json")
+    assert result["meta"]["commit"] == "abc" and result["meta"]["card"]
+    assert result["rows"][0]["ratio_to"] == {"peer": 0.5}
+    assert [(t["name"], t["got"], t["met"]) for t in result["targets"]] == [
+        ("low_us", 2.0, True),
+        ("high_x", 2.9, False),
+        ("absent", None, False),
+    ]
+    assert "UNMET high_x: 2.9" in capsys.readouterr().out
+
+
+def test_quick_lies_apart_and_the_newer_is_shown(cpu_bench, tmp_path):
+    bench.main(["fake", "--out", str(tmp_path)])
+    bench.main(["fake", "--out", str(tmp_path), "--quick"])
+    whole, quick = tmp_path / "cpu" / "fake.json", tmp_path / "cpu" / "quick" / "fake.json"
+    for path, date in ((whole, "2026-11-28T10:00"), (quick, "2026-11-28")):
+        result = results.load(path)
+        result["meta"] |= {"date": date, "command": path.parent.name}
+        path.write_text(json.dumps(result))
+    assert results.newest("fake", "cpu", tmp_path)["meta"]["command"] == "cpu"
+    whole.unlink()
+    assert results.newest("fake", "cpu", tmp_path)["meta"]["command"] == "quick"
+    assert results.newest("other", "cpu", tmp_path) is None
+
+
+def test_part_of_the_cases_replaces_no_result(cpu_bench, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    parser_default = ["fake", "--only", "case", "--out", str(tmp_path)]
+    assert bench.main(parser_default) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "not written" in capsys.readouterr().out
+
+
+def test_a_target_that_is_not_listed_is_refused():
+    with pytest.raises(ValueError, match=r"no such target in \[sampling\]: sample_b65_us"):
+        results.targets_of("sampling", {"sample_b65_us": 1.0})
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="x.json: wanted an object with meta, rows and targets"):
+        results.load(path)
+    with pytest.raises(ValueError, match="y.json: cannot be read"):
+        results.load(tmp_path / "y.json")
+
+
+def test_folders_are_named_after_cards():
+    assert results.card_folder("NVIDIA H100 80GB HBM3") == results.TARGETS_CARD
