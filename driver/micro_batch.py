@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from driver.packing import packed_mask, packed_positions
+from driver.packed_attention import packed_inputs
 from driver.rollout.request import Response
 
 
@@ -17,8 +18,7 @@ class MicroBatch:
     """Packed documents of one pass, T tokens, and what the loss needs at M response tokens."""
 
     input_ids: Tensor  # int64 [1, T]
-    position_ids: Tensor  # int64 [1, T]
-    mask: Tensor  # bool [1, 1, T, T]
+    documents: dict[str, Any]  # the packing, as the model's forward pass takes it
     rows: Tensor  # int64 [M], the position before each response token
     tokens: Tensor  # int64 [M]
     owner: Tensor  # int64 [M], index of the response in the step
@@ -58,8 +58,7 @@ def build_micro_batch(
         logprobs += response.logprobs
     return MicroBatch(
         input_ids=torch.tensor([ids], device=device),
-        position_ids=packed_positions(lengths, device),
-        mask=packed_mask(lengths, device),
+        documents=packed_inputs(lengths, device),
         rows=torch.tensor(rows, dtype=torch.long, device=device),
         tokens=torch.tensor(tokens, dtype=torch.long, device=device),
         owner=torch.tensor(owner, dtype=torch.long, device=device),

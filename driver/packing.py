@@ -53,23 +53,3 @@ def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu")
     return torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(
         0
     )  # [1, T]
-
-
-def packed_mask(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Causal mask within each document, nothing across; transformers takes four axes as given.
-
-    Args:
-        lengths: tokens of each document of the row.
-        device: where the result lives.
-
-    Returns:
-        bool [1, 1, T, T], True where the row's token may attend to the column's.
-
-    Example:
-        >>> packed_mask([1, 2])[0, 0].int().tolist()
-        [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
-    """
-    counts = torch.tensor(lengths, device=device)  # [D]
-    document = torch.arange(len(counts), device=device).repeat_interleave(counts)  # [T]
-    same = document.unsqueeze(-1) == document  # [T, T]
-    return same.tril()[None, None]  # [1, 1, T, T]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from driver import grpo
 from driver.micro_batch import MicroBatch, build_micro_batch
+from driver.packed_attention import use_packed_attention
 from driver.packing import pack
 from driver.rollout.request import Response
 
@@ -54,6 +55,7 @@ class PolicyTrainer:
     ):
         # Dropout would train another policy than the one that sampled.
         self.model = model.eval()
+        use_packed_attention(model)
         self.cfg = cfg
         self.step = 0
         self.reference: nn.Module | None = None
@@ -61,6 +63,7 @@ class PolicyTrainer:
             if load_reference is None:
                 raise ValueError(f"grpo.kl_coef={cfg.kl_coef} needs a reference model to load")
             self.reference = load_reference().eval().requires_grad_(False)
+            use_packed_attention(self.reference)
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters = [
             p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_()
@@ -205,9 +208,8 @@ class PolicyTrainer:
     def _logprobs(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         hidden = model.base_model(
             input_ids=batch.input_ids,
-            attention_mask=batch.mask,
-            position_ids=batch.position_ids,
             use_cache=False,
+            **batch.documents,
         ).last_hidden_state[0]  # [T, H]
         head = model.get_output_embeddings().weight  # [V, H]
         return grpo.token_logprobs(hidden[batch.rows], head, batch.tokens, batch.temperature)
