@@ -26,6 +26,7 @@ from driver.sections import (
     EngineConfig,
     GrpoConfig,
     ModelConfig,
+    RewardConfig,
     RunConfig,
     SamplingConfig,
     SpotConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "EngineConfig",
     "GrpoConfig",
     "ModelConfig",
+    "RewardConfig",
     "RunConfig",
     "SamplingConfig",
     "SpotConfig",
@@ -63,6 +65,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     bandit: BanditConfig = field(default_factory=BanditConfig)

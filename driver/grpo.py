@@ -189,7 +189,11 @@ def dynamic_sampling(
 
 
 def token_logprobs(
-    hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float | Tensor
+    hidden: Tensor,
+    head: Tensor,
+    tokens: Tensor,
+    temperature: float | Tensor,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of sampled tokens and the entropy there, a chunk of rows at a time.
 
@@ -201,10 +205,10 @@ def token_logprobs(
         tokens: int64 [M], the sampled ids.
         temperature: float or float [M]; it divides logits, never log-probs; 0 stands for plain
             logits.
+        entropy_grad: whether the entropy has a gradient.
 
     Returns:
-        Log-probs float32 [M] of `log_softmax(logits / T)`, and their entropy float32 [M], which has
-        no gradient.
+        Log-probs float32 [M] of `log_softmax(logits / T)`, and their entropy float32 [M].
 
     Example:
         >>> token_logprobs(torch.eye(2), torch.zeros(4, 2), torch.tensor([0, 3]), 1.0)[0].exp()
@@ -215,9 +219,9 @@ def token_logprobs(
     scale = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)  # [M, 1]
     rows = max(1, CHUNK_LOGITS // head.shape[0])
     if len(tokens) <= rows:
-        return _chunk_logprobs(head, hidden, tokens, scale)
+        return _chunk_logprobs(head, entropy_grad, hidden, tokens, scale)
     chunks = [
-        checkpoint(_chunk_logprobs, head, *chunk, use_reentrant=False)
+        checkpoint(_chunk_logprobs, head, entropy_grad, *chunk, use_reentrant=False)
         for chunk in zip(hidden.split(rows), tokens.split(rows), scale.split(rows), strict=True)
     ]
     logprobs, entropy = zip(*chunks, strict=True)
@@ -279,7 +283,7 @@ class PolicyLoss:
     """A micro-batch's share of the loss, and sums over its tokens for the metrics."""
 
     loss: Tensor  # float32 [], with gradient
-    pg_loss: Tensor  # float32 [], the part of it that is not KL
+    pg_loss: Tensor  # float32 [], the part of it that is neither KL nor entropy
     tokens: int
     ppo_kl: Tensor  # float32 [], sum of old - new log-probs
     clipped: Tensor  # float32 [], number of tokens where the clip decides
@@ -299,11 +303,14 @@ def policy_loss(
     is_cap: float,
     ref_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
 ) -> PolicyLoss:
     """Clipped policy loss of one micro-batch, as its share of the optimizer minibatch.
 
     With ratio = exp(new - old), the loss of a token is max(-A ratio, -A clipped ratio), times the
-    truncated importance weight min(exp(old - rollout), is_cap), plus `kl_coef` times k2.
+    truncated importance weight min(exp(old - rollout), is_cap), plus `kl_coef` times k2, minus
+    `entropy_coef` times the entropy.
     Shares of micro-batches add up to the same gradient however the minibatch is cut, because
     `denominator` is the whole's.
 
@@ -318,6 +325,8 @@ def policy_loss(
         is_cap: bound of the importance weight.
         ref_logprobs: float [M] of the reference policy, or None.
         kl_coef: weight of k2 in the loss.
+        entropy: float [M] of the policy being updated, with gradient, or None.
+        entropy_coef: weight of the entropy bonus.
 
     Returns:
         The share and the sums for its metrics.
@@ -348,6 +357,8 @@ def policy_loss(
         ref = inside(ref_logprobs)  # [M]
         loss = loss + kl_coef * kl_estimate(new, ref, "k2").sum() / denominator  # []
         ref_kl = kl_estimate(new.detach(), ref, "k3").sum()  # []
+    if entropy is not None and entropy_coef:
+        loss = loss - entropy_coef * inside(entropy).sum() / denominator  # []
     return PolicyLoss(
         loss=loss,
         pg_loss=pg_loss.detach(),
@@ -372,10 +383,12 @@ def _group_range(rewards: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_logprobs(
-    head: Tensor, hidden: Tensor, tokens: Tensor, scale: Tensor
+    head: Tensor, entropy_grad: bool, hidden: Tensor, tokens: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     logits = F.linear(hidden, head)  # [M, V]
     logits = logits if logits.dtype == torch.float64 else logits.float()  # [M, V]
     logp = F.log_softmax(logits / scale, dim=-1)  # [M, V]
-    entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # [M]
+    source = logp if entropy_grad else logp.detach()  # [M, V]
+    # A logit of -inf: 0 times the least number is 0, times -inf it would be NaN.
+    entropy = -(source.exp() * source.clamp_min(torch.finfo(source.dtype).min)).sum(-1)  # [M]
     return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy  # [M], [M]

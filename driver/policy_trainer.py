@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from driver import grpo
 from driver.micro_batch import MicroBatch, build_micro_batch
@@ -19,6 +23,9 @@ from driver.rollout.request import Response
 
 if TYPE_CHECKING:
     from driver.config import GrpoConfig
+
+# Deterministic cuBLAS wants it, and reads it once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 NEAR_ONE = 0.95
 # Mean |trainer - rollout| log-prob beyond which the two cannot hold the same weights.
@@ -56,6 +63,9 @@ class PolicyTrainer:
         # Dropout would train another policy than the one that sampled.
         self.model = model.eval()
         use_packed_attention(model)
+        if cfg.checkpointing:
+            for layer in model.base_model.layers:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         self.cfg = cfg
         self.step = 0
         self.reference: nn.Module | None = None
@@ -115,17 +125,19 @@ class PolicyTrainer:
         metrics = _response_metrics(responses, raw, groups)
 
         start = time.perf_counter()
-        minibatches = [
-            [self._with_fixed_logprobs(batch) for batch in self._micro_batches(responses, part)]
-            for part in _cut(kept, self.cfg.minibatches)
-        ]
+        with deterministic(self._device()):
+            minibatches = [
+                [self._with_fixed_logprobs(batch) for batch in self._micro_batches(responses, part)]
+                for part in _cut(kept, self.cfg.minibatches)
+            ]
         metrics |= _logprob_metrics(minibatches, self._logp_alarm())
         metrics["timing_s/old_log_prob"] = time.perf_counter() - start
 
         start = time.perf_counter()
         shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
         advantages = grpo.group_advantages(shaped, groups, self.cfg.advantage)  # [N]
-        metrics |= self._train(minibatches, advantages.to(self._device()), max_length)
+        with deterministic(self._device()):
+            metrics |= self._train(minibatches, advantages.to(self._device()), max_length)
         self.step += 1
         metrics["timing_s/update_actor"] = time.perf_counter() - start
         return metrics
@@ -147,7 +159,7 @@ class PolicyTrainer:
         denominator = grpo.loss_denominator(lengths, self.loss_norm, max_length)
         shares = []
         for batch in batches:
-            logprobs, _ = self._logprobs(self.model, batch)  # [M]
+            logprobs, entropy = self._logprobs(self.model, batch, self.cfg.entropy_coef > 0)
             share = grpo.policy_loss(
                 logprobs,
                 batch.old_logprobs,
@@ -160,6 +172,8 @@ class PolicyTrainer:
                 is_cap=self.cfg.is_cap,
                 ref_logprobs=batch.ref_logprobs,
                 kl_coef=self.cfg.kl_coef if self.cfg.kl_in == "loss" else 0.0,
+                entropy=entropy,
+                entropy_coef=self.cfg.entropy_coef,
             )
             share.loss.backward()
             self._collect_gradients()
@@ -205,14 +219,18 @@ class PolicyTrainer:
             ref, _ = self._logprobs(self.reference, batch)  # [M]
         return replace(batch, old_logprobs=old, entropy=entropy, ref_logprobs=ref)
 
-    def _logprobs(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, model: nn.Module, batch: MicroBatch, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
         hidden = model.base_model(
             input_ids=batch.input_ids,
             use_cache=False,
             **batch.documents,
         ).last_hidden_state[0]  # [T, H]
         head = model.get_output_embeddings().weight  # [V, H]
-        return grpo.token_logprobs(hidden[batch.rows], head, batch.tokens, batch.temperature)
+        return grpo.token_logprobs(
+            hidden[batch.rows], head, batch.tokens, batch.temperature, entropy_grad
+        )
 
     def _shaped_rewards(
         self,
@@ -284,6 +302,27 @@ class PolicyTrainer:
 
     def _device(self) -> torch.device:
         return self.params[0].device
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Gives every addition of the block one order, so that equal tokens make equal policies.
+
+    Args:
+        device: where the block works; on the CPU torch has one order anyway.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no sum
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def _check_responses(responses: Sequence[Response]) -> None:

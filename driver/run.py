@@ -26,14 +26,27 @@ from driver.assemble import (
 from driver.bandit import OFF
 from driver.config import Config
 from driver.errors import UserError
-from driver.grpo import check_rewards
+from driver.grpo import check_rewards, dynamic_sampling
 from driver.phases import Phases
 from driver.policy_trainer import PolicyTrainer
+from driver.reward_workers import RewardWorkers
 from driver.rollout.request import Request, Response, SamplingParams, request_id
+from driver.rollout.scheduler import Sequence as Running
 from driver.rollout.stats import RolloutStats
 from driver.run_folder import RunFolder, Sample
 from driver.tasks import Prompt, Task, make_task
 from driver.warmup import warm_up
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What a step learns from: prompts, the responses to each side by side, their rewards."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    responses: list[Response] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    keep: list[bool] = field(default_factory=list)  # which responses enter the loss
+    refills: int = 0
 
 
 @dataclass
@@ -49,7 +62,9 @@ class Run:
     trainer: PolicyTrainer
     rollout: Rollout
     params: SamplingParams
+    workers: RewardWorkers | None  # None: rewards are computed here, after the rollout
     step: int = 0  # finished steps
+    prompts_drawn: int = 0  # from the training split
     version: int = 0  # of the policy in the engine
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out accuracy
     tokens: int = 0  # emitted in training rollouts
@@ -121,34 +136,93 @@ class Run:
                 config, spec, policy.state_dict(), min(longest, spec.max_position)
             )
             trainer = PolicyTrainer(policy, config.grpo, lambda: load_policy(config, source)[0])
-            run = Run(config, folder, phases, task, tokenizer, policy, trainer, rollout, params)
+            workers = RewardWorkers(task, config.reward) if config.reward.workers else None
+            run = Run(
+                config, folder, phases, task, tokenizer, policy, trainer, rollout, params, workers
+            )
             if saved is not None:
                 run._restore(saved.step, saved.state)
         return run
 
     # ---- the phases of a step -------------------------------------------------------------------
 
-    def next_requests(self) -> tuple[list[Prompt], list[Request]]:
-        """The step's prompts, and their requests: siblings side by side."""
-        grpo = self.config.grpo
-        first = self.step * grpo.prompts_per_step
-        prompts = [self.task.prompt("train", first + i) for i in range(grpo.prompts_per_step)]
-        requests = [
-            Request(request_id("train", self.step, p.id, s), group, self.encode(p), self.params)
-            for group, p in enumerate(prompts, start=first)
-            for s in range(grpo.samples_per_prompt)
-        ]
-        return prompts, requests
+    def gather(self) -> Experience:
+        """The step's rollouts and rewards.
 
-    def roll_out(self, requests: Sequence[Request]) -> list[Response]:
-        """One response a request, in order; the spot trainer works in the tail."""
+        With `grpo.max_refills` groups of equal rewards are replaced by groups of further prompts,
+        at most that many times (DAPO's dynamic sampling); all that was drawn is in the metrics.
+        """
+        grpo = self.config.grpo
+        self.stats = RolloutStats()
+        rounds: list[Experience] = []
+
+        def draw(refill: int, missing: int) -> list[tuple[int, list[float]]]:
+            rounds.append(self._draw(refill, missing))
+            rewards, each = rounds[-1].rewards, grpo.samples_per_prompt
+            first = sum(len(r.prompts) for r in rounds[:-1])
+            return [(first + g, rewards[g * each : (g + 1) * each]) for g in range(missing)]
+
+        if grpo.max_refills:
+            groups = dynamic_sampling(draw, grpo.prompts_per_step, grpo.max_refills)
+        else:
+            groups = [group for group, _ in draw(0, grpo.prompts_per_step)]
+        responses = [response for r in rounds for response in r.responses]
+        masked = grpo.truncated == "mask"
+        return Experience(
+            [prompt for r in rounds for prompt in r.prompts],
+            responses,
+            [reward for r in rounds for reward in r.rewards],
+            [
+                i // grpo.samples_per_prompt in groups and not (masked and r.finish == "length")
+                for i, r in enumerate(responses)
+            ],
+            len(rounds) - 1,
+        )
+
+    def _draw(self, refill: int, count: int) -> Experience:
+        """Responses to the next `count` prompts: siblings side by side."""
+        first = self.prompts_drawn
+        self.prompts_drawn += count
+        prompts = [self.task.prompt("train", first + i) for i in range(count)]
+        each = self.config.grpo.samples_per_prompt
+        requests = [
+            Request(
+                request_id("train", self.step, p.id, s, refill), group, self.encode(p), self.params
+            )
+            for group, p in enumerate(prompts, start=first)
+            for s in range(each)
+        ]
+        with self.phases("gen"):
+            responses = self.roll_out(prompts, requests)
+        with self.phases("reward"):
+            rewards = self.rewards(prompts, responses, submitted=True)
+        return Experience(prompts, responses, rewards)
+
+    def roll_out(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[Response]:
+        """One response a request, in order; spot trainer and reward workers use the tail."""
+        engine = self.rollout.engine
+        on_finish = engine.on_finish
+        each = len(requests) // len(prompts)
+        index = {request.id: i for i, request in enumerate(requests)}
+
+        def score(sequence: Running) -> None:
+            if on_finish is not None:
+                on_finish(sequence)
+            at = index[sequence.request.id]
+            ids = sequence.tokens[len(sequence.request.prompt_ids) :]
+            self.workers.submit(at, prompts[at // each], self._decode(ids, sequence.finish))
+
+        if self.workers is not None:
+            engine.on_finish = score
         try:
-            responses = self.rollout.engine.generate(requests)
+            responses = engine.generate(requests)
         except BaseException:
             if self.rollout.spot is not None:
                 self.rollout.spot.stop()  # its thread must not outlive the rollout
             raise
-        self.stats = self.rollout.engine.stats
+        finally:
+            engine.on_finish = on_finish
+        self.stats.add(engine.stats)
         return responses
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -159,13 +233,24 @@ class Run:
 
     def text(self, response: Response) -> str:
         """The response as the task sees it, without its end token."""
-        ids = response.token_ids
-        if response.finish == "stop":
-            ids = ids[:-1]
+        return self._decode(response.token_ids, response.finish)
+
+    def _decode(self, ids: Sequence[int], finish: str) -> str:
+        ids = ids[:-1] if finish == "stop" else ids
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[float]:
-        """One reward a response, in order."""
+    def rewards(
+        self, prompts: Sequence[Prompt], responses: Sequence[Response], submitted: bool = False
+    ) -> list[float]:
+        """One reward a response, in order.
+
+        Args:
+            prompts: of the responses.
+            responses: siblings side by side.
+            submitted: whether the reward workers have them already.
+        """
+        if submitted and self.workers is not None:
+            return check_rewards(self.workers.collect(len(responses)), len(responses))
         each = len(responses) // len(prompts)
         values = [
             self.task.reward(prompts[i // each], self.text(r)) for i, r in enumerate(responses)
@@ -177,10 +262,11 @@ class Run:
         if self.rollout.spot is not None:
             self.rollout.spot.finish()
 
-    def update_policy(
-        self, responses: Sequence[Response], rewards: Sequence[float]
-    ) -> dict[str, float]:
-        metrics = self.trainer.update(responses, rewards)
+    def update_policy(self, step: Experience) -> dict[str, float]:
+        metrics = self.trainer.update(step.responses, step.rewards, step.keep)
+        if self.config.grpo.max_refills:
+            metrics["dynamic_sampling/refills"] = step.refills
+            metrics["dynamic_sampling/kept"] = sum(step.keep) / len(step.keep)
         for phase in ("old_log_prob", "update_actor"):
             self.phases.add(phase, metrics.pop(f"timing_s/{phase}"))
         return metrics
@@ -214,50 +300,43 @@ class Run:
         if self.step == 0:  # later ones are in the record of their step
             self.folder.log_step(0, {"eval/accuracy": self.evaluations[0]})
 
+    def close(self) -> None:
+        """Ends what works beside the run."""
+        if self.workers is not None:
+            self.workers.close()
+
     # ---- records --------------------------------------------------------------------------------
 
-    def log(
-        self,
-        metrics: dict[str, float],
-        prompts: Sequence[Prompt],
-        responses: Sequence[Response],
-        rewards: Sequence[float],
-    ) -> None:
+    def log(self, metrics: dict[str, float], step: Experience) -> None:
         """Books the step that just ended; `self.step` counts it already."""
         begin = time.perf_counter()
         stats = self.stats
         self.tokens += stats.emitted
         self.target_passes += stats.target_passes
         self.trace = [*stats.trace, (stats.elapsed_s, 0, str(OFF))]
-        self.lengths = [len(r.token_ids) for r in responses]
-        self.correct += [n for n, r in zip(self.lengths, rewards, strict=True) if r >= 1.0]
+        self.lengths = [len(r.token_ids) for r in step.responses]
+        self.correct += [n for n, r in zip(self.lengths, step.rewards, strict=True) if r >= 1.0]
         metrics = {**metrics, **stats.metrics(), **self.rollout.bandit.metrics()}
         metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
         if self.rollout.spot is not None:
             metrics |= self.rollout.spot.metrics()
         if self.step in self.evaluations:
             metrics["eval/accuracy"] = self.evaluations[self.step]
-        self.folder.log_samples(self.step, self._samples(prompts, responses, rewards))
+        self.folder.log_samples(self.step, self._samples(step))
         self.last_metrics = metrics | self.phases.end_step()
         self.folder.log_step(self.step, self.last_metrics)
         self.phases.add("log", time.perf_counter() - begin)
 
-    def _samples(
-        self, prompts: Sequence[Prompt], responses: Sequence[Response], rewards: Sequence[float]
-    ) -> list[Sample]:
+    def _samples(self, step: Experience) -> list[Sample]:
         """The first response to each of the first prompts."""
         each = self.config.grpo.samples_per_prompt
-        count = min(self.config.run.samples_logged, len(prompts))
+        count = min(self.config.run.samples_logged, len(step.prompts))
+        firsts = zip(
+            step.prompts[:count], step.responses[::each], step.rewards[::each], strict=False
+        )
         return [
-            Sample(
-                prompts[i].id,
-                prompts[i].text,
-                self.text(responses[i * each]),
-                rewards[i * each],
-                len(responses[i * each].token_ids),
-                responses[i * each].finish,
-            )
-            for i in range(count)
+            Sample(p.id, p.text, self.text(r), reward, len(r.token_ids), r.finish)
+            for p, r, reward in firsts
         ]
 
     def is_due(self, every: int) -> bool:
@@ -278,6 +357,7 @@ class Run:
             "spot": spot.state_dict() if spot else None,
             "counters": {
                 "version": self.version,
+                "prompts_drawn": self.prompts_drawn,
                 "tokens": self.tokens,
                 "target_passes": self.target_passes,
                 "evaluations": self.evaluations,
@@ -293,6 +373,7 @@ class Run:
         counters = state("counters")
         self.version, self.tokens = counters["version"], counters["tokens"]
         self.target_passes = counters["target_passes"]
+        self.prompts_drawn = counters["prompts_drawn"]
         self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
         self.rollout.engine.target_version = self.version
         spot = self.rollout.spot

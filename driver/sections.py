@@ -140,6 +140,16 @@ class TaskConfig(Section):
 
 
 @dataclass(frozen=True)
+class RewardConfig(Section):
+    """Where rewards are computed, and what a sample that cannot be scored means."""
+
+    prefix: ClassVar[str] = "reward"
+    workers: int = setting(0, low=0)  # processes beside the rollout; 0: in this one, after it
+    timeout_s: float = setting(60.0, above=0)  # of one sample; a worker's start counts too
+    on_error: str = setting("stop", words=("stop", "zero"))
+
+
+@dataclass(frozen=True)
 class SamplingConfig(Section):
     """How training responses are sampled (top-k and top-p off: design of the log-probs)."""
 
@@ -238,17 +248,21 @@ class GrpoConfig(Section):
     prefix: ClassVar[str] = "grpo"
     prompts_per_step: int = setting(8, low=1)
     samples_per_prompt: int = setting(8, low=1)
-    advantage: str = setting("grpo", words=("grpo", "dr_grpo", "rloo", "reinforce"))
+    advantage: str = setting("grpo", words=("grpo", "dr_grpo", "rloo", "reinforce", "dapo"))
+    max_refills: int = setting(0, low=0)  # dynamic sampling: rounds that replace equal groups
+    truncated: str = setting("train", words=("train", "mask"))  # responses cut at the limit
     lr: float = setting(1e-4, above=0)
     warmup_steps: int = setting(0, low=0)
     clip_low: float = setting(0.2, above=0, high=1)
     clip_high: float = setting(0.2, above=0)
     kl_coef: float = setting(0.0, low=0)  # 0: no reference model
     kl_in: str = setting("loss", words=("loss", "reward"))
+    entropy_coef: float = setting(0.0, low=0)
     loss_norm: str = setting("auto", words=("tokens", "constant", "auto"))
     epochs: int = setting(1, low=1)
     minibatches: int = setting(1, low=1)
-    micro_batch_tokens: int = setting(1024, low=1)  # attention costs its square
+    micro_batch_tokens: int = setting(1024, low=1)
+    checkpointing: bool = False  # recompute each layer in the backward pass: less memory
     max_grad_norm: float = setting(1.0, above=0)
     is_cap: float = setting(2.0, above=0)  # truncated importance weight
     weight_decay: float = setting(0.0, low=0)

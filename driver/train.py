@@ -34,6 +34,8 @@ def train(config: Config, progress: Progress) -> Run:
     except BaseException:
         run.folder.discard()  # only if nothing was logged yet
         raise
+    finally:
+        run.close()
     run.folder.close()
     return run
 
@@ -44,19 +46,15 @@ def run_steps(run: Run, progress: Progress) -> None:
     if run.step == 0:
         run.evaluate()
     for _ in range(run.step, config.run.steps):
-        prompts, requests = run.next_requests()
-        with run.phases("gen"):
-            responses = run.roll_out(requests)
-        with run.phases("reward"):
-            rewards = run.rewards(prompts, responses)
+        step = run.gather()  # rollouts with speculation, and their rewards
         with run.phases("update_drafter"):
             run.finish_bubble()
-        metrics = run.update_policy(responses, rewards)
+        metrics = run.update_policy(step)
         with run.phases("update_weights"):
             run.sync_weights()
         if run.is_due(config.run.eval_every):
             run.evaluate()
-        run.log(metrics, prompts, responses, rewards)
+        run.log(metrics, step)
         progress.step(run.step, run.last_metrics)
         if run.is_due(config.run.checkpoint_every):
             run.checkpoint()

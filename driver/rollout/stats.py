@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -28,6 +28,13 @@ class RolloutStats:
     flagged: int = 0  # responses whose status word was not 0
     elapsed_s: float = 0.0
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # (seconds, active, arm)
+
+    def add(self, later: RolloutStats) -> None:
+        """Adds the counters of a rollout that followed, its trace behind this one's."""
+        self.trace += [(self.elapsed_s + at, active, arm) for at, active, arm in later.trace]
+        for item in fields(self):
+            if item.name != "trace":
+                setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
 
     @property
     def accept_length(self) -> float | None:

@@ -184,6 +184,21 @@ def test_entropy_of_known_laws():
     assert_close(entropy, torch.tensor([math.log(4), math.log(2)]))
 
 
+def test_entropy_gradient_is_that_of_float64_and_survives_vanishing_probabilities():
+    hidden = torch.tensor([[1.0, -2.0, 0.5]])
+    head = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
+    head[4] = 400 * head[4]  # the others underflow to 0 or this one does
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        x = hidden.clone().to(dtype).requires_grad_()
+        grpo.token_logprobs(x, head.to(dtype), torch.tensor([1]), 1.0, True)[1].sum().backward()
+        grads.append(x.grad.double())
+    assert grads[0].isfinite().all()
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+    plain = grpo.token_logprobs(hidden.requires_grad_(), head, torch.tensor([1]), 1.0)[1]
+    assert not plain.requires_grad
+
+
 @pytest.mark.parametrize("rows", [1, 3, 7])
 def test_chunks_change_neither_values_nor_gradients(monkeypatch, rows):
     torch.manual_seed(0)

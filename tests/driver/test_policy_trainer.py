@@ -22,6 +22,7 @@ from driver.packing import pack
 from driver.policy_trainer import PolicyTrainer
 from driver.rollout.request import Request, Response, SamplingParams
 from driver.sections import GrpoConfig
+from tests import kit
 
 EOS, PAD, VOCAB, LIMIT = 0, 0, 29, 24
 
@@ -44,6 +45,8 @@ class Cfg:
     max_grad_norm: float = 1.0
     is_cap: float = 2.0
     weight_decay: float = 0.0
+    entropy_coef: float = 0.0
+    checkpointing: bool = False
 
 
 def test_configuration_has_what_the_trainer_reads():
@@ -250,6 +253,53 @@ def test_packing_keeps_each_document_once_within_the_budget():
         assert sorted(i for row in rows for i in row) == list(range(8))
         assert all(len(row) == 1 or sum(lengths[i] for i in row) <= budget for row in rows)
     assert pack([], 10) == []
+
+
+def test_checkpointing_changes_no_gradient():
+    plain, frugal = make_model(), make_model()
+    responses = make_responses(plain)
+    layer_calls = []
+    forward = frugal.base_model.layers[0].forward
+    frugal.base_model.layers[0].forward = lambda *a, **k: layer_calls.append(1) or forward(*a, **k)
+    for model, checkpointing in ((plain, False), (frugal, True)):
+        PolicyTrainer(model, Cfg(checkpointing=checkpointing)).update(responses, REWARDS)
+    for a, b in zip(plain.parameters(), frugal.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert len(layer_calls) == 3  # old log-probs, forward, and again in the backward pass
+
+
+@pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # the responses grow stale
+def test_entropy_bonus_makes_the_policy_less_sure():
+    entropies = []
+    for coef in (0.0, 1.0):
+        model = make_model()
+        trainer = PolicyTrainer(model, Cfg(entropy_coef=coef, lr=1e-2))
+        responses = make_responses(model)
+        for _ in range(5):
+            metrics = trainer.update(responses, REWARDS)
+        entropies.append(metrics["actor/entropy"])
+    assert entropies[1] > entropies[0]
+
+
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # they are another model's
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_tokens_make_equal_policies_on_a_card(dtype):
+    """And the packed attention of half precision agrees with that of float32."""
+    model = make_model(dtype).cuda()
+    responses = make_responses(make_model())
+    states = []
+    for _ in range(2):
+        again = copy.deepcopy(model)
+        PolicyTrainer(again, Cfg(lr=1e-2)).update(responses, REWARDS)
+        states.append([p.detach() for p in again.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    exact = make_model().cuda()
+    batch = build_micro_batch(responses, range(8), "cuda")
+    with torch.no_grad():
+        got, want = (PolicyTrainer(m, Cfg())._logprobs(m, batch)[0] for m in (model, exact))
+    assert (got - want).abs().max() < (0.1 if dtype == torch.bfloat16 else 1e-6)
 
 
 def test_update_does_not_depend_on_finishing_order():

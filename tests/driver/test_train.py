@@ -13,6 +13,7 @@ from driver.run import Run
 from driver.run_folder import read_jsonl
 from driver.train import train
 
+REWARDS = Run.rewards
 WORDS = [
     "model.hidden_size=32",
     "model.num_layers=2",
@@ -54,7 +55,7 @@ main(sys.argv[1:])
 """
 
 
-def share_of_ones(self, prompts, responses):
+def share_of_ones(self, prompts, responses, submitted=False):
     """Rewards that differ within every group: a model this small gets no sum right, and without a
     gradient a run that restores nothing looks like one that restores all."""
     texts = [self.text(response) for response in responses]
@@ -156,3 +157,36 @@ def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path
 def test_overlapped_training_changes_no_token(unbroken, tmp_path):
     other = run(tmp_path, "overlapped", "run.steps=5", "spot.mode=overlapped")
     assert history(other.folder.path) == history(unbroken.folder.path)
+
+
+def test_reward_workers_change_no_reward(unbroken, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "rewards", REWARDS)
+        here = run(tmp_path, "here", "run.steps=2")
+        beside = run(tmp_path, "beside", "run.steps=2", "reward.workers=2")
+    assert history(here.folder.path) == history(beside.folder.path)
+    assert beside.workers._workers == []  # closed with the run
+
+
+def test_dynamic_sampling_replaces_equal_groups_and_resumes(tmp_path):
+    """Groups of the first prompt of each draw are made equal; they are drawn again and not learned
+    from, and the next step goes on behind all the prompts that were drawn."""
+
+    def often_equal(self, prompts, responses, submitted=False):
+        rewards = share_of_ones(self, prompts, responses)
+        each = len(responses) // len(prompts)
+        return [0.0] * each + rewards[each:]
+
+    words = ["grpo.max_refills=2", "grpo.advantage=dapo", "grpo.clip_high=0.28"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "rewards", often_equal)
+        with pytest.warns(UserWarning, match="only 2 of 3 groups have mixed rewards"):
+            whole = run(tmp_path, "whole", "run.steps=3", *words)
+            run(tmp_path, "broken", "run.steps=2", *words)
+            resumed = run(tmp_path, "broken", "run.steps=3", "run.resume=true", *words)
+    assert whole.prompts_drawn == resumed.prompts_drawn == 3 * (3 + 1 + 1)
+    assert history(whole.folder.path)[0] == history(resumed.folder.path)[0]
+    record = read_jsonl(whole.folder.path / "metrics.jsonl")[-1]
+    assert record["dynamic_sampling/refills"] == 2
+    assert record["dynamic_sampling/kept"] == pytest.approx(2 / 5)
+    assert record["actor/grad_norm"] > 0

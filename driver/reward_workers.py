@@ -1,0 +1,164 @@
+"""Rewards computed in processes of their own, while the rollout goes on.
+
+A reward function is a user's code: it may raise, hang or take its process down with it. Each of
+these ends in one line that names the sample, or counts the sample as 0, as configured.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import warnings
+from collections import deque
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from driver.errors import UserError
+from driver.sections import RewardConfig
+from driver.tasks import Prompt, Task
+
+Job = tuple[int, Prompt, str]  # index of the response, its prompt, its text
+
+
+class RewardWorkers:
+    """Scores responses as they finish.
+
+    Args:
+        task: whose `reward` is called; it is pickled into each worker.
+        config: number of workers, time-out, what a failure means.
+
+    Example:
+        >>> workers = RewardWorkers(task, RewardConfig(workers=2))
+        >>> workers.submit(0, prompt, "42")
+        >>> workers.collect(1)
+        [1.0]
+    """
+
+    def __init__(self, task: Task, config: RewardConfig) -> None:
+        self.config = config
+        self._task = task
+        self._waiting: deque[Job] = deque()
+        self._values: dict[int, Any] = {}
+        self._workers: list[_Worker] = []
+
+    def submit(self, index: int, prompt: Prompt, text: str) -> None:
+        """Queues a response; returns at once.
+
+        Args:
+            index: place of its reward in what `collect` returns.
+            prompt: that it answers.
+            text: of the response.
+
+        Raises:
+            UserError: an earlier sample failed and `reward.on_error=stop`.
+        """
+        self._waiting.append((index, prompt, text))
+        self._turn(0.0)
+
+    def collect(self, count: int) -> list[Any]:
+        """Waits for the responses 0 .. count - 1 and forgets them.
+
+        Args:
+            count: responses submitted since the last call.
+
+        Returns:
+            What `task.reward` gave for each, in order.
+
+        Raises:
+            UserError: a sample failed and `reward.on_error=stop`.
+        """
+        while len(self._values) < count:
+            self._turn(0.05)
+        values = [self._values[i] for i in range(count)]
+        self._values.clear()
+        return values
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are doing."""
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+        self._waiting.clear()
+        self._values.clear()
+
+    def _turn(self, seconds: float) -> None:
+        """Hands out what waits and takes in what is done, for at most `seconds`."""
+        idle = [worker for worker in self._workers if worker.job is None]
+        while self._waiting and (idle or len(self._workers) < self.config.workers):
+            if not idle:
+                idle.append(_Worker(self._task))
+                self._workers.append(idle[0])
+            idle.pop().start(self._waiting.popleft(), self.config.timeout_s)
+        busy = {worker.pipe: worker for worker in self._workers if worker.job is not None}
+        for pipe in wait(list(busy), seconds):
+            worker = busy[pipe]
+            job, (value, error) = worker.finish()
+            if error:
+                self._fail(job, error, worker)
+            else:
+                self._values[job[0]] = value
+        for worker in busy.values():
+            if worker.job is not None and time.monotonic() > worker.deadline:
+                self._fail(
+                    worker.job, f"no answer in reward.timeout_s={self.config.timeout_s:g}", worker
+                )
+
+    def _fail(self, job: Job, reason: str, worker: _Worker) -> None:
+        index, prompt, _ = job
+        if worker.job is not None or not worker.process.is_alive():
+            worker.end()
+            self._workers.remove(worker)
+        message = f"reward of response {index} to prompt {prompt.id}: {reason}"
+        if self.config.on_error == "stop":
+            self.close()
+            raise UserError(f"{message}; reward.on_error=zero would count it as 0")
+        warnings.warn(f"{message}; counted as 0", stacklevel=4)
+        self._values[index] = 0.0
+
+
+class _Worker:
+    """One process and the sample it works on."""
+
+    def __init__(self, task: Task) -> None:
+        # Not forked: the parent has threads and may hold a CUDA context.
+        context = multiprocessing.get_context("spawn")
+        self.pipe, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child, task), daemon=True)
+        self.process.start()
+        child.close()
+        self.job: Job | None = None
+        self.deadline = 0.0
+
+    def start(self, job: Job, timeout_s: float) -> None:
+        self.job, self.deadline = job, time.monotonic() + timeout_s
+        try:
+            self.pipe.send(job[1:])
+        except OSError:
+            pass  # it died between two samples: `finish` reads the end of the pipe
+
+    def finish(self) -> tuple[Job, tuple[Any, str]]:
+        """The sample that was worked on, its reward and what went wrong."""
+        assert self.job is not None
+        job, self.job = self.job, None
+        try:
+            return job, self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return job, (None, f"its worker died with exit code {self.process.exitcode}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, task: Task) -> None:
+    while True:
+        try:
+            prompt, text = pipe.recv()
+        except EOFError:  # the run is over
+            return
+        try:
+            pipe.send((task.reward(prompt, text), ""))
+        except Exception as error:  # the sample's failure, told to the run
+            pipe.send((None, f"{type(error).__name__}: {error}"))

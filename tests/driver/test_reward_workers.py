@@ -1,0 +1,74 @@
+"""Rewards in processes of their own: same values, and no failure of one stops a run unnamed."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from driver.errors import UserError
+from driver.reward_workers import RewardWorkers
+from driver.sections import RewardConfig
+from driver.tasks import Prompt
+
+
+@dataclass
+class Moody:
+    """A reward function that does as the response says."""
+
+    name: str = "moody"
+
+    def reward(self, prompt, response):
+        if response == "raise":
+            raise ValueError("no such unit")
+        if response == "hang":
+            time.sleep(600)
+        if response == "die":
+            os._exit(3)
+        return len(response) + int(prompt.answer)
+
+
+def score(texts, **config):
+    workers = RewardWorkers(Moody(), RewardConfig(workers=2, **config))
+    try:
+        for i, text in enumerate(texts):
+            workers.submit(i, Prompt(f"moody/train/{i}", "", str(i)), text)
+        return workers.collect(len(texts))
+    finally:
+        workers.close()
+
+
+def test_rewards_come_in_the_order_of_the_responses():
+    assert score(["a", "bb", "ccc", "", "eeeee"]) == [1, 3, 5, 3, 9]
+
+
+def test_a_second_batch_does_not_see_the_first():
+    workers = RewardWorkers(Moody(), RewardConfig(workers=1))
+    for text, expected in (("aa", 2), ("b", 1)):
+        workers.submit(0, Prompt("p", "", "0"), text)
+        assert workers.collect(1) == [expected]
+    workers.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise", "ValueError: no such unit"),
+        ("die", "its worker died with exit code 3"),
+        ("hang", "no answer in reward.timeout_s=2"),
+    ],
+)
+def test_a_failure_names_its_sample(text, reason):
+    texts = ["a", "bb", text, "ccc"]
+    with pytest.raises(UserError, match=f"response 2 to prompt moody/train/2: {reason}"):
+        score(texts, timeout_s=2)
+    with pytest.warns(UserWarning, match=f"moody/train/2: {reason}; counted as 0"):
+        assert score(texts, timeout_s=2, on_error="zero") == [1, 3, 0.0, 6]
+
+
+def test_a_stopped_pool_leaves_no_process():
+    workers = RewardWorkers(Moody(), RewardConfig(workers=2))
+    workers.submit(0, Prompt("p", "", "0"), "hang")
+    processes = [worker.process for worker in workers._workers]
+    workers.close()
+    assert [process.is_alive() for process in processes] == [False]
