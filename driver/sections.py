@@ -216,6 +216,8 @@ class DrafterConfig(Section):
     draft_vocab: int = setting(0, low=0)  # 0: the whole vocabulary
     intermediate_size: int = setting(0, low=0)  # 0: the target's
     unroll: int = setting(3, low=1, high=16)
+    loss: str = setting("soft_ce", words=("soft_ce", "kl", "tv", "hybrid"))
+    feature_loss: float = setting(0.0, low=0)  # weight of the distance to the target's last state
     lr: float = setting(2e-3, above=0)
     feature_layers: list[int] = setting([], low=0)  # empty: low, middle, high
 

@@ -7,16 +7,14 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from driver.data_buffer import DataBuffer, Document, Piece
-from driver.draft_loss import DraftBatch, unrolled_loss
+from driver.draft_loss import DraftBatch, Objective, Teacher, unrolled_loss
 from driver.drafter import Drafter
 from driver.model import TargetModel
 from driver.rollout.draft_runner import DraftRunner
@@ -28,15 +26,6 @@ if TYPE_CHECKING:
 
 SWAP_EVERY = 8  # micro-steps between two versions of the drafter
 MAX_GRAD_NORM = 1.0
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """What turns a policy version's final hidden states into its law over the draft vocabulary."""
-
-    version: int
-    norm: Tensor  # [H]
-    head: Tensor  # [draft_vocab, H]
 
 
 class SpotTrainer:
@@ -69,6 +58,8 @@ class SpotTrainer:
     ) -> None:
         self.drafter, self.runner, self.target, self.cache = drafter, runner, target, cache
         self.config, self.unroll = config, drafter_config.unroll
+        self.objective = Objective(drafter_config.loss, drafter_config.feature_loss)
+        self.acceptance = 0.0  # of the last micro-step
         self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed)
         self.optimizer = torch.optim.AdamW(
             drafter.trainable(),
@@ -176,13 +167,21 @@ class SpotTrainer:
         if self.steps == 0:
             self._rebuild_vocabulary()
         batch = self._pack(pieces)
-        loss, metrics = unrolled_loss(self.drafter, batch, self.target.cos_sin, self.unroll)
+        loss, metrics = unrolled_loss(
+            self.drafter,
+            batch,
+            self.target.cos_sin,
+            self.unroll,
+            self.objective,
+            self.acceptance,
+        )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = clip_grad_norm_(self.drafter.trainable(), MAX_GRAD_NORM)
         if torch.isfinite(norm):
             self.optimizer.step()
             self._last = metrics
+            self.acceptance = metrics["drafter/acceptance"]
         else:
             warnings.warn("spot trainer: gradient is not finite: step skipped", stacklevel=2)
         self.steps += 1
@@ -208,32 +207,28 @@ class SpotTrainer:
     def _pack(self, pieces: Seq[Piece]) -> DraftBatch:
         """Pieces end to end; entry t pairs features t with token t + 1 and learns token t + 2."""
         width = 3 * self.target.spec.hidden_size
-        tokens, features, teacher, position = [], [], [], []
+        tokens, features, final, position, teachers = [], [], [], [], []
+        now = Teacher(
+            self.target_version, self.target.final_norm.float(), self.drafter.lm_head.weight
+        )
         for piece in pieces:
             begin, end = piece.start, piece.start + piece.length
             document = piece.document
             tokens.append(document.tokens[begin + 1 : end + 1])
             features.append(document.features[begin:end, :width])
-            final = document.features[begin + 1 : end + 1, width:]
-            teacher.append(self._law(final, document.target_version))
+            final.append(document.features[begin + 1 : end + 1, width:])
             position.append(torch.arange(begin, end))
+            teachers.append(now if document.target_version == now.version else self._previous)
+            assert teachers[-1].version == document.target_version
         device = self.target.device
         return DraftBatch(
             self.target.embedding.index_select(0, torch.cat(tokens).to(device)).float(),
             torch.cat(features).float(),
-            torch.cat(teacher),
+            torch.cat(final).float(),
             torch.cat(position).to(device),
             tuple(piece.length for piece in pieces),
+            tuple(teachers),
         )
-
-    def _law(self, final: Tensor, version: int) -> Tensor:
-        """Probabilities [n, draft_vocab] after final hidden states [n, H] of a policy version."""
-        norm, head = self.target.final_norm.float(), self.drafter.lm_head.weight
-        if version != self.target_version:
-            assert self._previous is not None and self._previous.version == version
-            norm, head = self._previous.norm, self._previous.head
-        normed = F.rms_norm(final.float(), norm.shape, norm, self.target.spec.rms_norm_eps)
-        return (normed @ head.t()).softmax(-1)
 
     def _rebuild_vocabulary(self) -> None:
         """Drafts the tokens seen most often in rollouts, then the lowest ids."""
@@ -280,6 +275,7 @@ class SpotTrainer:
             "optimizer": self.optimizer.state_dict(),
             "version": self.runner.version,
             "steps": self.steps,
+            "acceptance": self.acceptance,
             "tokens_seen": self.tokens_seen,
             "seen_tokens": dict(self.buffer.seen_tokens),
         }
@@ -290,6 +286,7 @@ class SpotTrainer:
         self.drafter.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
+        self.acceptance = state["acceptance"]
         self.buffer.seen_tokens.clear()
         self.buffer.seen_tokens.update(state["seen_tokens"])
         self.drafter.refresh_head(self.target.head)

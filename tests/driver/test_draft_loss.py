@@ -1,10 +1,21 @@
 """The unrolled forward against a plain loop, and the loss over packed pieces."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from driver.draft_loss import STEP_WEIGHT, DraftBatch, unroll, unrolled_loss
+from driver import draft_loss
+from driver.draft_loss import (
+    STEP_WEIGHT,
+    DraftBatch,
+    Objective,
+    Teacher,
+    unroll,
+    unrolled_loss,
+)
 from driver.drafter import Drafter, DraftSpec
 from tests.kit import randn
 
@@ -25,13 +36,20 @@ def rope() -> torch.Tensor:
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
+TEACHERS = [
+    Teacher(v, 1 + 0.1 * randn(16, seed=90 + v).double(), randn(9, 16, seed=80 + v).double())
+    for v in range(2)
+]
+
+
 def piece(length: int, seed: int, start: int = 0) -> DraftBatch:
     return DraftBatch(
         randn(length, 16, seed=seed).double(),
         randn(length, 48, seed=seed + 1).double(),
-        randn(length, 9, seed=seed + 2).double().softmax(-1),
+        randn(length, 16, seed=seed + 2).double(),
         torch.arange(start, start + length),
         (length,),
+        (TEACHERS[seed % 2],),
     )
 
 
@@ -39,9 +57,10 @@ def pack(*pieces: DraftBatch) -> DraftBatch:
     return DraftBatch(
         *(
             torch.cat([getattr(p, name) for p in pieces])
-            for name in ("embedded", "features", "teacher", "position")
+            for name in ("embedded", "features", "final", "position")
         ),
         tuple(len(p.position) for p in pieces),
+        tuple(teacher for p in pieces for teacher in p.teachers),
     )
 
 
@@ -114,7 +133,8 @@ def test_loss_is_the_weighted_mean_over_entries_and_steps():
     for step, hidden in enumerate(unroll(drafter, batch, rope(), 2)):
         for t in range(step, 3):
             logits = drafter.lm_head(norm(hidden[t], drafter.norm.weight))
-            entropy = -(batch.teacher[t] * logits.log_softmax(-1)).sum()
+            law = TEACHERS[1].law(batch.final[t], SPEC.rms_eps)
+            entropy = -(law * logits.log_softmax(-1)).sum()
             total += STEP_WEIGHT**step * float(entropy)
             weights += STEP_WEIGHT**step
     assert float(loss) == pytest.approx(total / weights, rel=1e-12)
@@ -158,7 +178,12 @@ def test_absolute_positions_decide_the_rotation():
     """A crop keeps its positions; a rotation depends on distances, which a crop keeps too."""
     drafter, near, far = make_drafter(), piece(6, 1), piece(6, 1, start=40)
     jump = DraftBatch(
-        near.embedded, near.features, near.teacher, torch.tensor([0, 1, 2, 13, 14, 15]), (6,)
+        near.embedded,
+        near.features,
+        near.final,
+        torch.tensor([0, 1, 2, 13, 14, 15]),
+        (6,),
+        near.teachers,
     )
     states = [list(unroll(drafter, batch, rope(), 3))[2][2:] for batch in (near, far, jump)]
     torch.testing.assert_close(states[0], states[1], rtol=1e-9, atol=1e-9)
@@ -167,9 +192,72 @@ def test_absolute_positions_decide_the_rotation():
 
 def test_gradient_reaches_the_drafter_alone():
     drafter, batch = make_drafter(), piece(6, 1)
-    for name in ("embedded", "features", "teacher"):
+    for name in ("embedded", "features", "final"):
         assert not getattr(batch, name).requires_grad
     unrolled_loss(drafter, batch, rope(), 3)[0].backward()
     assert drafter.lm_head.weight.grad is None
     for name, weight in drafter.named_parameters():
         assert name == "lm_head.weight" or float(weight.grad.abs().sum()) > 0, name
+
+
+def numbers(drafter: Drafter, batch: DraftBatch) -> tuple[float, float, float]:
+    """Mean KL, TV and entropy of the law at unroll step 0, entry by entry."""
+    kl = tv = entropy = 0.0
+    (teacher,) = batch.teachers
+    for t, hidden in enumerate(next(unroll(drafter, batch, rope(), 1))):
+        law = teacher.law(batch.final[t], SPEC.rms_eps)
+        draft = drafter.lm_head(norm(hidden, drafter.norm.weight)).softmax(-1)
+        kl += float((law * (law / draft).log()).sum())
+        tv += float((law - draft).abs().sum()) / 2
+        entropy -= float((law * law.log()).sum())
+    return tuple(x / len(batch.position) for x in (kl, tv, entropy))
+
+
+def test_each_loss_is_what_it_says():
+    drafter, batch = make_drafter().requires_grad_(False), piece(5, 3)
+    kl, tv, entropy = numbers(drafter, batch)
+    share = math.exp(-3 * 0.4)
+    expected = {
+        "soft_ce": kl + entropy,
+        "kl": kl,
+        "tv": tv,
+        "hybrid": share * kl + (1 - share) * tv,
+    }
+    for kind, value in expected.items():
+        loss, metrics = unrolled_loss(drafter, batch, rope(), 1, Objective(kind), acceptance=0.4)
+        assert float(loss) == pytest.approx(value, rel=1e-9), kind
+        assert metrics["drafter/acceptance"] == pytest.approx(1 - tv, rel=1e-9)
+        assert metrics["drafter/loss"] == pytest.approx(kl + entropy, rel=1e-9)
+    near, _ = unrolled_loss(drafter, batch, rope(), 1, Objective("hybrid"), acceptance=1.0)
+    assert abs(float(near) - tv) < abs(float(loss) - tv)
+
+
+def test_the_feature_loss_pulls_towards_the_final_state():
+    drafter, batch = make_drafter().requires_grad_(False), piece(4, 6)
+    plain, _ = unrolled_loss(drafter, batch, rope(), 1)
+    loss, _ = unrolled_loss(drafter, batch, rope(), 1, Objective(feature_weight=0.5))
+    hidden = next(unroll(drafter, batch, rope(), 1))
+    distance = F.smooth_l1_loss(hidden, batch.final)
+    assert float(loss - plain) == pytest.approx(0.5 * float(distance), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["soft_ce", "tv", "hybrid"])
+def test_chunks_of_the_head_change_neither_loss_nor_gradient(kind, monkeypatch):
+    drafter, batch = make_drafter(), pack(piece(6, 1), piece(3, 2), piece(9, 3), piece(2, 5))
+    results = []
+    for chunk in (1 << 20, 9 * 4, 1):
+        monkeypatch.setattr(draft_loss, "CHUNK_LOGITS", chunk)
+        loss, _ = unrolled_loss(drafter, batch, rope(), 3, Objective(kind), 0.3)
+        results.append((loss.detach(), *torch.autograd.grad(loss, drafter.trainable())))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_each_piece_learns_from_the_policy_that_recorded_it():
+    drafter, pieces = make_drafter(), [piece(4, 1), piece(3, 2), piece(5, 4), piece(2, 3)]
+    batch = pack(*pieces)
+    assert [(b, e, t.version) for b, e, t in batch.runs()] == [(0, 4, 1), (4, 12, 0), (12, 14, 1)]
+    loss, _ = unrolled_loss(drafter, batch, rope(), 1)
+    wrong = replace(batch, teachers=(TEACHERS[0],) * 4)
+    assert loss.item() != unrolled_loss(drafter, wrong, rope(), 1)[0].item()

@@ -50,6 +50,7 @@ def twin(parts: Parts, sequence: Sequence, drafted: list[int]) -> list[torch.Ten
         torch.empty(0),
         torch.arange(entries),
         (entries,),
+        (),
     )
     with torch.no_grad():
         steps = list(unroll(parts.drafter, batch, parts.target.cos_sin, len(drafted) + 1))

@@ -54,7 +54,8 @@ def test_features_of_t_go_with_token_t_plus_1_and_learn_token_t_plus_2(variant):
         three = torch.cat([states[layer + 1][0, t] for layer in parts.target.feature_layers])
         torch.testing.assert_close(batch.features[row], three)
         law = outputs.logits[0, t + 1, parts.drafter.target_ids].softmax(-1)
-        torch.testing.assert_close(batch.teacher[row], law, rtol=1e-4, atol=1e-6)
+        teacher = batch.teachers[0].law(batch.final[row], parts.drafter.spec.rms_eps)
+        torch.testing.assert_close(teacher, law, rtol=1e-4, atol=1e-6)
     assert batch.lengths == (9, 3)
 
 
@@ -268,18 +269,23 @@ def test_the_draft_vocabulary_is_rebuilt_from_rollouts(parts):
     assert torch.equal(parts.runner.weights["head"], parts.target.head[expected])
 
 
+def law_of(trainer: SpotTrainer, document: Document) -> torch.Tensor:
+    batch = trainer._pack([Piece(document, 0, 28)])
+    return batch.teachers[0].law(batch.final, trainer.drafter.spec.rms_eps)
+
+
 def test_documents_of_the_step_before_keep_their_teacher(parts):
     trainer = parts.trainer(keep_long=0.5, final_steps=1)
     old = parts.document(30, 1, version=0)
     trainer.buffer.add(old)
     trainer.finish()
-    law = trainer._pack([Piece(old, 0, 28)]).teacher
+    law = law_of(trainer, old)
     parts.target.load_weights({n: w * 1.7 for n, w in parts.target.state_dict().items()})
     trainer.start_step(1)
     assert trainer.buffer.kept == [old]
-    assert same_bits(trainer._pack([Piece(old, 0, 28)]).teacher, law)
+    assert same_bits(law_of(trainer, old), law)
     new = Document(old.tokens, old.features, 1)
-    assert not torch.allclose(trainer._pack([Piece(new, 0, 28)]).teacher, law)
+    assert not torch.allclose(law_of(trainer, new), law)
 
 
 def test_documents_whose_teacher_is_gone_are_dropped(parts):
