@@ -1,4 +1,5 @@
 // The single face of the native core: module `tlt_ext._C`.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,6 +13,7 @@
 #include "common/noise.h"
 #include "common/parallel.h"
 #include "common/python.h"
+#include "graphs/op.h"
 #include "kv/op.h"
 #include "layers/dot.h"
 #include "layers/op.h"
@@ -58,9 +60,10 @@ py::dict build_info() {
 std::vector<std::string> cuda_ops() {
 #if defined(TLT_WITH_CUDA)
   return {
-      "rms_norm",    "silu_mul",         "linear_rows", "rms_norm_linear", "silu_mul_linear",
-      "append_kv",   "tree_attention",   "commit_path", "copy_pages",      "sample",
-      "verify_tree", "verify_rejection", "expand_tree", "select_nodes",
+      "rms_norm",   "silu_mul",       "linear_rows", "rms_norm_linear", "silu_mul_linear",
+      "append_kv",  "tree_attention", "commit_path", "copy_pages",      "gather_new_rows",
+      "sample",     "verify_tree",    "expand_tree", "select_nodes",    "verify_rejection",
+      "arm_passes", "advance_batch",
   };
 #else
   return {};
@@ -122,6 +125,9 @@ void bind_kv(py::module_& m) {
         "stream"_a, NoGil());
   m.def("copy_pages", &tlt::copy_pages, "cache"_a, "source"_a, "destination"_a, "stream"_a,
         NoGil());
+  m.def("gather_new_rows", &tlt::gather_new_rows, "features"_a, "tokens"_a, "slot"_a,
+        "context_len"_a, "num_new"_a, "block_table"_a, "status"_a, "row_start"_a, "ids"_a,
+        "position"_a, "first"_a, "last"_a, "rows"_a, "stream"_a, NoGil());
 }
 
 void bind_attention(py::module_& m) {
@@ -237,6 +243,72 @@ void bind_ngram(py::module_& m) {
            "root_position"_a, "seed"_a, "depth"_a, "top_k"_a, "min_order"_a);
 }
 
+// ---- graphs -------------------------------------------------------------------------------------
+
+// A view of the ring's memory, which it keeps alive.
+template <typename T>
+py::array ring_array(py::object ring, T* data, std::vector<py::ssize_t> shape) {
+  return py::array_t<T>(std::move(shape), data, std::move(ring));
+}
+
+// A property that shows one of the ring's arrays: [passes], by request, by token.
+template <auto kMember>
+auto show(int axes) {
+  return [axes](py::object self) {
+    const tlt::RingView& view = self.cast<tlt::PassRing&>().view();
+    std::vector<py::ssize_t> shape{view.passes, view.max_batch, view.max_emitted};
+    shape.resize(static_cast<size_t>(axes));
+    return ring_array(self, view.*kMember, shape);
+  };
+}
+
+void bind_graphs(py::module_& m) {
+  using tlt::PassRing;
+  using tlt::RingView;
+  using tlt::Tensor;
+  py::class_<PassRing>(m, "PassRing")
+      .def(py::init<int64_t, int64_t, int64_t, bool>(), "passes"_a, "max_batch"_a, "max_emitted"_a,
+           "pinned"_a)
+      .def_property_readonly("begin_ns",
+                             [](py::object self) {
+                               int64_t* begin = self.cast<PassRing&>().view().begin_ns;
+                               return ring_array(self, begin, {1});
+                             })
+      .def_property_readonly("time_ns", show<&RingView::time_ns>(1))
+      .def_property_readonly("num_emitted", show<&RingView::num_emitted>(2))
+      .def_property_readonly("finish", show<&RingView::finish>(2))
+      .def_property_readonly("status", show<&RingView::status>(2))
+      .def_property_readonly("tokens", show<&RingView::tokens>(3))
+      .def_property_readonly("logprobs", show<&RingView::logprobs>(3))
+      .def_property_readonly("passes", [](const PassRing& ring) { return ring.view().passes; })
+      .def_property_readonly("sequence", &PassRing::sequence)
+      .def_property_readonly("reason", &PassRing::reason)
+      .def("request_stop", &PassRing::request_stop)
+      .def("wait", &PassRing::wait, "timeout_s"_a, NoGil())
+      .def("collect", [](const PassRing& ring, int64_t begin, int64_t end, int64_t rows) {
+        py::list list;
+        for (const tlt::Collected& row : ring.collect(begin, end, rows)) {
+          list.append(py::make_tuple(row.tokens, row.logprobs, row.counts));
+        }
+        return list;
+      });
+  m.def(
+      "advance_batch",
+      [](const Tensor& emitted, const Tensor& logprobs, const Tensor& num_emitted,
+         const Tensor& finish, const Tensor& status, const Tensor& context_len, const Tensor& slot,
+         const Tensor& tokens, const Tensor& last_token, const Tensor& remaining,
+         const Tensor& num_new, const Tensor& granted, const Tensor& control, PassRing& ring,
+         int64_t lookahead, uintptr_t stream) {
+        tlt::advance_batch({emitted, logprobs, num_emitted, finish, status, context_len, slot,
+                            tokens, last_token, remaining, num_new, granted, control},
+                           ring, lookahead, stream);
+      },
+      "emitted"_a, "logprobs"_a, "num_emitted"_a, "finish"_a, "status"_a, "context_len"_a, "slot"_a,
+      "tokens"_a, "last_token"_a, "remaining"_a, "num_new"_a, "granted"_a, "control"_a, "ring"_a,
+      "lookahead"_a, "stream"_a, NoGil());
+  m.def("arm_passes", &tlt::arm_passes, "control"_a, "ring"_a, "limit"_a, "stream"_a, NoGil());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -248,4 +320,5 @@ PYBIND11_MODULE(_C, m) {
   bind_sampling(m);
   bind_tree(m);
   bind_ngram(m);
+  bind_graphs(m);
 }

@@ -132,6 +132,53 @@ def copy_pages(cache: torch.Tensor, source: list[int], destination: list[int]) -
     return out
 
 
+def gather_new_rows(
+    features: torch.Tensor,
+    tokens: torch.Tensor,
+    slot: list[int],
+    context_len: list[int],
+    num_new: list[int],
+    block_table: torch.Tensor,
+) -> tuple[list[int], list[int], list[int], torch.Tensor]:
+    """Row starts, token ids, positions and features of the packed rows."""
+    row_start, ids, position, rows = [0], [], [], []
+    for request, (context, count) in enumerate(zip(context_len, num_new, strict=True)):
+        entries = range(context - count, context) if slot[request] >= 0 else range(0)
+        ids += [int(tokens[slot[request], t + 1]) for t in entries]
+        position += entries
+        rows.append(features[places(block_table, request, list(entries), features.shape[1])])
+        row_start.append(len(ids))
+    return row_start, ids, position, torch.cat(rows)
+
+
+# ---- graphs ----------------------------------------------------------------------------------
+
+
+def advance_batch(
+    emitted: list[list[int]],
+    finish: list[int],
+    context_len: list[int],
+    slot: list[int],
+    tokens: torch.Tensor,
+    granted: list[int],
+    lookahead: int,
+) -> tuple[torch.Tensor, int]:
+    """The token store after a pass, and the reasons to stop that its rows have."""
+    tokens, reason = tokens.clone(), 0
+    for b, row in enumerate(emitted):
+        if slot[b] < 0:
+            continue
+        for i, token in enumerate(row):
+            tokens[slot[b], context_len[b] - len(row) + 1 + i] = token
+        if not row:
+            reason |= 16
+        if finish[b]:
+            reason |= 1
+        elif context_len[b] + lookahead > granted[b]:
+            reason |= 2
+    return tokens, reason
+
+
 # ---- sampling --------------------------------------------------------------------------------
 
 TARGET, ACCEPT, RESIDUAL = 0, 1, 2  # domains of the noise

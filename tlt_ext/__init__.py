@@ -7,7 +7,8 @@ never allocates or synchronises. See `python -m tlt_ext` for what this build can
 from tlt_ext import _C
 from tlt_ext.attention import attention_workspace_bytes, tree_attention
 from tlt_ext.common import Status, num_threads, set_num_threads
-from tlt_ext.kv import append_kv, commit_path, copy_pages
+from tlt_ext.graphs import Control, PassRing, StopReason, advance_batch, arm_passes
+from tlt_ext.kv import append_kv, commit_path, copy_pages, gather_new_rows
 from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
 from tlt_ext.ngram import NgramIndex
 from tlt_ext.sampling import sample, sampling_workspace_bytes, verify_rejection, verify_tree
@@ -25,12 +26,15 @@ OPS = (
     tree_attention,
     commit_path,
     copy_pages,
+    gather_new_rows,
     sample,
     verify_tree,
     verify_rejection,
     expand_tree,
     select_nodes,
     NgramIndex,
+    arm_passes,
+    advance_batch,
 )
 
 
@@ -41,14 +45,20 @@ def op_places() -> dict[str, str]:
 
 
 __all__ = [
+    "Control",
     "NgramIndex",
     "OPS",
+    "PassRing",
     "Status",
+    "StopReason",
+    "advance_batch",
     "append_kv",
+    "arm_passes",
     "attention_workspace_bytes",
     "commit_path",
     "copy_pages",
     "expand_tree",
+    "gather_new_rows",
     "linear_rows",
     "num_threads",
     "op_places",

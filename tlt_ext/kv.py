@@ -184,3 +184,80 @@ def copy_pages(
     Reference: `tests/reference.py::copy_pages`.
     """
     _C.copy_pages(cache, source, destination, current_stream(cache, stream))
+
+
+def gather_new_rows(
+    features: Array,
+    tokens: Array,
+    slot: Array,
+    context_len: Array,
+    num_new: Array,
+    block_table: Array,
+    status: Array,
+    row_start: Array,
+    ids: Array,
+    position: Array,
+    first: Array,
+    last: Array,
+    rows: Array,
+    *,
+    stream: int | None = None,
+) -> None:
+    """Gathers what a drafter has to catch up on: features of a position beside the next token.
+
+    Request b's entries are the positions t from `context_len[b] - num_new[b]` to
+    `context_len[b] - 1`; its rows are packed after those of the requests before it.
+
+    Args:
+        features: [num_pages, page_size, dim], float32, float16 or bfloat16, pages and slots may be
+            strided.
+        tokens: int32 [slots, length], the token at each absolute position of a sequence.
+        slot: int32 [requests], each request's row of `tokens`; negative = no rows.
+        context_len: int32 [requests].
+        num_new: int32 [requests].
+        block_table: int32 [requests, max_pages].
+        status: int32 [requests], bits are ORed in: BAD_LENGTH for a count that is negative, above
+            the request's share of `ids` or above `context_len`, or a token outside `tokens`, and
+            there are no rows then; BAD_PAGE for a page id outside features, BAD_LENGTH for a
+            position past the table, and that row is 0.
+        row_start: int32 [requests + 1], out.
+        ids: int32 [requests * M], out: the token of position t + 1; M is the most entries of a
+            request. Rows that belong to nobody, past `row_start[-1]`, are 0.
+        position: int32 [requests * M], out: t, 0 in rows that belong to nobody.
+        first: int32 [requests], out: position of the first entry (`context_len` where there is
+            none), which is the drafter's own committed length.
+        last: int32 [requests], out: row of the newest entry, 0 where there is none.
+        rows: [requests * M, dim], dtype of features, rows may be strided; out. Rows that belong to
+            nobody are left as they are.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout or shape is wrong.
+
+    Example:
+        Two new entries of a request with ten committed slots, after token 5 came 6, 7:
+
+        >>> gather_new_rows(features, tokens, [0], [10], [2], table, status, row_start, ids,
+        ...                 position, first, last, rows)
+        >>> position[:2], ids[:2], first, last, row_start   # [8, 9], [6, 7], [8], [1], [0, 2]
+
+    Source: design of this package; the pairing is that of Li et al., "EAGLE" (2024).
+    Reference: `tests/reference.py::gather_new_rows`.
+    """
+    _C.gather_new_rows(
+        features,
+        tokens,
+        slot,
+        context_len,
+        num_new,
+        block_table,
+        status,
+        row_start,
+        ids,
+        position,
+        first,
+        last,
+        rows,
+        current_stream(features, stream),
+    )

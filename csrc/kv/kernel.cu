@@ -6,11 +6,11 @@
 // sources are still whole. A second launch then advances the lengths, which the first one reads.
 // copy_pages: a thread copies one word of one page.
 #include <array>
-#include <initializer_list>
 #include <type_traits>
 
 #include "common/device.cuh"
 #include "kv/op.h"
+#include "kv/words.cuh"
 
 namespace tlt {
 namespace {
@@ -241,17 +241,6 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
     to[i] = from[i];
   }
 }
-
-// Calls f with a null pointer of the widest word that divides every address and size given.
-template <typename F>
-void dispatch_word(std::initializer_list<int64_t> bytes, F&& f) {
-  bool wide = true;
-  for (const int64_t b : bytes) wide &= b % int64_t{sizeof(uint4)} == 0;
-  if (wide) return f(static_cast<uint4*>(nullptr));
-  return f(static_cast<uint16_t*>(nullptr));
-}
-
-int64_t address(const void* p) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p)); }
 
 }  // namespace
 

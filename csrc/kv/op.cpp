@@ -140,4 +140,58 @@ void copy_pages(const Tensor& cache, const Tensor& source, const Tensor& destina
       [&] { copy_pages_cuda(params, cache.device.device_id, stream); });
 }
 
+void gather_new_rows(const Tensor& features, const Tensor& tokens, const Tensor& slot,
+                     const Tensor& context_len, const Tensor& num_new, const Tensor& block_table,
+                     const Tensor& status, const Tensor& row_start, const Tensor& ids,
+                     const Tensor& position, const Tensor& first, const Tensor& last,
+                     const Tensor& rows, uintptr_t stream) {
+  constexpr const char* op = "gather_new_rows";
+  const Arg features_arg(op, "features", features), ids_arg(op, "ids", ids);
+  features_arg.is(kFloating).dense_last().shape({kAny, kAny, kAny});
+  if (features.shape[1] < 1) features_arg.fail("a page size of 1 or more", "0");
+  Arg(op, "tokens", tokens).on(features).is({DType::kInt32}).dense_last().shape({kAny, kAny});
+  ids_arg.on(features).is({DType::kInt32}).dense().shape({kAny});
+  Arg(op, "position", position).on(features).is({DType::kInt32}).dense().shape({ids.shape[0]});
+  const SequenceArgs args{row_start, context_len, block_table, status, nullptr};
+  const Sequences sequences =
+      check_sequences(op, features, args, ids.shape[0], features.shape[0], features.shape[1]);
+  const int64_t requests = sequences.num_requests;
+  const std::pair<const char*, const Tensor*> of_request[] = {
+      {"slot", &slot}, {"num_new", &num_new}, {"first", &first}, {"last", &last}};
+  for (const auto& [name, tensor] : of_request) {
+    Arg(op, name, *tensor).on(features).is({DType::kInt32}).dense().shape({requests});
+  }
+  const int64_t most = requests == 0 ? 0 : ids.shape[0] / requests;
+  if (most * requests != ids.shape[0] || (most == 0 && requests > 0)) {
+    ids_arg.fail("the same number of rows for each of " + std::to_string(requests) + " requests",
+                 std::to_string(ids.shape[0]));
+  }
+  const Arg rows_arg(op, "rows", rows);
+  rows_arg.on(features).is_like("features", features).dense_last();
+  rows_arg.shape({ids.shape[0], features.shape[2]});
+  const int64_t bytes = bytes_of(features.dtype);
+  const GatherNewRowsParams params{features.ptr<char>(),
+                                   tokens.ptr<int32_t>(),
+                                   slot.ptr<int32_t>(),
+                                   num_new.ptr<int32_t>(),
+                                   row_start.ptr<int32_t>(),
+                                   ids.ptr<int32_t>(),
+                                   position.ptr<int32_t>(),
+                                   first.ptr<int32_t>(),
+                                   last.ptr<int32_t>(),
+                                   rows.ptr<char>(),
+                                   sequences,
+                                   most,
+                                   tokens.shape[0],
+                                   tokens.shape[1],
+                                   tokens.stride[0],
+                                   features.shape[2] * bytes,
+                                   features.stride[0] * bytes,
+                                   features.stride[1] * bytes,
+                                   rows.stride[0] * bytes};
+  dispatch_device(
+      op, features, [&] { gather_new_rows_cpu(params); },
+      [&] { gather_new_rows_cuda(params, features.device.device_id, stream); });
+}
+
 }  // namespace tlt

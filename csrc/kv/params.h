@@ -50,4 +50,35 @@ struct CopyPagesParams {
   int64_t layer_bytes, page_stride_bytes, page_bytes;
 };
 
+// Entries of the drafter that a request has to catch up on: t = context_len - num_new and so on up
+// to context_len - 1, each the features of position t beside the token of position t + 1.
+struct GatherNewRowsParams {
+  const char* features;    // [num_pages, page_size, feature_dim]
+  const int32_t* tokens;   // [num_slots, token_len], by absolute position
+  const int32_t* slot;     // [requests], row of `tokens`; negative = inert
+  const int32_t* num_new;  // [requests]
+  int32_t* row_start;      // [requests + 1]
+  int32_t* ids;            // [requests * most], token of position t + 1; 0 where inert
+  int32_t* position;       // [requests * most], t; 0 where inert
+  int32_t* first;          // [requests], context_len - num_new
+  int32_t* last;           // [requests], row of the request's newest entry; 0 where it has none
+  char* rows;              // [requests * most, feature_dim]
+  Sequences sequences;     // without row_start
+  int64_t most;            // entries of a request
+  int64_t num_slots, token_len, tokens_stride;
+  int64_t feature_bytes, page_bytes, slot_bytes, row_bytes;  // of a row; strides
+};
+
+// How many rows a request has; `bits` where what it asks for cannot be.
+TLT_HD int64_t new_rows_of(const GatherNewRowsParams& p, int64_t request, int32_t* bits) {
+  *bits = kStatusOk;
+  const int64_t slot = p.slot[request];
+  if (slot < 0) return 0;
+  const int64_t count = p.num_new[request], context = p.sequences.context_len[request];
+  const bool fits = 0 <= count && count <= p.most && count <= context;
+  if (fits && slot < p.num_slots && context < p.token_len) return count;
+  *bits = kStatusBadLength;
+  return 0;
+}
+
 }  // namespace tlt

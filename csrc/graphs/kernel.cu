@@ -1,0 +1,72 @@
+// The end of a pass on the GPU: one block, a warp a request by turns and a lane a token.
+//
+// Moves 8 bytes a token into the ring and 4 into the token store, and a dozen words a request; the
+// launch and the latency of the ring's memory, which is the host's, are all that it costs. The
+// record is complete when the ring's state says so: the block's writes happen before the barrier,
+// the first thread's system-wide fence orders them before that word.
+#include "common/device.cuh"
+#include "graphs/advance.h"
+#include "graphs/op.h"
+
+namespace tlt {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarpSize;
+static_assert(kMaxEmitted <= kWarpSize);
+
+__device__ int64_t device_ns() {
+  int64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    advance_kernel(const __grid_constant__ AdvanceBatchParams p) {
+  __shared__ int32_t reason_s;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  // Asked for first: the answer comes from the host's memory.
+  bool stop = false;
+  if (threadIdx.x == 0) {
+    stop = *static_cast<volatile int32_t*>(p.ring.stop) != 0;
+    reason_s = 0;
+  }
+  const int64_t record = record_of(p);
+  __syncthreads();
+  for (int64_t b = warp; b < p.batch; b += kWarps) {
+    const RowAdvance row = plan_row(p, b);
+    if (lane < row.count) take_token(p, row, record, b, lane);
+    if (lane == 0) {
+      take_row(p, row, record, b);
+      if (row.reason != 0) atomicOr(&reason_s, row.reason);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  p.ring.time_ns[record] = device_ns();
+  const uint64_t state = take_pass(p, reason_s, stop);
+  __threadfence_system();
+  *static_cast<volatile uint64_t*>(p.ring.state) = state;
+}
+
+__global__ void arm_kernel(const __grid_constant__ ArmPassesParams p) {
+  arm(p);
+  *p.ring.begin_ns = device_ns();
+}
+
+}  // namespace
+
+void advance_batch_cuda(const AdvanceBatchParams& p, int device, uintptr_t stream) {
+  const DeviceGuard guard(device);
+  const int64_t warps = p.batch < 1 ? 1 : p.batch < kWarps ? p.batch : kWarps;
+  advance_kernel<<<1, static_cast<unsigned>(warps * kWarpSize), 0, as_stream(stream)>>>(p);
+  check_cuda(cudaGetLastError(), "advance_batch");
+}
+
+void arm_passes_cuda(const ArmPassesParams& p, int device, uintptr_t stream) {
+  const DeviceGuard guard(device);
+  arm_kernel<<<1, 1, 0, as_stream(stream)>>>(p);
+  check_cuda(cudaGetLastError(), "arm_passes");
+}
+
+}  // namespace tlt

@@ -1,0 +1,73 @@
+// What a pass ends with: arguments of advance_batch, and the memory that device and host share.
+#pragma once
+
+#include <cstdint>
+
+namespace tlt {
+
+constexpr int kMaxEmitted = 32;  // tokens of a request in a pass: one lane of a warp each
+
+// Words of `control`, int32 in the device's memory; tlt_ext.Control.
+enum ControlWord {
+  kControlGo,
+  kControlPasses,
+  kControlLimit,
+  kControlReason,
+  kControlSequence,
+  kControlWords = 8
+};
+
+// Why passes stop; bits of control[kControlReason], tlt_ext.StopReason.
+enum StopReason : int32_t {
+  kStopFinished = 1 << 0,  // a request ended
+  kStopPages = 1 << 1,     // a request has not the slots that the next pass may write
+  kStopLimit = 1 << 2,     // as many passes as were armed, or as the ring can hold
+  kStopStopped = 1 << 3,   // the host asked
+  kStopStalled = 1 << 4,   // an active request emitted nothing
+};
+
+// A ring of passes in host memory that the device can write. Record p lies at p % passes.
+struct RingView {
+  uint64_t* state;       // [1], see below; written last
+  int32_t* stop;         // [1], not 0: the host asks the passes to stop
+  int64_t* begin_ns;     // [1], when the passes were armed
+  int64_t* time_ns;      // [passes], end of each
+  int32_t* num_emitted;  // [passes, max_batch], and so the next two
+  int32_t* finish;
+  int32_t* status;
+  int32_t* tokens;  // [passes, max_batch, max_emitted], garbage past num_emitted
+  float* logprobs;  // the same
+  int64_t passes, max_batch, max_emitted;
+};
+
+// A ring's state: the passes recorded since it was made, and why the last was the last (0 if not).
+// One word, so that who sees the one sees the other.
+constexpr uint64_t kReasonMask = 0xffffffff;
+constexpr int kSequenceShift = 32;
+
+struct AdvanceBatchParams {
+  const int32_t* emitted;      // [batch, max_emitted]
+  const float* logprobs;       // [batch, max_emitted]
+  const int32_t* num_emitted;  // [batch]
+  const int32_t* finish;       // [batch], not 0: the request ended
+  int32_t* status;             // [batch]
+  const int32_t* context_len;  // [batch], already advanced by num_emitted
+  const int32_t* slot;         // [batch], row of `tokens`; negative = inert
+  int32_t* tokens;             // [slots, token_len], by absolute position
+  int32_t* last_token;         // [batch]
+  int32_t* remaining;          // [batch], decreased
+  int32_t* num_new;            // [batch]
+  const int32_t* granted;      // [batch], slots that the request's pages hold
+  int32_t* control;            // [kControlWords]
+  RingView ring;
+  int64_t batch, max_emitted, emitted_stride, logprobs_stride;
+  int64_t num_slots, token_len, tokens_stride, lookahead;
+};
+
+struct ArmPassesParams {
+  int32_t* control;  // [kControlWords]
+  RingView ring;
+  int32_t limit;
+};
+
+}  // namespace tlt

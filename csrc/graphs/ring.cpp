@@ -1,0 +1,143 @@
+#include "graphs/ring.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+#include <thread>
+
+#include "common/tensor.h"
+
+#if defined(TLT_WITH_CUDA)
+#include "common/cuda.h"
+#endif
+
+namespace tlt {
+namespace {
+
+constexpr const char* kName = "PassRing";
+constexpr int64_t kLine = 128;  // bytes; arrays do not share one
+
+void* allocate(size_t bytes, bool pinned) {
+  if (!pinned) {
+    void* memory = std::aligned_alloc(kLine, bytes);
+    if (memory == nullptr) throw std::bad_alloc();
+    return memory;
+  }
+#if defined(TLT_WITH_CUDA)
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped),
+             "PassRing: cudaHostAlloc");
+  return memory;
+#else
+  require(false, kName, "pinned: this build has no CUDA: reinstall with nvcc on PATH (TLT_CUDA=1)");
+  return nullptr;
+#endif
+}
+
+}  // namespace
+
+PassRing::PassRing(int64_t passes, int64_t max_batch, int64_t max_emitted, bool pinned)
+    : pinned_(pinned) {
+  const auto check = [](const char* name, int64_t value, int64_t most) {
+    require(1 <= value && value <= most, kName,
+            std::string(name) + ": expected 1 to " + std::to_string(most) + ", got " +
+                std::to_string(value));
+  };
+  check("passes", passes, 1 << 20);
+  check("max_batch", max_batch, 1 << 16);
+  check("max_emitted", max_emitted, kMaxEmitted);
+  int64_t bytes = 0;
+  const auto place = [&](int64_t count, int64_t size) {
+    const int64_t offset = bytes;
+    bytes += (count * size + kLine - 1) / kLine * kLine;
+    return offset;
+  };
+  const int64_t rows = passes * max_batch, entries = rows * max_emitted;
+  const int64_t state = place(1, 8), stop = place(1, 4), begin = place(1, 8);
+  const int64_t time = place(passes, 8);
+  const int64_t count = place(rows, 4), finish = place(rows, 4), status = place(rows, 4);
+  const int64_t tokens = place(entries, 4), logprobs = place(entries, 4);
+  memory_ = allocate(static_cast<size_t>(bytes), pinned);
+  std::memset(memory_, 0, static_cast<size_t>(bytes));
+  char* base = static_cast<char*>(memory_);
+  const auto ints = [&](int64_t offset) { return reinterpret_cast<int32_t*>(base + offset); };
+  const auto longs = [&](int64_t offset) { return reinterpret_cast<int64_t*>(base + offset); };
+  view_ = {reinterpret_cast<uint64_t*>(base + state),
+           ints(stop),
+           longs(begin),
+           longs(time),
+           ints(count),
+           ints(finish),
+           ints(status),
+           ints(tokens),
+           reinterpret_cast<float*>(base + logprobs),
+           passes,
+           max_batch,
+           max_emitted};
+}
+
+PassRing::~PassRing() {
+#if defined(TLT_WITH_CUDA)
+  if (pinned_) {
+    cudaFreeHost(memory_);  // waits for the device, so nothing writes here any more
+    return;
+  }
+#endif
+  std::free(memory_);
+}
+
+int64_t PassRing::sequence() const {
+  return static_cast<int64_t>(__atomic_load_n(view_.state, __ATOMIC_ACQUIRE) >> kSequenceShift);
+}
+
+int32_t PassRing::reason() const {
+  return static_cast<int32_t>(__atomic_load_n(view_.state, __ATOMIC_ACQUIRE) & kReasonMask);
+}
+
+void PassRing::request_stop() { __atomic_store_n(view_.stop, 1, __ATOMIC_RELEASE); }
+
+void PassRing::clear() {
+  __atomic_fetch_and(view_.state, ~kReasonMask, __ATOMIC_RELAXED);
+  __atomic_store_n(view_.stop, 0, __ATOMIC_RELEASE);
+}
+
+int32_t PassRing::wait(double timeout_s) const {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::duration<double>(timeout_s);
+  const auto spin_until = Clock::now() + std::chrono::microseconds(50);
+  int32_t why;
+  while ((why = reason()) == 0) {
+    const auto now = Clock::now();
+    if (now >= end) return 0;
+    if (now > spin_until) std::this_thread::sleep_for(std::chrono::microseconds(10));
+  }
+  return why;
+}
+
+std::vector<Collected> PassRing::collect(int64_t begin, int64_t end, int64_t rows) const {
+  const int64_t recorded = sequence();
+  require(0 <= begin && begin <= end && end <= recorded && recorded - begin <= view_.passes, kName,
+          "collect: expected passes that the ring holds, up to " + std::to_string(recorded) +
+              ", got " + std::to_string(begin) + " to " + std::to_string(end));
+  require(0 <= rows && rows <= view_.max_batch, kName,
+          "collect: rows: expected 0 to " + std::to_string(view_.max_batch) + ", got " +
+              std::to_string(rows));
+  std::vector<Collected> all(static_cast<size_t>(rows));
+  for (int64_t pass = begin; pass < end; ++pass) {
+    for (int64_t b = 0; b < rows; ++b) {
+      const int64_t at = pass % view_.passes * view_.max_batch + b;
+      const int32_t count = view_.num_emitted[at];
+      const int64_t first = at * view_.max_emitted;
+      Collected& row = all[static_cast<size_t>(b)];
+      row.tokens.insert(row.tokens.end(), view_.tokens + first, view_.tokens + first + count);
+      row.logprobs.insert(row.logprobs.end(), view_.logprobs + first,
+                          view_.logprobs + first + count);
+      row.counts.push_back(count);
+    }
+  }
+  return all;
+}
+
+}  // namespace tlt

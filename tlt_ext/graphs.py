@@ -1,0 +1,240 @@
+"""Passes that run without the host: how one ends, and the ring through which its results leave.
+
+A *pass* is one round of the engine over its batch. `arm_passes` allows a number of them,
+`advance_batch` ends each, and whoever repeats them (the host, or a loop inside a CUDA graph) goes
+on while `control[Control.GO]` is 1.
+"""
+
+import enum
+from typing import Any
+
+from tlt_ext import _C
+from tlt_ext.common import Array, current_stream
+
+
+class Control(enum.IntEnum):
+    """Words of a `control` array, int32 [8]; the rest is reserved."""
+
+    GO = 0  # 1: another pass may run
+    PASSES = 1  # done since they were armed
+    LIMIT = 2  # armed
+    REASON = 3  # StopReason bits of the last pass
+    SEQUENCE = 4  # number of the next record in the ring
+
+
+class StopReason(enum.IntFlag):
+    """Why passes stop; 0 = they do not."""
+
+    FINISHED = 1  # a request met a stop id or its limit
+    PAGES = 2  # a request has not the slots that the next pass may write
+    LIMIT = 4  # as many passes as were armed
+    STOPPED = 8  # the host asked
+    STALLED = 16  # an active request emitted nothing: its state is damaged
+
+
+class PassRing:
+    """Results of the last passes in memory that the host reads while the device runs on.
+
+    Record p (counted from 0 since the ring was made) lies at row `p % passes` of every array and
+    is complete when `sequence > p`. The arrays are NumPy views.
+
+    Args:
+        passes: records held, and the most passes that can be armed at once.
+        max_batch: most requests of a pass.
+        max_emitted: most tokens of a request in a pass, up to 32.
+        pinned: page-locked memory that a GPU can write; without it the ring serves CPU arrays.
+
+    Raises:
+        ValueError: an argument is out of range, or this build has no CUDA.
+        RuntimeError: there is no pinned memory.
+
+    Example:
+        >>> ring = PassRing(64, max_batch=1)
+        >>> arm_passes(control, ring, limit=64)
+        >>> advance_batch(..., control, ring, lookahead=1)   # as many as the loop makes
+        >>> ring.collect(0, ring.sequence, 1)   # [([17, 4, 9], [-0.1, -2.3, -0.7], [2, 1])]
+
+    Source: design of this package.
+    """
+
+    def __init__(
+        self, passes: int, max_batch: int, max_emitted: int = 17, *, pinned: bool = False
+    ) -> None:
+        self._ring = _C.PassRing(passes, max_batch, max_emitted, pinned)
+
+    @property
+    def passes(self) -> int:
+        """Records that the ring holds."""
+        return self._ring.passes
+
+    @property
+    def sequence(self) -> int:
+        """Passes recorded since the ring was made."""
+        return self._ring.sequence
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the last recorded pass was the last; 0 while passes run on."""
+        return StopReason(self._ring.reason)
+
+    @property
+    def begin_ns(self) -> Any:
+        """int64 [1]: when passes were armed, by the clock of `time_ns`."""
+        return self._ring.begin_ns
+
+    @property
+    def time_ns(self) -> Any:
+        """int64 [passes]: end of each pass, by the GPU's clock where it ran there."""
+        return self._ring.time_ns
+
+    @property
+    def num_emitted(self) -> Any:
+        """int32 [passes, max_batch]."""
+        return self._ring.num_emitted
+
+    @property
+    def finish(self) -> Any:
+        """int32 [passes, max_batch]: as `verify_tree` wrote it, 0 in inert rows."""
+        return self._ring.finish
+
+    @property
+    def status(self) -> Any:
+        """int32 [passes, max_batch]: Status bits."""
+        return self._ring.status
+
+    @property
+    def tokens(self) -> Any:
+        """int32 [passes, max_batch, max_emitted], garbage past `num_emitted`."""
+        return self._ring.tokens
+
+    @property
+    def logprobs(self) -> Any:
+        """float32 [passes, max_batch, max_emitted], garbage past `num_emitted`."""
+        return self._ring.logprobs
+
+    def request_stop(self) -> None:
+        """Ends the passes after the one that is running."""
+        self._ring.request_stop()
+
+    def wait(self, timeout_s: float) -> StopReason:
+        """Waits, without the interpreter's lock, until passes stop; 0 when the time is over."""
+        return StopReason(self._ring.wait(timeout_s))
+
+    def collect(
+        self, begin: int, end: int, rows: int
+    ) -> list[tuple[list[int], list[float], list[int]]]:
+        """What each request got in passes `begin` to `end - 1`.
+
+        Args:
+            begin, end: record numbers; the ring must still hold them.
+            rows: of the batch, from the first.
+
+        Returns:
+            For each row its tokens, their log-probs, and the tokens of each pass.
+
+        Raises:
+            ValueError: the ring does not hold these passes, or more rows than it has.
+        """
+        return self._ring.collect(begin, end, rows)
+
+
+def arm_passes(control: Array, ring: PassRing, *, limit: int, stream: int | None = None) -> None:
+    """Allows up to `limit` passes, and notes the time.
+
+    Takes back an earlier request to stop. The passes armed before must have ended.
+
+    Args:
+        control: int32 [8], written.
+        ring: pinned where control is on a GPU.
+        limit: 1 to `ring.passes`, so that no record is lost before the host reads it.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a layout, shape or value is wrong.
+
+    Example:
+        >>> arm_passes(control, ring, limit=8)
+        >>> control[Control.GO], control[Control.LIMIT]   # 1, 8
+
+    Source: design of this package.
+    """
+    _C.arm_passes(control, ring._ring, limit, current_stream(control, stream))
+
+
+def advance_batch(
+    emitted: Array,
+    logprobs: Array,
+    num_emitted: Array,
+    finish: Array,
+    status: Array,
+    context_len: Array,
+    slot: Array,
+    tokens: Array,
+    last_token: Array,
+    remaining: Array,
+    num_new: Array,
+    granted: Array,
+    control: Array,
+    ring: PassRing,
+    *,
+    lookahead: int,
+    stream: int | None = None,
+) -> None:
+    """Ends a pass: stores and records what was emitted, and decides whether another may follow.
+
+    Comes after `verify_tree` and `commit_path`. The emitted tokens take the positions up to
+    `context_len[b]`, the last of them being the next pass's root.
+
+    Args:
+        emitted: int32 [batch, E], rows may be strided.
+        logprobs: float32 [batch, E], rows may be strided.
+        num_emitted: int32 [batch].
+        finish: int32 [batch], not 0 where the request ended.
+        status: int32 [batch], bits are ORed in: BAD_LENGTH for a count outside 0 to E, a slot
+            outside `tokens` or a position outside its row; nothing is taken then.
+        context_len: int32 [batch], already advanced by `num_emitted`.
+        slot: int32 [batch], each request's row of `tokens`; negative = inert: nothing is taken and
+            it has no vote.
+        tokens: int32 [slots, length], by absolute position; written.
+        last_token: int32 [batch], written.
+        remaining: int32 [batch], decreased by the tokens taken.
+        num_new: int32 [batch], written: the tokens taken.
+        granted: int32 [batch], KV slots that each request's pages hold.
+        control: int32 [8], updated; see `Control`.
+        ring: takes the record; pinned where the arrays are on a GPU.
+        lookahead: slots past `context_len` that a next pass may write.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        A request of ten committed slots emitted 7 and 8, and goes on:
+
+        >>> advance_batch([[7, 8]], logprobs, [2], [0], status, [12], [0], tokens, last_token,
+        ...               remaining, num_new, [16], control, ring, lookahead=4)
+        >>> tokens[0, 11:13], last_token, control[Control.GO]   # [7, 8], [8], 1
+
+    Source: design of this package.
+    Reference: `tests/reference.py::advance_batch`.
+    """
+    _C.advance_batch(
+        emitted,
+        logprobs,
+        num_emitted,
+        finish,
+        status,
+        context_len,
+        slot,
+        tokens,
+        last_token,
+        remaining,
+        num_new,
+        granted,
+        control,
+        ring._ring,
+        lookahead,
+        current_stream(control, stream),
+    )
