@@ -25,6 +25,7 @@ from driver.rollout.kv_cache import KvCache
 from driver.rollout.pages import pages_for
 from driver.rollout.proposers import NgramProposer, Proposer
 from driver.sections import EngineConfig
+from driver.spans import Sink
 from driver.spot_trainer import SpotTrainer
 from driver.strategy import Strategy, parse_strategies
 from driver.tasks import Task
@@ -43,6 +44,12 @@ class Rollout:
     bandit: Bandit
     ngram: NgramProposer | None
     spot: SpotTrainer | None
+
+    def watch(self, sink: Sink) -> None:
+        """Hands the spans of the engine and of the spot trainer to `sink`."""
+        self.engine.spans.sink = sink
+        if self.spot is not None:
+            self.spot.spans.sink = sink
 
     def update_weights(self, state: dict[str, torch.Tensor], version: int) -> None:
         """Copies a new policy in place; whatever depended on the old one is dropped."""

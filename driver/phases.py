@@ -4,47 +4,65 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import nvtx
+from driver.spans import Spans
+from driver.timeline import Timeline
 
 
 class Phases:
-    """Seconds by phase, of the current step and of the whole run; each phase is an NVTX range.
+    """Seconds by phase, of the current step and of the whole run; each is a span of `train`.
+
+    Args:
+        rank: of this process.
 
     Example:
         >>> phases = Phases()
         >>> with phases("gen"):
         ...     pass
-        >>> list(phases.end_step())
+        >>> list(phases.end_step(1))
         ['timing_s/gen', 'timing_s/step']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self.timeline = Timeline(rank)
         self.started = self._step_started = time.perf_counter()
         self.total: dict[str, float] = defaultdict(float)
         self._step: dict[str, float] = defaultdict(float)
+        self._spans = Spans("train", self.timeline)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        with nvtx.annotate(f"tlt/train/{name}"):
+        with self._spans(name) as span:
             yield
-        self.add(name, time.perf_counter() - begin)
+        self.add(name, span.seconds)
 
     def add(self, name: str, seconds: float) -> None:
         """Books time measured elsewhere."""
         self.total[name] += seconds
         self._step[name] += seconds
 
-    def end_step(self) -> dict[str, float]:
+    def add_ended(self, phases: Mapping[str, float]) -> None:
+        """Books phases measured elsewhere that followed one another and end now.
+
+        Args:
+            phases: name -> seconds, in their order.
+        """
+        begin = time.perf_counter() - sum(phases.values())
+        for name, seconds in phases.items():
+            self.add(name, seconds)
+            self.timeline.add("train", name, begin, begin + seconds)
+            begin += seconds
+
+    def end_step(self, step: int) -> dict[str, float]:
         """`timing_s/<phase>` of the step that ends here, and `timing_s/step` itself."""
         now = time.perf_counter()
         out = {f"timing_s/{name}": seconds for name, seconds in self._step.items()}
         out["timing_s/step"] = now - self._step_started
         self._step.clear()
         self._step_started = now
+        self.timeline.end_step(step)
         return out
 
     def summary(self) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from driver.micro_batch import MicroBatch, build_micro_batch
 from driver.packed_attention import use_packed_attention
 from driver.packing import pack
 from driver.rollout.request import Response
+from driver.spans import Spans
 
 if TYPE_CHECKING:
     from driver.config import GrpoConfig
@@ -124,22 +124,20 @@ class PolicyTrainer:
         kept.sort(key=lambda i: responses[i].request.id)
         metrics = _response_metrics(responses, raw, groups)
 
-        start = time.perf_counter()
-        with deterministic(self._device()):
+        spans, device = Spans("update"), self._device()
+        with spans("old_log_prob") as fixing, deterministic(device):
             minibatches = [
                 [self._with_fixed_logprobs(batch) for batch in self._micro_batches(responses, part)]
                 for part in _cut(kept, self.cfg.minibatches)
             ]
-        metrics |= _logprob_metrics(minibatches, self._logp_alarm())
-        metrics["timing_s/old_log_prob"] = time.perf_counter() - start
-
-        start = time.perf_counter()
-        shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
-        advantages = grpo.group_advantages(shaped, groups, self.cfg.advantage)  # [N]
-        with deterministic(self._device()):
-            metrics |= self._train(minibatches, advantages.to(self._device()), max_length)
+            metrics |= _logprob_metrics(minibatches, self._logp_alarm())
+        with spans("update_actor") as training, deterministic(device):
+            shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
+            advantages = grpo.group_advantages(shaped, groups, self.cfg.advantage)  # [N]
+            metrics |= self._train(minibatches, advantages.to(device), max_length)
         self.step += 1
-        metrics["timing_s/update_actor"] = time.perf_counter() - start
+        metrics["timing_s/old_log_prob"] = fixing.seconds
+        metrics["timing_s/update_actor"] = training.seconds
         return metrics
 
     def backward(

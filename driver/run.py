@@ -27,6 +27,7 @@ from driver.bandit import OFF
 from driver.config import Config
 from driver.errors import UserError
 from driver.grpo import check_rewards, dynamic_sampling
+from driver.memory import memory_metrics
 from driver.phases import Phases
 from driver.policy_trainer import PolicyTrainer
 from driver.reward_workers import RewardWorkers
@@ -135,6 +136,7 @@ class Run:
             rollout = build_rollout(
                 config, spec, policy.state_dict(), min(longest, spec.max_position)
             )
+            rollout.watch(phases.timeline)
             trainer = PolicyTrainer(policy, config.grpo, lambda: load_policy(config, source)[0])
             workers = RewardWorkers(task, config.reward) if config.reward.workers else None
             run = Run(
@@ -267,8 +269,8 @@ class Run:
         if self.config.grpo.max_refills:
             metrics["dynamic_sampling/refills"] = step.refills
             metrics["dynamic_sampling/kept"] = sum(step.keep) / len(step.keep)
-        for phase in ("old_log_prob", "update_actor"):
-            self.phases.add(phase, metrics.pop(f"timing_s/{phase}"))
+        parts = ("old_log_prob", "update_actor")
+        self.phases.add_ended({part: metrics.pop(f"timing_s/{part}") for part in parts})
         return metrics
 
     def sync_weights(self) -> None:
@@ -320,10 +322,12 @@ class Run:
         metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
         if self.rollout.spot is not None:
             metrics |= self.rollout.spot.metrics()
+        metrics |= memory_metrics()
         if self.step in self.evaluations:
             metrics["eval/accuracy"] = self.evaluations[self.step]
+        self.folder.log_rollout(self.step, self.lengths, self.trace)
         self.folder.log_samples(self.step, self._samples(step))
-        self.last_metrics = metrics | self.phases.end_step()
+        self.last_metrics = metrics | self.phases.end_step(self.step)
         self.folder.log_step(self.step, self.last_metrics)
         self.phases.add("log", time.perf_counter() - begin)
 
@@ -365,9 +369,11 @@ class Run:
         }
         with self.phases("checkpoint"):
             self.folder.save_checkpoint(self.step, write_policy, states)
+            self.phases.timeline.write(self.folder.timeline)
 
     def _restore(self, step: int, state: Any) -> None:
         self.step = step
+        self.phases.timeline.resume(self.folder.timeline, step)
         self.trainer.load_state_dict(state("trainer"))
         self.rollout.bandit.load_state_dict(state("bandit"))
         counters = state("counters")

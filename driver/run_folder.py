@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -42,8 +42,9 @@ class Sample:
 class RunFolder:
     """Metrics, samples, checkpoints and summary of one run.
 
-    `metrics.jsonl` (one object a step), the same values under `tensorboard/`, `samples.jsonl` and
-    `samples.txt`, `config.yaml`, `summary.json`, `checkpoints/step-NNNNNN/`, `plots/`.
+    `metrics.jsonl` (one object a step), the same values under `tensorboard/`, `rollouts.jsonl`,
+    `samples.jsonl` and `samples.txt`, `config.yaml`, `summary.json`, `trace.json`,
+    `checkpoints/step-NNNNNN/`, `plots/`.
 
     Args:
         config: decides the place (`run.root`, `run.name`) and whether to resume.
@@ -71,8 +72,10 @@ class RunFolder:
         with storage_errors(self.path):
             write_text(self.path / "config.yaml", to_yaml(config))
             kept = _cut(self.path / "metrics.jsonl", done)
+            _cut(self.path / "rollouts.jsonl", done)
             _write_sample_text(self.path / "samples.txt", _cut(self.path / "samples.jsonl", done))
             self._metrics = _append(self.path / "metrics.jsonl")
+            self._rollouts = _append(self.path / "rollouts.jsonl")
             self._samples = _append(self.path / "samples.jsonl")
             self._sample_text = _append(self.path / "samples.txt")
             # TensorBoard's own purging goes by file names; what was kept is written anew instead.
@@ -85,6 +88,11 @@ class RunFolder:
     def plots(self) -> Path:
         """Folder of the figures."""
         return self.path / "plots"
+
+    @property
+    def timeline(self) -> Path:
+        """The file of the run's timeline."""
+        return self.path / "trace.json"
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one step to `metrics.jsonl` and to TensorBoard.
@@ -109,6 +117,31 @@ class RunFolder:
         for name, value in values.items():
             if name != "step":
                 self._board.add_scalar(name, math.nan if value is None else value, step)
+
+    def log_rollout(
+        self, step: int, lengths: Sequence[int], passes: Sequence[tuple[float, int, str]]
+    ) -> None:
+        """Appends a rollout to `rollouts.jsonl`: how long its responses were, and its tail.
+
+        Args:
+            step: rising.
+            lengths: tokens of each response.
+            passes: (seconds since the start, active requests, strategy) of each pass and of the
+                end; passes like the one before are left out.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+
+        Example:
+            >>> folder.log_rollout(1, [3, 5], [(0.0, 2, "off"), (0.1, 0, "off")])  # doctest: +SKIP
+        """
+        active = [
+            [round(at, 6), count, strategy]
+            for (at, count, strategy), before in zip(passes, [None, *passes], strict=False)
+            if before is None or before[1:] != (count, strategy)
+        ]
+        with storage_errors(self.path / "rollouts.jsonl"):
+            _write_line(self._rollouts, {"step": step, "lengths": lengths, "active": active})
 
     def log_samples(self, step: int, samples: Iterable[Sample]) -> None:
         """Appends responses to `samples.jsonl` and, readable, to `samples.txt`.
@@ -177,7 +210,7 @@ class RunFolder:
     def close(self) -> None:
         """Closes the files; what was logged is on disk already."""
         with storage_errors(self.path):
-            for file in (self._metrics, self._samples, self._sample_text):
+            for file in (self._metrics, self._rollouts, self._samples, self._sample_text):
                 file.close()
             self._board.close()
 

@@ -20,6 +20,7 @@ from driver.model import TargetModel
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
+from driver.spans import Spans
 
 if TYPE_CHECKING:
     from driver.sections import DrafterConfig, SpotConfig
@@ -68,6 +69,7 @@ class SpotTrainer:
             betas=(0.9, 0.95),
             fused=True,
         )
+        self.spans = Spans("drafter")
         self.target_version = 0
         self.steps = self.tokens_seen = 0
         self.busy_s = 0.0  # spent in micro-steps since `start_step`
@@ -193,7 +195,8 @@ class SpotTrainer:
 
     def _attempt(self) -> bool:
         try:
-            return self.micro_step()
+            with self.spans("micro_step", version=self.runner.version):
+                return self.micro_step()
         except Exception as error:  # kept for `stop`: the rollout goes on
             self._error = error
             return False

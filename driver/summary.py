@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
-import sys
 from typing import Any
 
 import numpy as np
 
 from driver import plots
+from driver.memory import peak_memory_gb
 from driver.run import Run
 from driver.run_folder import read_jsonl
 
@@ -64,12 +63,6 @@ def _ends(values: list[float]) -> dict[str, float | None]:
 
 def _percentile(values: list[int], share: int) -> float | None:
     return float(np.percentile(values, share)) if values else None
-
-
-def peak_memory_gb() -> float:
-    """Peak resident memory of this process, in 10^9 bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def write_plots(run: Run) -> None:

@@ -30,6 +30,7 @@ from driver.rollout.scheduler import Admission, Scheduler
 from driver.rollout.scheduler import Sequence as Running
 from driver.rollout.stats import RolloutStats
 from driver.rollout.tree import MAX_DEPTH, Tree, roots
+from driver.spans import Spans
 from driver.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class RolloutEngine:
         self.page_limit: int | None = None  # use fewer pages than there are (tests of preemption)
         self.device = cache.k.device
         self.stats = RolloutStats()
+        self.spans = Spans("rollout")
 
     # ---- the rollout ----------------------------------------------------------------------------
 
@@ -96,7 +98,8 @@ class RolloutEngine:
         while scheduler.unfinished:
             admission = scheduler.admit()
             if admission:
-                self._prefill(admission)
+                with self.spans("prefill"):
+                    self._prefill(admission)
                 scheduler.release_spent()
                 batch = None
             previous, strategy = strategy, self._choose(scheduler.running)
@@ -207,8 +210,10 @@ class RolloutEngine:
         if strategy == OFF:
             tree = roots(batch.last_tokens(), batch.context_len.clone())
         else:
-            tree = self.proposers[strategy.kind].propose(batch, strategy)
-        emitted = self._verify(batch, tree)
+            with self.spans("draft", active=len(batch), strategy=str(strategy)):
+                tree = self.proposers[strategy.kind].propose(batch, strategy)
+        with self.spans("verify", active=len(batch), strategy=str(strategy)):
+            emitted = self._verify(batch, tree)
         self._account(batch, strategy, tree, emitted)
         now = time.perf_counter()
         self.bandit.record(sum(emitted), now - begin)

@@ -83,10 +83,25 @@ def test_samples_summary_and_config_are_written(tmp_path):
         "config.yaml",
         "metrics.jsonl",
         "plots",
+        "rollouts.jsonl",
         "samples.jsonl",
         "samples.txt",
         "summary.json",
         "tensorboard",
+    ]
+
+
+def test_a_rollout_is_kept_without_repeated_passes(tmp_path):
+    folder = RunFolder(config(tmp_path))
+    passes = [(0.0, 2, "off"), (0.1, 2, "off"), (0.2, 1, "off"), (0.3, 1, "ngram:4,1,5")]
+    folder.log_rollout(1, [5, 3], [*passes, (0.4, 0, "off")])
+    (record,) = read_jsonl(folder.path / "rollouts.jsonl")
+    assert record["lengths"] == [5, 3]
+    assert record["active"] == [
+        [0.0, 2, "off"],
+        [0.2, 1, "off"],
+        [0.3, 1, "ngram:4,1,5"],
+        [0.4, 0, "off"],
     ]
 
 

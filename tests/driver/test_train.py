@@ -84,7 +84,8 @@ def history(folder: Path):
     keys = ["critic/rewards/mean", "response_length/mean", "response_length/max", "eval/accuracy"]
     records = read_jsonl(folder / "metrics.jsonl")
     steps = [[r["step"], *(r.get(key) for key in keys)] for r in records]
-    return steps, read_jsonl(folder / "samples.jsonl")
+    lengths = [[r["step"], r["lengths"]] for r in read_jsonl(folder / "rollouts.jsonl")]
+    return steps, lengths, read_jsonl(folder / "samples.jsonl")
 
 
 def test_a_run_leaves_its_records(unbroken):
@@ -99,6 +100,15 @@ def test_a_run_leaves_its_records(unbroken):
     assert set(summary["heldout_accuracy"]) == {"before", "after"}
     for step in read_jsonl(folder / "metrics.jsonl")[1:]:
         assert step["actor/grad_norm"] > 0 and step["frac_reward_zero_std"] < 0.5
+    timeline = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    names = {(event["cat"], event["name"]) for event in timeline if event["ph"] == "X"}
+    for phase in ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "step 5"):
+        assert ("train", phase) in names
+    assert names >= {("rollout", step) for step in ("prefill", "draft", "verify")}
+    assert ("drafter", "micro_step") in names
+    rollouts = read_jsonl(folder / "rollouts.jsonl")
+    assert [r["step"] for r in rollouts] == [1, 2, 3, 4, 5]
+    assert all(len(r["lengths"]) == 12 and r["active"][-1][1] == 0 for r in rollouts)
     for name in ("reward", "accept_length", "lengths", "active"):
         assert (folder / "plots" / f"{name}.png").stat().st_size > 5000
     record = read_jsonl(folder / "metrics.jsonl")[-1]

@@ -1,0 +1,23 @@
+"""How much memory this process has taken so far."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+
+def peak_memory_gb() -> float:
+    """Peak resident memory of this process, in 10^9 bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def memory_metrics() -> dict[str, float]:
+    """Peaks under the names of the metrics file, in 10^9 bytes; the card's as torch counts it."""
+    out = {"perf/max_memory_resident_gb": peak_memory_gb()}
+    if torch.cuda.is_initialized():
+        out["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        out["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+    return out

@@ -1,0 +1,168 @@
+"""`trace.json`: where the time of a run went, for chrome://tracing and ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from driver.storage import write_text
+
+MAX_BYTES = 20_000_000
+TRACKS = ("train", "rollout", "drafter")  # in this order; others follow
+STEP = "step"
+
+
+class Timeline:
+    """Events of a run in Chrome's trace format, in bounded space whatever the run's length.
+
+    All events of a step are kept or none: when those kept outgrow the limit, every second step
+    goes, and from then on only every second one is taken in. A step that alone would take more than
+    an eighth of the limit keeps every k-th of its frequent events. What was thinned is in
+    `otherData`.
+
+    Args:
+        rank: the process of a distributed run; its number is the event's `pid`.
+        max_bytes: of the file.
+
+    Example:
+        >>> timeline = Timeline()
+        >>> timeline.add("rollout", "verify", 0.25, 0.5, active=3)
+        >>> timeline.end_step(1)
+        >>> timeline.write(Path("trace.json"))  # doctest: +SKIP
+    """
+
+    def __init__(self, rank: int = 0, max_bytes: int = MAX_BYTES) -> None:
+        self.rank, self.max_bytes = rank, max_bytes
+        self.started = time.perf_counter()
+        self.every = 1  # steps from one that is kept to the next
+        self._events: list[dict[str, Any]] = []  # of the step that goes on; other threads append
+        self._steps: list[tuple[int, str]] = []  # (step, its events as JSON)
+        self._size = 0
+        self._tracks = list(TRACKS)
+        self._thinned = 0  # steps that lost some of their events
+
+    def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None:
+        """Adds an event of the step that goes on; any thread may.
+
+        Args:
+            part: the track.
+            name: of the event.
+            begin, end: by `time.perf_counter`.
+            args: shown when the event is selected.
+        """
+        event = {
+            "name": name,
+            "cat": part,
+            "ph": "X",
+            "pid": self.rank,
+            "tid": self._track(part),
+            "ts": round(1e6 * (begin - self.started), 1),
+            "dur": round(1e6 * (end - begin), 1),
+        }
+        self._events.append({**event, "args": args} if args else event)
+
+    def end_step(self, step: int) -> None:
+        """Closes the step; events from here on are the next one's.
+
+        Args:
+            step: its number, rising.
+        """
+        events, self._events = self._events, []
+        if step % self.every or not events:
+            return
+        begin = min(event["ts"] for event in events)
+        end = max(event["ts"] + event["dur"] for event in events)
+        frame = {"name": f"{STEP} {step}", "cat": "train", "ph": "X", "pid": self.rank, "tid": 0}
+        frame |= {"ts": begin, "dur": round(end - begin, 1), "args": {STEP: step}}
+        self._take(step, [frame, *events])
+
+    def resume(self, path: Path, last_step: int) -> None:
+        """Takes over what an earlier process wrote; this one's events follow it in time.
+
+        Args:
+            path: its `trace.json`; need not exist.
+            last_step: later steps are left out.
+        """
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            events = [event for event in saved["traceEvents"] if event["ph"] == "X"]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, LookupError, TypeError):
+            warnings.warn(f"{path} cannot be read: the timeline starts anew", stacklevel=2)
+            return
+        steps: list[tuple[int, list[dict[str, Any]]]] = []
+        for event in events:
+            if event["name"].startswith(f"{STEP} "):
+                steps.append((event["args"][STEP], []))
+            if steps and steps[-1][0] <= last_step:
+                steps[-1][1].append(event | {"tid": self._track(event["cat"])})
+        kept = [(step, chunk) for step, chunk in steps if chunk]
+        self.every = saved["otherData"]["every"]
+        for step, chunk in kept:
+            self._take(step, chunk)
+        # Shifts this process's clock to where the earlier one's ended.
+        ends = (event["ts"] + event["dur"] for _, chunk in kept for event in chunk)
+        self.started -= max(ends, default=0.0) / 1e6
+
+    def write(self, path: Path) -> None:
+        """Replaces the file.
+
+        Args:
+            path: of `trace.json`.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+        """
+        names = [self._name("process_name", 0, f"rank {self.rank}")]
+        names += [self._name("thread_name", tid, part) for tid, part in enumerate(self._tracks)]
+        events = [*(json.dumps(name) for name in names), *(text for _, text in self._steps)]
+        other = json.dumps({"every": self.every, "thinned_steps": self._thinned})
+        body = ",\n".join(events)
+        write_text(path, f'{{"otherData": {other}, "traceEvents": [\n{body}\n]}}\n')
+
+    def _track(self, part: str) -> int:
+        if part not in self._tracks:
+            self._tracks.append(part)
+        return self._tracks.index(part)
+
+    def _name(self, kind: str, tid: int, name: str) -> dict[str, Any]:
+        args = {"name": name}
+        return {"name": kind, "ph": "M", "pid": self.rank, "tid": tid, "args": args}
+
+    def _take(self, step: int, events: list[dict[str, Any]]) -> None:
+        text = _to_text(events)
+        if len(text) > self.max_bytes // 8:
+            self._thinned += 1
+            stride = 1
+            while len(text) > self.max_bytes // 8:
+                stride *= 2
+                text = _to_text(_every(events, stride))
+        self._steps.append((step, text))
+        self._size += len(text)
+        while self._size > 0.98 * self.max_bytes and len(self._steps) > 1:
+            self.every *= 2
+            self._steps = [kept for kept in self._steps if kept[0] % self.every == 0]
+            self._size = sum(len(text) for _, text in self._steps)
+
+
+def _to_text(events: Iterable[dict[str, Any]]) -> str:
+    return ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+
+
+def _every(events: list[dict[str, Any]], stride: int) -> list[dict[str, Any]]:
+    """Every `stride`-th event of each name that occurs often; the others all."""
+    count = Counter(event["name"] for event in events)
+    seen: dict[str, int] = defaultdict(int)
+    kept = []
+    for event in events:
+        name = event["name"]
+        if count[name] < 100 or seen[name] % stride == 0:
+            kept.append(event)
+        seen[name] += 1
+    return kept
