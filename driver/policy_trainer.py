@@ -125,16 +125,18 @@ class PolicyTrainer:
         metrics = _response_metrics(responses, raw, groups)
 
         spans, device = Spans("update"), self._device()
-        with spans("old_log_prob") as fixing, deterministic(device):
-            minibatches = [
-                [self._with_fixed_logprobs(batch) for batch in self._micro_batches(responses, part)]
-                for part in _cut(kept, self.cfg.minibatches)
-            ]
+        with spans("old_log_prob") as fixing:
+            with deterministic(device):
+                minibatches = [
+                    [self._with_fixed_logprobs(b) for b in self._micro_batches(responses, part)]
+                    for part in _cut(kept, self.cfg.minibatches)
+                ]
             metrics |= _logprob_metrics(minibatches, self._logp_alarm())
-        with spans("update_actor") as training, deterministic(device):
+        with spans("update_actor") as training:
             shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
             advantages = grpo.group_advantages(shaped, groups, self.cfg.advantage)  # [N]
-            metrics |= self._train(minibatches, advantages.to(device), max_length)
+            with deterministic(device):
+                metrics |= self._train(minibatches, advantages.to(device), max_length)
         self.step += 1
         metrics["timing_s/old_log_prob"] = fixing.seconds
         metrics["timing_s/update_actor"] = training.seconds
