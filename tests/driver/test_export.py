@@ -1,0 +1,133 @@
+"""The exported drafter: what serving loaders ask for, by name, and the same drafts read back."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from driver import export
+from driver.errors import UserError
+from driver.export import check_drafter, drafter_config, read_drafter, write_drafter
+from driver.rollout.draft_runner import DraftRunner
+from driver.run import Run
+from tests.driver.drafting import SEED, Parts, build_parts
+from tests.driver.test_train import run, share_of_ones
+from tests.kit import same_bits
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return build_parts()
+
+
+def write(parts: Parts, folder, dtype=torch.float32):
+    layers = parts.target.feature_layers
+    config = drafter_config(parts.drafter.spec, parts.model.config.to_dict(), layers, dtype)
+    write_drafter(folder, parts.drafter.state_dict(), config)
+    return config
+
+
+def test_a_round_trip_keeps_every_bit(parts, tmp_path):
+    write(parts, tmp_path)
+    state = read_drafter(tmp_path, parts.target.spec)
+    own = parts.drafter.state_dict()
+    assert state.keys() == own.keys()
+    assert all(same_bits(state[name], own[name]) for name in own)
+    runner = DraftRunner(parts.drafter.spec, parts.target, parts.cache, SEED)
+    runner.load(state, 1)
+    for name, weight in runner.weights.items():
+        assert same_bits(weight, parts.runner.weights[name]), name
+    assert torch.equal(runner.d2t, parts.runner.d2t)
+
+
+def test_names_and_keys_are_those_of_the_serving_loaders(parts, tmp_path):
+    """Written out on purpose: the list in the code must not be its own witness. fault 38: the reach
+    is the target's."""
+    config = write(parts, tmp_path, torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert set(tensors) == {
+        "fc.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "d2t",
+        "t2d",
+        *(f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"),
+        *(f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
+        "midlayer.input_layernorm.weight",
+        "midlayer.hidden_norm.weight",
+        "midlayer.post_attention_layernorm.weight",
+    }
+    spec, target = parts.drafter.spec, parts.target.spec
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * spec.hidden_size
+    assert tensors["fc.weight"].shape == (spec.hidden_size, 3 * spec.hidden_size)
+    assert tensors["fc.weight"].dtype == torch.bfloat16
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert tensors["t2d"].shape == (target.vocab_size,)
+    assert config == json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["model_type"] == "llama" and config["num_hidden_layers"] == 1
+    assert config["vocab_size"] == target.vocab_size and config["draft_vocab_size"] == 24
+    assert config["max_position_embeddings"] >= target.max_position
+    assert config["attention_bias"] is False and config["tie_word_embeddings"] is False
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert layers == list(parts.target.feature_layers)
+    assert config["rope_theta"] > 0
+    assert config["rope_scaling"]["rope_type"] == "llama3"  # the target's own
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c, t: t.pop("fc.weight"), "tensor fc.weight is missing"),
+        (
+            lambda c, t: t.update({"model.fc.weight": t["fc.weight"].clone()}),
+            "model.fc.weight is unknown",
+        ),
+        (lambda c, t: t.update(d2t=t["d2t"][:5].clone()), r"d2t: wanted \[24\], got \[5\]"),
+        (lambda c, t: t.update(d2t=t["d2t"].float()), "tensor d2t"),
+        (lambda c, t: t.update(t2d=~t["t2d"]), "t2d does not mark the tokens"),
+        (lambda c, t: c.pop("draft_vocab_size"), "draft_vocab_size is missing"),
+        (lambda c, t: c.update(num_hidden_layers=2), "num_hidden_layers is 2, wanted 1"),
+        (lambda c, t: c.update(hidden_size=7), "hidden_size is 7, the target's"),
+        (lambda c, t: c.update(max_position_embeddings=8), "fewer than the target's"),
+        (lambda c, t: c.pop("eagle_config"), "no three layers"),
+    ],
+)
+def test_what_a_loader_would_miss_is_named(parts, tmp_path, damage, message):
+    write(parts, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert check_drafter(tmp_path, parts.target.spec) == []
+    damage(config, tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        read_drafter(tmp_path, parts.target.spec)
+
+
+def test_a_half_written_file_is_one_line(parts, tmp_path):
+    write(parts, tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="cannot be read"):
+        check_drafter(tmp_path)
+
+
+def test_the_command_measures_what_it_wrote(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Run, "rewards", share_of_ones)
+    trained = run(tmp_path, "run", "run.steps=2", "drafter.draft_vocab=20")
+    checkpoint = trained.folder.path / "checkpoints" / "step-000002"
+    options = export.Options(str(checkpoint), str(tmp_path / "out"), "learned:4,2,8", prompts=3)
+    words = [f"{key}={value}" for key, value in asdict(options).items()]
+    export.main(words)
+    out = capsys.readouterr().out
+    assert "15 tensors, all that the loaders ask for" in out
+    assert "sums: accept length" in out and "multiplication: accept length" in out
+    page = (tmp_path / "out" / "README.md").read_text()
+    assert "| sums | yes |" in page and "| multiplication | no |" in page
+    with pytest.raises(UserError, match="wanted learned"):
+        export.main([*words, "strategy=off"])
+    with pytest.raises(UserError, match="drafter: missing"):
+        export.main(["out=x"])
