@@ -103,7 +103,7 @@ def plot_active(passes: Sequence[tuple[float, int, str]], path: Path) -> None:
     """
     figure, axes = _figure("Active requests in one rollout", "time (s)", "active requests")
     shown = [text for _, _, text in passes[:-1]]
-    colors = _strategy_colors(shown)
+    colors = strategy_colors(shown)
     for text, color in colors.items():
         start = [here[0] for here in passes[:-1] if here[2] == text]
         width = [
@@ -161,7 +161,7 @@ def _bins(longest: int) -> np.ndarray:
     return np.arange(0.5, longest + width + 0.5, width)
 
 
-def _strategy_colors(texts: Iterable[str]) -> dict[str, str]:
+def strategy_colors(texts: Iterable[str]) -> dict[str, str]:
     """A colour for each strategy that occurs, `off` first, then by kind and size."""
     strategies = sorted({Strategy.parse(text) for text in texts}, key=lambda s: (s.kind, s))
     colors = {"off": "#c9ccd1"} if Strategy("off") in strategies else {}

@@ -62,7 +62,7 @@ def test_rewards_leave_gaps_for_null_and_absent_values(tmp_path):
 def test_each_strategy_covers_its_share_of_time_and_requests(tmp_path):
     plots.plot_active(PASSES, tmp_path / "active.png")
     image = pixels(tmp_path / "active.png")
-    colors = plots._strategy_colors([text for _, _, text in PASSES])
+    colors = plots.strategy_colors([text for _, _, text in PASSES])
     assert list(colors) == ["off", "ngram:4,1,5", "learned:8,4,32"]
     areas = [count(image[80:], color) for color in colors.values()]  # below the legend's top
     # 1 s x 8, 0.5 s x 4 and 0.5 s x 2 requests.
@@ -79,7 +79,7 @@ def test_colors_of_strategies_differ():
         "learned:4,2,8",
         "learned:8,4,32",
     ]
-    assert len(set(plots._strategy_colors(texts).values())) == len(texts)
+    assert len(set(plots.strategy_colors(texts).values())) == len(texts)
 
 
 def test_histogram_bins_hold_every_length_once():

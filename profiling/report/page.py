@@ -1,0 +1,360 @@
+"""The report as one self-contained HTML page: no script, no network."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from driver.plots import strategy_colors
+from driver.strategy import Strategy
+from profiling.report import figures
+from profiling.report.chart import short
+from profiling.report.data import Record, RunData, is_number
+
+ENDS = 5  # steps averaged at each end of a run
+MAX_TEXT = 3000  # characters of a prompt or a response
+MAX_SAMPLES = 6  # of a step
+# Even a response that slipped through unescaped could load and run nothing.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def render(runs: Sequence[RunData]) -> str:
+    """The page.
+
+    Args:
+        runs: one, or several to compare.
+
+    Returns:
+        HTML.
+
+    Example:
+        >>> "<h1>" in render([RunData("tiny", Path("runs/tiny"))])  # doctest: +SKIP
+        True
+    """
+    style = resources.files("profiling.report").joinpath("style.css").read_text(encoding="utf-8")
+    names = " · ".join(run.name for run in runs)
+    sections = [
+        _missing(runs),
+        _tiles(runs),
+        _reward(runs),
+        _step_times(runs),
+        _active(runs),
+        _lengths(runs),
+        _drafting(runs),
+        _arms(runs),
+        _memory(runs),
+        _samples(runs),
+        _settings(runs),
+    ]
+    written = datetime.datetime.now().isoformat(" ", timespec="minutes")
+    places = ", ".join(str(run.path) for run in runs)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{escape(names)}</title>'
+        f'<style>\n{style}</style></head>\n<body><main class="{"several" * (len(runs) > 1)}">'
+        f"{_header(runs)}\n{chr(10).join(filter(None, sections))}\n"
+        f"<footer>Written {written} from {escape(places)}</footer></main></body></html>\n"
+    )
+
+
+def _header(runs: Sequence[RunData]) -> str:
+    title = "Training run" if len(runs) == 1 else f"{len(runs)} training runs"
+    lines = "".join(f"<p>{_named(run, i)} {_about(run)}</p>" for i, run in enumerate(runs))
+    return f"<header><h1>{title}</h1>{lines}</header>"
+
+
+def _named(run: RunData, index: int) -> str:
+    return f'<b class="run" style="--run:{figures.run_color(index)}">{escape(run.name)}</b>'
+
+
+def _about(run: RunData) -> str:
+    parts = [f"{len(run.steps())} steps"]
+    for key, form in (
+        ("preset", "preset {}"),
+        ("model.path", "model {}"),
+        ("task.name", "task {}"),
+        ("run.device", "on {}"),
+        ("run.seed", "seed {}"),
+    ):
+        if key in run.config:
+            parts.append(form.format(run.config[key]))
+    return f'<span class="soft">{escape(" · ".join(parts))}</span>'
+
+
+def _missing(runs: Sequence[RunData]) -> str:
+    notes = [f"<li>{escape(run.name)}: {escape(n)}</li>" for run in runs for n in run.notes]
+    if not notes:
+        return ""
+    return f'<section class="missing"><h2>Not shown</h2><ul>{"".join(notes)}</ul></section>'
+
+
+def _section(title: str, about: str, body: str) -> str:
+    return f'<section><h2>{title}</h2><p class="soft">{about}</p>{body}</section>' if body else ""
+
+
+def _columns(runs: Sequence[RunData], bodies: Sequence[str]) -> str:
+    """One column a run; runs without a body say so."""
+    if not any(bodies):
+        return ""
+    nothing = '<p class="soft">no data</p>'
+    cells = [
+        f"<div>{f'<h3>{_named(run, i)}</h3>' if len(runs) > 1 else ''}{body or nothing}</div>"
+        for i, (run, body) in enumerate(zip(runs, bodies, strict=True))
+    ]
+    return f'<div class="columns">{"".join(cells)}</div>'
+
+
+# ---- sections -----------------------------------------------------------------------------------
+
+
+def _tiles(runs: Sequence[RunData]) -> str:
+    tiles = []
+    for label, show in TILES:
+        values = [show(run) for run in runs]
+        if any(values):
+            lines = "".join(
+                f"<b{_run_class(i) if len(runs) > 1 else ''}>{value or '-'}</b>"
+                for i, value in enumerate(values)
+            )
+            tiles.append(f'<div class="tile"><small>{label}</small>{lines}</div>')
+    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
+
+
+def _run_class(index: int) -> str:
+    return f' class="run" style="--run:{figures.run_color(index)}"'
+
+
+def _ends(run: RunData, metric: str, form: str = "{:.3g}") -> str:
+    """Means of the first and of the last few steps."""
+    values = [value for _, value in run.series(metric)]
+    if not values:
+        return ""
+    first, last = statistics.mean(values[:ENDS]), statistics.mean(values[-ENDS:])
+    return f"{form.format(first)} <i>→</i> {form.format(last)}"
+
+
+def _held_out(run: RunData) -> str:
+    values = [value for _, value in run.series("eval/accuracy")]
+    return f"{values[0]:.1%} <i>→</i> {values[-1]:.1%}" if values else ""
+
+
+def _median(run: RunData, metric: str, unit: str) -> str:
+    values = [r[metric] for r in run.steps()[1:] or run.steps() if is_number(r.get(metric))]
+    return f"{short(statistics.median(values))} <i>{unit}</i>" if values else ""
+
+
+def _last(run: RunData, metric: str, unit: str = "") -> str:
+    values = [r[metric] for r in run.records if is_number(r.get(metric))]
+    return f"{short(values[-1])} <i>{unit}</i>" if values else ""
+
+
+def _wall(run: RunData) -> str:
+    wall = run.summary.get("wall_s")
+    seconds = wall.get("wall") if isinstance(wall, dict) else None
+    if not is_number(seconds):
+        seconds = sum(r["timing_s/step"] for r in run.steps() if is_number(r.get("timing_s/step")))
+    if not seconds:
+        return ""
+    return f"{seconds:.0f} <i>s</i>" if seconds < 600 else f"{seconds / 60:.0f} <i>min</i>"
+
+
+def _peak_memory(run: RunData) -> str:
+    peak = run.summary.get("peak_memory_gb")
+    if is_number(peak):
+        return f"{short(peak)} <i>GB</i>"
+    return _last(run, "perf/max_memory_resident_gb", "GB")
+
+
+TILES = (
+    ("Reward", lambda run: _ends(run, "critic/rewards/mean")),
+    ("Held-out accuracy", _held_out),
+    ("Accept length", lambda run: _ends(run, "spec/accept_length")),
+    ("Longest response", lambda run: _ends(run, "response_length/max", "{:.0f}")),
+    ("Generation, median", lambda run: _median(run, "perf/throughput", "tok/s")),
+    ("Step, median", lambda run: _median(run, "timing_s/step", "s")),
+    ("Wall time", _wall),
+    ("Peak memory", _peak_memory),
+    ("Memory of the card", lambda run: _last(run, "perf/max_memory_allocated_gb", "GB")),
+    ("Drafter version", lambda run: _last(run, "drafter/version")),
+)
+
+
+def _reward(runs: Sequence[RunData]) -> str:
+    chart = figures.curves(
+        runs, "critic/rewards/mean", "mean reward", smooth=ENDS, dots="eval/accuracy"
+    )
+    about = f"Faint: each step; strong: mean of {ENDS} steps; dots: accuracy on held-out prompts."
+    return _section("Reward", about, chart)
+
+
+def _step_times(runs: Sequence[RunData]) -> str:
+    about = "Seconds of each step by phase, loading and the supervised warm-up left out."
+    return _section("Step time", about, _columns(runs, figures.step_times(runs)))
+
+
+def _active(runs: Sequence[RunData]) -> str:
+    bodies = [
+        "".join(f"<h3>Step {step}</h3>{chart}" for step, chart in charts)
+        if len(runs) > 1
+        else "".join(f"<div><h3>Step {step}</h3>{chart}</div>" for step, chart in charts)
+        for charts in figures.active_requests(runs)
+    ]
+    if len(runs) == 1:
+        body = f'<div class="columns">{bodies[0]}</div>' if bodies[0] else ""
+    else:
+        body = _columns(runs, bodies)
+    about = (
+        "Requests still active over the time of a rollout, coloured by the strategy that decodes "
+        "them: the first step and the last, on one time axis."
+    )
+    return _section("The long tail", about, body)
+
+
+def _lengths(runs: Sequence[RunData]) -> str:
+    about = f"Responses of the last {figures.LAST_STEPS} steps."
+    return _section("Response lengths", about, _columns(runs, figures.lengths(runs)))
+
+
+def _drafting(runs: Sequence[RunData]) -> str:
+    charts = [
+        figures.curves(runs, "spec/accept_length", "tokens emitted per speculative pass"),
+        figures.curves(runs, "drafter/loss", "loss of the drafter"),
+    ]
+    body = "".join(f"<div>{chart}</div>" for chart in charts if chart)
+    about = "Accept length counts the passes that the bandit chose to speculate; 1 is no use."
+    return _section("Drafting", about, f'<div class="columns">{body}</div>' if body else "")
+
+
+def _arms(runs: Sequence[RunData]) -> str:
+    about = (
+        "How often the bandit pulled each strategy at each batch size, and the tokens per second "
+        "it saw. Bold: the fastest of its batch size."
+    )
+    return _section("Strategies", about, _columns(runs, [_arm_table(run) for run in runs]))
+
+
+def _arm_table(run: RunData) -> str:
+    arms: dict[tuple[int, str], tuple[float, float]] = {}
+    for record in reversed(run.records):
+        arms = _arms_of(record)
+        if arms:
+            break
+    if not arms:
+        return ""
+    buckets = sorted({bucket for bucket, _ in arms})
+    colors = strategy_colors(name for _, name in arms)
+    pulled = {b: sum(pulls for (at, _), (pulls, _) in arms.items() if at == b) for b in buckets}
+    fastest = {b: max(speed for (at, _), (_, speed) in arms.items() if at == b) for b in buckets}
+    rows = []
+    for name, color in colors.items():
+        cells = []
+        for bucket in buckets:
+            if (bucket, name) not in arms:
+                cells.append("<td></td>")
+                continue
+            pulls, speed = arms[bucket, name]
+            tint = round(8 + 72 * pulls / (pulled[bucket] or 1))
+            best = ' class="best"' if speed == fastest[bucket] else ""
+            shade = f"background:color-mix(in srgb, {color} {tint}%, transparent)"
+            cells.append(
+                f'<td{best} style="{shade}">{short(pulls)}<small>{short(speed)}/s</small></td>'
+            )
+        rows.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
+    head = "".join(f"<th>≤ {bucket}</th>" for bucket in buckets)
+    return (
+        f'<div class="scroll"><table class="arms"><tr><th class="soft">active requests</th>{head}'
+        f"</tr>{''.join(rows)}</table></div>"
+    )
+
+
+def _arms_of(record: Record) -> dict[tuple[int, str], tuple[float, float]]:
+    """(bucket, strategy) -> (pulls, tokens per second), of `spec/arm/<bucket>/<strategy>/...`."""
+    arms = {}
+    for key, pulls in record.items():
+        parts = key.split("/")
+        if parts[:2] != ["spec", "arm"] or len(parts) != 5 or parts[4] != "pulls":
+            continue
+        speed = record.get("/".join([*parts[:4], "reward"]))
+        if is_number(pulls) and is_number(speed):
+            arms[int(parts[2]), str(Strategy.parse(parts[3]))] = (pulls, speed)
+    return arms
+
+
+def _memory(runs: Sequence[RunData]) -> str:
+    charts = [
+        figures.curves(runs, "perf/max_memory_resident_gb", "peak resident memory (GB)"),
+        figures.curves(runs, "perf/max_memory_allocated_gb", "peak of the card, allocated (GB)"),
+    ]
+    body = "".join(f"<div>{chart}</div>" for chart in charts if chart)
+    about = "Peaks up to each step, of the main process."
+    return _section("Memory", about, f'<div class="columns">{body}</div>' if body else "")
+
+
+def _samples(runs: Sequence[RunData]) -> str:
+    bodies = []
+    for run in runs:
+        steps = sorted({r["step"] for r in run.samples})
+        parts = []
+        for step in dict.fromkeys(steps[-1:] + steps[:1]):
+            some = [_sample(r) for r in run.samples if r["step"] == step][:MAX_SAMPLES]
+            parts.append(f"<div><h3>Step {step}</h3>{''.join(some)}</div>")
+        bodies.append(f'<div class="columns">{"".join(parts)}</div>' if parts else "")
+    about = "Responses of the last step and of the first, as they were sampled."
+    body = _columns(runs, bodies) if len(runs) > 1 else bodies[0]
+    return _section("Samples", about, body)
+
+
+def _sample(record: Record) -> str:
+    reward = record.get("reward")
+    full = ' class="full"' if is_number(reward) and reward >= 1 else ""
+    shown = f"{reward:.3g}" if is_number(reward) else "-"
+    head = [
+        escape(str(record.get("prompt_id", ""))),
+        f"<b{full}>reward {shown}</b>",
+        f"{escape(str(record.get('num_tokens', '-')))} tokens",
+        f"ended by {escape(str(record.get('finish', '-')))}",
+    ]
+    return (
+        f"<article><header>{''.join(f'<span>{part}</span>' for part in head)}</header>"
+        f'<pre class="prompt">{_text(record.get("prompt", ""))}</pre>'
+        f"<pre>{_text(record.get('response', ''))}</pre></article>"
+    )
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    return escape(text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " …")
+
+
+def _settings(runs: Sequence[RunData]) -> str:
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    if not keys:
+        return ""
+    differ = {key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1}
+    head = "".join(f"<th>{_named(run, i)}</th>" for i, run in enumerate(runs))
+
+    def table(some: Sequence[str]) -> str:
+        rows = "".join(
+            f"<tr{' class=changed' * (key in differ)}><td>{escape(key)}</td>"
+            + "".join(f"<td>{_value(run.config.get(key))}</td>" for run in runs)
+            + "</tr>"
+            for key in some
+        )
+        return f"<table><tr><th>setting</th>{head}</tr>{rows}</table>"
+
+    shown = table([key for key in keys if key in differ]) if differ else ""
+    every = f"<details><summary>All {len(keys)} settings</summary>{table(keys)}</details>"
+    about = "What differs between the runs, then everything." if len(runs) > 1 else ""
+    return _section("Settings", about, shown + every)
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return '<span class="soft">-</span>'
+    return escape(" ".join(map(str, value)) if isinstance(value, list) else str(value))

@@ -1,0 +1,158 @@
+"""The report's page: what it shows of whole, damaged and very long runs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from driver.errors import UserError
+from profiling.report import __main__ as report
+from profiling.report import chart, data, figures
+from profiling.report.data import read_run
+from profiling.report.page import render
+from tests.profiling.runs import write_run
+
+SECTIONS = (
+    "Reward",
+    "Step time",
+    "The long tail",
+    "Response lengths",
+    "Drafting",
+    "Strategies",
+    "Memory",
+    "Samples",
+    "Settings",
+)
+
+
+def titles(page):
+    return [title for title in SECTIONS if f"<h2>{title}</h2>" in page]
+
+
+def test_a_whole_run_has_every_section_and_no_notes(tmp_path):
+    run = read_run(write_run(tmp_path / "a"))
+    page = render([run])
+    assert run.notes == [] and "Not shown" not in page
+    assert titles(page) == list(SECTIONS)
+    assert "36.0% <i>→</i>" not in page and "42.0% <i>→</i> 66.0%" in page
+    assert "30 <i>s</i>" in page and "0.9 <i>GB</i>" in page
+
+
+def test_two_runs_stand_side_by_side_and_settings_that_differ_come_first(tmp_path):
+    runs = [write_run(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 7))]
+    page = render([read_run(run) for run in runs])
+    tail = page.partition("<h2>The long tail</h2>")[2].partition("</section>")[0]
+    assert tail.count('<figure class="chart"') == 4  # first and last step of each
+    rows = page.partition("<h2>Settings</h2>")[2]
+    assert rows.index("run.seed") < rows.index("<details>")
+    assert "<td>0</td><td>7</td>" in rows
+
+
+def test_a_run_without_results_still_makes_a_page(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    run = read_run(tmp_path)
+    page = render([run])
+    assert titles(page) == []
+    assert run.notes == [
+        "rollouts.jsonl: No such file or directory",
+        "samples.jsonl: No such file or directory",
+        "config.yaml: No such file or directory",
+        "summary.json: not there; the run goes on, or was stopped",
+        "metrics.jsonl: no finished training step yet",
+    ]
+    assert all(note in page for note in run.notes)
+
+
+def test_damage_is_left_out_and_named(tmp_path):
+    folder = write_run(tmp_path / "a")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[3] = lines[3].replace('"critic/rewards/mean": ', '"critic/rewards/mean": null, "x": ')
+    lines[4] = '{"step": "five"}'
+    lines[5] = "[1, 2]"
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n" + lines[0][:40])
+    odd = {"step": 3, "lengths": [1, None], "active": [[0, 1, "off"]]}
+    unknown = {"step": 4, "lengths": [1], "active": [[0, 1, "magic:1,1,1"], [1, 0, "off"]]}
+    (folder / "rollouts.jsonl").write_text(f"{json.dumps(odd)}\n{json.dumps(unknown)}\n")
+    (folder / "summary.json").write_text('{"wall_s": ')
+    (folder / "config.yaml").write_text("a: [")
+    run = read_run(folder)
+    page = render([run])
+    assert run.notes == [
+        "metrics.jsonl: 2 damaged or truncated lines left out",
+        "config.yaml: cannot be read",
+        "summary.json: cannot be read",
+    ]
+    assert [step for step, _ in run.series("critic/rewards/mean")] == [1, 2, 3, 7, 8, 9, 10, 11, 12]
+    assert "Response lengths" not in titles(page) and "Reward" in titles(page)
+
+
+@pytest.mark.parametrize("value", [None, "x", True, [1], {"a": 1}, float("nan")])
+def test_values_of_another_kind_break_nothing(tmp_path, value):
+    folder = write_run(tmp_path / "a", steps=2)
+    for name in ("metrics", "samples"):
+        path = folder / f"{name}.jsonl"
+        record = dict.fromkeys(json.loads(path.read_text().splitlines()[0]), value)
+        path.write_text(json.dumps(record | {"step": 1}) + "\n")
+    (folder / "summary.json").write_text(json.dumps({"wall_s": value, "peak_memory_gb": value}))
+    assert "<h2>Samples</h2>" in render([read_run(folder)])
+
+
+def test_a_long_run_stays_small(tmp_path):
+    folder = write_run(tmp_path / "a", steps=3000)
+    many = [[i * 1e-3, 5000 - i % 5000, f"learned:4,2,{8 + i % 2}"] for i in range(50_000)]
+    long = {"step": 3000, "lengths": list(range(1, 60_000)), "active": [*many, [51.0, 0, "off"]]}
+    with (folder / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps(long) + "\n")
+    run = read_run(folder)
+    assert len(run.series("critic/rewards/mean")) <= data.MAX_POINTS
+    assert len(render([run] * 4)) < 5_000_000
+
+
+def test_step_bars_hold_the_whole_step_without_the_start(tmp_path):
+    record = {"step": 1, "timing_s/warmup": 30.0, "timing_s/gen": 2.0, "timing_s/step": 33.0}
+    step, seconds = figures._phase_seconds(record)
+    assert step == 1 and seconds["gen"] == 2.0
+    assert seconds["other"] == pytest.approx(1.0)
+    assert sum(seconds.values()) == pytest.approx(3.0)
+
+
+def test_the_command_writes_beside_the_run_and_names_what_is_no_run(tmp_path, capsys):
+    folder = write_run(tmp_path / "a")
+    report.main([str(folder)])
+    assert "wrote" in capsys.readouterr().out
+    assert "<h2>Reward</h2>" in (folder / "report.html").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="nowhere: holds no run; wanted a folder with metrics"):
+        report.main([str(tmp_path / "nowhere")])
+    with pytest.raises(UserError, match="5 runs: wanted at most 4 side by side"):
+        report.main([str(folder)] * 5)
+
+
+def test_a_user_s_mistake_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "profiling.report", str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"error: {tmp_path}/nowhere: holds no run; wanted a folder with metrics.jsonl\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [
+        (0, 9.2, [0, 2, 4, 6, 8]),
+        (0.31, 0.78, [0.4, 0.5, 0.6, 0.7]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+        (5, 5, [5]),
+    ],
+)
+def test_ticks_are_round(low, high, wanted):
+    assert chart.ticks(low, high) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.25, "0.25"), (123.4, "123"), (12500, "12.5k"), (2.5e6, "2.5M")]
+)
+def test_numbers_are_short(value, text):
+    assert chart.short(value) == text
