@@ -12,10 +12,11 @@ from html import escape
 
 Point = tuple[float, float]
 SIZE = 1000  # of the drawing's own coordinates
+WHOLE = ("step", "response length (tokens)")  # axes of integers
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers between two values, at most about `count`.
+def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
+    """Round numbers between two values, at most about `count`; integers if `whole`.
 
     Example:
         >>> ticks(0, 9.2)
@@ -26,7 +27,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
         return [low]
     raw = span / count
     power = 10 ** math.floor(math.log10(raw))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
+    step = max(step, 1.0) if whole else step
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
@@ -52,7 +54,7 @@ class Chart:
 
     Args:
         x, y: lowest and highest value shown.
-        x_label, y_label: what the axes are.
+        x_label, y_label: what the axes are; an x axis named in `WHOLE` has whole ticks only.
         label: for readers who cannot see it.
 
     Example:
@@ -124,7 +126,7 @@ class Chart:
             at = self._at_y(value)
             grid.append(f'<path class="grid" d="M0 {at:.1f}H{SIZE}"/>')
             labels.append(f'<span class="yt" style="top:{at / SIZE:.2%}">{short(value)}</span>')
-        for value in ticks(*self.x, 5):
+        for value in ticks(*self.x, 5, whole=self.x_label in WHOLE):
             at = self._at_x(value)
             labels.append(f'<span class="xt" style="left:{at / SIZE:.2%}">{short(value)}</span>')
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -55,24 +55,14 @@ def curves(
         color = run_color(index)
         if smooth > 1 and len(curve) > smooth:
             chart.line(curve, color, width=1.2, opacity=0.35)
-            means = [
-                statistics.mean(v for _, v in curve[i : i + smooth])
-                for i in _windows(curve, smooth)
-            ]
-            chart.line(
-                [
-                    (curve[i + smooth - 1][0], m)
-                    for i, m in zip(_windows(curve, smooth), means, strict=True)
-                ],
-                color,
-                width=2.4,
-            )
+            chart.line(_moving_mean(curve, smooth), color, width=2.4)
         elif len(curve) > 1:
             chart.line(curve, color)
         elif curve:
             chart.dots(curve, color, label)
         chart.dots(dotted, color, dots, size=8)
-    return chart.html()
+    names = [(run_color(index), run.name) for index, run in enumerate(runs)]
+    return chart.html() + (legend(names) if len(runs) > 1 else "")
 
 
 def step_times(runs: Sequence[RunData]) -> list[str]:
@@ -169,7 +159,7 @@ def active_requests(runs: Sequence[RunData]) -> list[list[tuple[int, str]]]:
     known = [span for span in spans if span > 0]
     shared = known and max(known) <= 4 * min(known)
     names = [entry[2] for some in shown for r in some for entry in r["active"]]
-    colors = strategy_colors(names)
+    colors = report_colors(names)
     return [
         [
             (int(r["step"]), _active_chart(r["active"], max(known) if shared else span, colors))
@@ -206,5 +196,12 @@ def _span(points: Sequence[Point]) -> Point:
     return min(x for x, _ in points), max(x for x, _ in points)
 
 
-def _windows(curve: Sequence[Point], size: int) -> range:
-    return range(len(curve) - size + 1)
+def _moving_mean(curve: Sequence[Point], size: int) -> list[Point]:
+    ends = range(size, len(curve) + 1)
+    return [(curve[e - 1][0], statistics.mean(v for _, v in curve[e - size : e])) for e in ends]
+
+
+def report_colors(names: Iterable[str]) -> dict[str, str]:
+    """The figures' colours of strategies; that of `off` follows the reader's light or dark."""
+    colors = strategy_colors(names)
+    return {name: "var(--off)" if name == "off" else color for name, color in colors.items()}

@@ -9,7 +9,6 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from driver.plots import strategy_colors
 from driver.strategy import Strategy
 from profiling.report import figures
 from profiling.report.chart import short
@@ -248,7 +247,7 @@ def _arm_table(run: RunData) -> str:
     if not arms:
         return ""
     buckets = sorted({bucket for bucket, _ in arms})
-    colors = strategy_colors(name for _, name in arms)
+    colors = figures.report_colors(name for _, name in arms)
     pulled = {b: sum(pulls for (at, _), (pulls, _) in arms.items() if at == b) for b in buckets}
     fastest = {b: max(speed for (at, _), (_, speed) in arms.items() if at == b) for b in buckets}
     rows = []
