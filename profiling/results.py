@@ -1,7 +1,7 @@
 """Where measured numbers lie, and how they meet what `targets.toml` wants.
 
 `results/<card>/<bench>.json` holds a whole benchmark, `results/<card>/quick/<bench>.json` one of
-`--quick`; what is shown of a benchmark is the newer of the two.
+`--quick`; what is shown of a figure is the newer of the two.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,41 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
-def newest(name: str, card: str = TARGETS_CARD, folder: Path = RESULTS) -> dict[str, Any] | None:
-    """The newer of a benchmark's whole and quick results on a card; None where there is none."""
-    paths = [folder / card / f"{name}.json", folder / card / "quick" / f"{name}.json"]
-    found = [load(path) for path in paths if path.exists()]
-    return max(found, key=lambda result: result["meta"]["date"], default=None)
+@dataclass(frozen=True)
+class Target:
+    """One line of `targets.toml` and the newest figure for it; `meta` is that result's."""
+
+    table: str
+    name: str
+    wanted: dict[str, float]
+    got: float | None
+    meta: dict[str, Any]
+
+    @property
+    def state(self) -> str:
+        """met, unmet, or missing where nothing was measured."""
+        if self.got is None:
+            return "missing"
+        return "met" if is_met(self.wanted, self.got) else "unmet"
+
+
+def known_targets(folder: Path = RESULTS) -> list[Target]:
+    """Every target in the order of the file, with the newest figure of its card.
+
+    A figure that the newer result lacks is taken from the older one.
+    """
+    found = []
+    for table, wanted_of in all_targets().items():
+        card = folder / (CPU if table == CPU else TARGETS_CARD)
+        paths = [card / f"{table}.json", card / "quick" / f"{table}.json"]
+        results = [load(path) for path in paths if path.exists()]
+        results.sort(key=lambda result: result["meta"]["date"])
+        got: dict[str, tuple[float, dict[str, Any]]] = {}
+        for result in results:
+            for target in result["targets"]:
+                if target["got"] is not None:
+                    got[target["name"]] = (target["got"], result["meta"])
+        for name, wanted in wanted_of.items():
+            value, meta = got.get(name, (None, {}))
+            found.append(Target(table, name, wanted, value, meta))
+    return found

@@ -140,7 +140,8 @@ def _ends(run: RunData, metric: str, form: str = "{:.3g}") -> str:
 
 def _held_out(run: RunData) -> str:
     values = [value for _, value in run.series("eval/accuracy")]
-    return f"{values[0]:.1%} <i>→</i> {values[-1]:.1%}" if values else ""
+    ends = values if len(values) < 2 else [values[0], values[-1]]
+    return " <i>→</i> ".join(f"{value:.1%}" for value in ends)
 
 
 def _median(run: RunData, metric: str, unit: str) -> str:
