@@ -194,7 +194,8 @@ def main(argv: list[str] | None = None) -> int:
     if needs_cuda(module) and not torch.cuda.is_available():
         say("profiling.bench: no CUDA device")
         return 1
-    run_one(module, args, "python -m profiling.bench " + " ".join(argv))
+    flags = ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
+    run_one(module, args, " ".join(["python -m profiling.bench", args.name, *flags]))
     return 0
 
 

@@ -26,7 +26,7 @@ def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> li
     if not span > 0:
         return [low]
     raw = span / count
-    power = 10 ** math.floor(math.log10(raw))
+    power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
     step = max(step, 1.0) if whole else step
     first = math.ceil(low / step - 1e-9)

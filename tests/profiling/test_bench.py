@@ -1,6 +1,5 @@
 """What a benchmark leaves: files, targets, the newest of quick and whole; no card needed."""
 
-import json
 import types
 
 import pytest
@@ -41,18 +40,12 @@ def test_a_result_has_meta_rows_and_every_target(cpu_bench, tmp_path, capsys):
     assert "UNMET high_x: 2.9" in capsys.readouterr().out
 
 
-def test_quick_lies_apart_and_the_newer_is_shown(cpu_bench, tmp_path):
+def test_quick_results_lie_apart_from_whole_ones(cpu_bench, tmp_path):
     bench.main(["fake", "--out", str(tmp_path)])
     bench.main(["fake", "--out", str(tmp_path), "--quick"])
     whole, quick = tmp_path / "cpu" / "fake.json", tmp_path / "cpu" / "quick" / "fake.json"
-    for path, date in ((whole, "2026-11-28T10:00"), (quick, "2026-11-28")):
-        result = results.load(path)
-        result["meta"] |= {"date": date, "command": path.parent.name}
-        path.write_text(json.dumps(result))
-    assert results.newest("fake", "cpu", tmp_path)["meta"]["command"] == "cpu"
-    whole.unlink()
-    assert results.newest("fake", "cpu", tmp_path)["meta"]["command"] == "quick"
-    assert results.newest("other", "cpu", tmp_path) is None
+    assert results.load(whole)["meta"]["command"] == "python -m profiling.bench fake"
+    assert results.load(quick)["meta"]["command"] == "python -m profiling.bench fake --quick"
 
 
 def test_part_of_the_cases_replaces_no_result(cpu_bench, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,185 @@
+"""`python -m profiling.tables`: writes the README's tables from `results/`.
+
+Each table stands between `<!-- results: NAME -->` and `<!-- end of results -->`; the lines between
+are replaced. `--check` writes nothing and exits 1 where they differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from profiling.results import Target, known_targets
+from profiling.targets import wanted_text
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+MARKED = re.compile(
+    r"(?P<begin><!-- results: (?P<name>\w+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
+)
+UNITS = {"us": "µs", "ms": "ms", "seconds": "s", "gb": "GB", "points": "points"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table of ops: a measured case, or none yet."""
+
+    op: str
+    source: str
+    text: str = ""
+    target: str = ""  # its name in `targets.toml`
+
+
+OPS = (
+    Case(
+        "`tree_attention`",
+        "FlashAttention, SpecInfer",
+        "tree of 16, B=1, kv 8k, 32/8 heads × 128, bf16",
+        "tree16_b1_kv8k_us",
+    ),
+    Case("", "", "tree of 8, B=32, kv 8k", "tree8_b32_kv8k_of_copy"),
+    Case("", "", "decode, B=32, kv 4k", "decode_b32_kv4k_of_copy"),
+    Case("`sample`", "Gumbel-max, Philox", "64 rows of 151,936", "sample_b64_us"),
+    Case("`verify_tree`", "SpecInfer, keyed noise", "16 rows, B=1", "verify_tree16_b1_us"),
+    Case("`verify_rejection`", "Leviathan et al., SpecInfer", "the classical rule, for comparison"),
+    Case(
+        "`expand_tree`, `select_nodes`",
+        "EAGLE-2, keyed noise",
+        "8 levels of top 4, vocabulary 16,384",
+        "expand_depth8_top4_b1_us",
+    ),
+    Case(
+        "`linear_rows` and fused layers",
+        "",
+        "16 rows, 152064×3584",
+        "linear_16row_152064x3584_of_copy",
+    ),
+    Case("", "", "1 row, 18944×3584", "linear_1row_18944x3584_of_copy"),
+    Case("`append_kv`, `commit_path`, `copy_pages`", "RoFormer, vLLM's paging"),
+    Case("`NgramIndex`", "prompt lookup, suffix automata"),
+)
+
+
+def figure(name: str, value: float | None) -> str:
+    """A value with the unit that its target's name ends in.
+
+    Example:
+        >>> figure("sample_b64_us", 33.02), figure("decode_b32_kv4k_of_copy", 0.932)
+        ('33 µs', '93.2 % of copy')
+    """
+    if value is None:
+        return "-"
+    if "_of_copy" in name:
+        return f"{100 * value:.3g} % of copy"
+    if name.endswith(("_of_weight_read", "identity", "equal", "drafter")) or "share" in name:
+        return f"{100 * value:.3g} %"
+    if name.endswith("_x"):
+        return f"{value:.2f} ×"
+    unit = UNITS.get(name.rpartition("_")[2], "")
+    return f"{value:.3g} {unit}".rstrip()
+
+
+def ops_table(targets: Sequence[Target]) -> list[str]:
+    """The ops with one measured case or more each."""
+    by_name = {target.name: target for target in targets}
+    out = ["| op | source | case | measured | wanted |", "|---|---|---|---|---|"]
+    shown = []
+    for case in OPS:
+        got = wanted = ""
+        if case.target:
+            target = by_name[case.target]
+            shown.append(target)
+            got = figure(target.name, target.got)
+            wanted = _wanted(target)
+        out.append(f"| {case.op} | {case.source} | {case.text} | {got} | {wanted} |")
+    return [*out, "", *provenance(shown)]
+
+
+def targets_table(targets: Sequence[Target]) -> list[str]:
+    """Every target, met or not."""
+    states = [target.state for target in targets]
+    out = [
+        f"{states.count('met')} of {len(targets)} targets are met, {states.count('unmet')} are not,"
+        f" {states.count('missing')} have no result yet.",
+        "",
+        "<details><summary>All targets</summary>",
+        "",
+        "| target | wanted | got | |",
+        "|---|---|---|---|",
+    ]
+    for target in targets:
+        name = f"{target.table}: `{target.name}`"
+        got = figure(target.name, target.got)
+        out.append(f"| {name} | {_wanted(target)} | {got} | {target.state} |")
+    return [*out, "", *provenance(targets), "", "</details>"]
+
+
+TABLES = {"ops": ops_table, "targets": targets_table}
+
+
+def provenance(targets: Sequence[Target]) -> list[str]:
+    """A line for each result behind a table: card, driver, CUDA, torch, commit, date."""
+    metas = {target.table: target.meta for target in targets if target.meta}
+    return [f"* {table}: {_made_by(meta)}" for table, meta in metas.items()]
+
+
+def _made_by(meta: dict) -> str:
+    parts = [
+        meta["card"],
+        f"driver {meta['driver']}" if meta["driver"] else "",
+        f"CUDA {meta['cuda']}" if meta["cuda"] else "",
+        f"torch {meta['torch']}",
+        f"commit {meta['commit']}" if meta["commit"] else "commit not recorded",
+        f"{meta['date'][:10]}, `{re.sub(r' --out [^ ]+', '', meta['command'])}`",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _wanted(target: Target) -> str:
+    bound = wanted_text(target.wanted).rpartition(" ")[0]
+    ((_, value),) = target.wanted.items()
+    return f"{bound} {figure(target.name, value)}"
+
+
+def filled(text: str, targets: Sequence[Target]) -> str:
+    """The text with every marked table written anew.
+
+    Args:
+        text: of the README.
+        targets: with what they got.
+
+    Raises:
+        ValueError: a marker names no table.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        if match["name"] not in TABLES:
+            raise ValueError(f"no table {match['name']}: there are {', '.join(TABLES)}")
+        lines = "\n".join(TABLES[match["name"]](targets))
+        return f"{match['begin']}\n{lines}\n\n{match['end']}"
+
+    return MARKED.sub(table, text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m profiling.tables", description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 where it differs"
+    )
+    args = parser.parse_args(argv)
+    before = README.read_text(encoding="utf-8")
+    after = filled(before, known_targets())
+    if args.check:
+        if before != after:
+            sys.stderr.write("README.md differs from results: run python -m profiling.tables\n")
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    sys.stdout.write("README.md is as the results are\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

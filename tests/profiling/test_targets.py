@@ -1,0 +1,157 @@
+"""Targets against results, the README's tables, and the comparison of two results."""
+
+import copy
+import json
+
+import pytest
+
+from profiling import compare, results, tables, targets
+
+META = {
+    "card": "NVIDIA H100 80GB HBM3",
+    "driver": "580.1",
+    "cuda": "13.0",
+    "torch": "2.11.0",
+    "commit": "abc1234",
+    "command": "python -m profiling.bench fake",
+    "date": "2026-11-27T10:00",
+}
+WANTED = {"fake": {"a_us": {"at_most": 7.0}, "b_x": {"at_least": 2.0}, "c_x": {"at_least": 1.0}}}
+
+
+def result(a=6.0, b=1.5, date=META["date"]):
+    return {
+        "meta": META | {"date": date},
+        "rows": [
+            {"bench": "fake", "case": "one", "median_us": a},
+            {"bench": "fake", "case": "two", "median_us": 3.0},
+        ],
+        "targets": [
+            {"name": "a_us", "wanted": {"at_most": 7.0}, "got": a, "met": True},
+            {"name": "b_x", "wanted": {"at_least": 2.0}, "got": b, "met": False},
+            {"name": "c_x", "wanted": {"at_least": 1.0}, "got": None, "met": False},
+        ],
+    }
+
+
+def write(folder, name, value):
+    path = folder / results.TARGETS_CARD / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+    return path
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "all_targets", lambda: WANTED)
+    write(tmp_path, "fake.json", result())
+    return tmp_path
+
+
+def test_every_target_is_listed_with_what_it_got(known, capsys):
+    assert targets.main(["--results", str(known)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "[fake]"
+    assert out[1].split() == "met a_us at most 7 got 6 2026-11-27 abc1234".split()
+    assert out[2].split()[:2] == ["UNMET", "b_x"]
+    assert out[3].split() == "MISSING c_x at least 1 got -".split()
+    assert out[4] == "1 met, 1 unmet, 1 missing of 3"
+    targets.main(["--results", str(known), "--unmet"])
+    assert " a_us " not in capsys.readouterr().out
+
+
+def test_the_newer_figure_counts_and_an_older_one_fills_in(known):
+    newer = result(a=9.0, b=None, date="2026-11-28T09:00")
+    write(known, "quick/fake.json", newer)
+    a, b, c = results.known_targets(known)
+    assert (a.got, a.state) == (9.0, "unmet")
+    assert (b.got, b.meta["date"]) == (1.5, META["date"])
+    assert c.state == "missing"
+
+
+def test_results_of_another_card_do_not_count(known):
+    (known / results.TARGETS_CARD).rename(known / "h200")
+    assert {target.state for target in results.known_targets(known)} == {"missing"}
+
+
+def test_the_real_files_are_read():
+    found = results.known_targets()
+    assert len(found) == sum(len(table) for table in results.all_targets().values())
+    assert any(target.state == "met" for target in found)
+
+
+def test_the_readme_s_tables_are_those_of_the_results():
+    text = tables.README.read_text(encoding="utf-8")
+    assert [match["name"] for match in tables.MARKED.finditer(text)] == list(tables.TABLES)
+    assert tables.main(["--check"]) == 0, "run python -m profiling.tables"
+
+
+def test_a_table_names_card_driver_cuda_torch_and_commit(known):
+    text = "x\n<!-- results: targets -->\nold\n<!-- end of results -->\ny"
+    out = tables.filled(text, results.known_targets(known))
+    assert "old" not in out and out.startswith("x\n<!--") and out.endswith("-->\ny")
+    assert "1 of 3 targets are met, 1 are not, 1 have no result yet." in out
+    assert "| fake: `b_x` | at least 2.00 × | 1.50 × | unmet |" in out
+    assert "NVIDIA H100 80GB HBM3, driver 580.1, CUDA 13.0, torch 2.11.0, commit abc1234" in out
+    assert tables.filled(out, results.known_targets(known)) == out
+    with pytest.raises(ValueError, match="no table speed: there are ops, targets"):
+        tables.filled("<!-- results: speed -->\n<!-- end of results -->", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("sample_b64_us", 33.02, "33 µs"),
+        ("verify_chain5_b64_us", 117.449, "117 µs"),
+        ("decode_b32_kv4k_of_copy", 0.9322, "93.2 % of copy"),
+        ("tail_host_share", 0.034, "3.4 %"),
+        ("tiny_identity", 1.0, "100 %"),
+        ("trace_over_off_x", 2.4, "2.40 ×"),
+        ("tiny_run_rss_gb", 0.84, "0.84 GB"),
+        ("reprefilled_tokens", 0, "0"),
+        ("a_us", None, "-"),
+    ],
+)
+def test_figures_have_units(name, value, text):
+    assert tables.figure(name, value) == text
+
+
+def run_compare(tmp_path, old, new, *words):
+    paths = [write(tmp_path, "old.json", old), write(tmp_path, "new.json", new)]
+    return compare.main([*map(str, paths), *words])
+
+
+def test_a_slower_case_is_found(tmp_path, capsys):
+    assert run_compare(tmp_path, result(a=6.0), result(a=6.2)) == 0
+    assert run_compare(tmp_path, result(a=6.0), result(a=6.6)) == 1
+    out = capsys.readouterr().out
+    assert "1.100 WORSE" in out and "2 of 4 past 1.05" in out  # the case and its target
+    assert run_compare(tmp_path, result(a=6.0), result(a=6.6), "--threshold", "1.2") == 0
+
+
+def test_a_lower_ratio_is_worse_where_more_is_wanted(tmp_path):
+    assert run_compare(tmp_path, result(b=1.5), result(b=1.6)) == 0
+    assert run_compare(tmp_path, result(b=1.5), result(b=1.2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: r["meta"].update(card="NVIDIA H200"), "other cards: NVIDIA H100 80GB HBM3 and"),
+        (lambda r: [row.update(bench="x") for row in r["rows"]], "other benchmarks: fake and x"),
+        (lambda r: r["rows"][0].pop("median_us"), "other schema: a row of the new file lacks"),
+        (lambda r: r["targets"][0].pop("got"), "other schema: a target of the new file lacks"),
+        (lambda r: r.pop("targets"), "wanted an object with meta, rows and targets"),
+        (lambda r: (r["rows"].pop(0), r["rows"].pop(0), r["targets"].clear()), "other benchmarks"),
+        (
+            lambda r: ([row.update(case="z") for row in r["rows"]], r["targets"].clear()),
+            "no case and no target in common",
+        ),
+    ],
+)
+def test_results_that_cannot_be_compared_are_refused(tmp_path, capsys, change, reason):
+    new = copy.deepcopy(result())
+    change(new)
+    assert run_compare(tmp_path, result(), new) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1
