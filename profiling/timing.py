@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from driver.spans import nvtx_range
-
 FLUSH_BYTES = 256 << 20  # several times the L2 of any card
 WARM_UPS = 3
 SLEEP_CYCLES = 200_000  # about 0.1 ms
@@ -49,7 +47,7 @@ def run_in_profile_range(arms: dict[str, list[Callable[[], object]]]) -> dict[st
     for _ in range(WARM_UPS):
         call()
     torch.cuda.synchronize()
-    with nvtx_range(PROFILE_RANGE):
+    with torch.cuda.nvtx.range(PROFILE_RANGE):
         call()
         torch.cuda.synchronize()
     return {name: Timing(math.nan, math.nan) for name in arms}
