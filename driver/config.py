@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from driver.errors import UserError
 from driver.sections import (
     BanditConfig,
+    CaptureConfig,
     DrafterConfig,
     EngineConfig,
     GrpoConfig,
@@ -37,6 +38,7 @@ from driver.strategy import Strategy, parse_strategies, split_strategies
 
 __all__ = [
     "BanditConfig",
+    "CaptureConfig",
     "Config",
     "DrafterConfig",
     "EngineConfig",
@@ -72,6 +74,7 @@ class Config:
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     spot: SpotConfig = field(default_factory=SpotConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
 
     def __post_init__(self) -> None:
         arms = parse_strategies(self.engine.strategies)

@@ -24,6 +24,7 @@ from driver.assemble import (
     stop_ids,
 )
 from driver.bandit import OFF
+from driver.capture import capture_op, check_capture
 from driver.config import Config
 from driver.errors import UserError
 from driver.grpo import check_rewards, dynamic_sampling
@@ -93,6 +94,7 @@ class Run:
                     "sampling.top_k and sampling.top_p: training samples the policy's own law;"
                     " leave them at 0 and 1"
                 )
+            check_capture(config.capture, config.run.steps)
             task = make_task(**asdict(config.task))
             source = find_model(config, note)
             folder = RunFolder(config)
@@ -194,7 +196,8 @@ class Run:
             for group, p in enumerate(prompts, start=first)
             for s in range(each)
         ]
-        with self.phases("gen"):
+        captures = self.folder.path / "captures"
+        with self.phases("gen"), capture_op(self.config.capture, self.step + 1, captures):
             responses = self.roll_out(prompts, requests)
         with self.phases("reward"):
             rewards = self.rewards(prompts, responses, submitted=True)

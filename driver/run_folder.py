@@ -273,11 +273,11 @@ def _choose(run: RunConfig, preset: str) -> Path:
 
 
 def _check_same(config: Config, saved: Path) -> None:
-    """A resumed run keeps its settings, all but the rhythm and length of `run`."""
+    """A resumed run keeps its settings, all but `capture` and the rhythm and length of `run`."""
     before = dataclasses.asdict(load_config([f"preset={saved}"]))
     now = dataclasses.asdict(config)
     for section, values in now.items():
-        if section == "preset":
+        if section in ("preset", "capture"):
             continue
         for name, value in values.items():
             fixed = section != "run" or name == "seed"

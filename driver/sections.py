@@ -281,6 +281,16 @@ class GrpoConfig(Section):
             raise UserError("grpo.samples_per_prompt: rloo leaves one out; wanted at least 2")
 
 
+@dataclass(frozen=True)
+class CaptureConfig(Section):
+    """Which op's inputs are saved, for `python -m profiling.replay`."""
+
+    prefix: ClassVar[str] = "capture"
+    op: str = ""  # of `tlt_ext`, for example tree_attention; empty: none
+    step: int = setting(1, low=1)
+    calls: int = setting(8, low=1)  # at most, spread over the step
+
+
 def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
     words = limits.get("words")
     if words is not None and value not in words:

@@ -3,7 +3,7 @@
 #
 #   profiling/ncu.sh attention                          # the cases of the targets
 #   profiling/ncu.sh attention --only 'tree16 b1 kv8192'
-#   profiling/ncu.sh replay --captured runs/tiny/captures   # inputs of a real run
+#   profiling/ncu.sh replay runs/tiny/captures          # inputs of a real run
 #
 # Only what the benchmark runs inside the range `profile_target` is looked at, one call a case.
 # Writes profiling/out/<op>.ncu-rep and .csv. Not run on a card yet; its parser is tested.
@@ -22,11 +22,13 @@ if ! command -v ncu >/dev/null; then
 fi
 mkdir -p profiling/out
 report=profiling/out/$op
+target=(profiling.bench "$op" --quick)
+if [ "$op" = replay ]; then target=(profiling.replay); fi
 metrics=$("$python" -m profiling.ncu_table --metrics)
 # The clocks stay as they are: times are then those of the benchmark's card.
 ncu --force-overwrite --export "$report.ncu-rep" --target-processes all --clock-control none \
   --nvtx --nvtx-include "profile_target/" --metrics "$metrics" \
-  "$python" -m profiling.bench "$op" --quick --profile "$@"
+  "$python" -m "${target[@]}" --profile "$@"
 ncu --import "$report.ncu-rep" --csv --page raw --print-units base >"$report.csv"
 "$python" -m profiling.ncu_table "$report.csv"
 echo "wrote $report.ncu-rep and $report.csv"
