@@ -17,6 +17,7 @@
 #include "kv/op.h"
 #include "layers/dot.h"
 #include "layers/op.h"
+#include "ngram/index.h"
 #include "ngram/op.h"
 #include "sampling/op.h"
 #include "tree/op.h"
@@ -60,10 +61,10 @@ py::dict build_info() {
 std::vector<std::string> cuda_ops() {
 #if defined(TLT_WITH_CUDA)
   return {
-      "rms_norm",   "silu_mul",       "linear_rows", "rms_norm_linear", "silu_mul_linear",
-      "append_kv",  "tree_attention", "commit_path", "copy_pages",      "gather_new_rows",
-      "sample",     "verify_tree",    "expand_tree", "select_nodes",    "verify_rejection",
-      "arm_passes", "advance_batch",
+      "rms_norm",   "silu_mul",       "linear_rows",   "rms_norm_linear", "silu_mul_linear",
+      "append_kv",  "tree_attention", "commit_path",   "copy_pages",      "gather_new_rows",
+      "sample",     "verify_tree",    "expand_tree",   "select_nodes",    "verify_rejection",
+      "arm_passes", "advance_batch",  "ngram_propose",
   };
 #else
   return {};
@@ -231,6 +232,10 @@ void bind_tree(py::module_& m) {
 
 // Calls come from one thread, and are short: they keep the interpreter lock.
 void bind_ngram(py::module_& m) {
+  m.def("ngram_propose", &tlt::ngram_propose, "tokens"_a, "length"_a, "group_slots"_a, "slot"_a,
+        "context_len"_a, "node_token"_a, "node_parent"_a, "node_score"_a, "node_depth"_a,
+        "node_count"_a, "temperature"_a, "request"_a, "status"_a, "seed"_a, "depth"_a, "top_k"_a,
+        "max_ngram"_a, "min_ngram"_a, "stream"_a, NoGil());
   py::class_<tlt::NgramIndex>(m, "NgramIndex")
       .def(py::init<int64_t, int64_t>(), "max_order"_a, "capacity"_a)
       .def("start", &tlt::NgramIndex::start, "group"_a, "tokens"_a)

@@ -397,6 +397,55 @@ def select_nodes(nodes: list[dict], num_verify: int) -> tuple[list[int], list[in
 # ---- ngram -----------------------------------------------------------------------------------
 
 
+def ngram_propose(
+    own: list[int],
+    group: list[list[int]],
+    *,
+    depth: int,
+    top_k: int,
+    max_ngram: int,
+    min_ngram: int,
+    temperature: float,
+    seed: int,
+    request: int,
+) -> list[dict]:
+    """One request's nodes; `group` are the texts it looks at, in their order."""
+    matches = []
+    for order, text in enumerate(group):
+        for end in range(1, len(text)):  # text[:end] has something after it
+            n = 0
+            while n < min(max_ngram, end, len(own)) and text[end - 1 - n] == own[-1 - n]:
+                n += 1
+            if n >= min_ngram:
+                matches.append((-n, order, -end, text[end:]))
+    followed = [(4 ** (-n - 1), rest) for n, _, _, rest in sorted(matches)[:32]]
+    nodes = [dict(token=own[-1], parent=-1, score=0.0, depth=0)]
+    here = {0: followed}  # matches at each node of the level
+    for level in range(1, depth + 1):
+        candidates = []
+        for parent, rests in here.items():
+            counts: dict[int, int] = {}
+            for weight, rest in rests:
+                if len(rest) >= level and min(rest[:level]) >= 0:
+                    counts[rest[level - 1]] = counts.get(rest[level - 1], 0) + weight
+            ranked = []
+            for token, count in counts.items():
+                rank = math.log(count)
+                if temperature > 0:
+                    words = noise_words(seed, request, len(own) - 1 + level, token + 1)
+                    rank += gumbel(words[token:]).item()
+                score = nodes[parent]["score"] + math.log(count / (sum(counts.values()) + 1))
+                ranked.append((-rank, token, parent, score))
+            candidates += sorted(ranked)[:top_k]
+        order = sorted(range(len(candidates)), key=lambda i: (-round(candidates[i][3], 5), i))
+        before, here = here, {}
+        for i in sorted(order[:top_k]):
+            _, token, parent, score = candidates[i]
+            here[len(nodes)] = [m for m in before[parent] if m[1][level - 1 : level] == [token]]
+            nodes.append(dict(token=token, parent=parent, score=score, depth=level))
+    return nodes
+
+
 class NgramIndex:
     """The n-gram drafter by its definition: every place is compared with the suffix."""
 

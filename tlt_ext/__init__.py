@@ -10,7 +10,7 @@ from tlt_ext.common import Status, num_threads, set_num_threads
 from tlt_ext.graphs import Control, PassRing, StopReason, advance_batch, arm_passes
 from tlt_ext.kv import append_kv, commit_path, copy_pages, gather_new_rows
 from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
-from tlt_ext.ngram import NgramIndex
+from tlt_ext.ngram import NgramIndex, ngram_propose
 from tlt_ext.sampling import sample, sampling_workspace_bytes, verify_rejection, verify_tree
 from tlt_ext.tree import expand_tree, select_nodes, tree_capacity
 
@@ -32,6 +32,7 @@ OPS = (
     verify_rejection,
     expand_tree,
     select_nodes,
+    ngram_propose,
     NgramIndex,
     arm_passes,
     advance_batch,
@@ -60,6 +61,7 @@ __all__ = [
     "expand_tree",
     "gather_new_rows",
     "linear_rows",
+    "ngram_propose",
     "num_threads",
     "op_places",
     "rms_norm",

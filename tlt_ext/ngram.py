@@ -3,7 +3,101 @@
 from collections.abc import Sequence
 
 from tlt_ext import _C
-from tlt_ext.common import Array
+from tlt_ext.common import Array, current_stream
+
+
+def ngram_propose(
+    tokens: Array,
+    length: Array,
+    group_slots: Array,
+    slot: Array,
+    context_len: Array,
+    node_token: Array,
+    node_parent: Array,
+    node_score: Array,
+    node_depth: Array,
+    node_count: Array,
+    temperature: Array,
+    request: Array,
+    status: Array,
+    *,
+    seed: int,
+    depth: int,
+    top_k: int,
+    max_ngram: int = 8,
+    min_ngram: int = 1,
+    stream: int | None = None,
+) -> None:
+    """Drafts a tree of what followed the request's last tokens elsewhere in its group.
+
+    The token store is the index: nothing is built or kept between calls. A *match* is a place in a
+    sequence of the group whose tokens, counted back from it, equal the request's last `min_ngram`
+    or more, and which has a token after it; its length is how many agree, `max_ngram` at most. The
+    32 best matches are followed: longest first, then the earlier sequence in `group_slots`, then
+    the later place. A match of n tokens counts 4^(n - 1).
+
+    What follows the matches forms a trie; a node's count is the sum over the matches that pass
+    through it. Children of a node are the best `top_k` by log count + the target's noise (T = 0: by
+    count; ties: lower id), and per level the `top_k` best nodes by score are kept (ties: parent
+    order, then rank order). A child's score is its parent's plus log(count / (total + 1)), where
+    total is the count of all its siblings with it. A negative token ends a continuation.
+
+    Args:
+        tokens: [slots, L] int32, token at each absolute position, the prompt included. Rows are
+            read 16 bytes at once where L is a multiple of 4.
+        length: [slots] int32, how many tokens of each row are known. That of a request's own row
+            is not read: it is context_len + 1.
+        group_slots: [B, G] int32, rows that request b looks at, its own among them; -1 = none.
+            G at most 128, G * L at most 2^28.
+        slot: [B] int32, the request's own row; -1 makes the request inert: node_count 0.
+        context_len: [B] int32, position of the root, which is the request's last known token.
+        node_token, node_parent, node_depth: [B, C] int32; node_score: [B, C] float32; node_count:
+            [B] int32; all out, C at least 1 + depth * min(top_k, 32).
+        temperature: [B] float32.
+        request: [B] int64, noise key of each request.
+        status: [B] int32, bits are ORed in. BAD_LENGTH: a slot or length outside the store; that
+            sequence is left out, and a request whose own is so is inert.
+        seed: the run's seed.
+        depth: levels, 1 to 16.
+        top_k: nodes kept per level, 1 to 128 (of which 32 can be).
+        max_ngram: longest suffix that is compared, 1 to 8.
+        min_ngram: shortest match that counts, 1 to max_ngram.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        >>> # tokens [[1, 2, 3, 4], [9, 2, 3, 0]], length [4, 3], group_slots [[1, 0]], slot [1],
+        >>> # context_len [2]: 2, 3 was followed by 4, so nodes are 3 (the root) and 4, whose score
+        >>> # is log(4 / 5)
+
+    Source: prompt lookup decoding, Saxena (2023); suffix trees over earlier rollouts, Oliaro et
+        al., "SuffixDecoding" (2024); weights and noise are this project's.
+    Reference: `tests/reference.py::ngram_propose`.
+    """
+    _C.ngram_propose(
+        tokens,
+        length,
+        group_slots,
+        slot,
+        context_len,
+        node_token,
+        node_parent,
+        node_score,
+        node_depth,
+        node_count,
+        temperature,
+        request,
+        status,
+        seed,
+        depth,
+        top_k,
+        max_ngram,
+        min_ngram,
+        current_stream(tokens, stream),
+    )
 
 
 class NgramIndex:

@@ -1,4 +1,4 @@
-"""The n-gram drafter: by hand, and against its definition on random sequences."""
+"""The n-gram drafter: by hand, and against its definition on random texts."""
 
 import math
 
@@ -7,63 +7,104 @@ import torch
 
 import tlt_ext
 from tests import kit, reference
+from tlt_ext import Status
 
 SEED, REQUEST = 2**40 + 7, 2**61 + 2**33 + 5
+HUGE = 2**31 - 1  # stands in memory that must not be read
 
 
-def propose(index, handles, *, temperature=0.0, depth=4, top_k=2, min_order=1, capacity=80):
-    """The proposed trees, each as a list of (token, parent, score, depth)."""
-    batch = len(handles)
-    token, parent, node_depth = (
-        torch.full((batch, capacity), -7, dtype=torch.int32) for _ in range(3)
-    )
-    score = torch.full((batch, capacity), math.nan)
-    count = torch.full((batch,), -7, dtype=torch.int32)
-    index.propose(
-        torch.tensor(handles, dtype=torch.int64),
-        token,
-        parent,
-        score,
-        node_depth,
-        count,
-        torch.full((batch,), float(temperature)),
-        REQUEST + torch.arange(batch, dtype=torch.int64),
-        torch.full((batch,), 20, dtype=torch.int32),
-        seed=SEED,
-        depth=depth,
-        top_k=top_k,
-        min_order=min_order,
-    )
-    columns = (token, parent, score, node_depth)
-    for b in range(batch):  # nothing is written past the count
-        assert score[b, count[b] :].isnan().all() and token[b, count[b] :].eq(-7).all()
-    return [
-        list(zip(*(column[b, : count[b]].tolist() for column in columns), strict=True))
-        for b in range(batch)
-    ]
+class Case:
+    """Texts in a store, and requests that look at them: `Case(texts, [(own, group), ...])`."""
+
+    def __init__(self, texts, requests, *, max_len=None, temperature=0.0):
+        longest = max([len(text) for text in texts], default=1)
+        self.texts, self.requests = texts, requests
+        self.tokens = torch.full((len(texts), max_len or longest), HUGE, dtype=torch.int32)
+        for row, text in zip(self.tokens, texts, strict=True):
+            row[: len(text)] = torch.tensor(text, dtype=torch.int32)
+        self.length = self.ints([len(text) for text in texts])
+        only_own = {own for own, _ in requests} - {s for own, g in requests for s in g if s != own}
+        self.length[list(only_own)] = HUGE  # not read: the root's position says how long it is
+        batch, width = len(requests), max([len(group) for _, group in requests], default=0)
+        self.group_slots = torch.full((batch, width), -1, dtype=torch.int32)
+        for row, (_, group) in zip(self.group_slots, requests, strict=True):
+            row[: len(group)] = self.ints(group)
+        self.slot = self.ints([own for own, _ in requests])
+        self.context_len = self.ints([len(texts[own]) - 1 for own, _ in requests])
+        self.temperature = torch.full((batch,), float(temperature))
+        self.request = REQUEST + torch.arange(batch, dtype=torch.int64)
+        self.status = torch.zeros(batch, dtype=torch.int32)
+
+    @staticmethod
+    def ints(values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    def arrays(self, capacity):
+        batch = len(self.slot)
+        token, parent, depth = torch.full((3, batch, capacity), -7, dtype=torch.int32).unbind()
+        return {
+            "tokens": self.tokens,
+            "length": self.length,
+            "group_slots": self.group_slots,
+            "slot": self.slot,
+            "context_len": self.context_len,
+            "node_token": token,
+            "node_parent": parent,
+            "node_score": torch.full((batch, capacity), math.nan),
+            "node_depth": depth,
+            "node_count": torch.full((batch,), -7, dtype=torch.int32),
+            "temperature": self.temperature,
+            "request": self.request,
+            "status": self.status,
+        }
+
+    def propose(self, ops, *, depth=4, top_k=2, **options):
+        """The trees, each as a list of (token, parent, score, depth)."""
+        arrays = self.arrays(1 + depth * min(top_k, 32))
+        ops.ngram_propose(**arrays, seed=SEED, depth=depth, top_k=top_k, **options)
+        columns = [arrays[f"node_{name}"] for name in ("token", "parent", "score", "depth")]
+        counts = arrays["node_count"].tolist()
+        for b, count in enumerate(counts):  # nothing is written past the count
+            assert columns[2][b, count:].isnan().all() and columns[0][b, count:].eq(-7).all()
+        return [
+            list(zip(*(column[b, :count].tolist() for column in columns), strict=True))
+            for b, count in enumerate(counts)
+        ]
+
+    def expected(self, b, **options):
+        own, group = self.requests[b]
+        options = {"max_ngram": 8, "min_ngram": 1, "depth": 4, "top_k": 2, **options}
+        return reference.ngram_propose(
+            self.texts[own],
+            [self.texts[slot] for slot in group],
+            temperature=float(self.temperature[b]),
+            seed=SEED,
+            request=REQUEST + b,
+            **options,
+        )
 
 
 def tokens_of(tree):
     return [node[0] for node in tree]
 
 
-def test_chain_by_hand():
-    """The suffix 2, 3 was seen once: what followed is proposed, and stops where the text stops."""
-    index = tlt_ext.NgramIndex()
-    index.start(0, [1, 2, 3, 4, 5])
-    (tree,) = propose(index, [index.start(0, [9, 2, 3])])
+def first(ops, texts, own=0, group=None, **options):
+    """The tokens proposed to one request that looks at every text."""
+    case = Case(texts, [(own, list(range(len(texts))) if group is None else group)])
+    return tokens_of(case.propose(ops, **options)[0])
+
+
+def test_chain_by_hand(ops):
+    """2, 3 was followed by 4, 5: a match of two tokens, which weighs 4."""
+    (tree,) = Case([[9, 2, 3], [1, 2, 3, 4, 5]], [(0, [0, 1])]).propose(ops)
     assert [(t, p, d) for t, p, _, d in tree] == [(3, -1, 0), (4, 0, 1), (5, 1, 2)]
-    assert [s for _, _, s, _ in tree] == pytest.approx([0, math.log(1 / 2), 2 * math.log(1 / 2)])
-    assert index.num_tokens == 8
+    assert [s for _, _, s, _ in tree] == pytest.approx([0, math.log(4 / 5), 2 * math.log(4 / 5)])
 
 
-def test_branches_by_hand():
+def test_branches_by_hand(ops):
     """Counts decide at T = 0, ties go to the lower id, and `top_k` nodes are kept per level."""
-    index = tlt_ext.NgramIndex()
-    for tail in ([5, 8], [7, 1], [7, 2], [6, 3]):
-        index.start(0, [10, 11, *tail])
-    handle = index.start(0, [10, 11])
-    (tree,) = propose(index, [handle], top_k=2, depth=2)
+    texts = [[10, 11], *([10, 11, *tail] for tail in ([5, 8], [7, 1], [7, 2], [6, 3]))]
+    (tree,) = Case(texts, [(0, range(5))]).propose(ops, depth=2)
     # Level 1: 7 twice, then 5 and 6 tie. Level 2: 8 follows 5 surely; 1 and 2 tie under 7.
     assert [(t, p, d) for t, p, _, d in tree] == [
         (11, -1, 0),
@@ -72,185 +113,205 @@ def test_branches_by_hand():
         (1, 1, 2),
         (2, 1, 2),
     ]
-    seven = math.log(2 / 5)
-    assert tree[1][2] == pytest.approx(seven) and tree[2][2] == pytest.approx(math.log(1 / 5))
-    assert tree[3][2] == pytest.approx(seven + math.log(1 / 3))
-    (wide,) = propose(index, [handle], top_k=4, depth=1)
-    assert tokens_of(wide) == [11, 7, 5, 6]
+    seven = math.log(8 / 17)
+    assert tree[1][2] == pytest.approx(seven) and tree[2][2] == pytest.approx(math.log(4 / 17))
+    assert tree[3][2] == pytest.approx(seven + math.log(4 / 9))
+    assert first(ops, texts, top_k=4, depth=1) == [11, 7, 5, 6]
 
 
-def test_a_sequence_finds_its_own_past():
-    index = tlt_ext.NgramIndex()
-    handle = index.start(0, [1, 2, 3, 1, 2])
-    assert tokens_of(propose(index, [handle])[0]) == [2, 3, 1, 2]
-    index.extend(handle, [3])
-    assert tokens_of(propose(index, [handle])[0]) == [3, 1, 2, 3]
+def test_a_sequence_finds_its_own_past(ops):
+    assert first(ops, [[1, 2, 3, 1, 2]]) == [2, 3, 1, 2]
+    assert first(ops, [[1, 2, 3, 1, 2, 3]]) == [3, 1, 2, 3]
+    assert first(ops, [[1, 2, 3, 1, 2]], group=[]) == [2]
 
 
-def test_longest_suffix_wins_and_orders_are_bounded():
-    texts = [[1, 2, 3, 50], [9, 2, 3, 60], [8, 3, 70], [8, 3, 70]]
-    for max_order, wanted in ((3, [3, 50]), (2, [3, 50, 60]), (1, [3, 70, 50, 60])):
-        index = tlt_ext.NgramIndex(max_order=max_order)
-        for text in texts:
-            index.start(0, text)
-        handle = index.start(0, [1, 2, 3])
-        assert tokens_of(propose(index, [handle], top_k=4, depth=1)[0]) == wanted
-    index = tlt_ext.NgramIndex(max_order=3)
-    index.start(0, [1, 2, 50])
-    handle = index.start(0, [9, 9, 2])
-    assert tokens_of(propose(index, [handle], min_order=1)[0]) == [2, 50]
-    assert tokens_of(propose(index, [handle], min_order=2)[0]) == [2]
+def test_longer_matches_weigh_more_and_shorter_ones_still_count(ops):
+    texts = [[1, 2, 3], [1, 2, 3, 50], [9, 2, 3, 60], [8, 3, 70], [8, 3, 70]]
+    options = dict(top_k=4, depth=1)
+    assert first(ops, texts, max_ngram=3, **options) == [3, 50, 60, 70]  # 16, 4, 1 + 1
+    assert first(ops, texts, max_ngram=2, **options) == [3, 50, 60, 70]  # 4, 4, 1 + 1
+    assert first(ops, texts, max_ngram=1, **options) == [3, 70, 50, 60]  # 1, 1, 1 + 1
+    assert first(ops, texts, min_ngram=2, **options) == [3, 50, 60]
+    # Four matches of one token are worth one of two tokens, and then the lower id wins.
+    texts = [[1, 2], [1, 2, 9], *([0, 2, 7] for _ in range(4))]
+    assert first(ops, texts, top_k=1, depth=1) == [2, 7]
+    assert first(ops, texts[:-1], top_k=1, depth=1) == [2, 9]
 
 
-def test_groups_are_apart_and_sequences_are_never_glued():
-    index = tlt_ext.NgramIndex()
-    index.start(0, [1, 2, 3])
-    assert tokens_of(propose(index, [index.start(1, [1, 2])])[0]) == [2]
-    # In arrival order 6 follows 5, but in another sequence: neither 4, 5 | 6 nor the n-gram 5, 6.
-    first, second = index.start(2, [4, 5]), index.start(2, [6, 7])
-    assert tokens_of(propose(index, [index.start(2, [4, 5])])[0]) == [5]
-    assert tokens_of(propose(index, [index.start(2, [5, 6])], min_order=2)[0]) == [6]
-    # Grown in turns, each sequence still reads as its own text.
-    index.extend(first, [30])
-    index.extend(second, [40])
-    index.extend(first, [31])
-    index.extend(second, [41])
-    assert tokens_of(propose(index, [index.start(2, [4, 5])])[0]) == [5, 30, 31]
-    assert tokens_of(propose(index, [index.start(2, [6, 7])])[0]) == [7, 40, 41]
+def test_texts_are_never_glued_and_groups_are_apart(ops):
+    """In the store 6 stands after 4, 5, but in another row."""
+    assert first(ops, [[4, 5], [6, 7], [4, 5]]) == [5]
+    assert first(ops, [[5, 6], [4, 5], [6, 7]], min_ngram=2) == [6]
+    assert first(ops, [[1, 2], [1, 2, 3]], group=[0]) == [2]
+    # A match ends where its text starts, on both sides.
+    assert first(ops, [[2], [9, 2, 5], [2, 5]], min_ngram=2) == [2]
+    assert first(ops, [[2], [9, 2, 5], [2, 6]], depth=1) == [2, 5, 6]
 
 
-def test_noise_ranks_when_sampling():
+def test_negative_tokens_end_a_continuation(ops):
+    assert first(ops, [[1, 2], [1, 2, 3, -1, 4]]) == [2, 3]
+
+
+def test_noise_ranks_when_sampling(ops):
     """Design 5: children are the top of log count + the target's noise at that position."""
-    index = tlt_ext.NgramIndex()
-    for token in range(50):
-        index.start(0, [1000, token])
-    handles = [index.start(0, [1000]) for _ in range(5)]
-    trees = propose(index, handles, temperature=1.0, top_k=3, depth=1)
-    for b, tree in enumerate(trees):
-        noise = reference.gumbel(reference.noise_words(SEED, REQUEST + b, 21, 50))
+    texts = [[1000], *([1000, token] for token in range(30))]
+    case = Case(texts, [(0, range(31))] * 5, temperature=1.0)
+    for b, tree in enumerate(case.propose(ops, top_k=3, depth=1)):
+        noise = reference.gumbel(reference.noise_words(SEED, REQUEST + b, 1, 30))
         assert tokens_of(tree)[1:] == noise.topk(3).indices.tolist()
-        assert [node[2] for node in tree[1:]] == pytest.approx([math.log(1 / 51)] * 3)
-    assert all(tokens_of(t)[1:] == [0, 1, 2] for t in propose(index, handles, top_k=3, depth=1))
+        assert [node[2] for node in tree[1:]] == pytest.approx([math.log(1 / 31)] * 3)
+    assert first(ops, texts, top_k=3, depth=1) == [1000, 0, 1, 2]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("alphabet", "max_order"), [(2, 6), (3, 1), (4, 3), (30, 4)])
-def test_equals_reference_on_random_sequences(alphabet, max_order, temperature):
-    index, expected = tlt_ext.NgramIndex(max_order), reference.NgramIndex(max_order)
-    random = kit.generator(alphabet)
+def test_the_32_best_matches_are_followed(ops):
+    """Longest first, then the earlier text of the group, then the later place."""
+    texts = [[0, 1], *([9, 1, 5] for _ in range(20)), *([9, 1, 6] for _ in range(20))]
+    (tree,) = Case(texts, [(0, range(41))]).propose(ops, depth=1)
+    assert tokens_of(tree) == [1, 5, 6]
+    assert [n[2] for n in tree[1:]] == pytest.approx([math.log(20 / 33), math.log(12 / 33)])
+    texts = [[0, 1], [1, 7] * 10 + [1, 8] * 32]
+    assert first(ops, texts, depth=1, top_k=4) == [1, 8]
+    assert first(ops, [*texts, [0, 1, 4]], depth=1, top_k=4) == [1, 8, 4]
+
+
+def random_case(alphabet, max_len, seed, temperature, batch=3, group=5, periodic=False):
+    random = kit.generator(seed)
 
     def draw(low, high):
         return int(torch.randint(low, high, (), generator=random))
 
-    def text(length):
-        return torch.randint(0, alphabet, (length,), generator=random).tolist()
+    texts = []
+    for _ in range(batch + group):
+        text = torch.randint(0, alphabet, (draw(1, max_len + 1),), generator=random).tolist()
+        texts.append((text[:3] * max_len)[: len(text)] if periodic else text)
+    others = range(batch, batch + group)
+    requests = [(b, [b, *others][draw(0, 2) : draw(2, group + 2)]) for b in range(batch)]
+    return Case(texts, requests, max_len=max_len, temperature=temperature)
 
-    for step in range(60):
-        if step < 4 or draw(0, 4) == 0:
-            args = (draw(-1, 2), text(draw(1, 6)))
-            assert index.start(*args) == expected.start(*args)
-        else:
-            args = (draw(0, len(expected.sequences)), text(draw(0, 9)))
-            index.extend(*args)
-            expected.extend(*args)
-        handles = list(range(len(expected.sequences)))[-6:]
-        options = dict(depth=draw(1, 6), top_k=draw(1, 5), min_order=draw(1, max_order + 1))
-        for b, tree in enumerate(propose(index, handles, temperature=temperature, **options)):
-            wanted = expected.propose(
-                handles[b],
-                temperature=temperature,
-                seed=SEED,
-                request=REQUEST + b,
-                root_position=20,
-                **options,
-            )
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("max_len", [1, 2, 7, 64, 131])
+@pytest.mark.parametrize("alphabet", [2, 4, 30])
+def test_equals_reference_on_random_texts(ops, alphabet, max_len, temperature):
+    for step in range(6):
+        case = random_case(alphabet, max_len, step, temperature)
+        options = dict(depth=1 + step * 3, top_k=[1, 2, 5, 40][step % 4], max_ngram=8 - step)
+        options["min_ngram"] = 1 + step % 2
+        for b, tree in enumerate(case.propose(ops, **options)):
+            wanted = case.expected(b, **options)
             assert [(t, p, d) for t, p, _, d in tree] == [
                 (n["token"], n["parent"], n["depth"]) for n in wanted
             ]
-            assert [n[2] for n in tree] == pytest.approx([n["score"] for n in wanted], abs=1e-5)
+            assert [n[2] for n in tree] == pytest.approx([n["score"] for n in wanted], abs=1e-4)
             assert all(s <= tree[p][2] for _, p, s, _ in tree[1:])
+        assert case.status.tolist() == [0] * 3
 
 
-def test_only_the_most_recent_places_are_looked_at():
-    index = tlt_ext.NgramIndex(max_order=1)
-    for _ in range(200):
-        index.start(0, [1, 5])
-    for _ in range(63):
-        index.start(0, [1, 6])
-    handle = index.start(0, [1])  # is itself one of the 64
-    (tree,) = propose(index, [handle], depth=1)
-    assert tokens_of(tree) == [1, 6]
-    assert tree[1][2] == pytest.approx(math.log(63 / 64), rel=1e-4)
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("alphabet", "max_len", "periodic"),
+    [(3, 4096, False), (50, 4096, False), (2000, 4094, False), (50, 1027, True), (2, 300, True)],
+)
+def test_trees_have_the_bits_of_the_cpu(alphabet, max_len, periodic, temperature):
+    for step in range(4):
+        trees = []
+        for device in ("cpu", "cuda"):
+            case = random_case(alphabet, max_len, step, temperature, 8, 24, periodic)
+            ops = kit.Ops(device)
+            trees.append(case.propose(ops, depth=16, top_k=[1, 3, 8, 128][step]))
+        assert trees[0] == trees[1]
 
 
-def test_dropped_and_missing_sequences_propose_the_root_alone():
-    """Fault 26: inert requests beside others."""
-    index = tlt_ext.NgramIndex()
-    gone, kept = index.start(7, [1, 2, 1]), index.start(8, [1, 2, 1])
-    empty = index.start(8, [])
-    index.drop(7)
-    index.drop(12345)
-    assert index.num_tokens == 3
-    index.extend(gone, [4])
-    trees = propose(index, [gone, kept, -1, empty])
-    assert [tokens_of(t) for t in trees] == [[-7], [1, 2, 1], [-7], [-7]]
-    # A new group of the same name does not see the old one's tokens.
-    assert tokens_of(propose(index, [index.start(7, [1])])[0]) == [1]
-    index.clear()
-    assert index.num_tokens == 0
-    assert tokens_of(propose(index, [kept])[0]) == [-7]
-    assert index.start(0, [1]) > kept
-    assert propose(index, []) == []
+def test_a_row_of_a_batch_equals_a_batch_of_one(ops):
+    case = random_case(5, 200, 1, 1.0, batch=6)
+    together = case.propose(ops)
+    for b in range(6):
+        alone = Case(case.texts, [case.requests[b]], temperature=1.0)
+        alone.request += b
+        assert alone.propose(ops) == [together[b]]
 
 
-def test_a_full_pool_forgets_the_least_recently_extended():
-    index = tlt_ext.NgramIndex(capacity=16)
-    oldest = index.start(0, [1, 2, 1, 2])
-    other = index.start(1, [3, 4, 3, 4])
-    active = index.start(2, [5, 6, 5, 6])
-    index.extend(oldest, [1])
-    index.extend(active, [5, 6, 5])
-    assert index.num_tokens == 16
-    index.extend(active, [6])  # forgets `other`: `oldest` was extended after it
-    assert index.num_tokens == 13
-    trees = propose(index, [oldest, other, active], top_k=1, depth=2)
-    assert [tokens_of(t) for t in trees] == [[1, 2, 1], [-7], [6, 5, 6]]
-    index.extend(other, [3])
-    assert index.num_tokens == 13
+def test_inert_requests_beside_others(ops):
+    """Fault 26: a row without a request gets no nodes, and the others do not notice."""
+    case = random_case(4, 50, 2, 1.0, batch=4)
+    together = case.propose(ops)
+    case.slot[[0, 2]] = -1
+    case.context_len[0] = HUGE
+    case.group_slots[2] = HUGE
+    assert case.propose(ops) == [[], together[1], [], together[3]]
+    assert case.status.tolist() == [0] * 4
+    assert Case([[1]], []).propose(ops) == []
 
 
-def test_a_full_pool_first_clears_out_dropped_groups():
-    index = tlt_ext.NgramIndex(capacity=16)
-    for step in range(100):
-        handle = index.start(step, [1, 2, 3, 1])
-        assert tokens_of(propose(index, [handle], depth=3)[0]) == [1, 2, 3, 1]
-        index.drop(step - 1)
-        assert index.num_tokens == 4
+def test_bad_slots_and_lengths_are_left_out(ops):
+    """Fault 32 and its kind: huge numbers set the status and are never followed."""
+    texts = [[1, 2], [1, 2, 3], [1, 2, 4]]
+    for bad_slot in (-2, 3, HUGE, -HUGE - 1):
+        case = Case(texts, [(0, [0, 1, 2])] * 2)
+        case.group_slots[0, 1] = bad_slot
+        assert [tokens_of(t) for t in case.propose(ops)] == [[2, 4], [2, 3, 4]]
+        assert case.status.tolist() == [Status.BAD_LENGTH, 0]
+        case = Case(texts, [(0, [0, 1, 2])] * 2)
+        case.slot[1] = bad_slot
+        assert [tokens_of(t) for t in case.propose(ops)] == [[2, 3, 4], []]
+        assert case.status.tolist() == [0, Status.BAD_LENGTH]
+    for bad_length in (-1, 4, HUGE, -HUGE - 1):
+        case = Case(texts, [(0, [0, 1, 2])])
+        case.length[1] = bad_length
+        assert tokens_of(case.propose(ops)[0]) == [2, 4]
+        assert case.status.tolist() == [Status.BAD_LENGTH]
+        case = Case(texts, [(0, [0, 1, 2])])
+        case.context_len[0] = bad_length
+        case.status[0] = Status.NAN_LOGITS  # bits are added
+        assert case.propose(ops) == [[]]
+        assert case.status.tolist() == [Status.BAD_LENGTH | Status.NAN_LOGITS]
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, 4, 17])
-def test_one_sequence_that_fills_the_pool_is_forgotten(capacity):
-    index = tlt_ext.NgramIndex(capacity=capacity)
-    handle = index.start(0, [1] * capacity)
-    assert index.num_tokens == capacity
-    index.extend(handle, [1] * 100)
-    assert index.num_tokens == 0
-    assert tokens_of(propose(index, [handle])[0]) == [-7]
-    again = index.start(0, [1] * capacity)
-    assert tokens_of(propose(index, [again])[0])[0] == 1
+def test_tokens_past_a_length_are_not_read(ops):
+    """The row goes on with what would match and follow, and so do the rows around it."""
+    texts = [[5, 1, 2, 3, 1, 2, 9], [1, 2, 7, 1, 2, 8, 1], [2, 6, 1, 2, 4, 2, 1]]
+    case = Case(texts, [(0, [0, 1])])
+    case.context_len[0], case.length[1] = 2, 2
+    assert tokens_of(case.propose(ops)[0]) == [2]
+    case.length[1] = 3
+    assert tokens_of(case.propose(ops)[0]) == [2, 7]
 
 
-def test_many_tokens_survive_growth_and_rebuilds():
-    """Tables grow, the pool turns over many times, and the newest text is still found."""
-    index = tlt_ext.NgramIndex(max_order=3, capacity=1000)
-    random = kit.generator(0)
-    for step in range(150):
-        text = torch.randint(0, 1000, (50,), generator=random).tolist()
-        index.start(step % 7, text)
-        assert index.num_tokens <= 1000
-        probe = index.start(step % 7, text[:20])
-        tree = propose(index, [probe], top_k=1)[0]
-        assert tokens_of(tree) == text[19:24]
+def arrays_on(device, case, capacity):
+    return {name: array.to(device) for name, array in case.arrays(capacity).items()}
+
+
+@kit.gpu
+@kit.needs_gpu
+def test_one_graph_serves_changing_lengths():
+    """A thousand replays while the texts grow: no allocation, no node outside, the CPU's trees."""
+    texts = torch.randint(0, 6, (9, 1100), generator=kit.generator(3)).tolist()
+    case = Case(texts, [(b, [b, 4, 5, 6, 7, 8]) for b in range(4)], temperature=1.0)
+    gpu, cpu = (arrays_on(device, case, 25) for device in ("cuda", "cpu"))
+    options = dict(seed=SEED, depth=6, top_k=4)
+    tlt_ext.ngram_propose(**gpu, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tlt_ext.ngram_propose(**gpu, **options)
+    held = torch.cuda.memory_allocated()
+    for replay in range(1000):
+        if replay % 20 == 0:
+            lengths = torch.randint(0, 1101, (9,), generator=kit.generator(replay)).int()
+            roots = torch.randint(0, 1100, (4,), generator=kit.generator(-replay)).int()
+            for arrays in (gpu, cpu):
+                arrays["length"].copy_(lengths)
+                arrays["context_len"].copy_(roots)
+                arrays["slot"][replay // 20 % 4] = -1 if replay % 40 else replay // 20 % 4
+        graph.replay()
+        if replay % 100 == 0:
+            tlt_ext.ngram_propose(**cpu, **options)
+            assert torch.equal(gpu["node_count"].cpu(), cpu["node_count"])
+            for b, count in enumerate(cpu["node_count"].tolist()):
+                for name in ("node_token", "node_parent", "node_score", "node_depth"):
+                    assert kit.same_bits(gpu[name][b, :count], cpu[name][b, :count])
+    assert torch.cuda.memory_allocated() == held
 
 
 def test_speculation_on_proposals_emits_what_sample_emits():
@@ -278,96 +339,80 @@ def test_speculation_on_proposals_emits_what_sample_emits():
         )
         plain[:, i] = tokens
 
-    index, spoken = tlt_ext.NgramIndex(), [[0] for _ in range(batch)]
-    for b in range(batch):
-        index.start(b, plain[b, 5:].tolist())  # an earlier epoch said much the same
-    handles = torch.tensor([index.start(b, [0]) for b in range(batch)])
+    store = torch.zeros(2 * batch, length, dtype=torch.int32)
+    store[batch:, : length - 5] = plain[:, 5:]  # an earlier epoch said much the same
+    known = torch.tensor([1] * batch + [length - 5] * batch, dtype=torch.int32)
+    own = torch.arange(batch, dtype=torch.int32)
+    group = torch.stack([own, own + batch], dim=1)
     passes, num_verify, capacity = 0, 9, 64
-    while min(map(len, spoken)) < length:
+    while min(known[:batch]) < length:
         passes += 1
         token, parent, depth = (torch.zeros(batch, capacity, dtype=torch.int32) for _ in "123")
         score, count = torch.zeros(batch, capacity), torch.zeros(batch, dtype=torch.int32)
         nodes = (token, parent, score, depth, count)
-        position = torch.tensor([len(s) - 1 for s in spoken], dtype=torch.int32)
-        index.propose(handles, *nodes, temperature, request, position, seed=SEED, depth=4, top_k=3)
+        status = torch.zeros(batch, dtype=torch.int32)
+        position = (known[:batch] - 1).clamp_max(length - 1)
+        tlt_ext.ngram_propose(
+            *(store, known, group, own, position, *nodes, temperature, request, status),
+            seed=SEED,
+            depth=4,
+            top_k=3,
+        )
         rows = batch * num_verify
         tokens, parents, positions, source = (torch.zeros(rows, dtype=torch.int32) for _ in "1234")
         ancestors = torch.zeros(rows, 16, dtype=torch.uint8)
         row_start = torch.zeros(batch + 1, dtype=torch.int32)
         tlt_ext.select_nodes(
-            *nodes,
-            position,
-            tokens,
-            parents,
-            positions,
-            ancestors,
-            source,
-            row_start,
+            *(*nodes, position, tokens, parents, positions, ancestors, source, row_start),
             num_verify=num_verify,
         )
         emitted, path = (torch.zeros(batch, 17, dtype=torch.int32) for _ in "12")
-        num_emitted, finish, status = (torch.zeros(batch, dtype=torch.int32) for _ in "123")
+        num_emitted, finish = (torch.zeros(batch, dtype=torch.int32) for _ in "12")
         tlt_ext.verify_tree(
-            table[tokens.long()],
-            tokens,
-            parents,
-            positions,
-            row_start,
-            temperature,
-            top_k,
-            top_p,
-            request,
+            *(table[tokens.long()], tokens, parents, positions, row_start),
+            *(temperature, top_k, top_p, request),
             torch.full((batch, 1), -1, dtype=torch.int32),
-            torch.tensor([length - len(s) for s in spoken], dtype=torch.int32),
-            emitted,
-            torch.zeros(batch, 17),
-            num_emitted,
-            path,
-            finish,
-            status,
+            (length - known[:batch]).int(),
+            *(emitted, torch.zeros(batch, 17), num_emitted, path, finish, status),
             seed=SEED,
         )
         for b in range(batch):
-            new = emitted[b, : num_emitted[b]].tolist()
-            spoken[b] += new
-            index.extend(int(handles[b]), new)
-    assert spoken == plain.tolist()
+            new = int(num_emitted[b])
+            store[b, known[b] : known[b] + new] = emitted[b, :new]
+            known[b] += new
+    assert torch.equal(store[:batch], plain)
     assert passes < 20  # drafts are accepted: 39 tokens each
 
 
-def test_checks():
-    with pytest.raises(ValueError, match="NgramIndex: max_order: expected 1 to 16, got 0"):
-        tlt_ext.NgramIndex(max_order=0)
-    with pytest.raises(ValueError, match="max_order: expected 1 to 16, got 17"):
-        tlt_ext.NgramIndex(max_order=17)
-    with pytest.raises(ValueError, match="capacity: expected 1 to 1073741824, got 0"):
-        tlt_ext.NgramIndex(capacity=0)
-    index = tlt_ext.NgramIndex()
-    with pytest.raises(ValueError, match="start: tokens: expected ids of 0 or more, got -1"):
-        index.start(0, [3, -1])
-    handle = index.start(0, [3])
-    with pytest.raises(ValueError, match="extend: tokens: expected ids of 0 or more, got -2"):
-        index.extend(handle, [-2])
-    for bad in (-1, handle + 1):
-        with pytest.raises(ValueError, match="extend: handle: expected one that start.* returned"):
-            index.extend(bad, [1])
-    with pytest.raises(ValueError, match=r"propose: handle: expected one that start\(\) returned"):
-        propose(index, [handle + 1])
-    with pytest.raises(ValueError, match="propose: handle: .* got -2"):
-        propose(index, [-2])
-    with pytest.raises(ValueError, match="depth: expected 1 to 16, got 17"):
-        propose(index, [handle], depth=17)
+def test_checks(ops):
+    case = Case([[1, 2], [1, 2]], [(0, [0, 1])])
+    with pytest.raises(ValueError, match="ngram_propose: depth: expected 1 to 16, got 17"):
+        case.propose(ops, depth=17)
     with pytest.raises(ValueError, match="top_k: expected 1 to 128, got 0"):
-        propose(index, [handle], top_k=0)
-    with pytest.raises(ValueError, match="min_order: expected 1 to 6, got 7"):
-        propose(index, [handle], min_order=7)
+        case.propose(ops, top_k=0)
+    with pytest.raises(ValueError, match="max_ngram: expected 1 to 8, got 9"):
+        case.propose(ops, max_ngram=9)
+    with pytest.raises(ValueError, match="min_ngram: expected 1 to 3, got 4"):
+        case.propose(ops, max_ngram=3, min_ngram=4)
+    wide = Case([[1, 2]], [(0, [0] * 129)])
+    with pytest.raises(ValueError, match="group_slots' second axis: expected 0 to 128, got 129"):
+        wide.propose(ops)
+    arrays = case.arrays(8)
+    options = dict(seed=0, depth=4, top_k=2)
     with pytest.raises(ValueError, match="node_token: expected room for 9 nodes a request, got 8"):
-        propose(index, [handle], capacity=8)
-    arrays = [torch.zeros(1, 9, dtype=torch.int32) for _ in range(4)]
-    arrays[2] = torch.zeros(1, 9)
-    count, position = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
-    rest = (torch.ones(1), torch.zeros(1, dtype=torch.int64), position)
-    with pytest.raises(TypeError, match="handles: expected dtype int64, got int32"):
-        index.propose(count, *arrays, count, *rest, seed=0, depth=1, top_k=1)
-    with pytest.raises(ValueError, match=r"temperature: expected shape \[1\], got \[2\]"):
-        index.propose(rest[1], *arrays, count, torch.ones(2), *rest[1:], seed=0, depth=1, top_k=1)
+        ops.ngram_propose(**arrays, **options)
+    arrays = case.arrays(9)
+    for name, wrong, message in (
+        ("length", case.length.long(), "length: expected dtype int32, got int64"),
+        ("request", case.slot, "request: expected dtype int64, got int32"),
+        ("temperature", case.slot, "temperature: expected dtype float32, got int32"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ops.ngram_propose(**{**arrays, name: wrong}, **options)
+    for name, wrong, message in (
+        ("length", case.length[:1], r"length: expected shape \[2\], got \[1\]"),
+        ("slot", case.length, r"slot: expected shape \[1\], got \[2\]"),
+        ("tokens", case.tokens.t(), "tokens: expected a contiguous array"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.ngram_propose(**{**arrays, name: wrong}, **options)
