@@ -124,10 +124,11 @@ class Ops:
             if not isinstance(x, torch.Tensor):
                 return x
             storage = x.untyped_storage()
-            if storage.data_ptr() not in storages:
+            place = storage.data_ptr() or id(x)  # empty ones are all at 0
+            if place not in storages:
                 whole = torch.empty(0, dtype=x.dtype).set_(storage)
-                storages[storage.data_ptr()] = whole, whole.to(self.device)
-            whole = storages[storage.data_ptr()][1]
+                storages[place] = whole, whole.to(self.device)
+            whole = storages[place][1]
             return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
         if self.device == "cpu":
