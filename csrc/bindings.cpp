@@ -14,6 +14,7 @@
 #include "common/parallel.h"
 #include "common/python.h"
 #include "graphs/op.h"
+#include "graphs/pool.h"
 #include "kv/op.h"
 #include "layers/dot.h"
 #include "layers/op.h"
@@ -250,21 +251,53 @@ void bind_ngram(py::module_& m) {
 
 // ---- graphs -------------------------------------------------------------------------------------
 
-// A view of the ring's memory, which it keeps alive.
-template <typename T>
-py::array ring_array(py::object ring, T* data, std::vector<py::ssize_t> shape) {
-  return py::array_t<T>(std::move(shape), data, std::move(ring));
-}
-
-// A property that shows one of the ring's arrays: [passes], by request, by token.
+// A property that shows one of the ring's arrays, which the ring outlives: [passes], by request, by
+// token. The last two axes lie the other way round in memory.
 template <auto kMember>
 auto show(int axes) {
   return [axes](py::object self) {
     const tlt::RingView& view = self.cast<tlt::PassRing&>().view();
-    std::vector<py::ssize_t> shape{view.passes, view.max_batch, view.max_emitted};
-    shape.resize(static_cast<size_t>(axes));
-    return ring_array(self, view.*kMember, shape);
+    auto* data = view.*kMember;
+    const auto size = static_cast<py::ssize_t>(sizeof(*data));
+    using Axes = std::vector<py::ssize_t>;
+    const py::ssize_t rows = view.max_batch, width = view.max_emitted;
+    const Axes shape = axes == 3   ? Axes{view.passes, rows, width}
+                       : axes == 2 ? Axes{view.passes, rows}
+                                   : Axes{axes == 1 ? view.passes : 1};
+    const Axes strides = axes == 3   ? Axes{rows * width * size, size, rows * size}
+                         : axes == 2 ? Axes{rows * size, size}
+                                     : Axes{size};
+    return py::array_t<std::remove_pointer_t<decltype(data)>>(shape, strides, data, self);
   };
+}
+
+void bind_graph_pool(py::module_& m) {
+  using tlt::GraphPool;
+  using tlt::Tensor;
+  using Parts = std::vector<uintptr_t>;
+  py::register_exception<tlt::GraphError>(m, "GraphError", PyExc_RuntimeError);
+  py::class_<GraphPool>(m, "GraphPool")
+      .def(py::init<int, int64_t>(), "device"_a, "budget_bytes"_a)
+      .def_static("supports_loop", &GraphPool::supports_loop, "device"_a)
+      .def(
+          "add",
+          [](GraphPool& pool, const std::string& key, const Parts& graphs, const Tensor& control,
+             bool loop,
+             uintptr_t stream) { return pool.add(key, {graphs, control, loop}, stream); },
+          "key"_a, "graphs"_a, "control"_a, "loop"_a, "stream"_a, NoGil())
+      .def("update", &GraphPool::update, "key"_a, "graphs"_a, "control"_a, NoGil())
+      .def("launch", &GraphPool::launch, "key"_a, "stream"_a, NoGil())
+      .def("remove", &GraphPool::remove, "key"_a, NoGil())
+      .def("__contains__", &GraphPool::contains, "key"_a)
+      .def("usage", [](const GraphPool& pool) {
+        py::dict all;
+        for (const auto& [key, usage] : pool.usage()) {
+          all[py::str(key)] =
+              py::make_tuple(usage.charged_bytes, usage.settled_bytes, usage.peak_bytes,
+                             usage.nodes, usage.launches, usage.loop);
+        }
+        return all;
+      });
 }
 
 void bind_graphs(py::module_& m) {
@@ -274,11 +307,7 @@ void bind_graphs(py::module_& m) {
   py::class_<PassRing>(m, "PassRing")
       .def(py::init<int64_t, int64_t, int64_t, bool>(), "passes"_a, "max_batch"_a, "max_emitted"_a,
            "pinned"_a)
-      .def_property_readonly("begin_ns",
-                             [](py::object self) {
-                               int64_t* begin = self.cast<PassRing&>().view().begin_ns;
-                               return ring_array(self, begin, {1});
-                             })
+      .def_property_readonly("begin_ns", show<&RingView::begin_ns>(0))
       .def_property_readonly("time_ns", show<&RingView::time_ns>(1))
       .def_property_readonly("num_emitted", show<&RingView::num_emitted>(2))
       .def_property_readonly("finish", show<&RingView::finish>(2))
@@ -311,6 +340,7 @@ void bind_graphs(py::module_& m) {
       "emitted"_a, "logprobs"_a, "num_emitted"_a, "finish"_a, "status"_a, "context_len"_a, "slot"_a,
       "tokens"_a, "last_token"_a, "remaining"_a, "num_new"_a, "granted"_a, "control"_a, "ring"_a,
       "lookahead"_a, "stream"_a, NoGil());
+  bind_graph_pool(m);
   m.def("arm_passes", &tlt::arm_passes, "control"_a, "ring"_a, "limit"_a, "stream"_a, NoGil());
 }
 

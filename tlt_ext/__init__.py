@@ -7,6 +7,7 @@ never allocates or synchronises. See `python -m tlt_ext` for what this build can
 from tlt_ext import _C
 from tlt_ext.attention import attention_workspace_bytes, tree_attention
 from tlt_ext.common import Status, num_threads, set_num_threads
+from tlt_ext.graph_pool import GraphError, GraphPool, GraphUsage
 from tlt_ext.graphs import Control, PassRing, StopReason, advance_batch, arm_passes
 from tlt_ext.kv import append_kv, commit_path, copy_pages, gather_new_rows
 from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
@@ -47,6 +48,9 @@ def op_places() -> dict[str, str]:
 
 __all__ = [
     "Control",
+    "GraphError",
+    "GraphPool",
+    "GraphUsage",
     "NgramIndex",
     "OPS",
     "PassRing",

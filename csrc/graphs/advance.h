@@ -39,7 +39,7 @@ TLT_HD void take_token(const AdvanceBatchParams& p, const RowAdvance& row, int64
                        int64_t b, int64_t i) {
   const int32_t token = p.emitted[b * p.emitted_stride + i];
   p.tokens[p.slot[b] * p.tokens_stride + row.position + i] = token;
-  const int64_t at = (record * p.ring.max_batch + b) * p.ring.max_emitted + i;
+  const int64_t at = (record * p.ring.max_emitted + i) * p.ring.max_batch + b;
   p.ring.tokens[at] = token;
   p.ring.logprobs[at] = p.logprobs[b * p.logprobs_stride + i];
   if (i == row.count - 1) p.last_token[b] = token;

@@ -1,4 +1,5 @@
-// The end of a pass on the GPU: one block, a warp a request by turns and a lane a token.
+// The end of a pass on the GPU: one block, a thread a request, then a thread a token. Neighbouring
+// threads have neighbouring requests, so that what goes to the ring is written in whole lines.
 //
 // Moves 8 bytes a token into the ring and 4 into the token store, and a dozen words a request; the
 // launch and the latency of the ring's memory, which is the host's, are all that it costs. The
@@ -12,8 +13,7 @@ namespace tlt {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / kWarpSize;
-static_assert(kMaxEmitted <= kWarpSize);
+constexpr int kFew = 4;  // requests that four warps serve: a barrier of few warps is quicker
 
 __device__ int64_t device_ns() {
   int64_t ns;
@@ -23,23 +23,26 @@ __device__ int64_t device_ns() {
 
 __global__ void __launch_bounds__(kThreads)
     advance_kernel(const __grid_constant__ AdvanceBatchParams p) {
-  __shared__ int32_t reason_s;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  __shared__ int32_t reason_s, most_s;
   // Asked for first: the answer comes from the host's memory.
   bool stop = false;
   if (threadIdx.x == 0) {
     stop = *static_cast<volatile int32_t*>(p.ring.stop) != 0;
-    reason_s = 0;
+    reason_s = most_s = 0;
   }
   const int64_t record = record_of(p);
   __syncthreads();
-  for (int64_t b = warp; b < p.batch; b += kWarps) {
+  for (int64_t b = threadIdx.x; b < p.batch; b += blockDim.x) {
     const RowAdvance row = plan_row(p, b);
-    if (lane < row.count) take_token(p, row, record, b, lane);
-    if (lane == 0) {
-      take_row(p, row, record, b);
-      if (row.reason != 0) atomicOr(&reason_s, row.reason);
-    }
+    take_row(p, row, record, b);
+    if (row.reason != 0) atomicOr(&reason_s, row.reason);
+    atomicMax(&most_s, row.count);
+  }
+  __syncthreads();
+  for (int64_t at = threadIdx.x; at < most_s * p.batch; at += blockDim.x) {
+    const int64_t i = at / p.batch, b = at % p.batch;
+    const RowAdvance row = plan_row(p, b);
+    if (i < row.count) take_token(p, row, record, b, i);
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -58,8 +61,7 @@ __global__ void arm_kernel(const __grid_constant__ ArmPassesParams p) {
 
 void advance_batch_cuda(const AdvanceBatchParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
-  const int64_t warps = p.batch < 1 ? 1 : p.batch < kWarps ? p.batch : kWarps;
-  advance_kernel<<<1, static_cast<unsigned>(warps * kWarpSize), 0, as_stream(stream)>>>(p);
+  advance_kernel<<<1, p.batch <= kFew ? kFew * kWarpSize : kThreads, 0, as_stream(stream)>>>(p);
   check_cuda(cudaGetLastError(), "advance_batch");
 }
 

@@ -35,7 +35,9 @@ struct RingView {
   int32_t* num_emitted;  // [passes, max_batch], and so the next two
   int32_t* finish;
   int32_t* status;
-  int32_t* tokens;  // [passes, max_batch, max_emitted], garbage past num_emitted
+  // [passes, max_emitted, max_batch], garbage past num_emitted: the first tokens of all requests
+  // lie side by side, as a GPU writes over the bus.
+  int32_t* tokens;
   float* logprobs;  // the same
   int64_t passes, max_batch, max_emitted;
 };

@@ -93,13 +93,15 @@ int64_t PassRing::sequence() const {
 }
 
 int32_t PassRing::reason() const {
-  return static_cast<int32_t>(__atomic_load_n(view_.state, __ATOMIC_ACQUIRE) & kReasonMask);
+  const uint64_t state = __atomic_load_n(view_.state, __ATOMIC_ACQUIRE);
+  const bool any = static_cast<int64_t>(state >> kSequenceShift) != armed_;
+  return any ? static_cast<int32_t>(state & kReasonMask) : 0;
 }
 
 void PassRing::request_stop() { __atomic_store_n(view_.stop, 1, __ATOMIC_RELEASE); }
 
 void PassRing::clear() {
-  __atomic_fetch_and(view_.state, ~kReasonMask, __ATOMIC_RELAXED);
+  armed_ = sequence();
   __atomic_store_n(view_.stop, 0, __ATOMIC_RELEASE);
 }
 
@@ -127,14 +129,15 @@ std::vector<Collected> PassRing::collect(int64_t begin, int64_t end, int64_t row
   std::vector<Collected> all(static_cast<size_t>(rows));
   for (int64_t pass = begin; pass < end; ++pass) {
     for (int64_t b = 0; b < rows; ++b) {
-      const int64_t at = pass % view_.passes * view_.max_batch + b;
-      const int32_t count = view_.num_emitted[at];
-      const int64_t first = at * view_.max_emitted;
+      const int64_t record = pass % view_.passes;
+      const int32_t count = view_.num_emitted[record * view_.max_batch + b];
       Collected& row = all[static_cast<size_t>(b)];
-      row.tokens.insert(row.tokens.end(), view_.tokens + first, view_.tokens + first + count);
-      row.logprobs.insert(row.logprobs.end(), view_.logprobs + first,
-                          view_.logprobs + first + count);
       row.counts.push_back(count);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t at = (record * view_.max_emitted + i) * view_.max_batch + b;
+        row.tokens.push_back(view_.tokens[at]);
+        row.logprobs.push_back(view_.logprobs[at]);
+      }
     }
   }
   return all;

@@ -27,9 +27,9 @@ class PassRing {
   bool pinned() const { return pinned_; }
 
   int64_t sequence() const;  // passes recorded: everything of an earlier one can be read
-  int32_t reason() const;    // of the last pass; 0 = the loop runs on
+  int32_t reason() const;    // of the last pass since they were armed; 0 = passes run on
   void request_stop();
-  void clear();  // before passes are armed: no reason yet, no stop asked for
+  void clear();  // as passes are armed: no reason yet, no stop asked for
 
   // Waits until the passes stop; 0 after the timeout.
   int32_t wait(double timeout_s) const;
@@ -40,6 +40,7 @@ class PassRing {
  private:
   RingView view_;
   bool pinned_;
+  int64_t armed_ = 0;  // sequence at that time; the state is the device's alone to write
   void* memory_ = nullptr;
 };
 

@@ -1,0 +1,131 @@
+"""Executable CUDA graphs of captured passes, with a loop around them where the device can."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from tlt_ext import _C
+from tlt_ext.common import Array, current_stream
+
+GraphError = _C.GraphError
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphUsage:
+    """What a graph of a pool costs.
+
+    The driver takes memory in blocks that graphs share and keeps what a graph gives back for the
+    next one, so free memory shows a graph's needs only on average over many nodes.
+    """
+
+    charged_bytes: int  # what the budget counts, by that average
+    settled_bytes: int  # by how much the device's free memory fell when the graph was made
+    peak_bytes: int  # the most that it fell meanwhile
+    nodes: int  # of the captured graphs, and the loop's own
+    launches: int
+    loop: bool
+
+
+class GraphPool:
+    """Makes, launches, updates and evicts the executable graphs of captured passes.
+
+    With `loop` the captured graphs, one after the other, are the body of a WHILE node: one launch
+    repeats them until `control[Control.GO]` is 0 (`advance_batch` decides). Without it a launch is
+    one pass. All calls come from one thread. Everything a graph reads or writes must outlive it.
+
+    Args:
+        device: index of the CUDA device.
+        budget_bytes: most device memory that the graphs are charged with together, the least
+            recently used giving way; 0 = no limit but the device's.
+
+    Raises:
+        GraphError: there is no CUDA in this build or on this machine.
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> graph = torch.cuda.CUDAGraph(keep_graph=True)   # a pass captured into it
+        >>> pool = GraphPool()
+        >>> pool.add("off b1", [graph.raw_cuda_graph()], control, loop=True)
+        >>> arm_passes(control, ring, limit=64)
+        >>> pool.launch("off b1")   # up to 64 passes
+        >>> ring.wait(timeout_s=1.0)
+
+    Source: conditional nodes of CUDA graphs, CUDA C++ Programming Guide.
+    """
+
+    def __init__(self, device: int = 0, budget_bytes: int = 0) -> None:
+        self._pool = _C.GraphPool(device, budget_bytes)
+        self._control: dict[str, Array] = {}
+
+    @staticmethod
+    def supports_loop(device: int = 0) -> bool:
+        """Whether this build, the driver (CUDA 12.4 or newer) and the device have such loops."""
+        return _C.GraphPool.supports_loop(device)
+
+    def add(
+        self,
+        key: str,
+        graphs: Sequence[int],
+        control: Array,
+        *,
+        loop: bool,
+        stream: int | None = None,
+    ) -> list[str]:
+        """Makes an executable graph; an earlier one of the same key goes first.
+
+        Waits for `stream`. Graphs that are running are never evicted.
+
+        Args:
+            key: its name.
+            graphs: captured graphs (`cudaGraph_t`), run in this order; they are copied, so their
+                owners may go after the call.
+            control: int32 [8] on the device; the loop's word is read from it.
+            loop: whether they are a loop's body; it may hold kernels, copies, memsets and such
+                graphs, no events and no allocations.
+            stream: CUDA stream; default is the array library's current one.
+
+        Returns:
+            Keys of the graphs that had to go, for the budget or for lack of memory.
+
+        Raises:
+            GraphError: the graph cannot be made, or does not fit; the caller may run without it.
+            TypeError, ValueError: an argument is wrong.
+        """
+        gone = self._pool.add(key, graphs, control, loop, current_stream(control, stream))
+        self._control[key] = control
+        for other in gone:
+            self._control.pop(other, None)
+        return gone
+
+    def update(self, key: str, graphs: Sequence[int]) -> None:
+        """Gives a graph new addresses and sizes in place: the same nodes in the same order.
+
+        Raises:
+            GraphError: the nodes differ, or there is no such graph; the old one stays.
+        """
+        if key not in self:
+            raise GraphError(f"GraphPool: update: there is no graph {key!r}")
+        self._pool.update(key, graphs, self._control[key])
+
+    def launch(self, key: str, stream: int | None = None) -> None:
+        """Launches a graph on a stream, by default the array library's current one.
+
+        Raises:
+            GraphError: there is no such graph, or the launch failed.
+        """
+        self._pool.launch(key, current_stream(self._control.get(key), stream))
+
+    def remove(self, key: str) -> None:
+        """Drops a graph once its last launch has ended.
+
+        Raises:
+            GraphError: there is no such graph.
+        """
+        self._pool.remove(key)
+        del self._control[key]
+
+    def usage(self) -> dict[str, GraphUsage]:
+        """What each graph costs, the least recently used first."""
+        return {key: GraphUsage(*values) for key, values in self._pool.usage().items()}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._pool
