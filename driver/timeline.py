@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from driver.storage import write_text
 
 MAX_BYTES = 20_000_000
 TRACKS = ("train", "rollout", "drafter")  # in this order; others follow
 STEP = "step"
+
+_json = functools.lru_cache(maxsize=4096, typed=True)(json.dumps)
+
+
+class Event(NamedTuple):
+    """What happened on a track; seconds since the timeline's start."""
+
+    part: str
+    name: str
+    begin_s: float
+    length_s: float
+    args: dict[str, Any]
 
 
 class Timeline:
@@ -40,7 +53,7 @@ class Timeline:
         self.rank, self.max_bytes = rank, max_bytes
         self.started = time.perf_counter()
         self.every = 1  # steps from one that is kept to the next
-        self._events: list[dict[str, Any]] = []  # of the step that goes on; other threads append
+        self._events: list[Event] = []  # of the step that goes on; other threads append
         self._steps: list[tuple[int, str]] = []  # (step, its events as JSON)
         self._size = 0
         self._tracks = list(TRACKS)
@@ -55,16 +68,7 @@ class Timeline:
             begin, end: by `time.perf_counter`.
             args: shown when the event is selected.
         """
-        event = {
-            "name": name,
-            "cat": part,
-            "ph": "X",
-            "pid": self.rank,
-            "tid": self._track(part),
-            "ts": round(1e6 * (begin - self.started), 1),
-            "dur": round(1e6 * (end - begin), 1),
-        }
-        self._events.append({**event, "args": args} if args else event)
+        self._events.append(Event(part, name, begin - self.started, end - begin, args))
 
     def end_step(self, step: int) -> None:
         """Closes the step; events from here on are the next one's.
@@ -75,11 +79,9 @@ class Timeline:
         events, self._events = self._events, []
         if step % self.every or not events:
             return
-        begin = min(event["ts"] for event in events)
-        end = max(event["ts"] + event["dur"] for event in events)
-        frame = {"name": f"{STEP} {step}", "cat": "train", "ph": "X", "pid": self.rank, "tid": 0}
-        frame |= {"ts": begin, "dur": round(end - begin, 1), "args": {STEP: step}}
-        self._take(step, [frame, *events])
+        begin = min(event.begin_s for event in events)
+        length = max(event.begin_s + event.length_s for event in events) - begin
+        self._take(step, [Event("train", f"{STEP} {step}", begin, length, {STEP: step}), *events])
 
     def resume(self, path: Path, last_step: int) -> None:
         """Takes over what an earlier process wrote; this one's events follow it in time.
@@ -90,25 +92,25 @@ class Timeline:
         """
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
-            events = [event for event in saved["traceEvents"] if event["ph"] == "X"]
+            events = [_read(event) for event in saved["traceEvents"] if event["ph"] == "X"]
         except FileNotFoundError:
             return
         except (OSError, ValueError, LookupError, TypeError):
             warnings.warn(f"{path} cannot be read: the timeline starts anew", stacklevel=2)
             return
-        steps: list[tuple[int, list[dict[str, Any]]]] = []
+        steps: list[tuple[int, list[Event]]] = []
         for event in events:
-            if event["name"].startswith(f"{STEP} "):
-                steps.append((event["args"][STEP], []))
+            if event.name.startswith(f"{STEP} "):
+                steps.append((event.args[STEP], []))
             if steps and steps[-1][0] <= last_step:
-                steps[-1][1].append(event | {"tid": self._track(event["cat"])})
+                steps[-1][1].append(event)
         kept = [(step, chunk) for step, chunk in steps if chunk]
         self.every = saved["otherData"]["every"]
         for step, chunk in kept:
             self._take(step, chunk)
         # Shifts this process's clock to where the earlier one's ended.
-        ends = (event["ts"] + event["dur"] for _, chunk in kept for event in chunk)
-        self.started -= max(ends, default=0.0) / 1e6
+        ends = (event.begin_s + event.length_s for _, chunk in kept for event in chunk)
+        self.started -= max(ends, default=0.0)
 
     def write(self, path: Path) -> None:
         """Replaces the file.
@@ -126,6 +128,18 @@ class Timeline:
         body = ",\n".join(events)
         write_text(path, f'{{"otherData": {other}, "traceEvents": [\n{body}\n]}}\n')
 
+    def _to_text(self, events: Iterable[Event]) -> str:
+        """As JSON, put together by hand: a step has thousands of events of a few names."""
+        lines = []
+        for part, name, begin, length, args in events:
+            shown = ",".join(f"{_json(key)}:{_json(value)}" for key, value in args.items())
+            lines.append(
+                f'{{"name":{_json(name)},"cat":{_json(part)},"ph":"X","pid":{self.rank},'
+                f'"tid":{self._track(part)},"ts":{1e6 * begin:.1f},"dur":{1e6 * length:.1f},'
+                f'"args":{{{shown}}}}}'
+            )
+        return ",\n".join(lines)
+
     def _track(self, part: str) -> int:
         if part not in self._tracks:
             self._tracks.append(part)
@@ -135,14 +149,12 @@ class Timeline:
         args = {"name": name}
         return {"name": kind, "ph": "M", "pid": self.rank, "tid": tid, "args": args}
 
-    def _take(self, step: int, events: list[dict[str, Any]]) -> None:
-        text = _to_text(events)
-        if len(text) > self.max_bytes // 8:
-            self._thinned += 1
-            stride = 1
-            while len(text) > self.max_bytes // 8:
-                stride *= 2
-                text = _to_text(_every(events, stride))
+    def _take(self, step: int, events: list[Event]) -> None:
+        text, stride = self._to_text(events), 1
+        while len(text) > self.max_bytes // 8:
+            stride *= 2
+            text = self._to_text(_every(events, stride))
+        self._thinned += stride > 1
         self._steps.append((step, text))
         self._size += len(text)
         while self._size > 0.98 * self.max_bytes and len(self._steps) > 1:
@@ -151,18 +163,18 @@ class Timeline:
             self._size = sum(len(text) for _, text in self._steps)
 
 
-def _to_text(events: Iterable[dict[str, Any]]) -> str:
-    return ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+def _read(event: dict[str, Any]) -> Event:
+    begin, length = event["ts"] / 1e6, event["dur"] / 1e6
+    return Event(event["cat"], event["name"], begin, length, event.get("args", {}))
 
 
-def _every(events: list[dict[str, Any]], stride: int) -> list[dict[str, Any]]:
+def _every(events: list[Event], stride: int) -> list[Event]:
     """Every `stride`-th event of each name that occurs often; the others all."""
-    count = Counter(event["name"] for event in events)
+    count = Counter(event.name for event in events)
     seen: dict[str, int] = defaultdict(int)
     kept = []
     for event in events:
-        name = event["name"]
-        if count[name] < 100 or seen[name] % stride == 0:
+        if count[event.name] < 100 or seen[event.name] % stride == 0:
             kept.append(event)
-        seen[name] += 1
+        seen[event.name] += 1
     return kept

@@ -77,6 +77,14 @@ class Bench:
         )
         return row
 
+    def add_row(self, case: str, median_us: float, **more: float | str | bool) -> dict:
+        """Appends a row whose bytes are of no interest, and prints it."""
+        row = {"bench": self.name, "case": case, "median_us": round(median_us, 3), **more}
+        self.rows.append(row)
+        shown = "  ".join(f"{name} {value}" for name, value in more.items())
+        say(f"{case:44} {median_us:11.2f} us  {shown}")
+        return row
+
 
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")

@@ -128,7 +128,7 @@ def test_spans_are_ranges_and_end_with_an_error(monkeypatch):
         time.sleep(0.002)
     assert ranges.seen == ["tlt/rollout/verify", "tlt/rollout/draft"] and ranges.open == []
     assert span.seconds >= 0.002
-    assert [event["name"] for event in timeline._events] == ["verify", "draft"]
+    assert [event.name for event in timeline._events] == ["verify", "draft"]
 
 
 def test_without_the_package_spans_still_measure(monkeypatch):
@@ -144,8 +144,8 @@ def test_phases_that_ended_follow_one_another():
         time.sleep(0.001)
     phases.add_ended({"old_log_prob": 0.25, "update_actor": 0.5})
     gen, first, second = phases.timeline._events
-    assert gen["cat"] == "train" and first["name"] == "old_log_prob"
-    assert first["ts"] + first["dur"] == pytest.approx(second["ts"], abs=0.2)
+    assert gen.part == "train" and first.name == "old_log_prob"
+    assert first.begin_s + first.length_s == pytest.approx(second.begin_s)
     out = phases.end_step(1)
     assert out["timing_s/old_log_prob"] == 0.25 and out["timing_s/gen"] >= 0.001
     assert phases.end_step(2).keys() == {"timing_s/step"}

@@ -1,0 +1,60 @@
+"""What needs no card: the default run's time and memory, token identity on the CPU.
+
+`median_us` of the run is its wall time, of an identity arm the time of a token. `--quick` leaves
+SmolLM2 out, which takes ten minutes on two cores.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from driver.identity import Arm, Identity, Options
+from profiling.bench import Bench
+
+NEEDS_CUDA = False
+RUN = "tiny run"
+MODELS = {"tiny": Options(batch=16), "smollm2": Options(model="smollm2", tokens=2500)}
+
+
+def run_tiny(bench: Bench) -> None:
+    """`python -m driver.train` as the README has it, in a process of its own."""
+    with tempfile.TemporaryDirectory() as root:
+        command = [sys.executable, "-m", "driver.train", f"run.root={root}", "run.name=tiny"]
+        subprocess.run(command, check=True)
+        summary = json.loads((Path(root) / "tiny" / "summary.json").read_text())
+    seconds, memory = summary["wall_s"]["wall"], summary["peak_memory_gb"]
+    bench.add_row(RUN, 1e6 * seconds, steps=summary["steps"], peak_memory_gb=round(memory, 3))
+    bench.got["tiny_run_seconds"] = round(seconds, 1)
+    bench.got["tiny_run_rss_gb"] = round(memory, 3)
+
+
+def worst_share(arm: Arm) -> float:
+    """The least of equal tokens, equal log-prob bits and equal lengths."""
+    return min(
+        arm.equal_tokens / arm.tokens,
+        arm.equal_bits / arm.tokens,
+        arm.equal_lengths / arm.responses,
+    )
+
+
+def run_identity(bench: Bench, model: str) -> None:
+    identity = Identity(MODELS[model])
+    identity.run()
+    for arm in identity.arms:
+        bench.add_row(
+            f"identity {model} {arm.name}",
+            1e6 * arm.seconds / arm.tokens,
+            tokens=arm.tokens,
+            equal=worst_share(arm),
+        )
+    bench.got[f"{model}_identity"] = min(worst_share(arm) for arm in identity.arms)
+
+
+def run(bench: Bench) -> None:
+    if bench.wanted(RUN):
+        run_tiny(bench)
+    for model in ["tiny"] if bench.quick else MODELS:
+        if bench.wanted(f"identity {model}"):
+            run_identity(bench, model)
