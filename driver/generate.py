@@ -19,8 +19,8 @@ from driver.command import read_options, run_command
 from driver.config import load_config
 from driver.errors import UserError
 from driver.rollout.request import Request, Response, SamplingParams, request_id
-from driver.run_checkpoint import Checkpoint
 from driver.strategy import Strategy, parse_strategies
+from driver.warm import drafter_state
 
 WARM_SAMPLES = 8  # responses a drafter without a past learns from
 
@@ -42,14 +42,6 @@ class Options:
     dtype: str = "float32"
     cache: str = "~/.cache/tlt"
     wheel: str = ""
-
-
-def checkpoint_state(path: str) -> dict | None:  # type: ignore[type-arg]
-    """The drafter's state of a training run's checkpoint, where `path` is one."""
-    folder = Path(path).expanduser()
-    if not (folder / "state" / "spot.pt").exists():
-        return None
-    return Checkpoint(folder, 0).state("spot")
 
 
 class Generator:
@@ -89,7 +81,7 @@ class Generator:
             options.temperature, options.top_k, options.top_p, options.max_new_tokens, spec.eos_ids
         )
         longest = min(len(ids) + options.max_new_tokens, spec.max_position)
-        state = checkpoint_state(options.model)
+        state = drafter_state(Path(options.model).expanduser())
         if state is not None:
             weights = state["drafter"]
             config = replace(

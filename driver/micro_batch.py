@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # float32 [M]
     entropy: Tensor | None = None  # float32 [M], of the step-start policy
     ref_logprobs: Tensor | None = None  # float32 [M]
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same batch elsewhere."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: moved(item) for name, item in value.items()}
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return replace(self, **{f.name: moved(getattr(self, f.name)) for f in fields(self)})
 
 
 def build_micro_batch(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from driver import grpo
+from driver.master_weights import MasterWeights
 from driver.micro_batch import MicroBatch, build_micro_batch
 from driver.packed_attention import use_packed_attention
 from driver.packing import pack
@@ -74,11 +75,8 @@ class PolicyTrainer:
                 raise ValueError(f"grpo.kl_coef={cfg.kl_coef} needs a reference model to load")
             self.reference = load_reference().eval().requires_grad_(False)
             use_packed_attention(self.reference)
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        self.masters = [
-            p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_()
-            for p in self.params
-        ]
+        self.weights = MasterWeights(model)
+        self.params, self.masters = self.weights.params, self.weights.masters
         # Norms and biases are not pulled towards zero.
         decay = [p for p in self.masters if p.dim() > 1]
         plain = [p for p in self.masters if p.dim() <= 1]
@@ -176,24 +174,23 @@ class PolicyTrainer:
                 entropy_coef=self.cfg.entropy_coef,
             )
             share.loss.backward()
-            self._collect_gradients()
+            self.weights.collect_gradients()
             shares.append(replace(share, loss=share.loss.detach()))
         return shares
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model's own weights that a resumed run needs."""
-        copies = [m for m, p in zip(self.masters, self.params, strict=True) if m is not p]
         return {
             "step": self.step,
             "optimizer": self.optimizer.state_dict(),
-            "masters": [m.detach() for m in copies],
+            "masters": [m.detach() for m in self.weights.copies],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; the model's weights are loaded by the caller beforehand."""
         self.step = state["step"]
         self.optimizer.load_state_dict(state["optimizer"])
-        copies = [m for m, p in zip(self.masters, self.params, strict=True) if m is not p]
+        copies = self.weights.copies
         if len(copies) != len(state["masters"]):
             raise ValueError(
                 f"masters: wanted {len(copies)} tensors, got {len(state['masters'])}; "
@@ -274,27 +271,7 @@ class PolicyTrainer:
         return metrics
 
     def _optimizer_step(self, lr: float) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(self.masters, self.cfg.max_grad_norm)  # []
-        if torch.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            with torch.no_grad():
-                for param, master in zip(self.params, self.masters, strict=True):
-                    if param is not master:
-                        param.copy_(master)
-        else:
-            warnings.warn("gradient is not finite: this update is skipped", stacklevel=2)
-        self.optimizer.zero_grad()
-        return norm
-
-    def _collect_gradients(self) -> None:
-        # Sums over micro-batches stay in float32: bfloat16 would round small shares away.
-        for param, master in zip(self.params, self.masters, strict=True):
-            if param is not master and param.grad is not None:
-                grad = param.grad.float()
-                master.grad = grad if master.grad is None else master.grad.add_(grad)
-                param.grad = None
+        return self.weights.step(self.optimizer, self.cfg.max_grad_norm, lr)
 
     def _logp_alarm(self) -> float:
         half = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.params)

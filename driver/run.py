@@ -37,6 +37,7 @@ from driver.rollout.scheduler import Sequence as Running
 from driver.rollout.stats import RolloutStats
 from driver.run_folder import RunFolder, Sample
 from driver.tasks import Prompt, Task, make_task
+from driver.warm import adopt_drafter, drafter_state, warm_start
 from driver.warmup import warm_up
 
 
@@ -114,13 +115,16 @@ class Run:
         folder: RunFolder,
     ) -> Run:
         saved = folder.resumed
+        if config.warmup.keep and (saved is None or config.grpo.kl_coef):
+            with phases("warmup"):
+                source = warm_start(config, note).path
         with phases("load"):
             if config.run.resume and saved is None:
                 note(f"{folder.path} holds no whole checkpoint: starting over")
             policy, tokenizer = load_policy(config, saved.path if saved else source)
             spec, prompt_len = spec_of(policy), longest_prompt(task, tokenizer)
             check_context(prompt_len, config.sampling.max_new_tokens, spec.max_position)
-        if saved is None and config.warmup.steps:
+        if saved is None and config.warmup.steps and not config.warmup.keep:
             note(f"supervised warm-up: {config.warmup.steps} steps")
             with phases("warmup"):
                 losses = warm_up(policy, tokenizer, task, config.warmup, config.run.seed)
@@ -146,6 +150,8 @@ class Run:
             )
             if saved is not None:
                 run._restore(saved.step, saved.state)
+            else:
+                adopt_drafter(rollout.spot, drafter_state(source), note)
         return run
 
     # ---- the phases of a step -------------------------------------------------------------------

@@ -124,6 +124,18 @@ class WarmupConfig(Section):
     steps: int = setting(0, low=0)  # 0: none
     batch: int = setting(64, low=1)
     lr: float = setting(3e-3, above=0)
+    micro_batch_tokens: int = setting(2048, low=1)  # of a packed row
+    workers: int = setting(0, low=0)  # processes that work the demonstrations; 0: none beside
+    # The drafter's part, where the warm start is kept for later runs (`driver.warm`).
+    keep: bool = False
+    drafter_steps: int = setting(0, low=0)  # 0: the drafter starts untrained
+    drafter_tokens: int = setting(2048, low=1)  # of a drafter step
+    responses: int = setting(64, low=1)  # sampled, and as many worked ones, that it learns from
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.drafter_steps and not (self.keep and self.steps):
+            raise UserError("warmup.drafter_steps: needs warmup.keep=true and warmup.steps")
 
 
 @dataclass(frozen=True)

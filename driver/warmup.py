@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from driver.errors import UserError
+from driver.master_weights import MasterWeights
+from driver.micro_batch import MicroBatch, build_micro_batch
+from driver.packed_attention import use_packed_attention
+from driver.packing import pack
+from driver.rollout.request import Request, Response, SamplingParams
 from driver.sections import WarmupConfig
 from driver.tasks import Task
 
 RAMP_STEPS = 20
 FINAL_LR_SHARE = 0.1
-CHUNK_TOKENS = 2048  # padded tokens in one forward pass
-IGNORE = -100  # label of tokens that are not learned
+MAX_GRAD_NORM = 1.0
+CHUNK_LOGITS = 1 << 28  # float32 logits alive at once: 1 GiB
 # Warm-up reads the train split from here on, far from the prompts that RL starts with.
 FIRST_INDEX = 1 << 40
 
@@ -33,13 +40,13 @@ def warm_up(
     """Trains the model in place on demonstrations of the train split.
 
     The loss is the mean cross-entropy over response tokens, the end token included; prompts are not
-    learned. AdamW, a short linear ramp, then a cosine down to a tenth of `lr`.
+    learned. AdamW on float32 masters, a short linear ramp, then a cosine down to a tenth of `lr`.
 
     Args:
         model: trained in place.
         tokenizer: with an end token.
         task: its `demonstration` must not be None.
-        config: steps, batch and lr.
+        config: steps, batch, lr, tokens of a packed row, workers.
         seed: decides which prompts are shown; the same seed gives the same weights.
         progress: called after each step with the steps done and the step's loss.
 
@@ -52,84 +59,106 @@ def warm_up(
     Example:
         >>> losses = warm_up(model, tokenizer, task, WarmupConfig(steps=200), 0)  # doctest: +SKIP
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98))
-    index = FIRST_INDEX * (seed + 1)
+    demonstration(tokenizer, task, FIRST_INDEX)  # a task without any is refused here
+    use_packed_attention(model)
+    weights = MasterWeights(model)
+    optimizer = torch.optim.AdamW(weights.masters, lr=config.lr, betas=(0.9, 0.98))
     losses = []
     model.train()
-    for step in range(config.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * _lr_share(step, config.steps)
-        batch = [_example(tokenizer, task, index + i) for i in range(config.batch)]
-        index += config.batch
-        losses.append(_accumulate(model, batch))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    for step, batch in enumerate(demonstrations(tokenizer, task, config, seed)):
+        tokens = sum(len(row.tokens) for row in batch)
+        total = torch.zeros((), device=model.device)
+        for row in batch:
+            loss = cross_entropy(model, row.to(model.device)) / tokens
+            loss.backward()
+            weights.collect_gradients()
+            total += loss.detach()
+        weights.step(optimizer, MAX_GRAD_NORM, config.lr * lr_share(step, config.steps))
+        losses.append(float(total))
         progress(step + 1, losses[-1])
     model.eval()
     return losses
 
 
-def _lr_share(step: int, steps: int) -> float:
+def lr_share(step: int, steps: int) -> float:
+    """A short linear ramp, then a cosine down to `FINAL_LR_SHARE`."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
     return min(1.0, (step + 1) / RAMP_STEPS) * max(FINAL_LR_SHARE, cosine)
 
 
-def _example(
-    tokenizer: PreTrainedTokenizerBase, task: Task, index: int
-) -> tuple[list[int], list[int]]:
-    """Prompt and response ids."""
+def demonstrations(
+    tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmupConfig, seed: int
+) -> Iterator[list[MicroBatch]]:
+    """The packed rows of each step, made ahead by `config.workers` processes.
+
+    Args:
+        tokenizer: with an end token.
+        task: its `demonstration` must not be None.
+        config: steps, batch and tokens of a row.
+        seed: decides which prompts are shown.
+
+    Returns:
+        Rows on the CPU, step by step.
+    """
+    steps = _Steps(tokenizer, task, config, FIRST_INDEX * (seed + 1))
+    return iter(DataLoader(steps, batch_size=None, num_workers=config.workers))
+
+
+def demonstration(tokenizer: PreTrainedTokenizerBase, task: Task, index: int) -> Response:
+    """The worked response to a prompt of the train split, as if it had been sampled.
+
+    Raises:
+        UserError: the task has no demonstrations.
+    """
     prompt = task.prompt("train", index)
     worked = task.demonstration(prompt)
     if worked is None:
         raise UserError(f"task.name={task.name}: has no demonstrations; set warmup.steps=0")
-    ids = tokenizer.encode(prompt.text, add_special_tokens=False)
-    return ids, [*tokenizer.encode(worked, add_special_tokens=False), tokenizer.eos_token_id]
+    ids = tuple(tokenizer.encode(prompt.text, add_special_tokens=False))
+    tokens = [*tokenizer.encode(worked, add_special_tokens=False), tokenizer.eos_token_id]
+    request = Request(index, index, ids, SamplingParams(max_new_tokens=len(tokens)))
+    return Response(request, tokens, [0.0] * len(tokens), "stop")
 
 
-def _accumulate(model: PreTrainedModel, batch: Sequence[tuple[list[int], list[int]]]) -> float:
-    """Adds the gradient of the batch's mean loss; returns that loss."""
-    response_tokens = sum(len(response) for _, response in batch)
-    total = 0.0
-    for chunk in _chunks(batch):
-        tokens, labels = _pad(chunk, model.device)
-        # Right padding under a causal mask: no real token sees a pad, so no mask is passed.
-        logits = model(input_ids=tokens, use_cache=False).logits  # [B, T, V]
-        loss = F.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(),
-            labels[:, 1:].flatten(),
-            ignore_index=IGNORE,
-            reduction="sum",
-        )
-        loss = loss / response_tokens
-        loss.backward()
-        total += loss.item()
-    return total
+def cross_entropy(model: PreTrainedModel, row: MicroBatch) -> Tensor:
+    """Summed over the response tokens of a packed row, []; one chunk of logits is held at a time.
+
+    Args:
+        model: with `use_packed_attention`.
+        row: on the model's device.
+    """
+    hidden = model.base_model(
+        input_ids=row.input_ids, use_cache=False, **row.documents
+    ).last_hidden_state[0]  # [T, H]
+    head = model.get_output_embeddings().weight  # [V, H]
+    rows = max(1, CHUNK_LOGITS // len(head))
+    chunks = zip(hidden[row.rows].split(rows), row.tokens.split(rows), strict=True)
+    return sum(checkpoint(_chunk, head, *chunk, use_reentrant=False) for chunk in chunks)
 
 
-def _chunks(
-    batch: Sequence[tuple[list[int], list[int]]],
-) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Cuts the batch by length: with a heavy tail, one padded batch would be mostly padding."""
-    chunk: list[tuple[list[int], list[int]]] = []
-    for example in sorted(batch, key=lambda pair: len(pair[0]) + len(pair[1])):
-        length = len(example[0]) + len(example[1])
-        if chunk and (len(chunk) + 1) * length > CHUNK_TOKENS:
-            yield chunk
-            chunk = []
-        chunk.append(example)
-    yield chunk
+def _chunk(head: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
+    logits = F.linear(hidden, head)  # [M, V]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, tokens, reduction="sum")  # []
 
 
-def _pad(
-    chunk: Sequence[tuple[list[int], list[int]]], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, int64 [B, T], right-padded."""
-    length = max(len(prompt) + len(response) for prompt, response in chunk)
-    tokens = torch.zeros(len(chunk), length, dtype=torch.long)
-    labels = torch.full_like(tokens, IGNORE)
-    for row, (prompt, response) in enumerate(chunk):
-        end = len(prompt) + len(response)
-        tokens[row, :end] = torch.tensor([*prompt, *response])
-        labels[row, len(prompt) : end] = torch.tensor(response)
-    return tokens.to(device), labels.to(device)
+class _Steps(Dataset):
+    """What each step shows."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmupConfig, first: int
+    ) -> None:
+        self.tokenizer, self.task, self.config, self.first = tokenizer, task, config, first
+
+    def __len__(self) -> int:
+        return self.config.steps
+
+    def __getitem__(self, step: int) -> list[MicroBatch]:
+        batch = self.config.batch
+        first = self.first + step * batch
+        shown = [demonstration(self.tokenizer, self.task, first + i) for i in range(batch)]
+        lengths = [len(r.request.prompt_ids) + len(r.token_ids) for r in shown]
+        return [
+            build_micro_batch(shown, row, torch.device("cpu"))
+            for row in pack(lengths, self.config.micro_batch_tokens)
+        ]

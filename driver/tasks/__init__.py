@@ -9,7 +9,7 @@ from driver.tasks.base import Prompt, Split, Task
 
 __all__ = ["TASK_NAMES", "Prompt", "Split", "Task", "make_task"]
 
-TASK_NAMES = ("sums", "addition", "multiplication", "jsonl", "reasoning_gym")
+TASK_NAMES = ("sums", "puzzles", "addition", "multiplication", "jsonl", "reasoning_gym")
 
 
 def make_task(
@@ -29,7 +29,8 @@ def make_task(
         dataset: reasoning_gym: the data set's name.
         digits: addition, multiplication: digits of each operand.
         shots: addition, multiplication, jsonl: worked examples before the question.
-        difficulty: sums: the start has this many digits and two more.
+        difficulty: sums: the start has this many digits and two more; puzzles: the terms of sums
+            have one more.
 
     Returns:
         The task. Fields that the task does not use are ignored.
@@ -46,6 +47,10 @@ def make_task(
         from driver.tasks.sums import SumsTask
 
         return SumsTask(difficulty)
+    if name == "puzzles":
+        from driver.tasks.puzzles import PuzzlesTask
+
+        return PuzzlesTask(difficulty)
     if name in ("addition", "multiplication"):
         from driver.tasks.fewshot import FewShotTask
 

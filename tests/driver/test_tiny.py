@@ -6,10 +6,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from driver.config import load_config
 from driver.errors import UserError
+from driver.packed_attention import use_packed_attention
 from driver.sections import ModelConfig, WarmupConfig
 from driver.tasks import Prompt, make_task
 from driver.tiny import CHARACTERS, VOCABULARY, build_policy, build_tokenizer
-from driver.warmup import IGNORE, _accumulate, _chunks, _pad, warm_up
+from driver.warmup import cross_entropy, demonstration, demonstrations, warm_up
 
 SHAPE = ModelConfig(hidden_size=64, num_layers=2, head_dim=64, intermediate_size=128)
 
@@ -101,32 +102,65 @@ def test_warm_up_lowers_the_loss_and_follows_its_seed(tokenizer):
 
 
 def test_only_response_and_end_token_are_learned(tokenizer):
-    prompt, response = tokenizer.encode("3+4*2="), [*tokenizer.encode("11"), 1]
-    tokens, labels = _pad([(prompt, response), (prompt[:1], response)], torch.device("cpu"))
-    assert tokens[0].tolist() == prompt + response
-    assert labels[0].tolist() == [IGNORE] * 6 + response
-    assert labels[1].tolist() == [IGNORE, *response] + [IGNORE] * 5
+    task, config = make_task("sums"), WarmupConfig(steps=3, batch=4, micro_batch_tokens=1 << 20)
+    shown = [demonstration(tokenizer, task, (1 << 40) * 6 + i) for i in range(12)]
+    for step, (row,) in enumerate(demonstrations(tokenizer, task, config, seed=5)):
+        responses = {tuple(r.token_ids) for r in shown[4 * step : 4 * step + 4]}
+        ends = (row.tokens == tokenizer.eos_token_id).nonzero()[:, 0] + 1
+        assert {tuple(t.tolist()) for t in row.tokens.tensor_split(ends)[:-1]} == responses
+        assert torch.equal(row.input_ids[0, row.rows[:-1] + 1], row.tokens[:-1])
+    prompt = task.prompt("train", 7)
+    response = demonstration(tokenizer, task, 7)
+    text = prompt.text + task.demonstration(prompt)
+    assert tokenizer.decode([*response.request.prompt_ids, *response.token_ids]) == text + "<eos>"
 
 
-def test_chunks_and_padding_do_not_change_the_gradient(tokenizer, monkeypatch):
-    task = make_task("sums")
-    prompts = [task.prompt("train", i) for i in range(12)]
-    batch = [
-        (tokenizer.encode(p.text), [*tokenizer.encode(task.demonstration(p)), 1]) for p in prompts
-    ]
-    model = build_policy(SHAPE, seed=0).double()
+@pytest.mark.parametrize("chunk_logits", [1, 7 * 32, 1 << 28])
+def test_packing_and_chunks_do_not_change_the_gradient(tokenizer, monkeypatch, chunk_logits):
+    task, model = make_task("sums"), build_policy(SHAPE, seed=0).double()
+    use_packed_attention(model)
 
-    def gradient(chunk_tokens):
-        monkeypatch.setattr("driver.warmup.CHUNK_TOKENS", chunk_tokens)
-        assert sorted(pair for chunk in _chunks(batch) for pair in chunk) == sorted(batch)
+    def gradient(micro_batch_tokens):
+        config = WarmupConfig(steps=1, batch=12, micro_batch_tokens=micro_batch_tokens)
+        (rows,) = demonstrations(tokenizer, task, config, seed=0)
         model.zero_grad()
-        loss = _accumulate(model, batch)
-        return loss, torch.cat([p.grad.flatten() for p in model.parameters()])
+        losses = [cross_entropy(model, row) for row in rows]
+        sum(losses).backward()
+        return len(rows), sum(losses), torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    whole_loss, whole = gradient(1 << 30)
-    alone_loss, alone = gradient(1)
-    assert alone_loss == pytest.approx(whole_loss, rel=1e-6)
-    torch.testing.assert_close(alone, whole, rtol=1e-5, atol=1e-7)
+    count, whole_loss, whole = gradient(1 << 20)
+    assert count == 1
+    monkeypatch.setattr("driver.warmup.CHUNK_LOGITS", chunk_logits)
+    count, alone_loss, alone = gradient(1)
+    assert count == 12
+    torch.testing.assert_close(alone_loss, whole_loss, rtol=1e-9, atol=0)
+    torch.testing.assert_close(alone, whole, rtol=1e-7, atol=1e-9)
+
+
+def test_workers_make_the_same_rows(tokenizer):
+    task = make_task("sums")
+    here, beside = (
+        demonstrations(tokenizer, task, WarmupConfig(steps=4, batch=8, workers=workers), seed=0)
+        for workers in (0, 2)
+    )
+    for mine, theirs in zip(here, beside, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a.input_ids, b.input_ids)
+            assert torch.equal(a.rows, b.rows)
+
+
+def test_a_half_precision_model_learns_through_float32_masters(tokenizer):
+    """Steps of 1e-4 are far below bfloat16's resolution of a weight of one."""
+    model = build_policy(SHAPE, seed=0).bfloat16()
+    before = weights(model)
+    config = WarmupConfig(steps=30, batch=8, lr=3e-3)
+    losses = warm_up(model, tokenizer, make_task("sums"), config, 0)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
+    exact = build_policy(SHAPE, seed=0).bfloat16().float()
+    same = warm_up(exact, tokenizer, make_task("sums"), config, 0)
+    assert losses[-1] == pytest.approx(same[-1], rel=0.1)
+    assert not torch.equal(weights(model), before)
 
 
 def test_warm_up_without_demonstrations(tokenizer):

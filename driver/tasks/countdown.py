@@ -1,0 +1,158 @@
+"""Countdown: reach a target from a few numbers, found by a depth-first search that is written out.
+
+The search tries pairs in their order of place and `+ - *` for each, so its text says everything
+that decides the next line. How long it gets is decided by where the first hit lies in a tree of
+thousands of leaves: lengths of one problem size spread over two orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+LARGEST = 25  # given numbers
+TABLE = 12  # products are tried up to 12 * 12, as one learns them
+
+_STEP = re.compile(r"([0-9]{1,6})([-+*])([0-9]{1,6})=([0-9]{1,6})")
+
+
+def combine(a: int, b: int) -> Iterator[tuple[str, int]]:
+    """What two numbers can become.
+
+    Args:
+        a: the larger one.
+        b: the smaller one.
+
+    Returns:
+        (`a sign b`, value), never a zero, a product only within the times table.
+
+    Example:
+        >>> list(combine(7, 3))
+        [('7+3', 10), ('7-3', 4), ('7*3', 21)]
+    """
+    yield f"{a}+{b}", a + b
+    if a != b:
+        yield f"{a}-{b}", a - b
+    if 1 < b and a <= TABLE:
+        yield f"{a}*{b}", a * b
+
+
+def pairs(numbers: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """Every pair in order of place: (larger, smaller, the others in their order)."""
+    for i, first in enumerate(numbers):
+        for j in range(i + 1, len(numbers)):
+            others = [n for k, n in enumerate(numbers) if k not in (i, j)]
+            yield max(first, numbers[j]), min(first, numbers[j]), others
+
+
+def draw_problem(draw: random.Random, count: int, low: int, high: int) -> tuple[list[int], int]:
+    """Different numbers and a target that a random way through them reaches.
+
+    Args:
+        draw: the problem's generator.
+        count: of numbers, at least 2.
+        low, high: bounds of the target.
+
+    Returns:
+        numbers, target.
+    """
+    while True:
+        numbers = draw.sample(range(1, LARGEST + 1), count)
+        left = list(numbers)
+        while len(left) > 1:
+            a, b, others = draw.choice(list(pairs(left)))
+            left = [*others, draw.choice(list(combine(a, b)))[1]]
+        if low <= left[0] <= high and left[0] not in numbers:
+            return numbers, left[0]
+
+
+class TooLong(Exception):
+    """A search passed its limit of lines."""
+
+
+def search(
+    numbers: Sequence[int],
+    target: int,
+    is_hit: Callable[[int], bool] | None = None,
+    max_lines: int = 10_000,
+) -> tuple[list[str], list[str]]:
+    """The search to its first hit.
+
+    A line is a step, the numbers it leaves, and for the last two of them all that they can become:
+    `10+25=35;50,35:85,15`. A hit ends its line with `!`.
+
+    Args:
+        numbers: given.
+        target: wanted.
+        is_hit: whether a result is taken for the target; None = where it is the target. A wrong
+            one is written as the target all the same.
+        max_lines: of the search.
+
+    Returns:
+        lines, and the steps that reach the target, empty where all was tried in vain.
+
+    Raises:
+        TooLong: no hit within `max_lines`.
+
+    Example:
+        >>> search([2, 3, 9], 14)
+        (['3+2=5;9,5:14!'], ['3+2=5', '9+5=14'])
+    """
+    lines: list[str] = []
+    taken = is_hit or (lambda value: value == target)
+
+    def descend(numbers: Sequence[int]) -> list[str]:
+        for a, b, others in pairs(numbers):
+            for text, value in combine(a, b):
+                step, left = f"{text}={value}", [*others, value]
+                if len(lines) == max_lines:
+                    raise TooLong
+                lines.append(f"{step};{','.join(map(str, left))}")
+                found = descend(left) if len(left) > 2 else finish(left)
+                if found:
+                    return [step, *found]
+        return []
+
+    def finish(left: Sequence[int]) -> list[str]:
+        results = []
+        for text, value in combine(max(left), min(left)):
+            if taken(value):
+                lines[-1] += f":{','.join([*results, str(target)])}!"
+                return [f"{text}={target}"]
+            results.append(str(value))
+        lines[-1] += f":{','.join(results)}"
+        return []
+
+    return lines, descend(numbers)
+
+
+def reaches(numbers: Sequence[int], target: int, answer: str) -> bool:
+    """Whether `3+7=10, 25+10=35` uses each given number once, computes right and ends at target.
+
+    Args:
+        numbers: given.
+        target: wanted.
+        answer: the steps, separated by commas.
+
+    Returns:
+        True for a right answer.
+
+    Example:
+        >>> reaches([2, 3, 9], 14, "2+3=5, 9+5=14"), reaches([2, 3, 9], 14, "9+5=14")
+        (True, False)
+    """
+    left = list(numbers)
+    for text in answer.split(","):
+        step = _STEP.fullmatch(text.strip())
+        if step is None:
+            return False
+        a, b, result = (int(step[k]) for k in (1, 3, 4))
+        for number in (a, b):
+            if number not in left:
+                return False
+            left.remove(number)
+        if {"+": a + b, "-": a - b, "*": a * b}[step[2]] != result:
+            return False
+        left.append(result)
+    return left == [target]

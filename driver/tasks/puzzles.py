@@ -1,0 +1,126 @@
+"""Puzzles worked step by step: long sums, word problems, countdown with its search written out.
+
+Most responses take a few lines and a few take thousands of tokens, because counts of steps fall
+like a power and because where a search finds its first hit varies that much.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from driver.tasks import countdown, stories
+from driver.tasks.base import Prompt, Split, generator, held_out, prompt_id
+
+# Share of each kind.
+MIX = {"sum": 0.2, "story": 0.15, "easy": 0.1, "near": 0.25, "far": 0.25, "wide": 0.05}
+# Countdown: how many numbers, and the bounds of the target. A tree of four numbers has up to 3,100
+# characters, each a token of its own to most tokenizers; of five, up to 50,000.
+COUNTDOWN = {"easy": (3, 10, 99), "near": (4, 10, 99), "far": (4, 100, 399), "wide": (5, 10, 99)}
+MAX_LINES = 150  # of a search among five numbers: beyond, the problem is not asked
+# Demonstrations are imperfect on purpose: what a policy that imitates them still has to learn from
+# rewards is care.
+SLIP_RATE, SLIPS = 0.12, (-10, -1, 1, 10)
+OVERLOOK_RATE = 0.15  # of hits
+MISREAD_RATE = 0.6  # of results a slip beside the target, taken for it
+MARK = "=> "  # before the final answer
+NOTHING = "none"  # the answer of a search that overlooked every hit
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A countdown problem: the counterpart of `stories.Chain`."""
+
+    text: str
+    numbers: tuple[int, ...]
+    target: int
+
+
+class PuzzlesTask:
+    """Three kinds of problems; the reward is 1 where what follows the last `=>` is right.
+
+    A sum or a story wants its number. Countdown wants steps that use every number once and end at
+    the target, `=> 3+2=5, 9+5=14`; they are computed again, so any right way counts. What stands
+    before the mark is not judged.
+
+    Args:
+        difficulty: the terms of sums have up to this many digits and one more.
+
+    Example:
+        >>> task = PuzzlesTask()
+        >>> task.reward(Prompt("0", "", "14 from 2 3 9"), "3+2=5;9,5:14!\\n=> 3+2=5, 9+5=14")
+        1.0
+        >>> task.reward(Prompt("0", "", "35"), "44-9=35\\n=> 35")
+        1.0
+    """
+
+    name = "puzzles"
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, difficulty: int = 1) -> None:
+        self.digits = difficulty + 1
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        id = prompt_id(self.name, split, index)
+        problem = self._problem(id)
+        if isinstance(problem, _Search):
+            answer = f"{problem.target} from {' '.join(map(str, problem.numbers))}"
+        else:
+            answer = str(problem.answer)
+        return Prompt(id, problem.text, answer)
+
+    def reward(self, prompt: Prompt, response: str) -> float:
+        _, mark, answer = response.rpartition(MARK)
+        if not mark:
+            return 0.0
+        target, search, numbers = prompt.answer.partition(" from ")
+        if search:
+            given = [int(number) for number in numbers.split()]
+            return float(countdown.reaches(given, int(target), answer))
+        return float(answer.strip() == prompt.answer)
+
+    def demonstration(self, prompt: Prompt) -> str:
+        """Works the problem as a fallible teacher does: results slip, hits escape or are not."""
+        problem, draw = self._problem(prompt.id), generator(f"{prompt.id}/slips")
+        if isinstance(problem, _Search):
+            # After a hit among five numbers the next may be thousands of lines away.
+            overlook = OVERLOOK_RATE if len(problem.numbers) < 5 else 0.0
+
+            def is_hit(value: int) -> bool:
+                off = value - problem.target
+                chance = MISREAD_RATE if off in SLIPS else 0.0 if off else 1.0 - overlook
+                return draw.random() < chance
+
+            lines, steps = countdown.search(problem.numbers, problem.target, is_hit)
+            final = ", ".join(steps) or NOTHING
+        else:
+            lines, total = problem.work(lambda result: _slip(draw, result))
+            final = str(total)
+        return "\n".join([*lines, MARK + final])
+
+    def _problem(self, id: str) -> _Search | stories.Chain:
+        draw, eval_split = generator(f"{id}/{self.digits}"), id.split("/")[1] == "eval"
+        kind = draw.choices(list(MIX), list(MIX.values()))[0]
+        while True:
+            problem = self._draw(draw, kind)
+            if problem is not None and held_out(problem.text) == eval_split:
+                return problem
+
+    def _draw(self, draw: random.Random, kind: str) -> _Search | stories.Chain | None:
+        """A problem of a kind, or None where the one drawn takes too long."""
+        if kind == "sum":
+            return stories.draw_sum(draw, self.digits)
+        if kind == "story":
+            return stories.draw_story(draw)
+        numbers, target = countdown.draw_problem(draw, *COUNTDOWN[kind])
+        if len(numbers) == 5:
+            try:
+                countdown.search(numbers, target, max_lines=MAX_LINES)
+            except countdown.TooLong:
+                return None
+        text = f"Numbers: {' '.join(map(str, numbers))}\nTarget: {target}\n"
+        return _Search(text, tuple(numbers), target)
+
+
+def _slip(draw: random.Random, result: int) -> int:
+    return result + draw.choice(SLIPS) if draw.random() < SLIP_RATE else result

@@ -1,0 +1,145 @@
+"""The warm start: made once, found again, and what loads it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from driver import warm
+from driver.config import load_config
+from driver.errors import UserError
+from driver.generate import Generator, Options
+from driver.run import Run
+from driver.strategy import Strategy
+
+WORDS = [
+    "preset=tiny",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.intermediate_size=64",
+    "task.name=puzzles",
+    "sampling.max_new_tokens=100",
+    "engine.strategies=off learned:4,2,8",
+    "engine.max_batch=8",
+    "warmup.steps=4",
+    "warmup.batch=4",
+    "warmup.keep=true",
+    "warmup.drafter_steps=12",
+    "warmup.drafter_tokens=128",
+    "warmup.responses=6",
+    "drafter.draft_vocab=24",
+    "run.eval_prompts=0",
+    "run.steps=0",
+    "run.threads=1",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def config(root):
+    return load_config([*WORDS, f"run.root={root}", "run.name=run"])
+
+
+@pytest.fixture(scope="module")
+def made(config):
+    lines = []
+    return warm.warm_start(config, lines.append), lines
+
+
+def test_it_is_made_once_and_found_by_its_settings(config, made):
+    checkpoint, lines = made
+    assert any("drafter step 12/12" in line for line in lines)
+    again = []
+    assert warm.warm_start(config, again.append) == checkpoint
+    assert again == [f"warm start: {checkpoint.path}"]
+    assert checkpoint.path.parent == warm.warm_folder(config)
+    for other in (
+        replace(config, run=replace(config.run, seed=1)),
+        replace(config, warmup=replace(config.warmup, lr=1e-3)),
+        replace(config, task=replace(config.task, difficulty=2)),
+    ):
+        assert warm.warm_folder(other) != warm.warm_folder(config)
+    same = replace(
+        config,
+        warmup=replace(config.warmup, workers=3),
+        model=replace(config.model, cache="/elsewhere"),
+        run=replace(config.run, steps=9),
+    )
+    assert warm.warm_folder(same) == warm.warm_folder(config)
+
+
+def test_the_report_says_what_was_measured(made):
+    report = json.loads((made[0].path / warm.REPORT).read_text())
+    assert report["sampled"]["responses"] == 6
+    assert 0 < report["sampled"]["longest"] <= 100
+    assert set(report["accept_length"]) == {"learned:4,2,8"}
+    assert report["accept_length"]["learned:4,2,8"] >= 1
+    assert report["drafter_loss"][1] < report["drafter_loss"][0]
+    assert {"policy", "rollout", "drafter", "check"} <= set(report["seconds"])
+
+
+def test_the_same_seed_makes_the_same(config, made, tmp_path):
+    elsewhere = replace(config, run=replace(config.run, root=str(tmp_path)))
+    again = warm.warm_start(elsewhere, lambda line: None)
+    mine, theirs = (c.state("spot")["drafter"] for c in (made[0], again))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_drafter_learns_from_sampled_and_worked_responses(config, made):
+    state = made[0].state("spot")
+    assert state["version"] == 1
+    assert state["steps"] == 12
+    sampled = 6
+    shown = state["seen_tokens"][1]  # worked responses keep their end token, <eos>
+    assert shown > 0
+    assert sum(state["seen_tokens"].values()) > 100 * sampled
+
+
+def test_a_run_starts_from_it_with_its_drafter(config, made):
+    run = Run.start(config, lambda line: None)
+    kept = made[0].state("spot")
+    assert run.rollout.spot.runner.version == kept["version"]
+    drafter = run.rollout.spot.drafter.state_dict()
+    assert all(torch.equal(drafter[name], kept["drafter"][name]) for name in drafter)
+    run.folder.discard()
+
+
+def test_a_drafter_of_another_shape_is_left_out(config, made, root):
+    words = [w for w in WORDS if not w.startswith(("drafter", "warmup"))]
+    words += ["warmup.steps=0", f"run.root={root}", "run.name=other", f"model.path={made[0].path}"]
+    lines = []
+    run = Run.start(load_config(words), lines.append)  # draft_vocab: the whole vocabulary
+    assert run.rollout.spot.runner.version == 0
+    assert any("another shape" in line for line in lines)
+    run.folder.discard()
+
+
+def test_generate_takes_it(made):
+    options = Options(
+        model=str(made[0].path), prompt="3+4=\n", strategy="learned:4,2,8", max_new_tokens=12
+    )
+    generator = Generator(options)
+    fast, _ = generator.run(Strategy.parse(options.strategy))
+    assert generator.rollout.engine.stats.spec_passes > 0
+    plain, _ = generator.run(Strategy("off"))
+    assert (fast.token_ids, fast.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def test_refusals(config):
+    with pytest.raises(UserError, match="warmup.drafter_steps: needs warmup.keep=true and warmup"):
+        load_config(["warmup.drafter_steps=3"])
+    none = replace(config, warmup=replace(config.warmup, steps=0, drafter_steps=0))
+    with pytest.raises(UserError, match="warmup.steps: 0 makes no warm start"):
+        warm.warm_start(none, lambda line: None)
+
+
+def test_the_preset_fits_its_card_and_its_task():
+    config = load_config(["preset=h100"])
+    assert config.warmup.keep
+    assert config.sampling.max_new_tokens == 4096
+    assert config.engine.num_pages * config.engine.page_size * 28_000 < 16e9  # bytes of KV
