@@ -24,7 +24,7 @@ ACCEPT_LENGTH = "spec/accept_length"
 
 _BLUE, _ORANGE, _GREY = "#2563ab", "#d1641b", "#8a8f98"
 # One hue per kind of strategy, from light (small trees) to dark (large ones).
-_HUES = {"ngram": ("#f2c48d", "#b3540c"), "learned": ("#9cc9ea", "#123f7a")}
+_HUES = {"ngram": ("#f2c48d", "#b3540c"), "learned": ("#9cc9ea", "#2459a8")}
 
 
 def plot_rewards(records: Records, path: Path) -> None:

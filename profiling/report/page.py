@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -109,6 +109,12 @@ def _columns(runs: Sequence[RunData], bodies: Sequence[str]) -> str:
     return f'<div class="columns">{"".join(cells)}</div>'
 
 
+def _beside(parts: Iterable[str]) -> str:
+    """Parts next to each other where there is room; those without data are left out."""
+    cells = "".join(f"<div>{part}</div>" for part in parts if part)
+    return f'<div class="columns">{cells}</div>' if cells else ""
+
+
 # ---- sections -----------------------------------------------------------------------------------
 
 
@@ -199,16 +205,11 @@ def _step_times(runs: Sequence[RunData]) -> str:
 
 
 def _active(runs: Sequence[RunData]) -> str:
-    bodies = [
-        "".join(f"<h3>Step {step}</h3>{chart}" for step, chart in charts)
-        if len(runs) > 1
-        else "".join(f"<div><h3>Step {step}</h3>{chart}</div>" for step, chart in charts)
+    parts = [
+        [f"<h3>Step {step}</h3>{chart}" for step, chart in charts]
         for charts in figures.active_requests(runs)
     ]
-    if len(runs) == 1:
-        body = f'<div class="columns">{bodies[0]}</div>' if bodies[0] else ""
-    else:
-        body = _columns(runs, bodies)
+    body = _beside(parts[0]) if len(runs) == 1 else _columns(runs, ["".join(p) for p in parts])
     about = (
         "Requests still active over the time of a rollout, coloured by the strategy that decodes "
         "them: the first step and the last, on one time axis."
@@ -222,13 +223,12 @@ def _lengths(runs: Sequence[RunData]) -> str:
 
 
 def _drafting(runs: Sequence[RunData]) -> str:
-    charts = [
+    charts = (
         figures.curves(runs, "spec/accept_length", "tokens emitted per speculative pass"),
         figures.curves(runs, "drafter/loss", "loss of the drafter"),
-    ]
-    body = "".join(f"<div>{chart}</div>" for chart in charts if chart)
+    )
     about = "Accept length counts the passes that the bandit chose to speculate; 1 is no use."
-    return _section("Drafting", about, f'<div class="columns">{body}</div>' if body else "")
+    return _section("Drafting", about, _beside(charts))
 
 
 def _arms(runs: Sequence[RunData]) -> str:
@@ -287,13 +287,11 @@ def _arms_of(record: Record) -> dict[tuple[int, str], tuple[float, float]]:
 
 
 def _memory(runs: Sequence[RunData]) -> str:
-    charts = [
+    charts = (
         figures.curves(runs, "perf/max_memory_resident_gb", "peak resident memory (GB)"),
         figures.curves(runs, "perf/max_memory_allocated_gb", "peak of the card, allocated (GB)"),
-    ]
-    body = "".join(f"<div>{chart}</div>" for chart in charts if chart)
-    about = "Peaks up to each step, of the main process."
-    return _section("Memory", about, f'<div class="columns">{body}</div>' if body else "")
+    )
+    return _section("Memory", "Peaks up to each step, of the main process.", _beside(charts))
 
 
 def _samples(runs: Sequence[RunData]) -> str:
@@ -303,8 +301,8 @@ def _samples(runs: Sequence[RunData]) -> str:
         parts = []
         for step in dict.fromkeys(steps[-1:] + steps[:1]):
             some = [_sample(r) for r in run.samples if r["step"] == step][:MAX_SAMPLES]
-            parts.append(f"<div><h3>Step {step}</h3>{''.join(some)}</div>")
-        bodies.append(f'<div class="columns">{"".join(parts)}</div>' if parts else "")
+            parts.append(f"<h3>Step {step}</h3>{''.join(some)}")
+        bodies.append(_beside(parts))
     about = "Responses of the last step and of the first, as they were sampled."
     body = _columns(runs, bodies) if len(runs) > 1 else bodies[0]
     return _section("Samples", about, body)
