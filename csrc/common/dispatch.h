@@ -13,7 +13,7 @@ void dispatch_device(const char* op, const Tensor& tensor, Cpu&& cpu,
   if (tensor.device.device_type == kDLCPU) return cpu();
   require(tensor.is_cuda(), op, "arrays must be on the CPU or on a CUDA device");
 #if defined(TLT_WITH_CUDA)
-  const Range range(op);
+  const Range range("op", op);
   return cuda();
 #else
   require(false, op, "this build has no CUDA kernels: reinstall with nvcc on PATH (TLT_CUDA=1)");

@@ -1,4 +1,4 @@
-// NVTX ranges of the launchers, `tlt/op/<op>`: about 0.1 us where no tool is attached. Header-only,
+// NVTX ranges of the launchers, `tlt/<part>/<step>`: about 0.1 us where no tool is attached. Header-only,
 // from the CUDA toolkit; a build without CUDA, or a toolkit without these headers, has no ranges.
 #pragma once
 
@@ -14,14 +14,14 @@ namespace tlt {
 class Range {
  public:
 #if defined(TLT_NVTX)
-  explicit Range(const char* op) {
+  Range(const char* part, const char* step) {
     char name[64];
-    std::snprintf(name, sizeof(name), "tlt/op/%s", op);
+    std::snprintf(name, sizeof(name), "tlt/%s/%s", part, step);
     nvtxRangePushA(name);
   }
   ~Range() { nvtxRangePop(); }
 #else
-  explicit Range(const char*) {}
+  Range(const char*, const char*) {}
 #endif
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;

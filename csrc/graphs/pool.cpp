@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <list>
 
+#include "common/range.h"
 #include "graphs/condition.h"
 
 namespace tlt {
@@ -260,6 +261,7 @@ void GraphPool::update(const std::string& key, const std::vector<uintptr_t>& par
 void GraphPool::launch(const std::string& key, uintptr_t stream) {
   const DeviceGuard guard(state_->device);
   const auto entry = state_->at("launch", key);
+  const Range range("graph", key.c_str());
   check_graph(cudaGraphLaunch(entry->executable.get(), as_stream(stream)), "launch of " + key);
   check_graph(cudaEventRecord(entry->launched.get(), as_stream(stream)), "launch of " + key);
   ++entry->usage.launches;
