@@ -74,7 +74,9 @@ def figure(name: str, value: float | None) -> str:
         return "-"
     if "_of_copy" in name:
         return f"{100 * value:.3g} % of copy"
-    if name.endswith(("_of_weight_read", "identity", "equal", "drafter")) or "share" in name:
+    if name.endswith(("identity", "equal", "drafter")):
+        return f"{100 * value:.7g} %"  # one token of a million must show
+    if name.endswith("_of_weight_read") or "share" in name:
         return f"{100 * value:.3g} %"
     if name.endswith("_x"):
         return f"{value:.2f} ×"
@@ -122,8 +124,8 @@ TABLES = {"ops": ops_table, "targets": targets_table}
 
 def provenance(targets: Sequence[Target]) -> list[str]:
     """A line for each result behind a table: card, driver, CUDA, torch, commit, date."""
-    metas = {target.table: target.meta for target in targets if target.meta}
-    return [f"* {table}: {_made_by(meta)}" for table, meta in metas.items()]
+    lines = [f"* {target.table}: {_made_by(target.meta)}" for target in targets if target.meta]
+    return list(dict.fromkeys(lines))
 
 
 def _made_by(meta: dict) -> str:

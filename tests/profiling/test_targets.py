@@ -106,6 +106,7 @@ def test_a_table_names_card_driver_cuda_torch_and_commit(known):
         ("decode_b32_kv4k_of_copy", 0.9322, "93.2 % of copy"),
         ("tail_host_share", 0.034, "3.4 %"),
         ("tiny_identity", 1.0, "100 %"),
+        ("smollm2_oracle_drafter", 1 - 1e-6, "99.9999 %"),
         ("trace_over_off_x", 2.4, "2.40 ×"),
         ("tiny_run_rss_gb", 0.84, "0.84 GB"),
         ("reprefilled_tokens", 0, "0"),
