@@ -15,7 +15,7 @@ class Phases:
     """Seconds by phase, of the current step and of the whole run; each is a span of `train`.
 
     Args:
-        rank: of this process.
+        rank, ranks: of this process, and how many there are.
 
     Example:
         >>> phases = Phases()
@@ -25,8 +25,8 @@ class Phases:
         ['timing_s/gen', 'timing_s/step']
     """
 
-    def __init__(self, rank: int = 0) -> None:
-        self.timeline = Timeline(rank)
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.timeline = Timeline(rank, ranks)
         self.started = self._step_started = time.perf_counter()
         self.total: dict[str, float] = defaultdict(float)
         self._step: dict[str, float] = defaultdict(float)

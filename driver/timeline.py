@@ -7,7 +7,7 @@ import json
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ class Timeline:
 
     Args:
         rank: the process of a distributed run; its number is the event's `pid`.
+        ranks: of the run; they share the file and its limit.
         max_bytes: of the file.
 
     Example:
@@ -49,8 +50,8 @@ class Timeline:
         >>> timeline.write(Path("trace.json"))  # doctest: +SKIP
     """
 
-    def __init__(self, rank: int = 0, max_bytes: int = MAX_BYTES) -> None:
-        self.rank, self.max_bytes = rank, max_bytes
+    def __init__(self, rank: int = 0, ranks: int = 1, max_bytes: int = MAX_BYTES) -> None:
+        self.rank, self.max_bytes = rank, max_bytes // ranks
         self.started = time.perf_counter()
         self.every = 1  # steps from one that is kept to the next
         self._events: list[Event] = []  # of the step that goes on; other threads append
@@ -92,7 +93,11 @@ class Timeline:
         """
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
-            events = [_read(event) for event in saved["traceEvents"] if event["ph"] == "X"]
+            events = [
+                _read(event)
+                for event in saved["traceEvents"]
+                if event["ph"] == "X" and event["pid"] == self.rank
+            ]
         except FileNotFoundError:
             return
         except (OSError, ValueError, LookupError, TypeError):
@@ -112,20 +117,29 @@ class Timeline:
         ends = (event.begin_s + event.length_s for _, chunk in kept for event in chunk)
         self.started -= max(ends, default=0.0)
 
-    def write(self, path: Path) -> None:
+    def text(self) -> str:
+        """What this rank has for the file: its events, and the names of its tracks.
+
+        Example:
+            >>> '"rank 1"' in Timeline(rank=1, ranks=2).text()
+            True
+        """
+        names = [self._name("process_name", 0, f"rank {self.rank}")]
+        names += [self._name("thread_name", tid, part) for tid, part in enumerate(self._tracks)]
+        return ",\n".join([*map(json.dumps, names), *(text for _, text in self._steps)])
+
+    def write(self, path: Path, others: Sequence[str] = ()) -> None:
         """Replaces the file.
 
         Args:
             path: of `trace.json`.
+            others: `text()` of the other ranks.
 
         Raises:
             UserError: the disk is full or unwritable.
         """
-        names = [self._name("process_name", 0, f"rank {self.rank}")]
-        names += [self._name("thread_name", tid, part) for tid, part in enumerate(self._tracks)]
-        events = [*(json.dumps(name) for name in names), *(text for _, text in self._steps)]
         other = json.dumps({"every": self.every, "thinned_steps": self._thinned})
-        body = ",\n".join(events)
+        body = ",\n".join([self.text(), *others])
         write_text(path, f'{{"otherData": {other}, "traceEvents": [\n{body}\n]}}\n')
 
     def _to_text(self, events: Iterable[Event]) -> str:
@@ -151,7 +165,7 @@ class Timeline:
 
     def _take(self, step: int, events: list[Event]) -> None:
         text, stride = self._to_text(events), 1
-        while len(text) > self.max_bytes // 8:
+        while len(text) > self.max_bytes // 8 and stride <= len(events):
             stride *= 2
             text = self._to_text(_every(events, stride))
         self._thinned += stride > 1
@@ -169,8 +183,11 @@ def _read(event: dict[str, Any]) -> Event:
 
 
 def _every(events: list[Event], stride: int) -> list[Event]:
-    """Every `stride`-th event of each name that occurs often; the others all."""
+    """Every `stride`-th event of each name that occurs often; the others all, where that helps."""
     count = Counter(event.name for event in events)
+    most = max(count.values())
+    if stride > most:  # a step of very many names
+        return events[:: stride // most]
     seen: dict[str, int] = defaultdict(int)
     kept = []
     for event in events:

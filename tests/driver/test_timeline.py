@@ -71,6 +71,34 @@ def test_a_long_step_is_thinned_but_keeps_its_phases(tmp_path):
     assert verify[-1] > 1.9e6  # the tail is still there
 
 
+def test_a_step_of_very_many_names_is_thinned_too(tmp_path):
+    timeline = Timeline(max_bytes=100_000)
+    for index in range(5000):
+        timeline.add("rollout", f"verify {index}", index, index + 1)
+    timeline.end_step(1)
+    timeline.write(tmp_path / "trace.json")
+    assert 10 < len(read(tmp_path / "trace.json")[1]) < 200
+    assert (tmp_path / "trace.json").stat().st_size <= 100_000
+
+
+def test_ranks_share_a_file_and_take_up_their_own_again(tmp_path):
+    path = tmp_path / "trace.json"
+    ranks = [Timeline(rank, 2, max_bytes=80_000) for rank in (0, 1)]
+    for timeline in ranks:
+        fill(timeline, range(1, 200), passes=10 + 10 * timeline.rank)
+    ranks[0].write(path, [ranks[1].text()])
+    whole, events = read(path)
+    assert path.stat().st_size <= 80_000
+    assert {event["pid"] for event in events} == {0, 1}
+    names = [e["args"]["name"] for e in whole["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1"]
+    again = Timeline(1, 2)
+    again.resume(path, last_step=200)
+    assert again.text().count('"name":"step ') == sum(
+        event["name"].startswith("step ") and event["pid"] == 1 for event in events
+    )
+
+
 def test_a_resumed_run_goes_on_after_the_checkpoint(tmp_path):
     path = tmp_path / "trace.json"
     first = Timeline()
