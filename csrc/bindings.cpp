@@ -13,6 +13,7 @@
 #include "common/noise.h"
 #include "common/parallel.h"
 #include "common/python.h"
+#include "draft/op.h"
 #include "graphs/op.h"
 #include "graphs/pool.h"
 #include "kv/op.h"
@@ -65,7 +66,7 @@ std::vector<std::string> cuda_ops() {
       "rms_norm",   "silu_mul",       "linear_rows",   "rms_norm_linear", "silu_mul_linear",
       "append_kv",  "tree_attention", "commit_path",   "copy_pages",      "gather_new_rows",
       "sample",     "verify_tree",    "expand_tree",   "select_nodes",    "verify_rejection",
-      "arm_passes", "advance_batch",  "ngram_propose",
+      "arm_passes", "advance_batch",  "ngram_propose", "draft_inputs",    "draft_level_inputs",
   };
 #else
   return {};
@@ -229,6 +230,16 @@ void bind_tree(py::module_& m) {
         "ancestors"_a, "source"_a, "row_start"_a, "num_verify"_a, "stream"_a, NoGil());
 }
 
+// ---- draft --------------------------------------------------------------------------------------
+
+void bind_draft(py::module_& m) {
+  m.def("draft_inputs", &tlt::draft_inputs, "embedding"_a, "ids"_a, "hidden"_a, "input_norm"_a,
+        "hidden_norm"_a, "out"_a, "eps"_a, "stream"_a, NoGil());
+  m.def("draft_level_inputs", &tlt::draft_level_inputs, "embedding"_a, "node_token"_a, "frontier"_a,
+        "row"_a, "root_position"_a, "hidden"_a, "input_norm"_a, "hidden_norm"_a, "out"_a,
+        "hidden_out"_a, "position"_a, "depth"_a, "eps"_a, "stream"_a, NoGil());
+}
+
 // ---- ngram --------------------------------------------------------------------------------------
 
 // Calls come from one thread, and are short: they keep the interpreter lock.
@@ -354,6 +365,7 @@ PYBIND11_MODULE(_C, m) {
   bind_attention(m);
   bind_sampling(m);
   bind_tree(m);
+  bind_draft(m);
   bind_ngram(m);
   bind_graphs(m);
 }

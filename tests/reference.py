@@ -394,6 +394,22 @@ def select_nodes(nodes: list[dict], num_verify: int) -> tuple[list[int], list[in
     return source, parents, ancestors
 
 
+# ---- draft -----------------------------------------------------------------------------------
+
+
+def draft_inputs(
+    embedding: torch.Tensor,
+    ids: list[int],
+    hidden: torch.Tensor,
+    input_norm: torch.Tensor,
+    hidden_norm: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """[rows, 2 * dim]; `hidden` holds the row of each."""
+    embedded = rms_norm(embedding[ids], input_norm, eps)
+    return torch.cat([embedded, rms_norm(hidden, hidden_norm, eps)], dim=-1)
+
+
 # ---- ngram -----------------------------------------------------------------------------------
 
 

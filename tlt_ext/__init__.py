@@ -7,6 +7,7 @@ never allocates or synchronises. See `python -m tlt_ext` for what this build can
 from tlt_ext import _C
 from tlt_ext.attention import attention_workspace_bytes, tree_attention
 from tlt_ext.common import Status, num_threads, set_num_threads
+from tlt_ext.draft import draft_inputs, draft_level_inputs
 from tlt_ext.graph_pool import GraphError, GraphPool, GraphUsage
 from tlt_ext.graphs import Control, PassRing, StopReason, advance_batch, arm_passes
 from tlt_ext.kv import append_kv, commit_path, copy_pages, gather_new_rows
@@ -31,6 +32,8 @@ OPS = (
     sample,
     verify_tree,
     verify_rejection,
+    draft_inputs,
+    draft_level_inputs,
     expand_tree,
     select_nodes,
     ngram_propose,
@@ -62,6 +65,8 @@ __all__ = [
     "attention_workspace_bytes",
     "commit_path",
     "copy_pages",
+    "draft_inputs",
+    "draft_level_inputs",
     "expand_tree",
     "gather_new_rows",
     "linear_rows",

@@ -1,0 +1,100 @@
+#include "draft/op.h"
+
+#include <string>
+
+#include "common/dispatch.h"
+
+namespace tlt {
+namespace {
+
+// Checks what both ops share and fills it in; rows of `out` are the rows.
+DraftInputsParams check_inputs(const char* op, const Tensor& embedding, const Tensor& hidden,
+                               const Tensor& input_norm, const Tensor& hidden_norm,
+                               const Tensor& out, double eps) {
+  Arg(op, "embedding", embedding).is(kFloating).dense_last().shape({kAny, kAny});
+  const int64_t dim = embedding.shape[1];
+  const auto check = [&](const char* name, const Tensor& tensor) {
+    return Arg(op, name, tensor).on(embedding).is_like("embedding", embedding).dense_last();
+  };
+  check("hidden", hidden).shape({kAny, dim});
+  check("input_norm", input_norm).shape({dim});
+  check("hidden_norm", hidden_norm).shape({dim});
+  check("out", out).shape({kAny, 2 * dim});
+  require(eps >= 0, op, "eps: expected 0 or more, got " + std::to_string(eps));
+  DraftInputsParams params{};
+  params.embedding = embedding.data;
+  params.hidden = hidden.data;
+  params.input_norm = input_norm.data;
+  params.hidden_norm = hidden_norm.data;
+  params.out = out.data;
+  params.rows = out.shape[0];
+  params.dim = dim;
+  params.vocab_size = embedding.shape[0];
+  params.hidden_rows = hidden.shape[0];
+  params.embedding_stride = embedding.stride[0];
+  params.hidden_stride = hidden.stride[0];
+  params.out_stride = out.stride[0];
+  params.eps = static_cast<float>(eps);
+  params.dtype = embedding.dtype;
+  return params;
+}
+
+void dispatch(const char* op, const Tensor& like, const DraftInputsParams& params,
+              uintptr_t stream) {
+  if (params.rows == 0 || params.dim == 0) return;
+  dispatch_device(
+      op, like, [&] { draft_inputs_cpu(params); },
+      [&] { draft_inputs_cuda(params, like.device.device_id, stream); });
+}
+
+}  // namespace
+
+void draft_inputs(const Tensor& embedding, const Tensor& ids, const Tensor& hidden,
+                  const Tensor& input_norm, const Tensor& hidden_norm, const Tensor& out,
+                  double eps, uintptr_t stream) {
+  constexpr const char* op = "draft_inputs";
+  DraftInputsParams params = check_inputs(op, embedding, hidden, input_norm, hidden_norm, out, eps);
+  Arg(op, "ids", ids).on(embedding).is({DType::kInt32}).dense().shape({params.rows});
+  Arg(op, "hidden", hidden).shape({params.rows, params.dim});
+  params.ids = ids.ptr<int32_t>();
+  dispatch(op, embedding, params, stream);
+}
+
+void draft_level_inputs(const Tensor& embedding, const Tensor& node_token, const Tensor& frontier,
+                        const Tensor& row, const Tensor& root_position, const Tensor& hidden,
+                        const Tensor& input_norm, const Tensor& hidden_norm, const Tensor& out,
+                        const Tensor& hidden_out, const Tensor& position, int64_t depth, double eps,
+                        uintptr_t stream) {
+  constexpr const char* op = "draft_level_inputs";
+  DraftInputsParams params = check_inputs(op, embedding, hidden, input_norm, hidden_norm, out, eps);
+  const auto ints = [&](const char* name, const Tensor& tensor) {
+    return Arg(op, name, tensor).on(embedding).is({DType::kInt32});
+  };
+  ints("frontier", frontier).dense().shape({kAny, kAny});
+  const int64_t requests = frontier.shape[0], width = frontier.shape[1];
+  ints("row", row).dense().shape({requests, width});
+  ints("node_token", node_token).dense_last().shape({requests, kAny});
+  ints("root_position", root_position).dense().shape({requests});
+  Arg(op, "out", out).shape({requests * width, 2 * params.dim});
+  const Arg hidden_out_arg(op, "hidden_out", hidden_out);
+  hidden_out_arg.on(embedding).is_like("embedding", embedding).dense_last();
+  hidden_out_arg.shape({params.rows, params.dim});
+  ints("position", position).dense().shape({params.rows});
+  require(hidden_out.data != hidden.data || params.rows == 0, op,
+          "hidden_out: expected other memory than hidden, got the same");
+  require(depth >= 0, op, "depth: expected 0 or more, got " + std::to_string(depth));
+  params.node_token = node_token.ptr<int32_t>();
+  params.frontier = frontier.ptr<int32_t>();
+  params.row = row.ptr<int32_t>();
+  params.root_position = root_position.ptr<int32_t>();
+  params.hidden_out = hidden_out.data;
+  params.position = position.ptr<int32_t>();
+  params.width = width;
+  params.capacity = node_token.shape[1];
+  params.node_stride = node_token.stride[0];
+  params.hidden_out_stride = hidden_out.stride[0];
+  params.depth = static_cast<int32_t>(depth);
+  dispatch(op, embedding, params, stream);
+}
+
+}  // namespace tlt
