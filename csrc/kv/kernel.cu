@@ -190,8 +190,12 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t cache_words = p.num_layers * slot_words;
   const int64_t feature_words = p.features == nullptr ? 0 : p.feature_bytes / size;
   const int64_t step = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-       i < 2 * cache_words + feature_words; i += step) {
+  // A rising path that ends where a straight one does is straight: its slots stay where they are.
+  const int64_t kept = p.num_emitted[request];
+  const bool still = kept == 0 || p.path[request * p.path_stride + kept - 1] == kept - 1;
+  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (int64_t i = first + (still ? 2 * cache_words : 0); i < 2 * cache_words + feature_words;
+       i += step) {
     if (i >= 2 * cache_words) {
       const int64_t at = (i - 2 * cache_words) * size;
       const Column<Word> column{p.features + at, p.feature_page_stride * p.feature_element_bytes,
