@@ -10,9 +10,7 @@ from statistics import median
 from typing import Any
 
 from driver.sections import BanditConfig
-from driver.strategy import Strategy
-
-OFF = Strategy("off")
+from driver.strategy import OFF, Strategy
 
 
 class Bandit:

@@ -90,6 +90,9 @@ class Strategy:
         return cls(match["kind"], *map(int, match["numbers"].split(",")))
 
 
+OFF = Strategy("off")
+
+
 def split_strategies(text: str) -> list[str]:
     """Cuts a list typed on the command line, whose items hold commas themselves.
 

@@ -16,13 +16,51 @@ from torch import Tensor
 import tlt_ext
 from driver.drafter import DraftSpec
 from driver.model import TargetModel
-from driver.rollout.batch import Batch
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
+from driver.rollout.state import Batch
 from driver.rollout.tree import MAX_DEPTH, NodeStore, Tree
 from driver.strategy import Strategy
 
-CATCH_UP_ROWS = 256  # rows of a request per catch-up pass
+CATCH_UP_ROWS = 4096  # entries written at once when requests lag
+
+
+class Levels:
+    """Static arrays of the levels that a strategy drafts for `batch` requests."""
+
+    def __init__(self, batch: int, strategy: Strategy, device: torch.device) -> None:
+        keep, depth = strategy.top_k, strategy.depth
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        capacity = tlt_ext.tree_capacity(depth, keep)
+        self.store = NodeStore(batch, capacity, strategy.num_verify, device)
+        self.root = ints(batch, 1)  # frontier of the first level
+        self.frontier, self.row = ints(2, depth, batch, keep).unbind()
+        self.ancestors = torch.zeros(
+            depth, batch, keep, MAX_DEPTH, dtype=torch.uint8, device=device
+        )
+        self.position = ints(batch, keep)
+        self.row_start = torch.arange(batch + 1, dtype=torch.int32, device=device) * keep
+        levels = torch.arange(depth, dtype=torch.int32, device=device)
+        self.slot_base = (levels * keep)[:, None].repeat(1, batch)
+        # Frontier rows without a node have no ancestors: what attention says of them is no fault.
+        self.ignored = ints(batch)
+
+
+class NewRows:
+    """Arrays of the entries to write for `batch` requests, at most `most` each."""
+
+    def __init__(self, batch: int, most: int, features: Tensor) -> None:
+        def ints(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=features.device)
+
+        self.row_start = ints(batch + 1)
+        self.ids, self.position = ints(batch * most), ints(batch * most)
+        self.first, self.last, self.committed = ints(batch), ints(batch), ints(batch)
+        self.each = torch.arange(batch + 1, dtype=torch.int32, device=features.device)
+        self.features = features.new_zeros(batch * most, features.shape[-1])
 
 
 class DraftRunner:
@@ -55,7 +93,9 @@ class DraftRunner:
         self.k, self.v = (cache.k.new_zeros(shape) for _ in range(2))
         self.d2t = torch.zeros(spec.draft_vocab, dtype=torch.int32, device=cache.k.device)
         self.weights: dict[str, Tensor] = {}
-        self.caught_up_rows = 0
+        self.late_rows = 0  # entries written outside of passes
+        self._drafts: dict[tuple[int, Strategy], Levels] = {}
+        self._gathered: dict[tuple[int, int], NewRows] = {}
 
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
         """Swaps weights in place; every request's drafter KV is rewritten on its next draft.
@@ -97,37 +137,57 @@ class DraftRunner:
 
     # ---- the Proposer interface -----------------------------------------------------------------
 
+    on_device = True
+
     def usable(self) -> bool:
         return self.version > 0
 
     def lookahead(self, strategy: Strategy) -> int:
         return strategy.depth * strategy.top_k
 
+    def prepare(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> bool:
+        """Writes the entries that a pass with `strategy` would not: what the gate missed, a swap.
+
+        After plain decoding these are all that the target has committed since the last draft; after
+        a swap, all of them. They come from recorded features: no row of the target is run again.
+
+        Args:
+            batch: the running requests.
+            strategy: of the next passes.
+            tokens: int32 [slots, L], the token store.
+
+        Returns:
+            Whether requests lag differently now, so that the state must be filled again.
+        """
+        stale = [s for s in batch.sequences if s.draft_version != self.version]
+        for sequence in stale:
+            sequence.draft_version, sequence.draft_len = self.version, 0
+        late = [s for s in batch.sequences if s.num_new > strategy.depth + 1]
+        while any(s.num_new > 1 for s in late):
+            self._write_late(batch, late, tokens)
+        return bool(stale or late)
+
+    def passed(self, sequence: Sequence, last: int) -> None:
+        """Passes were made: all entries are written but those of the last pass's `last` tokens."""
+        sequence.draft_len = sequence.context_len - last
+
     def finished(self, sequence: Sequence) -> None:
         pass
 
-    def propose(self, batch: Batch, strategy: Strategy) -> Tree:
-        hidden = self._catch_up(batch)
-        size, keep = len(batch), strategy.top_k
-        device = self.k.device
-        # Frontier rows without a node have no ancestors: what attention says of them is no fault.
-        ignored = torch.zeros_like(batch.status)
-        store = NodeStore(batch.last_tokens(), 1 + keep + (strategy.depth - 1) * keep * keep)
-        frontier = torch.zeros(size, 1, dtype=torch.int32, device=device)
-        ancestors = None
-        row_start = torch.arange(0, size * keep + 1, keep, dtype=torch.int32, device=device)
-        for level in range(1, strategy.depth + 1):
-            next_frontier, next_row = torch.empty(
-                2, size, keep, dtype=torch.int32, device=device
-            ).unbind()
-            next_ancestors = torch.zeros(size, keep, MAX_DEPTH, dtype=torch.uint8, device=device)
+    def propose(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tree:
+        hidden = self._catch_up(batch, strategy, tokens)
+        level = self._levels(len(batch), strategy)
+        store, keep, depth = level.store, strategy.top_k, strategy.depth
+        store.begin(batch.last_token)
+        frontier, ancestors = level.root, None
+        for index in range(depth):
             tlt_ext.expand_tree(
                 self._logits(hidden),
                 frontier,
                 *store.arrays,
-                next_frontier,
-                next_row,
-                next_ancestors,
+                level.frontier[index],
+                level.row[index],
+                level.ancestors[index],
                 batch.temperature,
                 batch.request,
                 batch.context_len,
@@ -135,26 +195,34 @@ class DraftRunner:
                 seed=self.seed,
                 d2t=self.d2t,
                 frontier_ancestors=ancestors,
-                slot_base=max(0, level - 2) * keep,
+                slot_base=max(0, index - 1) * keep,
                 score_temperature=self.score_temperature,
                 vocab_size=self.target.spec.vocab_size,
             )
-            if level == strategy.depth:
+            if index == depth - 1:
                 break
-            frontier, ancestors = next_frontier, next_ancestors
+            frontier, ancestors = level.frontier[index], level.ancestors[index]
             ids = store.token.gather(1, frontier.clamp_min(0).long()).view(-1)
+            roots = batch.context_len[:, None].expand_as(level.position)
+            torch.add(roots, index, out=level.position)
             hidden = self._layer(
                 ids,
-                hidden.index_select(0, next_row.view(-1).long()),
-                row_start=row_start,
+                hidden.index_select(0, level.row[index].view(-1)),
+                row_start=level.row_start,
                 context_len=batch.context_len,
-                position=(batch.context_len + level - 1).repeat_interleave(keep),
+                position=level.position.view(-1),
                 block_table=batch.block_table,
-                status=ignored,
+                status=level.ignored,
                 ancestors=ancestors.view(-1, MAX_DEPTH),
-                slot_base=torch.full_like(batch.context_len, (level - 1) * keep),
+                slot_base=level.slot_base[index],
             )
-        return store.select(batch.context_len, strategy.num_verify)
+        return store.select(batch.context_len)
+
+    def _levels(self, batch: int, strategy: Strategy) -> Levels:
+        key = batch, strategy
+        if key not in self._drafts:
+            self._drafts[key] = Levels(batch, strategy, self.k.device)
+        return self._drafts[key]
 
     # ---- the layer ------------------------------------------------------------------------------
 
@@ -231,73 +299,84 @@ class DraftRunner:
 
     # ---- catching up ----------------------------------------------------------------------------
 
-    def _catch_up(self, batch: Batch) -> Tensor:
-        """Writes every missing drafter entry from recorded features; hidden states of the last.
+    def _catch_up(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tensor:
+        """Writes the entries of the tokens just emitted; hidden states of each request's last.
 
-        After a verify pass these are the rows just accepted, the bonus token's included; after the
-        gate opened, all that the target has committed since; after a swap, all of them. What the
-        drafter wrote from its own guesses is written over. One layer's K/V need no attention, so
-        only the last entry of a request attends.
+        The bonus token's entry is among them, and what the drafter wrote from its own guesses is
+        written over. One layer's K/V need no attention, so only the last entry attends.
 
         Returns:
             [B, H], of each request's entry `context_len - 1`.
         """
-        for sequence in batch.sequences:
-            if sequence.draft_version != self.version:
-                sequence.draft_version, sequence.draft_len = self.version, 0
-        while True:
-            lag = [s.context_len - min(s.draft_len, s.context_len - 1) for s in batch.sequences]
-            counts = [min(n, CATCH_UP_ROWS) for n in lag]
-            q, hidden, last = self._append_committed(batch, counts)
-            for sequence, count, behind in zip(batch.sequences, counts, lag, strict=True):
-                sequence.draft_len = sequence.context_len - behind + count
-            if lag == counts:
-                break
-        size = len(batch)
-        committed = batch.context_len - 1
+        key = len(batch), strategy.depth + 1
+        if key not in self._gathered:
+            self._gathered[key] = NewRows(*key, self.cache.features)
+        rows = self._gathered[key]
+        q, hidden = self._write(rows, batch, tokens, batch.context_len, batch.num_new)
+        torch.sub(batch.context_len, 1, out=rows.committed)
         return self._attend(
-            q.index_select(0, last),
-            hidden.index_select(0, last),
-            row_start=torch.arange(size + 1, dtype=torch.int32, device=q.device),
-            context_len=committed,
-            position=committed,
+            q.index_select(0, rows.last),
+            hidden.index_select(0, rows.last),
+            row_start=rows.each,
+            context_len=rows.committed,
+            position=rows.committed,
             block_table=batch.block_table,
             status=batch.status,
         )
 
-    def _append_committed(self, batch: Batch, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """K/V of the next `counts[b]` entries of each request, from features and tokens."""
-        device = self.k.device
-        page_size = self.k.shape[1]
-        first, ids, places, ends = [], [], [], []
-        for sequence, count in zip(batch.sequences, counts, strict=True):
-            start = min(sequence.draft_len, sequence.context_len - 1)
-            first.append(start)
-            ids += sequence.tokens[start + 1 : start + count + 1]
-            places += [
-                sequence.pages[t // page_size] * page_size + t % page_size
-                for t in range(start, start + count)
-            ]
-            ends.append(len(ids))
-        self.caught_up_rows += len(ids)
-        context_len = torch.tensor(first, dtype=torch.int32, device=device)
-        row_start = torch.tensor([0, *ends], dtype=torch.int32, device=device)
-        steps = torch.arange(len(ids), dtype=torch.int32, device=device)
-        sizes = torch.tensor(counts, device=device)
-        position = steps + (context_len - row_start[:-1]).repeat_interleave(sizes)
-        features = self.cache.features.flatten(0, 1).index_select(
-            0, torch.tensor(places, device=device)
+    def _write_late(self, batch: Batch, late: list[Sequence], tokens: Tensor) -> None:
+        """The next entries of the requests that lag, a few hundred rows at once."""
+        size = len(batch)
+        most = max(1, min(CATCH_UP_ROWS // size, max(s.num_new for s in late) - 1))
+        counts, ends = [], []
+        for sequence in batch.sequences:
+            # The last entry is left to the pass: it makes the hidden state that drafting starts at.
+            count = min(most, sequence.num_new - 1) if sequence in late else 0
+            sequence.draft_len = max(0, min(sequence.draft_len, sequence.context_len - 1)) + count
+            counts.append(count)
+            ends.append(sequence.draft_len)
+        self.late_rows += sum(counts)
+        # Inert rows of the batch have no entries.
+        inert = [0] * (size - len(counts))
+        num_new, context_len = torch.tensor(
+            [counts + inert, ends + inert], dtype=torch.int32, device=self.k.device
         )
-        fused = features.new_empty(len(ids), self.spec.hidden_size)
-        width = 3 * self.spec.hidden_size
-        tlt_ext.linear_rows(features[:, :width], self.weights["fc"], fused)
+        rows = NewRows(size, most, self.cache.features)
+        self._write(rows, batch, tokens, context_len, num_new)
+
+    def _write(
+        self, rows: NewRows, batch: Batch, tokens: Tensor, context_len: Tensor, num_new: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """K/V of the `num_new[b]` entries before `context_len[b]`; queries and fused features."""
+        tlt_ext.gather_new_rows(
+            self.cache.features,
+            tokens,
+            batch.slot,
+            context_len,
+            num_new,
+            batch.block_table,
+            batch.status,
+            rows.row_start,
+            rows.ids,
+            rows.position,
+            rows.first,
+            rows.last,
+            rows.features,
+        )
+        ids, position, features = rows.ids, rows.position, rows.features
+        if ids.device.type == "cpu":  # it need not compute inert rows
+            used = int(rows.row_start[-1])
+            ids, position, features = ids[:used], position[:used], features[:used]
+        width = self.spec.hidden_size
+        fused = features.new_empty(len(ids), width)
+        tlt_ext.linear_rows(features[:, : 3 * width], self.weights["fc"], fused)
         q = self._append(
-            torch.tensor(ids, device=device),
+            ids,
             fused,
-            row_start=row_start,
-            context_len=context_len,
-            position=position.to(torch.int32),
+            row_start=rows.row_start,
+            context_len=rows.first,
+            position=position,
             block_table=batch.block_table,
             status=batch.status,
         )
-        return q, fused, torch.tensor(ends, device=device) - 1
+        return q, fused

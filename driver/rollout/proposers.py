@@ -10,34 +10,71 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-from driver.rollout.batch import Batch
 from driver.rollout.scheduler import Sequence
+from driver.rollout.state import Batch
 from driver.rollout.tree import NodeStore, Tree
 from driver.strategy import Strategy
 
 
 class Proposer(Protocol):
-    """Drafts a tree for every running request; `version` stamps learned drafts, 0 = none."""
+    """Drafts a tree for every running request; `version` stamps learned drafts, 0 = none.
+
+    Where `on_device` is true, `propose` reads nothing but static arrays and never waits for the
+    device, so it can be captured and repeated without the host.
+    """
 
     version: int
+    on_device: bool
 
     def usable(self) -> bool: ...
     def lookahead(self, strategy: Strategy) -> int:
         """KV slots past the committed ones that drafting itself writes."""
         ...
 
-    def propose(self, batch: Batch, strategy: Strategy) -> Tree: ...
+    def prepare(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> bool:
+        """The host's part, before passes; True where the state must be filled again."""
+        ...
+
+    def propose(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tree: ...
+    def passed(self, sequence: Sequence, last: int) -> None:
+        """Passes with it are over; the request emitted `last` tokens in the last of them."""
+        ...
+
     def finished(self, sequence: Sequence) -> None: ...
+
+
+class HostProposer:
+    """What proposers that read the host's sequences share."""
+
+    version = 0
+    on_device = False
+
+    def usable(self) -> bool:
+        return True
+
+    def lookahead(self, strategy: Strategy) -> int:
+        return 0
+
+    def prepare(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> bool:
+        return False
+
+    def passed(self, sequence: Sequence, last: int) -> None:
+        pass
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
 
 
 def _host_store(batch: Batch, strategy: Strategy) -> tuple[NodeStore, Tensor]:
     """A node store in host memory and the roots' positions, for drafting on the CPU."""
     last = torch.tensor([s.tokens[-1] for s in batch.sequences], dtype=torch.int32)
     position = torch.tensor([s.context_len for s in batch.sequences], dtype=torch.int32)
-    return NodeStore(last, 1 + strategy.depth * strategy.top_k), position
+    store = NodeStore(len(last), 1 + strategy.depth * strategy.top_k, strategy.num_verify)
+    store.begin(last)
+    return store, position
 
 
-class NgramProposer:
+class NgramProposer(HostProposer):
     """Continuations of the longest suffix seen before in the group, shared by its siblings.
 
     The index learns lazily: in plain decoding nothing is indexed until a request finishes.
@@ -48,15 +85,8 @@ class NgramProposer:
     """
 
     def __init__(self, seed: int, capacity: int = 1 << 20) -> None:
-        self.version = 0
         self.seed = seed
         self.index = tlt_ext.NgramIndex(capacity=capacity)
-
-    def usable(self) -> bool:
-        return True
-
-    def lookahead(self, strategy: Strategy) -> int:
-        return 0
 
     def _catch_up(self, sequence: Sequence) -> None:
         if sequence.handle < 0:
@@ -65,7 +95,7 @@ class NgramProposer:
             self.index.extend(sequence.handle, sequence.tokens[sequence.indexed :])
         sequence.indexed = len(sequence.tokens)
 
-    def propose(self, batch: Batch, strategy: Strategy) -> Tree:
+    def propose(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tree:
         for sequence in batch.sequences:
             self._catch_up(sequence)
         store, position = _host_store(batch, strategy)
@@ -80,7 +110,7 @@ class NgramProposer:
             depth=strategy.depth,
             top_k=strategy.top_k,
         )
-        return store.select(position, strategy.num_verify).to(batch.context_len.device)
+        return store.select(position).to(batch.context_len.device)
 
     def finished(self, sequence: Sequence) -> None:
         self._catch_up(sequence)
@@ -90,7 +120,7 @@ class NgramProposer:
         self.index.clear()
 
 
-class OracleProposer:
+class OracleProposer(HostProposer):
     """Hides the known answer on a random branch among wrong siblings.
 
     Speculation with it accepts nearly everything through ever different trees: what a test of
@@ -103,25 +133,15 @@ class OracleProposer:
     """
 
     def __init__(self, answers: Mapping[int, list[int]], vocab_size: int, seed: int = 0) -> None:
-        self.version = 0
         self.answers = answers
         self.vocab_size = vocab_size
         self._random = random.Random(seed)
 
-    def usable(self) -> bool:
-        return True
-
-    def lookahead(self, strategy: Strategy) -> int:
-        return 0
-
-    def finished(self, sequence: Sequence) -> None:
-        pass
-
-    def propose(self, batch: Batch, strategy: Strategy) -> Tree:
+    def propose(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tree:
         store, position = _host_store(batch, strategy)
         for row, sequence in enumerate(batch.sequences):
             self._fill(store, row, sequence, strategy)
-        return store.select(position, strategy.num_verify).to(batch.context_len.device)
+        return store.select(position).to(batch.context_len.device)
 
     def _fill(self, store: NodeStore, row: int, sequence: Sequence, strategy: Strategy) -> None:
         ahead = self.answers[sequence.request.id][sequence.num_emitted :]

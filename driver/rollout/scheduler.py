@@ -27,6 +27,7 @@ class Sequence:
     context_len: int = 0  # committed KV entries of the target
     draft_len: int = 0  # committed KV entries of the drafter
     draft_version: int = 0  # of the drafter that wrote them
+    slot: int = -1  # row of the token store while it runs
     handle: int = -1  # in the n-gram index
     indexed: int = 0  # tokens the n-gram index has seen
     finish: str | None = None
@@ -39,6 +40,16 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return self.request.params.max_new_tokens - self.num_emitted
+
+    @property
+    def num_new(self) -> int:
+        """Committed entries that the drafter has yet to write; the last one is always written."""
+        return self.context_len - max(0, min(self.draft_len, self.context_len - 1))
+
+    def served_by(self, version: int) -> None:
+        """Notes the version of the drafter that drafted for it; 0 = not a learned one."""
+        if version and self.drafter_versions[-1:] != [version]:
+            self.drafter_versions.append(version)
 
 
 @dataclass(eq=False)
@@ -218,6 +229,7 @@ class Scheduler:
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.context_len = sequence.draft_len = 0
+        sequence.slot = -1
         if sequence.num_emitted == 0:
             self._prefix_of(sequence).waiting += 1
         self.waiting.appendleft(sequence)

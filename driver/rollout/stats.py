@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from driver.strategy import OFF
+
+if TYPE_CHECKING:
+    from driver.rollout.runner import Burst
 
 
 @dataclass
@@ -35,6 +41,20 @@ class RolloutStats:
         for item in fields(self):
             if item.name != "trace":
                 setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
+
+    def book(self, burst: Burst, requests: int, emitted: int, begin_s: float) -> None:
+        """Books a burst of passes over `requests` that began `begin_s` into the rollout."""
+        self.target_passes += burst.passes
+        self.emitted += emitted
+        begins = [0.0, *burst.ends_s[:-1]]
+        self.trace += [(begin_s + t, requests, str(burst.strategy)) for t in begins]
+        if burst.strategy == OFF:
+            return
+        self.spec_passes += burst.passes
+        self.spec_request_passes += requests * burst.passes
+        self.spec_emitted += emitted
+        self.drafted += burst.rows - requests * burst.passes
+        self.accepted += emitted - requests * burst.passes
 
     @property
     def accept_length(self) -> float | None:

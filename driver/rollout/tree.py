@@ -14,7 +14,7 @@ MAX_DEPTH = 16
 
 @dataclass(frozen=True)
 class Tree:
-    """Rows of one verify pass, packed over requests, root first in each."""
+    """Rows of one verify pass, packed over requests, root first in each; later rows are inert."""
 
     tokens: Tensor  # int32 [R]
     parents: Tensor  # int32 [R], row within the request, -1 for the root
@@ -26,6 +26,13 @@ class Tree:
     def num_rows(self) -> int:
         return len(self.tokens)
 
+    def ragged(self) -> Tree:
+        """Without the inert rows; waits for their count, so not in a pass on a GPU."""
+        used = int(self.row_start[-1])
+        ancestors = None if self.ancestors is None else self.ancestors[:used]
+        rows = (t[:used] for t in (self.tokens, self.parents, self.position))
+        return Tree(*rows, ancestors, self.row_start)
+
     def to(self, device: torch.device) -> Tree:
         """The same tree on another device."""
         ancestors = None if self.ancestors is None else self.ancestors.to(device)
@@ -33,67 +40,61 @@ class Tree:
         return Tree(*moved, ancestors, self.row_start.to(device))
 
 
-def roots(tokens: Tensor, position: Tensor) -> Tree:
-    """The tree of plain decoding: one row a request.
-
-    Args:
-        tokens: int32 [B], the last token of each request.
-        position: int32 [B], its position.
-    """
-    count = len(tokens)
-    return Tree(
-        tokens,
-        torch.full_like(tokens, -1),
-        position,
-        None,
-        torch.arange(count + 1, dtype=torch.int32, device=tokens.device),
-    )
-
-
 class NodeStore:
-    """All drafted nodes of a batch, from which the best connected ones are verified.
+    """Static arrays for all drafted nodes of a batch and for the tree chosen among them.
 
     Args:
-        tokens: int32 [B], root tokens.
+        batch: requests.
         capacity: nodes a request can hold, root included.
+        num_verify: rows of a request that are verified at most.
+        device: where the drafter runs.
     """
 
-    def __init__(self, tokens: Tensor, capacity: int) -> None:
-        batch, device = len(tokens), tokens.device
-        self.token = torch.zeros(batch, capacity, dtype=torch.int32, device=device)
-        self.parent = torch.full((batch, capacity), -1, dtype=torch.int32, device=device)
+    def __init__(
+        self, batch: int, capacity: int, num_verify: int, device: torch.device | str = "cpu"
+    ) -> None:
+        def ints(*shape: int) -> Tensor:
+            # Zeros: rows that hold nothing are computed on, and their ids must be valid.
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.num_verify = num_verify
+        self.token, self.depth = ints(batch, capacity), ints(batch, capacity)
+        self.parent = ints(batch, capacity) - 1
         self.score = torch.zeros(batch, capacity, device=device)
-        self.depth = torch.zeros(batch, capacity, dtype=torch.int32, device=device)
-        self.count = torch.ones(batch, dtype=torch.int32, device=device)
-        self.token[:, 0] = tokens
+        self.count = ints(batch)
+        self._rows = ints(4, batch * num_verify)
+        self._ancestors = torch.zeros(
+            batch * num_verify, MAX_DEPTH, dtype=torch.uint8, device=device
+        )
+        self._row_start = ints(batch + 1)
 
     @property
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.token, self.parent, self.score, self.depth, self.count
 
-    def select(self, root_position: Tensor, num_verify: int) -> Tree:
+    def begin(self, roots: Tensor) -> None:
+        """Forgets all nodes but the roots, int32 [B]; their other fields are never written."""
+        self.token[:, 0].copy_(roots)
+        self.count.fill_(1)
+
+    def select(self, root_position: Tensor) -> Tree:
         """The root and its `num_verify - 1` best connected nodes.
 
         Args:
             root_position: int32 [B].
-            num_verify: rows of a request at most.
         """
-        batch = len(self.count)
-        rows = batch * num_verify
-        ints = torch.empty(4, rows, dtype=torch.int32, device=self.token.device)
-        tokens, parents, position, source = ints
-        ancestors = torch.empty(rows, MAX_DEPTH, dtype=torch.uint8, device=self.token.device)
-        row_start = torch.empty(batch + 1, dtype=torch.int32, device=self.token.device)
+        tokens, parents, position, source = self._rows
         tlt_ext.select_nodes(
             *self.arrays,
             root_position,
             tokens,
             parents,
             position,
-            ancestors,
+            self._ancestors,
             source,
-            row_start,
-            num_verify=num_verify,
+            self._row_start,
+            num_verify=self.num_verify,
         )
-        used = int(row_start[-1])
-        return Tree(tokens[:used], parents[:used], position[:used], ancestors[:used], row_start)
+        tree = Tree(tokens, parents, position, self._ancestors, self._row_start)
+        # Only the CPU knows the count at once, and only there inert rows cost as much as others.
+        return tree.ragged() if self.token.device.type == "cpu" else tree

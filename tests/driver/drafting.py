@@ -11,8 +11,12 @@ from driver.drafter import Drafter, DraftSpec
 from driver.model import TargetModel
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.kv_cache import KvCache
+from driver.rollout.scheduler import Sequence
+from driver.rollout.state import Batch, BatchState
+from driver.rollout.tree import Tree
 from driver.sections import DrafterConfig, SpotConfig
 from driver.spot_trainer import SpotTrainer
+from driver.strategy import Strategy
 from tests.driver.hugging_face import random_model
 from tests.kit import randn
 
@@ -27,6 +31,21 @@ class Parts:
     cache: KvCache
     drafter: Drafter
     runner: DraftRunner
+    state: BatchState
+
+    def batch(self, sequences: list[Sequence]) -> Batch:
+        """The sequences as the running requests."""
+        for slot, sequence in enumerate(sequences):
+            sequence.slot = slot
+            self.state.store_tokens(sequence)
+        return self.state.fill(sequences, PAGE)
+
+    def propose(self, sequences: list[Sequence], strategy: Strategy) -> tuple[Tree, Batch]:
+        """A draft tree for them, and the batch that it was drafted for."""
+        batch = self.batch(sequences)
+        if self.runner.prepare(batch, strategy, self.state.tokens):
+            self.state.fill(sequences, PAGE)
+        return self.runner.propose(batch, strategy, self.state.tokens), batch
 
     def trainer(self, **settings) -> SpotTrainer:
         """A spot trainer; `unroll` and `lr` go to the drafter's configuration."""
@@ -91,4 +110,5 @@ def build_parts(
     drafter.refresh_head(target.head)
     runner = DraftRunner(shape, target, cache, SEED)
     runner.load(drafter.state_dict(), 1)
-    return Parts(model, target, cache, drafter, runner)
+    state = BatchState(4, num_pages, 4, spec.max_position, torch.device("cpu"))
+    return Parts(model, target, cache, drafter, runner, state)

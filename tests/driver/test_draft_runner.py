@@ -1,12 +1,13 @@
 """The drafter at inference equals its training twin, entry by entry."""
 
+import copy
+
 import pytest
 import torch
 
 import tlt_ext
 from driver.draft_loss import DraftBatch, unroll
 from driver.rollout import draft_runner
-from driver.rollout.batch import build_batch
 from driver.rollout.request import Request, SamplingParams
 from driver.rollout.scheduler import Sequence
 from driver.strategy import Strategy
@@ -85,8 +86,7 @@ def test_a_drafted_chain_equals_the_unroll_steps(parts, monkeypatch, length):
     """Feature of t with token t + 1 on both sides (fault 37), to the last position (fault 38)."""
     recorder = Recorder(parts, monkeypatch)
     sequence = sequence_of(parts, length, seed=1, first_page=3)
-    batch = build_batch([sequence], torch.device("cpu"))
-    parts.runner.propose(batch, Strategy("learned", 6, 1, 7))
+    _, batch = parts.propose([sequence], Strategy("learned", 6, 1, 7))
     drafted = [int(ids[0]) for ids, _, _ in recorder.levels]
     assert len(drafted) == 5
     hidden = [recorder.first[0], *(out[0] for _, _, out in recorder.levels)]
@@ -101,8 +101,7 @@ def test_every_node_of_a_tree_equals_the_chain_of_its_path(parts, monkeypatch):
     recorder = Recorder(parts, monkeypatch)
     keep, depth = 3, 4
     sequences = [sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21))]
-    batch = build_batch(sequences, torch.device("cpu"))
-    parts.runner.propose(batch, Strategy("learned", depth, keep, 16))
+    parts.propose(sequences, Strategy("learned", depth, keep, 16))
     branched = 0
     for row, sequence in enumerate(sequences):
         token_at: dict[int, int] = {}  # in-flight drafter slot -> token
@@ -122,8 +121,7 @@ def test_the_tree_proposes_the_best_children_under_the_shared_noise(parts, monke
     """The drafted root children are the top of draft logit / T + the target's own noise."""
     recorder = Recorder(parts, monkeypatch)
     sequence = sequence_of(parts, 12, seed=5, first_page=0)
-    batch = build_batch([sequence], torch.device("cpu"))
-    tree = parts.runner.propose(batch, Strategy("learned", 1, 4, 5))
+    tree, batch = parts.propose([sequence], Strategy("learned", 1, 4, 5))
     ids = parts.drafter.target_ids.to(torch.int32)
     logits = torch.full((1, 97), float("-inf"))
     logits[0, ids.long()] = recorder.logits[0][0]
@@ -152,7 +150,7 @@ def assert_rewritten(parts: Parts, sequence: Sequence) -> None:
     for cache in (parts.runner.k, parts.runner.v):
         cache.flatten(0, 1)[slots(sequence, sequence.context_len)] = 0
     sequence.draft_len = 0
-    parts.runner._catch_up(build_batch([sequence], torch.device("cpu")))
+    parts.propose([sequence], Strategy("learned", 1, 1, 2))
     fresh = written(parts, sequence)
     assert all(float(x.abs().min(0).values.sum()) > 0 for x in fresh)
     assert all(same_bits(a, b) for a, b in zip(found, fresh, strict=True))
@@ -163,41 +161,57 @@ def test_entries_are_rewritten_from_features_after_each_pass(parts, accepted):
     """faults 29 and 30: after all drafts were accepted too, the bonus token's entry included."""
     sequence = sequence_of(parts, 20, seed=2, first_page=0)
     strategy = Strategy("learned", 6, 1, 7)
-    parts.runner.propose(build_batch([sequence], torch.device("cpu")), strategy)
-    assert sequence.draft_len == 19
+    parts.propose([sequence], strategy)
+    assert parts.runner.late_rows == 18
     sequence.tokens += list(range(accepted))
     sequence.context_len += accepted
-    before = parts.runner.caught_up_rows
-    parts.runner.propose(build_batch([sequence], torch.device("cpu")), strategy)
-    assert parts.runner.caught_up_rows - before == accepted
-    assert sequence.draft_len == sequence.context_len
+    parts.runner.passed(sequence, accepted)
+    assert sequence.num_new == accepted
+    parts.propose([sequence], strategy)
+    assert parts.runner.late_rows == 18
+    parts.runner.passed(sequence, 0)
     assert_rewritten(parts, sequence)
 
 
 def test_all_entries_are_rewritten_after_a_swap_and_an_open_gate(parts, monkeypatch):
-    """In several catch-up passes for the longer one."""
+    """Some at once, for the longer one."""
     monkeypatch.setattr(draft_runner, "CATCH_UP_ROWS", 16)
     sequence = sequence_of(parts, 57, seed=2, first_page=0)
     late = sequence_of(parts, 5, seed=3, first_page=100)
     strategy = Strategy("learned", 2, 2, 4)
     both = [sequence, late]
-    parts.runner.propose(build_batch(both, torch.device("cpu")), strategy)
+    parts.propose(both, strategy)
     with torch.no_grad():
         for weight in parts.drafter.trainable():
             weight.mul_(1.5)
     parts.runner.load(parts.drafter.state_dict(), 2)
-    parts.runner.propose(build_batch(both, torch.device("cpu")), strategy)
+    parts.propose(both, strategy)
     for one in both:
         assert one.draft_version == 2
         assert_rewritten(parts, one)
 
 
+def test_a_swap_between_passes_reaches_requests_too_short_to_lag(parts):
+    """The entries that the next pass writes by itself are more than it would have been told."""
+    sequence = sequence_of(parts, 5, seed=3, first_page=0)
+    strategy = Strategy("learned", 6, 1, 7)
+    parts.propose([sequence], strategy)
+    parts.runner.passed(sequence, 1)
+    with torch.no_grad():
+        for weight in parts.drafter.trainable():
+            weight.mul_(1.5)
+    parts.runner.load(parts.drafter.state_dict(), 2)
+    _, batch = parts.propose([sequence], strategy)
+    assert batch.num_new.tolist() == [4]
+    assert_rewritten(parts, sequence)
+
+
 def test_a_batch_row_drafts_as_it_does_alone(parts):
     strategy = Strategy("learned", 4, 3, 12)
     sequences = [sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 30, 2))]
-    together = parts.runner.propose(build_batch(sequences, torch.device("cpu")), strategy)
+    together = copy.deepcopy(parts.propose(sequences, strategy)[0])
     for row, sequence in enumerate(sequences):
-        alone = parts.runner.propose(build_batch([sequence], torch.device("cpu")), strategy)
+        alone, _ = parts.propose([sequence], strategy)
         rows = slice(int(together.row_start[row]), int(together.row_start[row + 1]))
         assert together.tokens[rows].tolist() == alone.tokens.tolist()
         assert together.parents[rows].tolist() == alone.parents.tolist()
@@ -210,8 +224,7 @@ def test_nan_weights_propose_nothing_and_raise_nothing(parts, name):
     state[name].fill_(float("nan"))
     parts.runner.load(state, 2)
     sequences = [sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 30))]
-    batch = build_batch(sequences, torch.device("cpu"))
-    tree = parts.runner.propose(batch, Strategy("learned", 4, 2, 8))
+    tree, batch = parts.propose(sequences, Strategy("learned", 4, 2, 8))
     assert tree.tokens.tolist() == [s.tokens[-1] for s in sequences]
     assert tree.row_start.tolist() == [0, 1, 2]
     assert all(bits & tlt_ext.Status.NAN_DRAFT for bits in batch.status.tolist())
@@ -253,7 +266,8 @@ def test_rope_of_the_drafter_reaches_as_far_as_the_target(parts):
     """fault 38: there is one table."""
     assert parts.target.spec.max_position == 256
     sequence = sequence_of(parts, 256, seed=1, first_page=0)
-    batch = build_batch([sequence], torch.device("cpu"))
-    hidden = parts.runner._catch_up(batch)
+    strategy = Strategy("learned", 6, 1, 7)
+    _, batch = parts.propose([sequence], strategy)
+    hidden = parts.runner._catch_up(batch, strategy, parts.state.tokens)
     torch.testing.assert_close(hidden[0], twin(parts, sequence, [])[0], **EXACT)
     assert batch.status.tolist() == [0]

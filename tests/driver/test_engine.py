@@ -234,15 +234,15 @@ def test_prefill_done_twice_is_counted(rollout, monkeypatch):
     jobs = [*requests(count=4), *requests(count=1, new=0)]  # the last never runs
     generate(rollout, jobs[:-1] + [replace(jobs[-1], id=9, prompt_ids=(7, 8, 9))])
     assert rollout.engine.stats.reprefilled_tokens == 0
-    once = rollout.engine._run_chunks
-    monkeypatch.setattr(rollout.engine, "_run_chunks", lambda work: (once(work), once(work)))
+    once = rollout.engine.prefill.run
+    monkeypatch.setattr(rollout.engine.prefill, "run", lambda work: (once(work), once(work)))
     generate(rollout, jobs[:-1])
     assert rollout.engine.stats.reprefilled_tokens > 0
 
 
 def test_a_pass_that_emits_nothing_ends_the_rollout(rollout, monkeypatch):
     """A damaged page table is an error with the request's status, not a loop without end."""
-    monkeypatch.setattr("driver.rollout.batch.Batch.limits", lambda self: self.context_len * 0)
+    monkeypatch.setattr("driver.rollout.scheduler.Sequence.remaining", 0)
     with pytest.raises(RuntimeError, match="request 1000 emitted nothing in a pass"):
         generate(rollout, requests(count=1))
 

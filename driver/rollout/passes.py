@@ -1,0 +1,125 @@
+"""One pass of the engine, as a program that needs the host for nothing but its launches."""
+
+from __future__ import annotations
+
+import tlt_ext
+from driver.model import RowBatch, TargetModel
+from driver.rollout.kv_cache import KvCache
+from driver.rollout.proposers import Proposer
+from driver.rollout.state import Batch, BatchState
+from driver.rollout.tree import Tree
+from driver.spans import Spans
+from driver.strategy import OFF, Strategy
+
+
+class PassProgram:
+    """Drafts, verifies, commits and advances a batch by one pass.
+
+    It reads and writes static arrays and never waits for the device. So it runs eagerly, and the
+    very same calls are captured into a graph, if the strategy's proposer is `on_device`.
+
+    Args:
+        model: the target.
+        cache: its KV pages, and feature pages where a drafter is trained or used.
+        state: of the running requests.
+        ring: takes what each pass emitted.
+        proposers: strategy kind -> who drafts it.
+        seed: run seed of the keyed noise.
+        spans: around its two halves.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        cache: KvCache,
+        state: BatchState,
+        ring: tlt_ext.PassRing,
+        proposers: dict[str, Proposer],
+        seed: int,
+        spans: Spans,
+    ) -> None:
+        self.model, self.cache, self.state, self.ring = model, cache, state, ring
+        self.proposers, self.seed, self.spans = proposers, seed, spans
+
+    def run(self, batch: Batch, strategy: Strategy) -> int:
+        """Makes one pass over the batch; returns the rows that the target saw."""
+        tree = batch.roots
+        if strategy != OFF:
+            proposer = self.proposers[strategy.kind]
+            with self.spans("draft", active=len(batch), strategy=str(strategy)):
+                tree = proposer.propose(batch, strategy, self.state.tokens)
+        with self.spans("verify", active=len(batch), strategy=str(strategy)):
+            self._verify(batch, tree)
+        tlt_ext.advance_batch(
+            batch.emitted,
+            batch.logprobs,
+            batch.num_emitted,
+            batch.finish,
+            batch.status,
+            batch.context_len,
+            batch.slot,
+            self.state.tokens,
+            batch.last_token,
+            batch.remaining,
+            batch.num_new,
+            batch.granted,
+            self.state.control,
+            self.ring,
+            lookahead=self.lookahead(strategy),
+        )
+        return tree.num_rows
+
+    def lookahead(self, strategy: Strategy) -> int:
+        """KV slots past the committed ones that a pass may write."""
+        if strategy == OFF:
+            return 1
+        return max(strategy.num_verify, self.proposers[strategy.kind].lookahead(strategy))
+
+    def _verify(self, batch: Batch, tree: Tree) -> None:
+        """Runs the target on the tree, follows its samples through it and commits their rows."""
+        rows = RowBatch(
+            tree.row_start,
+            batch.context_len,
+            tree.position,
+            batch.block_table,
+            tree.ancestors,
+            batch.status,
+        )
+        vocab_size = self.model.spec.vocab_size
+        logits, features = self.model.forward(
+            tree.tokens, rows, self.cache, want_features=self.cache.features is not None
+        )
+        tlt_ext.verify_tree(
+            logits,
+            tree.tokens,
+            tree.parents,
+            tree.position,
+            tree.row_start,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.request,
+            batch.stop_ids,
+            batch.remaining,
+            batch.emitted,
+            batch.logprobs,
+            batch.num_emitted,
+            batch.path,
+            batch.finish,
+            batch.status,
+            seed=self.seed,
+            vocab_size=vocab_size,
+            workspace=self.model.workspace.for_sampling(logits, vocab_size),
+        )
+        tlt_ext.commit_path(
+            self.cache.k,
+            self.cache.v,
+            self.cache.features,
+            features,
+            tree.row_start,
+            batch.path,
+            batch.num_emitted,
+            batch.context_len,
+            batch.block_table,
+            batch.status,
+        )

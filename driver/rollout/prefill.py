@@ -1,0 +1,111 @@
+"""Commits what is known of new requests: prompts, and own tokens of those that were preempted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import tlt_ext
+from driver.model import RowBatch, TargetModel
+from driver.rollout.kv_cache import KvCache
+from driver.rollout.scheduler import Admission
+
+MAX_ROWS = 128  # of a request in one pass
+
+Job = tuple[list[int], list[int]]  # token ids, pages
+
+
+class Prefill:
+    """Runs known tokens through the target, some chunks to a pass.
+
+    Args:
+        model: the target.
+        cache: takes their keys, values and features.
+        chunk: rows of a pass.
+    """
+
+    def __init__(self, model: TargetModel, cache: KvCache, chunk: int) -> None:
+        self.model, self.cache, self.chunk = model, cache, chunk
+        self.device = cache.k.device
+        self.rows = 0  # that went through, for whatever reason
+        self.recomputed = 0  # of them, for preempted requests
+
+    def admit(self, admission: Admission) -> None:
+        """Computes new prefixes and preempted requests, then copies partial pages."""
+        jobs = [(list(prompt[:-1]), prefix.pages) for prompt, prefix in admission.prefixes]
+        for sequence in admission.recompute:
+            jobs.append((sequence.tokens[:-1], sequence.pages))
+            sequence.context_len = len(sequence.tokens) - 1
+            self.recomputed += sequence.context_len
+        self.run([job for job in jobs if job[0]])
+        if admission.copies:
+            pairs = torch.tensor(admission.copies, dtype=torch.int32, device=self.device)
+            source, destination = pairs.t().contiguous()
+            for pages in self.cache.paged_tensors():
+                tlt_ext.copy_pages(pages, source, destination)
+
+    def run(self, jobs: list[Job]) -> None:
+        """Commits the KV and features of the jobs."""
+        done = [0] * len(jobs)
+        while pending := [j for j, (ids, _) in enumerate(jobs) if done[j] < len(ids)]:
+            take, budget = {}, self.chunk
+            for job in pending:
+                take[job] = min(budget, MAX_ROWS, len(jobs[job][0]) - done[job])
+                budget -= take[job]
+                if budget == 0:
+                    break
+            self._pass(jobs, done, take)
+            for job, count in take.items():
+                done[job] += count
+
+    def _pass(self, jobs: list[Job], done: list[int], take: dict[int, int]) -> None:
+        counts = list(take.values())
+        self.rows += sum(counts)
+        ids = [i for j, n in take.items() for i in jobs[j][0][done[j] : done[j] + n]]
+        position = [p for j, n in take.items() for p in range(done[j], done[j] + n)]
+        count = self.ints(counts)
+        row_start = torch.cat([self.ints([0]), count.cumsum(0).to(torch.int32)])
+        context_len = self.ints([done[j] for j in take])
+        table = self.block_table([jobs[j][1] for j in take])
+        status = torch.zeros_like(count)
+        rows = RowBatch(row_start, context_len, self.ints(position), table, None, status)
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        _, features = self.model.forward(
+            self.ints(ids),
+            rows,
+            self.cache,
+            logits_rows=nothing,
+            want_features=self.cache.features is not None,
+        )
+        path = torch.arange(max(counts), dtype=torch.int32, device=self.device)
+        tlt_ext.commit_path(
+            self.cache.k,
+            self.cache.v,
+            self.cache.features,
+            features,
+            row_start,
+            path.repeat(len(counts), 1),
+            count,
+            context_len,
+            table,
+            status,
+        )
+
+    def next_logits(self, tokens: list[int], pages: list[int]) -> Tensor:
+        """The target's logits after `tokens`, float32 [V]; overwrites the pages."""
+        *context, last = tokens
+        self.run([(context, pages)] if context else [])
+        here = self.ints([len(context)])
+        rows = RowBatch(
+            self.ints([0, 1]), here, here, self.block_table([pages]), None, self.ints([0])
+        )
+        logits, _ = self.model.forward(self.ints([last]), rows, self.cache)
+        return logits[0, : self.model.spec.vocab_size].clone()
+
+    def ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def block_table(self, pages: list[list[int]]) -> Tensor:
+        """int32 [B, longest]: page lists side by side; past its end a row holds -1."""
+        width = max(1, max(len(row) for row in pages))
+        return self.ints([row + [-1] * (width - len(row)) for row in pages]).view(len(pages), width)

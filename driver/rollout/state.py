@@ -1,0 +1,206 @@
+"""What a pass reads and writes of the running requests, in static arrays: one graph serves all.
+
+The host fills mirrors of the arrays and uploads them between passes; from then on the device
+advances them by itself. On the CPU mirror and array are the same memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from driver.errors import UserError
+from driver.rollout.scheduler import Sequence
+from driver.rollout.tree import MAX_DEPTH, Tree
+
+MAX_EMITTED = MAX_DEPTH + 1  # tokens of a request in one pass
+MAX_STOP_IDS = 16  # of a request
+CONTROL_WORDS = 8
+
+# Columns of 32-bit words, one a request; `request` and `stop_ids` are wider.
+_INTS = ("slot", "context_len", "last_token", "remaining", "granted", "num_new", "status", "top_k")
+_FLOATS = ("temperature", "top_p")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The first B rows of the state. Rows past the running requests are inert: slot -1, no pages.
+
+    Attributes:
+        sequences: of the running requests, which may be fewer than B.
+    """
+
+    sequences: list[Sequence]
+    request: Tensor  # int64 [B], key of its noise
+    slot: Tensor  # int32 [B], row of the token store; -1 = inert
+    context_len: Tensor  # int32 [B], committed KV entries; also the root's position
+    last_token: Tensor  # int32 [B], the root of the next pass
+    remaining: Tensor  # int32 [B], tokens it may still emit
+    granted: Tensor  # int32 [B], KV slots that its pages cover
+    num_new: Tensor  # int32 [B], newest entries that the drafter has yet to write
+    status: Tensor  # int32 [B], status words that ops OR bits into
+    top_k: Tensor  # int32 [B]
+    temperature: Tensor  # float32 [B]
+    top_p: Tensor  # float32 [B]
+    stop_ids: Tensor  # int32 [B, MAX_STOP_IDS], -1 = unused
+    block_table: Tensor  # int32 [B, max_pages], -1 past a request's end
+    # What a pass leaves.
+    emitted: Tensor  # int32 [B, MAX_EMITTED]
+    logprobs: Tensor  # float32 [B, MAX_EMITTED]
+    path: Tensor  # int32 [B, MAX_EMITTED]
+    num_emitted: Tensor  # int32 [B]
+    finish: Tensor  # int32 [B], 0 running, 1 stop, 2 limit
+    roots: Tree  # of plain decoding
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+class BatchState:
+    """Static arrays over `max_batch` rows, and the token store that they point into.
+
+    Args:
+        max_batch: most running requests.
+        max_pages: most pages of a request, those of rows in flight included.
+        num_slots: rows of the token store; slots of finished requests are kept while it has room.
+        max_len: most tokens of a request, prompt included.
+        device: where the passes run.
+    """
+
+    def __init__(
+        self, max_batch: int, max_pages: int, num_slots: int, max_len: int, device: torch.device
+    ) -> None:
+        self.max_batch, self.device = max_batch, device
+        self.sequences: list[Sequence] = []
+        # One array, so that an upload of everything but the block table is one copy.
+        words = max_batch * (2 + len(_INTS) + len(_FLOATS) + MAX_STOP_IDS)
+        self._host, self._words = self._mirrored(words)
+        self._host_table, self.block_table = self._mirrored(max_batch, max_pages)
+        self._table = self._host_table.numpy()
+        self._columns = {n: c.numpy() for n, c in self._split(self._host).items()}
+        self._arrays = self._split(self._words)
+        self._arrays["block_table"] = self.block_table
+        for name in ("emitted", "path"):
+            self._arrays[name] = self._zeros(max_batch, MAX_EMITTED)
+        self._arrays["logprobs"] = self._zeros(max_batch, MAX_EMITTED, dtype=torch.float32)
+        for name in ("num_emitted", "finish"):
+            self._arrays[name] = self._zeros(max_batch)
+        self._no_parent = self._zeros(max_batch) - 1
+        self._count_up = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
+        self.tokens = self._zeros(num_slots, max_len)  # at each absolute position
+        self.control = self._zeros(CONTROL_WORDS)
+        self._pages: list[list[int]] = [[] for _ in range(max_batch)]  # as the table holds them
+        self._views: dict[int, Batch] = {}
+        self._filled = 0
+        self._table.fill(-1)
+        self._clear(slice(None))
+        self.upload(max_batch)
+
+    def rows(self, count: int) -> Batch:
+        """The first `count` rows, as views that are made once."""
+        if count not in self._views:
+            views = {name: array[:count] for name, array in self._arrays.items()}
+            roots = Tree(
+                views["last_token"],
+                self._no_parent[:count],
+                views["context_len"],
+                None,
+                self._count_up[: count + 1],
+            )
+            self._views[count] = Batch(self.sequences, **views, roots=roots)
+        return self._views[count]
+
+    def fill(self, sequences: list[Sequence], page_size: int) -> Batch:
+        """Takes over the running requests, oldest first, and uploads their rows.
+
+        Returns:
+            Their rows, and no others.
+
+        Raises:
+            UserError: a request with more than MAX_STOP_IDS stop ids.
+        """
+        self.sequences[:] = sequences
+        count, columns = len(sequences), self._columns
+        rows = slice(0, count)
+        context = [s.context_len for s in sequences]
+        columns["context_len"][rows] = context
+        columns["slot"][rows] = [s.slot for s in sequences]
+        columns["last_token"][rows] = [s.tokens[-1] for s in sequences]
+        columns["remaining"][rows] = [s.remaining for s in sequences]
+        columns["granted"][rows] = [len(s.pages) * page_size for s in sequences]
+        columns["status"][rows] = 0
+        columns["num_new"][rows] = [s.num_new for s in sequences]
+        params = [s.request.params for s in sequences]
+        columns["request"][rows] = [s.request.id for s in sequences]
+        columns["temperature"][rows] = [p.temperature for p in params]
+        columns["top_k"][rows] = [p.top_k for p in params]
+        columns["top_p"][rows] = [p.top_p for p in params]
+        for row, sequence in enumerate(sequences):
+            self._fill_row(row, sequence)
+        if count < self._filled:
+            self._clear(slice(count, self._filled))
+            self._table[count : self._filled] = -1
+            for row in range(count, self._filled):
+                self._pages[row] = []
+        self.upload(max(count, self._filled))
+        self._filled = count
+        return self.rows(count)
+
+    def _fill_row(self, row: int, sequence: Sequence) -> None:
+        """What changes rarely: pages and stop ids."""
+        if self._pages[row] != sequence.pages:
+            self._table[row] = -1
+            self._table[row, : len(sequence.pages)] = sequence.pages
+            self._pages[row] = list(sequence.pages)
+        stops = sequence.request.params.stop_ids
+        if len(stops) > MAX_STOP_IDS:
+            raise UserError(
+                f"request {sequence.request.id}: {len(stops)} stop ids; at most {MAX_STOP_IDS}"
+            )
+        self._columns["stop_ids"][row] = -1
+        self._columns["stop_ids"][row, : len(stops)] = stops
+
+    def _clear(self, rows: slice) -> None:
+        """Makes rows inert."""
+        for name in ("context_len", "last_token", "remaining", "granted", "num_new", "status"):
+            self._columns[name][rows] = 0
+        self._columns["slot"][rows] = -1
+        self._columns["stop_ids"][rows] = -1
+        self._columns["temperature"][rows] = 1.0
+        self._columns["top_p"][rows] = 1.0
+
+    def upload(self, count: int) -> None:
+        """Copies the mirrors to the device, the block table's first `count` rows with them."""
+        if self._words is not self._host:
+            self._words.copy_(self._host, non_blocking=True)
+            self.block_table[:count].copy_(self._host_table[:count], non_blocking=True)
+
+    def store_tokens(self, sequence: Sequence) -> None:
+        """Writes a request's tokens into its slot, from which passes go on by themselves."""
+        ids = torch.tensor(sequence.tokens, dtype=torch.int32)
+        self.tokens[sequence.slot, : len(ids)].copy_(ids)
+
+    # ---- arrays ---------------------------------------------------------------------------------
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _mirrored(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """int32 arrays (host, device): page-locked and apart on a GPU, one and the same else."""
+        if self.device.type == "cpu":
+            array = self._zeros(*shape)
+            return array, array
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=True), self._zeros(*shape)
+
+    def _split(self, words: Tensor) -> dict[str, Tensor]:
+        batch = self.max_batch
+        sizes = [2 * batch, *[batch] * (len(_INTS) + len(_FLOATS)), batch * MAX_STOP_IDS]
+        request, *columns, stop_ids = words.split(sizes)
+        names = dict(zip((*_INTS, *_FLOATS), columns, strict=True))
+        for name in _FLOATS:
+            names[name] = names[name].view(torch.float32)
+        names["request"] = request.view(torch.int64)
+        names["stop_ids"] = stop_ids.view(batch, MAX_STOP_IDS)
+        return names
