@@ -12,6 +12,8 @@ from typing import Any
 from driver.sections import BanditConfig
 from driver.strategy import OFF, Strategy
 
+UNDECIDED = 1 << 20  # passes, where no window is open
+
 
 class Bandit:
     """Chooses by batch bucket among `off` and the speculative arms.
@@ -81,10 +83,17 @@ class Bandit:
             return self._random.choice(arms)
         return max(arms, key=lambda arm: median(self._rewards[bucket, arm]))
 
-    def record(self, emitted: int, elapsed_s: float) -> None:
-        """Adds a pass of the strategy last chosen to its window."""
+    @property
+    def horizon(self) -> int:
+        """Passes until `choose` may say something else for the same batch."""
+        if self._window is None:
+            return UNDECIDED
+        return max(1, self.config.window_passes - self._passes)
+
+    def record(self, emitted: int, elapsed_s: float, passes: int = 1) -> None:
+        """Adds passes of the strategy last chosen to its window."""
         if self._window is not None:
-            self._passes += 1
+            self._passes += passes
             self._emitted += emitted
             self._elapsed += elapsed_s
 

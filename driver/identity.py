@@ -352,7 +352,9 @@ class _Fixed:
         strategy = self.strategy or self.random.choice(list(self.menu))
         return strategy if usable(strategy) else OFF
 
-    def record(self, emitted: int, elapsed_s: float) -> None:
+    horizon = 1  # of passes between two choices
+
+    def record(self, emitted: int, elapsed_s: float, passes: int = 1) -> None:
         pass
 
 

@@ -184,6 +184,9 @@ class EngineConfig(Section):
     spec_max_batch: int = setting(16, low=0)  # speculate when at most this many are active
     invariant: bool = True  # the only mode there is: equal bits for a row in any batch or tree
     prefill_chunk: int = setting(256, low=1, high=8192)
+    graphs: str = setting("auto", words=("auto", "true", "false"))  # passes as CUDA graphs
+    loop: str = setting("auto", words=("auto", "true", "false"))  # many passes a launch
+    graph_mib: int = setting(0, low=0)  # device memory for graphs; 0: no limit
 
     def __post_init__(self) -> None:
         super().__post_init__()

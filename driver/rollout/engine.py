@@ -23,9 +23,11 @@ import tlt_ext
 from driver.bandit import Bandit
 from driver.errors import UserError
 from driver.model import TargetModel
+from driver.rollout.graphs import PassGraphs
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.pages import PagePool, pages_for
 from driver.rollout.passes import PassProgram
+from driver.rollout.plan import BucketPlan, GraphCost
 from driver.rollout.prefill import Prefill
 from driver.rollout.proposers import Proposer
 from driver.rollout.request import Request, Response
@@ -35,7 +37,7 @@ from driver.rollout.scheduler import Sequence as Running
 from driver.rollout.state import MAX_EMITTED, Batch, BatchState
 from driver.rollout.stats import RolloutStats
 from driver.spans import Spans
-from driver.strategy import MAX_DRAFTED, OFF, Strategy
+from driver.strategy import MAX_DRAFTED, OFF, Strategy, parse_strategies
 
 if TYPE_CHECKING:
     from driver.sections import EngineConfig
@@ -89,7 +91,30 @@ class RolloutEngine:
         self.program = PassProgram(
             model, cache, self.state, ring, proposers, seed, self.spans
         )
-        self.runner = PassRunner(self.program, self.state, ring)
+        self.runner = PassRunner(self.program, self.state, ring, self._graphs())
+
+    def _graphs(self) -> PassGraphs | None:
+        config, device = self.config, self.cache.k.device
+        if config.graphs == "false" or device.type == "cpu":
+            if config.graphs == "true":
+                raise UserError("engine.graphs=true: CUDA graphs need run.device=cuda")
+            return None
+        loops = tlt_ext.GraphPool.supports_loop(device.index or 0)
+        if config.loop == "true" and not loops:
+            raise UserError("engine.loop=true: this driver cannot loop inside a CUDA graph")
+        budget = config.graph_mib << 20
+        plan = BucketPlan(
+            config.max_batch,
+            config.spec_max_batch,
+            parse_strategies(config.strategies),
+            self.bandit.config.buckets,
+            self.model.max_rows,
+            GraphCost.of(self.model.spec.num_layers),
+            budget,
+        )
+        return PassGraphs(
+            plan, self.program, self.state, self.ring, loops and config.loop != "false", budget
+        )
 
     # ---- the rollout ----------------------------------------------------------------------------
 
@@ -107,21 +132,22 @@ class RolloutEngine:
         self.stats = RolloutStats()
         self.prefill.rows = self.prefill.recomputed = 0
         pool = PagePool(self.page_limit or self.cache.num_pages)
+        self.runner.prepare()
         scheduler = Scheduler(
             pool, self.cache.page_size, self.config.max_batch, self.model.spec.max_position
         )
         sequences = scheduler.add(requests)
-        strategy, changed = OFF, True
+        strategy = OFF
         while scheduler.unfinished:
-            changed |= self._admit(scheduler)
+            self._admit(scheduler)
             previous, strategy = strategy, self._choose(scheduler.running)
-            strategy, moved = self._make_room(scheduler, strategy)
+            strategy, limit = self._make_room(scheduler, strategy)
             if strategy != previous:
                 self.stats.switches += 1
-            batch = self._fill(scheduler, strategy, changed or moved or strategy != previous)
-            burst = self.runner.run(len(batch), strategy, self._limit(strategy))
+            batch = self._fill(scheduler.running, strategy, strategy != previous)
+            burst = self.runner.run(len(batch), strategy, limit)
             self._harvest(batch, burst, started)
-            changed = self._retire(scheduler, record)
+            self._retire(scheduler, record)
             if record and self.on_pass is not None:
                 self.on_pass(len(scheduler.running) + len(scheduler.waiting))
         self._account(scheduler, sequences)
@@ -135,14 +161,12 @@ class RolloutEngine:
 
     # ---- between bursts -------------------------------------------------------------------------
 
-    def _admit(self, scheduler: Scheduler) -> bool:
+    def _admit(self, scheduler: Scheduler) -> None:
         admission = scheduler.admit()
-        if not admission:
-            return False
-        with self.spans("prefill"):
-            self.prefill.admit(admission)
-        scheduler.release_spent()
-        return True
+        if admission:
+            with self.spans("prefill"):
+                self.prefill.admit(admission)
+            scheduler.release_spent()
 
     def _choose(self, running: list[Running]) -> Strategy:
         # A prompt of one token has nothing committed that a drafter could start from.
@@ -152,13 +176,17 @@ class RolloutEngine:
             if arm == OFF:
                 return True
             proposer = self.proposers.get(arm.kind)
-            return started and proposer is not None and proposer.usable()
+            ready = started and proposer is not None and proposer.usable()
+            return ready and self.runner.covers(len(running), arm)
 
         return self.bandit.choose(len(running), usable)
 
-    def _make_room(self, scheduler: Scheduler, strategy: Strategy) -> tuple[Strategy, bool]:
-        """Grows every request's pages for the pass; speculation gives way before a request does."""
-        held = [(s, len(s.pages)) for s in scheduler.running]
+    def _make_room(self, scheduler: Scheduler, strategy: Strategy) -> tuple[Strategy, int]:
+        """Grows every request's pages; speculation gives way before a request does.
+
+        Returns:
+            The strategy that there is room for, and how many passes at most.
+        """
         while not scheduler.grow(self.program.lookahead(strategy)):
             if strategy != OFF:
                 strategy = OFF
@@ -169,12 +197,21 @@ class RolloutEngine:
                     f"engine.num_pages={self.cache.num_pages}: too few for one request;"
                     " raise it or lower sampling.max_new_tokens"
                 )
-        return strategy, held != [(s, len(s.pages)) for s in scheduler.running]
+        most = self.runner.most_passes(len(scheduler.running), strategy)
+        limit = min(most, self.bandit.horizon)
+        if limit > 1:
+            # Pages ahead, so that the device need not stop for them; with requests waiting for
+            # pages no more than a page each. It may well run short: then it stops.
+            ahead = limit * (strategy.depth + 1)
+            if scheduler.waiting:
+                ahead = min(ahead, self.cache.page_size)
+            scheduler.grow(self.program.lookahead(strategy), ahead)
+        return strategy, limit
 
-    def _fill(self, scheduler: Scheduler, strategy: Strategy, changed: bool) -> Batch:
+    def _fill(self, running: list[Running], strategy: Strategy, switched: bool) -> Batch:
         """The state of the running requests on the device, ready for passes with the strategy."""
-        running, size = scheduler.running, self.cache.page_size
-        if changed:
+        size = self.cache.page_size
+        if switched or self.state.is_stale(running):
             self._take_slots(running)
             self.state.fill(running, size)
         batch = self.state.rows(len(running))
@@ -192,10 +229,6 @@ class RolloutEngine:
             if sequence.slot < 0:
                 sequence.slot = next(free)
                 self.state.store_tokens(sequence)
-
-    def _limit(self, strategy: Strategy) -> int:
-        """Passes until the host wants to decide again."""
-        return 1
 
     def _harvest(self, batch: Batch, burst: Burst, started: float) -> None:
         """Hands what the passes emitted to their sequences, the statistics and the bandit."""
@@ -220,17 +253,17 @@ class RolloutEngine:
             if strategy != OFF:
                 self.proposers[strategy.kind].passed(sequence, counts[-1])
                 sequence.served_by(self.proposers[strategy.kind].version)
-        self.bandit.record(total, burst.elapsed_s)
+        self.bandit.record(total, burst.elapsed_s, burst.passes)
         self.stats.book(burst, size, total, burst.begun_s - started)
 
-    def _retire(self, scheduler: Scheduler, record: bool) -> bool:
+    def _retire(self, scheduler: Scheduler, record: bool) -> None:
         for sequence in scheduler.running:
             if sequence.finish:
                 for proposer in self.proposers.values():
                     proposer.finished(sequence)
                 if record and self.on_finish is not None:
                     self.on_finish(sequence)
-        return bool(scheduler.retire())
+        scheduler.retire()
 
     # ---- the end --------------------------------------------------------------------------------
 

@@ -69,6 +69,10 @@ class PassProgram:
         )
         return tree.num_rows
 
+    def on_device(self, strategy: Strategy) -> bool:
+        """Whether a pass needs the host for its launches only."""
+        return strategy == OFF or self.proposers[strategy.kind].on_device
+
     def lookahead(self, strategy: Strategy) -> int:
         """KV slots past the committed ones that a pass may write."""
         if strategy == OFF:

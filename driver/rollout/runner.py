@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch
-
 import tlt_ext
+from driver.rollout.graphs import PassGraphs, wait_for
 from driver.rollout.passes import PassProgram
 from driver.rollout.state import BatchState
 from driver.strategy import Strategy
-
-POLL_S = 1.0  # between looks at the device's error state while a burst runs
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,36 @@ class PassRunner:
         program: what a pass does.
         state: what it does it to.
         ring: what it leaves.
+        graphs: of passes; None: there are none.
     """
 
     def __init__(
-        self, program: PassProgram, state: BatchState, ring: tlt_ext.PassRing
+        self,
+        program: PassProgram,
+        state: BatchState,
+        ring: tlt_ext.PassRing,
+        graphs: PassGraphs | None = None,
     ) -> None:
-        self.program, self.state, self.ring = program, state, ring
+        self.program, self.state, self.ring, self.graphs = program, state, ring, graphs
+
+    def prepare(self) -> None:
+        """Makes the graphs that can be made by now; call while no request runs."""
+        if self.graphs is not None:
+            self.graphs.capture()
+
+    def most_passes(self, count: int, strategy: Strategy) -> int:
+        """Passes that can be made without the host in between."""
+        graph = self.graphs is not None and self.graphs.find(count, strategy)
+        return self.ring.passes if graph else 1
+
+    def covers(self, count: int, strategy: Strategy) -> bool:
+        """Whether the strategy may be chosen: with graphs only what has one, or had to fail.
+
+        What drafts on the host never has one.
+        """
+        if self.graphs is None or not self.program.on_device(strategy):
+            return True
+        return self.graphs.covers(count, strategy)
 
     def run(self, count: int, strategy: Strategy, limit: int) -> Burst:
         """Makes passes until a request finishes, pages run short or there were `limit`.
@@ -52,26 +73,23 @@ class PassRunner:
         Args:
             count: running requests.
             strategy: of the passes.
-            limit: passes at most.
+            limit: passes, at most `most_passes`.
 
         Raises:
             RuntimeError: the device failed.
         """
-        begun = time.perf_counter()
-        begin = self.ring.sequence
-        tlt_ext.arm_passes(self.state.control, self.ring, limit=1)
-        rows = self.program.run(self.state.rows(count), strategy)
-        self._wait()
+        begun, begin = time.perf_counter(), self.ring.sequence
+        cell = None if self.graphs is None else self.graphs.find(count, strategy)
+        if cell is None:
+            tlt_ext.arm_passes(self.state.control, self.ring, limit=1)
+            rows = self.program.run(self.state.rows(count), strategy)
+            wait_for(self.ring, self.state.device)
+            elapsed = time.perf_counter() - begun
+        else:
+            elapsed = self.graphs.burst(cell, limit)
         end = self.ring.sequence
-        elapsed = time.perf_counter() - begun
-        ends = [self._seconds(p) for p in range(begin, end)]
+        if cell is not None:
+            rows = (end - begin) * count * strategy.num_verify
+        stamps = [int(self.ring.time_ns[p % self.ring.passes]) for p in range(begin, end)]
+        ends = [elapsed - (stamps[-1] - stamp) * 1e-9 for stamp in stamps]
         return Burst(strategy, begin, end, rows, begun, elapsed, ends)
-
-    def _seconds(self, record: int) -> float:
-        stamp = self.ring.time_ns[record % self.ring.passes] - self.ring.begin_ns[0]
-        return float(stamp) * 1e-9
-
-    def _wait(self) -> None:
-        while not self.ring.wait(POLL_S):
-            if self.state.device.type == "cuda":
-                torch.cuda.current_stream().query()  # raises what the device reported

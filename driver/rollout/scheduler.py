@@ -206,15 +206,20 @@ class Scheduler:
             prefix.pages, prefix.ready = [], False
         return bool(ready)
 
-    def grow(self, lookahead: int) -> bool:
+    def grow(self, lookahead: int, ahead: int = 0) -> bool:
         """Gives every running request pages for `lookahead` slots past its committed ones.
 
         All or nothing; what was there stays.
+
+        Args:
+            lookahead: slots that the next pass may write.
+            ahead: tokens that later passes may commit before the host looks again.
         """
         wanted = []
         for sequence in self.running:
             have = len(sequence.pages)
-            need = pages_for(sequence.context_len + lookahead, self.page_size)
+            slots = sequence.context_len + min(ahead, sequence.remaining) + lookahead
+            need = pages_for(slots, self.page_size)
             wanted.append(max(0, need - have))
         pages = self.pool.allocate(sum(wanted))
         if pages is None:

@@ -112,6 +112,13 @@ class BatchState:
             self._views[count] = Batch(self.sequences, **views, roots=roots)
         return self._views[count]
 
+    def is_stale(self, sequences: list[Sequence]) -> bool:
+        """Whether other requests run than the device knows of, or on other pages."""
+        return self.sequences != sequences or any(
+            pages != sequence.pages
+            for pages, sequence in zip(self._pages, sequences, strict=False)
+        )
+
     def fill(self, sequences: list[Sequence], page_size: int) -> Batch:
         """Takes over the running requests, oldest first, and uploads their rows.
 

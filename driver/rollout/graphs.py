@@ -1,0 +1,154 @@
+"""Passes as CUDA graphs: captured by torch, which owns the memory, and run by `tlt_ext.GraphPool`."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import torch
+
+import tlt_ext
+from driver.rollout.passes import PassProgram
+from driver.rollout.plan import BucketPlan, Cell
+from driver.rollout.state import BatchState
+from driver.strategy import Strategy
+
+PROFILE_PASSES = 8  # that give the step time of a graph
+POLL_S = 1.0  # between looks at the device's error state
+
+
+def wait_for(ring: tlt_ext.PassRing, device: torch.device) -> tlt_ext.StopReason:
+    """Waits until the passes that were armed stop; says why they did.
+
+    Raises:
+        RuntimeError: the device failed.
+    """
+    while not (reason := ring.wait(POLL_S)):
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).query()  # raises what it reported
+    return reason
+
+
+class PassGraphs:
+    """The graphs of a plan, each made when its strategy can first run.
+
+    A graph holds addresses of static arrays and weights, all of which change in place; so it stays
+    valid over batches, steps and updates of policy and drafter.
+
+    Args:
+        plan: what to capture.
+        program: the pass.
+        state: what it runs over.
+        ring: where its results go.
+        loop: repeat a pass inside its graph, so that a burst is one launch; else the host launches
+            pass by pass.
+        budget_bytes: of the executables; 0 = no limit.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        program: PassProgram,
+        state: BatchState,
+        ring: tlt_ext.PassRing,
+        loop: bool,
+        budget_bytes: int = 0,
+    ) -> None:
+        self.plan, self.program, self.state, self.ring = plan, program, state, ring
+        self.loop = loop
+        self.failed = ""  # why nothing more is captured
+        self.capture_s = 0.0
+        self.step_s: dict[Cell, float] = {}  # measured on inert rows, right after capture
+        self._pool = tlt_ext.GraphPool(state.device.index or 0, budget_bytes=budget_bytes)
+        self._stream = torch.cuda.Stream(state.device)
+        self._memory = torch.cuda.graph_pool_handle()  # of temporaries, one for all graphs
+        self._captured: dict[Cell, torch.cuda.CUDAGraph] = {}  # they keep that memory
+
+    def find(self, batch: int, strategy: Strategy) -> Cell | None:
+        """The graph that serves this batch, if it was captured."""
+        cell = self.plan.find(batch, strategy)
+        return cell if cell in self._captured else None
+
+    def covers(self, batch: int, strategy: Strategy) -> bool:
+        """Whether the strategy has a graph for this batch, or would have but for a failure."""
+        cell = self.plan.find(batch, strategy)
+        return cell in self._captured or (cell is not None and bool(self.failed))
+
+    def burst(self, cell: Cell, limit: int) -> float:
+        """Makes up to `limit` passes; returns their seconds by the device's clock.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+        if str(cell) not in self._pool:
+            self._instantiate(cell)  # it was evicted
+        arm = limit if self.loop else 1
+        begun_ns = None
+        while True:
+            tlt_ext.arm_passes(self.state.control, self.ring, limit=arm)
+            self._pool.launch(str(cell))
+            reason = wait_for(self.ring, self.state.device)
+            begun_ns = begun_ns or int(self.ring.begin_ns[0])
+            limit -= arm
+            if limit == 0 or reason != tlt_ext.StopReason.LIMIT:
+                break
+        last = (self.ring.sequence - 1) % self.ring.passes
+        return (int(self.ring.time_ns[last]) - begun_ns) * 1e-9
+
+    def capture(self) -> None:
+        """Captures what can run by now and was not captured; call while no request runs.
+
+        Running out of memory leaves the rest to be launched op by op, with a warning.
+        """
+        usable = {
+            kind for kind, p in self.program.proposers.items() if p.on_device and p.usable()
+        } | {"off"}
+        todo = [c for c in self.plan.cells if c.strategy.kind in usable and c not in self._captured]
+        if not todo or self.failed:
+            return
+        begun = time.perf_counter()
+        self.state.fill([], 1)  # every row inert: passes that touch nothing
+        for cell in todo:
+            try:
+                self._capture(cell)
+                self.step_s[cell] = self.burst(cell, PROFILE_PASSES) / PROFILE_PASSES
+            except (RuntimeError, tlt_ext.GraphError) as error:  # OutOfMemoryError is one
+                self._captured.pop(cell, None)
+                self.failed = str(error).splitlines()[0]
+                warnings.warn(
+                    f"CUDA graphs: {cell} could not be captured ({self.failed}); it and"
+                    f" {len(todo) - todo.index(cell) - 1} more run without, slower",
+                    stacklevel=2,
+                )
+                break
+        self.capture_s += time.perf_counter() - begun
+
+    def _capture(self, cell: Cell) -> None:
+        batch = self.state.rows(cell.batch)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # Loads kernels and grows scratch memory, neither of which a capture may do.
+            self.program.run(batch, cell.strategy)
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                self.program.run(batch, cell.strategy)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._captured[cell] = graph
+        self._instantiate(cell)
+
+    def _instantiate(self, cell: Cell) -> None:
+        graph = self._captured[cell].raw_cuda_graph()
+        self._pool.add(str(cell), [graph], self.state.control, loop=self.loop)
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of the metrics file."""
+        usage = self._pool.usage()
+        return {
+            "graphs/count": len(usage),
+            "graphs/settled_mib": sum(u.charged_bytes for u in usage.values()) / 2**20,
+            "graphs/peak_mib": max((u.peak_bytes for u in usage.values()), default=0) / 2**20,
+        }

@@ -1,0 +1,139 @@
+"""Which passes are worth a graph: batch buckets times strategies, within a budget of memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from driver.strategy import OFF, Strategy
+
+LAYER_NODES = 8  # kernels of a layer
+REST_NODES = 12  # of the rest of a plain pass
+LEVEL_NODES = 20
+NODE_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One graph: passes of a strategy over up to `batch` requests."""
+
+    batch: int
+    strategy: Strategy
+
+    @property
+    def rows(self) -> int:
+        """Rows that the target sees in a pass."""
+        return self.batch * self.strategy.num_verify
+
+    def __str__(self) -> str:
+        return f"{self.strategy} x {self.batch}"
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """What a graph of a pass weighs: the memory model, linear in the graph's nodes.
+
+    Args:
+        target_nodes: kernels of a plain pass.
+        level_nodes: kernels of a drafted level (learned strategies).
+        node_bytes: device memory of a node in an executable.
+    """
+
+    target_nodes: int
+    level_nodes: int
+    node_bytes: int
+
+    @staticmethod
+    def of(num_layers: int) -> GraphCost:
+        """The model for a target of so many layers, with constants measured on an H100."""
+        return GraphCost(num_layers * LAYER_NODES + REST_NODES, LEVEL_NODES, NODE_BYTES)
+
+    def bytes_of(self, strategy: Strategy) -> int:
+        """Predicted settled bytes; they depend on the strategy, hardly on the batch."""
+        levels = {"off": 0, "ngram": 1}.get(strategy.kind, strategy.depth + 1)
+        return (self.target_nodes + levels * self.level_nodes) * self.node_bytes
+
+
+def plain_buckets(max_batch: int) -> list[int]:
+    """Batch sizes of plain decoding: powers of two, halves between them from 8 on, and the largest.
+
+    Example:
+        >>> plain_buckets(40)
+        [1, 2, 4, 8, 12, 16, 24, 32, 40]
+    """
+    sizes = {max_batch}
+    size = 1
+    while size < max_batch:
+        sizes.add(size)
+        if size >= 8 and size * 3 // 2 < max_batch:
+            sizes.add(size * 3 // 2)
+        size *= 2
+    return sorted(sizes)
+
+
+class BucketPlan:
+    """The graphs to capture, and the one that serves a batch.
+
+    Plain decoding comes first, for every batch: the dense phase must not lose by what the tail
+    might gain. Then strategies by rising batch, as long as memory lasts; large trees of large
+    batches, which gain least, are the first to go.
+
+    Args:
+        max_batch: most running requests.
+        spec_max_batch: most that may speculate.
+        strategies: arms that can be captured; `off` is always planned.
+        spec_buckets: batch sizes of speculation, rising; those past `spec_max_batch` are cut to it.
+        max_rows: most rows of a pass.
+        cost: the memory model.
+        budget_bytes: device memory for graphs; 0 = no limit.
+
+    Attributes:
+        cells: what is captured, largest first, so that the memory of one serves the next.
+        dropped: what did not fit.
+
+    Example:
+        >>> plan = BucketPlan(8, 2, [Strategy.parse("ngram:4,1,5")], [1, 2], 64, cost)
+        >>> plan.find(3, OFF)
+        Cell(batch=4, strategy=Strategy(kind='off', ...))
+        >>> plan.find(3, Strategy.parse("ngram:4,1,5"))   # None: more than spec_max_batch
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        spec_max_batch: int,
+        strategies: Sequence[Strategy],
+        spec_buckets: Sequence[int],
+        max_rows: int,
+        cost: GraphCost,
+        budget_bytes: int = 0,
+    ) -> None:
+        top = min(spec_max_batch, max_batch)
+        sizes = sorted({min(size, top) for size in (*spec_buckets, top)} - {0})
+        wanted = [Cell(size, OFF) for size in plain_buckets(max_batch)]
+        wanted += [
+            Cell(size, strategy)
+            for size in sizes
+            for strategy in sorted(set(strategies) - {OFF}, key=lambda s: (s.num_verify, s))
+        ]
+        self.dropped: list[Cell] = []
+        kept, bytes_left = [], budget_bytes
+        for cell in wanted:
+            need = cost.bytes_of(cell.strategy)
+            if cell.rows > max_rows or (budget_bytes and need > bytes_left):
+                self.dropped.append(cell)
+                continue
+            bytes_left -= need
+            kept.append(cell)
+        self.predicted_bytes = sum(cost.bytes_of(cell.strategy) for cell in kept)
+        self.cells = sorted(kept, key=lambda c: (-c.rows, -c.batch, c.strategy))
+        self._buckets: dict[Strategy, list[int]] = {}
+        for cell in sorted(kept, key=lambda c: c.batch):
+            self._buckets.setdefault(cell.strategy, []).append(cell.batch)
+
+    def find(self, batch: int, strategy: Strategy) -> Cell | None:
+        """The smallest planned graph of the strategy that holds the batch; None: there is none."""
+        buckets = self._buckets.get(strategy, [])
+        index = bisect_left(buckets, batch)
+        return Cell(buckets[index], strategy) if index < len(buckets) else None

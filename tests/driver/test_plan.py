@@ -1,0 +1,72 @@
+"""Every batch maps to a graph, and nothing is planned without memory for it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from driver.rollout.plan import BucketPlan, Cell, GraphCost, plain_buckets
+from driver.strategy import OFF, Strategy
+
+ARMS = [Strategy.parse(s) for s in ("ngram:4,1,5", "learned:4,2,8", "learned:8,4,32")]
+COST = GraphCost(target_nodes=100, level_nodes=10, node_bytes=1000)
+
+
+def make(max_batch=16, spec=8, buckets=(1, 2, 4, 8, 16), max_rows=10**6, budget=0):
+    return BucketPlan(max_batch, spec, ARMS, buckets, max_rows, COST, budget)
+
+
+@given(max_batch=st.integers(1, 300), spec=st.integers(0, 300), data=st.data())
+def test_every_batch_has_a_bucket_that_holds_it(max_batch, spec, data):
+    plan = make(max_batch, spec)
+    batch = data.draw(st.integers(1, max_batch))
+    cell = plan.find(batch, OFF)
+    assert cell in plan.cells and batch <= cell.batch <= max_batch
+    assert cell.batch < 2 * batch  # rows computed for nobody
+    for arm in ARMS:
+        found = plan.find(batch, arm)
+        assert (found is not None) == (batch <= min(spec, max_batch))
+        assert found is None or (found in plan.cells and batch <= found.batch <= spec)
+
+
+@given(size=st.integers(1, 1000))
+def test_plain_buckets_rise_to_the_largest_batch(size):
+    buckets = plain_buckets(size)
+    assert buckets == sorted(set(buckets)) and buckets[0] == 1 and buckets[-1] == size
+
+
+def test_speculation_s_buckets_are_cut_to_its_largest_batch():
+    plan = make(spec=6)
+    assert [plan.find(n, ARMS[0]).batch for n in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]
+    assert plan.find(7, ARMS[0]) is None
+    assert make(spec=0).find(1, ARMS[0]) is None
+
+
+def test_a_pass_larger_than_the_buffers_is_not_planned():
+    """fault 22: a tree of many nodes for a batch that has no room for it."""
+    plan = make(max_rows=128)
+    assert plan.find(4, ARMS[2]) == Cell(4, ARMS[2])
+    assert plan.find(5, ARMS[2]) is None
+    assert Cell(8, ARMS[2]) in plan.dropped
+
+
+def test_no_arm_without_memory():
+    for budget in range(100_000, 4_000_000, 130_000):
+        plan = make(budget=budget)
+        assert plan.predicted_bytes == sum(COST.bytes_of(c.strategy) for c in plan.cells)
+        assert plan.predicted_bytes <= budget
+        assert not set(plan.cells) & set(plan.dropped)
+        assert len(plan.cells) + len(plan.dropped) == len(make().cells)
+        if any(c.strategy != OFF for c in plan.cells):
+            assert all(plan.find(n, OFF) for n in range(1, 17))  # plain decoding comes first
+        for cell in plan.dropped:
+            assert plan.find(cell.batch, cell.strategy) != cell
+
+
+def test_the_largest_is_captured_first():
+    cells = make().cells
+    assert [c.rows for c in cells] == sorted((c.rows for c in cells), reverse=True)
+
+
+@pytest.mark.parametrize(("kind", "levels"), [("off", 0), ("ngram:4,1,5", 1), ("learned:4,2,8", 5)])
+def test_the_memory_model_counts_nodes(kind, levels):
+    assert COST.bytes_of(Strategy.parse(kind)) == (100 + 10 * levels) * 1000
