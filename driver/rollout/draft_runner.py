@@ -165,6 +165,8 @@ class DraftRunner:
         late = [s for s in batch.sequences if s.num_new > strategy.depth + 1]
         while any(s.num_new > 1 for s in late):
             self._write_late(batch, late, tokens)
+        if late and self.k.is_cuda:
+            torch.cuda.current_stream().synchronize()  # so that its cost is seen; it is rare
         return bool(stale or late)
 
     def passed(self, sequence: Sequence, last: int) -> None:

@@ -88,9 +88,7 @@ class RolloutEngine:
             RING_PASSES, config.max_batch, MAX_EMITTED, pinned=device.type == "cuda"
         )
         self.ring = ring
-        self.program = PassProgram(
-            model, cache, self.state, ring, proposers, seed, self.spans
-        )
+        self.program = PassProgram(model, cache, self.state, ring, proposers, seed, self.spans)
         self.runner = PassRunner(self.program, self.state, ring, self._graphs())
 
     def _graphs(self) -> PassGraphs | None:
@@ -128,11 +126,11 @@ class RolloutEngine:
         Raises:
             UserError: a request that can never run (too long for the context or the page pool).
         """
+        self.runner.prepare()
         started = time.perf_counter()
         self.stats = RolloutStats()
         self.prefill.rows = self.prefill.recomputed = 0
         pool = PagePool(self.page_limit or self.cache.num_pages)
-        self.runner.prepare()
         scheduler = Scheduler(
             pool, self.cache.page_size, self.config.max_batch, self.model.spec.max_position
         )
@@ -142,8 +140,6 @@ class RolloutEngine:
             self._admit(scheduler)
             previous, strategy = strategy, self._choose(scheduler.running)
             strategy, limit = self._make_room(scheduler, strategy)
-            if strategy != previous:
-                self.stats.switches += 1
             batch = self._fill(scheduler.running, strategy, strategy != previous)
             burst = self.runner.run(len(batch), strategy, limit)
             self._harvest(batch, burst, started)
@@ -210,15 +206,21 @@ class RolloutEngine:
 
     def _fill(self, running: list[Running], strategy: Strategy, switched: bool) -> Batch:
         """The state of the running requests on the device, ready for passes with the strategy."""
-        size = self.cache.page_size
+        begun, size = time.perf_counter(), self.cache.page_size
         if switched or self.state.is_stale(running):
             self._take_slots(running)
             self.state.fill(running, size)
         batch = self.state.rows(len(running))
         if strategy != OFF:
+            began = time.perf_counter()
             proposer = self.proposers[strategy.kind]
             if proposer.prepare(batch, strategy, self.state.tokens):
                 self.state.fill(running, size)
+                self.stats.catchup_s += time.perf_counter() - began
+                begun += time.perf_counter() - began
+        if switched:
+            self.stats.switches += 1
+            self.stats.switch_s += time.perf_counter() - begun
         return batch
 
     def _take_slots(self, running: list[Running]) -> None:

@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs: captured by torch, which owns the memory, and run by `tlt_ext.GraphPool`."""
+"""Passes as CUDA graphs: torch captures them and owns their memory, `GraphPool` runs them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from driver.strategy import OFF, Strategy
 LAYER_NODES = 8  # kernels of a layer
 REST_NODES = 12  # of the rest of a plain pass
 LEVEL_NODES = 20
-NODE_BYTES = 8192
+NODE_BYTES = 2622  # as tlt_ext.GraphPool charges
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,7 @@ class BatchState:
     def is_stale(self, sequences: list[Sequence]) -> bool:
         """Whether other requests run than the device knows of, or on other pages."""
         return self.sequences != sequences or any(
-            pages != sequence.pages
-            for pages, sequence in zip(self._pages, sequences, strict=False)
+            pages != sequence.pages for pages, sequence in zip(self._pages, sequences, strict=False)
         )
 
     def fill(self, sequences: list[Sequence], page_size: int) -> Batch:

@@ -29,7 +29,11 @@ class RolloutStats:
     spec_emitted: int = 0
     drafted: int = 0
     accepted: int = 0
+    bursts: int = 0  # stretches of passes without the host
+    passes_s: float = 0.0  # of them, by the clock of those who made them
     switches: int = 0
+    switch_s: float = 0.0  # the host's part of switching, without catching up
+    catchup_s: float = 0.0  # of the drafter with what it missed, the device's part included
     preemptions: int = 0
     flagged: int = 0  # responses whose status word was not 0
     elapsed_s: float = 0.0
@@ -45,6 +49,8 @@ class RolloutStats:
     def book(self, burst: Burst, requests: int, emitted: int, begin_s: float) -> None:
         """Books a burst of passes over `requests` that began `begin_s` into the rollout."""
         self.target_passes += burst.passes
+        self.bursts += 1
+        self.passes_s += burst.elapsed_s
         self.emitted += emitted
         begins = [0.0, *burst.ends_s[:-1]]
         self.trace += [(begin_s + t, requests, str(burst.strategy)) for t in begins]
@@ -70,6 +76,8 @@ class RolloutStats:
             "spec/drafted": self.drafted,
             "spec/accepted": self.accepted,
             "spec/switches": self.switches,
+            "spec/switch_ms": 1e3 * self.switch_s / max(1, self.switches),
+            "spec/catchup_ms": 1e3 * self.catchup_s,
             "spec/reprefilled_tokens": self.reprefilled_tokens,
             "spec/flagged": self.flagged,
         }

@@ -23,17 +23,16 @@ SEED = 7
 
 
 class Choose:
-    """In the bandit's place: a fixed strategy, or a random one at every pass."""
+    """In the bandit's place: a fixed strategy, or a random one every `horizon` passes."""
 
-    def __init__(self, *menu, seed=0):
+    def __init__(self, *menu, seed=0, horizon=1):
+        self.horizon = horizon
         self.menu = [Strategy.parse(m) if isinstance(m, str) else m for m in menu]
         self.random = random.Random(seed)
 
     def choose(self, batch, usable):
         arm = self.random.choice(self.menu)
         return arm if usable(arm) else OFF
-
-    horizon = 1
 
     def record(self, emitted, elapsed_s, passes=1):
         pass
@@ -81,9 +80,9 @@ def requests(count=12, new=24, laws=LAWS, stop=(3, 5)):
     ]
 
 
-def generate(rollout, jobs, *menu, seed=0, page_limit=None):
+def generate(rollout, jobs, *menu, seed=0, page_limit=None, horizon=1):
     engine = rollout.engine
-    engine.bandit = Choose(*(menu or ["off"]), seed=seed)
+    engine.bandit = Choose(*(menu or ["off"]), seed=seed, horizon=horizon)
     engine.page_limit = page_limit
     rollout.ngram.clear()
     try:

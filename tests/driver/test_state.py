@@ -1,4 +1,4 @@
-"""The static arrays of a batch: rows where they belong, inert past the last, addresses that stay."""
+"""Static arrays of a batch: rows where they belong, inert past the last, addresses that stay."""
 
 import pytest
 import torch

@@ -1,0 +1,195 @@
+"""Passes as CUDA graphs, looped on the device or launched one by one: eager's tokens and bits."""
+
+import random
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from driver.rollout.graphs import PassGraphs
+from driver.strategy import OFF
+from tests import kit
+from tests.driver.hugging_face import random_model
+from tests.driver.test_engine import STRATEGIES, Choose, generate, make_rollout, requests, same
+
+pytestmark = [kit.gpu, kit.needs_gpu]
+SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+WORDS = [
+    "run.device=cuda",
+    "engine.page_size=16",
+    "model.dtype=bfloat16",
+    "engine.spec_max_batch=6",
+    f"engine.strategies=off {' '.join(STRATEGIES)}",
+]
+LEARNED = [s for s in STRATEGIES if s.startswith("learned")]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return random_model("llama-tied-llama3", **SHAPE).to(torch.bfloat16).cuda()
+
+
+def made(policy, *words):
+    rollout = make_rollout(policy, *WORDS, *words)
+    rollout.spot.swap()
+    return rollout
+
+
+@pytest.fixture(scope="module")
+def looped(policy):
+    return made(policy, "engine.graphs=true", "engine.loop=true")
+
+
+@pytest.fixture(scope="module")
+def launched(policy):
+    return made(policy, "engine.graphs=true", "engine.loop=false")
+
+
+@pytest.fixture(scope="module")
+def eager(policy):
+    return made(policy, "engine.graphs=false")
+
+
+def jobs(count=20, new=50, stop=(3, 5)):
+    return requests(count=count, new=new, stop=stop)
+
+
+@pytest.fixture(scope="module")
+def plain(eager):
+    return generate(eager, jobs())
+
+
+@pytest.mark.parametrize("strategy", ["off", *STRATEGIES])
+@pytest.mark.parametrize("horizon", [1, 5, 64])
+def test_graphs_and_the_loop_are_exact(looped, launched, plain, strategy, horizon):
+    """Faults 23, 24, 26, 28, 33: batches of 8 down to 0, mixed requests, stops inside blocks."""
+    for rollout in (looped, launched):
+        assert same(generate(rollout, jobs(), strategy, horizon=horizon), plain)
+        stats = rollout.engine.stats
+        assert (stats.spec_passes > 0) == (strategy != "off")
+        assert stats.reprefilled_tokens == 0
+        assert not rollout.engine.runner.graphs.failed
+
+
+def test_the_host_wakes_for_bursts_not_for_passes(looped):
+    generate(looped, requests(count=1, new=60, stop=()), "off", horizon=64)
+    assert looped.engine.stats.target_passes == 60
+    assert looped.engine.stats.bursts <= 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_switching_arms_and_depths(looped, plain, seed):
+    """Faults 31 and 34: the right graph for each arm, the gate both ways in mid-rollout."""
+    got = generate(looped, jobs(), "off", *STRATEGIES, seed=seed, horizon=3)
+    assert same(got, plain)
+    assert looped.engine.stats.switches > 5
+    assert looped.engine.stats.reprefilled_tokens == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 9])
+def test_any_batch_size(looped, plain, count):
+    """Faults 23, 25, 26: between the buckets, above the maximum of 8, down to none."""
+    some = jobs()[:count]
+    for menu in (["off"], LEARNED):
+        assert same(generate(looped, some, *menu, horizon=7), plain[:count])
+
+
+@pytest.mark.parametrize("limit", [9, 12, 17])
+def test_pages_that_run_short_in_mid_burst(looped, eager, limit):
+    some = jobs(count=12, new=60, stop=())
+    wanted = generate(eager, some)
+    got = generate(looped, some, "off", *LEARNED, seed=limit, page_limit=limit, horizon=64)
+    assert same(got, wanted)
+    assert looped.engine.stats.preemptions > 0
+
+
+def test_new_weights_keep_the_graphs(policy):
+    """Fault 35: graphs hold addresses, and what changes in place is seen."""
+    rollout, other = made(policy), random_model("llama-tied-llama3", seed=1, **SHAPE)
+    other = other.to(torch.bfloat16).cuda()
+    generate(rollout, jobs(), "learned:4,3,12", horizon=64)
+    count = rollout.engine.runner.graphs.metrics()["graphs/count"]
+    rollout.update_weights(other.state_dict(), version=1)
+    wanted = generate(made(other, "engine.graphs=false"), jobs())
+    for menu in (["off"], LEARNED):
+        assert same(generate(rollout, jobs(), *menu, horizon=64), wanted)
+    assert rollout.engine.runner.graphs.metrics()["graphs/count"] == count
+
+
+def test_out_of_memory_during_capture(policy, plain, monkeypatch):
+    """It is a warning, and the same tokens."""
+    capture = PassGraphs._capture
+
+    def fail(self, cell):
+        if len(self._captured) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        capture(self, cell)
+
+    monkeypatch.setattr(PassGraphs, "_capture", fail)
+    rollout = made(policy)
+    with pytest.warns(UserWarning, match="could not be captured .CUDA out of memory"):
+        got = generate(rollout, jobs(), "off", *STRATEGIES, horizon=4)
+    assert same(got, plain)
+    assert rollout.engine.runner.graphs.metrics()["graphs/count"] == 4
+    assert same(generate(rollout, jobs(), "learned:8,4,32", horizon=4), plain)
+
+
+def test_an_arm_without_memory_is_never_chosen(policy, plain):
+    rollout = made(policy, "engine.graph_mib=1")
+    graphs = rollout.engine.runner.graphs
+    assert any(c.strategy != OFF for c in graphs.plan.dropped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(generate(rollout, jobs(), "learned:8,4,32", horizon=64), plain)
+    assert graphs.metrics()["graphs/settled_mib"] <= 1
+
+
+def test_soak(looped, eager, request):
+    """Random arrivals, lengths, limits, laws, pages and switches: plain decoding's tokens, no leak.
+
+    `--soak N` makes N passes instead of a few hundred.
+    """
+    wanted_passes = request.config.getoption("--soak")
+    passes, seed, memory = 0, 0, None
+    while passes < wanted_passes:
+        rng = random.Random(seed)
+        some = [
+            replace(
+                job,
+                id=10_000 * seed + index,
+                params=replace(job.params, max_new_tokens=rng.randint(1, 70)),
+            )
+            for index, job in enumerate(jobs(count=rng.randint(1, 30)))
+        ]
+        wanted = generate(eager, some)
+        limit = rng.choice([None, 10, 25])
+        got = generate(
+            looped, some, "off", *STRATEGIES,
+            seed=seed, page_limit=limit, horizon=rng.choice([1, 3, 8, 64]),
+        )  # fmt: skip
+        assert same(got, wanted), seed
+        passes += looped.engine.stats.target_passes
+        seed += 1
+        if seed == 3:
+            memory = torch.cuda.memory_allocated()
+    assert memory is None or torch.cuda.memory_allocated() <= memory + (1 << 20)
+
+
+def test_the_bandit_s_clock_is_the_device_s(looped):
+    """A burst's time is that of its passes, not of the host between them."""
+    looped.engine.bandit = recorder = Recorder("off", horizon=16)
+    looped.engine.generate(requests(count=2, new=40, stop=()), record=False)
+    step = looped.engine.runner.graphs.step_s
+    expected = step[looped.engine.runner.graphs.plan.find(2, OFF)]
+    for _, elapsed, passes in recorder.records:
+        assert elapsed / passes == pytest.approx(expected, rel=1.0)
+
+
+class Recorder(Choose):
+    def __init__(self, *menu, **options):
+        super().__init__(*menu, **options)
+        self.records = []
+
+    def record(self, emitted, elapsed_s, passes=1):
+        self.records.append((emitted, elapsed_s, passes))
