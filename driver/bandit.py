@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_left
 from collections import defaultdict, deque
@@ -13,14 +14,18 @@ from driver.sections import BanditConfig
 from driver.strategy import OFF, Strategy
 
 UNDECIDED = 1 << 20  # passes, where no window is open
+UCB_WIDTH = 0.1  # rewards of one arm vary by about a tenth
 
 
 class Bandit:
     """Chooses by batch bucket among `off` and the speculative arms.
 
-    The reward of a window of passes is emitted tokens over elapsed seconds. With probability
-    epsilon a random arm runs, else the one with the best median over its last rewards; an arm
-    never tried comes first. Batches above `spec_max_batch` always run `off`.
+    The reward of a window of passes is emitted tokens over elapsed seconds. An arm's value is the
+    median of its last rewards in the bucket. Where it has none there, but its step time is known
+    (from the capture of its graph) and how much it emits too (from any bucket, for `off` always),
+    these give its value; else it is tried first. With probability epsilon (`beg`) a random arm
+    runs, else the one of highest value; `ucb` adds to the value what is not yet known of it. `map`
+    and `static` choose by batch alone. Batches above `spec_max_batch` always run `off`.
 
     Args:
         arms: strategies, `off` among them.
@@ -28,7 +33,8 @@ class Bandit:
         spec_max_batch: largest batch that may speculate.
         seed: of the exploration.
 
-    Source: "Taming the Long Tail" (ASPLOS'26), section on the adaptive rollout engine.
+    Source: "Taming the Long Tail" (ASPLOS'26), section on the adaptive rollout engine; Auer et al.,
+        "Finite-time Analysis of the Multiarmed Bandit Problem" (2002), for UCB.
     """
 
     def __init__(
@@ -38,13 +44,19 @@ class Bandit:
         self.config = config
         self.spec_max_batch = spec_max_batch
         self.static = Strategy.parse(config.static)
+        self.map = config.strategy_map()
+        self.step_s: dict[tuple[int, Strategy], float] = {}  # (bucket, arm): set at capture
         self._random = random.Random(seed)
         self._rewards: dict[tuple[int, Strategy], deque[float]] = defaultdict(
             lambda: deque(maxlen=config.window)
         )
+        # Emitted tokens of a request in a pass, of an arm's last windows in whatever bucket.
+        self._accepts: dict[Strategy, deque[float]] = defaultdict(
+            lambda: deque(maxlen=config.window)
+        )
         self._pulls: dict[tuple[int, Strategy], int] = defaultdict(int)
         self._window: tuple[int, Strategy] | None = None
-        self._passes = self._emitted = 0
+        self._passes = self._request_passes = self._emitted = self._batch = 0
         self._elapsed = 0.0
 
     def bucket(self, batch: int) -> int:
@@ -59,11 +71,13 @@ class Bandit:
             batch: running requests.
             usable: whether an arm can run now (a learned arm needs a trained drafter).
         """
+        self._batch = batch
         if batch > self.spec_max_batch:
             self._close_window()
             return OFF
-        if self.config.policy == "static":
-            return self.static if usable(self.static) else OFF
+        if self.config.policy in ("static", "map"):
+            arm = self.static if self.config.policy == "static" else self._mapped(batch)
+            return arm if usable(arm) else OFF
         bucket = self.bucket(batch)
         if self._window is not None:
             same = self._window[0] == bucket and usable(self._window[1])
@@ -75,13 +89,38 @@ class Bandit:
         self._window = (bucket, arm)
         return arm
 
+    def _mapped(self, batch: int) -> Strategy:
+        return next((arm for most, arm in self.map.items() if batch <= most), OFF)
+
     def _pick(self, bucket: int, arms: list[Strategy]) -> Strategy:
-        untried = [arm for arm in arms if not self._rewards[bucket, arm]]
-        if untried:
-            return untried[0]
+        values = {arm: self._value(bucket, arm) for arm in arms}
+        unknown = [arm for arm in arms if values[arm] is None]
+        if unknown:
+            return unknown[0]
+        if self.config.policy == "ucb":
+            return max(arms, key=lambda arm: self._bound(bucket, arm, values))
         if self._random.random() < self.config.epsilon:
             return self._random.choice(arms)
-        return max(arms, key=lambda arm: median(self._rewards[bucket, arm]))
+        return max(arms, key=lambda arm: values[arm] or 0.0)
+
+    def _value(self, bucket: int, arm: Strategy) -> float | None:
+        """Tokens a second that the arm is expected to give, None where nothing says so."""
+        if rewards := self._rewards[bucket, arm]:
+            return median(rewards)
+        step_s = self.step_s.get((bucket, arm))
+        if step_s is None or (arm != OFF and not self._accepts[arm]):
+            return None
+        accept = 1.0 if arm == OFF else median(self._accepts[arm])
+        return accept * bucket / step_s
+
+    def _bound(
+        self, bucket: int, arm: Strategy, values: dict[Strategy, float | None]
+    ) -> float:
+        """Upper confidence bound, in units of the best value; only remembered windows count."""
+        best = max(value or 0.0 for value in values.values()) or 1.0
+        tries = {a: 1 + len(self._rewards[bucket, a]) for a in values}
+        width = math.sqrt(2.0 * math.log(sum(tries.values())) / tries[arm])
+        return (values[arm] or 0.0) / best + UCB_WIDTH * width
 
     @property
     def horizon(self) -> int:
@@ -94,6 +133,7 @@ class Bandit:
         """Adds passes of the strategy last chosen to its window."""
         if self._window is not None:
             self._passes += passes
+            self._request_passes += self._batch * passes
             self._emitted += emitted
             self._elapsed += elapsed_s
 
@@ -101,9 +141,10 @@ class Bandit:
         # A window cut short by a change of bucket still says something; one pass says too little.
         if self._window is not None and self._passes >= min(2, self.config.window_passes):
             self._rewards[self._window].append(self._emitted / max(self._elapsed, 1e-9))
+            self._accepts[self._window[1]].append(self._emitted / self._request_passes)
             self._pulls[self._window] += 1
         self._window = None
-        self._passes = self._emitted = 0
+        self._passes = self._request_passes = self._emitted = 0
         self._elapsed = 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -118,6 +159,7 @@ class Bandit:
     def state_dict(self) -> dict[str, Any]:
         return {
             "rewards": {f"{b}/{arm}": list(r) for (b, arm), r in self._rewards.items()},
+            "accepts": {str(arm): list(a) for arm, a in self._accepts.items()},
             "pulls": {f"{b}/{arm}": n for (b, arm), n in self._pulls.items()},
             "random": self._random.getstate(),
         }
@@ -132,6 +174,9 @@ class Bandit:
 
         for text, key in keys(state["rewards"]):
             self._rewards[key].extend(state["rewards"][text])
+        for text, accepts in state.get("accepts", {}).items():
+            if Strategy.parse(text) in self.arms:
+                self._accepts[Strategy.parse(text)].extend(accepts)
         for text, key in keys(state["pulls"]):
             self._pulls[key] = state["pulls"][text]
         version, internal, gauss = state["random"]

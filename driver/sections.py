@@ -202,15 +202,16 @@ class EngineConfig(Section):
 
 @dataclass(frozen=True)
 class BanditConfig(Section):
-    """Choice of a strategy per batch bucket: epsilon-greedy (beg) or one fixed strategy."""
+    """Choice of a strategy per batch bucket: epsilon-greedy (beg), ucb, a fixed map, or one."""
 
     prefix: ClassVar[str] = "bandit"
     epsilon: float = setting(0.1, low=0, high=1)
     window: int = setting(32, low=1)  # rewards remembered per arm
     window_passes: int = setting(8, low=1)  # passes that make one reward
     buckets: list[int] = setting([1, 2, 4, 8, 16], low=1)
-    policy: str = setting("beg", words=("beg", "static"))
+    policy: str = setting("beg", words=("beg", "ucb", "map", "static"))
     static: str = "off"
+    map: list[str] = setting([])  # "4=learned:8,4,32": for up to four requests; past the last: off
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,6 +221,22 @@ class BanditConfig(Section):
             Strategy.parse(self.static)
         except UserError as error:
             raise UserError(f"bandit.static: {error}") from None
+        try:
+            self.strategy_map()
+        except UserError as error:
+            raise UserError(f"bandit.map: {error}") from None
+
+    def strategy_map(self) -> dict[int, Strategy]:
+        """Largest batch -> its strategy, by rising batch."""
+        pairs = [item.partition("=") for item in self.map]
+        for batch, _, strategy in pairs:
+            if not batch.strip().isdecimal():
+                raise UserError(f"wanted batch=strategy, got {batch + '=' + strategy!r}")
+        return {int(batch): Strategy.parse(s) for batch, _, s in sorted(pairs, key=_batch_of)}
+
+
+def _batch_of(pair: tuple[str, str, str]) -> int:
+    return int(pair[0])
 
 
 @dataclass(frozen=True)

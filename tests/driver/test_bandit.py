@@ -3,6 +3,7 @@
 import pytest
 
 from driver.bandit import OFF, Bandit
+from driver.errors import UserError
 from driver.sections import BanditConfig
 from driver.strategy import Strategy
 
@@ -83,6 +84,48 @@ def test_static_policy():
     assert bandit.choose(2, lambda arm: True) == NGRAM
     assert bandit.choose(9, lambda arm: True) == OFF
     assert bandit.choose(2, lambda arm: arm == OFF) == OFF
+
+
+def test_a_step_time_spares_arms_that_cannot_win_their_trial():
+    """What an arm emits is learned in one bucket; its step time in another was measured."""
+    bandit = make()
+    bandit.step_s = {(b, arm): s for b in (1, 4) for arm, s in ((OFF, 1), (NGRAM, 1), (LEARNED, 9))}
+    speed = {OFF: 1, NGRAM: 3, LEARNED: 2}
+    first = play(bandit, speed, batch=1, passes=40)
+    assert OFF not in first  # known before: one token a pass
+    assert first.count(LEARNED) == 4 and first[-1] == NGRAM
+    assert set(play(bandit, {a: 4 * s for a, s in speed.items()}, 4, passes=40)) == {NGRAM}
+
+
+def test_ucb_returns_to_what_it_knows_least():
+    bandit = make(policy="ucb")
+    close = play(bandit, {OFF: 10, NGRAM: 10.2, LEARNED: 10.1}, batch=1, passes=400)
+    assert min(close.count(arm) for arm in (OFF, NGRAM, LEARNED)) >= 16
+    far = play(make(policy="ucb"), {OFF: 2, NGRAM: 10, LEARNED: 1}, batch=1, passes=400)
+    assert far.count(NGRAM) > 370
+
+
+def test_a_map_chooses_by_batch():
+    config = BanditConfig(policy="map", map=["4=ngram:4,1,5", "1=learned:4,2,8"])
+    bandit = Bandit([OFF, NGRAM, LEARNED], config, spec_max_batch=8)
+    chosen = [bandit.choose(batch, lambda arm: True) for batch in (1, 2, 4, 5, 9)]
+    assert chosen == [LEARNED, NGRAM, NGRAM, OFF, OFF]
+    with pytest.raises(UserError, match="bandit.map: wanted batch=strategy, got 'x=off'"):
+        BanditConfig(map=["x=off"])
+    with pytest.raises(UserError, match="bandit.map: strategy 'nope': malformed"):
+        BanditConfig(map=["1=nope"])
+
+
+def test_the_horizon_is_what_is_left_of_the_window():
+    bandit = make(window_passes=8)
+    bandit.choose(1, lambda arm: True)
+    assert bandit.horizon == 8
+    bandit.record(3, 1.0, passes=5)
+    assert bandit.horizon == 3
+    bandit.record(3, 1.0, passes=3)
+    assert bandit.choose(1, lambda arm: True) != OFF  # the next to try
+    bandit.choose(9, lambda arm: True)
+    assert bandit.horizon > 1000
 
 
 def test_state_survives_a_checkpoint_through_json():
