@@ -45,7 +45,8 @@ class Bandit:
         self.spec_max_batch = spec_max_batch
         self.static = Strategy.parse(config.static)
         self.map = config.strategy_map()
-        self.step_s: dict[tuple[int, Strategy], float] = {}  # (bucket, arm): set at capture
+        # Seconds of a pass for (batch, arm), where a graph was timed: the engine sets it.
+        self.step_s: Callable[[int, Strategy], float | None] = lambda batch, arm: None
         self._random = random.Random(seed)
         self._rewards: dict[tuple[int, Strategy], deque[float]] = defaultdict(
             lambda: deque(maxlen=config.window)
@@ -107,7 +108,7 @@ class Bandit:
         """Tokens a second that the arm is expected to give, None where nothing says so."""
         if rewards := self._rewards[bucket, arm]:
             return median(rewards)
-        step_s = self.step_s.get((bucket, arm))
+        step_s = self.step_s(min(bucket, self.spec_max_batch), arm)
         if step_s is None or (arm != OFF and not self._accepts[arm]):
             return None
         accept = 1.0 if arm == OFF else median(self._accepts[arm])

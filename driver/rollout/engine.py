@@ -90,6 +90,7 @@ class RolloutEngine:
         self.ring = ring
         self.program = PassProgram(model, cache, self.state, ring, proposers, seed, self.spans)
         self.runner = PassRunner(self.program, self.state, ring, self._graphs())
+        bandit.step_s = self.runner.step_s
 
     def _graphs(self) -> PassGraphs | None:
         config, device = self.config, self.cache.k.device

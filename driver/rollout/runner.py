@@ -58,6 +58,11 @@ class PassRunner:
         graph = self.graphs is not None and self.graphs.find(count, strategy)
         return self.ring.passes if graph else 1
 
+    def step_s(self, count: int, strategy: Strategy) -> float | None:
+        """Seconds of a pass as timed when its graph was made; None: there is none."""
+        cell = None if self.graphs is None else self.graphs.find(count, strategy)
+        return None if cell is None else self.graphs.step_s[cell]
+
     def covers(self, count: int, strategy: Strategy) -> bool:
         """Whether the strategy may be chosen: with graphs only what has one, or had to fail.
 
