@@ -42,7 +42,6 @@ class Rollout:
     target: TargetModel
     engine: RolloutEngine
     bandit: Bandit
-    ngram: NgramProposer | None
     spot: SpotTrainer | None
 
     def watch(self, sink: Sink) -> None:
@@ -55,8 +54,6 @@ class Rollout:
         """Copies a new policy in place; whatever depended on the old one is dropped."""
         self.target.load_weights(state)
         self.engine.target_version = version
-        if self.ngram is not None:
-            self.ngram.clear()
         if self.spot is not None:
             self.spot.start_step(version)
 
@@ -189,9 +186,8 @@ def build_rollout(
         device=device,
     )
     proposers: dict[str, Proposer] = {}
-    ngram = None
     if any(arm.kind == "ngram" for arm in arms):
-        proposers["ngram"] = ngram = NgramProposer(seed)
+        proposers["ngram"] = NgramProposer(seed)
     spot = None
     if config.drafter.enabled:
         shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
@@ -212,7 +208,7 @@ def build_rollout(
         on_finish=spot.on_finish if spot else None,
     )
     tlt_ext.set_num_threads(config.run.threads)
-    return Rollout(target, engine, bandit, ngram, spot)
+    return Rollout(target, engine, bandit, spot)
 
 
 def max_rows(config: EngineConfig, arms: tuple[Strategy, ...]) -> int:

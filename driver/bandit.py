@@ -114,9 +114,7 @@ class Bandit:
         accept = 1.0 if arm == OFF else median(self._accepts[arm])
         return accept * bucket / step_s
 
-    def _bound(
-        self, bucket: int, arm: Strategy, values: dict[Strategy, float | None]
-    ) -> float:
+    def _bound(self, bucket: int, arm: Strategy, values: dict[Strategy, float | None]) -> float:
         """Upper confidence bound, in units of the best value; only remembered windows count."""
         best = max(value or 0.0 for value in values.values()) or 1.0
         tries = {a: 1 + len(self._rewards[bucket, a]) for a in values}

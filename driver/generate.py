@@ -137,8 +137,7 @@ class Generator:
     def run(self, strategy: Strategy) -> tuple[Response, float]:
         """The prompt's response and its tokens per second, prefill included."""
         self._fix(strategy)
-        if self.rollout.ngram is not None:
-            self.rollout.ngram.clear()
+        self.rollout.engine.forget()
         started = time.perf_counter()
         (response,) = self.rollout.engine.generate([self.request(0)], record=False)
         return response, len(response.token_ids) / (time.perf_counter() - started)

@@ -248,8 +248,7 @@ class Identity:
         engine = self.rollout.engine
         menu = [OFF, *self.strategies]
         engine.bandit = _Fixed(strategy, menu, self._random)
-        if self.rollout.ngram is not None:
-            self.rollout.ngram.clear()
+        self.rollout.engine.forget()
         if arm.name == "preempt":
             longest = max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests)
             engine.page_limit = -(-longest // engine.cache.page_size) + 3

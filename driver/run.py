@@ -305,8 +305,6 @@ class Run:
             ]
             responses = self.rollout.engine.generate(requests, record=False)
             rewards = self.rewards(prompts, responses)
-            if self.rollout.ngram is not None:
-                self.rollout.ngram.clear()
         self.evaluations[self.step] = sum(rewards) / count
         if self.step == 0:  # later ones are in the record of their step
             self.folder.log_step(0, {"eval/accuracy": self.evaluations[0]})

@@ -19,6 +19,7 @@ from driver.model import TargetModel
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
 from driver.rollout.state import Batch
+from driver.rollout.token_store import TokenStore
 from driver.rollout.tree import MAX_DEPTH, NodeStore, Tree
 from driver.strategy import Strategy
 
@@ -35,7 +36,7 @@ class Levels:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         capacity = tlt_ext.tree_capacity(depth, keep)
-        self.store = NodeStore(batch, capacity, strategy.num_verify, device)
+        self.nodes = NodeStore(batch, capacity, strategy.num_verify, device)
         self.root = ints(batch, 1)  # frontier of the first level
         self.frontier, self.row = ints(2, depth, batch, keep).unbind()
         self.ancestors = torch.zeros(
@@ -145,7 +146,7 @@ class DraftRunner:
     def lookahead(self, strategy: Strategy) -> int:
         return strategy.depth * strategy.top_k
 
-    def prepare(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> bool:
+    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> bool:
         """Writes the entries that a pass with `strategy` would not: what the gate missed, a swap.
 
         After plain decoding these are all that the target has committed since the last draft; after
@@ -154,7 +155,7 @@ class DraftRunner:
         Args:
             batch: the running requests.
             strategy: of the next passes.
-            tokens: int32 [slots, L], the token store.
+            store: their tokens.
 
         Returns:
             Whether requests lag differently now, so that the state must be filled again.
@@ -164,7 +165,7 @@ class DraftRunner:
             sequence.draft_version, sequence.draft_len = self.version, 0
         late = [s for s in batch.sequences if s.num_new > strategy.depth + 1]
         while any(s.num_new > 1 for s in late):
-            self._write_late(batch, late, tokens)
+            self._write_late(batch, late, store)
         if late and self.k.is_cuda:
             torch.cuda.current_stream().synchronize()  # so that its cost is seen; it is rare
         return bool(stale or late)
@@ -173,20 +174,17 @@ class DraftRunner:
         """Passes were made: all entries are written but those of the last pass's `last` tokens."""
         sequence.draft_len = sequence.context_len - last
 
-    def finished(self, sequence: Sequence) -> None:
-        pass
-
-    def propose(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tree:
-        hidden = self._catch_up(batch, strategy, tokens)
+    def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
+        hidden = self._catch_up(batch, strategy, store)
         level = self._levels(len(batch), strategy)
-        store, keep, depth = level.store, strategy.top_k, strategy.depth
-        store.begin(batch.last_token)
+        nodes, keep, depth = level.nodes, strategy.top_k, strategy.depth
+        nodes.begin(batch.last_token)
         frontier, ancestors = level.root, None
         for index in range(depth):
             tlt_ext.expand_tree(
                 self._logits(hidden),
                 frontier,
-                *store.arrays,
+                *nodes.arrays,
                 level.frontier[index],
                 level.row[index],
                 level.ancestors[index],
@@ -204,7 +202,7 @@ class DraftRunner:
             if index == depth - 1:
                 break
             frontier, ancestors = level.frontier[index], level.ancestors[index]
-            ids = store.token.gather(1, frontier.clamp_min(0).long()).view(-1)
+            ids = nodes.token.gather(1, frontier.clamp_min(0).long()).view(-1)
             roots = batch.context_len[:, None].expand_as(level.position)
             torch.add(roots, index, out=level.position)
             hidden = self._layer(
@@ -218,7 +216,7 @@ class DraftRunner:
                 ancestors=ancestors.view(-1, MAX_DEPTH),
                 slot_base=level.slot_base[index],
             )
-        return store.select(batch.context_len)
+        return nodes.select(batch.context_len)
 
     def _levels(self, batch: int, strategy: Strategy) -> Levels:
         key = batch, strategy
@@ -301,7 +299,7 @@ class DraftRunner:
 
     # ---- catching up ----------------------------------------------------------------------------
 
-    def _catch_up(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tensor:
+    def _catch_up(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tensor:
         """Writes the entries of the tokens just emitted; hidden states of each request's last.
 
         The bonus token's entry is among them, and what the drafter wrote from its own guesses is
@@ -314,7 +312,7 @@ class DraftRunner:
         if key not in self._gathered:
             self._gathered[key] = NewRows(*key, self.cache.features)
         rows = self._gathered[key]
-        q, hidden = self._write(rows, batch, tokens, batch.context_len, batch.num_new)
+        q, hidden = self._write(rows, batch, store, batch.context_len, batch.num_new)
         torch.sub(batch.context_len, 1, out=rows.committed)
         return self._attend(
             q.index_select(0, rows.last),
@@ -326,7 +324,7 @@ class DraftRunner:
             status=batch.status,
         )
 
-    def _write_late(self, batch: Batch, late: list[Sequence], tokens: Tensor) -> None:
+    def _write_late(self, batch: Batch, late: list[Sequence], store: TokenStore) -> None:
         """The next entries of the requests that lag, a few hundred rows at once."""
         size = len(batch)
         most = max(1, min(CATCH_UP_ROWS // size, max(s.num_new for s in late) - 1))
@@ -344,15 +342,15 @@ class DraftRunner:
             [counts + inert, ends + inert], dtype=torch.int32, device=self.k.device
         )
         rows = NewRows(size, most, self.cache.features)
-        self._write(rows, batch, tokens, context_len, num_new)
+        self._write(rows, batch, store, context_len, num_new)
 
     def _write(
-        self, rows: NewRows, batch: Batch, tokens: Tensor, context_len: Tensor, num_new: Tensor
+        self, rows: NewRows, batch: Batch, store: TokenStore, context_len: Tensor, num_new: Tensor
     ) -> tuple[Tensor, Tensor]:
         """K/V of the `num_new[b]` entries before `context_len[b]`; queries and fused features."""
         tlt_ext.gather_new_rows(
             self.cache.features,
-            tokens,
+            store.tokens,
             batch.slot,
             context_len,
             num_new,

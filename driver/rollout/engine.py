@@ -36,6 +36,7 @@ from driver.rollout.scheduler import Scheduler
 from driver.rollout.scheduler import Sequence as Running
 from driver.rollout.state import MAX_EMITTED, Batch, BatchState
 from driver.rollout.stats import RolloutStats
+from driver.rollout.token_store import TokenStore
 from driver.spans import Spans
 from driver.strategy import MAX_DRAFTED, OFF, Strategy, parse_strategies
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from driver.sections import EngineConfig
 
 HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
+HISTORY = 4  # rows of the token store for each running request
 RING_PASSES = 64  # most passes of a burst
 FINISH = (None, "stop", "length")
 
@@ -83,7 +85,8 @@ class RolloutEngine:
         device, size = cache.k.device, cache.page_size
         max_len = min(model.spec.max_position, cache.num_pages * size)
         max_pages = pages_for(max_len + MAX_DRAFTED, size)
-        self.state = BatchState(config.max_batch, max_pages, config.max_batch, max_len, device)
+        store = TokenStore(HISTORY * config.max_batch, max_len, device)
+        self.state = BatchState(config.max_batch, max_pages, size, store, device)
         ring = tlt_ext.PassRing(
             RING_PASSES, config.max_batch, MAX_EMITTED, pinned=device.type == "cuda"
         )
@@ -127,6 +130,8 @@ class RolloutEngine:
         Raises:
             UserError: a request that can never run (too long for the context or the page pool).
         """
+        for sequence in self.state.sequences:  # of a rollout that an error ended
+            self.state.store.give_back(sequence, keep=False)
         self.runner.prepare()
         started = time.perf_counter()
         self.stats = RolloutStats()
@@ -150,6 +155,10 @@ class RolloutEngine:
         self._account(scheduler, sequences)
         self.stats.elapsed_s = time.perf_counter() - started
         return [self._response(sequence) for sequence in sequences]
+
+    def forget(self) -> None:
+        """Drops the finished responses that n-gram drafts look at."""
+        self.state.store.clear()
 
     def next_logits(self, tokens: Sequence[int]) -> Tensor:
         """The target's logits after `tokens`, float32 [V]; not while `generate` runs."""
@@ -188,7 +197,7 @@ class RolloutEngine:
             if strategy != OFF:
                 strategy = OFF
             elif len(scheduler.running) > 1:
-                scheduler.preempt_youngest()
+                self.state.store.give_back(scheduler.preempt_youngest(), keep=False)
             elif not scheduler.evict_prefixes():
                 raise UserError(
                     f"engine.num_pages={self.cache.num_pages}: too few for one request;"
@@ -207,31 +216,21 @@ class RolloutEngine:
 
     def _fill(self, running: list[Running], strategy: Strategy, switched: bool) -> Batch:
         """The state of the running requests on the device, ready for passes with the strategy."""
-        begun, size = time.perf_counter(), self.cache.page_size
+        begun = time.perf_counter()
         if switched or self.state.is_stale(running):
-            self._take_slots(running)
-            self.state.fill(running, size)
+            self.state.fill(running)
         batch = self.state.rows(len(running))
         if strategy != OFF:
             began = time.perf_counter()
             proposer = self.proposers[strategy.kind]
-            if proposer.prepare(batch, strategy, self.state.tokens):
-                self.state.fill(running, size)
+            if proposer.prepare(batch, strategy, self.state.store):
+                self.state.fill(running)
                 self.stats.catchup_s += time.perf_counter() - began
                 begun += time.perf_counter() - began
         if switched:
             self.stats.switches += 1
             self.stats.switch_s += time.perf_counter() - begun
         return batch
-
-    def _take_slots(self, running: list[Running]) -> None:
-        """Gives new requests a row of the token store."""
-        taken = {s.slot for s in running}
-        free = (slot for slot in range(self.config.max_batch) if slot not in taken)
-        for sequence in running:
-            if sequence.slot < 0:
-                sequence.slot = next(free)
-                self.state.store_tokens(sequence)
 
     def _harvest(self, batch: Batch, burst: Burst, started: float) -> None:
         """Hands what the passes emitted to their sequences, the statistics and the bandit."""
@@ -262,8 +261,7 @@ class RolloutEngine:
     def _retire(self, scheduler: Scheduler, record: bool) -> None:
         for sequence in scheduler.running:
             if sequence.finish:
-                for proposer in self.proposers.values():
-                    proposer.finished(sequence)
+                self.state.store.give_back(sequence, keep=record)
                 if record and self.on_finish is not None:
                     self.on_finish(sequence)
         scheduler.retire()

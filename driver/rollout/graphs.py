@@ -107,7 +107,7 @@ class PassGraphs:
         if not todo or self.failed:
             return
         begun = time.perf_counter()
-        self.state.fill([], 1)  # every row inert: passes that touch nothing
+        self.state.fill([])  # every row inert: passes that touch nothing
         for cell in todo:
             try:
                 self._capture(cell)

@@ -47,7 +47,7 @@ class PassProgram:
         if strategy != OFF:
             proposer = self.proposers[strategy.kind]
             with self.spans("draft", active=len(batch), strategy=str(strategy)):
-                tree = proposer.propose(batch, strategy, self.state.tokens)
+                tree = proposer.propose(batch, strategy, self.state.store)
         with self.spans("verify", active=len(batch), strategy=str(strategy)):
             self._verify(batch, tree)
         tlt_ext.advance_batch(
@@ -58,7 +58,7 @@ class PassProgram:
             batch.status,
             batch.context_len,
             batch.slot,
-            self.state.tokens,
+            self.state.store.tokens,
             batch.last_token,
             batch.remaining,
             batch.num_new,

@@ -1,4 +1,4 @@
-"""Where draft trees come from: an n-gram index, or an oracle that tests speculation itself."""
+"""Where draft trees come from: n-grams, or an oracle that tests speculation itself."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 import tlt_ext
 from driver.rollout.scheduler import Sequence
 from driver.rollout.state import Batch
+from driver.rollout.token_store import TokenStore
 from driver.rollout.tree import NodeStore, Tree
 from driver.strategy import Strategy
 
@@ -31,23 +31,20 @@ class Proposer(Protocol):
         """KV slots past the committed ones that drafting itself writes."""
         ...
 
-    def prepare(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> bool:
+    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> bool:
         """The host's part, before passes; True where the state must be filled again."""
         ...
 
-    def propose(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tree: ...
+    def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree: ...
     def passed(self, sequence: Sequence, last: int) -> None:
         """Passes with it are over; the request emitted `last` tokens in the last of them."""
         ...
 
-    def finished(self, sequence: Sequence) -> None: ...
 
-
-class HostProposer:
-    """What proposers that read the host's sequences share."""
+class ModelFree:
+    """What proposers without a model and a cache of their own share."""
 
     version = 0
-    on_device = False
 
     def usable(self) -> bool:
         return True
@@ -55,72 +52,55 @@ class HostProposer:
     def lookahead(self, strategy: Strategy) -> int:
         return 0
 
-    def prepare(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> bool:
+    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> bool:
         return False
 
     def passed(self, sequence: Sequence, last: int) -> None:
         pass
 
-    def finished(self, sequence: Sequence) -> None:
-        pass
+
+def _capacity(strategy: Strategy) -> int:
+    return 1 + strategy.depth * strategy.top_k
 
 
-def _host_store(batch: Batch, strategy: Strategy) -> tuple[NodeStore, Tensor]:
-    """A node store in host memory and the roots' positions, for drafting on the CPU."""
-    last = torch.tensor([s.tokens[-1] for s in batch.sequences], dtype=torch.int32)
-    position = torch.tensor([s.context_len for s in batch.sequences], dtype=torch.int32)
-    store = NodeStore(len(last), 1 + strategy.depth * strategy.top_k, strategy.num_verify)
-    store.begin(last)
-    return store, position
-
-
-class NgramProposer(HostProposer):
-    """Continuations of the longest suffix seen before in the group, shared by its siblings.
-
-    The index learns lazily: in plain decoding nothing is indexed until a request finishes.
+class NgramProposer(ModelFree):
+    """What followed the request's last tokens elsewhere in sequences of its prompt.
 
     Args:
         seed: run seed of the keyed noise.
-        capacity: tokens the index may hold.
     """
 
-    def __init__(self, seed: int, capacity: int = 1 << 20) -> None:
+    on_device = True
+
+    def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.index = tlt_ext.NgramIndex(capacity=capacity)
+        self._nodes: dict[tuple[int, Strategy], NodeStore] = {}
 
-    def _catch_up(self, sequence: Sequence) -> None:
-        if sequence.handle < 0:
-            sequence.handle = self.index.start(sequence.request.group, sequence.tokens)
-        elif sequence.indexed < len(sequence.tokens):
-            self.index.extend(sequence.handle, sequence.tokens[sequence.indexed :])
-        sequence.indexed = len(sequence.tokens)
-
-    def propose(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tree:
-        for sequence in batch.sequences:
-            self._catch_up(sequence)
-        store, position = _host_store(batch, strategy)
-        handles = torch.tensor([s.handle for s in batch.sequences], dtype=torch.int64)
-        self.index.propose(
-            handles,
-            *store.arrays,
-            batch.temperature.cpu(),
-            batch.request.cpu(),
-            position,
+    def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
+        key = len(batch), strategy
+        if key not in self._nodes:
+            capacity, device = _capacity(strategy), batch.slot.device
+            self._nodes[key] = NodeStore(len(batch), capacity, strategy.num_verify, device)
+        nodes = self._nodes[key]
+        store.advance(batch.store_row, batch.context_len)
+        tlt_ext.ngram_propose(
+            store.tokens,
+            store.length,
+            batch.group_slots,
+            batch.slot,
+            batch.context_len,
+            *nodes.arrays,
+            batch.temperature,
+            batch.request,
+            batch.status,
             seed=self.seed,
             depth=strategy.depth,
             top_k=strategy.top_k,
         )
-        return store.select(position).to(batch.context_len.device)
-
-    def finished(self, sequence: Sequence) -> None:
-        self._catch_up(sequence)
-
-    def clear(self) -> None:
-        """Forgets every sequence."""
-        self.index.clear()
+        return nodes.select(batch.context_len)
 
 
-class OracleProposer(HostProposer):
+class OracleProposer(ModelFree):
     """Hides the known answer on a random branch among wrong siblings.
 
     Speculation with it accepts nearly everything through ever different trees: what a test of
@@ -132,16 +112,21 @@ class OracleProposer(HostProposer):
         seed: of the branches.
     """
 
+    on_device = False
+
     def __init__(self, answers: Mapping[int, list[int]], vocab_size: int, seed: int = 0) -> None:
         self.answers = answers
         self.vocab_size = vocab_size
         self._random = random.Random(seed)
 
-    def propose(self, batch: Batch, strategy: Strategy, tokens: Tensor) -> Tree:
-        store, position = _host_store(batch, strategy)
+    def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
+        last = torch.tensor([s.tokens[-1] for s in batch.sequences], dtype=torch.int32)
+        position = torch.tensor([s.context_len for s in batch.sequences], dtype=torch.int32)
+        nodes = NodeStore(len(last), _capacity(strategy), strategy.num_verify)
+        nodes.begin(last)
         for row, sequence in enumerate(batch.sequences):
-            self._fill(store, row, sequence, strategy)
-        return store.select(position).to(batch.context_len.device)
+            self._fill(nodes, row, sequence, strategy)
+        return nodes.select(position).to(batch.context_len.device)
 
     def _fill(self, store: NodeStore, row: int, sequence: Sequence, strategy: Strategy) -> None:
         ahead = self.answers[sequence.request.id][sequence.num_emitted :]

@@ -28,8 +28,6 @@ class Sequence:
     draft_len: int = 0  # committed KV entries of the drafter
     draft_version: int = 0  # of the drafter that wrote them
     slot: int = -1  # row of the token store while it runs
-    handle: int = -1  # in the n-gram index
-    indexed: int = 0  # tokens the n-gram index has seen
     finish: str | None = None
     status: int = 0  # what the ops reported of it
 
@@ -234,7 +232,6 @@ class Scheduler:
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.context_len = sequence.draft_len = 0
-        sequence.slot = -1
         if sequence.num_emitted == 0:
             self._prefix_of(sequence).waiting += 1
         self.waiting.appendleft(sequence)

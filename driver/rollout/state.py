@@ -13,15 +13,18 @@ from torch import Tensor
 
 from driver.errors import UserError
 from driver.rollout.scheduler import Sequence
+from driver.rollout.token_store import GROUP_SLOTS, TokenStore
 from driver.rollout.tree import MAX_DEPTH, Tree
 
 MAX_EMITTED = MAX_DEPTH + 1  # tokens of a request in one pass
 MAX_STOP_IDS = 16  # of a request
 CONTROL_WORDS = 8
 
-# Columns of 32-bit words, one a request; `request` and `stop_ids` are wider.
+# Columns: one number a request; tables: some 32-bit words a request.
 _INTS = ("slot", "context_len", "last_token", "remaining", "granted", "num_new", "status", "top_k")
 _FLOATS = ("temperature", "top_p")
+_LONGS = ("request", "store_row")
+_TABLES = {"stop_ids": MAX_STOP_IDS, "group_slots": GROUP_SLOTS}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Batch:
 
     sequences: list[Sequence]
     request: Tensor  # int64 [B], key of its noise
+    store_row: Tensor  # int64 [B], its slot, or the store's spare entry where the row is inert
     slot: Tensor  # int32 [B], row of the token store; -1 = inert
     context_len: Tensor  # int32 [B], committed KV entries; also the root's position
     last_token: Tensor  # int32 [B], the root of the next pass
@@ -45,6 +49,7 @@ class Batch:
     temperature: Tensor  # float32 [B]
     top_p: Tensor  # float32 [B]
     stop_ids: Tensor  # int32 [B, MAX_STOP_IDS], -1 = unused
+    group_slots: Tensor  # int32 [B, GROUP_SLOTS], rows of the store with its prompt, -1 = none
     block_table: Tensor  # int32 [B, max_pages], -1 past a request's end
     # What a pass leaves.
     emitted: Tensor  # int32 [B, MAX_EMITTED]
@@ -59,24 +64,34 @@ class Batch:
 
 
 class BatchState:
-    """Static arrays over `max_batch` rows, and the token store that they point into.
+    """Static arrays over `max_batch` rows.
 
     Args:
         max_batch: most running requests.
         max_pages: most pages of a request, those of rows in flight included.
-        num_slots: rows of the token store; slots of finished requests are kept while it has room.
-        max_len: most tokens of a request, prompt included.
+        page_size: KV slots of a page.
+        store: the tokens of the requests.
         device: where the passes run.
     """
 
     def __init__(
-        self, max_batch: int, max_pages: int, num_slots: int, max_len: int, device: torch.device
+        self,
+        max_batch: int,
+        max_pages: int,
+        page_size: int,
+        store: TokenStore,
+        device: torch.device,
     ) -> None:
-        self.max_batch, self.device = max_batch, device
+        self.max_batch, self.page_size, self.store = max_batch, page_size, store
+        self.device = device
         self.sequences: list[Sequence] = []
         # One array, so that an upload of everything but the block table is one copy.
-        words = max_batch * (2 + len(_INTS) + len(_FLOATS) + MAX_STOP_IDS)
-        self._host, self._words = self._mirrored(words)
+        self._sizes = [
+            *[2 * max_batch] * len(_LONGS),
+            *[max_batch] * (len(_INTS) + len(_FLOATS)),
+            *[max_batch * width for width in _TABLES.values()],
+        ]
+        self._host, self._words = self._mirrored(sum(self._sizes))
         self._host_table, self.block_table = self._mirrored(max_batch, max_pages)
         self._table = self._host_table.numpy()
         self._columns = {n: c.numpy() for n, c in self._split(self._host).items()}
@@ -89,7 +104,6 @@ class BatchState:
             self._arrays[name] = self._zeros(max_batch)
         self._no_parent = self._zeros(max_batch) - 1
         self._count_up = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
-        self.tokens = self._zeros(num_slots, max_len)  # at each absolute position
         self.control = self._zeros(CONTROL_WORDS)
         self._pages: list[list[int]] = [[] for _ in range(max_batch)]  # as the table holds them
         self._views: dict[int, Batch] = {}
@@ -118,8 +132,10 @@ class BatchState:
             pages != sequence.pages for pages, sequence in zip(self._pages, sequences, strict=False)
         )
 
-    def fill(self, sequences: list[Sequence], page_size: int) -> Batch:
+    def fill(self, sequences: list[Sequence]) -> Batch:
         """Takes over the running requests, oldest first, and uploads their rows.
+
+        Those without a row of the token store get one.
 
         Returns:
             Their rows, and no others.
@@ -128,14 +144,17 @@ class BatchState:
             UserError: a request with more than MAX_STOP_IDS stop ids.
         """
         self.sequences[:] = sequences
+        for sequence in sequences:
+            if sequence.slot < 0:
+                self.store.take(sequence)
         count, columns = len(sequences), self._columns
         rows = slice(0, count)
         context = [s.context_len for s in sequences]
         columns["context_len"][rows] = context
-        columns["slot"][rows] = [s.slot for s in sequences]
+        columns["slot"][rows] = columns["store_row"][rows] = [s.slot for s in sequences]
         columns["last_token"][rows] = [s.tokens[-1] for s in sequences]
         columns["remaining"][rows] = [s.remaining for s in sequences]
-        columns["granted"][rows] = [len(s.pages) * page_size for s in sequences]
+        columns["granted"][rows] = [len(s.pages) * self.page_size for s in sequences]
         columns["status"][rows] = 0
         columns["num_new"][rows] = [s.num_new for s in sequences]
         params = [s.request.params for s in sequences]
@@ -155,7 +174,7 @@ class BatchState:
         return self.rows(count)
 
     def _fill_row(self, row: int, sequence: Sequence) -> None:
-        """What changes rarely: pages and stop ids."""
+        """What takes more than a number: pages, stop ids, rows of the same prompt."""
         if self._pages[row] != sequence.pages:
             self._table[row] = -1
             self._table[row, : len(sequence.pages)] = sequence.pages
@@ -165,15 +184,18 @@ class BatchState:
             raise UserError(
                 f"request {sequence.request.id}: {len(stops)} stop ids; at most {MAX_STOP_IDS}"
             )
-        self._columns["stop_ids"][row] = -1
-        self._columns["stop_ids"][row, : len(stops)] = stops
+        group = self.store.group_of(sequence)
+        for name, values in (("stop_ids", stops), ("group_slots", group)):
+            self._columns[name][row] = -1
+            self._columns[name][row, : len(values)] = values
 
     def _clear(self, rows: slice) -> None:
         """Makes rows inert."""
         for name in ("context_len", "last_token", "remaining", "granted", "num_new", "status"):
             self._columns[name][rows] = 0
-        self._columns["slot"][rows] = -1
-        self._columns["stop_ids"][rows] = -1
+        for name in ("slot", "stop_ids", "group_slots"):
+            self._columns[name][rows] = -1
+        self._columns["store_row"][rows] = self.store.spare
         self._columns["temperature"][rows] = 1.0
         self._columns["top_p"][rows] = 1.0
 
@@ -182,11 +204,6 @@ class BatchState:
         if self._words is not self._host:
             self._words.copy_(self._host, non_blocking=True)
             self.block_table[:count].copy_(self._host_table[:count], non_blocking=True)
-
-    def store_tokens(self, sequence: Sequence) -> None:
-        """Writes a request's tokens into its slot, from which passes go on by themselves."""
-        ids = torch.tensor(sequence.tokens, dtype=torch.int32)
-        self.tokens[sequence.slot, : len(ids)].copy_(ids)
 
     # ---- arrays ---------------------------------------------------------------------------------
 
@@ -201,12 +218,13 @@ class BatchState:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True), self._zeros(*shape)
 
     def _split(self, words: Tensor) -> dict[str, Tensor]:
-        batch = self.max_batch
-        sizes = [2 * batch, *[batch] * (len(_INTS) + len(_FLOATS)), batch * MAX_STOP_IDS]
-        request, *columns, stop_ids = words.split(sizes)
-        names = dict(zip((*_INTS, *_FLOATS), columns, strict=True))
+        columns = dict(
+            zip((*_LONGS, *_INTS, *_FLOATS, *_TABLES), words.split(self._sizes), strict=True)
+        )
+        for name in _LONGS:
+            columns[name] = columns[name].view(torch.int64)
         for name in _FLOATS:
-            names[name] = names[name].view(torch.float32)
-        names["request"] = request.view(torch.int64)
-        names["stop_ids"] = stop_ids.view(batch, MAX_STOP_IDS)
-        return names
+            columns[name] = columns[name].view(torch.float32)
+        for name in _TABLES:
+            columns[name] = columns[name].view(self.max_batch, -1)
+        return columns

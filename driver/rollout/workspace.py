@@ -11,7 +11,8 @@ import tlt_ext
 class Workspace:
     """One array that grows to the largest size asked for; None on the CPU, where no op needs it.
 
-    Ops of one stream may share it: what they leave there means nothing to the next.
+    Ops of one stream may share it: what they leave there means nothing to the next. An array that
+    was outgrown is kept, since captured graphs go on writing to it.
 
     Args:
         device: where the ops run.
@@ -20,13 +21,16 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._outgrown: list[Tensor] = []
 
     def take(self, wanted: int) -> Tensor | None:
         """uint8 of at least `wanted` bytes, zero where it was never used, or None for 0."""
         if wanted == 0 or self.device.type == "cpu":
             return None
         if len(self._bytes) < wanted:
-            self._bytes = torch.zeros(wanted, dtype=torch.uint8, device=self.device)
+            self._outgrown.append(self._bytes)
+            size = max(wanted, 2 * len(self._bytes))
+            self._bytes = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._bytes
 
     def for_sampling(self, logits: Tensor, vocab_size: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
 from driver.rollout.state import Batch, BatchState
+from driver.rollout.token_store import TokenStore
 from driver.rollout.tree import Tree
 from driver.sections import DrafterConfig, SpotConfig
 from driver.spot_trainer import SpotTrainer
@@ -35,17 +36,17 @@ class Parts:
 
     def batch(self, sequences: list[Sequence]) -> Batch:
         """The sequences as the running requests."""
-        for slot, sequence in enumerate(sequences):
-            sequence.slot = slot
-            self.state.store_tokens(sequence)
-        return self.state.fill(sequences, PAGE)
+        store = self.state.store
+        for sequence in {*sequences, *self.state.sequences}:
+            store.give_back(sequence, keep=False)  # its tokens may be others now
+        return self.state.fill(sequences)
 
     def propose(self, sequences: list[Sequence], strategy: Strategy) -> tuple[Tree, Batch]:
         """A draft tree for them, and the batch that it was drafted for."""
         batch = self.batch(sequences)
-        if self.runner.prepare(batch, strategy, self.state.tokens):
-            self.state.fill(sequences, PAGE)
-        return self.runner.propose(batch, strategy, self.state.tokens), batch
+        if self.runner.prepare(batch, strategy, self.state.store):
+            self.state.fill(sequences)
+        return self.runner.propose(batch, strategy, self.state.store), batch
 
     def trainer(self, **settings) -> SpotTrainer:
         """A spot trainer; `unroll` and `lr` go to the drafter's configuration."""
@@ -110,5 +111,6 @@ def build_parts(
     drafter.refresh_head(target.head)
     runner = DraftRunner(shape, target, cache, SEED)
     runner.load(drafter.state_dict(), 1)
-    state = BatchState(4, num_pages, 4, spec.max_position, torch.device("cpu"))
+    store = TokenStore(4, spec.max_position, torch.device("cpu"))
+    state = BatchState(4, num_pages, PAGE, store, torch.device("cpu"))
     return Parts(model, target, cache, drafter, runner, state)

@@ -268,6 +268,6 @@ def test_rope_of_the_drafter_reaches_as_far_as_the_target(parts):
     sequence = sequence_of(parts, 256, seed=1, first_page=0)
     strategy = Strategy("learned", 6, 1, 7)
     _, batch = parts.propose([sequence], strategy)
-    hidden = parts.runner._catch_up(batch, strategy, parts.state.tokens)
+    hidden = parts.runner._catch_up(batch, strategy, parts.state.store)
     torch.testing.assert_close(hidden[0], twin(parts, sequence, [])[0], **EXACT)
     assert batch.status.tolist() == [0]

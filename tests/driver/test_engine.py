@@ -84,7 +84,7 @@ def generate(rollout, jobs, *menu, seed=0, page_limit=None, horizon=1):
     engine = rollout.engine
     engine.bandit = Choose(*(menu or ["off"]), seed=seed, horizon=horizon)
     engine.page_limit = page_limit
-    rollout.ngram.clear()
+    engine.forget()
     try:
         return engine.generate(jobs, record=False)
     finally:

@@ -104,6 +104,17 @@ def test_pages_that_run_short_in_mid_burst(looped, eager, limit):
     assert looped.engine.stats.preemptions > 0
 
 
+def test_arms_captured_later_leave_the_first_graphs_whole(policy, plain):
+    """Scratch memory grows when the drafter's graphs are made; the older ones still write to it."""
+    rollout = make_rollout(policy, *WORDS)
+    assert same(generate(rollout, jobs(), "off", *LEARNED, horizon=4), plain)
+    rollout.spot.swap()
+    for seed in range(3):
+        got = generate(rollout, jobs(), "off", *STRATEGIES, seed=seed, horizon=3)
+        assert same(got, plain)
+    assert rollout.engine.stats.spec_passes > 0
+
+
 def test_new_weights_keep_the_graphs(policy):
     """Fault 35: graphs hold addresses, and what changes in place is seen."""
     rollout, other = made(policy), random_model("llama-tied-llama3", seed=1, **SHAPE)

@@ -7,32 +7,37 @@ from driver.errors import UserError
 from driver.rollout.request import Request, SamplingParams
 from driver.rollout.scheduler import Sequence
 from driver.rollout.state import MAX_STOP_IDS, BatchState
+from driver.rollout.token_store import TokenStore
 from tests import kit
 
 PAGE = 4
 
 
 def state(device="cpu"):
-    return BatchState(4, 8, num_slots=4, max_len=32, device=torch.device(device))
+    store = TokenStore(4, 30, torch.device(device))
+    return BatchState(4, 8, PAGE, store, torch.device(device))
 
 
-def sequence(number, length=6, stop_ids=(3, 5), slot=0):
+def sequence(number, length=6, stop_ids=(3, 5)):
     params = SamplingParams(0.5 + number, number, 0.9, 20, stop_ids)
     request = Request(2**61 + number, 0, tuple(range(length)), params)
     pages = [10 * number + i for i in range(length // PAGE + 1)]
-    return Sequence(request, list(range(length)), pages=pages, context_len=length - 1, slot=slot)
+    return Sequence(request, list(range(length)), pages=pages, context_len=length - 1)
 
 
 @pytest.mark.parametrize("device", kit.DEVICES)
 def test_rows_hold_their_requests_and_the_rest_is_inert(device):
     """fault 26: mixed requests in a bucket of four."""
     made = state(device)
-    first, second = sequence(1), sequence(2, length=9, stop_ids=(), slot=3)
+    first, second = sequence(1), sequence(2, length=9, stop_ids=())
     second.draft_len = 5
-    made.fill([first, second, sequence(3)], PAGE)
-    made.fill([second, first], PAGE)
+    made.fill([first, second, sequence(3)])
+    made.fill([second, first])
     rows = made.rows(4)
-    assert rows.slot.tolist() == [3, 0, -1, -1]
+    assert rows.slot.tolist() == rows.store_row.tolist()[:2] + [-1, -1] == [1, 0, -1, -1]
+    assert rows.store_row.tolist()[2:] == [4, 4]
+    assert rows.group_slots[:, :2].tolist() == [[1, -1], [0, 2], [-1, -1], [-1, -1]]
+    assert made.store.tokens[1, :10].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0]
     assert rows.context_len.tolist() == [8, 5, 0, 0]
     assert rows.last_token.tolist() == [8, 5, 0, 0]
     assert rows.remaining.tolist() == [20, 20, 0, 0]
@@ -50,7 +55,7 @@ def test_rows_hold_their_requests_and_the_rest_is_inert(device):
 def test_addresses_never_change():
     made = state()
     before = {n: t.data_ptr() for n, t in vars(made.rows(4)).items() if torch.is_tensor(t)}
-    made.fill([sequence(1), sequence(2)], PAGE)
+    made.fill([sequence(1), sequence(2)])
     after = {n: t.data_ptr() for n, t in vars(made.rows(3)).items() if torch.is_tensor(t)}
     assert before == after
 
@@ -59,7 +64,7 @@ def test_moved_pages_and_requests_are_noticed():
     """fault 35's kind: a table that looks as long as before."""
     made = state()
     first, second = sequence(1), sequence(2)
-    made.fill([first, second], PAGE)
+    made.fill([first, second])
     assert not made.is_stale([first, second])
     assert made.is_stale([first]) and made.is_stale([second, first])
     assert made.is_stale([first, sequence(2)])
@@ -67,16 +72,8 @@ def test_moved_pages_and_requests_are_noticed():
     assert made.is_stale([first, second])
 
 
-@pytest.mark.parametrize("device", kit.DEVICES)
-def test_tokens_go_to_their_slot(device):
-    made = state(device)
-    made.store_tokens(sequence(1, length=7, slot=2))
-    assert made.tokens[2, :8].tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
-    assert int(made.tokens.sum()) == 21
-
-
 def test_more_stop_ids_than_there_is_room_for():
     made = state()
-    made.fill([sequence(1, stop_ids=range(MAX_STOP_IDS))], PAGE)
+    made.fill([sequence(1, stop_ids=range(MAX_STOP_IDS))])
     with pytest.raises(UserError, match=r"request \d+: 17 stop ids; at most 16"):
-        made.fill([sequence(1, stop_ids=range(MAX_STOP_IDS + 1))], PAGE)
+        made.fill([sequence(1, stop_ids=range(MAX_STOP_IDS + 1))])
