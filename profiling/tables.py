@@ -59,6 +59,8 @@ OPS = (
     ),
     Case("", "", "1 row, 18944×3584", "linear_1row_18944x3584_of_copy"),
     Case("`append_kv`, `commit_path`, `copy_pages`", "RoFormer, vLLM's paging"),
+    Case("`gather_new_rows`, `draft_inputs`, `draft_level_inputs`", "EAGLE"),
+    Case("`advance_batch`, `arm_passes`, `GraphPool`", "conditional nodes of CUDA graphs"),
     Case("`NgramIndex`", "prompt lookup, suffix automata"),
 )
 

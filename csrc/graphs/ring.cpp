@@ -108,12 +108,17 @@ void PassRing::clear() {
 int32_t PassRing::wait(double timeout_s) const {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + std::chrono::duration<double>(timeout_s);
-  const auto spin_until = Clock::now() + std::chrono::microseconds(50);
+  // A sleep ends some 60 us late, as long as a short pass; most waits are over before the first.
+  const auto spin_until = Clock::now() + std::chrono::milliseconds(5);
   int32_t why;
   while ((why = reason()) == 0) {
     const auto now = Clock::now();
     if (now >= end) return 0;
-    if (now > spin_until) std::this_thread::sleep_for(std::chrono::microseconds(10));
+    if (now < spin_until) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
   }
   return why;
 }
