@@ -42,7 +42,7 @@ class Levels:
         self.ancestors = torch.zeros(
             depth, batch, keep, MAX_DEPTH, dtype=torch.uint8, device=device
         )
-        self.position = ints(batch, keep)
+        self.position = ints(batch * keep)
         self.row_start = torch.arange(batch + 1, dtype=torch.int32, device=device) * keep
         levels = torch.arange(depth, dtype=torch.int32, device=device)
         self.slot_base = (levels * keep)[:, None].repeat(1, batch)
@@ -61,7 +61,7 @@ class NewRows:
         self.ids, self.position = ints(batch * most), ints(batch * most)
         self.first, self.last, self.committed = ints(batch), ints(batch), ints(batch)
         self.each = torch.arange(batch + 1, dtype=torch.int32, device=features.device)
-        self.features = features.new_zeros(batch * most, features.shape[-1])
+        self.features = features.new_zeros(batch * most, features.shape[-1] // 4 * 3)
 
 
 class DraftRunner:
@@ -95,6 +95,8 @@ class DraftRunner:
         self.d2t = torch.zeros(spec.draft_vocab, dtype=torch.int32, device=cache.k.device)
         self.weights: dict[str, Tensor] = {}
         self.late_rows = 0  # entries written outside of passes
+        # Up to so many rows attend all at once: on a GPU a launch costs more than a few rows.
+        self.few_rows = 16 if self.k.is_cuda else 0
         self._drafts: dict[tuple[int, Strategy], Levels] = {}
         self._gathered: dict[tuple[int, int], NewRows] = {}
 
@@ -202,21 +204,39 @@ class DraftRunner:
             if index == depth - 1:
                 break
             frontier, ancestors = level.frontier[index], level.ancestors[index]
-            ids = nodes.token.gather(1, frontier.clamp_min(0).long()).view(-1)
-            roots = batch.context_len[:, None].expand_as(level.position)
-            torch.add(roots, index, out=level.position)
-            hidden = self._layer(
-                ids,
-                hidden.index_select(0, level.row[index].view(-1)),
-                row_start=level.row_start,
-                context_len=batch.context_len,
-                position=level.position.view(-1),
-                block_table=batch.block_table,
-                status=level.ignored,
-                ancestors=ancestors.view(-1, MAX_DEPTH),
-                slot_base=level.slot_base[index],
-            )
+            hidden = self._next_level(batch, level, index, hidden)
         return nodes.select(batch.context_len)
+
+    def _next_level(self, batch: Batch, level: Levels, index: int, hidden: Tensor) -> Tensor:
+        """Runs the layer on the nodes that level `index` chose: their hidden states [B * K, H]."""
+        count, width = len(level.position), self.spec.hidden_size
+        joined, parents = hidden.new_empty(count, 2 * width), hidden.new_empty(count, width)
+        tlt_ext.draft_level_inputs(
+            self.target.embedding,
+            level.nodes.token,
+            level.frontier[index],
+            level.row[index],
+            batch.context_len,
+            hidden,
+            self.weights["input_norm"],
+            self.weights["hidden_norm"],
+            joined,
+            parents,
+            level.position,
+            depth=index,
+            eps=self.spec.rms_eps,
+        )
+        rows = {
+            "row_start": level.row_start,
+            "context_len": batch.context_len,
+            "position": level.position,
+            "block_table": batch.block_table,
+            "status": level.ignored,
+            "slot_base": level.slot_base[index],
+        }
+        q = self._append(joined, **rows)
+        ancestors = level.ancestors[index].view(-1, MAX_DEPTH)
+        return self._attend(q, parents, ancestors=ancestors, **rows)
 
     def _levels(self, batch: int, strategy: Strategy) -> Levels:
         key = batch, strategy
@@ -233,22 +253,12 @@ class DraftRunner:
         )
         return logits
 
-    def _inputs(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """[R, 2H]: the normed embedding beside the normed features."""
-        width = self.spec.hidden_size
-        joined = hidden.new_empty(len(ids), 2 * width)
-        embedded = self.target.embedding.index_select(0, ids.long())
-        eps = self.spec.rms_eps
-        tlt_ext.rms_norm(embedded, self.weights["input_norm"], joined[:, :width], eps=eps)
-        tlt_ext.rms_norm(hidden, self.weights["hidden_norm"], joined[:, width:], eps=eps)
-        return joined
-
-    def _append(self, ids: Tensor, hidden: Tensor, **rows: Tensor | None) -> Tensor:
-        """Writes the rows' K/V; returns their queries [R, heads, head_dim]."""
-        spec = self.spec
-        qkv = hidden.new_empty(len(ids), (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-        tlt_ext.linear_rows(self._inputs(ids, hidden), self.weights["qkv"], qkv)
-        q = hidden.new_empty(len(ids), spec.num_heads, spec.head_dim)
+    def _append(self, joined: Tensor, **rows: Tensor | None) -> Tensor:
+        """Writes the rows' K/V from inputs [R, 2H]; returns their queries [R, heads, head_dim]."""
+        spec, count = self.spec, len(joined)
+        qkv = joined.new_empty(count, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+        tlt_ext.linear_rows(joined, self.weights["qkv"], qkv)
+        q = joined.new_empty(count, spec.num_heads, spec.head_dim)
         tlt_ext.append_kv(
             qkv,
             q,
@@ -294,9 +304,6 @@ class DraftRunner:
         tlt_ext.silu_mul_linear(gate_up, weights["down"], out, residual=middle)
         return out
 
-    def _layer(self, ids: Tensor, hidden: Tensor, **rows: Tensor | None) -> Tensor:
-        return self._attend(self._append(ids, hidden, **rows), hidden, **rows)
-
     # ---- catching up ----------------------------------------------------------------------------
 
     def _catch_up(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tensor:
@@ -313,6 +320,17 @@ class DraftRunner:
             self._gathered[key] = NewRows(*key, self.cache.features)
         rows = self._gathered[key]
         q, hidden = self._write(rows, batch, store, batch.context_len, batch.num_new)
+        if len(q) <= self.few_rows:
+            out = self._attend(
+                q,
+                hidden,
+                row_start=rows.row_start,
+                context_len=rows.first,
+                position=rows.position[: len(q)],
+                block_table=batch.block_table,
+                status=batch.status,
+            )
+            return out.index_select(0, rows.last)
         torch.sub(batch.context_len, 1, out=rows.committed)
         return self._attend(
             q.index_select(0, rows.last),
@@ -349,7 +367,7 @@ class DraftRunner:
     ) -> tuple[Tensor, Tensor]:
         """K/V of the `num_new[b]` entries before `context_len[b]`; queries and fused features."""
         tlt_ext.gather_new_rows(
-            self.cache.features,
+            self.cache.features[..., : 3 * self.spec.hidden_size],
             store.tokens,
             batch.slot,
             context_len,
@@ -369,10 +387,19 @@ class DraftRunner:
             ids, position, features = ids[:used], position[:used], features[:used]
         width = self.spec.hidden_size
         fused = features.new_empty(len(ids), width)
-        tlt_ext.linear_rows(features[:, : 3 * width], self.weights["fc"], fused)
-        q = self._append(
+        tlt_ext.linear_rows(features, self.weights["fc"], fused)
+        joined = features.new_empty(len(ids), 2 * width)
+        tlt_ext.draft_inputs(
+            self.target.embedding,
             ids,
             fused,
+            self.weights["input_norm"],
+            self.weights["hidden_norm"],
+            joined,
+            eps=self.spec.rms_eps,
+        )
+        q = self._append(
+            joined,
             row_start=rows.row_start,
             context_len=rows.first,
             position=position,

@@ -65,11 +65,13 @@ class Recorder:
         self.levels: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         self.logits: list[torch.Tensor] = []
         runner = parts.runner
-        layer, logits = runner._layer, runner._logits
+        next_level, logits = runner._next_level, runner._logits
 
-        def record_layer(ids, hidden, **rows):
-            out = layer(ids, hidden, **rows)
-            self.levels.append((ids.clone(), rows["ancestors"].clone(), out.clone()))
+        def record_level(batch, level, index, hidden):
+            out = next_level(batch, level, index, hidden)
+            ids = level.nodes.token.gather(1, level.frontier[index].clamp_min(0).long())
+            ancestors = level.ancestors[index].flatten(0, 1)
+            self.levels.append((ids.flatten(), ancestors.clone(), out.clone()))
             return out
 
         def record_logits(hidden):
@@ -77,7 +79,7 @@ class Recorder:
             self.logits.append(logits(hidden))
             return self.logits[-1]
 
-        monkeypatch.setattr(runner, "_layer", record_layer)
+        monkeypatch.setattr(runner, "_next_level", record_level)
         monkeypatch.setattr(runner, "_logits", record_logits)
 
 
@@ -95,6 +97,24 @@ def test_a_drafted_chain_equals_the_unroll_steps(parts, monkeypatch, length):
         logits = parts.drafter.lm_head(parts.drafter.norm(expected)).detach()
         torch.testing.assert_close(recorder.logits[level][0], logits, **EXACT)
     assert batch.status.tolist() == [0]
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 21, 33)])
+def test_rows_that_all_attend_give_the_same_last(parts, monkeypatch, lengths):
+    """What a GPU does with few rows: bit for bit what picking each request's last row gives."""
+    drawn = []
+    for few in (0, 64):
+        sequences = [
+            sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate(lengths)
+        ]
+        for sequence in sequences:
+            sequence.draft_version = parts.runner.version
+            sequence.draft_len = sequence.context_len - 3
+        parts.runner.few_rows = few
+        recorder = Recorder(parts, monkeypatch)
+        parts.propose(sequences, Strategy("learned", 4, 2, 8))
+        drawn.append(recorder.first)
+    assert same_bits(*drawn)
 
 
 def test_every_node_of_a_tree_equals_the_chain_of_its_path(parts, monkeypatch):
