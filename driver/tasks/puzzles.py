@@ -19,8 +19,9 @@ MIX = {"sum": 0.2, "story": 0.15, "easy": 0.1, "near": 0.25, "far": 0.25, "wide"
 COUNTDOWN = {"easy": (3, 10, 99), "near": (4, 10, 99), "far": (4, 100, 399), "wide": (5, 10, 99)}
 MAX_LINES = 150  # of a search among five numbers: beyond, the problem is not asked
 # Demonstrations are imperfect on purpose: what a policy that imitates them still has to learn from
-# rewards is care.
-SLIP_RATE, SLIPS = 0.12, (-10, -1, 1, 10)
+# rewards is care, and how much of it is decided here, since a policy comes to imitate them closely
+# (SmolLM2-135M within 6 million tokens: .753 right of demonstrations of which .72 were).
+SLIP_RATE, SLIPS = 0.15, (-10, -1, 1, 10)  # of results that are worked out or copied
 OVERLOOK_RATE = 0.15  # of hits
 MISREAD_RATE = 0.6  # of results a slip beside the target, taken for it
 MARK = "=> "  # before the final answer
@@ -92,7 +93,8 @@ class PuzzlesTask:
                 return draw.random() < chance
 
             lines, steps = countdown.search(problem.numbers, problem.target, is_hit)
-            final = ", ".join(steps) or NOTHING
+            # However long the search was, its steps are copied once.
+            final = ", ".join(_copy(draw, step) for step in steps) or NOTHING
         else:
             lines, total = problem.work(lambda result: _slip(draw, result))
             final = str(total)
@@ -120,6 +122,11 @@ class PuzzlesTask:
                 return None
         text = f"Numbers: {' '.join(map(str, numbers))}\nTarget: {target}\n"
         return _Search(text, tuple(numbers), target)
+
+
+def _copy(draw: random.Random, step: str) -> str:
+    text, _, result = step.partition("=")
+    return f"{text}={_slip(draw, int(result))}"
 
 
 def _slip(draw: random.Random, result: int) -> int:

@@ -77,7 +77,7 @@ def test_responses_are_written_in_single_characters(worked):
 
 def test_demonstrations_are_right_about_as_often_as_meant(task, worked):
     share = sum(task.reward(p, text) for p, text in worked) / SAMPLE
-    assert 0.6 < share < 0.8
+    assert 0.42 < share < 0.6
 
 
 def test_without_slips_every_demonstration_is_right(task, monkeypatch):
