@@ -207,23 +207,30 @@ class TargetModel:
         rows = ids.shape[0]
         if rows > self.max_rows:
             raise ValueError(f"ids: wanted at most max_rows = {self.max_rows} rows, got {rows}")
-        hidden = self._hidden[:rows]
+        hidden = stream = self._hidden[:rows]
         torch.index_select(self.embedding, 0, ids, out=hidden)
         features = self._features[:rows] if want_features else None
+        recorded = (*self.feature_layers, len(self.layers) - 1)  # layer of each part of a feature
         for index, layer in enumerate(self.layers):
-            self._decoder_layer(layer, hidden, batch, kv.k[index], kv.v[index])
-            if features is not None:
-                for place, wanted in enumerate(self.feature_layers):
-                    if wanted == index:
-                        self._feature(features, place).copy_(hidden)
-        if features is not None:
-            self._feature(features, 3).copy_(hidden)
+            # A recorded layer leaves the residual stream where it is recorded; the next one does not.
+            parts = [] if features is None else [i for i, of in enumerate(recorded) if of == index]
+            out = self._feature(features, parts[0]) if parts else stream
+            self._decoder_layer(layer, hidden, out, batch, kv.k[index], kv.v[index])
+            hidden = out
+            for again in parts[1:]:  # of a model with few layers
+                self._feature(features, again).copy_(hidden)
         return self._logits_of(hidden, logits_rows), features
 
     def _decoder_layer(
-        self, layer: DecoderLayer, hidden: Tensor, batch: RowBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        out: Tensor,
+        batch: RowBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
     ) -> None:
-        """One layer, in place on the residual stream `hidden` [R, H]."""
+        """One layer, from the residual stream `hidden` [R, H] to `out`, which may be the same."""
         spec, rows = self.spec, hidden.shape[0]
         qkv, q, attended, gate_up = (
             buffer[:rows] for buffer in (self._qkv, self._q, self._attended, self._gate_up)
@@ -257,12 +264,10 @@ class TargetModel:
             workspace=self.workspace.for_attention(q, k_cache, batch.block_table),
         )
         tlt_ext.linear_rows(
-            attended.flatten(1), layer.output, hidden, bias=layer.output_bias, residual=hidden
+            attended.flatten(1), layer.output, out, bias=layer.output_bias, residual=hidden
         )
-        tlt_ext.rms_norm_linear(
-            hidden, layer.post_norm, layer.gate_up, gate_up, eps=spec.rms_norm_eps
-        )
-        tlt_ext.silu_mul_linear(gate_up, layer.down, hidden, residual=hidden)
+        tlt_ext.rms_norm_linear(out, layer.post_norm, layer.gate_up, gate_up, eps=spec.rms_norm_eps)
+        tlt_ext.silu_mul_linear(gate_up, layer.down, out, residual=out)
 
     def _logits_of(self, hidden: Tensor, logits_rows: Tensor | None) -> Tensor | None:
         chosen = hidden
