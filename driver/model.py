@@ -212,7 +212,7 @@ class TargetModel:
         features = self._features[:rows] if want_features else None
         recorded = (*self.feature_layers, len(self.layers) - 1)  # layer of each part of a feature
         for index, layer in enumerate(self.layers):
-            # A recorded layer leaves the residual stream where it is recorded; the next one does not.
+            # A recorded layer leaves the residual stream where it is recorded; others in one place.
             parts = [] if features is None else [i for i, of in enumerate(recorded) if of == index]
             out = self._feature(features, parts[0]) if parts else stream
             self._decoder_layer(layer, hidden, out, batch, kv.k[index], kv.v[index])
