@@ -195,6 +195,7 @@ def test_equals_reference(shape, tree):
         assert (lse.cpu() - expected_lse).abs().max() <= tolerance * expected_lse.abs().max()
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_equals_the_cpu_op(dtype):
     case = make_case([700, 20], [16, 5], (8, 2, 64, 16, dtype))

@@ -136,6 +136,7 @@ def test_append_kv_row_equals_a_batch_of_one(ops):
             assert kit.same_bits(alone[name][where], case[name][where])
 
 
+@pytest.mark.sanitize
 def test_append_kv_leaves_padded_rows_alone(ops):
     """Fault 26: rows past row_start's end; fault 25: no request at all."""
     case = append_case([3, 10], [4, 2])
@@ -271,6 +272,7 @@ def test_commit_path_keeps_the_paths_rows(ops, page_size, dtype):
                              dtype=dtype))  # fmt: skip
 
 
+@pytest.mark.sanitize
 def test_commit_path_keeps_the_last_accepted_row(ops):
     """Fault 29: every draft is accepted, and the deepest row's KV and feature stay with it."""
     case = commit_case([4], [17], [list(range(17))])
@@ -420,6 +422,7 @@ def test_copy_pages_strided_over_layers_and_pages(ops):
     assert kit.same_bits(larger, expected)
 
 
+@pytest.mark.sanitize
 def test_copy_pages_skips_padding_and_empty_lists(ops):
     """Fault 32: ids outside the cache are not followed."""
     cache = kit.randn(2, 7, 5, 8, seed=0)

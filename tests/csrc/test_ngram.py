@@ -101,6 +101,7 @@ def test_chain_by_hand(ops):
     assert [s for _, _, s, _ in tree] == pytest.approx([0, math.log(4 / 5), 2 * math.log(4 / 5)])
 
 
+@pytest.mark.sanitize
 def test_branches_by_hand(ops):
     """Counts decide at T = 0, ties go to the lower id, and `top_k` nodes are kept per level."""
     texts = [[10, 11], *([10, 11, *tail] for tail in ([5, 8], [7, 1], [7, 2], [6, 3]))]
@@ -163,6 +164,7 @@ def test_noise_ranks_when_sampling(ops):
     assert first(ops, texts, top_k=3, depth=1) == [1000, 0, 1, 2]
 
 
+@pytest.mark.sanitize
 def test_the_32_best_matches_are_followed(ops):
     """Longest first, then the earlier text of the group, then the later place."""
     texts = [[0, 1], *([9, 1, 5] for _ in range(20)), *([9, 1, 6] for _ in range(20))]
@@ -245,6 +247,7 @@ def test_inert_requests_beside_others(ops):
     assert Case([[1]], []).propose(ops) == []
 
 
+@pytest.mark.sanitize
 def test_bad_slots_and_lengths_are_left_out(ops):
     """Fault 32 and its kind: huge numbers set the status and are never followed."""
     texts = [[1, 2], [1, 2, 3], [1, 2, 4]]
@@ -269,6 +272,7 @@ def test_bad_slots_and_lengths_are_left_out(ops):
         assert case.status.tolist() == [Status.BAD_LENGTH | Status.NAN_LOGITS]
 
 
+@pytest.mark.sanitize
 def test_tokens_past_a_length_are_not_read(ops):
     """The row goes on with what would match and follow, and so do the rows around it."""
     texts = [[5, 1, 2, 3, 1, 2, 9], [1, 2, 7, 1, 2, 8, 1], [2, 6, 1, 2, 4, 2, 1]]

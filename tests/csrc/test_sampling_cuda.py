@@ -205,6 +205,7 @@ def verify_arrays(requests, size, vocab, out, dtype=torch.bfloat16):
     return {**arrays, "workspace": out(size, dtype=torch.uint8)}
 
 
+@pytest.mark.sanitize
 def test_nothing_is_written_outside_the_outputs():
     """Fault 15: guard bands around every output and the workspace, top-k in some rows only."""
     out = Guarded()

@@ -90,7 +90,12 @@ def run_script(name, *words, tools):
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("ncu.sh", "cuda-nsight-compute"), ("nsys.sh", "cuda-nsight-systems")]
+    ("name", "package"),
+    [
+        ("ncu.sh", "cuda-nsight-compute"),
+        ("nsys.sh", "cuda-nsight-systems"),
+        ("sanitize.sh", "cuda-sanitizer"),
+    ],
 )
 def test_a_missing_tool_is_named_with_its_package(name, package):
     done = run_script(name, "attention", tools=[])
