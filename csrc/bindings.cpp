@@ -19,7 +19,6 @@
 #include "kv/op.h"
 #include "layers/dot.h"
 #include "layers/op.h"
-#include "ngram/index.h"
 #include "ngram/op.h"
 #include "sampling/op.h"
 #include "tree/op.h"
@@ -242,22 +241,11 @@ void bind_draft(py::module_& m) {
 
 // ---- ngram --------------------------------------------------------------------------------------
 
-// Calls come from one thread, and are short: they keep the interpreter lock.
 void bind_ngram(py::module_& m) {
   m.def("ngram_propose", &tlt::ngram_propose, "tokens"_a, "length"_a, "group_slots"_a, "slot"_a,
         "context_len"_a, "node_token"_a, "node_parent"_a, "node_score"_a, "node_depth"_a,
         "node_count"_a, "temperature"_a, "request"_a, "status"_a, "seed"_a, "depth"_a, "top_k"_a,
         "max_ngram"_a, "min_ngram"_a, "stream"_a, NoGil());
-  py::class_<tlt::NgramIndex>(m, "NgramIndex")
-      .def(py::init<int64_t, int64_t>(), "max_order"_a, "capacity"_a)
-      .def("start", &tlt::NgramIndex::start, "group"_a, "tokens"_a)
-      .def("extend", &tlt::NgramIndex::extend, "handle"_a, "tokens"_a)
-      .def("drop", &tlt::NgramIndex::drop, "group"_a)
-      .def("clear", &tlt::NgramIndex::clear)
-      .def_property_readonly("num_tokens", &tlt::NgramIndex::num_tokens)
-      .def("propose", &tlt::NgramIndex::propose, "handles"_a, "node_token"_a, "node_parent"_a,
-           "node_score"_a, "node_depth"_a, "node_count"_a, "temperature"_a, "request"_a,
-           "root_position"_a, "seed"_a, "depth"_a, "top_k"_a, "min_order"_a);
 }
 
 // ---- graphs -------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ OPS = (
     Case("`append_kv`, `commit_path`, `copy_pages`", "RoFormer, vLLM's paging"),
     Case("`gather_new_rows`, `draft_inputs`, `draft_level_inputs`", "EAGLE"),
     Case("`advance_batch`, `arm_passes`, `GraphPool`", "conditional nodes of CUDA graphs"),
-    Case("`NgramIndex`", "prompt lookup, suffix automata"),
+    Case("`ngram_propose`", "prompt lookup, suffix trees"),
 )
 
 

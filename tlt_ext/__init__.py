@@ -12,7 +12,7 @@ from tlt_ext.graph_pool import GraphError, GraphPool, GraphUsage
 from tlt_ext.graphs import Control, PassRing, StopReason, advance_batch, arm_passes
 from tlt_ext.kv import append_kv, commit_path, copy_pages, gather_new_rows
 from tlt_ext.layers import linear_rows, rms_norm, rms_norm_linear, silu_mul, silu_mul_linear
-from tlt_ext.ngram import NgramIndex, ngram_propose
+from tlt_ext.ngram import ngram_propose
 from tlt_ext.sampling import sample, sampling_workspace_bytes, verify_rejection, verify_tree
 from tlt_ext.tree import expand_tree, select_nodes, tree_capacity
 
@@ -37,7 +37,6 @@ OPS = (
     expand_tree,
     select_nodes,
     ngram_propose,
-    NgramIndex,
     arm_passes,
     advance_batch,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "GraphError",
     "GraphPool",
     "GraphUsage",
-    "NgramIndex",
     "OPS",
     "PassRing",
     "Status",

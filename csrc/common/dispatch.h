@@ -20,9 +20,4 @@ void dispatch_device(const char* op, const Tensor& tensor, Cpu&& cpu,
 #endif
 }
 
-// An op whose CUDA kernel is not written yet.
-[[noreturn]] inline void no_cuda_kernel(const char* op) {
-  throw std::invalid_argument(std::string(op) + ": no CUDA kernel yet: use CPU arrays");
-}
-
 }  // namespace tlt

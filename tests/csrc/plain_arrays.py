@@ -19,6 +19,7 @@ TOLERANCE = {np.float32: 1e-5, np.float16: 2e-2}
 # Arrays that come in the model's dtype.
 MODEL_ARRAYS = {
     *("x", "weight", "norm_weight", "bias", "residual", "out", "qkv", "q_out", "q"),
+    *("embedding", "hidden", "input_norm", "hidden_norm", "hidden_out"),
     *("k_cache", "v_cache", "cache", "features", "feature_rows", "rows", "logits", "draft_logits"),
 }
 
@@ -91,6 +92,8 @@ def float32_cases() -> dict[str, Arrays]:
     drawn = {"temperature": np.ones(1, np.float32), "request": np.arange(1), "status": zeros(1)}
     x, wide, weight = randn(3, DIM), randn(3, 2 * DIM), randn(32, DIM)
     out = zeros(3, 32, dtype=np.float32)
+    norms = {"input_norm": randn(DIM), "hidden_norm": randn(DIM)}
+    embedded = {"embedding": randn(10, DIM), "eps": 1e-6, **norms}
     return {
         "rms_norm": {"x": x, "weight": randn(DIM), "out": np.zeros_like(x)},
         "silu_mul": {"x": wide, "out": np.zeros_like(x)},
@@ -155,6 +158,24 @@ def float32_cases() -> dict[str, Arrays]:
         "verify_rejection": {
             "draft_probs": np.full((3, VOCAB), 1 / VOCAB, np.float32),
             **chain(),
+        },
+        "draft_inputs": {
+            "ids": ints(3, 1),
+            "hidden": x[:2],
+            "out": zeros(2, 2 * DIM, dtype=np.float32),
+            **embedded,
+        },
+        "draft_level_inputs": {
+            "node_token": ints([3, 7, 9]),
+            "frontier": ints([2, -1]),
+            "row": ints([1, 0]),
+            "root_position": ints(4),
+            "hidden": x[:2],
+            "out": zeros(2, 2 * DIM, dtype=np.float32),
+            "hidden_out": np.zeros_like(x[:2]),
+            "position": zeros(2),
+            "depth": 0,
+            **embedded,
         },
         "expand_tree": {
             "draft_logits": randn(1, VOCAB),
@@ -239,7 +260,7 @@ def compare_on_gpu(name: str, arguments: Arrays, wanted: Arrays, tolerance: floa
 
 
 def main(library: str) -> None:
-    names = {op.__name__ for op in tlt_ext.OPS if not isinstance(op, type)}
+    names = {op.__name__ for op in tlt_ext.OPS}
     for dtype, tolerance in TOLERANCE.items():
         calls = cases(dtype)
         assert set(calls) == names

@@ -75,7 +75,6 @@ def test_a_step_that_fails_leaves_the_op_as_it_was(tmp_path):
     ("words", "reason"),
     [
         (["capture.op=tree_atention"], "capture.op: wanted one of .*tree_attention.*, got"),
-        (["capture.op=NgramIndex"], "capture.op: wanted one of"),
         (
             ["capture.op=sample", "capture.step=9", "run.steps=3"],
             "capture.step=9: the run ends with",
