@@ -61,7 +61,12 @@ OPS = (
     Case("`append_kv`, `commit_path`, `copy_pages`", "RoFormer, vLLM's paging"),
     Case("`gather_new_rows`, `draft_inputs`, `draft_level_inputs`", "EAGLE"),
     Case("`advance_batch`, `arm_passes`, `GraphPool`", "conditional nodes of CUDA graphs"),
-    Case("`ngram_propose`", "prompt lookup, suffix trees"),
+    Case(
+        "`ngram_propose`",
+        "prompt lookup, suffix trees",
+        "B=1, 16k tokens in the group, in the L2",
+        "propose_16k_b1_us",
+    ),
 )
 
 
