@@ -1,4 +1,4 @@
-"""tree_attention over a grid of batches, contexts and rows, beside torch's attention.
+"""tree_attention over a grid of batches, contexts and rows, beside other libraries' attention.
 
 `median_us` is one call in a graph of many, as a model's layers make them: each with its own q,
 keys, values, output and workspace, found cold, and with the same tables and lengths. `alone_us` is
@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 import tlt_ext
+from profiling import attention_peers as peers
 from profiling import timing
-from profiling.bench import Bench
+from profiling.attention_peers import tree_of
+from profiling.bench import Bench, say
 
 HEADS = {"32/8x128": (32, 8, 128), "28/4x128": (28, 4, 128), "14/2x64": (14, 2, 64)}
 HEADS["9/3x64"] = (9, 3, 64)
@@ -56,18 +57,10 @@ TARGETS = {
     "decode_b1_kv8k_us": Case(1, 8192, 1),
 }
 OVER_CHAIN = [Case(1, 8192, 16), Case(32, 4096, 8)]  # tree_over_chain_x is the worst of them
-
-
-def tree_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths and ancestors of a tree with four children a node, breadth first."""
-    paths: list[list[int]] = [[]]
-    for node in range(1, rows):
-        parent = (node - 1) // 4
-        paths.append([*paths[parent], parent])
-    ancestors = torch.zeros(rows, 16, dtype=torch.uint8)
-    for node, path in enumerate(paths):
-        ancestors[node, : len(path)] = torch.tensor(path)
-    return torch.tensor([len(path) for path in paths], dtype=torch.int32), ancestors
+# invariant_over_fast_x: the worst of our times for plain decoding over the fastest peer's, none of
+# which promises that a row's bits are its own.
+OVER_FAST = [Case(1, 8192, 1), Case(32, 4096, 1)]
+COMPILED_PEERS = [*OVER_CHAIN, *OVER_FAST]
 
 
 def make_rows(case: Case) -> dict:
@@ -110,33 +103,30 @@ def make_inputs(case: Case, rows: dict) -> dict:
     }
 
 
-def ours(inputs: list[dict], **changes) -> list[Callable[[], object]]:
-    return [lambda x=x: tlt_ext.tree_attention(**x | changes) for x in inputs]
+def ours(inputs: list[dict]) -> list[Callable[[], object]]:
+    return [lambda x=x: tlt_ext.tree_attention(**x) for x in inputs]
 
 
-def sdpa(case: Case, count: int) -> list[Callable[[], object]]:
-    """Torch on keys that were gathered before, with a boolean mask (decoding needs none)."""
-    heads, kv_heads, dim = HEADS[case.heads]
-    length = case.kv + case.rows
-    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
-    mask = None
-    if case.rows > 1:
-        mask = torch.ones(case.rows, length, dtype=torch.bool)
-        depths, ancestors = tree_of(case.rows)
-        mask[:, case.kv :] = torch.eye(case.rows, dtype=torch.bool)
-        for i in range(case.rows):
-            mask[i, case.kv + ancestors[i, : int(depths[i])].long()] = True
-        mask = mask.cuda()[None, None].expand(case.batch, 1, -1, -1)
-    calls = []
-    for _ in range(count):
-        q = torch.randn(case.batch, heads, case.rows, dim, **bf16)
-        k, v = (torch.randn(case.batch, kv_heads, length, dim, **bf16) for _ in range(2))
-        calls.append(
-            lambda q=q, k=k, v=v: scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, enable_gqa=True
-            )
+def rivals(case: Case, inputs: list[dict]) -> dict[str, list[Callable[[], object]]]:
+    """Calls of the peers that run here; those that compile for every case in a few cases only."""
+    shape, count = HEADS[case.heads], len(inputs)
+    how = (shape, case.batch, case.kv, case.rows, case.tree, count)
+    makers = {"sdpa": lambda: peers.sdpa(*how)}
+    if case in COMPILED_PEERS:
+        makers["flex"] = lambda: peers.flex(*how)
+        makers["flashinfer"] = lambda: peers.flashinfer(
+            shape, case.kv, case.rows, case.tree, inputs
         )
-    return calls
+    arms = {}
+    for name, make in makers.items():
+        try:
+            calls = make()
+            calls[0]()
+        except Exception as error:  # another library's failure costs its own numbers only
+            say(f"{case.name}: no {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            continue
+        arms[name] = calls
+    return arms
 
 
 def grid(bench: Bench) -> list[Case]:
@@ -156,12 +146,7 @@ def run_case(bench: Bench, case: Case) -> dict:
     count = timing.num_cold_inputs(case.num_bytes)
     rows = make_rows(case)
     inputs = [make_inputs(case, rows) for _ in range(count)]
-    arms = {"ours": ours(inputs)}
-    if inputs[0]["workspace"].numel():
-        arms["no_workspace"] = ours(inputs, workspace=None)
-    if case.tree:
-        arms["sdpa"] = sdpa(case, count)
-    times = timing.measure_in_turn(arms)
+    times = timing.measure_in_turn({"ours": ours(inputs), **rivals(case, inputs)})
     alone = timing.measure({"ours": ours(inputs[:1])[0]})["ours"]
     if bool(rows["status"].any()):
         raise RuntimeError(f"{case.name}: a request was refused")
@@ -179,3 +164,6 @@ def run(bench: Bench) -> None:
     if all(case in rows for pair in pairs for case in pair):
         ratios = [rows[tree]["median_us"] / rows[chain]["median_us"] for tree, chain in pairs]
         bench.got["tree_over_chain_x"] = round(max(ratios), 4)
+    if all(case in rows and rows[case]["ratio_to"] for case in OVER_FAST):
+        ratios = [max(rows[case]["ratio_to"].values()) for case in OVER_FAST]
+        bench.got["invariant_over_fast_x"] = round(max(ratios), 4)

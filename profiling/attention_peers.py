@@ -1,0 +1,119 @@
+"""Other libraries' attention on the cases of `profiling.benches.attention`, beside ours.
+
+Each function returns one call for each of `count` inputs, all of one shape. What a library needs
+before its kernels run (a mask, a plan, gathered keys) is made before and not timed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+Calls = list[Callable[[], object]]
+DEVICE = "cuda"
+PLAN_BYTES = 256 << 20
+
+
+def tree_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths and ancestors of a tree with four children a node, breadth first."""
+    paths: list[list[int]] = [[]]
+    for node in range(1, rows):
+        parent = (node - 1) // 4
+        paths.append([*paths[parent], parent])
+    ancestors = torch.zeros(rows, 16, dtype=torch.uint8)
+    for node, path in enumerate(paths):
+        ancestors[node, : len(path)] = torch.tensor(path)
+    return torch.tensor([len(path) for path in paths], dtype=torch.int32), ancestors
+
+
+def in_flight_mask(rows: int, tree: bool) -> torch.Tensor:
+    """Which row attends to which: bool [rows, rows]."""
+    if not tree:
+        return torch.ones(rows, rows, dtype=torch.bool, device=DEVICE).tril()
+    mask = torch.eye(rows, dtype=torch.bool)
+    depths, ancestors = tree_of(rows)
+    for row in range(rows):
+        mask[row, ancestors[row, : int(depths[row])].long()] = True
+    return mask.to(DEVICE)
+
+
+def dense_inputs(shape: tuple[int, int, int], batch: int, rows: int, length: int) -> list:
+    """q, k, v of one call, keys gathered: [batch, heads, rows or length, dim]."""
+    heads, kv_heads, dim = shape
+    shapes = [(heads, rows), (kv_heads, length), (kv_heads, length)]
+    bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
+    return [torch.randn(batch, *shape, dim, **bf16) for shape in shapes]
+
+
+def sdpa(
+    shape: tuple[int, int, int], batch: int, kv: int, rows: int, tree: bool, count: int
+) -> Calls:
+    """torch's attention with a boolean mask (one row needs none), keys gathered."""
+    mask = None
+    if rows > 1:
+        mask = torch.ones(rows, kv + rows, dtype=torch.bool, device=DEVICE)
+        mask[:, kv:] = in_flight_mask(rows, tree)
+        mask = mask[None, None].expand(batch, 1, -1, -1)
+    call = functools.partial(scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+    inputs = [dense_inputs(shape, batch, rows, kv + rows) for _ in range(count)]
+    return [lambda x=x: call(*x) for x in inputs]
+
+
+def flex(
+    shape: tuple[int, int, int], batch: int, kv: int, rows: int, tree: bool, count: int
+) -> Calls:
+    """FlexAttention, compiled for the case, keys gathered."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    allowed, length = in_flight_mask(rows, tree), kv + rows
+
+    def attends(_b, _h, row, key):
+        return (key < kv) | allowed[row, (key - kv).clamp(min=0)]
+
+    mask = create_block_mask(attends, None, None, rows, length, device=DEVICE)
+    attend = torch.compile(flex_attention, dynamic=False)
+    inputs = [dense_inputs(shape, batch, rows, length) for _ in range(count)]
+    return [lambda x=x: attend(*x, block_mask=mask, enable_gqa=True) for x in inputs]
+
+
+def flashinfer(
+    shape: tuple[int, int, int],
+    kv: int,
+    rows: int,
+    tree: bool,
+    inputs: list[dict[str, torch.Tensor]],
+) -> Calls:
+    """FlashInfer on our own pages: causal for a chain, a custom mask for a tree."""
+    import flashinfer as library
+
+    heads, kv_heads, dim = shape
+    table, page = inputs[0]["block_table"], inputs[0]["k_cache"].shape[1]
+    batch, pages = table.shape
+    steps = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
+    mask = None
+    if tree and rows > 1:
+        mask = torch.ones(batch, rows, kv + rows, dtype=torch.bool, device=DEVICE)
+        mask[:, :, kv:] = in_flight_mask(rows, tree)
+    last = torch.full((batch,), (kv + rows - 1) % page + 1, dtype=torch.int32, device=DEVICE)
+    plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=DEVICE)
+    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(plan, "NHD", backend="fa2")
+    wrapper.plan(
+        steps * rows,
+        steps * pages,
+        table.flatten(),
+        last,
+        heads,
+        kv_heads,
+        dim,
+        page,
+        causal=mask is None,
+        custom_mask=None if mask is None else mask.flatten(),
+        q_data_type=torch.bfloat16,
+    )
+    return [
+        lambda x=x: wrapper.run(x["q"], (x["k_cache"], x["v_cache"]), out=x["out"]) for x in inputs
+    ]
