@@ -13,8 +13,8 @@ __global__ void condition_kernel(cudaGraphConditionalHandle handle, const int32_
 
 }  // namespace
 
-void add_condition(cudaGraph_t body, cudaGraphNode_t after, cudaGraphConditionalHandle handle,
-                   const int32_t* go) {
+cudaError_t add_condition(cudaGraph_t body, cudaGraphNode_t after,
+                          cudaGraphConditionalHandle handle, const int32_t* go) {
   void* arguments[] = {&handle, &go};
   cudaKernelNodeParams params{};
   params.func = reinterpret_cast<void*>(&condition_kernel);
@@ -22,7 +22,7 @@ void add_condition(cudaGraph_t body, cudaGraphNode_t after, cudaGraphConditional
   params.blockDim = dim3(1);
   params.kernelParams = arguments;
   cudaGraphNode_t node;
-  check_cuda(cudaGraphAddKernelNode(&node, body, &after, 1, &params), "the loop's condition");
+  return cudaGraphAddKernelNode(&node, body, &after, 1, &params);
 }
 
 }  // namespace tlt

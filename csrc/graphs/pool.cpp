@@ -93,13 +93,7 @@ Graph compose(const GraphSource& source) {
   }
   const auto [handle, body] = add_loop(whole);
   const int32_t* go = source.control.ptr<int32_t>() + kControlGo;
-  try {
-    add_condition(body, chain(body, source.parts), handle, go);
-  } catch (const GraphError&) {
-    throw;
-  } catch (const std::runtime_error& error) {
-    throw GraphError(std::string("GraphPool: ") + error.what());
-  }
+  check_graph(add_condition(body, chain(body, source.parts), handle, go), "the loop's condition");
   return owner;
 }
 
@@ -117,7 +111,11 @@ struct GraphPool::Entry {
   Event launched;  // recorded after each launch
   GraphUsage usage;
 
-  bool in_flight() const { return cudaEventQuery(launched.get()) == cudaErrorNotReady; }
+  bool in_flight() const {
+    if (cudaEventQuery(launched.get()) != cudaErrorNotReady) return false;
+    cudaGetLastError();  // the answer is kept as an error, which the next check would find
+    return true;
+  }
 };
 
 struct GraphPool::State {
