@@ -33,14 +33,18 @@ class Bench:
     """What a benchmark fills: rows of its table, and what its targets got.
 
     `copy_gb_per_s` is this card's ceiling; `quick` asks for few cases; `wanted` tells whether a
-    case is to run (`--only` is a regular expression over case names).
+    case is to run (`--only` is a regular expression over case names). `settings` are `key=value`
+    words for a configuration (`--set`). What is in `files` is written beside the result, as
+    `<bench>-<name>.json`.
     """
 
     name: str
     copy_gb_per_s: float
     quick: bool = False
     only: str = ""
+    settings: list[str] = field(default_factory=list)
     rows: list[dict] = field(default_factory=list)
+    files: dict[str, Any] = field(default_factory=dict)
     got: dict[str, float] = field(default_factory=dict)
 
     def wanted(self, case: str) -> bool:
@@ -136,7 +140,7 @@ def needs_cuda(module: ModuleType) -> bool:
 def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
     """Runs a benchmark and writes its JSON."""
     about = meta(command, args.commit)
-    bench = Bench(args.name, math.nan, args.quick, args.only)
+    bench = Bench(args.name, math.nan, args.quick, args.only, args.set)
     timing.profiling = args.profile
     if args.profile:
         return module.run(bench)
@@ -160,6 +164,10 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
     result = {"meta": about, "rows": bench.rows, "targets": targets}
     path.write_text(json.dumps(result, indent=1) + "\n")
     say(f"wrote {path}")
+    for name, content in bench.files.items():
+        beside = path.with_name(f"{args.name}-{name}.json")
+        beside.write_text(json.dumps(content) + "\n")
+        say(f"wrote {beside}")
 
 
 def run_all(modules: dict[str, ModuleType], options: list[str]) -> int:
@@ -191,6 +199,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--profile", action="store_true", help="run each case once, for ncu: nothing is timed"
     )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the engine"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--commit", default="", help="of these sources, where git is not at hand")
     args = parser.parse_args(argv)
@@ -203,6 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         say("profiling.bench: no CUDA device")
         return 1
     flags = ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
+    flags += [word for setting in args.set for word in ("--set", setting)]
     run_one(module, args, " ".join(["python -m profiling.bench", args.name, *flags]))
     return 0
 

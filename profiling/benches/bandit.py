@@ -1,0 +1,84 @@
+"""Offline replay of a recorded rollout: what each way of choosing loses to the best of each bucket.
+
+Needs no card: `rollout-recording.json` of `bench rollout` answers every choice with a stretch of
+passes that was really timed. `median_us` is the replayed time of the trace's tail, `regret` the
+share of it that the best strategy of each bucket would have saved, after one rollout and after
+`LATER` of them, the state carried on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from driver.bandit import Bandit
+from driver.config import BanditConfig
+from driver.strategy import Strategy
+from profiling.bench import Bench
+from profiling.results import RESULTS, TARGETS_CARD
+from profiling.workload import Recording, Replay, replay, trace_lengths, work_of
+
+NEEDS_CUDA = False
+LATER = 5
+EPSILONS = [0.05, 0.1, 0.2]
+SEEDS = 5
+
+
+def recording_path() -> Path | None:
+    """The newer of the whole and the quick recording; None: neither is there."""
+    paths = [RESULTS / TARGETS_CARD / part / "rollout-recording.json" for part in ("", "quick")]
+    found = [path for path in paths if path.exists()]
+    return max(found, key=lambda path: path.stat().st_mtime) if found else None
+
+
+def policies(recording: Recording) -> dict[str, BanditConfig]:
+    """Ways of choosing by name."""
+    base = BanditConfig(buckets=recording.buckets)
+    out = {f"beg {e}": replace(base, epsilon=e) for e in EPSILONS}
+    out["ucb"] = replace(base, policy="ucb")
+    best = [f"{bucket}={strategy}" for bucket, strategy in recording.oracle().items()]
+    out["map"] = replace(base, policy="map", map=best)
+    for strategy in sorted({strategy for _, strategy in recording.cells}):
+        out[f"static {strategy}"] = replace(base, policy="static", static=strategy)
+    return out
+
+
+def rollouts(
+    recording: Recording, config: BanditConfig, work: list[tuple[int, int]], seed: int
+) -> list[Replay]:
+    """`LATER` rollouts in a row with one bandit."""
+    arms = [Strategy.parse(s) for s in sorted({s for _, s in recording.cells})]
+    bandit = Bandit(arms, config, max(recording.buckets), seed)
+    return [replay(bandit, recording, work) for _ in range(LATER)]
+
+
+def run(bench: Bench) -> None:
+    path = recording_path()
+    if path is None:
+        raise SystemExit(
+            "no rollout-recording.json: run python -m profiling.bench rollout on a card"
+        )
+    evaluate(bench, Recording.from_json(json.loads(path.read_text())))
+
+
+def evaluate(bench: Bench, recording: Recording) -> None:
+    """A row for each way of choosing, and its pulls."""
+    most = max(recording.buckets)
+    work = [w for w in work_of(trace_lengths(), len(trace_lengths())) if w[0] <= most]
+    work = [w for w in work if recording.strategies(recording.bucket(w[0]))]
+    pulls = {}
+    for name, config in policies(recording).items():
+        if not bench.wanted(name):
+            continue
+        seeds = range(1 if config.policy in ("map", "static") else SEEDS)
+        runs = [rollouts(recording, config, work, seed) for seed in seeds]
+        bench.add_row(
+            name,
+            1e6 * sum(r[-1].seconds for r in runs) / len(runs),
+            regret_first=round(sum(r[0].regret for r in runs) / len(runs), 4),
+            regret=round(sum(r[-1].regret for r in runs) / len(runs), 4),
+        )
+        counted = sum((one.pulls for one in runs[0]), start=type(runs[0][0].pulls)())
+        pulls[name] = [[b, s, n] for (b, s), n in sorted(counted.items())]
+    bench.files["pulls"] = pulls

@@ -1,0 +1,219 @@
+"""Decoding at a fixed batch: `off` and each strategy, on the warmed policy, SmolLM2, a 7B shape.
+
+`median_us` is a pass, by the clock of the device that ran it, over stretches in which nobody had
+finished yet; `tokens_per_s` counts what all requests emitted. The 7B shape has random weights, so
+nothing would be accepted: its `tokens_per_s` with speculation is its own pass time and the accept
+length that the warmed policy had with the same strategy (`decode-accept.json`, how many tokens
+each request emitted in a pass), and such rows say `synthetic`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from driver.assemble import Rollout
+from driver.rollout.runner import Burst, PassRunner
+from driver.strategy import OFF, Strategy
+from profiling.bench import Bench, say
+from profiling.results import RESULTS, TARGETS_CARD
+from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
+from profiling.workload import AcceptHistogram, Window
+
+PRESET = ["preset=h100"]
+SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
+BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+QUICK_BATCHES = [1, 32]  # of the targets
+STRATEGIES = ["ngram:6,1,7", "learned:4,1,5", "learned:4,4,16", "learned:8,4,32"]
+DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
+SWEEP_DEPTHS, SWEEP_TOP_K, SWEEP_ROWS = [2, 4, 6, 8, 12], [1, 2, 4, 8], 32
+TOKENS, TOKENS_LARGE, LARGE = 256, 96, 64  # new tokens of a request, and from which batch fewer
+TAIL = 8  # requests, the most of a tail
+
+
+class CountingRunner:
+    """Counts what each request emits in each pass."""
+
+    def __init__(self, inner: PassRunner) -> None:
+        self.inner = inner
+        self.emitted: Counter[int] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def run(self, count: int, strategy: Strategy, limit: int) -> Burst:
+        burst, ring = self.inner.run(count, strategy, limit), self.inner.ring
+        for index in range(burst.begin, burst.end):
+            self.emitted.update(ring.num_emitted[index % ring.passes][:count].tolist())
+        return burst
+
+
+def sweep() -> list[str]:
+    """Depths and widths at one request, at most `SWEEP_ROWS` rows verified."""
+    return [
+        f"learned:{depth},{top_k},{min(SWEEP_ROWS, 1 + depth * top_k)}"
+        for depth in SWEEP_DEPTHS
+        for top_k in SWEEP_TOP_K
+    ]
+
+
+def measure(
+    rollout: Rollout, subject: Subject, strategy: str, batch: int, *, stop: bool
+) -> dict[str, Any]:
+    """Decodes with one strategy until the first request ends.
+
+    Returns:
+        `pass_us`, `tokens_per_s`, `accept_length`, `counts` (of `AcceptHistogram`), `host_share`
+        of the whole rollout after its first pass began.
+    """
+    tokens = TOKENS if batch < LARGE else TOKENS_LARGE
+    requests = subject.requests([tokens] * batch, stop=stop)
+    recorder = fix_bandit(rollout, policy="static", static=strategy)
+    engine = rollout.engine
+    engine.generate(requests, record=False)  # graphs, clocks, caches
+    recorder.windows.clear()
+    engine.runner = counting = CountingRunner(engine.runner)
+    try:
+        engine.generate(requests, record=False)
+    finally:
+        engine.runner = counting.inner
+    full = [w for w in recorder.windows if w.batch == batch and w.strategy == strategy]
+    if not full:
+        raise RuntimeError(f"{strategy} did not run at batch {batch}")
+    stats = engine.stats
+    since = stats.elapsed_s - stats.trace[0][0]
+    return {
+        "pass_us": 1e6 * statistics.median(w.seconds / w.passes for w in full),
+        **rates(full, batch),
+        "counts": AcceptHistogram.of(
+            counting.emitted.elements(), Strategy.parse(strategy).depth
+        ).counts,
+        "host_share": max(0.0, 1.0 - stats.passes_s / since),
+    }
+
+
+def rates(windows: Sequence[Window], batch: int) -> dict[str, float]:
+    """Tokens a second of all requests, and tokens of a request in a pass."""
+    emitted, passes = sum(w.emitted for w in windows), sum(w.passes for w in windows)
+    return {
+        "tokens_per_s": emitted / sum(w.seconds for w in windows),
+        "accept_length": emitted / passes / batch,
+    }
+
+
+def grid(
+    bench: Bench,
+    subject: Subject,
+    batches: Sequence[int],
+    strategies: Sequence[str],
+    accepts: dict[str, list[int]] | None = None,
+    *words: str,
+) -> dict[tuple[int, str], dict[str, Any]]:
+    """A row for every batch and strategy, `off` first.
+
+    Args:
+        bench: takes the rows.
+        subject: what decodes.
+        batches: sizes.
+        strategies: besides `off`.
+        accepts: counts by strategy, where the subject's own acceptance means nothing.
+        words: settings of the engine.
+
+    Returns:
+        (batch, strategy) -> what was measured, `over_off` among it.
+    """
+    top = max(batches)
+    listed = " ".join(["off", *strategies])
+    rollout = subject.rollout(
+        f"engine.max_batch={top}",
+        f"engine.spec_max_batch={top}",
+        f"engine.strategies={listed}",
+        f"bandit.buckets={list(batches)}",
+        "engine.num_pages=0",
+        *words,
+        longest=TOKENS + 512,
+    )
+    out: dict[tuple[int, str], dict[str, Any]] = {}
+    for batch in batches:
+        for strategy in ["off", *strategies]:
+            case = f"{subject.name} b{batch} {strategy}"
+            if not bench.wanted(case):
+                continue
+            stop = accepts is None
+            got = out[batch, strategy] = measure(rollout, subject, strategy, batch, stop=stop)
+            more: dict[str, Any] = {}
+            if accepts is not None and strategy != str(OFF):
+                if strategy not in accepts:
+                    say(f"{case}: no recorded acceptance; run the warmed policy first")
+                    continue
+                got["accept_length"] = AcceptHistogram(accepts[strategy]).accept_length
+                got["tokens_per_s"] = 1e6 * batch * got["accept_length"] / got["pass_us"]
+                more["synthetic"] = True
+            off = out.get((batch, str(OFF)))
+            if off:
+                got["over_off"] = got["tokens_per_s"] / off["tokens_per_s"]
+                more["over_off"] = round(got["over_off"], 3)
+                more["pass_over_off"] = round(got["pass_us"] / off["pass_us"], 3)
+            bench.add_row(
+                case,
+                got["pass_us"],
+                tokens_per_s=round(got["tokens_per_s"], 1),
+                accept_length=round(got["accept_length"], 3),
+                host_share=round(got["host_share"], 4),
+                **more,
+            )
+    return out
+
+
+def recorded_accepts() -> dict[str, list[int]]:
+    """The committed histogram of the warmed policy; {} where there is none."""
+    for folder in (RESULTS / TARGETS_CARD, RESULTS / TARGETS_CARD / "quick"):
+        path = folder / "decode-accept.json"
+        if path.exists():
+            return json.loads(path.read_text())
+    return {}
+
+
+def book_warmed(bench: Bench, got: dict[tuple[int, str], dict[str, Any]]) -> None:
+    """The targets that the warmed policy decides."""
+    off = got.get((1, "off"))
+    if off:
+        bench.got["smollm2_b1_us"] = round(off["pass_us"], 1)
+        tail = [cell["host_share"] for (batch, _), cell in got.items() if batch <= TAIL]
+        bench.got["tail_host_share"] = round(max(tail), 4)
+        costs = [got[1, s]["pass_us"] / off["pass_us"] for s in DEPTH4 if (1, s) in got]
+        if costs:
+            bench.got["pass_cost_over_plain_b1_x"] = round(min(costs), 3)
+    for batch in QUICK_BATCHES:
+        gains = [cell["over_off"] for (b, s), cell in got.items() if b == batch and s != "off"]
+        if gains:
+            bench.got[f"spec_over_plain_b{batch}_x"] = round(max(gains), 3)
+
+
+def run(bench: Bench) -> None:
+    batches = QUICK_BATCHES if bench.quick else BATCHES
+    words = [*PRESET, *bench.settings]
+    accepts = recorded_accepts()
+    if bench.wanted("warmed"):
+        subject = of_checkpoint("warmed", words, warmed=True, note=say)
+        got = grid(bench, subject, batches, STRATEGIES)
+        book_warmed(bench, got)
+        if not bench.quick:
+            got |= grid(bench, subject, [1], sweep())
+        accepts |= {s: cell["counts"] for (b, s), cell in got.items() if b == 1 and s != "off"}
+        bench.files["accept"] = accepts
+        del subject
+    if bench.wanted("smollm2") and not bench.quick:
+        plain = of_checkpoint("smollm2", words, warmed=False, note=say)
+        grid(bench, plain, batches, ["ngram:6,1,7"])
+        del plain
+    if bench.wanted("qwen2_7b_shape"):
+        shape = of_shape("qwen2_7b_shape", [*words, *SHAPE_WORDS], QWEN2_7B, "cuda")
+        got = grid(bench, shape, batches, STRATEGIES[1:], accepts)
+        if (1, "off") in got:
+            read_us = shape.num_bytes / bench.copy_gb_per_s / 1e3
+            share = read_us / got[1, "off"]["pass_us"]
+            bench.got["qwen2_7b_shape_b1_of_weight_read"] = round(share, 4)

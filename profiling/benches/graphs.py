@@ -1,0 +1,148 @@
+"""Device memory of CUDA graphs on a 7B shape: one strategy, six for every batch, six as planned.
+
+`single` captures `off` and one strategy for every batch bucket to 256, `naive` does so for six
+strategies, each graph with temporaries of its own, `ours` is the engine's plan: speculation for
+small batches only, temporaries shared. Each case runs in a process of its own, since the driver
+keeps the memory of graphs that went. `median_us` is the time that the captures took; `graphs_mib`
+what the device's free memory fell by meanwhile, `buffers_mib` the static arrays that graphs work in
+and that the largest pass sizes, `mib` both: the targets compare these.
+`predicted_over_charged` is the plan's memory model against what the pool books.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from driver.assemble import Rollout
+from driver.rollout.graphs import PassGraphs
+from driver.rollout.plan import BucketPlan, Cell, GraphCost, plain_buckets
+from driver.strategy import parse_strategies
+from profiling.bench import Bench, say
+from profiling.subjects import QWEN2_7B, of_shape
+
+MAX_BATCH, SPEC_BATCH = 256, 32
+STRATEGIES = [
+    "learned:2,1,3",
+    "learned:4,1,5",
+    "learned:4,4,16",
+    "learned:8,4,32",
+    "learned:6,4,24",
+    "ngram:6,1,7",
+]
+SINGLE = "learned:4,4,16"
+LONGEST = 1024  # tokens of a request: pages matter for no graph
+WORDS = [
+    "preset=h100",
+    "model.dtype=bfloat16",
+    "drafter.draft_vocab=16384",
+    f"engine.max_batch={MAX_BATCH}",
+    "engine.num_pages=2048",
+    "engine.graphs=true",
+]
+CASES = ("single", "naive", "ours")
+
+
+class OwnMemory(PassGraphs):
+    """Graphs that share no temporaries."""
+
+    def _capture(self, cell: Cell) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+        super()._capture(cell)
+
+
+def words_of(case: str) -> list[str]:
+    """Settings of the engine of a case."""
+    strategies = [SINGLE] if case == "single" else STRATEGIES
+    batch = SPEC_BATCH if case == "ours" else MAX_BATCH
+    return [
+        *WORDS,
+        f"engine.spec_max_batch={batch}",
+        f"engine.strategies={' '.join(['off', *strategies])}",
+        f"bandit.buckets={plain_buckets(batch) if case != 'ours' else [1, 2, 4, 8, 16, 32]}",
+    ]
+
+
+def every_cell(rollout: Rollout) -> BucketPlan:
+    """A plan that leaves nothing out but what the target's buffers cannot hold."""
+    engine = rollout.engine
+    return BucketPlan(
+        MAX_BATCH,
+        MAX_BATCH,
+        parse_strategies(engine.config.strategies),
+        plain_buckets(MAX_BATCH),
+        engine.model.max_rows,
+        GraphCost.of(engine.model.spec.num_layers),
+    )
+
+
+def measure(case: str) -> dict[str, Any]:
+    """Captures all graphs of a case in this process."""
+    subject = of_shape("qwen2_7b_shape", words_of(case), QWEN2_7B, "cuda")
+    before = torch.cuda.memory_allocated()
+    rollout = subject.rollout(longest=LONGEST)
+    engine, cache = rollout.engine, rollout.engine.cache
+    kept = [*rollout.target.state_dict().values(), *cache.paged_tensors()]
+    buffers = torch.cuda.memory_allocated() - before - sum(t.nbytes for t in kept)
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    if case != "ours":
+        graphs.plan = every_cell(rollout)
+    if case == "naive":
+        graphs.__class__ = OwnMemory
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    engine.runner.prepare()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    metrics = graphs.metrics()
+    fell = free - torch.cuda.mem_get_info()[0]
+    return {
+        "mib": (fell + buffers) / 2**20,
+        "graphs_mib": fell / 2**20,
+        "buffers_mib": buffers / 2**20,
+        "count": metrics["graphs/count"],
+        "capture_s": graphs.capture_s,
+        "predicted_over_charged": graphs.plan.predicted_bytes
+        / 2**20
+        / max(1e-9, metrics["graphs/settled_mib"]),
+        "failed": graphs.failed,
+    }
+
+
+def book(bench: Bench, got: dict[str, dict[str, Any]]) -> None:
+    """Rows and targets; a case that captured only a part meets none."""
+    for case, cell in got.items():
+        shown = {
+            name: round(cell[name], 3)
+            for name in ("mib", "graphs_mib", "buffers_mib", "count", "predicted_over_charged")
+        }
+        bench.add_row(case, 1e6 * cell["capture_s"], **shown, failed=cell["failed"])
+    whole = {case: cell["mib"] for case, cell in got.items() if not cell["failed"]}
+    if "single" in whole and "ours" in whole:
+        bench.got["all_over_single_x"] = round(whole["ours"] / whole["single"], 3)
+    if "naive" in whole and "ours" in whole:
+        bench.got["naive_over_ours_x"] = round(whole["naive"] / whole["ours"], 3)
+
+
+def run(bench: Bench) -> None:
+    got = {}
+    for case in CASES:
+        if not bench.wanted(case):
+            continue
+        command = [sys.executable, "-m", "profiling.benches.graphs", case]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            say(f"{case}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+            continue
+        got[case] = json.loads(done.stdout.strip().splitlines()[-1])
+    book(bench, got)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure(sys.argv[1])) + "\n")

@@ -1,0 +1,255 @@
+"""The engine's benchmarks run whole on a small model on the CPU; their figures are drawn."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from driver.config import load_config
+from driver.rollout.plan import BucketPlan, GraphCost
+from driver.strategy import Strategy, parse_strategies
+from profiling import engine_figures
+from profiling.bench import Bench
+from profiling.benches import decode, graphs, rollout
+from profiling.subjects import fix_bandit, of_checkpoint, of_shape
+
+WORDS = [
+    "preset=tiny",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.intermediate_size=64",
+    "run.threads=1",
+]
+TINY_SHAPE = Qwen2Config(
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    eos_token_id=3,
+)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return of_checkpoint("tiny", WORDS, warmed=False, note=lambda line: None)
+
+
+def test_prompts_with_the_longest_worked_responses_come_first(subject):
+    assert len(subject.prompts(3)) == 3
+    assert subject.prompts(3) != subject.prompts(30)[-3:]
+    first, second = (subject.requests([4, 5], stop=False, round=r) for r in (0, 1))
+    assert [r.params.max_new_tokens for r in first] == [4, 5]
+    assert {r.id for r in first}.isdisjoint(r.id for r in second)
+    assert first[0].params.stop_ids == ()
+    assert subject.requests([4], stop=True)[0].params.stop_ids == subject.stops != ()
+
+
+def test_weights_that_a_pass_reads_are_counted_once(subject):
+    sizes = {name: t.nbytes for name, t in subject.weights.items()}
+    assert subject.num_bytes == sum(sizes.values()) - sizes["lm_head.weight"]  # tied
+
+
+def test_decode_measures_passes_of_the_whole_batch(subject, monkeypatch):
+    monkeypatch.setattr(decode, "TOKENS", 12)
+    bench = Bench("decode", math.nan)
+    strategies = ["ngram:4,1,5", "learned:2,2,5"]
+    got = decode.grid(bench, subject, [1, 3], strategies)
+    assert set(got) == {(b, s) for b in (1, 3) for s in ("off", *strategies)}
+    for (batch, strategy), cell in got.items():
+        assert cell["pass_us"] > 0
+        assert 0 <= cell["host_share"] < 1
+        if strategy == "off":
+            assert cell["accept_length"] == 1.0
+            assert cell["over_off"] == 1.0
+        else:
+            assert 1 <= cell["accept_length"] <= Strategy.parse(strategy).depth + 1
+        assert len(cell["counts"]) == Strategy.parse(strategy).depth + 1
+        assert sum(cell["counts"]) >= batch
+    decode.book_warmed(bench, got)
+    assert bench.got["smollm2_b1_us"] == pytest.approx(got[1, "off"]["pass_us"], abs=0.1)
+    assert bench.got["spec_over_plain_b1_x"] > 0
+
+
+def test_a_shape_takes_the_acceptance_of_another(monkeypatch):
+    monkeypatch.setattr(decode, "TOKENS", 6)
+    words = [*WORDS, "model.dtype=bfloat16", "drafter.draft_vocab=128"]
+    shape = of_shape("shape", words, TINY_SHAPE, "cpu")
+    assert shape.spec.qkv_bias and not shape.spec.tie_word_embeddings
+    embedding = shape.weights["model.embed_tokens.weight"].nbytes
+    assert shape.num_bytes == sum(t.nbytes for t in shape.weights.values()) - embedding
+    bench = Bench("decode", math.nan)
+    accepts = {"learned:2,1,3": [0, 10, 0]}
+    got = decode.grid(bench, shape, [2], ["learned:2,1,3", "learned:1,1,2"], accepts)
+    cell = got[2, "learned:2,1,3"]
+    assert cell["accept_length"] == 2.0
+    assert cell["tokens_per_s"] == pytest.approx(4e6 / cell["pass_us"])
+    rows = {row["case"]: row for row in bench.rows}
+    assert rows["shape b2 learned:2,1,3"]["synthetic"] is True
+    assert "shape b2 learned:1,1,2" not in rows  # nobody recorded it
+
+
+def test_only_picks_cases(subject, monkeypatch):
+    monkeypatch.setattr(decode, "TOKENS", 4)
+    bench = Bench("decode", math.nan, only="b2 off")
+    decode.grid(bench, subject, [1, 2], ["ngram:4,1,5"])
+    assert [row["case"] for row in bench.rows] == ["tiny b2 off"]
+
+
+def test_sweep_stays_within_its_rows():
+    for text in decode.sweep():
+        assert Strategy.parse(text).num_verify <= decode.SWEEP_ROWS
+    assert len(set(decode.sweep())) == len(decode.SWEEP_DEPTHS) * len(decode.SWEEP_TOP_K)
+
+
+@pytest.fixture(scope="module")
+def arms(subject):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout, "STATIC", ["ngram:4,1,5", "learned:2,2,5"])
+        patch.setattr(rollout, "BUCKETS", [1, 2, 4])
+        bench = Bench("rollout", math.nan, quick=True)
+        arms = rollout.replay_arms(bench, subject, [40, 9, 5, 21, 3, 12])
+        arms.add_rows()
+        rollout.book(bench, arms)
+        bench.files["recording"] = rollout.record_of(arms).to_json()
+    return arms
+
+
+def test_rollout_arms_emit_the_trace_and_nothing_else(arms):
+    names = {"off", "ngram:4,1,5", "learned:2,2,5", "map", "bandit", "ucb", "bandit, no loop"}
+    assert set(arms.times) == names
+    for stats in arms.stats.values():
+        assert stats.emitted == 40 + 9 + 5 + 21 + 3 + 12
+        assert stats.reprefilled_tokens == 0
+    assert arms.stats["learned:2,2,5"].spec_passes > 0
+    assert arms.stats["off"].spec_passes == 0
+    rows = {row["case"]: row for row in arms.bench.rows}
+    assert rows["off"]["over_off"] == 1.0
+    assert set(rows) == names
+
+
+def test_rollout_books_its_targets_and_a_recording(arms):
+    wanted = {"trace_over_off_x", "bandit_over_best_static_x", "never_below_off_x", "switch_ms"}
+    assert wanted <= set(arms.bench.got)
+    assert arms.bench.got["reprefilled_tokens"] == 0
+    recorded = {w[1] for w in arms.bench.files["recording"]["windows"]}
+    assert recorded == {"off", "ngram:4,1,5", "learned:2,2,5"}
+    curve = arms.bench.files["trace"]["bandit"]
+    assert curve[0][1] == 6 and curve[-1][1] == 0
+    assert [point[0] for point in curve] == sorted(point[0] for point in curve)
+
+
+def test_transformers_is_extrapolated_from_its_steps(subject, monkeypatch):
+    calls = []
+    monkeypatch.setattr(rollout, "HF_STEPS", 5)
+    monkeypatch.setattr(rollout, "seconds_of", lambda call: calls.append(call()) or len(calls))
+    subject.policy.set_attn_implementation("sdpa")
+    seconds = rollout.hf_seconds(subject.policy, subject.prompts(2), [100, 7], "dynamic")
+    whole, first = calls
+    assert whole.shape[1] - first.shape[1] == 4  # end tokens end nothing
+    # "1" second for five tokens, "2" for the first: 2 + (1 - 2) / 4 a token.
+    assert seconds == pytest.approx(2 - 99 / 4)
+
+
+def test_prompts_are_padded_on_the_left():
+    batch = rollout.padded([(5, 6, 7), (8,)], 0, torch.device("cpu"))
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_a_peer_that_fails_costs_its_own_row(subject, monkeypatch, capsys):
+    def hf_seconds(policy, prompts, lengths, how):
+        if how == "static":
+            raise RuntimeError("no such thing\nhere")
+        return 40.0 if how == "dynamic" else 8.0
+
+    monkeypatch.setattr(rollout, "hf_seconds", hf_seconds)
+    bench = Bench("rollout", math.nan)
+    rollout.compare_hugging_face(bench, subject, [3, 4], ours=2.0)
+    assert [row["case"] for row in bench.rows] == [
+        "transformers dynamic",
+        "transformers continuous",
+    ]
+    assert bench.got["over_hf_generate_x"] == 20.0
+    assert "transformers static: RuntimeError: no such thing" in capsys.readouterr().out
+
+
+def test_a_recorder_counts_what_the_bandit_was_told(subject):
+    made = subject.rollout("engine.strategies=off ngram:4,1,5", longest=64)
+    recorder = fix_bandit(made, policy="static", static="ngram:4,1,5")
+    made.engine.generate(subject.requests([9, 4], stop=False), record=False)
+    assert sum(w.emitted for w in recorder.windows) == 13
+    assert {w.strategy for w in recorder.windows} == {"ngram:4,1,5"}
+
+
+# -- graphs
+
+
+def test_graph_cases_differ_in_what_they_capture():
+    plans = {}
+    for case in graphs.CASES:
+        config = load_config(graphs.words_of(case))
+        engine = config.engine
+        assert (case == "single") == (len(engine.strategies) == 2)
+        plans[case] = BucketPlan(
+            engine.max_batch,
+            engine.spec_max_batch,
+            parse_strategies(engine.strategies),
+            config.bandit.buckets,
+            1 << 20,
+            GraphCost.of(28),
+        )
+    assert len(plans["single"].cells) < len(plans["ours"].cells) < len(plans["naive"].cells)
+    assert max(c.rows for c in plans["naive"].cells) == 8 * max(c.rows for c in plans["ours"].cells)
+    assert len(graphs.STRATEGIES) == 6  # as the targets say
+    assert all(plan.find(256, Strategy("off")) for plan in plans.values())
+
+
+def test_graph_memory_is_booked_only_where_all_was_captured():
+    def cell(mib, failed=""):
+        return {
+            "mib": mib,
+            "graphs_mib": mib - 1.0,
+            "buffers_mib": 1.0,
+            "count": 3,
+            "capture_s": 0.5,
+            "predicted_over_charged": 1.0,
+            "failed": failed,
+        }
+
+    bench = Bench("graphs", math.nan)
+    graphs.book(bench, {"single": cell(100), "ours": cell(110), "naive": cell(550)})
+    assert bench.got == {"all_over_single_x": 1.1, "naive_over_ours_x": 5.0}
+    bench = Bench("graphs", math.nan)
+    graphs.book(bench, {"ours": cell(110), "naive": cell(550, "out of memory")})
+    assert bench.got == {}
+
+
+# -- figures
+
+
+def test_figures_are_drawn_from_results(arms, tmp_path):
+    rows = [
+        {"case": f"warmed b{batch} {strategy}", "tokens_per_s": 100.0 * batch}
+        for batch in (1, 4)
+        for strategy in ("off", "learned:4,1,5")
+    ]
+    rows.append({"case": "warmed b1 learned:2,1,3", "tokens_per_s": 90.0})
+    (tmp_path / "decode.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "rollout-trace.json").write_text(json.dumps(arms.bench.files["trace"]))
+    pulls = {"beg 0.1": [[1, "off", 3], [1, "learned:4,1,5", 9], [4, "off", 5]], "map": []}
+    (tmp_path / "bandit-pulls.json").write_text(json.dumps(pulls))
+    made = {path.name for path in engine_figures.draw(tmp_path, tmp_path)}
+    assert {"speed-warmed.png", "active-bandit.png", "arms-beg-0-1.png"} <= made
+    assert "arms-map.png" not in made
+    assert all((tmp_path / "figures" / name).stat().st_size > 5000 for name in made)
+    curves = engine_figures.speeds(rows)["warmed"]
+    assert curves["off"] == [(1, 100.0), (4, 400.0)]
+
+
+def test_figures_of_an_empty_folder_are_none(tmp_path):
+    assert engine_figures.draw(tmp_path, tmp_path) == []
