@@ -30,8 +30,8 @@ QUICK_BATCHES = [1, 32]  # of the targets
 STRATEGIES = ["ngram:6,1,7", "learned:4,1,5", "learned:4,4,16", "learned:8,4,32"]
 DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
 SWEEP_DEPTHS, SWEEP_TOP_K, SWEEP_ROWS = [2, 4, 6, 8, 12], [1, 2, 4, 8], 32
-TOKENS, TOKENS_LARGE, LARGE = 256, 96, 64  # new tokens of a request, and from which batch fewer
 TAIL = 8  # requests, the most of a tail
+TOKENS = {TAIL: 1024, 32: 256, 256: 96}  # new tokens of a request, by the largest batch
 
 
 class CountingRunner:
@@ -69,7 +69,7 @@ def measure(
         `pass_us`, `tokens_per_s`, `accept_length`, `counts` (of `AcceptHistogram`), `host_share`
         of the whole rollout after its first pass began.
     """
-    tokens = TOKENS if batch < LARGE else TOKENS_LARGE
+    tokens = next(count for most, count in TOKENS.items() if batch <= most)
     requests = subject.requests([tokens] * batch, stop=stop)
     recorder = fix_bandit(rollout, policy="static", static=strategy)
     engine = rollout.engine
@@ -134,7 +134,7 @@ def grid(
         f"bandit.buckets={list(batches)}",
         "engine.num_pages=0",
         *words,
-        longest=TOKENS + 512,
+        longest=max(TOKENS.values()) + 512,
     )
     out: dict[tuple[int, str], dict[str, Any]] = {}
     for batch in batches:

@@ -55,7 +55,7 @@ def test_weights_that_a_pass_reads_are_counted_once(subject):
 
 
 def test_decode_measures_passes_of_the_whole_batch(subject, monkeypatch):
-    monkeypatch.setattr(decode, "TOKENS", 12)
+    monkeypatch.setattr(decode, "TOKENS", {8: 12})
     bench = Bench("decode", math.nan)
     strategies = ["ngram:4,1,5", "learned:2,2,5"]
     got = decode.grid(bench, subject, [1, 3], strategies)
@@ -76,7 +76,7 @@ def test_decode_measures_passes_of_the_whole_batch(subject, monkeypatch):
 
 
 def test_a_shape_takes_the_acceptance_of_another(monkeypatch):
-    monkeypatch.setattr(decode, "TOKENS", 6)
+    monkeypatch.setattr(decode, "TOKENS", {8: 6})
     words = [*WORDS, "model.dtype=bfloat16", "drafter.draft_vocab=128"]
     shape = of_shape("shape", words, TINY_SHAPE, "cpu")
     assert shape.spec.qkv_bias and not shape.spec.tie_word_embeddings
@@ -94,7 +94,7 @@ def test_a_shape_takes_the_acceptance_of_another(monkeypatch):
 
 
 def test_only_picks_cases(subject, monkeypatch):
-    monkeypatch.setattr(decode, "TOKENS", 4)
+    monkeypatch.setattr(decode, "TOKENS", {8: 4})
     bench = Bench("decode", math.nan, only="b2 off")
     decode.grid(bench, subject, [1, 2], ["ngram:4,1,5"])
     assert [row["case"] for row in bench.rows] == ["tiny b2 off"]
@@ -120,7 +120,9 @@ def arms(subject):
 
 
 def test_rollout_arms_emit_the_trace_and_nothing_else(arms):
-    names = {"off", "ngram:4,1,5", "learned:2,2,5", "map", "bandit", "ucb", "bandit, no loop"}
+    names = {"off", "ngram:4,1,5", "learned:2,2,5", "map"}
+    for learning in ("bandit", "ucb", "bandit, no loop"):
+        names |= {learning, f"{learning}, first"}
     assert set(arms.times) == names
     for stats in arms.stats.values():
         assert stats.emitted == 40 + 9 + 5 + 21 + 3 + 12
