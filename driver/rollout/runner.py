@@ -91,7 +91,8 @@ class PassRunner:
             wait_for(self.ring, self.state.device)
             elapsed = time.perf_counter() - begun
         else:
-            elapsed = self.graphs.burst(cell, limit)
+            with self.program.spans("passes", active=count, strategy=str(strategy)):
+                elapsed = self.graphs.burst(cell, limit)
         end = self.ring.sequence
         if cell is not None:
             rows = (end - begin) * count * strategy.num_verify

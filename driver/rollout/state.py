@@ -6,6 +6,7 @@ advances them by itself. On the CPU mirror and array are the same memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Values
 from dataclasses import dataclass
 
 import torch
@@ -105,11 +106,13 @@ class BatchState:
         self._no_parent = self._zeros(max_batch) - 1
         self._count_up = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self.control = self._zeros(CONTROL_WORDS)
-        self._pages: list[list[int]] = [[] for _ in range(max_batch)]  # as the table holds them
+        # What the rows hold, so that only what changed is written again.
+        self._seats: list[tuple[Sequence, int] | None] = [None] * max_batch
+        self._pages: list[list[int]] = [[] for _ in range(max_batch)]
+        self._stamps = [0] * max_batch
         self._views: dict[int, Batch] = {}
         self._filled = 0
-        self._table.fill(-1)
-        self._clear(slice(None))
+        self._clear(0, max_batch)
         self.upload(max_batch)
 
     def rows(self, count: int) -> Batch:
@@ -126,16 +129,18 @@ class BatchState:
             self._views[count] = Batch(self.sequences, **views, roots=roots)
         return self._views[count]
 
-    def is_stale(self, sequences: list[Sequence]) -> bool:
+    def is_stale(self, running: list[Sequence]) -> bool:
         """Whether other requests run than the device knows of, or on other pages."""
-        return self.sequences != sequences or any(
-            pages != sequence.pages for pages, sequence in zip(self._pages, sequences, strict=False)
+        return set(self.sequences) != set(running) or any(
+            pages != sequence.pages
+            for pages, sequence in zip(self._pages, self.sequences, strict=False)
         )
 
-    def fill(self, sequences: list[Sequence]) -> Batch:
-        """Takes over the running requests, oldest first, and uploads their rows.
+    def fill(self, running: list[Sequence]) -> Batch:
+        """Takes over the running requests and uploads their rows.
 
-        Those without a row of the token store get one.
+        Who has a row keeps it, unless it lies past the last; so little changes when one of many
+        requests ends. Those without a row of the token store get one.
 
         Returns:
             Their rows, and no others.
@@ -143,54 +148,70 @@ class BatchState:
         Raises:
             UserError: a request with more than MAX_STOP_IDS stop ids.
         """
-        self.sequences[:] = sequences
-        for sequence in sequences:
+        for sequence in running:
             if sequence.slot < 0:
                 self.store.take(sequence)
-        count, columns = len(sequences), self._columns
+        self.sequences[:] = self._arranged(running)
+        for row, sequence in enumerate(self.sequences):
+            if self._seats[row] != (sequence, sequence.slot):
+                self._seat(row, sequence)
+            if self._pages[row] != sequence.pages:
+                self._table[row] = -1
+                self._table[row, : len(sequence.pages)] = sequence.pages
+                self._pages[row] = list(sequence.pages)
+            stamp = self.store.stamp(sequence)
+            if self._stamps[row] != stamp:
+                self._put("group_slots", row, self.store.group_of(sequence))
+                self._stamps[row] = stamp
+        count, columns = len(running), self._columns
         rows = slice(0, count)
-        context = [s.context_len for s in sequences]
-        columns["context_len"][rows] = context
-        columns["slot"][rows] = columns["store_row"][rows] = [s.slot for s in sequences]
-        columns["last_token"][rows] = [s.tokens[-1] for s in sequences]
-        columns["remaining"][rows] = [s.remaining for s in sequences]
-        columns["granted"][rows] = [len(s.pages) * self.page_size for s in sequences]
+        columns["context_len"][rows] = [s.context_len for s in self.sequences]
+        columns["last_token"][rows] = [s.tokens[-1] for s in self.sequences]
+        columns["remaining"][rows] = [s.remaining for s in self.sequences]
+        columns["granted"][rows] = [len(s.pages) * self.page_size for s in self.sequences]
+        columns["num_new"][rows] = [s.num_new for s in self.sequences]
         columns["status"][rows] = 0
-        columns["num_new"][rows] = [s.num_new for s in sequences]
-        params = [s.request.params for s in sequences]
-        columns["request"][rows] = [s.request.id for s in sequences]
-        columns["temperature"][rows] = [p.temperature for p in params]
-        columns["top_k"][rows] = [p.top_k for p in params]
-        columns["top_p"][rows] = [p.top_p for p in params]
-        for row, sequence in enumerate(sequences):
-            self._fill_row(row, sequence)
         if count < self._filled:
-            self._clear(slice(count, self._filled))
-            self._table[count : self._filled] = -1
-            for row in range(count, self._filled):
-                self._pages[row] = []
+            self._clear(count, self._filled)
         self.upload(max(count, self._filled))
         self._filled = count
         return self.rows(count)
 
-    def _fill_row(self, row: int, sequence: Sequence) -> None:
-        """What takes more than a number: pages, stop ids, rows of the same prompt."""
-        if self._pages[row] != sequence.pages:
-            self._table[row] = -1
-            self._table[row, : len(sequence.pages)] = sequence.pages
-            self._pages[row] = list(sequence.pages)
-        stops = sequence.request.params.stop_ids
+    def _arranged(self, running: list[Sequence]) -> list[Sequence]:
+        here = set(running)
+        kept = [s if s in here else None for s in self.sequences[: len(running)]]
+        kept += [None] * (len(running) - len(kept))
+        seated = set(kept)
+        others = (s for s in running if s not in seated)
+        return [next(others) if s is None else s for s in kept]
+
+    def _seat(self, row: int, sequence: Sequence) -> None:
+        """Writes what stays as long as the request has this row."""
+        params, stops = sequence.request.params, sequence.request.params.stop_ids
         if len(stops) > MAX_STOP_IDS:
             raise UserError(
                 f"request {sequence.request.id}: {len(stops)} stop ids; at most {MAX_STOP_IDS}"
             )
-        group = self.store.group_of(sequence)
-        for name, values in (("stop_ids", stops), ("group_slots", group)):
-            self._columns[name][row] = -1
-            self._columns[name][row, : len(values)] = values
+        self._columns["slot"][row] = self._columns["store_row"][row] = sequence.slot
+        self._columns["request"][row] = sequence.request.id
+        self._columns["temperature"][row] = params.temperature
+        self._columns["top_k"][row] = params.top_k
+        self._columns["top_p"][row] = params.top_p
+        self._put("stop_ids", row, stops)
+        self._seats[row] = sequence, sequence.slot
+        self._stamps[row] = 0
 
-    def _clear(self, rows: slice) -> None:
+    def _put(self, name: str, row: int, values: Values[int]) -> None:
+        table = self._columns[name][row]
+        table.fill(-1)
+        table[: len(values)] = values
+
+    def _clear(self, begin: int, end: int) -> None:
         """Makes rows inert."""
+        rows = slice(begin, end)
+        self._table[rows] = -1
+        for row in range(begin, end):
+            self._seats[row], self._pages[row], self._stamps[row] = None, [], 0
         for name in ("context_len", "last_token", "remaining", "granted", "num_new", "status"):
             self._columns[name][rows] = 0
         for name in ("slot", "stop_ids", "group_slots"):

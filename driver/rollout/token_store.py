@@ -33,6 +33,8 @@ class TokenStore:
         self._free = list(range(num_slots - 1, -1, -1))
         self._past: OrderedDict[int, Prompt] = OrderedDict()  # slots of finished ones, oldest first
         self._groups: dict[Prompt, list[int]] = {}  # newest last
+        self._stamps: dict[Prompt, int] = {}
+        self._changes = 0
 
     @property
     def spare(self) -> int:
@@ -50,6 +52,7 @@ class TokenStore:
             self._drop(next(iter(self._past)))
         sequence.slot = self._free.pop()
         self._groups.setdefault(sequence.request.prompt_ids, []).append(sequence.slot)
+        self._touch(sequence.request.prompt_ids)
         ids = torch.tensor(sequence.tokens, dtype=torch.int32)
         self.tokens[sequence.slot, : len(ids)].copy_(ids)
         self._lengths[sequence.slot] = len(ids)
@@ -77,6 +80,10 @@ class TokenStore:
         others = [s for s in self._groups[sequence.request.prompt_ids] if s != sequence.slot]
         return [sequence.slot, *others[:-GROUP_SLOTS:-1]]
 
+    def stamp(self, sequence: Sequence) -> int:
+        """A number, not 0, that changes whenever the rows of the request's prompt do."""
+        return self._stamps[sequence.request.prompt_ids]
+
     def clear(self) -> None:
         """Forgets the finished requests."""
         for slot in list(self._past):
@@ -85,6 +92,11 @@ class TokenStore:
     def _drop(self, slot: int) -> None:
         prompt = self._past.pop(slot)
         self._groups[prompt].remove(slot)
+        self._touch(prompt)
         if not self._groups[prompt]:
-            del self._groups[prompt]
+            del self._groups[prompt], self._stamps[prompt]
         self._free.append(slot)
+
+    def _touch(self, prompt: Prompt) -> None:
+        self._changes += 1
+        self._stamps[prompt] = self._changes
