@@ -326,6 +326,7 @@ class Run:
         self.lengths = [len(r.token_ids) for r in step.responses]
         self.correct += [n for n, r in zip(self.lengths, step.rewards, strict=True) if r >= 1.0]
         metrics = {**metrics, **stats.metrics(), **self.rollout.bandit.metrics()}
+        metrics |= self.rollout.engine.metrics()
         metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
         if self.rollout.spot is not None:
             metrics |= self.rollout.spot.metrics()

@@ -96,14 +96,20 @@ class SpotTrainer:
         tokens = torch.tensor(sequence.tokens[: sequence.context_len + 1])
         self.buffer.add(Document(tokens, features, self.target_version))
 
-    def on_pass(self, active: int) -> None:
-        """Trains while few requests are active; swaps in what was learned."""
+    def on_pass(self, active: int, passes: int = 1) -> None:
+        """Trains while few requests are active; swaps in what was learned.
+
+        Args:
+            active: requests that run or wait.
+            passes: made since the last call.
+        """
         if self.config.mode == "off" or not 0 < active <= self.config.tail_batch:
             return
         if self._error is None:
             if self.config.mode == "serial":
-                self._passes += 1
-                if self._passes % self.config.every == 0:
+                due = self._passes // self.config.every
+                self._passes += passes
+                for _ in range(self._passes // self.config.every - due):
                     self._attempt()
             elif self._thread is None or not self._thread.is_alive():
                 self._stop.clear()

@@ -59,7 +59,8 @@ class RolloutEngine:
         bandit: chooses the strategy of each burst of passes.
         proposers: strategy kind -> who drafts it.
         seed: run seed of the keyed noise.
-        on_pass: called between bursts with the number of running requests (the spot trainer).
+        on_pass: called between bursts with the requests that are left and the passes made (the spot
+            trainer).
         on_finish: called with each finished sequence while its features are still in the cache.
     """
 
@@ -71,7 +72,7 @@ class RolloutEngine:
         bandit: Bandit,
         proposers: dict[str, Proposer],
         seed: int,
-        on_pass: Callable[[int], None] | None = None,
+        on_pass: Callable[[int, int], None] | None = None,
         on_finish: Callable[[Running], None] | None = None,
     ) -> None:
         self.model, self.cache, self.config = model, cache, config
@@ -104,19 +105,17 @@ class RolloutEngine:
         loops = tlt_ext.GraphPool.supports_loop(device.index or 0)
         if config.loop == "true" and not loops:
             raise UserError("engine.loop=true: this driver cannot loop inside a CUDA graph")
-        budget = config.graph_mib << 20
+        loop, budget = loops and config.loop != "false", config.graph_mib << 20
         plan = BucketPlan(
             config.max_batch,
             config.spec_max_batch,
             parse_strategies(config.strategies),
             self.bandit.config.buckets,
             self.model.max_rows,
-            GraphCost.of(self.model.spec.num_layers),
+            GraphCost(self.model.spec.num_layers, loop),
             budget,
         )
-        return PassGraphs(
-            plan, self.program, self.state, self.ring, loops and config.loop != "false", budget
-        )
+        return PassGraphs(plan, self.program, self.state, self.ring, loop, budget)
 
     # ---- the rollout ----------------------------------------------------------------------------
 
@@ -151,7 +150,8 @@ class RolloutEngine:
             self._harvest(batch, burst, started)
             self._retire(scheduler, record)
             if record and self.on_pass is not None:
-                self.on_pass(len(scheduler.running) + len(scheduler.waiting))
+                active = len(scheduler.running) + len(scheduler.waiting)
+                self.on_pass(active, burst.passes)
         self._account(scheduler, sequences)
         self.stats.elapsed_s = time.perf_counter() - started
         return [self._response(sequence) for sequence in sequences]
@@ -159,6 +159,10 @@ class RolloutEngine:
     def forget(self) -> None:
         """Drops the finished responses that n-gram drafts look at."""
         self.state.store.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """Of its graphs, under the names of the metrics file."""
+        return {} if self.runner.graphs is None else self.runner.graphs.metrics()
 
     def next_logits(self, tokens: Sequence[int]) -> Tensor:
         """The target's logits after `tokens`, float32 [V]; not while `generate` runs."""

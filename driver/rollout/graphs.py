@@ -58,11 +58,13 @@ class PassGraphs:
         self.loop = loop
         self.failed = ""  # why nothing more is captured
         self.capture_s = 0.0
+        self._tried: set[Cell] = set()
         self.step_s: dict[Cell, float] = {}  # measured on inert rows, right after capture
         self._pool = tlt_ext.GraphPool(state.device.index or 0, budget_bytes=budget_bytes)
         self._stream = torch.cuda.Stream(state.device)
         self._memory = torch.cuda.graph_pool_handle()  # of temporaries, one for all graphs
-        self._captured: dict[Cell, torch.cuda.CUDAGraph] = {}  # they keep that memory
+        # What is in the pool; as torch's graphs they keep the memory of the temporaries.
+        self._captured: dict[Cell, torch.cuda.CUDAGraph] = {}
 
     def find(self, batch: int, strategy: Strategy) -> Cell | None:
         """The graph that serves this batch, if it was captured."""
@@ -80,8 +82,6 @@ class PassGraphs:
         Raises:
             RuntimeError: the device failed.
         """
-        if str(cell) not in self._pool:
-            self._instantiate(cell)  # it was evicted
         arm = limit if self.loop else 1
         begun_ns = None
         while True:
@@ -103,12 +103,13 @@ class PassGraphs:
         usable = {
             kind for kind, p in self.program.proposers.items() if p.on_device and p.usable()
         } | {"off"}
-        todo = [c for c in self.plan.cells if c.strategy.kind in usable and c not in self._captured]
+        todo = [c for c in self.plan.cells if c.strategy.kind in usable and c not in self._tried]
         if not todo or self.failed:
             return
         begun = time.perf_counter()
         self.state.fill([])  # every row inert: passes that touch nothing
         for cell in todo:
+            self._tried.add(cell)
             try:
                 self._capture(cell)
                 self.step_s[cell] = self.burst(cell, PROFILE_PASSES) / PROFILE_PASSES
@@ -137,12 +138,11 @@ class PassGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
+        parts = [graph.raw_cuda_graph()]
+        gone = self._pool.add(str(cell), parts, self.state.control, loop=self.loop)
         self._captured[cell] = graph
-        self._instantiate(cell)
-
-    def _instantiate(self, cell: Cell) -> None:
-        graph = self._captured[cell].raw_cuda_graph()
-        self._pool.add(str(cell), [graph], self.state.control, loop=self.loop)
+        for evicted in [c for c in self._captured if str(c) in gone]:  # the plan was too hopeful
+            del self._captured[evicted]
 
     def metrics(self) -> dict[str, float]:
         """Under the names of the metrics file."""

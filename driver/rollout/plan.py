@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from driver.strategy import OFF, Strategy
 
-LAYER_NODES = 8  # kernels of a layer
-REST_NODES = 12  # of the rest of a plain pass
-LEVEL_NODES = 20
-NODE_BYTES = 2622  # as tlt_ext.GraphPool charges
+# Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (profiling/README.md).
+NODE_BYTES, GRAPH_BYTES, LOOP_BYTES = 2700, 40 << 10, 128 << 10
 
 
 @dataclass(frozen=True)
@@ -32,27 +30,28 @@ class Cell:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """What a graph of a pass weighs: the memory model, linear in the graph's nodes.
+    """The memory model: what a graph weighs, by the launches of its pass.
 
     Args:
-        target_nodes: kernels of a plain pass.
-        level_nodes: kernels of a drafted level (learned strategies).
-        node_bytes: device memory of a node in an executable.
+        num_layers: of the target.
+        loop: whether the pass is repeated inside its graph.
     """
 
-    target_nodes: int
-    level_nodes: int
-    node_bytes: int
+    num_layers: int
+    loop: bool = True
 
-    @staticmethod
-    def of(num_layers: int) -> GraphCost:
-        """The model for a target of so many layers, with constants measured on an H100."""
-        return GraphCost(num_layers * LAYER_NODES + REST_NODES, LEVEL_NODES, NODE_BYTES)
+    def nodes(self, strategy: Strategy) -> int:
+        """Launches of a pass; they depend on the strategy, hardly on the batch."""
+        target = 6 * self.num_layers + 7
+        if strategy.kind == "ngram":
+            return target + 7
+        if strategy.kind == "learned":
+            return target + 15 + 9 * (strategy.depth - 1)
+        return target
 
     def bytes_of(self, strategy: Strategy) -> int:
-        """Predicted settled bytes; they depend on the strategy, hardly on the batch."""
-        levels = {"off": 0, "ngram": 1}.get(strategy.kind, strategy.depth + 1)
-        return (self.target_nodes + levels * self.level_nodes) * self.node_bytes
+        """Predicted device memory."""
+        return self.nodes(strategy) * NODE_BYTES + GRAPH_BYTES + self.loop * LOOP_BYTES
 
 
 def plain_buckets(max_batch: int) -> list[int]:

@@ -107,7 +107,8 @@ class BatchState:
         self._count_up = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self.control = self._zeros(CONTROL_WORDS)
         # What the rows hold, so that only what changed is written again.
-        self._seats: list[tuple[Sequence, int] | None] = [None] * max_batch
+        self._seats: list[Sequence | None] = [None] * max_batch
+        self._slots = [-1] * max_batch
         self._pages: list[list[int]] = [[] for _ in range(max_batch)]
         self._stamps = [0] * max_batch
         self._views: dict[int, Batch] = {}
@@ -153,7 +154,7 @@ class BatchState:
                 self.store.take(sequence)
         self.sequences[:] = self._arranged(running)
         for row, sequence in enumerate(self.sequences):
-            if self._seats[row] != (sequence, sequence.slot):
+            if self._seats[row] is not sequence or self._slots[row] != sequence.slot:
                 self._seat(row, sequence)
             if self._pages[row] != sequence.pages:
                 self._table[row] = -1
@@ -198,8 +199,7 @@ class BatchState:
         self._columns["top_k"][row] = params.top_k
         self._columns["top_p"][row] = params.top_p
         self._put("stop_ids", row, stops)
-        self._seats[row] = sequence, sequence.slot
-        self._stamps[row] = 0
+        self._seats[row], self._slots[row], self._stamps[row] = sequence, sequence.slot, 0
 
     def _put(self, name: str, row: int, values: Values[int]) -> None:
         table = self._columns[name][row]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +13,15 @@ from driver.rollout.scheduler import Sequence
 GROUP_SLOTS = 32  # sequences of one prompt that a request looks at
 
 Prompt = tuple[int, ...]
+
+
+@dataclass
+class Group:
+    """Rows of one prompt."""
+
+    prompt: Prompt
+    slots: list[int] = field(default_factory=list)  # newest last
+    stamp: int = 0
 
 
 class TokenStore:
@@ -31,9 +41,9 @@ class TokenStore:
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._past: OrderedDict[int, Prompt] = OrderedDict()  # slots of finished ones, oldest first
-        self._groups: dict[Prompt, list[int]] = {}  # newest last
-        self._stamps: dict[Prompt, int] = {}
+        self._past: OrderedDict[int, None] = OrderedDict()  # slots of finished ones, oldest first
+        self._groups: dict[Prompt, Group] = {}
+        self._group_of: list[Group | None] = [None] * num_slots  # by slot
         self._changes = 0
 
     @property
@@ -51,8 +61,11 @@ class TokenStore:
         if not self._free:
             self._drop(next(iter(self._past)))
         sequence.slot = self._free.pop()
-        self._groups.setdefault(sequence.request.prompt_ids, []).append(sequence.slot)
-        self._touch(sequence.request.prompt_ids)
+        prompt = sequence.request.prompt_ids
+        group = self._groups.setdefault(prompt, Group(prompt))
+        group.slots.append(sequence.slot)
+        self._group_of[sequence.slot] = group
+        self._touch(group)
         ids = torch.tensor(sequence.tokens, dtype=torch.int32)
         self.tokens[sequence.slot, : len(ids)].copy_(ids)
         self._lengths[sequence.slot] = len(ids)
@@ -61,7 +74,7 @@ class TokenStore:
         """A request runs no more; `keep` its row for those of its prompt that come later."""
         if sequence.slot < 0:
             return  # it never ran
-        self._past[sequence.slot] = sequence.request.prompt_ids
+        self._past[sequence.slot] = None
         if not keep:
             self._drop(sequence.slot)
         sequence.slot = -1
@@ -77,12 +90,12 @@ class TokenStore:
 
     def group_of(self, sequence: Sequence) -> list[int]:
         """Rows that a request looks at: its own, then those of its prompt, the newest first."""
-        others = [s for s in self._groups[sequence.request.prompt_ids] if s != sequence.slot]
+        others = [s for s in self._group_of[sequence.slot].slots if s != sequence.slot]
         return [sequence.slot, *others[:-GROUP_SLOTS:-1]]
 
     def stamp(self, sequence: Sequence) -> int:
         """A number, not 0, that changes whenever the rows of the request's prompt do."""
-        return self._stamps[sequence.request.prompt_ids]
+        return self._group_of[sequence.slot].stamp
 
     def clear(self) -> None:
         """Forgets the finished requests."""
@@ -90,13 +103,14 @@ class TokenStore:
             self._drop(slot)
 
     def _drop(self, slot: int) -> None:
-        prompt = self._past.pop(slot)
-        self._groups[prompt].remove(slot)
-        self._touch(prompt)
-        if not self._groups[prompt]:
-            del self._groups[prompt], self._stamps[prompt]
+        del self._past[slot]
+        group, self._group_of[slot] = self._group_of[slot], None
+        group.slots.remove(slot)
+        self._touch(group)
+        if not group.slots:
+            del self._groups[group.prompt]
         self._free.append(slot)
 
-    def _touch(self, prompt: Prompt) -> None:
+    def _touch(self, group: Group) -> None:
         self._changes += 1
-        self._stamps[prompt] = self._changes
+        group.stamp = self._changes

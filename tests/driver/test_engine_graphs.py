@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from driver.rollout.graphs import PassGraphs
+from driver.rollout.plan import GraphCost
 from driver.strategy import OFF
 from tests import kit
 from tests.driver.hugging_face import random_model
@@ -122,6 +123,18 @@ def test_arms_captured_later_leave_the_first_graphs_whole(policy, plain):
         got = generate(rollout, jobs(), "off", *STRATEGIES, seed=seed, horizon=3)
         assert same(got, plain)
     assert rollout.engine.stats.spec_passes > 0
+
+
+def test_the_memory_model_is_within_15_percent(looped):
+    generate(looped, jobs()[:2])
+    graphs = looped.engine.runner.graphs
+    usage = graphs._pool.usage()
+    cost = GraphCost(looped.target.spec.num_layers)
+    assert len(usage) == len(graphs.plan.cells)
+    for cell in graphs.plan.cells:
+        assert cost.bytes_of(cell.strategy) == pytest.approx(
+            usage[str(cell)].charged_bytes, rel=0.15
+        )
 
 
 def test_new_weights_keep_the_graphs(policy):

@@ -203,7 +203,7 @@ def test_graph_cases_differ_in_what_they_capture():
             parse_strategies(engine.strategies),
             config.bandit.buckets,
             1 << 20,
-            GraphCost.of(28),
+            GraphCost(28),
         )
     assert len(plans["single"].cells) < len(plans["ours"].cells) < len(plans["naive"].cells)
     assert max(c.rows for c in plans["naive"].cells) == 8 * max(c.rows for c in plans["ours"].cells)
