@@ -14,9 +14,12 @@ the price of later ones; continuous batching makes all tokens of the trace at it
 
 from __future__ import annotations
 
+import gc
+import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ BUCKETS = [1, 2, 4, 8, 16, 32]
 ROUNDS, QUICK_ROUNDS = 3, 1
 LEARNING = ("beg", "ucb")
 HF_STEPS = 32  # tokens of each request
+PEER_LIMIT_S = 90  # two generations, compilation included
 TRACE_POINTS = 400  # of an arm's curve of active requests
 
 
@@ -187,6 +191,22 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raises TimeoutError in the main thread; a peer that hangs must not hang the others."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def hf_seconds(
     policy: PreTrainedModel, prompts: list[tuple[int, ...]], lengths: list[int], how: str
 ) -> float:
@@ -224,13 +244,15 @@ def compare_hugging_face(bench: Bench, subject: Subject, lengths: list[int], our
     assert subject.policy is not None
     policy = subject.policy.eval()
     policy.set_attn_implementation("sdpa")
+    gc.collect()
+    torch.cuda.empty_cache()  # our engine's: continuous batching takes what is free
     best = None
     for how in ("dynamic",) if bench.quick else ("dynamic", "static", "continuous"):
         case = f"transformers {how}"
         if not bench.wanted(case):
             continue
         try:
-            with torch.no_grad():
+            with torch.no_grad(), time_limit(PEER_LIMIT_S):
                 seconds = hf_seconds(policy, subject.prompts(len(lengths)), lengths, how)
         except Exception as error:  # a peer that cannot run here costs its own row
             say(f"{case}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -178,6 +179,13 @@ def test_a_peer_that_fails_costs_its_own_row(subject, monkeypatch, capsys):
     ]
     assert bench.got["over_hf_generate_x"] == 20.0
     assert "transformers static: RuntimeError: no such thing" in capsys.readouterr().out
+
+
+def test_a_peer_that_hangs_is_stopped():
+    with pytest.raises(TimeoutError, match="not done within 1 s"), rollout.time_limit(1):
+        time.sleep(20)
+    with rollout.time_limit(1):
+        pass
 
 
 def test_a_recorder_counts_what_the_bandit_was_told(subject):
