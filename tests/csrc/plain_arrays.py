@@ -263,7 +263,7 @@ def main(library: str) -> None:
     names = {op.__name__ for op in tlt_ext.OPS}
     for dtype, tolerance in TOLERANCE.items():
         calls = cases(dtype)
-        assert set(calls) == names
+        assert set(calls) == names, f"ops and cases differ: {names ^ set(calls)}"
         for name, arguments in calls.items():
             done = run(name, arguments, lambda array: array, pinned=False)
             assert any(not np.array_equal(a, arguments[n]) for n, a in done.items()), name
