@@ -21,6 +21,7 @@ from driver.packed_attention import use_packed_attention
 from driver.packing import pack
 from driver.rollout.request import Response
 from driver.spans import Spans
+from driver.world import World
 
 if TYPE_CHECKING:
     from driver.config import GrpoConfig
@@ -46,6 +47,8 @@ class PolicyTrainer:
         model: a module like `transformers.LlamaForCausalLM` with sdpa attention.
         cfg: the `grpo.*` part of the configuration.
         load_reference: makes the reference policy; called only when `cfg.kl_coef` is not 0.
+        world: ranks that share the work of each update; all of them call it with the same
+            responses and end with the same policy.
 
     Raises:
         ValueError: `kl_coef` is set and there is no way to load a reference.
@@ -60,7 +63,9 @@ class PolicyTrainer:
         model: nn.Module,
         cfg: GrpoConfig,
         load_reference: Callable[[], nn.Module] | None = None,
+        world: World | None = None,
     ):
+        self.world = world or World()
         # Dropout would train another policy than the one that sampled.
         self.model = model.eval()
         use_packed_attention(model)
@@ -124,37 +129,40 @@ class PolicyTrainer:
 
         spans, device = Spans("update"), self._device()
         with spans("old_log_prob") as fixing:
+            parts = _cut(kept, self.cfg.minibatches)
             with deterministic(device):
                 minibatches = [
                     [self._with_fixed_logprobs(b) for b in self._micro_batches(responses, part)]
-                    for part in _cut(kept, self.cfg.minibatches)
+                    for part in parts
                 ]
-            metrics |= _logprob_metrics(minibatches, self._logp_alarm())
+            metrics |= self._logprob_metrics(minibatches)
         with spans("update_actor") as training:
             shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
             advantages = grpo.group_advantages(shaped, groups, self.cfg.advantage)  # [N]
+            lengths = [[len(responses[i].token_ids) for i in part] for part in parts]
+            denominators = [
+                grpo.loss_denominator(some, self.loss_norm, max_length) for some in lengths
+            ]
             with deterministic(device):
-                metrics |= self._train(minibatches, advantages.to(device), max_length)
+                metrics |= self._train(minibatches, advantages.to(device), denominators)
         self.step += 1
         metrics["timing_s/old_log_prob"] = fixing.seconds
         metrics["timing_s/update_actor"] = training.seconds
         return metrics
 
     def backward(
-        self, batches: Sequence[MicroBatch], advantages: Tensor, max_length: int
+        self, batches: Sequence[MicroBatch], advantages: Tensor, denominator: int
     ) -> list[grpo.PolicyLoss]:
         """Add the gradient of one optimizer minibatch to the masters.
 
         Args:
-            batches: the minibatch, cut in any way, with old log-probs.
+            batches: the minibatch, or this rank's part of it, cut in any way, with old log-probs.
             advantages: float32 [N], of all responses of the step.
-            max_length: the length limit, for `loss_norm=constant`.
+            denominator: of the whole minibatch, from `grpo.loss_denominator`.
 
         Returns:
             The share of each micro-batch.
         """
-        lengths = [n for b in batches for n in b.owner.unique(return_counts=True)[1].tolist()]
-        denominator = grpo.loss_denominator(lengths, self.loss_norm, max_length)
         shares = []
         for batch in batches:
             logprobs, entropy = self._logprobs(self.model, batch, self.cfg.entropy_coef > 0)
@@ -204,7 +212,8 @@ class PolicyTrainer:
         self, responses: Sequence[Response], part: Sequence[int]
     ) -> Iterator[MicroBatch]:
         lengths = [len(responses[i].request.prompt_ids) + len(responses[i].token_ids) for i in part]
-        for row in pack(lengths, self.cfg.micro_batch_tokens):
+        rows = pack(lengths, self.cfg.micro_batch_tokens)
+        for row in rows[self.world.rank :: self.world.size]:
             yield build_micro_batch(responses, [part[i] for i in row], self._device())
 
     @torch.no_grad()
@@ -242,33 +251,79 @@ class PolicyTrainer:
             buffer = max(1, round(OVERLONG_SHARE * max_length))
             shaped += grpo.overlong_penalty(lengths, max_length, buffer)  # [N]
         if self.reference is not None and self.cfg.kl_in == "reward":
+            penalty = torch.zeros_like(shaped)  # [N]
             for batch in (b for part in minibatches for b in part):
                 k1 = grpo.kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")  # [M]
-                penalty = self.cfg.kl_coef * k1.double().cpu()  # [M]
-                shaped.index_add_(0, batch.owner.cpu(), -penalty)  # [N]
+                penalty.index_add_(0, batch.owner.cpu(), k1.double().cpu())  # [N]
+            shaped -= self.cfg.kl_coef * self._over_ranks(penalty)  # [N]
         return shaped
 
     def _train(
-        self, minibatches: Sequence[Sequence[MicroBatch]], advantages: Tensor, max_length: int
+        self,
+        minibatches: Sequence[Sequence[MicroBatch]],
+        advantages: Tensor,
+        denominators: Sequence[int],
     ) -> dict[str, float]:
         lr = self.cfg.lr * min(1.0, (self.step + 1) / max(1, self.cfg.warmup_steps))
         shares: list[grpo.PolicyLoss] = []
         norms: list[Tensor] = []
         for _ in range(self.cfg.epochs):
-            for batches in minibatches:
-                shares += self.backward(batches, advantages, max_length)
+            for batches, denominator in zip(minibatches, denominators, strict=True):
+                shares += self.backward(batches, advantages, denominator)
+                self._sum_gradients()
                 norms.append(self._optimizer_step(lr))
-        tokens = max(1, sum(s.tokens for s in shares))
+        sums = torch.zeros(5, dtype=torch.float64)  # tokens, loss, KL, clipped, reference KL
+        for s in shares:
+            parts = (s.tokens, s.pg_loss, s.ppo_kl, s.clipped, s.ref_kl)
+            sums += torch.tensor([float(part) for part in parts], dtype=torch.float64)
+        tokens, pg_loss, ppo_kl, clipped, ref_kl = self._over_ranks(sums).tolist()
+        tokens = max(1, tokens)
         metrics = {
-            "actor/pg_loss": float(sum(s.pg_loss for s in shares)) / max(1, len(norms)),
-            "actor/ppo_kl": float(sum(s.ppo_kl for s in shares)) / tokens,
-            "actor/pg_clipfrac": float(sum(s.clipped for s in shares)) / tokens,
+            "actor/pg_loss": pg_loss / max(1, len(norms)),
+            "actor/ppo_kl": ppo_kl / tokens,
+            "actor/pg_clipfrac": clipped / tokens,
             "actor/grad_norm": float(sum(norms)) / max(1, len(norms)),
             "actor/lr": lr,
         }
         if self.reference is not None:
-            metrics["actor/ref_kl"] = float(sum(s.ref_kl for s in shares)) / tokens
+            metrics["actor/ref_kl"] = ref_kl / tokens
         return metrics
+
+    def _sum_gradients(self) -> None:
+        if self.world.size > 1:
+            for master in self.masters:
+                if master.grad is None:  # this rank had no micro-batch
+                    master.grad = torch.zeros_like(master)
+            self.world.sum_([master.grad for master in self.masters])
+
+    def _over_ranks(self, values: Tensor) -> Tensor:
+        """The sum of every rank's values, float64 on the CPU."""
+        return torch.stack(self.world.gather(values)).sum(0)
+
+    def _logprob_metrics(self, minibatches: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+        sums = torch.zeros(3, dtype=torch.float64)  # tokens, |difference|, entropy
+        largest = 0.0
+        for batch in (batch for part in minibatches for batch in part):
+            difference = (batch.old_logprobs - batch.rollout_logprobs).abs()  # [M]
+            parts = (len(difference), difference.sum(), batch.entropy.sum())
+            sums += torch.tensor([float(part) for part in parts], dtype=torch.float64)
+            largest = max(largest, difference.max().item())
+        tokens, distance, entropy = self._over_ranks(sums).tolist()
+        largest = max(self.world.gather(largest))
+        if not tokens:
+            return {}
+        mean, alarm = distance / tokens, self._logp_alarm()
+        if not mean <= alarm:  # NaN alarms too
+            warnings.warn(
+                f"sampling_logp_difference: rollout and trainer log-probs differ by {mean:.3g} in"
+                f" the mean (alarm at {alarm}): the engine does not hold the trainer's weights",
+                stacklevel=3,
+            )
+        return {
+            "actor/entropy": entropy / tokens,
+            "sampling/sampling_logp_difference/mean": mean,
+            "sampling/sampling_logp_difference/max": largest,
+        }
 
     def _optimizer_step(self, lr: float) -> Tensor:
         return self.weights.step(self.optimizer, self.cfg.max_grad_norm, lr)
@@ -354,24 +409,4 @@ def _response_metrics(
         "response_length/min": float(min(lengths)),
         "response_length/clip_ratio": clip_ratio,
         "frac_reward_zero_std": zero_std,
-    }
-
-
-def _logprob_metrics(minibatches: Sequence[Sequence[MicroBatch]], alarm: float) -> dict[str, float]:
-    batches = [batch for part in minibatches for batch in part]
-    if not batches:
-        return {}
-    old = torch.cat([b.old_logprobs for b in batches])  # [sum of M]
-    difference = (old - torch.cat([b.rollout_logprobs for b in batches])).abs()  # [sum of M]
-    mean = difference.mean().item()
-    if not mean <= alarm:  # NaN alarms too
-        warnings.warn(
-            f"sampling_logp_difference: rollout and trainer log-probs differ by {mean:.3g} in the "
-            f"mean (alarm at {alarm}): the engine does not hold the trainer's weights",
-            stacklevel=3,
-        )
-    return {
-        "actor/entropy": torch.cat([b.entropy for b in batches]).mean().item(),
-        "sampling/sampling_logp_difference/mean": mean,
-        "sampling/sampling_logp_difference/max": difference.max().item(),
     }

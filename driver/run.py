@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +24,22 @@ from driver.assemble import (
     stop_ids,
 )
 from driver.bandit import OFF
-from driver.capture import capture_op, check_capture
+from driver.capture import check_capture
+from driver.collector import Collector, Experience
 from driver.config import Config
+from driver.coordinator import Coordinator
 from driver.errors import UserError
-from driver.grpo import check_rewards, dynamic_sampling
 from driver.memory import memory_metrics
 from driver.phases import Phases
 from driver.policy_trainer import PolicyTrainer
 from driver.reward_workers import RewardWorkers
-from driver.rollout.request import Request, Response, SamplingParams, request_id
-from driver.rollout.scheduler import Sequence as Running
-from driver.rollout.stats import RolloutStats
+from driver.rollout.request import SamplingParams
+from driver.run_checkpoint import Checkpoint
 from driver.run_folder import RunFolder, Sample
-from driver.tasks import Prompt, Task, make_task
+from driver.tasks import Task, make_task
 from driver.warm import adopt_drafter, drafter_state, warm_start
 from driver.warmup import warm_up
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What a step learns from: prompts, the responses to each side by side, their rewards."""
-
-    prompts: list[Prompt] = field(default_factory=list)
-    responses: list[Response] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    keep: list[bool] = field(default_factory=list)  # which responses enter the loss
-    refills: int = 0
+from driver.world import World
 
 
 @dataclass
@@ -57,22 +47,20 @@ class Run:
     """Everything a training loop touches; `driver/train.py` gives the order."""
 
     config: Config
-    folder: RunFolder
+    world: World
+    folder: RunFolder | None  # None: rank 0 keeps the records
     phases: Phases
     task: Task
     tokenizer: Tokenizer
     policy: PreTrainedModel
     trainer: PolicyTrainer
     rollout: Rollout
-    params: SamplingParams
-    workers: RewardWorkers | None  # None: rewards are computed here, after the rollout
+    collector: Collector
     step: int = 0  # finished steps
-    prompts_drawn: int = 0  # from the training split
     version: int = 0  # of the policy in the engine
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out accuracy
     tokens: int = 0  # emitted in training rollouts
     target_passes: int = 0
-    stats: RolloutStats = field(default_factory=RolloutStats)  # of the last training rollout
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # of the last rollout
     lengths: list[int] = field(default_factory=list)  # responses of the last rollout
     correct: list[int] = field(default_factory=list)  # lengths of all correct responses
@@ -84,7 +72,9 @@ class Run:
 
         A start that fails leaves no folder behind, so that the next try may use its name.
         """
-        phases = Phases()
+        world = World.join(config.run.device, config.run.timeout_s)
+        config = _for_rank(config, world)
+        phases = Phases(world.rank, world.size)
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         with phases("load"):
@@ -98,28 +88,30 @@ class Run:
             check_capture(config.capture, config.run.steps)
             task = make_task(**asdict(config.task))
             source = find_model(config, note)
-            folder = RunFolder(config)
+            folder = RunFolder(config) if world.rank == 0 else None
         try:
-            return Run._build(config, note, phases, task, source, folder)
+            return Run._build(config, note, world, phases, task, source, folder)
         except BaseException:
-            folder.discard()
+            if folder is not None:
+                folder.discard()
             raise
 
     @staticmethod
     def _build(
         config: Config,
         note: Callable[[str], None],
+        world: World,
         phases: Phases,
         task: Task,
         source: Path | None,
-        folder: RunFolder,
+        folder: RunFolder | None,
     ) -> Run:
-        saved = folder.resumed
+        saved = world.share(folder.resumed if folder else None)
         if config.warmup.keep and (saved is None or config.grpo.kl_coef):
-            with phases("warmup"):
-                source = warm_start(config, note).path
+            with phases("warmup"):  # one rank makes it, all use it
+                source = world.share(warm_start(config, note).path if folder else None)
         with phases("load"):
-            if config.run.resume and saved is None:
+            if folder is not None and config.run.resume and saved is None:
                 note(f"{folder.path} holds no whole checkpoint: starting over")
             policy, tokenizer = load_policy(config, saved.path if saved else source)
             spec, prompt_len = spec_of(policy), longest_prompt(task, tokenizer)
@@ -129,6 +121,7 @@ class Run:
             with phases("warmup"):
                 losses = warm_up(policy, tokenizer, task, config.warmup, config.run.seed)
             note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+            world.copy_(p.detach() for p in policy.parameters())  # cards do not agree to the bit
         with phases("load"):
             sampling = config.sampling
             params = SamplingParams(
@@ -143,13 +136,30 @@ class Run:
                 config, spec, policy.state_dict(), min(longest, spec.max_position)
             )
             rollout.watch(phases.timeline)
-            trainer = PolicyTrainer(policy, config.grpo, lambda: load_policy(config, source)[0])
+            trainer = PolicyTrainer(
+                policy, config.grpo, lambda: load_policy(config, source)[0], world
+            )
+            coordinator = None
+            if rollout.spot is not None and config.spot.mode == "coordinated":
+                coordinator = Coordinator(world, rollout.spot, config.spot.min_ranks)
             workers = RewardWorkers(task, config.reward) if config.reward.workers else None
+            collector = Collector(
+                config,
+                world,
+                phases,
+                task,
+                tokenizer,
+                rollout,
+                params,
+                workers,
+                coordinator,
+                folder.path / "captures" if folder else None,
+            )
             run = Run(
-                config, folder, phases, task, tokenizer, policy, trainer, rollout, params, workers
+                config, world, folder, phases, task, tokenizer, policy, trainer, rollout, collector
             )
             if saved is not None:
-                run._restore(saved.step, saved.state)
+                run._restore(saved)
             else:
                 adopt_drafter(rollout.spot, drafter_state(source), note)
         return run
@@ -157,116 +167,8 @@ class Run:
     # ---- the phases of a step -------------------------------------------------------------------
 
     def gather(self) -> Experience:
-        """The step's rollouts and rewards.
-
-        With `grpo.max_refills` groups of equal rewards are replaced by groups of further prompts,
-        at most that many times (DAPO's dynamic sampling); all that was drawn is in the metrics.
-        """
-        grpo = self.config.grpo
-        self.stats = RolloutStats()
-        rounds: list[Experience] = []
-
-        def draw(refill: int, missing: int) -> list[tuple[int, list[float]]]:
-            rounds.append(self._draw(refill, missing))
-            rewards, each = rounds[-1].rewards, grpo.samples_per_prompt
-            first = sum(len(r.prompts) for r in rounds[:-1])
-            return [(first + g, rewards[g * each : (g + 1) * each]) for g in range(missing)]
-
-        if grpo.max_refills:
-            groups = dynamic_sampling(draw, grpo.prompts_per_step, grpo.max_refills)
-        else:
-            groups = [group for group, _ in draw(0, grpo.prompts_per_step)]
-        responses = [response for r in rounds for response in r.responses]
-        masked = grpo.truncated == "mask"
-        return Experience(
-            [prompt for r in rounds for prompt in r.prompts],
-            responses,
-            [reward for r in rounds for reward in r.rewards],
-            [
-                i // grpo.samples_per_prompt in groups and not (masked and r.finish == "length")
-                for i, r in enumerate(responses)
-            ],
-            len(rounds) - 1,
-        )
-
-    def _draw(self, refill: int, count: int) -> Experience:
-        """Responses to the next `count` prompts: siblings side by side."""
-        first = self.prompts_drawn
-        self.prompts_drawn += count
-        prompts = [self.task.prompt("train", first + i) for i in range(count)]
-        each = self.config.grpo.samples_per_prompt
-        requests = [
-            Request(
-                request_id("train", self.step, p.id, s, refill), group, self.encode(p), self.params
-            )
-            for group, p in enumerate(prompts, start=first)
-            for s in range(each)
-        ]
-        captures = self.folder.path / "captures"
-        with self.phases("gen"), capture_op(self.config.capture, self.step + 1, captures):
-            responses = self.roll_out(prompts, requests)
-        with self.phases("reward"):
-            rewards = self.rewards(prompts, responses, submitted=True)
-        return Experience(prompts, responses, rewards)
-
-    def roll_out(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[Response]:
-        """One response a request, in order; spot trainer and reward workers use the tail."""
-        engine = self.rollout.engine
-        on_finish = engine.on_finish
-        each = len(requests) // len(prompts)
-        index = {request.id: i for i, request in enumerate(requests)}
-
-        def score(sequence: Running) -> None:
-            if on_finish is not None:
-                on_finish(sequence)
-            at = index[sequence.request.id]
-            ids = sequence.tokens[len(sequence.request.prompt_ids) :]
-            self.workers.submit(at, prompts[at // each], self._decode(ids, sequence.finish))
-
-        if self.workers is not None:
-            engine.on_finish = score
-        try:
-            responses = engine.generate(requests)
-        except BaseException:
-            if self.rollout.spot is not None:
-                self.rollout.spot.stop()  # its thread must not outlive the rollout
-            raise
-        finally:
-            engine.on_finish = on_finish
-        self.stats.add(engine.stats)
-        return responses
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
-        if not ids:
-            raise UserError(f"prompt {prompt.id} of task {self.task.name} has no tokens")
-        return tuple(ids)
-
-    def text(self, response: Response) -> str:
-        """The response as the task sees it, without its end token."""
-        return self._decode(response.token_ids, response.finish)
-
-    def _decode(self, ids: Sequence[int], finish: str) -> str:
-        ids = ids[:-1] if finish == "stop" else ids
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-    def rewards(
-        self, prompts: Sequence[Prompt], responses: Sequence[Response], submitted: bool = False
-    ) -> list[float]:
-        """One reward a response, in order.
-
-        Args:
-            prompts: of the responses.
-            responses: siblings side by side.
-            submitted: whether the reward workers have them already.
-        """
-        if submitted and self.workers is not None:
-            return check_rewards(self.workers.collect(len(responses)), len(responses))
-        each = len(responses) // len(prompts)
-        values = [
-            self.task.reward(prompts[i // each], self.text(r)) for i, r in enumerate(responses)
-        ]
-        return check_rewards(values, len(responses))
+        """The step's rollouts, of all ranks, and their rewards."""
+        return self.collector.gather(self.step)
 
     def finish_bubble(self) -> None:
         """What the spot trainer does with the end of the bubble."""
@@ -274,6 +176,7 @@ class Run:
             self.rollout.spot.finish()
 
     def update_policy(self, step: Experience) -> dict[str, float]:
+        self.world.enter("update_actor")
         metrics = self.trainer.update(step.responses, step.rewards, step.keep)
         if self.config.grpo.max_refills:
             metrics["dynamic_sampling/refills"] = step.refills
@@ -289,37 +192,34 @@ class Run:
         self.rollout.update_weights(self.policy.state_dict(), self.version)
 
     def evaluate(self) -> None:
-        """Held-out accuracy: mean reward of one response to each of the first eval prompts.
-
-        Sampled as in training, with the same noise each time, so two evaluations differ by the
-        policy alone.
-        """
+        """Held-out accuracy of the policy as it is."""
         count = self.config.run.eval_prompts
         if count == 0 or self.step in self.evaluations:
             return
         with self.phases("eval"):
-            prompts = [self.task.prompt("eval", i) for i in range(count)]
-            requests = [
-                Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.params)
-                for i, p in enumerate(prompts)
-            ]
-            responses = self.rollout.engine.generate(requests, record=False)
-            rewards = self.rewards(prompts, responses)
-        self.evaluations[self.step] = sum(rewards) / count
-        if self.step == 0:  # later ones are in the record of their step
+            self.evaluations[self.step] = self.collector.evaluate(count)
+        if self.step == 0 and self.folder is not None:  # later ones are in their step's record
             self.folder.log_step(0, {"eval/accuracy": self.evaluations[0]})
 
-    def close(self) -> None:
-        """Ends what works beside the run."""
-        if self.workers is not None:
-            self.workers.close()
+    def close(self, whole: bool) -> None:
+        """Ends what works beside the run, and its records.
+
+        Args:
+            whole: whether the run came to its end.
+        """
+        if self.collector.workers is not None:
+            self.collector.workers.close()
+        if whole:
+            self.world.leave()
+        if self.folder is not None:
+            self.folder.close() if whole else self.folder.discard()
 
     # ---- records --------------------------------------------------------------------------------
 
     def log(self, metrics: dict[str, float], step: Experience) -> None:
         """Books the step that just ended; `self.step` counts it already."""
         begin = time.perf_counter()
-        stats = self.stats
+        stats = self.collector.stats
         self.tokens += stats.emitted
         self.target_passes += stats.target_passes
         self.trace = [*stats.trace, (stats.elapsed_s, 0, str(OFF))]
@@ -333,10 +233,14 @@ class Run:
         metrics |= memory_metrics()
         if self.step in self.evaluations:
             metrics["eval/accuracy"] = self.evaluations[self.step]
-        self.folder.log_rollout(self.step, self.lengths, self.trace)
-        self.folder.log_samples(self.step, self._samples(step))
+        metrics |= self.collector.rank_metrics()
         self.last_metrics = metrics | self.phases.end_step(self.step)
-        self.folder.log_step(self.step, self.last_metrics)
+        if self.folder is not None:
+            self.folder.log_rollout(self.step, self.lengths, self.trace)
+            self.folder.log_samples(self.step, self._samples(step))
+            self.folder.log_step(self.step, self.last_metrics)
+            if self.collector.rank_states:
+                self.folder.write_ranks(self.collector.rank_states)
         self.phases.add("log", time.perf_counter() - begin)
 
     def _samples(self, step: Experience) -> list[Sample]:
@@ -347,7 +251,7 @@ class Run:
             step.prompts[:count], step.responses[::each], step.rewards[::each], strict=False
         )
         return [
-            Sample(p.id, p.text, self.text(r), reward, len(r.token_ids), r.finish)
+            Sample(p.id, p.text, self.collector.text(r), reward, len(r.token_ids), r.finish)
             for p, r, reward in firsts
         ]
 
@@ -357,6 +261,9 @@ class Run:
 
     def checkpoint(self) -> None:
         """Saves everything a resumed run needs; whole or absent."""
+        timelines = self.world.gather(self.phases.timeline.text())
+        if self.folder is None:
+            return
 
         def write_policy(path: Any) -> None:
             self.policy.save_pretrained(path)
@@ -369,7 +276,7 @@ class Run:
             "spot": spot.state_dict() if spot else None,
             "counters": {
                 "version": self.version,
-                "prompts_drawn": self.prompts_drawn,
+                "prompts_drawn": self.collector.prompts_drawn,
                 "tokens": self.tokens,
                 "target_passes": self.target_passes,
                 "evaluations": self.evaluations,
@@ -377,23 +284,46 @@ class Run:
         }
         with self.phases("checkpoint"):
             self.folder.save_checkpoint(self.step, write_policy, states)
-            self.phases.timeline.write(self.folder.timeline)
+            self.phases.timeline.write(self.folder.timeline, timelines[1:])
 
-    def _restore(self, step: int, state: Any) -> None:
-        self.step = step
-        self.phases.timeline.resume(self.folder.timeline, step)
+    def _restore(self, saved: Checkpoint) -> None:
+        self.step, state = saved.step, saved.state
+        self.phases.timeline.resume(saved.path.parents[1] / RunFolder.TIMELINE, self.step)
         self.trainer.load_state_dict(state("trainer"))
         self.rollout.bandit.load_state_dict(state("bandit"))
         counters = state("counters")
         self.version, self.tokens = counters["version"], counters["tokens"]
         self.target_passes = counters["target_passes"]
-        self.prompts_drawn = counters["prompts_drawn"]
+        self.collector.prompts_drawn = counters["prompts_drawn"]
         self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
         self.rollout.engine.target_version = self.version
         spot = self.rollout.spot
         if spot is not None:
             spot.load_state_dict(state("spot"))
             spot.target_version = self.version
+
+
+def _for_rank(config: Config, world: World) -> Config:
+    """The configuration with what follows from the number of ranks.
+
+    Raises:
+        UserError: more ranks than prompts.
+    """
+    if world.size == 1:
+        return config
+    if world.size > config.grpo.prompts_per_step:
+        raise UserError(
+            f"{world.size} ranks for grpo.prompts_per_step={config.grpo.prompts_per_step}: each"
+            " needs one prompt; raise it or lower --nproc-per-node"
+        )
+    mode = "off" if config.spot.mode == "off" else "coordinated"
+    return replace(
+        config,
+        run=replace(
+            config.run, device=world.device, resume=config.run.resume or world.restarts() > 0
+        ),
+        spot=replace(config.spot, mode=mode),
+    )
 
 
 def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:

@@ -57,6 +57,8 @@ class RunFolder:
         >>> folder.log_step(1, {"critic/rewards/mean": 0.5})  # doctest: +SKIP
     """
 
+    TIMELINE = "trace.json"
+
     def __init__(self, config: Config) -> None:
         self.path = _choose(config.run, config.preset)
         self._checkpoints = self.path / "checkpoints"
@@ -92,7 +94,7 @@ class RunFolder:
     @property
     def timeline(self) -> Path:
         """The file of the run's timeline."""
-        return self.path / "trace.json"
+        return self.path / self.TIMELINE
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one step to `metrics.jsonl` and to TensorBoard.
@@ -185,6 +187,22 @@ class RunFolder:
         return run_checkpoint.save_checkpoint(
             self._checkpoints, step, write_policy, states, self._keep
         )
+
+    def write_ranks(self, states: Sequence[Sequence[tuple[float, str]]]) -> None:
+        """Replaces `ranks.json`: rank -> [[seconds since the first entry, state from then on]].
+
+        Args:
+            states: of each rank, by the wall clock.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+        """
+        start = min(at for rank in states for at, _ in rank)
+        relative = {
+            str(rank): [[round(at - start, 4), state] for at, state in changes]
+            for rank, changes in enumerate(states)
+        }
+        write_text(self.path / "ranks.json", json.dumps(relative))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json` whole.

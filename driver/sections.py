@@ -73,6 +73,7 @@ class RunConfig(Section):
     checkpoint_every: int = setting(10, low=0)  # 0: at the end only
     keep_checkpoints: int = setting(2, low=1)
     resume: bool = False
+    timeout_s: float = setting(600.0, above=0)  # several ranks: how long one waits for another
     samples_logged: int = setting(4, low=0)  # a step
 
     def __post_init__(self) -> None:
@@ -266,7 +267,9 @@ class SpotConfig(Section):
     """When and on how much the drafter is trained."""
 
     prefix: ClassVar[str] = "spot"
-    mode: str = setting("serial", words=("overlapped", "serial", "off"))
+    # With several ranks anything but off means coordinated: idle ranks train, busy ones do not.
+    mode: str = setting("serial", words=("overlapped", "serial", "coordinated", "off"))
+    min_ranks: int = setting(1, low=1)  # coordinated: idle ranks that make a training group
     tail_batch: int = setting(8, low=1)  # train when at most this many requests are active
     every: int = setting(8, low=1)  # serial: passes of the tail between two micro-steps
     tokens_per_step: int = setting(256, low=1)

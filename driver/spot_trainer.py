@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ from driver.spans import Spans
 if TYPE_CHECKING:
     from driver.sections import DrafterConfig, SpotConfig
 
+# (gradients, tokens of this rank) -> tokens of all.
+Reduce = Callable[[list[Tensor], int], int]
+
 SWAP_EVERY = 8  # micro-steps between two versions of the drafter
 MAX_GRAD_NORM = 1.0
 
@@ -33,7 +37,8 @@ class SpotTrainer:
     """Micro-steps on recorded features while few requests are active.
 
     `serial` runs one micro-step between two passes of the tail, `overlapped` a thread beside them
-    that stops within one micro-step; `off` trains nothing. New weights are handed to the runner
+    that stops within one micro-step; `coordinated` trains when `driver.coordinator` says so; `off`
+    trains nothing. New weights are handed to the runner
     between passes only. Features, embedding, head and norm of the target are read, never written.
     A step that fails costs the drafter its step and the rollout nothing: the failure is a warning.
 
@@ -103,7 +108,8 @@ class SpotTrainer:
             active: requests that run or wait.
             passes: made since the last call.
         """
-        if self.config.mode == "off" or not 0 < active <= self.config.tail_batch:
+        beside = self.config.mode in ("serial", "overlapped")
+        if not beside or not 0 < active <= self.config.tail_batch:
             return
         if self._error is None:
             if self.config.mode == "serial":
@@ -122,12 +128,13 @@ class SpotTrainer:
         self.stop()
         if self.config.mode == "off":
             return
-        for _ in range(self.config.final_steps):
-            if not self._attempt():
-                break
+        if self.config.mode != "coordinated":  # there the bubble is over with the last rank
+            for _ in range(self.config.final_steps):
+                if not self._attempt():
+                    break
         self.stop()
         if self.steps:
-            self._rebuild_vocabulary()
+            self.rebuild_vocabulary()
             self.swap()
         head = self.drafter.lm_head.weight.detach().clone()
         self._previous = Teacher(self.target_version, self.target.final_norm.float().clone(), head)
@@ -166,38 +173,59 @@ class SpotTrainer:
 
     # ---- training -------------------------------------------------------------------------------
 
-    def micro_step(self) -> bool:
-        """One optimizer step on a packed batch; False where there is no data yet."""
+    def micro_step(self, reduce: Reduce | None = None) -> bool:
+        """One optimizer step on a packed batch.
+
+        Args:
+            reduce: averages the gradients over a group of ranks, in place, and tells how many
+                tokens the group's batches had; this rank takes part even without data.
+
+        Returns:
+            False where there is no data yet.
+        """
         begin = time.perf_counter()
         pieces = self.buffer.sample(self.config.tokens_per_step, self.steps)
-        if not pieces:
+        if not pieces and reduce is None:
             return False
-        if self.steps == 0:
-            self._rebuild_vocabulary()
-        batch = self._pack(pieces)
+        if self.steps == 0 and reduce is None:
+            self.rebuild_vocabulary()
+        tokens = sum(piece.length for piece in pieces)
+        metrics = self._backward(pieces)
+        if reduce is not None:
+            tokens = reduce([p.grad for p in self.drafter.trainable()], tokens)
+        self._update(metrics)
+        self.steps += 1
+        self.tokens_seen += tokens
+        if self.steps % SWAP_EVERY == 0:
+            self._publish()
+        self.busy_s += time.perf_counter() - begin
+        return True
+
+    def _backward(self, pieces: Seq[Piece]) -> dict[str, float]:
+        """Gradients of a batch, zero where there is none."""
+        for weight in self.drafter.trainable():
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.zero_()
+        if not pieces:
+            return {}
         loss, metrics = unrolled_loss(
             self.drafter,
-            batch,
+            self._pack(pieces),
             self.target.cos_sin,
             self.unroll,
             self.objective,
             self.acceptance,
         )
-        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        return metrics
+
+    def _update(self, metrics: dict[str, float]) -> None:
         norm = clip_grad_norm_(self.drafter.trainable(), MAX_GRAD_NORM)
         if torch.isfinite(norm):
             self.optimizer.step()
-            self._last = metrics
-            self.acceptance = metrics["drafter/acceptance"]
+            self._last = metrics or self._last
+            self.acceptance = metrics.get("drafter/acceptance", self.acceptance)
         else:
             warnings.warn("spot trainer: gradient is not finite: step skipped", stacklevel=2)
-        self.steps += 1
-        self.tokens_seen += len(batch.position)
-        if self.steps % SWAP_EVERY == 0:
-            self._publish()
-        self.busy_s += time.perf_counter() - begin
-        return True
 
     def _attempt(self) -> bool:
         try:
@@ -239,7 +267,7 @@ class SpotTrainer:
             tuple(teachers),
         )
 
-    def _rebuild_vocabulary(self) -> None:
+    def rebuild_vocabulary(self) -> None:
         """Drafts the tokens seen most often in rollouts, then the lowest ids."""
         spec = self.drafter.spec
         if spec.draft_vocab < spec.vocab_size:

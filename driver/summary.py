@@ -72,7 +72,7 @@ def write_plots(run: Run) -> None:
     plots.plot_rewards(records, folder / "reward.png")
     plots.plot_accept_length(records, folder / "accept_length.png")
     if run.lengths:  # a run resumed at its end keeps the figures of its last rollout
-        plots.plot_lengths(run.lengths, run.params.max_new_tokens, folder / "lengths.png")
+        plots.plot_lengths(run.lengths, run.config.sampling.max_new_tokens, folder / "lengths.png")
         plots.plot_active(run.trace, folder / "active.png")
 
 

@@ -6,13 +6,18 @@ works on the drafter while the tail of each rollout leaves the machine idle.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+
+from rich.console import Console
 
 from driver.command import run_command
 from driver.config import Config, load_config
+from driver.errors import UserError
 from driver.progress import Progress
 from driver.run import Run
 from driver.summary import summary_lines, write_plots, write_summary
+from driver.world import World
 
 
 def train(config: Config, progress: Progress) -> Run:
@@ -31,12 +36,12 @@ def train(config: Config, progress: Progress) -> Run:
     run = Run.start(config, progress.note)
     try:
         run_steps(run, progress)
-    except BaseException:
-        run.folder.discard()  # only if nothing was logged yet
+    except BaseException as error:
+        run.close(whole=False)
+        if isinstance(error, KeyboardInterrupt) and run.world.size > 1:
+            raise UserError(run.world.where()) from error
         raise
-    finally:
-        run.close()
-    run.folder.close()
+    run.close(whole=True)
     return run
 
 
@@ -59,16 +64,19 @@ def run_steps(run: Run, progress: Progress) -> None:
         if run.is_due(config.run.checkpoint_every):
             run.checkpoint()
     run.checkpoint()
-    with run.phases("plots"):
-        write_plots(run)
-    write_summary(run)
+    if run.folder is not None:
+        with run.phases("plots"):
+            write_plots(run)
+        write_summary(run)
 
 
 def main(argv: Sequence[str]) -> None:
     config = load_config(argv)
-    with Progress(config.run.steps) as progress:
+    # One of several ranks speaks for all.
+    console = None if World.is_first() else Console(file=io.StringIO())
+    with Progress(config.run.steps, console=console) as progress:
         run = train(config, progress)
-        for line in summary_lines(run):
+        for line in summary_lines(run) if run.folder is not None else []:
             progress.note(line)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,21 @@ class RolloutStats:
         self.spec_emitted += emitted
         self.drafted += burst.rows - requests * burst.passes
         self.accepted += emitted - requests * burst.passes
+
+    @staticmethod
+    def side_by_side(parts: Sequence[RolloutStats], own: int) -> RolloutStats:
+        """Rollouts of several ranks at the same time: counters add up, the longest time counts.
+
+        Args:
+            parts: of each rank.
+            own: the rank whose trace is kept.
+        """
+        total = RolloutStats()
+        for part in parts:
+            total.add(part)
+        total.elapsed_s = max(part.elapsed_s for part in parts)
+        total.trace = list(parts[own].trace)
+        return total
 
     @property
     def accept_length(self) -> float | None:

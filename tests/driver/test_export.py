@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from driver import export
+from driver.collector import Collector
 from driver.errors import UserError
 from driver.export import check_drafter, drafter_config, read_drafter, write_drafter
 from driver.rollout.draft_runner import DraftRunner
-from driver.run import Run
 from tests.driver.drafting import SEED, Parts, build_parts
 from tests.driver.test_train import run, share_of_ones
 from tests.kit import same_bits
@@ -116,7 +116,7 @@ def test_a_half_written_file_is_one_line(parts, tmp_path):
 
 
 def test_the_command_measures_what_it_wrote(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Run, "rewards", share_of_ones)
+    monkeypatch.setattr(Collector, "rewards", share_of_ones)
     trained = run(tmp_path, "run", "run.steps=2", "drafter.draft_vocab=20")
     checkpoint = trained.folder.path / "checkpoints" / "step-000002"
     options = export.Options(str(checkpoint), str(tmp_path / "out"), "learned:4,2,8", prompts=3)

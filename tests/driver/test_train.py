@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from driver.collector import Collector
 from driver.config import load_config
 from driver.progress import Progress
-from driver.run import Run
 from driver.run_folder import read_jsonl
 from driver.train import train
 
-REWARDS = Run.rewards
+REWARDS = Collector.rewards
 WORDS = [
     "model.hidden_size=32",
     "model.num_layers=2",
@@ -37,11 +37,11 @@ WORDS = [
 ]
 KILL = """
 import os, signal, sys
-from driver import run
+from driver import collector, run
 from driver.train import main
 from tests.driver.test_train import share_of_ones
 
-run.Run.rewards = share_of_ones
+collector.Collector.rewards = share_of_ones
 
 whole = run.Run.checkpoint
 def checkpoint(self):
@@ -65,7 +65,7 @@ def share_of_ones(self, prompts, responses, submitted=False):
 @pytest.fixture(scope="module", autouse=True)
 def mixed_rewards():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "rewards", share_of_ones)
+        patch.setattr(Collector, "rewards", share_of_ones)
         yield
 
 
@@ -171,11 +171,11 @@ def test_overlapped_training_changes_no_token(unbroken, tmp_path):
 
 def test_reward_workers_change_no_reward(unbroken, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "rewards", REWARDS)
+        patch.setattr(Collector, "rewards", REWARDS)
         here = run(tmp_path, "here", "run.steps=2")
         beside = run(tmp_path, "beside", "run.steps=2", "reward.workers=2")
     assert history(here.folder.path) == history(beside.folder.path)
-    assert beside.workers._workers == []  # closed with the run
+    assert beside.collector.workers._workers == []  # closed with the run
 
 
 def test_dynamic_sampling_replaces_equal_groups_and_resumes(tmp_path):
@@ -189,12 +189,12 @@ def test_dynamic_sampling_replaces_equal_groups_and_resumes(tmp_path):
 
     words = ["grpo.max_refills=2", "grpo.advantage=dapo", "grpo.clip_high=0.28"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "rewards", often_equal)
+        patch.setattr(Collector, "rewards", often_equal)
         with pytest.warns(UserWarning, match="only 2 of 3 groups have mixed rewards"):
             whole = run(tmp_path, "whole", "run.steps=3", *words)
             run(tmp_path, "broken", "run.steps=2", *words)
             resumed = run(tmp_path, "broken", "run.steps=3", "run.resume=true", *words)
-    assert whole.prompts_drawn == resumed.prompts_drawn == 3 * (3 + 1 + 1)
+    assert whole.collector.prompts_drawn == resumed.collector.prompts_drawn == 3 * (3 + 1 + 1)
     assert history(whole.folder.path)[0] == history(resumed.folder.path)[0]
     record = read_jsonl(whole.folder.path / "metrics.jsonl")[-1]
     assert record["dynamic_sampling/refills"] == 2

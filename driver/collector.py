@@ -1,0 +1,285 @@
+"""What a step learns from: prompts, rollouts of them on every rank, rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from driver.assemble import Rollout
+from driver.capture import capture_op
+from driver.config import Config
+from driver.coordinator import Coordinator
+from driver.errors import UserError
+from driver.grpo import check_rewards, dynamic_sampling
+from driver.phases import Phases
+from driver.reward_workers import RewardWorkers
+from driver.rollout.request import Request, Response, SamplingParams, request_id
+from driver.rollout.scheduler import Sequence as Running
+from driver.rollout.stats import RolloutStats
+from driver.tasks import Prompt, Task
+from driver.world import World, split_by_length
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What a step learns from: prompts, the responses to each side by side, their rewards."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    responses: list[Response] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    keep: list[bool] = field(default_factory=list)  # which responses enter the loss
+    refills: int = 0
+
+
+class Collector:
+    """Draws prompts, rolls them out, scores them; each rank does its share and knows the whole.
+
+    Args:
+        config: of the run.
+        world: the ranks.
+        phases: of the step.
+        task: where prompts and rewards come from.
+        tokenizer: of the policy.
+        rollout: this rank's engine.
+        params: of every request.
+        workers: that score responses beside the rollout; None = scored here, behind it.
+        coordinator: of the bubble; None = there is only this rank.
+        captures: folder of captured ops; None = this rank captures none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        phases: Phases,
+        task: Task,
+        tokenizer: Tokenizer,
+        rollout: Rollout,
+        params: SamplingParams,
+        workers: RewardWorkers | None,
+        coordinator: Coordinator | None,
+        captures: Path | None,
+    ) -> None:
+        self.config, self.world, self.phases = config, world, phases
+        self.task, self.tokenizer, self.rollout, self.params = task, tokenizer, rollout, params
+        self.workers, self.coordinator, self.captures = workers, coordinator, captures
+        self.prompts_drawn = 0  # from the training split
+        self.stats = RolloutStats()  # of the step, all ranks together
+        self.rank_seconds: list[float] = []  # of each rank, in the step's rollouts and rewards
+        # Of each rank, (wall clock, what it does from then on) since the run began.
+        self.rank_states: list[list[tuple[float, str]]] = []
+        self._lengths: dict[str, float] = {}  # prompt id -> mean length of its last responses
+
+    def gather(self, step: int) -> Experience:
+        """The rollouts and rewards of a step.
+
+        With `grpo.max_refills` groups of equal rewards are replaced by groups of further prompts,
+        at most that many times (DAPO's dynamic sampling); all that was drawn is in the metrics.
+
+        Args:
+            step: its number.
+        """
+        grpo = self.config.grpo
+        self.stats = RolloutStats()
+        self.rank_seconds = [0.0] * self.world.size
+        rounds: list[Experience] = []
+
+        def draw(refill: int, missing: int) -> list[tuple[int, list[float]]]:
+            rounds.append(self._draw(step, refill, missing))
+            rewards, each = rounds[-1].rewards, grpo.samples_per_prompt
+            first = sum(len(r.prompts) for r in rounds[:-1])
+            return [(first + g, rewards[g * each : (g + 1) * each]) for g in range(missing)]
+
+        if grpo.max_refills:
+            groups = dynamic_sampling(draw, grpo.prompts_per_step, grpo.max_refills)
+        else:
+            groups = [group for group, _ in draw(0, grpo.prompts_per_step)]
+        responses = [response for r in rounds for response in r.responses]
+        masked = grpo.truncated == "mask"
+        return Experience(
+            [prompt for r in rounds for prompt in r.prompts],
+            responses,
+            [reward for r in rounds for reward in r.rewards],
+            [
+                i // grpo.samples_per_prompt in groups and not (masked and r.finish == "length")
+                for i, r in enumerate(responses)
+            ],
+            len(rounds) - 1,
+        )
+
+    def _draw(self, step: int, refill: int, count: int) -> Experience:
+        """Responses to the next `count` prompts: siblings side by side."""
+        first = self.prompts_drawn
+        self.prompts_drawn += count
+        prompts = [self.task.prompt("train", first + i) for i in range(count)]
+        shares = self._shares(prompts)
+        mine = shares[self.world.rank]
+        requests = [
+            Request(
+                request_id("train", step, prompts[i].id, s, refill),
+                first + i,
+                self.encode(prompts[i]),
+                self.params,
+            )
+            for i in mine
+            for s in range(self.config.grpo.samples_per_prompt)
+        ]
+        own = [prompts[i] for i in mine]
+        self.world.enter("gen")
+        began = time.perf_counter()
+        if self.coordinator is not None:
+            self.coordinator.start(step, refill)
+        with self.phases("gen"), self._capturing(step):
+            responses = self.roll_out(own, requests)
+        self.world.enter("reward")
+        with self.phases("reward"):
+            rewards = self.rewards(own, responses, submitted=True)
+        seconds = time.perf_counter() - began
+        if self.coordinator is not None:
+            self.world.enter("drafter training")
+            with self.phases("update_drafter"):
+                self.coordinator.finished()
+        return self._together(prompts, shares, responses, rewards, seconds)
+
+    def _capturing(self, step: int) -> contextlib.AbstractContextManager[None]:
+        if self.captures is None:
+            return contextlib.nullcontext()
+        return capture_op(self.config.capture, step + 1, self.captures)
+
+    def _shares(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Indices of the prompts of each rank, by how long their responses were last time."""
+        usual = fmean(self._lengths.values()) if self._lengths else 1.0
+        expected = [self._lengths.get(prompt.id, usual) for prompt in prompts]
+        if len(prompts) < self.world.size:  # a refill: the last ranks have nothing to do
+            few = split_by_length(expected, len(prompts))
+            return few + [[] for _ in range(self.world.size - len(prompts))]
+        return split_by_length(expected, self.world.size)
+
+    def _together(
+        self,
+        prompts: list[Prompt],
+        shares: list[list[int]],
+        responses: list[Response],
+        rewards: list[float],
+        seconds: float,
+    ) -> Experience:
+        """What all ranks drew, in the order of the prompts."""
+        each = self.config.grpo.samples_per_prompt
+        stats = self.rollout.engine.stats if responses else RolloutStats()
+        with self.phases("gather"):
+            parts = self.world.gather((responses, rewards, stats, seconds))
+        self.stats.add(RolloutStats.side_by_side([part[2] for part in parts], self.world.rank))
+        self.rank_seconds = [
+            before + part[3] for before, part in zip(self.rank_seconds, parts, strict=True)
+        ]
+        whole = Experience(prompts)
+        place = {i: (r, k) for r, share in enumerate(shares) for k, i in enumerate(share)}
+        for i, prompt in enumerate(prompts):
+            rank, k = place[i]
+            siblings = slice(k * each, (k + 1) * each)
+            whole.responses.extend(parts[rank][0][siblings])
+            whole.rewards.extend(parts[rank][1][siblings])
+            lengths = [len(r.token_ids) for r in parts[rank][0][siblings]]
+            self._lengths[prompt.id] = fmean(lengths)
+        return whole
+
+    def roll_out(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[Response]:
+        """One response a request, in order; spot trainer and reward workers use the tail."""
+        if not requests:
+            return []
+        engine = self.rollout.engine
+        on_finish = engine.on_finish
+        each = len(requests) // len(prompts)
+        index = {request.id: i for i, request in enumerate(requests)}
+
+        def score(sequence: Running) -> None:
+            if on_finish is not None:
+                on_finish(sequence)
+            at = index[sequence.request.id]
+            ids = sequence.tokens[len(sequence.request.prompt_ids) :]
+            self.workers.submit(at, prompts[at // each], self._decode(ids, sequence.finish))
+
+        if self.workers is not None:
+            engine.on_finish = score
+        try:
+            return engine.generate(requests)
+        except BaseException:
+            if self.rollout.spot is not None:
+                self.rollout.spot.stop()  # its thread must not outlive the rollout
+            raise
+        finally:
+            engine.on_finish = on_finish
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
+        if not ids:
+            raise UserError(f"prompt {prompt.id} of task {self.task.name} has no tokens")
+        return tuple(ids)
+
+    def text(self, response: Response) -> str:
+        """The response as the task sees it, without its end token."""
+        return self._decode(response.token_ids, response.finish)
+
+    def _decode(self, ids: Sequence[int], finish: str) -> str:
+        ids = ids[:-1] if finish == "stop" else ids
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def rewards(
+        self, prompts: Sequence[Prompt], responses: Sequence[Response], submitted: bool = False
+    ) -> list[float]:
+        """One reward a response, in order.
+
+        Args:
+            prompts: of the responses.
+            responses: siblings side by side.
+            submitted: whether the reward workers have them already.
+        """
+        if submitted and self.workers is not None:
+            return check_rewards(self.workers.collect(len(responses)), len(responses))
+        each = len(responses) // max(1, len(prompts))
+        values = [
+            self.task.reward(prompts[i // each], self.text(r)) for i, r in enumerate(responses)
+        ]
+        return check_rewards(values, len(responses))
+
+    def evaluate(self, count: int) -> float:
+        """Mean reward of one response to each of the first prompts of the eval split.
+
+        Sampled as in training, with the same noise each time, so two evaluations differ by the
+        policy alone.
+
+        Args:
+            count: prompts.
+        """
+        self.world.enter("eval")
+        mine = range(self.world.rank, count, self.world.size)
+        prompts = [self.task.prompt("eval", i) for i in mine]
+        requests = [
+            Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.params)
+            for i, p in zip(mine, prompts, strict=True)
+        ]
+        responses = self.rollout.engine.generate(requests, record=False) if requests else []
+        rewards = self.rewards(prompts, responses)
+        return sum(sum(part) for part in self.world.gather(rewards)) / count
+
+    def rank_metrics(self) -> dict[str, float]:
+        """How well the ranks were used in the step's rollouts; {} where there is only one."""
+        if self.world.size == 1:
+            return {}
+        longest = max(self.rank_seconds)
+        idle = sum(longest - seconds for seconds in self.rank_seconds)
+        out = {
+            "ranks/count": float(self.world.size),
+            "ranks/idle_share": idle / max(longest * self.world.size, 1e-9),
+        }
+        if self.coordinator is not None:
+            trained = sum(self.world.gather(self.coordinator.trained_s))
+            out["ranks/bubble_used_share"] = trained / max(idle, 1e-9)
+            self.rank_states = self.world.gather(self.coordinator.changes)
+        return out

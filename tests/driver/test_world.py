@@ -1,0 +1,207 @@
+"""Several ranks: real processes under torchrun on Gloo, and the rules that need none."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from driver.errors import UserError
+from driver.run_folder import read_jsonl
+from driver.world import World, split_by_length
+from tests.driver.test_train import WORDS
+
+ROOT = Path(__file__).parents[2]
+PRELUDE = """
+import os, sys, time
+from driver import collector
+from driver.train import main
+from driver.command import run_command
+from tests.driver.test_train import share_of_ones
+collector.Collector.rewards = share_of_ones
+RANK = int(os.environ.get("RANK", 0))
+FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+"""
+
+
+def start(folder: Path, ranks: int, *words: str, script: str = "", restarts: int = 0):
+    """torchrun of a training script; its output goes to `folder/log`."""
+    file = folder / "script.py"
+    file.write_text(PRELUDE + script + "\nrun_command(main)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", str(file)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            [*command, *WORDS, f"run.root={folder}", "run.name=run", "run.steps=2", *words],
+            cwd=ROOT,
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def finish(process: subprocess.Popen, folder: Path, timeout: float = 240) -> tuple[int, str]:
+    try:
+        code = process.wait(timeout)
+    finally:
+        process.kill()
+    return code, (folder / "log").read_text()
+
+
+def run(folder: Path, ranks: int, *words: str, **options) -> list[dict]:
+    folder.mkdir(exist_ok=True)
+    code, log = finish(start(folder, ranks, *words, **options), folder)
+    assert code == 0, log[-3000:]
+    return read_jsonl(folder / "run" / "metrics.jsonl")
+
+
+def tokens(folder: Path) -> list[list[int]]:
+    """Lengths of every response of every step: equal tokens have equal lengths."""
+    records = read_jsonl(folder / "run" / "rollouts.jsonl")
+    return [record["lengths"] for record in records]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run(folder, 1)
+
+
+SAME_EVERYWHERE = """
+from driver.run import Run
+whole = Run.sync_weights
+def checked(self):
+    whole(self)
+    drafter = [float(w.double().sum()) for w in self.rollout.spot.drafter.parameters()]
+    policy = [float(w.double().sum()) for w in self.policy.parameters()]
+    mine = (drafter, policy, self.rollout.spot.runner.version, self.collector.prompts_drawn)
+    everywhere = self.world.gather(mine)
+    assert all(other == everywhere[0] for other in everywhere), everywhere
+Run.sync_weights = checked
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks):
+    """Tokens and rewards are those of one rank to the bit in the first step, where the policy is
+    the same; afterwards it differs by the order in which gradients are added up. Two ranks do not
+    divide three prompts."""
+    folder, expected = alone
+    records = run(tmp_path, ranks, script=SAME_EVERYWHERE)
+    assert tokens(tmp_path)[0] == tokens(folder)[0]
+    for key in ("critic/rewards/mean", "response_length/mean", "frac_reward_zero_std"):
+        assert records[1][key] == expected[1][key], key
+    for key in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        assert records[1][key] == pytest.approx(expected[1][key], rel=1e-4, abs=1e-6), key
+    assert records[1]["sampling/sampling_logp_difference/max"] < 1e-3
+    assert records[2]["critic/rewards/mean"] == pytest.approx(
+        expected[2]["critic/rewards/mean"], abs=0.05
+    )
+    assert records[2]["ranks/count"] == ranks
+    assert 0 <= records[2]["ranks/idle_share"] < 1
+
+
+LAST_IS_SLOW = """
+generate = collector.Collector.roll_out
+def slow(self, prompts, requests):
+    if RANK == 2:
+        time.sleep(6)
+    return generate(self, prompts, requests)
+collector.Collector.roll_out = slow
+"""
+
+
+def test_idle_ranks_train_the_drafter_until_the_last_one_is_done(tmp_path):
+    records = run(tmp_path, 3, script=LAST_IS_SLOW + SAME_EVERYWHERE)
+    for record in records[1:]:
+        assert record["drafter/version"] >= 1 and record["drafter/tokens_seen"] > 0
+        # Two of three ranks were idle for the time that the third slept, and trained in it.
+        assert record["ranks/idle_share"] > 0.3
+        assert record["ranks/bubble_used_share"] > 0.5
+    assert records[2]["drafter/tokens_seen"] > records[1]["drafter/tokens_seen"]
+    states = json.loads((tmp_path / "run" / "ranks.json").read_text())
+    for rank in ("0", "1"):
+        assert "training" in {state for _, state in states[rank]}
+    assert "training" not in {state for _, state in states["2"]}
+
+
+DIES = """
+whole = collector.Collector.{where}
+def dying(self, *args, **kwargs):
+    if RANK == 1 and self.prompts_drawn > {drawn} and FIRST:
+        {how}
+    return whole(self, *args, **kwargs)
+collector.Collector.{where} = dying
+"""
+KILLED = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "phase"),
+    [
+        ("roll_out", KILLED, "gen"),
+        ("roll_out", "time.sleep(900)", "gen"),
+        ("rewards", KILLED, "reward"),
+    ],
+)
+def test_a_lost_rank_is_named_with_its_phase(tmp_path, where, how, phase):
+    script = DIES.format(where=where, how=how, drawn=3)
+    begin = time.monotonic()
+    process = start(tmp_path, 2, "run.timeout_s=8", "run.checkpoint_every=1", script=script)
+    code, log = finish(process, tmp_path)
+    assert code != 0
+    assert time.monotonic() - begin < 150
+    assert f"rank 1 (in {phase})" in log, log[-3000:]
+
+
+def test_torchrun_restarts_a_run_from_its_last_checkpoint(tmp_path):
+    """The third step's rollout dies once; its tokens are then those of an unbroken run."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = ("run.steps=3", "run.checkpoint_every=1")
+    run(whole, 2, *words)
+    script = DIES.format(where="roll_out", how=KILLED, drawn=6)
+    run(broken, 2, *words, script=script, restarts=1)
+    assert tokens(broken) == tokens(whole)
+    assert "starting over" not in (broken / "log").read_text()
+
+
+def test_more_ranks_than_prompts_are_refused(tmp_path):
+    code, log = finish(start(tmp_path, 2, "grpo.prompts_per_step=1"), tmp_path)
+    assert code != 0
+    assert "2 ranks for grpo.prompts_per_step=1: each needs one prompt" in log
+
+
+def test_one_process_needs_no_meeting(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    world = World.join("cpu", 1.0)
+    assert (world.rank, world.size, world.device) == (0, 1, "cpu")
+    value = torch.ones(3)
+    world.sum_([value])
+    assert value.tolist() == [1, 1, 1]
+    assert world.gather("a") == ["a"] and world.share(5) == 5
+    world.leave()
+
+
+def test_a_rank_without_a_card_says_so(monkeypatch):
+    for key, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "99"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match="rank 1 wants card 99, there are"):
+        World.join("cuda", 1.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_every_item_goes_to_one_part_and_sizes_are_even(parts):
+    expected = [float(7 * i % 13) for i in range(20)]
+    split = split_by_length(expected, parts)
+    assert sorted(i for part in split for i in part) == list(range(20))
+    assert max(map(len, split)) - min(map(len, split)) <= 1
+
+
+def test_long_responses_are_spread():
+    split = split_by_length([100, 1, 1, 100, 1, 1, 100, 1, 1], 3)
+    assert [sum(i % 3 == 0 for i in part) for part in split] == [1, 1, 1]
