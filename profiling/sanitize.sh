@@ -5,7 +5,7 @@
 #   profiling/sanitize.sh memcheck        # one
 #
 # Runs every op on CuPy arrays and the tests marked `sanitize`, with arrays that end where their
-# memory ends. Fails at the first tool that finds anything.
+# memory ends. Fails at the first tool that finds anything. Not run on a card yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
