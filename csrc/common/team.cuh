@@ -7,12 +7,11 @@
 #include <cooperative_groups.h>
 
 #include "common/cuda.h"
+#include "common/device.cuh"
 #include "common/math.h"
 
 namespace tlt {
 
-constexpr int kWarpSize = 32;
-constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kMaxTeam = 8;  // the largest portable cluster
 
 // Order of floats as order of integers; -0 equals +0.
@@ -68,19 +67,27 @@ class Team {
   __device__ Team()
       : rank_(cooperative_groups::this_cluster().block_rank()),
         size_(cooperative_groups::this_cluster().num_blocks()) {}
-  __device__ void sync() const { cooperative_groups::this_cluster().sync(); }
+  __device__ void arrive() const { cooperative_groups::this_cluster().barrier_arrive(); }
+  __device__ void wait() const { cooperative_groups::this_cluster().barrier_wait(); }
   template <typename V>
   __device__ V* remote(V* shared, int rank) const {
     return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
   }
 #else
   __device__ Team() : rank_(0), size_(1) {}
-  __device__ void sync() const { __syncthreads(); }
+  __device__ void arrive() const {}
+  __device__ void wait() const { __syncthreads(); }
   template <typename V>
   __device__ V* remote(V* shared, int) const {
     return shared;
   }
 #endif
+
+  // A barrier, in one piece or with work between its halves.
+  __device__ void sync() const {
+    arrive();
+    wait();
+  }
 
   __device__ int rank() const { return rank_; }
   __device__ int size() const { return size_; }
@@ -125,47 +132,44 @@ class Team {
   int rank_, size_, turn_ = 0;
 };
 
-// Launches one team an item. `after` is a hint: with it the launch may begin while the kernel
-// before it on the stream ends, which that kernel and this one agree on by griddepcontrol.
+struct LaunchShape {
+  int64_t items;
+  int threads;  // of a block
+  size_t shared_bytes;
+  int team;            // blocks an item where the card has clusters, else 1
+  bool overlaps;       // the kernel waits for the one before by itself (griddepcontrol)
+  unsigned parts = 1;  // blocks along y
+};
+
+// Launches one team an item.
 template <typename... Params>
-void launch_teams(const char* op, void (*kernel)(Params...), int64_t items, int threads,
-                  size_t shared_bytes, bool after, cudaStream_t stream, const Params&... params) {
+void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
+            cudaStream_t stream, const Params&... params) {
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), op);
   const bool hopper = attributes.binaryVersion >= 90;
-  if (shared_bytes > 48 * 1024) {
+  if (shape.shared_bytes + attributes.sharedSizeBytes > 48 * 1024) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared_bytes)),
+                                    static_cast<int>(shape.shared_bytes)),
                op);
   }
-  const unsigned team = hopper ? kMaxTeam : 1;
+  const unsigned team = hopper ? static_cast<unsigned>(shape.team) : 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(items) * team);
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared_bytes;
+  config.gridDim = dim3(static_cast<unsigned>(shape.items) * team, shape.parts);
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
   cudaLaunchAttribute list[2];
-  list[0].id = cudaLaunchAttributeClusterDimension;
-  list[0].val.clusterDim = {team, 1, 1};
-  list[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  list[1].val.programmaticStreamSerializationAllowed = 1;
+  if (hopper && shape.overlaps) {
+    list[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    list[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (team > 1) {
+    list[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    list[config.numAttrs++].val.clusterDim = {team, 1, 1};
+  }
   config.attrs = list;
-  config.numAttrs = hopper ? 1 + after : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, params...), op);
-}
-
-// The two halves of an overlapped launch: the first lets the next kernel be scheduled, the second
-// waits until the writes of the kernel before are there.
-__device__ __forceinline__ void allow_next_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 }  // namespace tlt

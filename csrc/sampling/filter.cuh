@@ -50,8 +50,8 @@ __device__ inline SelectScratch& select_scratch() {
 template <typename T>
 class Filter {
  public:
-  __device__ Filter(Team<kThreads>& team, const Row<T>& row, float max)
-      : team_(team), row_(row), max_(max) {}
+  __device__ Filter(Team<kThreads>& team, const Row<T>& row, float max_logit)
+      : team_(team), row_(row), max_(row.scaled(max_logit)), shift_(row.shift(max_logit)) {}
 
   // The largest key that top-k and top-p keep.
   __device__ uint64_t cut(const Setting& setting) {
@@ -76,17 +76,22 @@ class Filter {
     return team_.sum(sum);
   }
 
-  // The best score among the ids up to a key.
-  __device__ int32_t best(uint64_t cut, const Draw& draw) {
+  // The best score among the ids that `kept(id, logit)` names.
+  template <typename Kept>
+  __device__ int32_t best(Kept&& kept, const Draw& draw) {
     Race race;
-    for_each_group([&](int32_t first, const float (&x)[kGroup], float (&s)[kGroup], float) {
-      float largest = kNegInf;
+    for_each_group([&](int32_t first, float (&x)[kGroup]) {
+      float e[kGroup], largest = kNegInf;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        if (sort_key(x[i], first + i) > cut) s[i] = kNegInf;
-        largest = fmaxf(largest, s[i]);
+        if (!kept(first + i, x[i])) x[i] = kNegInf;
+        e[i] = row_.exp_of(x[i], shift_);
+        largest = fmaxf(largest, x[i]);
       }
-      race.run(s, largest, first, draw);
+      race.run(row_, e, shift_, largest, first, draw, [&](float (&same)[kGroup]) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) same[i] = x[i];
+      });
     });
     const uint64_t mine =
         race.token < 0 ? 0 : rank_key(race.score, static_cast<uint32_t>(race.token));
@@ -96,33 +101,42 @@ class Filter {
   // The token that top-p alone leaves, starting from the winner over all ids.
   __device__ int32_t descend(int32_t token, float top_p, float sum, const Draw& draw) {
     while (true) {
-      const uint64_t key = key_of(token);
+      const float bound = logit(token);
+      const auto is_before = [=](int32_t id, float x) {
+        return x > bound || (x == bound && id < token);
+      };
       float before = 0.0f;
-      for_each([&](int32_t id, float x, float s) {
-        if (sort_key(x, id) < key) before += exp_approx(add_rn(s, -max_));
+      for_each([&](int32_t id, float x, float) {
+        before += is_before(id, x) ? row_.exp_of(x, shift_) : 0.0f;
       });
       before = team_.sum(before);
       if (before < 0.5f) return token;  // the first of all counts 1 and is always kept
       if (before < (top_p - kDoubt) * sum) return token;
       if (!(before > (top_p + kDoubt) * sum)) {
         const double wanted = share_of(top_p, mass(kKeepAll));
-        if (static_cast<double>(mass(key - 1)) < wanted) return token;
+        if (static_cast<double>(mass(key_of(token) - 1)) < wanted) return token;
       }
-      token = best(key - 1, draw);
+      token = best(is_before, draw);
     }
   }
 
   __device__ uint64_t key_of(int32_t token) const { return sort_key(logit(token), token); }
 
-  __device__ float scaled(int32_t token) const { return row_.scaled(logit(token)); }
+  __device__ float logit(int32_t token) const { return as_float32(row_.logits[token]); }
+
+  // Natural log of a token's weight over an integer mass, as on the CPU.
+  __device__ float log_ratio(int32_t token, uint64_t mass) const {
+    const float total = mul_rn(static_cast<float>(static_cast<int64_t>(mass)), 0x1p-40f);
+    return add_rn(add_rn(row_.scaled(logit(token)), -max_), -log_f32(total));
+  }
 
   // Calls f(id, logit, scaled) on this thread's ids; NaN and +inf come as -inf.
   template <typename F>
   __device__ void for_each(F&& f) {
-    for_each_group([&](int32_t first, const float (&x)[kGroup], const float (&s)[kGroup], float) {
+    for_each_group([&](int32_t first, const float (&x)[kGroup]) {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        if (first + i < row_.vocab_size) f(first + i, x[i], s[i]);
+        if (first + i < row_.vocab_size) f(first + i, x[i], row_.scaled(x[i]));
       }
     });
   }
@@ -132,8 +146,6 @@ class Filter {
   }
 
  private:
-  __device__ float logit(int32_t token) const { return static_cast<float>(row_.logits[token]); }
-
   __device__ static double share_of(float top_p, uint64_t mass) {
     return __dmul_rn(static_cast<double>(top_p), static_cast<double>(mass));
   }
@@ -143,11 +155,14 @@ class Filter {
   __device__ void for_each_group(F&& f) {
     const int32_t step = team_.threads() * kGroup;
     const int32_t lane = threadIdx.x % kWarpSize;
-    for (int32_t base = (team_.thread() - lane) * kGroup; base < row_.vocab_size; base += step) {
-      const int32_t first = base + lane * kGroup;
-      float x[kGroup], s[kGroup], largest;
-      row_.clean(row_.load(first), x, s, &largest);
-      f(first, x, s, largest);
+    const int32_t begin = (team_.thread() - lane) * kGroup;
+    Raw<T> next = row_.load(begin + lane * kGroup);
+    for (int32_t base = begin; base < row_.vocab_size; base += step) {
+      const Raw<T> raw = next;  // the next group is on its way while this one is worked on
+      next = row_.load(base + step + lane * kGroup);
+      float x[kGroup], largest;
+      row_.clean(raw, x, &largest);
+      f(base + lane * kGroup, x);
     }
   }
 
@@ -198,7 +213,8 @@ class Filter {
 
   Team<kThreads>& team_;
   const Row<T>& row_;
-  float max_;
+  float max_;    // largest scaled logit
+  float shift_;  // of the float32 sums
 };
 
 struct Drawn {
@@ -211,23 +227,23 @@ template <typename T>
 __device__ Drawn resolve(Team<kThreads>& team, const Row<T>& row, const RowResult& result,
                          const Setting& setting, const Draw& draw, bool want_filtered) {
   if (result.dead()) return {0, kNegInf, kNegInf};
-  int32_t token = result.token;
-  float scaled = result.scaled, total = result.sum;
-  if (setting.has_filter() && (want_filtered || !row.greedy)) {
-    Filter<T> filter(team, row, result.max);
-    if (!want_filtered && !setting.has_top_k) {
-      token = filter.descend(token, setting.top_p, result.sum, draw);
-    } else {
-      const uint64_t cut = filter.cut(setting);
-      if (!row.greedy && filter.key_of(token) > cut) token = filter.best(cut, draw);
-      if (want_filtered) {
-        total = mul_rn(static_cast<float>(static_cast<int64_t>(filter.mass(cut))), 0x1p-40f);
-      }
-    }
-    scaled = filter.scaled(token);
+  if (!setting.has_filter() || (!want_filtered && row.greedy)) {
+    const float logprob = result.logprob(row, result.logit);
+    return {result.token, logprob, logprob};
   }
-  const float logprob = result.logprob(scaled, result.sum);
-  return {token, logprob, setting.has_filter() ? result.logprob(scaled, total) : logprob};
+  Filter<T> filter(team, row, result.max);
+  int32_t token = result.token;
+  float filtered = 0.0f;
+  if (!want_filtered && !setting.has_top_k) {
+    token = filter.descend(token, setting.top_p, result.sum, draw);
+  } else {
+    const uint64_t cut = filter.cut(setting);
+    if (!row.greedy && filter.key_of(token) > cut) {
+      token = filter.best([=](int32_t id, float x) { return sort_key(x, id) <= cut; }, draw);
+    }
+    if (want_filtered) filtered = filter.log_ratio(token, filter.mass(cut));
+  }
+  return {token, result.logprob(row, filter.logit(token)), filtered};
 }
 
 }  // namespace tlt

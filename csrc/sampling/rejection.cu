@@ -68,7 +68,7 @@ struct Laws {
   }
 
   __device__ Entry at(int32_t id) const {
-    float x = static_cast<float>(row.logits[id]), s = row.scaled(x);
+    float x = as_float32(row.logits[id]), s = row.scaled(x);
     if (!(s < INFINITY)) x = s = kNegInf;
     return at(id, x, s);
   }
@@ -136,7 +136,7 @@ __device__ bool is_law(Team<kThreads>& team, const float* q, int64_t n) {
 // One team a request.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) rejection_kernel(const VerifyParams p) {
-  extern __shared__ Partial shared_partials[];
+  extern __shared__ uint4 shared[];
   __shared__ TreeRows tree;
   __shared__ Rejected rejected[kMaxTreeRows];
   Team<kThreads> team;
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(kThreads, 1) rejection_kernel(const VerifyPara
        [&](int node, int32_t* status) {
          const int64_t at = tree.first + node;
          const int32_t position = p.position[at] + 1;
-         const Row<T> row(p.logits, p.logits_stride, at, p.vocab_size, p.sampling.temperature[b]);
-         const RowResult result = scan_row(row, false, Draw{}, shared_partials);
+         const Row<T> row({p.logits, p.logits_stride, at, p.vocab_size}, p.sampling.temperature[b]);
+         const RowResult result = scan_row(row, false, Draw{}, shared);
          if (result.bad) *status |= kStatusNanLogits;
          Filter<T> filter(team, row, result.max);
          const bool certain = result.dead() || row.greedy;
@@ -165,8 +165,9 @@ __global__ void __launch_bounds__(kThreads, 1) rejection_kernel(const VerifyPara
            useful = false;
            draft_probs = nullptr;
          }
-         Laws<T> laws{row, draft_probs, result.max, certain ? max(result.token, 0) : -1,
-                      cut, {},          {},         rejected};
+         Laws<T> laws{
+             row, draft_probs, row.scaled(result.max), certain ? max(result.token, 0) : -1, cut, {},
+             {},  rejected};
          Normal target, draft;
          normalise(
              team, filter,
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1) rejection_kernel(const VerifyPara
                noise_key(p.sampling.seed, p.sampling.request[b], NoiseDomain::kResidual);
            token = draw_from(team, filter, laws, Draw{key, position});
          }
-         const float logprob = result.logprob(filter.scaled(token), result.sum);
+         const float logprob = result.logprob(row, filter.logit(token));
          return Step{{token, logprob, logprob}, accepted};
        });
   team.sync();  // a block's shared memory stays until all have read it
@@ -218,10 +219,11 @@ __global__ void __launch_bounds__(kThreads, 1) rejection_kernel(const VerifyPara
 
 void verify_rejection_cuda(const VerifyParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
-  dispatch_storage("verify_rejection", p.dtype, [&](auto* tag) {
+  dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    launch_teams("verify_rejection", rejection_kernel<T>, p.num_requests, kThreads,
-                 sampling_workspace_bytes(1, p.vocab_size), false, as_stream(stream), p);
+    const size_t shared = scan_bytes<T>(p.vocab_size);
+    launch("verify_rejection", rejection_kernel<T>,
+           {p.num_requests, kThreads, shared, kMaxTeam, false}, as_stream(stream), p);
   });
 }
 
