@@ -2,40 +2,52 @@
 //
 // One team of blocks a request (a cluster of 8 on Hopper). Frontier rows are taken up to kWave at a
 // time and the team's warps are dealt to them, so a row is spread over many multiprocessors. A warp
-// keeps a sorted list of the best K of its ids in shared memory; one warp a row merges the sorted
-// lists and writes the children, and the team's first block links them and ranks the next frontier.
+// keeps a sorted list of the best K of its ids. One warp a row, with no ids of its own, merges the
+// lists while the others sum the weights; then the team's first block scores, links and ranks all
+// children in its shared memory. What one block must know of another is written into its shared
+// memory before a barrier, never fetched after one, except the lists.
 // The log-softmax sums integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
 //
-// Moves B * F * draft_vocab logits, once from memory and once more from cache (the largest value
-// must be known before the weights). Limits: K <= 128, 256 drafter slots.
-#include "common/status.h"
-#include "sampling/row.cuh"
+// Moves B * F * draft_vocab logits, once from memory, and once more from cache where a warp has
+// more than a tile (the largest value must be known before the weights). Limits: K <= 128, 256
+// drafter slots, kMaxChildren.
+#include "common/mma.cuh"
+#include "tree/draft.cuh"
 #include "tree/op.h"
 
 namespace tlt {
 namespace {
 
-constexpr int kTreeThreads = 512;
-constexpr int kTreeWarps = kTreeThreads / kWarpSize;
+constexpr int kTreeWarps = 16;  // with ids
+constexpr int kTreeThreads = (kTreeWarps + 1) * kWarpSize;
 constexpr int kWave = 8;
 constexpr int kMaxFrontier = 256;
-constexpr int kHeads = kMaxTeam * kTreeWarps / kWarpSize;  // lists that one lane merges at most
+constexpr int kMaxSlices = 64;  // of a row
+constexpr int kMaxChildren = 16384;
+constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
+constexpr int kQueue = 4;                       // entries of each that it holds
 static_assert(kWave <= kTreeWarps);
 
 using TreeTeam = Team<kTreeThreads>;
 
-struct Candidate {
-  uint64_t key;  // rank_key(score, target id)
-  float value;   // that the log-softmax takes: scaled logit or score
-  int32_t token;
+struct Child {
+  float value;    // then its score
+  int32_t token;  // then its frontier row
 };
-static_assert(sizeof(Candidate) == 16);
+
+struct Shared {
+  float largest[kMaxTeam * kTreeWarps];                   // of every warp of the team
+  int64_t mass[kMaxTeam * kTreeWarps];                    // from here on only in the first block
+  int32_t count[kMaxFrontier], offset[kMaxFrontier + 1];  // children of a row, and before it
+  int32_t parent[kMaxFrontier], depth[kMaxFrontier];
+  float parent_score[kMaxFrontier], max[kMaxFrontier], log_sum[kMaxFrontier];
+  uint8_t ancestors[kMaxFrontier * kMaxDepth];
+};
 
 // A frontier row and its parent.
 struct FrontierRow {
   int64_t index;  // in draft_logits
-  int32_t parent;
-  int32_t position;  // of the children
+  int32_t parent, depth;
   float parent_score;
   bool active;
   int32_t status;
@@ -55,408 +67,246 @@ __device__ FrontierRow frontier_row(const ExpandTreeParams& p, int64_t b, int64_
   row.status = kStatusBadTree;
   if (row.parent >= p.nodes.count[b]) return row;
   const int64_t at = b * p.nodes.capacity + row.parent;
-  const int32_t depth = p.nodes.depth[at];
+  row.depth = p.nodes.depth[at];
   row.parent_score = p.nodes.score[at];
-  if (depth < 0 || depth >= kMaxDepth || isnan(row.parent_score)) return row;
-  row.position = p.root_position[b] + depth + 1;
+  if (row.depth < 0 || row.depth >= kMaxDepth || isnan(row.parent_score)) return row;
   row.status = kStatusOk;
   row.active = true;
   return row;
 }
-
-// What ids first .. first + kGroup - 1 are worth: scaled logits, target ids, noise.
-template <typename T>
-struct DraftGroup {
-  float scaled[kGroup];
-  int32_t token[kGroup];
-  float largest;
-  int32_t status = kStatusOk;
-
-  __device__ DraftGroup(const ExpandTreeParams& p, const Row<T>& row, int32_t first) {
-    float x[kGroup];
-    if (row.clean(row.load(first), x, scaled, &largest)) status |= kStatusNanDraft;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) token[i] = first + i;
-    if (p.d2t == nullptr) return;
-    largest = kNegInf;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      const int32_t id = first + i < row.vocab_size ? __ldg(p.d2t + first + i) : 0;
-      const bool known = id >= 0 && id < p.vocab_size;
-      token[i] = known ? id : 0;
-      if (!known) {
-        scaled[i] = kNegInf;
-        status |= kStatusBadToken;
-      }
-      largest = fmaxf(largest, scaled[i]);
-    }
-  }
-
-  // A draft id's noise is its target id's, which shares its quad with no neighbour.
-  __device__ void words(const ExpandTreeParams& p, const Draw& draw,
-                        uint32_t (&word)[kGroup]) const {
-    if (p.d2t == nullptr) {
-#pragma unroll
-      for (int quad = 0; quad < kGroup / 4; ++quad) {
-        const Philox4 r =
-            noise_words(draw.key, draw.position, static_cast<uint32_t>(token[0]) / 4 + quad);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) word[4 * quad + i] = r.word[i];
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      const uint32_t id = token[i];
-      const Philox4 r = noise_words(draw.key, draw.position, id >> 2);
-      const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
-      word[i] = id & 2 ? high : low;
-    }
-  }
-
-  // score[i] is exact where it reaches `threshold`, else -inf; exact everywhere if `all`.
-  __device__ void scores(const ExpandTreeParams& p, const Draw& draw, bool greedy, bool all,
-                         float threshold, float (&score)[kGroup]) const {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) score[i] = greedy ? scaled[i] : kNegInf;
-    constexpr float kMaxGumbelScore = 22.9f;  // above gumbel(0), the largest there is
-    if (greedy || (!all && add_rn(largest, kMaxGumbelScore) < threshold)) return;
-    uint32_t word[kGroup];
-    words(p, draw, word);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if (all || add_rn(scaled[i], gumbel_bound(word[i])) >= threshold) {
-        score[i] = add_rn(scaled[i], gumbel(word[i]));
-      }
-    }
-  }
-};
-
-// The best candidates that one warp has seen, best first, in shared memory.
-struct WarpList {
-  Candidate* entry;
-  int top_k, count = 0;
-
-  __device__ WarpList(Candidate* entry, int top_k) : entry(entry), top_k(top_k) {}
-
-  __device__ float threshold() const {
-    return count < top_k ? kNegInf
-                         : from_ascending(static_cast<uint32_t>(entry[top_k - 1].key >> 32));
-  }
-
-  // False if the candidate comes too late: the same for the whole warp.
-  __device__ bool insert(const Candidate& candidate) {
-    const int lane = threadIdx.x % kWarpSize;
-    __syncwarp();
-    const uint64_t last = count > 0 ? entry[count - 1].key : ~uint64_t{0};
-    if (candidate.key <= last) {
-      if (count == top_k) return false;
-      if (lane == 0) entry[count] = candidate;
-      ++count;
-      __syncwarp();
-      return true;
-    }
-    int place = 0;
-    for (int base = 0; base < count; base += kWarpSize) {
-      const bool before = base + lane < count && entry[base + lane].key >= candidate.key;
-      place += __popc(__ballot_sync(kFullWarp, before));
-    }
-    if (count < top_k) ++count;
-    for (int base = (count - 1) / kWarpSize * kWarpSize; base >= 0; base -= kWarpSize) {
-      const int i = base + lane;
-      const bool moves = i > place && i < count;
-      const Candidate moved = entry[moves ? i - 1 : 0];
-      __syncwarp();
-      if (moves) entry[i] = moved;
-      __syncwarp();
-    }
-    if (lane == 0) entry[place] = candidate;
-    __syncwarp();
-    return true;
-  }
-
-  // Takes this tile's scores best first until the list wants no more. Called by whole warps.
-  template <typename T>
-  __device__ void take(const DraftGroup<T>& group, float (&score)[kGroup], bool perturbed) {
-    while (true) {
-      int at = 0;
-      float best = score[0];
-      int32_t token = group.token[0];
-      float value = perturbed ? score[0] : group.scaled[0];
-#pragma unroll
-      for (int i = 1; i < kGroup; ++i) {
-        if (score[i] > best || (score[i] == best && group.token[i] < token)) {
-          at = i;
-          best = score[i];
-          token = group.token[i];
-          value = perturbed ? score[i] : group.scaled[i];
-        }
-      }
-      const uint32_t order = ascending(best);
-      const uint32_t highest = __reduce_max_sync(kFullWarp, order);
-      if (highest == ascending(kNegInf)) return;
-      const uint32_t id = order == highest ? static_cast<uint32_t>(token) : 0xffffffffu;
-      const uint32_t lowest = __reduce_min_sync(kFullWarp, id);
-      const int owner = __ffs(__ballot_sync(kFullWarp, id == lowest && order == highest)) - 1;
-      const Candidate candidate{static_cast<uint64_t>(highest) << 32 | ~lowest,
-                                __shfl_sync(kFullWarp, value, owner), static_cast<int32_t>(lowest)};
-      if (!insert(candidate)) return;
-      const bool mine = static_cast<int>(threadIdx.x % kWarpSize) == owner;
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (mine && i == at) score[i] = kNegInf;
-      }
-    }
-  }
-};
 
 // How the team's warps are dealt to the rows of a wave: warp w works on row w % rows.
 struct Deal {
   int rows, slices;
 
   __device__ Deal(const TreeTeam& team, int rows)
-      : rows(rows), slices(team.size() * kTreeWarps / rows) {}
+      : rows(rows), slices(min(kMaxSlices, team.size() * kTreeWarps / rows)) {}
   // The warp that has a slice of a row.
   __device__ int warp(int row, int slice) const { return slice * rows + row; }
 };
 
-template <typename V>
-__device__ V* of_warp(const TreeTeam& team, V* shared, int stride, int warp) {
-  return team.remote(shared, warp / kTreeWarps) + warp % kTreeWarps * stride;
-}
-
-// Merges a row's lists by one warp and writes its children; returns how many.
-__device__ int merge_lists(const ExpandTreeParams& p, const TreeTeam& team, const Deal& deal,
-                           int row, Candidate* lists, const int32_t* list_count, float parent_score,
-                           float max, float inverse, float log_sum, int64_t place) {
-  const int lane = threadIdx.x % kWarpSize, top_k = static_cast<int>(p.top_k);
-  const Candidate* head[kHeads];
-  int left[kHeads];
-  uint64_t key[kHeads];
+// Merges a row's lists by one warp, and leaves the best children with the first block.
+__device__ void merge_lists(const TreeTeam& team, const Deal& deal, int row, int top_k,
+                            const Candidate* lists, Child* children, int32_t* count) {
+  const int lane = threadIdx.x % kWarpSize;
+  const Candidate* list[kHeads];
+  Candidate queue[kHeads][kQueue];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
-    const int slice = h * kWarpSize + lane;
-    left[h] = 0;
-    key[h] = 0;
-    if (slice < deal.slices) {
-      const int warp = deal.warp(row, slice);
-      head[h] = of_warp(team, lists, top_k, warp);
-      left[h] = *of_warp(team, list_count, 1, warp);
-      if (left[h] > 0) key[h] = head[h]->key;
+    const int slice = h * kWarpSize + lane, warp = deal.warp(row, min(slice, deal.slices - 1));
+    list[h] = team.remote(lists, warp / kTreeWarps) + warp % kTreeWarps * top_k;
+#pragma unroll
+    for (int i = 0; i < kQueue; ++i) {
+      queue[h][i] = Candidate{};
+      if (slice < deal.slices && i < top_k) queue[h][i] = list[h][i];
     }
   }
-  for (int k = 0; k < top_k; ++k) {
-    uint64_t mine = 0;
+  int next[kHeads] = {};
+  int k = 0;
+  for (; k < top_k; ++k) {
+    uint64_t mine = queue[0][0].key;
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) mine = key[h] > mine ? key[h] : mine;
-    const uint64_t best = warp_reduce(mine, Max());
-    if (best == 0) return k;
-    const int owner = __ffs(__ballot_sync(kFullWarp, mine == best)) - 1;
-    if (lane != owner) continue;
+    for (int h = 1; h < kHeads; ++h) mine = max(mine, queue[h][0].key);
+    const uint64_t best = warp_max(mine);
+    if (best == 0) break;
+    if (lane != __ffs(__ballot_sync(kFullWarp, mine == best)) - 1) continue;
     bool taken = false;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      if (taken || key[h] != best) continue;
+      if (taken || queue[h][0].key != best) continue;
       taken = true;
-      const float log_prob = add_rn(mul_rn(add_rn(head[h]->value, -max), inverse), -log_sum);
-      p.nodes.token[place + k] = head[h]->token;
-      p.nodes.score[place + k] = add_rn(parent_score, fminf(log_prob, 0.0f));
-      ++head[h];
-      key[h] = --left[h] > 0 ? head[h]->key : 0;
+      *team.remote(children + k, 0) = {queue[h][0].value, queue[h][0].token()};
+#pragma unroll
+      for (int i = 1; i < kQueue; ++i) queue[h][i - 1] = queue[h][i];
+      const int after = kQueue + next[h]++;
+      queue[h][kQueue - 1] = after < top_k ? list[h][after] : Candidate{};
     }
   }
-  return top_k;
+  if (lane == 0) *team.remote(count, 0) = k;
 }
 
-// The first block's last act: closes gaps between the rows' children, links them, and ranks the
-// next frontier. `counts` are the children of each frontier row.
-__device__ void append_children(const ExpandTreeParams& p, int64_t b, bool room,
-                                const int32_t* counts, int32_t* offsets) {
-  __shared__ float tile[kTreeThreads];
+// The first block's last act: closes gaps between the rows' children, scores and links them, and
+// ranks the next frontier.
+__device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t begin,
+                                const Shared& shared, Child* children) {
   const int t = threadIdx.x;
   const int rows = static_cast<int>(p.frontier_rows), top_k = static_cast<int>(p.top_k);
-  const int64_t first = b * p.nodes.capacity;
-  const int32_t begin = room ? p.nodes.count[b] : 0;
-  int32_t* token = p.nodes.token + first + begin;
-  float* score = p.nodes.score + first + begin;
-  for (int f = t; f <= rows; f += kTreeThreads) {
-    int32_t sum = 0;
-    for (int g = 0; g < f; ++g) sum += counts[g];
-    offsets[f] = sum;
-  }
-  __syncthreads();
-  for (int f = 0; f < rows; ++f) {
-    if (offsets[f] == f * top_k) continue;
-    const bool moves = t < counts[f];
-    const int32_t moved_token = moves ? __ldcg(token + f * top_k + t) : 0;
-    const float moved_score = moves ? __ldcg(score + f * top_k + t) : 0.0f;
-    __syncthreads();
-    if (moves) {
-      token[offsets[f] + t] = moved_token;
-      score[offsets[f] + t] = moved_score;
+  const int64_t first = b * p.nodes.capacity + begin;
+  const bool perturbed = p.score_temperature > 0.0f;
+  const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
+  const int total = shared.offset[rows];
+  for (int base = 0; base < rows * top_k; base += kTreeThreads) {
+    const int i = base + t, f = min(i / top_k, rows - 1);
+    const bool valid = i < rows * top_k && i - f * top_k < shared.count[f];
+    const Child child = children[valid ? i : 0];
+    __syncthreads();  // a child moves down, past those that were read before
+    if (valid) {
+      const int to = shared.offset[f] + i - f * top_k;
+      const float log_prob =
+          add_rn(mul_rn(add_rn(child.value, -shared.max[f]), inverse), -shared.log_sum[f]);
+      const float score = add_rn(shared.parent_score[f], fminf(log_prob, 0.0f));
+      children[to] = {score, f};
+      p.nodes.token[first + to] = child.token;
+      p.nodes.score[first + to] = score;
+      p.nodes.parent[first + to] = shared.parent[f];
+      p.nodes.depth[first + to] = shared.depth[f] + 1;
     }
     __syncthreads();
   }
-  for (int i = t; i < rows * top_k; i += kTreeThreads) {
-    const int f = i / top_k, k = i % top_k;
-    if (k >= counts[f]) continue;
-    const int32_t parent = p.frontier[b * rows + f];
-    const int64_t at = first + begin + offsets[f] + k;
-    p.nodes.parent[at] = parent;
-    p.nodes.depth[at] = p.nodes.depth[first + parent] + 1;
-  }
-  const int total = offsets[rows];
-  for (int base = 0; base < total; base += kTreeThreads) {
-    const int i = base + t;
-    const float mine = i < total ? __ldcg(score + i) : kNegInf;
-    int rank = 0;
-    for (int other = 0; other < total; other += kTreeThreads) {
-      __syncthreads();
-      if (other + t < total) tile[t] = __ldcg(score + other + t);
-      __syncthreads();
-      const int size = min(kTreeThreads, total - other);
-      for (int j = 0; j < size; ++j) {
-        rank += tile[j] > mine || (tile[j] == mine && other + j < i);
+  for (int i = t; i < max(total, top_k); i += kTreeThreads) {
+    int rank = i;  // past the children: an empty place
+    const Child child = i < total ? children[i] : Child{};
+    if (i < total) {
+      rank = 0;
+      for (int j = 0; j < total; ++j) {
+        const float other = children[j].value;
+        rank += other > child.value || (other == child.value && j < i);
       }
     }
-    if (i >= total || rank >= top_k) continue;
-    int f = 0;
-    while (i >= offsets[f + 1]) ++f;
-    const int64_t out = b * top_k + rank, row = b * rows + f;
-    p.next_frontier[out] = begin + i;
-    p.next_row[out] = static_cast<int32_t>(row);
-    uint8_t* ancestors = p.next_ancestors + out * kMaxDepth;
-    const int in_flight =
-        p.frontier_ancestors == nullptr ? 0 : p.nodes.depth[first + p.frontier[row]];
+    if (rank >= top_k) continue;
+    const int64_t out = b * top_k + rank;
+    const int f = child.token;
+    p.next_frontier[out] = i < total ? begin + i : -1;
+    p.next_row[out] = i < total ? static_cast<int32_t>(b * rows + f) : 0;
+    const int in_flight = i < total && p.frontier_ancestors != nullptr ? shared.depth[f] : 0;
+#pragma unroll
     for (int d = 0; d < kMaxDepth; ++d) {
-      uint8_t slot = 0;
-      if (d < in_flight - 1) slot = p.frontier_ancestors[row * kMaxDepth + d];
+      uint8_t slot = d < in_flight - 1 ? shared.ancestors[f * kMaxDepth + d] : 0;
       if (d == in_flight - 1) slot = static_cast<uint8_t>(p.slot_base + f);
-      ancestors[d] = slot;
+      p.next_ancestors[out * kMaxDepth + d] = slot;
     }
   }
-  for (int k = total + t; k < top_k; k += kTreeThreads) {
-    const int64_t out = b * top_k + k;
-    p.next_frontier[out] = -1;
-    p.next_row[out] = 0;
-    for (int d = 0; d < kMaxDepth; ++d) p.next_ancestors[out * kMaxDepth + d] = 0;
+  if (t == 0 && begin > 0) p.nodes.count[b] = begin + total;
+}
+
+// What the first block knows of the frontier before the rows are read.
+__device__ void load_frontier(const ExpandTreeParams& p, int64_t b, bool room, Shared& shared) {
+  const int rows = static_cast<int>(p.frontier_rows);
+  for (int f = threadIdx.x; f < rows; f += kTreeThreads) {
+    const FrontierRow row = frontier_row(p, b, f, room);
+    shared.parent[f] = row.parent;
+    shared.depth[f] = row.depth;
+    shared.parent_score[f] = row.parent_score;
   }
-  __syncthreads();
-  if (t == 0 && room) p.nodes.count[b] = begin + total;
+  if (p.frontier_ancestors == nullptr) return;
+  for (int i = threadIdx.x; i < rows * kMaxDepth; i += kTreeThreads) {
+    shared.ancestors[i] = p.frontier_ancestors[b * rows * kMaxDepth + i];
+  }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kTreeThreads) expand_kernel(const ExpandTreeParams p) {
+__global__ void __launch_bounds__(kTreeThreads, 1) expand_kernel(const ExpandTreeParams p) {
   extern __shared__ Candidate lists[];  // [kTreeWarps, top_k]
-  __shared__ int32_t list_count[kTreeWarps];
-  __shared__ float largest[kTreeWarps];
-  __shared__ int64_t mass[kTreeWarps];
-  __shared__ int32_t counts[kMaxFrontier], offsets[kMaxFrontier + 1];
+  __shared__ Shared shared;
   TreeTeam team;
+  team.arrive();
+  const int top_k = static_cast<int>(p.top_k);
+  Child* children = reinterpret_cast<Child*>(lists + kTreeWarps * top_k);  // [frontier_rows, top_k]
   const int64_t b = team.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int team_warp = team.rank() * kTreeWarps + warp;
-  const int top_k = static_cast<int>(p.top_k);
-  const bool room = has_room(p, b);
-  const float temperature = p.temperature[b];
+  const bool merges = warp == kTreeWarps;
+  const int32_t columns = static_cast<int32_t>(
+      p.d2t != nullptr || p.draft_vocab < p.vocab_size ? p.draft_vocab : p.vocab_size);
   const bool perturbed = p.score_temperature > 0.0f;
   const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
-  const int64_t columns =
-      p.d2t != nullptr || p.draft_vocab < p.vocab_size ? p.draft_vocab : p.vocab_size;
-  const NoiseKey key = noise_key(p.seed, p.request[b], NoiseDomain::kTarget);
+  wait_for_prior_grid();
+  launch_dependents();
 
   for (int wave = 0; wave < p.frontier_rows; wave += kWave) {
     const Deal deal(team, min(kWave, static_cast<int>(p.frontier_rows) - wave));
     const int mine = team_warp % deal.rows, slice = team_warp / deal.rows;
+    const RowData<T> data(p.draft_logits, p.logits_stride, b * p.frontier_rows + wave + mine,
+                          columns);
+    const int32_t step = deal.slices * kTile, begin = slice * kTile + lane * kGroup;
+    const int32_t end = !merges && slice < deal.slices ? columns + lane * kGroup : 0;
+    DraftTile<T> tile;
+    if (begin < end) tile.fetch(p, data, begin);
+    const bool room = has_room(p, b);
     const FrontierRow row = frontier_row(p, b, wave + mine, room);
-    const Row<T> logits(p.draft_logits, p.logits_stride, row.index, columns, temperature);
-    const Draw draw{key, row.position};
-    const bool works = row.active && slice < deal.slices;
-    const int32_t step = deal.slices * kWarpSize * kGroup;
-    const int32_t begin = (slice * kWarpSize + lane) * kGroup;
-    const int32_t end = works ? logits.vocab_size + lane * kGroup : 0;  // the same trips a warp
-
-    WarpList list(lists + warp * top_k, top_k);
-    float most = kNegInf;
-    int32_t status = slice == 0 ? row.status : kStatusOk;
-    for (int32_t first = begin; first < end; first += step) {
-      const DraftGroup<T> group(p, logits, first);
-      float score[kGroup];
-      group.scores(p, draw, logits.greedy, perturbed, list.threshold(), score);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) most = fmaxf(most, perturbed ? score[i] : group.scaled[i]);
-      status |= group.status;
-      list.take(group, score, perturbed);
+    const Row<T> logits(data, p.temperature[b]);
+    const Draw draw{noise_key(p.seed, p.request[b], NoiseDomain::kTarget),
+                    p.root_position[b] + row.depth + 1};
+    const bool noisy = perturbed && !logits.greedy;
+    if (wave == 0) {
+      if (team.rank() == 0) load_frontier(p, b, room, shared);
+      team.wait();  // all blocks run
     }
-    most = warp_max(most);
-    status = __reduce_or_sync(kFullWarp, static_cast<unsigned>(status));
-    if (lane == 0) {
-      largest[warp] = most;
-      list_count[warp] = list.count;
-      if (status != kStatusOk) atomicOr(&p.status[b], status);
+    if (!merges) {
+      WarpList list(top_k);
+      float most = kNegInf;
+      int32_t status = slice == 0 ? row.status : kStatusOk;
+      for (int32_t first = begin; first < end && row.active; first += step) {
+        if (first != begin) tile.fetch(p, data, first);
+        status |= tile.scale(p, logits, first);
+        if (noisy) tile.perturb(p, draw);
+        most = fmaxf(most, tile.largest());
+        tile.offer(p, draw, perturbed || logits.greedy, list);
+      }
+      list.write(lists + warp * top_k);
+      most = warp_max(most);
+      if (lane < team.size()) *team.remote(&shared.largest[team_warp], lane) = most;
+      status = __reduce_or_sync(kFullWarp, static_cast<unsigned>(status));
+      if (lane == 0 && status != kStatusOk) atomicOr(&p.status[b], status);
     }
     team.sync();
-
-    const auto largest_of = [&](int of_row) {
-      float value = kNegInf;
+    if (merges) {
+      for (int r = team.rank(); r < deal.rows; r += team.size()) {
+        merge_lists(team, deal, r, top_k, lists, children + (wave + r) * top_k,
+                    &shared.count[wave + r]);
+      }
+    } else {
+      float max = kNegInf;
       for (int i = lane; i < deal.slices; i += kWarpSize) {
-        value = fmaxf(value, *of_warp(team, largest, 1, deal.warp(of_row, i)));
+        max = fmaxf(max, shared.largest[deal.warp(mine, i)]);
       }
-      return warp_max(value);
-    };
-    const float max = largest_of(mine);
-    int64_t sum = 0;
-    for (int32_t first = begin; first < end; first += step) {
-      const DraftGroup<T> group(p, logits, first);
-      float value[kGroup];
-      if (perturbed) {
-        group.scores(p, draw, logits.greedy, true, kNegInf, value);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) value[i] = group.scaled[i];
-      }
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        const float scaled = exp_f32(mul_rn(add_rn(value[i], -max), inverse));
-        sum += __float2ll_rz(mul_rn(scaled, 0x1p40f));
-      }
-    }
-    sum = warp_reduce(sum, Sum());
-    if (lane == 0) mass[warp] = sum;
-    team.sync();
-
-    const int turn = warp * team.size() + team.rank();  // rows go round the blocks
-    if (turn < deal.rows) {
-      const int64_t f = wave + turn;
-      const FrontierRow merged = frontier_row(p, b, f, room);
-      int children = 0;
-      if (merged.active) {
-        int64_t total = 0;
-        for (int i = lane; i < deal.slices; i += kWarpSize) {
-          total += *of_warp(team, mass, 1, deal.warp(turn, i));
+      max = warp_max(max);
+      if (team.rank() == 0 && slice == 0) shared.max[wave + mine] = max;
+      int64_t sum = 0;
+      for (int32_t first = begin; first < end && row.active; first += step) {
+        if (begin + step < end) {  // else the tile is still there
+          tile.fetch(p, data, first);
+          tile.scale(p, logits, first);
+          if (noisy) tile.perturb(p, draw);
         }
-        total = warp_reduce(total, Sum());
-        const float log_sum = log_f32(mul_rn(static_cast<float>(total), 0x1p-40f));
-        children = merge_lists(p, team, deal, turn, lists, list_count, merged.parent_score,
-                               largest_of(turn), inverse, log_sum,
-                               b * p.nodes.capacity + p.nodes.count[b] + f * top_k);
+        sum += tile.weigh(max, inverse);
       }
-      if (lane == 0) team.remote(counts, 0)[f] = children;
-      __threadfence();
+      sum = warp_reduce(sum, Sum());
+      if (lane == 0) *team.remote(&shared.mass[team_warp], 0) = sum;
     }
-    team.sync();  // children are written, and nobody reads the lists any more
+    team.sync();
+    if (team.rank() == 0 && warp < deal.rows) {
+      int64_t total = 0;
+      for (int i = lane; i < deal.slices; i += kWarpSize) total += shared.mass[deal.warp(warp, i)];
+      total = warp_reduce(total, Sum());
+      if (lane == 0) {
+        shared.log_sum[wave + warp] = log_f32(mul_rn(static_cast<float>(total), 0x1p-40f));
+      }
+    }
   }
-  if (team.rank() == 0) append_children(p, b, room, counts, offsets);
+  if (team.rank() != 0) return;
+  for (int f = threadIdx.x; f <= p.frontier_rows; f += kTreeThreads) {
+    int32_t sum = 0;
+    for (int g = 0; g < f; ++g) sum += shared.count[g];
+    shared.offset[f] = sum;
+  }
+  __syncthreads();
+  append_children(p, b, has_room(p, b) ? p.nodes.count[b] : 0, shared, children);
 }
 
 }  // namespace
 
 void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
+  const int64_t children = p.frontier_rows * p.top_k;
+  require(children <= kMaxChildren, "expand_tree",
+          "frontier: the GPU takes at most " + std::to_string(kMaxChildren) +
+              " children a request and level (rows times top_k), got " + std::to_string(children));
   const DeviceGuard guard(device);
-  dispatch_storage("expand_tree", p.dtype, [&](auto* tag) {
+  dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    launch_teams("expand_tree", expand_kernel<T>, p.num_requests, kTreeThreads,
-                 kTreeWarps * p.top_k * sizeof(Candidate), false, as_stream(stream), p);
+    const size_t shared = kTreeWarps * p.top_k * sizeof(Candidate) + children * sizeof(Child);
+    launch("expand_tree", expand_kernel<T>, {p.num_requests, kTreeThreads, shared, kMaxTeam, true},
+           as_stream(stream), p);
   });
 }
 

@@ -319,6 +319,14 @@ def test_select_refuses_a_store_that_shared_memory_cannot_hold():
         )
 
 
+def test_expand_refuses_a_level_that_shared_memory_cannot_hold(monkeypatch):
+    monkeypatch.setattr(kit, "DEVICE", "cuda")
+    store = Store(1, 40_000, 128)
+    store.frontier = torch.full((1, 129), -1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="at most 16384 children a request .*, got 16512"):
+        store.expand(torch.zeros(129, 200))
+
+
 def test_a_workspace_that_is_too_small_is_refused():
     out = Guarded()
     arrays = verify_arrays(1, 2, 100, out)

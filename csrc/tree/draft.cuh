@@ -1,0 +1,245 @@
+// What a warp makes of a row of draft logits: values and noise of a tile of ids, and the list of
+// the best children.
+#pragma once
+
+#include "common/status.h"
+#include "sampling/row.cuh"
+#include "tree/params.h"
+
+namespace tlt {
+
+constexpr int kTileGroups = 2;
+constexpr int kTileIds = kTileGroups * kGroup;   // of a lane
+constexpr int32_t kTile = kWarpSize * kTileIds;  // of a warp
+constexpr int kListRows = (kMaxTopK + kWarpSize - 1) / kWarpSize;
+
+struct alignas(16) Candidate {
+  uint64_t key;  // rank_key(score, target id); 0 is nobody
+  float value;   // that the log-softmax takes: scaled logit or score
+  int32_t unused;
+
+  __device__ int32_t token() const { return static_cast<int32_t>(~static_cast<uint32_t>(key)); }
+};
+
+// The largest of the lanes' keys.
+__device__ __forceinline__ uint64_t warp_max(uint64_t key) {
+  const uint32_t high = static_cast<uint32_t>(key >> 32);
+  const uint32_t highest = __reduce_max_sync(kFullWarp, high);
+  const uint32_t low = high == highest ? static_cast<uint32_t>(key) : 0;
+  return static_cast<uint64_t>(highest) << 32 | __reduce_max_sync(kFullWarp, low);
+}
+
+// The n-th largest of the lanes' values.
+__device__ __forceinline__ float nth_largest(float value, int n) {
+  uint32_t key = ascending(value), highest = 0;
+  for (int i = 0; i < n; ++i) {
+    highest = __reduce_max_sync(kFullWarp, key);
+    const int owner = __ffs(__ballot_sync(kFullWarp, key == highest)) - 1;
+    if (static_cast<int>(threadIdx.x % kWarpSize) == owner) key = 0;
+  }
+  return highest == 0 ? kNegInf : from_ascending(highest);
+}
+
+// The best candidates that one warp has seen, best first: entry j is in lane j % 32's row j / 32.
+struct WarpList {
+  uint64_t key[kListRows] = {};
+  float value[kListRows] = {};
+  const int top_k;
+
+  __device__ explicit WarpList(int top_k) : top_k(top_k) {}
+
+  // A candidate has no chance without a larger key; 0 while there is room.
+  __device__ uint64_t worst() const {
+    uint64_t last = 0;
+#pragma unroll
+    for (int r = 0; r < kListRows; ++r) {
+      if (r * kWarpSize < top_k) last = __shfl_sync(kFullWarp, key[r], (top_k - 1) % kWarpSize);
+    }
+    return last;
+  }
+
+  __device__ void insert(uint64_t new_key, float new_value) {
+    const int lane = threadIdx.x % kWarpSize;
+    int place = 0;
+#pragma unroll
+    for (int r = 0; r < kListRows; ++r) {
+      if (r * kWarpSize < top_k) place += __popc(__ballot_sync(kFullWarp, key[r] >= new_key));
+    }
+#pragma unroll
+    for (int r = kListRows - 1; r >= 0; --r) {
+      if (r * kWarpSize >= top_k) continue;
+      uint64_t before_key = __shfl_up_sync(kFullWarp, key[r], 1);
+      float before_value = __shfl_up_sync(kFullWarp, value[r], 1);
+      if (r > 0) {
+        const uint64_t last_key = __shfl_sync(kFullWarp, key[r > 0 ? r - 1 : 0], kWarpSize - 1);
+        const float last_value = __shfl_sync(kFullWarp, value[r > 0 ? r - 1 : 0], kWarpSize - 1);
+        before_key = lane == 0 ? last_key : before_key;
+        before_value = lane == 0 ? last_value : before_value;
+      }
+      const int entry = r * kWarpSize + lane;
+      if (entry == place) {
+        key[r] = new_key;
+        value[r] = new_value;
+      } else if (entry > place) {
+        key[r] = before_key;
+        value[r] = before_value;
+      }
+    }
+  }
+
+  // Takes the lanes' candidates, best first, until the list wants no more. Called by whole warps.
+  __device__ void take(uint64_t new_key, float new_value) {
+    while (__any_sync(kFullWarp, new_key > worst())) {
+      const uint64_t best = warp_max(new_key);
+      const int owner = __ffs(__ballot_sync(kFullWarp, new_key == best)) - 1;
+      insert(best, __shfl_sync(kFullWarp, new_value, owner));
+      if (static_cast<int>(threadIdx.x % kWarpSize) == owner) new_key = 0;
+    }
+  }
+
+  __device__ void write(Candidate* out) const {
+#pragma unroll
+    for (int r = 0; r < kListRows; ++r) {
+      const int entry = r * kWarpSize + threadIdx.x % kWarpSize;
+      if (entry < top_k) out[entry] = {key[r], value[r], 0};
+    }
+  }
+};
+
+// A draft id's noise is its target id's, which shares its quad with no neighbour.
+__device__ __forceinline__ uint32_t word_of(const Draw& draw, int32_t token) {
+  const uint32_t id = token;
+  const Philox4 r = noise_words(draw.key, draw.position, id >> 2);
+  const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
+  return id & 2 ? high : low;
+}
+
+// A lane's ids of a tile: two groups, kWarpSize * kGroup apart.
+template <typename T>
+struct DraftTile {
+  Raw<T> raw[kTileGroups];
+  float value[kTileIds];  // -inf where the id can never be drawn
+  int32_t token[kTileIds];
+
+  __device__ static int32_t first_of(int32_t first, int group) {
+    return first + group * kWarpSize * kGroup;
+  }
+
+  // Reads that wait for nothing but their addresses. Ids past the row are not read.
+  __device__ void fetch(const ExpandTreeParams& p, const RowData<T>& row, int32_t first) {
+    const RowData<float> ids(p.d2t, 0, 0, row.vocab_size);
+#pragma unroll
+    for (int group = 0; group < kTileGroups; ++group) {
+      const int32_t from = first_of(first, group);
+      raw[group] = row.load(from);
+      const Raw<float> of_group = p.d2t != nullptr ? ids.load(from) : Raw<float>{};
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        token[kGroup * group + i] =
+            p.d2t != nullptr ? static_cast<int32_t>(of_group.word[i]) : from + i;
+      }
+    }
+  }
+
+  // Makes values of what was fetched: logits / T. Returns status bits.
+  __device__ int32_t scale(const ExpandTreeParams& p, const Row<T>& row, int32_t first) {
+    int32_t status = kStatusOk;
+#pragma unroll
+    for (int group = 0; group < kTileGroups; ++group) {
+      float x[kGroup], largest;
+      if (row.clean(raw[group], x, &largest)) status |= kStatusNanDraft;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const int at = kGroup * group + i;
+        value[at] = row.scaled(x[i]);
+        if (p.d2t == nullptr || (token[at] >= 0 && token[at] < p.vocab_size)) continue;
+        value[at] = kNegInf;
+        token[at] = 0;
+        if (first_of(first, group) + i < row.vocab_size) status |= kStatusBadToken;
+      }
+    }
+    return status;
+  }
+
+  // Calls f(index, noise word) for all ids.
+  template <typename F>
+  __device__ void for_each_word(const ExpandTreeParams& p, const Draw& draw, F&& f) const {
+    if (p.d2t != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kTileIds; ++i) f(i, word_of(draw, token[i]));
+      return;
+    }
+#pragma unroll
+    for (int quad = 0; quad < kTileIds / 4; ++quad) {
+      const Philox4 r =
+          noise_words(draw.key, draw.position, static_cast<uint32_t>(token[4 * quad]) / 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(4 * quad + i, r.word[i]);
+    }
+  }
+
+  // Adds the noise: values are scores then.
+  __device__ void perturb(const ExpandTreeParams& p, const Draw& draw) {
+    for_each_word(p, draw,
+                  [&](int i, uint32_t word) { value[i] = add_rn(value[i], gumbel(word)); });
+  }
+
+  // Hands to the list what may belong there; `exact`: values are scores. Only ids whose largest
+  // variate would do take logs. Called by whole warps.
+  __device__ void offer(const ExpandTreeParams& p, const Draw& draw, bool exact,
+                        WarpList& list) const {
+    float upper[kTileIds], sure = kNegInf;
+    if (exact) {
+#pragma unroll
+      for (int i = 0; i < kTileIds; ++i) sure = fmaxf(sure, upper[i] = value[i]);
+    } else {
+      for_each_word(p, draw, [&](int i, uint32_t word) {
+        const float bound = gumbel_bound(word);  // as in Race::sure_score
+        upper[i] = add_rn(value[i], bound);
+        if (word < 1u << 30) sure = fmaxf(sure, add_rn(value[i], add_rn(bound, -0.3f)));
+      });
+    }
+    // A score that top_k ids reach for sure stands in for a list that is not full.
+    const uint64_t worst = list.worst();
+    const float threshold = worst != 0 ? from_ascending(static_cast<uint32_t>(worst >> 32))
+                            : list.top_k <= kWarpSize ? nth_largest(sure, list.top_k)
+                                                      : kNegInf;
+    uint32_t left = 0;
+#pragma unroll
+    for (int i = 0; i < kTileIds; ++i) {
+      left |= upper[i] >= threshold && upper[i] > kNegInf ? 1u << i : 0u;
+    }
+    while (__any_sync(kFullWarp, left != 0)) {
+      const int at = left == 0 ? 0 : __ffs(left) - 1;
+      float of_id = value[0];
+      int32_t id = token[0];
+#pragma unroll
+      for (int i = 1; i < kTileIds; ++i) {
+        of_id = at == i ? value[i] : of_id;
+        id = at == i ? token[i] : id;
+      }
+      const float score = exact ? of_id : add_rn(of_id, gumbel(word_of(draw, id)));
+      list.take(left == 0 ? 0 : rank_key(score, static_cast<uint32_t>(id)), of_id);
+      left &= left - 1;
+    }
+  }
+
+  __device__ float largest() const {
+    float most = kNegInf;
+#pragma unroll
+    for (int i = 0; i < kTileIds; ++i) most = fmaxf(most, value[i]);
+    return most;
+  }
+
+  // Sum of the integer weights floor(2^40 * exp((value - max) * inverse)).
+  __device__ int64_t weigh(float max, float inverse) const {
+    int64_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kTileIds; ++i) {
+      sum += __float2ll_rz(mul_rn(exp_f32(mul_rn(add_rn(value[i], -max), inverse)), 0x1p40f));
+    }
+    return sum;
+  }
+};
+
+}  // namespace tlt
