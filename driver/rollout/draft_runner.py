@@ -169,7 +169,7 @@ class DraftRunner:
         while any(s.num_new > 1 for s in late):
             self._write_late(batch, late, store)
         if late and self.k.is_cuda:
-            torch.cuda.current_stream().synchronize()  # so that its cost is seen; it is rare
+            torch.cuda.current_stream(self.k.device).synchronize()  # rare, and its cost is seen
         return bool(stale or late)
 
     def passed(self, sequence: Sequence, last: int) -> None:
@@ -295,7 +295,7 @@ class DraftRunner:
         )
         weights, count = self.weights, len(q)
         middle = torch.empty_like(hidden)
-        tlt_ext.linear_rows(attended.view(count, -1), weights["o"], middle, residual=hidden)
+        tlt_ext.linear_rows(attended.flatten(1), weights["o"], middle, residual=hidden)
         gate_up = hidden.new_empty(count, 2 * self.spec.intermediate_size)
         tlt_ext.rms_norm_linear(
             middle, weights["post_norm"], weights["gate_up"], gate_up, eps=self.spec.rms_eps
@@ -383,7 +383,7 @@ class DraftRunner:
         )
         ids, position, features = rows.ids, rows.position, rows.features
         if ids.device.type == "cpu":  # it need not compute inert rows
-            used = int(rows.row_start[-1])
+            used = max(1, int(rows.row_start[-1]))  # `last` is 0 where there is none
             ids, position, features = ids[:used], position[:used], features[:used]
         width = self.spec.hidden_size
         fused = features.new_empty(len(ids), width)

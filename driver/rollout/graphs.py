@@ -126,7 +126,8 @@ class PassGraphs:
 
     def _capture(self, cell: Cell) -> None:
         batch = self.state.rows(cell.batch)
-        self._stream.wait_stream(torch.cuda.current_stream())
+        main = torch.cuda.current_stream(self.state.device)
+        self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             # Loads kernels and grows scratch memory, neither of which a capture may do.
             self.program.run(batch, cell.strategy)
@@ -137,7 +138,7 @@ class PassGraphs:
                 self.program.run(batch, cell.strategy)
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        main.wait_stream(self._stream)
         parts = [graph.raw_cuda_graph()]
         gone = self._pool.add(str(cell), parts, self.state.control, loop=self.loop)
         self._captured[cell] = graph

@@ -27,8 +27,8 @@ class Tree:
         return len(self.tokens)
 
     def ragged(self) -> Tree:
-        """Without the inert rows; waits for their count, so not in a pass on a GPU."""
-        used = int(self.row_start[-1])
+        """Without the inert rows, but one; waits for their count, so not in a pass on a GPU."""
+        used = max(1, int(self.row_start[-1]))
         ancestors = None if self.ancestors is None else self.ancestors[:used]
         rows = (t[:used] for t in (self.tokens, self.parents, self.position))
         return Tree(*rows, ancestors, self.row_start)

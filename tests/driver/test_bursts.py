@@ -1,0 +1,180 @@
+"""Bursts of passes over buckets with inert rows, without a GPU: a loop in Python for a graph."""
+
+import pytest
+import torch
+
+import tlt_ext
+from driver.errors import UserError
+from driver.rollout.graphs import PassGraphs
+from driver.rollout.plan import BucketPlan, GraphCost
+from driver.strategy import OFF, Strategy, parse_strategies
+from tests.driver.hugging_face import random_model
+from tests.driver.test_engine import STRATEGIES, Choose, generate, make_rollout, requests, same
+from tests.kit import same_bits
+
+ARMS = ["off", *STRATEGIES]
+
+
+class Pool:
+    """Stands where `tlt_ext.GraphPool` does."""
+
+    def __init__(self, graphs):
+        self.graphs, self.launches = graphs, 0
+
+    def launch(self, name):
+        self.launches += 1
+        graphs = self.graphs
+        (cell,) = [c for c in graphs.plan.cells if str(c) == name]
+        rows = graphs.state.rows(cell.batch)
+        graphs.program.run(rows, cell.strategy)
+        while graphs.loop and graphs.state.control[tlt_ext.Control.GO]:
+            graphs.program.run(rows, cell.strategy)
+
+
+class Loops(PassGraphs):
+    """Graphs whose passes run op by op, over all rows of their bucket."""
+
+    def __init__(self, engine, plan, loop):
+        self.plan, self.program, self.state, self.ring = (
+            plan, engine.program, engine.state, engine.ring,
+        )  # fmt: skip
+        self.loop, self.failed, self.capture_s, self.step_s = loop, "", 0.0, {}
+        self._tried, self._captured, self._pool = set(), {}, Pool(self)
+
+    def _capture(self, cell):
+        self._captured[cell] = cell
+
+
+def looping(policy, *words, loop=True, budget=0):
+    rollout = make_rollout(policy, f"engine.strategies={' '.join(ARMS)}", *words)
+    rollout.spot.swap()
+    engine = rollout.engine
+    plan = BucketPlan(
+        engine.config.max_batch,
+        engine.config.spec_max_batch,
+        parse_strategies(ARMS),
+        rollout.bandit.config.buckets,
+        engine.model.max_rows,
+        GraphCost(engine.model.spec.num_layers),
+        budget,
+    )
+    engine.runner.graphs = Loops(engine, plan, loop)
+    return rollout
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return random_model("llama-tied-llama3")
+
+
+@pytest.fixture(scope="module")
+def rollout(policy):
+    return looping(policy)
+
+
+@pytest.fixture(scope="module")
+def plain(policy):
+    return generate(make_rollout(policy), requests())
+
+
+@pytest.mark.parametrize("loop", [True, False])
+@pytest.mark.parametrize("horizon", [1, 5, 64])
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12"])
+def test_a_burst_emits_what_its_passes_would(policy, plain, strategy, horizon, loop):
+    """Faults 23, 25, 26: twelve requests in a batch of eight, buckets of 1, 2, 4 and 8 rows."""
+    rollout = looping(policy, loop=loop)
+    assert same(generate(rollout, requests(), strategy, horizon=horizon), plain)
+    stats = rollout.engine.stats
+    assert (stats.bursts == stats.target_passes) == (horizon == 1)
+    assert stats.reprefilled_tokens == 0
+
+
+def test_the_gate_in_mid_rollout(rollout, plain):
+    """Fault 34, and 31: what the drafter missed in bursts of plain passes is caught up."""
+    for seed in range(3):
+        assert same(generate(rollout, requests(), *ARMS, seed=seed, horizon=6), plain)
+        assert rollout.engine.stats.switches > 3
+
+
+def drafter_kv(rollout, *menu, **options):
+    """The drafter's keys and values of each finished request, by request."""
+    engine, runner, found = rollout.engine, rollout.spot.runner, {}
+    size = engine.cache.page_size
+
+    def take(sequence):
+        slots = [sequence.pages[t // size] * size + t % size for t in range(sequence.draft_len)]
+        rows = [cache.flatten(0, 1)[slots] for cache in (runner.k, runner.v)]
+        found[sequence.request.id] = torch.cat(rows, -1)
+
+    engine.bandit, engine.on_pass, engine.on_finish = Choose(*menu, **options), None, take
+    engine.generate(requests(new=40, stop=()))
+    return found
+
+
+def test_the_drafter_misses_nothing_that_others_emitted(policy, rollout):
+    """Faults 29, 30, 34: its cache is the same bits as if it had drafted in every pass."""
+    always = drafter_kv(looping(policy), "learned:4,3,12")
+    for seed in range(3):
+        mixed = drafter_kv(rollout, *ARMS, seed=seed, horizon=5)
+        shared = {i: min(len(kv), len(always[i])) for i, kv in mixed.items()}
+        assert sum(shared.values()) > 150
+        assert all(same_bits(mixed[i][:n], always[i][:n]) for i, n in shared.items())
+
+
+def test_pages_are_granted_ahead(rollout):
+    """One request alone: the host wakes for the ring's length, not for each page."""
+    generate(rollout, requests(count=1, new=60, stop=()), "off", horizon=64)
+    assert rollout.engine.stats.target_passes == 60
+    assert rollout.engine.stats.bursts == 1
+
+
+@pytest.mark.parametrize("limit", range(24, 40, 3))
+def test_pages_that_run_short_in_mid_burst(policy, rollout, limit):
+    jobs = requests(count=8, new=40, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    assert same(generate(rollout, jobs, *ARMS, seed=limit, page_limit=limit, horizon=64), wanted)
+
+
+def test_an_arm_the_plan_lacks_is_not_chosen(policy, plain):
+    rollout = looping(policy, budget=1 << 20)
+    graphs = rollout.engine.runner.graphs
+    assert {c.strategy for c in graphs.plan.cells} == {OFF}
+    assert same(generate(rollout, requests(), "learned:8,4,32", horizon=64), plain)
+    assert rollout.engine.stats.spec_passes == 0
+
+
+def test_capture_out_of_memory_is_a_warning_and_the_same_tokens(policy, plain, monkeypatch):
+    rollout = looping(policy)
+    graphs = rollout.engine.runner.graphs
+    capture = graphs._capture
+
+    def fail(cell):
+        if len(graphs._captured) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        capture(cell)
+
+    monkeypatch.setattr(graphs, "_capture", fail)
+    with pytest.warns(UserWarning, match=r"x 2 could not be captured \(CUDA out"):
+        assert same(generate(rollout, requests(), *ARMS, horizon=3), plain)
+    assert rollout.engine.stats.spec_passes > 0
+    rollout.engine.forget()
+    assert same(generate(rollout, requests(), "learned:3,1,4", horizon=3), plain)
+    assert rollout.engine.stats.bursts == rollout.engine.stats.target_passes  # op by op
+
+
+def test_the_drafter_s_graphs_come_with_the_drafter(policy):
+    rollout = looping(policy)
+    graphs, runner = rollout.engine.runner.graphs, rollout.spot.runner
+    runner.version, version = 0, runner.version
+    generate(rollout, requests(count=2), *ARMS, horizon=8)
+    assert {c.strategy.kind for c in graphs._captured} == {"off", "ngram"}
+    assert rollout.engine.runner.step_s(2, Strategy.parse("learned:4,3,12")) is None
+    runner.version = version
+    generate(rollout, requests(count=2), *ARMS, horizon=8)
+    assert len(graphs._captured) == len(graphs.plan.cells)
+    assert rollout.bandit.step_s(2, Strategy.parse("learned:4,3,12")) > 0
+
+
+def test_graphs_on_a_cpu_are_refused_where_asked_for(policy):
+    with pytest.raises(UserError, match="engine.graphs=true: CUDA graphs need run.device=cuda"):
+        make_rollout(policy, "engine.graphs=true")
