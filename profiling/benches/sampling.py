@@ -25,6 +25,14 @@ def logits_of(rows: int, vocab: int = VOCAB) -> torch.Tensor:
     return 3 * torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
 
 
+def peaked_logits(rows: int) -> torch.Tensor:
+    """Rows with twenty likely ids; half of the others are within the noise's range of the best."""
+    logits = 2 * torch.randn(rows, VOCAB, device="cuda") - 8
+    likely = torch.randint(0, VOCAB, (rows, 20), device="cuda")
+    heights = (14 - 0.7 * torch.arange(20, device="cuda")).expand(rows, -1)
+    return logits.scatter_(1, likely, heights).bfloat16()
+
+
 def settings(batch: int, temperature: float, top_p: float) -> dict[str, torch.Tensor]:
     return {
         "temperature": torch.full((batch,), temperature, device="cuda"),
@@ -63,12 +71,14 @@ def torch_top_p(logits: torch.Tensor) -> torch.Tensor:
     return ids.gather(-1, torch.multinomial(probs, 1))
 
 
-def run_sample(bench: Bench, batch: int) -> None:
-    case = f"sample b{batch}"
+def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
+    rows = f"b{batch} peaked" if peaked else f"b{batch}"
+    case = f"sample {rows}"
     if not bench.wanted(case):
         return
     num_bytes = 2 * batch * VOCAB
-    inputs = [logits_of(batch) for _ in range(timing.num_cold_inputs(num_bytes))]
+    make = peaked_logits if peaked else logits_of
+    inputs = [make(batch) for _ in range(timing.num_cold_inputs(num_bytes))]
     ops = {
         "sample": sampler(batch),
         "greedy": sampler(batch, temperature=0.0),
@@ -96,9 +106,9 @@ def run_sample(bench: Bench, batch: int) -> None:
         over_read_x=round(times["sample"].median_us / floor_us, 3),
     )
     peers = {name: times[name] for name in ("torch_top_p",) if name in times}
-    top_p = bench.add(f"sample top-p 0.9 b{batch}", times["top_p"], num_bytes, peers)
-    bench.add(f"sample greedy b{batch}", times["greedy"], num_bytes)
-    if batch == 64:
+    top_p = bench.add(f"sample top-p 0.9 {rows}", times["top_p"], num_bytes, peers)
+    bench.add(f"sample greedy {rows}", times["greedy"], num_bytes)
+    if batch == 64 and not peaked:
         bench.got["sample_b64_us"] = row["median_us"]
         bench.got["sample_b64_over_read_x"] = row["over_read_x"]
         bench.got["top_p_b64_us"] = top_p["median_us"]
@@ -238,6 +248,7 @@ def run(bench: Bench) -> None:
     torch.manual_seed(0)
     for batch in [64] if bench.quick else BATCHES:
         run_sample(bench, batch)
+    run_sample(bench, 64, peaked=True)
     for case in ["tree16 b1", "chain5 b64"] if bench.quick else TREES:
         run_verify(bench, case, *TREES[case])
     for batch, top_k in [(1, 4)] if bench.quick else [(1, 4), (1, 8), (16, 4), (64, 4)]:
