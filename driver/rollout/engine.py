@@ -179,15 +179,15 @@ class RolloutEngine:
             scheduler.release_spent()
 
     def _choose(self, running: list[Running]) -> Strategy:
-        # A prompt of one token has nothing committed that a drafter could start from.
-        started = all(s.context_len > 0 for s in running)
-
         def usable(arm: Strategy) -> bool:
             if arm == OFF:
                 return True
             proposer = self.proposers.get(arm.kind)
-            ready = started and proposer is not None and proposer.usable()
-            return ready and self.runner.covers(len(running), arm)
+            if proposer is None or not proposer.usable():
+                return False
+            # A prompt of one token has nothing committed that a drafter could start from.
+            started = all(s.context_len > 0 for s in running)
+            return started and self.runner.covers(len(running), arm)
 
         return self.bandit.choose(len(running), usable)
 
@@ -238,27 +238,29 @@ class RolloutEngine:
 
     def _harvest(self, batch: Batch, burst: Burst, started: float) -> None:
         """Hands what the passes emitted to their sequences, the statistics and the bandit."""
-        size, strategy = len(batch), burst.strategy
-        last = (burst.end - 1) % self.ring.passes
-        finish, status = self.ring.finish[last].tolist(), self.ring.status[last].tolist()
-        total = 0
+        size, last = len(batch), (burst.end - 1) % self.ring.passes
+        finish, status = self.ring.finish[last, :size], self.ring.status[last, :size]
         rows = self.ring.collect(burst.begin, burst.end, size)
-        for row, sequence in enumerate(batch.sequences):
-            tokens, logprobs, counts = rows[row]
-            sequence.status |= status[row]
+        proposer = None if burst.strategy == OFF else self.proposers[burst.strategy.kind]
+        total = 0
+        for sequence, got, end, bits in zip(
+            batch.sequences, rows, finish.tolist(), status.tolist(), strict=True
+        ):
+            tokens, logprobs, counts = got
+            sequence.status |= bits
             if counts[-1] == 0:  # only damaged pages or lengths do this; a loop would not end
                 raise RuntimeError(
                     f"request {sequence.request.id} emitted nothing in a pass:"
-                    f" {tlt_ext.Status(status[row])!r}"
+                    f" {tlt_ext.Status(bits)!r}"
                 )
             sequence.tokens += tokens
             sequence.logprobs += logprobs
             sequence.context_len += len(tokens)
-            sequence.finish = FINISH[finish[row]]
+            sequence.finish = FINISH[end]
             total += len(tokens)
-            if strategy != OFF:
-                self.proposers[strategy.kind].passed(sequence, counts[-1])
-                sequence.served_by(self.proposers[strategy.kind].version)
+            if proposer is not None:
+                proposer.passed(sequence, counts[-1])
+                sequence.served_by(proposer.version)
         self.bandit.record(total, burst.elapsed_s, burst.passes)
         self.stats.book(burst, size, total, burst.begun_s - started)
 

@@ -213,16 +213,18 @@ class Scheduler:
             lookahead: slots that the next pass may write.
             ahead: tokens that later passes may commit before the host looks again.
         """
-        wanted = []
+        short = []  # of hundreds of requests few lack a page
         for sequence in self.running:
-            have = len(sequence.pages)
-            slots = sequence.context_len + min(ahead, sequence.remaining) + lookahead
-            need = pages_for(slots, self.page_size)
-            wanted.append(max(0, need - have))
-        pages = self.pool.allocate(sum(wanted))
+            slots = sequence.context_len + lookahead
+            if ahead:
+                slots += min(ahead, sequence.remaining)
+            lacking = slots - len(sequence.pages) * self.page_size
+            if lacking > 0:
+                short.append((sequence, pages_for(lacking, self.page_size)))
+        pages = self.pool.allocate(sum(count for _, count in short))
         if pages is None:
             return False
-        for sequence, count in zip(self.running, wanted, strict=True):
+        for sequence, count in short:
             sequence.pages += [pages.pop() for _ in range(count)]
         return True
 
