@@ -194,6 +194,8 @@ def build_rollout(
         runner = DraftRunner(shape, target, cache, seed)
         proposers["learned"] = runner
         drafter = Drafter(shape, seed).to(device)
+        if target.device.type == "cuda":
+            drafter.lm_head.to(dtype)  # it is the target's, and never trained
         drafter.refresh_head(target.head)
         spot = SpotTrainer(drafter, runner, target, cache, config.spot, config.drafter, seed)
     bandit = Bandit(arms, config.bandit, engine_config.spec_max_batch, seed)
@@ -207,6 +209,8 @@ def build_rollout(
         on_pass=spot.on_pass if spot else None,
         on_finish=spot.on_finish if spot else None,
     )
+    if spot is not None:
+        spot.decode = engine.runner.decode_s
     tlt_ext.set_num_threads(config.run.threads)
     return Rollout(target, engine, bandit, spot)
 

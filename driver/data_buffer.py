@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Document:
     """A prompt with its response, and the target's features of every committed position."""
 
     tokens: Tensor  # int64 [N]
     features: Tensor  # [N - 1, 4H]: three layers, then the final hidden state
     target_version: int
+    missed: tuple[int, ...] = ()  # positions of tokens that no draft held
+    spilled: bool = False  # the features lie in host memory
+    ready: torch.cuda.Event | None = None  # when they are there
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -36,51 +40,147 @@ class Piece:
     length: int
 
 
+class HostRing:
+    """Feature rows in host memory, pinned beside a GPU, written round and round.
+
+    Copies run on a stream of their own, behind the reads of what they overwrite: neither the
+    rollout nor the training waits for them.
+
+    Args:
+        rows: how many it holds.
+        like: features of a document.
+    """
+
+    def __init__(self, rows: int, like: Tensor) -> None:
+        self.rows = torch.empty(rows, like.shape[1], dtype=like.dtype, pin_memory=like.is_cuda)
+        self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None
+        self._head = 0
+        self._held: deque[tuple[int, int, Document]] = deque()  # in the order of the rows
+
+    def put(self, document: Document, read: torch.cuda.Event | None) -> Document:
+        """Copies a document in; the documents that it overwrites must be dropped by `overwritten`.
+
+        Args:
+            document: on the device, no longer than the ring.
+            read: behind the last reads of the ring's rows; None: nobody reads.
+
+        Returns:
+            The document as it is held here.
+        """
+        begin = self._place(len(document.features))
+        rows = self.rows[begin : begin + len(document.features)]
+        ready = None
+        if self._stream is None:
+            rows.copy_(document.features)
+        else:
+            for event in (document.ready, read):
+                if event is not None:
+                    self._stream.wait_event(event)
+            with torch.cuda.stream(self._stream):
+                rows.copy_(document.features, non_blocking=True)
+                ready = torch.cuda.Event()
+                ready.record(self._stream)
+            document.features.record_stream(self._stream)
+        held = replace(document, features=rows, spilled=True, ready=ready)
+        self._head = begin + len(rows)
+        self._held.append((begin, self._head, held))
+        return held
+
+    def overwritten(self, count: int) -> list[Document]:
+        """The documents that the next `count` rows would overwrite, taken off the ring."""
+        begin, gone = self._place(count), []
+        wraps = begin < self._head
+        while self._held:
+            first, last, document = self._held[0]
+            behind = wraps and first >= self._head  # older than all that lie before it
+            if not (behind or (first < begin + count and last > begin)):
+                break
+            self._held.popleft()
+            gone.append(document)
+        return gone
+
+    def _place(self, count: int) -> int:
+        return self._head if self._head + count <= len(self.rows) else 0
+
+
 class DataBuffer:
     """Bounded store of documents, mixed from this step's and the last one's.
 
-    Early finishers are short, so what is trained while the tail runs would teach short responses
-    only; each batch therefore takes a share of its tokens from the longest documents kept from the
-    step before. Nothing blocks when full: the oldest document of the step goes.
+    The rule of the mix: early finishers are short, so what is trained while the tail runs would
+    teach short responses only; each batch therefore takes the share `keep_long` of its tokens from
+    the longest documents of the step before, and the rest from this step's, both in random order
+    and as whole as the batch allows.
+
+    Nothing blocks when full. The step's oldest document moves to host memory, where it overwrites
+    the oldest there; without room it is dropped. Kept documents give way last.
 
     Args:
-        capacity: tokens held at most.
+        capacity: tokens held where the features were recorded.
         keep_long: share of the capacity, and of each batch, given to the previous step.
         seed: of the sampling.
+        spill: tokens held in host memory besides.
     """
 
-    def __init__(self, capacity: int, keep_long: float, seed: int) -> None:
-        self.capacity, self.keep_long, self.seed = capacity, keep_long, seed
+    def __init__(self, capacity: int, keep_long: float, seed: int, spill: int = 0) -> None:
+        self.capacity, self.keep_long, self.seed, self.spill = capacity, keep_long, seed, spill
         self.fresh: list[Document] = []
         self.kept: list[Document] = []  # longest first
         self.seen_tokens: Counter[int] = Counter()
-        self._lock = threading.Lock()
+        self.dropped = 0  # documents that gave way
+        self.lock = threading.RLock()  # held, too, while the rows of pieces are copied out
+        self.read: torch.cuda.Event | None = None  # behind the last such copies
+        self._host: HostRing | None = None
 
     @property
     def num_tokens(self) -> int:
-        with self._lock:
-            return self._held()
+        with self.lock:
+            return sum(map(len, self.fresh)) + sum(map(len, self.kept))
 
-    def _held(self) -> int:
-        return sum(map(len, self.fresh)) + sum(map(len, self.kept))
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Held by features: `device`, and `host` memory."""
+        with self.lock:
+            held = [d.features.nbytes for d in self.fresh + self.kept if not d.spilled]
+            return {"device": sum(held), "host": self._host.rows.nbytes if self._host else 0}
 
     def add(self, document: Document) -> None:
         """Stores a document; one without a training entry, or too long to hold, teaches nothing."""
         if document.entries < 1:
             return
-        with self._lock:
+        with self.lock:
             self.seen_tokens.update(document.tokens.tolist())
+            if len(document) > self.capacity:
+                self.dropped += 1
+                return
             self.fresh.append(document)
-            while self._held() > self.capacity:
-                if len(self.fresh) == 1 and self.kept:
-                    self.kept.pop()
-                else:
-                    self.fresh.pop(0)
+            while self._on_device() > self.capacity:
+                self._give_way()
+
+    def _on_device(self) -> int:
+        return sum(len(d) for d in self.fresh + self.kept if not d.spilled)
+
+    def _give_way(self) -> None:
+        """Moves one document to host memory, or drops it."""
+        mine = [d for d in self.fresh[:-1] if not d.spilled]
+        documents = self.fresh if mine else self.kept
+        victim = mine[0] if mine else [d for d in self.kept if not d.spilled][-1]
+        if len(victim) > self.spill:
+            documents.remove(victim)
+            self.dropped += 1
+            return
+        if self._host is None:
+            self._host = HostRing(self.spill, victim.features)
+        for gone in self._host.overwritten(len(victim.features)):
+            for held in (self.fresh, self.kept):
+                if gone in held:
+                    held.remove(gone)
+                    self.dropped += 1
+        documents[documents.index(victim)] = self._host.put(victim, self.read)
 
     def start_step(self) -> None:
         """Keeps the longest documents of the step that ended and drops the rest."""
-        with self._lock:
-            budget = int(self.capacity * self.keep_long)
+        with self.lock:
+            budget = int((self.capacity + self.spill) * self.keep_long)
             self.kept = []
             for document in sorted(self.fresh, key=len, reverse=True):
                 if len(document) <= budget:
@@ -90,33 +190,35 @@ class DataBuffer:
 
     def clear(self) -> None:
         """Drops every document; token counts stay."""
-        with self._lock:
+        with self.lock:
             self.fresh, self.kept = [], []
 
-    def sample(self, tokens: int, draw: int) -> list[Piece]:
+    def sample(self, tokens: int, draw: int, most: int = 1 << 30) -> list[Piece]:
         """Draws a training batch.
 
         Args:
             tokens: entries in all; fewer where less is held.
             draw: number of the batch. The same number draws the same from the same documents, so
                 a resumed run needs no state of a generator.
+            most: pieces at most.
 
         Returns:
             Pieces, each document at most once; [] where nothing is held.
         """
         chance = random.Random(f"{self.seed}/{draw}")
-        with self._lock:
+        with self.lock:
             share = int(tokens * self.keep_long) if self.fresh else tokens
-            kept = _draw(self.kept, share, chance)
-            return kept + _draw(self.fresh, tokens - sum(p.length for p in kept), chance)
+            kept = _draw(self.kept, share, chance, max(1, most // 2))
+            rest = tokens - sum(p.length for p in kept)
+            return kept + _draw(self.fresh, rest, chance, most - len(kept))
 
 
-def _draw(documents: list[Document], tokens: int, chance: random.Random) -> list[Piece]:
+def _draw(documents: list[Document], tokens: int, chance: random.Random, most: int) -> list[Piece]:
     """Whole documents in random order; the last one is cropped at a random place."""
     pieces: list[Piece] = []
     for document in chance.sample(documents, len(documents)):
         take = min(document.entries, tokens)
-        if take == 0:
+        if take == 0 or len(pieces) == most:
             break
         pieces.append(Piece(document, chance.randint(0, document.entries - take), take))
         tokens -= take

@@ -1,15 +1,16 @@
 """Training the drafter on its own drafts: the unrolled forward over packed pieces of documents.
 
-At unroll step j entry t stands for the j-th token drafted in a row: its hidden input is the
-drafter's own output for entry t - 1 at step j - 1, its token the true one. It attends to entries up
-to t - j as they are committed (step 0), and to the j entries drafted since. The first j entries of
-a piece have no such past and are left out of step j.
+Row t is the chain that drafts from committed entry t: at unroll step j it stands for entry t + j,
+the j-th token drafted in a row. Its hidden input is the drafter's own output for entry t + j - 1,
+its token the true one (`driver/draft_attention.py` says what it attends to). A chain that leaves
+its piece is left out from there on.
+
+Nothing here reads a number on the host, so a step over bins of fixed size can be captured.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from driver.draft_attention import Documents, chain_attention
 from driver.drafter import Drafter
 from driver.grpo import CHUNK_LOGITS
 
@@ -37,35 +39,49 @@ class Teacher:
 
     def law(self, final: Tensor, eps: float) -> Tensor:
         """Probabilities [n, draft_vocab] after final hidden states [n, H]."""
-        normed = F.rms_norm(final, self.norm.shape, self.norm, eps)
-        return (normed @ self.head.t()).softmax(-1)
+        normed = F.rms_norm(final, self.norm.shape, self.norm.to(final.dtype), eps)
+        return (normed @ self.head.to(final.dtype).t()).to(_wide(final)).softmax(-1)
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Training entries of several pieces, end to end without padding."""
+    """Training entries of several pieces, end to end."""
 
     embedded: Tensor  # [T, H], the target's embedding of token t + 1
     features: Tensor  # [T, 3H], of position t
     final: Tensor  # [T, H], the target's final hidden state of position t + 1, before its norm
     position: Tensor  # int64 [T], absolute
-    lengths: tuple[int, ...]  # of the pieces; pieces never see each other
-    teachers: tuple[Teacher, ...]  # of each piece: the policy that recorded it
+    left: Tensor  # int32 [T], entries of its piece from here on; 0 = padding
+    weight: Tensor  # float32 [T], of what the entry predicts
+    documents: Documents  # the pieces, and padding
+    spans: tuple[tuple[int, int, Teacher], ...]  # (first row, row after the last, who recorded it)
 
-    def place(self) -> Tensor:
-        """int64 [T], index of each entry within its piece."""
-        return torch.cat([torch.arange(n, device=self.position.device) for n in self.lengths])
-
-    def runs(self) -> list[tuple[int, int, Teacher]]:
-        """(first row, row after the last, teacher) of neighbouring pieces of one policy."""
-        runs: list[tuple[int, int, Teacher]] = []
+    @staticmethod
+    def of(
+        embedded: Tensor,
+        features: Tensor,
+        final: Tensor,
+        position: Tensor,
+        lengths: Sequence[int],
+        teachers: Sequence[Teacher],
+        weight: Tensor | None = None,
+    ) -> DraftBatch:
+        """Pieces of these lengths, each with the policy that recorded it."""
+        device = position.device
+        left = torch.cat([torch.arange(n, 0, -1, dtype=torch.int32) for n in lengths])
+        if weight is None:
+            weight = torch.ones(len(position), device=device)
+        spans: list[tuple[int, int, Teacher]] = []
         end = 0
-        for length, teacher in zip(self.lengths, self.teachers, strict=True):
+        for length, teacher in zip(lengths, teachers, strict=True):
             begin, end = end, end + length
-            if runs and runs[-1][2] is teacher:
-                begin = runs.pop()[0]
-            runs.append((begin, end, teacher))
-        return runs
+            if spans and spans[-1][2] is teacher:
+                begin = spans.pop()[0]
+            spans.append((begin, end, teacher))
+        documents = Documents.of(tuple(lengths), device)
+        return DraftBatch(
+            embedded, features, final, position, left.to(device), weight, documents, tuple(spans)
+        )
 
 
 @dataclass(frozen=True)
@@ -86,12 +102,12 @@ class Objective:
     kind: LossKind = "soft_ce"
     feature_weight: float = 0.0
 
-    def mix(self, acceptance: float) -> tuple[float, float]:
-        """Weights of KL and TV at an acceptance in [0, 1]."""
+    def combine(self, distance: Tensor, variation: Tensor, acceptance: Tensor) -> Tensor:
+        """The loss of rows from their KL (or cross-entropy) and TV, at an acceptance in [0, 1]."""
         if self.kind == "hybrid":
-            share = math.exp(-HYBRID_DECAY * acceptance)
-            return share, 1.0 - share
-        return (0.0, 1.0) if self.kind == "tv" else (1.0, 0.0)
+            share = torch.exp(-HYBRID_DECAY * acceptance)
+            return share * distance + (1 - share) * variation
+        return variation if self.kind == "tv" else distance
 
 
 def unrolled_loss(
@@ -100,8 +116,8 @@ def unrolled_loss(
     cos_sin: Tensor,
     steps: int,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
-    acceptance: float = 0.0,
-) -> tuple[Tensor, dict[str, float]]:
+    acceptance: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """The objective against the target's law, weighted over entries and unroll steps.
 
     Args:
@@ -113,54 +129,57 @@ def unrolled_loss(
         acceptance: of the drafter so far, in [0, 1]; decides the mix of `hybrid`.
 
     Returns:
-        The scalar loss, and `drafter/{loss,top1,acceptance}` of the first step: cross-entropy, the
-        share of equal favourites, and one minus the total variation.
+        The scalar loss, and means over the entries of the first step [3]: cross-entropy, one minus
+        the total variation, the share of equal favourites.
     """
-    place = batch.place()
-    mix = objective.mix(acceptance)
-    total, weights, weight = batch.features.new_zeros(()), 0.0, 1.0
-    metrics: dict[str, float] = {}
+    wide = _wide(batch.features)
+    acceptance = torch.as_tensor(acceptance, dtype=wide, device=batch.left.device)
+    total, weights = (batch.features.new_zeros((), dtype=wide) for _ in range(2))
+    means, weight = total, 1.0
     for step, hidden in enumerate(unroll(drafter, batch, cos_sin, steps)):
-        valid = place >= step
-        count = int(valid.sum())
-        sums = _against_teachers(drafter, hidden, batch, valid, mix, objective.kind == "soft_ce")
-        loss = sums[0]
-        if objective.feature_weight:
-            distance = F.smooth_l1_loss(hidden[valid], batch.final[valid], reduction="none")
-            loss = loss + objective.feature_weight * distance.mean(-1).sum()
-        total = total + weight * loss
-        weights += weight * count
+        valid = batch.left > step
+        shares = torch.where(valid, _ahead(batch.weight, step), 0).to(wide)
+        sums = _against_teachers(drafter, hidden, batch, step, shares, objective, acceptance)
+        total = total + weight * sums[0]
+        weights = weights + weight * shares.sum()
         weight *= STEP_WEIGHT
         if step == 0:
-            cross_entropy, variation, same = (sums[1:].detach() / count).tolist()
-            metrics["drafter/loss"] = cross_entropy
-            metrics["drafter/acceptance"] = 1.0 - variation
-            metrics["drafter/top1"] = same
-    return total / weights, metrics
+            cross_entropy, variation, same = sums[1:].detach() / valid.sum().clamp_min(1)
+            means = torch.stack([cross_entropy, 1 - variation, same])
+    return total / weights.clamp_min(1e-9), means
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What sums are kept in: float32, or float64 where the input is."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _against_teachers(
     drafter: Drafter,
     hidden: Tensor,
     batch: DraftBatch,
-    valid: Tensor,
-    mix: tuple[float, float],
-    keep_entropy: bool,
+    step: int,
+    shares: Tensor,
+    objective: Objective,
+    acceptance: Tensor,
 ) -> Tensor:
-    """[4]: sums over the valid rows of loss, cross-entropy, variation, equal favourites.
+    """[4]: sums over the rows of weighted loss, cross-entropy, variation, equal favourites.
 
     Logits of both models are made a chunk of rows at a time, and again in the backward pass.
     """
     rows = max(1, CHUNK_LOGITS // drafter.spec.draft_vocab)
-    total = hidden.new_zeros(4)
-    for begin, end, teacher in batch.runs():
-        chosen = valid[begin:end].nonzero()[:, 0] + begin
-        for part in chosen.split(rows):
-            inputs = (drafter, teacher, hidden[part], batch.final[part], mix, keep_entropy)
-            if len(chosen) <= rows:
-                total = total + _chunk(*inputs)
+    final = _ahead(batch.final, step)
+    total = shares.new_zeros(4)
+    for begin, end, teacher in batch.spans:
+        for first in range(begin, end, rows):
+            part = slice(first, min(first + rows, end))
+            inputs = (drafter, teacher, hidden[part], final[part], shares[part], objective)
+            if end - begin <= rows:
+                total = total + _chunk(*inputs, acceptance)
             else:
-                total = total + checkpoint(_chunk, *inputs, use_reentrant=False)
+                total = total + checkpoint(
+                    _chunk, *inputs, acceptance, use_reentrant=False, preserve_rng_state=False
+                )
     return total
 
 
@@ -169,113 +188,82 @@ def _chunk(
     teacher: Teacher,
     hidden: Tensor,
     final: Tensor,
-    mix: tuple[float, float],
-    keep_entropy: bool,
+    shares: Tensor,
+    objective: Objective,
+    acceptance: Tensor,
 ) -> Tensor:
     with torch.no_grad():
         law = teacher.law(final, drafter.spec.rms_eps)  # [n, draft_vocab]
-        entropy = torch.special.entr(law).sum()
-    logp = drafter.lm_head(drafter.norm(hidden)).log_softmax(-1)  # [n, draft_vocab]
-    cross_entropy = -(law * logp).sum()
-    variation = (law - logp.exp()).abs().sum() / 2
-    distance = cross_entropy if keep_entropy else cross_entropy - entropy
-    same = (logp.argmax(-1) == law.argmax(-1)).sum().to(logp.dtype)
-    loss = mix[0] * distance
-    if mix[1]:
-        loss = loss + mix[1] * variation
-    return torch.stack([loss, cross_entropy.detach(), variation.detach(), same])
+        entropy = torch.special.entr(law).sum(-1)  # [n]
+    normed = drafter.norm(hidden)
+    logits = F.linear(normed, drafter.lm_head.weight.to(normed.dtype))
+    logp = logits.to(law.dtype).log_softmax(-1)  # [n, draft_vocab]
+    cross_entropy = -(law * logp).sum(-1)
+    variation = (law - logp.exp()).abs().sum(-1) / 2
+    same = (logp.argmax(-1) == law.argmax(-1)).to(logp.dtype)
+    distance = cross_entropy if objective.kind == "soft_ce" else cross_entropy - entropy
+    loss = objective.combine(distance, variation, acceptance)
+    if objective.feature_weight:
+        apart = F.smooth_l1_loss(hidden.to(law.dtype), final.to(law.dtype), reduction="none")
+        loss = loss + objective.feature_weight * apart.mean(-1)
+    counted = shares > 0
+    seen = torch.stack([cross_entropy.detach(), variation.detach(), same])
+    return torch.cat(
+        [
+            (shares * torch.where(counted, loss, 0)).sum()[None],
+            torch.where(counted, seen, 0).sum(-1),
+        ]
+    )
 
 
 def unroll(drafter: Drafter, batch: DraftBatch, cos_sin: Tensor, steps: int) -> Iterator[Tensor]:
-    """Hidden states [T, H] before the final norm, step by step; valid where `place >= step`."""
+    """Hidden states [T, H] before the final norm, step by step.
+
+    Row t of step j is entry t + j, with the entries up to t committed; valid where `left > j`.
+    """
     table = cos_sin[batch.position]  # [T, head_dim]
     embedded = drafter.midlayer.input_layernorm(batch.embedded)
     hidden = drafter.fc(batch.features)
     keys: list[Tensor] = []
     values: list[Tensor] = []
     for step in range(steps):
-        if step:
-            hidden = _shift(hidden, 1)
-        hidden = _layer(drafter, batch.lengths, embedded, hidden, keys, values, table)
+        ahead = _ahead(embedded, step), _ahead(table, step)
+        hidden = _layer(drafter, batch.documents, *ahead, hidden, keys, values)
         yield hidden
 
 
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Moves the rows of [..., T, n] down; rows that cross into a next piece are never valid there.
-
-    Row t takes row t - by. An entry that is valid at step j lies at least j rows into its piece,
-    and no shift there is larger than j.
-    """
-    return F.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :]
+def _ahead(x: Tensor, by: int) -> Tensor:
+    """Row t takes row t + by; the last rows take the last one."""
+    return x if by == 0 else torch.cat([x[by:], x[-1:].expand(min(by, len(x)), *x.shape[1:])])
 
 
 def _rotate(x: Tensor, table: Tensor) -> Tensor:
-    """RoPE over [..., T, head_dim], pairing i with i + head_dim / 2."""
-    cos, sin = table.to(x.dtype).chunk(2, -1)
+    """RoPE over [T, heads, head_dim], pairing i with i + head_dim / 2."""
+    cos, sin = table[:, None].chunk(2, -1)
     first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.to(x.dtype)
 
 
 def _layer(
     drafter: Drafter,
-    lengths: tuple[int, ...],
+    documents: Documents,
     embedded: Tensor,
+    table: Tensor,
     hidden: Tensor,
     keys: list[Tensor],
     values: list[Tensor],
-    table: Tensor,
 ) -> Tensor:
     """One unroll step over [T, H]; appends its K/V to those of the steps before."""
-    spec, layer = drafter.spec, drafter.midlayer
-    attention, count = layer.self_attn, len(hidden)
+    layer = drafter.midlayer
+    attention, size = layer.self_attn, drafter.spec.head_dim
     joined = torch.cat([embedded, layer.hidden_norm(hidden)], -1)  # [T, 2H]
-
-    def heads(x: Tensor, *shape: int) -> Tensor:
-        return x.view(count, *shape, spec.head_dim).movedim(0, -2)
-
-    groups = spec.num_heads // spec.num_kv_heads
-    q = _rotate(heads(attention.q_proj(joined), spec.num_kv_heads, groups), table)
-    keys.append(_rotate(heads(attention.k_proj(joined), spec.num_kv_heads), table))
-    values.append(heads(attention.v_proj(joined), spec.num_kv_heads))
-    attended = _attend(lengths, q * spec.head_dim**-0.5, keys, values)
-    hidden = hidden + attention.o_proj(attended.movedim(-2, 0).reshape(count, -1))
+    q, k, v = (
+        project(joined).unflatten(-1, (-1, size))
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    keys.append(_rotate(k, table))
+    values.append(v)
+    attended = chain_attention(_rotate(q, table), keys, values, documents)
+    hidden = hidden + attention.o_proj(attended.flatten(1))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-
-def _attend(
-    lengths: tuple[int, ...], q: Tensor, keys: list[Tensor], values: list[Tensor]
-) -> Tensor:
-    """Attention of unroll step j = len(keys) - 1.
-
-    Committed keys are a masked block for each piece; of each later step i a row sees one entry,
-    t - j + i, so those scores are a column each.
-
-    Args:
-        lengths: of the pieces.
-        q: [kv_heads, groups, T, head_dim], scaled.
-        keys, values: of each step so far, [kv_heads, T, head_dim].
-    """
-    step = len(keys) - 1
-
-    def pieces(x: Tensor) -> tuple[Tensor, ...]:
-        return x.split(lengths, -2)  # not slices: the gradient of a split is one concatenation
-
-    drafted = [(_shift(keys[i], step - i), _shift(values[i], step - i)) for i in range(1, step + 1)]
-    columns = [pieces((q * k[:, None]).sum(-1, keepdim=True)) for k, _ in drafted]
-    drafted_v = [pieces(v[:, None]) for _, v in drafted]
-    longest = max(lengths)
-    ahead = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1 - step)
-    outputs = []
-    for index, (mine, k, v) in enumerate(
-        zip(pieces(q), pieces(keys[0]), pieces(values[0]), strict=True)
-    ):
-        length = lengths[index]
-        scores = (mine.flatten(1, 2) @ k.mT).unflatten(1, (-1, length))  # [kv_heads, groups, L, L]
-        scores = scores.masked_fill(ahead[:length, :length], float("-inf"))
-        scores = torch.cat([scores, *(column[index] for column in columns)], -1)
-        committed, *shares = scores.softmax(-1).split([length, *[1] * step], -1)
-        out = (committed.flatten(1, 2) @ v).unflatten(1, (-1, length))
-        for share, drafted_value in zip(shares, drafted_v, strict=True):
-            out = out + share * drafted_value[index]
-        outputs.append(out)
-    return torch.cat(outputs, 2)

@@ -28,6 +28,7 @@ from driver.capture import check_capture
 from driver.collector import Collector, Experience
 from driver.config import Config
 from driver.coordinator import Coordinator
+from driver.draft_checkpoint import DraftCheckpoints
 from driver.errors import UserError
 from driver.memory import memory_metrics
 from driver.phases import Phases
@@ -136,6 +137,8 @@ class Run:
                 config, spec, policy.state_dict(), min(longest, spec.max_position)
             )
             rollout.watch(phases.timeline)
+            if rollout.spot is not None and folder is not None and config.spot.checkpoint_every:
+                rollout.spot.checkpoints = DraftCheckpoints(folder.path / "drafter")
             trainer = PolicyTrainer(
                 policy, config.grpo, lambda: load_policy(config, source)[0], world
             )
@@ -300,6 +303,7 @@ class Run:
         spot = self.rollout.spot
         if spot is not None:
             spot.load_state_dict(state("spot"))
+            spot.resume()
             spot.target_version = self.version
 
 

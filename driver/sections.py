@@ -251,6 +251,7 @@ class DrafterConfig(Section):
     unroll: int = setting(3, low=1, high=16)
     loss: str = setting("soft_ce", words=("soft_ce", "kl", "tv", "hybrid"))
     feature_loss: float = setting(0.0, low=0)  # weight of the distance to the target's last state
+    rejected_weight: float = setting(1.0, above=0)  # of tokens that no draft held, others 1
     lr: float = setting(2e-3, above=0)
     feature_layers: list[int] = setting([], low=0)  # empty: low, middle, high
 
@@ -268,14 +269,18 @@ class SpotConfig(Section):
 
     prefix: ClassVar[str] = "spot"
     # With several ranks anything but off means coordinated: idle ranks train, busy ones do not.
-    mode: str = setting("serial", words=("overlapped", "serial", "coordinated", "off"))
+    mode: str = setting("serial", words=("auto", "overlapped", "serial", "coordinated", "off"))
     min_ranks: int = setting(1, low=1)  # coordinated: idle ranks that make a training group
+    slowdown: float = setting(1.06, low=1)  # of decoding that overlapped training may cost
     tail_batch: int = setting(8, low=1)  # train when at most this many requests are active
     every: int = setting(8, low=1)  # serial: passes of the tail between two micro-steps
     tokens_per_step: int = setting(256, low=1)
-    buffer_tokens: int = setting(65536, low=1)
+    buffer_tokens: int = setting(65536, low=1)  # where they were recorded
+    spill_tokens: int = setting(0, low=0)  # more of them, in host memory
     keep_long: float = setting(0.25, low=0, high=1)  # share taken from the previous step
     final_steps: int = setting(8, low=0)  # steps in what is left of the bubble
+    swap_every: int = setting(8, low=1)  # micro-steps between two versions of the drafter
+    checkpoint_every: int = setting(0, low=0)  # micro-steps; 0: with the run's checkpoints only
 
 
 @dataclass(frozen=True)

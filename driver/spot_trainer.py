@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
-from driver.data_buffer import DataBuffer, Document, Piece
-from driver.draft_loss import DraftBatch, Objective, Teacher, unrolled_loss
-from driver.drafter import Drafter
+from driver.data_buffer import DataBuffer, Document
+from driver.draft_checkpoint import DraftCheckpoints
+from driver.draft_loss import Objective, Teacher
+from driver.draft_step import IN_FLIGHT, Bin, DraftStep, Reduce
+from driver.drafter import Drafter, trained_numbers
 from driver.model import TargetModel
+from driver.partition import SIZES, Overlap, Partition, choose_overlap
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
@@ -26,21 +29,18 @@ from driver.spans import Spans
 if TYPE_CHECKING:
     from driver.sections import DrafterConfig, SpotConfig
 
-# (gradients, tokens of this rank) -> tokens of all.
-Reduce = Callable[[list[Tensor], int], int]
-
-SWAP_EVERY = 8  # micro-steps between two versions of the drafter
-MAX_GRAD_NORM = 1.0
+Ready = tuple[dict[str, Tensor], Tensor, torch.cuda.Event | None]  # weights, are they finite, when
 
 
 class SpotTrainer:
     """Micro-steps on recorded features while few requests are active.
 
     `serial` runs one micro-step between two passes of the tail, `overlapped` a thread beside them
-    that stops within one micro-step; `coordinated` trains when `driver.coordinator` says so; `off`
-    trains nothing. New weights are handed to the runner
-    between passes only. Features, embedding, head and norm of the target are read, never written.
-    A step that fails costs the drafter its step and the rollout nothing: the failure is a warning.
+    that stops within a few milliseconds, on a GPU in a partition of its own; `auto` is serial
+    unless overlapping was measured to be better; `coordinated` trains when `driver.coordinator`
+    says so; `off` trains nothing. New weights are handed to the runner between passes only.
+    Features, embedding, head and norm of the target are read, never written. A step that fails
+    costs the drafter its step and the rollout nothing: the failure is a warning.
 
     Args:
         drafter: what is trained.
@@ -50,6 +50,8 @@ class SpotTrainer:
         config: when and how much.
         drafter_config: unroll steps and learning rate.
         seed: of the data order.
+        decode: makes plain passes while no request runs, for measuring; seconds of one, or None
+            where passes are not captured.
     """
 
     def __init__(
@@ -61,32 +63,48 @@ class SpotTrainer:
         config: SpotConfig,
         drafter_config: DrafterConfig,
         seed: int,
+        decode: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.drafter, self.runner, self.target, self.cache = drafter, runner, target, cache
-        self.config, self.unroll = config, drafter_config.unroll
-        self.objective = Objective(drafter_config.loss, drafter_config.feature_loss)
-        self.acceptance = 0.0  # of the last micro-step
-        self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed)
-        self.optimizer = torch.optim.AdamW(
-            drafter.trainable(),
-            lr=drafter_config.lr,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-            fused=True,
+        self.config, self.decode = config, decode
+        self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed, config.spill_tokens)
+        self.bin = Bin(config.tokens_per_step, target, drafter_config.rejected_weight)
+        objective = Objective(drafter_config.loss, drafter_config.feature_loss)
+        self.step = DraftStep(
+            drafter, self.bin, objective, drafter_config.unroll, drafter_config.lr
         )
+        self.checkpoints: DraftCheckpoints | None = None
+        self.partition: Partition | None = None
+        self.overlap: Overlap | None = None  # measured of the partition
+        self.measured: list[Overlap] = []  # of every size tried
+        self.serial_step_s = 0.0
+        self._measured = self._failed_capture = False
         self.spans = Spans("drafter")
         self.target_version = 0
         self.steps = self.tokens_seen = 0
         self.busy_s = 0.0  # spent in micro-steps since `start_step`
+        self.stop_s = 0.0  # the longest that a stop took
         self._last: dict[str, float] = {}
+        # Captured steps read these tensors, so they change in place.
+        self._now = Teacher(0, target.final_norm, drafter.lm_head.weight)
         self._previous: Teacher | None = None  # of the documents kept from the step before
+        self._reports: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # steps in flight
         # Weights ready for the runner. One thread appends, the rollout's pops: both are atomic, so
         # a pass never waits for a micro-step.
-        self._ready: deque[dict[str, Tensor]] = deque(maxlen=1)
+        self._ready: deque[Ready] = deque(maxlen=1)
         self._thread: threading.Thread | None = None
         self._passes = 0  # of tails
         self._stop = threading.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def mode(self) -> str:
+        """How it trains by now."""
+        if self.config.mode == "auto":
+            return "serial" if self.partition is None else "overlapped"
+        if self.config.mode == "overlapped" and self.bin.fixed and self.partition is None:
+            return "serial"  # not measured yet, or there are no partitions
+        return self.config.mode
 
     # ---- what the engine and the loop call ------------------------------------------------------
 
@@ -99,7 +117,15 @@ class SpotTrainer:
         index = torch.tensor(places, dtype=torch.int64, device=self.cache.features.device)
         features = self.cache.features.flatten(0, 1).index_select(0, index)
         tokens = torch.tensor(sequence.tokens[: sequence.context_len + 1])
-        self.buffer.add(Document(tokens, features, self.target_version))
+        self.buffer.add(
+            Document(
+                tokens,
+                features,
+                self.target_version,
+                tuple(sequence.missed),
+                ready=self._event() if self.bin.fixed else None,
+            )
+        )
 
     def on_pass(self, active: int, passes: int = 1) -> None:
         """Trains while few requests are active; swaps in what was learned.
@@ -108,19 +134,19 @@ class SpotTrainer:
             active: requests that run or wait.
             passes: made since the last call.
         """
-        beside = self.config.mode in ("serial", "overlapped")
-        if not beside or not 0 < active <= self.config.tail_batch:
+        mode = self.mode
+        if mode in ("off", "coordinated") or not 0 < active <= self.config.tail_batch:
             return
         if self._error is None:
-            if self.config.mode == "serial":
+            if mode == "serial":
                 due = self._passes // self.config.every
                 self._passes += passes
                 for _ in range(self._passes // self.config.every - due):
-                    self._attempt()
+                    if not self._attempt():
+                        break
+                self._settle(0)
             elif self._thread is None or not self._thread.is_alive():
-                self._stop.clear()
-                self._thread = threading.Thread(target=self._work, name="spot-trainer", daemon=True)
-                self._thread.start()
+                self._start()
         self._swap_ready()
 
     def finish(self) -> None:
@@ -129,6 +155,7 @@ class SpotTrainer:
         if self.config.mode == "off":
             return
         if self.config.mode != "coordinated":  # there the bubble is over with the last rank
+            self._measure()
             for _ in range(self.config.final_steps):
                 if not self._attempt():
                     break
@@ -136,15 +163,31 @@ class SpotTrainer:
         if self.steps:
             self.rebuild_vocabulary()
             self.swap()
-        head = self.drafter.lm_head.weight.detach().clone()
-        self._previous = Teacher(self.target_version, self.target.final_norm.float().clone(), head)
+        if self.checkpoints is not None:
+            self.checkpoints.collect()
+            self.checkpoints.prepare(self._state())
+        head, norm = self.drafter.lm_head.weight.detach(), self.target.final_norm
+        if self._previous is None:
+            self._previous = Teacher(self.target_version, norm.clone(), head.clone())
+        else:
+            self._previous.norm.copy_(norm)
+            self._previous.head.copy_(head)
+            self._previous = Teacher(self.target_version, self._previous.norm, self._previous.head)
+
+    def _start(self) -> None:
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._work, name="spot-trainer", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Returns once no micro-step runs; what failed in one is a warning here, in the caller."""
+        begin = time.perf_counter()
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            self.stop_s = max(self.stop_s, time.perf_counter() - begin)
+        self._settle(0)
         if self._error is not None:
             error, self._error = self._error, None
             warnings.warn(
@@ -156,6 +199,8 @@ class SpotTrainer:
     def swap(self) -> None:
         """Hands the weights as they are to the runner; not while a thread trains them."""
         self._publish()
+        if self.bin.fixed:
+            torch.cuda.current_stream().synchronize()
         self._swap_ready()
 
     def start_step(self, target_version: int) -> None:
@@ -170,6 +215,12 @@ class SpotTrainer:
         self.drafter.refresh_head(self.target.head)
         if self.runner.version:
             self.runner.refresh_head()
+        if self.partition is not None:  # with documents of two policies from here on
+            self._capture(self._share, self.partition)
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the next micro-steps."""
+        self.step.set_lr(lr)
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -184,48 +235,98 @@ class SpotTrainer:
             False where there is no data yet.
         """
         begin = time.perf_counter()
-        pieces = self.buffer.sample(self.config.tokens_per_step, self.steps)
-        if not pieces and reduce is None:
-            return False
-        if self.steps == 0 and reduce is None:
-            self.rebuild_vocabulary()
+        self._settle(IN_FLIGHT - 1)
+        with self.buffer.lock:
+            pieces = self.buffer.sample(self.bin.tokens, self.steps, self.bin.most)
+            if not pieces and reduce is None:
+                return False
+            if self.steps == 0 and reduce is None:
+                self.rebuild_vocabulary()
+            loaded = self.bin.load(pieces, self.target_version, self._share) if pieces else None
+            if any(piece.document.spilled for piece in pieces) and self.bin.fixed:
+                self.buffer.read = self._event()
         tokens = sum(piece.length for piece in pieces)
-        metrics = self._backward(pieces)
-        if reduce is not None:
+        now, before = self._teachers()
+        if reduce is None:
+            assert loaded is not None
+            beside = self.partition if threading.current_thread() is self._thread else None
+            if beside is None:
+                self._capture(loaded[0], None)
+            self.step.run(*loaded, now, before, beside.sms if beside else 0)
+        else:
+            batch = self.bin.batch(*loaded, now, before) if loaded else None
+            means = self.step.backward(batch)
             tokens = reduce([p.grad for p in self.drafter.trainable()], tokens)
-        self._update(metrics)
+            self.step.update(means)
         self.steps += 1
         self.tokens_seen += tokens
-        if self.steps % SWAP_EVERY == 0:
+        self._note()
+        if self.steps % self.config.swap_every == 0:
             self._publish()
+        every = self.config.checkpoint_every
+        if self.checkpoints is not None and every and self.steps % every == 0:
+            self.checkpoints.save(self._state(), self.steps)
         self.busy_s += time.perf_counter() - begin
         return True
 
-    def _backward(self, pieces: Seq[Piece]) -> dict[str, float]:
-        """Gradients of a batch, zero where there is none."""
-        for weight in self.drafter.trainable():
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.zero_()
-        if not pieces:
-            return {}
-        loss, metrics = unrolled_loss(
-            self.drafter,
-            self._pack(pieces),
-            self.target.cos_sin,
-            self.unroll,
-            self.objective,
-            self.acceptance,
-        )
-        loss.backward()
-        return metrics
+    @property
+    def _share(self) -> int:
+        return int(self.bin.tokens * self.config.keep_long)
 
-    def _update(self, metrics: dict[str, float]) -> None:
-        norm = clip_grad_norm_(self.drafter.trainable(), MAX_GRAD_NORM)
-        if torch.isfinite(norm):
-            self.optimizer.step()
-            self._last = metrics or self._last
-            self.acceptance = metrics.get("drafter/acceptance", self.acceptance)
+    def _teachers(self) -> tuple[Teacher, Teacher | None]:
+        return Teacher(self.target_version, self._now.norm, self._now.head), self._previous
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _capture(self, split: int, where: Partition | None) -> None:
+        """Makes a graph of a step, where there is none; without one it runs op by op."""
+        now, before = self._teachers()
+        sms = where.sms if where else 0
+        known = self.step.is_captured(split, sms) or self._failed_capture
+        if not self.bin.fixed or known or (split and before is None):
+            return
+        side = where.stream if where else torch.cuda.Stream(self.target.device)
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side):
+                self.step.capture(split, now, before, sms)
+        except RuntimeError as error:
+            self._failed_capture = True
+            warnings.warn(
+                f"spot trainer: a step could not be captured ({str(error).splitlines()[0]}); it"
+                " runs op by op, slower",
+                stacklevel=2,
+            )
+        torch.cuda.current_stream().wait_stream(side)
+
+    def _note(self) -> None:
+        """Has the report of the step just queued copied to the host."""
+        if self.bin.fixed:
+            report = torch.empty(4, pin_memory=True)
+            report.copy_(self.step.report, non_blocking=True)
+            self._reports.append((report, self._event()))
         else:
-            warnings.warn("spot trainer: gradient is not finite: step skipped", stacklevel=2)
+            self._reports.append((self.step.report.clone(), None))
+            self._settle(0)
+
+    def _settle(self, most: int) -> None:
+        """Waits until at most so many steps are in flight, and reads the reports of the others."""
+        while len(self._reports) > most:
+            report, event = self._reports.popleft()
+            if event is not None:
+                event.synchronize()
+            loss, acceptance, top1, finite = report.tolist()
+            if finite:
+                self._last = {
+                    "drafter/loss": loss,
+                    "drafter/acceptance": acceptance,
+                    "drafter/top1": top1,
+                }
+            else:
+                warnings.warn("spot trainer: gradient is not finite: step skipped", stacklevel=2)
 
     def _attempt(self) -> bool:
         try:
@@ -236,36 +337,18 @@ class SpotTrainer:
             return False
 
     def _work(self) -> None:
-        torch.set_num_threads(1)  # of this thread; the tail keeps the other cores
-        while not self._stop.is_set() and self._attempt():
-            pass
-
-    @torch.no_grad()
-    def _pack(self, pieces: Seq[Piece]) -> DraftBatch:
-        """Pieces end to end; entry t pairs features t with token t + 1 and learns token t + 2."""
-        width = 3 * self.target.spec.hidden_size
-        tokens, features, final, position, teachers = [], [], [], [], []
-        now = Teacher(
-            self.target_version, self.target.final_norm.float(), self.drafter.lm_head.weight
-        )
-        for piece in pieces:
-            begin, end = piece.start, piece.start + piece.length
-            document = piece.document
-            tokens.append(document.tokens[begin + 1 : end + 1])
-            features.append(document.features[begin:end, :width])
-            final.append(document.features[begin + 1 : end + 1, width:])
-            position.append(torch.arange(begin, end))
-            teachers.append(now if document.target_version == now.version else self._previous)
-            assert teachers[-1].version == document.target_version
-        device = self.target.device
-        return DraftBatch(
-            self.target.embedding.index_select(0, torch.cat(tokens).to(device)).float(),
-            torch.cat(features).float(),
-            torch.cat(final).float(),
-            torch.cat(position).to(device),
-            tuple(piece.length for piece in pieces),
-            tuple(teachers),
-        )
+        if self.partition is None:
+            torch.set_num_threads(1)  # of this thread; the tail keeps the other cores
+            beside = nullcontext()
+        else:
+            beside = torch.cuda.stream(self.partition.stream)
+        try:
+            with beside:
+                while not self._stop.is_set() and self._attempt():
+                    pass
+                self._settle(0)
+        except BaseException as error:  # whatever ends the thread is told
+            self._error = error
 
     def rebuild_vocabulary(self) -> None:
         """Drafts the tokens seen most often in rollouts, then the lowest ids."""
@@ -277,26 +360,121 @@ class SpotTrainer:
             self.drafter.refresh_head(self.target.head)
 
     def _publish(self) -> None:
-        """Readies a copy of the weights for the runner, unless a number in them is not finite."""
+        """Readies a copy of the weights for the runner."""
         state = {name: value.clone() for name, value in self.drafter.state_dict().items()}
-        if all(bool(torch.isfinite(value).all()) for value in state.values()):
-            self._ready.append(state)
-        else:
-            warnings.warn("spot trainer: weights are not finite: not swapped in", stacklevel=2)
+        finite = torch.stack([value.isfinite().all() for value in state.values()]).all()
+        if self.bin.fixed:
+            finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, True)
+        self._ready.append((state, finite, self._event() if self.bin.fixed else None))
 
     def _swap_ready(self) -> None:
-        """Hands ready weights to the runner under a new version; between passes only."""
-        if self._ready:
-            self.runner.load(self._ready.pop(), self.runner.version + 1)
+        """Hands ready weights to the runner under a new version, unless a number is not finite;
+        between passes only."""
+        if not self._ready:
+            return
+        state, finite, event = self._ready.pop()
+        if event is not None and not event.query():
+            if not self._ready:
+                self._ready.append((state, finite, event))
+            return
+        if not finite:
+            warnings.warn("spot trainer: weights are not finite: not swapped in", stacklevel=2)
+            return
+        self.runner.load(state, self.runner.version + 1)
+        for value in state.values():
+            if value.is_cuda:
+                value.record_stream(torch.cuda.current_stream())
+
+    # ---- overlap --------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Chooses a partition, once, by micro-steps that train; no request runs meanwhile."""
+        wanted = self.bin.fixed and self.config.mode in ("auto", "overlapped")
+        if not wanted or self._measured or not self.buffer.num_tokens:
+            return
+        alone_s = self.decode()
+        if alone_s is None:
+            return  # its graphs come with the next rollout
+        self._measured = True
+        try:
+            self._choose(alone_s)
+        except (RuntimeError, ImportError) as error:
+            self.partition = None
+            warnings.warn(
+                f"spot trainer: no partition of the GPU ({str(error).splitlines()[0]}); it trains"
+                " between passes instead",
+                stacklevel=3,
+            )
+
+    def _choose(self, alone_s: float) -> None:
+        tokens = self.bin.tokens
+        self._attempt()  # makes the graph
+        self._settle(0)
+        begin = time.perf_counter()
+        for _ in range(4):
+            self._attempt()
+        self._settle(0)
+        serial_s = (time.perf_counter() - begin) / 4
+        found: dict[Overlap, Partition] = {}
+        for sms in SIZES:
+            self.partition = Partition(sms, self.target.device)
+            self._capture(0, self.partition)
+            self._start()
+            self.decode()  # until the queue is filled
+            done, begin, passes = self.steps, time.perf_counter(), []
+            while len(passes) < 3 or self.steps < done + 4:
+                passes.append(self.decode() or alone_s)
+                if self._thread is None or not self._thread.is_alive():
+                    raise RuntimeError("training ended while it was measured")
+            step_s = (time.perf_counter() - begin) / (self.steps - done)
+            self.stop()
+            overlap = Overlap.of(sms, alone_s, statistics.median(passes), step_s, tokens)
+            found[overlap] = self.partition
+        self.measured, self.serial_step_s = list(found), serial_s
+        self.overlap = choose_overlap(self.measured, serial_s, tokens, self.config.slowdown)
+        if self.overlap is None and self.config.mode == "overlapped":
+            self.overlap = min(self.measured, key=lambda o: o.slowdown)
+        self.partition = None if self.overlap is None else found[self.overlap]
 
     # ---- records --------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        return {
+        out = {
             **self._last,
             "drafter/version": self.runner.version,
             "drafter/tokens_seen": self.tokens_seen,
             "drafter/busy_s": self.busy_s,
+            "drafter/buffer_tokens": self.buffer.num_tokens,
+        }
+        if self.overlap is not None:
+            out["drafter/overlap_slowdown"] = self.overlap.slowdown
+            out["drafter/sms"] = self.overlap.sms
+            out["drafter/stop_ms"] = 1e3 * self.stop_s
+        if self.checkpoints is not None:
+            out["drafter/checkpoint_stall_ms"] = 1e3 * self.checkpoints.stall_s
+        return out
+
+    def memory(self) -> dict[str, tuple[int, int]]:
+        """Bytes by part: predicted from shapes and settings, and held by now."""
+        spec, width = self.target.spec, 4 * self.target.spec.hidden_size
+        held = self.buffer.num_bytes
+        size = self.target.embedding.element_size()
+        rows = sum(len(d) - 1 for d in self.buffer.fresh + self.buffer.kept if not d.spilled)
+        trained = trained_numbers(self.drafter.spec)
+        state = self.step.optimizer.state.values()
+        moments = sum(s[k].nbytes for s in state for k in ("exp_avg", "exp_avg_sq") if k in s)
+        weights = self.drafter.trainable()
+        wide = size if self.bin.fixed else 4
+        bin_bytes = self.bin.tokens * (width * wide + 28)
+        spilled = self.config.spill_tokens * width * size if held["host"] else 0
+        assert spec.hidden_size == self.drafter.spec.hidden_size
+        return {
+            "features": (rows * width * size, held["device"]),
+            "spilled": (spilled, held["host"]),
+            "weights": (4 * trained, sum(w.nbytes for w in weights)),
+            "gradients": (4 * trained, sum(w.grad.nbytes for w in weights if w.grad is not None)),
+            "optimizer": (8 * trained, moments),
+            "bin": (bin_bytes, self.bin.num_bytes),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,12 +485,18 @@ class SpotTrainer:
         next micro-step.
         """
         self.stop()
+        return self._state() | {"drafter": self.drafter.state_dict()}
+
+    def _state(self) -> dict[str, Any]:
+        """The same without the head, which is the target's."""
+        drafter = self.drafter.state_dict()
+        del drafter["lm_head.weight"]
         return {
-            "drafter": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "drafter": drafter,
+            "optimizer": self.step.state_dict(),
             "version": self.runner.version,
             "steps": self.steps,
-            "acceptance": self.acceptance,
+            "acceptance": float(self._last.get("drafter/acceptance", 0.0)),
             "tokens_seen": self.tokens_seen,
             "seen_tokens": dict(self.buffer.seen_tokens),
         }
@@ -320,12 +504,23 @@ class SpotTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a saved state; the target must hold its policy already."""
         self.stop()
-        self.drafter.load_state_dict(state["drafter"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        head = {"lm_head.weight": self.drafter.lm_head.weight}
+        self.drafter.load_state_dict(head | state["drafter"])
+        self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
-        self.acceptance = state["acceptance"]
+        self.step.acceptance.fill_(state["acceptance"])
+        self._last["drafter/acceptance"] = state["acceptance"]
         self.buffer.seen_tokens.clear()
         self.buffer.seen_tokens.update(state["seen_tokens"])
         self.drafter.refresh_head(self.target.head)
         if state["version"]:
             self.runner.load(self.drafter.state_dict(), state["version"])
+
+    def resume(self) -> int:
+        """Goes on from its own newest checkpoint where that is newer; the micro-steps gained."""
+        found = None if self.checkpoints is None else self.checkpoints.latest()
+        if found is None or found[0] <= self.steps:
+            return 0
+        gained = found[0] - self.steps
+        self.load_state_dict(found[1])
+        return gained

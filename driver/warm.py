@@ -232,8 +232,7 @@ class Warming:
         steps, spot = self.config.warmup.drafter_steps, self.spot
         losses = []
         for step in range(steps):
-            for group in spot.optimizer.param_groups:
-                group["lr"] = self.config.drafter.lr * lr_share(step, steps)
+            spot.set_lr(self.config.drafter.lr * lr_share(step, steps))
             spot.micro_step()
             if step % max(1, steps // NOTES) == 0 or step == steps - 1:
                 last = spot.metrics()
@@ -242,8 +241,7 @@ class Warming:
                     f"drafter step {step + 1}/{steps}: loss {losses[-1]:.3f},"
                     f" top-1 {last['drafter/top1']:.3f}"
                 )
-        for group in spot.optimizer.param_groups:
-            group["lr"] = self.config.drafter.lr
+        spot.set_lr(self.config.drafter.lr)
         spot.swap()
         return [losses[0], losses[-1]]
 

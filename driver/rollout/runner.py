@@ -9,7 +9,7 @@ import tlt_ext
 from driver.rollout.graphs import PassGraphs, wait_for
 from driver.rollout.passes import PassProgram
 from driver.rollout.state import BatchState
-from driver.strategy import Strategy
+from driver.strategy import OFF, Strategy
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,17 @@ class PassRunner:
         """Seconds of a pass as timed when its graph was made; None: there is none."""
         cell = None if self.graphs is None else self.graphs.find(count, strategy)
         return None if cell is None else self.graphs.step_s[cell]
+
+    def decode_s(self) -> float | None:
+        """Seconds of a plain pass of one request as fast as it is now; None: it has no graph.
+
+        Call while no request runs: its row is inert.
+        """
+        cell = None if self.graphs is None else self.graphs.find(1, OFF)
+        if cell is None:
+            return None
+        self.state.fill([])
+        return self.graphs.burst(cell, self.ring.passes) / self.ring.passes
 
     def covers(self, count: int, strategy: Strategy) -> bool:
         """Whether the strategy may be chosen: with graphs only what has one, or had to fail.

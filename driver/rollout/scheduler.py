@@ -30,6 +30,7 @@ class Sequence:
     slot: int = -1  # row of the token store while it runs
     finish: str | None = None
     status: int = 0  # what the ops reported of it
+    missed: list[int] = field(default_factory=list)  # positions of tokens that no draft held
 
     @property
     def num_emitted(self) -> int:
@@ -43,6 +44,18 @@ class Sequence:
     def num_new(self) -> int:
         """Committed entries that the drafter has yet to write; the last one is always written."""
         return self.context_len - max(0, min(self.draft_len, self.context_len - 1))
+
+    def note_passes(self, counts: list[int], depth: int) -> None:
+        """Notes, before its tokens are added, what passes emitted that were drafted `depth` deep.
+
+        A pass ends with the target's own token, which the draft did not hold unless all of it was
+        accepted.
+        """
+        end = len(self.tokens)
+        for count in counts:
+            end += count
+            if count <= depth:
+                self.missed.append(end - 1)
 
     def served_by(self, version: int) -> None:
         """Notes the version of the drafter that drafted for it; 0 = not a learned one."""

@@ -49,8 +49,9 @@ class Parts:
         return self.runner.propose(batch, strategy, self.state.store), batch
 
     def trainer(self, **settings) -> SpotTrainer:
-        """A spot trainer; `unroll` and `lr` go to the drafter's configuration."""
-        learning = {"unroll": settings.pop("unroll", 3), "lr": settings.pop("lr", 1e-2)}
+        """A spot trainer; `unroll`, `lr`, `rejected_weight` are the drafter's settings."""
+        learning = {"unroll": 3, "lr": 1e-2, "rejected_weight": 1.0}
+        learning = {name: settings.pop(name, value) for name, value in learning.items()}
         spot = {"mode": "serial", "tokens_per_step": 64, "buffer_tokens": 4096, **settings}
         return SpotTrainer(
             self.drafter,

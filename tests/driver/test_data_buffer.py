@@ -124,3 +124,54 @@ def test_adding_never_waits_while_another_thread_draws():
     stop.set()
     thread.join(10)
     assert not thread.is_alive() and buffer.num_tokens == 2000
+
+
+def numbered(length: int, number: int) -> Document:
+    rows = torch.arange(length - 1).float()[:, None].repeat(1, 4) + 1000 * number
+    return Document(torch.full((length,), number), rows, 0)
+
+
+def test_the_oldest_documents_move_to_host_memory_before_any_is_lost():
+    buffer = DataBuffer(100, 0.0, seed=0, spill=60)
+    for number in range(1, 6):
+        buffer.add(numbered(30, number))
+    assert [(int(d.tokens[0]), d.spilled) for d in buffer.fresh] == [
+        (1, True), (2, True), (3, False), (4, False), (5, False),
+    ]  # fmt: skip
+    assert buffer.dropped == 0 and buffer.num_tokens == 150
+    for document in buffer.fresh:
+        assert torch.equal(document.features, numbered(30, int(document.tokens[0])).features)
+    assert buffer.num_bytes == {"device": 3 * 29 * 16, "host": 60 * 16}
+    assert {p.document.spilled for p in buffer.sample(140, 0)} == {True, False}
+
+
+def test_host_memory_is_written_round_and_round():
+    """Whatever is still listed has its own rows, however lengths and wraps fall."""
+    buffer = DataBuffer(100, 0.5, seed=0, spill=90)
+    chance = torch.Generator().manual_seed(0)
+    wraps = 0
+    for number in range(1, 300):
+        before = buffer._host._head if buffer._host else 0
+        length = int(torch.randint(3, 70, (1,), generator=chance))
+        buffer.add(numbered(length, number))
+        wraps += buffer._host is not None and buffer._host._head < before
+        if number % 40 == 0:
+            buffer.start_step()
+        held = buffer.fresh + buffer.kept
+        assert sum(len(d) for d in held if not d.spilled) <= 100
+        assert sum(len(d) - 1 for d in held if d.spilled) <= 90
+        for document in held:
+            expected = numbered(len(document), int(document.tokens[0])).features
+            assert torch.equal(document.features, expected)
+    assert wraps > 20 and buffer.dropped > 100 and any(d.spilled for d in held)
+
+
+def test_a_bin_takes_no_more_pieces_than_it_has_room_for():
+    buffer = DataBuffer(400, 0.5, seed=0)
+    for _ in range(20):
+        buffer.add(document(10))
+    buffer.start_step()
+    for _ in range(20):
+        buffer.add(document(10))
+    pieces = buffer.sample(300, 0, most=6)
+    assert len(pieces) == 6 and sum(p.document in buffer.kept for p in pieces) == 3

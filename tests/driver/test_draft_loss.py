@@ -43,7 +43,7 @@ TEACHERS = [
 
 
 def piece(length: int, seed: int, start: int = 0) -> DraftBatch:
-    return DraftBatch(
+    return DraftBatch.of(
         randn(length, 16, seed=seed).double(),
         randn(length, 48, seed=seed + 1).double(),
         randn(length, 16, seed=seed + 2).double(),
@@ -53,14 +53,20 @@ def piece(length: int, seed: int, start: int = 0) -> DraftBatch:
     )
 
 
+def teacher_of(batch: DraftBatch) -> Teacher:
+    (span,) = batch.spans
+    return span[2]
+
+
 def pack(*pieces: DraftBatch) -> DraftBatch:
-    return DraftBatch(
-        *(
-            torch.cat([getattr(p, name) for p in pieces])
-            for name in ("embedded", "features", "final", "position")
-        ),
-        tuple(len(p.position) for p in pieces),
-        tuple(teacher for p in pieces for teacher in p.teachers),
+    joined = {
+        name: torch.cat([getattr(p, name) for p in pieces])
+        for name in ("embedded", "features", "final", "position", "weight")
+    }
+    return DraftBatch.of(
+        **joined,
+        lengths=tuple(len(p.position) for p in pieces),
+        teachers=tuple(teacher_of(p) for p in pieces),
     )
 
 
@@ -120,7 +126,7 @@ def test_unroll_equals_drafting_one_entry_at_a_time():
             chain = drafted_chain(drafter, one, t, min(steps, length - t))
             for step, expected in enumerate(chain):
                 torch.testing.assert_close(
-                    hidden[step][begin + t + step], expected, rtol=1e-10, atol=1e-10
+                    hidden[step][begin + t], expected, rtol=1e-10, atol=1e-10
                 )
                 compared += 1
     assert compared == (7 + 6 + 5 + 4) + (5 + 4 + 3 + 2)
@@ -128,18 +134,18 @@ def test_unroll_equals_drafting_one_entry_at_a_time():
 
 def test_loss_is_the_weighted_mean_over_entries_and_steps():
     drafter, batch = make_drafter().requires_grad_(False), piece(3, 1)
-    loss, metrics = unrolled_loss(drafter, batch, rope(), 2)
+    loss, means = unrolled_loss(drafter, batch, rope(), 2)
     total = weights = 0.0
     for step, hidden in enumerate(unroll(drafter, batch, rope(), 2)):
-        for t in range(step, 3):
+        for t in range(3 - step):
             logits = drafter.lm_head(norm(hidden[t], drafter.norm.weight))
-            law = TEACHERS[1].law(batch.final[t], SPEC.rms_eps)
+            law = TEACHERS[1].law(batch.final[t + step], SPEC.rms_eps)
             entropy = -(law * logits.log_softmax(-1)).sum()
             total += STEP_WEIGHT**step * float(entropy)
             weights += STEP_WEIGHT**step
     assert float(loss) == pytest.approx(total / weights, rel=1e-12)
     single, _ = unrolled_loss(drafter, batch, rope(), 1)
-    assert metrics["drafter/loss"] == pytest.approx(float(single), rel=1e-12)
+    assert float(means[0]) == pytest.approx(float(single), rel=1e-12)
 
 
 def gradients(drafter: Drafter, batch: DraftBatch, steps: int) -> tuple[float, list[torch.Tensor]]:
@@ -169,23 +175,16 @@ def test_documents_do_not_see_each_other():
     results = [list(unroll(drafter, batch, rope(), 3)) for batch in batches]
     alone = list(unroll(drafter, own, rope(), 3))
     for step in range(3):
-        first, second = (result[step][5 + step : 11] for result in results)
+        first, second = (result[step][5 : 11 - step] for result in results)
         assert torch.equal(first, second)
-        torch.testing.assert_close(first, alone[step][step:])
+        torch.testing.assert_close(first, alone[step][: 6 - step])
 
 
 def test_absolute_positions_decide_the_rotation():
     """A crop keeps its positions; a rotation depends on distances, which a crop keeps too."""
     drafter, near, far = make_drafter(), piece(6, 1), piece(6, 1, start=40)
-    jump = DraftBatch(
-        near.embedded,
-        near.features,
-        near.final,
-        torch.tensor([0, 1, 2, 13, 14, 15]),
-        (6,),
-        near.teachers,
-    )
-    states = [list(unroll(drafter, batch, rope(), 3))[2][2:] for batch in (near, far, jump)]
+    jump = replace(near, position=torch.tensor([0, 1, 2, 13, 14, 15]))
+    states = [list(unroll(drafter, batch, rope(), 3))[2][:4] for batch in (near, far, jump)]
     torch.testing.assert_close(states[0], states[1], rtol=1e-9, atol=1e-9)
     assert (states[0] - states[2]).abs().max() > 1e-3
 
@@ -203,7 +202,7 @@ def test_gradient_reaches_the_drafter_alone():
 def numbers(drafter: Drafter, batch: DraftBatch) -> tuple[float, float, float]:
     """Mean KL, TV and entropy of the law at unroll step 0, entry by entry."""
     kl = tv = entropy = 0.0
-    (teacher,) = batch.teachers
+    teacher = teacher_of(batch)
     for t, hidden in enumerate(next(unroll(drafter, batch, rope(), 1))):
         law = teacher.law(batch.final[t], SPEC.rms_eps)
         draft = drafter.lm_head(norm(hidden, drafter.norm.weight)).softmax(-1)
@@ -224,10 +223,9 @@ def test_each_loss_is_what_it_says():
         "hybrid": share * kl + (1 - share) * tv,
     }
     for kind, value in expected.items():
-        loss, metrics = unrolled_loss(drafter, batch, rope(), 1, Objective(kind), acceptance=0.4)
+        loss, means = unrolled_loss(drafter, batch, rope(), 1, Objective(kind), acceptance=0.4)
         assert float(loss) == pytest.approx(value, rel=1e-9), kind
-        assert metrics["drafter/acceptance"] == pytest.approx(1 - tv, rel=1e-9)
-        assert metrics["drafter/loss"] == pytest.approx(kl + entropy, rel=1e-9)
+        assert means[:2].tolist() == pytest.approx([kl + entropy, 1 - tv], rel=1e-9)
     near, _ = unrolled_loss(drafter, batch, rope(), 1, Objective("hybrid"), acceptance=1.0)
     assert abs(float(near) - tv) < abs(float(loss) - tv)
 
@@ -257,7 +255,46 @@ def test_chunks_of_the_head_change_neither_loss_nor_gradient(kind, monkeypatch):
 def test_each_piece_learns_from_the_policy_that_recorded_it():
     drafter, pieces = make_drafter(), [piece(4, 1), piece(3, 2), piece(5, 4), piece(2, 3)]
     batch = pack(*pieces)
-    assert [(b, e, t.version) for b, e, t in batch.runs()] == [(0, 4, 1), (4, 12, 0), (12, 14, 1)]
+    assert [(b, e, t.version) for b, e, t in batch.spans] == [(0, 4, 1), (4, 12, 0), (12, 14, 1)]
     loss, _ = unrolled_loss(drafter, batch, rope(), 1)
-    wrong = replace(batch, teachers=(TEACHERS[0],) * 4)
+    wrong = replace(batch, spans=((0, 14, TEACHERS[0]),))
     assert loss.item() != unrolled_loss(drafter, wrong, rope(), 1)[0].item()
+
+
+def test_padding_changes_neither_loss_nor_gradient():
+    drafter, one = make_drafter(), pack(piece(6, 1), piece(4, 3))
+    pad = 7
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x.new_zeros(pad, *x.shape[1:])])
+
+    names = ("embedded", "features", "final", "position", "weight")
+    batch = DraftBatch.of(
+        **{name: padded(getattr(one, name)) for name in names},
+        lengths=(6, 4, pad),
+        teachers=(TEACHERS[1],) * 3,
+    )
+    batch = replace(batch, left=padded(one.left))
+    (loss, grads), (other, others) = (gradients(drafter, b, 3) for b in (one, batch))
+    assert loss == pytest.approx(other, rel=1e-12)
+    for a, b in zip(grads, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_weight_goes_with_what_is_predicted_at_every_step():
+    """Tripling the weight of one token is seeing three times each draft of it."""
+    drafter, batch = make_drafter().requires_grad_(False), piece(5, 1)
+    heavy = replace(batch, weight=torch.tensor([1.0, 1, 1, 3, 1]))
+    plain = only = weights = 0.0
+    for step, hidden in enumerate(unroll(drafter, batch, rope(), 3)):
+        for t in range(5 - step):
+            logits = drafter.lm_head(norm(hidden[t], drafter.norm.weight))
+            law = TEACHERS[1].law(batch.final[t + step], SPEC.rms_eps)
+            value = -float((law * logits.log_softmax(-1)).sum()) * STEP_WEIGHT**step
+            plain += value
+            weights += STEP_WEIGHT**step
+            if t + step == 3:
+                only += 2 * value
+                weights += 2 * STEP_WEIGHT**step
+    loss, _ = unrolled_loss(drafter, heavy, rope(), 3)
+    assert float(loss) == pytest.approx((plain + only) / weights, rel=1e-9)

@@ -3,20 +3,25 @@
 import io
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from driver.bandit import Bandit
 from driver.data_buffer import Document, Piece
+from driver.draft_loss import DraftBatch
+from driver.draft_step import Bin
 from driver.rollout.engine import RolloutEngine
 from driver.rollout.request import Request, SamplingParams
 from driver.rollout.scheduler import Sequence
-from driver.sections import BanditConfig, EngineConfig
-from driver.spot_trainer import SWAP_EVERY, SpotTrainer
+from driver.sections import BanditConfig, EngineConfig, SpotConfig
+from driver.spot_trainer import SpotTrainer
 from driver.strategy import Strategy
 from tests.driver.drafting import PAGE, SEED, Parts, build_parts
 from tests.kit import same_bits
+
+SWAP_EVERY = SpotConfig().swap_every
 
 
 @pytest.fixture
@@ -37,12 +42,17 @@ def fill(trainer: SpotTrainer, parts: Parts, seeds=(1, 2, 3), length: int = 40) 
         trainer.buffer.add(parts.document(length, seed, trainer.target_version))
 
 
+def packed(trainer: SpotTrainer, pieces: list[Piece]) -> DraftBatch:
+    loaded = trainer.bin.load(pieces, trainer.target_version, trainer._share)
+    return trainer.bin.batch(*loaded, *trainer._teachers())
+
+
 @pytest.mark.parametrize("variant", ["llama-tied-llama3", "qwen2"])
 def test_features_of_t_go_with_token_t_plus_1_and_learn_token_t_plus_2(variant):
     """fault 37: golden values from transformers, in a crop of a document."""
     parts = build_parts(variant)
     trainer, document = parts.trainer(), parts.document(20, 1)
-    batch = trainer._pack([Piece(document, 4, 9), Piece(document, 0, 3)])
+    batch = packed(trainer, [Piece(document, 4, 9), Piece(document, 0, 3)])
     model, tokens = parts.model, document.tokens
     outputs = model(tokens[None], output_hidden_states=True)
     states = outputs.hidden_states  # states[i + 1]: output of layer i
@@ -54,9 +64,10 @@ def test_features_of_t_go_with_token_t_plus_1_and_learn_token_t_plus_2(variant):
         three = torch.cat([states[layer + 1][0, t] for layer in parts.target.feature_layers])
         torch.testing.assert_close(batch.features[row], three)
         law = outputs.logits[0, t + 1, parts.drafter.target_ids].softmax(-1)
-        teacher = batch.teachers[0].law(batch.final[row], parts.drafter.spec.rms_eps)
+        teacher = batch.spans[0][2].law(batch.final[row], parts.drafter.spec.rms_eps)
         torch.testing.assert_close(teacher, law, rtol=1e-4, atol=1e-6)
-    assert batch.lengths == (9, 3)
+    assert batch.documents.lengths == (9, 3)
+    assert batch.left.tolist() == [*range(9, 0, -1), 3, 2, 1]
 
 
 def test_a_finished_sequence_becomes_a_document(parts):
@@ -189,7 +200,8 @@ def test_a_step_that_is_not_finite_is_skipped(parts):
         trainer.micro_step()
     before_head = {k: v for k, v in before.items() if k not in ("d2t", "t2d", "lm_head.weight")}
     assert all(same_bits(value, weights(parts)[name]) for name, value in before_head.items())
-    assert trainer.steps == 1 and not trainer.optimizer.state
+    moments = [state["exp_avg"] for state in trainer.step.optimizer.state.values()]
+    assert trainer.steps == 1 and not any(bool(m.any()) for m in moments)
     trainer.buffer.clear()
     fill(trainer, parts)
     assert trainer.micro_step()
@@ -270,8 +282,8 @@ def test_the_draft_vocabulary_is_rebuilt_from_rollouts(parts):
 
 
 def law_of(trainer: SpotTrainer, document: Document) -> torch.Tensor:
-    batch = trainer._pack([Piece(document, 0, 28)])
-    return batch.teachers[0].law(batch.final, trainer.drafter.spec.rms_eps)
+    batch = packed(trainer, [Piece(document, 0, 28)])
+    return batch.spans[0][2].law(batch.final, trainer.drafter.spec.rms_eps)
 
 
 def test_documents_of_the_step_before_keep_their_teacher(parts):
@@ -343,21 +355,84 @@ def test_overlapped_training_learns_swaps_and_leaves_torch_s_threads(parts):
 def test_a_failure_is_a_warning_and_the_rollout_goes_on(parts, monkeypatch, mode):
     trainer = parts.trainer(mode=mode, final_steps=0)
     fill(trainer, parts)
-    whole = SpotTrainer._pack
+    whole = Bin.load
 
     def broken(*_: object) -> None:
         raise RuntimeError("disk on fire")
 
-    monkeypatch.setattr(SpotTrainer, "_pack", broken)
+    monkeypatch.setattr(Bin, "load", broken)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):
             trainer.on_pass(1)
     with pytest.warns(UserWarning, match="micro-step failed .RuntimeError: disk on fire."):
         trainer.finish()
-    monkeypatch.setattr(SpotTrainer, "_pack", whole)
+    monkeypatch.setattr(Bin, "load", whole)
     trainer.start_step(1)
     fill(trainer, parts)
     while trainer.steps < 1:  # and it trains again in the next step
         trainer.on_pass(1)
     trainer.stop()
+
+
+def test_a_killed_thread_is_told_and_another_one_follows(parts, monkeypatch):
+    trainer = parts.trainer(mode="overlapped", final_steps=0)
+    fill(trainer, parts)
+
+    def killed() -> bool:
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "micro_step", killed)
+        trainer.on_pass(1)
+        trainer._thread.join()
+        trainer.on_pass(1)  # the rollout goes on
+        assert trainer.steps == 0
+        with pytest.warns(UserWarning, match="micro-step failed .SystemExit: killed."):
+            trainer.stop()
+    while trainer.steps < 2:
+        trainer.on_pass(1)
+    trainer.finish()
+    assert parts.runner.version > 1
+
+
+def test_a_full_buffer_trains_on_and_keeps_its_bound(parts):
+    trainer = parts.trainer(buffer_tokens=90, spill_tokens=50, keep_long=0.5, final_steps=1)
+    for seed in range(12):
+        trainer.buffer.add(parts.document(40, seed))
+        trainer.on_pass(1)
+    assert trainer.steps == 12 and trainer.buffer.dropped > 0
+    assert trainer.buffer.num_tokens <= 90 + 50 + 1
+    assert trainer.metrics()["drafter/loss"] > 0
+
+
+def test_passes_name_the_tokens_that_no_draft_held():
+    sequence = Sequence(Request(1, 0, (5, 6), SamplingParams()), [5, 6])
+    sequence.note_passes([1, 5, 3], depth=4)  # nothing accepted, everything, two of four
+    assert sequence.missed == [2, 10]
+
+
+def test_entries_that_predict_a_missed_token_weigh_more(parts):
+    trainer = parts.trainer(rejected_weight=3.0)
+    document = replace(parts.document(20, 1), missed=(3, 8, 19))
+    batch = packed(trainer, [Piece(document, 4, 9)])
+    assert batch.weight.tolist() == [1, 1, 3, 1, 1, 1, 1, 1, 1]  # entry 6 predicts token 8
+    assert packed(parts.trainer(), [Piece(document, 4, 9)]).weight.tolist() == [1] * 9
+
+
+def test_auto_is_serial_on_the_cpu(parts):
+    trainer = parts.trainer(mode="auto", final_steps=1)
+    fill(trainer, parts)
+    trainer.on_pass(1)
+    assert trainer.steps == 1 and trainer.mode == "serial"
+    trainer.finish()
+    assert trainer.steps == 2 and not trainer.measured
+
+
+def test_memory_is_what_was_predicted(parts):
+    trainer = parts.trainer(buffer_tokens=90, spill_tokens=50)
+    for seed in range(4):
+        trainer.buffer.add(parts.document(40, seed))
+    trainer.micro_step()
+    for part, (predicted, held) in trainer.memory().items():
+        assert held > 0 and abs(predicted - held) <= 0.1 * held, part

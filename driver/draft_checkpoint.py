@@ -1,0 +1,145 @@
+"""Checkpoints of the drafter that the rollout does not wait for."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driver.storage import storage_errors, sync_path
+
+_FILE = re.compile(r"step-(\d+)\.pt")
+
+
+class DraftCheckpoints:
+    """Writes states whole or not at all, from a thread of its own.
+
+    `save` copies the tensors (on a GPU into pinned memory, queued behind what runs) and returns;
+    the rest is the thread's. A checkpoint that is asked for while one is being written is left out.
+    What goes wrong there is a warning of `collect`: training and rollout go on.
+
+    Args:
+        folder: of the files; made when the first is written.
+        keep: files left at most.
+
+    Example:
+        >>> checkpoints = DraftCheckpoints(Path("runs/tiny/drafter"))
+        >>> checkpoints.save({"weight": torch.ones(2)}, 8)  # doctest: +SKIP
+        True
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+        self.stall_s = 0.0  # the longest that `save` held its caller up
+        self.written = 0
+        self._copies: dict[tuple[str, ...], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Makes room for the copies, which is slow where it is pinned; once is enough."""
+        if not self._copies:
+            self._copied(state, ())
+
+    def save(self, state: Mapping[str, Any], step: int) -> bool:
+        """Copies a state and has it written.
+
+        Args:
+            state: tensors, numbers, strings, None, and lists and dicts of these.
+            step: its number.
+
+        Returns:
+            False where the one before is still being written: this one is left out.
+        """
+        begin = time.perf_counter()
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        copy, copied = self._copied(state, ()), None
+        if torch.cuda.is_available():
+            copied = torch.cuda.Event()
+            copied.record()
+        self._thread = threading.Thread(
+            target=self._write, args=(copy, step, copied), name="draft-checkpoint", daemon=True
+        )
+        self._thread.start()
+        self.stall_s = max(self.stall_s, time.perf_counter() - begin)
+        return True
+
+    def _copied(self, value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, Tensor):
+            copy = self._copies.get(path)
+            if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+                copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+                self._copies[path] = copy
+            return copy.copy_(value.detach(), non_blocking=True)
+        if isinstance(value, Mapping):
+            return {key: self._copied(item, (*path, str(key))) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._copied(item, (*path, str(i))) for i, item in enumerate(value)]
+        return value
+
+    def _write(self, state: Any, step: int, copied: torch.cuda.Event | None) -> None:
+        final = self.folder / f"step-{step:08d}.pt"
+        scratch = self.folder / f".new-{final.name}"
+        try:
+            if copied is not None:
+                copied.synchronize()
+            with storage_errors(final):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    with scratch.open("wb") as file:
+                        torch.save(state, file)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    os.replace(scratch, final)
+                    sync_path(self.folder)
+                finally:
+                    scratch.unlink(missing_ok=True)
+                for _, old in self._whole()[: -self.keep]:
+                    old.unlink()
+            self.written += 1
+        except Exception as error:  # kept for `collect`
+            self._error = error
+
+    def collect(self) -> None:
+        """Waits for the thread; what went wrong in it is a warning here."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            warnings.warn(
+                f"drafter checkpoint not written ({error}); training and rollout go on",
+                stacklevel=2,
+            )
+
+    def latest(self) -> tuple[int, dict[str, Any]] | None:
+        """Step and state of the newest checkpoint that can be read.
+
+        One that was half-written by a killed process is no checkpoint; a damaged one is passed over
+        with a warning.
+        """
+        for scratch in self.folder.glob(".new-step-*"):
+            scratch.unlink(missing_ok=True)
+        for step, path in reversed(self._whole()):
+            try:
+                return step, torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # unpickling a damaged file raises nearly anything
+                warnings.warn(
+                    f"{path}: cannot be read ({type(error).__name__}): the one before is taken",
+                    stacklevel=2,
+                )
+        return None
+
+    def _whole(self) -> list[tuple[int, Path]]:
+        """Steps and files, by rising step."""
+        matches = [(_FILE.fullmatch(path.name), path) for path in self.folder.glob("step-*.pt")]
+        return sorted((int(match[1]), path) for match, path in matches if match)
