@@ -193,10 +193,7 @@ def build_rollout(
         shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
         runner = DraftRunner(shape, target, cache, seed)
         proposers["learned"] = runner
-        drafter = Drafter(shape, seed).to(device)
-        if target.device.type == "cuda":
-            drafter.lm_head.to(dtype)  # it is the target's, and never trained
-        drafter.refresh_head(target.head)
+        drafter = build_drafter(shape, target, seed)
         spot = SpotTrainer(drafter, runner, target, cache, config.spot, config.drafter, seed)
     bandit = Bandit(arms, config.bandit, engine_config.spec_max_batch, seed)
     engine = RolloutEngine(
@@ -213,6 +210,15 @@ def build_rollout(
         spot.decode = engine.runner.decode_s
     tlt_ext.set_num_threads(config.run.threads)
     return Rollout(target, engine, bandit, spot)
+
+
+def build_drafter(shape: DraftSpec, target: TargetModel, seed: int) -> Drafter:
+    """A drafter with random weights beside its target, on whose device it is trained."""
+    drafter = Drafter(shape, seed).to(target.device)
+    if target.device.type == "cuda":
+        drafter.lm_head.to(target.head.dtype)  # it is the target's, and never trained
+    drafter.refresh_head(target.head)
+    return drafter
 
 
 def max_rows(config: EngineConfig, arms: tuple[Strategy, ...]) -> int:

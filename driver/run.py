@@ -137,7 +137,8 @@ class Run:
                 config, spec, policy.state_dict(), min(longest, spec.max_position)
             )
             rollout.watch(phases.timeline)
-            if rollout.spot is not None and folder is not None and config.spot.checkpoint_every:
+            alone = rollout.spot is not None and folder is not None and world.size == 1
+            if alone and config.spot.checkpoint_every:
                 rollout.spot.checkpoints = DraftCheckpoints(folder.path / "drafter")
             trainer = PolicyTrainer(
                 policy, config.grpo, lambda: load_policy(config, source)[0], world

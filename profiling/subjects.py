@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ def of_checkpoint(name: str, words: list[str], *, warmed: bool, note: Note) -> S
     config = load_config(words)
     folder = warm_start(config, note).path if warmed else find_model(config, note)
     policy, tokenizer = load_policy(config, folder)
-    task, spec = make_task(config.task.name, difficulty=config.task.difficulty), spec_of(policy)
+    task, spec = make_task(**asdict(config.task)), spec_of(policy)
 
     def prompts(count: int) -> list[tuple[int, ...]]:
         drawn = [task.prompt("eval", i) for i in range(4 * count)]

@@ -78,7 +78,10 @@ def test_yaml_round_trip(tmp_path):
         (["run.seed=-1"], r"^run.seed: wanted at least 0, got -1"),
         (["sampling.top_p=1.5"], r"^sampling.top_p: wanted at most 1, got 1.5"),
         (["grpo.advantage=grop"], r"^grpo.advantage: wanted one of .*did you mean grpo\?"),
-        (["spot.mode=false"], r"^spot.mode: wanted one of overlapped, serial, coordinated, off"),
+        (
+            ["spot.mode=false"],
+            r"^spot.mode: wanted one of auto, overlapped, serial, coordinated, off",
+        ),
         (["run.device=gpu"], r"^run.device: wanted cpu, cuda or cuda:N, got 'gpu'"),
         (["run.name=../x"], r"^run.name: wanted a plain folder name"),
         (["run.name=${oops"], r"^run.name: "),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tlt_ext
-from driver.draft_loss import DraftBatch, unroll
+from driver.draft_loss import DraftBatch, Teacher, unroll
 from driver.rollout import draft_runner
 from driver.rollout.request import Request, SamplingParams
 from driver.rollout.scheduler import Sequence
@@ -45,17 +45,17 @@ def twin(parts: Parts, sequence: Sequence, drafted: list[int]) -> list[torch.Ten
     features = parts.cache.features.flatten(0, 1)[slots(sequence, last + 1)]
     features = torch.cat([features, torch.full((len(drafted), features.shape[1]), 9.0)])
     entries = last + 1 + len(drafted)
-    batch = DraftBatch(
+    batch = DraftBatch.of(
         parts.target.embedding[tokens[1 : entries + 1]],
         features[:, : 3 * parts.target.spec.hidden_size],
         torch.empty(0),
         torch.arange(entries),
         (entries,),
-        (),
+        (Teacher(0, parts.target.final_norm, parts.drafter.lm_head.weight),),
     )
     with torch.no_grad():
         steps = list(unroll(parts.drafter, batch, parts.target.cos_sin, len(drafted) + 1))
-    return [hidden[last + step] for step, hidden in enumerate(steps)]
+    return [hidden[last] for hidden in steps]
 
 
 class Recorder:
