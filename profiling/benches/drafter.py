@@ -1,0 +1,537 @@
+"""The drafter: accept length by how it was trained, which nodes it keeps and where it drafts.
+
+SmolLM2 on GSM8K prompts at T = 1: responses are sampled, a drafter learns from their features for
+a fixed number of steps, and drafts for other prompts. `accept_length` counts what requests emit in
+a speculative pass, the target's own token included; `median_us` of such a row is a pass launched op
+by op, of a training row a step. Compared are the rules of acceptance (the same drafter, prompts and
+node count), the order that nodes are kept in, and training unrolled 1, 3 and 7 steps (EAGLE-like,
+HASS-like, EAGLE-3). Then what training beside the tail costs it, on each size of partition.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driver.assemble import Rollout, build_drafter
+from driver.config import load_config
+from driver.draft_checkpoint import DraftCheckpoints
+from driver.draft_loss import DraftBatch, unroll
+from driver.rollout.request import Request
+from driver.rollout.runner import Burst
+from driver.rollout.tree import Tree
+from driver.sections import DrafterConfig
+from driver.spot_trainer import SpotTrainer
+from driver.strategy import OFF, Strategy
+from profiling.bench import Bench
+from profiling.results import ROOT
+from profiling.subjects import Subject, fix_bandit, of_checkpoint
+from profiling.workload import trace_lengths
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+WORDS = [
+    "preset=smollm2",
+    "run.device=cuda",
+    "model.dtype=bfloat16",
+    "task.name=jsonl",
+    "task.shots=0",
+    f"task.path={GSM8K}",
+    "drafter.draft_vocab=16384",
+    "drafter.lr=1e-3",
+    "engine.prefill_chunk=2048",
+]
+NEVER = 10**9  # passes between two steps of the spot trainer: it trains when it is told to
+HELD_OUT = 8  # every eighth prompt is drafted for and not learned from
+SCORE_TEMPERATURES = [0.0, 0.7, 1.0, 1.5, 2.0, 3.0]  # of nodes kept; 0: cumulative log-probability
+UNROLLS = {1: "EAGLE-like", 3: "HASS-like", 7: "EAGLE-3"}
+FIRST_TOP_K = [1, 4, 8]
+POSITIONS = [0, 32, 64, 128, 256, 512, 1024]  # of the root in its response
+SINCE = [0, 8, 32, 128]  # passes since the drafter was swapped
+MEASURED_ROWS = 4096  # positions of the first draft's acceptance
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done."""
+
+    prompts: int = 320
+    rounds: int = 4  # responses to each prompt that is learned from
+    tokens: int = 256  # of a response
+    batch: int = 32  # of requests that are drafted for
+    bin: int = 4096  # entries of a step
+    steps: int = 3000
+    family_steps: int = 1000
+    unroll: int = 4
+    strategies: tuple[str, ...] = ("learned:4,4,16", "learned:8,4,32", "learned:8,8,64")
+    tail: int = 2048  # tokens of a request in the tail
+
+
+FULL = Sizes()
+QUICK = Sizes(steps=1200, family_steps=250, strategies=("learned:8,8,64",))
+
+
+class PassLog:
+    """Stands where the engine's runner does, and keeps what each request emitted in each pass."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout, self.inner = rollout, rollout.engine.runner
+        self.rows: list[tuple[int, int, int, int]] = []  # position, batch, since a swap, emitted
+        self.seconds = 0.0
+        self.passes = 0
+        self._version, self._since = 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def run(self, count: int, strategy: Strategy, limit: int) -> Burst:
+        engine = self.rollout.engine
+        running = engine.state.sequences[:count]
+        at = [sequence.num_emitted for sequence in running]
+        burst = self.inner.run(count, strategy, limit)
+        version = self.rollout.spot.runner.version
+        if version != self._version:
+            self._version, self._since = version, 0
+        for index in range(burst.begin, burst.end):
+            emitted = engine.ring.num_emitted[index % engine.ring.passes][:count].tolist()
+            for row, n in enumerate(emitted):
+                if strategy != OFF:
+                    self.rows.append((at[row], count, self._since, n))
+                at[row] += n
+            self._since += 1
+        self.seconds += burst.elapsed_s
+        self.passes += burst.passes
+        return burst
+
+    @property
+    def accept_length(self) -> float:
+        return statistics.fmean(row[3] for row in self.rows) if self.rows else 1.0
+
+    def by(self, column: int, edges: Sequence[int]) -> dict[str, tuple[float, int]]:
+        """Accept length and passes of requests between edges of a column."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        for row in self.rows:
+            low = max(edge for edge in edges if edge <= row[column])
+            above = [edge for edge in edges if edge > row[column]]
+            groups[f"{low}-{min(above) - 1}" if above else f"{low}-"].append(row[3])
+        return {name: (statistics.fmean(n), len(n)) for name, n in groups.items()}
+
+
+@contextmanager
+def logged(rollout: Rollout) -> Iterator[PassLog]:
+    log = PassLog(rollout)
+    rollout.engine.runner = log  # type: ignore[assignment]
+    try:
+        yield log
+    finally:
+        rollout.engine.runner = log.inner
+
+
+class TargetOnly:
+    """Drafts the likeliest tokens, blind to the noise: what drafting without shared noise keeps."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def propose(self, batch: Any, strategy: Strategy, store: Any) -> Tree:
+        blind = replace(batch, temperature=torch.zeros_like(batch.temperature))
+        return self.inner.propose(blind, strategy, store)
+
+
+@dataclass
+class Study:
+    """A policy in its engine, documents to learn from and prompts to draft for."""
+
+    bench: Bench
+    subject: Subject
+    sizes: Sizes
+    words: list[str] = field(default_factory=list)
+    rollout: Rollout = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        config = load_config([*self.subject.words, *self.words])
+        self.drafter_config: DrafterConfig = config.drafter
+        shown = sizes.prompts - len(range(0, sizes.prompts, HELD_OUT))
+        self.rollout = self.subject.rollout(
+            f"engine.strategies={' '.join(['off', *sizes.strategies])}",
+            f"engine.max_batch={max(sizes.batch, min(256, shown))}",
+            f"engine.spec_max_batch={sizes.batch}",
+            "engine.num_pages=0",
+            "engine.graphs=false",  # settings of the draft change from row to row
+            "spot.mode=serial",
+            f"spot.every={NEVER}",
+            "spot.keep_long=0",
+            f"spot.tokens_per_step={sizes.bin}",
+            f"spot.buffer_tokens={2 * sizes.rounds * shown * sizes.tokens}",
+            *self.words,
+            longest=sizes.tokens + 512,
+        )
+
+    def requests(self, held_out: bool, round: int = 0) -> list[Request]:
+        limits = [self.sizes.tokens] * self.sizes.prompts
+        requests = self.subject.requests(limits, stop=True, round=round)
+        return [r for i, r in enumerate(requests) if (i % HELD_OUT == 0) == held_out]
+
+    def collect(self) -> float:
+        """Samples what is learned from; seconds."""
+        begin = time.perf_counter()
+        fix_bandit(self.rollout, policy="static", static="off")
+        for round in range(self.sizes.rounds):
+            self.rollout.engine.generate(self.requests(False, round))
+        return time.perf_counter() - begin
+
+    def learner(self, unroll: int) -> SpotTrainer:
+        """A trainer of a new drafter on the same documents."""
+        spot, config = self.rollout.spot, replace(self.drafter_config, unroll=unroll)
+        drafter = build_drafter(spot.drafter.spec, spot.target, seed=0)
+        new = SpotTrainer(drafter, spot.runner, spot.target, spot.cache, spot.config, config, 0)
+        new.buffer = spot.buffer
+        return new
+
+    def train(self, spot: SpotTrainer, steps: int) -> float:
+        """Makes steps and hands the drafter to the engine; seconds a step, the first few aside."""
+        warm = min(5, steps // 2)
+        begin = time.perf_counter()
+        for step in range(steps):
+            if step == warm:
+                spot.stop()
+                begin = time.perf_counter()
+            spot.set_lr(self.drafter_config.lr * min(1.0, step / 50, 2 * (1 - step / steps)))
+            spot.micro_step()
+        spot.stop()
+        seconds = time.perf_counter() - begin
+        spot.swap()
+        return seconds / (steps - warm)
+
+    def draft(self, strategy: str) -> PassLog:
+        """Drafts for the prompts that were not learned from."""
+        fix_bandit(self.rollout, policy="static", static=strategy)
+        requests, batch = self.requests(True), self.sizes.batch
+        with logged(self.rollout) as log:
+            for first in range(0, len(requests), batch):
+                self.rollout.engine.generate(requests[first : first + batch], record=False)
+        return log
+
+    def row(self, case: str, log: PassLog, **more: float | str) -> float:
+        self.bench.add_row(
+            case,
+            1e6 * log.seconds / max(1, log.passes),
+            accept_length=round(log.accept_length, 4),
+            passes=len(log.rows),
+            **more,
+        )
+        return log.accept_length
+
+
+# ---- rules of acceptance ------------------------------------------------------------------------
+
+
+def first_acceptance(
+    target: Tensor, draft: Tensor, ids: Tensor, top_k: int, generator: torch.Generator
+) -> dict[str, float]:
+    """Chance that the first drafted position is accepted, by rule.
+
+    Args:
+        target: float32 [N, V] log-probabilities.
+        draft: float32 [N, draft_vocab] log-probabilities.
+        ids: int64 [draft_vocab], target ids of the draft's.
+        top_k: children.
+        generator: of the noise.
+
+    Returns:
+        `shared_noise`, `target_only`, `multi_round` (rejection sampling of children that were
+        drawn without replacement, Miao et al., "SpecInfer").
+    """
+
+    def gumbel(like: Tensor) -> Tensor:
+        uniform = torch.rand(like.shape, generator=generator, device=like.device)
+        return -(-uniform.clamp(1e-20, 1 - 1e-7).log()).log()
+
+    noise = gumbel(target)
+    token = (target + noise).argmax(-1, keepdim=True)  # [N, 1]
+    shared = ids[(draft + noise[:, ids]).topk(top_k).indices]
+    blind = ids[draft.topk(top_k).indices]
+    children = (draft + gumbel(draft)).topk(top_k).indices  # in the order they are drawn
+    q = draft.exp()
+    p = target.exp()
+    accepted = torch.zeros(len(target), dtype=torch.bool, device=target.device)
+    for k in range(top_k):
+        child = children[:, k : k + 1]
+        chance = p.gather(1, ids[child]) / q.gather(1, child).clamp_min(1e-30)
+        draw = torch.rand(chance.shape, generator=generator, device=chance.device)
+        accepted |= (draw < chance)[:, 0]
+        p = p.index_add(1, ids, -q).clamp_min_(0)
+        p /= p.sum(-1, keepdim=True).clamp_min(1e-30)
+        q = q.scatter(1, child, 0.0)
+        q /= q.sum(-1, keepdim=True).clamp_min(1e-30)
+    return {
+        "shared_noise": float((shared == token).any(-1).float().mean()),
+        "target_only": float((blind == token).any(-1).float().mean()),
+        "multi_round": float(accepted.float().mean()),
+    }
+
+
+@torch.no_grad()
+def laws(spot: SpotTrainer, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Target's and drafter's log-probabilities [n, V], [n, draft_vocab] of recorded positions."""
+    seen = 0
+    for draw in range(1000):
+        pieces = spot.buffer.sample(min(256, spot.bin.tokens), 1 << 30 | draw)
+        if not pieces or seen >= rows:
+            return
+        loaded = spot.bin.load(pieces, spot.target_version, 0)
+        now, before = spot._teachers()
+        batch: DraftBatch = spot.bin.batch(*loaded, now, before)
+        used = sum(piece.length for piece in pieces)
+        half = spot.bin.features.dtype
+        with torch.autocast(spot.target.device.type, half, enabled=half != torch.float32):
+            hidden = next(unroll(spot.drafter, batch, spot.target.cos_sin, 1))[:used]
+            normed = spot.drafter.norm(hidden)
+            draft = torch.nn.functional.linear(normed, spot.drafter.lm_head.weight)
+            whole = replace(now, head=spot.target.head[: spot.target.spec.vocab_size])
+            target = whole.law(batch.final[:used], spot.drafter.spec.rms_eps)
+        seen += used
+        yield target.float().log(), draft.float().log_softmax(-1)
+
+
+def compare_first(study: Study, spot: SpotTrainer) -> None:
+    """Rows of the first drafted position, and how often the target's favourite is among few."""
+    ids, sums, count = spot.drafter.target_ids, defaultdict(float), 0
+    generator = torch.Generator(spot.target.device).manual_seed(0)
+    for target, draft in laws(spot, MEASURED_ROWS):
+        best = target.argmax(-1, keepdim=True)
+        for k in (1, 3):
+            hit = (ids[draft.topk(k).indices] == best).any(-1)
+            sums[f"top{k}"] += float(hit.float().sum())
+        for k in FIRST_TOP_K:
+            for rule, share in first_acceptance(target, draft, ids, k, generator).items():
+                sums[f"{rule} {k}"] += share * len(target)
+        count += len(target)
+    means = {name: round(value / count, 4) for name, value in sums.items()}
+    study.bench.add_row("favourites", 0.0, top1=means["top1"], top3=means["top3"], rows=count)
+    for k in FIRST_TOP_K:
+        rules = ("shared_noise", "target_only", "multi_round")
+        row = {rule: means[f"{rule} {k}"] for rule in rules}
+        study.bench.add_row(f"first draft, {k} children", 0.0, **row)
+
+
+# ---- packing ------------------------------------------------------------------------------------
+
+
+def packing(study: Study, spot: SpotTrainer, room: int) -> float:
+    """Real tokens a second of packed steps over those of padded ones, the same documents."""
+    lengths = [min(n, room) for n in trace_lengths(64, median=max(4, room // 32), cap=room)]
+    padded: list[list[int]] = [[]]
+    packed: list[list[int]] = [[]]
+    for length in lengths:
+        if padded[-1] and (len(padded[-1]) + 1) * max(*padded[-1], length) > room:
+            padded.append([])
+        padded[-1].append(length)
+        if sum(packed[-1]) + length > room:
+            packed.append([])
+        packed[-1].append(length)
+
+    def seconds(rows: Sequence[Sequence[int]], pad: bool) -> float:
+        batches = [_random_batch(spot, row, pad) for row in rows]
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            for batch in batches:
+                spot.step.backward(batch)
+            if spot.bin.fixed:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    spent = {"packed": seconds(packed, False), "padded": seconds(padded, True)}
+    for name, value in spent.items():
+        study.bench.add_row(
+            name,
+            1e6 * value,
+            tokens=sum(lengths),
+            steps=len(packed if name == "packed" else padded),
+        )
+    return spent["padded"] / spent["packed"]
+
+
+def _random_batch(spot: SpotTrainer, lengths: Sequence[int], pad: bool) -> DraftBatch:
+    longest = max(lengths)
+    rows = [longest] * len(lengths) if pad else list(lengths)
+    device, dtype = spot.target.device, spot.bin.features.dtype
+    width, count = spot.target.spec.hidden_size, sum(rows)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def numbers(columns: int) -> Tensor:
+        return torch.randn(count, columns, generator=generator, device=device).to(dtype)
+
+    batch = DraftBatch.of(
+        numbers(width),
+        numbers(3 * width),
+        numbers(width),
+        torch.cat([torch.arange(n, device=device) for n in rows]),
+        rows,
+        [spot._teachers()[0]] * len(rows),
+    )
+    left = torch.cat(
+        [
+            torch.arange(n, n - row, -1, device=device, dtype=torch.int32).clamp_min(0)
+            for n, row in zip(lengths, rows, strict=True)
+        ]
+    )
+    return replace(batch, left=left)
+
+
+# ---- beside the tail ----------------------------------------------------------------------------
+
+
+def overlap(bench: Bench, subject: Subject, sizes: Sizes, name: str) -> None:
+    """Slowdown of decoding and tokens trained on each partition; a tail with and without."""
+    rollout = subject.rollout(
+        "engine.strategies=off learned:4,4,16",
+        "engine.max_batch=8",
+        "engine.spec_max_batch=8",
+        "engine.num_pages=0",
+        "bandit.buckets=[1,2,4,8]",
+        "spot.mode=auto",
+        "spot.every=8",
+        "spot.swap_every=64",
+        "spot.final_steps=0",
+        "spot.tokens_per_step=512",
+        longest=sizes.tail + 512,
+    )
+    engine, spot = rollout.engine, rollout.spot
+    fix_bandit(rollout, policy="static", static="off")
+    requests = subject.requests([sizes.tail // 4 * (1 + i % 4) for i in range(8)], stop=False)
+    engine.generate(requests)
+    spot.finish()
+    for o in spot.measured:
+        bench.add_row(
+            f"{name}, {o.sms} SMs",
+            1e6 * o.step_s,
+            slowdown=round(o.slowdown, 4),
+            tokens_per_s=round(spot.bin.tokens / o.step_s),
+            over_serial_tokens_per_ms=round(
+                o.tokens_per_ms * spot.serial_step_s * 1e3 / spot.bin.tokens, 3
+            ),
+            chosen=o == spot.overlap,
+        )
+    bench.add_row(
+        f"{name}, serial step", 1e6 * spot.serial_step_s, tokens=spot.bin.tokens, mode=spot.mode
+    )
+    if spot.overlap is None:
+        return
+    times: dict[str, list[float]] = {"alone": [], "beside": []}
+    begun = spot.steps
+    for _ in range(3):
+        for arm, record in (("alone", False), ("beside", True)):
+            engine.generate(requests, record=record)
+            times[arm].append(engine.stats.elapsed_s)
+            spot.stop()
+    seconds = {arm: statistics.median(values) for arm, values in times.items()}
+    slowdown = seconds["beside"] / seconds["alone"]
+    bench.add_row(
+        f"{name}, tail of 8", 1e6 * seconds["beside"], slowdown=round(slowdown, 4),
+        steps=(spot.steps - begun) // 3, stop_ms=round(1e3 * spot.stop_s, 3),
+    )  # fmt: skip
+    if name == "SmolLM2":
+        chosen = spot.overlap
+        bench.got["overlap_tail_slowdown_x"] = round(chosen.slowdown, 4)
+        bench.got["overlap_over_serial_tokens_per_ms_x"] = round(
+            chosen.tokens_per_ms * spot.serial_step_s * 1e3 / spot.bin.tokens, 3
+        )
+        bench.got["rollout_slowdown_x"] = round(slowdown, 4)
+
+
+def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = DraftCheckpoints(Path(folder))
+        checkpoints.prepare(spot._state())
+        sizes = []
+        for index in range(5):
+            spot.micro_step()
+            checkpoints.save(spot._state(), index)
+            checkpoints.collect()
+            sizes = [path.stat().st_size for path in Path(folder).iterdir()]
+    bench.add_row("checkpoint stall", 1e6 * checkpoints.stall_s, mib=round(sizes[0] / 2**20, 1))
+    bench.got["checkpoint_stall_ms"] = round(1e3 * checkpoints.stall_s, 3)
+
+
+# ---- the whole ----------------------------------------------------------------------------------
+
+
+def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] = ()) -> None:
+    """Everything that one policy with its prompts can show."""
+    study = Study(bench, subject, sizes, list(words))
+    spot, strategy = study.rollout.spot, sizes.strategies[-1]
+    runner, proposers = spot.runner, study.rollout.engine.proposers
+    bench.add_row("responses to learn from", 1e6 * study.collect(), tokens=spot.buffer.num_tokens)
+
+    def family() -> None:
+        for steps, label in UNROLLS.items():
+            step_s = study.train(study.learner(steps), sizes.family_steps)
+            study.row(
+                f"unroll {steps}, {label}", study.draft(strategy), step_us=round(1e6 * step_s)
+            )
+
+    main = study.learner(sizes.unroll)
+
+    def accept() -> None:
+        for one in sizes.strategies:
+            log = study.draft(one)
+            shared = study.row(f"{one}, shared noise", log)
+            proposers["learned"] = TargetOnly(runner)  # type: ignore[assignment]
+            blind = study.row(f"{one}, target-only", study.draft(one))
+            proposers["learned"] = runner
+        bench.got["accept_length_smollm2_gsm8k_t1"] = round(shared, 4)
+        bench.got["shared_noise_over_target_only_x"] = round(shared / blind, 4)
+        columns = {
+            "position": (0, POSITIONS),
+            "batch": (1, [1, 2, 4, 8, 16, 32]),
+            "passes since a swap": (2, SINCE),
+        }
+        for name, (column, edges) in columns.items():
+            for group, (length, passes) in log.by(column, edges).items():
+                bench.add_row(f"{name} {group}", 0.0, accept_length=round(length, 4), passes=passes)
+
+    def nodes() -> None:
+        for temperature in SCORE_TEMPERATURES:
+            runner.score_temperature = temperature
+            study.row(f"nodes by scores at {temperature:g}", study.draft(strategy))
+        runner.score_temperature = 0.0
+
+    if bench.wanted("family"):
+        family()
+    step_s = study.train(main, sizes.steps)
+    bench.add_row(f"unroll {sizes.unroll}, trained", 1e6 * step_s, steps=sizes.steps)
+    parts: dict[str, Callable[[], Any]] = {
+        "accept": accept,
+        "nodes": nodes,
+        "first": lambda: compare_first(study, main),
+        "checkpoint": lambda: checkpoint_stall(bench, main),
+    }
+    for name, part in parts.items():
+        if bench.wanted(name):
+            part()
+    if bench.wanted("packing"):
+        bench.got["packing_over_padding_x"] = round(packing(study, main, 2 * sizes.bin), 3)
+
+
+def run(bench: Bench) -> None:
+    subject = of_checkpoint("smollm2", WORDS, warmed=False, note=lambda line: None)
+    sizes = QUICK if bench.quick else FULL
+    if bench.wanted("overlap"):
+        overlap(bench, subject, sizes, "SmolLM2")
+    compare(bench, subject, sizes)
