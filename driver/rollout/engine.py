@@ -253,8 +253,8 @@ class RolloutEngine:
                     f"request {sequence.request.id} emitted nothing in a pass:"
                     f" {tlt_ext.Status(bits)!r}"
                 )
-            if strategy.kind == "learned":
-                sequence.note_passes(counts, strategy.depth)
+            if burst.strategy.kind == "learned":
+                sequence.note_passes(counts, burst.strategy.depth)
             sequence.tokens += tokens
             sequence.logprobs += logprobs
             sequence.context_len += len(tokens)
