@@ -1,0 +1,92 @@
+"""The simulated step: closed forms, a loop token by token, and what must hold in any model."""
+
+import json
+
+import pytest
+
+from driver.strategy import OFF, Strategy
+from profiling import simulate as sim
+from profiling.simulate import Arm, CostModel, Machine, rank_seconds, simulate
+from profiling.workload import trace_lengths
+
+TREE = Strategy.parse("learned:4,1,5")
+FREE_CACHE = Machine(kv_bytes=0.0, overhead_s=0.0)
+
+
+def loop(lengths, model, max_batch, prompt, speculate):
+    """One token of every running request at a time."""
+    waiting, running, seconds = list(lengths), [], 0.0
+    while waiting or running:
+        while waiting and len(running) < max_batch:
+            running.append([waiting.pop(0), 0])
+        context = prompt + sum(done + 0.5 for _, done in running) / len(running)
+        seconds += model.token_s(len(running), context, speculate)
+        running = [[left, done + 1] for left, done in running if done + 1 < left]
+    return seconds
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 64])
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_rank_is_the_loop_over_its_tokens(max_batch, speculate):
+    model = CostModel(Machine(), [Arm(TREE, 2.5)])
+    lengths = [7, 40, 3, 3, 90, 12, 1]
+    options = {"max_batch": max_batch, "prompt": 20, "speculate": speculate}
+    assert rank_seconds(lengths, model, **options) == pytest.approx(
+        loop(lengths, model, max_batch, 20, speculate), rel=1e-9
+    )
+
+
+def test_one_response_without_a_cache_is_its_tokens_times_the_weights():
+    model = CostModel(FREE_CACHE, [])
+    weights = 2 * FREE_CACHE.parameters / FREE_CACHE.bytes_per_s
+    step = simulate([1000], model, gpus=1, speculate=False)
+    assert step.rollout_s == pytest.approx(1000 * weights)
+    assert step.idle_share == 0
+
+
+def test_measured_passes_win_over_the_roofline():
+    measured = {(1, OFF): 0.010, (4, OFF): 0.016, (1, TREE): 0.012}
+    model = CostModel(Machine(), [Arm(TREE, 2.0)], measured)
+    assert model.pass_s(1, OFF) == 0.010
+    assert model.pass_s(2, OFF) == pytest.approx(0.012)
+    assert model.pass_s(1, TREE) == 0.012
+    assert model.pass_s(64, OFF) == CostModel(Machine(), []).pass_s(64, OFF)
+    assert model.token_s(1, 0, True) == pytest.approx(0.006)
+    assert model.token_s(1, 0, False) == pytest.approx(0.010)
+
+
+def test_speculation_never_loses_and_gains_more_where_batches_are_small():
+    model = CostModel(Machine(), [Arm(TREE, 2.5)])
+    lengths = trace_lengths(1024, 400, 1.0, 0, 4000)
+    ratios = []
+    for gpus in (8, 32, 128):
+        off, on = (simulate(lengths, model, gpus, speculate=s) for s in (False, True))
+        assert on.seconds <= off.seconds
+        assert 0 <= on.idle_share < 1 and off.gpus == gpus
+        ratios.append(off.seconds / on.seconds)
+    assert ratios == sorted(ratios)
+
+
+def test_more_ranks_than_responses_idle_altogether():
+    step = simulate([50], CostModel(Machine(), []), gpus=10, speculate=False)
+    assert step.idle_share == pytest.approx(0.9)
+    assert step.idle_gpu_s == pytest.approx(9 * step.rollout_s)
+
+
+def test_a_rank_of_several_gpus_reads_its_weights_faster():
+    model = CostModel(FREE_CACHE, [])
+    one, four = (simulate([100], model, 4, gpus_per_rank=n, speculate=False) for n in (1, 4))
+    assert four.rollout_s == pytest.approx(one.rollout_s / 4)
+    assert four.update_s == pytest.approx(one.update_s)
+
+
+def test_the_command_prints_a_line_for_each_size_and_reads_a_run(tmp_path, capsys):
+    (tmp_path / "rollouts.jsonl").write_text('{"lengths": [1]}\n{"lengths": [9, 400, 30, 12]}\n')
+    out = tmp_path / "sim.json"
+    sim.main(["--gpus", "1,2,8", "--lengths", str(tmp_path), "--json", str(out)])
+    printed = capsys.readouterr().out
+    assert "4 responses, longest 400, mean 113" in printed
+    assert "1.21 x" in printed  # the published ratio beside 8 GPUs
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["gpus"] for row in rows] == [1, 2, 8]
+    assert all(row["ratio"] >= 1 for row in rows)
