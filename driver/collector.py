@@ -17,6 +17,7 @@ from driver.config import Config
 from driver.coordinator import Coordinator
 from driver.errors import UserError
 from driver.grpo import check_rewards, dynamic_sampling
+from driver.memory import CARD_MEMORY, memory_metrics
 from driver.phases import Phases
 from driver.reward_workers import RewardWorkers
 from driver.rollout.request import Request, Response, SamplingParams, request_id
@@ -278,6 +279,9 @@ class Collector:
             "ranks/count": float(self.world.size),
             "ranks/idle_share": idle / max(longest * self.world.size, 1e-9),
         }
+        memory = self.world.gather(memory_metrics().get(CARD_MEMORY))
+        if None not in memory:
+            out["ranks/max_memory_allocated_gb"] = max(memory)
         if self.coordinator is not None:
             trained = sum(self.world.gather(self.coordinator.trained_s))
             out["ranks/bubble_used_share"] = trained / max(idle, 1e-9)

@@ -7,6 +7,8 @@ import sys
 
 import torch
 
+CARD_MEMORY = "perf/max_memory_allocated_gb"
+
 
 def peak_memory_gb() -> float:
     """Peak resident memory of this process, in 10^9 bytes."""
@@ -18,6 +20,6 @@ def memory_metrics() -> dict[str, float]:
     """Peaks under the names of the metrics file, in 10^9 bytes; the card's as torch counts it."""
     out = {"perf/max_memory_resident_gb": peak_memory_gb()}
     if torch.cuda.is_initialized():
-        out["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        out[CARD_MEMORY] = torch.cuda.max_memory_allocated() / 1e9
         out["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
     return out

@@ -1,0 +1,74 @@
+"""Whole training steps on two GPUs of one host against one GPU, and against `off` on two.
+
+Each arm is a run of its own under torchrun, on the same prompts; `median_us` is a step without
+evaluation, the first one left out. With the coordinator off the drafter stays as the warm start
+made it. Wants two cards; `--set preset=...` and the like change what is trained.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from driver.run_folder import read_jsonl
+from profiling.bench import Bench, say
+
+STEPS, QUICK_STEPS = 8, 4
+LIMIT_S = 540  # of one arm
+# Arm -> ranks and its words.
+ARMS = {
+    "one GPU": (1, []),
+    "two GPUs": (2, []),
+    "two GPUs, coordinator off": (2, ["spot.mode=off"]),
+    "two GPUs, off": (2, ["engine.strategies=off", "drafter.enabled=false", "spot.mode=off"]),
+}
+SHOWN = {
+    "idle_share": "ranks/idle_share",
+    "bubble_used_share": "ranks/bubble_used_share",
+    "memory_gb": "ranks/max_memory_allocated_gb",
+    "accept_length": "spec/accept_length",
+}
+
+
+def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
+    """The records of a run's steps."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "-m", "driver.train", *words]
+    command += [f"run.root={folder}", "run.name=run", f"run.steps={steps}", "run.eval_prompts=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return read_jsonl(folder / "run" / "metrics.jsonl")
+
+
+def run(bench: Bench) -> None:
+    seconds, used = {}, None
+    for arm, (ranks, words) in ARMS.items():
+        if not bench.wanted(arm):
+            continue
+        steps = QUICK_STEPS if bench.quick else STEPS
+        with tempfile.TemporaryDirectory() as folder:
+            records = train(["preset=h100", *bench.settings, *words], ranks, steps, Path(folder))
+        later = [record for record in records if record["step"] > 1]
+        seconds[arm] = statistics.median(record["timing_s/step"] for record in later)
+        more = {
+            name: round(statistics.median(record[key] for record in later), 4)
+            for name, key in SHOWN.items()
+            if all(record.get(key) is not None for record in later)
+        }
+        trained = records[-1].get("drafter/tokens_seen", 0)
+        bench.add_row(arm, 1e6 * seconds[arm], ranks=ranks, drafter_tokens=trained, **more)
+        if arm == "two GPUs":
+            used = more.get("bubble_used_share")
+    if "two GPUs" not in seconds:
+        say("two GPUs: not run, no target can be told")
+        return
+    ratios = {"step_over_one_gpu_x": "one GPU", "step_over_off_two_gpu_x": "two GPUs, off"}
+    for target, other in ratios.items():
+        if other in seconds:
+            bench.got[target] = round(seconds[other] / seconds["two GPUs"], 3)
+    if used is not None:
+        bench.got["bubble_used_share"] = used
