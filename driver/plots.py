@@ -23,6 +23,9 @@ HELD_OUT = "eval/accuracy"
 ACCEPT_LENGTH = "spec/accept_length"
 
 _BLUE, _ORANGE, _GREY = "#2563ab", "#d1641b", "#8a8f98"
+# What a rank does (driver/coordinator.py).
+RANK_COLORS = {"busy": _BLUE, "idle": "#dfe2e6", "training": _ORANGE, "update": "#9db0a3"}
+RANK_NAMES = {"busy": "rollout", "idle": "idle", "training": "drafter training", "update": "update"}
 # One hue per kind of strategy, from light (small trees) to dark (large ones).
 _HUES = {"ngram": ("#f2c48d", "#b3540c"), "learned": ("#9cc9ea", "#2459a8")}
 
@@ -145,6 +148,37 @@ def plot_accept_length(records: Records, path: Path) -> None:
     _finish(figure, axes, path, empty=not values)
 
 
+def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]], path: Path) -> None:
+    """What each rank did, a row a rank: rollout, idle, drafter training, update.
+
+    Args:
+        states: of `ranks.json`: rank -> (seconds, state from then on).
+        path: the PNG to write.
+
+    Raises:
+        UserError: the file cannot be written.
+
+    Example:
+        >>> plot_ranks({"0": [(0.0, "busy"), (2.0, "idle")]}, Path("r.png"))  # doctest: +SKIP
+    """
+    figure, axes = _figure("What each rank did", "seconds since the first rollout", "rank")
+    ends = [changes[-1][0] for changes in states.values() if changes]
+    for rank, changes in states.items():
+        for (begin, state), (end, _) in zip(changes, changes[1:], strict=False):
+            axes.barh(int(rank), end - begin, left=begin, height=0.7, color=RANK_COLORS[state])
+    seen = {state for changes in states.values() for _, state in changes[:-1]}
+    for state, color in RANK_COLORS.items():
+        if state in seen:
+            axes.barh(0, 0, color=color, label=RANK_NAMES[state])
+    if seen:
+        axes.set_yticks([int(rank) for rank in states])
+        axes.set_xlim(0, max(ends))
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": len(RANK_COLORS)}
+    _finish(figure, axes, path, empty=not seen, legend=below)
+
+
 def _series(records: Records, name: str) -> tuple[list[float], list[float]]:
     """Steps and values of a metric where it is present and a number."""
     found = [(record["step"], record[name]) for record in records if _present(record, name)]
@@ -186,11 +220,18 @@ def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _finish(figure: Figure, axes: Axes, path: Path, *, empty: bool) -> None:
+def _finish(
+    figure: Figure,
+    axes: Axes,
+    path: Path,
+    *,
+    empty: bool,
+    legend: Mapping[str, Any] | None = None,
+) -> None:
     if empty:
         axes.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axes.transAxes)
     else:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, **(legend or {}))
     if axes.get_xlabel() == "step":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.get_ylabel() in ("responses", "active requests"):

@@ -204,6 +204,10 @@ class RunFolder:
         }
         write_text(self.path / "ranks.json", json.dumps(relative))
 
+    def rank_states(self) -> dict[str, list[tuple[float, str]]]:
+        """What `write_ranks` wrote last."""
+        return json.loads((self.path / "ranks.json").read_text(encoding="utf-8"))
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json` whole.
 

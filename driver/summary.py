@@ -74,6 +74,8 @@ def write_plots(run: Run) -> None:
     if run.lengths:  # a run resumed at its end keeps the figures of its last rollout
         plots.plot_lengths(run.lengths, run.config.sampling.max_new_tokens, folder / "lengths.png")
         plots.plot_active(run.trace, folder / "active.png")
+    if run.collector.rank_states:
+        plots.plot_ranks(run.folder.rank_states(), folder / "ranks.png")
 
 
 def write_summary(run: Run) -> None:

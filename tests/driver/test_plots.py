@@ -14,6 +14,10 @@ RECORDS = [
     for step in range(1, 9)
 ]
 PASSES = [(0.0, 8, "off"), (1.0, 4, "ngram:4,1,5"), (1.5, 2, "learned:8,4,32"), (2.0, 0, "off")]
+RANKS = {
+    "0": [(0.0, "busy"), (1.0, "training"), (3.0, "update"), (3.5, "busy")],
+    "1": [(0.0, "busy"), (3.0, "update"), (3.5, "busy")],
+}
 
 
 def pixels(path):
@@ -34,6 +38,7 @@ def count(image, color):
         (plots.plot_accept_length, (RECORDS,), ([{"step": 0}],)),
         (plots.plot_lengths, ([3, 5, 40, 64], 64), ([], 64)),
         (plots.plot_active, (PASSES,), ([],)),
+        (plots.plot_ranks, (RANKS,), ({"0": [(0.0, "busy")]},)),
     ],
 )
 def test_figures_show_their_data_and_say_when_there_is_none(tmp_path, draw, drawn, nothing):

@@ -124,6 +124,7 @@ def test_idle_ranks_train_the_drafter_until_the_last_one_is_done(tmp_path):
         assert record["ranks/idle_share"] > 0.3
         assert record["ranks/bubble_used_share"] > 0.5
     assert records[2]["drafter/tokens_seen"] > records[1]["drafter/tokens_seen"]
+    assert (tmp_path / "run" / "plots" / "ranks.png").stat().st_size > 5000
     states = json.loads((tmp_path / "run" / "ranks.json").read_text())
     for rank in ("0", "1"):
         assert "training" in {state for _, state in states[rank]}
