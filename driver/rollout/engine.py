@@ -124,7 +124,8 @@ class RolloutEngine:
 
         Args:
             requests: all of them; they join the batch as slots and pages allow.
-            record: whether `on_pass` and `on_finish` are called (not for an evaluation).
+            record: whether `on_pass` and `on_finish` are called and n-gram drafts of later
+                rollouts look at the responses (not for an evaluation).
 
         Raises:
             UserError: a request that can never run (too long for the context or the page pool).
@@ -140,7 +141,7 @@ class RolloutEngine:
             pool, self.cache.page_size, self.config.max_batch, self.model.spec.max_position
         )
         sequences = scheduler.add(requests)
-        strategy = OFF
+        strategy, before = OFF, self.state.store.changes
         while scheduler.unfinished:
             self._admit(scheduler)
             previous, strategy = strategy, self._choose(scheduler.running)
@@ -152,6 +153,8 @@ class RolloutEngine:
             if record and self.on_pass is not None:
                 active = len(scheduler.running) + len(scheduler.waiting)
                 self.on_pass(active, burst.passes)
+        if not record:
+            self.state.store.clear(since=before)
         self._account(scheduler, sequences)
         self.stats.elapsed_s = time.perf_counter() - started
         return [self._response(sequence) for sequence in sequences]
@@ -269,7 +272,7 @@ class RolloutEngine:
     def _retire(self, scheduler: Scheduler, record: bool) -> None:
         for sequence in scheduler.running:
             if sequence.finish:
-                self.state.store.give_back(sequence, keep=record)
+                self.state.store.give_back(sequence, keep=True)
                 if record and self.on_finish is not None:
                     self.on_finish(sequence)
         scheduler.retire()

@@ -41,10 +41,11 @@ class TokenStore:
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._past: OrderedDict[int, None] = OrderedDict()  # slots of finished ones, oldest first
+        # Slots of finished requests, oldest first, and how many changes there had been.
+        self._past: OrderedDict[int, int] = OrderedDict()
         self._groups: dict[Prompt, Group] = {}
         self._group_of: list[Group | None] = [None] * num_slots  # by slot
-        self._changes = 0
+        self.changes = 0  # so far
 
     @property
     def spare(self) -> int:
@@ -74,7 +75,8 @@ class TokenStore:
         """A request runs no more; `keep` its row for those of its prompt that come later."""
         if sequence.slot < 0:
             return  # it never ran
-        self._past[sequence.slot] = None
+        self.changes += 1
+        self._past[sequence.slot] = self.changes
         if not keep:
             self._drop(sequence.slot)
         sequence.slot = -1
@@ -97,9 +99,9 @@ class TokenStore:
         """A number, not 0, that changes whenever the rows of the request's prompt do."""
         return self._group_of[sequence.slot].stamp
 
-    def clear(self) -> None:
-        """Forgets the finished requests."""
-        for slot in list(self._past):
+    def clear(self, since: int = -1) -> None:
+        """Forgets the requests that finished, or only those since `changes` was this."""
+        for slot in [slot for slot, at in self._past.items() if at > since]:
             self._drop(slot)
 
     def _drop(self, slot: int) -> None:
@@ -112,5 +114,5 @@ class TokenStore:
         self._free.append(slot)
 
     def _touch(self, group: Group) -> None:
-        self._changes += 1
-        group.stamp = self._changes
+        self.changes += 1
+        group.stamp = self.changes

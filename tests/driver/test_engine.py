@@ -334,6 +334,20 @@ def test_a_preemption_that_frees_what_others_take_is_noticed(rollout):
         assert same(got, wanted), limit
 
 
+def test_finished_siblings_go_on_serving_drafts(policy):
+    """Within a rollout, and in the next one where it was recorded."""
+    rollout = make_rollout(policy, "engine.max_batch=1", "engine.spec_max_batch=1")
+    job = Request(7, 0, tuple(range(6, 20)), SamplingParams(temperature=0.0, max_new_tokens=30))
+    twins = [replace(job, id=i) for i in range(4)]  # greedy: each repeats the first
+    rollout.engine.on_pass = rollout.engine.on_finish = None
+    store = rollout.engine.state.store
+    for record, passes in ((False, 70), (True, 70), (True, 50)):
+        rollout.engine.bandit = Choose("ngram:8,1,9")
+        rollout.engine.generate(twins, record=record)
+        assert rollout.engine.stats.target_passes < passes
+        assert len(store._past) == (0 if not record else store.tokens.shape[0])
+
+
 def test_a_nan_target_flags_its_responses_fault_3(policy):
     """Every id stays valid, each response ends, and the rollout says what happened."""
     rollout = make_rollout(policy)

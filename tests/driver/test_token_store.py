@@ -52,8 +52,12 @@ def test_the_longest_finished_makes_room():
     made.take(late)
     assert late.slot == slots[0]
     assert made.group_of(late) == [late.slot, slots[1]]
+    before = made.changes
+    made.give_back(late, keep=True)
+    made.clear(since=before)
+    assert list(made._past) == [slots[1]]
     made.clear()
-    assert made.group_of(late) == [late.slot]
+    assert len(made._free) == 2 and not made._groups
 
 
 def test_no_row_is_lost_under_random_load():
