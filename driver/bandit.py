@@ -173,7 +173,7 @@ class Bandit:
 
         for text, key in keys(state["rewards"]):
             self._rewards[key].extend(state["rewards"][text])
-        for text, accepts in state.get("accepts", {}).items():
+        for text, accepts in state["accepts"].items():
             if Strategy.parse(text) in self.arms:
                 self._accepts[Strategy.parse(text)].extend(accepts)
         for text, key in keys(state["pulls"]):

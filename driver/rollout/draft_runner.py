@@ -16,52 +16,15 @@ from torch import Tensor
 import tlt_ext
 from driver.drafter import DraftSpec
 from driver.model import TargetModel
+from driver.rollout.draft_arrays import Levels, NewRows
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
 from driver.rollout.state import Batch
 from driver.rollout.token_store import TokenStore
-from driver.rollout.tree import MAX_DEPTH, NodeStore, Tree
+from driver.rollout.tree import MAX_DEPTH, Tree
 from driver.strategy import Strategy
 
 CATCH_UP_ROWS = 4096  # entries written at once when requests lag
-
-
-class Levels:
-    """Static arrays of the levels that a strategy drafts for `batch` requests."""
-
-    def __init__(self, batch: int, strategy: Strategy, device: torch.device) -> None:
-        keep, depth = strategy.top_k, strategy.depth
-
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        capacity = tlt_ext.tree_capacity(depth, keep)
-        self.nodes = NodeStore(batch, capacity, strategy.num_verify, device)
-        self.root = ints(batch, 1)  # frontier of the first level
-        self.frontier, self.row = ints(2, depth, batch, keep).unbind()
-        self.ancestors = torch.zeros(
-            depth, batch, keep, MAX_DEPTH, dtype=torch.uint8, device=device
-        )
-        self.position = ints(batch * keep)
-        self.row_start = torch.arange(batch + 1, dtype=torch.int32, device=device) * keep
-        levels = torch.arange(depth, dtype=torch.int32, device=device)
-        self.slot_base = (levels * keep)[:, None].repeat(1, batch)
-        # Frontier rows without a node have no ancestors: what attention says of them is no fault.
-        self.ignored = ints(batch)
-
-
-class NewRows:
-    """Arrays of the entries to write for `batch` requests, at most `most` each."""
-
-    def __init__(self, batch: int, most: int, features: Tensor) -> None:
-        def ints(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=features.device)
-
-        self.row_start = ints(batch + 1)
-        self.ids, self.position = ints(batch * most), ints(batch * most)
-        self.first, self.last, self.committed = ints(batch), ints(batch), ints(batch)
-        self.each = torch.arange(batch + 1, dtype=torch.int32, device=features.device)
-        self.features = features.new_zeros(batch * most, features.shape[-1] // 4 * 3)
 
 
 class DraftRunner:

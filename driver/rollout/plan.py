@@ -133,6 +133,6 @@ class BucketPlan:
 
     def find(self, batch: int, strategy: Strategy) -> Cell | None:
         """The smallest planned graph of the strategy that holds the batch; None: there is none."""
-        buckets = self._buckets.get(strategy, [])
+        buckets = self._buckets[strategy] if strategy in self._buckets else []
         index = bisect_left(buckets, batch)
         return Cell(buckets[index], strategy) if index < len(buckets) else None
