@@ -86,7 +86,7 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
     check_device(config.run.device)
     if folder is None:
         policy = tiny.build_policy(config.model, config.run.seed)
-        return policy.to(config.run.device), tiny.build_tokenizer()
+        return policy.to(config.run.device), load_tokenizer(None)
     dtype = getattr(torch, config.model.dtype)
     model, loaded = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -98,16 +98,32 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
     for what in ("missing", "mismatched", "unexpected"):
         for name in sorted(map(str, loaded[f"{what}_keys"])):
             raise UserError(f"model.path={folder}: tensor {name} is {what}; copy the folder again")
+    return model.to(config.run.device), load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path | None) -> Tokenizer:
+    """The tokenizer of a folder; None = the tiny model's.
+
+    Raises:
+        UserError: there is none that can be used.
+    """
+    if folder is None:
+        return tiny.build_tokenizer()
     try:
         # Without its files a family's class makes an empty tokenizer.
         if not any((folder / name).exists() for name in TOKENIZER_FILES):
             raise OSError
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):  # a damaged tokenizer.json is a ValueError too
         raise UserError(
             f"model.path={folder}: no usable tokenizer; copy tokenizer.json there again"
         ) from None
-    return model.to(config.run.device), tokenizer
+
+
+def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest of the first training prompts."""
+    texts = [task.prompt("train", i).text for i in range(PROMPT_SAMPLE)]
+    return max(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts)
 
 
 def check_context(prompt_len: int, max_new_tokens: int, max_position: int) -> None:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from driver.assemble import build_rollout, load_policy, spec_of, stop_ids
+from driver.assemble import build_rollout, load_policy, longest_prompt, spec_of, stop_ids
 from driver.bandit import Bandit
 from driver.checkpoint import ModelSpec, read_json
 from driver.command import read_options, run_command
@@ -29,7 +29,6 @@ from driver.drafter import DraftSpec
 from driver.errors import UserError
 from driver.model import default_feature_layers
 from driver.rollout.request import Request, Response, SamplingParams, request_id
-from driver.run import longest_prompt
 from driver.run_checkpoint import Checkpoint
 from driver.storage import storage_errors
 from driver.strategy import Strategy

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from driver.assemble import (
-    PROMPT_SAMPLE,
     Rollout,
     build_rollout,
     check_context,
     check_device,
     find_model,
     load_policy,
+    longest_prompt,
     spec_of,
     stop_ids,
 )
@@ -329,9 +329,3 @@ def _for_rank(config: Config, world: World) -> Config:
         ),
         spot=replace(config.spot, mode=mode),
     )
-
-
-def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
-    """Tokens of the longest of the first training prompts."""
-    texts = [task.prompt("train", i).text for i in range(PROMPT_SAMPLE)]
-    return max(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts)

@@ -1,7 +1,8 @@
 """`python -m driver.train [preset=tiny] key=value ...`: the whole loop, in the order of the README.
 
 Rollouts with speculation, rewards, one GRPO update, new weights into the engine; the spot trainer
-works on the drafter while the tail of each rollout leaves the machine idle.
+works on the drafter while the tail of each rollout leaves the machine idle. With `--dry-run` it
+says what memory and time the run would take, and takes none.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from rich.console import Console
 
 from driver.command import run_command
 from driver.config import Config, load_config
+from driver.dry_run import dry_run
 from driver.errors import UserError
 from driver.progress import Progress
 from driver.run import Run
 from driver.summary import summary_lines, write_plots, write_summary
 from driver.world import World
+
+DRY_RUN = "--dry-run"
 
 
 def train(config: Config, progress: Progress) -> Run:
@@ -71,6 +75,9 @@ def run_steps(run: Run, progress: Progress) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    if DRY_RUN in argv:
+        words = [word for word in argv if word != DRY_RUN]
+        return dry_run(words, Console(soft_wrap=True, highlight=False, markup=False).print)
     config = load_config(argv)
     # One of several ranks speaks for all.
     console = None if World.is_first() else Console(file=io.StringIO())

@@ -10,6 +10,8 @@ import pytest
 from driver import generate, identity
 from driver.command import read_options
 from driver.config import load_config
+from driver.dry_run import read_words
+from driver.train import DRY_RUN
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,7 +41,9 @@ def test_paths_in_code_exist():
 def test_modules_exist_and_take_their_words(words):
     module, *rest = words[words.index("-m") + 1 :]
     assert importlib.util.find_spec(module)
-    if module == "driver.train":
+    if module == "driver.train" and DRY_RUN in rest:
+        read_words([word for word in rest if word != DRY_RUN])
+    elif module == "driver.train":
         load_config([word for word in rest if not word.startswith("run.resume")])
     if module == "driver.generate":
         read_options(generate.Options, rest)

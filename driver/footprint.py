@@ -1,0 +1,300 @@
+"""How much memory a run takes, by part, before any of it is taken.
+
+What lies there for the whole run is built on torch's meta device by the code that a run uses, and
+its tensors are counted; what an update saves for its backward pass follows from the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from driver import grpo, tiny
+from driver.assemble import auto_pages, max_rows, spec_of
+from driver.checkpoint import ModelSpec
+from driver.config import Config
+from driver.drafter import Drafter, DraftSpec
+from driver.model import TargetModel
+from driver.rollout.draft_runner import DraftRunner
+from driver.rollout.engine import HISTORY
+from driver.rollout.kv_cache import KvCache
+from driver.rollout.pages import pages_for
+from driver.rollout.plan import BucketPlan, GraphCost
+from driver.rollout.token_store import TokenStore
+from driver.strategy import MAX_DRAFTED, parse_strategies
+
+FLOAT = 4
+STATE_WORDS = 128  # 32-bit words of a request in the engine's state, besides its block table
+# Float arrays of a chunk of logits that are alive at once: logits, log-probs, and three of the
+# entropy's.
+CHUNK_ARRAYS = 5
+CONTEXT_BYTES = 600 << 20  # a CUDA context with its libraries' workspaces: no tensor of ours
+
+
+def empty_policy(config: Config, folder: Path | None) -> PreTrainedModel:
+    """The policy on the meta device: shapes without memory.
+
+    Args:
+        config: `model.*`.
+        folder: with a `config.json`; None = the tiny model.
+    """
+    dtype = getattr(torch, config.model.dtype)
+    with torch.device("meta"):
+        if folder is None:
+            return tiny.build_policy(config.model, config.run.seed)
+        shape = AutoConfig.from_pretrained(folder)
+        return AutoModelForCausalLM.from_config(shape, dtype=dtype)
+
+
+def held_bytes(*things: Any) -> int:
+    """Bytes of the tensors that objects hold, each storage once.
+
+    Example:
+        >>> x = torch.zeros(8)
+        >>> held_bytes(x, [x[:4]])
+        32
+    """
+    storages: dict[int, int] = {}
+    todo = list(things)
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+        elif isinstance(thing, nn.Module):
+            todo += [*thing.parameters(), *thing.buffers()]
+        elif isinstance(thing, Mapping):
+            todo += thing.values()
+        elif isinstance(thing, list | tuple):
+            todo += thing
+        elif is_dataclass(thing) and not isinstance(thing, type):
+            todo += vars(thing).values()
+    return sum(storages.values())
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by part.
+
+    Attributes:
+        always: what lies there from the start to the end.
+        phases: phase -> what it needs on top; one at a time.
+    """
+
+    always: dict[str, int]
+    phases: dict[str, dict[str, int]]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once."""
+        return sum(self.always.values()) + sum(self.phases[self.largest].values())
+
+    @property
+    def largest(self) -> str:
+        """The phase that decides the peak."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+
+def footprint(config: Config, policy: PreTrainedModel, prompt_len: int) -> Footprint:
+    """The memory of a run.
+
+    Args:
+        config: of the run.
+        policy: from `empty_policy`.
+        prompt_len: tokens of the longest prompt.
+
+    Returns:
+        Bytes on `run.device`.
+
+    Example:
+        >>> config = load_config(["preset=tiny"])
+        >>> footprint(config, empty_policy(config, None), 20).largest
+        'update, layers'
+    """
+    spec = spec_of(policy)
+    always = _policy_parts(config, policy) | _engine_parts(config, policy, spec, prompt_len)
+    on_card = config.run.device != "cpu"
+    if on_card:
+        always["CUDA context"] = CONTEXT_BYTES
+    numbers = sum(p.numel() for p in policy.parameters())
+    tokens, longest = row_tokens(config, prompt_len), prompt_len + config.sampling.max_new_tokens
+    gradients = {"gradients": FLOAT * numbers}
+    phases = update_bytes(spec, tokens, policy.dtype, config.grpo.checkpointing, on_card)
+    if longest * _responses(config) > tokens * config.grpo.minibatches:
+        # Those of the micro-batches before.
+        phases = {phase: gradients | needs for phase, needs in phases.items()}
+    ended = gradients | ({"half-precision ones": always["policy"]} if is_half(policy.dtype) else {})
+    # AdamW takes the square roots of all second moments in one list.
+    phases |= {"update, its end": ended}
+    phases |= {"optimizer": gradients | {"square roots": FLOAT * numbers}}
+    return Footprint(always, phases)
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def row_tokens(config: Config, prompt_len: int) -> int:
+    """Most tokens of a packed row of an update."""
+    longest = prompt_len + config.sampling.max_new_tokens
+    return min(max(config.grpo.micro_batch_tokens, longest), _responses(config) * longest)
+
+
+def _responses(config: Config) -> int:
+    return config.grpo.prompts_per_step * config.grpo.samples_per_prompt
+
+
+def layer_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool = True) -> int:
+    """What one layer of the policy saves for its backward pass.
+
+    Args:
+        spec: of the policy.
+        tokens: of the packed row.
+        dtype: of the policy.
+        on_card: attention of a card has one copy less of its result.
+    """
+    size, query = dtype.itemsize, spec.num_heads * spec.head_dim
+    # Query, keys and values of every head, the result.
+    attention = (4 if on_card else 5) * size * query + FLOAT * spec.num_heads
+    if spec.qk_norm:
+        attention += (FLOAT + size) * (query + spec.num_kv_heads * spec.head_dim)
+    mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
+    return tokens * (2 * _norm_width(spec, size) + attention + mlp)
+
+
+def _norm_width(spec: ModelSpec, size: int) -> int:
+    """Saved by a norm of one token: in float32, normalized, scaled."""
+    return (FLOAT + 2 * size) * spec.hidden_size
+
+
+def update_bytes(
+    spec: ModelSpec, tokens: int, dtype: torch.dtype, checkpointing: bool, on_card: bool = True
+) -> dict[str, dict[str, int]]:
+    """What a micro-batch takes, at the two moments that can be its largest.
+
+    Args:
+        spec, tokens, dtype, on_card: as of `layer_bytes`.
+        checkpointing: each layer's input only is kept, and one layer whole while it is made again.
+
+    Returns:
+        When all is saved and the logits are made; and when the layers' backward passes begin.
+    """
+    size, layer = dtype.itemsize, layer_bytes(spec, tokens, dtype, on_card)
+    inputs = spec.num_layers * tokens * size * spec.hidden_size
+    kept = inputs if checkpointing else spec.num_layers * layer
+    # The final norm, and the rows that have logits.
+    ends = tokens * (_norm_width(spec, size) + size * spec.hidden_size)
+    return {
+        "update, logits": {
+            "activations": kept + ends,
+            "logits chunk": chunk_bytes(spec.vocab_size, tokens),
+        },
+        "update, layers": {
+            "activations": kept + (layer if checkpointing else 0),
+            "backward": backward_bytes(spec, tokens, dtype),
+        },
+    }
+
+
+def backward_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
+    """Gradients alive inside one layer's backward pass: three widths of the MLP, two streams."""
+    return tokens * dtype.itemsize * (3 * spec.intermediate_size + 2 * spec.hidden_size)
+
+
+def chunk_bytes(vocab_size: int, tokens: int) -> int:
+    """Logits and what follows from them, of one chunk of rows."""
+    rows = min(tokens, max(1, grpo.CHUNK_LOGITS // vocab_size))
+    return CHUNK_ARRAYS * FLOAT * rows * vocab_size
+
+
+def _policy_parts(config: Config, policy: PreTrainedModel) -> dict[str, int]:
+    numbers = sum(p.numel() for p in policy.parameters())
+    parts = {"policy": held_bytes(policy)}
+    if is_half(policy.dtype):
+        parts["float32 masters"] = FLOAT * numbers
+    parts["Adam"] = 2 * FLOAT * numbers
+    if config.grpo.kl_coef:
+        parts["reference"] = parts["policy"]
+    return parts
+
+
+def _engine_parts(
+    config: Config, policy: PreTrainedModel, spec: ModelSpec, prompt_len: int
+) -> dict[str, int]:
+    engine, arms = config.engine, parse_strategies(config.engine.strategies)
+    longest = min(config.sampling.max_new_tokens + 2 * prompt_len, spec.max_position)
+    with torch.device("meta"):
+        target = TargetModel(
+            spec,
+            policy.state_dict(),
+            device="meta",
+            dtype=policy.dtype,
+            max_rows=max_rows(engine, arms),
+            feature_layers=config.drafter.feature_layers,
+        )
+        cache = KvCache.allocate(
+            spec,
+            num_pages=engine.num_pages or auto_pages(engine, arms, longest),
+            page_size=engine.page_size,
+            feature_size=target.feature_size if config.drafter.enabled else 0,
+            dtype=policy.dtype,
+            device="meta",
+        )
+        max_len = min(spec.max_position, cache.num_pages * cache.page_size)
+        store = TokenStore(HISTORY * engine.max_batch, max_len, torch.device("meta"))
+    weights = held_bytes(target.state_dict())
+    words = STATE_WORDS + pages_for(max_len + MAX_DRAFTED, engine.page_size)
+    parts = {
+        "engine weights": weights,
+        "engine buffers": held_bytes(vars(target)) - weights,
+        "engine state": held_bytes(vars(store)) + FLOAT * engine.max_batch * words,
+        "KV pages": held_bytes(cache.k, cache.v),
+    }
+    if cache.features is not None:
+        parts["feature pages"] = held_bytes(cache.features)
+        parts |= _drafter_parts(config, spec, target, cache)
+    if config.run.device != "cpu" and engine.graphs != "false":
+        cost = GraphCost(spec.num_layers, engine.loop != "false")
+        limits = engine.max_batch, engine.spec_max_batch
+        plan = BucketPlan(
+            *limits, arms, config.bandit.buckets, target.max_rows, cost, engine.graph_mib << 20
+        )
+        parts["graphs"] = plan.predicted_bytes
+    return parts
+
+
+def _drafter_parts(
+    config: Config, spec: ModelSpec, target: TargetModel, cache: KvCache
+) -> dict[str, int]:
+    shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
+    with torch.device("meta"):
+        drafter = Drafter(shape)
+        runner = DraftRunner(shape, target, cache, seed=0)
+        runner.load(drafter.state_dict(), version=1)
+    trained = held_bytes(drafter.trainable())
+    feature = target.feature_size * target.dtype.itemsize
+    return {
+        "drafter KV pages": held_bytes(runner.k, runner.v),
+        "drafter": held_bytes(drafter) + held_bytes(runner.weights, runner.d2t),
+        "drafter's optimizer": 3 * trained,  # two moments and the gradients
+        "data buffer": 0 if config.spot.mode == "off" else config.spot.buffer_tokens * feature,
+    }
+
+
+def table(parts: Footprint) -> Sequence[str]:
+    """The parts as lines, in 10^9 bytes."""
+    lines = ["memory, GB (10^9 bytes)", "  for the whole run"]
+    lines += [f"    {name:<22}{size / 1e9:>9.3f}" for name, size in parts.always.items()]
+    lines.append(f"    {'together':<22}{sum(parts.always.values()) / 1e9:>9.3f}")
+    lines.append("  on top, one phase at a time")
+    for phase, needs in parts.phases.items():
+        inner = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in needs.items())
+        lines.append(f"    {phase:<22}{sum(needs.values()) / 1e9:>9.3f}  ({inner})")
+    lines.append(f"  peak{'':<20}{parts.peak / 1e9:>9.3f}  (in {parts.largest})")
+    return lines

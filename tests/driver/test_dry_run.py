@@ -1,0 +1,122 @@
+"""`--dry-run`: what it says, that it refuses, and that it makes nothing."""
+
+import json
+
+import pytest
+
+from driver import dry_run
+from driver.config import load_config
+from driver.errors import UserError
+from driver.footprint import empty_policy
+from driver.train import main
+from tests.driver.hugging_face import save_model
+
+# Qwen2.5-7B by its published configuration.
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def seven_b(tmp_path):
+    """A folder with nothing but a shape."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return f"model.path={tmp_path}"
+
+
+def test_the_command_reports_and_makes_no_run(tmp_path, capsys):
+    main(["--dry-run", f"run.root={tmp_path}", "memory_gb=4"])
+    text = capsys.readouterr().out
+    for part in ("policy", "Adam", "KV pages", "data buffer", "logits chunk", "update_actor"):
+        assert part in text
+    assert "with grpo.checkpointing=true: peak" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
+    lines = []
+    words = ["preset=h100", seven_b, "memory_gb=80"]
+    with pytest.raises(UserError, match=r"wanted \d{3}\.\d\d GB in 'update, layers', got 80\.00"):
+        dry_run.dry_run(words, lines.append)
+    assert lines[0] == "Qwen2ForCausalLM, 7615.6 M parameters, bfloat16"
+    assert "    float32 masters          30.462" in lines
+    dry_run.dry_run([*words[:2], "memory_gb=500"], lines.append)
+
+
+def test_checkpointing_and_less_to_hold_make_it_smaller(seven_b):
+    def peak(*words):
+        config = load_config(["preset=h100", seven_b, *words])
+        policy = empty_policy(config, dry_run.shape_folder(config))
+        return dry_run.footprint(config, policy, 256).peak
+
+    whole = peak()
+    for word in (
+        "grpo.checkpointing=true",
+        "engine.num_pages=4096",
+        "grpo.micro_batch_tokens=8192",
+        "spot.buffer_tokens=8192",
+        "drafter.enabled=false engine.strategies=off",
+    ):
+        assert peak(*word.split(" ")) < whole
+    assert peak("grpo.kl_coef=0.1") > whole
+
+
+def test_a_whole_checkpoint_is_measured_by_its_own_tokenizer(tmp_path):
+    save_model(tmp_path, "qwen3")
+    config = load_config([f"model.path={tmp_path}"])
+    assert dry_run.prompt_tokens(config, tmp_path) == dry_run.PROMPT_TOKENS  # it has none
+    assert dry_run.prompt_tokens(load_config([]), None) < 20
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["memory_gb=much"], "memory_gb: wanted float, got 'much'"),
+        (["run.stepps=1"], "run.stepps: unknown key"),
+        (["sampling.max_new_tokens=5000"], "exceed the context of 1024"),
+    ],
+)
+def test_mistakes(words, message):
+    with pytest.raises(UserError, match=message):
+        dry_run.dry_run(words, lambda line: None)
+
+
+def test_seconds_follow_bytes_and_flops():
+    config = load_config(["engine.max_batch=256"])
+    policy = empty_policy(config, None)
+    numbers = sum(p.numel() for p in policy.parameters())
+    slow = dry_run.Ceilings(1e9, 1e12, "")
+    seconds = dry_run.step_seconds(config, policy, 10, 48, slow)
+    # A step's policy is read and written once.
+    assert seconds["update_weights"] == pytest.approx(2 * 4 * numbers / 1e9, rel=1e-3)
+    tokens = 256 * 58
+    attention = 4 * 3 * 4 * 64 * 58 / 2
+    assert seconds["old_log_prob"] == pytest.approx(tokens * (2 * numbers + attention) / 1e12)
+    twice = dry_run.step_seconds(config, policy, 10, 48, dry_run.Ceilings(5e8, 5e11, ""))
+    assert sum(twice.values()) == pytest.approx(2 * sum(seconds.values()))
+    # The tail: as many passes as the longest response has tokens, each reads the weights.
+    assert seconds["gen"] > max(dry_run.tail_lengths(256, 48, 192)) * 4 * numbers / 1e9
+
+
+def test_lengths_have_the_mean_that_was_asked_for_and_a_tail():
+    lengths = dry_run.tail_lengths(256, 100, 10_000)
+    assert sum(lengths) / 256 == pytest.approx(100, rel=0.05)
+    assert max(lengths) > 6 * sorted(lengths)[128]
+    assert max(dry_run.tail_lengths(256, 100, 300)) == 300
+
+
+def test_requests_beyond_the_batch_wait():
+    small, large = load_config(["engine.max_batch=8"]), load_config(["engine.max_batch=256"])
+    policy = empty_policy(small, None)
+    limits = dry_run.Ceilings(1e9, 1e15, "")
+    few, all_ = (dry_run.step_seconds(c, policy, 10, 48, limits)["gen"] for c in (small, large))
+    assert few > 3 * all_
