@@ -20,12 +20,14 @@ UCB_WIDTH = 0.1  # rewards of one arm vary by about a tenth
 class Bandit:
     """Chooses by batch bucket among `off` and the speculative arms.
 
-    The reward of a window of passes is emitted tokens over elapsed seconds. An arm's value is the
-    median of its last rewards in the bucket. Where it has none there, but its step time is known
-    (from the capture of its graph) and how much it emits too (from any bucket, for `off` always),
-    these give its value; else it is tried first. With probability epsilon (`beg`) a random arm
-    runs, else the one of highest value; `ucb` adds to the value what is not yet known of it. `map`
-    and `static` choose by batch alone. Batches above `spec_max_batch` always run `off`.
+    The reward of a window of passes is emitted tokens over elapsed seconds. A graph takes as long
+    for a part of its bucket as for all of it, so with graphs it is what the full bucket would have
+    given: else the arms that run first, on more requests, look better. An arm's value is the median
+    of its last rewards in the bucket. Where it has none there, but its step time is known (from the
+    capture of its graph) and how much it emits too (from any bucket, for `off` always), these give
+    its value; else it is tried first. With probability epsilon (`beg`) a random arm runs, else the
+    one of highest value; `ucb` adds to the value what is not yet known of it. `map` and `static`
+    choose by batch alone. Batches above `spec_max_batch` always run `off`.
 
     Args:
         arms: strategies, `off` among them.
@@ -139,8 +141,13 @@ class Bandit:
     def _close_window(self) -> None:
         # A window cut short by a change of bucket still says something; one pass says too little.
         if self._window is not None and self._passes >= min(2, self.config.window_passes):
-            self._rewards[self._window].append(self._emitted / max(self._elapsed, 1e-9))
-            self._accepts[self._window[1]].append(self._emitted / self._request_passes)
+            bucket, arm = self._window
+            reward = self._emitted / max(self._elapsed, 1e-9)
+            full = min(bucket, self.spec_max_batch)
+            if self.step_s(full, arm) is not None:
+                reward *= full * self._passes / self._request_passes
+            self._rewards[self._window].append(reward)
+            self._accepts[arm].append(self._emitted / self._request_passes)
             self._pulls[self._window] += 1
         self._window = None
         self._passes = self._request_passes = self._emitted = 0

@@ -97,6 +97,18 @@ def test_a_step_time_spares_arms_that_cannot_win_their_trial():
     assert set(play(bandit, {a: 4 * s for a, s in speed.items()}, 4, passes=40)) == {NGRAM}
 
 
+def test_arms_are_compared_as_if_the_bucket_were_full():
+    """A graph of eight rows takes as long for five requests; which arm ran then must not matter."""
+    bandit = make()
+    bandit.step_s = lambda batch, arm: 0.5
+    for batch in (5, 8):
+        bandit.choose(batch, lambda arm: arm == NGRAM)
+        bandit.record(4 * 3 * batch, 2.0, passes=4)  # three tokens a request and pass
+        bandit.choose(1, lambda arm: arm == OFF)  # closes the window
+    rewards = bandit.state_dict()["rewards"]["8/ngram:4,1,5"]
+    assert rewards == pytest.approx([48.0, 48.0])
+
+
 def test_ucb_returns_to_what_it_knows_least():
     bandit = make(policy="ucb")
     close = play(bandit, {OFF: 10, NGRAM: 10.2, LEARNED: 10.1}, batch=1, passes=400)
