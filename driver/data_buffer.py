@@ -216,9 +216,13 @@ class DataBuffer:
 def _draw(documents: list[Document], tokens: int, chance: random.Random, most: int) -> list[Piece]:
     """Whole documents in random order; the last one is cropped at a random place."""
     pieces: list[Piece] = []
-    for document in chance.sample(documents, len(documents)):
+    order = list(range(len(documents)))
+    for place in range(min(most, len(order))):
+        other = chance.randrange(place, len(order))
+        order[place], order[other] = order[other], order[place]
+        document = documents[order[place]]
         take = min(document.entries, tokens)
-        if take == 0 or len(pieces) == most:
+        if take == 0:
             break
         pieces.append(Piece(document, chance.randint(0, document.entries - take), take))
         tokens -= take

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from driver.data_buffer import Piece
-from driver.draft_attention import Documents
+from driver.draft_attention import HALF, Documents
 from driver.draft_loss import DraftBatch, Objective, Teacher, unrolled_loss
 from driver.drafter import Drafter
 from driver.model import TargetModel
@@ -188,9 +188,8 @@ class DraftStep:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.zero_()
         if batch is None:
             return None
-        half = self.bin.fixed and self.bin.features.dtype != torch.float32
         dtype = self.bin.features.dtype
-        with torch.autocast("cuda", dtype) if half else nullcontext():
+        with torch.autocast("cuda", dtype) if self.half else nullcontext():
             loss, means = unrolled_loss(
                 self.drafter,
                 batch,
@@ -228,9 +227,14 @@ class DraftStep:
         else:
             self.update(self.backward(self.bin.batch(split, lengths, now, before)))
 
-    def is_captured(self, split: int, where: int) -> bool:
-        """Whether `run` replays."""
-        return (split, where) in self._graphs
+    @property
+    def half(self) -> bool:
+        """Whether it runs in half precision on a GPU; else attention reads lengths on the host."""
+        return self.bin.fixed and self.bin.features.dtype in HALF
+
+    def can_capture(self, split: int, where: int) -> bool:
+        """Whether there is a use for `capture`."""
+        return self.half and (split, where) not in self._graphs
 
     def capture(self, split: int, now: Teacher, before: Teacher | None, where: int) -> None:
         """Captures the step on the current stream; call while no other step is under way.

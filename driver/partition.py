@@ -6,15 +6,22 @@ costs it some percent (`profiling/README.md`). How many it may have is measured 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from driver.draft_step import IN_FLIGHT
 
+if TYPE_CHECKING:
+    from driver.spot_trainer import SpotTrainer
+
 SIZES = (8, 16, 32)  # multiprocessors tried
 STOP_S = 0.010  # a stop may take this long
+TRIALS = 4  # steps and stretches of passes that are timed
 
 
 @dataclass(frozen=True)
@@ -88,3 +95,44 @@ class Partition:
         self.sms, self.device = sms, device
         self._context = GreenContext.create(num_sms=sms, device_id=device.index or 0)
         self.stream = self._context.Stream()  # others would not be in the context
+
+
+def measure_overlaps(
+    spot: SpotTrainer, decode: Callable[[], float | None], alone_s: float
+) -> tuple[float, dict[Overlap, Partition]]:
+    """Trains beside decoding in partitions of each size, by steps that count.
+
+    Args:
+        spot: the trainer, with documents; no request may run.
+        decode: makes plain passes; seconds of one.
+        alone_s: of one with nothing beside.
+
+    Returns:
+        Seconds of a step on the whole card, and the partitions by what was measured of them.
+
+    Raises:
+        RuntimeError: there are no partitions here, or training failed.
+    """
+    spot.attempt()  # makes the graph
+    spot.settle(0)
+    begin = time.perf_counter()
+    for _ in range(TRIALS):
+        spot.attempt()
+    spot.settle(0)
+    serial_s = (time.perf_counter() - begin) / TRIALS
+    found: dict[Overlap, Partition] = {}
+    for sms in SIZES:
+        spot.partition = Partition(sms, spot.target.device)
+        spot.capture(0, spot.partition)
+        spot.start()
+        decode()  # until the queue is filled
+        done, begin, passes = spot.steps, time.perf_counter(), []
+        while len(passes) < TRIALS or spot.steps < done + TRIALS:
+            passes.append(decode() or alone_s)
+            if not spot.running:
+                raise RuntimeError("training ended while it was measured")
+        step_s = (time.perf_counter() - begin) / (spot.steps - done)
+        spot.stop()
+        beside_s = statistics.median(passes)
+        found[Overlap.of(sms, alone_s, beside_s, step_s, spot.bin.tokens)] = spot.partition
+    return serial_s, found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 import warnings
@@ -18,9 +17,10 @@ from driver.data_buffer import DataBuffer, Document
 from driver.draft_checkpoint import DraftCheckpoints
 from driver.draft_loss import Objective, Teacher
 from driver.draft_step import IN_FLIGHT, Bin, DraftStep, Reduce
-from driver.drafter import Drafter, trained_numbers
+from driver.draft_swap import ReadyWeights
+from driver.drafter import Drafter
 from driver.model import TargetModel
-from driver.partition import SIZES, Overlap, Partition, choose_overlap
+from driver.partition import Overlap, Partition, choose_overlap, measure_overlaps
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
@@ -28,8 +28,6 @@ from driver.spans import Spans
 
 if TYPE_CHECKING:
     from driver.sections import DrafterConfig, SpotConfig
-
-Ready = tuple[dict[str, Tensor], Tensor, torch.cuda.Event | None]  # weights, are they finite, when
 
 
 class SpotTrainer:
@@ -89,13 +87,16 @@ class SpotTrainer:
         self._now = Teacher(0, target.final_norm, drafter.lm_head.weight)
         self._previous: Teacher | None = None  # of the documents kept from the step before
         self._reports: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # steps in flight
-        # Weights ready for the runner. One thread appends, the rollout's pops: both are atomic, so
-        # a pass never waits for a micro-step.
-        self._ready: deque[Ready] = deque(maxlen=1)
+        self.ready = ReadyWeights(drafter, runner)
         self._thread: threading.Thread | None = None
         self._passes = 0  # of tails
         self._stop = threading.Event()
         self._error: BaseException | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread trains."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def mode(self) -> str:
@@ -142,12 +143,12 @@ class SpotTrainer:
                 due = self._passes // self.config.every
                 self._passes += passes
                 for _ in range(self._passes // self.config.every - due):
-                    if not self._attempt():
+                    if not self.attempt():
                         break
-                self._settle(0)
-            elif self._thread is None or not self._thread.is_alive():
-                self._start()
-        self._swap_ready()
+                self.settle(0)
+            elif not self.running:
+                self.start()
+        self.ready.swap()
 
     def finish(self) -> None:
         """Ends the bubble, before the policy is updated: final steps, new vocabulary, swap."""
@@ -157,7 +158,7 @@ class SpotTrainer:
         if self.config.mode != "coordinated":  # there the bubble is over with the last rank
             self._measure()
             for _ in range(self.config.final_steps):
-                if not self._attempt():
+                if not self.attempt():
                     break
         self.stop()
         if self.steps:
@@ -174,7 +175,8 @@ class SpotTrainer:
             self._previous.head.copy_(head)
             self._previous = Teacher(self.target_version, self._previous.norm, self._previous.head)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Trains in a thread, in the partition where there is one, until `stop`."""
         self._stop.clear()
         self._thread = threading.Thread(target=self._work, name="spot-trainer", daemon=True)
         self._thread.start()
@@ -187,7 +189,7 @@ class SpotTrainer:
             self._thread.join()
             self._thread = None
             self.stop_s = max(self.stop_s, time.perf_counter() - begin)
-        self._settle(0)
+        self.settle(0)
         if self._error is not None:
             error, self._error = self._error, None
             warnings.warn(
@@ -198,10 +200,10 @@ class SpotTrainer:
 
     def swap(self) -> None:
         """Hands the weights as they are to the runner; not while a thread trains them."""
-        self._publish()
+        self.ready.publish()
         if self.bin.fixed:
             torch.cuda.current_stream().synchronize()
-        self._swap_ready()
+        self.ready.swap()
 
     def start_step(self, target_version: int) -> None:
         """A new policy is in the target: its head is gathered, the longest old documents kept."""
@@ -216,7 +218,7 @@ class SpotTrainer:
         if self.runner.version:
             self.runner.refresh_head()
         if self.partition is not None:  # with documents of two policies from here on
-            self._capture(self._share, self.partition)
+            self.capture(self._share, self.partition)
 
     def set_lr(self, lr: float) -> None:
         """Learning rate of the next micro-steps."""
@@ -235,7 +237,7 @@ class SpotTrainer:
             False where there is no data yet.
         """
         begin = time.perf_counter()
-        self._settle(IN_FLIGHT - 1)
+        self.settle(IN_FLIGHT - 1)
         with self.buffer.lock:
             pieces = self.buffer.sample(self.bin.tokens, self.steps, self.bin.most)
             if not pieces and reduce is None:
@@ -251,7 +253,7 @@ class SpotTrainer:
             assert loaded is not None
             beside = self.partition if threading.current_thread() is self._thread else None
             if beside is None:
-                self._capture(loaded[0], None)
+                self.capture(loaded[0], None)
             self.step.run(*loaded, now, before, beside.sms if beside else 0)
         else:
             batch = self.bin.batch(*loaded, now, before) if loaded else None
@@ -262,7 +264,7 @@ class SpotTrainer:
         self.tokens_seen += tokens
         self._note()
         if self.steps % self.config.swap_every == 0:
-            self._publish()
+            self.ready.publish()
         every = self.config.checkpoint_every
         if self.checkpoints is not None and every and self.steps % every == 0:
             self.checkpoints.save(self._state(), self.steps)
@@ -281,12 +283,12 @@ class SpotTrainer:
         event.record()
         return event
 
-    def _capture(self, split: int, where: Partition | None) -> None:
+    def capture(self, split: int, where: Partition | None) -> None:
         """Makes a graph of a step, where there is none; without one it runs op by op."""
         now, before = self._teachers()
         sms = where.sms if where else 0
-        known = self.step.is_captured(split, sms) or self._failed_capture
-        if not self.bin.fixed or known or (split and before is None):
+        useless = self._failed_capture or (split and before is None)
+        if useless or not self.step.can_capture(split, sms):
             return
         side = where.stream if where else torch.cuda.Stream(self.target.device)
         side.wait_stream(torch.cuda.current_stream())
@@ -310,9 +312,9 @@ class SpotTrainer:
             self._reports.append((report, self._event()))
         else:
             self._reports.append((self.step.report.clone(), None))
-            self._settle(0)
+            self.settle(0)
 
-    def _settle(self, most: int) -> None:
+    def settle(self, most: int) -> None:
         """Waits until at most so many steps are in flight, and reads the reports of the others."""
         while len(self._reports) > most:
             report, event = self._reports.popleft()
@@ -328,11 +330,12 @@ class SpotTrainer:
             else:
                 warnings.warn("spot trainer: gradient is not finite: step skipped", stacklevel=2)
 
-    def _attempt(self) -> bool:
+    def attempt(self) -> bool:
+        """A micro-step whose failure is kept for `stop`; False where none was made."""
         try:
             with self.spans("micro_step", version=self.runner.version):
                 return self.micro_step()
-        except Exception as error:  # kept for `stop`: the rollout goes on
+        except Exception as error:
             self._error = error
             return False
 
@@ -344,9 +347,9 @@ class SpotTrainer:
             beside = torch.cuda.stream(self.partition.stream)
         try:
             with beside:
-                while not self._stop.is_set() and self._attempt():
+                while not self._stop.is_set() and self.attempt():
                     pass
-                self._settle(0)
+                self.settle(0)
         except BaseException as error:  # whatever ends the thread is told
             self._error = error
 
@@ -358,32 +361,6 @@ class SpotTrainer:
             ranked = sorted(range(spec.vocab_size), key=lambda token: (-seen[token], token))
             self.drafter.set_vocabulary(torch.tensor(sorted(ranked[: spec.draft_vocab])))
             self.drafter.refresh_head(self.target.head)
-
-    def _publish(self) -> None:
-        """Readies a copy of the weights for the runner."""
-        state = {name: value.clone() for name, value in self.drafter.state_dict().items()}
-        finite = torch.stack([value.isfinite().all() for value in state.values()]).all()
-        if self.bin.fixed:
-            finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, True)
-        self._ready.append((state, finite, self._event() if self.bin.fixed else None))
-
-    def _swap_ready(self) -> None:
-        """Hands ready weights to the runner under a new version, unless a number is not finite;
-        between passes only."""
-        if not self._ready:
-            return
-        state, finite, event = self._ready.pop()
-        if event is not None and not event.query():
-            if not self._ready:
-                self._ready.append((state, finite, event))
-            return
-        if not finite:
-            warnings.warn("spot trainer: weights are not finite: not swapped in", stacklevel=2)
-            return
-        self.runner.load(state, self.runner.version + 1)
-        for value in state.values():
-            if value.is_cuda:
-                value.record_stream(torch.cuda.current_stream())
 
     # ---- overlap --------------------------------------------------------------------------------
 
@@ -397,7 +374,13 @@ class SpotTrainer:
             return  # its graphs come with the next rollout
         self._measured = True
         try:
-            self._choose(alone_s)
+            self.serial_step_s, found = measure_overlaps(self, self.decode, alone_s)
+            self.measured, tokens = list(found), self.bin.tokens
+            best = choose_overlap(self.measured, self.serial_step_s, tokens, self.config.slowdown)
+            if best is None and self.config.mode == "overlapped":
+                best = min(self.measured, key=lambda overlap: overlap.slowdown)
+            self.overlap = best
+            self.partition = None if best is None else found[best]
         except (RuntimeError, ImportError) as error:
             self.partition = None
             warnings.warn(
@@ -406,39 +389,12 @@ class SpotTrainer:
                 stacklevel=3,
             )
 
-    def _choose(self, alone_s: float) -> None:
-        tokens = self.bin.tokens
-        self._attempt()  # makes the graph
-        self._settle(0)
-        begin = time.perf_counter()
-        for _ in range(4):
-            self._attempt()
-        self._settle(0)
-        serial_s = (time.perf_counter() - begin) / 4
-        found: dict[Overlap, Partition] = {}
-        for sms in SIZES:
-            self.partition = Partition(sms, self.target.device)
-            self._capture(0, self.partition)
-            self._start()
-            self.decode()  # until the queue is filled
-            done, begin, passes = self.steps, time.perf_counter(), []
-            while len(passes) < 3 or self.steps < done + 4:
-                passes.append(self.decode() or alone_s)
-                if self._thread is None or not self._thread.is_alive():
-                    raise RuntimeError("training ended while it was measured")
-            step_s = (time.perf_counter() - begin) / (self.steps - done)
-            self.stop()
-            overlap = Overlap.of(sms, alone_s, statistics.median(passes), step_s, tokens)
-            found[overlap] = self.partition
-        self.measured, self.serial_step_s = list(found), serial_s
-        self.overlap = choose_overlap(self.measured, serial_s, tokens, self.config.slowdown)
-        if self.overlap is None and self.config.mode == "overlapped":
-            self.overlap = min(self.measured, key=lambda o: o.slowdown)
-        self.partition = None if self.overlap is None else found[self.overlap]
-
     # ---- records --------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
+        """Under the names of the metrics file."""
+        if self._thread is None:
+            self.settle(0)
         out = {
             **self._last,
             "drafter/version": self.runner.version,
@@ -453,29 +409,6 @@ class SpotTrainer:
         if self.checkpoints is not None:
             out["drafter/checkpoint_stall_ms"] = 1e3 * self.checkpoints.stall_s
         return out
-
-    def memory(self) -> dict[str, tuple[int, int]]:
-        """Bytes by part: predicted from shapes and settings, and held by now."""
-        spec, width = self.target.spec, 4 * self.target.spec.hidden_size
-        held = self.buffer.num_bytes
-        size = self.target.embedding.element_size()
-        rows = sum(len(d) - 1 for d in self.buffer.fresh + self.buffer.kept if not d.spilled)
-        trained = trained_numbers(self.drafter.spec)
-        state = self.step.optimizer.state.values()
-        moments = sum(s[k].nbytes for s in state for k in ("exp_avg", "exp_avg_sq") if k in s)
-        weights = self.drafter.trainable()
-        wide = size if self.bin.fixed else 4
-        bin_bytes = self.bin.tokens * (width * wide + 28)
-        spilled = self.config.spill_tokens * width * size if held["host"] else 0
-        assert spec.hidden_size == self.drafter.spec.hidden_size
-        return {
-            "features": (rows * width * size, held["device"]),
-            "spilled": (spilled, held["host"]),
-            "weights": (4 * trained, sum(w.nbytes for w in weights)),
-            "gradients": (4 * trained, sum(w.grad.nbytes for w in weights if w.grad is not None)),
-            "optimizer": (8 * trained, moments),
-            "bin": (bin_bytes, self.bin.num_bytes),
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """What is trained, its optimizer and counters; recorded documents are not kept.

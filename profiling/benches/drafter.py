@@ -30,12 +30,13 @@ from driver.draft_loss import DraftBatch, unroll
 from driver.rollout.request import Request
 from driver.rollout.runner import Burst
 from driver.rollout.tree import Tree
+from driver.run_folder import read_jsonl
 from driver.sections import DrafterConfig
 from driver.spot_trainer import SpotTrainer
 from driver.strategy import OFF, Strategy
 from profiling.bench import Bench
 from profiling.results import ROOT
-from profiling.subjects import Subject, fix_bandit, of_checkpoint
+from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 from profiling.workload import trace_lengths
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -50,6 +51,8 @@ WORDS = [
     "drafter.lr=1e-3",
     "engine.prefill_chunk=2048",
 ]
+SHAPE_WORDS = ["run.device=cuda", "model.dtype=bfloat16", "drafter.draft_vocab=16384"]
+LAST_STEPS = 10  # of an RL run, of at least 30
 NEVER = 10**9  # passes between two steps of the spot trainer: it trains when it is told to
 HELD_OUT = 8  # every eighth prompt is drafted for and not learned from
 SCORE_TEMPERATURES = [0.0, 0.7, 1.0, 1.5, 2.0, 3.0]  # of nodes kept; 0: cumulative log-probability
@@ -529,9 +532,34 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
         bench.got["packing_over_padding_x"] = round(packing(study, main, 2 * sizes.bin), 3)
 
 
+def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
+    """Accept length of runs that trained the drafter over that of one that did not.
+
+    The runs are `frozen` (`spot.mode=off`), `serial` and `overlapped`, of one preset and seed; the
+    last `LAST_STEPS` steps count.
+    """
+    mean = {}
+    for name in ("frozen", "serial", "overlapped"):
+        path = runs / name / "metrics.jsonl"
+        if path.exists():
+            steps = [row for row in read_jsonl(path) if row.get("spec/accept_length")]
+            mean[name] = statistics.fmean(r["spec/accept_length"] for r in steps[-LAST_STEPS:])
+            bench.add_row(f"RL, {name}", 0.0, accept_length=round(mean[name], 4), steps=len(steps))
+    trained = [value for name, value in mean.items() if name != "frozen"]
+    if trained and "frozen" in mean:
+        ratio = max(trained) / mean["frozen"]
+        bench.got["adaptive_over_frozen_accept_x"] = round(ratio, 4)
+
+
 def run(bench: Bench) -> None:
     subject = of_checkpoint("smollm2", WORDS, warmed=False, note=lambda line: None)
     sizes = QUICK if bench.quick else FULL
     if bench.wanted("overlap"):
         overlap(bench, subject, sizes, "SmolLM2")
+    if bench.wanted("adaptive"):
+        adaptive_over_frozen(bench, Path("runs"))
     compare(bench, subject, sizes)
+    if bench.wanted("overlap") and not bench.quick:
+        del subject
+        shape = of_shape("Qwen2-7B shape", SHAPE_WORDS, QWEN2_7B, "cuda")
+        overlap(bench, shape, sizes, "Qwen2-7B shape")

@@ -1,5 +1,7 @@
 """The drafter's benchmark runs whole on a small model on the CPU; its rules meet closed forms."""
 
+import json
+
 import pytest
 import torch
 
@@ -81,3 +83,15 @@ def test_a_part_can_be_chosen():
     compare(bench, subject, SMALL)
     assert [row["case"] for row in bench.rows][-2:] == ["packed", "padded"]
     assert set(bench.got) == {"packing_over_padding_x"}
+
+
+def test_runs_are_compared_by_their_last_steps(tmp_path):
+    for name, last in (("frozen", 2.0), ("serial", 2.2), ("overlapped", 2.1)):
+        (tmp_path / name).mkdir()
+        rows = [{"step": i, "spec/accept_length": 9.0 if i < 20 else last} for i in range(30)]
+        lines = "".join(json.dumps(row) + "\n" for row in [{"step": -1}, *rows])
+        (tmp_path / name / "metrics.jsonl").write_text(lines)
+    bench = Bench("drafter", copy_gb_per_s=float("nan"))
+    drafter.adaptive_over_frozen(bench, tmp_path)
+    assert bench.got == {"adaptive_over_frozen_accept_x": 1.1}
+    drafter.adaptive_over_frozen(Bench("drafter", float("nan")), tmp_path / "none")

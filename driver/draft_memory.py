@@ -1,0 +1,43 @@
+"""Memory of the drafter's training by part, predicted from its settings and held."""
+
+from __future__ import annotations
+
+from driver.drafter import trained_numbers
+from driver.spot_trainer import SpotTrainer
+
+BYTES = 4  # of a trained number, its gradient, each of its moments
+
+
+def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
+    """Bytes of features, spilled features, weights, gradients, optimizer, bin.
+
+    Args:
+        spot: that made a step.
+
+    Returns:
+        Part -> (predicted from shapes, settings and the tokens in the buffer; held by now).
+
+    Example:
+        >>> training_memory(spot)["optimizer"]  # doctest: +SKIP
+        (1703936, 1703936)
+    """
+    target, held = spot.target, spot.buffer.num_bytes
+    row = 4 * target.spec.hidden_size * target.embedding.element_size()
+    rows = sum(len(d) - 1 for d in spot.buffer.fresh + spot.buffer.kept if not d.spilled)
+    trained = trained_numbers(spot.drafter.spec)
+    weights = spot.drafter.trainable()
+    moments = [
+        state[name].nbytes
+        for state in spot.step.optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    entry = row if spot.bin.fixed else 4 * target.spec.hidden_size * BYTES
+    return {
+        "features": (rows * row, held["device"]),
+        "spilled": (spot.config.spill_tokens * row if held["host"] else 0, held["host"]),
+        "weights": (BYTES * trained, sum(w.nbytes for w in weights)),
+        "gradients": (BYTES * trained, sum(w.grad.nbytes for w in weights if w.grad is not None)),
+        "optimizer": (2 * BYTES * trained, sum(moments)),
+        # Besides: three int64, a weight.
+        "bin": (spot.bin.tokens * (entry + 28), spot.bin.num_bytes),
+    }

@@ -1,0 +1,187 @@
+"""The spot trainer on a GPU: captured steps, a partition beside the tail, features that spill."""
+
+import pytest
+import torch
+
+from driver.data_buffer import DataBuffer, Document
+from driver.draft_loss import DraftBatch, Teacher, unrolled_loss
+from driver.draft_memory import training_memory
+from driver.drafter import Drafter
+from driver.partition import STOP_S
+from tests import kit
+from tests.driver.hugging_face import random_model
+from tests.driver.test_engine import generate, make_rollout, requests, same
+
+pytestmark = [kit.gpu, kit.needs_gpu]
+SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+WORDS = [
+    "run.device=cuda",
+    "model.dtype=bfloat16",
+    "engine.page_size=16",
+    "spot.tokens_per_step=256",
+    "spot.final_steps=0",
+    "drafter.draft_vocab=64",
+]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return random_model("llama-tied-llama3", **SHAPE).to(torch.bfloat16).cuda()
+
+
+def trainer(policy, *words):
+    return make_rollout(policy, *WORDS, *words).spot
+
+
+def document(spot, length: int, seed: int) -> Document:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 97, (length,), generator=generator)
+    features = torch.randn(length - 1, spot.target.feature_size, generator=generator)
+    return Document(tokens, features.bfloat16().cuda(), spot.target_version)
+
+
+def fill(spot, lengths=(40, 90, 7, 150, 30), seed=0) -> None:
+    for index, length in enumerate(lengths):
+        spot.buffer.add(document(spot, length, 100 * seed + index))
+
+
+def steps(spot, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        assert spot.micro_step()
+        losses.append(spot.metrics()["drafter/loss"])
+    return losses
+
+
+def test_half_precision_is_near_float64(policy):
+    """Loss and gradients of a packed batch, attention, autocast and all."""
+    spot = trainer(policy)
+    fill(spot)
+    pieces = spot.buffer.sample(256, 0)
+    batch = spot.bin.batch(*spot.bin.load(pieces, 0, 0), *spot._teachers())
+    means = spot.step.backward(batch)
+    used = sum(piece.length for piece in pieces)
+    exact = Drafter(spot.drafter.spec).double()
+    exact.load_state_dict(spot.drafter.state_dict())
+
+    def wide(x):
+        return x[:used].double().cpu()
+
+    teacher = Teacher(0, spot.target.final_norm.double().cpu(), exact.lm_head.weight)
+    reference = DraftBatch.of(
+        wide(batch.embedded),
+        wide(batch.features),
+        wide(batch.final),
+        batch.position[:used].cpu(),
+        [piece.length for piece in pieces],
+        [teacher] * len(pieces),
+    )
+    loss, expected = unrolled_loss(exact, reference, spot.target.cos_sin.cpu(), spot.step.unroll)
+    loss.backward()
+    torch.testing.assert_close(means.double().cpu(), expected, rtol=3e-2, atol=2e-2)
+    for ours, theirs in zip(spot.drafter.trainable(), exact.trainable(), strict=True):
+        error = (ours.grad.double().cpu() - theirs.grad).norm() / theirs.grad.norm()
+        assert error < 0.05
+
+
+def test_captured_steps_train_as_steps_op_by_op(policy):
+    """Other documents in every replay, of one policy and of two."""
+    results = []
+    for captured in (True, False):
+        spot = trainer(policy, "spot.keep_long=0.25")
+        spot._failed_capture = not captured
+        fill(spot)
+        losses = steps(spot, 5)
+        spot.finish()
+        spot.start_step(1)
+        fill(spot, (60, 120, 33, 80), seed=1)
+        losses += steps(spot, 5)
+        assert len(spot.step._graphs) == (2 if captured else 0)
+        results.append((losses, spot.drafter.fc.weight.clone()))
+    assert results[0][0] == pytest.approx(results[1][0], rel=2e-2)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0.1, atol=5e-3)
+
+
+def test_a_captured_step_that_is_not_finite_changes_nothing(policy):
+    spot = trainer(policy)
+    fill(spot)
+    steps(spot, 2)
+    before = {name: value.clone() for name, value in spot.drafter.state_dict().items()}
+    moments = [s["exp_avg"].clone() for s in spot.step.optimizer.state.values()]
+    for held in spot.buffer.fresh:
+        held.features[3] = float("nan")
+    assert spot.micro_step()
+    with pytest.warns(UserWarning, match="gradient is not finite"):
+        spot.stop()
+    after = spot.drafter.state_dict()
+    assert all(kit.same_bits(value, after[name]) for name, value in before.items())
+    for old, state in zip(moments, spot.step.optimizer.state.values(), strict=True):
+        assert kit.same_bits(old, state["exp_avg"])
+    spot.buffer.clear()
+    fill(spot, seed=3)
+    steps(spot, 2)
+    assert all(bool(v.isfinite().all()) for v in spot.drafter.state_dict().values())
+
+
+def test_spilled_features_are_the_same_numbers(policy):
+    losses = []
+    for words in ((), ("spot.buffer_tokens=160", "spot.spill_tokens=320")):
+        spot = trainer(policy, *words)
+        fill(spot)
+        losses.append(steps(spot, 6))
+        spilled = [d for d in spot.buffer.fresh if d.spilled]
+        assert bool(spilled) == bool(words) and len(spot.buffer.fresh) == 5
+        assert all(d.features.is_pinned() for d in spilled)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    for part, (predicted, held) in training_memory(spot).items():
+        assert held > 0 and abs(predicted - held) <= 0.1 * held, part
+
+
+def test_spilling_waits_for_nothing_while_documents_are_read():
+    """Copies behind one another on their own stream; whatever is listed has its own rows."""
+    buffer, side = DataBuffer(64, 0.0, seed=0, spill=128), torch.cuda.Stream()
+    for number in range(60):
+        tokens = torch.full((16,), number)
+        rows = torch.full((15, 8), float(number), device="cuda")
+        event = torch.cuda.Event()
+        event.record()
+        buffer.add(Document(tokens, rows, 0, ready=event))
+        with buffer.lock, torch.cuda.stream(side):
+            read = []
+            for held in buffer.fresh:
+                side.wait_event(held.ready)
+                read.append((int(held.tokens[0]), held.features.to("cuda", non_blocking=True)))
+                if held.features.is_cuda:
+                    held.features.record_stream(side)
+            torch.cuda._sleep(100_000)
+            buffer.read = torch.cuda.Event()
+            buffer.read.record(side)
+        side.synchronize() if number % 7 == 0 else None
+        for value, copy in read if number % 7 == 0 else []:
+            assert bool((copy == value).all())
+    assert sum(d.spilled for d in buffer.fresh) >= 6
+
+
+def test_a_partition_trains_beside_the_tail_and_stops_at_once(policy):
+    rollout = make_rollout(
+        policy, *WORDS, "engine.graphs=true", "engine.strategies=off", "spot.mode=overlapped",
+        "spot.slowdown=10", "spot.swap_every=4",
+    )  # fmt: skip
+    spot = rollout.spot
+    wanted = generate(rollout, requests(count=8, new=60, stop=()), "off")
+    assert spot.mode == "serial" and spot.buffer.num_tokens > 0
+    spot.finish()
+    assert [overlap.sms for overlap in spot.measured] == [8, 16, 32]
+    assert all(o.slowdown > 0.5 and o.step_s > 0 for o in spot.measured)
+    assert spot.mode == "overlapped" and spot.partition.sms == spot.overlap.sms
+    spot.start_step(0)
+    fill(spot)
+    begun, version = spot.steps, spot.runner.version
+    for _ in range(3):
+        got = generate(rollout, requests(count=8, new=60, stop=()), "off")
+        assert same(got, wanted)
+    spot.stop()
+    assert spot.steps > begun and spot.runner.version > version
+    assert spot.stop_s < STOP_S
+    assert {"drafter/overlap_slowdown", "drafter/sms"} <= spot.metrics().keys()
+    spot.finish()
