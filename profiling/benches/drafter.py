@@ -15,26 +15,20 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from driver.assemble import Rollout, build_drafter
-from driver.config import load_config
+from driver.data_buffer import DataBuffer
 from driver.draft_checkpoint import DraftCheckpoints
 from driver.draft_loss import DraftBatch, unroll
-from driver.rollout.request import Request
-from driver.rollout.runner import Burst
-from driver.rollout.tree import Tree
 from driver.run_folder import read_jsonl
-from driver.sections import DrafterConfig
 from driver.spot_trainer import SpotTrainer
-from driver.strategy import OFF, Strategy
 from profiling.bench import Bench
+from profiling.drafting import Sizes, Study, TargetOnly, first_acceptance
 from profiling.results import ROOT
 from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 from profiling.workload import trace_lengths
@@ -53,8 +47,6 @@ WORDS = [
 ]
 SHAPE_WORDS = ["run.device=cuda", "model.dtype=bfloat16", "drafter.draft_vocab=16384"]
 LAST_STEPS = 10  # of an RL run, of at least 30
-NEVER = 10**9  # passes between two steps of the spot trainer: it trains when it is told to
-HELD_OUT = 8  # every eighth prompt is drafted for and not learned from
 SCORE_TEMPERATURES = [0.0, 0.7, 1.0, 1.5, 2.0, 3.0]  # of nodes kept; 0: cumulative log-probability
 UNROLLS = {1: "EAGLE-like", 3: "HASS-like", 7: "EAGLE-3"}
 FIRST_TOP_K = [1, 4, 8]
@@ -63,228 +55,11 @@ SINCE = [0, 8, 32, 128]  # passes since the drafter was swapped
 MEASURED_ROWS = 4096  # positions of the first draft's acceptance
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much is done."""
-
-    prompts: int = 320
-    rounds: int = 4  # responses to each prompt that is learned from
-    tokens: int = 256  # of a response
-    batch: int = 32  # of requests that are drafted for
-    bin: int = 4096  # entries of a step
-    steps: int = 3000
-    family_steps: int = 1000
-    unroll: int = 4
-    strategies: tuple[str, ...] = ("learned:4,4,16", "learned:8,4,32", "learned:8,8,64")
-    tail: int = 2048  # tokens of a request in the tail
-
-
 FULL = Sizes()
 QUICK = Sizes(steps=1200, family_steps=250, strategies=("learned:8,8,64",))
 
 
-class PassLog:
-    """Stands where the engine's runner does, and keeps what each request emitted in each pass."""
-
-    def __init__(self, rollout: Rollout) -> None:
-        self.rollout, self.inner = rollout, rollout.engine.runner
-        self.rows: list[tuple[int, int, int, int]] = []  # position, batch, since a swap, emitted
-        self.seconds = 0.0
-        self.passes = 0
-        self._version, self._since = 0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def run(self, count: int, strategy: Strategy, limit: int) -> Burst:
-        engine = self.rollout.engine
-        running = engine.state.sequences[:count]
-        at = [sequence.num_emitted for sequence in running]
-        burst = self.inner.run(count, strategy, limit)
-        version = self.rollout.spot.runner.version
-        if version != self._version:
-            self._version, self._since = version, 0
-        for index in range(burst.begin, burst.end):
-            emitted = engine.ring.num_emitted[index % engine.ring.passes][:count].tolist()
-            for row, n in enumerate(emitted):
-                if strategy != OFF:
-                    self.rows.append((at[row], count, self._since, n))
-                at[row] += n
-            self._since += 1
-        self.seconds += burst.elapsed_s
-        self.passes += burst.passes
-        return burst
-
-    @property
-    def accept_length(self) -> float:
-        return statistics.fmean(row[3] for row in self.rows) if self.rows else 1.0
-
-    def by(self, column: int, edges: Sequence[int]) -> dict[str, tuple[float, int]]:
-        """Accept length and passes of requests between edges of a column."""
-        groups: dict[str, list[int]] = defaultdict(list)
-        for row in self.rows:
-            low = max(edge for edge in edges if edge <= row[column])
-            above = [edge for edge in edges if edge > row[column]]
-            groups[f"{low}-{min(above) - 1}" if above else f"{low}-"].append(row[3])
-        return {name: (statistics.fmean(n), len(n)) for name, n in groups.items()}
-
-
-@contextmanager
-def logged(rollout: Rollout) -> Iterator[PassLog]:
-    log = PassLog(rollout)
-    rollout.engine.runner = log  # type: ignore[assignment]
-    try:
-        yield log
-    finally:
-        rollout.engine.runner = log.inner
-
-
-class TargetOnly:
-    """Drafts the likeliest tokens, blind to the noise: what drafting without shared noise keeps."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def propose(self, batch: Any, strategy: Strategy, store: Any) -> Tree:
-        blind = replace(batch, temperature=torch.zeros_like(batch.temperature))
-        return self.inner.propose(blind, strategy, store)
-
-
-@dataclass
-class Study:
-    """A policy in its engine, documents to learn from and prompts to draft for."""
-
-    bench: Bench
-    subject: Subject
-    sizes: Sizes
-    words: list[str] = field(default_factory=list)
-    rollout: Rollout = field(init=False)
-
-    def __post_init__(self) -> None:
-        sizes = self.sizes
-        config = load_config([*self.subject.words, *self.words])
-        self.drafter_config: DrafterConfig = config.drafter
-        shown = sizes.prompts - len(range(0, sizes.prompts, HELD_OUT))
-        self.rollout = self.subject.rollout(
-            f"engine.strategies={' '.join(['off', *sizes.strategies])}",
-            f"engine.max_batch={max(sizes.batch, min(256, shown))}",
-            f"engine.spec_max_batch={sizes.batch}",
-            "engine.num_pages=0",
-            "engine.graphs=false",  # settings of the draft change from row to row
-            "spot.mode=serial",
-            f"spot.every={NEVER}",
-            "spot.keep_long=0",
-            f"spot.tokens_per_step={sizes.bin}",
-            f"spot.buffer_tokens={2 * sizes.rounds * shown * sizes.tokens}",
-            *self.words,
-            longest=sizes.tokens + 512,
-        )
-
-    def requests(self, held_out: bool, round: int = 0) -> list[Request]:
-        limits = [self.sizes.tokens] * self.sizes.prompts
-        requests = self.subject.requests(limits, stop=True, round=round)
-        return [r for i, r in enumerate(requests) if (i % HELD_OUT == 0) == held_out]
-
-    def collect(self) -> float:
-        """Samples what is learned from; seconds."""
-        begin = time.perf_counter()
-        fix_bandit(self.rollout, policy="static", static="off")
-        for round in range(self.sizes.rounds):
-            self.rollout.engine.generate(self.requests(False, round))
-        return time.perf_counter() - begin
-
-    def learner(self, unroll: int) -> SpotTrainer:
-        """A trainer of a new drafter on the same documents."""
-        spot, config = self.rollout.spot, replace(self.drafter_config, unroll=unroll)
-        drafter = build_drafter(spot.drafter.spec, spot.target, seed=0)
-        new = SpotTrainer(drafter, spot.runner, spot.target, spot.cache, spot.config, config, 0)
-        new.buffer = spot.buffer
-        return new
-
-    def train(self, spot: SpotTrainer, steps: int) -> float:
-        """Makes steps and hands the drafter to the engine; seconds a step, the first few aside."""
-        warm = min(5, steps // 2)
-        begin = time.perf_counter()
-        for step in range(steps):
-            if step == warm:
-                spot.stop()
-                begin = time.perf_counter()
-            spot.set_lr(self.drafter_config.lr * min(1.0, step / 50, 2 * (1 - step / steps)))
-            spot.micro_step()
-        spot.stop()
-        seconds = time.perf_counter() - begin
-        spot.swap()
-        return seconds / (steps - warm)
-
-    def draft(self, strategy: str) -> PassLog:
-        """Drafts for the prompts that were not learned from."""
-        fix_bandit(self.rollout, policy="static", static=strategy)
-        requests, batch = self.requests(True), self.sizes.batch
-        with logged(self.rollout) as log:
-            for first in range(0, len(requests), batch):
-                self.rollout.engine.generate(requests[first : first + batch], record=False)
-        return log
-
-    def row(self, case: str, log: PassLog, **more: float | str) -> float:
-        self.bench.add_row(
-            case,
-            1e6 * log.seconds / max(1, log.passes),
-            accept_length=round(log.accept_length, 4),
-            passes=len(log.rows),
-            **more,
-        )
-        return log.accept_length
-
-
 # ---- rules of acceptance ------------------------------------------------------------------------
-
-
-def first_acceptance(
-    target: Tensor, draft: Tensor, ids: Tensor, top_k: int, generator: torch.Generator
-) -> dict[str, float]:
-    """Chance that the first drafted position is accepted, by rule.
-
-    Args:
-        target: float32 [N, V] log-probabilities.
-        draft: float32 [N, draft_vocab] log-probabilities.
-        ids: int64 [draft_vocab], target ids of the draft's.
-        top_k: children.
-        generator: of the noise.
-
-    Returns:
-        `shared_noise`, `target_only`, `multi_round` (rejection sampling of children that were
-        drawn without replacement, Miao et al., "SpecInfer").
-    """
-
-    def gumbel(like: Tensor) -> Tensor:
-        uniform = torch.rand(like.shape, generator=generator, device=like.device)
-        return -(-uniform.clamp(1e-20, 1 - 1e-7).log()).log()
-
-    noise = gumbel(target)
-    token = (target + noise).argmax(-1, keepdim=True)  # [N, 1]
-    shared = ids[(draft + noise[:, ids]).topk(top_k).indices]
-    blind = ids[draft.topk(top_k).indices]
-    children = (draft + gumbel(draft)).topk(top_k).indices  # in the order they are drawn
-    q = draft.exp()
-    p = target.exp()
-    accepted = torch.zeros(len(target), dtype=torch.bool, device=target.device)
-    for k in range(top_k):
-        child = children[:, k : k + 1]
-        chance = p.gather(1, ids[child]) / q.gather(1, child).clamp_min(1e-30)
-        draw = torch.rand(chance.shape, generator=generator, device=chance.device)
-        accepted |= (draw < chance)[:, 0]
-        p = p.index_add(1, ids, -q).clamp_min_(0)
-        p /= p.sum(-1, keepdim=True).clamp_min(1e-30)
-        q = q.scatter(1, child, 0.0)
-        q /= q.sum(-1, keepdim=True).clamp_min(1e-30)
-    return {
-        "shared_noise": float((shared == token).any(-1).float().mean()),
-        "target_only": float((blind == token).any(-1).float().mean()),
-        "multi_round": float(accepted.float().mean()),
-    }
 
 
 @torch.no_grad()
@@ -329,6 +104,41 @@ def compare_first(study: Study, spot: SpotTrainer) -> None:
         rules = ("shared_noise", "target_only", "multi_round")
         row = {rule: means[f"{rule} {k}"] for rule in rules}
         study.bench.add_row(f"first draft, {k} children", 0.0, **row)
+
+
+# ---- what is learned from ------------------------------------------------------------------------
+
+
+def mix(study: Study, strategy: str) -> None:
+    """Short responses, as early finishers leave them, alone and with long ones kept from before."""
+    documents = sorted(study.rollout.spot.buffer.fresh, key=len)
+    short, long = documents[: len(documents) // 2], documents[len(documents) // 2 :]
+    for share in (0.0, 0.25):
+        buffer = DataBuffer(study.rollout.spot.buffer.capacity, share, seed=0)
+        for document in long:
+            buffer.add(document)
+        buffer.start_step()
+        for document in short:
+            buffer.add(document)
+        learner = study.learner(study.sizes.unroll)
+        learner.buffer = buffer
+        study.train(learner, study.sizes.family_steps)
+        log = study.draft(strategy)
+        study.row(f"mix, {share:g} of kept long ones", log, longest=len(short[-1]))
+        study.groups(f"mix {share:g}, position", log, 0, POSITIONS)
+
+
+def weights(study: Study, strategy: str) -> None:
+    """Tokens that no draft held weigh more; the drafter in the engine leaves such documents."""
+    study.rollout.spot.buffer.clear()
+    fix_bandit(study.rollout, policy="static", static=strategy)
+    requests, batch = study.requests(False, study.sizes.rounds), study.sizes.batch
+    for first in range(0, len(requests), batch):
+        study.rollout.engine.generate(requests[first : first + batch])
+    for weight in (1.0, 2.0, 4.0):
+        learner = study.learner(study.sizes.unroll, rejected_weight=weight)
+        study.train(learner, study.sizes.family_steps)
+        study.row(f"missed tokens weigh {weight:g}", study.draft(strategy))
 
 
 # ---- packing ------------------------------------------------------------------------------------
@@ -412,7 +222,7 @@ def overlap(bench: Bench, subject: Subject, sizes: Sizes, name: str) -> None:
         "spot.every=8",
         "spot.swap_every=64",
         "spot.final_steps=0",
-        "spot.tokens_per_step=512",
+        "spot.tokens_per_step=256",
         longest=sizes.tail + 512,
     )
     engine, spot = rollout.engine, rollout.spot
@@ -506,8 +316,7 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
             "passes since a swap": (2, SINCE),
         }
         for name, (column, edges) in columns.items():
-            for group, (length, passes) in log.by(column, edges).items():
-                bench.add_row(f"{name} {group}", 0.0, accept_length=round(length, 4), passes=passes)
+            study.groups(name, log, column, edges)
 
     def nodes() -> None:
         for temperature in SCORE_TEMPERATURES:
@@ -524,6 +333,8 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
         "nodes": nodes,
         "first": lambda: compare_first(study, main),
         "checkpoint": lambda: checkpoint_stall(bench, main),
+        "mix": lambda: mix(study, strategy),
+        "weights": lambda: weights(study, strategy),
     }
     for name, part in parts.items():
         if bench.wanted(name):

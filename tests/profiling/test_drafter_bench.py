@@ -7,7 +7,8 @@ import torch
 
 from profiling.bench import Bench
 from profiling.benches import drafter
-from profiling.benches.drafter import Sizes, compare, first_acceptance
+from profiling.benches.drafter import compare
+from profiling.drafting import Sizes, first_acceptance
 from profiling.subjects import of_checkpoint
 
 WORDS = [
@@ -66,6 +67,8 @@ def test_the_benchmark_runs_whole_on_the_cpu(monkeypatch):
         assert cases[name]["accept_length"] >= 1.0 and cases[name]["step_us"] > 0
     assert cases["learned:2,2,5, shared noise"]["passes"] > 0
     assert {"position 0-31", "batch 2-3", "nodes by scores at 1"} <= cases.keys()
+    assert {"mix, 0 of kept long ones", "mix, 0.25 of kept long ones"} <= cases.keys()
+    assert {f"missed tokens weigh {weight}" for weight in (1, 2, 4)} <= cases.keys()
     assert cases["first draft, 8 children"]["shared_noise"] > 0.05
     assert 0 <= cases["favourites"]["top1"] <= cases["favourites"]["top3"] <= 1
     assert set(bench.got) == {
