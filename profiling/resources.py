@@ -26,6 +26,7 @@ FLAGS = ["-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=
 # (regular expression over "<file>: <kernel> <arch>") -> why its spills are accepted.
 SPILL_REASONS: dict[str, str] = {
     r"tree/kernel.cu: expand_kernel": "16 ids a lane stay in registers from noise to weights",
+    r"attention/float\.cu: .* sm_80": "two words at 72 registers, in the path of float32 models",
     r"attention/kernel\.cu: .*attend_kernel.*128": "at 255 registers for two blocks an SM",
     r"kv/kernel\.cu: .*move_kernel<unsigned short>": "caches that are not aligned to 16 bytes",
 }
