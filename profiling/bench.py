@@ -34,8 +34,8 @@ class Bench:
 
     `copy_gb_per_s` is this card's ceiling; `quick` asks for few cases; `wanted` tells whether a
     case is to run (`--only` is a regular expression over case names). `settings` are `key=value`
-    words for a configuration (`--set`). What is in `files` is written beside the result, as
-    `<bench>-<name>.json`.
+    words for a configuration (`--set`), `options` words that this benchmark alone takes. What is
+    in `files` is written beside the result, as `<bench>-<name>.json`.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Bench:
     quick: bool = False
     only: str = ""
     settings: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
     rows: list[dict] = field(default_factory=list)
     files: dict[str, Any] = field(default_factory=dict)
     got: dict[str, float] = field(default_factory=dict)
@@ -140,7 +141,7 @@ def needs_cuda(module: ModuleType) -> bool:
 def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
     """Runs a benchmark and writes its JSON."""
     about = meta(command, args.commit)
-    bench = Bench(args.name, math.nan, args.quick, args.only, args.set)
+    bench = Bench(args.name, math.nan, args.quick, args.only, args.set, args.options)
     timing.profiling = args.profile
     if args.profile:
         return module.run(bench)
@@ -204,17 +205,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--commit", default="", help="of these sources, where git is not at hand")
-    args = parser.parse_args(argv)
+    args, args.options = parser.parse_known_args(argv)
     wanted = names if args.name == "all" else [args.name]
     modules = {name: importlib.import_module(f"profiling.benches.{name}") for name in wanted}
     if args.name == "all":
         return run_all(modules, [word for word in argv if word != "all"])
     module = modules[args.name]
+    if args.options and not hasattr(module, "options"):
+        parser.error(f"{args.name} does not take {' '.join(args.options)}")
     if needs_cuda(module) and not torch.cuda.is_available():
         say("profiling.bench: no CUDA device")
         return 1
     flags = ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
     flags += [word for setting in args.set for word in ("--set", setting)]
+    flags += args.options
     run_one(module, args, " ".join(["python -m profiling.bench", args.name, *flags]))
     return 0
 

@@ -1,0 +1,183 @@
+"""GRPO end to end: whole training runs with and without speculation, step by step.
+
+Each arm and seed is a run of its own under `--runs`, from one warm start, and goes on where it was
+stopped; what is there is merged into one result. `off` decodes plainly, `ngram` drafts from texts,
+`static` always takes one learned strategy, `frozen` never trains its drafter, `full` is the whole
+system, `trl` is TRL's GRPO trainer with generation of transformers on the same model and prompts.
+`median_us` is a step's time without evaluations and checkpoints; parts are means over the steps.
+`--quick` runs `off` and `full` for six steps with one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from driver.config import load_config
+from driver.warm import warm_start
+from profiling.bench import Bench, say
+from profiling.grpo_arms import (
+    TRL,
+    ArmRun,
+    against_off,
+    arm_words,
+    curves,
+    finished_steps,
+    identical_steps,
+)
+
+PRESET = ["preset=h100"]
+# The warm start is made once, for all arms and seeds.
+WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
+RHYTHM = ["run.eval_every=0", "run.checkpoint_every=2", "run.keep_checkpoints=1"]
+SEVERAL_SEEDS = ("off", "full")
+TRL_STEPS = 2
+TRL_NEEDS = ("trl", "datasets", "dill", "multiprocess")
+
+
+def options(words: Sequence[str]) -> argparse.Namespace:
+    """What the benchmark takes besides the options of all."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.bench grpo", description=__doc__)
+    parser.add_argument("--arms", default="", help="off,ngram,static,frozen,full,trl")
+    parser.add_argument("--seeds", default="", help="of off and full; others take the first")
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--runs", type=Path, default=Path("runs/grpo"), help="folder of the runs")
+    parser.add_argument("--static", default="", help="strategy of the arm of that name")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="then stop and merge")
+    parser.add_argument("--merge", action="store_true", help="run nothing, merge what is there")
+    return parser.parse_args(words)
+
+
+def run(bench: Bench) -> None:
+    chosen = options(bench.options)
+    arms = (chosen.arms or ("off,full" if bench.quick else "off,ngram,static,frozen,full")).split(
+        ","
+    )
+    seeds = [int(s) for s in (chosen.seeds or ("0" if bench.quick else "0,1,2")).split(",")]
+    chosen.steps = chosen.steps or (6 if bench.quick else 20)
+    words = [*PRESET, *bench.settings]
+    known = arm_words(load_config(words), chosen.static)
+    for arm in arms:
+        if arm not in known and arm != TRL:
+            raise SystemExit(f"--arms: {arm!r} is none of {', '.join([*known, TRL])}")
+    jobs = [
+        (arm, seed)
+        for seed in seeds
+        for arm in arms
+        if bench.wanted(arm) and (seed == seeds[0] or arm in SEVERAL_SEEDS)
+    ]
+    if not chosen.merge:
+        make_runs(jobs, words, known, chosen)
+    runs = [ArmRun.read(arm, seed, folder_of(chosen.runs, arm, seed)) for arm, seed in jobs]
+    merge(bench, [run for run in runs if run is not None])
+
+
+def folder_of(runs: Path, arm: str, seed: int) -> Path:
+    return runs / f"{arm}-{seed}"
+
+
+def make_runs(
+    jobs: Sequence[tuple[str, int]],
+    words: list[str],
+    known: dict[str, list[str]],
+    chosen: argparse.Namespace,
+) -> None:
+    """Brings every run to its end, or as far as the time allows."""
+    deadline = time.monotonic() + chosen.seconds
+    # In a process of its own: what it takes of a card's memory goes with it.
+    if not ended([sys.executable, "-m", "driver.warm", *words], chosen.seconds):
+        return say("no time left for the warm start")
+    warmed = warm_start(load_config(words), say).path
+    for arm, seed in jobs:
+        folder = folder_of(chosen.runs, arm, seed)
+        steps = min(chosen.steps, TRL_STEPS) if arm == TRL else chosen.steps
+        if finished_steps(folder) >= steps:
+            continue
+        base = [*words, *WARMED, *RHYTHM, f"model.path={warmed}", f"run.steps={steps}"]
+        base += [f"run.root={chosen.runs}", f"run.name={folder.name}", f"run.seed={seed}"]
+        if arm == TRL:
+            command = trl_command(base)
+            if command is None:
+                continue
+        else:
+            resume = ["run.resume=true"] if (folder / "config.yaml").exists() else []
+            command = [sys.executable, "-m", "driver.train", *base, *known[arm], *resume]
+        left = deadline - time.monotonic()
+        say(f"--- {arm}, seed {seed}" + ("" if left > 0 else ": no time left"))
+        try:
+            if left <= 0 or not ended(command, left):
+                return
+        except SystemExit as error:
+            if arm != TRL:
+                raise
+            say(f"trl: left out, {error}")  # a peer that cannot run here costs its own row
+
+
+def trl_command(words: list[str]) -> list[str] | None:
+    """None, and a line that says why, where TRL cannot run."""
+    missing = [name for name in TRL_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        say(f"trl: not run, {', '.join(missing)} missing: pip install {' '.join(TRL_NEEDS)}")
+        return None
+    return [sys.executable, "-m", "profiling.trl_arm", *words]
+
+
+def ended(command: list[str], seconds: float) -> bool:
+    """Runs a command; False where the time was up, which leaves its last checkpoint.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    process = subprocess.Popen(command)
+    try:
+        code = process.wait(None if math.isinf(seconds) else seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
+        return False
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if code:
+        raise SystemExit(f"exit code {code}: {' '.join(command)}")
+    return True
+
+
+def merge(bench: Bench, runs: list[ArmRun]) -> None:
+    """A row for each run, ratios to plain decoding with the same seed, the targets."""
+    off = {run.seed: run for run in runs if run.arm == "off"}
+    ratios = {}
+    for run in runs:
+        found = {}
+        if run.seed in off and run.arm != TRL:
+            ratios[run.arm, run.seed] = found = against_off(run, off[run.seed])
+        median = statistics.median(t.total for t in run.times)
+        bench.add_row(f"{run.arm} seed {run.seed}", 1e6 * median, **run.row(), **found)
+    bench.files["curves"] = curves(runs)
+    full = [run for run in runs if run.arm == "full"]
+    compared = [ratios[run.arm, run.seed] for run in full if run.seed in off]
+    if compared:
+        bench.got |= {
+            f"{name}_x": round(statistics.median(r[name] for r in compared), 3)
+            for name in ("step_over_off", "rollout_over_off")
+        }
+        bench.got["identical_reward_steps"] = min(
+            identical_steps(run, off[run.seed]) for run in full if run.seed in off
+        )
+    if full:
+        bench.got["unaccounted_share"] = max(run.unaccounted_share for run in full)
+        gains = [run.heldout_gain_points for run in full if run.heldout_gain_points is not None]
+        if gains:
+            bench.got["heldout_gain_points"] = round(statistics.mean(gains), 2)
+    peers = [run for run in runs if run.arm == TRL]
+    if peers and full:
+        ours = full[0].seconds() / full[0].tokens()
+        bench.got["over_trl_hf_x"] = round(peers[0].seconds() / peers[0].tokens() / ours, 2)

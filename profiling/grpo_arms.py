@@ -1,0 +1,223 @@
+"""Arms of the GRPO benchmark as run folders: their settings, what their records say, ratios of two.
+
+Pure but for reading files; `profiling.benches.grpo` makes the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from driver.config import Config
+from driver.run_folder import read_jsonl
+from driver.strategy import parse_strategies
+
+# Phases of a step, as the records name them; what is left is `other` and `unaccounted`.
+PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "update_drafter")
+# Booked in a step's record but no part of training.
+APART = ("load", "warmup", "eval", "checkpoint", "plots")
+NO_DRAFTER = ("drafter.enabled=false", "spot.mode=off")
+TRL = "trl"
+
+
+def arm_words(config: Config, static: str = "") -> dict[str, list[str]]:
+    """Arm -> the settings that make it, over those of the full system.
+
+    Args:
+        config: of the full system.
+        static: the fixed strategy of `static`; empty = the middle one of its learned ones.
+
+    Example:
+        >>> arm_words(load_config(["preset=h100"]))["static"]
+        ['engine.strategies=off learned:4,4,16', ...]
+    """
+    arms = [str(arm) for arm in parse_strategies(config.engine.strategies)]
+    learned = [arm for arm in arms if arm.startswith("learned")]
+    static = static or (learned[len(learned) // 2] if learned else arms[-1])
+    ngrams = " ".join(arm for arm in arms if not arm.startswith("learned"))
+    return {
+        "off": ["engine.strategies=off", *NO_DRAFTER],
+        "ngram": [f"engine.strategies={ngrams}", *NO_DRAFTER],
+        "static": [
+            f"engine.strategies=off {static}",
+            "bandit.policy=static",
+            f"bandit.static={static}",
+        ],
+        "frozen": ["spot.mode=off"],
+        "full": [],
+    }
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step: each phase, the rest that is booked, and what nothing accounts for."""
+
+    phases: dict[str, float]
+    other: float
+    unaccounted: float
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> StepTimes:
+        """From a line of `metrics.jsonl`."""
+        booked = {
+            name.removeprefix("timing_s/"): value
+            for name, value in record.items()
+            if name.startswith("timing_s/")
+        }
+        step = booked.pop("step") - sum(booked.pop(name, 0.0) for name in APART)
+        phases = {name: booked.pop(name, 0.0) for name in PHASES}
+        other = sum(booked.values())
+        return StepTimes(phases, other, step - other - sum(phases.values()))
+
+    @property
+    def total(self) -> float:
+        return sum(self.phases.values()) + self.other + self.unaccounted
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """What a run left of each step."""
+
+    arm: str
+    seed: int
+    records: list[dict[str, Any]]
+    lengths: list[list[int]]  # of all responses of each step
+    heldout: list[float]  # before the first step, after the last
+
+    @staticmethod
+    def read(arm: str, seed: int, folder: Path) -> ArmRun | None:
+        """None where nothing was logged yet."""
+        lines = read_jsonl(folder / "metrics.jsonl")
+        records = [line for line in lines if line["step"] > 0]
+        if not records:
+            return None
+        rollouts = read_jsonl(folder / "rollouts.jsonl")
+        heldout = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+        return ArmRun(arm, seed, records, [line["lengths"] for line in rollouts], heldout)
+
+    @property
+    def times(self) -> list[StepTimes]:
+        return [StepTimes.of(record) for record in self.records]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [record["critic/rewards/mean"] for record in self.records]
+
+    def seconds(self, part: Callable[[StepTimes], float] = lambda t: t.total) -> float:
+        """Of all steps together."""
+        return sum(part(times) for times in self.times)
+
+    @property
+    def gen_share(self) -> float:
+        return self.seconds(lambda t: t.phases["gen"]) / self.seconds()
+
+    @property
+    def unaccounted_share(self) -> float:
+        return self.seconds(lambda t: t.unaccounted) / self.seconds()
+
+    @property
+    def heldout_gain_points(self) -> float | None:
+        return 100 * (self.heldout[-1] - self.heldout[0]) if len(self.heldout) > 1 else None
+
+    def tokens(self) -> int:
+        return sum(map(sum, self.lengths))
+
+    def row(self) -> dict[str, Any]:
+        """Means over the steps, and what explains them."""
+        count, times = len(self.records), self.times
+        totals = [t.total for t in times]
+        out: dict[str, Any] = {
+            "steps": count,
+            "spread": round((max(totals) - min(totals)) / statistics.median(totals), 4),
+            "makespan_s": round(self.seconds(), 3),
+            "tokens_per_s": round(self.tokens() / self.seconds(), 1),
+        }
+        for name in PHASES:
+            out[f"{name}_s"] = round(self.seconds(lambda t, n=name: t.phases[n]) / count, 4)
+        out["other_s"] = round(self.seconds(lambda t: t.other) / count, 4)
+        out["unaccounted_s"] = round(self.seconds(lambda t: t.unaccounted) / count, 4)
+        out["gen_share"] = round(self.gen_share, 4)
+        out["unaccounted_share"] = round(self.unaccounted_share, 5)
+        out["reward_first"], out["reward_last"] = self.rewards[0], self.rewards[-1]
+        if len(self.heldout) > 1:
+            out["heldout_before"], out["heldout_after"] = self.heldout[0], self.heldout[-1]
+        return out | self._why(count)
+
+    def _why(self, count: int) -> dict[str, float]:
+        """Accept length, cost of a pass, cost of the drafter in the tail."""
+        passes = sum(record.get("spec/target_passes", 0) for record in self.records)
+        accepts = [a for r in self.records if (a := r.get("spec/accept_length")) is not None]
+        busy = sum(record.get("drafter/busy_s", 0.0) for record in self.records)
+        gen = self.seconds(lambda t: t.phases["gen"])
+        out = {}
+        if passes:
+            out |= {"passes": round(passes / count, 1), "pass_ms": round(1e3 * gen / passes, 4)}
+        if accepts:
+            out["accept_length"] = round(statistics.mean(accepts), 3)
+        if busy:
+            out["drafter_busy_share"] = round(busy / self.seconds(), 4)
+        return out
+
+
+def identical_steps(one: ArmRun, other: ArmRun) -> int:
+    """Steps from the first on with equal rewards and equal lengths of all responses."""
+    same = 0
+    mine = zip(one.rewards, one.lengths, strict=False)
+    others = zip(other.rewards, other.lengths, strict=False)
+    for a, b in zip(mine, others, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same
+
+
+def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
+    """A run over plain decoding with the same seed, over the steps that both have.
+
+    `amdahl` is the step ratio that the rollout ratio makes when nothing else changes: with share g
+    of generation in off's step and generation s times as fast, 1 / (1 - g + g / s).
+
+    Args:
+        run: any arm.
+        off: the arm without speculation.
+    """
+    count = min(len(run.records), len(off.records))
+    mine, plain = run.times[:count], off.times[:count]
+
+    def ratio(part: Callable[[StepTimes], float]) -> float:
+        return sum(map(part, plain)) / sum(map(part, mine))
+
+    rollout = ratio(lambda t: t.phases["gen"])
+    share = sum(t.phases["gen"] for t in plain) / sum(t.total for t in plain)
+    return {
+        "step_over_off": round(ratio(lambda t: t.total), 4),
+        "rollout_over_off": round(rollout, 4),
+        "amdahl": round(1 / (1 - share + share / rollout), 4),
+        "amdahl_limit": round(1 / (1 - share), 4),
+        "identical_steps": identical_steps(run, off),
+    }
+
+
+def curves(runs: Sequence[ArmRun]) -> dict[str, Any]:
+    """What the figures show: reward and seconds of each step, mean seconds of each phase."""
+    out: dict[str, Any] = {}
+    for run in runs:
+        count = len(run.records)
+        parts = {n: run.seconds(lambda t, n=n: t.phases[n]) / count for n in PHASES}
+        parts["other"] = run.seconds(lambda t: t.other + t.unaccounted) / count
+        out.setdefault(run.arm, {})[str(run.seed)] = {
+            "reward": run.rewards,
+            "step_s": [round(t.total, 4) for t in run.times],
+            "parts": {name: round(value, 4) for name, value in parts.items()},
+        }
+    return out
+
+
+def finished_steps(folder: Path) -> int:
+    """Steps of a run that came to its end; 0 = it did not."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text())["steps"] if path.exists() else 0
