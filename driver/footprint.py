@@ -278,12 +278,16 @@ def _drafter_parts(
         runner = DraftRunner(shape, target, cache, seed=0)
         runner.load(drafter.state_dict(), version=1)
     trained = held_bytes(drafter.trainable())
+    on_card = config.run.device != "cpu"
     feature = target.feature_size * target.dtype.itemsize
+    entry = feature if on_card else target.feature_size * FLOAT
     return {
         "drafter KV pages": held_bytes(runner.k, runner.v),
         "drafter": held_bytes(drafter) + held_bytes(runner.weights, runner.d2t),
         "drafter's optimizer": 3 * trained,  # two moments and the gradients
         "data buffer": 0 if config.spot.mode == "off" else config.spot.buffer_tokens * feature,
+        # Features of a step's entries; besides, three int64 and a weight.
+        "training bin": config.spot.tokens_per_step * (entry + 3 * 8 + FLOAT),
     }
 
 

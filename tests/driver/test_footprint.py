@@ -70,9 +70,10 @@ def test_engine_and_drafter_hold_what_was_predicted(words):
     assert got["drafter"] == held_bytes(spot.drafter) + inference
     for weight in spot.drafter.trainable():
         weight.grad = torch.zeros_like(weight)
-    spot.optimizer.step()
+    spot.step.optimizer.step()
+    assert got["training bin"] == pytest.approx(spot.bin.num_bytes, rel=0.1)
     moments = held_bytes(
-        [v for state in spot.optimizer.state.values() for v in state.values() if v.dim()]
+        [v for state in spot.step.optimizer.state.values() for v in state.values() if v.dim()]
     )
     gradients = held_bytes([weight.grad for weight in spot.drafter.trainable()])
     assert got["drafter's optimizer"] == moments + gradients
