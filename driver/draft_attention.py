@@ -13,6 +13,8 @@ row it returns exactly the first part's share of the gradient (as in Liu et al.,
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
+TOLERANCE = 0.05  # relative, of half precision against half precision
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,59 @@ def chain_attention(
         [T, heads, head_dim]. A row whose chain has left its document holds numbers without meaning.
 
     Raises:
-        ValueError: outside half precision on a GPU the lengths must be known to the host.
+        ValueError: where FlashAttention does not serve, the host must know the lengths.
     """
     scale = q.shape[-1] ** -0.5
-    if q.is_cuda and q.dtype in HALF:
+    if q.is_cuda and flash_works(q.device, q.dtype, q.shape[1], keys[0].shape[1], q.shape[2]):
         return _Chain.apply(q, keys[0], values[0], _own(keys), _own(values), documents, scale)
     if not documents.lengths:
-        raise ValueError("documents.lengths: wanted for attention outside half precision on a GPU")
+        raise ValueError("documents.lengths: wanted for attention without FlashAttention")
     return _by_document(q * scale, keys, values, documents.lengths)
+
+
+@functools.cache
+def flash_works(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> bool:
+    """Whether FlashAttention serves these shapes here; tried once, against the plain form.
+
+    Args:
+        device: a GPU; on others it never does.
+        dtype: of queries, keys and values.
+        heads, kv_heads, head_dim: of the drafter.
+    """
+    if device.type != "cuda" or dtype not in HALF:
+        return False
+    fault = _flash_fault(device, dtype, heads, kv_heads, head_dim)
+    if fault:
+        warnings.warn(
+            f"drafter: no FlashAttention for its training here ({fault}); it trains op by op,"
+            " slower",
+            stacklevel=2,
+        )
+    return not fault
+
+
+def _flash_fault(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> str:
+    """Why FlashAttention does not serve; empty where it does."""
+    documents = Documents.of((5, 1, 9), device)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(15, heads, head_dim), *[(15, kv_heads, head_dim)] * 4]
+    parts = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    q, k, own_k, v, own_v = (part.requires_grad_() for part in parts)
+    scale = head_dim**-0.5
+    try:
+        ours = _Chain.apply(q, k, v, own_k[None], own_v[None], documents, scale)
+        grads = torch.autograd.grad(ours.float().square().sum(), parts)
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    plain = _by_document(q * scale, [k, own_k], [v, own_v], documents.lengths)
+    wanted = torch.autograd.grad(plain.float().square().sum(), parts)
+    pairs = zip((ours, *grads), (plain, *wanted), strict=True)
+    wrong = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
+    return "" if wrong < TOLERANCE else f"it differs by {wrong:.1%}"
 
 
 def _own(steps: list[Tensor]) -> Tensor:

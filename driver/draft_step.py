@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from driver.data_buffer import Piece
-from driver.draft_attention import HALF, Documents
+from driver.draft_attention import HALF, Documents, flash_works
 from driver.draft_loss import DraftBatch, Objective, Teacher, unrolled_loss
 from driver.drafter import Drafter
 from driver.model import TargetModel
@@ -229,12 +229,16 @@ class DraftStep:
 
     @property
     def half(self) -> bool:
-        """Whether it runs in half precision on a GPU; else attention reads lengths on the host."""
+        """Whether it runs in half precision, on a GPU."""
         return self.bin.fixed and self.bin.features.dtype in HALF
 
     def can_capture(self, split: int, where: int) -> bool:
-        """Whether there is a use for `capture`."""
-        return self.half and (split, where) not in self._graphs
+        """Whether there is a use for `capture`: without FlashAttention lengths are read here."""
+        spec = self.drafter.spec
+        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        features = self.bin.features
+        known = (split, where) in self._graphs
+        return not known and flash_works(features.device, features.dtype, *shape)
 
     def capture(self, split: int, now: Teacher, before: Teacher | None, where: int) -> None:
         """Captures the step on the current stream; call while no other step is under way.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from driver import draft_attention
-from driver.draft_attention import Documents, _Chain, _own, chain_attention
+from driver.draft_attention import Documents, _Chain, _own, chain_attention, flash_works
 from tests.kit import gpu, needs_gpu, randn
 
 LENGTHS = (5, 1, 9, 2)
@@ -107,6 +107,28 @@ def test_unknown_lengths_are_refused_where_they_are_needed():
     documents = Documents(torch.tensor([0, 17], dtype=torch.int32), 17)
     with pytest.raises(ValueError, match="documents.lengths: wanted"):
         chain_attention(parts[0], parts[1:2], parts[2:], documents)
+
+
+@pytest.mark.parametrize(
+    "fault, reason", [(1.0, ""), (1.5, "it differs by"), (RuntimeError("not compiled in"), "not c")]
+)
+def test_flash_attention_is_tried_before_it_is_trusted(monkeypatch, fault, reason):
+    """One that is right, one whose backward pass does something else, one that is not there."""
+
+    def flash(*inputs):
+        if isinstance(fault, Exception):
+            raise fault
+        return dense(*inputs)
+
+    def backward(*inputs):
+        return tuple(x * fault for x in dense_backward(*inputs))
+
+    monkeypatch.setattr(draft_attention, "_flash", flash)
+    monkeypatch.setattr(draft_attention, "_flash_backward", backward)
+    shape = torch.device("cpu"), torch.float32, HEADS, KV_HEADS, SIZE
+    found = draft_attention._flash_fault(*shape)
+    assert found.startswith(reason) and bool(found) == bool(reason)
+    assert not flash_works(*shape)  # never on a CPU
 
 
 @gpu

@@ -409,15 +409,15 @@ def test_a_full_buffer_trains_on_and_keeps_its_bound(parts):
 
 def test_passes_name_the_tokens_that_no_draft_held():
     sequence = Sequence(Request(1, 0, (5, 6), SamplingParams()), [5, 6])
-    sequence.note_passes([1, 5, 3], depth=4)  # nothing accepted, everything, two of four
-    assert sequence.missed == [2, 10]
+    sequence.note_passes([1, 5, 4], depth=4)  # nothing accepted, everything, three of four
+    assert sequence.missed == [2, 11]
 
 
 def test_entries_that_predict_a_missed_token_weigh_more(parts):
     trainer = parts.trainer(rejected_weight=3.0)
-    document = replace(parts.document(20, 1), missed=(3, 8, 19))
+    document = replace(parts.document(20, 1), missed=(5, 8, 14, 15))
     batch = packed(trainer, [Piece(document, 4, 9)])
-    assert batch.weight.tolist() == [1, 1, 3, 1, 1, 1, 1, 1, 1]  # entry 6 predicts token 8
+    assert batch.weight.tolist() == [1, 1, 3, 1, 1, 1, 1, 1, 3]  # entry 6 predicts token 8
     assert packed(parts.trainer(), [Piece(document, 4, 9)]).weight.tolist() == [1] * 9
 
 
