@@ -286,4 +286,4 @@ class DraftStep:
         self.optimizer.load_state_dict(state)
         for group in self.optimizer.param_groups:
             self.lr.fill_(float(group["lr"]))
-            group["lr"] = self.lr
+            group["lr"], group["capturable"] = self.lr, self.bin.fixed  # of this machine

@@ -381,11 +381,11 @@ class SpotTrainer:
                 best = min(self.measured, key=lambda overlap: overlap.slowdown)
             self.overlap = best
             self.partition = None if best is None else found[best]
-        except (RuntimeError, ImportError) as error:
+        except Exception as error:  # whatever it is, there is another way to train
             self.partition = None
             warnings.warn(
-                f"spot trainer: no partition of the GPU ({str(error).splitlines()[0]}); it trains"
-                " between passes instead",
+                f"spot trainer: no partition of the GPU ({type(error).__name__}: {error}); it"
+                " trains between passes instead",
                 stacklevel=3,
             )
 

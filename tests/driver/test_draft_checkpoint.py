@@ -1,5 +1,6 @@
 """Checkpoints of the drafter: whole or absent, beside the training, and what can go wrong there."""
 
+import copy
 import errno
 import io
 import os
@@ -157,6 +158,40 @@ def test_a_trainer_goes_on_from_its_own_newer_checkpoint(tmp_path):
     got = again.drafter.state_dict()
     assert all(same_bits(value, got[name]) for name, value in wanted.items())
     assert resumed.resume() == 0
+
+
+def test_training_and_rollout_go_on_while_the_disk_is_full(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    parts = build_parts()
+    trainer = parts.trainer(checkpoint_every=1, final_steps=1)
+    trainer.checkpoints = DraftCheckpoints(tmp_path)
+    trainer.buffer.add(parts.document(40, 1))
+    monkeypatch.setattr(draft_checkpoint.os, "fsync", full)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            trainer.on_pass(1)
+    with pytest.warns(UserWarning, match="drafter checkpoint not written .*No space left"):
+        trainer.finish()
+    assert trainer.steps == 5 and parts.runner.version > 1 and not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_of_a_gpu_goes_on_here():
+    parts = build_parts()
+    trainer = parts.trainer()
+    trainer.buffer.add(parts.document(40, 1))
+    trainer.micro_step()
+    state = copy.deepcopy(trainer.state_dict())
+    for group in state["optimizer"]["param_groups"]:
+        group["capturable"] = True
+    trainer.load_state_dict(state)
+    trainer.set_lr(0.0)
+    before = parts.drafter.fc.weight.clone()
+    assert trainer.micro_step() and torch.equal(parts.drafter.fc.weight, before)
+    trainer.set_lr(1e-2)
+    assert trainer.micro_step() and not torch.equal(parts.drafter.fc.weight, before)
 
 
 @gpu
