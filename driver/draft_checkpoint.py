@@ -109,9 +109,13 @@ class DraftCheckpoints:
         except Exception as error:  # kept for `collect`
             self._error = error
 
-    def collect(self) -> None:
-        """Waits for the thread; what went wrong in it is a warning here."""
-        if self._thread is not None:
+    def collect(self, wait: bool = True) -> None:
+        """What went wrong in the thread is a warning here.
+
+        Args:
+            wait: for its end; else what it still does is left to the next call.
+        """
+        if self._thread is not None and (wait or not self._thread.is_alive()):
             self._thread.join()
             self._thread = None
         if self._error is not None:

@@ -213,6 +213,8 @@ class Run:
         """
         if self.collector.workers is not None:
             self.collector.workers.close()
+        if self.rollout.spot is not None:
+            self.rollout.spot.close()
         if whole:
             self.world.leave()
         if self.folder is not None:

@@ -80,7 +80,8 @@ class SpotTrainer:
         self.spans = Spans("drafter")
         self.target_version = 0
         self.steps = self.tokens_seen = 0
-        self.busy_s = 0.0  # spent in micro-steps since `start_step`
+        self.busy_s = 0.0  # spent in micro-steps in the step that ended
+        self._spent_s = 0.0  # and since
         self.stop_s = 0.0  # the longest that a stop took
         self._last: dict[str, float] = {}
         # Captured steps read these tensors, so they change in place.
@@ -145,7 +146,9 @@ class SpotTrainer:
                 for _ in range(self._passes // self.config.every - due):
                     if not self.attempt():
                         break
+                begin = time.perf_counter()
                 self.settle(0)
+                self._spent_s += time.perf_counter() - begin
             elif not self.running:
                 self.start()
         self.ready.swap()
@@ -165,7 +168,7 @@ class SpotTrainer:
             self.rebuild_vocabulary()
             self.swap()
         if self.checkpoints is not None:
-            self.checkpoints.collect()
+            self.checkpoints.collect(wait=False)
             self.checkpoints.prepare(self._state())
         head, norm = self.drafter.lm_head.weight.detach(), self.target.final_norm
         if self._previous is None:
@@ -198,6 +201,12 @@ class SpotTrainer:
                 stacklevel=2,
             )
 
+    def close(self) -> None:
+        """Ends its threads; the last checkpoint is whole."""
+        self.stop()
+        if self.checkpoints is not None:
+            self.checkpoints.collect()
+
     def swap(self) -> None:
         """Hands the weights as they are to the runner; not while a thread trains them."""
         self.ready.publish()
@@ -213,7 +222,7 @@ class SpotTrainer:
             self.buffer.clear()  # their teacher went with the old weights
         self.buffer.start_step()
         self.target_version = target_version
-        self.busy_s = 0.0
+        self.busy_s, self._spent_s = self._spent_s, 0.0
         self.drafter.refresh_head(self.target.head)
         if self.runner.version:
             self.runner.refresh_head()
@@ -268,7 +277,7 @@ class SpotTrainer:
         every = self.config.checkpoint_every
         if self.checkpoints is not None and every and self.steps % every == 0:
             self.checkpoints.save(self._state(), self.steps)
-        self.busy_s += time.perf_counter() - begin
+        self._spent_s += time.perf_counter() - begin
         return True
 
     @property

@@ -49,7 +49,8 @@ def test_what_is_written_is_what_was_there_and_nobody_waits(tmp_path, monkeypatc
     assert checkpoints.save(live, 1)
     live["drafter"]["w"].fill_(2.0)
     assert not checkpoints.save(live, 2)  # left out: the disk is not done
-    assert checkpoints.stall_s < 5
+    checkpoints.collect(wait=False)
+    assert checkpoints.stall_s < 5 and checkpoints._thread.is_alive()
     go.set()
     checkpoints.collect()
     step, back = checkpoints.latest()
@@ -173,8 +174,10 @@ def test_training_and_rollout_go_on_while_the_disk_is_full(tmp_path, monkeypatch
         warnings.simplefilter("error")
         for _ in range(4):
             trainer.on_pass(1)
+        trainer.checkpoints._thread.join()
     with pytest.warns(UserWarning, match="drafter checkpoint not written .*No space left"):
         trainer.finish()
+        trainer.close()
     assert trainer.steps == 5 and parts.runner.version > 1 and not list(tmp_path.iterdir())
 
 

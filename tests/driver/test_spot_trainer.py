@@ -159,6 +159,18 @@ def test_weights_reach_the_runner_in_versions_between_passes(parts):
     assert torch.equal(parts.runner.weights["fc"], parts.drafter.fc.weight)
 
 
+def test_time_spent_is_told_when_the_step_is_over(parts):
+    """The metrics of a step are written once the next policy is in."""
+    trainer = parts.trainer()
+    fill(trainer, parts)
+    trainer.on_pass(1)
+    trainer.finish()
+    trainer.start_step(1)
+    assert trainer.metrics()["drafter/busy_s"] > 0
+    trainer.start_step(2)
+    assert trainer.metrics()["drafter/busy_s"] == 0
+
+
 def test_it_trains_only_in_the_tail(parts):
     trainer = parts.trainer(tail_batch=3)
     trainer.on_pass(2)
