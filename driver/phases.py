@@ -6,9 +6,16 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from driver.spans import Spans
 from driver.timeline import Timeline
+
+# Phases of a step, as the records name them; what is left is `other` and `unaccounted`.
+PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "update_drafter")
+# Booked in a step's record but no part of training.
+APART = ("load", "warmup", "eval", "checkpoint", "plots")
 
 
 class Phases:
@@ -70,3 +77,29 @@ class Phases:
         wall = time.perf_counter() - self.started
         covered = sum(self.total.values())
         return {**self.total, "wall": wall, "unaccounted_share": max(0.0, 1 - covered / wall)}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step: each phase, the rest that is booked, and what nothing accounts for."""
+
+    phases: dict[str, float]
+    other: float
+    unaccounted: float
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> StepTimes:
+        """From a line of `metrics.jsonl`."""
+        booked = {
+            name.removeprefix("timing_s/"): value
+            for name, value in record.items()
+            if name.startswith("timing_s/")
+        }
+        step = booked.pop("step") - sum(booked.pop(name, 0.0) for name in APART)
+        phases = {name: booked.pop(name, 0.0) for name in PHASES}
+        other = sum(booked.values())
+        return StepTimes(phases, other, step - other - sum(phases.values()))
+
+    @property
+    def total(self) -> float:
+        return sum(self.phases.values()) + self.other + self.unaccounted

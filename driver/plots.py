@@ -13,6 +13,7 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from driver.phases import PHASES, StepTimes
 from driver.storage import storage_errors
 from driver.strategy import Strategy
 
@@ -28,6 +29,10 @@ RANK_COLORS = {"busy": _BLUE, "idle": "#dfe2e6", "training": _ORANGE, "update": 
 RANK_NAMES = {"busy": "rollout", "idle": "idle", "training": "drafter training", "update": "update"}
 # One hue per kind of strategy, from light (small trees) to dark (large ones).
 _HUES = {"ngram": ("#f2c48d", "#b3540c"), "learned": ("#9cc9ea", "#2459a8")}
+
+
+# Of the phases of a step in their order, and of the rest.
+PHASE_COLORS = ("#2563ab", "#9cc9ea", "#f2c48d", "#d1641b", "#4f9d69", "#7a5ea8", "#c9ccd1")
 
 
 def plot_rewards(records: Records, path: Path) -> None:
@@ -146,6 +151,35 @@ def plot_accept_length(records: Records, path: Path) -> None:
         axes.axhline(1, color=_GREY, linestyle="--", linewidth=1, label="1: drafting is useless")
         axes.set_ylim(bottom=min(0.9, min(values)), top=max(values) * 1.08)
     _finish(figure, axes, path, empty=not values)
+
+
+def plot_step_times(records: Records, path: Path) -> None:
+    """Seconds of each phase of each step, stacked; evaluations and checkpoints are left out.
+
+    Args:
+        records: lines of `metrics.jsonl`.
+        path: the PNG to write.
+
+    Raises:
+        UserError: the file cannot be written.
+
+    Example:
+        >>> plot_step_times([{"step": 1, "timing_s/gen": 2.0, "timing_s/step": 2.5}], Path("t.png"))
+        ... # doctest: +SKIP
+    """
+    figure, axes = _figure("Where a step's time goes", "step", "seconds")
+    timed = [r for r in records if r["step"] > 0 and _present(r, "timing_s/step")]
+    steps, times = [r["step"] for r in timed], [StepTimes.of(r) for r in timed]
+    below = np.zeros(len(steps))
+    for name, color in zip((*PHASES, "other"), PHASE_COLORS, strict=True):
+        rest = name == "other"
+        height = np.array([t.other + t.unaccounted if rest else t.phases[name] for t in times])
+        if height.any():
+            axes.bar(steps, height, bottom=below, width=0.85, color=color, label=name)
+        below += height
+    if timed:
+        axes.set_ylim(top=1.4 * below.max())  # room for the legend
+    _finish(figure, axes, path, empty=not timed)
 
 
 def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]], path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from driver import plots
 from driver.memory import peak_memory_gb
+from driver.phases import PHASES, StepTimes
 from driver.run import Run
 from driver.run_folder import read_jsonl
 
@@ -45,8 +46,26 @@ def summarize(run: Run) -> dict[str, Any]:
         "arms": run.rollout.bandit.metrics(),
         "reprefilled_tokens": sum(r.get("spec/reprefilled_tokens", 0) for r in records),
         "peak_memory_gb": peak_memory_gb(),
+        "tokens_per_s": _throughput(records),
+        "step_s": _step_seconds(records),
         "wall_s": run.phases.summary(),
     }
+
+
+def _throughput(records: list[dict[str, Any]]) -> float | None:
+    """Tokens a second of generation, the median of the steps."""
+    rates = [r["perf/throughput"] for r in records if r["step"] > 0]
+    return statistics.median(rates) if rates else None
+
+
+def _step_seconds(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds of each phase of a step, of what no phase covers, and of the step."""
+    times = [StepTimes.of(r) for r in records if r["step"] > 0]
+    if not times:
+        return {}
+    out = {name: statistics.median(t.phases[name] for t in times) for name in PHASES}
+    out["unaccounted"] = statistics.median(t.unaccounted for t in times)
+    return out | {"step": statistics.median(t.total for t in times)}
 
 
 def _ends(values: list[float]) -> dict[str, float | None]:
@@ -71,6 +90,7 @@ def write_plots(run: Run) -> None:
     folder = run.folder.plots
     plots.plot_rewards(records, folder / "reward.png")
     plots.plot_accept_length(records, folder / "accept_length.png")
+    plots.plot_step_times(records, folder / "step_times.png")
     if run.lengths:  # a run resumed at its end keeps the figures of its last rollout
         plots.plot_lengths(run.lengths, run.config.sampling.max_new_tokens, folder / "lengths.png")
         plots.plot_active(run.trace, folder / "active.png")
@@ -94,6 +114,7 @@ def summary_lines(run: Run) -> list[str]:
         f" {summary['tokens']} tokens in {summary['target_passes']} target passes,"
         f" drafter version {summary['drafter_version']}",
         f"wall {summary['wall_s']['wall']:.0f} s, peak memory {summary['peak_memory_gb']:.2f} GB",
+        *_time_lines(summary["step_s"], summary["wall_s"]),
         "arm (bucket/strategy)          windows   tokens/s",
     ]
     arms = summary["arms"]
@@ -103,6 +124,21 @@ def summary_lines(run: Run) -> list[str]:
             rate = arms[key.removesuffix("pulls") + "reward"]
             lines.append(f"  {name:<28} {arms[key]:>7}   {rate:>8.0f}")
     return [*lines, f"see {run.folder.path}/ (summary.json, metrics.jsonl, plots, samples.txt)"]
+
+
+def _time_lines(step_s: dict[str, float], wall_s: dict[str, float]) -> list[str]:
+    """The table of where the time went: of a step, of the whole run."""
+    wall = wall_s["wall"]
+    lines = ["phase                  s a step    s in all   of wall"]
+    rows = {name: seconds for name, seconds in wall_s.items() if name != "unaccounted_share"}
+    del rows["wall"]
+    rows["unaccounted"] = wall_s["unaccounted_share"] * wall
+    for name, seconds in rows.items():
+        each = f"{step_s[name]:.3f}" if name in step_s else "-"
+        lines.append(f"  {name:<19}{each:>10}{seconds:>12.1f}{seconds / wall:>10.1%}")
+    each = f"{step_s['step']:.3f}" if step_s else "-"
+    lines.append(f"  {'together':<19}{each:>10}{wall:>12.1f}")
+    return lines
 
 
 def _show(value: float | None) -> str:

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from driver.config import Config
+from driver.phases import PHASES, StepTimes
 from driver.run_folder import read_jsonl
 from driver.strategy import parse_strategies
 
-# Phases of a step, as the records name them; what is left is `other` and `unaccounted`.
-PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "update_drafter")
-# Booked in a step's record but no part of training.
-APART = ("load", "warmup", "eval", "checkpoint", "plots")
 NO_DRAFTER = ("drafter.enabled=false", "spot.mode=off")
 TRL = "trl"
 
@@ -50,32 +47,6 @@ def arm_words(config: Config, static: str = "") -> dict[str, list[str]]:
         "frozen": ["spot.mode=off"],
         "full": [],
     }
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one step: each phase, the rest that is booked, and what nothing accounts for."""
-
-    phases: dict[str, float]
-    other: float
-    unaccounted: float
-
-    @staticmethod
-    def of(record: Mapping[str, Any]) -> StepTimes:
-        """From a line of `metrics.jsonl`."""
-        booked = {
-            name.removeprefix("timing_s/"): value
-            for name, value in record.items()
-            if name.startswith("timing_s/")
-        }
-        step = booked.pop("step") - sum(booked.pop(name, 0.0) for name in APART)
-        phases = {name: booked.pop(name, 0.0) for name in PHASES}
-        other = sum(booked.values())
-        return StepTimes(phases, other, step - other - sum(phases.values()))
-
-    @property
-    def total(self) -> float:
-        return sum(self.phases.values()) + self.other + self.unaccounted
 
 
 @dataclass(frozen=True)

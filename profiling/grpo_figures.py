@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from driver.plots import PHASE_COLORS
 from profiling.engine_figures import new_figure
 from profiling.results import RESULTS, TARGETS_CARD
 
@@ -26,7 +27,6 @@ COLORS = {
     "full": "#2563ab",
     "trl": "#b03a48",
 }
-PARTS = ("#2563ab", "#9cc9ea", "#f2c48d", "#d1641b", "#4f9d69", "#7a5ea8", "#c9ccd1")
 
 Curves = Mapping[str, Mapping[str, Mapping[str, Any]]]  # arm -> seed -> what is drawn
 
@@ -64,7 +64,7 @@ def plot_parts(curves: Curves, path: Path) -> None:
     names = list(next(iter(next(iter(curves.values())).values()))["parts"])
     arms = list(curves)
     left = np.zeros(len(arms))
-    for name, color in zip(names, PARTS, strict=True):
+    for name, color in zip(names, PHASE_COLORS, strict=True):
         width = np.array(
             [np.mean([run["parts"][name] for run in curves[arm].values()]) for arm in arms]
         )

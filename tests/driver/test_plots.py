@@ -14,6 +14,10 @@ RECORDS = [
     for step in range(1, 9)
 ]
 PASSES = [(0.0, 8, "off"), (1.0, 4, "ngram:4,1,5"), (1.5, 2, "learned:8,4,32"), (2.0, 0, "off")]
+TIMES = [
+    {"step": step, "timing_s/gen": 2.0 / step, "timing_s/update_actor": 0.5, "timing_s/step": 3.0}
+    for step in range(1, 9)
+]
 RANKS = {
     "0": [(0.0, "busy"), (1.0, "training"), (3.0, "update"), (3.5, "busy")],
     "1": [(0.0, "busy"), (3.0, "update"), (3.5, "busy")],
@@ -36,6 +40,7 @@ def count(image, color):
     [
         (plots.plot_rewards, (RECORDS,), ([],)),
         (plots.plot_accept_length, (RECORDS,), ([{"step": 0}],)),
+        (plots.plot_step_times, (TIMES,), ([{"step": 0}],)),
         (plots.plot_lengths, ([3, 5, 40, 64], 64), ([], 64)),
         (plots.plot_active, (PASSES,), ([],)),
         (plots.plot_ranks, (RANKS,), ({"0": [(0.0, "busy")]},)),

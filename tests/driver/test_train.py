@@ -1,6 +1,7 @@
 """The whole loop on a very small model: it runs, resumes to the same tokens, leaves records."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 
 from driver.collector import Collector
 from driver.config import load_config
+from driver.phases import PHASES
 from driver.progress import Progress
 from driver.run_folder import read_jsonl
+from driver.summary import summary_lines
 from driver.train import train
 
 REWARDS = Collector.rewards
@@ -109,7 +112,13 @@ def test_a_run_leaves_its_records(unbroken):
     rollouts = read_jsonl(folder / "rollouts.jsonl")
     assert [r["step"] for r in rollouts] == [1, 2, 3, 4, 5]
     assert all(len(r["lengths"]) == 12 and r["active"][-1][1] == 0 for r in rollouts)
-    for name in ("reward", "accept_length", "lengths", "active"):
+    step_s = summary["step_s"]
+    assert summary["tokens_per_s"] > 0 and step_s["unaccounted"] < 0.1 * step_s["step"]
+    assert sum(step_s[name] for name in PHASES) == pytest.approx(step_s["step"], rel=0.3)
+    table = "\n".join(summary_lines(unbroken))
+    for part in ("gen", "update_actor", "warmup", "unaccounted", "together"):
+        assert re.search(rf"^  {part} +[-\d.]+ +\d+\.\d", table, flags=re.M), part
+    for name in ("reward", "accept_length", "lengths", "active", "step_times"):
         assert (folder / "plots" / f"{name}.png").stat().st_size > 5000
     record = read_jsonl(folder / "metrics.jsonl")[-1]
     for key in (

@@ -7,13 +7,12 @@ import pytest
 
 from driver.config import load_config
 from driver.errors import UserError
+from driver.phases import PHASES, StepTimes
 from profiling import grpo_figures, trl_arm
 from profiling.bench import Bench, main
 from profiling.benches import grpo
 from profiling.grpo_arms import (
-    PHASES,
     ArmRun,
-    StepTimes,
     against_off,
     arm_words,
     curves,
