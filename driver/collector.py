@@ -242,12 +242,18 @@ class Collector:
             submitted: whether the reward workers have them already.
         """
         if submitted and self.workers is not None:
-            return check_rewards(self.workers.collect(len(responses)), len(responses))
+            return self._checked(self.workers.collect(len(responses)), len(responses))
         each = len(responses) // max(1, len(prompts))
         values = [
             self.task.reward(prompts[i // each], self.text(r)) for i, r in enumerate(responses)
         ]
-        return check_rewards(values, len(responses))
+        return self._checked(values, len(responses))
+
+    def _checked(self, values: Sequence[float], count: int) -> list[float]:
+        try:
+            return check_rewards(values, count)
+        except ValueError as error:
+            raise UserError(f"task {self.task.name}: {error}") from error
 
     def evaluate(self, count: int) -> float:
         """Mean reward of one response to each of the first prompts of the eval split.

@@ -34,6 +34,7 @@ STATE_WORDS = 128  # 32-bit words of a request in the engine's state, besides it
 # Float arrays of a chunk of logits that are alive at once: logits, log-probs, and three of the
 # entropy's.
 CHUNK_ARRAYS = 5
+CONTEXT, GRAPHS = "CUDA context", "graphs"
 CONTEXT_BYTES = 600 << 20  # a CUDA context with its libraries' workspaces: no tensor of ours
 
 
@@ -96,6 +97,11 @@ class Footprint:
         return sum(self.always.values()) + sum(self.phases[self.largest].values())
 
     @property
+    def torch_peak(self) -> int:
+        """The same without what torch does not count: the context and the graphs' executables."""
+        return self.peak - sum(self.always.get(part, 0) for part in (CONTEXT, GRAPHS))
+
+    @property
     def largest(self) -> str:
         """The phase that decides the peak."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
@@ -121,7 +127,7 @@ def footprint(config: Config, policy: PreTrainedModel, prompt_len: int) -> Footp
     always = _policy_parts(config, policy) | _engine_parts(config, policy, spec, prompt_len)
     on_card = config.run.device != "cpu"
     if on_card:
-        always["CUDA context"] = CONTEXT_BYTES
+        always[CONTEXT] = CONTEXT_BYTES
     numbers = sum(p.numel() for p in policy.parameters())
     tokens, longest = row_tokens(config, prompt_len), prompt_len + config.sampling.max_new_tokens
     gradients = {"gradients": FLOAT * numbers}
@@ -265,7 +271,7 @@ def _engine_parts(
         plan = BucketPlan(
             *limits, arms, config.bandit.buckets, target.max_rows, cost, engine.graph_mib << 20
         )
-        parts["graphs"] = plan.predicted_bytes
+        parts[GRAPHS] = plan.predicted_bytes
     return parts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from driver import plots
-from driver.memory import peak_memory_gb
+from driver.memory import CARD_MEMORY, peak_memory_gb
 from driver.phases import PHASES, StepTimes
 from driver.run import Run
 from driver.run_folder import read_jsonl
@@ -46,6 +46,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "arms": run.rollout.bandit.metrics(),
         "reprefilled_tokens": sum(r.get("spec/reprefilled_tokens", 0) for r in records),
         "peak_memory_gb": peak_memory_gb(),
+        "card_memory_gb": max((r[CARD_MEMORY] for r in records if CARD_MEMORY in r), default=None),
         "tokens_per_s": _throughput(records),
         "step_s": _step_seconds(records),
         "wall_s": run.phases.summary(),
@@ -113,7 +114,8 @@ def summary_lines(run: Run) -> list[str]:
         f"accept length {_show(accept['first_mean'])} -> {_show(accept['last_mean'])},"
         f" {summary['tokens']} tokens in {summary['target_passes']} target passes,"
         f" drafter version {summary['drafter_version']}",
-        f"wall {summary['wall_s']['wall']:.0f} s, peak memory {summary['peak_memory_gb']:.2f} GB",
+        f"wall {summary['wall_s']['wall']:.0f} s, peak memory {summary['peak_memory_gb']:.2f} GB,"
+        f" of the card {_show(summary['card_memory_gb'])} GB",
         *_time_lines(summary["step_s"], summary["wall_s"]),
         "arm (bucket/strategy)          windows   tokens/s",
     ]

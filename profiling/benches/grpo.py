@@ -17,10 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from driver.config import load_config
+from driver.dry_run import prompt_tokens, shape_folder
+from driver.footprint import empty_policy, footprint
+from driver.memory import CARD_MEMORY
 from driver.warm import warm_start
 from profiling.bench import Bench, say
 from profiling.grpo_arms import (
@@ -76,7 +79,12 @@ def run(bench: Bench) -> None:
     if not chosen.merge:
         make_runs(jobs, words, known, chosen)
     runs = [ArmRun.read(arm, seed, folder_of(chosen.runs, arm, seed)) for arm, seed in jobs]
-    merge(bench, [run for run in runs if run is not None])
+    found = [run for run in runs if run is not None]
+    memory = {
+        (run.arm, run.seed): memory_of(run, folder_of(chosen.runs, run.arm, run.seed))
+        for run in found
+    }
+    merge(bench, found, memory)
 
 
 def folder_of(runs: Path, arm: str, seed: int) -> Path:
@@ -151,8 +159,27 @@ def ended(command: list[str], seconds: float) -> bool:
     return True
 
 
-def merge(bench: Bench, runs: list[ArmRun]) -> None:
-    """A row for each run, ratios to plain decoding with the same seed, the targets."""
+def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:
+    """Peak memory of the card in a run, as torch counts it, and as a dry run predicts it."""
+    peaks = [record[CARD_MEMORY] for record in run.records if CARD_MEMORY in record]
+    if not peaks:
+        return {}
+    config = load_config([f"preset={folder / 'config.yaml'}"])
+    shape = shape_folder(config)
+    parts = footprint(config, empty_policy(config, shape), prompt_tokens(config, shape))
+    return {"peak_gb": round(max(peaks), 3), "predicted_gb": round(parts.torch_peak / 1e9, 3)}
+
+
+def merge(
+    bench: Bench, runs: list[ArmRun], memory: Mapping[tuple[str, int], dict[str, float]]
+) -> None:
+    """A row for each run, ratios to plain decoding with the same seed, the targets.
+
+    Args:
+        bench: takes them.
+        runs: what is there.
+        memory: of each run by arm and seed.
+    """
     off = {run.seed: run for run in runs if run.arm == "off"}
     ratios = {}
     for run in runs:
@@ -160,6 +187,7 @@ def merge(bench: Bench, runs: list[ArmRun]) -> None:
         if run.seed in off and run.arm != TRL:
             ratios[run.arm, run.seed] = found = against_off(run, off[run.seed])
         median = statistics.median(t.total for t in run.times)
+        found = {**found, **memory[run.arm, run.seed]}
         bench.add_row(f"{run.arm} seed {run.seed}", 1e6 * median, **run.row(), **found)
     bench.files["curves"] = curves(runs)
     full = [run for run in runs if run.arm == "full"]

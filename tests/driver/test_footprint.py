@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from driver import tiny
 from driver.assemble import build_rollout, load_policy, spec_of
 from driver.config import load_config
+from driver.dry_run import prompt_tokens
 from driver.footprint import (
     empty_policy,
     footprint,
@@ -17,11 +19,50 @@ from driver.footprint import (
 )
 from driver.micro_batch import build_micro_batch
 from driver.policy_trainer import PolicyTrainer
+from driver.progress import Progress
 from driver.rollout.request import Request, Response, SamplingParams
 from driver.sections import GrpoConfig
+from driver.train import train
+from tests import kit
 from tests.driver.hugging_face import FAMILIES
 
 PROMPT = 6
+# Published shapes.
+SMOLLM2 = {
+    "family": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+QWEN2_HALF_B = {
+    "family": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+CARD_WORDS = [
+    "run.device=cuda",
+    "run.steps=2",
+    "run.eval_prompts=0",
+    "run.checkpoint_every=0",
+    "model.dtype=bfloat16",
+    "warmup.steps=0",
+    "sampling.max_new_tokens=500",
+    "grpo.prompts_per_step=8",
+    "grpo.samples_per_prompt=8",
+    "grpo.micro_batch_tokens=16384",
+    "drafter.draft_vocab=1024",
+]
 WORDS = [
     "model.hidden_size=64",
     "model.num_layers=3",
@@ -178,3 +219,21 @@ def test_packed_rows_are_as_long_as_the_longest_response_at_least():
 def test_a_storage_counts_once():
     x = torch.zeros(8)
     assert held_bytes({"x": x}, [x[2:], x.view(2, 4)], 3, None) == 32
+
+
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.parametrize("shape", [SMOLLM2, QWEN2_HALF_B], ids=["smollm2", "qwen2-0.5b"])
+def test_peak_of_a_card_is_within_a_tenth(shape, tmp_path):
+    """Random weights never end a response, so every row of the update is full."""
+    config, model = FAMILIES[shape["family"]]
+    folder = tmp_path / "model"
+    sizes = {name: size for name, size in shape.items() if name != "family"}
+    model(config(**sizes)).bfloat16().save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
+    run = load_config([*CARD_WORDS, f"model.path={folder}", f"run.root={tmp_path}"])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    train(run, Progress(2))
+    predicted = footprint(run, empty_policy(run, folder), prompt_tokens(run, folder))
+    assert predicted.torch_peak == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)

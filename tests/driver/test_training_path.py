@@ -12,6 +12,7 @@ import torch
 from driver import tiny
 from driver.collector import Collector
 from driver.config import load_config
+from driver.errors import UserError
 from driver.progress import Progress
 from driver.rollout.request import Request, SamplingParams
 from driver.run import Run
@@ -211,7 +212,8 @@ def test_rewards_that_are_no_numbers_stop_the_step_fault_51(start, monkeypatch, 
     run = start()
     monkeypatch.undo()  # the real rewards
     monkeypatch.setattr(run.task, "reward", lambda prompt, text: value)
-    with pytest.raises(ValueError, match=rf"rewards\[0\]: wanted a finite number, {message}"):
+    wanted = rf"task sums: rewards\[0\]: wanted a finite number, {message}"
+    with pytest.raises(UserError, match=wanted):
         run.gather()
 
 

@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from driver.config import load_config
+from driver.config import load_config, to_yaml
 from driver.errors import UserError
+from driver.memory import CARD_MEMORY
 from driver.phases import PHASES, StepTimes
 from profiling import grpo_figures, trl_arm
 from profiling.bench import Bench, main
@@ -143,6 +144,15 @@ def test_arms_run_resume_and_merge(runs, monkeypatch):
     assert bench("--arms=off,full", "--seeds=0", "--steps=3", "--merge").rows == result.rows
 
 
+def test_memory_stands_beside_its_prediction(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(load_config(WORDS)))
+    lines = [record(i, 1.0, 1.0, 2.0, **{CARD_MEMORY: i / 8}) for i in (1, 2)]
+    got = grpo.memory_of(arm_run("full", lines), tmp_path)
+    assert got["peak_gb"] == 0.25 and 0.02 < got["predicted_gb"] < 0.1
+    assert grpo.memory_of(arm_run("full", [record(1, 1.0, 1.0, 2.0)]), tmp_path) == {}
+
+
 def test_time_that_is_up_ends_the_runs(runs):
     bench, result = runs
     assert bench("--arms=off", "--seeds=0", "--steps=9", "--seconds=0").rows == result.rows[:1]
@@ -172,7 +182,7 @@ def test_peer_over_ours_is_by_token():
     ours = arm_run("full", [record(1, 1.0, 1.0, 2.0)], [[10, 10]])
     peer = arm_run("trl", [record(1, 9.0, 1.0, 10.0)], [[5, 5]])
     bench = Bench("grpo", math.nan)
-    grpo.merge(bench, [ours, peer])
+    grpo.merge(bench, [ours, peer], {("full", 0): {}, ("trl", 0): {}})
     assert bench.got["over_trl_hf_x"] == 10.0
     assert set(curves([ours, peer])) == {"full", "trl"}
 
