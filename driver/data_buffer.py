@@ -143,6 +143,15 @@ class DataBuffer:
             held = [d.features.nbytes for d in self.fresh + self.kept if not d.spilled]
             return {"device": sum(held), "host": self._host.rows.nbytes if self._host else 0}
 
+    def reserve(self, like: Tensor) -> None:
+        """Makes the ring in host memory, once; pinning much of it takes seconds.
+
+        Args:
+            like: features of a document, of any length.
+        """
+        if self.spill and self._host is None:
+            self._host = HostRing(self.spill, like)
+
     def add(self, document: Document) -> None:
         """Stores a document; one without a training entry, or too long to hold, teaches nothing."""
         if document.entries < 1:
@@ -168,8 +177,8 @@ class DataBuffer:
             documents.remove(victim)
             self.dropped += 1
             return
-        if self._host is None:
-            self._host = HostRing(self.spill, victim.features)
+        self.reserve(victim.features)
+        assert self._host is not None
         for gone in self._host.overwritten(len(victim.features)):
             for held in (self.fresh, self.kept):
                 if gone in held:

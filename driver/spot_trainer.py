@@ -66,6 +66,8 @@ class SpotTrainer:
         self.drafter, self.runner, self.target, self.cache = drafter, runner, target, cache
         self.config, self.decode = config, decode
         self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed, config.spill_tokens)
+        if cache.features is not None:
+            self.buffer.reserve(cache.features.flatten(0, 1))
         self.bin = Bin(config.tokens_per_step, target, drafter_config.rejected_weight)
         objective = Objective(drafter_config.loss, drafter_config.feature_loss)
         self.step = DraftStep(
