@@ -117,6 +117,7 @@ def runs(tmp_path_factory):
         grpo.run(out)
         return out
 
+    bench.folder = root / "grpo"
     bench("--arms=full", "--seeds=0", "--steps=1")
     return bench, bench("--arms=off,full", "--seeds=0", "--steps=2")
 
@@ -142,6 +143,20 @@ def test_arms_run_resume_and_merge(runs, monkeypatch):
     assert [command[2] for command in commands] == ["driver.warm"]
     assert again.rows == result.rows
     assert bench("--arms=off,full", "--seeds=0", "--steps=3", "--merge").rows == result.rows
+
+
+def test_the_command_writes_the_result(runs, tmp_path, monkeypatch):
+    bench, _ = runs
+    monkeypatch.setattr(grpo, "NEEDS_CUDA", False, raising=False)
+    options = ["--arms", "off,full", "--seeds", "0", "--merge", "--runs", str(bench.folder)]
+    assert main(["grpo", *options, "--out", str(tmp_path), "--set", "preset=tiny"]) == 0
+    result = json.loads((tmp_path / "cpu" / "grpo.json").read_text())
+    assert result["meta"]["command"].startswith("python -m profiling.bench grpo --set preset=tiny")
+    assert " ".join(options) in result["meta"]["command"]
+    got = {target["name"]: target["got"] for target in result["targets"]}
+    assert got["identical_reward_steps"] == 2 and got["over_trl_hf_x"] is None
+    written = json.loads((tmp_path / "cpu" / "grpo-curves.json").read_text())
+    assert len(written["full"]["0"]["reward"]) == 2
 
 
 def test_memory_stands_beside_its_prediction(tmp_path):
