@@ -1,8 +1,8 @@
 """The predicted memory of a run against what small models on the CPU really hold."""
 
-from itertools import gc
+import gc
+from itertools import accumulate
 
-import accumulate
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
