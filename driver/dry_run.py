@@ -1,9 +1,9 @@
 """`python -m driver.train --dry-run key=value ...`: what a run would take, before it takes it.
 
-Memory by part (`driver.footprint`), the time of a step by phase from bytes and FLOPs over what the
-machine can do at most, and a refusal where the memory does not suffice. `model.path=` may be a
-folder with nothing but a `config.json`. Further words: `memory_gb=` (of the card; default is the
-one that is there), `prompt_tokens=` (of the longest prompt, where there is no tokenizer) and
+Memory by part (`driver.footprint`), the time of a step by phase from bytes, FLOPs and launches over
+what the machine can do at most, and a refusal where the memory does not suffice. `model.path=` may
+be a folder with nothing but a `config.json`. Further words: `memory_gb=` (of the card; default is
+the one that is there), `prompt_tokens=` (of the longest prompt, where there is no tokenizer) and
 `mean_tokens=` (of a response).
 """
 
@@ -26,6 +26,8 @@ from driver.config import Config, load_config
 from driver.drafter import DraftSpec
 from driver.errors import UserError
 from driver.footprint import FLOAT, Footprint, empty_policy, footprint, held_bytes, table
+from driver.rollout.plan import GraphCost
+from driver.strategy import OFF
 from driver.tasks import make_task
 from driver.weights import resolve_model
 
@@ -50,12 +52,13 @@ class Ceilings:
 
     bytes_per_s: float
     flops_per_s: float
+    launch_s: float  # of one of many small kernels that wait for each other, in a graph
     source: str
 
 
 STATED = {
-    "cuda": Ceilings(3.0e12, 6.0e14, "stated for an H100: 3.0 TB/s, 600 TFLOP/s in bfloat16"),
-    "cpu": Ceilings(2.0e10, 1.0e11, "stated for two cores: 20 GB/s, 0.1 TFLOP/s"),
+    "cuda": Ceilings(3.0e12, 6.0e14, 1.3e-6, "stated for an H100: 3.0 TB/s, 600 TFLOP/s, 1.3 us"),
+    "cpu": Ceilings(2.0e10, 1.0e11, 0.0, "stated for two cores: 20 GB/s, 0.1 TFLOP/s"),
 }
 
 
@@ -152,24 +155,33 @@ def prompt_tokens(config: Config, folder: Path | None) -> int:
 
 
 def ceilings(config: Config) -> Ceilings:
-    """What this machine can do: its copy bandwidth as a benchmark measured it, else as stated."""
-    stated = STATED["cpu" if config.run.device == "cpu" else "cuda"]
+    """What this machine can do, as benchmarks measured it; what they did not, as stated."""
     if config.run.device == "cpu":
-        return stated
+        return STATED["cpu"]
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    for path in sorted(RESULTS.glob("*/layers.json")):
-        meta = json.loads(path.read_text())["meta"]
-        if "copy_gb_per_s" in meta and here in (None, meta["card"]):
-            measured = meta["copy_gb_per_s"]
-            source = f"copy of {measured:.0f} GB/s measured on {meta['card']}, 600 TFLOP/s stated"
-            return Ceilings(measured * 1e9, stated.flops_per_s, source)
-    return stated
+    found, limits = [], STATED["cuda"]
+    for path in sorted(RESULTS.glob("*/l[ao]*.json")):  # of layers, of loop
+        result = json.loads(path.read_text())
+        meta, rows = result["meta"], result["rows"]
+        if here not in (None, meta["card"]):
+            continue
+        if path.stem == "layers" and "copy_gb_per_s" in meta:
+            limits = replace(limits, bytes_per_s=meta["copy_gb_per_s"] * 1e9)
+            found.append(f"copy of {meta['copy_gb_per_s']:.0f} GB/s")
+        if path.stem == "loop":
+            us = {row["case"]: row["median_us"] for row in rows if "median_us" in row}
+            each = (us["loop of 300 kernels b1"] - us["loop of 30 kernels b1"]) / 270
+            limits = replace(limits, launch_s=each * 1e-6)
+            found.append(f"{each:.2f} us a kernel")
+    if found:
+        limits = replace(limits, source=f"measured: {', '.join(found)}; else {limits.source}")
+    return limits
 
 
 def step_seconds(
     config: Config, policy: PreTrainedModel, prompt_len: int, mean: int, limits: Ceilings
 ) -> dict[str, float]:
-    """Seconds of a step by phase: the larger of bytes and FLOPs over the ceilings.
+    """Seconds of a step by phase: the largest of bytes, FLOPs and launches over the ceilings.
 
     Args:
         config: of the run.
@@ -225,6 +237,7 @@ def rollout_seconds(
     responses = config.grpo.prompts_per_step * config.grpo.samples_per_prompt
     lengths = tail_lengths(responses, mean, config.sampling.max_new_tokens)
     seconds = 2 * matrix * config.grpo.prompts_per_step * prompt_len / limits.flops_per_s
+    launches = limits.launch_s * GraphCost(spec.num_layers).nodes(OFF)
     running = list(lengths[: config.engine.max_batch])  # the pass at which each ends
     heapq.heapify(running)
     waiting, now = list(lengths[config.engine.max_batch :]), 0
@@ -232,7 +245,8 @@ def rollout_seconds(
         end, active = heapq.heappop(running), len(running) + 1
         context = active * (prompt_len + min(end, mean))
         read = matrix * size + context * each
-        one = max(read / limits.bytes_per_s, 2 * active * matrix / limits.flops_per_s)
+        flops = 2 * active * matrix
+        one = max(read / limits.bytes_per_s, flops / limits.flops_per_s, launches)
         seconds += (end - now) * one
         now = end
         if waiting:

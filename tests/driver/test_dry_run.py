@@ -94,17 +94,42 @@ def test_seconds_follow_bytes_and_flops():
     config = load_config(["engine.max_batch=256"])
     policy = empty_policy(config, None)
     numbers = sum(p.numel() for p in policy.parameters())
-    slow = dry_run.Ceilings(1e9, 1e12, "")
+    slow = dry_run.Ceilings(1e9, 1e12, 0.0, "")
     seconds = dry_run.step_seconds(config, policy, 10, 48, slow)
     # A step's policy is read and written once.
     assert seconds["update_weights"] == pytest.approx(2 * 4 * numbers / 1e9, rel=1e-3)
     tokens = 256 * 58
     attention = 4 * 3 * 4 * 64 * 58 / 2
     assert seconds["old_log_prob"] == pytest.approx(tokens * (2 * numbers + attention) / 1e12)
-    twice = dry_run.step_seconds(config, policy, 10, 48, dry_run.Ceilings(5e8, 5e11, ""))
+    twice = dry_run.step_seconds(config, policy, 10, 48, dry_run.Ceilings(5e8, 5e11, 0.0, ""))
     assert sum(twice.values()) == pytest.approx(2 * sum(seconds.values()))
     # The tail: as many passes as the longest response has tokens, each reads the weights.
     assert seconds["gen"] > max(dry_run.tail_lengths(256, 48, 192)) * 4 * numbers / 1e9
+
+
+def test_a_small_model_is_bound_by_its_launches():
+    config = load_config([])
+    policy = empty_policy(config, None)
+    limits = dry_run.Ceilings(1e15, 1e18, 1e-3, "")
+    passes = max(dry_run.tail_lengths(256, 48, 192)) * 2  # 256 responses, 128 at once
+    seconds = dry_run.step_seconds(config, policy, 10, 48, limits)["gen"]
+    assert 0.4 * passes < seconds / (1e-3 * (6 * 3 + 7)) <= passes
+
+
+def test_ceilings_are_those_of_results(monkeypatch, tmp_path):
+    config = load_config(["run.device=cuda"])
+    monkeypatch.setattr(dry_run, "RESULTS", tmp_path)
+    monkeypatch.setattr(dry_run.torch.cuda, "is_available", lambda: False)
+    assert dry_run.ceilings(config) == dry_run.STATED["cuda"]
+    folder = tmp_path / "card"
+    folder.mkdir()
+    layers = {"meta": {"card": "X", "copy_gb_per_s": 1234.5}, "rows": []}
+    rows = [{"case": f"loop of {n} kernels b1", "median_us": 10.0 + 2 * n} for n in (30, 300)]
+    (folder / "layers.json").write_text(json.dumps(layers))
+    (folder / "loop.json").write_text(json.dumps({"meta": {"card": "X"}, "rows": rows}))
+    got = dry_run.ceilings(config)
+    assert (got.bytes_per_s, got.launch_s) == (1234.5e9, pytest.approx(2e-6))
+    assert got.source.startswith("measured: copy of 1234 GB/s, 2.00 us a kernel; else stated")
 
 
 def test_lengths_have_the_mean_that_was_asked_for_and_a_tail():
@@ -117,6 +142,6 @@ def test_lengths_have_the_mean_that_was_asked_for_and_a_tail():
 def test_requests_beyond_the_batch_wait():
     small, large = load_config(["engine.max_batch=8"]), load_config(["engine.max_batch=256"])
     policy = empty_policy(small, None)
-    limits = dry_run.Ceilings(1e9, 1e15, "")
+    limits = dry_run.Ceilings(1e9, 1e15, 0.0, "")
     few, all_ = (dry_run.step_seconds(c, policy, 10, 48, limits)["gen"] for c in (small, large))
     assert few > 3 * all_
