@@ -75,7 +75,8 @@ class Collector:
         self.rank_seconds: list[float] = []  # of each rank, in the step's rollouts and rewards
         # Of each rank, (wall clock, what it does from then on) since the run began.
         self.rank_states: list[list[tuple[float, str]]] = []
-        self._lengths: dict[str, float] = {}  # prompt id -> mean length of its last responses
+        # Text of a prompt -> mean length of its last responses; its id is new in each epoch.
+        self._lengths: dict[str, float] = {}
 
     def gather(self, step: int) -> Experience:
         """The rollouts and rewards of a step.
@@ -156,7 +157,7 @@ class Collector:
     def _shares(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Indices of the prompts of each rank, by how long their responses were last time."""
         usual = fmean(self._lengths.values()) if self._lengths else 1.0
-        expected = [self._lengths.get(prompt.id, usual) for prompt in prompts]
+        expected = [self._lengths.get(prompt.text, usual) for prompt in prompts]
         if len(prompts) < self.world.size:  # a refill: the last ranks have nothing to do
             few = split_by_length(expected, len(prompts))
             return few + [[] for _ in range(self.world.size - len(prompts))]
@@ -187,7 +188,7 @@ class Collector:
             whole.responses.extend(parts[rank][0][siblings])
             whole.rewards.extend(parts[rank][1][siblings])
             lengths = [len(r.token_ids) for r in parts[rank][0][siblings]]
-            self._lengths[prompt.id] = fmean(lengths)
+            self._lengths[prompt.text] = fmean(lengths)
         return whole
 
     def roll_out(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[Response]:

@@ -125,6 +125,12 @@ class DraftCheckpoints:
                 stacklevel=2,
             )
 
+    def clear(self) -> None:
+        """Removes what an earlier run left that is not gone on with."""
+        with storage_errors(self.folder):
+            for _, path in self._whole():
+                path.unlink()
+
     def latest(self) -> tuple[int, dict[str, Any]] | None:
         """Step and state of the newest checkpoint that can be read.
 

@@ -104,7 +104,11 @@ def read_words(argv: Sequence[str]) -> tuple[Words, Config]:
     """A dry run's own words, and the configuration that the others make."""
     own = {field.name for field in fields(Words)}
     mine = [word for word in argv if word.partition("=")[0] in own]
-    return read_options(Words, mine), load_config([word for word in argv if word not in mine])
+    words = read_options(Words, mine)
+    for name, value in asdict(words).items():
+        if not 0 <= value < math.inf:
+            raise UserError(f"{name}: wanted a number from 0 on, got {value}")
+    return words, load_config([word for word in argv if word not in mine])
 
 
 def check_fits(parts: Footprint, limit_gb: float) -> None:

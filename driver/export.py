@@ -35,6 +35,7 @@ from driver.strategy import Strategy
 from driver.tasks import make_task
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+KIND = "LlamaForCausalLMEagle3"
 
 
 @dataclass
@@ -106,7 +107,7 @@ def drafter_config(
         rope.setdefault("rope_scaling", parameters)
     ends = {k: target[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in target}
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [KIND],
         "model_type": "llama",
         "attention_bias": False,
         "draft_vocab_size": shape.draft_vocab,
@@ -208,7 +209,7 @@ def check_drafter(folder: Path, target: ModelSpec | None = None) -> list[str]:
 
 def _config_problems(config: Mapping[str, Any], target: ModelSpec | None) -> list[str]:
     fixed = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [KIND],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "attention_bias": False,
@@ -312,6 +313,14 @@ class _Bench:
         return [response.token_ids for response in responses]
 
 
+def check_out(folder: Path) -> None:
+    """Refuses a folder with anything but an earlier export, such as a checkpoint with weights."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    ours = names <= {WEIGHTS, CONFIG, CARD} and CONFIG in names
+    if names and not (ours and read_json(folder / CONFIG).get("architectures") == [KIND]):
+        raise UserError(f"out={folder}: holds other files; choose an empty or a new folder")
+
+
 def run_config(checkpoint: Path, options: Options) -> Config:
     """The configuration of the checkpoint's run, with one strategy and the device asked for."""
     recorded = checkpoint.parent.parent / "config.yaml"
@@ -363,13 +372,14 @@ def main(argv: Sequence[str]) -> None:
     if Strategy.parse(options.strategy).kind != "learned":
         raise UserError(f"strategy={options.strategy}: wanted learned:depth,top_k,num_verify")
     checkpoint, out = Path(options.drafter).expanduser(), Path(options.out).expanduser()
-    saved = Checkpoint(checkpoint, 0).state("spot")
+    check_out(out)
+    saved = Checkpoint(checkpoint, 0).state("spot") if checkpoint.is_dir() else None
     if saved is None or not saved["version"]:
-        raise UserError(f"drafter={checkpoint}: the run trained no drafter")
+        raise UserError(f"drafter={checkpoint}: wanted a checkpoint with a trained drafter")
+    run, spec = run_config(checkpoint, options), ModelSpec.from_folder(checkpoint)
+    make_task(**asdict(replace(run.task, name=options.unseen)))  # if mistyped, says so now
     state, target = saved["drafter"], read_json(checkpoint / CONFIG)
-    spec = ModelSpec.from_folder(checkpoint)
     middle, size = len(state["midlayer.mlp.gate_proj.weight"]), len(state["d2t"])
-    run = run_config(checkpoint, options)
     shape = DraftSpec.of(spec, middle, size)
     layers = run.drafter.feature_layers or default_feature_layers(spec.num_layers)
     config = drafter_config(shape, target, layers, getattr(torch, run.model.dtype))

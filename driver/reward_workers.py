@@ -7,9 +7,11 @@ these ends in one line that names the sample, or counts the sample as 0, as conf
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 import warnings
 from collections import deque
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -124,7 +126,13 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.pipe, child = context.Pipe()
         self.process = context.Process(target=_serve, args=(child, task), daemon=True)
-        self.process.start()
+        # Ctrl-C reaches the whole group: it is the run's, and a worker inherits what is blocked.
+        resource_tracker.ensure_running()  # its own start would unblock it
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         child.close()
         self.job: Job | None = None
         self.deadline = 0.0

@@ -165,6 +165,8 @@ class Run:
             if saved is not None:
                 run._restore(saved)
             else:
+                if rollout.spot is not None and rollout.spot.checkpoints is not None:
+                    rollout.spot.checkpoints.clear()  # of a start that got to no checkpoint
                 adopt_drafter(rollout.spot, drafter_state(source), note)
         return run
 
@@ -314,9 +316,14 @@ def _for_rank(config: Config, world: World) -> Config:
     """The configuration with what follows from the number of ranks.
 
     Raises:
-        UserError: more ranks than prompts.
+        UserError: more ranks than prompts, or a mode that needs several.
     """
     if world.size == 1:
+        if config.spot.mode == "coordinated":
+            raise UserError(
+                "spot.mode=coordinated: wanted several ranks, got one; start them with torchrun, or"
+                " choose serial, overlapped or auto"
+            )
         return config
     if world.size > config.grpo.prompts_per_step:
         raise UserError(

@@ -54,6 +54,8 @@ class World:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return World(device=device)
+        if not {"RANK", "LOCAL_RANK"} <= os.environ.keys():  # a job manager may set the size alone
+            raise UserError(f"WORLD_SIZE={size}, but no RANK and LOCAL_RANK: start with torchrun")
         rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if device.startswith("cuda"):
             if local >= torch.cuda.device_count():

@@ -101,6 +101,11 @@ class RolloutEngine:
         if config.graphs == "false" or device.type == "cpu":
             if config.graphs == "true":
                 raise UserError("engine.graphs=true: CUDA graphs need run.device=cuda")
+            if config.loop == "true":
+                raise UserError(
+                    "engine.loop=true: there are no graphs to loop in; it needs run.device=cuda"
+                    " without engine.graphs=false"
+                )
             return None
         loops = tlt_ext.GraphPool.supports_loop(device.index or 0)
         if config.loop == "true" and not loops:

@@ -36,6 +36,19 @@ def test_what_was_saved_comes_back_and_old_files_go(tmp_path):
     assert names == ["step-00000016.pt", "step-00000024.pt"]
 
 
+def test_what_an_earlier_start_left_does_not_outlive_what_is_new(tmp_path):
+    """A run that starts over counts from 0 again: old files would be taken for the newest."""
+    checkpoints = DraftCheckpoints(tmp_path / "drafter", keep=2)
+    checkpoints.clear()  # nothing there yet
+    for step in (80, 88):
+        assert checkpoints.save(state(step), step)
+        checkpoints.collect()
+    checkpoints.clear()
+    assert checkpoints.save(state(8.0), 8)
+    checkpoints.collect()
+    assert checkpoints.latest()[0] == 8
+
+
 def test_what_is_written_is_what_was_there_and_nobody_waits(tmp_path, monkeypatch):
     """The disk is slow; training changes the weights meanwhile and asks again."""
     go, whole = threading.Event(), torch.save

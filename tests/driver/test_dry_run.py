@@ -81,6 +81,9 @@ def test_a_whole_checkpoint_is_measured_by_its_own_tokenizer(tmp_path):
     ("words", "message"),
     [
         (["memory_gb=much"], "memory_gb: wanted float, got 'much'"),
+        (["mean_tokens=-5"], "mean_tokens: wanted a number from 0 on, got -5"),
+        (["prompt_tokens=-5"], "prompt_tokens: wanted a number from 0 on"),
+        (["memory_gb=.inf"], "memory_gb: wanted a number from 0 on, got inf"),
         (["run.stepps=1"], "run.stepps: unknown key"),
         (["sampling.max_new_tokens=5000"], "exceed the context of 1024"),
     ],

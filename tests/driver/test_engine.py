@@ -317,6 +317,12 @@ def test_a_request_that_cannot_run_is_one_clear_line(rollout):
         generate(rollout, long)
 
 
+@pytest.mark.parametrize("word", ["graphs", "loop"])
+def test_graphs_need_a_card(policy, word):
+    with pytest.raises(UserError, match=f"engine.{word}=true: .* need.* run.device=cuda"):
+        make_rollout(policy, f"engine.{word}=true")
+
+
 def test_families_with_bias_and_qk_norm_are_exact_too():
     for variant in ("qwen2", "qwen3"):
         made = make_rollout(random_model(variant))

@@ -127,7 +127,27 @@ def test_the_command_measures_what_it_wrote(tmp_path, capsys, monkeypatch):
     assert "sums: accept length" in out and "multiplication: accept length" in out
     page = (tmp_path / "out" / "README.md").read_text()
     assert "| sums | yes |" in page and "| multiplication | no |" in page
+    with pytest.raises(UserError, match="step-000002: holds other files"):
+        export.main([*words, f"out={checkpoint}"])
+    with pytest.raises(UserError, match="task.name=sum: unknown task"):
+        export.main([*words, f"out={tmp_path / 'none'}", "unseen=sum"])
+    assert not (tmp_path / "none").exists()
     with pytest.raises(UserError, match="wanted learned"):
         export.main([*words, "strategy=off"])
+    with pytest.raises(UserError, match="nowhere: wanted a checkpoint with a trained drafter"):
+        export.main(["drafter=nowhere", "out=x"])
     with pytest.raises(UserError, match="drafter: missing"):
         export.main(["out=x"])
+
+
+def test_what_lies_in_the_way_is_left_alone(parts, tmp_path):
+    """A checkpoint's own folder would lose the weights of its policy."""
+    export.check_out(tmp_path / "new")
+    write(parts, tmp_path / "again")
+    export.check_out(tmp_path / "again")
+    for name in ("notes.txt", "config.json"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text('{"architectures": ["LlamaForCausalLM"]}')
+        with pytest.raises(UserError, match="holds other files"):
+            export.check_out(folder)

@@ -1,6 +1,7 @@
 """Rewards in processes of their own: same values, and no failure of one stops a run unnamed."""
 
 import os
+import signal
 import time
 from dataclasses import dataclass
 
@@ -64,6 +65,19 @@ def test_a_failure_names_its_sample(text, reason):
         score(texts, timeout_s=2)
     with pytest.warns(UserWarning, match=f"moody/train/2: {reason}; counted as 0"):
         assert score(texts, timeout_s=2, on_error="zero") == [1, 3, 0.0, 6]
+
+
+def test_ctrl_c_is_not_the_workers_to_answer():
+    """It reaches the whole process group; the run ends its workers itself."""
+    workers = RewardWorkers(Moody(), RewardConfig(workers=1))
+    workers.submit(0, Prompt("p", "", "0"), "aa")
+    os.kill(workers._workers[0].process.pid, signal.SIGINT)  # it has hardly started
+    assert workers.collect(1) == [2]
+    os.kill(workers._workers[0].process.pid, signal.SIGINT)
+    workers.submit(0, Prompt("p", "", "0"), "b")
+    assert workers.collect(1) == [1]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    workers.close()
 
 
 def test_a_stopped_pool_leaves_no_process():

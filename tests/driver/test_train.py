@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,16 @@ def test_strategies_change_no_reward(unbroken, tmp_path):
     """The full system against plain decoding, step by step."""
     plain = run(tmp_path, "off", "run.steps=5", "engine.strategies=off", "drafter.enabled=false")
     assert history(plain.folder.path) == history(unbroken.folder.path)
+
+
+def test_a_run_that_starts_over_leaves_no_older_drafter(tmp_path):
+    words = ["run.steps=0", "run.eval_prompts=0", "spot.checkpoint_every=1"]
+    folder = run(tmp_path, "run", *words).folder.path
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "drafter").mkdir(exist_ok=True)
+    (folder / "drafter" / "step-00009999.pt").write_bytes(b"of a start that got to no checkpoint")
+    run(tmp_path, "run", *words, "run.resume=true")
+    assert not list((folder / "drafter").iterdir())
 
 
 def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path):

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from driver.config import load_config
 from driver.errors import UserError
+from driver.progress import Progress
+from driver.run import Run
 from driver.run_folder import read_jsonl
+from driver.train import train
 from driver.world import World, split_by_length
 from tests.driver.test_train import WORDS
 
@@ -195,12 +199,37 @@ def test_a_rank_without_a_card_says_so(monkeypatch):
         World.join("cuda", 1.0)
 
 
+def test_ranks_without_a_number_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="no RANK and LOCAL_RANK: start with torchrun"):
+        World.join("cpu", 1.0)
+
+
+def test_one_rank_alone_cannot_be_coordinated(tmp_path):
+    config = load_config([*WORDS, f"run.root={tmp_path}", "spot.mode=coordinated"])
+    with pytest.raises(UserError, match="spot.mode=coordinated: wanted several ranks, got one"):
+        Run.start(config, print)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_every_item_goes_to_one_part_and_sizes_are_even(parts):
     expected = [float(7 * i % 13) for i in range(20)]
     split = split_by_length(expected, parts)
     assert sorted(i for part in split for i in part) == list(range(20))
     assert max(map(len, split)) - min(map(len, split)) <= 1
+
+
+def test_a_prompt_that_returns_is_expected_to_be_as_long_as_before(tmp_path):
+    """Its id is new in each epoch, its text is not."""
+    questions = tmp_path / "train.jsonl"
+    line = '{"question": "Say %d", "answer": "#### %d"}\n'
+    questions.write_text("".join(line % (i, i) for i in range(8)))
+    words = ["task.name=jsonl", f"task.path={questions}", "task.shots=3", "warmup.steps=0"]
+    words += ["run.steps=2", "run.eval_prompts=0", "grpo.prompts_per_step=4"]
+    made = train(load_config([*WORDS, *words, f"run.root={tmp_path}"]), Progress(2))
+    assert len(made.collector._lengths) == 4  # of eight drawn
 
 
 def test_long_responses_are_spread():
