@@ -239,23 +239,38 @@ def recorded_arms() -> list[Arm]:
     return [Arm(Strategy.parse("learned:4,1,5"), 2.2), Arm(Strategy.parse("learned:6,4,24"), 3.2)]
 
 
+def count(text: str) -> int:
+    """A number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted a number from 1 on, got {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Numbers from 1 on, by commas."""
+    return [count(part) for part in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m profiling.simulate", description=__doc__)
-    parser.add_argument("--gpus", default=",".join(map(str, GPUS)), help="numbers, by commas")
-    parser.add_argument("--requests", type=int, default=2048, help="responses of a step")
-    parser.add_argument("--median", type=int, default=4096, help="tokens, of a lognormal law")
+    parser.add_argument("--gpus", type=counts, default=GPUS, help="numbers, by commas")
+    parser.add_argument("--requests", type=count, default=2048, help="responses of a step")
+    parser.add_argument("--median", type=count, default=4096, help="tokens, of a lognormal law")
     parser.add_argument("--sigma", type=float, default=1.0)
-    parser.add_argument("--cap", type=int, default=32768)
+    parser.add_argument("--cap", type=count, default=32768)
     parser.add_argument("--lengths", type=Path, help="a run, or its rollouts.jsonl, instead")
-    parser.add_argument("--gpus-per-rank", type=int, default=1)
+    parser.add_argument("--gpus-per-rank", type=count, default=1)
     parser.add_argument("--json", type=Path, help="where to write the numbers too")
     options = parser.parse_args(argv)
     say = sys.stdout.write
-    lengths = (
-        read_lengths(options.lengths)
-        if options.lengths
-        else trace_lengths(options.requests, options.median, options.sigma, 0, options.cap)
-    )
+    try:
+        lengths = (
+            read_lengths(options.lengths)
+            if options.lengths
+            else trace_lengths(options.requests, options.median, options.sigma, 0, options.cap)
+        )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(f"{options.lengths}: holds no response lengths ({error})")
     machine = Machine()
     model, source = load_model(machine, recorded_arms())
     say(f"{source}; {', '.join(f'{a.strategy} {a.accept_length:.2f}' for a in model.arms)}\n")
@@ -263,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"{len(lengths)} responses, longest {max(lengths)}, mean {mean:.0f}\n")
     say("   GPUs    off s  rollout    idle    spec s    idle       ratio  published  drafter tok\n")
     rows = []
-    for gpus in map(int, options.gpus.split(",")):
+    for gpus in options.gpus:
         off, spec = (
             simulate(lengths, model, gpus, gpus_per_rank=options.gpus_per_rank, speculate=speculate)
             for speculate in (False, True)

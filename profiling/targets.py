@@ -20,11 +20,12 @@ def wanted_text(wanted: dict[str, float]) -> str:
     return f"{bound.replace('_', ' ')} {value:g}"
 
 
-def lines(targets: list[Target]) -> list[str]:
-    """The listing, a heading for each table and the counts at the end."""
+def lines(targets: list[Target], unmet: bool = False) -> list[str]:
+    """The listing, or what is not met of it, by table; the counts at the end are of all."""
     out = []
-    for index, target in enumerate(targets):
-        if index == 0 or target.table != targets[index - 1].table:
+    shown = [target for target in targets if not unmet or target.state != "met"]
+    for index, target in enumerate(shown):
+        if index == 0 or target.table != shown[index - 1].table:
             out.append(f"[{target.table}]")
         got = "-" if target.got is None else f"{target.got:g}"
         mark = target.state if target.state == "met" else target.state.upper()
@@ -44,10 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--unmet", action="store_true", help="only what is not met")
     args = parser.parse_args(argv)
-    targets = known_targets(args.results)
-    if args.unmet:
-        targets = [target for target in targets if target.state != "met"]
-    sys.stdout.write("\n".join(lines(targets)) + "\n")
+    sys.stdout.write("\n".join(lines(known_targets(args.results), args.unmet)) + "\n")
     return 0
 
 

@@ -90,3 +90,18 @@ def test_the_command_prints_a_line_for_each_size_and_reads_a_run(tmp_path, capsy
     rows = json.loads(out.read_text())["rows"]
     assert [row["gpus"] for row in rows] == [1, 2, 8]
     assert all(row["ratio"] >= 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "8,0"], "--gpus: wanted a number from 1 on, got '0'"),
+        (["--requests", "many"], "--requests: wanted a number from 1 on"),
+        (["--lengths", "nowhere.jsonl"], "nowhere.jsonl: holds no response lengths"),
+        (["--lengths", "README.md"], "README.md: holds no response lengths"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit):
+        sim.main(words)
+    assert message in capsys.readouterr().err
