@@ -242,13 +242,16 @@ class Collector:
             responses: siblings side by side.
             submitted: whether the reward workers have them already.
         """
-        if submitted and self.workers is not None:
-            return self._checked(self.workers.collect(len(responses)), len(responses))
         each = len(responses) // max(1, len(prompts))
-        values = [
-            self.task.reward(prompts[i // each], self.text(r)) for i, r in enumerate(responses)
-        ]
-        return self._checked(values, len(responses))
+        if self.workers is None:
+            values = [
+                self.task.reward(prompts[i // each], self.text(r)) for i, r in enumerate(responses)
+            ]
+            return self._checked(values, len(responses))
+        if not submitted:  # of an evaluation: what a failure means is the same there
+            for i, response in enumerate(responses):
+                self.workers.submit(i, prompts[i // each], self.text(response))
+        return self._checked(self.workers.collect(len(responses)), len(responses))
 
     def _checked(self, values: Sequence[float], count: int) -> list[float]:
         try:

@@ -67,6 +67,18 @@ def test_a_failure_names_its_sample(text, reason):
         assert score(texts, timeout_s=2, on_error="zero") == [1, 3, 0.0, 6]
 
 
+def test_an_evaluation_is_scored_by_the_workers_too():
+    from driver.collector import Collector  # here: workers import this file, and start quickly
+
+    collector = Collector.__new__(Collector)
+    collector.task, collector.text = Moody(), str
+    collector.workers = RewardWorkers(Moody(), RewardConfig(workers=1, on_error="zero"))
+    prompts = [Prompt(f"moody/eval/{i}", "", str(i)) for i in range(2)]
+    with pytest.warns(UserWarning, match="response 2 to prompt moody/eval/1: .*counted as 0"):
+        assert collector.rewards(prompts, ["a", "bb", "raise", "c"]) == [1, 2, 0, 2]
+    collector.workers.close()
+
+
 def test_ctrl_c_is_not_the_workers_to_answer():
     """It reaches the whole process group; the run ends its workers itself."""
     workers = RewardWorkers(Moody(), RewardConfig(workers=1))
