@@ -295,14 +295,17 @@ def _choose(run: RunConfig, preset: str) -> Path:
 
 
 def _check_same(config: Config, saved: Path) -> None:
-    """A resumed run keeps its settings, all but `capture` and the rhythm and length of `run`."""
+    """A resumed run keeps its settings, all but `capture` and the rhythm and length of `run`.
+
+    `spot.mode` follows from the number of ranks, which may be another; it changes no token.
+    """
     before = dataclasses.asdict(load_config([f"preset={saved}"]))
     now = dataclasses.asdict(config)
     for section, values in now.items():
         if section in ("preset", "capture"):
             continue
         for name, value in values.items():
-            fixed = section != "run" or name == "seed"
+            fixed = name == "seed" if section == "run" else (section, name) != ("spot", "mode")
             if fixed and before[section][name] != value:
                 raise UserError(
                     f"{section}.{name}: {value} now, {before[section][name]} in {saved}; a resumed"

@@ -75,9 +75,10 @@ class Bench:
             **more,
         }
         self.rows.append(row)
+        known = not math.isnan(self.copy_gb_per_s)  # of a card; not of a CPU
+        share = f"{row['fraction_of_copy']:6.1%} of copy  " if known else ""
         say(
-            f"{case:44} {row['median_us']:9.2f} us {gb_per_s:7.0f} GB/s "
-            f"{row['fraction_of_copy']:6.1%} of copy  "
+            f"{case:44} {row['median_us']:9.2f} us {gb_per_s:7.0f} GB/s {share}"
             + "  ".join(f"{ratio:.3f} x {peer}" for peer, ratio in row["ratio_to"].items())
         )
         return row

@@ -207,6 +207,9 @@ def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "grpo.lr=0.5"))
     with pytest.raises(UserError, match="run.seed: 1 now, 0 in"):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "run.seed=1"))
+    # Begun on several ranks, gone on with on one.
+    RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=coordinated"))
+    RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=serial"))
     with pytest.raises(UserError, match="run.resume: .*/b holds no run"):
         RunFolder(config(tmp_path, "run.name=b", "run.resume=true"))
     with pytest.raises(UserError, match="run.resume: no run tiny under"):

@@ -1,5 +1,6 @@
 """What a benchmark leaves: files, targets, the newest of quick and whole; no card needed."""
 
+import math
 import types
 
 import pytest
@@ -72,3 +73,8 @@ def test_a_file_that_is_no_result_is_named(tmp_path):
 
 def test_folders_are_named_after_cards():
     assert results.card_folder("NVIDIA H100 80GB HBM3") == results.TARGETS_CARD
+
+
+def test_without_a_ceiling_there_is_no_share_of_it(capsys):
+    bench.Bench("fake", math.nan).add("one", timing.Timing(10.0, 0.1), 1000)
+    assert "GB/s" in (shown := capsys.readouterr().out) and "nan" not in shown
