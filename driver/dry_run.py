@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from driver.assemble import TOKENIZER_FILES, check_context, load_tokenizer, longest_prompt, spec_of
+from driver.checkpoint import ModelSpec
 from driver.command import read_options
 from driver.config import Config, load_config
 from driver.drafter import DraftSpec
@@ -86,7 +87,10 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     flipped = footprint(replace(config, grpo=other), policy, prompt_len)
     state = str(other.checkpointing).lower()
     say(f"  with grpo.checkpointing={state}: peak {flipped.peak / 1e9:.3f}")
-    mean = words.mean_tokens or max(1, round(MEAN_SHARE * config.sampling.max_new_tokens))
+    most = config.sampling.max_new_tokens
+    if words.mean_tokens > most:
+        raise UserError(f"mean_tokens: wanted at most sampling.max_new_tokens={most}")
+    mean = words.mean_tokens or max(1, round(MEAN_SHARE * most))
     limits = ceilings(config)
     say(
         f"a step in seconds, at least: prompts of {prompt_len} tokens, responses of {mean} in the"
@@ -144,6 +148,7 @@ def shape_folder(config: Config) -> Path | None:
     if config.model.path == "tiny":
         return None
     if (path / "config.json").exists():
+        ModelSpec.from_folder(path)  # refuses by name what the engine cannot run
         return path
     return resolve_model(config.model.path, config.model.cache, wheel=config.model.wheel)
 

@@ -82,6 +82,7 @@ def test_a_whole_checkpoint_is_measured_by_its_own_tokenizer(tmp_path):
     [
         (["memory_gb=much"], "memory_gb: wanted float, got 'much'"),
         (["mean_tokens=-5"], "mean_tokens: wanted a number from 0 on, got -5"),
+        (["mean_tokens=9999"], "mean_tokens: wanted at most sampling.max_new_tokens=192"),
         (["prompt_tokens=-5"], "prompt_tokens: wanted a number from 0 on"),
         (["memory_gb=.inf"], "memory_gb: wanted a number from 0 on, got inf"),
         (["run.stepps=1"], "run.stepps: unknown key"),
@@ -91,6 +92,13 @@ def test_a_whole_checkpoint_is_measured_by_its_own_tokenizer(tmp_path):
 def test_mistakes(words, message):
     with pytest.raises(UserError, match=message):
         dry_run.dry_run(words, lambda line: None)
+
+
+@pytest.mark.parametrize("text", ["x", "{}", '{"architectures": ["GPT2LMHeadModel"]}'])
+def test_a_damaged_or_foreign_shape_is_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="config.json|architecture"):
+        dry_run.dry_run([f"model.path={tmp_path}"], lambda line: None)
 
 
 def test_seconds_follow_bytes_and_flops():
