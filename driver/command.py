@@ -67,11 +67,16 @@ def _value(key: str, declared: Any, text: str) -> Any:
 def run_command(command: Callable[[Sequence[str]], None]) -> None:
     """Runs `command(argv)`; a UserError is one line on stderr and exit code 2.
 
+    `--help` prints what the command's module says of itself.
+
     SIGTERM (a time limit) ends it as Ctrl-C does, so that what was found so far is still printed.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     disable_progress_bar()  # of transformers: what a command shows is its own
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.stdout.write((sys.modules["__main__"].__doc__ or "").strip() + "\n")
+        return
     try:
         command(sys.argv[1:])
     except UserError as error:

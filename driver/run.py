@@ -312,6 +312,12 @@ class Run:
             spot.target_version = self.version
 
 
+def _went_before(config: Config, world: World) -> bool:
+    """Whether torchrun restarts a run that got as far as its folder."""
+    folder = Path(config.run.root).expanduser() / (config.run.name or Path(config.preset).stem)
+    return world.restarts() > 0 and (folder / "config.yaml").exists()
+
+
 def _for_rank(config: Config, world: World) -> Config:
     """The configuration with what follows from the number of ranks.
 
@@ -334,7 +340,7 @@ def _for_rank(config: Config, world: World) -> Config:
     return replace(
         config,
         run=replace(
-            config.run, device=world.device, resume=config.run.resume or world.restarts() > 0
+            config.run, device=world.device, resume=config.run.resume or _went_before(config, world)
         ),
         spot=replace(config.spot, mode=mode),
     )

@@ -114,7 +114,8 @@ class PassGraphs:
                 self._capture(cell)
                 self.step_s[cell] = self.burst(cell, PROFILE_PASSES) / PROFILE_PASSES
             except (RuntimeError, tlt_ext.GraphError) as error:  # OutOfMemoryError is one
-                self._captured.pop(cell, None)
+                if self._captured.pop(cell, None) is not None:  # made, and failed when it ran
+                    self._pool.remove(str(cell))
                 self.failed = str(error).splitlines()[0]
                 warnings.warn(
                     f"CUDA graphs: {cell} could not be captured ({self.failed}); it and"

@@ -1,6 +1,7 @@
 """Bad input to the commands: one line with thing and remedy, exit code 2, nothing left."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -132,6 +133,14 @@ def test_the_other_commands(capsys, monkeypatch):
     line = fails(capsys, monkeypatch, identity.main, "max_new_tokens=0")
     assert "sampling.max_new_tokens: wanted at least 1" in line
     assert "drafter: wanted trained" in fails(capsys, monkeypatch, identity.main, "drafter=good")
+
+
+def test_help_says_what_the_command_does():
+    done = subprocess.run(
+        [sys.executable, "-m", "driver.export", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("`python -m driver.export drafter=")
 
 
 def test_options_keep_text_as_it_is():

@@ -13,7 +13,7 @@ import torch
 from driver.config import load_config
 from driver.errors import UserError
 from driver.progress import Progress
-from driver.run import Run
+from driver.run import Run, _for_rank
 from driver.run_folder import read_jsonl
 from driver.train import train
 from driver.world import World, split_by_length
@@ -173,6 +173,19 @@ def test_torchrun_restarts_a_run_from_its_last_checkpoint(tmp_path):
     run(broken, 2, *words, script=script, restarts=1)
     assert tokens(broken) == tokens(whole)
     assert "starting over" not in (broken / "log").read_text()
+
+
+def test_a_restart_resumes_only_what_had_begun(monkeypatch, tmp_path):
+    """A first attempt that failed before its folder was made leaves nothing to go on with."""
+    config = load_config([*WORDS, f"run.root={tmp_path}", "run.name=run"])
+    world = World(rank=0, size=2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not _for_rank(config, world).run.resume
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    assert _for_rank(config, world).run.resume
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not _for_rank(config, world).run.resume
 
 
 def test_more_ranks_than_prompts_are_refused(tmp_path):
