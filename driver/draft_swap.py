@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections import deque
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from driver.rollout.draft_runner import DraftRunner
 class ReadyWeights:
     """A copy of what is trained, handed to the runner under a new version, between passes only.
 
-    The training thread publishes, the rollout swaps: it takes what is complete by then and waits
-    for nothing.
+    The training thread publishes, the rollout swaps: it takes the newest if that is complete by
+    then, and waits for nothing.
 
     Args:
         drafter: what is trained.
@@ -25,11 +25,10 @@ class ReadyWeights:
 
     def __init__(self, drafter: Drafter, runner: DraftRunner) -> None:
         self.drafter, self.runner = drafter, runner
-        # Weights, whether all are finite, when both are there. One thread appends, another pops:
-        # both are atomic.
-        self._ready: deque[tuple[dict[str, Tensor], Tensor, torch.cuda.Event | None]] = deque(
-            maxlen=1
-        )
+        # Weights, whether all are finite, when both are there. What is not taken stays until
+        # something newer takes its place: older weights never follow newer ones.
+        self._ready: tuple[dict[str, Tensor], Tensor, torch.cuda.Event | None] | None = None
+        self._lock = threading.Lock()
 
     def publish(self) -> None:
         """Copies the weights as they are after what was queued so far."""
@@ -40,17 +39,23 @@ class ReadyWeights:
             finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, True)
             event = torch.cuda.Event()
             event.record()
-        self._ready.append((state, finite, event))
+        with self._lock:
+            self._ready = (state, finite, event)
+
+    def drop(self) -> None:
+        """Forgets what is ready: the runner got other weights meanwhile."""
+        with self._lock:
+            self._ready = None
 
     def swap(self) -> None:
         """Loads what is ready, unless a number in it is not finite."""
-        if not self._ready:
-            return
-        state, finite, event = self._ready.pop()
-        if event is not None and not event.query():
-            if not self._ready:  # nothing newer came meanwhile
-                self._ready.append((state, finite, event))
-            return
+        with self._lock:
+            if self._ready is None:
+                return
+            state, finite, event = self._ready
+            if event is not None and not event.query():
+                return
+            self._ready = None
         if not finite:
             warnings.warn("spot trainer: weights are not finite: not swapped in", stacklevel=3)
             return

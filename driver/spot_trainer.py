@@ -448,6 +448,7 @@ class SpotTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a saved state; the target must hold its policy already."""
         self.stop()
+        self.ready.drop()
         head = {"lm_head.weight": self.drafter.lm_head.weight}
         self.drafter.load_state_dict(head | state["drafter"])
         self.step.load_state_dict(state["optimizer"])
