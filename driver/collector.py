@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -19,6 +18,7 @@ from driver.errors import UserError
 from driver.grpo import check_rewards, dynamic_sampling
 from driver.memory import CARD_MEMORY, memory_metrics
 from driver.phases import Phases
+from driver.prompt_lengths import PromptLengths
 from driver.reward_workers import RewardWorkers
 from driver.rollout.request import Request, Response, SamplingParams, request_id
 from driver.rollout.scheduler import Sequence as Running
@@ -49,7 +49,7 @@ class Collector:
         tokenizer: of the policy.
         rollout: this rank's engine.
         params: of every request.
-        workers: that score responses beside the rollout; None = scored here, behind it.
+        workers: that score responses, beside the rollout where there are any.
         coordinator: of the bubble; None = there is only this rank.
         captures: folder of captured ops; None = this rank captures none.
     """
@@ -63,7 +63,7 @@ class Collector:
         tokenizer: Tokenizer,
         rollout: Rollout,
         params: SamplingParams,
-        workers: RewardWorkers | None,
+        workers: RewardWorkers,
         coordinator: Coordinator | None,
         captures: Path | None,
     ) -> None:
@@ -75,8 +75,7 @@ class Collector:
         self.rank_seconds: list[float] = []  # of each rank, in the step's rollouts and rewards
         # Of each rank, (wall clock, what it does from then on) since the run began.
         self.rank_states: list[list[tuple[float, str]]] = []
-        # Text of a prompt -> mean length of its last responses; its id is new in each epoch.
-        self._lengths: dict[str, float] = {}
+        self.lengths = PromptLengths()
 
     def gather(self, step: int) -> Experience:
         """The rollouts and rewards of a step.
@@ -141,7 +140,7 @@ class Collector:
             responses = self.roll_out(own, requests)
         self.world.enter("reward")
         with self.phases("reward"):
-            rewards = self.rewards(own, responses, submitted=True)
+            rewards = self.rewards(own, responses, submitted=self.config.reward.workers > 0)
         seconds = time.perf_counter() - began
         if self.coordinator is not None:
             self.world.enter("drafter training")
@@ -156,8 +155,7 @@ class Collector:
 
     def _shares(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Indices of the prompts of each rank, by how long their responses were last time."""
-        usual = fmean(self._lengths.values()) if self._lengths else 1.0
-        expected = [self._lengths.get(prompt.text, usual) for prompt in prompts]
+        expected = self.lengths.expected([prompt.text for prompt in prompts])
         if len(prompts) < self.world.size:  # a refill: the last ranks have nothing to do
             few = split_by_length(expected, len(prompts))
             return few + [[] for _ in range(self.world.size - len(prompts))]
@@ -188,7 +186,7 @@ class Collector:
             whole.responses.extend(parts[rank][0][siblings])
             whole.rewards.extend(parts[rank][1][siblings])
             lengths = [len(r.token_ids) for r in parts[rank][0][siblings]]
-            self._lengths[prompt.text] = fmean(lengths)
+            self.lengths.note(prompt.text, lengths)
         return whole
 
     def roll_out(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[Response]:
@@ -207,7 +205,7 @@ class Collector:
             ids = sequence.tokens[len(sequence.request.prompt_ids) :]
             self.workers.submit(at, prompts[at // each], self._decode(ids, sequence.finish))
 
-        if self.workers is not None:
+        if self.config.reward.workers:
             engine.on_finish = score
         try:
             return engine.generate(requests)
@@ -243,12 +241,7 @@ class Collector:
             submitted: whether the reward workers have them already.
         """
         each = len(responses) // max(1, len(prompts))
-        if self.workers is None:
-            values = [
-                self.task.reward(prompts[i // each], self.text(r)) for i, r in enumerate(responses)
-            ]
-            return self._checked(values, len(responses))
-        if not submitted:  # of an evaluation: what a failure means is the same there
+        if not submitted:
             for i, response in enumerate(responses):
                 self.workers.submit(i, prompts[i // each], self.text(response))
         return self._checked(self.workers.collect(len(responses)), len(responses))

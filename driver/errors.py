@@ -1,5 +1,9 @@
 """The one error that a user of the command line is meant to see."""
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """One clear line that names the thing at fault and the remedy.
@@ -18,3 +22,23 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+@contextlib.contextmanager
+def after_error() -> Iterator[None]:
+    """For what has to be ended after an error: if it fails too, that is a warning.
+
+    So the error that came first is the one that is told.
+
+    Example:
+        >>> try:
+        ...     write(file)
+        ... except BaseException:
+        ...     with after_error():
+        ...         file.close()
+        ...     raise  # doctest: +SKIP
+    """
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"ending the run failed too ({error})", stacklevel=3)

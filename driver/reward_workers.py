@@ -1,4 +1,4 @@
-"""Rewards computed in processes of their own, while the rollout goes on.
+"""Rewards: computed in processes of their own while the rollout goes on, or in this one behind it.
 
 A reward function is a user's code: it may raise, hang or take its process down with it. Each of
 these ends in one line that names the sample, or counts the sample as 0, as configured.
@@ -23,11 +23,11 @@ Job = tuple[int, Prompt, str]  # index of the response, its prompt, its text
 
 
 class RewardWorkers:
-    """Scores responses as they finish.
+    """Scores responses as they finish; with no workers when they are collected.
 
     Args:
         task: whose `reward` is called; it is pickled into each worker.
-        config: number of workers, time-out, what a failure means.
+        config: number of workers, time-out (of a worker's answer), what a failure means.
 
     Example:
         >>> workers = RewardWorkers(task, RewardConfig(workers=2))
@@ -55,7 +55,8 @@ class RewardWorkers:
             UserError: an earlier sample failed and `reward.on_error=stop`.
         """
         self._waiting.append((index, prompt, text))
-        self._turn(0.0)
+        if self.config.workers:
+            self._turn(0.0)
 
     def collect(self, count: int) -> list[Any]:
         """Waits for the responses 0 .. count - 1 and forgets them.
@@ -70,7 +71,10 @@ class RewardWorkers:
             UserError: a sample failed and `reward.on_error=stop`.
         """
         while len(self._values) < count:
-            self._turn(0.05)
+            if self.config.workers:
+                self._turn(0.05)
+            else:
+                self._score(self._waiting.popleft())
         values = [self._values[i] for i in range(count)]
         self._values.clear()
         return values
@@ -95,27 +99,39 @@ class RewardWorkers:
         for pipe in wait(list(busy), seconds):
             worker = busy[pipe]
             job, (value, error) = worker.finish()
-            if error:
-                self._fail(job, error, worker)
-            else:
-                self._values[job[0]] = value
+            if not worker.process.is_alive():
+                self._retire(worker)
+            self._take(job, value, error)
         for worker in busy.values():
             if worker.job is not None and time.monotonic() > worker.deadline:
-                self._fail(
-                    worker.job, f"no answer in reward.timeout_s={self.config.timeout_s:g}", worker
+                self._retire(worker)
+                self._take(
+                    worker.job, None, f"no answer in reward.timeout_s={self.config.timeout_s:g}"
                 )
 
-    def _fail(self, job: Job, reason: str, worker: _Worker) -> None:
+    def _score(self, job: Job) -> None:
+        """In this process."""
+        try:
+            value, error = self._task.reward(*job[1:]), ""
+        except Exception as failure:
+            value, error = None, _reason(failure)
+        self._take(job, value, error)
+
+    def _retire(self, worker: _Worker) -> None:
+        worker.end()
+        self._workers.remove(worker)
+
+    def _take(self, job: Job, value: Any, error: str) -> None:
+        """Notes a reward, or what kept it from being computed."""
         index, prompt, _ = job
-        if worker.job is not None or not worker.process.is_alive():
-            worker.end()
-            self._workers.remove(worker)
-        message = f"reward of response {index} to prompt {prompt.id}: {reason}"
-        if self.config.on_error == "stop":
-            self.close()
-            raise UserError(f"{message}; reward.on_error=zero would count it as 0")
-        warnings.warn(f"{message}; counted as 0", stacklevel=4)
-        self._values[index] = 0.0
+        if error:
+            message = f"reward of response {index} to prompt {prompt.id}: {error}"
+            if self.config.on_error == "stop":
+                self.close()
+                raise UserError(f"{message}; reward.on_error=zero would count it as 0")
+            warnings.warn(f"{message}; counted as 0", stacklevel=4)
+            value = 0.0
+        self._values[index] = value
 
 
 class _Worker:
@@ -169,4 +185,8 @@ def _serve(pipe: Connection, task: Task) -> None:
         try:
             pipe.send((task.reward(prompt, text), ""))
         except Exception as error:  # the sample's failure, told to the run
-            pipe.send((None, f"{type(error).__name__}: {error}"))
+            pipe.send((None, _reason(error)))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

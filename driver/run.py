@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -29,7 +30,7 @@ from driver.collector import Collector, Experience
 from driver.config import Config
 from driver.coordinator import Coordinator
 from driver.draft_checkpoint import DraftCheckpoints
-from driver.errors import UserError
+from driver.errors import UserError, after_error
 from driver.memory import memory_metrics
 from driver.phases import Phases
 from driver.policy_trainer import PolicyTrainer
@@ -94,7 +95,8 @@ class Run:
             return Run._build(config, note, world, phases, task, source, folder)
         except BaseException:
             if folder is not None:
-                folder.discard()
+                with after_error():
+                    folder.discard()
             raise
 
     @staticmethod
@@ -146,7 +148,6 @@ class Run:
             coordinator = None
             if rollout.spot is not None and config.spot.mode == "coordinated":
                 coordinator = Coordinator(world, rollout.spot, config.spot.min_ranks)
-            workers = RewardWorkers(task, config.reward) if config.reward.workers else None
             collector = Collector(
                 config,
                 world,
@@ -155,7 +156,7 @@ class Run:
                 tokenizer,
                 rollout,
                 params,
-                workers,
+                RewardWorkers(task, config.reward),
                 coordinator,
                 folder.path / "captures" if folder else None,
             )
@@ -213,14 +214,14 @@ class Run:
         Args:
             whole: whether the run came to its end.
         """
-        if self.collector.workers is not None:
-            self.collector.workers.close()
-        if self.rollout.spot is not None:
-            self.rollout.spot.close()
-        if whole:
-            self.world.leave()
-        if self.folder is not None:
-            self.folder.close() if whole else self.folder.discard()
+        with contextlib.ExitStack() as ends:  # from the last to the first, whichever of them fail
+            if self.folder is not None:
+                ends.callback(self.folder.close if whole else self.folder.discard)
+            if whole:
+                ends.callback(self.world.leave)
+            if self.rollout.spot is not None:
+                ends.callback(self.rollout.spot.close)
+            ends.callback(self.collector.workers.close)
 
     # ---- records --------------------------------------------------------------------------------
 
@@ -295,21 +296,23 @@ class Run:
             self.phases.timeline.write(self.folder.timeline, timelines[1:])
 
     def _restore(self, saved: Checkpoint) -> None:
-        self.step, state = saved.step, saved.state
+        self.step = saved.step
         self.phases.timeline.resume(saved.path.parents[1] / RunFolder.TIMELINE, self.step)
-        self.trainer.load_state_dict(state("trainer"))
-        self.rollout.bandit.load_state_dict(state("bandit"))
-        counters = state("counters")
+        saved.restore("trainer", self.trainer.load_state_dict)
+        saved.restore("bandit", self.rollout.bandit.load_state_dict)
+        saved.restore("counters", self._restore_counters)
+        self.rollout.engine.target_version = self.version
+        spot = self.rollout.spot
+        if spot is not None:
+            saved.restore("spot", spot.load_state_dict)
+            spot.resume()
+            spot.target_version = self.version
+
+    def _restore_counters(self, counters: dict[str, Any]) -> None:
         self.version, self.tokens = counters["version"], counters["tokens"]
         self.target_passes = counters["target_passes"]
         self.collector.prompts_drawn = counters["prompts_drawn"]
         self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
-        self.rollout.engine.target_version = self.version
-        spot = self.rollout.spot
-        if spot is not None:
-            spot.load_state_dict(state("spot"))
-            spot.resume()
-            spot.target_version = self.version
 
 
 def _went_before(config: Config, world: World) -> bool:

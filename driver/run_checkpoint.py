@@ -60,6 +60,28 @@ class Checkpoint:
                 " from the checkpoint before it"
             ) from error
 
+    def restore(self, name: str, load: Callable[[Any], None]) -> None:
+        """Hands one state to who takes it over.
+
+        Args:
+            name: its key, for example "trainer".
+            load: takes it over.
+
+        Raises:
+            UserError: it cannot be read, or lacks something that is kept by now.
+
+        Example:
+            >>> Checkpoint(Path("step-000010"), 10).restore("bandit", bandit.load_state_dict)
+            ... # doctest: +SKIP
+        """
+        try:
+            load(self.state(name))
+        except KeyError as error:
+            raise UserError(
+                f"{self.path}: state/{name}.pt lacks {error}, an earlier version wrote it; it"
+                f" cannot be resumed, model.path={self.path} starts a new run from its policy"
+            ) from error
+
 
 def save_checkpoint(
     folder: Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -15,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from driver import run_checkpoint
 from driver.config import Config, RunConfig, load_config, to_yaml
-from driver.errors import UserError
+from driver.errors import UserError, after_error
 from driver.run_checkpoint import Checkpoint
 from driver.storage import storage_errors, write_text
 
@@ -224,17 +225,18 @@ class RunFolder:
 
     def discard(self) -> None:
         """Removes the folder of a run that failed before its first step; others stay."""
-        self.close()
+        with after_error():
+            self.close()
         logged = (self.path / "metrics.jsonl").stat().st_size > 0
         if not logged and self.resumed is None:
             shutil.rmtree(self.path)
 
     def close(self) -> None:
         """Closes the files; what was logged is on disk already."""
-        with storage_errors(self.path):
+        with storage_errors(self.path), contextlib.ExitStack() as files:
             for file in (self._metrics, self._rollouts, self._samples, self._sample_text):
-                file.close()
-            self._board.close()
+                files.callback(file.close)
+            files.callback(self._board.close)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from driver.command import run_command
 from driver.config import Config, load_config
 from driver.dry_run import dry_run
-from driver.errors import UserError
+from driver.errors import UserError, after_error
 from driver.progress import Progress
 from driver.run import Run
 from driver.summary import summary_lines, write_plots, write_summary
@@ -41,7 +41,8 @@ def train(config: Config, progress: Progress) -> Run:
     try:
         run_steps(run, progress)
     except BaseException as error:
-        run.close(whole=False)
+        with after_error():
+            run.close(whole=False)
         if isinstance(error, KeyboardInterrupt) and run.world.size > 1:
             raise UserError(run.world.where()) from error
         raise

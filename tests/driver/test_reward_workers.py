@@ -1,4 +1,4 @@
-"""Rewards in processes of their own: same values, and no failure of one stops a run unnamed."""
+"""Rewards in processes of their own, and without: no failure of one stops a run unnamed."""
 
 import os
 import signal
@@ -29,8 +29,8 @@ class Moody:
         return len(response) + int(prompt.answer)
 
 
-def score(texts, **config):
-    workers = RewardWorkers(Moody(), RewardConfig(workers=2, **config))
+def score(texts, workers=2, **config):
+    workers = RewardWorkers(Moody(), RewardConfig(workers=workers, **config))
     try:
         for i, text in enumerate(texts):
             workers.submit(i, Prompt(f"moody/train/{i}", "", str(i)), text)
@@ -39,8 +39,9 @@ def score(texts, **config):
         workers.close()
 
 
-def test_rewards_come_in_the_order_of_the_responses():
-    assert score(["a", "bb", "ccc", "", "eeeee"]) == [1, 3, 5, 3, 9]
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rewards_come_in_the_order_of_the_responses(workers):
+    assert score(["a", "bb", "ccc", "", "eeeee"], workers) == [1, 3, 5, 3, 9]
 
 
 def test_a_second_batch_does_not_see_the_first():
@@ -52,27 +53,29 @@ def test_a_second_batch_does_not_see_the_first():
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("workers", "text", "reason"),
     [
-        ("raise", "ValueError: no such unit"),
-        ("die", "its worker died with exit code 3"),
-        ("hang", "no answer in reward.timeout_s=2"),
+        (0, "raise", "ValueError: no such unit"),
+        (2, "raise", "ValueError: no such unit"),
+        (2, "die", "its worker died with exit code 3"),
+        (2, "hang", "no answer in reward.timeout_s=2"),
     ],
 )
-def test_a_failure_names_its_sample(text, reason):
+def test_a_failure_names_its_sample(workers, text, reason):
     texts = ["a", "bb", text, "ccc"]
     with pytest.raises(UserError, match=f"response 2 to prompt moody/train/2: {reason}"):
-        score(texts, timeout_s=2)
+        score(texts, workers, timeout_s=2)
     with pytest.warns(UserWarning, match=f"moody/train/2: {reason}; counted as 0"):
-        assert score(texts, timeout_s=2, on_error="zero") == [1, 3, 0.0, 6]
+        assert score(texts, workers, timeout_s=2, on_error="zero") == [1, 3, 0.0, 6]
 
 
-def test_an_evaluation_is_scored_by_the_workers_too():
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_evaluation_is_scored_the_same_way(count):
     from driver.collector import Collector  # here: workers import this file, and start quickly
 
     collector = Collector.__new__(Collector)
     collector.task, collector.text = Moody(), str
-    collector.workers = RewardWorkers(Moody(), RewardConfig(workers=1, on_error="zero"))
+    collector.workers = RewardWorkers(Moody(), RewardConfig(workers=count, on_error="zero"))
     prompts = [Prompt(f"moody/eval/{i}", "", str(i)) for i in range(2)]
     with pytest.warns(UserWarning, match="response 2 to prompt moody/eval/1: .*counted as 0"):
         assert collector.rewards(prompts, ["a", "bb", "raise", "c"]) == [1, 2, 0, 2]

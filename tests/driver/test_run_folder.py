@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import resource
@@ -13,10 +14,12 @@ from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from driver import run_checkpoint
+from driver.bandit import OFF, Bandit
 from driver.config import load_config
 from driver.errors import UserError
 from driver.run_checkpoint import latest_checkpoint, save_checkpoint, whole_checkpoints
 from driver.run_folder import RunFolder, Sample, read_jsonl
+from driver.sections import BanditConfig
 
 SAMPLE = Sample("t-1", "1+1=", "<b>2</b>\nüñ", 1.0, 3, "stop")
 
@@ -144,6 +147,16 @@ def test_a_damaged_state_is_one_line(tmp_path):
         saved.state("drafter")
 
 
+def test_a_state_of_an_earlier_version_is_named_with_what_it_lacks(tmp_path):
+    bandit = Bandit([OFF], BanditConfig(), 8)
+    state = bandit.state_dict()
+    del state["accepts"]
+    saved = save_checkpoint(tmp_path, 3, write_policy, {"bandit": state}, keep=1)
+    lacks = "bandit.pt lacks 'accepts', an earlier version wrote it; .* model.path=.*step-000003"
+    with pytest.raises(UserError, match=lacks):
+        saved.restore("bandit", bandit.load_state_dict)
+
+
 KILLED = """
     import os, signal, sys
     from pathlib import Path
@@ -254,6 +267,25 @@ def test_full_disk_while_logging_is_one_line(tmp_path):
             folder.write_summary({"x" * 100: 1})
     assert json.loads((folder.path / "summary.json").read_text()) == {"whole": 1}
     assert [r["step"] for r in read_jsonl(folder.path / "metrics.jsonl")] == [1]
+
+
+class FullFile:
+    """A log whose last lines do not fit on the disk any more."""
+
+    def close(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_folder_closes_every_file_and_goes_even_when_the_disk_is_full(tmp_path):
+    folder = RunFolder(config(tmp_path))
+    folder._metrics.close()
+    folder._metrics = FullFile()
+    with pytest.raises(UserError, match="cannot be written .No space left on device"):
+        folder.close()
+    assert folder._samples.closed and folder._sample_text.closed
+    with pytest.warns(UserWarning, match="ending the run failed too .*No space left"):
+        folder.discard()
+    assert not folder.path.exists()
 
 
 def test_a_fault_of_ours_is_not_called_a_full_disk(tmp_path):

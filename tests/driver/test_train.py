@@ -1,6 +1,7 @@
 """The whole loop on a very small model: it runs, resumes to the same tokens, leaves records."""
 
 import json
+import operator
 import re
 import shutil
 import subprocess
@@ -11,8 +12,10 @@ import pytest
 
 from driver.collector import Collector
 from driver.config import load_config
+from driver.errors import UserError
 from driver.phases import PHASES
 from driver.progress import Progress
+from driver.run import Run
 from driver.run_folder import read_jsonl
 from driver.summary import summary_lines
 from driver.train import train
@@ -169,6 +172,24 @@ def test_a_run_that_starts_over_leaves_no_older_drafter(tmp_path):
     (folder / "drafter" / "step-00009999.pt").write_bytes(b"of a start that got to no checkpoint")
     run(tmp_path, "run", *words, "run.resume=true")
     assert not list((folder / "drafter").iterdir())
+
+
+@pytest.mark.parametrize("part", ["folder", "rollout.spot", "collector.workers"])
+def test_what_stopped_a_run_is_told_whatever_fails_behind_it(tmp_path, monkeypatch, part):
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    def stopped(self):
+        monkeypatch.setattr(type(operator.attrgetter(part)(self)), "close", full)
+        raise UserError("the task has no more prompts")
+
+    monkeypatch.setattr(Run, "evaluate", stopped)
+    with (
+        pytest.raises(UserError, match="the task has no more prompts"),
+        pytest.warns(UserWarning, match="ending the run failed too .*No space left on device"),
+    ):
+        run(tmp_path, "stopped", "warmup.steps=0")
+    assert not (tmp_path / "stopped").exists()
 
 
 def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path):

@@ -242,7 +242,7 @@ def test_a_prompt_that_returns_is_expected_to_be_as_long_as_before(tmp_path):
     words = ["task.name=jsonl", f"task.path={questions}", "task.shots=3", "warmup.steps=0"]
     words += ["run.steps=2", "run.eval_prompts=0", "grpo.prompts_per_step=4"]
     made = train(load_config([*WORDS, *words, f"run.root={tmp_path}"]), Progress(2))
-    assert len(made.collector._lengths) == 4  # of eight drawn
+    assert len(made.collector.lengths._means) == 4  # of eight drawn
 
 
 def test_long_responses_are_spread():
