@@ -21,11 +21,14 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
         >>> training_memory(spot)["optimizer"]  # doctest: +SKIP
         (1703936, 1703936)
     """
-    target, held = spot.target, spot.buffer.num_bytes
+    target, held, shape = spot.target, spot.buffer.num_bytes, spot.drafter.spec
     row = 4 * target.spec.hidden_size * target.embedding.element_size()
     rows = sum(len(d) - 1 for d in spot.buffer.fresh + spot.buffer.kept if not d.spilled)
-    trained = trained_numbers(spot.drafter.spec)
-    weights = spot.drafter.trainable()
+    trained = trained_numbers(shape)
+    # The head has the target's precision on a card; ids of the draft vocabulary, a flag each token.
+    head = shape.draft_vocab * shape.hidden_size * spot.drafter.lm_head.weight.element_size()
+    whole = BYTES * trained + head + 8 * shape.draft_vocab + shape.vocab_size
+    weights, copies = spot.drafter.trainable(), spot.drafter.state_dict().values()
     moments = [
         state[name].nbytes
         for state in spot.step.optimizer.state.values()
@@ -35,7 +38,7 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
     return {
         "features": (rows * row, held["device"]),
         "spilled": (spot.config.spill_tokens * row if held["host"] else 0, held["host"]),
-        "weights": (BYTES * trained, sum(w.nbytes for w in weights)),
+        "weights": (whole, sum(w.nbytes for w in copies)),
         "gradients": (BYTES * trained, sum(w.grad.nbytes for w in weights if w.grad is not None)),
         "optimizer": (2 * BYTES * trained, sum(moments)),
         # Besides: three int64, a weight.

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from driver.assemble import Rollout, build_drafter
 from driver.config import load_config
+from driver.draft_loss import DraftBatch
+from driver.drafter import Drafter
 from driver.rollout.request import Request
 from driver.rollout.runner import Burst
 from driver.rollout.tree import Tree
@@ -39,6 +41,7 @@ class Sizes:
     bin: int = 4096  # entries of a step
     steps: int = 3000
     family_steps: int = 1000
+    seconds: float = 110.0  # of a training, whatever its steps: less than a warm start may take
     unroll: int = 4
     strategies: tuple[str, ...] = ("learned:4,4,16", "learned:8,4,32", "learned:8,8,64")
     tail: int = 2048  # tokens of a request in the tail
@@ -157,29 +160,38 @@ class Study:
             self.rollout.engine.generate(self.requests(False, round))
         return time.perf_counter() - begin
 
-    def learner(self, unroll: int, **settings: Any) -> SpotTrainer:
-        """A trainer of a new drafter on the same documents."""
+    def learner(self, unroll: int, drafter: Drafter | None = None, **settings: Any) -> SpotTrainer:
+        """A trainer of a drafter, by default a new one, on the same documents."""
         spot = self.rollout.spot
         config = replace(self.drafter_config, unroll=unroll, **settings)
-        drafter = build_drafter(spot.drafter.spec, spot.target, seed=0)
+        drafter = drafter or build_drafter(spot.drafter.spec, spot.target, seed=0)
         new = SpotTrainer(drafter, spot.runner, spot.target, spot.cache, spot.config, config, 0)
         new.buffer = spot.buffer
         return new
 
     def train(self, spot: SpotTrainer, steps: int) -> float:
-        """Makes steps and hands the drafter to the engine; seconds a step, the first few aside."""
-        warm = min(5, steps // 2)
-        begin = time.perf_counter()
+        """Makes steps, fewer where the time is up, and hands the drafter to the engine.
+
+        Returns:
+            Seconds a step, the first few aside.
+        """
+        warm, made = min(5, steps // 2), 0
+        began = begin = time.perf_counter()
         for step in range(steps):
             if step == warm:
                 spot.stop()
                 begin = time.perf_counter()
-            spot.set_lr(self.drafter_config.lr * min(1.0, step / 50, 2 * (1 - step / steps)))
+            # The rate falls to zero with the steps, or with the time where that is shorter.
+            done = max(step / steps, (time.perf_counter() - began) / self.sizes.seconds)
+            if done >= 1.0 and step > warm:
+                break
+            spot.set_lr(self.drafter_config.lr * min(1.0, step / 50, 2 * max(0.0, 1 - done)))
             spot.micro_step()
+            made = step + 1
         spot.stop()
         seconds = time.perf_counter() - begin
         spot.swap()
-        return seconds / (steps - warm)
+        return seconds / (made - warm)
 
     def draft(self, strategy: str) -> PassLog:
         """Drafts for the prompts that were not learned from."""
@@ -197,14 +209,28 @@ class Study:
             self.bench.add_row(case, 0.0, accept_length=round(length, 4), passes=passes)
 
     def row(self, case: str, log: PassLog, **more: float | str) -> float:
-        self.bench.add_row(
-            case,
-            1e6 * log.seconds / max(1, log.passes),
-            accept_length=round(log.accept_length, 4),
-            passes=len(log.rows),
-            **more,
-        )
-        return log.accept_length
+        return log_row(self.bench, case, log, **more)
+
+
+def log_row(bench: Bench, case: str, log: PassLog, **more: float | str) -> float:
+    """A row for what was drafted; its accept length."""
+    bench.add_row(
+        case,
+        1e6 * log.seconds / max(1, log.passes),
+        accept_length=round(log.accept_length, 4),
+        passes=len(log.rows),
+        **more,
+    )
+    return log.accept_length
+
+
+def loaded_batch(spot: SpotTrainer, draw: int) -> tuple[DraftBatch, int] | None:
+    """A batch of recorded positions, and how many of its rows are; None where nothing is held."""
+    pieces = spot.buffer.sample(min(256, spot.bin.tokens), draw)
+    if not pieces:
+        return None
+    loaded = spot.bin.load(pieces, spot.target_version, 0)
+    return spot.bin.batch(*loaded, *spot._teachers()), sum(piece.length for piece in pieces)
 
 
 def first_acceptance(

@@ -43,8 +43,7 @@ QWEN2_7B = Qwen2Config(
 class Subject:
     """A policy with a drafter, ready to be put into an engine.
 
-    `words` are the settings it was made with; `prompts` gives the ids of the first n prompts,
-    those with the longest worked responses among many first.
+    `words` are the settings it was made with; `prompts` gives the ids of the first n prompts.
     """
 
     name: str
@@ -117,16 +116,27 @@ def fix_bandit(rollout: Rollout, **settings: Any) -> Recorder:
     return recorder
 
 
-def of_checkpoint(name: str, words: list[str], *, warmed: bool, note: Note) -> Subject:
-    """SmolLM2, or whatever `words` say, as it comes or with its warm start."""
+def of_checkpoint(
+    name: str, words: list[str], *, warmed: bool, note: Note, longest: bool = True
+) -> Subject:
+    """SmolLM2, or whatever `words` say, as it comes or with its warm start.
+
+    Args:
+        name: of the subject.
+        words: settings.
+        warmed: whether with its warm start.
+        note: takes lines of progress.
+        longest: prompts with the longest worked responses among many first; else as they come.
+    """
     config = load_config(words)
     folder = warm_start(config, note).path if warmed else find_model(config, note)
     policy, tokenizer = load_policy(config, folder)
     task, spec = make_task(**asdict(config.task)), spec_of(policy)
 
     def prompts(count: int) -> list[tuple[int, ...]]:
-        drawn = [task.prompt("eval", i) for i in range(4 * count)]
-        drawn.sort(key=lambda p: -len(task.demonstration(p) or ""))
+        drawn = [task.prompt("eval", i) for i in range(4 * count if longest else count)]
+        if longest:
+            drawn.sort(key=lambda p: -len(task.demonstration(p) or ""))
         return [tuple(tokenizer.encode(p.text, add_special_tokens=False)) for p in drawn[:count]]
 
     return Subject(

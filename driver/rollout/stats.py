@@ -11,6 +11,8 @@ from driver.strategy import OFF
 if TYPE_CHECKING:
     from driver.rollout.runner import Burst
 
+QUARTERS = 4
+
 
 @dataclass
 class RolloutStats:
@@ -39,6 +41,8 @@ class RolloutStats:
     flagged: int = 0  # responses whose status word was not 0
     elapsed_s: float = 0.0
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # (seconds, active, arm)
+    # (request-passes, emitted) of each speculative burst, in their order.
+    spec_bursts: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, later: RolloutStats) -> None:
         """Adds the counters of a rollout that followed, its trace behind this one's."""
@@ -60,6 +64,7 @@ class RolloutStats:
         self.spec_passes += burst.passes
         self.spec_request_passes += requests * burst.passes
         self.spec_emitted += emitted
+        self.spec_bursts.append((requests * burst.passes, emitted))
         self.drafted += burst.rows - requests * burst.passes
         self.accepted += emitted - requests * burst.passes
 
@@ -69,13 +74,14 @@ class RolloutStats:
 
         Args:
             parts: of each rank.
-            own: the rank whose trace is kept.
+            own: the rank whose trace and order of bursts are kept.
         """
         total = RolloutStats()
         for part in parts:
             total.add(part)
         total.elapsed_s = max(part.elapsed_s for part in parts)
         total.trace = list(parts[own].trace)
+        total.spec_bursts = list(parts[own].spec_bursts)
         return total
 
     @property
@@ -84,6 +90,21 @@ class RolloutStats:
         if self.spec_request_passes == 0:
             return None
         return self.spec_emitted / self.spec_request_passes
+
+    def accept_by_quarter(self) -> list[float]:
+        """Accept length of each quarter of the speculative request-passes since the rollout began.
+
+        A burst counts where its middle lies; [] where a quarter has none.
+        """
+        total = sum(passes for passes, _ in self.spec_bursts)
+        passes, emitted = [0] * QUARTERS, [0] * QUARTERS
+        before = 0
+        for of_burst, tokens in self.spec_bursts:
+            quarter = QUARTERS * (2 * before + of_burst) // (2 * total)
+            passes[quarter] += of_burst
+            emitted[quarter] += tokens
+            before += of_burst
+        return [e / p for e, p in zip(emitted, passes, strict=True)] if all(passes) else []
 
     def metrics(self) -> dict[str, float]:
         """Under the names of the metrics file."""
@@ -99,4 +120,6 @@ class RolloutStats:
         }
         if self.accept_length is not None:
             out["spec/accept_length"] = self.accept_length
+        for number, length in enumerate(self.accept_by_quarter(), 1):
+            out[f"spec/accept_length_q{number}"] = length
         return out

@@ -6,13 +6,20 @@ a speculative pass, the target's own token included; `median_us` of such a row i
 by op, of a training row a step. Compared are the rules of acceptance (the same drafter, prompts and
 node count), the order that nodes are kept in, and training unrolled 1, 3 and 7 steps (EAGLE-like,
 HASS-like, EAGLE-3). Then what training beside the tail costs it, on each size of partition.
+
+`warmed` is the policy of `preset=h100` with the drafter of its warm start, `adaptive` RL from there
+with drafters that are trained and one that is not: runs of their own under `--runs`, which go on
+where they were stopped. `--quick` has the parts with targets, and only merges such runs, unless
+`--seconds` says how long it may make them; `--only` names parts. `--set task.path=FOLDER` is where
+GSM8K lies.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,14 +31,23 @@ from torch import Tensor
 
 from driver.data_buffer import DataBuffer
 from driver.draft_checkpoint import DraftCheckpoints
-from driver.draft_loss import DraftBatch, unroll
-from driver.run_folder import read_jsonl
+from driver.draft_loss import unroll
 from driver.spot_trainer import SpotTrainer
-from profiling.bench import Bench
-from profiling.drafting import Sizes, Study, TargetOnly, first_acceptance
+from profiling import drafter_runs
+from profiling.bench import Bench, say
+from profiling.benches.grpo import make_runs
+from profiling.draft_cost import memory, packing
+from profiling.drafting import (
+    Sizes,
+    Study,
+    TargetOnly,
+    first_acceptance,
+    loaded_batch,
+    log_row,
+    logged,
+)
 from profiling.results import ROOT
 from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
-from profiling.workload import trace_lengths
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 WORDS = [
@@ -46,17 +62,58 @@ WORDS = [
     "engine.prefill_chunk=2048",
 ]
 SHAPE_WORDS = ["run.device=cuda", "model.dtype=bfloat16", "drafter.draft_vocab=16384"]
-LAST_STEPS = 10  # of an RL run, of at least 30
 SCORE_TEMPERATURES = [0.0, 0.7, 1.0, 1.5, 2.0, 3.0]  # of nodes kept; 0: cumulative log-probability
 UNROLLS = {1: "EAGLE-like", 3: "HASS-like", 7: "EAGLE-3"}
 FIRST_TOP_K = [1, 4, 8]
 POSITIONS = [0, 32, 64, 128, 256, 512, 1024]  # of the root in its response
 SINCE = [0, 8, 32, 128]  # passes since the drafter was swapped
 MEASURED_ROWS = 4096  # positions of the first draft's acceptance
-
+WARMED_STRATEGIES = [  # at most 64 nodes
+    "learned:4,4,16",
+    "learned:8,4,32",
+    "learned:8,8,64",
+    "learned:12,6,64",
+    "learned:16,4,64",
+]
+WARMED_PROMPTS, WARMED_TOKENS = 64, 1024  # tokens of a response at most
+SHAPE_TAIL = 512  # tokens of the 7B shape's longest request: a pass takes 7 ms
 
 FULL = Sizes()
-QUICK = Sizes(steps=1200, family_steps=250, strategies=("learned:8,8,64",))
+QUICK = Sizes(steps=1200, family_steps=250, strategies=("learned:8,8,64",), seconds=30.0)
+OF_ONE_POLICY = [
+    "family", "accept", "nodes", "first", "checkpoint", "packing", "mix", "weights", "memory",
+]  # fmt: skip
+TRAINED = ["accept", "nodes", "first"]
+TARGETS = ["warmed", "adaptive", "overlap", "accept", "first", "checkpoint", "packing", "memory"]
+
+
+def wanted(bench: Bench, part: str) -> bool:
+    """Whether a part runs: those that `--only` names, or all, of `--quick` the targets'."""
+    return bench.wanted(part) and (bool(bench.only) or not bench.quick or part in TARGETS)
+
+
+# ---- the warmed policy --------------------------------------------------------------------------
+
+
+def warmed(bench: Bench, subject: Subject) -> None:
+    """Accept length of a policy with the drafter of its warm start, on held-out prompts."""
+    prompts, tokens = WARMED_PROMPTS, WARMED_TOKENS
+    rollout = subject.rollout(
+        f"engine.strategies={' '.join(['off', *WARMED_STRATEGIES])}",
+        f"engine.max_batch={prompts}",
+        f"engine.spec_max_batch={prompts}",
+        "engine.num_pages=0",
+        "engine.graphs=false",  # each pass runs once
+        "spot.mode=off",
+        longest=tokens + 512,
+    )
+    requests, lengths = subject.requests([tokens] * prompts, stop=True), []
+    for strategy in WARMED_STRATEGIES:
+        fix_bandit(rollout, policy="static", static=strategy)
+        with logged(rollout) as log:
+            rollout.engine.generate(requests, record=False)
+        lengths.append(log_row(bench, f"{subject.name} {strategy}", log))
+    bench.got["accept_length_warmed_policy_t1"] = round(max(lengths), 4)
 
 
 # ---- rules of acceptance ------------------------------------------------------------------------
@@ -67,13 +124,10 @@ def laws(spot: SpotTrainer, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Target's and drafter's log-probabilities [n, V], [n, draft_vocab] of recorded positions."""
     seen = 0
     for draw in range(1000):
-        pieces = spot.buffer.sample(min(256, spot.bin.tokens), 1 << 30 | draw)
-        if not pieces or seen >= rows:
+        found = loaded_batch(spot, 1 << 30 | draw)
+        if found is None or seen >= rows:
             return
-        loaded = spot.bin.load(pieces, spot.target_version, 0)
-        now, before = spot._teachers()
-        batch: DraftBatch = spot.bin.batch(*loaded, now, before)
-        used = sum(piece.length for piece in pieces)
+        (batch, used), now = found, spot._teachers()[0]
         half = spot.bin.features.dtype
         with torch.autocast(spot.target.device.type, half, enabled=half != torch.float32):
             hidden = next(unroll(spot.drafter, batch, spot.target.cos_sin, 1))[:used]
@@ -139,72 +193,6 @@ def weights(study: Study, strategy: str) -> None:
         learner = study.learner(study.sizes.unroll, rejected_weight=weight)
         study.train(learner, study.sizes.family_steps)
         study.row(f"missed tokens weigh {weight:g}", study.draft(strategy))
-
-
-# ---- packing ------------------------------------------------------------------------------------
-
-
-def packing(study: Study, spot: SpotTrainer, room: int) -> float:
-    """Real tokens a second of packed steps over those of padded ones, the same documents."""
-    lengths = [min(n, room) for n in trace_lengths(64, median=max(4, room // 32), cap=room)]
-    padded: list[list[int]] = [[]]
-    packed: list[list[int]] = [[]]
-    for length in lengths:
-        if padded[-1] and (len(padded[-1]) + 1) * max(*padded[-1], length) > room:
-            padded.append([])
-        padded[-1].append(length)
-        if sum(packed[-1]) + length > room:
-            packed.append([])
-        packed[-1].append(length)
-
-    def seconds(rows: Sequence[Sequence[int]], pad: bool) -> float:
-        batches = [_random_batch(spot, row, pad) for row in rows]
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            for batch in batches:
-                spot.step.backward(batch)
-            if spot.bin.fixed:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    spent = {"packed": seconds(packed, False), "padded": seconds(padded, True)}
-    for name, value in spent.items():
-        study.bench.add_row(
-            name,
-            1e6 * value,
-            tokens=sum(lengths),
-            steps=len(packed if name == "packed" else padded),
-        )
-    return spent["padded"] / spent["packed"]
-
-
-def _random_batch(spot: SpotTrainer, lengths: Sequence[int], pad: bool) -> DraftBatch:
-    longest = max(lengths)
-    rows = [longest] * len(lengths) if pad else list(lengths)
-    device, dtype = spot.target.device, spot.bin.features.dtype
-    width, count = spot.target.spec.hidden_size, sum(rows)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def numbers(columns: int) -> Tensor:
-        return torch.randn(count, columns, generator=generator, device=device).to(dtype)
-
-    batch = DraftBatch.of(
-        numbers(width),
-        numbers(3 * width),
-        numbers(width),
-        torch.cat([torch.arange(n, device=device) for n in rows]),
-        rows,
-        [spot._teachers()[0]] * len(rows),
-    )
-    left = torch.cat(
-        [
-            torch.arange(n, n - row, -1, device=device, dtype=torch.int32).clamp_min(0)
-            for n, row in zip(lengths, rows, strict=True)
-        ]
-    )
-    return replace(batch, left=left)
 
 
 # ---- beside the tail ----------------------------------------------------------------------------
@@ -291,6 +279,7 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
     spot, strategy = study.rollout.spot, sizes.strategies[-1]
     runner, proposers = spot.runner, study.rollout.engine.proposers
     bench.add_row("responses to learn from", 1e6 * study.collect(), tokens=spot.buffer.num_tokens)
+    main = study.learner(sizes.unroll)
 
     def family() -> None:
         for steps, label in UNROLLS.items():
@@ -298,8 +287,6 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
             study.row(
                 f"unroll {steps}, {label}", study.draft(strategy), step_us=round(1e6 * step_s)
             )
-
-    main = study.learner(sizes.unroll)
 
     def accept() -> None:
         for one in sizes.strategies:
@@ -324,53 +311,72 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
             study.row(f"nodes by scores at {temperature:g}", study.draft(strategy))
         runner.score_temperature = 0.0
 
-    if bench.wanted("family"):
-        family()
-    step_s = study.train(main, sizes.steps)
-    bench.add_row(f"unroll {sizes.unroll}, trained", 1e6 * step_s, steps=sizes.steps)
+    def train() -> None:
+        begun = main.steps
+        step_s = study.train(main, sizes.steps)
+        bench.add_row(f"unroll {sizes.unroll}, trained", 1e6 * step_s, steps=main.steps - begun)
+
+    def packed() -> None:
+        bench.got["packing_over_padding_x"] = round(packing(study, main, 2 * sizes.bin), 3)
+
     parts: dict[str, Callable[[], Any]] = {
+        "family": family,
         "accept": accept,
         "nodes": nodes,
         "first": lambda: compare_first(study, main),
         "checkpoint": lambda: checkpoint_stall(bench, main),
+        "packing": packed,
         "mix": lambda: mix(study, strategy),
         "weights": lambda: weights(study, strategy),
+        "memory": lambda: memory(study),  # leaves no documents
     }
     for name, part in parts.items():
-        if bench.wanted(name):
-            part()
-    if bench.wanted("packing"):
-        bench.got["packing_over_padding_x"] = round(packing(study, main, 2 * sizes.bin), 3)
+        if not wanted(bench, name):
+            continue
+        if name in TRAINED and not main.steps:
+            train()
+        part()
 
 
-def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
-    """Accept length of runs that trained the drafter over that of one that did not.
+def options(words: Sequence[str]) -> argparse.Namespace:
+    """What the benchmark takes besides the options of all."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.bench drafter", description=__doc__)
+    parser.add_argument("--runs", type=Path, default=Path("runs/drafter"), help="of RL, by arm")
+    parser.add_argument("--steps", type=int, default=drafter_runs.STEPS, help="of RL")
+    parser.add_argument("--seconds", type=float, default=None, help="of RL, all arms together")
+    return parser.parse_args(words)
 
-    The runs are `frozen` (`spot.mode=off`), `serial` and `overlapped`, of one preset and seed; the
-    last `LAST_STEPS` steps count.
-    """
-    mean = {}
-    for name in ("frozen", "serial", "overlapped"):
-        path = runs / name / "metrics.jsonl"
-        if path.exists():
-            steps = [row for row in read_jsonl(path) if row.get("spec/accept_length")]
-            mean[name] = statistics.fmean(r["spec/accept_length"] for r in steps[-LAST_STEPS:])
-            bench.add_row(f"RL, {name}", 0.0, accept_length=round(mean[name], 4), steps=len(steps))
-    trained = [value for name, value in mean.items() if name != "frozen"]
-    if trained and "frozen" in mean:
-        ratio = max(trained) / mean["frozen"]
-        bench.got["adaptive_over_frozen_accept_x"] = round(ratio, 4)
+
+def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
+    """RL with each kind of drafter, as far as the time allows, and what the runs show."""
+    if chosen.seconds is None:
+        chosen.seconds = 0.0 if bench.quick else math.inf
+    words, known = drafter_runs.warm_words(bench.settings), drafter_runs.arm_words(bench.settings)
+    if chosen.seconds:
+        try:
+            make_runs([(arm, drafter_runs.SEED) for arm in known], words, known, chosen)
+        except SystemExit as error:
+            say(f"RL: {error}")  # costs its own rows
+    drafter_runs.adaptive_over_frozen(bench, chosen.runs)
 
 
 def run(bench: Bench) -> None:
-    subject = of_checkpoint("smollm2", WORDS, warmed=False, note=lambda line: None)
-    sizes = QUICK if bench.quick else FULL
-    if bench.wanted("overlap"):
-        overlap(bench, subject, sizes, "SmolLM2")
-    if bench.wanted("adaptive"):
-        adaptive_over_frozen(bench, Path("runs"))
-    compare(bench, subject, sizes)
-    if bench.wanted("overlap") and not bench.quick:
+    chosen, sizes = options(bench.options), QUICK if bench.quick else FULL
+    warm = drafter_runs.warm_words(bench.settings)
+    if wanted(bench, "warmed"):
+        policy = of_checkpoint("warmed", warm, warmed=True, note=say, longest=False)
+        warmed(bench, policy)
+        del policy
+    if wanted(bench, "adaptive"):
+        adaptive(bench, chosen)
+    if any(wanted(bench, part) for part in ["overlap", *OF_ONE_POLICY]):
+        words = [*WORDS, *bench.settings]
+        subject = of_checkpoint("smollm2", words, warmed=False, note=say, longest=False)
+        if wanted(bench, "overlap"):
+            overlap(bench, subject, sizes, "SmolLM2")
+        if any(wanted(bench, part) for part in OF_ONE_POLICY):
+            compare(bench, subject, sizes)
         del subject
-        shape = of_shape("Qwen2-7B shape", SHAPE_WORDS, QWEN2_7B, "cuda")
-        overlap(bench, shape, sizes, "Qwen2-7B shape")
+    if wanted(bench, "overlap-7b"):
+        shape = of_shape("Qwen2-7B shape", [*SHAPE_WORDS, *bench.settings], QWEN2_7B, "cuda")
+        overlap(bench, shape, replace(sizes, tail=SHAPE_TAIL), "Qwen2-7B shape")

@@ -1,14 +1,22 @@
 """The drafter's benchmark runs whole on a small model on the CPU; its rules meet closed forms."""
 
+import gc
+import importlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
+from driver.config import load_config
+from profiling import draft_cost, drafter_figures, drafter_runs, drafting
 from profiling.bench import Bench
-from profiling.benches import drafter
+from profiling.benches import drafter, grpo
 from profiling.benches.drafter import compare
-from profiling.drafting import Sizes, first_acceptance
+from profiling.benches.grpo import WARMED
+from profiling.drafting import Sizes, Study, first_acceptance
 from profiling.subjects import of_checkpoint
 
 WORDS = [
@@ -88,13 +96,145 @@ def test_a_part_can_be_chosen():
     assert set(bench.got) == {"packing_over_padding_x"}
 
 
-def test_runs_are_compared_by_their_last_steps(tmp_path):
+def test_parts_of_a_quick_run():
+    def chosen(parts, **options):
+        bench = Bench("drafter", float("nan"), quick=True, **options)
+        return [part for part in parts.split() if drafter.wanted(bench, part)]
+
+    assert chosen("accept nodes memory overlap-7b") == ["accept", "memory"]
+    assert chosen("overlap overlap-7b nodes warmed", only="overlap-7b|nodes") == [
+        "overlap-7b",
+        "nodes",
+    ]
+
+
+def test_training_ends_with_its_time(monkeypatch):
+    """However slow a step turns out, a part ends: fewer steps, the rate at zero by then."""
+    subject = of_checkpoint("tiny", WORDS, warmed=False, note=lambda line: None)
+    study = Study(Bench("drafter", float("nan")), subject, replace(SMALL, seconds=100.0))
+    study.collect()
+    clock, rates = [0.0], []
+
+    def passes_by() -> float:
+        clock[0] += 7.0
+        return clock[0]
+
+    monkeypatch.setattr(drafting.time, "perf_counter", passes_by)
+    learner = study.learner(2)
+    monkeypatch.setattr(learner, "micro_step", lambda: None)
+    monkeypatch.setattr(learner, "set_lr", rates.append)
+    study.train(learner, 400)
+    assert 5 < len(rates) < 15
+    assert max(rates) > 4 * rates[-1]
+
+
+def test_memory_is_what_was_predicted(monkeypatch):
+    """Of live storages on the CPU, where there is no allocator to ask."""
+
+    def storages() -> int:
+        gc.collect()
+        live = [x.untyped_storage() for x in gc.get_objects() if type(x) in (Tensor, Parameter)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in live}.values())
+
+    monkeypatch.setattr(draft_cost, "allocated", storages)
+    words = [*WORDS, "model.hidden_size=64"]  # wide against a bin's copies on the host
+    subject = of_checkpoint("tiny", words, warmed=False, note=lambda line: None)
+    bench = Bench("drafter", copy_gb_per_s=float("nan"), only="memory")
+    compare(bench, subject, replace(SMALL, bin=256))
+    rows = {row["case"]: row for row in bench.rows if row["case"].startswith("memory")}
+    names = ("weights", "bin", "gradients", "optimizer", "handed over", "features")
+    assert list(rows) == [f"memory, {name}" for name in names]
+    for case, row in rows.items():
+        assert row["measured_over_predicted"] == pytest.approx(1, abs=0.1), case
+
+
+def test_the_task_of_the_drafter_is_not_that_of_the_warm_start():
+    settings = ["task.path=/gsm8k", "run.root=/keep", "grpo.lr=1e-4"]
+    warm = load_config(drafter_runs.warm_words(settings))
+    assert warm.task == load_config(["preset=h100"]).task
+    assert load_config([*drafter.WORDS, *settings]).task.path == "/gsm8k"
+    for arm, words in drafter_runs.arm_words(settings).items():
+        config = load_config([*drafter_runs.warm_words(settings), *WARMED, *words])
+        assert (config.grpo.lr, config.spot.mode) == (1e-4, drafter_runs.ARMS[arm])
+        assert config.run.root == "/keep" and config.warmup.drafter_steps == 0
+
+
+def test_the_warmed_policy_and_rl_from_it(tmp_path, monkeypatch):
+    """One warm start; an arm that was stopped goes on; all arms have equal steps."""
+    settings = [
+        *WORDS, f"run.root={tmp_path}", "warmup.keep=true", "warmup.steps=10", "warmup.batch=8",
+        "warmup.drafter_steps=4", "warmup.drafter_tokens=64", "warmup.responses=8",
+        "drafter.draft_vocab=24", "sampling.max_new_tokens=24", "grpo.prompts_per_step=2",
+        "engine.max_batch=8", "spot.tokens_per_step=32", "run.checkpoint_every=1",
+    ]  # fmt: skip
+    monkeypatch.setattr(drafter, "WARMED_STRATEGIES", ["learned:2,2,5", "learned:4,4,16"])
+    monkeypatch.setattr(drafter, "WARMED_PROMPTS", 6)
+    monkeypatch.setattr(drafter, "WARMED_TOKENS", 24)
+    bench = Bench("drafter", float("nan"), quick=True, only="warmed|adaptive", settings=settings)
+    commands = []
+
+    def in_process(command: list[str], seconds: float) -> bool:
+        commands.append(command)
+        importlib.import_module(command[2]).main(command[3:])
+        return True
+
+    monkeypatch.setattr(grpo, "ended", in_process)
+    drafter.run(bench)  # in a quick run no RL is made unless it may take time
+    cases = {row["case"]: row for row in bench.rows}
+    assert list(cases) == ["warmed learned:2,2,5", "warmed learned:4,4,16"] and not commands
+    best = max(row["accept_length"] for row in cases.values())
+    assert bench.got == {"accept_length_warmed_policy_t1": best} and best >= 1.0
+    for steps in (1, 2):
+        bench.rows, bench.only = [], "adaptive"
+        bench.options = [f"--runs={tmp_path}/rl", f"--steps={steps}", "--seconds=600"]
+        drafter.run(bench)
+    assert len(commands) == 8 and sum("run.resume=true" in c for c in commands) == 3
+    rows = {row["case"]: row for row in bench.rows}
+    assert list(rows) == ["RL, frozen", "RL, serial", "RL, overlapped"]
+    assert all(row["steps"] == row["equal_steps"] == 2 for row in rows.values())
+    assert all(row["accept_length"] >= 1.0 for row in rows.values())
+    assert len(bench.files["rl"]["serial"]["quarters"]) == 2
+    assert "adaptive_over_frozen_accept_x" not in bench.got  # too few steps
+
+
+def arm(accepts):
+    """Records of a run whose accept length rises within each step."""
+    times = {"timing_s/gen": 1.0, "timing_s/step": 2.0, "critic/rewards/mean": 0.5}
+    records = []
+    for step, accept in enumerate(accepts, 1):
+        quarters = {f"spec/accept_length_q{n}": accept + n / 8 - 0.5 for n in range(1, 5)}
+        records.append({"step": step, "spec/accept_length": accept, **quarters, **times})
+    return records, [{"step": record["step"], "lengths": [10, 20]} for record in records]
+
+
+@pytest.fixture
+def finished(tmp_path):
     for name, last in (("frozen", 2.0), ("serial", 2.2), ("overlapped", 2.1)):
-        (tmp_path / name).mkdir()
-        rows = [{"step": i, "spec/accept_length": 9.0 if i < 20 else last} for i in range(30)]
-        lines = "".join(json.dumps(row) + "\n" for row in [{"step": -1}, *rows])
-        (tmp_path / name / "metrics.jsonl").write_text(lines)
+        (tmp_path / f"{name}-0").mkdir()
+        records = arm([9.0] * 20 + [last] * 10)
+        for file, lines in zip(("metrics", "rollouts"), records, strict=True):
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (tmp_path / f"{name}-0" / f"{file}.jsonl").write_text(text)
+    return tmp_path
+
+
+def test_runs_are_compared_by_their_last_steps(finished, tmp_path):
     bench = Bench("drafter", copy_gb_per_s=float("nan"))
-    drafter.adaptive_over_frozen(bench, tmp_path)
+    drafter_runs.adaptive_over_frozen(bench, finished)
     assert bench.got == {"adaptive_over_frozen_accept_x": 1.1}
-    drafter.adaptive_over_frozen(Bench("drafter", float("nan")), tmp_path / "none")
+    assert [row["accept_length"] for row in bench.rows] == [2.0, 2.2, 2.1]
+    assert bench.rows[0]["q4"] - bench.rows[0]["q1"] == pytest.approx(3 / 8)
+    nothing = Bench("drafter", float("nan"))
+    drafter_runs.adaptive_over_frozen(nothing, tmp_path / "none")
+    assert not nothing.rows and not nothing.got and not nothing.files
+
+
+def test_the_figure_is_drawn(finished, tmp_path):
+    bench = Bench("drafter", copy_gb_per_s=float("nan"))
+    drafter_runs.adaptive_over_frozen(bench, finished)
+    bench.files["rl"]["serial"]["quarters"][3] = None  # a step with too few passes
+    bench.files["rl"]["serial"]["accept_length"][3] = None
+    (tmp_path / "drafter-rl.json").write_text(json.dumps(bench.files["rl"]))
+    (path,) = drafter_figures.draw(tmp_path)
+    assert path == tmp_path / "figures" / "drafter-rl.png" and path.stat().st_size > 20_000
+    assert drafter_figures.draw(tmp_path / "nowhere") == []

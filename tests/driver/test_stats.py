@@ -1,0 +1,51 @@
+"""What a rollout says of itself, from bursts made up here."""
+
+import pytest
+
+from driver.rollout.runner import Burst
+from driver.rollout.stats import RolloutStats
+from driver.strategy import OFF, Strategy
+
+LEARNED = Strategy.parse("learned:4,1,5")
+
+
+def booked(bursts):
+    """Statistics of (strategy, passes, requests, emitted) in their order."""
+    stats = RolloutStats()
+    for strategy, passes, requests, emitted in bursts:
+        ends = [0.1 * (i + 1) for i in range(passes)]
+        rows = passes * requests * (1 if strategy == OFF else 5)
+        burst = Burst(strategy, 0, passes, rows, 0.0, ends[-1], ends)
+        stats.book(burst, requests, emitted, 0.0)
+    return stats
+
+
+def test_accept_length_by_quarter_of_the_request_passes():
+    """32 of them: quarters of eight, whoever made them; plain passes are no part of it."""
+    bursts = [
+        (LEARNED, 1, 8, 16),
+        (OFF, 9, 8, 72),
+        (LEARNED, 2, 4, 24),
+        (LEARNED, 4, 2, 12),
+        (LEARNED, 4, 1, 16),
+        (LEARNED, 4, 1, 20),
+    ]
+    stats = booked(bursts)
+    assert stats.accept_by_quarter() == [2.0, 3.0, 1.5, 4.5]
+    assert stats.accept_length == pytest.approx(88 / 32)
+    metrics = stats.metrics()
+    assert [metrics[f"spec/accept_length_q{n}"] for n in range(1, 5)] == [2.0, 3.0, 1.5, 4.5]
+
+
+def test_a_burst_longer_than_a_quarter_leaves_none():
+    assert booked([(LEARNED, 60, 4, 500), (LEARNED, 1, 1, 3)]).accept_by_quarter() == []
+    assert booked([(OFF, 5, 2, 10)]).accept_by_quarter() == []
+    assert "spec/accept_length_q1" not in booked([(OFF, 5, 2, 10)]).metrics()
+
+
+def test_refills_follow_and_ranks_stand_side_by_side():
+    first, second = booked([(LEARNED, 2, 1, 4)] * 2), booked([(LEARNED, 2, 1, 6)] * 2)
+    ranks = RolloutStats.side_by_side([first, second], own=1)
+    assert ranks.accept_by_quarter()[:1] == [] and ranks.spec_emitted == 20
+    first.add(second)
+    assert first.accept_by_quarter() == [2.0, 2.0, 3.0, 3.0]
