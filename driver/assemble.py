@@ -171,6 +171,50 @@ def eos_ids(policy: PreTrainedModel) -> list[int]:
     return [eos] if isinstance(eos, int) else list(eos or [])
 
 
+@dataclass
+class Parts:
+    """What holds the memory of rollouts."""
+
+    target: TargetModel
+    cache: KvCache
+    drafter: Drafter | None
+    runner: DraftRunner | None  # the drafter's twin at inference
+
+
+def build_parts(
+    config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int, device: str
+) -> Parts:
+    """Target, cache and drafter: for a run, and to be measured on the meta device.
+
+    Args:
+        config, spec, weights, longest: as of `build_rollout`.
+        device: where they are made; what is made follows from `run.device`.
+    """
+    engine, arms = config.engine, parse_strategies(config.engine.strategies)
+    dtype = getattr(torch, config.model.dtype)
+    target = TargetModel(
+        spec,
+        weights,
+        device=device,
+        dtype=dtype,
+        max_rows=max_rows(engine, arms),
+        feature_layers=config.drafter.feature_layers,
+    )
+    cache = KvCache.allocate(
+        spec,
+        num_pages=engine.num_pages or auto_pages(engine, arms, longest),
+        page_size=engine.page_size,
+        feature_size=target.feature_size if config.drafter.enabled else 0,
+        dtype=dtype,
+        device=device,
+    )
+    if not config.drafter.enabled:
+        return Parts(target, cache, None, None)
+    shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
+    drafter = build_drafter(shape, target, config.run.seed, on_card=config.run.device != "cpu")
+    return Parts(target, cache, drafter, DraftRunner(shape, target, cache, config.run.seed))
+
+
 def build_rollout(
     config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int
 ) -> Rollout:
@@ -182,40 +226,21 @@ def build_rollout(
         weights: its tensors; the engine keeps its own fused copy.
         longest: tokens of the longest request, for the automatic size of the page pool.
     """
-    device, seed, engine_config = config.run.device, config.run.seed, config.engine
-    arms = parse_strategies(engine_config.strategies)
-    dtype = getattr(torch, config.model.dtype)
-    target = TargetModel(
-        spec,
-        weights,
-        device=device,
-        dtype=dtype,
-        max_rows=max_rows(engine_config, arms),
-        feature_layers=config.drafter.feature_layers,
-    )
-    cache = KvCache.allocate(
-        spec,
-        num_pages=engine_config.num_pages or auto_pages(engine_config, arms, longest),
-        page_size=engine_config.page_size,
-        feature_size=target.feature_size if config.drafter.enabled else 0,
-        dtype=dtype,
-        device=device,
-    )
+    seed, arms = config.run.seed, parse_strategies(config.engine.strategies)
+    parts = build_parts(config, spec, weights, longest, config.run.device)
+    target, cache, runner = parts.target, parts.cache, parts.runner
     proposers: dict[str, Proposer] = {}
     if any(arm.kind == "ngram" for arm in arms):
         proposers["ngram"] = NgramProposer(seed)
     spot = None
-    if config.drafter.enabled:
-        shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
-        runner = DraftRunner(shape, target, cache, seed)
+    if runner is not None:
         proposers["learned"] = runner
-        drafter = build_drafter(shape, target, seed)
-        spot = SpotTrainer(drafter, runner, target, cache, config.spot, config.drafter, seed)
-    bandit = Bandit(arms, config.bandit, engine_config.spec_max_batch, seed)
+        spot = SpotTrainer(parts.drafter, runner, target, cache, config.spot, config.drafter, seed)
+    bandit = Bandit(arms, config.bandit, config.engine.spec_max_batch, seed)
     engine = RolloutEngine(
         target,
         cache,
-        engine_config,
+        config.engine,
         bandit,
         proposers,
         seed,
@@ -228,13 +253,25 @@ def build_rollout(
     return Rollout(target, engine, bandit, spot)
 
 
-def build_drafter(shape: DraftSpec, target: TargetModel, seed: int) -> Drafter:
-    """A drafter with random weights beside its target, on whose device it is trained."""
+def build_drafter(
+    shape: DraftSpec, target: TargetModel, seed: int, on_card: bool = False
+) -> Drafter:
+    """A drafter with random weights beside its target, on whose device it is trained.
+
+    Args:
+        shape, target, seed: of the drafter.
+        on_card: a target on the meta device stands for one on a card.
+    """
     drafter = Drafter(shape, seed).to(target.device)
-    if target.device.type == "cuda":
+    if on_card or target.device.type == "cuda":
         drafter.lm_head.to(target.head.dtype)  # it is the target's, and never trained
     drafter.refresh_head(target.head)
     return drafter
+
+
+def longest_request(config: Config, spec: ModelSpec, prompt_len: int) -> int:
+    """Tokens of the longest request: later prompts may be longer than the first ones."""
+    return min(config.sampling.max_new_tokens + 2 * prompt_len, spec.max_position)
 
 
 def max_rows(config: EngineConfig, arms: tuple[Strategy, ...]) -> int:

@@ -16,14 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from driver import grpo, tiny
-from driver.assemble import auto_pages, max_rows, spec_of
+from driver.assemble import Parts, build_parts, longest_request, spec_of
 from driver.checkpoint import ModelSpec
 from driver.config import Config
-from driver.drafter import Drafter, DraftSpec
-from driver.model import TargetModel
-from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.engine import HISTORY
-from driver.rollout.kv_cache import KvCache
 from driver.rollout.pages import pages_for
 from driver.rollout.plan import BucketPlan, GraphCost
 from driver.rollout.token_store import TokenStore
@@ -233,55 +229,37 @@ def _policy_parts(config: Config, policy: PreTrainedModel) -> dict[str, int]:
 def _engine_parts(
     config: Config, policy: PreTrainedModel, spec: ModelSpec, prompt_len: int
 ) -> dict[str, int]:
-    engine, arms = config.engine, parse_strategies(config.engine.strategies)
-    longest = min(config.sampling.max_new_tokens + 2 * prompt_len, spec.max_position)
+    engine, longest = config.engine, longest_request(config, spec, prompt_len)
     with torch.device("meta"):
-        target = TargetModel(
-            spec,
-            policy.state_dict(),
-            device="meta",
-            dtype=policy.dtype,
-            max_rows=max_rows(engine, arms),
-            feature_layers=config.drafter.feature_layers,
-        )
-        cache = KvCache.allocate(
-            spec,
-            num_pages=engine.num_pages or auto_pages(engine, arms, longest),
-            page_size=engine.page_size,
-            feature_size=target.feature_size if config.drafter.enabled else 0,
-            dtype=policy.dtype,
-            device="meta",
-        )
+        parts = build_parts(config, spec, policy.state_dict(), longest, "meta")
+        target, cache = parts.target, parts.cache
         max_len = min(spec.max_position, cache.num_pages * cache.page_size)
         store = TokenStore(HISTORY * engine.max_batch, max_len, torch.device("meta"))
     weights = held_bytes(target.state_dict())
     words = STATE_WORDS + pages_for(max_len + MAX_DRAFTED, engine.page_size)
-    parts = {
+    held = {
         "engine weights": weights,
         "engine buffers": held_bytes(vars(target)) - weights,
         "engine state": held_bytes(vars(store)) + FLOAT * engine.max_batch * words,
         "KV pages": held_bytes(cache.k, cache.v),
     }
     if cache.features is not None:
-        parts["feature pages"] = held_bytes(cache.features)
-        parts |= _drafter_parts(config, spec, target, cache)
+        held["feature pages"] = held_bytes(cache.features)
+        held |= _drafter_parts(config, parts)
     if config.run.device != "cpu" and engine.graphs != "false":
         cost = GraphCost(spec.num_layers, engine.loop != "false")
         limits = engine.max_batch, engine.spec_max_batch
+        arms = parse_strategies(engine.strategies)
         plan = BucketPlan(
             *limits, arms, config.bandit.buckets, target.max_rows, cost, engine.graph_mib << 20
         )
-        parts[GRAPHS] = plan.predicted_bytes
-    return parts
+        held[GRAPHS] = plan.predicted_bytes
+    return held
 
 
-def _drafter_parts(
-    config: Config, spec: ModelSpec, target: TargetModel, cache: KvCache
-) -> dict[str, int]:
-    shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
+def _drafter_parts(config: Config, parts: Parts) -> dict[str, int]:
+    target, drafter, runner = parts.target, parts.drafter, parts.runner
     with torch.device("meta"):
-        drafter = Drafter(shape)
-        runner = DraftRunner(shape, target, cache, seed=0)
         runner.load(drafter.state_dict(), version=1)
     trained = held_bytes(drafter.trainable())
     on_card = config.run.device != "cpu"

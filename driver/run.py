@@ -21,6 +21,7 @@ from driver.assemble import (
     find_model,
     load_policy,
     longest_prompt,
+    longest_request,
     spec_of,
     stop_ids,
 )
@@ -134,10 +135,8 @@ class Run:
                 sampling.max_new_tokens,
                 stop_ids(spec, task, tokenizer),
             )
-            longest = params.max_new_tokens + 2 * prompt_len  # later prompts may be longer
-            rollout = build_rollout(
-                config, spec, policy.state_dict(), min(longest, spec.max_position)
-            )
+            longest = longest_request(config, spec, prompt_len)
+            rollout = build_rollout(config, spec, policy.state_dict(), longest)
             rollout.watch(phases.timeline)
             alone = rollout.spot is not None and folder is not None and world.size == 1
             if alone and config.spot.checkpoint_every:

@@ -121,6 +121,14 @@ def test_engine_and_drafter_hold_what_was_predicted(words):
     assert got["drafter's optimizer"] == moments + gradients
 
 
+def test_a_card_s_drafter_has_the_target_s_head():
+    """In its precision; on the CPU a drafter is float32 throughout."""
+    words = ["model.dtype=bfloat16", "drafter.draft_vocab=16", "engine.num_pages=50"]
+    here, card = (predicted(*words, f"run.device={d}")[1].always for d in ("cpu", "cuda"))
+    assert here["drafter"] - card["drafter"] == 2 * 16 * 64  # bytes x rows x width
+    assert here["KV pages"] == card["KV pages"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_policy_optimizer_and_gradients_take_what_was_predicted(dtype):
     config, parts = predicted(f"model.dtype={dtype}")
