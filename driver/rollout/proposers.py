@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 
 import tlt_ext
@@ -104,63 +104,66 @@ class OracleProposer(ModelFree):
     """Hides the known answer on a random branch among wrong siblings.
 
     Speculation with it accepts nearly everything through ever different trees: what a test of
-    token identity needs, and the upper bound of what drafting can give.
+    token identity needs, and the upper bound of what drafting can give. Now and then the right
+    token is missing, which ends the tree: a rejection in the middle.
 
     Args:
         answers: request id -> its tokens as plain decoding emits them.
-        vocab_size: wrong siblings are drawn below it.
+        vocab_size: wrong siblings are drawn below it; at least 2.
         seed: of the branches.
     """
 
-    on_device = False
+    on_device = False  # its answers and its dice are the host's
+    missing = 0.1  # chance of a level without the right token
 
     def __init__(self, answers: Mapping[int, list[int]], vocab_size: int, seed: int = 0) -> None:
         self.answers = answers
         self.vocab_size = vocab_size
-        self._random = random.Random(seed)
+        self._random = np.random.default_rng(seed)
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
-        last = torch.tensor([s.tokens[-1] for s in batch.sequences], dtype=torch.int32)
-        position = torch.tensor([s.context_len for s in batch.sequences], dtype=torch.int32)
+        sequences = batch.sequences
+        last = torch.tensor([s.tokens[-1] for s in sequences], dtype=torch.int32)
+        position = torch.tensor([s.context_len for s in sequences], dtype=torch.int32)
         nodes = NodeStore(len(last), _capacity(strategy), strategy.num_verify)
         nodes.begin(last)
-        for row, sequence in enumerate(batch.sequences):
-            self._fill(nodes, row, sequence, strategy)
+        ahead = np.full((len(last), strategy.depth), -1)  # past the answer's end
+        for row, sequence in zip(ahead, sequences, strict=True):
+            done = sequence.num_emitted
+            rest = self.answers[sequence.request.id][done : done + strategy.depth]
+            row[: len(rest)] = rest
+        token, parent, levels = self._draw(ahead, strategy.top_k)
+        nodes.token[:, 1:] = torch.from_numpy(token).flatten(1)
+        nodes.parent[:, 1:] = torch.from_numpy(parent).flatten(1)
+        nodes.count[:] = 1 + strategy.top_k * torch.from_numpy(levels)
+        depth = torch.arange(1, strategy.depth + 1).repeat_interleave(strategy.top_k)
+        nodes.depth[:, 1:] = depth
+        nodes.score[:, 1:] = -depth.float()
         return nodes.select(position).to(batch.context_len.device)
 
-    def _fill(self, store: NodeStore, row: int, sequence: Sequence, strategy: Strategy) -> None:
-        ahead = self.answers[sequence.request.id][sequence.num_emitted :]
-        nodes = [(0, -1, 0.0, 0)]  # token, parent, score, depth
-        parent = 0
-        for depth, right in enumerate(ahead[: strategy.depth], start=1):
-            level = [self._random.randrange(self.vocab_size) for _ in range(strategy.top_k - 1)]
-            level.insert(self._random.randrange(strategy.top_k), right)
-            first = len(nodes)
-            # Now and then the right token is missing: a rejection in the middle of a tree.
-            if self._random.random() < 0.1:
-                level = [(token + 1) % self.vocab_size for token in level]
-            parents = [parent] + [
-                parent
-                if depth == 1
-                else self._random.choice([n for n in self._level(nodes, depth)])
-                for _ in level[1:]
-            ]
-            nodes += [
-                (token, parent if token == right else above, -float(depth), depth)
-                for token, above in zip(level, parents, strict=True)
-            ]
-            on_path = [i for i in range(first, len(nodes)) if nodes[i][:2] == (right, parent)]
-            if not on_path:
-                break
-            parent = on_path[0]
-        tokens, parents, scores, depths = zip(*nodes, strict=True)
-        count = len(nodes)
-        store.token[row, 1:count] = torch.tensor(tokens[1:], dtype=torch.int32)
-        store.parent[row, :count] = torch.tensor(parents, dtype=torch.int32)
-        store.score[row, :count] = torch.tensor(scores)
-        store.depth[row, :count] = torch.tensor(depths, dtype=torch.int32)
-        store.count[row] = count
+    def _draw(self, ahead: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Random trees of full levels, the right token of each below the one before.
 
-    @staticmethod
-    def _level(nodes: list[tuple[int, int, float, int]], depth: int) -> list[int]:
-        return [i for i, node in enumerate(nodes) if node[3] == depth - 1]
+        Args:
+            ahead: [B, depth], right tokens; -1 where there are none.
+            keep: nodes of a level.
+
+        Returns:
+            Tokens and parents [B, depth, keep]; levels that each request's tree has [B].
+        """
+        size, depth = ahead.shape
+        place = self._random.integers(keep, size=(size, depth, 1))  # of the right token
+        right = np.arange(keep) == place
+        missed = self._random.random((size, depth)) < self.missing
+        offset = self._random.integers(1, self.vocab_size, size=(size, depth, keep))
+        offset[right & ~missed[..., None]] = 0
+        token = (ahead[..., None] + offset) % self.vocab_size
+        # Node 1 + keep * level + j; a wrong one hangs below any node of the level before.
+        above = 1 + keep * np.arange(-1, depth - 1)[:, None]
+        parent = above + self._random.integers(keep, size=(size, depth, keep))
+        parent[:, 1:] = np.where(right[:, 1:], above[1:] + place[:, :-1], parent[:, 1:])
+        parent[:, 0] = 0
+        # A level without the right token is the last.
+        good = np.cumprod((ahead >= 0) & ~missed, axis=1)
+        levels = np.concatenate([np.ones((size, 1), int), good[:, :-1]], axis=1) * (ahead >= 0)
+        return token, parent, levels.sum(axis=1)

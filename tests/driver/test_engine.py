@@ -146,6 +146,15 @@ def test_an_oracle_is_followed_and_changes_nothing(rollout, plain):
     assert rollout.engine.stats.accept_length > 3.0
 
 
+def test_an_oracle_that_misses_nothing_is_followed_to_its_depth(rollout, plain):
+    oracle = OracleProposer({r.request.id: r.token_ids for r in plain}, 97, seed=3)
+    oracle.missing = 0.0
+    rollout.engine.proposers["oracle"] = oracle
+    assert same(generate(rollout, requests(), Strategy("oracle", 3, 4, 13)), plain)
+    passes = sum(-(-len(r.token_ids) // 4) for r in plain)
+    assert rollout.engine.stats.spec_request_passes == passes
+
+
 def test_switching_at_every_pass_reprefills_nothing(rollout, plain):
     """Faults 31 and 34: the gate and the draft depth change in mid-rollout."""
     for seed in range(3):
