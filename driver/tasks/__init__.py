@@ -9,7 +9,15 @@ from driver.tasks.base import Prompt, Split, Task
 
 __all__ = ["TASK_NAMES", "Prompt", "Split", "Task", "make_task"]
 
-TASK_NAMES = ("sums", "puzzles", "addition", "multiplication", "jsonl", "reasoning_gym")
+TASK_NAMES = (
+    "sums",
+    "puzzles",
+    "questions",
+    "addition",
+    "multiplication",
+    "jsonl",
+    "reasoning_gym",
+)
 
 
 def make_task(
@@ -51,6 +59,10 @@ def make_task(
         from driver.tasks.puzzles import PuzzlesTask
 
         return PuzzlesTask(difficulty)
+    if name == "questions":
+        from driver.tasks.questions import QuestionsTask
+
+        return QuestionsTask()
     if name in ("addition", "multiplication"):
         from driver.tasks.fewshot import FewShotTask
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from driver.identity import Arm, Identity, Options
+from driver.identity import Identity, Options
 from profiling.bench import Bench
 
 NEEDS_CUDA = False
@@ -30,15 +30,6 @@ def run_tiny(bench: Bench) -> None:
     bench.got["tiny_run_rss_gb"] = round(memory, 3)
 
 
-def worst_share(arm: Arm) -> float:
-    """The least of equal tokens, equal log-prob bits and equal lengths."""
-    return min(
-        arm.equal_tokens / arm.tokens,
-        arm.equal_bits / arm.tokens,
-        arm.equal_lengths / arm.responses,
-    )
-
-
 def run_identity(bench: Bench, model: str) -> None:
     identity = Identity(MODELS[model])
     identity.run()
@@ -47,9 +38,9 @@ def run_identity(bench: Bench, model: str) -> None:
             f"identity {model} {arm.name}",
             1e6 * arm.seconds / arm.tokens,
             tokens=arm.tokens,
-            equal=worst_share(arm),
+            equal=arm.worst_share,
         )
-    bench.got[f"{model}_identity"] = min(worst_share(arm) for arm in identity.arms)
+    bench.got[f"{model}_identity"] = min(arm.worst_share for arm in identity.arms)
 
 
 def run(bench: Bench) -> None:

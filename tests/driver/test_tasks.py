@@ -325,3 +325,11 @@ def test_mistakes():
         make_task("sums").prompt("test", 0)
     with pytest.raises(ValueError, match="index: wanted at least 0, got -1"):
         make_task("sums").prompt("train", -1)
+
+
+def test_open_questions_have_no_right_answer():
+    task = make_task("questions")
+    prompts = [task.prompt("eval", i) for i in range(60)]
+    assert prompts == [task.prompt("eval", i) for i in range(60)]
+    assert len({p.id for p in prompts}) == 60 and len({p.text for p in prompts}) == 56
+    assert task.reward(prompts[0], "42") == 0.0 and task.demonstration(prompts[0]) is None

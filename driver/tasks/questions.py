@@ -1,0 +1,35 @@
+"""Open questions without a right answer: for what a model says, not for how well."""
+
+from __future__ import annotations
+
+from driver.tasks.base import Prompt, Split, prompt_id
+
+SUBJECTS = (
+    "the tides", "a bicycle", "bread", "the printing press", "rain", "chess", "a compass",
+    "sleep", "the number zero", "paper", "a lighthouse", "honey", "earthquakes", "the violin",
+)  # fmt: skip
+FORMS = (
+    "Question: How does {0} work?\nAnswer:",
+    "Write a short story about {0}.\n\n",
+    "A list of facts about {0}:\n1.",
+    "def {1}(n):\n    # a function about {0}\n",
+)
+
+
+class QuestionsTask:
+    """Responses are long and never alike; every reward is 0, so there is nothing to train on."""
+
+    name = "questions"
+    stop: tuple[str, ...] = ()
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        name = prompt_id(self.name, split, index)
+        subject = SUBJECTS[index % len(SUBJECTS)]
+        form = FORMS[index // len(SUBJECTS) % len(FORMS)]
+        return Prompt(name, form.format(subject, subject.split()[-1]), "")
+
+    def reward(self, prompt: Prompt, response: str) -> float:
+        return 0.0
+
+    def demonstration(self, prompt: Prompt) -> None:
+        return None
