@@ -1,0 +1,170 @@
+"""Token identity on a card: the same requests with `off` and with speculation, bit for bit.
+
+SmolLM2 with a drafter trained on the first round, and the 7B shape with random weights, both in
+bf16 through the captured and looped passes of a run; only the oracle draws its trees on the host,
+so its passes are launched op by op. Requests sample by turns greedily, cold, plainly and filtered,
+and end at odd times. `median_us` is an arm's time for a token.
+
+`--quick` compares a tenth of the tokens that the targets ask for, which can refute a target and
+not confirm it. `--seconds N` leaves out rounds that would end later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from driver.comparison import Arm, Comparison, sibling_requests, teach
+from driver.strategy import OFF
+from profiling.bench import Bench, say
+from profiling.benches.decode import PRESET, SHAPE_WORDS
+from profiling.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape
+
+TOKENS = 1_000_000  # that each target's arm must have compared
+SMOLLM2_WORDS = ["task.name=questions", "drafter.draft_vocab=8192"]
+PROMPTS = 64  # that differ
+SPREAD = 0.5  # limits of new tokens are this part apart
+# Arm -> part of the requests that it is given: the arms of targets take all of them.
+SMOLLM2_ARMS = {"learned:4,2,8": 1.0, "oracle:4,2,8": 1.0, "mixed": 0.25, "ngram:4,1,5": 0.25}
+SHAPE_ARMS = {"oracle:4,2,8": 1.0, "learned:2,1,3": 1 / 16}
+TARGETS = {
+    "smollm2 learned:4,2,8": "smollm2_trained_drafter",
+    "smollm2 oracle:4,2,8": "smollm2_oracle_drafter",
+    "qwen2_7b_shape oracle:4,2,8": "qwen2_7b_shape_oracle_drafter",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is compared: 256 requests of 8 rows are 2,048 rows, whose logits over the 7B
+    shape's vocabulary are 1.2 GB."""
+
+    tokens: int
+    batch: int
+    requests: int  # of a round
+    longest: int  # new tokens of a request
+    train_steps: int  # of the drafter, on the first round
+
+
+FULL = Size(TOKENS, batch=256, requests=1024, longest=512, train_steps=100)
+QUICK = Size(TOKENS // 10, batch=128, requests=320, longest=512, train_steps=30)
+
+
+def options(words: Sequence[str]) -> argparse.Namespace:
+    """What the benchmark takes besides the options of all."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.bench identity")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of all rounds, at most")
+    return parser.parse_args(words)
+
+
+def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool) -> Comparison:
+    """The subject in an engine that has room for every arm.
+
+    Args:
+        subject: policy and drafter.
+        arms: besides `off`.
+        size: of the batch and the requests.
+        train: the drafter, on what `off` said in its first round.
+    """
+    strategies = [arm.strategy for arm in arms if arm.strategy is not None]
+    captured = [str(s) for s in strategies if s.kind in ("ngram", "learned")]
+    rows = size.batch * max((s.num_verify for s in strategies), default=1)
+    ids = subject.prompts(PROMPTS)
+    rollout = subject.rollout(
+        f"engine.max_batch={size.batch}",
+        f"engine.spec_max_batch={size.batch}",
+        f"engine.strategies={' '.join([str(OFF), *captured])}",
+        f"engine.prefill_chunk={rows}",  # the oracle's rows must fit, too
+        "engine.num_pages=0",
+        f"bandit.buckets={sorted({-(-size.batch // part) for part in (16, 4, 1)})}",
+        longest=max(map(len, ids)) + size.longest,
+    )
+    prompts = [(f"{subject.name}/{i}", ids[i % len(ids)]) for i in range(size.requests // 2)]
+
+    def learn() -> None:
+        if train:
+            teach(rollout.spot, size.train_steps)
+
+    return Comparison(
+        rollout,
+        arms,
+        lambda index: sibling_requests(prompts, index, size.longest, subject.stops, SPREAD),
+        learn,
+        rollout.engine.program.seed,
+    )
+
+
+def report(bench: Bench, subject: Subject, arms: Sequence[Arm]) -> None:
+    """A row for each arm, and what the targets got."""
+    for arm in arms:
+        case = f"{subject.name} {arm.name}"
+        bench.add_row(
+            case,
+            1e6 * arm.seconds / arm.tokens,
+            tokens=arm.tokens,
+            equal_tokens=arm.token_share,
+            equal_lengths=arm.length_share,
+            equal_bits=arm.bit_share,
+            accept_length=round(arm.accept_length or 1.0, 3),
+            passes=arm.passes,
+            speculative_passes=arm.spec_passes,
+            tokens_per_s=round(arm.tokens / arm.seconds),
+        )
+        for line in arm.divergences:
+            say(f"  first divergence: {line}")
+
+
+def book(bench: Bench) -> None:
+    """The targets, from the rows: whole where enough was compared, else only what refutes them."""
+    cases = {row["case"]: row for row in bench.rows}
+    enough = {case for case in TARGETS if case in cases and cases[case]["tokens"] >= TOKENS}
+    for case, target in TARGETS.items():
+        if case in cases:
+            share = cases[case]["equal_tokens"]
+            if case in enough or share < 1:
+                bench.got[target] = share
+    bits = min((row["equal_bits"] for row in bench.rows), default=1.0)
+    if len(enough) == len(TARGETS) or bits < 1:
+        bench.got["logprobs_bit_equal"] = bits
+
+
+def run_subject(
+    bench: Bench,
+    subject: Subject,
+    parts: dict[str, float],
+    size: Size,
+    *,
+    train: bool,
+    seconds: float,
+) -> None:
+    """Compares the arms of one subject that are wanted."""
+    arms = [Arm(name, part) for name, part in parts.items()]
+    done = comparison(subject, arms, size, train=train)  # `mixed` draws on all arms
+    done.arms = [arm for arm in arms if bench.wanted(f"{subject.name} {arm.name}")]
+    done.run(size.tokens, seconds, lambda line: say(f"{subject.name}: {line}"))
+    report(bench, subject, [done.off, *done.arms])
+
+
+def run(bench: Bench) -> None:
+    size, words = QUICK if bench.quick else FULL, [*PRESET, *bench.settings]
+    end = time.perf_counter() + options(bench.options).seconds
+
+    def wanted(subject: str, arms: dict[str, float]) -> bool:
+        return any(bench.wanted(f"{subject} {arm}") for arm in arms)
+
+    if wanted("smollm2", SMOLLM2_ARMS):
+        smollm2 = of_checkpoint("smollm2", [*words, *SMOLLM2_WORDS], warmed=False, note=say)
+        half = (end - time.perf_counter()) / 2
+        run_subject(bench, smollm2, SMOLLM2_ARMS, size, train=True, seconds=half)
+        del smollm2
+        gc.collect()  # engine and spot trainer hold each other, and 5 GB of the card
+    if wanted("qwen2_7b_shape", SHAPE_ARMS):
+        shape_words = [*words, *SHAPE_WORDS, "spot.mode=off"]
+        shape = of_shape("qwen2_7b_shape", shape_words, QWEN2_7B, "cuda")
+        left = end - time.perf_counter()
+        run_subject(bench, shape, SHAPE_ARMS, size, train=False, seconds=left)
+    book(bench)

@@ -1,0 +1,121 @@
+"""The identity benchmark runs whole on small models on the CPU, and sees planted faults."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from driver.comparison import Arm, Comparison
+from profiling.bench import Bench
+from profiling.benches import identity
+from profiling.benches.decode import SHAPE_WORDS
+from profiling.results import all_targets
+from profiling.subjects import of_checkpoint, of_shape
+from tests.profiling.test_engine_benches import TINY_SHAPE, WORDS
+
+SIZE = identity.Size(tokens=250, batch=4, requests=12, longest=24, train_steps=3)
+CARD = "task.name=sums"  # the tiny tokenizer has no letters for questions
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return of_checkpoint("smollm2", [*WORDS, CARD], warmed=False, note=lambda line: None)
+
+
+def compared(subject, parts=identity.SMOLLM2_ARMS, size=SIZE, only=""):
+    bench = Bench("identity", math.nan, only=only)
+    identity.run_subject(bench, subject, parts, size, train=True, seconds=math.inf)
+    return bench
+
+
+def test_every_arm_of_a_checkpoint_is_equal_bit_for_bit(subject):
+    bench = compared(subject)
+    rows = {row["case"]: row for row in bench.rows}
+    assert set(rows) == {f"smollm2 {arm}" for arm in ("off", *identity.SMOLLM2_ARMS)}
+    for case, row in rows.items():
+        assert row["equal_tokens"] == row["equal_lengths"] == row["equal_bits"] == 1.0, case
+        assert row["tokens"] > 0 and row["median_us"] > 0
+    whole = rows["smollm2 off"]
+    assert whole["tokens"] >= SIZE.tokens and whole["speculative_passes"] == 0
+    for arm in ("learned:4,2,8", "oracle:4,2,8"):
+        assert rows[f"smollm2 {arm}"]["tokens"] == whole["tokens"]
+        assert rows[f"smollm2 {arm}"]["speculative_passes"] == rows[f"smollm2 {arm}"]["passes"]
+    assert rows["smollm2 oracle:4,2,8"]["accept_length"] > 2.5
+    mixed = rows["smollm2 mixed"]
+    assert 0 < mixed["speculative_passes"] < mixed["passes"]
+    assert mixed["tokens"] < whole["tokens"] / 2  # a quarter of the requests
+    identity.book(bench)
+    assert bench.got == {}  # equal so far, but of too few tokens
+
+
+def test_a_shape_is_compared_too():
+    words = [*WORDS, *SHAPE_WORDS[:1], "drafter.draft_vocab=128", "spot.mode=off"]
+    shape = of_shape("qwen2_7b_shape", words, TINY_SHAPE, "cpu")
+    bench = Bench("identity", math.nan)
+    size = replace(SIZE, tokens=200)
+    identity.run_subject(bench, shape, identity.SHAPE_ARMS, size, train=False, seconds=math.inf)
+    assert [row["equal_tokens"] for row in bench.rows] == [1.0] * 3
+    assert [row["equal_bits"] for row in bench.rows] == [1.0] * 3
+
+
+def test_limits_differ_and_rounds_have_noise_of_their_own(subject):
+    done = identity.comparison(subject, [Arm("oracle:4,2,8")], SIZE, train=False)
+    first, second = done.requests(0), done.requests(1)
+    limits = {r.params.max_new_tokens for r in first}
+    assert len(limits) > 6 and max(limits) == 24 and min(limits) >= 12
+    assert {r.id for r in first}.isdisjoint(r.id for r in second)
+    assert len({r.params.temperature for r in first}) == 4
+
+
+@pytest.mark.parametrize("fault", ["token", "length", "bit"])
+def test_a_planted_fault_shows(subject, monkeypatch, fault):
+    """One token of one response, its end, or the last bit of a log-prob."""
+    generate = Comparison._generate
+
+    def planted(self, arm, requests, record=False):
+        out = generate(self, arm, requests, record)
+        if arm.name == "oracle:4,2,8" and self.rounds == 0:
+            bad = out[3]
+            if fault == "token":
+                bad.token_ids[5] += 1
+            elif fault == "length":
+                del bad.token_ids[-1], bad.logprobs[-1]
+            else:
+                bad.logprobs[2] *= 1 + 2**-23
+        return out
+
+    monkeypatch.setattr(Comparison, "_generate", planted)
+    bench = compared(subject)
+    rows = {row["case"]: row for row in bench.rows}
+    row = rows["smollm2 oracle:4,2,8"]
+    one = 1 - 1 / row["tokens"]
+    wrong = {"token": ["equal_tokens"], "length": ["equal_tokens", "equal_bits"]}
+    for name in ("equal_tokens", "equal_bits"):
+        assert row[name] == pytest.approx(one if name in wrong.get(fault, ["equal_bits"]) else 1.0)
+    assert (row["equal_lengths"] < 1) == (fault == "length")
+    assert rows["smollm2 learned:4,2,8"]["equal_tokens"] == 1.0
+    identity.book(bench)
+    assert ("smollm2_oracle_drafter" in bench.got) == (fault != "bit")
+    assert ("logprobs_bit_equal" in bench.got) == (fault != "token")
+    assert all(share < 1 for share in bench.got.values())
+
+
+def test_targets_are_met_by_enough_equal_tokens_only():
+    def row(case, tokens, share=1.0):
+        return {"case": case, "tokens": tokens, "equal_tokens": share, "equal_bits": 1.0}
+
+    assert {*identity.TARGETS.values(), "logprobs_bit_equal"} == set(all_targets()["identity"])
+    bench = Bench("identity", math.nan)
+    bench.rows = [row(case, identity.TOKENS) for case in identity.TARGETS]
+    identity.book(bench)
+    assert bench.got == dict.fromkeys(all_targets()["identity"], 1.0)
+    few = Bench("identity", math.nan)
+    few.rows = [row("smollm2 learned:4,2,8", 99), row("smollm2 oracle:4,2,8", 100, 0.99)]
+    identity.book(few)
+    assert few.got == {"smollm2_oracle_drafter": 0.99}
+
+
+def test_a_round_that_would_end_too_late_is_left_out(subject):
+    done = identity.comparison(subject, [Arm("ngram:4,1,5")], SIZE, train=False)
+    done.run(10**9, seconds=0.0)
+    assert done.rounds == 1
