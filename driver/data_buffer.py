@@ -186,6 +186,12 @@ class DataBuffer:
                     self.dropped += 1
         documents[documents.index(victim)] = self._host.put(victim, self.read)
 
+    def most_seen(self, count: int, vocab_size: int) -> Tensor:
+        """int64 [count], rising: the tokens seen most often, then the lowest ids."""
+        seen = self.seen_tokens
+        ranked = sorted(range(vocab_size), key=lambda token: (-seen[token], token))
+        return torch.tensor(sorted(ranked[:count]))
+
     def start_step(self) -> None:
         """Keeps the longest documents of the step that ended and drops the rest."""
         with self.lock:

@@ -43,6 +43,39 @@ class Teacher:
         return (normed @ self.head.to(final.dtype).t()).to(_wide(final)).softmax(-1)
 
 
+class Teachers:
+    """The law of the policy that records now, and of the one before, whose documents are kept.
+
+    Captured steps read their tensors, so those change in place.
+
+    Args:
+        norm: [H], of the target; changes with it.
+        head: [draft_vocab, H], of the drafter; the same.
+    """
+
+    def __init__(self, norm: Tensor, head: Tensor) -> None:
+        self._norm, self._head = norm, head
+        self.previous: Teacher | None = None
+
+    def now(self, version: int) -> Teacher:
+        """Of the policy that is in the target."""
+        return Teacher(version, self._norm, self._head)
+
+    def kept(self, version: int) -> bool:
+        """Whether the policy before was of this version."""
+        return self.previous is not None and self.previous.version == version
+
+    def keep(self, version: int) -> None:
+        """The policy in the target is about to be the one before."""
+        if self.previous is None:
+            self.previous = Teacher(version, self._norm.clone(), self._head.detach().clone())
+        else:
+            norm, head = self.previous.norm, self.previous.head
+            norm.copy_(self._norm)
+            head.copy_(self._head.detach())
+            self.previous = Teacher(version, norm, head)
+
+
 @dataclass(frozen=True)
 class DraftBatch:
     """Training entries of several pieces, end to end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -175,6 +176,7 @@ class DraftStep:
         self.acceptance = torch.zeros((), device=device)  # of the last step
         self.report = torch.zeros(4, device=device)  # loss, acceptance, top-1, was it finite
         self._idle = torch.zeros((), device=device)  # 1 while a graph is made: nothing changes
+        self.failed_capture = False
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
 
@@ -232,25 +234,46 @@ class DraftStep:
         """Whether it runs in half precision, on a GPU."""
         return self.bin.fixed and self.bin.features.dtype in HALF
 
-    def can_capture(self, split: int, where: int) -> bool:
-        """Whether there is a use for `capture`: without FlashAttention lengths are read here."""
-        spec = self.drafter.spec
-        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        features = self.bin.features
-        known = (split, where) in self._graphs
-        return not known and flash_works(features.device, features.dtype, *shape)
+    def capture(
+        self,
+        split: int,
+        now: Teacher,
+        before: Teacher | None,
+        where: int = 0,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Makes a graph of the step, where there is none; without one it runs op by op.
 
-    def capture(self, split: int, now: Teacher, before: Teacher | None, where: int) -> None:
-        """Captures the step on the current stream; call while no other step is under way.
+        Call while no other step is under way.
 
         Args:
             split: first row of the newer pieces.
             now, before: teachers, whose tensors a replay reads again.
             where: the partition's size, 0 = the whole card; a graph runs where it was captured.
-
-        Raises:
-            RuntimeError: it cannot be captured.
+            stream: of the partition.
         """
+        spec, features = self.drafter.spec, self.bin.features
+        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        useless = self.failed_capture or (split, where) in self._graphs or (split and not before)
+        # Without FlashAttention lengths are read on the host.
+        if useless or not flash_works(features.device, features.dtype, *shape):
+            return
+        side = stream or torch.cuda.Stream(features.device)
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side):
+                self._capture(split, now, before, where)
+        except RuntimeError as error:
+            self.failed_capture = True
+            warnings.warn(
+                f"spot trainer: a step could not be captured ({str(error).splitlines()[0]}); it"
+                " runs op by op, slower",
+                stacklevel=3,
+            )
+        torch.cuda.current_stream().wait_stream(side)
+
+    def _capture(self, split: int, now: Teacher, before: Teacher | None, where: int) -> None:
+        """On the current stream; raises RuntimeError where it cannot be captured."""
         batch = (split, [self.bin.tokens], now, before)
         kept = [x.clone() for x in (*self.bin.small(), self.report, self.acceptance)]
         self._idle.fill_(1.0)

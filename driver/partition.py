@@ -114,11 +114,11 @@ def measure_overlaps(
         RuntimeError: there are no partitions here, or training failed.
     """
     spot.attempt()  # makes the graph
-    spot.settle(0)
+    spot.reports.settle(0)
     begin = time.perf_counter()
     for _ in range(TRIALS):
         spot.attempt()
-    spot.settle(0)
+    spot.reports.settle(0)
     serial_s = (time.perf_counter() - begin) / TRIALS
     found: dict[Overlap, Partition] = {}
     for sms in SIZES:

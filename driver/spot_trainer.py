@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from driver.data_buffer import DataBuffer, Document
 from driver.draft_checkpoint import DraftCheckpoints
-from driver.draft_loss import Objective, Teacher
+from driver.draft_loss import Objective, Teacher, Teachers
 from driver.draft_step import IN_FLIGHT, Bin, DraftStep, Reduce
 from driver.draft_swap import ReadyWeights
 from driver.drafter import Drafter
@@ -25,6 +21,8 @@ from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
 from driver.spans import Spans
+from driver.step_reports import StepReports
+from driver.step_thread import StepThread
 
 if TYPE_CHECKING:
     from driver.sections import DrafterConfig, SpotConfig
@@ -78,28 +76,27 @@ class SpotTrainer:
         self.overlap: Overlap | None = None  # measured of the partition
         self.measured: list[Overlap] = []  # of every size tried
         self.serial_step_s = 0.0
-        self._measured = self._failed_capture = False
+        self._measured = False
         self.spans = Spans("drafter")
-        self.target_version = 0
-        self.steps = self.tokens_seen = 0
+        self.target_version = self.steps = self.tokens_seen = 0
         self.busy_s = 0.0  # spent in micro-steps in the step that ended
         self._spent_s = 0.0  # and since
-        self.stop_s = 0.0  # the longest that a stop took
-        self._last: dict[str, float] = {}
-        # Captured steps read these tensors, so they change in place.
-        self._now = Teacher(0, target.final_norm, drafter.lm_head.weight)
-        self._previous: Teacher | None = None  # of the documents kept from the step before
-        self._reports: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # steps in flight
+        self.reports = StepReports()
+        self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
         self.ready = ReadyWeights(drafter, runner)
-        self._thread: threading.Thread | None = None
+        self.thread = StepThread(self.attempt, lambda: self.reports.settle(0), self._fail)
         self._passes = 0  # of tails
-        self._stop = threading.Event()
         self._error: BaseException | None = None
 
     @property
     def running(self) -> bool:
         """Whether the thread trains."""
-        return self._thread is not None and self._thread.is_alive()
+        return self.thread.running
+
+    @property
+    def stop_s(self) -> float:
+        """The longest that a stop took."""
+        return self.thread.stop_s
 
     @property
     def mode(self) -> str:
@@ -149,7 +146,7 @@ class SpotTrainer:
                     if not self.attempt():
                         break
                 begin = time.perf_counter()
-                self.settle(0)
+                self.reports.settle(0)
                 self._spent_s += time.perf_counter() - begin
             elif not self.running:
                 self.start()
@@ -172,29 +169,16 @@ class SpotTrainer:
         if self.checkpoints is not None:
             self.checkpoints.collect(wait=False)
             self.checkpoints.prepare(self._state())
-        head, norm = self.drafter.lm_head.weight.detach(), self.target.final_norm
-        if self._previous is None:
-            self._previous = Teacher(self.target_version, norm.clone(), head.clone())
-        else:
-            self._previous.norm.copy_(norm)
-            self._previous.head.copy_(head)
-            self._previous = Teacher(self.target_version, self._previous.norm, self._previous.head)
+        self.teachers.keep(self.target_version)
 
     def start(self) -> None:
         """Trains in a thread, in the partition where there is one, until `stop`."""
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._work, name="spot-trainer", daemon=True)
-        self._thread.start()
+        self.thread.start(None if self.partition is None else self.partition.stream)
 
     def stop(self) -> None:
         """Returns once no micro-step runs; what failed in one is a warning here, in the caller."""
-        begin = time.perf_counter()
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            self.stop_s = max(self.stop_s, time.perf_counter() - begin)
-        self.settle(0)
+        self.thread.stop()
+        self.reports.settle(0)
         if self._error is not None:
             error, self._error = self._error, None
             warnings.warn(
@@ -219,8 +203,7 @@ class SpotTrainer:
     def start_step(self, target_version: int) -> None:
         """A new policy is in the target: its head is gathered, the longest old documents kept."""
         self.stop()
-        taught = self._previous is not None and self._previous.version == self.target_version
-        if target_version != self.target_version and not taught:
+        if target_version != self.target_version and not self.teachers.kept(self.target_version):
             self.buffer.clear()  # their teacher went with the old weights
         self.buffer.start_step()
         self.target_version = target_version
@@ -248,7 +231,7 @@ class SpotTrainer:
             False where there is no data yet.
         """
         begin = time.perf_counter()
-        self.settle(IN_FLIGHT - 1)
+        self.reports.settle(IN_FLIGHT - 1)
         with self.buffer.lock:
             pieces = self.buffer.sample(self.bin.tokens, self.steps, self.bin.most)
             if not pieces and reduce is None:
@@ -262,7 +245,7 @@ class SpotTrainer:
         now, before = self._teachers()
         if reduce is None:
             assert loaded is not None
-            beside = self.partition if threading.current_thread() is self._thread else None
+            beside = self.partition if self.thread.here else None
             if beside is None:
                 self.capture(loaded[0], None)
             self.step.run(*loaded, now, before, beside.sms if beside else 0)
@@ -273,7 +256,7 @@ class SpotTrainer:
             self.step.update(means)
         self.steps += 1
         self.tokens_seen += tokens
-        self._note()
+        self.reports.note(self.step.report)
         if self.steps % self.config.swap_every == 0:
             self.ready.publish()
         every = self.config.checkpoint_every
@@ -287,7 +270,7 @@ class SpotTrainer:
         return int(self.bin.tokens * self.config.keep_long)
 
     def _teachers(self) -> tuple[Teacher, Teacher | None]:
-        return Teacher(self.target_version, self._now.norm, self._now.head), self._previous
+        return self.teachers.now(self.target_version), self.teachers.previous
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -295,51 +278,9 @@ class SpotTrainer:
         return event
 
     def capture(self, split: int, where: Partition | None) -> None:
-        """Makes a graph of a step, where there is none; without one it runs op by op."""
-        now, before = self._teachers()
-        sms = where.sms if where else 0
-        useless = self._failed_capture or (split and before is None)
-        if useless or not self.step.can_capture(split, sms):
-            return
-        side = where.stream if where else torch.cuda.Stream(self.target.device)
-        side.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(side):
-                self.step.capture(split, now, before, sms)
-        except RuntimeError as error:
-            self._failed_capture = True
-            warnings.warn(
-                f"spot trainer: a step could not be captured ({str(error).splitlines()[0]}); it"
-                " runs op by op, slower",
-                stacklevel=2,
-            )
-        torch.cuda.current_stream().wait_stream(side)
-
-    def _note(self) -> None:
-        """Has the report of the step just queued copied to the host."""
-        if self.bin.fixed:
-            report = torch.empty(4, pin_memory=True)
-            report.copy_(self.step.report, non_blocking=True)
-            self._reports.append((report, self._event()))
-        else:
-            self._reports.append((self.step.report.clone(), None))
-            self.settle(0)
-
-    def settle(self, most: int) -> None:
-        """Waits until at most so many steps are in flight, and reads the reports of the others."""
-        while len(self._reports) > most:
-            report, event = self._reports.popleft()
-            if event is not None:
-                event.synchronize()
-            loss, acceptance, top1, finite = report.tolist()
-            if finite:
-                self._last = {
-                    "drafter/loss": loss,
-                    "drafter/acceptance": acceptance,
-                    "drafter/top1": top1,
-                }
-            else:
-                warnings.warn("spot trainer: gradient is not finite: step skipped", stacklevel=2)
+        """Makes a graph of a step, where there is none."""
+        place = () if where is None else (where.sms, where.stream)
+        self.step.capture(split, *self._teachers(), *place)
 
     def attempt(self) -> bool:
         """A micro-step whose failure is kept for `stop`; False where none was made."""
@@ -350,27 +291,14 @@ class SpotTrainer:
             self._error = error
             return False
 
-    def _work(self) -> None:
-        if self.partition is None:
-            torch.set_num_threads(1)  # of this thread; the tail keeps the other cores
-            beside = nullcontext()
-        else:
-            beside = torch.cuda.stream(self.partition.stream)
-        try:
-            with beside:
-                while not self._stop.is_set() and self.attempt():
-                    pass
-                self.settle(0)
-        except BaseException as error:  # whatever ends the thread is told
-            self._error = error
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
 
     def rebuild_vocabulary(self) -> None:
         """Drafts the tokens seen most often in rollouts, then the lowest ids."""
         spec = self.drafter.spec
         if spec.draft_vocab < spec.vocab_size:
-            seen = self.buffer.seen_tokens
-            ranked = sorted(range(spec.vocab_size), key=lambda token: (-seen[token], token))
-            self.drafter.set_vocabulary(torch.tensor(sorted(ranked[: spec.draft_vocab])))
+            self.drafter.set_vocabulary(self.buffer.most_seen(spec.draft_vocab, spec.vocab_size))
             self.drafter.refresh_head(self.target.head)
 
     # ---- overlap --------------------------------------------------------------------------------
@@ -386,12 +314,6 @@ class SpotTrainer:
         self._measured = True
         try:
             self.serial_step_s, found = measure_overlaps(self, self.decode, alone_s)
-            self.measured, tokens = list(found), self.bin.tokens
-            best = choose_overlap(self.measured, self.serial_step_s, tokens, self.config.slowdown)
-            if best is None and self.config.mode == "overlapped":
-                best = min(self.measured, key=lambda overlap: overlap.slowdown)
-            self.overlap = best
-            self.partition = None if best is None else found[best]
         except Exception as error:  # whatever it is, there is another way to train
             self.partition = None
             warnings.warn(
@@ -399,15 +321,22 @@ class SpotTrainer:
                 " trains between passes instead",
                 stacklevel=3,
             )
+            return
+        self.measured, tokens = list(found), self.bin.tokens
+        best = choose_overlap(self.measured, self.serial_step_s, tokens, self.config.slowdown)
+        if best is None and self.config.mode == "overlapped":
+            best = min(self.measured, key=lambda overlap: overlap.slowdown)
+        self.overlap = best
+        self.partition = None if best is None else found[best]
 
     # ---- records --------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         """Under the names of the metrics file."""
-        if self._thread is None:
-            self.settle(0)
+        if not self.running:
+            self.reports.settle(0)
         out = {
-            **self._last,
+            **self.reports.last,
             "drafter/version": self.runner.version,
             "drafter/tokens_seen": self.tokens_seen,
             "drafter/busy_s": self.busy_s,
@@ -440,7 +369,7 @@ class SpotTrainer:
             "optimizer": self.step.state_dict(),
             "version": self.runner.version,
             "steps": self.steps,
-            "acceptance": float(self._last.get("drafter/acceptance", 0.0)),
+            "acceptance": float(self.reports.last.get("drafter/acceptance", 0.0)),
             "tokens_seen": self.tokens_seen,
             "seen_tokens": dict(self.buffer.seen_tokens),
         }
@@ -454,7 +383,7 @@ class SpotTrainer:
         self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
         self.step.acceptance.fill_(state["acceptance"])
-        self._last["drafter/acceptance"] = state["acceptance"]
+        self.reports.last["drafter/acceptance"] = state["acceptance"]
         self.buffer.seen_tokens.clear()
         self.buffer.seen_tokens.update(state["seen_tokens"])
         self.drafter.refresh_head(self.target.head)

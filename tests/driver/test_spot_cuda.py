@@ -89,7 +89,7 @@ def test_captured_steps_train_as_steps_op_by_op(policy):
     results = []
     for captured in (True, False):
         spot = trainer(policy, "spot.keep_long=0.25")
-        spot._failed_capture = not captured
+        spot.step.failed_capture = not captured
         fill(spot)
         losses = steps(spot, 5)
         spot.finish()

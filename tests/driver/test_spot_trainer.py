@@ -398,7 +398,7 @@ def test_a_killed_thread_is_told_and_another_one_follows(parts, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "micro_step", killed)
         trainer.on_pass(1)
-        trainer._thread.join()
+        trainer.thread.thread.join()
         trainer.on_pass(1)  # the rollout goes on
         assert trainer.steps == 0
         with pytest.warns(UserWarning, match="micro-step failed .SystemExit: killed."):
