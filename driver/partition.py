@@ -6,6 +6,7 @@ costs it some percent (`profiling/README.md`). How many it may have is measured 
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -97,6 +98,19 @@ class Partition:
         self.stream = self._context.Stream()  # others would not be in the context
 
 
+@functools.cache
+def partition_of(sms: int, device: torch.device) -> Partition:
+    """The partition of a size, made once and never given back.
+
+    Torch's allocator records an event on every stream that used a tensor when the tensor is freed;
+    were the context gone by then, that would fail in whatever freed it.
+
+    Args:
+        sms, device: as of `Partition`.
+    """
+    return Partition(sms, device)
+
+
 def measure_overlaps(
     spot: SpotTrainer, decode: Callable[[], float | None], alone_s: float
 ) -> tuple[float, dict[Overlap, Partition]]:
@@ -122,7 +136,7 @@ def measure_overlaps(
     serial_s = (time.perf_counter() - begin) / TRIALS
     found: dict[Overlap, Partition] = {}
     for sms in SIZES:
-        spot.partition = Partition(sms, spot.target.device)
+        spot.partition = partition_of(sms, spot.target.device)
         spot.capture(0, spot.partition)
         spot.start()
         decode()  # until the queue is filled

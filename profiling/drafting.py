@@ -27,15 +27,15 @@ from profiling.bench import Bench
 from profiling.subjects import Subject, fix_bandit
 
 NEVER = 10**9  # passes between two steps of the spot trainer: it trains when it is told to
-HELD_OUT = 8  # every eighth prompt is drafted for and not learned from
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much is done."""
 
-    prompts: int = 320
-    rounds: int = 4  # responses to each prompt that is learned from
+    prompts: int = 1280
+    held_out: int = 32  # every so many a prompt is drafted for and not learned from
+    rounds: int = 3  # responses to each prompt that is learned from
     tokens: int = 256  # of a response
     batch: int = 32  # of requests that are drafted for
     bin: int = 4096  # entries of a step
@@ -131,7 +131,7 @@ class Study:
         sizes = self.sizes
         config = load_config([*self.subject.words, *self.words])
         self.drafter_config: DrafterConfig = config.drafter
-        shown = sizes.prompts - len(range(0, sizes.prompts, HELD_OUT))
+        shown = sizes.prompts - len(range(0, sizes.prompts, sizes.held_out))
         self.rollout = self.subject.rollout(
             f"engine.strategies={' '.join(['off', *sizes.strategies])}",
             f"engine.max_batch={max(sizes.batch, min(256, shown))}",
@@ -150,7 +150,8 @@ class Study:
     def requests(self, held_out: bool, round: int = 0) -> list[Request]:
         limits = [self.sizes.tokens] * self.sizes.prompts
         requests = self.subject.requests(limits, stop=True, round=round)
-        return [r for i, r in enumerate(requests) if (i % HELD_OUT == 0) == held_out]
+        every = self.sizes.held_out
+        return [r for i, r in enumerate(requests) if (i % every == 0) == held_out]
 
     def collect(self) -> float:
         """Samples what is learned from; seconds."""

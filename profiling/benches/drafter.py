@@ -72,7 +72,6 @@ WARMED_STRATEGIES = [  # at most 64 nodes
     "learned:4,4,16",
     "learned:8,4,32",
     "learned:8,8,64",
-    "learned:12,6,64",
     "learned:16,4,64",
 ]
 WARMED_PROMPTS, WARMED_TOKENS = 64, 1024  # tokens of a response at most

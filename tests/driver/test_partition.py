@@ -1,7 +1,9 @@
 """Which partition trains beside the tail."""
 
 import pytest
+import torch
 
+from driver import partition
 from driver.partition import STOP_S, Overlap, choose_overlap
 
 ALONE = 1e-3
@@ -35,3 +37,14 @@ def test_serial_stays_where_overlapping_is_worse_or_stops_too_late():
     row = measured((8, 1.05, 4e-3))
     assert choose_overlap(row, 0.15e-3, 512, 1.06) is None
     assert choose_overlap(row, 0.25e-3, 512, 1.06) is not None
+
+
+def test_a_partition_is_made_once_and_kept(monkeypatch):
+    """Tensors that its stream used may be freed when every trainer of it is gone."""
+    monkeypatch.setattr(partition, "Partition", lambda sms, device: [sms, device])
+    partition.partition_of.cache_clear()
+    card = torch.device("cuda", 0)
+    first = partition.partition_of(8, card)
+    assert partition.partition_of(8, torch.device("cuda", 0)) is first
+    assert partition.partition_of(16, card) == [16, card]
+    partition.partition_of.cache_clear()

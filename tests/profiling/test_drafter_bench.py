@@ -28,7 +28,7 @@ WORDS = [
     "run.threads=1",
 ]
 SMALL = Sizes(
-    prompts=16, rounds=1, tokens=24, batch=4, bin=64, steps=6, family_steps=4, unroll=2,
+    prompts=16, held_out=8, rounds=1, tokens=24, batch=4, bin=64, steps=6, family_steps=4, unroll=2,
     strategies=("learned:2,2,5",),
 )  # fmt: skip
 
