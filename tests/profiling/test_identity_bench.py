@@ -48,14 +48,31 @@ def test_every_arm_of_a_checkpoint_is_equal_bit_for_bit(subject):
     assert bench.got == {}  # equal so far, but of too few tokens
 
 
-def test_a_shape_is_compared_too():
-    words = [*WORDS, *SHAPE_WORDS[:1], "drafter.draft_vocab=128", "spot.mode=off"]
-    shape = of_shape("qwen2_7b_shape", words, TINY_SHAPE, "cpu")
-    bench = Bench("identity", math.nan)
-    size = replace(SIZE, tokens=200)
-    identity.run_subject(bench, shape, identity.SHAPE_ARMS, size, train=False, seconds=math.inf)
-    assert [row["equal_tokens"] for row in bench.rows] == [1.0] * 3
-    assert [row["equal_bits"] for row in bench.rows] == [1.0] * 3
+@pytest.fixture
+def small(subject, monkeypatch):
+    """The benchmark's subjects and size, so small that `run` needs no card."""
+
+    def tiny_shape(name, words, shape, device):
+        made = [*WORDS, *SHAPE_WORDS[:1], "drafter.draft_vocab=128", *words[-1:]]
+        return of_shape(name, made, TINY_SHAPE, "cpu")
+
+    monkeypatch.setattr(identity, "of_checkpoint", lambda name, words, **rest: subject)
+    monkeypatch.setattr(identity, "of_shape", tiny_shape)
+    monkeypatch.setattr(identity, "QUICK", replace(SIZE, tokens=200))
+    monkeypatch.setattr(identity, "TOKENS", 200)
+
+
+@pytest.mark.parametrize("only", ["", "shape", "smollm2 (learned|mixed)"])
+def test_the_whole_benchmark_runs(small, only):
+    bench = Bench("identity", math.nan, quick=True, only=only, options=["--seconds", "1000"])
+    identity.run(bench)
+    cases = {row["case"] for row in bench.rows}
+    every = {f"smollm2 {a}" for a in identity.SMOLLM2_ARMS}
+    every |= {f"qwen2_7b_shape {a}" for a in identity.SHAPE_ARMS}
+    assert {case for case in cases if not case.endswith(" off")} == set(filter(bench.wanted, every))
+    assert all(row["equal_tokens"] == row["equal_bits"] == 1.0 for row in bench.rows)
+    wanted = {target for case, target in identity.TARGETS.items() if case in cases}
+    assert set(bench.got) == wanted | ({"logprobs_bit_equal"} if not only else set())
 
 
 def test_limits_differ_and_rounds_have_noise_of_their_own(subject):
