@@ -40,7 +40,8 @@ class Bin:
     def __init__(self, tokens: int, target: TargetModel, rejected_weight: float = 1.0) -> None:
         self.tokens, self.target, self.rejected_weight = tokens, target, rejected_weight
         self.fixed = target.device.type == "cuda"
-        self.most = max(4, tokens // 16)  # documents; two more are padding
+        # Documents; two more are padding. Attention launches blocks for as many of full length.
+        self.most = max(4, min(tokens // 16, max(16, tokens // 64)))
         width, device = target.spec.hidden_size, target.device
         dtype = target.embedding.dtype if self.fixed else torch.float32
         self.features = torch.zeros(tokens, 3 * width, dtype=dtype, device=device)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from profiling import benches, timing
-from profiling.results import CPU, RESULTS, ROOT, card_folder, targets_of
+from profiling.results import CPU, RESULTS, ROOT, card_folder, joined, load, targets_of
 
 
 @dataclass
@@ -155,8 +155,8 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
             f"empty graph {about['empty_graph_us']} us"
         )
     module.run(bench)
-    if args.only and args.out == RESULTS:
-        return say("--only: a part of the cases, not written; name a folder with --out")
+    if args.only and args.out == RESULTS and not args.add:
+        return say("--only: a part of the cases, not written; take --add, or --out FOLDER")
     targets = targets_of(args.name, bench.got)
     for target in targets:
         say(f"{'met  ' if target['met'] else 'UNMET'} {target['name']}: {target['got']}")
@@ -164,6 +164,8 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
     path = (folder / "quick" if args.quick else folder) / f"{args.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"meta": about, "rows": bench.rows, "targets": targets}
+    if args.add and path.exists():
+        result = joined(load(path), result)
     path.write_text(json.dumps(result, indent=1) + "\n")
     say(f"wrote {path}")
     for name, content in bench.files.items():
@@ -204,6 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the engine"
     )
+    parser.add_argument("--add", action="store_true", help="to the cases that the JSON has")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--commit", default="", help="of these sources, where git is not at hand")
     args, args.options = parser.parse_known_args(argv)

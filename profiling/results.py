@@ -73,6 +73,26 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
+def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Two results of parts of one benchmark as one; what both have is the new one's.
+
+    Args:
+        old, new: results of one card; the command and commit of both are kept.
+    """
+    cases = {row["case"] for row in new["rows"]}
+    rows = [row for row in old["rows"] if row["case"] not in cases] + new["rows"]
+    before = {target["name"]: target for target in old["targets"]}
+    targets = [
+        before[target["name"]] if target["got"] is None and target["name"] in before else target
+        for target in new["targets"]
+    ]
+    both = {
+        name: mark.join(dict.fromkeys([*old["meta"][name].split(mark), new["meta"][name]]))
+        for name, mark in (("command", " && "), ("commit", ", "))
+    }
+    return {"meta": new["meta"] | both, "rows": rows, "targets": targets}
+
+
 @dataclass(frozen=True)
 class Target:
     """One line of `targets.toml` and the newest figure for it; `meta` is that result's."""

@@ -57,6 +57,28 @@ def test_part_of_the_cases_replaces_no_result(cpu_bench, tmp_path, monkeypatch, 
     assert "not written" in capsys.readouterr().out
 
 
+def test_parts_add_up(cpu_bench, tmp_path, monkeypatch):
+    """Cases and targets of an earlier part stay, those of both are the later one's."""
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    options = ["--out", str(tmp_path), "--add"]
+    bench.main(["fake", *options, "--commit", "one"])
+
+    def other(b):
+        b.add("other", timing.Timing(5.0, 0.1), 1000)
+        b.got["high_x"] = 4.0
+
+    cpu_bench.run = other
+    for _ in range(2):  # the same part twice is one part
+        bench.main(["fake", *options, "--only", "other", "--commit", "two"])
+    result = results.load(tmp_path / "cpu" / "fake.json")
+    assert [row["case"] for row in result["rows"]] == ["case", "other"]
+    assert [target["got"] for target in result["targets"]] == [2.0, 4.0, None]
+    assert result["meta"]["commit"] == "one, two"
+    assert result["meta"]["command"] == (
+        "python -m profiling.bench fake && python -m profiling.bench fake --only other"
+    )
+
+
 def test_a_target_that_is_not_listed_is_refused():
     with pytest.raises(ValueError, match=r"no such target in \[sampling\]: sample_b65_us"):
         results.targets_of("sampling", {"sample_b65_us": 1.0})
