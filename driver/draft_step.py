@@ -305,9 +305,11 @@ class DraftStep:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over an optimizer's state; captured steps hold the old one and go."""
+        """Takes over an optimizer's state; captured steps hold the old one and go.
+
+        The learning rate stays this run's: a warm start may have been made with another.
+        """
         self._graphs.clear()
         self.optimizer.load_state_dict(state)
         for group in self.optimizer.param_groups:
-            self.lr.fill_(float(group["lr"]))
             group["lr"], group["capturable"] = self.lr, self.bin.fixed  # of this machine

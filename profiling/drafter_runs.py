@@ -35,6 +35,7 @@ RL_WORDS = [
     "bandit.policy=static",
     f"bandit.static={STRATEGY}",
     "bandit.buckets=[1,2,4,8,16,32,64]",
+    "drafter.lr=3e-4",  # the warm start's fell to zero
     "spot.every=4",
     "spot.tokens_per_step=1024",
     "grpo.prompts_per_step=16",

@@ -449,3 +449,13 @@ def test_memory_is_what_was_predicted(parts):
     trainer.micro_step()
     for part, (predicted, held) in training_memory(trainer).items():
         assert held > 0 and abs(predicted - held) <= 0.1 * held, part
+
+
+def test_the_learning_rate_is_the_run_s_own_after_a_warm_start(parts):
+    first = parts.trainer(lr=1e-2)
+    fill(first, parts)
+    first.micro_step()
+    second = parts.trainer(lr=1e-3)
+    second.load_state_dict(first.state_dict())
+    (group,) = second.step.optimizer.param_groups
+    assert group["lr"] is second.step.lr and float(second.step.lr) == pytest.approx(1e-3)
