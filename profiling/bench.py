@@ -34,8 +34,9 @@ class Bench:
 
     `copy_gb_per_s` is this card's ceiling; `quick` asks for few cases; `wanted` tells whether a
     case is to run (`--only` is a regular expression over case names). `settings` are `key=value`
-    words for a configuration (`--set`), `options` words that this benchmark alone takes. What is
-    in `files` is written beside the result, as `<bench>-<name>.json`.
+    words for a configuration (`--set`), `options` words that this benchmark alone takes; `known`
+    are the rows of the result that this one adds to (`--add`). What is in `files` is written beside
+    the result, as `<bench>-<name>.json`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Bench:
     only: str = ""
     settings: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
+    known: list[dict] = field(default_factory=list)
     rows: list[dict] = field(default_factory=list)
     files: dict[str, Any] = field(default_factory=dict)
     got: dict[str, float] = field(default_factory=dict)
@@ -154,18 +156,20 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
             f"{about['card']}: copy {about['copy_gb_per_s']} GB/s, "
             f"empty graph {about['empty_graph_us']} us"
         )
+    folder = args.out / (card_folder(about["card"]) if needs_cuda(module) else CPU)
+    path = (folder / "quick" if args.quick else folder) / f"{args.name}.json"
+    before = load(path) if args.add and path.exists() else None
+    bench.known = before["rows"] if before else []
     module.run(bench)
     if args.only and args.out == RESULTS and not args.add:
         return say("--only: a part of the cases, not written; take --add, or --out FOLDER")
     targets = targets_of(args.name, bench.got)
     for target in targets:
         say(f"{'met  ' if target['met'] else 'UNMET'} {target['name']}: {target['got']}")
-    folder = args.out / (card_folder(about["card"]) if needs_cuda(module) else CPU)
-    path = (folder / "quick" if args.quick else folder) / f"{args.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"meta": about, "rows": bench.rows, "targets": targets}
-    if args.add and path.exists():
-        result = joined(load(path), result)
+    if before:
+        result = joined(before, result)
     path.write_text(json.dumps(result, indent=1) + "\n")
     say(f"wrote {path}")
     for name, content in bench.files.items():

@@ -119,15 +119,14 @@ def report(bench: Bench, subject: Subject, arms: Sequence[Arm]) -> None:
 
 
 def book(bench: Bench) -> None:
-    """The targets, from the rows: whole where enough was compared, else only what refutes them."""
-    cases = {row["case"]: row for row in bench.rows}
+    """The targets, from these rows and those that they add to: whole where enough was compared,
+    else only what refutes them."""
+    cases = {row["case"]: row for row in (*bench.known, *bench.rows)}
     enough = {case for case in TARGETS if case in cases and cases[case]["tokens"] >= TOKENS}
     for case, target in TARGETS.items():
-        if case in cases:
-            share = cases[case]["equal_tokens"]
-            if case in enough or share < 1:
-                bench.got[target] = share
-    bits = min((row["equal_bits"] for row in bench.rows), default=1.0)
+        if case in enough or (case in cases and cases[case]["equal_tokens"] < 1):
+            bench.got[target] = cases[case]["equal_tokens"]
+    bits = min((row["equal_bits"] for row in cases.values()), default=1.0)
     if len(enough) == len(TARGETS) or bits < 1:
         bench.got["logprobs_bit_equal"] = bits
 

@@ -64,6 +64,7 @@ def test_parts_add_up(cpu_bench, tmp_path, monkeypatch):
     bench.main(["fake", *options, "--commit", "one"])
 
     def other(b):
+        assert [row["case"] for row in b.known][:1] == ["case"]
         b.add("other", timing.Timing(5.0, 0.1), 1000)
         b.got["high_x"] = 4.0
 

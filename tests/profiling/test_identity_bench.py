@@ -126,6 +126,13 @@ def test_targets_are_met_by_enough_equal_tokens_only():
     bench.rows = [row(case, identity.TOKENS) for case in identity.TARGETS]
     identity.book(bench)
     assert bench.got == dict.fromkeys(all_targets()["identity"], 1.0)
+    half = Bench("identity", math.nan, known=bench.rows[:2])
+    half.rows = bench.rows[2:]
+    identity.book(half)
+    assert half.got == bench.got
+    half.known[0]["equal_bits"] = 0.5  # of the part before
+    identity.book(half)
+    assert half.got["logprobs_bit_equal"] == 0.5
     few = Bench("identity", math.nan)
     few.rows = [row("smollm2 learned:4,2,8", 99), row("smollm2 oracle:4,2,8", 100, 0.99)]
     identity.book(few)
