@@ -83,7 +83,7 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
         UserError: tensors that are missing, misshapen or unknown (a library would fill in random
             ones), no usable tokenizer, or a device that is not there.
     """
-    check_device(config.run.device)
+    use_device(config.run.device)
     if folder is None:
         policy = tiny.build_policy(config.model, config.run.seed)
         return policy.to(config.run.device), load_tokenizer(None)
@@ -135,13 +135,19 @@ def check_context(prompt_len: int, max_new_tokens: int, max_position: int) -> No
         )
 
 
-def check_device(device: str) -> None:
-    """Refuses a card that this machine, or this torch, does not have."""
+def use_device(device: str) -> None:
+    """Makes a card the current one, which streams and events are taken of.
+
+    Raises:
+        UserError: this machine, or this torch, does not have it.
+    """
     kind, _, index = device.partition(":")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"run.device={device}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
         )
+    if kind == "cuda":
+        torch.cuda.set_device(int(index or 0))
 
 
 def stop_ids(spec: ModelSpec, task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ longer than one. What was trained goes to every rank under one version number.
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from driver.spot_trainer import SpotTrainer
-from driver.world import World, sum_over
+from driver.world import World, share_state, sum_over
 
 POLL_S = 0.002
 BUSY, IDLE, TRAINING, UPDATE = "busy", "idle", "training", "update"
@@ -74,7 +75,8 @@ class Coordinator:
             leader = self._lead() if first else self._follow()
         self._become(IDLE)
         if self.world.share(self.spot.steps, leader) != self._handed_out:
-            self._hand_out(leader, None)
+            with self.world.meeting():
+                self._hand_out(leader, None)
         self._handed_out = self.spot.steps
         self._become(UPDATE)
 
@@ -86,7 +88,8 @@ class Coordinator:
         group = 0
         while not self._all_finished():
             ranks = [rank, *(r for r in self._idle() if r != rank)]
-            if len(ranks) < self.min_ranks or not self.spot.buffer.num_tokens:
+            few = len(ranks) < self.min_ranks or not self.spot.buffer.num_tokens
+            if few or self.spot.error is not None:
                 time.sleep(POLL_S)
                 continue
             if self.spot.steps == 0:
@@ -124,14 +127,15 @@ class Coordinator:
 
     def _micro_step(self, stop: bool, group: dist.ProcessGroup | None) -> bool:
         """One step of the group; whether it was the last."""
+        if group is None:  # as a single rank trains: captured, and a failure is a warning
+            return not self.spot.attempt() or stop
         told = torch.zeros(3, device=self.world.device)  # ranks with data, tokens, leader's stop
 
         def reduce(gradients: list[torch.Tensor], tokens: int) -> int:
             told.copy_(torch.tensor([float(tokens > 0), float(tokens), float(stop)]))
-            if group is not None:
-                sum_over([*gradients, told], group)
-                for gradient in gradients:
-                    gradient /= told[0].clamp_min(1)
+            sum_over([*gradients, told], group)
+            for gradient in gradients:
+                gradient /= told[0].clamp_min(1)
             return int(told[1])
 
         self.spot.micro_step(reduce)
@@ -142,12 +146,7 @@ class Coordinator:
     def _hand_out(self, source: int, group: dist.ProcessGroup | None) -> None:
         """The drafter and its optimizer of rank `source`, to the group; None = to all."""
         mine = self.spot.state_dict() if self.world.rank == source else None
-        if group is None:
-            state = self.world.share(mine, source)
-        else:
-            box = [mine]
-            dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
-            state = box[0]
+        state = share_state(mine, source, self.world.device, group)
         if self.world.rank != source:
             self.spot.load_state_dict(state)
 
@@ -157,8 +156,9 @@ class Coordinator:
         key = tuple(sorted(ranks))
         if key not in self._groups:
             backend = "cpu:gloo,cuda:nccl" if self.world.device.startswith("cuda") else "gloo"
+            wait = datetime.timedelta(seconds=self.world.timeout_s)
             self._groups[key] = dist.new_group(
-                list(key), backend=backend, use_local_synchronization=True
+                list(key), timeout=wait, backend=backend, use_local_synchronization=True
             )
         return self._groups[key]
 

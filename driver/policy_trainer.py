@@ -21,7 +21,7 @@ from driver.packed_attention import use_packed_attention
 from driver.packing import pack
 from driver.rollout.request import Response
 from driver.spans import Spans
-from driver.world import World
+from driver.world import World, split_by_length
 
 if TYPE_CHECKING:
     from driver.config import GrpoConfig
@@ -212,9 +212,10 @@ class PolicyTrainer:
         self, responses: Sequence[Response], part: Sequence[int]
     ) -> Iterator[MicroBatch]:
         lengths = [len(responses[i].request.prompt_ids) + len(responses[i].token_ids) for i in part]
-        rows = pack(lengths, self.cfg.micro_batch_tokens)
-        for row in rows[self.world.rank :: self.world.size]:
-            yield build_micro_batch(responses, [part[i] for i in row], self._device())
+        # By tokens, not by rows, which may be one or two.
+        mine = split_by_length(lengths, self.world.size)[self.world.rank]
+        for row in pack([lengths[i] for i in mine], self.cfg.micro_batch_tokens):
+            yield build_micro_batch(responses, [part[mine[i]] for i in row], self._device())
 
     @torch.no_grad()
     def _with_fixed_logprobs(self, batch: MicroBatch) -> MicroBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -17,13 +18,13 @@ from driver.assemble import (
     Rollout,
     build_rollout,
     check_context,
-    check_device,
     find_model,
     load_policy,
     longest_prompt,
     longest_request,
     spec_of,
     stop_ids,
+    use_device,
 )
 from driver.bandit import OFF
 from driver.capture import check_capture
@@ -82,7 +83,7 @@ class Run:
             torch.set_num_threads(config.run.threads)
         with phases("load"):
             # What shows as mistyped by now fails before the run folder is made.
-            check_device(config.run.device)
+            use_device(config.run.device)
             if config.sampling.top_k or config.sampling.top_p < 1:
                 raise UserError(
                     "sampling.top_k and sampling.top_p: training samples the policy's own law;"
@@ -112,8 +113,10 @@ class Run:
     ) -> Run:
         saved = world.share(folder.resumed if folder else None)
         if config.warmup.keep and (saved is None or config.grpo.kl_coef):
+            world.enter("warmup")
             with phases("warmup"):  # one rank makes it, all use it
                 source = world.share(warm_start(config, note).path if folder else None)
+                gc.collect()  # its engine refers to itself, and holds a card's memory
         with phases("load"):
             if folder is not None and config.run.resume and saved is None:
                 note(f"{folder.path} holds no whole checkpoint: starting over")

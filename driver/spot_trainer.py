@@ -86,7 +86,7 @@ class SpotTrainer:
         self.ready = ReadyWeights(drafter, runner)
         self.thread = StepThread(self.attempt, lambda: self.reports.settle(0), self._fail)
         self._passes = 0  # of tails
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # why it pauses
 
     @property
     def running(self) -> bool:
@@ -138,7 +138,7 @@ class SpotTrainer:
         mode = self.mode
         if mode in ("off", "coordinated") or not 0 < active <= self.config.tail_batch:
             return
-        if self._error is None:
+        if self.error is None:
             if mode == "serial":
                 due = self._passes // self.config.every
                 self._passes += passes
@@ -179,8 +179,8 @@ class SpotTrainer:
         """Returns once no micro-step runs; what failed in one is a warning here, in the caller."""
         self.thread.stop()
         self.reports.settle(0)
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self.error is not None:
+            error, self.error = self.error, None
             warnings.warn(
                 f"spot trainer: a micro-step failed ({type(error).__name__}: {error}); training of"
                 f" the drafter paused, drafts go on with version {self.runner.version}",
@@ -288,11 +288,11 @@ class SpotTrainer:
             with self.spans("micro_step", version=self.runner.version):
                 return self.micro_step()
         except Exception as error:
-            self._error = error
+            self.error = error
             return False
 
     def _fail(self, error: BaseException) -> None:
-        self._error = error
+        self.error = error
 
     def rebuild_vocabulary(self) -> None:
         """Drafts the tokens seen most often in rollouts, then the lowest ids."""

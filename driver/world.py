@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -117,14 +117,15 @@ class World:
         self.enter(phase)
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # this rank's own
             raise
         except (RuntimeError, ValueError) as error:
             lost = [place for meetings, place in self._places() if meetings < self._meetings]
             who = ", ".join(lost) or "a rank that had come"
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"{who} was lost or did not answer, rank {self.rank} waited for it after {phase}:"
-                " the run stops here; run.resume=true goes on from its last checkpoint"
+                f"{who} was lost or did not answer, rank {self.rank} waited for it after {phase}"
+                f" ({reason}): the run stops here; run.resume=true goes on from its last checkpoint"
             ) from error
 
     def where(self) -> str:
@@ -152,7 +153,7 @@ class World:
             return [value]
         values: list[Any] = [None] * self.size
         with self.meeting():
-            dist.all_gather_object(values, value, group=self._control())
+            dist.all_gather_object(values, value)  # through the host, whatever the device
         return values
 
     def share(self, value: T, source: int = 0) -> T:
@@ -161,29 +162,64 @@ class World:
             return value
         box = [value]
         with self.meeting():
-            dist.broadcast_object_list(box, src=source, group=self._control())
+            dist.broadcast_object_list(box, src=source)
         return box[0]
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Adds up each tensor over the ranks, in place; all ranks get the same bits."""
         if self.size > 1:
             with self.meeting():
+                self._wait_for_all()
                 sum_over(tensors, None)
 
     def copy_(self, tensors: Iterable[Tensor]) -> None:
         """Gives every rank the values of rank 0, in place."""
         if self.size > 1:
             with self.meeting():
+                self._wait_for_all()
                 for tensor in tensors:
                     dist.broadcast(tensor, 0)
 
-    def _control(self) -> dist.ProcessGroup | None:
-        """Objects travel through the host's memory, whatever the device."""
-        if not self.device.startswith("cuda"):
-            return None
-        if not hasattr(self, "_gloo"):
-            self._gloo = dist.new_group(backend="gloo")
-        return self._gloo
+    def _wait_for_all(self) -> None:
+        """On the host: cards that wait for a lost one are ended by NCCL before they can name it."""
+        dist.all_reduce(torch.zeros(1))
+
+
+def share_state(
+    state: Any, source: int, device: str, group: dist.ProcessGroup | None = None
+) -> Any:
+    """A state of rank `source`; its tensors travel from device to device.
+
+    Pickled, tensors of a card would be made on the card that they left.
+
+    Args:
+        state: tensors, numbers, strings, None, and lists and dicts of these; of other ranks unused.
+        source: by its number among all ranks.
+        device: where this rank wants the tensors.
+        group: None = all ranks.
+
+    Returns:
+        The state, on every rank of the group.
+    """
+    box = [None]
+    if dist.get_rank() == source:
+        state = _each_tensor(state, lambda x: x.detach().to(device).contiguous())
+        box = [_each_tensor(state, lambda x: x.to("meta"))]
+    dist.broadcast_object_list(box, src=source, group=group)
+    if dist.get_rank() != source:
+        state = _each_tensor(box[0], lambda x: torch.empty_like(x, device=device))
+    _each_tensor(state, lambda x: dist.broadcast(x, source, group=group))
+    return state
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _each_tensor(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_each_tensor(item, change) for item in value)
+    return value
 
 
 def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -22,6 +22,7 @@ from driver.packing import pack
 from driver.policy_trainer import PolicyTrainer
 from driver.rollout.request import Request, Response, SamplingParams
 from driver.sections import GrpoConfig
+from driver.world import World
 from tests import kit
 
 EOS, PAD, VOCAB, LIMIT = 0, 0, 29, 24
@@ -550,3 +551,19 @@ def test_missing_and_repeated_responses_are_refused():
         trainer.update([responses[0], responses[0]], [0.0, 1.0])
     with pytest.raises(ValueError, match="wanted 8 numbers, one per response, got 1"):
         trainer.update(responses, [1.0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 9])
+def test_ranks_share_the_tokens_of_an_update_evenly(ranks):
+    """Whatever is packed is packed once; rows themselves may be fewer than the ranks."""
+    model = make_model()
+    responses, part = make_responses(model), [7, 0, 2, 5, 4, 1, 6, 3]
+    seen, tokens = [], []
+    for rank in range(ranks):
+        trainer = PolicyTrainer(model, Cfg(), world=World(rank, ranks))
+        rows = list(trainer._micro_batches(responses, part))
+        seen += [i for row in rows for i in row.owner.unique().tolist()]
+        tokens.append(sum(row.input_ids.shape[1] for row in rows))
+    assert sorted(seen) == list(range(8))
+    longest = max(len(r.request.prompt_ids) + len(r.token_ids) for r in responses)
+    assert max(tokens) - min(tokens) <= longest

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from driver.assemble import use_device
 from driver.config import load_config
 from driver.errors import UserError
 from driver.progress import Progress
@@ -194,6 +195,72 @@ def test_more_ranks_than_prompts_are_refused(tmp_path):
     assert "2 ranks for grpo.prompts_per_step=1: each needs one prompt" in log
 
 
+SHARES = """
+import torch, torch.distributed as dist
+from driver.world import World, share_state
+world = World.join("cpu", 60)
+weights = torch.arange(6.0).view(2, 3)
+state = {"w": weights.t(), "on": torch.tensor([True, False]), "step": torch.tensor(3),
+         "groups": [{"betas": (0.9, 0.95), "lr": torch.tensor(0.5)}], "seen": {7: 2}, "none": None}
+pair = dist.new_group([0, 2], use_local_synchronization=True) if world.rank != 1 else None
+for source, group in ((2, None), (0, pair)):
+    if world.rank == 1 and source == 0:
+        continue
+    got = share_state(state if world.rank == source else {"w": "unused"}, source, "cpu", group)
+    assert got["w"].equal(weights.t()) and got["on"].tolist() == [True, False], got
+    assert got["on"].dtype == torch.bool and int(got["step"]) == 3 and got["step"].dim() == 0
+    assert got["groups"][0]["betas"] == (0.9, 0.95) and float(got["groups"][0]["lr"]) == 0.5
+    assert got["seen"] == {7: 2} and got["none"] is None
+world.leave()
+"""
+
+
+def test_a_state_with_tensors_reaches_every_rank_of_a_group(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SHARES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--nproc-per-node=3", str(file)], env=env, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
+FAULTY = """
+from driver.spot_trainer import SpotTrainer
+def broken(self, reduce=None):
+    raise RuntimeError("kernel on fire")
+if RANK == 0:
+    SpotTrainer.micro_step = broken
+generate = collector.Collector.roll_out
+def slow(self, prompts, requests):
+    if RANK == 1:
+        time.sleep(3)
+    return generate(self, prompts, requests)
+collector.Collector.roll_out = slow
+"""
+
+
+def test_a_failed_step_of_the_idle_rank_costs_the_drafter_only(tmp_path):
+    records = run(tmp_path, 2, script=FAULTY)
+    assert records[2]["drafter/tokens_seen"] == 0
+    assert "micro-step failed (RuntimeError: kernel on fire)" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "seen", "match"),
+    [
+        (RuntimeError("Connection reset\nby peer"), UserError, r"was lost .*\(Connection reset\)"),
+        (torch.AcceleratorError("illegal address"), torch.AcceleratorError, "illegal address"),
+        (torch.OutOfMemoryError("out"), torch.OutOfMemoryError, "out"),
+    ],
+)
+def test_what_a_meeting_died_of_is_told(error, seen, match):
+    """A fault of this rank's own card is not called the loss of another."""
+    with pytest.raises(seen, match=match), World(rank=0, size=2).meeting():
+        raise error
+
+
 def test_one_process_needs_no_meeting(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     world = World.join("cpu", 1.0)
@@ -210,6 +277,18 @@ def test_a_rank_without_a_card_says_so(monkeypatch):
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match="rank 1 wants card 99, there are"):
         World.join("cuda", 1.0)
+
+
+def test_a_card_named_by_number_becomes_the_current_one(monkeypatch):
+    """Streams and events are taken of the current one."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cuda:1", "cuda", "cpu"):
+        use_device(device)
+    assert chosen == [1, 0]
+    with pytest.raises(UserError, match="run.device=cuda:2: torch sees 2 CUDA devices"):
+        use_device("cuda:2")
 
 
 def test_ranks_without_a_number_are_refused(monkeypatch):
