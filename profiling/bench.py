@@ -7,6 +7,7 @@ values for the targets of its own table in `targets.toml`. A target without a va
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import json
@@ -17,6 +18,8 @@ import re
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +39,7 @@ class Bench:
     case is to run (`--only` is a regular expression over case names). `settings` are `key=value`
     words for a configuration (`--set`), `options` words that this benchmark alone takes; `known`
     are the rows of the result that this one adds to (`--add`). What is in `files` is written beside
-    the result, as `<bench>-<name>.json`.
+    the result, as `<bench>-<name>.json`; `failed` names the parts that did not come to their end.
     """
 
     name: str
@@ -49,9 +52,19 @@ class Bench:
     rows: list[dict] = field(default_factory=list)
     files: dict[str, Any] = field(default_factory=dict)
     got: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
 
     def wanted(self, case: str) -> bool:
         return re.search(self.only, case) is not None
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part whose failure costs its own figures only."""
+        try:
+            yield
+        except Exception as error:
+            say(f"{name} FAILED: {traceback.format_exc()}")
+            self.failed.append(f"{name} ({type(error).__name__})")
 
     def add(
         self,
@@ -141,13 +154,14 @@ def needs_cuda(module: ModuleType) -> bool:
     return getattr(module, "NEEDS_CUDA", True)
 
 
-def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
-    """Runs a benchmark and writes its JSON."""
+def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[str]:
+    """Runs a benchmark and writes its JSON; returns the parts that failed."""
     about = meta(command, args.commit)
     bench = Bench(args.name, math.nan, args.quick, args.only, args.set, args.options)
     timing.profiling = args.profile
     if args.profile:
-        return module.run(bench)
+        module.run(bench)
+        return bench.failed
     if needs_cuda(module):
         bench.copy_gb_per_s = timing.copy_bandwidth()
         about["copy_gb_per_s"] = round(bench.copy_gb_per_s, 1)
@@ -162,7 +176,8 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
     bench.known = before["rows"] if before else []
     module.run(bench)
     if args.only and args.out == RESULTS and not args.add:
-        return say("--only: a part of the cases, not written; take --add, or --out FOLDER")
+        say("--only: a part of the cases, not written; take --add, or --out FOLDER")
+        return bench.failed
     targets = targets_of(args.name, bench.got)
     for target in targets:
         say(f"{'met  ' if target['met'] else 'UNMET'} {target['name']}: {target['got']}")
@@ -176,6 +191,7 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> None:
         beside = path.with_name(f"{args.name}-{name}.json")
         beside.write_text(json.dumps(content) + "\n")
         say(f"wrote {beside}")
+    return bench.failed
 
 
 def run_all(modules: dict[str, ModuleType], options: list[str]) -> int:
@@ -227,8 +243,10 @@ def main(argv: list[str] | None = None) -> int:
     flags = ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
     flags += [word for setting in args.set for word in ("--set", setting)]
     flags += args.options
-    run_one(module, args, " ".join(["python -m profiling.bench", args.name, *flags]))
-    return 0
+    failed = run_one(module, args, " ".join(["python -m profiling.bench", args.name, *flags]))
+    if failed:
+        say(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

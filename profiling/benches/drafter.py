@@ -332,9 +332,10 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
     for name, part in parts.items():
         if not wanted(bench, name):
             continue
-        if name in TRAINED and not main.steps:
-            train()
-        part()
+        with bench.part(name):
+            if name in TRAINED and not main.steps:
+                train()
+            part()
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:
@@ -361,21 +362,24 @@ def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
 
 def run(bench: Bench) -> None:
     chosen, sizes = options(bench.options), QUICK if bench.quick else FULL
-    warm = drafter_runs.warm_words(bench.settings)
     if wanted(bench, "warmed"):
-        policy = of_checkpoint("warmed", warm, warmed=True, note=say, longest=False)
-        warmed(bench, policy)
-        del policy
+        with bench.part("warmed"):
+            words = drafter_runs.warm_words(bench.settings)
+            warmed(bench, of_checkpoint("warmed", words, warmed=True, note=say, longest=False))
     if wanted(bench, "adaptive"):
-        adaptive(bench, chosen)
+        with bench.part("adaptive"):
+            adaptive(bench, chosen)
     if any(wanted(bench, part) for part in ["overlap", *OF_ONE_POLICY]):
-        words = [*WORDS, *bench.settings]
-        subject = of_checkpoint("smollm2", words, warmed=False, note=say, longest=False)
-        if wanted(bench, "overlap"):
-            overlap(bench, subject, sizes, "SmolLM2")
-        if any(wanted(bench, part) for part in OF_ONE_POLICY):
-            compare(bench, subject, sizes)
-        del subject
+        with bench.part("SmolLM2"):
+            words = [*WORDS, *bench.settings]
+            subject = of_checkpoint("smollm2", words, warmed=False, note=say, longest=False)
+            if wanted(bench, "overlap"):
+                with bench.part("overlap"):
+                    overlap(bench, subject, sizes, "SmolLM2")
+            if any(wanted(bench, part) for part in OF_ONE_POLICY):
+                compare(bench, subject, sizes)
+            del subject
     if wanted(bench, "overlap-7b"):
-        shape = of_shape("Qwen2-7B shape", [*SHAPE_WORDS, *bench.settings], QWEN2_7B, "cuda")
-        overlap(bench, shape, replace(sizes, tail=SHAPE_TAIL), "Qwen2-7B shape")
+        with bench.part("overlap-7b"):
+            shape = of_shape("Qwen2-7B shape", [*SHAPE_WORDS, *bench.settings], QWEN2_7B, "cuda")
+            overlap(bench, shape, replace(sizes, tail=SHAPE_TAIL), "Qwen2-7B shape")

@@ -37,6 +37,12 @@ def test_accept_length_by_quarter_of_the_request_passes():
     assert [metrics[f"spec/accept_length_q{n}"] for n in range(1, 5)] == [2.0, 3.0, 1.5, 4.5]
 
 
+def test_a_burst_counts_where_its_middle_lies():
+    """3, 4, 4 and 5 of 16 request-passes: all but the first begin in the quarter before."""
+    bursts = [(LEARNED, n, 1, n * each) for n, each in ((3, 2), (4, 3), (4, 4), (5, 5))]
+    assert booked(bursts).accept_by_quarter() == [2.0, 3.0, 4.0, 5.0]
+
+
 def test_a_burst_longer_than_a_quarter_leaves_none():
     assert booked([(LEARNED, 60, 4, 500), (LEARNED, 1, 1, 3)]).accept_by_quarter() == []
     assert booked([(OFF, 5, 2, 10)]).accept_by_quarter() == []

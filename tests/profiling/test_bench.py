@@ -80,6 +80,21 @@ def test_parts_add_up(cpu_bench, tmp_path, monkeypatch):
     )
 
 
+def test_a_part_that_fails_costs_its_own_figures(cpu_bench, tmp_path, capsys):
+    whole = cpu_bench.run
+
+    def run(b):
+        with b.part("bad"):
+            raise RuntimeError("no such card")
+        whole(b)
+
+    cpu_bench.run = run
+    assert bench.main(["fake", "--out", str(tmp_path)]) == 1
+    assert results.load(tmp_path / "cpu" / "fake.json")["targets"][0]["got"] == 2.0
+    shown = capsys.readouterr().out
+    assert "RuntimeError: no such card" in shown and "failed: bad (RuntimeError)" in shown
+
+
 def test_a_target_that_is_not_listed_is_refused():
     with pytest.raises(ValueError, match=r"no such target in \[sampling\]: sample_b65_us"):
         results.targets_of("sampling", {"sample_b65_us": 1.0})
