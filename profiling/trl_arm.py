@@ -4,7 +4,8 @@ The words are a run's. Model, prompts and their order, rewards, stop ids, length
 learning rate are those of `driver.train`; generation is that of transformers, and weights of half
 precision are trained as they are, without float32 masters. It leaves
 `metrics.jsonl`, `rollouts.jsonl` and `summary.json` in the run's folder, as far as the benchmark
-reads them. Needs trl, datasets, dill and multiprocess.
+reads them, after every step. Needs trl and datasets, and what these import: pyarrow, pandas, dill,
+multiprocess, xxhash.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import TrainerCallback
 from driver.assemble import find_model, load_policy, spec_of, stop_ids
 from driver.command import run_command
 from driver.config import Config, load_config
+from driver.storage import write_text
 from driver.tasks import Prompt, Task, make_task
 
 MICRO_BATCH = 8  # most responses of a forward pass of the update
@@ -50,18 +52,25 @@ class Recorded:
             rollouts.append({"step": i + 1, "lengths": self.lengths[i]})
         return metrics, rollouts
 
+    def write(self, folder: Path) -> None:
+        """The records so far: a run that its time limit ends leaves whole steps."""
+        for name, lines in zip(("metrics", "rollouts"), self.lines(), strict=True):
+            write_text(folder / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        write_text(folder / "summary.json", json.dumps({"steps": len(self.seconds)}))
+
 
 class StepClock(TrainerCallback):
-    """Seconds of each optimizer step, generation included."""
+    """Notes the seconds of each optimizer step, generation included, and has them written."""
 
-    def __init__(self, recorded: Recorded) -> None:
-        self.recorded, self.begin = recorded, 0.0
+    def __init__(self, recorded: Recorded, folder: Path) -> None:
+        self.recorded, self.folder, self.begin = recorded, folder, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.begin = now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.recorded.seconds.append(now() - self.begin)
+        self.recorded.write(self.folder)
 
 
 def now() -> float:
@@ -139,8 +148,8 @@ def trainer_config(config: Config, output: Path) -> Any:
     )
 
 
-def train(config: Config) -> Recorded:
-    """Runs the steps."""
+def train(config: Config, folder: Path) -> None:
+    """Runs the steps; their records go to `folder`."""
     import pyarrow
     from datasets import Dataset
     from trl import GRPOTrainer
@@ -161,28 +170,22 @@ def train(config: Config) -> Recorded:
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=reward_function(task, prompts, tokenizer, stops, seen),
-        args=trainer_config(config, Path(config.run.root) / config.run.name),
+        args=trainer_config(config, folder),
         # A fingerprint of our own: to hash the table some versions pickle what cannot be.
         train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="prompts"),
         processing_class=tokenizer,
-        callbacks=[StepClock(seen)],
+        callbacks=[StepClock(seen, folder)],
     )
     trainer._generate = timed(trainer._generate, seen.gen_s)
     trainer._calculate_rewards = timed(trainer._calculate_rewards, seen.reward_s)
     trainer.train()
-    return seen
 
 
 def main(argv: Sequence[str]) -> None:
     config = load_config(argv)
     folder = Path(config.run.root) / config.run.name
     folder.mkdir(parents=True, exist_ok=True)
-    seen = train(config)
-    for name, lines in zip(("metrics", "rollouts"), seen.lines(), strict=True):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    summary = json.dumps({"steps": len(seen.seconds)})
-    (folder / "summary.json").write_text(summary, encoding="utf-8")
+    train(config, folder)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from profiling.grpo_arms import (
     against_off,
     arm_words,
     curves,
+    finished_steps,
     identical_steps,
 )
 
@@ -200,6 +201,19 @@ def test_peer_over_ours_is_by_token():
     grpo.merge(bench, [ours, peer], {("full", 0): {}, ("trl", 0): {}})
     assert bench.got["over_trl_hf_x"] == 10.0
     assert set(curves([ours, peer])) == {"full", "trl"}
+
+
+def test_peer_s_records_are_there_after_every_step(tmp_path):
+    seen = trl_arm.Recorded(rewards=[0.5, 1.0], lengths=[[3], [4]])
+    clock = trl_arm.StepClock(seen, tmp_path)
+    for step in (1, 2):
+        clock.on_step_begin()
+        seen.gen_s.append(0.0)
+        seen.reward_s.append(0.0)
+        clock.on_step_end()
+        assert finished_steps(tmp_path) == step
+    run = ArmRun.read("trl", 0, tmp_path)
+    assert run.rewards == [0.5, 1.0] and run.lengths == [[3], [4]]
 
 
 def test_peer_notes_rewards_without_the_end_token():
