@@ -35,7 +35,7 @@ class Sizes:
 
     prompts: int = 1280
     held_out: int = 32  # every so many a prompt is drafted for and not learned from
-    rounds: int = 3  # responses to each prompt that is learned from
+    rounds: int = 4  # responses to each prompt that is learned from
     tokens: int = 256  # of a response
     batch: int = 32  # of requests that are drafted for
     bin: int = 4096  # entries of a step

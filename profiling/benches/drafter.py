@@ -78,7 +78,7 @@ WARMED_PROMPTS, WARMED_TOKENS = 64, 1024  # tokens of a response at most
 SHAPE_TAIL = 512  # tokens of the 7B shape's longest request: a pass takes 7 ms
 
 FULL = Sizes()
-QUICK = Sizes(steps=1200, family_steps=250, strategies=("learned:8,8,64",), seconds=30.0)
+QUICK = Sizes(steps=2400, family_steps=250, strategies=("learned:8,8,64",), seconds=40.0)
 OF_ONE_POLICY = [
     "family", "accept", "nodes", "first", "checkpoint", "packing", "mix", "weights", "memory",
 ]  # fmt: skip
