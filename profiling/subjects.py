@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -133,6 +134,7 @@ def of_checkpoint(
     policy, tokenizer = load_policy(config, folder)
     task, spec = make_task(**asdict(config.task)), spec_of(policy)
 
+    @functools.cache
     def prompts(count: int) -> list[tuple[int, ...]]:
         drawn = [task.prompt("eval", i) for i in range(4 * count if longest else count)]
         if longest:

@@ -32,6 +32,7 @@ from torch import Tensor
 from driver.data_buffer import DataBuffer
 from driver.draft_checkpoint import DraftCheckpoints
 from driver.draft_loss import unroll
+from driver.partition import Overlap
 from driver.spot_trainer import SpotTrainer
 from profiling import drafter_runs
 from profiling.bench import Bench, say
@@ -75,6 +76,7 @@ WARMED_STRATEGIES = [  # at most 64 nodes
     "learned:16,4,64",
 ]
 WARMED_PROMPTS, WARMED_TOKENS = 64, 1024  # tokens of a response at most
+OF_TARGETS = "SmolLM2"  # the model of the targets of training beside the tail
 SHAPE_TAIL = 512  # tokens of the 7B shape's longest request: a pass takes 7 ms
 
 FULL = Sizes()
@@ -217,20 +219,27 @@ def overlap(bench: Bench, subject: Subject, sizes: Sizes, name: str) -> None:
     requests = subject.requests([sizes.tail // 4 * (1 + i % 4) for i in range(8)], stop=False)
     engine.generate(requests)
     spot.finish()
+
+    def over_serial(o: Overlap) -> float:
+        return round(o.tokens_per_ms * spot.serial_step_s * 1e3 / spot.bin.tokens, 3)
+
     for o in spot.measured:
         bench.add_row(
             f"{name}, {o.sms} SMs",
             1e6 * o.step_s,
             slowdown=round(o.slowdown, 4),
             tokens_per_s=round(spot.bin.tokens / o.step_s),
-            over_serial_tokens_per_ms=round(
-                o.tokens_per_ms * spot.serial_step_s * 1e3 / spot.bin.tokens, 3
-            ),
+            over_serial_tokens_per_ms=over_serial(o),
             chosen=o == spot.overlap,
         )
     bench.add_row(
         f"{name}, serial step", 1e6 * spot.serial_step_s, tokens=spot.bin.tokens, mode=spot.mode
     )
+    # Where none was good enough, the gentlest says by how much.
+    best = spot.overlap or min(spot.measured, key=lambda o: o.slowdown, default=None)
+    if best is not None and name == OF_TARGETS:
+        bench.got["overlap_tail_slowdown_x"] = round(best.slowdown, 4)
+        bench.got["overlap_over_serial_tokens_per_ms_x"] = over_serial(best)
     if spot.overlap is None:
         return
     times: dict[str, list[float]] = {"alone": [], "beside": []}
@@ -246,12 +255,7 @@ def overlap(bench: Bench, subject: Subject, sizes: Sizes, name: str) -> None:
         f"{name}, tail of 8", 1e6 * seconds["beside"], slowdown=round(slowdown, 4),
         steps=(spot.steps - begun) // 3, stop_ms=round(1e3 * spot.stop_s, 3),
     )  # fmt: skip
-    if name == "SmolLM2":
-        chosen = spot.overlap
-        bench.got["overlap_tail_slowdown_x"] = round(chosen.slowdown, 4)
-        bench.got["overlap_over_serial_tokens_per_ms_x"] = round(
-            chosen.tokens_per_ms * spot.serial_step_s * 1e3 / spot.bin.tokens, 3
-        )
+    if name == OF_TARGETS:
         bench.got["rollout_slowdown_x"] = round(slowdown, 4)
 
 
@@ -375,7 +379,7 @@ def run(bench: Bench) -> None:
             subject = of_checkpoint("smollm2", words, warmed=False, note=say, longest=False)
             if wanted(bench, "overlap"):
                 with bench.part("overlap"):
-                    overlap(bench, subject, sizes, "SmolLM2")
+                    overlap(bench, subject, sizes, OF_TARGETS)
             if any(wanted(bench, part) for part in OF_ONE_POLICY):
                 compare(bench, subject, sizes)
             del subject

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from driver.config import load_config
+from driver.partition import Overlap
+from driver.spot_trainer import SpotTrainer
 from profiling import draft_cost, drafter_figures, drafter_runs, drafting
 from profiling.bench import Bench
 from profiling.benches import drafter, grpo
@@ -126,6 +128,28 @@ def test_training_ends_with_its_time(monkeypatch):
     study.train(learner, 400)
     assert 5 < len(rates) < 15
     assert max(rates) > 4 * rates[-1]
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_overlap_is_a_table_and_a_tail(monkeypatch, chosen):
+    """As where partitions were measured; one that was not good enough is still told."""
+    found = [Overlap.of(sms, 1e-3, slow * 1e-3, 4e-3, 32) for sms, slow in ((16, 1.2), (8, 1.05))]
+
+    def measure(spot):
+        spot.measured, spot.serial_step_s = found, 1e-3
+        spot.overlap = found[1] if chosen else None
+
+    monkeypatch.setattr(SpotTrainer, "_measure", measure)
+    words = [*WORDS, "spot.tokens_per_step=32"]
+    subject = of_checkpoint("tiny", words, warmed=False, note=lambda line: None)
+    bench = Bench("drafter", copy_gb_per_s=float("nan"))
+    drafter.overlap(bench, subject, replace(SMALL, tail=24), drafter.OF_TARGETS)
+    cases = {row["case"]: row for row in bench.rows}
+    assert [cases[f"SmolLM2, {sms} SMs"]["chosen"] for sms in (16, 8)] == [False, chosen]
+    assert bench.got["overlap_tail_slowdown_x"] == 1.05
+    assert ("SmolLM2, tail of 8" in cases) == ("rollout_slowdown_x" in bench.got) == chosen
+    if chosen:
+        assert cases["SmolLM2, tail of 8"]["steps"] > 0
 
 
 def test_memory_is_what_was_predicted(monkeypatch):
