@@ -11,6 +11,7 @@ def linear_rows(
     *,
     bias: Array | None = None,
     residual: Array | None = None,
+    early: bool = False,
     stream: int | None = None,
 ) -> None:
     """Writes `x @ weight.T (+ bias) (+ residual)`, summed in float32 and rounded once.
@@ -24,6 +25,9 @@ def linear_rows(
         out: [rows, N], dtype of x or float32; rows may be strided; must not overlap x.
         bias: [N], dtype of x.
         residual: [rows, N], dtype of out; may be out itself.
+        early: on a GPU the launch may begin, and read the weights, while the kernels before it on
+            the stream still run. Pass True only where none of those writes weights (or bias), back
+            to the last kernel that is not of this package.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -39,7 +43,7 @@ def linear_rows(
     16-bit types on a GPU in `csrc/layers/linear.cuh`.
     Reference: `tests/reference.py::linear_rows`.
     """
-    _C.linear_rows(x, weight, out, bias, residual, current_stream(x, stream))
+    _C.linear_rows(x, weight, out, bias, residual, early, current_stream(x, stream))
 
 
 def rms_norm(
@@ -79,11 +83,12 @@ def rms_norm_linear(
     eps: float = 1e-6,
     bias: Array | None = None,
     residual: Array | None = None,
+    early: bool = False,
     stream: int | None = None,
 ) -> None:
     """`linear_rows` of `rms_norm(x)`: the bits of the two ops, without the array between them.
 
-    On a GPU it pays for up to 16 rows; above, the two ops are faster.
+    On a GPU it pays for up to 8 rows; above, the two ops are faster.
 
     Args:
         x: [rows, K], float32, float16 or bfloat16; rows may be strided.
@@ -93,6 +98,9 @@ def rms_norm_linear(
         eps: added to the mean square.
         bias: [N], dtype of x.
         residual: [rows, N], dtype of out; may be out itself.
+        early: on a GPU the launch may begin, and read the weights, while the kernels before it on
+            the stream still run. Pass True only where none of those writes weights (or bias), back
+            to the last kernel that is not of this package.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -107,7 +115,9 @@ def rms_norm_linear(
     Source: `rms_norm`, then `linear_rows`.
     Reference: `tests/reference.py::rms_norm` and `linear_rows`.
     """
-    _C.rms_norm_linear(x, norm_weight, weight, out, eps, bias, residual, current_stream(x, stream))
+    _C.rms_norm_linear(
+        x, norm_weight, weight, out, eps, bias, residual, early, current_stream(x, stream)
+    )
 
 
 def silu_mul(x: Array, out: Array, *, stream: int | None = None) -> None:
@@ -141,6 +151,7 @@ def silu_mul_linear(
     *,
     bias: Array | None = None,
     residual: Array | None = None,
+    early: bool = False,
     stream: int | None = None,
 ) -> None:
     """`linear_rows` of `silu_mul(x)`: the bits of the two ops, without the array between them.
@@ -153,6 +164,9 @@ def silu_mul_linear(
         out: [rows, N], dtype of x or float32; rows may be strided; must not overlap x.
         bias: [N], dtype of x.
         residual: [rows, N], dtype of out; may be out itself.
+        early: on a GPU the launch may begin, and read the weights, while the kernels before it on
+            the stream still run. Pass True only where none of those writes weights (or bias), back
+            to the last kernel that is not of this package.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -166,4 +180,88 @@ def silu_mul_linear(
     Source: `silu_mul`, then `linear_rows`.
     Reference: `tests/reference.py::silu_mul` and `linear_rows`.
     """
-    _C.silu_mul_linear(x, weight, out, bias, residual, current_stream(x, stream))
+    _C.silu_mul_linear(x, weight, out, bias, residual, early, current_stream(x, stream))
+
+
+def rms_norm_linear_append(
+    x: Array,
+    norm_weight: Array,
+    weight: Array,
+    q_out: Array,
+    k_cache: Array,
+    v_cache: Array,
+    cos_sin: Array,
+    row_start: Array,
+    context_len: Array,
+    position: Array,
+    block_table: Array,
+    status: Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    slot_base: Array | None = None,
+    eps: float = 1e-6,
+    bias: Array | None = None,
+    early: bool = False,
+    stream: int | None = None,
+) -> None:
+    """`append_kv` of `rms_norm_linear(x)`: their bits, without the array (q | k | v) between them.
+
+    On a GPU rows are taken 8 at a time, so above 8 rows the ops one by one are faster; 16-bit rows
+    must start at and span multiples of 16 bytes there.
+
+    Args:
+        x: [rows, K], float32, float16 or bfloat16; rows may be strided.
+        norm_weight: [K], dtype of x.
+        weight: [(num_heads + 2 * num_kv_heads) * head_dim, K] = (q | k | v), dtype of x; rows may
+            be strided.
+        q_out: [rows, num_heads, head_dim], dtype of x; rows and heads may be strided.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of x, as in `append_kv`.
+        v_cache: like k_cache.
+        cos_sin: float32 [max_position, head_dim]: cosines, then sines, as in `append_kv`.
+        row_start: int32 [requests + 1]; rows past the last are inert.
+        context_len: int32 [requests].
+        position: int32 [rows].
+        block_table: int32 [requests, max_pages].
+        status: int32 [requests], bits are ORed in, as in `append_kv`.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        slot_base: int32 [requests], in-flight slot of the first row; None = 0.
+        eps: added to the mean square.
+        bias: [(num_heads + 2 * num_kv_heads) * head_dim], dtype of x.
+        early: as in `linear_rows`.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        >>> x = np.array([[3.0, 4.0]], dtype=np.float32)   # normed: [[0.8485, 1.1314]]
+        >>> rms_norm_linear_append(x, ones, weight, q, k, v, cos_sin, [0, 1], [5], [5], [[7, 2]],
+        ...     status, num_heads=1, num_kv_heads=1)   # pages of 4 slots: writes k[2, 1], v[2, 1]
+
+    Source: `rms_norm_linear`, then `append_kv`.
+    Reference: `tests/reference.py::rms_norm`, `linear_rows` and `append_kv`.
+    """
+    _C.rms_norm_linear_append(
+        x,
+        norm_weight,
+        weight,
+        q_out,
+        k_cache,
+        v_cache,
+        cos_sin,
+        row_start,
+        context_len,
+        position,
+        block_table,
+        status,
+        num_heads,
+        num_kv_heads,
+        slot_base,
+        eps,
+        bias,
+        early,
+        current_stream(x, stream),
+    )

@@ -9,6 +9,8 @@
 #include <type_traits>
 
 #include "common/device.cuh"
+#include "common/mma.cuh"
+#include "kv/append.cuh"
 #include "kv/op.h"
 #include "kv/words.cuh"
 
@@ -27,11 +29,6 @@ unsigned blocks_for(int64_t work, int64_t per_block) {
 }
 
 // ---- append_kv ----------------------------------------------------------------------------------
-
-template <typename T>
-__device__ float rounded(float v) {
-  return as_float32(as_storage<T>(v));
-}
 
 // RMS norm (where there is a weight), then RoPE on the pairs (i, i + dim / 2). out may be x: a lane
 // writes what it read.
@@ -54,18 +51,17 @@ __device__ void norm_and_rotate(const T* x, const T* weight, float eps, const fl
     for (int n = 0; n < kLanePairs; ++n) {
       const int i = n * kWarpSize + lane;
       if (i >= half) break;
-      low[n] = rounded<T>(rounded<T>(low[n] * scale) * as_float32(weight[i]));
-      high[n] = rounded<T>(rounded<T>(high[n] * scale) * as_float32(weight[half + i]));
+      low[n] = rounded_to<T>(rounded_to<T>(low[n] * scale) * as_float32(weight[i]));
+      high[n] = rounded_to<T>(rounded_to<T>(high[n] * scale) * as_float32(weight[half + i]));
     }
   }
 #pragma unroll
   for (int n = 0; n < kLanePairs; ++n) {
     const int i = n * kWarpSize + lane;
     if (i >= half) break;
-    const float cosine = cos_sin[i], sine = cos_sin[half + i];
-    // No contraction: the same bits as the CPU's.
-    out[i] = as_storage<T>(add_rn(mul_rn(low[n], cosine), -mul_rn(high[n], sine)));
-    out[half + i] = as_storage<T>(add_rn(mul_rn(high[n], cosine), mul_rn(low[n], sine)));
+    const float2 turned = rotated(low[n], high[n], cos_sin[i], cos_sin[half + i]);
+    out[i] = as_storage<T>(turned.x);
+    out[half + i] = as_storage<T>(turned.y);
   }
 }
 
@@ -73,6 +69,8 @@ __device__ void norm_and_rotate(const T* x, const T* weight, float eps, const fl
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ AppendKvParams p) {
+  launch_dependents();
+  wait_for_prior_grid();
   const Sequences& s = p.sequences;
   const int64_t request = blockIdx.y;
   const int lane = threadIdx.x % kWarpSize;
@@ -86,16 +84,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = first; i < (end - begin) * heads; i += int64_t{gridDim.x} * kWarps) {
     const int64_t row = begin + i / heads, head = i % heads;
     const T* x = static_cast<const T*>(p.qkv) + row * p.qkv_stride + head * p.head_dim;
-    const int64_t position = p.position[row];
-    Place place{};
-    int32_t bits = locate(s, request, slot + row - begin, &place);
-    if (position < 0 || position >= p.max_position) bits |= kStatusBadLength;
+    const RowPlace at = place_row(p, request, row, slot + row - begin);
+    const int32_t bits = at.status;
     if (head == 0 && lane == 0) report_on_device(s, request, bits);
-    const float* cos_sin = p.cos_sin + (bits ? 0 : position) * p.cos_sin_stride;
-    const auto at = [&](const PagedCache& cache, int64_t kv_head) {
-      return static_cast<T*>(cache.data) + place.page * cache.page_stride +
-             place.offset * cache.slot_stride + kv_head * cache.head_stride;
-    };
+    const float* cos_sin = p.cos_sin + (bits ? 0 : at.position) * p.cos_sin_stride;
     const int half = static_cast<int>(p.head_dim / 2);
     if (head < p.num_heads) {
       T* out = static_cast<T*>(p.q_out) + row * p.q_row_stride + head * p.q_head_stride;
@@ -108,9 +100,9 @@ __global__ void __launch_bounds__(kThreads)
       continue;
     } else if (head < p.num_heads + p.num_kv_heads) {
       norm_and_rotate(x, static_cast<const T*>(p.k_norm), p.eps, cos_sin, half,
-                      at(p.k, head - p.num_heads));
+                      slot_of<T>(p.k, at.place, head - p.num_heads));
     } else {
-      T* out = at(p.v, head - p.num_heads - p.num_kv_heads);
+      T* out = slot_of<T>(p.v, at.place, head - p.num_heads - p.num_kv_heads);
       for (int d = lane; d < p.head_dim; d += kWarpSize) out[d] = x[d];
     }
   }
@@ -253,12 +245,12 @@ void append_kv_cuda(const AppendKvParams& p, int device, uintptr_t stream) {
   const Sequences& s = p.sequences;
   const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
   const int64_t rows = (s.num_rows + s.num_requests - 1) / s.num_requests;
-  const dim3 grid(blocks_for(rows * heads, kWarps), static_cast<unsigned>(s.num_requests));
+  const KernelShape shape{blocks_for(rows * heads, kWarps), kThreads, 0, 1,
+                          static_cast<unsigned>(s.num_requests)};
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    append_kernel<T><<<grid, kThreads, 0, as_stream(stream)>>>(p);
+    launch_kernel("append_kv", append_kernel<T>, shape, as_stream(stream), true, p);
   });
-  check_cuda(cudaGetLastError(), "append_kv");
 }
 
 void commit_path_cuda(const CommitPathParams& p, int device, uintptr_t stream) {

@@ -6,52 +6,64 @@
 
 namespace tlt {
 
+AppendKvParams check_append(const char* op, const char* like_name, const Tensor& like,
+                            const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
+                            const Tensor& cos_sin, const Tensor& row_start,
+                            const Tensor& context_len, const Tensor& position,
+                            const Tensor& block_table, const Tensor& status, int64_t num_heads,
+                            int64_t num_kv_heads, const Tensor& slot_base) {
+  check_caches(op, k_cache, v_cache, like_name, like);
+  const int64_t rows = like.shape[0], head_dim = k_cache.shape[3];
+  require(num_kv_heads == k_cache.shape[2], op,
+          "num_kv_heads: expected that of k_cache, " + std::to_string(k_cache.shape[2]) + ", got " +
+              std::to_string(num_kv_heads));
+  require(num_heads >= 1, op, "num_heads: expected 1 or more, got " + std::to_string(num_heads));
+  const Arg q_arg(op, "q_out", q_out), table_arg(op, "cos_sin", cos_sin);
+  q_arg.on(like).is_like(like_name, like).dense_last().shape({rows, num_heads, head_dim});
+  table_arg.on(like).is({DType::kFloat32}).dense_last().shape({kAny, head_dim});
+  Arg(op, "position", position).on(like).is({DType::kInt32}).dense().shape({rows});
+  const SequenceArgs args{row_start, context_len, block_table, status, &slot_base};
+  AppendKvParams params{};
+  params.q_out = q_out.data;
+  params.cos_sin = cos_sin.ptr<float>();
+  params.position = position.ptr<int32_t>();
+  params.k = paged_cache(k_cache);
+  params.v = paged_cache(v_cache);
+  params.sequences = check_sequences(op, like, args, rows, k_cache.shape[0], k_cache.shape[1]);
+  params.num_heads = num_heads;
+  params.num_kv_heads = num_kv_heads;
+  params.head_dim = head_dim;
+  params.max_position = cos_sin.shape[0];
+  params.q_row_stride = q_out.stride[0];
+  params.q_head_stride = q_out.stride[1];
+  params.cos_sin_stride = cos_sin.stride[0];
+  params.dtype = like.dtype;
+  return params;
+}
+
 void append_kv(const Tensor& qkv, const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
                const Tensor& cos_sin, const Tensor& row_start, const Tensor& context_len,
                const Tensor& position, const Tensor& block_table, const Tensor& status,
                int64_t num_heads, int64_t num_kv_heads, const Tensor& slot_base,
                const Tensor& q_norm, const Tensor& k_norm, double eps, uintptr_t stream) {
   constexpr const char* op = "append_kv";
-  Arg(op, "qkv", qkv).is(kFloating).dense_last().shape({kAny, kAny});
-  check_caches(op, k_cache, v_cache, "qkv", qkv);
-  const int64_t rows = qkv.shape[0], head_dim = k_cache.shape[3];
-  require(num_kv_heads == k_cache.shape[2], op,
-          "num_kv_heads: expected that of k_cache, " + std::to_string(k_cache.shape[2]) + ", got " +
-              std::to_string(num_kv_heads));
-  require(num_heads >= 1, op, "num_heads: expected 1 or more, got " + std::to_string(num_heads));
-  Arg(op, "qkv", qkv).shape({rows, (num_heads + 2 * num_kv_heads) * head_dim});
-  const Arg q_arg(op, "q_out", q_out), table_arg(op, "cos_sin", cos_sin);
-  q_arg.on(qkv).is_like("qkv", qkv).dense_last().shape({rows, num_heads, head_dim});
-  table_arg.on(qkv).is({DType::kFloat32}).dense_last().shape({kAny, head_dim});
-  Arg(op, "position", position).on(qkv).is({DType::kInt32}).dense().shape({rows});
-  const SequenceArgs args{row_start, context_len, block_table, status, &slot_base};
-  const Sequences sequences =
-      check_sequences(op, qkv, args, rows, k_cache.shape[0], k_cache.shape[1]);
+  const Arg qkv_arg(op, "qkv", qkv);
+  qkv_arg.is(kFloating).dense_last().shape({kAny, kAny});
+  AppendKvParams params =
+      check_append(op, "qkv", qkv, q_out, k_cache, v_cache, cos_sin, row_start, context_len,
+                   position, block_table, status, num_heads, num_kv_heads, slot_base);
+  qkv_arg.shape({qkv.shape[0], (num_heads + 2 * num_kv_heads) * params.head_dim});
   for (const auto& [name, norm] : {std::pair{"q_norm", &q_norm}, std::pair{"k_norm", &k_norm}}) {
     if (!norm->defined()) continue;
-    Arg(op, name, *norm).on(qkv).is_like("qkv", qkv).dense().shape({head_dim});
+    Arg(op, name, *norm).on(qkv).is_like("qkv", qkv).dense().shape({params.head_dim});
   }
   require(eps >= 0, op, "eps: expected 0 or more, got " + std::to_string(eps));
-  if (rows == 0 || sequences.num_requests == 0) return;
-  const AppendKvParams params{qkv.data,
-                              q_out.data,
-                              cos_sin.ptr<float>(),
-                              position.ptr<int32_t>(),
-                              q_norm.data,
-                              k_norm.data,
-                              paged_cache(k_cache),
-                              paged_cache(v_cache),
-                              sequences,
-                              num_heads,
-                              num_kv_heads,
-                              head_dim,
-                              cos_sin.shape[0],
-                              qkv.stride[0],
-                              q_out.stride[0],
-                              q_out.stride[1],
-                              cos_sin.stride[0],
-                              static_cast<float>(eps),
-                              qkv.dtype};
+  if (qkv.shape[0] == 0 || params.sequences.num_requests == 0) return;
+  params.qkv = qkv.data;
+  params.qkv_stride = qkv.stride[0];
+  params.q_norm = q_norm.data;
+  params.k_norm = k_norm.data;
+  params.eps = static_cast<float>(eps);
   dispatch_device(
       op, qkv, [&] { append_kv_cpu(params); },
       [&] { append_kv_cuda(params, qkv.device.device_id, stream); });

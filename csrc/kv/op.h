@@ -13,6 +13,14 @@ void append_kv(const Tensor& qkv, const Tensor& q_out, const Tensor& k_cache, co
                int64_t num_heads, int64_t num_kv_heads, const Tensor& slot_base,
                const Tensor& q_norm, const Tensor& k_norm, double eps, uintptr_t stream);
 
+// Checks all of the above but qkv and the norms, which stay null; `like`: [rows, ...], named so.
+AppendKvParams check_append(const char* op, const char* like_name, const Tensor& like,
+                            const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
+                            const Tensor& cos_sin, const Tensor& row_start,
+                            const Tensor& context_len, const Tensor& position,
+                            const Tensor& block_table, const Tensor& status, int64_t num_heads,
+                            int64_t num_kv_heads, const Tensor& slot_base);
+
 void commit_path(const Tensor& k_cache, const Tensor& v_cache, const Tensor& features,
                  const Tensor& feature_rows, const Tensor& row_start, const Tensor& path,
                  const Tensor& num_emitted, const Tensor& context_len, const Tensor& block_table,

@@ -9,6 +9,7 @@
 #include "common/math.h"
 #include "common/parallel.h"
 #include "common/simd.h"
+#include "kv/op.h"
 #include "layers/dot.h"
 #include "layers/op.h"
 
@@ -222,6 +223,17 @@ void silu_mul_linear_cpu(const SiluMulParams& act, const LinearParams& linear) {
       silu_mul_row(at<T>(act.x, row * act.x_stride), act.dim, out);
     });
   });
+}
+
+// q, k and v lie in scratch between the two.
+void rms_norm_linear_append_cpu(const RmsNormParams& norm, const LinearParams& linear,
+                                const AppendKvParams& append) {
+  LinearParams to_scratch = linear;
+  AppendKvParams from_scratch = append;
+  from_scratch.qkv = to_scratch.out = scratch<struct QkvRows>(linear.rows * linear.out_dim);
+  from_scratch.qkv_stride = to_scratch.out_stride = linear.out_dim;
+  rms_norm_linear_cpu(norm, to_scratch);
+  append_kv_cpu(from_scratch);
 }
 
 }  // namespace tlt

@@ -77,6 +77,25 @@ __device__ __forceinline__ Chunk<T> load_pieces(const T* row, int k, int dim) {
   return chunk;
 }
 
+// For tensor cores: 16-bit elements [k, k + 4) and [k + 16, k + 20), a lane's share of 32.
+template <typename T>
+__device__ __forceinline__ Chunk<T> load_split(const T* row, int k, int dim) {
+  Chunk<T> chunk;
+  uint2* half = reinterpret_cast<uint2*>(&chunk.raw);
+  if (k < dim) half[0] = *reinterpret_cast<const uint2*>(row + k);
+  if (k + 16 < dim) half[1] = *reinterpret_cast<const uint2*>(row + k + 16);
+  return chunk;
+}
+
+template <typename T>
+__device__ __forceinline__ Chunk<T> load_split_pieces(const T* row, int k, int dim) {
+  const uint4 low = load_pieces(row, k, min(dim, k + 4)).raw;
+  const uint4 high = load_pieces(row, k + 16, min(dim, k + 20)).raw;
+  Chunk<T> chunk;
+  chunk.raw = make_uint4(low.x, low.y, high.x, high.y);
+  return chunk;
+}
+
 template <typename T>
 __device__ __forceinline__ Chunk<T> load_chunk(const T* row, int k, int dim, bool aligned) {
   return aligned ? load_whole(row, k, dim) : load_pieces(row, k, dim);
@@ -178,9 +197,55 @@ __device__ __forceinline__ float fold(float v, int lanes) {
   return v;
 }
 
+// The same, neighbours first.
+__device__ __forceinline__ float fold_rising(float v, int lanes) {
+#pragma unroll
+  for (int lane = 1; lane < lanes; lane *= 2) v += __shfl_xor_sync(kFullWarp, v, lane);
+  return v;
+}
+
+// The order of a 16-bit row's sum of squares is that of the linears (linear.cuh): lane t of part w
+// adds the elements that it feeds to the tensor cores into eight sums; these fold within the lane,
+// then over t, then over w, pairwise.
+constexpr int kBlockK = 64;  // elements of k in one step: 128 bytes of a row
+constexpr int kParts = 8;    // interleaved parts of K
+
+template <typename T>
+__device__ __forceinline__ float lane_squares(const T* row, int part, int t, int dim,
+                                              bool aligned) {
+  float sum[8] = {};
+  const auto add = [&](const Chunk<T>& x) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 v = unpack<T>(x.word[i]);
+      sum[2 * i] = fmaf(v.x, v.x, sum[2 * i]);
+      sum[2 * i + 1] = fmaf(v.y, v.y, sum[2 * i + 1]);
+    }
+  };
+  constexpr int kStep = kParts * kBlockK, kAhead = 4;  // steps on their way at once
+  const int first = part * kBlockK + t * 4;
+  if (aligned) {
+#pragma unroll 1
+    for (int k = first; k < dim; k += kAhead * kStep) {
+      Chunk<T> x[2 * kAhead];
+#pragma unroll
+      for (int i = 0; i < 2 * kAhead; ++i)
+        x[i] = load_split(row, k + i / 2 * kStep + i % 2 * 32, dim);
+#pragma unroll
+      for (int i = 0; i < 2 * kAhead; ++i) add(x[i]);  // zeros past the end leave the sums alone
+    }
+  } else {
+#pragma unroll 1
+    for (int k = first; k < dim; k += kStep) {
+#pragma unroll 1
+      for (int h = 0; h < 2; ++h) add(load_split_pieces(row, k + h * 32, dim));
+    }
+  }
+  return sum_of_8(sum);
+}
+
 // The sum of squares of a row, by one warp, in every lane. float32: the order of csrc/layers/dot.h
-// (both half-warps do the same). 16-bit types: lane t adds chunks t, t + 32, ... into eight sums,
-// which fold within the lane, then over the lanes.
+// (both half-warps do the same).
 template <typename T>
 __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligned) {
   const int lane = threadIdx.x % kWarpSize;
@@ -193,31 +258,7 @@ __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligne
     }
     return fold(squares, 16);
   } else {
-    float sum[8] = {};
-    const auto add = [&](const Chunk<T>& x) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 v = unpack<T>(x.word[i]);
-        sum[2 * i] = fmaf(v.x, v.x, sum[2 * i]);
-        sum[2 * i + 1] = fmaf(v.y, v.y, sum[2 * i + 1]);
-      }
-    };
-    const int first = lane * 8;
-    constexpr int kStep = kWarpSize * 8, kAhead = 4;  // chunks on their way at once
-    if (aligned) {
-#pragma unroll 1
-      for (int k = first; k < dim; k += kAhead * kStep) {
-        Chunk<T> x[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) x[i] = load_whole(row, k + i * kStep, dim);
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) add(x[i]);  // zeros past the end leave the sums alone
-      }
-    } else {
-#pragma unroll 1
-      for (int k = first; k < dim; k += kStep) add(load_pieces(row, k, dim));
-    }
-    return fold(sum_of_8(sum), kWarpSize);
+    return fold_rising(lane_squares(row, lane / 4, lane % 4, dim, aligned), kWarpSize);
   }
 }
 

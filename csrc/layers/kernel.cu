@@ -18,6 +18,8 @@ constexpr int kThreads = 256;
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     rms_norm_kernel(const RmsNormParams p, const bool aligned) {
+  launch_dependents();
+  wait_for_prior_grid();
   const int dim = static_cast<int>(p.dim);
   const T* x = static_cast<const T*>(p.x) + blockIdx.x * p.x_stride;
   const T* weight = static_cast<const T*>(p.weight);
@@ -40,6 +42,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     silu_mul_kernel(const SiluMulParams p, const int row_blocks, const bool aligned) {
+  launch_dependents();
+  wait_for_prior_grid();
   const int64_t row = blockIdx.x / row_blocks;
   const int dim = static_cast<int>(p.dim);
   const int k = (blockIdx.x % row_blocks * kThreads + threadIdx.x) * Chunk<T>::kSize;
@@ -61,10 +65,9 @@ void rms_norm_cuda(const RmsNormParams& p, int device, uintptr_t stream) {
     const bool aligned = is_aligned(p.x, p.x_stride * kBytes, p.dim * kBytes) &&
                          is_aligned(p.out, p.out_stride * kBytes, p.dim * kBytes) &&
                          is_aligned(p.weight, 0, 0);
-    rms_norm_kernel<T>
-        <<<static_cast<unsigned>(p.rows), kThreads, 0, as_stream(stream)>>>(p, aligned);
+    launch_kernel("rms_norm", rms_norm_kernel<T>, {p.rows, kThreads}, as_stream(stream), true, p,
+                  aligned);
   });
-  check_cuda(cudaGetLastError(), "rms_norm");
 }
 
 void silu_mul_cuda(const SiluMulParams& p, int device, uintptr_t stream) {
@@ -76,11 +79,9 @@ void silu_mul_cuda(const SiluMulParams& p, int device, uintptr_t stream) {
     const bool aligned = is_aligned(p.x, p.x_stride * kBytes, p.dim * kBytes) &&
                          is_aligned(p.out, p.out_stride * kBytes, p.dim * kBytes);
     const int row_blocks = static_cast<int>((p.dim + kBlock - 1) / kBlock);
-    silu_mul_kernel<T>
-        <<<static_cast<unsigned>(p.rows * row_blocks), kThreads, 0, as_stream(stream)>>>(
-            p, row_blocks, aligned);
+    launch_kernel("silu_mul", silu_mul_kernel<T>, {p.rows * row_blocks, kThreads},
+                  as_stream(stream), true, p, row_blocks, aligned);
   });
-  check_cuda(cudaGetLastError(), "silu_mul");
 }
 
 }  // namespace tlt

@@ -1,4 +1,4 @@
-// Which kernel runs a linear: float32 has its own; 16-bit types go by the number of rows, and both
+// Which kernel runs a linear: float32 has its own; 16-bit types go by the number of rows, and all
 // of their kernels give a row the same bits.
 #include "layers/linear.cuh"
 
@@ -6,34 +6,47 @@ namespace tlt {
 namespace {
 
 Card card_of(int device) {
-  int num_sms = 0, major = 0;
+  int num_sms = 0;
   check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "device");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device");
-  return {num_sms, major >= 9};
+  return {num_sms};
+}
+
+void set_alignment(LinearKernelParams* p, const char* op) {
+  check_columns(op, 2 * p->linear.in_dim);
+  const int64_t bytes = bytes_of(p->linear.dtype), row_bytes = p->linear.in_dim * bytes;
+  p->x_aligned = is_aligned(p->linear.x, p->linear.x_stride * bytes, row_bytes) &&
+                 is_aligned(p->norm_weight, 0, 0);
+  p->w_aligned = is_aligned(p->linear.weight, p->linear.weight_stride * bytes, row_bytes);
 }
 
 void launch_linear(LinearKernelParams p, Before before, const char* op, int device,
                    uintptr_t stream) {
-  check_columns(op, 2 * p.linear.in_dim);
+  set_alignment(&p, op);
   const DeviceGuard guard(device);
-  const int64_t bytes = bytes_of(p.linear.dtype), row_bytes = p.linear.in_dim * bytes;
-  p.x_aligned = is_aligned(p.linear.x, p.linear.x_stride * bytes, row_bytes) &&
-                is_aligned(p.norm_weight, 0, 0);
-  p.w_aligned = is_aligned(p.linear.weight, p.linear.weight_stride * bytes, row_bytes);
+  const bool aligned = p.x_aligned && p.w_aligned;
   if (p.linear.dtype == DType::kFloat32) {
     launch_float32(p, before, as_stream(stream));
-  } else if (p.linear.rows <= kDecodeRows) {
+  } else if (p.linear.rows <= (before == Before::kNothing ? kDecodeRows : kFusedRows) && aligned) {
     launch_decode(p, before, card_of(device), as_stream(stream));
+  } else if (before == Before::kNothing && aligned && p.linear.in_dim > 0 && has_hopper_kernel()) {
+    launch_hopper(p, card_of(device), as_stream(stream));
   } else {
-    launch_tiles(p, before, card_of(device), as_stream(stream));
+    launch_tiles(p, before, as_stream(stream));
   }
   check_cuda(cudaGetLastError(), op);
 }
 
 LinearKernelParams reading(const LinearParams& linear, const void* x, int64_t x_stride) {
-  LinearKernelParams p = {linear, nullptr, 0.0f, false, false};
+  LinearKernelParams p = {linear, nullptr, 0.0f, false, false, linear.early};
   p.linear.x = x;
   p.linear.x_stride = x_stride;
+  return p;
+}
+
+LinearKernelParams reading_normed(const RmsNormParams& norm, const LinearParams& linear) {
+  LinearKernelParams p = reading(linear, norm.x, norm.x_stride);
+  p.norm_weight = norm.weight;
+  p.eps = norm.eps;
   return p;
 }
 
@@ -45,16 +58,27 @@ void linear_rows_cuda(const LinearParams& p, int device, uintptr_t stream) {
 
 void rms_norm_linear_cuda(const RmsNormParams& norm, const LinearParams& linear, int device,
                           uintptr_t stream) {
-  LinearKernelParams p = reading(linear, norm.x, norm.x_stride);
-  p.norm_weight = norm.weight;
-  p.eps = norm.eps;
-  launch_linear(p, Before::kNorm, "rms_norm_linear", device, stream);
+  launch_linear(reading_normed(norm, linear), Before::kNorm, "rms_norm_linear", device, stream);
 }
 
 void silu_mul_linear_cuda(const SiluMulParams& act, const LinearParams& linear, int device,
                           uintptr_t stream) {
   launch_linear(reading(linear, act.x, act.x_stride), Before::kSilu, "silu_mul_linear", device,
                 stream);
+}
+
+void rms_norm_linear_append_cuda(const RmsNormParams& norm, const LinearParams& linear,
+                                 const AppendKvParams& append, int device, uintptr_t stream) {
+  constexpr const char* op = "rms_norm_linear_append";
+  LinearKernelParams p = reading_normed(norm, linear);
+  set_alignment(&p, op);
+  const DeviceGuard guard(device);
+  if (linear.dtype == DType::kFloat32) return launch_float32_append(p, append, as_stream(stream));
+  require(
+      p.x_aligned && p.w_aligned, op,
+      "x, norm_weight, weight: expected 16-bit rows that start at and span multiples of 16 bytes "
+      "on a CUDA device");
+  launch_decode_append(p, append, card_of(device), as_stream(stream));
 }
 
 }  // namespace tlt

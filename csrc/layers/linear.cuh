@@ -1,13 +1,13 @@
 // What the linear kernels share: their arguments, tensor-core and asynchronous-copy instructions.
 //
 // The one order of a 16-bit linear, for every row count: K is cut into blocks of 64; part w (of 8)
-// sums blocks w, w + 8, w + 16, ... in rising order by m16n8k16 MMAs with float32 accumulators; the
-// parts fold as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)); bias, then residual, are added; one
-// rounding. Within 32 elements of k the four lanes of an MMA row hold 8 consecutive ones each (a
-// 16-byte load), of which the first MMA takes 0-3 and the second 4-7.
+// sums blocks w, w + 8, w + 16, ... in rising order, 16 elements at a time, on tensor cores with
+// float32 accumulators; the parts are added from 0 to 7; bias, then residual, are added; one
+// rounding. Of 16 elements lane t of an MMA row holds 4 consecutive ones, 4 t to 4 t + 3.
 #pragma once
 
 #include "common/cuda.h"
+#include "kv/params.h"
 #include "layers/device.cuh"
 #include "layers/op.h"
 
@@ -20,10 +20,8 @@ struct LinearKernelParams {
   const void* norm_weight;  // [in_dim], dtype; null but for kNorm
   float eps;
   bool x_aligned, w_aligned;  // 16-byte chunks can be loaded whole
+  bool early;                 // see launch_kernel: weight, norm_weight and bias are read at once
 };
-
-constexpr int kBlockK = 64;  // elements of k in one step: 128 bytes of a row
-constexpr int kParts = 8;    // interleaved parts of K
 
 __device__ __forceinline__ int num_blocks_of(const LinearParams& p) {
   return static_cast<int>((p.in_dim + kBlockK - 1) / kBlockK);
@@ -34,7 +32,16 @@ __device__ __forceinline__ int part_steps(int num_blocks, int part) {
   return (num_blocks - part + kParts - 1) / kParts;
 }
 
-// 32 elements of k: weight rows g (low) and g + 8 (high) of a tile of 16, x row g of a tile of 8.
+// The parts of one output, in their order.
+__device__ __forceinline__ float sum_of_parts(const float* part) {
+  float sum = part[0];
+#pragma unroll
+  for (int w = 1; w < kParts; ++w) sum += part[w];
+  return sum;
+}
+
+// 32 elements of k, as load_split gives them: weight rows g (low) and g + 8 (high) of a tile of 16,
+// x row g of a tile of 8.
 template <typename T>
 __device__ __forceinline__ void mma_k32(float (&c)[4], const uint4& low, const uint4& high,
                                         const uint4& x) {
@@ -55,6 +62,11 @@ __device__ __forceinline__ void copy_async_once(void* to, const void* from, bool
       "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)),
       "l"(from), "r"(valid ? 16 : 0), "l"(policy)
       : "memory");
+}
+
+// An aligned 16-byte chunk of the first or second half of what load_split takes.
+__device__ __forceinline__ uint4 join(uint2 first, uint2 second) {
+  return make_uint4(first.x, first.y, second.x, second.y);
 }
 
 // out[row, col] = sum (+ bias) (+ residual), rounded once.
@@ -79,21 +91,30 @@ __device__ __forceinline__ void store_out(const LinearParams& p, int64_t row, in
 
 template <typename Kernel>
 void allow_shared(Kernel kernel, int bytes) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "cudaFuncSetAttribute");
+  const auto set = [kernel](cudaFuncAttribute attribute, int value) {
+    check_cuda(cudaFuncSetAttribute(kernel, attribute, value), "cudaFuncSetAttribute");
+  };
+  set(cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // One split of the cache for all kernels: another would wait until an SM is empty.
+  set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
 struct Card {
   int num_sms;
-  bool has_clusters;
 };
 
-// 1 to kDecodeRows rows, more rows, and float32: each launches on the current device.
-constexpr int kDecodeRows = 16;
+// Few aligned rows; more of them, with nothing before; any; float32. Each launches on the current
+// device.
+constexpr int kDecodeRows = 16, kFusedRows = 8;  // at most; the second where something is before
 void launch_decode(const LinearKernelParams& p, Before before, const Card& card,
                    cudaStream_t stream);
-void launch_tiles(const LinearKernelParams& p, Before before, const Card& card,
-                  cudaStream_t stream);
+void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
+                          const Card& card, cudaStream_t stream);
+bool has_hopper_kernel();  // whether this build and the current device have the next one
+void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
+void launch_tiles(const LinearKernelParams& p, Before before, cudaStream_t stream);
 void launch_float32(const LinearKernelParams& p, Before before, cudaStream_t stream);
+void launch_float32_append(const LinearKernelParams& p, const AppendKvParams& append,
+                           cudaStream_t stream);
 
 }  // namespace tlt

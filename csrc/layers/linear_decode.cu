@@ -1,114 +1,113 @@
-// linear_rows, rms_norm_linear, silu_mul_linear for 1 to 16 rows of float16 or bfloat16: the
-// weights are read once, and that is all the time there is (order of the sum: linear.cuh).
+// linear_rows for 1 to 16 rows, rms_norm_linear, silu_mul_linear and rms_norm_linear_append for 1
+// to 8, of float16 or bfloat16 in aligned rows: the weights are read once, and that is all the time
+// there is (order of the sum: linear.cuh).
 //
-// A block owns tiles of 16 or 32 weight rows; each of its 8 warps owns one part of K. A lane copies
-// exactly the 16-byte weight chunks that its own MMA fragments need into its own ring slots, so the
-// ring needs no barrier and stays full across tiles: 64 to 96 KB in flight a block. x (weights are
-// MMA operand A, x rows operand B) comes from L2 a step ahead through registers, where the norm or
-// the activation is applied. At a tile's end the warps' sums meet in shared memory. Bytes: the
-// weights, plus rows / (16 or 32) of that from L2.
+// A block owns tiles of up to 32 weight rows; each of its 8 warps owns one part of K. A warp copies
+// the weight chunks of its own MMA fragments into its own ring slots, so the ring needs no barrier
+// of the block and stays full across tiles: up to 96 KB in flight a block. An early launch fills it
+// while the kernels before still run. x (weights are MMA operand A, x rows operand B) comes from L2
+// a few steps ahead through registers, where the norm or the activation is applied. At a tile's end
+// the warps' sums meet in shared memory. Bytes: the weights, plus rows / 32 of that from L2.
+//
+// The appending form pairs weight row i of a head with row i + head_dim / 2 (low and high rows of a
+// fragment), so a block holds what RoPE needs; one more warp looks up where the rows belong.
 #include <algorithm>
+#include <type_traits>
 
-#include "layers/linear.cuh"
+#include "layers/append.cuh"
+#include "layers/decode.cuh"
 
 namespace tlt {
 namespace {
 
 constexpr int kWarps = kParts;  // each has its own
-constexpr int kThreads = kWarps * kWarpSize;
 
-template <int kTiles, Before kBefore>
-struct Decode {  // kTiles of 16 weight rows
-  static constexpr int kCols = 16 * kTiles;
-  static constexpr int kBlocksPerSm = kTiles == 1 && kBefore == Before::kNothing ? 3 : 2;
-  static constexpr int kStages = kTiles == 2 ? 3 : kBlocksPerSm == 2 ? 6 : 4;
-  static constexpr int kChunks = 4 * kTiles;  // a lane's share of one step
-  static constexpr int kRing = kWarps * kStages * kChunks * kWarpSize;
-  static constexpr int kSharedBytes = kRing * 16 + kWarps * kDecodeRows * kCols * 4;
-  static_assert(kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024, "shared memory of an SM");
+template <int kRowTiles_>
+struct Decode {
+  static constexpr int kTiles = 2;              // of 16 weight rows
+  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
+  static constexpr int kCols = 16 * kTiles, kRows = 8 * kRowTiles;
+  static constexpr int kStages = 3;
+  static constexpr int kChunks = 4 * kTiles;                   // a lane's share of one step
+  static constexpr int kStage = kWarps * kChunks * kWarpSize;  // chunks
+  static constexpr int kSums = kWarps * kRows * kCols;
+  static constexpr int kSharedBytes = kSums * 4 + kStages * kStage * 16;
 };
+using Few = Decode<1>;   // to kFusedRows
+using Many = Decode<2>;  // to kDecodeRows, with nothing before
+static_assert(Few::kRows == kFusedRows && Many::kRows == kDecodeRows);
 
-// A block owns `base` weight rows, the first `extra` blocks one more: equal shares, since the card
-// gives each SM an equal share of its bandwidth. It takes them in equal tiles.
-struct Shares {
-  int base, extra;
-};
+constexpr int kBlocksPerSm = 2;
+static_assert(kBlocksPerSm * (Many::kSharedBytes + 1024 + 512) <= 228 * 1024,
+              "shared memory of an SM");
+static_assert(kBlocksPerSm * (Few::kSharedBytes + 1024 + 4096) <= 228 * 1024,
+              "shared memory of an SM");
 
-struct Share {
-  int64_t begin;
-  int rows, tiles, tile_rows;
-  __device__ Share(const Shares& shares, int max_tile) {
-    const int c = blockIdx.x;
-    begin = static_cast<int64_t>(c) * shares.base + min(c, shares.extra);
-    rows = shares.base + (c < shares.extra);
-    tiles = (rows + max_tile - 1) / max_tile;
-    tile_rows = tiles == 1 ? rows : (rows + tiles - 1) / tiles;
-  }
-  __device__ int first(int tile) const { return min(tile * tile_rows, rows); }
-};
+// ---- the kernel ---------------------------------------------------------------------------------
 
-// A step of x for one lane: rows g and g + 8 of x, two chunks of 8 elements each.
-template <typename T>
-struct Rows {
-  Chunk<T> x[2][2];
-  Chunk<T> up[2][2];        // kSilu
-  Chunk<T> norm_weight[2];  // kNorm
-};
+template <typename Append>
+constexpr int kThreads = (kWarps + kAppends<Append>)*kWarpSize;
 
-// Where a lane's own sum of (x row, column) of a tile goes: lanes of a warp hit 32 banks.
-template <int kCols>
-__device__ __forceinline__ int sum_index(int row, int col) {
-  return row * kCols + (col ^ (row / 2 % (kCols / 8)) * 8);
-}
-
-template <typename T, int kTiles, Before kBefore>
-__global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerSm)
-    decode_kernel(const LinearKernelParams params, const Shares shares) {
-  using D = Decode<kTiles, kBefore>;
-  extern __shared__ uint4 ring[];
-  float* sums = reinterpret_cast<float*>(ring + D::kRing);
-  __shared__ float row_scale[kDecodeRows];  // kNorm
+template <typename T, typename D, Before kBefore, typename Append>
+__global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
+    decode_kernel(const __grid_constant__ LinearKernelParams params,
+                  const __grid_constant__ Append append, const int64_t first_row,
+                  const Shares shares) {
+  extern __shared__ uint4 shared[];
+  float* sums = reinterpret_cast<float*>(shared);
+  uint4* ring = shared + D::kSums / 4;
+  __shared__ float squares[kBefore == Before::kNorm ? kWarps : 1][D::kRows];
+  launch_dependents();
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim), rows = static_cast<int>(p.rows);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
-  const Share share(shares, D::kCols);
-  const int steps = part_steps(num_blocks_of(p), warp);
-  const int first_k = warp * kBlockK + t * 8, step_k = kParts * kBlockK;
-  uint4* my_ring = ring + warp * D::kStages * D::kChunks * kWarpSize + lane;
+  const Share share(shares, kAppends<Append> ? D::kCols / 2 : D::kCols);
+  const bool multiplies = !kAppends<Append> || warp < kWarps;
+  const int steps = multiplies ? part_steps(num_blocks_of(p), warp) : 0;
+  const int first_k = warp * kBlockK, step_k = kParts * kBlockK;
 
-  // Weights. Evict first: what the next kernels share should stay in L2.
+  // Weights. Evict first: what the next kernels share should stay in L2. Chunks 0 and 1 of a row
+  // trade places with 2 and 3 in every other pair of rows, so that reads by 8 bytes hit all banks.
+  uint4* my_ring = ring + warp * D::kChunks * kWarpSize;
+  uint4* my_slot = my_ring + g * 4 + (t ^ (g & 2));
   const uint64_t policy = evict_first_policy();
-  const T* w_base = static_cast<const T*>(p.weight);
-  const int64_t row_step = 8 * p.weight_stride;
-  int load_tile = 0, load_step = 0, rows_left = 0;  // rows_left: of the tile, from this lane's on
-  const T* load_from = nullptr;
+  int load_tile = 0, load_step = 0, left = 0;  // left: of the tile, from this lane's on
+  const T* load_from[kAppends<Append> ? D::kTiles : 1];
+  const int64_t tile_step = 16 * p.weight_stride;
+  int64_t high_step = 8 * p.weight_stride;
+  if constexpr (kAppends<Append>) high_step = append.head_dim / 2 * p.weight_stride;
   const auto load_stage = [&](int stage) {
     if (load_tile < share.tiles && load_step < steps) {
       if (load_step == 0) {
         const int first = share.first(load_tile);
-        rows_left = share.first(load_tile + 1) - first - g;
-        load_from = w_base + (share.begin + first + g) * p.weight_stride;
-      }
-      uint4* to = my_ring + stage * D::kChunks * kWarpSize;
-      const int k = first_k + load_step * step_k;
-      if (params.w_aligned) {
-        const T* from = load_from + k;
+        left = share.first(load_tile + 1) - first - g;
+        const T* weight = static_cast<const T*>(p.weight) + warp * kBlockK + t * 8;
+        if constexpr (kAppends<Append>) {
 #pragma unroll
-        for (int m = 0; m < D::kChunks / 2; ++m) {  // rows g, g + 8, ...
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            copy_async_once(to + (m * 2 + h) * kWarpSize, from + h * 32,
-                            m * 8 < rows_left && k + h * 32 < in_dim, policy);
+          for (int m = 0; m < D::kTiles; ++m) {
+            load_from[m] =
+                weight + low_row(append, share.begin + first + m * 8 + g) * p.weight_stride;
           }
-          from += row_step;
+        } else {
+          load_from[0] = weight + (share.begin + first + g) * p.weight_stride;
         }
-      } else {
-#pragma unroll 1
-        for (int i = 0; i < D::kChunks; ++i) {
-          const T* from = load_from + i / 2 * row_step;
-          const int dim = i / 2 * 8 < rows_left ? in_dim : 0;
-          to[i * kWarpSize] = load_pieces(from, k + i % 2 * 32, dim).raw;
+      }
+      uint4* to = my_slot + stage * D::kStage;
+      const int k = load_step * step_k;  // from load_from on
+      const int dim = in_dim - first_k - t * 8;
+      const auto row = [&](int i) {  // rows g, g + 8, ... of the tile, or pairs of them
+        if constexpr (kAppends<Append>) return load_from[i / 2] + i % 2 * high_step;
+        return load_from[0] + i / 2 * tile_step + i % 2 * high_step;
+      };
+      const auto inside = [&](int i) { return (kAppends<Append> ? i / 2 : i) * 8 < left; };
+#pragma unroll
+      for (int i = 0; i < 2 * D::kTiles; ++i) {
+        const T* from = row(i) + k;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          copy_async_once(to + (i * 2 + h) * kWarpSize, from + h * 32,
+                          inside(i) && k + h * 32 < dim, policy);
         }
       }
       if (++load_step == steps) {
@@ -120,68 +119,85 @@ __global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerS
   };
 #pragma unroll 1
   for (int stage = 0; stage < D::kStages; ++stage) load_stage(stage);
+  if constexpr (kBefore == Before::kNorm) {
+    const char* line = static_cast<const char*>(params.norm_weight);
+    for (int i = threadIdx.x * 128; i < in_dim * 2; i += kThreads<Append> * 128) {
+      prefetch_line(line + i);
+    }
+  }
+  wait_for_prior_grid();
 
+  // With fewer than 8 rows the lanes of absent rows take later steps of those present, so that a
+  // load and an activation serve up to 8 steps; shuffles bring the chunks to where they are needed.
   const T* x_base = static_cast<const T*>(p.x);
-  const auto load_x = [&](Rows<T>& to, int step) {
+  int spread = 0;  // log2 of the steps in a batch
+  if constexpr (D::kRowTiles == 1) spread = rows == 1 ? 3 : rows == 2 ? 2 : rows <= 4 ? 1 : 0;
+  const int batch_steps = 1 << spread, x_g = g & ((8 >> spread) - 1), x_slot = g >> (3 - spread);
+  const auto x_row = [&](int i) { return x_base + (i * 8 + x_g) * p.x_stride; };
+  const auto x_dim = [&](int i) { return i * 8 + x_g < rows ? in_dim : 0; };
+  using X = Rows<T, D::kRowTiles>;
+  const auto load_x = [&](X& to, int step) {
     const T* norm_weight = static_cast<const T*>(params.norm_weight);
-    const int first = first_k + step * step_k;
-    const auto x_row = [&](int i) { return x_base + (i * 8 + g) * p.x_stride; };
-    const auto dim = [&](int i) { return i * 8 + g < rows ? in_dim : 0; };
-    if (params.x_aligned) {
+    const int first = first_k + t * 4 + (step + x_slot) * step_k;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int k = first + h * 32;
+    for (int h = 0; h < 2; ++h) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          to.x[i][h] = load_whole(x_row(i), k, dim(i));
-          if constexpr (kBefore == Before::kSilu) {
-            to.up[i][h] = load_whole(x_row(i) + in_dim, k, dim(i));
-          }
+      for (int i = 0; i < D::kRowTiles; ++i) {
+        to.x[i][h] = load_split(x_row(i), first + h * 32, x_dim(i));
+        if constexpr (kBefore == Before::kSilu) {
+          to.up[i][h] = load_split(x_row(i) + in_dim, first + h * 32, x_dim(i));
         }
-        if constexpr (kBefore == Before::kNorm)
-          to.norm_weight[h] = load_whole(norm_weight, k, in_dim);
-      }
-    } else {
-      uint4 slow[4];  // indexed at run time: local memory
-#pragma unroll 1
-      for (int c = 0; c < 4; ++c) {
-        slow[c] = load_pieces(x_row(c / 2), first + c % 2 * 32, dim(c / 2)).raw;
-      }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) to.x[c / 2][c % 2].raw = slow[c];
-      if constexpr (kBefore == Before::kSilu) {
-#pragma unroll 1
-        for (int c = 0; c < 4; ++c) {
-          slow[c] = load_pieces(x_row(c / 2) + in_dim, first + c % 2 * 32, dim(c / 2)).raw;
-        }
-#pragma unroll
-        for (int c = 0; c < 4; ++c) to.up[c / 2][c % 2].raw = slow[c];
       }
       if constexpr (kBefore == Before::kNorm) {
-#pragma unroll 1
-        for (int h = 0; h < 2; ++h) slow[h] = load_pieces(norm_weight, first + h * 32, in_dim).raw;
-        to.norm_weight[0].raw = slow[0];
-        to.norm_weight[1].raw = slow[1];
+        to.norm_weight[h] = load_split(norm_weight, first + h * 32, in_dim);
       }
     }
   };
-  Rows<T> next;
+  X now, next;
   if (steps > 0) load_x(next, 0);
 
-  float scale[2] = {};
+  // A thread's first output of a tile, and what will be added to it.
+  const auto load_ahead = [&](int tile) {
+    Added added = {};
+    const int first = share.first(tile), row = threadIdx.x / D::kCols, col = threadIdx.x % D::kCols;
+    if (!kAppends<Append> && row < rows && tile < share.tiles &&
+        col < share.first(tile + 1) - first) {
+      added = load_added<T>(p, row, share.begin + first + col);
+    }
+    return added;
+  };
+  Added ahead = load_ahead(0);
+  __shared__ std::conditional_t<kAppends<Append>, RowPlaces<D::kRows>, char> places;
+  __shared__ float2 angles[kAppends<Append> ? D::kRows : 1][D::kCols / 2];  // of a tile's pairs
+  if constexpr (kAppends<Append>) {
+    if (!multiplies) find_places(append, first_row, rows, blockIdx.x == 0, &places);
+  }
+
+  float scale[D::kRowTiles] = {};
   if constexpr (kBefore == Before::kNorm) {
-    for (int row = warp; row < rows; row += kWarps) {
-      const float squares = warp_squares(x_base + row * p.x_stride, in_dim, params.x_aligned);
-      if (lane == 0) row_scale[row] = norm_scale(squares, in_dim, params.eps);
+    if (multiplies) {
+#pragma unroll
+      for (int i = 0; i < D::kRowTiles; ++i) {
+        const int row = i * 8 + g;
+        const float of_lane =
+            lane_squares(x_base + row * p.x_stride, warp, t, row < rows ? in_dim : 0, true);
+        const float of_warp = fold_rising(of_lane, 4);
+        if (t == 0) squares[warp][row] = of_warp;
+      }
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) scale[i] = i * 8 + g < rows ? row_scale[i * 8 + g] : 0.0f;
-  }
-  const auto apply_before = [&](Rows<T>& at) {
+    for (int i = 0; i < D::kRowTiles; ++i) {
+      const int row = i * 8 + x_g;
+      float part[kWarps];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i == 1 && rows <= 8) break;
+      for (int w = 0; w < kWarps; ++w) part[w] = squares[w][row];
+      scale[i] = row < rows ? norm_scale(sum_of_8(part), in_dim, params.eps) : 0.0f;
+    }
+  }
+  const auto apply_before = [&](X& at) {
+#pragma unroll
+    for (int i = 0; i < D::kRowTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if constexpr (kBefore == Before::kNorm) {
@@ -192,75 +208,127 @@ __global__ void __launch_bounds__(kThreads, Decode<kTiles, kBefore>::kBlocksPerS
     }
   };
 
+  // Where in a slot this lane's elements of the first 16 of 32 lie; of the others: that ^ 32.
+  const int my_read = g * 64 + ((t / 2) ^ (g & 2)) * 16 + t % 2 * 8;
+  const auto read_weight = [&](int stage, int i, int h) {
+    const char* from =
+        reinterpret_cast<const char*>(my_ring + stage * D::kStage + (i * 2 + h) * kWarpSize);
+    return join(*reinterpret_cast<const uint2*>(from + my_read),
+                *reinterpret_cast<const uint2*>(from + (my_read ^ 32)));
+  };
+  // The lane that holds what this one feeds to the tensor cores, at step 0 of a batch.
+  const int source = x_g * 4 + t, source_step = 4 * (8 >> spread);
   int stage = 0;
   for (int tile = 0; tile < share.tiles; ++tile) {
-    float acc[kTiles][2][4] = {};
+    const int first = share.first(tile), count = share.first(tile + 1) - first;
+    float acc[D::kTiles][D::kRowTiles][4] = {};
     for (int step = 0; step < steps; ++step) {
-      Rows<T> now = next;
-      load_x(next, step + 1 < steps ? step + 1 : 0);  // the next tile reads the same rows
-      apply_before(now);
-      wait_copies<D::kStages - 1>();
-      const uint4* from = my_ring + stage * D::kChunks * kWarpSize;
+      const int in_batch = step & (batch_steps - 1);
+      if (in_batch == 0) {
+        now = next;
+        apply_before(now);
+        load_x(next, step + batch_steps < steps ? step + batch_steps : 0);  // or the next tile's
+      }
+      uint4 x[D::kRowTiles][2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m) {
-          const uint4 low = from[(m * 4 + h) * kWarpSize];
-          const uint4 high = from[(m * 4 + 2 + h) * kWarpSize];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) mma_k32<T>(acc[m][i], low, high, now.x[i][h].raw);
+        for (int i = 0; i < D::kRowTiles; ++i) {
+          x[i][h] = now.x[i][h].raw;
+          if constexpr (D::kRowTiles == 1) {
+            if (spread > 0) x[i][h] = shuffle(x[i][h], source + in_batch * source_step);
+          }
         }
       }
-      load_stage(stage);  // this lane alone reads the slot, and has
+      wait_copies<D::kStages - 1>();
+      __syncwarp();  // the step's chunks are the whole warp's
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int m = 0; m < D::kTiles; ++m) {
+          const uint4 low = read_weight(stage, m * 2, h), high = read_weight(stage, m * 2 + 1, h);
+#pragma unroll
+          for (int i = 0; i < D::kRowTiles; ++i) mma_k32<T>(acc[m][i], low, high, x[i][h]);
+        }
+      }
+      __syncwarp();  // all have read the slots
+      load_stage(stage);
       stage = stage + 1 == D::kStages ? 0 : stage + 1;
     }
-
-    float* mine = sums + warp * kDecodeRows * D::kCols;
+    if (multiplies) {
+      float* mine = sums + warp * D::kRows * D::kCols;
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+      for (int m = 0; m < D::kTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < D::kRowTiles; ++i) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          mine[sum_index<D::kCols>(i * 8 + t * 2 + c % 2, m * 16 + c / 2 * 8 + g)] = acc[m][i][c];
+          for (int c = 0; c < 4; ++c) {
+            mine[sum_index<D::kCols>(i * 8 + t * 2 + c % 2, m * 16 + c / 2 * 8 + g)] = acc[m][i][c];
+          }
         }
       }
     }
-    __syncthreads();
-    const int first = share.first(tile), cols = share.first(tile + 1) - first;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < rows * D::kCols; i += kThreads) {
-      const int row = i / D::kCols, col = i % D::kCols;
-      float part[kParts];
-#pragma unroll
-      for (int w = 0; w < kParts; ++w) {
-        part[w] = sums[w * kDecodeRows * D::kCols + sum_index<D::kCols>(row, col)];
+    if constexpr (kAppends<Append>) {
+      for (int i = lane; !multiplies && i < rows * count; i += kWarpSize) {
+        const int row = i / count, pair = i % count;
+        if (places.request[row] < 0 || places.at[row].status) continue;
+        angles[row][pair] = angle_of(append, places.at[row], share.begin + first + pair);
       }
-      if (col < cols) store_out<T>(p, row, share.begin + first + col, sum_of_8(part));
+      __syncthreads();
+      for (int i = threadIdx.x; i < rows * count; i += kThreads<Append>) {
+        const int row = i / count, pair = i % count, col = pair / 8 * 16 + pair % 8;
+        if (places.request[row] < 0) continue;
+        float low = tile_sum<D>(sums, row, col), high = tile_sum<D>(sums, row, col + 8);
+        const int64_t at = share.begin + first + pair, weight_row = low_row(append, at);
+        if (p.bias) {
+          const T* bias = static_cast<const T*>(p.bias) + weight_row;
+          low += as_float32(bias[0]);
+          high += as_float32(bias[append.head_dim / 2]);
+        }
+        store_pair<T>(append, first_row + row, at, low, high, places.at[row], angles[row][pair]);
+      }
+    } else {
+      __syncthreads();
+      for (int i = threadIdx.x; i < rows * D::kCols; i += kThreads<Append>) {
+        const int row = i / D::kCols, col = i % D::kCols;
+        if (col >= count) continue;
+        const int64_t at = share.begin + first + col;
+        const Added added = i == static_cast<int>(threadIdx.x) ? ahead : load_added<T>(p, row, at);
+        store_added<T>(p, row, at, tile_sum<D>(sums, row, col), added);
+      }
+      ahead = load_ahead(tile + 1);
     }
-    __syncthreads();  // the sums are read before the next tile's are written
+    if (tile + 1 < share.tiles) __syncthreads();  // before the next tile's sums are written
   }
 }
 
-template <typename T, int kTiles, Before kBefore>
-void launch(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
-  using D = Decode<kTiles, kBefore>;
-  const auto kernel = decode_kernel<T, kTiles, kBefore>;
+template <typename T, typename D, Before kBefore, typename Append>
+void launch(const LinearKernelParams& p, const Append& append, const Card& card,
+            cudaStream_t stream) {
+  const auto kernel = decode_kernel<T, D, kBefore, Append>;
   allow_shared(kernel, D::kSharedBytes);
-  const int64_t shares = (p.linear.out_dim + 15) / 16;  // smaller ones were not faster
-  const int64_t grid = std::min<int64_t>(shares, card.num_sms * D::kBlocksPerSm);
-  const Shares each = {static_cast<int>(p.linear.out_dim / grid),
-                       static_cast<int>(p.linear.out_dim % grid)};
-  kernel<<<static_cast<unsigned>(grid), kThreads, D::kSharedBytes, stream>>>(p, each);
-}
-
-// Wide tiles read x half as often; narrow ones suit small shares. Neither changes a bit.
-template <typename T, Before kBefore>
-void launch_width(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
-  if (p.linear.out_dim > 16 * 2 * card.num_sms) {
-    launch<T, 2, kBefore>(p, card, stream);
-  } else {
-    launch<T, 1, kBefore>(p, card, stream);
+  // Blocks of 16 weight rows where those fill the card twice, of more where they do not fit, of 8
+  // where they are too few.
+  const int64_t out_dim = p.linear.out_dim, slots = card.num_sms * kBlocksPerSm;
+  const int64_t narrow = (out_dim + 15) / 16;
+  const int64_t rows = narrow * 2 <= card.num_sms ? 8 : narrow <= card.num_sms ? 16 : 32;
+  const bool persists = narrow > 2 * card.num_sms;
+  const int64_t grid =
+      persists ? std::min(narrow, slots) : std::min((out_dim + rows - 1) / rows, slots);
+  const int64_t count = out_dim / (kAppends<Append> ? 2 : 1), each = (count + grid - 1) / grid;
+  const Shares shares = {static_cast<int>(count / grid), static_cast<int>(count % grid)};
+  // Small weights need a part of the ring, and leave room for the kernels that follow.
+  const int64_t max_tile = D::kCols / (kAppends<Append> ? 2 : 1);
+  const int64_t steps = (p.linear.in_dim + kParts * kBlockK - 1) / (kParts * kBlockK) *
+                        ((each + max_tile - 1) / max_tile);
+  const int64_t stages = std::min<int64_t>(D::kStages, steps);
+  const int shared_bytes = static_cast<int>(D::kSums * 4 + stages * D::kStage * 16);
+  LinearKernelParams piece = p;
+  for (int64_t row = 0; row < p.linear.rows; row += D::kRows) {  // more than one where it appends
+    piece.linear.rows = std::min<int64_t>(D::kRows, p.linear.rows - row);
+    piece.linear.x = static_cast<const T*>(p.linear.x) + row * p.linear.x_stride;
+    launch_kernel("linear", kernel, {grid, kThreads<Append>, shared_bytes}, stream, p.early, piece,
+                  append, row, shares);
   }
 }
 
@@ -269,11 +337,13 @@ void launch_before(const LinearKernelParams& p, Before before, const Card& card,
                    cudaStream_t stream) {
   switch (before) {
     case Before::kNothing:
-      return launch_width<T, Before::kNothing>(p, card, stream);
+      return p.linear.rows <= Few::kRows
+                 ? launch<T, Few, Before::kNothing>(p, Nothing{}, card, stream)
+                 : launch<T, Many, Before::kNothing>(p, Nothing{}, card, stream);
     case Before::kNorm:
-      return launch_width<T, Before::kNorm>(p, card, stream);
+      return launch<T, Few, Before::kNorm>(p, Nothing{}, card, stream);
     case Before::kSilu:
-      return launch_width<T, Before::kSilu>(p, card, stream);
+      return launch<T, Few, Before::kSilu>(p, Nothing{}, card, stream);
   }
 }
 
@@ -283,6 +353,13 @@ void launch_decode(const LinearKernelParams& p, Before before, const Card& card,
                    cudaStream_t stream) {
   p.linear.dtype == DType::kFloat16 ? launch_before<__half>(p, before, card, stream)
                                     : launch_before<__nv_bfloat16>(p, before, card, stream);
+}
+
+void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
+                          const Card& card, cudaStream_t stream) {
+  p.linear.dtype == DType::kFloat16
+      ? launch<__half, Few, Before::kNorm>(p, append, card, stream)
+      : launch<__nv_bfloat16, Few, Before::kNorm>(p, append, card, stream);
 }
 
 }  // namespace tlt

@@ -5,6 +5,7 @@
 // A block owns 8 rows of x and 64 weight rows: each of its 16 half-warps 4 weight rows, a lane of
 // it the elements of k that are its own, straight from global memory (64 bytes a half-warp). x
 // passes through the norm or the activation as it is loaded, by every half-warp for itself.
+#include "layers/append.cuh"
 #include "layers/linear.cuh"
 
 namespace tlt {
@@ -17,8 +18,10 @@ constexpr int kCols = 4;
 constexpr int kBlockCols = kThreads / kLanes * kCols;
 static_assert(kThreads / kWarpSize == kRows, "a warp sums the squares of one row");
 
+template <typename Append>
 __global__ void __launch_bounds__(kThreads)
-    float32_kernel(const LinearKernelParams params, const Before before) {
+    float32_kernel(const __grid_constant__ LinearKernelParams params, const Before before,
+                   const __grid_constant__ Append append) {
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim);
   const int64_t row_tiles = (p.rows + kRows - 1) / kRows;
@@ -26,11 +29,27 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t col_begin = blockIdx.x / row_tiles * kBlockCols + threadIdx.x / kLanes * kCols;
   const int lane = threadIdx.x % kLanes;
   const float* x = static_cast<const float*>(p.x) + row_begin * p.x_stride;
-  const float* w = static_cast<const float*>(p.weight) + col_begin * p.weight_stride;
+  const float* w = static_cast<const float*>(p.weight);
   const float* norm_weight = static_cast<const float*>(params.norm_weight);
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), p.rows - row_begin));
   const int cols = static_cast<int>(
       max(static_cast<int64_t>(0), min(static_cast<int64_t>(kCols), p.out_dim - col_begin)));
+
+  int64_t weight_row[kCols];  // an appending half-warp owns pairs
+#pragma unroll
+  for (int c = 0; c < kCols; ++c) {
+    weight_row[c] = col_begin + c;
+    if constexpr (kAppends<Append>) {
+      weight_row[c] = low_row(append, (col_begin + c) / 2) + c % 2 * (append.head_dim / 2);
+    }
+  }
+  __shared__ std::conditional_t<kAppends<Append>, RowPlaces<kRows>, char> places;
+  if constexpr (kAppends<Append>) {
+    if (threadIdx.x < kWarpSize) {
+      find_places(append, row_begin, rows, blockIdx.x < row_tiles, &places);
+    }
+    __syncthreads();
+  }
 
   __shared__ float scale[kRows];
   if (before == Before::kNorm) {
@@ -55,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
     float w_k[kCols];
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
-      w_k[c] = c < cols && k < in_dim ? w[c * p.weight_stride + k] : 0.0f;
+      w_k[c] = c < cols && k < in_dim ? w[weight_row[c] * p.weight_stride + k] : 0.0f;
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -67,21 +86,44 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
+    for (int c = 0; c < kCols; ++c) acc[r][c] = fold(acc[r][c], kLanes);
+#pragma unroll
     for (int c = 0; c < kCols; ++c) {
-      const float sum = fold(acc[r][c], kLanes);
-      if (lane == (r * kCols + c) % kLanes && r < rows && c < cols) {
-        store_sum<float, float>(p, row_begin + r, col_begin + c, sum);
+      if (lane != (r * kCols + c) % kLanes || r >= rows || c >= cols) continue;
+      if constexpr (kAppends<Append>) {
+        if (c % 2 == 1 || places.request[r] < 0) continue;
+        const RowPlace& at = places.at[r];
+        const int64_t pair = (col_begin + c) / 2;
+        const auto biased = [&](int i) {
+          return p.bias ? acc[r][c + i] + static_cast<const float*>(p.bias)[weight_row[c + i]]
+                        : acc[r][c + i];
+        };
+        const float2 angle = at.status ? float2{} : angle_of(append, at, pair);
+        store_pair<float>(append, row_begin + r, pair, biased(0), biased(1), at, angle);
+      } else {
+        store_sum<float, float>(p, row_begin + r, col_begin + c, acc[r][c]);
       }
     }
   }
 }
 
+template <typename Append>
+void launch(const LinearKernelParams& p, Before before, const Append& append, cudaStream_t stream) {
+  const int64_t row_tiles = (p.linear.rows + kRows - 1) / kRows;
+  const int64_t col_tiles = (p.linear.out_dim + kBlockCols - 1) / kBlockCols;
+  launch_kernel("linear", float32_kernel<Append>, {row_tiles * col_tiles, kThreads}, stream, false,
+                p, before, append);
+}
+
 }  // namespace
 
 void launch_float32(const LinearKernelParams& p, Before before, cudaStream_t stream) {
-  const int64_t row_tiles = (p.linear.rows + kRows - 1) / kRows;
-  const int64_t col_tiles = (p.linear.out_dim + kBlockCols - 1) / kBlockCols;
-  float32_kernel<<<static_cast<unsigned>(row_tiles * col_tiles), kThreads, 0, stream>>>(p, before);
+  launch(p, before, Nothing{}, stream);
+}
+
+void launch_float32_append(const LinearKernelParams& p, const AppendKvParams& append,
+                           cudaStream_t stream) {
+  launch(p, Before::kNorm, append, stream);
 }
 
 }  // namespace tlt

@@ -1,14 +1,10 @@
-// linear_rows, rms_norm_linear, silu_mul_linear for more than 16 rows of float16 or bfloat16, with
-// the bits of the decode kernel (order of the sum: linear.cuh): the parts of K come one after the
-// other, and a binary counter of accumulators folds them as the decode kernel's tree does.
+// linear_rows, rms_norm_linear, silu_mul_linear for any rows of float16 or bfloat16, with the bits
+// of the decode kernel (order of the sum: linear.cuh): the parts of K come one after the other.
 //
-// A cluster of 1, 2, 4 or 8 blocks owns 64 weight rows x 64 rows of x; each block takes its share
-// of the 8 parts, a warp 32 x 32 outputs. Both operands come through a ring of shared memory; a
-// thread applies the norm or the activation to the chunks that it copied itself, one step ahead of
-// their use. The blocks' sums meet in distributed shared memory in the order of their rank. Row
-// tiles are neighbours in the grid, so the weights leave memory once and come from L2 after that.
-#include <cooperative_groups.h>
-
+// A block owns 64 weight rows x 64 rows of x, a warp 32 x 32 outputs. Both operands come through a
+// ring of shared memory; a thread applies the norm or the activation to the chunks that it copied
+// itself, one step ahead of their use. Row tiles are neighbours in the grid, so the weights leave
+// memory once and come from L2 after that.
 #include "layers/linear.cuh"
 
 namespace tlt {
@@ -22,14 +18,22 @@ constexpr int kRowChunks = kBlockK / 8;
 constexpr int kTileChunks = kTile * kRowChunks;
 constexpr int kCopies = kTileChunks / kThreads;   // chunks of one tile that a thread copies
 constexpr int kCopyRows = kThreads / kRowChunks;  // apart, in one column of chunks
-static_assert(kCopyRows % 2 == 0, "a thread's chunks have one place in the swizzle");
+static_assert(kCopyRows % 4 == 0, "a thread's chunks have one place in the swizzle");
 constexpr int kPitch = kTile + 4;  // of the sums in shared memory: no bank conflicts
 static_assert(kTile * kPitch * 4 <= kStages * 2 * kTileChunks * 16, "sums reuse the ring");
-constexpr int kMinSteps = 2;  // of a block, below which a larger cluster does not pay
 
-// Two rows that are read together lie in different banks.
+// Four rows that are read together, 32 bytes of each, lie in different banks.
 __device__ __forceinline__ int chunk_index(int row, int chunk) {
-  return row * kRowChunks + (chunk ^ (row % 2) * 4);
+  return row * kRowChunks + (chunk ^ (row % 4) * 2);
+}
+
+// What load_split would take at half h of the 64 elements of a row.
+__device__ __forceinline__ uint4 read_split(const uint4* tile, int row, int h, int t) {
+  const auto half = [&](int e) {
+    const uint4* chunk = tile + chunk_index(row, h * 4 + e * 2 + t / 2);
+    return reinterpret_cast<const uint2*>(chunk)[t % 2];
+  };
+  return join(half(0), half(1));
 }
 
 // A thread copies chunks of rows `row`, row + kCopyRows, ... of an array that has `end` of them.
@@ -44,18 +48,13 @@ struct Operand {
         rows_left(static_cast<int>(min(end - row, static_cast<int64_t>(kTile)))) {}
 };
 
-// The blocks of K that a block of the cluster takes, part by part: parts i ^ mask for i in
-// [begin, end). Any mask gives the same tree, with summands swapped; neighbours take different
-// ones, or all would ask the L2 for the same few lines of x at a time.
+// The blocks of K, part by part.
 struct Cursor {
-  int num_blocks, part, end, mask, block;
-  __device__ Cursor(int num_blocks, int begin, int end, int mask)
-      : num_blocks(num_blocks), part(begin), end(end), mask(mask), block(begin ^ mask) {
-    settle();
-  }
-  __device__ bool done() const { return part >= end; }
+  int num_blocks, part = 0, block = 0;
+  __device__ explicit Cursor(int num_blocks) : num_blocks(num_blocks) { settle(); }
+  __device__ bool done() const { return part >= kParts; }
   __device__ void settle() {
-    while (block >= num_blocks && !done()) block = ++part ^ mask;
+    while (block >= num_blocks && !done()) block = ++part;
   }
   __device__ void next() {
     block += kParts;
@@ -76,43 +75,19 @@ __device__ __forceinline__ void for_each_sum(F&& f) {
   }
 }
 
-// Barrier of the cluster's blocks; of this block where it is alone.
-__device__ __forceinline__ void sync_cluster([[maybe_unused]] unsigned cluster) {
-#if __CUDA_ARCH__ >= 900
-  if (cluster > 1) return cooperative_groups::this_cluster().sync();
-#endif
-  __syncthreads();
-}
-
-// The sum of one output over the blocks' parts, in the order of the tree.
-__device__ __forceinline__ float cluster_sum(float* mine, [[maybe_unused]] unsigned cluster) {
-#if __CUDA_ARCH__ >= 900
-  const auto of = [mine](int rank) {
-    return *cooperative_groups::this_cluster().map_shared_rank(mine, rank);
-  };
-  if (cluster == 2) return of(0) + of(1);
-  if (cluster == 4) return (of(0) + of(1)) + (of(2) + of(3));
-  if (cluster == 8) {
-    return ((of(0) + of(1)) + (of(2) + of(3))) + ((of(4) + of(5)) + (of(6) + of(7)));
-  }
-#endif
-  return *mine;
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 3)
-    tiles_kernel(const LinearKernelParams params, const Before before, const unsigned cluster) {
+    tiles_kernel(const __grid_constant__ LinearKernelParams params, const Before before) {
+  launch_dependents();
+  wait_for_prior_grid();
   extern __shared__ uint4 ring[];
   __shared__ float row_scale[kTile];  // kNorm
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim);
-  const unsigned tile = blockIdx.x / cluster, rank = blockIdx.x % cluster;
   const unsigned row_tiles = static_cast<unsigned>((p.rows + kTile - 1) / kTile);
-  const unsigned col_tile = tile / row_tiles;
-  const int64_t row_begin = static_cast<int64_t>(tile % row_tiles) * kTile;
-  const int64_t col_begin = static_cast<int64_t>(col_tile) * kTile;
+  const int64_t row_begin = static_cast<int64_t>(blockIdx.x % row_tiles) * kTile;
+  const int64_t col_begin = static_cast<int64_t>(blockIdx.x / row_tiles) * kTile;
   const int num_blocks = num_blocks_of(p);
-  const int parts = kParts / cluster, part_begin = rank * parts, part_end = part_begin + parts;
   const int stage_chunks = kTileChunks * (before == Before::kSilu ? 3 : 2);
 
   const int copy_row = threadIdx.x / kRowChunks, copy_k = threadIdx.x % kRowChunks * 8;
@@ -137,8 +112,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       }
     }
   };
-  const int mask = static_cast<int>(col_tile) & (parts - 1);
-  Cursor load_at(num_blocks, part_begin, part_end, mask);
+  Cursor load_at(num_blocks);
   const auto load_stage = [&](int stage) {
     if (!load_at.done()) {
       uint4* to = ring + stage * stage_chunks;
@@ -199,29 +173,27 @@ __global__ void __launch_bounds__(kThreads, 3)
       uint4 low[2], high[2];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        low[m] = w[chunk_index(w_row + m * 16 + g, h * 4 + t)];
-        high[m] = w[chunk_index(w_row + m * 16 + 8 + g, h * 4 + t)];
+        low[m] = read_split(w, w_row + m * 16 + g, h, t);
+        high[m] = read_split(w, w_row + m * 16 + 8 + g, h, t);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint4 x_rows = x[chunk_index(x_row + i * 8 + g, h * 4 + t)];
+        const uint4 x_rows = read_split(x, x_row + i * 8 + g, h, t);
 #pragma unroll
         for (int m = 0; m < 2; ++m) mma_k32<T>(acc[m][i], low[m], high[m], x_rows);
       }
     }
   };
 
-  Cursor at(num_blocks, part_begin, part_end, mask);
+  Cursor at(num_blocks);
   int stage = 0;
   const auto following = [](int s) { return s + 1 == kStages ? 0 : s + 1; };
   if (before != Before::kNothing && !at.done()) {
     wait_copies<kStages - 2>();
     apply_before(0, at.block);
   }
-  // A binary counter: level[j] is a sum of 2^j parts that waits for its neighbour. It is touched 8
-  // times in all, so it lives in local memory, by its run-time index.
-  float level[4][2][4][4];
-  for (int part = part_begin; part < part_end; ++part) {
+  float sum[2][4][4];
+  for (int part = 0; part < kParts; ++part) {
     for_each_sum([&](int m, int i, int c) { acc[m][i][c] = 0.0f; });
     while (at.part == part) {
       at.next();
@@ -234,66 +206,42 @@ __global__ void __launch_bounds__(kThreads, 3)
       if (has_rows) multiply(stage);
       stage = following(stage);
     }
-    const int done = part - part_begin + 1;
-    int height = 0;
-    for (; (done >> height & 1) == 0; ++height) {
-      for_each_sum([&](int m, int i, int c) { acc[m][i][c] += level[height][m][i][c]; });
-    }
-    for_each_sum([&](int m, int i, int c) { level[height][m][i][c] = acc[m][i][c]; });
+    for_each_sum([&](int m, int i, int c) {
+      sum[m][i][c] = part == 0 ? acc[m][i][c] : sum[m][i][c] + acc[m][i][c];
+    });
   }
 
-  // acc is the block's sum. Lanes hold columns; rows are written through shared memory.
+  // Lanes hold columns; rows are written through shared memory.
   float* sums = reinterpret_cast<float*>(ring);
   wait_copies<0>();
   __syncthreads();  // the ring is read
   for_each_sum([&](int m, int i, int c) {
     const int row = x_row + i * 8 + t * 2 + c % 2, col = w_row + m * 16 + c / 2 * 8 + g;
-    sums[row * kPitch + col] = acc[m][i][c];
+    sums[row * kPitch + col] = sum[m][i][c];
   });
-  sync_cluster(cluster);
-  const unsigned rows = kTile / cluster;  // of the tile, finished by this block
-  for (unsigned i = threadIdx.x; i < rows * kTile; i += kThreads) {
-    const unsigned row = rank * rows + i / kTile, col = i % kTile;
+  __syncthreads();
+  for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+    const int row = i / kTile, col = i % kTile;
     if (row_begin + row >= p.rows || col_begin + col >= p.out_dim) continue;
-    store_out<T>(p, row_begin + row, col_begin + col,
-                 cluster_sum(sums + row * kPitch + col, cluster));
+    store_out<T>(p, row_begin + row, col_begin + col, sums[row * kPitch + col]);
   }
-  sync_cluster(cluster);  // nobody's sums go away while they are read
 }
 
 template <typename T>
-void launch(const LinearKernelParams& p, Before before, const Card& card, cudaStream_t stream) {
+void launch(const LinearKernelParams& p, Before before, cudaStream_t stream) {
   const auto kernel = tiles_kernel<T>;
   const int shared_bytes = kStages * kTileChunks * 16 * (before == Before::kSilu ? 3 : 2);
   allow_shared(kernel, shared_bytes);
   const auto tiles_of = [](int64_t extent) { return (extent + kTile - 1) / kTile; };
   const int64_t tiles = tiles_of(p.linear.rows) * tiles_of(p.linear.out_dim);
-  const int64_t num_blocks = (p.linear.in_dim + kBlockK - 1) / kBlockK;
-  unsigned cluster = 1;
-  while (card.has_clusters && cluster < kParts && tiles * cluster * 2 <= 3 * card.num_sms &&
-         num_blocks >= cluster * 2 * kMinSteps) {
-    cluster *= 2;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(tiles * cluster));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, p, before, cluster), "linear");
+  launch_kernel("linear", kernel, {tiles, kThreads, shared_bytes}, stream, true, p, before);
 }
 
 }  // namespace
 
-void launch_tiles(const LinearKernelParams& p, Before before, const Card& card,
-                  cudaStream_t stream) {
-  p.linear.dtype == DType::kFloat16 ? launch<__half>(p, before, card, stream)
-                                    : launch<__nv_bfloat16>(p, before, card, stream);
+void launch_tiles(const LinearKernelParams& p, Before before, cudaStream_t stream) {
+  p.linear.dtype == DType::kFloat16 ? launch<__half>(p, before, stream)
+                                    : launch<__nv_bfloat16>(p, before, stream);
 }
 
 }  // namespace tlt

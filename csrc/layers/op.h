@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/tensor.h"
+#include "kv/params.h"
 #include "layers/params.h"
 
 namespace tlt {
@@ -11,18 +12,27 @@ void rms_norm(const Tensor& x, const Tensor& weight, const Tensor& out, double e
               uintptr_t stream);
 void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream);
 void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
-                 const Tensor& residual, uintptr_t stream);
+                 const Tensor& residual, bool early, uintptr_t stream);
 void rms_norm_linear(const Tensor& x, const Tensor& norm_weight, const Tensor& weight,
                      const Tensor& out, double eps, const Tensor& bias, const Tensor& residual,
-                     uintptr_t stream);
+                     bool early, uintptr_t stream);
 void silu_mul_linear(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
-                     const Tensor& residual, uintptr_t stream);
+                     const Tensor& residual, bool early, uintptr_t stream);
+void rms_norm_linear_append(const Tensor& x, const Tensor& norm_weight, const Tensor& weight,
+                            const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
+                            const Tensor& cos_sin, const Tensor& row_start,
+                            const Tensor& context_len, const Tensor& position,
+                            const Tensor& block_table, const Tensor& status, int64_t num_heads,
+                            int64_t num_kv_heads, const Tensor& slot_base, double eps,
+                            const Tensor& bias, bool early, uintptr_t stream);
 
 void rms_norm_cpu(const RmsNormParams& params);
 void silu_mul_cpu(const SiluMulParams& params);
 void linear_rows_cpu(const LinearParams& params);
 void rms_norm_linear_cpu(const RmsNormParams& norm, const LinearParams& linear);
 void silu_mul_linear_cpu(const SiluMulParams& act, const LinearParams& linear);
+void rms_norm_linear_append_cpu(const RmsNormParams& norm, const LinearParams& linear,
+                                const AppendKvParams& append);
 
 void rms_norm_cuda(const RmsNormParams& params, int device, uintptr_t stream);
 void silu_mul_cuda(const SiluMulParams& params, int device, uintptr_t stream);
@@ -31,5 +41,7 @@ void rms_norm_linear_cuda(const RmsNormParams& norm, const LinearParams& linear,
                           uintptr_t stream);
 void silu_mul_linear_cuda(const SiluMulParams& act, const LinearParams& linear, int device,
                           uintptr_t stream);
+void rms_norm_linear_append_cuda(const RmsNormParams& norm, const LinearParams& linear,
+                                 const AppendKvParams& append, int device, uintptr_t stream);
 
 }  // namespace tlt

@@ -34,6 +34,7 @@ struct LinearParams {
   int64_t rows, in_dim, out_dim;
   int64_t x_stride, weight_stride, residual_stride, out_stride;  // of a row
   DType dtype, out_dtype;                                        // out_dtype: dtype or float32
+  bool early;  // on a GPU the launch may begin, and read weights, while earlier kernels run
 };
 
 }  // namespace tlt

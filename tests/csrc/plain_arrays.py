@@ -100,6 +100,18 @@ def float32_cases() -> dict[str, Arrays]:
         "linear_rows": {"x": x, "weight": weight, "out": out, "bias": randn(32)},
         "rms_norm_linear": {"x": x, "norm_weight": randn(DIM), "weight": weight, "out": out},
         "silu_mul_linear": {"x": wide, "weight": weight, "out": out, "residual": randn(3, 32)},
+        "rms_norm_linear_append": {
+            "x": x,
+            "norm_weight": randn(DIM),
+            "weight": randn((HEADS + 2) * DIM, DIM),
+            "q_out": zeros(3, HEADS, DIM, dtype=np.float32),
+            "cos_sin": randn(32, DIM),
+            "num_heads": HEADS,
+            "num_kv_heads": 1,
+            **rows,
+            **paged,
+            **caches,
+        },
         "append_kv": {
             "qkv": randn(3, (HEADS + 2) * DIM),
             "q_out": zeros(3, HEADS, DIM, dtype=np.float32),

@@ -112,6 +112,68 @@ def test_graph_replays_read_new_inputs_and_allocate_nothing(rows):
         assert kit.same_bits(outs[op], expected[op])
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("n", "k"), [(960, 576), (9001, 200), (72, 18944)])
+def test_fused_ops_have_the_bits_of_the_two_ops_for_every_row_count(dtype, n, k):
+    """A model takes one or the other by its row count, so all must agree with one row alone."""
+    wide, norm_weight, weight, _ = (t.cuda() for t in inputs(max(ROWS), n, k, dtype))
+    x = wide[:, :k]
+    normed, gated = (torch.empty(max(ROWS), k, dtype=dtype, device="cuda") for _ in range(2))
+    tlt_ext.rms_norm(x, norm_weight, normed, eps=1e-5)
+    tlt_ext.silu_mul(wide, gated)
+    for op, between in (("rms_norm_linear", normed), ("silu_mul_linear", gated)):
+        for rows in ROWS:
+            fused, two = (torch.empty(rows, n, device="cuda") for _ in range(2))
+            run(op, wide[:rows], norm_weight, weight, fused)
+            tlt_ext.linear_rows(between[:rows], weight, two)
+            assert torch.equal(fused, two), (op, rows)
+
+
+def decode_step(case, early):
+    """A chain of all layer ops in one layer's order; every kernel reads what the last one wrote."""
+    x, out, options = case["x"].clone(), {}, {"early": early}
+    for name in ("qkv", "gate_up"):
+        out[name] = x.new_full((len(x), len(case[name])), float("nan"))
+    for _ in range(3):
+        tlt_ext.rms_norm_linear(x, case["norm"], case["qkv"], out["qkv"], **options)
+        tlt_ext.linear_rows(out["qkv"][:, : x.shape[1]], case["output"], x, residual=x, **options)
+        tlt_ext.rms_norm_linear(x, case["norm"], case["gate_up"], out["gate_up"], **options)
+        tlt_ext.silu_mul_linear(out["gate_up"], case["down"], x, residual=x, **options)
+        tlt_ext.rms_norm(x, case["norm"], out["qkv"][:, : x.shape[1]])
+        tlt_ext.linear_rows(out["qkv"][:, : x.shape[1]], case["output"], x, residual=x, **options)
+    return x
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 40])
+@pytest.mark.parametrize("hidden", [576, 3584])
+def test_early_launches_have_the_bits_of_ordinary_ones(rows, hidden):
+    """In a graph and out of it, many times over: an early kernel must wait for what it reads."""
+    dtype, middle = torch.bfloat16, 3 * hidden
+
+    def weight(n, k, seed):
+        return (kit.randn(n, k, seed=seed) / (2 * k**0.5)).to(dtype).cuda()
+
+    case = {
+        "x": kit.randn(rows, hidden, seed=0, dtype=dtype).cuda(),
+        "norm": kit.randn(hidden, seed=1, dtype=dtype).cuda(),
+        "qkv": weight(hidden + 256, hidden, 2),
+        "output": weight(hidden, hidden, 3),
+        "gate_up": weight(2 * middle, hidden, 4),
+        "down": weight(hidden, middle, 5),
+    }
+    expected = decode_step(case, early=False)
+    torch.cuda.synchronize()
+    assert expected.isfinite().all()
+    for _ in range(50):
+        assert torch.equal(decode_step(case, early=True), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_step(case, early=True)
+    for _ in range(200):
+        graph.replay()
+    assert torch.equal(out, expected)
+
+
 def test_layers_check_what_only_a_cuda_kernel_limits():
     big = torch.empty(1, (1 << 30) + 2, dtype=torch.bfloat16, device="cuda")
     half = big[:, : (1 << 29) + 1]

@@ -1,0 +1,96 @@
+// The end of a linear that appends: sums of q, k and v go where `append_kv` would have put them.
+//
+// A *pair* of weight rows is what RoPE turns together: row i of a head and row i + head_dim / 2.
+#pragma once
+
+#include <type_traits>
+
+#include "kv/append.cuh"
+
+namespace tlt {
+
+struct Nothing {};  // in place of AppendKvParams where the sums go to out
+
+template <typename Append>
+constexpr bool kAppends = std::is_same_v<Append, AppendKvParams>;
+
+// Low row of pair `pair` of the weight; the high one lies head_dim / 2 after it.
+__device__ __forceinline__ int64_t low_row(const AppendKvParams& p, int64_t pair) {
+  const int half = static_cast<int>(p.head_dim / 2), at = static_cast<int>(pair);
+  return at + at / half * half;
+}
+
+template <int kRows>
+struct RowPlaces {
+  int32_t request[kRows];  // -1: of none
+  RowPlace at[kRows];
+};
+
+// By one warp: where `rows` rows from `first_row` on belong. Reports for all rows where asked to.
+template <int kRows>
+__device__ __forceinline__ void find_places(const AppendKvParams& p, int64_t first_row, int rows,
+                                            bool reports, RowPlaces<kRows>* places) {
+  const Sequences& s = p.sequences;
+  const int lane = threadIdx.x % kWarpSize;
+  if (lane < rows) places->request[lane] = -1;
+  __syncwarp();
+  for (int64_t request = lane; request < s.num_requests; request += kWarpSize) {
+    int64_t begin, end;
+    if (!rows_of(s, request, &begin, &end)) {
+      if (reports) report_on_device(s, request, kStatusBadLength);
+      continue;
+    }
+    end = min(end, first_row + rows);
+    for (int64_t row = max(begin, first_row); row < end; ++row) {
+      places->request[row - first_row] = static_cast<int32_t>(request);
+    }
+  }
+  __syncwarp();
+  if (lane < rows && places->request[lane] >= 0) {
+    const int64_t request = places->request[lane], row = first_row + lane;
+    const int64_t slot = first_slot(s, request) + row - s.row_start[request];
+    places->at[lane] = place_row(p, request, row, slot);
+    if (reports) report_on_device(s, request, places->at[lane].status);
+  }
+  __syncwarp();
+}
+
+// Cosine and sine of a pair at a row's position.
+__device__ __forceinline__ float2 angle_of(const AppendKvParams& p, const RowPlace& at,
+                                           int64_t pair) {
+  const int half = static_cast<int>(p.head_dim / 2);
+  const float* from = p.cos_sin + at.position * p.cos_sin_stride + static_cast<int>(pair) % half;
+  return make_float2(from[0], from[half]);
+}
+
+// Writes the two sums of a pair; `angle` counts where the row has a place.
+template <typename T>
+__device__ __forceinline__ void store_pair(const AppendKvParams& p, int64_t row, int64_t pair,
+                                           float low, float high, const RowPlace& at,
+                                           float2 angle) {
+  const int half = static_cast<int>(p.head_dim / 2), head = static_cast<int>(pair) / half;
+  const int i = static_cast<int>(pair) - head * half;
+  T* out;
+  bool turns = true;
+  if (head < p.num_heads) {
+    out = static_cast<T*>(p.q_out) + row * p.q_row_stride + head * p.q_head_stride;
+    if (at.status) {
+      out[i] = out[half + i] = as_storage<T>(0.0f);
+      return;
+    }
+  } else if (at.status) {
+    return;
+  } else if (head < p.num_heads + p.num_kv_heads) {
+    out = slot_of<T>(p.k, at.place, head - p.num_heads);
+  } else {
+    out = slot_of<T>(p.v, at.place, head - p.num_heads - p.num_kv_heads);
+    turns = false;
+  }
+  low = rounded_to<T>(low);
+  high = rounded_to<T>(high);
+  const float2 v = turns ? rotated(low, high, angle.x, angle.y) : make_float2(low, high);
+  out[i] = as_storage<T>(v.x);
+  out[half + i] = as_storage<T>(v.y);
+}
+
+}  // namespace tlt

@@ -1,0 +1,90 @@
+// Parts of the decode kernel: a block's share of the weights, and the end of a tile.
+#pragma once
+
+#include "layers/linear.cuh"
+
+namespace tlt {
+
+// A block owns `base` weight rows (pairs of them where it appends), the first `extra` blocks one
+// more: equal shares, since the card gives each SM an equal share of its bandwidth. It takes them
+// in equal tiles.
+struct Shares {
+  int base, extra;
+};
+
+struct Share {
+  int64_t begin;
+  int count, tiles, tile_count;
+  __device__ Share(const Shares& shares, int max_tile) {
+    const int c = blockIdx.x;
+    begin = static_cast<int64_t>(c) * shares.base + min(c, shares.extra);
+    count = shares.base + (c < shares.extra);
+    tiles = (count + max_tile - 1) / max_tile;
+    tile_count = tiles == 1 ? count : (count + tiles - 1) / tiles;
+  }
+  __device__ int first(int tile) const { return min(tile * tile_count, count); }
+};
+
+// A step of x for one lane: rows g and g + 8 of x, 8 of 32 elements each, twice.
+template <typename T, int kRowTiles>
+struct Rows {
+  Chunk<T> x[kRowTiles][2];
+  Chunk<T> up[kRowTiles][2];  // kSilu
+  Chunk<T> norm_weight[2];    // kNorm
+};
+
+// Where a lane's own sum of (x row, column) of a tile goes: lanes of a warp hit 32 banks.
+template <int kCols>
+__device__ __forceinline__ int sum_index(int row, int col) {
+  return (row * kCols + col) ^ (row / 2 % 4 * 8);
+}
+
+template <typename D>
+__device__ __forceinline__ float tile_sum(const float* sums, int row, int col) {
+  float part[kParts];
+#pragma unroll
+  for (int w = 0; w < kParts; ++w) {
+    part[w] = sums[w * D::kRows * D::kCols + sum_index<D::kCols>(row, col)];
+  }
+  return sum_of_parts(part);
+}
+
+__device__ __forceinline__ uint4 shuffle(const uint4& v, int lane) {
+  return make_uint4(__shfl_sync(kFullWarp, v.x, lane), __shfl_sync(kFullWarp, v.y, lane),
+                    __shfl_sync(kFullWarp, v.z, lane), __shfl_sync(kFullWarp, v.w, lane));
+}
+
+// ---- the end of a tile: out ---------------------------------------------------------------------
+
+// What is added to a sum. A thread asks for its first one early: nothing else hides its way.
+struct Added {
+  float bias, residual;
+};
+
+template <typename T>
+__device__ __forceinline__ Added load_added(const LinearParams& p, int row, int64_t col) {
+  Added added = {};
+  if (p.bias) added.bias = as_float32(static_cast<const T*>(p.bias)[col]);
+  if (p.residual) {
+    const int64_t at = row * p.residual_stride + col;
+    added.residual = p.out_dtype == DType::kFloat32
+                         ? static_cast<const float*>(p.residual)[at]
+                         : as_float32(static_cast<const T*>(p.residual)[at]);
+  }
+  return added;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_added(const LinearParams& p, int row, int64_t col, float sum,
+                                            const Added& added) {
+  if (p.bias) sum += added.bias;
+  if (p.residual) sum += added.residual;
+  const int64_t at = row * p.out_stride + col;
+  if (p.out_dtype == DType::kFloat32) {
+    static_cast<float*>(p.out)[at] = sum;
+  } else {
+    static_cast<T*>(p.out)[at] = as_storage<T>(sum);
+  }
+}
+
+}  // namespace tlt
