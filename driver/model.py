@@ -19,6 +19,8 @@ from driver.errors import UserError
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.workspace import Workspace
 
+FUSED_ROWS = 8  # on a GPU: the most rows that fused ops pay for
+
 
 @dataclass(frozen=True)
 class RowBatch:
@@ -231,28 +233,9 @@ class TargetModel:
         v_cache: Tensor,
     ) -> None:
         """One layer, from the residual stream `hidden` [R, H] to `out`, which may be the same."""
-        spec, rows = self.spec, hidden.shape[0]
-        qkv, q, attended, gate_up = (
-            buffer[:rows] for buffer in (self._qkv, self._q, self._attended, self._gate_up)
-        )
+        q, attended, gate_up = (b[: len(hidden)] for b in (self._q, self._attended, self._gate_up))
         places = (batch.row_start, batch.context_len, batch.position, batch.block_table)
-        tlt_ext.rms_norm_linear(
-            hidden, layer.input_norm, layer.qkv, qkv, eps=spec.rms_norm_eps, bias=layer.qkv_bias
-        )
-        tlt_ext.append_kv(
-            qkv,
-            q,
-            k_cache,
-            v_cache,
-            self.cos_sin,
-            *places,
-            batch.status,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=spec.rms_norm_eps,
-        )
+        self._append(layer, hidden, q, (k_cache, v_cache, self.cos_sin, *places, batch.status))
         tlt_ext.tree_attention(
             q,
             k_cache,
@@ -264,10 +247,64 @@ class TargetModel:
             workspace=self.workspace.for_attention(q, k_cache, batch.block_table),
         )
         tlt_ext.linear_rows(
-            attended.flatten(1), layer.output, out, bias=layer.output_bias, residual=hidden
+            attended.flatten(1),
+            layer.output,
+            out,
+            bias=layer.output_bias,
+            residual=hidden,
+            early=True,
         )
-        tlt_ext.rms_norm_linear(out, layer.post_norm, layer.gate_up, gate_up, eps=spec.rms_norm_eps)
-        tlt_ext.silu_mul_linear(gate_up, layer.down, out, residual=out)
+        self._norm_linear(out, layer.post_norm, layer.gate_up, gate_up)
+        self._silu_linear(gate_up, layer.down, out)
+
+    # Where few rows are in flight the launches count, and one op does the work of two or three; the
+    # bits are the same. `early`: weights change by copies of torch's, and the embedding's lookup,
+    # which is torch's too, stands between these and the layers.
+
+    def _fuses(self, rows: int) -> bool:
+        return self.device.type == "cpu" or rows <= FUSED_ROWS
+
+    def _append(
+        self, layer: DecoderLayer, hidden: Tensor, q: Tensor, cache: tuple[Tensor, ...]
+    ) -> None:
+        """q of the rows, rotated, into `q`; k and v into the cache."""
+        heads = {"num_heads": self.spec.num_heads, "num_kv_heads": self.spec.num_kv_heads}
+        eps = self.spec.rms_norm_eps
+        if self._fuses(len(hidden)) and not self.spec.qk_norm:
+            return tlt_ext.rms_norm_linear_append(
+                hidden,
+                layer.input_norm,
+                layer.qkv,
+                q,
+                *cache,
+                **heads,
+                eps=eps,
+                bias=layer.qkv_bias,
+                early=True,
+            )
+        qkv = self._qkv[: len(hidden)]
+        self._norm_linear(hidden, layer.input_norm, layer.qkv, qkv, layer.qkv_bias)
+        tlt_ext.append_kv(
+            qkv, q, *cache, **heads, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps
+        )
+
+    def _norm_linear(
+        self, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
+    ) -> None:
+        eps = self.spec.rms_norm_eps
+        if self._fuses(len(x)):
+            return tlt_ext.rms_norm_linear(x, norm, weight, out, eps=eps, bias=bias, early=True)
+        normed = self._normed[: len(x)]
+        tlt_ext.rms_norm(x, norm, normed, eps=eps)
+        tlt_ext.linear_rows(normed, weight, out, bias=bias, early=True)
+
+    def _silu_linear(self, gate_up: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Adds to `out`."""
+        if self._fuses(len(gate_up)):
+            return tlt_ext.silu_mul_linear(gate_up, weight, out, residual=out, early=True)
+        activated = gate_up[:, : weight.shape[1]]
+        tlt_ext.silu_mul(gate_up, activated)
+        tlt_ext.linear_rows(activated, weight, out, residual=out, early=True)
 
     def _logits_of(self, hidden: Tensor, logits_rows: Tensor | None) -> Tensor | None:
         chosen = hidden
@@ -277,9 +314,7 @@ class TargetModel:
         if chosen.shape[0] == 0:
             return None
         logits = self._logits[: chosen.shape[0]]
-        tlt_ext.rms_norm_linear(
-            chosen, self.final_norm, self.head, logits, eps=self.spec.rms_norm_eps
-        )
+        self._norm_linear(chosen, self.final_norm, self.head, logits)
         return logits
 
     def _feature(self, features: Tensor, place: int) -> Tensor:
@@ -347,7 +382,7 @@ class TargetModel:
             return torch.zeros(self.max_rows, *shape, dtype=dtype, device=self.device)
 
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        self._hidden, self._chosen = rows(spec.hidden_size), rows(spec.hidden_size)
+        self._hidden, self._chosen, self._normed = (rows(spec.hidden_size) for _ in range(3))
         self._qkv = rows(heads * spec.head_dim)
         self._q, self._attended = (rows(spec.num_heads, spec.head_dim) for _ in range(2))
         self._gate_up = rows(2 * spec.intermediate_size)
