@@ -261,7 +261,8 @@ class TargetModel:
     # bits are the same. `early`: weights change by copies of torch's, and the embedding's lookup,
     # which is torch's too, stands between these and the layers.
 
-    def _fuses(self, rows: int) -> bool:
+    def fuses(self, rows: int) -> bool:
+        """Whether so many rows are few enough."""
         return self.device.type == "cpu" or rows <= FUSED_ROWS
 
     def _append(
@@ -270,7 +271,7 @@ class TargetModel:
         """q of the rows, rotated, into `q`; k and v into the cache."""
         heads = {"num_heads": self.spec.num_heads, "num_kv_heads": self.spec.num_kv_heads}
         eps = self.spec.rms_norm_eps
-        if self._fuses(len(hidden)) and not self.spec.qk_norm:
+        if self.fuses(len(hidden)) and not self.spec.qk_norm:
             return tlt_ext.rms_norm_linear_append(
                 hidden,
                 layer.input_norm,
@@ -292,7 +293,7 @@ class TargetModel:
         self, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
     ) -> None:
         eps = self.spec.rms_norm_eps
-        if self._fuses(len(x)):
+        if self.fuses(len(x)):
             return tlt_ext.rms_norm_linear(x, norm, weight, out, eps=eps, bias=bias, early=True)
         normed = self._normed[: len(x)]
         tlt_ext.rms_norm(x, norm, normed, eps=eps)
@@ -300,7 +301,7 @@ class TargetModel:
 
     def _silu_linear(self, gate_up: Tensor, weight: Tensor, out: Tensor) -> None:
         """Adds to `out`."""
-        if self._fuses(len(gate_up)):
+        if self.fuses(len(gate_up)):
             return tlt_ext.silu_mul_linear(gate_up, weight, out, residual=out, early=True)
         activated = gate_up[:, : weight.shape[1]]
         tlt_ext.silu_mul(gate_up, activated)

@@ -211,16 +211,32 @@ class DraftRunner:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = torch.empty(len(hidden), self.spec.draft_vocab, device=hidden.device)
-        tlt_ext.rms_norm_linear(
-            hidden, self.weights["norm"], self.weights["head"], logits, eps=self.spec.rms_eps
-        )
+        self._norm_linear(hidden, self.weights["norm"], self.weights["head"], logits)
         return logits
+
+    # `early`: weights change by copies of torch's, and `gather_new_rows`, which begins every draft,
+    # starts when those have ended.
+
+    def _norm_linear(self, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor) -> None:
+        eps = self.spec.rms_eps
+        if self.target.fuses(len(x)):
+            return tlt_ext.rms_norm_linear(x, norm, weight, out, eps=eps, early=True)
+        normed = torch.empty_like(x)
+        tlt_ext.rms_norm(x, norm, normed, eps=eps)
+        tlt_ext.linear_rows(normed, weight, out, early=True)
+
+    def _silu_linear(self, gate_up: Tensor, weight: Tensor, out: Tensor, residual: Tensor) -> None:
+        if self.target.fuses(len(out)):
+            return tlt_ext.silu_mul_linear(gate_up, weight, out, residual=residual, early=True)
+        activated = gate_up[:, : weight.shape[1]]
+        tlt_ext.silu_mul(gate_up, activated)
+        tlt_ext.linear_rows(activated, weight, out, residual=residual, early=True)
 
     def _append(self, joined: Tensor, **rows: Tensor | None) -> Tensor:
         """Writes the rows' K/V from inputs [R, 2H]; returns their queries [R, heads, head_dim]."""
         spec, count = self.spec, len(joined)
         qkv = joined.new_empty(count, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-        tlt_ext.linear_rows(joined, self.weights["qkv"], qkv)
+        tlt_ext.linear_rows(joined, self.weights["qkv"], qkv, early=True)
         q = joined.new_empty(count, spec.num_heads, spec.head_dim)
         tlt_ext.append_kv(
             qkv,
@@ -258,13 +274,11 @@ class DraftRunner:
         )
         weights, count = self.weights, len(q)
         middle = torch.empty_like(hidden)
-        tlt_ext.linear_rows(attended.flatten(1), weights["o"], middle, residual=hidden)
+        tlt_ext.linear_rows(attended.flatten(1), weights["o"], middle, residual=hidden, early=True)
         gate_up = hidden.new_empty(count, 2 * self.spec.intermediate_size)
-        tlt_ext.rms_norm_linear(
-            middle, weights["post_norm"], weights["gate_up"], gate_up, eps=self.spec.rms_eps
-        )
+        self._norm_linear(middle, weights["post_norm"], weights["gate_up"], gate_up)
         out = torch.empty_like(hidden)
-        tlt_ext.silu_mul_linear(gate_up, weights["down"], out, residual=middle)
+        self._silu_linear(gate_up, weights["down"], out, middle)
         return out
 
     # ---- catching up ----------------------------------------------------------------------------
@@ -350,7 +364,7 @@ class DraftRunner:
             ids, position, features = ids[:used], position[:used], features[:used]
         width = self.spec.hidden_size
         fused = features.new_empty(len(ids), width)
-        tlt_ext.linear_rows(features, self.weights["fc"], fused)
+        tlt_ext.linear_rows(features, self.weights["fc"], fused, early=True)
         joined = features.new_empty(len(ids), 2 * width)
         tlt_ext.draft_inputs(
             self.target.embedding,

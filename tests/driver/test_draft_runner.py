@@ -117,6 +117,19 @@ def test_rows_that_all_attend_give_the_same_last(parts, monkeypatch, lengths):
     assert same_bits(*drawn)
 
 
+def test_many_rows_go_op_by_op_with_the_same_bits(parts, monkeypatch):
+    drawn = []
+    for fuses in (True, False):
+        sequences = [
+            sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21))
+        ]
+        monkeypatch.setattr(parts.target, "fuses", lambda rows, fuses=fuses: fuses)
+        recorder = Recorder(parts, monkeypatch)
+        parts.propose(sequences, Strategy("learned", 4, 3, 12))
+        drawn.append([out for _, _, out in recorder.levels] + recorder.logits)
+    assert all(same_bits(fused, apart) for fused, apart in zip(*drawn, strict=True))
+
+
 def test_every_node_of_a_tree_equals_the_chain_of_its_path(parts, monkeypatch):
     recorder = Recorder(parts, monkeypatch)
     keep, depth = 3, 4
