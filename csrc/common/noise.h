@@ -46,20 +46,37 @@ TLT_HD void mul_wide(uint32_t a, uint32_t b, uint32_t* high, uint32_t* low) {
 #endif
 }
 
+TLT_HD void philox_round(Philox4& c, uint32_t k0, uint32_t k1) {
+  uint32_t high0, low0, high1, low1;
+  mul_wide(0xD2511F53u, c.word[0], &high0, &low0);
+  mul_wide(0xCD9E8D57u, c.word[2], &high1, &low1);
+  c = {{high1 ^ c.word[1] ^ k0, low1, high0 ^ c.word[3] ^ k1, low0}};
+}
+
+constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;  // that a round adds to the key
+
 TLT_HD Philox4 philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                       uint32_t k1) {
-  for (int round = 0; round < 10; ++round) {
-    uint32_t high0, low0, high1, low1;
-    mul_wide(0xD2511F53u, c0, &high0, &low0);
-    mul_wide(0xCD9E8D57u, c2, &high1, &low1);
-    c0 = high1 ^ c1 ^ k0;
-    c1 = low1;
-    c2 = high0 ^ c3 ^ k1;
-    c3 = low0;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+  Philox4 c{{c0, c1, c2, c3}};
+  for (int round = 0; round < 10; ++round, k0 += kWeyl0, k1 += kWeyl1) philox_round(c, k0, k1);
+  return c;
+}
+
+// The keys of all rounds. Made on the host, they cost a kernel no instruction.
+struct RoundKeys {
+  uint32_t word[10][2];
+};
+
+inline RoundKeys round_keys(uint64_t seed) {
+  RoundKeys keys;
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (auto& word : keys.word) {
+    word[0] = k0;
+    word[1] = k1;
+    k0 += kWeyl0;
+    k1 += kWeyl1;
   }
-  return {{c0, c1, c2, c3}};
+  return keys;
 }
 
 // The words of ids 4 * quad .. 4 * quad + 3 at one position.

@@ -6,6 +6,10 @@
 
 #include <cooperative_groups.h>
 
+#include <map>
+#include <mutex>
+#include <tuple>
+
 #include "common/cuda.h"
 #include "common/device.cuh"
 #include "common/math.h"
@@ -136,40 +140,83 @@ struct LaunchShape {
   int64_t items;
   int threads;  // of a block
   size_t shared_bytes;
-  int team;            // blocks an item where the card has clusters, else 1
-  bool overlaps;       // the kernel waits for the one before by itself (griddepcontrol)
-  unsigned parts = 1;  // blocks along y
+  int team;       // blocks an item where the card has clusters, else 1
+  bool overlaps;  // the kernel waits for the one before by itself (griddepcontrol)
+};
+
+// What the runtime knows of a kernel, by (kernel, device, team): asking is slow.
+template <typename F>
+int ask_once(const char* op, const void* kernel, int team, F&& ask) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, int>, int> known;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), op);
+  const std::tuple<const void*, int, int> key{kernel, device, team};
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(key);
+  return found != known.end() ? found->second : known[key] = ask();
+}
+
+// Whether the code that runs on the current card has clusters and launches that start early.
+template <typename... Params>
+bool has_teams(const char* op, void (*kernel)(Params...)) {
+  return ask_once(op, reinterpret_cast<const void*>(kernel), 0, [&] {
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), op);
+    return attributes.binaryVersion >= 90 && attributes.ptxVersion >= 90 ? 1 : 0;
+  });
+}
+
+// A launch and its attributes.
+struct LaunchConfig {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute list[2];
+
+  template <typename... Params>
+  LaunchConfig(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
+               cudaStream_t stream) {
+    const bool hopper = has_teams(op, kernel);
+    if (shape.shared_bytes > 0) {
+      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(shape.shared_bytes)),
+                 op);
+    }
+    const unsigned team = hopper ? static_cast<unsigned>(shape.team) : 1;
+    config.gridDim = dim3(static_cast<unsigned>(shape.items) * team);
+    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = stream;
+    config.attrs = list;
+    if (hopper && shape.overlaps) {
+      list[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      list[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (team > 1) {
+      list[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      list[config.numAttrs++].val.clusterDim = {team, 1, 1};
+    }
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
 };
 
 // Launches one team an item.
 template <typename... Params>
 void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
             cudaStream_t stream, const Params&... params) {
-  cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel), op);
-  const bool hopper = attributes.binaryVersion >= 90;
-  if (shape.shared_bytes + attributes.sharedSizeBytes > 48 * 1024) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shape.shared_bytes)),
-               op);
-  }
-  const unsigned team = hopper ? static_cast<unsigned>(shape.team) : 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(shape.items) * team, shape.parts);
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute list[2];
-  if (hopper && shape.overlaps) {
-    list[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    list[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (team > 1) {
-    list[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    list[config.numAttrs++].val.clusterDim = {team, 1, 1};
-  }
-  config.attrs = list;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, params...), op);
+  const LaunchConfig launch(op, kernel, shape, stream);
+  check_cuda(cudaLaunchKernelEx(&launch.config, kernel, params...), op);
+}
+
+// How many teams of a kernel the current card runs at once. Clusters do not fit everywhere: a card
+// of 132 multiprocessors may hold 15 clusters of 8.
+template <typename... Params>
+int64_t max_active_teams(const char* op, void (*kernel)(Params...), const LaunchShape& shape) {
+  return ask_once(op, reinterpret_cast<const void*>(kernel), shape.team, [&] {
+    int teams = 0;
+    const LaunchConfig launch(op, kernel, shape, nullptr);
+    check_cuda(cudaOccupancyMaxActiveClusters(&teams, kernel, &launch.config), op);
+    return teams;
+  });
 }
 
 }  // namespace tlt

@@ -1,5 +1,5 @@
-// top-k and top-p of one row, by a team of blocks that reads the row again (from L2) as often as it
-// must. Kept sets are the CPU's, exactly: ids rank by (logit desc, id asc), weights are integers.
+// top-k and top-p of one row, by the team of blocks that scored it and has it in shared memory.
+// Kept sets are the CPU's, exactly: ids rank by (logit desc, id asc), weights are integers.
 //
 // Where only the token is wanted, top-p needs no cut: the best score among ids that rank before
 // some bound is drawn, and is final if the mass before it is less than top_p of all; if not, the
@@ -8,7 +8,7 @@
 // integers do.
 #pragma once
 
-#include "sampling/row.cuh"
+#include "sampling/scan.cuh"
 
 namespace tlt {
 
@@ -35,9 +35,10 @@ __device__ __forceinline__ uint64_t sort_key(float logit, int32_t id) {
 constexpr uint64_t kKeepAll = ~uint64_t{0};
 
 constexpr int kBins = 16;
+constexpr int kColumns = 64;  // of bins: the lanes of a warp never meet, and warps seldom
 
 struct SelectScratch {
-  uint64_t bins[kBins][kThreads];
+  unsigned long long bins[kBins][kColumns];
   uint64_t of_block[2][kBins];
   uint64_t of_team[kBins];
 };
@@ -50,8 +51,13 @@ __device__ inline SelectScratch& select_scratch() {
 template <typename T>
 class Filter {
  public:
-  __device__ Filter(Team<kThreads>& team, const Row<T>& row, float max_logit)
-      : team_(team), row_(row), max_(row.scaled(max_logit)), shift_(row.shift(max_logit)) {}
+  __device__ Filter(Team<kThreads>& team, const Scanner<T>& scanner, const Row<T>& row,
+                    float max_logit)
+      : team_(team),
+        scanner_(scanner),
+        row_(row),
+        max_(row.scaled(max_logit)),
+        shift_(row.shift(max_logit)) {}
 
   // The largest key that top-k and top-p keep.
   __device__ uint64_t cut(const Setting& setting) {
@@ -80,18 +86,18 @@ class Filter {
   template <typename Kept>
   __device__ int32_t best(Kept&& kept, const Draw& draw) {
     Race race;
-    for_each_group([&](int32_t first, float (&x)[kGroup]) {
-      float e[kGroup], largest = kNegInf;
+    scanner_.for_each_group(row_, [&](int32_t first, float (&x)[kGroup]) {
+      float largest[1] = {kNegInf};
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         if (!kept(first + i, x[i])) x[i] = kNegInf;
-        e[i] = row_.exp_of(x[i], shift_);
-        largest = fmaxf(largest, x[i]);
+        largest[0] = fmaxf(largest[0], x[i]);
       }
-      race.run(row_, e, shift_, largest, first, draw, [&](float (&same)[kGroup]) {
+      const auto again = [&](int, float (&same)[kGroup]) {
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) same[i] = x[i];
-      });
+      };
+      race.run(row_, largest, first, 0, draw, again, [](float) {});
     });
     const uint64_t mine =
         race.token < 0 ? 0 : rank_key(race.score, static_cast<uint32_t>(race.token));
@@ -133,7 +139,7 @@ class Filter {
   // Calls f(id, logit, scaled) on this thread's ids; NaN and +inf come as -inf.
   template <typename F>
   __device__ void for_each(F&& f) {
-    for_each_group([&](int32_t first, const float (&x)[kGroup]) {
+    scanner_.for_each_group(row_, [&](int32_t first, const float (&x)[kGroup]) {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         if (first + i < row_.vocab_size) f(first + i, x[i], row_.scaled(x[i]));
@@ -150,24 +156,8 @@ class Filter {
     return __dmul_rn(static_cast<double>(top_p), static_cast<double>(mass));
   }
 
-  // All lanes of a warp take part in every step.
-  template <typename F>
-  __device__ void for_each_group(F&& f) {
-    const int32_t step = team_.threads() * kGroup;
-    const int32_t lane = threadIdx.x % kWarpSize;
-    const int32_t begin = (team_.thread() - lane) * kGroup;
-    Raw<T> next = row_.load(begin + lane * kGroup);
-    for (int32_t base = begin; base < row_.vocab_size; base += step) {
-      const Raw<T> raw = next;  // the next group is on its way while this one is worked on
-      next = row_.load(base + step + lane * kGroup);
-      float x[kGroup], largest;
-      row_.clean(raw, x, &largest);
-      f(base + lane * kGroup, x);
-    }
-  }
-
   // The smallest key at which the weights of all keys up to it satisfy `reached`: a radix descent,
-  // four bits a pass. Every thread has its own column of bins: no atomics, no order.
+  // four bits a pass. Integer sums have no order.
   template <typename Weight, typename Reached>
   __device__ uint64_t select(Weight weight, Reached reached) {
     SelectScratch& scratch = select_scratch();
@@ -179,16 +169,20 @@ class Filter {
     int turn = 0;
     for (int shift = 60; shift >= 0; shift -= 4) {
       if (shift < 32 && (row_.vocab_size - 1) >> shift == 0) continue;  // no id has this digit
-      for (int bin = 0; bin < kBins; ++bin) bins[bin][threadIdx.x] = 0;
+      for (int i = threadIdx.x; i < kBins * kColumns; i += kThreads) (&bins[0][0])[i] = 0;
+      __syncthreads();
       for_each([&](int32_t id, float x, float s) {
         const uint64_t key = sort_key(x, id);
         if (shift < 60 && (key ^ prefix) >> (shift + 4) != 0) return;
-        scratch.bins[key >> shift & (kBins - 1)][threadIdx.x] += weight(key, s);
+        const uint64_t more = weight(key, s);
+        if (more > 0) {
+          atomicAdd(&scratch.bins[key >> shift & (kBins - 1)][threadIdx.x % kColumns], more);
+        }
       });
       __syncthreads();
-      for (int bin = warp; bin < kBins; bin += kThreads / kWarpSize) {
+      for (int bin = warp; bin < kBins; bin += kWarps) {
         uint64_t sum = 0;
-        for (int i = lane; i < kThreads; i += kWarpSize) sum += bins[bin][i];
+        for (int i = lane; i < kColumns; i += kWarpSize) sum += bins[bin][i];
         sum = warp_reduce(sum, Sum());
         if (lane == 0) of_block[turn][bin] = sum;
       }
@@ -212,6 +206,7 @@ class Filter {
   }
 
   Team<kThreads>& team_;
+  const Scanner<T>& scanner_;
   const Row<T>& row_;
   float max_;    // largest scaled logit
   float shift_;  // of the float32 sums
@@ -224,14 +219,15 @@ struct Drawn {
 
 // The token of a row under its request's setting, from the result of the unfiltered scan.
 template <typename T>
-__device__ Drawn resolve(Team<kThreads>& team, const Row<T>& row, const RowResult& result,
-                         const Setting& setting, const Draw& draw, bool want_filtered) {
+__device__ Drawn resolve(Team<kThreads>& team, const Scanner<T>& scanner, const Row<T>& row,
+                         const RowResult& result, const Setting& setting, const Draw& draw,
+                         bool want_filtered) {
   if (result.dead()) return {0, kNegInf, kNegInf};
   if (!setting.has_filter() || (!want_filtered && row.greedy)) {
     const float logprob = result.logprob(row, result.logit);
     return {result.token, logprob, logprob};
   }
-  Filter<T> filter(team, row, result.max);
+  Filter<T> filter(team, scanner, row, result.max);
   int32_t token = result.token;
   float filtered = 0.0f;
   if (!want_filtered && !setting.has_top_k) {

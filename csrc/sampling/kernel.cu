@@ -1,15 +1,13 @@
 // sample and verify_tree on the GPU: token = argmax over ids of logit / T + gumbel(noise word of
 // id).
 //
-// With a workspace two launches: `score` gives every warp one chunk of one row (row.cuh) and reads
-// each logit once; then a team of blocks a row (sample) or a request (verify_tree) folds the
-// chunks' partials, applies top-k and top-p where a request sets them (filter.cuh), and follows the
-// tree. verify_tree so scores all rows at once, and reports only on those that its walk visits, as
-// the CPU does. Without a workspace the second kernel scans the rows itself, one block a row, with
-// the same bits.
+// A team of blocks (a cluster on Hopper) owns a row: scan.cuh reads it once, filter.cuh applies
+// top-k and top-p where a request sets them. `sample` is one launch of a team a row. verify_tree
+// has two ways with the same bits: for few rows a team draws the token of every node at once and a
+// small kernel follows the tree through them; else a team a request walks the tree and reads only
+// the rows that it visits.
 //
 // Moves rows * vocab_size logits, once. Limits: 2^22 ids; 128 rows a request.
-#include "common/mma.cuh"
 #include "sampling/filter.cuh"
 #include "sampling/op.h"
 #include "sampling/walk.cuh"
@@ -17,147 +15,123 @@
 namespace tlt {
 namespace {
 
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kScoreWarps = 8;
-constexpr int kScoreThreads = kScoreWarps * kWarpSize;
-constexpr int kScoreBlocks = 4;  // a multiprocessor, so that latencies overlap
+constexpr int64_t kRowsAtOnce = 64;  // of verify_tree: as many as run in one wave of teams
+constexpr int kFollowThreads = kMaxTreeRows;
 
-// Blocks are dealt to rows (x), kScoreWarps chunks each (y).
-unsigned blocks_a_row(int64_t vocab_size) {
-  return static_cast<unsigned>((chunks_of(vocab_size) + kScoreWarps - 1) / kScoreWarps);
+// What a node draws, whether or not the walk visits it.
+struct NodeResult {
+  Drawn drawn;
+  int32_t bad;
+};
+static_assert(sizeof(NodeResult) == kNodeBytes);
+
+// The token of a row whose copies were started. With a filter all of the team must take part, and
+// wait for each other before they leave; else its first warp is enough, unless it is `for_all`.
+template <typename T>
+__device__ __forceinline__ NodeResult draw_row(Team<kThreads>& team, Scanner<T>& scanner,
+                                               const Row<T>& row, const Setting& setting,
+                                               const Draw& draw, bool want_filtered, bool for_all) {
+  const RowResult result = scanner.score(row, !row.greedy, draw, for_all);
+  return {resolve(team, scanner, row, result, setting, draw, want_filtered), result.bad};
 }
 
-// Scores this block's part of a row for the sampling parameters of item b.
-template <typename T>
-__device__ __forceinline__ void score_part(const RowData<T>& data, const SamplingArrays& s,
-                                           int64_t b, const int32_t* position, int32_t ahead,
-                                           void* workspace) {
-  extern __shared__ uint4 stages[];
-  __shared__ uint32_t reached;
-  const int32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int32_t chunk = blockIdx.y * kScoreWarps + warp;
-  uint4* stage = stages + warp * kStageSlots<T>;
-  stage_chunk(data, chunk, stage);
-  const Row<T> row(data, s.temperature[b]);
-  const Draw draw{noise_key(s.seed, s.request[b], NoiseDomain::kTarget), *position + ahead};
-  if (threadIdx.x == 0) reached = ascending(kNegInf);
-  __syncthreads();
-  const auto share = [&](float score) {
-    if (lane == 0) atomicMax(&reached, ascending(score));
-    __syncthreads();
-    return from_ascending(reached);
-  };
-  // A warp past the row's end scans nothing, but meets the others at the barrier.
-  const Partial partial = scan_chunk(row, chunk, stage, !row.greedy, draw, share);
-  const int32_t num_chunks = static_cast<int32_t>(chunks_of(data.vocab_size));
-  if (lane == 0 && chunk < num_chunks) {
-    static_cast<Partial*>(workspace)[int64_t{blockIdx.x} * num_chunks + chunk] = partial;
-  }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
-    score_rows_kernel(const SampleParams p) {
-  wait_for_prior_grid();
-  launch_dependents();
-  const int64_t i = blockIdx.x;
-  const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
-  score_part(data, p.sampling, i, p.position + i, 0, p.workspace);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
-    score_nodes_kernel(const VerifyParams p) {
-  wait_for_prior_grid();
-  launch_dependents();
-  const int64_t i = blockIdx.x;
-  const int64_t b = find_request(p, i);
-  if (b < 0 || p.limit[b] <= 0) return;
-  const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
-  score_part(data, p.sampling, b, p.position + i, 1, p.workspace);
+__device__ __forceinline__ Draw draw_of(const SamplingArrays& s, int64_t i, int32_t position) {
+  return {s.round_keys, noise_key(s.seed, s.request[i], NoiseDomain::kTarget), position};
 }
 
 // One team a row.
-template <typename T, bool kScored>
-__global__ void __launch_bounds__(kThreads, 2) finish_rows_kernel(const SampleParams p) {
+template <typename T>
+__global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleParams p) {
   extern __shared__ uint4 shared[];
   Team<kThreads> team;
+  Scanner<T> scanner(team, shared, p.vocab_size);
   const int64_t i = team.item();
-  const Setting setting(p.sampling, i, p.vocab_size);  // older than the kernel before
-  const Row<T> row({p.logits, p.logits_stride, i, p.vocab_size}, p.sampling.temperature[i]);
-  const Draw draw{noise_key(p.sampling.seed, p.sampling.request[i], NoiseDomain::kTarget),
-                  p.position[i]};
+  const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
   wait_for_prior_grid();
   launch_dependents();
-  if (!setting.has_filter() && team.rank() != 0) return;
-  const bool one_warp = kScored && !setting.has_filter();
-  if (one_warp && threadIdx.x >= kWarpSize) return;
-  RowResult result;
-  if constexpr (kScored) {
-    result = merge_row(row, static_cast<const Partial*>(p.workspace) + i * chunks_of(p.vocab_size));
-  } else {
-    result = scan_row(row, !row.greedy, draw, shared);
-  }
-  const bool want_filtered = p.filtered_logprobs != nullptr;
-  const Drawn drawn = resolve(team, row, result, setting, draw, want_filtered);
-  if (team.rank() == 0 && threadIdx.x == 0) {
-    p.tokens[i] = drawn.token;
-    p.logprobs[i] = drawn.logprob;
-    if (want_filtered) p.filtered_logprobs[i] = drawn.filtered_logprob;
+  const Row<T> row(data, p.sampling.temperature[i]);
+  const Draw draw = draw_of(p.sampling, i, p.position[i]);
+  const Setting setting(p.sampling, i, p.vocab_size);
+  scanner.start(data);  // after the small reads, which would wait behind the copies
+  const bool want_filtered = p.filtered_logprobs != nullptr, filters = setting.has_filter();
+  const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered, filters);
+  if (team.thread() == 0) {
+    p.tokens[i] = result.drawn.token;
+    p.logprobs[i] = result.drawn.logprob;
+    if (want_filtered) p.filtered_logprobs[i] = result.drawn.filtered_logprob;
     if (result.bad) p.status[i] |= kStatusNanLogits;
   }
-  if (setting.has_filter()) team.sync();  // a block's shared memory stays until all have read it
+  if (filters) scanner.leave();
 }
 
-// One team a request.
-template <typename T, bool kScored>
-__global__ void __launch_bounds__(kThreads, 2) walk_kernel(const VerifyParams p) {
+// One team a node.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    draw_nodes_kernel(const __grid_constant__ VerifyParams p) {
   extern __shared__ uint4 shared[];
-  __shared__ TreeRows tree;
-  __shared__ RowResult results[kMaxTreeRows];
   Team<kThreads> team;
-  const int64_t b = team.item();
-  const Setting setting(p.sampling, b, p.vocab_size);  // older than the kernel before
-  const bool reports = team.rank() == 0 && threadIdx.x == 0;
-  const bool idle = !setting.has_filter() && team.rank() != 0;
-  const int32_t status = idle ? kStatusOk : tree.load(p, b);
-  const float temperature = p.sampling.temperature[b];
-  const NoiseKey key = noise_key(p.sampling.seed, p.sampling.request[b], NoiseDomain::kTarget);
-  const auto row_of = [&](int node) {
-    return Row<T>({p.logits, p.logits_stride, tree.first + node, p.vocab_size}, temperature);
-  };
+  Scanner<T> scanner(team, shared, p.vocab_size);
+  const int64_t i = team.item();
+  const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
   wait_for_prior_grid();
   launch_dependents();
-  if (idle) return;
-  const int64_t num_chunks = chunks_of(p.vocab_size);
-  const Partial* partials = static_cast<const Partial*>(p.workspace) + tree.first * num_chunks;
-  if (kScored && p.limit[b] > 0) {
-    for (int node = threadIdx.x / kWarpSize; node < tree.num_rows; node += kWarps) {
-      const RowResult result = merge_row(row_of(node), partials + node * num_chunks);
-      if (threadIdx.x % kWarpSize == 0) results[node] = result;
-    }
-    __syncthreads();
-  }
-  const bool want_filtered = p.filtered_logprobs != nullptr;
-  walk(p, b, tree, reports, status, [&](int node, int32_t* row_status) {
-    const Row<T> row = row_of(node);
-    const Draw draw{key, p.position[tree.first + node] + 1};
-    const RowResult result = kScored ? results[node] : scan_row(row, !row.greedy, draw, shared);
-    if (result.bad) *row_status |= kStatusNanLogits;
-    const Drawn drawn = resolve(team, row, result, setting, draw, want_filtered);
-    return Step{drawn, tree.find_child(node, drawn.token)};
-  });
-  if (setting.has_filter()) team.sync();
+  const int64_t b = find_request(p, i);
+  if (b < 0 || p.limit[b] <= 0) return;
+  const Row<T> row(data, p.sampling.temperature[b]);
+  const Draw draw = draw_of(p.sampling, b, p.position[i] + 1);
+  const Setting setting(p.sampling, b, p.vocab_size);
+  scanner.start(data);
+  const bool want_filtered = p.filtered_logprobs != nullptr, filters = setting.has_filter();
+  const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered, filters);
+  if (team.thread() == 0) static_cast<NodeResult*>(p.workspace)[i] = result;
+  if (filters) scanner.leave();
 }
 
-// Launches a score kernel for `rows` rows, and then the kernel that takes its results.
-template <typename T, typename Params>
-void launch_both(const char* op, void (*score)(Params), void (*finish)(Params), const Params& p,
-                 int64_t rows, int64_t items, cudaStream_t stream) {
-  LaunchShape shape{rows, kScoreThreads, kScoreWarps * kStageSlots<T> * sizeof(uint4), 1, true};
-  shape.parts = blocks_a_row(p.vocab_size);
-  launch(op, score, shape, stream, p);
-  launch(op, finish, {items, kThreads, 0, kMaxTeam, true}, stream, p);
+// One block a request follows the tree through what its nodes drew.
+__global__ void __launch_bounds__(kFollowThreads)
+    follow_kernel(const __grid_constant__ VerifyParams p) {
+  __shared__ TreeRows tree;
+  __shared__ NodeResult results[kMaxTreeRows];
+  const int64_t b = blockIdx.x;
+  const int32_t tree_status = tree.load(p, b);  // older than the kernel before
+  wait_for_prior_grid();
+  launch_dependents();
+  if (static_cast<int>(threadIdx.x) < tree.num_rows && p.limit[b] > 0) {
+    results[threadIdx.x] = static_cast<const NodeResult*>(p.workspace)[tree.first + threadIdx.x];
+  }
+  __syncthreads();
+  walk(p, b, tree, threadIdx.x == 0, tree_status, [&](int node, int32_t* status) {
+    const NodeResult& result = results[node];
+    if (result.bad) *status |= kStatusNanLogits;
+    return Step{result.drawn, tree.find_child(node, result.drawn.token)};
+  });
+}
+
+// One team a request draws only at the nodes that it visits.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ VerifyParams p) {
+  extern __shared__ uint4 shared[];
+  __shared__ TreeRows tree;
+  Team<kThreads> team;
+  Scanner<T> scanner(team, shared, p.vocab_size);
+  const int64_t b = team.item();
+  wait_for_prior_grid();
+  launch_dependents();
+  const int32_t tree_status = tree.load(p, b);
+  const Setting setting(p.sampling, b, p.vocab_size);
+  const float temperature = p.sampling.temperature[b];
+  const bool want_filtered = p.filtered_logprobs != nullptr;
+  walk(p, b, tree, team.thread() == 0, tree_status, [&](int node, int32_t* status) {
+    const int64_t i = tree.first + node;
+    const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
+    const Draw draw = draw_of(p.sampling, b, p.position[i] + 1);
+    scanner.start(data);
+    const NodeResult result =
+        draw_row(team, scanner, Row<T>(data, temperature), setting, draw, want_filtered, true);
+    if (result.bad) *status |= kStatusNanLogits;
+    return Step{result.drawn, tree.find_child(node, result.drawn.token)};
+  });
+  scanner.leave();
 }
 
 }  // namespace
@@ -167,13 +141,8 @@ void sample_cuda(const SampleParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    if (p.workspace != nullptr) {
-      return launch_both<T>(op, score_rows_kernel<T>, finish_rows_kernel<T, true>, p, p.rows,
-                            p.rows, as_stream(stream));
-    }
-    const size_t shared = scan_bytes<T>(p.vocab_size);
-    launch(op, finish_rows_kernel<T, false>, {p.rows, kThreads, shared, kMaxTeam, false},
-           as_stream(stream), p);
+    const auto kernel = sample_kernel<T>;
+    launch(op, kernel, row_launch<T>(op, kernel, p.rows, p.vocab_size), as_stream(stream), p);
   });
 }
 
@@ -182,13 +151,14 @@ void verify_tree_cuda(const VerifyParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    if (p.workspace != nullptr && p.num_rows > 0) {
-      return launch_both<T>(op, score_nodes_kernel<T>, walk_kernel<T, true>, p, p.num_rows,
-                            p.num_requests, as_stream(stream));
+    if (p.workspace == nullptr || p.num_rows == 0 || p.num_rows > kRowsAtOnce) {
+      const auto kernel = walk_kernel<T>;
+      const LaunchShape shape = row_launch<T>(op, kernel, p.num_requests, p.vocab_size);
+      return launch(op, kernel, shape, as_stream(stream), p);
     }
-    const size_t shared = scan_bytes<T>(p.vocab_size);
-    launch(op, walk_kernel<T, false>, {p.num_requests, kThreads, shared, kMaxTeam, false},
-           as_stream(stream), p);
+    const auto kernel = draw_nodes_kernel<T>;
+    launch(op, kernel, row_launch<T>(op, kernel, p.num_rows, p.vocab_size), as_stream(stream), p);
+    launch(op, follow_kernel, {p.num_requests, kFollowThreads, 0, 1, true}, as_stream(stream), p);
   });
 }
 

@@ -63,7 +63,7 @@ int64_t check_vocab_size(const char* op, const Tensor& logits, std::optional<int
 template <typename Arrays>
 SamplingArrays sampling_arrays(const Arrays& a, uint64_t seed) {
   return {a.temperature.template ptr<float>(), a.top_k.template ptr<int32_t>(),
-          a.top_p.template ptr<float>(), a.request.template ptr<int64_t>(), seed};
+          a.top_p.template ptr<float>(), a.request.template ptr<int64_t>(), seed, round_keys(seed)};
 }
 
 VerifyParams check_verify(const char* op, const VerifyArrays& a, uint64_t seed,
@@ -140,8 +140,8 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, uint64_t seed,
 
 }  // namespace
 
-int64_t sampling_workspace_bytes(int64_t rows, int64_t vocab_size) {
-  return rows * chunks_of(vocab_size) * kPartialBytes;
+int64_t sampling_workspace_bytes(int64_t rows, int64_t) {
+  return rows * kNodeBytes;
 }
 
 void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_size,
@@ -163,7 +163,7 @@ void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_s
   }
   check_arrays(op, a.logits, wanted);
   const int64_t vocab = check_vocab_size(op, a.logits, vocab_size);
-  void* workspace = check_workspace(op, a.logits, a.workspace, rows, vocab);
+  check_workspace(op, a.logits, a.workspace, rows, vocab);
   if (rows == 0) return;
   const SampleParams params{a.logits.data,
                             a.logits.stride[0],
@@ -175,8 +175,7 @@ void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_s
                             a.tokens.ptr<int32_t>(),
                             a.logprobs.ptr<float>(),
                             a.filtered_logprobs.ptr<float>(),
-                            a.status.ptr<int32_t>(),
-                            workspace};
+                            a.status.ptr<int32_t>()};
   dispatch_device(
       op, a.logits, [&] { sample_cpu(params); },
       [&] { sample_cuda(params, a.logits.device.device_id, stream); });

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/math.h"
+#include "common/noise.h"
 #include "common/tensor.h"
 
 namespace tlt {
@@ -15,6 +15,7 @@ struct SamplingArrays {
   const float* top_p;        // [n]; >= 1 = off
   const int64_t* request;    // [n]; 62-bit id, keys the noise
   uint64_t seed;
+  RoundKeys round_keys;  // of the seed
 };
 
 struct SampleParams {
@@ -28,7 +29,6 @@ struct SampleParams {
   float* logprobs;           // [rows]
   float* filtered_logprobs;  // [rows], may be null
   int32_t* status;           // [rows]
-  void* workspace;           // sampling_workspace_bytes(rows, vocab_size); null, or GPU only
 };
 
 // Rows of one request are packed: root first, parents before children.
@@ -62,11 +62,9 @@ struct VerifyParams {
 
 enum Finish : int32_t { kRunning = 0, kStopId = 1, kLimit = 2 };
 
-// On a GPU a warp scores this many ids of a row and leaves a result of this size in the workspace.
-constexpr int64_t kChunk = 2048;
-constexpr int64_t kPartialBytes = 32;
-TLT_HD int64_t chunks_of(int64_t vocab_size) { return (vocab_size + kChunk - 1) / kChunk; }
+constexpr int64_t kNodeBytes = 16;  // of scratch that verify_tree uses for a row on a GPU
 
+constexpr int64_t kMaxGpuVocabulary = 1 << 19;  // sums of a row's steps fit shared memory
 constexpr int kMaxTreeRows = 128;  // of one request, root included
 constexpr int kMinEmitted = 17;    // 16 drafted levels and the target's own token
 

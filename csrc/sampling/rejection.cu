@@ -103,16 +103,16 @@ __device__ void normalise(Team<kThreads>& team, Filter<T>& filter, F&& entry, No
 // Winner of log law + noise, ties by the lower id.
 template <typename T>
 __device__ int32_t draw_from(Team<kThreads>& team, Filter<T>& filter, const Laws<T>& laws,
-                             const Draw& draw) {
+                             const NoiseKey& key, int32_t position) {
   uint64_t best = 0;
   filter.for_each([&](int32_t id, float x, float s) {
     const float law = laws.at(id, x, s).target;
     if (law < FLT_MIN) return;  // log_f32 takes normal numbers
-    const Philox4 r = noise_words(draw.key, draw.position, static_cast<uint32_t>(id) >> 2);
+    const Philox4 r = noise_words(key, position, static_cast<uint32_t>(id) >> 2);
     const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
     const float score = keyed_score(log_f32(law), 1.0f, gumbel(id & 2 ? high : low));
-    const uint64_t key = rank_key(score, static_cast<uint32_t>(id));
-    best = key > best ? key : best;
+    const uint64_t rank = rank_key(score, static_cast<uint32_t>(id));
+    best = rank > best ? rank : best;
   });
   return static_cast<int32_t>(~static_cast<uint32_t>(team.max(best, uint64_t{0})));
 }
@@ -135,11 +135,13 @@ __device__ bool is_law(Team<kThreads>& team, const float* q, int64_t n) {
 
 // One team a request.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) rejection_kernel(const VerifyParams p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    rejection_kernel(const __grid_constant__ VerifyParams p) {
   extern __shared__ uint4 shared[];
   __shared__ TreeRows tree;
   __shared__ Rejected rejected[kMaxTreeRows];
   Team<kThreads> team;
+  Scanner<T> scanner(team, shared, p.vocab_size);
   const int64_t b = team.item();
   const Setting setting(p.sampling, b, p.vocab_size);
   const int32_t tree_status = tree.load(p, b);
@@ -148,9 +150,11 @@ __global__ void __launch_bounds__(kThreads, 1) rejection_kernel(const VerifyPara
          const int64_t at = tree.first + node;
          const int32_t position = p.position[at] + 1;
          const Row<T> row({p.logits, p.logits_stride, at, p.vocab_size}, p.sampling.temperature[b]);
-         const RowResult result = scan_row(row, false, Draw{}, shared);
+         scanner.start(row);
+         const RowResult result =
+             scanner.score(row, false, Draw{p.sampling.round_keys, {}, 0}, true);
          if (result.bad) *status |= kStatusNanLogits;
-         Filter<T> filter(team, row, result.max);
+         Filter<T> filter(team, scanner, row, result.max);
          const bool certain = result.dead() || row.greedy;
          const uint64_t cut = certain || !setting.has_filter() ? kKeepAll : filter.cut(setting);
          bool has_children = false;
@@ -207,12 +211,12 @@ __global__ void __launch_bounds__(kThreads, 1) rejection_kernel(const VerifyPara
          if (token < 0) {
            const NoiseKey key =
                noise_key(p.sampling.seed, p.sampling.request[b], NoiseDomain::kResidual);
-           token = draw_from(team, filter, laws, Draw{key, position});
+           token = draw_from(team, filter, laws, key, position);
          }
          const float logprob = result.logprob(row, filter.logit(token));
          return Step{{token, logprob, logprob}, accepted};
        });
-  team.sync();  // a block's shared memory stays until all have read it
+  scanner.leave();
 }
 
 }  // namespace
@@ -221,9 +225,10 @@ void verify_rejection_cuda(const VerifyParams& p, int device, uintptr_t stream) 
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    const size_t shared = scan_bytes<T>(p.vocab_size);
-    launch("verify_rejection", rejection_kernel<T>,
-           {p.num_requests, kThreads, shared, kMaxTeam, false}, as_stream(stream), p);
+    LaunchShape shape =
+        row_launch<T>("verify_rejection", rejection_kernel<T>, p.num_requests, p.vocab_size);
+    shape.overlaps = false;
+    launch("verify_rejection", rejection_kernel<T>, shape, as_stream(stream), p);
   });
 }
 

@@ -1,17 +1,10 @@
-// One row of logits on the GPU: reading it in groups of kGroup ids, and the race for the best keyed
-// score. The formulas are those of row.h; tokens are the CPU's bit for bit.
-//
-// A warp owns a *chunk* of kChunk neighbouring ids, a cut that depends on the vocabulary alone. Of
-// a chunk it keeps a Partial: the largest logit, the sum of 2^(logit * c - largest * c) with c =
-// log2(e) / T, and the winner. That sum has one order for a given vocabulary: lane by lane within
-// a chunk, then a butterfly over lanes, then chunks strided over lanes, then a butterfly. So a
-// row's log-prob has the same bits in every op, batch and launch; it is within float32 rounding of
-// the CPU's exact sum.
+// One row of logits on the GPU: groups of kGroup ids, and the race for the best keyed score. The
+// formulas are those of row.h; tokens are the CPU's bit for bit.
 //
 // Noise costs more than the read. Philox runs once for four ids, and only where the largest variate
 // could still win. A Gumbel variate is at most -ln(u), so an id loses for sure against a score
-// already reached if u > exp(logit / T - reached); the exponential is at hand from the sum, so the
-// test is one multiply-add, and few ids take logs.
+// already reached if u > exp(logit / T - reached). Eight ids share that bound, of their largest
+// logit, as one integer that their words are compared with; few ids take logs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,21 +19,10 @@
 
 namespace tlt {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 1024;
 constexpr int kGroup = 8;  // neighbouring ids a lane takes at once: 16 bytes of a 16-bit dtype
 constexpr float kLog2E = 0x1.715476p+0f;
 constexpr float kNegInf = -INFINITY;
-
-struct alignas(16) Partial {
-  float max;    // largest logit; -FLT_MAX if none is above it
-  float sum;    // of exp_of(logit, shift(max))
-  float score;  // of the winner; -inf if no logit is finite
-  float logit;  // of the winner
-  int32_t token;
-  int32_t bad;  // a NaN or +inf was met
-  int32_t unused[2];
-};
-static_assert(sizeof(Partial) == kPartialBytes);
 
 // 2^x by the special function unit: 2 ulp, the same on every launch.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -90,6 +72,27 @@ __device__ __forceinline__ void expand(const Raw<__half>& raw, float (&x)[kGroup
   }
 }
 
+// The largest logit of a group; NaN if one is.
+__device__ __forceinline__ float largest_of(const Raw<float>& raw) {
+  float most = as_float(raw.word[0]);
+#pragma unroll
+  for (int i = 1; i < kGroup; ++i) most = max_nan(most, as_float(raw.word[i]));
+  return most;
+}
+
+__device__ __forceinline__ float largest_of(const Raw<__nv_bfloat16>& raw) {
+  const auto pair = [&](int i) { return *reinterpret_cast<const __nv_bfloat162*>(&raw.word[i]); };
+  const __nv_bfloat162 most =
+      __hmax2_nan(__hmax2_nan(pair(0), pair(1)), __hmax2_nan(pair(2), pair(3)));
+  return max_nan(__low2float(most), __high2float(most));
+}
+
+__device__ __forceinline__ float largest_of(const Raw<__half>& raw) {
+  const auto pair = [&](int i) { return *reinterpret_cast<const __half2*>(&raw.word[i]); };
+  const __half2 most = __hmax2_nan(__hmax2_nan(pair(0), pair(1)), __hmax2_nan(pair(2), pair(3)));
+  return max_nan(__low2float(most), __high2float(most));
+}
+
 template <typename T>
 constexpr uint32_t kNegInfBits = 0xff800000u;
 template <>
@@ -135,23 +138,26 @@ struct RowData {
     return raw;
   }
 
-  // Starts copying a group to this lane's slots of shared memory, kWarpSize apart; `read` takes it
-  // once the copies have landed. No other lane touches the slots.
+  // Starts copying a group to this thread's slots of shared memory, kThreads apart; `read` takes it
+  // once the copies have landed. No other thread touches the slots.
   __device__ __forceinline__ void stage(int32_t first, uint4* slot) const {
     constexpr int kParts = sizeof(Raw<T>) / 16;
     if (aligned && first + kGroup <= vocab_size) {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        copy_async_16(shared_address(slot + i * kWarpSize),
+        copy_async_16(shared_address(slot + i * kThreads),
                       reinterpret_cast<const uint4*>(logits + first) + i, true);
       }
       return;
     }
-    const Raw<T> raw = load(first);
+    write(load(first), slot);
+  }
+
+  __device__ __forceinline__ static void write(const Raw<T>& raw, uint4* slot) {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      slot[i * kWarpSize] = make_uint4(raw.word[4 * i], raw.word[4 * i + 1], raw.word[4 * i + 2],
-                                       raw.word[4 * i + 3]);
+    for (int i = 0; i < static_cast<int>(sizeof(Raw<T>) / 16); ++i) {
+      slot[i * kThreads] = make_uint4(raw.word[4 * i], raw.word[4 * i + 1], raw.word[4 * i + 2],
+                                      raw.word[4 * i + 3]);
     }
   }
 
@@ -159,7 +165,7 @@ struct RowData {
     Raw<T> raw;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(Raw<T>) / 16); ++i) {
-      const uint4 v = slot[i * kWarpSize];
+      const uint4 v = slot[i * kThreads];
       raw.word[4 * i] = v.x;
       raw.word[4 * i + 1] = v.y;
       raw.word[4 * i + 2] = v.z;
@@ -203,31 +209,52 @@ struct Row : RowData<T> {
     return exp2_approx(fma_rn(logit, log2_scale, -shift));
   }
 
-  // Cleaned logits and the largest; true if one was NaN or +inf once scaled, and is now -inf.
-  __device__ __forceinline__ bool clean(const Raw<T>& raw, float (&x)[kGroup],
-                                        float* largest) const {
+  // Whether the largest of some logits, or NaN, tells of one that must lose.
+  __device__ bool is_bad(float largest) const { return !(scaled(largest) < INFINITY); }
+
+  // Makes -inf of logits that are NaN or +inf once scaled.
+  __device__ void drop_bad(Raw<T>& raw) const {
+    float x[kGroup];
     expand(raw, x);
-    float most = x[0];
 #pragma unroll
-    for (int i = 1; i < kGroup; ++i) most = max_nan(most, x[i]);
-    const bool bad = !(scaled(most) < INFINITY);
-    if (bad) {
-      most = kNegInf;
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        x[i] = scaled(x[i]) < INFINITY ? x[i] : kNegInf;
-        most = fmaxf(most, x[i]);
+    for (int i = 0; i < kGroup; ++i) {
+      if (!is_bad(x[i])) continue;
+      if constexpr (sizeof(T) == 4) {
+        raw.word[i] = kNegInfBits<T>;
+      } else {
+        const int low = 16 * (i % 2);
+        raw.word[i / 2] = (raw.word[i / 2] & ~(0xffffu << low)) | kNegInfBits<T> << low;
       }
     }
-    *largest = most;
+  }
+
+  // Cleaned logits and the largest; true if one was bad.
+  __device__ __forceinline__ bool clean(Raw<T> raw, float (&x)[kGroup], float* largest) const {
+    *largest = largest_of(raw);
+    const bool bad = is_bad(*largest);
+    if (bad) {
+      drop_bad(raw);
+      *largest = largest_of(raw);
+    }
+    expand(raw, x);
     return bad;
   }
 };
 
 // The noise of one draw.
 struct Draw {
+  const RoundKeys& keys;  // in constant memory
   NoiseKey key;
   int32_t position;
+
+  __device__ __forceinline__ Philox4 words(uint32_t quad) const {
+    Philox4 c{{quad, static_cast<uint32_t>(position), key.request_low, key.request_high}};
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+      philox_round(c, keys.word[round][0], keys.word[round][1]);
+    }
+    return c;
+  }
 };
 
 // At least gumbel(word), by 2e-3 at most where u is small: -ln(1 - u) >= u.
@@ -259,73 +286,79 @@ struct Race {
     for (int i = 0; i < kGroup; ++i) offer(row.scaled(x[i]), x[i], first + i);
   }
 
-  // e[i] = row.exp_of(logit, shift), `largest` the largest logit; `again(x)` gives the logits. What
-  // few groups need (logits, words) is made again there, and costs no registers here. Called by
-  // whole warps.
-  template <typename T, typename Again>
-  __device__ __forceinline__ void run(const Row<T>& row, const float (&e)[kGroup], float shift,
-                                      float largest, int32_t first, const Draw& draw,
-                                      Again&& again) {
-    if (!__any_sync(kFullWarp, add_rn(row.scaled(largest), kMaxGumbelScore) >= reached)) return;
-    // u <= exp(logit / T - reached) in steps of 2^-23, with slack for every rounding on the way.
-    const float slack = fma_rn(fabsf(reached), 0x1p-19f, 23.01f);
-    const float reach = exp2_approx(fminf(add_rn(fma_rn(reached, -kLog2E, shift), slack), 120.0f));
-    bool hopeful = false;
+  // Takes kGroups groups, the first ids of a lane's `apart` from each other. `largest` are their
+  // largest logits; `again(group, x)` gives the logits, which few groups need; `raise(score)` is
+  // told a new best of the warp. Called by whole warps.
+  template <int kGroups, typename T, typename Again, typename Raise>
+  __device__ __forceinline__ void run(const Row<T>& row, const float (&largest)[kGroups],
+                                      int32_t first, int32_t apart, const Draw& draw, Again&& again,
+                                      Raise&& raise) {
+    // u <= exp(logit / T - reached) in steps of 2^-32, with slack for every rounding on the way.
+    const float slack = fma_rn(fabsf(reached), 0x1p-19f, 32.01f);
+    const float base = fma_rn(reached, -kLog2E, slack);
+    float reach[kGroups];
+    bool reachable = false;
 #pragma unroll
-    for (int quad = 0; quad < kGroup / 4; ++quad) {
-      const Philox4 r = quad_words(draw, first, quad);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) hopeful |= may_win(r.word[i], e[4 * quad + i], reach);
+    for (int group = 0; group < kGroups; ++group) {
+      reach[group] = exp2_approx(fma_rn(largest[group], row.log2_scale, base));
+      reachable |= reach[group] >= 0.5f;  // u is half a step at least
     }
-    if (!__any_sync(kFullWarp, hopeful)) return;
-    float x[kGroup];
-    again(x);
-    compete(row, x, e, reach, first, draw);
+    if (!__any_sync(kFullWarp, reachable)) return;
+    uint32_t word[kGroups][kGroup], most[kGroups];
+    bool hopeful[kGroups], any = false;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      most[group] = __float2uint_rz(reach[group]);  // saturates
+      uint32_t least = 0xffffffffu;
+#pragma unroll
+      for (int quad = 0; quad < kGroup / 4; ++quad) {
+        const Philox4 r = draw.words(static_cast<uint32_t>(first + group * apart) / 4 + quad);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) word[group][4 * quad + i] = r.word[i];
+        least = __vimin3_u32(r.word[0], r.word[1], __vimin3_u32(r.word[2], r.word[3], least));
+      }
+      hopeful[group] = least <= most[group];
+      any |= hopeful[group];
+    }
+    if (!__any_sync(kFullWarp, any)) return;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if (!__any_sync(kFullWarp, hopeful[group])) continue;
+      float x[kGroup];
+      again(group, x);
+      compete(row, x, word[group], most[group], first + group * apart);
+    }
+    const float best = warp_max(score);
+    if (best > reached) raise(reached = best);
   }
 
   // A lower bound of the best score among the first four ids of a group, without a log's full
-  // price. u < 1/4: gumbel(word) >= -ln(u) + ln(1 - u) > bound - 0.3, and rounding is monotone, so
-  // the score that a logit reaches with the lower variate is not above its true score.
+  // price: gumbel(word) >= -ln(u) + ln(1 - u), which is above bound - 0.3 where u < 1/4 and above
+  // bound - 0.02 where u < 1/64. Rounding is monotone, so the score that a logit reaches with the
+  // lower variate is not above its true score.
   template <typename T>
   __device__ static float sure_score(const Row<T>& row, const float (&x)[kGroup], int32_t first,
                                      const Draw& draw) {
-    const Philox4 r = quad_words(draw, first, 0);
+    const Philox4 r = draw.words(static_cast<uint32_t>(first) / 4);
     float sure = kNegInf;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float lower = add_rn(row.scaled(x[i]), add_rn(gumbel_bound(r.word[i]), -0.3f));
+      const float above = r.word[i] < 1u << 26 ? -0.02f : -0.3f;
+      const float lower = add_rn(row.scaled(x[i]), add_rn(gumbel_bound(r.word[i]), above));
       if (r.word[i] < 1u << 30) sure = fmaxf(sure, lower);
     }
     return warp_max(sure);
   }
 
  private:
-  static constexpr float kMaxGumbelScore = 22.9f;  // above gumbel(0), the largest there is
-
-  __device__ static __forceinline__ Philox4 quad_words(const Draw& draw, int32_t first, int quad) {
-    return noise_words(draw.key, draw.position, static_cast<uint32_t>(first) / 4 + quad);
-  }
-
-  // 2^23 + (word >> 9) as a float's bits, against 2^23 + 2 + e * reach; the 2 covers its rounding.
-  __device__ static __forceinline__ bool may_win(uint32_t word, float e, float reach) {
-    return as_float((word >> 9) + 0x4b000000u) <= fma_rn(e, reach, 0x1p23f + 2.0f);
-  }
-
   // Exact scores of the ids that may win, one a lane at a time.
   template <typename T>
   __device__ __forceinline__ void compete(const Row<T>& row, const float (&x)[kGroup],
-                                          const float (&e)[kGroup], float reach, int32_t first,
-                                          const Draw& draw) {
-    uint32_t word[kGroup];
+                                          const uint32_t (&word)[kGroup], uint32_t most,
+                                          int32_t first) {
     uint32_t left = 0;
 #pragma unroll
-    for (int quad = 0; quad < kGroup / 4; ++quad) {
-      const Philox4 r = quad_words(draw, first, quad);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) word[4 * quad + i] = r.word[i];
-    }
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) left |= may_win(word[i], e[i], reach) ? 1u << i : 0u;
+    for (int i = 0; i < kGroup; ++i) left |= word[i] <= most ? 1u << i : 0u;
     while (__any_sync(kFullWarp, left != 0)) {
       const int at = left == 0 ? 0 : __ffs(left) - 1;
       float logit = x[0];
@@ -339,13 +372,14 @@ struct Race {
       if (left != 0) offer(candidate, logit, first + at);
       left &= left - 1;
     }
-    reached = fmaxf(reached, warp_max(score));
   }
 };
 
 // What a row amounts to. `token` is -1 and the row dead where no logit is finite.
 struct RowResult {
-  float max, sum, logit;  // as in Partial
+  float max;    // largest logit; -FLT_MAX if none is above it
+  float sum;    // of exp_of(logit, shift(max))
+  float logit;  // of the winner
   int32_t token, bad;
 
   __device__ bool dead() const { return token < 0; }
@@ -359,146 +393,5 @@ struct RowResult {
     return fminf(logprob, 0.0f);  // the shift is rounded, so the largest logit's power is not 0
   }
 };
-
-// Folds the warp's lanes: largest, sum, winner.
-template <typename T>
-__device__ __forceinline__ Partial fold(const Row<T>& row, float max, float sum, const Race& race,
-                                        bool bad) {
-  Partial out{};
-  out.max = warp_max(max);
-  out.sum =
-      warp_reduce(mul_rn(sum, exp2_approx(add_rn(row.shift(max), -row.shift(out.max)))), Sum());
-  const uint32_t order = ascending(race.score);
-  const uint32_t highest = __reduce_max_sync(kFullWarp, order);
-  const bool first = order == highest && race.token >= 0;
-  const uint32_t id = first ? static_cast<uint32_t>(race.token) : 0xffffffffu;
-  const uint32_t lowest = __reduce_min_sync(kFullWarp, id);
-  const unsigned owner = __ballot_sync(kFullWarp, first && id == lowest);
-  out.score = from_ascending(highest);
-  out.logit = __shfl_sync(kFullWarp, race.logit, owner == 0 ? 0 : __ffs(owner) - 1);
-  out.token = static_cast<int32_t>(lowest);  // -1 if nobody has one
-  out.bad = __any_sync(kFullWarp, bad);
-  return out;
-}
-
-constexpr int32_t kStep = kWarpSize * kGroup;  // ids that a warp takes at once
-static_assert(kChunk % kStep == 0);
-
-// Shared memory in which a warp's chunk lands, in 16-byte slots.
-template <typename T>
-constexpr int kStageSlots = static_cast<int>(kChunk * sizeof(T) / 16);
-
-// Starts the copy of a whole chunk: what hides the latency of memory.
-template <typename T>
-__device__ __forceinline__ void stage_chunk(const RowData<T>& row, int32_t chunk, uint4* stage) {
-  const int32_t lane = threadIdx.x % kWarpSize;
-  constexpr int kSlots = kStageSlots<T> / (kChunk / kStep);
-  const int32_t begin = chunk * static_cast<int32_t>(kChunk);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(kChunk / kStep); ++i) {
-    const int32_t base = begin + i * kStep;
-    if (base < row.vocab_size) row.stage(base + lane * kGroup, stage + i * kSlots + lane);
-    if (i == 0) commit_copies();
-  }
-  commit_copies();
-}
-
-// One warp scores the chunk that it staged; without noise the winner is the largest logit.
-// `share(score)` is told a score that this chunk reaches and returns one that the row reaches: it
-// saves work and changes no result but who loses.
-template <typename T, typename Share>
-__device__ __forceinline__ Partial scan_chunk(const Row<T>& row, int32_t chunk, const uint4* stage,
-                                              bool noisy, const Draw& draw, Share&& share) {
-  constexpr int kSlots = kStageSlots<T> / (kChunk / kStep);
-  const int32_t lane = threadIdx.x % kWarpSize;
-  const int32_t begin = chunk * static_cast<int32_t>(kChunk) + lane * kGroup;
-  const int32_t end =
-      min((chunk + 1) * static_cast<int32_t>(kChunk), row.vocab_size) + lane * kGroup;
-  const uint4* slot = stage + lane;
-  Race race;
-  float max = -FLT_MAX, sum = 0.0f;
-  bool bad = false;
-  const auto work = [&](const Raw<T>& raw, int32_t first) {
-    float x[kGroup], e[kGroup], largest;
-    bad |= row.clean(raw, x, &largest);
-    const float old = row.shift(max);
-    max = fmaxf(max, largest);
-    const float shift = row.shift(max);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) e[i] = row.exp_of(x[i], shift);
-    const float low = add_rn(add_rn(e[0], e[1]), add_rn(e[2], e[3]));
-    const float high = add_rn(add_rn(e[4], e[5]), add_rn(e[6], e[7]));
-    sum = fma_rn(sum, exp2_approx(add_rn(old, -shift)), add_rn(low, high));
-    if (noisy) {
-      race.run(row, e, shift, largest, first, draw, [&](float (&same)[kGroup]) {
-        float unused;
-        row.clean(raw, same, &unused);
-      });
-    } else {
-      race.run_greedy(row, x, largest, first);
-    }
-  };
-  if (noisy) {
-    wait_copies<1>();
-    float x[kGroup], largest = kNegInf, sure = kNegInf;
-    if (begin < end) {
-      row.clean(row.read(slot), x, &largest);
-      sure = Race::sure_score(row, x, begin, draw);
-    }
-    race.reached = share(sure);
-  }
-  wait_copies<0>();
-#pragma unroll 1
-  for (int32_t first = begin; first < end; first += kStep, slot += kSlots) {
-    work(row.read(slot), first);
-  }
-  return fold(row, max, sum, race, bad);
-}
-
-// One warp folds the partials of a row.
-template <typename T>
-__device__ __forceinline__ RowResult merge_row(const Row<T>& row, const Partial* partials) {
-  const int64_t num_chunks = chunks_of(row.vocab_size);
-  float max = -FLT_MAX, sum = 0.0f;
-  Race race;
-  int32_t bad = 0;
-  for (int64_t i = threadIdx.x % kWarpSize; i < num_chunks; i += kWarpSize) {
-    const Partial p = partials[i];
-    const float larger = fmaxf(max, p.max), shift = row.shift(larger);
-    sum = add_rn(mul_rn(sum, exp2_approx(add_rn(row.shift(max), -shift))),
-                 mul_rn(p.sum, exp2_approx(add_rn(row.shift(p.max), -shift))));
-    max = larger;
-    race.offer(p.score, p.logit, p.token);  // chunks come in rising order
-    bad |= p.bad;
-  }
-  const Partial all = fold(row, max, sum, race, bad != 0);
-  const bool dead = all.token < 0 || all.token >= row.vocab_size;
-  return {all.max, all.sum, all.logit, dead ? -1 : all.token, all.bad || dead};
-}
-
-// Shared memory of scan_row: where the warps' chunks land, then the row's partials.
-template <typename T>
-int64_t scan_bytes(int64_t vocab_size) {
-  return (kThreads / kWarpSize * kStageSlots<T> + chunks_of(vocab_size) * 2) * sizeof(uint4);
-}
-static_assert(kPartialBytes == 2 * sizeof(uint4));
-
-// A block reads a whole row by itself.
-template <typename T>
-__device__ RowResult scan_row(const Row<T>& row, bool noisy, const Draw& draw, uint4* shared) {
-  const int32_t num_chunks = static_cast<int32_t>(chunks_of(row.vocab_size));
-  const int warp = threadIdx.x / kWarpSize;
-  uint4* stage = shared + warp * kStageSlots<T>;
-  Partial* partials = reinterpret_cast<Partial*>(shared + kThreads / kWarpSize * kStageSlots<T>);
-  __syncthreads();  // a row read before may still be in use
-  for (int32_t i = warp; i < num_chunks; i += kThreads / kWarpSize) {
-    stage_chunk(row, i, stage);
-    const Partial partial =
-        scan_chunk(row, i, stage, noisy, draw, [](float score) { return score; });
-    if (threadIdx.x % kWarpSize == 0) partials[i] = partial;
-  }
-  __syncthreads();
-  return merge_row(row, partials);
-}
 
 }  // namespace tlt

@@ -27,7 +27,8 @@ struct TreeRows {
   int64_t first;
   int32_t num_rows;
 
-  // Returns status bits; every thread of the block calls it. A request that cannot be has no rows.
+  // Returns status bits; every thread of a block of kMaxTreeRows or more calls it. A request that
+  // cannot be has no rows.
   __device__ int32_t load(const VerifyParams& p, int64_t b) {
     const int64_t begin = p.row_start[b], end = p.row_start[b + 1];
     const bool fits = begin == end || (begin >= 0 && end > begin && end <= p.num_rows &&
@@ -64,7 +65,6 @@ struct TreeRows {
     return -1;
   }
 };
-static_assert(kMaxTreeRows <= kThreads);
 
 struct Step {
   Drawn drawn;  // the target's token at this node

@@ -8,6 +8,8 @@
 
 namespace tlt {
 
+constexpr int kTreeWarps = 16;  // with ids
+constexpr int kTreeThreads = (kTreeWarps + 1) * kWarpSize;
 constexpr int kTileGroups = 2;
 constexpr int kTileIds = kTileGroups * kGroup;   // of a lane
 constexpr int32_t kTile = kWarpSize * kTileIds;  // of a warp
@@ -109,137 +111,141 @@ struct WarpList {
 // A draft id's noise is its target id's, which shares its quad with no neighbour.
 __device__ __forceinline__ uint32_t word_of(const Draw& draw, int32_t token) {
   const uint32_t id = token;
-  const Philox4 r = noise_words(draw.key, draw.position, id >> 2);
+  const Philox4 r = draw.words(id >> 2);
   const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
   return id & 2 ? high : low;
 }
 
-// A lane's ids of a tile: two groups, kWarpSize * kGroup apart.
+// A lane's ids of a tile, two groups kWarpSize * kGroup apart. They lie in shared memory, in
+// columns that no other thread touches, so that loops over them need not be unrolled: a kernel this
+// short pays for every instruction that it fetches.
 template <typename T>
-struct DraftTile {
-  Raw<T> raw[kTileGroups];
-  float value[kTileIds];  // -inf where the id can never be drawn
-  int32_t token[kTileIds];
+class DraftTile {
+ public:
+  static constexpr size_t kBytes = 3 * kTileIds * kTreeThreads * sizeof(float);
 
-  __device__ static int32_t first_of(int32_t first, int group) {
-    return first + group * kWarpSize * kGroup;
-  }
+  __device__ explicit DraftTile(float* shared)
+      : value_(shared + threadIdx.x),
+        upper_(value_ + kTileIds * kTreeThreads),
+        token_(reinterpret_cast<int32_t*>(upper_ + kTileIds * kTreeThreads)) {}
 
   // Reads that wait for nothing but their addresses. Ids past the row are not read.
   __device__ void fetch(const ExpandTreeParams& p, const RowData<T>& row, int32_t first) {
     const RowData<float> ids(p.d2t, 0, 0, row.vocab_size);
+    first_ = first;
 #pragma unroll
     for (int group = 0; group < kTileGroups; ++group) {
-      const int32_t from = first_of(first, group);
-      raw[group] = row.load(from);
-      const Raw<float> of_group = p.d2t != nullptr ? ids.load(from) : Raw<float>{};
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        token[kGroup * group + i] =
-            p.d2t != nullptr ? static_cast<int32_t>(of_group.word[i]) : from + i;
-      }
+      const int32_t from = first + group * kWarpSize * kGroup;
+      raw_[group] = row.load(from);
+      if (p.d2t != nullptr) ids_[group] = ids.load(from);
     }
   }
 
-  // Makes values of what was fetched: logits / T. Returns status bits.
-  __device__ int32_t scale(const ExpandTreeParams& p, const Row<T>& row, int32_t first) {
-    int32_t status = kStatusOk;
+  // Makes values of what was fetched: logits / T, or scores if `perturbed`, and what may become of
+  // them. Returns status bits.
+  __device__ int32_t prepare(const ExpandTreeParams& p, const Row<T>& row, const Draw& draw,
+                             bool perturbed) {
+    const int32_t status = scale(p, row);
+    largest_ = kNegInf;
+    sure_ = kNegInf;
+#pragma unroll 1
+    for (int quad = 0; quad < kTileIds / 4; ++quad) {
+      const int from = 4 * quad * kTreeThreads;
+      Philox4 r{};
+      if (!row.greedy && p.d2t == nullptr) r = draw.words(static_cast<uint32_t>(token_[from]) / 4);
 #pragma unroll
-    for (int group = 0; group < kTileGroups; ++group) {
-      float x[kGroup], largest;
-      if (row.clean(raw[group], x, &largest)) status |= kStatusNanDraft;
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        const int at = kGroup * group + i;
-        value[at] = row.scaled(x[i]);
-        if (p.d2t == nullptr || (token[at] >= 0 && token[at] < p.vocab_size)) continue;
-        value[at] = kNegInf;
-        token[at] = 0;
-        if (first_of(first, group) + i < row.vocab_size) status |= kStatusBadToken;
+      for (int i = 0; i < 4; ++i) {
+        const int at = from + i * kTreeThreads;
+        float value = value_[at], upper = value, lower = value;
+        if (!row.greedy) {
+          const uint32_t word = p.d2t != nullptr ? word_of(draw, token_[at]) : r.word[i];
+          if (perturbed) {
+            value_[at] = value = upper = lower = add_rn(value, gumbel(word));
+          } else {
+            const float bound = gumbel_bound(word);  // as in Race::sure_score
+            upper = add_rn(value, bound);
+            lower = word < 1u << 30 ? add_rn(value, add_rn(bound, -0.3f)) : kNegInf;
+          }
+        }
+        upper_[at] = upper;
+        largest_ = fmaxf(largest_, value);
+        sure_ = fmaxf(sure_, lower);
       }
     }
     return status;
   }
 
-  // Calls f(index, noise word) for all ids.
-  template <typename F>
-  __device__ void for_each_word(const ExpandTreeParams& p, const Draw& draw, F&& f) const {
-    if (p.d2t != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kTileIds; ++i) f(i, word_of(draw, token[i]));
-      return;
-    }
-#pragma unroll
-    for (int quad = 0; quad < kTileIds / 4; ++quad) {
-      const Philox4 r =
-          noise_words(draw.key, draw.position, static_cast<uint32_t>(token[4 * quad]) / 4);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f(4 * quad + i, r.word[i]);
-    }
-  }
-
-  // Adds the noise: values are scores then.
-  __device__ void perturb(const ExpandTreeParams& p, const Draw& draw) {
-    for_each_word(p, draw,
-                  [&](int i, uint32_t word) { value[i] = add_rn(value[i], gumbel(word)); });
-  }
+  __device__ float largest() const { return largest_; }
 
   // Hands to the list what may belong there; `exact`: values are scores. Only ids whose largest
   // variate would do take logs. Called by whole warps.
-  __device__ void offer(const ExpandTreeParams& p, const Draw& draw, bool exact,
-                        WarpList& list) const {
-    float upper[kTileIds], sure = kNegInf;
-    if (exact) {
-#pragma unroll
-      for (int i = 0; i < kTileIds; ++i) sure = fmaxf(sure, upper[i] = value[i]);
-    } else {
-      for_each_word(p, draw, [&](int i, uint32_t word) {
-        const float bound = gumbel_bound(word);  // as in Race::sure_score
-        upper[i] = add_rn(value[i], bound);
-        if (word < 1u << 30) sure = fmaxf(sure, add_rn(value[i], add_rn(bound, -0.3f)));
-      });
-    }
+  __device__ void offer(const Draw& draw, bool exact, WarpList& list) const {
     // A score that top_k ids reach for sure stands in for a list that is not full.
     const uint64_t worst = list.worst();
     const float threshold = worst != 0 ? from_ascending(static_cast<uint32_t>(worst >> 32))
-                            : list.top_k <= kWarpSize ? nth_largest(sure, list.top_k)
+                            : list.top_k <= kWarpSize ? nth_largest(sure_, list.top_k)
                                                       : kNegInf;
     uint32_t left = 0;
 #pragma unroll
     for (int i = 0; i < kTileIds; ++i) {
-      left |= upper[i] >= threshold && upper[i] > kNegInf ? 1u << i : 0u;
+      const float upper = upper_[i * kTreeThreads];
+      left |= upper >= threshold && upper > kNegInf ? 1u << i : 0u;
     }
     while (__any_sync(kFullWarp, left != 0)) {
-      const int at = left == 0 ? 0 : __ffs(left) - 1;
-      float of_id = value[0];
-      int32_t id = token[0];
-#pragma unroll
-      for (int i = 1; i < kTileIds; ++i) {
-        of_id = at == i ? value[i] : of_id;
-        id = at == i ? token[i] : id;
-      }
-      const float score = exact ? of_id : add_rn(of_id, gumbel(word_of(draw, id)));
-      list.take(left == 0 ? 0 : rank_key(score, static_cast<uint32_t>(id)), of_id);
+      const int at = left == 0 ? 0 : (__ffs(left) - 1) * kTreeThreads;
+      const float value = value_[at];
+      const int32_t token = token_[at];
+      const float score = exact ? value : add_rn(value, gumbel(word_of(draw, token)));
+      list.take(left == 0 ? 0 : rank_key(score, static_cast<uint32_t>(token)), value);
       left &= left - 1;
     }
-  }
-
-  __device__ float largest() const {
-    float most = kNegInf;
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) most = fmaxf(most, value[i]);
-    return most;
   }
 
   // Sum of the integer weights floor(2^40 * exp((value - max) * inverse)).
   __device__ int64_t weigh(float max, float inverse) const {
     int64_t sum = 0;
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < kTileIds; ++i) {
-      sum += __float2ll_rz(mul_rn(exp_f32(mul_rn(add_rn(value[i], -max), inverse)), 0x1p40f));
+      const float scaled = mul_rn(add_rn(value_[i * kTreeThreads], -max), inverse);
+      sum += __float2ll_rz(mul_rn(exp_f32(scaled), 0x1p40f));
     }
     return sum;
   }
+
+ private:
+  __device__ int32_t scale(const ExpandTreeParams& p, const Row<T>& row) const {
+    int32_t status = kStatusOk;
+#pragma unroll
+    for (int group = 0; group < kTileGroups; ++group) {
+      const int32_t from = first_ + group * kWarpSize * kGroup;
+      float x[kGroup], largest;
+      if (row.clean(raw_[group], x, &largest)) status |= kStatusNanDraft;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        float value = row.scaled(x[i]);
+        int32_t token = from + i;
+        if (p.d2t != nullptr) {
+          token = static_cast<int32_t>(ids_[group].word[i]);
+          if (token < 0 || token >= p.vocab_size) {  // can never be drawn
+            value = kNegInf;
+            token = 0;
+            if (from + i < row.vocab_size) status |= kStatusBadToken;
+          }
+        }
+        value_[(kGroup * group + i) * kTreeThreads] = value;
+        token_[(kGroup * group + i) * kTreeThreads] = token;
+      }
+    }
+    return status;
+  }
+
+  float* const value_;
+  float* const upper_;  // at least the score
+  int32_t* const token_;
+  Raw<T> raw_[kTileGroups];
+  Raw<float> ids_[kTileGroups];
+  int32_t first_ = 0;
+  float largest_ = kNegInf, sure_ = kNegInf;  // of the values; a score that one id reaches
 };
 
 }  // namespace tlt

@@ -18,12 +18,10 @@
 namespace tlt {
 namespace {
 
-constexpr int kTreeWarps = 16;  // with ids
-constexpr int kTreeThreads = (kTreeWarps + 1) * kWarpSize;
 constexpr int kWave = 8;
 constexpr int kMaxFrontier = 256;
 constexpr int kMaxSlices = 64;  // of a row
-constexpr int kMaxChildren = 16384;
+constexpr int kMaxChildren = 8192;
 constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
 constexpr int kQueue = 4;                       // entries of each that it holds
 static_assert(kWave <= kTreeWarps);
@@ -195,13 +193,16 @@ __device__ void load_frontier(const ExpandTreeParams& p, int64_t b, bool room, S
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kTreeThreads, 1) expand_kernel(const ExpandTreeParams p) {
+__global__ void __launch_bounds__(kTreeThreads, 1)
+    expand_kernel(const __grid_constant__ ExpandTreeParams p) {
   extern __shared__ Candidate lists[];  // [kTreeWarps, top_k]
   __shared__ Shared shared;
   TreeTeam team;
   team.arrive();
   const int top_k = static_cast<int>(p.top_k);
-  Child* children = reinterpret_cast<Child*>(lists + kTreeWarps * top_k);  // [frontier_rows, top_k]
+  DraftTile<T> tile(reinterpret_cast<float*>(lists + kTreeWarps * top_k));
+  Child* children = reinterpret_cast<Child*>(reinterpret_cast<char*>(lists + kTreeWarps * top_k) +
+                                             DraftTile<T>::kBytes);  // [frontier_rows, top_k]
   const int64_t b = team.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int team_warp = team.rank() * kTreeWarps + warp;
@@ -220,59 +221,59 @@ __global__ void __launch_bounds__(kTreeThreads, 1) expand_kernel(const ExpandTre
                           columns);
     const int32_t step = deal.slices * kTile, begin = slice * kTile + lane * kGroup;
     const int32_t end = !merges && slice < deal.slices ? columns + lane * kGroup : 0;
-    DraftTile<T> tile;
     if (begin < end) tile.fetch(p, data, begin);
     const bool room = has_room(p, b);
     const FrontierRow row = frontier_row(p, b, wave + mine, room);
     const Row<T> logits(data, p.temperature[b]);
-    const Draw draw{noise_key(p.seed, p.request[b], NoiseDomain::kTarget),
+    const Draw draw{p.round_keys, noise_key(p.seed, p.request[b], NoiseDomain::kTarget),
                     p.root_position[b] + row.depth + 1};
-    const bool noisy = perturbed && !logits.greedy;
     if (wave == 0) {
       if (team.rank() == 0) load_frontier(p, b, room, shared);
       team.wait();  // all blocks run
     }
-    if (!merges) {
-      WarpList list(top_k);
-      float most = kNegInf;
-      int32_t status = slice == 0 ? row.status : kStatusOk;
+    WarpList list(top_k);
+    float most = kNegInf;
+    int64_t sum = 0;
+    int32_t status = slice == 0 && !merges ? row.status : kStatusOk;
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {  // the children, then the weights
       for (int32_t first = begin; first < end && row.active; first += step) {
-        if (first != begin) tile.fetch(p, data, first);
-        status |= tile.scale(p, logits, first);
-        if (noisy) tile.perturb(p, draw);
-        most = fmaxf(most, tile.largest());
-        tile.offer(p, draw, perturbed || logits.greedy, list);
+        if (pass == 0 || begin + step < end) {  // else the tile is still there
+          if (pass != 0 || first != begin) tile.fetch(p, data, first);
+          status |= tile.prepare(p, logits, draw, perturbed);
+        }
+        if (pass == 0) {
+          most = fmaxf(most, tile.largest());
+          tile.offer(draw, perturbed || logits.greedy, list);
+        } else {
+          sum += tile.weigh(most, inverse);
+        }
       }
-      list.write(lists + warp * top_k);
-      most = warp_max(most);
-      if (lane < team.size()) *team.remote(&shared.largest[team_warp], lane) = most;
-      status = __reduce_or_sync(kFullWarp, static_cast<unsigned>(status));
-      if (lane == 0 && status != kStatusOk) atomicOr(&p.status[b], status);
+      if (pass == 0) {
+        most = warp_max(most);
+        if (!merges) {
+          list.write(lists + warp * top_k);
+          if (lane < team.size()) *team.remote(&shared.largest[team_warp], lane) = most;
+        }
+        team.sync();
+        most = kNegInf;
+        for (int i = lane; i < deal.slices; i += kWarpSize) {
+          most = fmaxf(most, shared.largest[deal.warp(mine, i)]);
+        }
+        most = warp_max(most);
+        if (team_warp == mine) shared.max[wave + mine] = most;  // in the first block
+      }
     }
-    team.sync();
     if (merges) {
       for (int r = team.rank(); r < deal.rows; r += team.size()) {
         merge_lists(team, deal, r, top_k, lists, children + (wave + r) * top_k,
                     &shared.count[wave + r]);
       }
     } else {
-      float max = kNegInf;
-      for (int i = lane; i < deal.slices; i += kWarpSize) {
-        max = fmaxf(max, shared.largest[deal.warp(mine, i)]);
-      }
-      max = warp_max(max);
-      if (team.rank() == 0 && slice == 0) shared.max[wave + mine] = max;
-      int64_t sum = 0;
-      for (int32_t first = begin; first < end && row.active; first += step) {
-        if (begin + step < end) {  // else the tile is still there
-          tile.fetch(p, data, first);
-          tile.scale(p, logits, first);
-          if (noisy) tile.perturb(p, draw);
-        }
-        sum += tile.weigh(max, inverse);
-      }
       sum = warp_reduce(sum, Sum());
       if (lane == 0) *team.remote(&shared.mass[team_warp], 0) = sum;
+      status = __reduce_or_sync(kFullWarp, static_cast<unsigned>(status));
+      if (lane == 0 && status != kStatusOk) atomicOr(&p.status[b], status);
     }
     team.sync();
     if (team.rank() == 0 && warp < deal.rows) {
@@ -286,9 +287,9 @@ __global__ void __launch_bounds__(kTreeThreads, 1) expand_kernel(const ExpandTre
   }
   if (team.rank() != 0) return;
   for (int f = threadIdx.x; f <= p.frontier_rows; f += kTreeThreads) {
-    int32_t sum = 0;
-    for (int g = 0; g < f; ++g) sum += shared.count[g];
-    shared.offset[f] = sum;
+    int32_t before = 0;
+    for (int g = 0; g < f; ++g) before += shared.count[g];
+    shared.offset[f] = before;
   }
   __syncthreads();
   append_children(p, b, has_room(p, b) ? p.nodes.count[b] : 0, shared, children);
@@ -297,16 +298,23 @@ __global__ void __launch_bounds__(kTreeThreads, 1) expand_kernel(const ExpandTre
 }  // namespace
 
 void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
+  constexpr const char* op = "expand_tree";
   const int64_t children = p.frontier_rows * p.top_k;
-  require(children <= kMaxChildren, "expand_tree",
+  require(children <= kMaxChildren, op,
           "frontier: the GPU takes at most " + std::to_string(kMaxChildren) +
               " children a request and level (rows times top_k), got " + std::to_string(children));
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    const size_t shared = kTreeWarps * p.top_k * sizeof(Candidate) + children * sizeof(Child);
-    launch("expand_tree", expand_kernel<T>, {p.num_requests, kTreeThreads, shared, kMaxTeam, true},
-           as_stream(stream), p);
+    const auto kernel = expand_kernel<T>;
+    const size_t shared =
+        kTreeWarps * p.top_k * sizeof(Candidate) + DraftTile<T>::kBytes + children * sizeof(Child);
+    LaunchShape shape{p.num_requests, kTreeThreads, shared, kMaxTeam, true};
+    while (has_teams(op, kernel) && shape.team > 1 &&
+           max_active_teams(op, kernel, shape) < p.num_requests) {
+      shape.team /= 2;
+    }
+    launch(op, kernel, shape, as_stream(stream), p);
   });
 }
 

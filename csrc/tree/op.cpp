@@ -102,6 +102,7 @@ void expand_tree(const Tensor& draft_logits, const Tensor& frontier, const Tenso
                                 vocab_size,
                                 static_cast<float>(score_temperature),
                                 seed,
+                                round_keys(seed),
                                 draft_logits.dtype};
   dispatch_device(
       op, draft_logits, [&] { expand_tree_cpu(params); },

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/limits.h"
+#include "common/noise.h"
 #include "common/tensor.h"
 
 namespace tlt {
@@ -41,6 +42,7 @@ struct ExpandTreeParams {
   int64_t vocab_size;
   float score_temperature;  // 0: scores are log-softmax(draft logit / T)
   uint64_t seed;
+  RoundKeys round_keys;  // of the seed
   DType dtype;
 };
 

@@ -322,17 +322,17 @@ def test_select_refuses_a_store_that_shared_memory_cannot_hold():
 def test_expand_refuses_a_level_that_shared_memory_cannot_hold(monkeypatch):
     monkeypatch.setattr(kit, "DEVICE", "cuda")
     store = Store(1, 40_000, 128)
-    store.frontier = torch.full((1, 129), -1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="at most 16384 children a request .*, got 16512"):
-        store.expand(torch.zeros(129, 200))
+    store.frontier = torch.full((1, 65), -1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="at most 8192 children a request .*, got 8320"):
+        store.expand(torch.zeros(65, 200))
 
 
 def test_a_workspace_that_is_too_small_is_refused():
     out = Guarded()
     arrays = verify_arrays(1, 2, 100, out)
     arrays["workspace"] = arrays["workspace"][:-1]
-    with pytest.raises(ValueError, match="workspace: expected at least 64 bytes, got 63"):
+    with pytest.raises(ValueError, match="workspace: expected at least 32 bytes, got 31"):
         tlt_ext.verify_tree(**arrays, seed=1)
-    arrays["workspace"] = torch.zeros(64, device="cuda")
+    arrays["workspace"] = torch.zeros(32, device="cuda")
     with pytest.raises(TypeError, match="workspace: expected dtype uint8, got float32"):
         tlt_ext.verify_tree(**arrays, seed=1)

@@ -1,0 +1,332 @@
+// A team of blocks reads one row of logits, once.
+//
+// A row is cut into steps of kStep ids, a cut that depends on the vocabulary alone, and the steps
+// are dealt to the team's warps in turn. All copies of a row start at once and land in shared
+// memory, each in slots that only its own thread reads, so no barrier stands between them and the
+// work; there the row stays for top-k and top-p. (A row that is too large goes through the slots as
+// through a ring, and is read again from memory.)
+//
+// A step leaves its largest logit and the sum of 2^(logit * c - largest * c), c = log2(e) / T. That
+// sum and the sum over steps have one order for a given vocabulary: a tree over a lane's ids, a
+// butterfly over lanes; then steps strided over lanes, and a butterfly. So a row's log-prob has the
+// same bits in every op, batch, launch and team; it is within float32 rounding of the CPU's exact
+// sum.
+#pragma once
+
+#include "sampling/row.cuh"
+
+namespace tlt {
+
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kStepGroups = 2;  // that a lane takes of a step
+constexpr int32_t kStep = kWarpSize * kGroup * kStepGroups;
+
+// Shared memory that holds a row, in slots of 16 bytes a thread: 192 KiB a block on Hopper.
+constexpr int slots_of(bool hopper) { return hopper ? 12 : 4; }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kSlots = slots_of(false);
+#else
+constexpr int kSlots = slots_of(true);
+#endif
+
+template <typename T>
+constexpr int kParts = static_cast<int>(sizeof(Raw<T>) / sizeof(uint4));  // slots of a group
+template <typename T>
+constexpr int kDepth = kSlots / (kStepGroups * kParts<T>);  // steps a warp holds
+
+TLT_HD int32_t ceil_div(int64_t n, int64_t by) { return static_cast<int32_t>((n + by - 1) / by); }
+
+struct StepSum {
+  float max;  // largest logit; -FLT_MAX if none is above it
+  float sum;  // of exp_of(logit, shift(max))
+};
+
+struct WarpBest {
+  float score, logit;  // -inf if no logit is finite
+  int32_t token;       // then -1
+  int32_t bad;         // a NaN or +inf was met
+};
+
+// How many blocks share each row: as many as run at once, none without work, and enough to hold the
+// row in shared memory.
+template <typename T, typename Params>
+LaunchShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int64_t vocab_size) {
+  require(vocab_size <= kMaxGpuVocabulary, op,
+          "vocab_size: the GPU takes at most " + std::to_string(kMaxGpuVocabulary) + ", got " +
+              std::to_string(vocab_size));
+  const bool hopper = has_teams(op, kernel);
+  const int64_t steps = ceil_div(vocab_size, kStep);
+  const int64_t most = slots_of(hopper) / (kStepGroups * kParts<T>);  // kDepth on the card
+  const auto shape_of = [&](int team) -> LaunchShape {
+    const int64_t rounds = ceil_div(steps, team * kWarps);
+    const int64_t depth = rounds < most ? rounds : most;
+    const size_t slots = depth * kStepGroups * kParts<T> * kThreads * sizeof(uint4);
+    return {items, kThreads, slots + steps * sizeof(StepSum), team, true};
+  };
+  LaunchShape best = shape_of(1);
+  for (int team = 2; team <= kMaxTeam && team * kWarps < 2 * steps; team *= 2) {
+    if (!hopper) break;
+    const LaunchShape shape = shape_of(team);
+    if (best.team * kWarps * most >= steps && max_active_teams(op, kernel, shape) < items) {
+      break;
+    }
+    best = shape;
+  }
+  return best;
+}
+
+template <typename T>
+class Scanner {
+ public:
+  // `shared` is what row_launch asks for.
+  __device__ Scanner(Team<kThreads>& team, uint4* shared, int64_t vocab_size)
+      : team_(team),
+        num_warps_(team.size() * kWarps),
+        num_steps_(ceil_div(vocab_size, kStep)),
+        first_step_(team.rank() * kWarps + threadIdx.x / kWarpSize),
+        rounds_(ceil_div(num_steps_, num_warps_)),
+        slots_(shared + threadIdx.x),
+        sums_(reinterpret_cast<StepSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
+                                                      kParts<T> * kThreads)) {
+    if (threadIdx.x == 0) scratch().reached = ascending(kNegInf);
+    team_.arrive();  // before any copy is under way: an arrival waits for this thread's memory
+  }
+
+  // Starts the copies of a row.
+  __device__ __forceinline__ void start(const RowData<T>& row) const {
+#pragma unroll 1
+    for (int i = 0; i < kDepth<T>; ++i) {
+      stage(row, first_step_ + i * num_warps_, slots_ + i * kStageSlots);
+      commit_copies();
+    }
+  }
+
+  // What the row amounts to whose copies were started; without noise the winner is the largest
+  // logit. The first warp of the team gets it, or every thread if it is `for_all`.
+  __device__ __forceinline__ RowResult score(const Row<T>& row, bool noisy, const Draw& draw,
+                                             bool for_all) {
+    if (!ready_) team_.wait();  // all blocks run, with their scratch set
+    ready_ = true;
+    Scratch& shared = scratch();
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    uint32_t* const reached = team_.remote(&shared.reached, min(lane, team_.size() - 1));
+    const auto raise = [&](float score) {  // saves work and changes no result but who loses
+      if (lane < team_.size()) atomicMax(reached, ascending(score));
+    };
+    if (noisy) {
+      wait_copies<kDepth<T> - 1>();
+      if (first_step_ < num_steps_) {
+        float x[kGroup], largest;
+        row.clean(RowData<T>::read(slots_), x, &largest);
+        raise(Race::sure_score(row, x, first_step_ * kStep + lane * kGroup, draw));
+      }
+      __syncthreads();
+    }
+    Race race;
+    bool bad = false;
+    StepSum* const sums = team_.remote(sums_, 0);
+    uint4* slot = slots_;
+#pragma unroll 1
+    for (int32_t step = first_step_; step < num_steps_; step += num_warps_) {
+      wait_copies<kDepth<T> - 1>();
+      race.reached = fmaxf(race.reached, from_ascending(as_volatile(shared.reached)));
+      const StepSum sum = score_step(row, step, slot, noisy, draw, race, &bad, raise);
+      if (lane == 0) sums[step] = sum;
+      stage(row, step + kDepth<T> * num_warps_, slot);
+      commit_copies();
+      slot += kStageSlots;
+      if (slot == slots_ + kDepth<T> * kStageSlots) slot = slots_;
+    }
+    const WarpBest best = best_of_warp(race, bad);
+    if (lane == 0) team_.remote(shared.best, 0)[team_.rank() * kWarps + warp] = best;
+    team_.sync();
+    RowResult result{};
+    if (team_.rank() == 0 && warp == 0) {
+      result = merge(row);
+      if (for_all && lane < team_.size()) *team_.remote(&shared.result, lane) = result;
+    }
+    if (!for_all) return result;
+    if (threadIdx.x == 0) shared.reached = ascending(kNegInf);  // for the next row
+    team_.sync();
+    return shared.result;
+  }
+
+  // The last call: a block's shared memory stays until all have read it.
+  __device__ void leave() const {
+    if (ready_) team_.arrive();
+    team_.wait();
+  }
+
+  // Calls f(first id, logits) on this thread's groups of the row scored last; NaN and +inf come as
+  // -inf. All lanes of a warp take part in every call.
+  template <typename F>
+  __device__ void for_each_group(const Row<T>& row, F&& f) const {
+    const bool kept = rounds_ <= kDepth<T>;
+    const uint4* slot = slots_;
+#pragma unroll 1
+    for (int32_t step = first_step_; step < num_steps_; step += num_warps_, slot += kStageSlots) {
+#pragma unroll 1
+      for (int group = 0; group < kStepGroups; ++group) {
+        const int32_t first = first_id(step, group);
+        float x[kGroup], largest;
+        row.clean(kept ? RowData<T>::read(slot + group * kGroupSlots) : row.load(first), x,
+                  &largest);
+        f(first, x);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kGroupSlots = kParts<T> * kThreads;
+  static constexpr int kStageSlots = kStepGroups * kGroupSlots;
+
+  struct Scratch {
+    uint32_t reached;                  // a score that the row reaches
+    WarpBest best[kMaxTeam * kWarps];  // of the team, in its first block
+    RowResult result;
+  };
+  __device__ static Scratch& scratch() {
+    __shared__ Scratch shared;
+    return shared;
+  }
+  __device__ static uint32_t as_volatile(const uint32_t& x) {
+    return *static_cast<const volatile uint32_t*>(&x);
+  }
+
+  // Of a step, the lane's `group`.
+  __device__ __forceinline__ static int32_t first_id(int32_t step, int group) {
+    const int32_t lane = threadIdx.x % kWarpSize;
+    return step * kStep + (group * kWarpSize + lane) * kGroup;
+  }
+  __device__ __forceinline__ void stage(const RowData<T>& row, int32_t step, uint4* slot) const {
+    if (step >= num_steps_) return;
+    if (row.aligned && (step + 1) * kStep <= row.vocab_size) {
+      const uint4* from = reinterpret_cast<const uint4*>(row.logits + first_id(step, 0));
+      const uint32_t to = shared_address(slot);
+#pragma unroll
+      for (int i = 0; i < kStepGroups * kParts<T>; ++i) {
+        const int group = i / kParts<T>, part = i % kParts<T>;
+        copy_async_16(to + i * kThreads * sizeof(uint4),
+                      from + group * kWarpSize * kParts<T> + part, true);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int group = 0; group < kStepGroups; ++group) {
+      row.stage(first_id(step, group), slot + group * kGroupSlots);
+    }
+  }
+
+  template <typename Raise>
+  __device__ __forceinline__ StepSum score_step(const Row<T>& row, int32_t step, uint4* slot,
+                                                bool noisy, const Draw& draw, Race& race, bool* bad,
+                                                Raise&& raise) const {
+    float x[kStepGroups][kGroup], largest[kStepGroups], max;
+    while (true) {
+#pragma unroll
+      for (int group = 0; group < kStepGroups; ++group) {
+        const Raw<T> raw = RowData<T>::read(slot + group * kGroupSlots);
+        largest[group] = largest_of(raw);
+        expand(raw, x[group]);
+      }
+      max = largest[0];
+#pragma unroll
+      for (int group = 1; group < kStepGroups; ++group) max = max_nan(max, largest[group]);
+      if (!row.is_bad(max)) break;
+      *bad = true;  // seldom: cleans the row where it lies
+#pragma unroll 1
+      for (int group = 0; group < kStepGroups; ++group) {
+        Raw<T> raw = RowData<T>::read(slot + group * kGroupSlots);
+        row.drop_bad(raw);
+        RowData<T>::write(raw, slot + group * kGroupSlots);
+      }
+    }
+    max = fmaxf(warp_max(max), -FLT_MAX);
+    const float shift = row.shift(max);
+    float sum = 0.0f;
+#pragma unroll
+    for (int group = 0; group < kStepGroups; ++group) {
+      float e[kGroup];
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) e[j] = row.exp_of(x[group][j], shift);
+      const float low = add_rn(add_rn(e[0], e[1]), add_rn(e[2], e[3]));
+      const float high = add_rn(add_rn(e[4], e[5]), add_rn(e[6], e[7]));
+      sum = add_rn(sum, add_rn(low, high));
+    }
+    sum = warp_sum_all(sum);
+    if (noisy) {
+      const auto again = [&](int group, float (&same)[kGroup]) {
+        expand(RowData<T>::read(slot + group * kGroupSlots), same);
+      };
+      race.run(row, largest, first_id(step, 0), kWarpSize * kGroup, draw, again, raise);
+    } else {
+#pragma unroll
+      for (int group = 0; group < kStepGroups; ++group) {
+        race.run_greedy(row, x[group], largest[group], first_id(step, group));
+      }
+    }
+    return {max, sum};
+  }
+
+  // Highest score first, then the lower id.
+  __device__ static WarpBest best_of_warp(const Race& race, bool bad) {
+    const uint32_t order = ascending(race.score);
+    const uint32_t highest = __reduce_max_sync(kFullWarp, order);
+    const bool first = order == highest && race.token >= 0;
+    const uint32_t id = first ? static_cast<uint32_t>(race.token) : 0xffffffffu;
+    const uint32_t lowest = __reduce_min_sync(kFullWarp, id);
+    const unsigned owner = __ballot_sync(kFullWarp, first && id == lowest);
+    const float logit = __shfl_sync(kFullWarp, race.logit, owner == 0 ? 0 : __ffs(owner) - 1);
+    return {from_ascending(highest), logit, static_cast<int32_t>(lowest),
+            __any_sync(kFullWarp, bad)};
+  }
+
+  // The team's first warp folds the steps and the warps' winners.
+  __device__ RowResult merge(const Row<T>& row) const {
+    const int lane = threadIdx.x % kWarpSize;
+    constexpr int kBatch = 10;
+    float max = -FLT_MAX, sum = 0.0f;
+    for (int32_t base = lane; base < num_steps_; base += kBatch * kWarpSize) {
+      StepSum part[kBatch];
+      float larger = max;
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int32_t step = base + k * kWarpSize;
+        part[k] = step < num_steps_ ? sums_[step] : StepSum{-FLT_MAX, 0.0f};
+        larger = fmaxf(larger, part[k].max);
+      }
+      const float shift = row.shift(larger);
+      sum = mul_rn(sum, exp2_approx(add_rn(row.shift(max), -shift)));
+      max = larger;
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        sum = fma_rn(part[k].sum, exp2_approx(add_rn(row.shift(part[k].max), -shift)), sum);
+      }
+    }
+    const float largest = warp_max(max);
+    sum = warp_sum_all(mul_rn(sum, exp2_approx(add_rn(row.shift(max), -row.shift(largest)))));
+    Race race;
+    bool bad = false;
+    for (int warp = lane; warp < num_warps_; warp += kWarpSize) {
+      const WarpBest best = scratch().best[warp];
+      bad |= best.bad;
+      if (best.score < race.score || best.token < 0) continue;
+      if (best.score == race.score && race.token >= 0 && race.token < best.token) continue;
+      race.score = best.score;
+      race.logit = best.logit;
+      race.token = best.token;
+    }
+    const WarpBest best = best_of_warp(race, bad);
+    return {largest, sum, best.logit, best.token, best.bad || best.token < 0};
+  }
+
+  Team<kThreads>& team_;
+  const int num_warps_;  // of the team
+  const int32_t num_steps_, first_step_;
+  const int rounds_;  // steps that a warp takes
+  uint4* const slots_;
+  StepSum* const sums_;  // [num_steps], in the first block
+  bool ready_ = false;
+};
+
+}  // namespace tlt
