@@ -4,7 +4,7 @@
 //   * tile keys, positions 0 .. tail_begin(p) - 1: folded in splits cut at fixed positions
 //     (`split_begin`), an online softmax over tiles of kTile keys starting afresh in each split;
 //   * tail keys, the last 17 to 32 positions p included (all of them below position 16): gathered
-//     in position order and folded in one float32 order (tail.cuh).
+//     in position order, so that key j is always column j of the same MMA (tail.cuh).
 //
 // Partial softmaxes are folded from the left: split 0, split 1, ..., tail. Nothing here reads a
 // length, a slot or another row. Scores are in units of log2, partials unnormalised.
@@ -27,6 +27,29 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.0f : max; }
+
+// Folds over the four lanes that hold a row of an MMA fragment; the same bits in all of them.
+__device__ __forceinline__ float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(kFullWarp, v, 1));
+  return fmaxf(v, __shfl_xor_sync(kFullWarp, v, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float v) {
+  v = add_rn(v, __shfl_xor_sync(kFullWarp, v, 1));
+  return add_rn(v, __shfl_xor_sync(kFullWarp, v, 2));
+}
+
+// A score is q . k times `factor`, in units of log2. The scale's sign is moved into q, so that the
+// largest product is the largest score; a scale of zero becomes the smallest factor, which keeps
+// minus infinity what it is.
+struct ScoreScale {
+  float factor;
+  uint32_t flip;  // of the signs of two values of q
+
+  __device__ __forceinline__ explicit ScoreScale(float scale)
+      : factor(fmaxf(fabsf(mul_rn(scale, kInvLn2)), 0x1p-126f)),
+        flip(scale < 0.0f ? 0x80008000u : 0u) {}
+};
 
 // A softmax over some keys. sum = 0: no keys. sum < 0: the row could not be computed.
 struct Softmax {
@@ -59,15 +82,18 @@ struct Request {
   bool good;
 };
 
+// Past L1, which may hold what was there before the kernel waited for the one before it.
 __device__ __forceinline__ Request read_request(const TreeAttentionParams& p, int64_t index) {
   const Sequences& s = p.sequences;
   Request r;
-  int64_t end;
   r.index = index;
-  r.good = rows_of(s, index, &r.row, &end);
+  r.row = __ldcg(s.row_start + index);
+  const int64_t end = __ldcg(s.row_start + index + 1);
+  r.good = 0 <= r.row && r.row <= end && end <= s.num_rows;
   r.num_rows = r.good ? end - r.row : 0;
-  r.context = s.context_len[index];
-  r.slot = first_slot(s, index);
+  r.context = __ldcg(s.context_len + index);
+  const int64_t base = s.slot_base == nullptr ? 0 : __ldcg(s.slot_base + index);
+  r.slot = r.context < 0 || base < 0 ? INT64_MIN / 2 : r.context + base;  // as `first_slot`
   return r;
 }
 
@@ -77,6 +103,11 @@ __device__ __forceinline__ bool well_placed(const TreeAttentionParams& p, const 
   const int64_t slot = r.slot + row, depth = position - r.context;
   if (slot < 0 || slot >= p.sequences.max_pages * p.sequences.page_size) return false;
   return p.ancestors == nullptr ? position == slot : 0 <= depth && depth <= kMaxDepth;
+}
+
+// No row of the request stands past this position.
+__device__ __forceinline__ int64_t last_position(const TreeAttentionParams& p, const Request& r) {
+  return max(int64_t{0}, p.ancestors == nullptr ? r.slot + r.num_rows : r.context + kMaxDepth);
 }
 
 // Tile keys that some row of a block of rows ending before `row_end` may have. Every one of them

@@ -1,14 +1,17 @@
-// Attention of ragged rows over a paged cache, 16-bit, tensor cores (mma.sync; tensor copies on
-// sm_90, cp.async before):
+// Attention of ragged rows over a paged cache, 16-bit, tensor cores:
 //
 //   out[row, head] = sum_j softmax_j(scale * q . k_j) v_j    over the row's keys j = 0 .. position
 //
-// The query heads of a kv head and the rows of a request are packed into M, 16 (row, head) pairs a
-// warp. A block owns one request, kv head and block of rows, and a range of splits of the keys
-// (splits.h): it streams tiles of 64 keys and of 64 values through a ring in shared memory, once,
-// and each warp folds them into its pairs alone, so a pair's bits do not depend on the block. With
-// few blocks one more grid dimension shares out the splits and the rows' tails: partials go to the
-// caller's workspace and a second launch folds them. Otherwise a block folds its own.
+// The query heads of a kv head and the rows of a request are packed into M, 64 (row, head) pairs to
+// four warps: on sm_90a one wgmma of all four, where fewer pairs are padded; before, mma.sync of 16
+// pairs a warp. A block owns one request, kv head and block of rows, and a range of splits of the
+// keys (splits.h). One more warp streams tiles of 64 keys and of 64 values through a ring in shared
+// memory, once, by tensor copies (on sm_80 all warps do, by cp.async).
+//
+// With few blocks one more grid dimension shares out the splits: partials go to the caller's
+// workspace, and a second launch computes the rows' tails meanwhile and folds all in index order.
+// Otherwise a block folds its own. Both launches start before the one before them ends: they ask
+// for keys to come into L2, wait, and read.
 //
 // Moves each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
 // groups to 8. Every address comes from a checked page; the grid depends on shapes alone.
@@ -22,14 +25,13 @@
 namespace tlt {
 namespace {
 
-constexpr int kMergeWarps = 4;
-
 // Makes the barriers of a ring; the same code for sm_80, which has none.
 template <int kRing>
-__device__ __forceinline__ void init_ring(uint64_t (&full)[kRing]) {
+__device__ __forceinline__ void init_ring(RingBarriers<kRing>* barriers, int warps) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : full) init_barrier(&barrier, 1);
+    for (uint64_t& barrier : barriers->full) init_barrier(&barrier, 1);
+    for (uint64_t& barrier : barriers->empty) init_barrier(&barrier, warps);
     fence_copies();
   }
   __syncthreads();
@@ -43,95 +45,139 @@ __device__ __forceinline__ void release_ring() {
 #endif
 }
 
-// Grid: (kv heads * row blocks, requests, items and tails).
-template <typename T, int kDim, int kWarps>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 4 ? 2 : 1)
-    attend_kernel(const __grid_constant__ Launch l) {
-  extern __shared__ __align__(1024) char memory[];
-  auto* shared = reinterpret_cast<Shared<kDim, kWarps>*>(memory);
-  launch_dependents();
-  RingPlace<kRingTiles<kWarps>> place;
-  init_ring(shared->full);
+// Calls f(block) for each of a thread's turns: rows that are row_blocks blocks apart.
+template <typename Block, int kRows, typename F>
+__device__ __forceinline__ void for_turns(const Launch& l, typename Block::Memory* shared, F&& f) {
+  typename Block::Place place;
   const Request r = read_request(l.p, blockIdx.y);
   if (!r.good && blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) {
     report_on_device(l.p.sequences, r.index, kStatusBadLength);
   }
-  const int64_t kv_head = blockIdx.x / l.row_blocks;
-  const int block_rows = kWarps * kMmaRows / l.group;
-  for (int64_t row = int64_t{blockIdx.x % l.row_blocks} * block_rows; row < r.num_rows;
-       row += int64_t{l.row_blocks} * block_rows) {
-    RowBlock<T, kDim, kWarps> block(l, r, kv_head, row, shared, &place);
-    const int item = blockIdx.z, tail_item = item - l.partials.max_items;
-    const bool alone = l.partials.acc == nullptr;
-    if (tail_item < 0) block.run(item);
-    if (alone || tail_item >= 0) {
-      const int first = alone ? 0 : tail_item * kWarps;
-      block.run_tails(first + threadIdx.x / kWarpSize,
-                      alone ? kWarps : (gridDim.z - l.partials.max_items) * kWarps);
-    }
-    if (alone) {
-      __syncthreads();  // all tails are there
-      block.finish();
-    }
-    release_ring();
-    __syncthreads();  // the next turn reuses shared memory
+  const int block_rows = kRows / l.group, row_blocks = l.row_blocks;
+  const int kv_head = blockIdx.x / row_blocks, first = (blockIdx.x - kv_head * row_blocks);
+  for (int64_t row = first * block_rows; row < r.num_rows; row += row_blocks * block_rows) {
+    Block block(l, r, kv_head, row, shared, &place);
+    f(block);
   }
 }
 
-// Folds the partials of each (row, head): a warp each. Grid: (blocks by turns, requests).
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kMergeWarps* kWarpSize)
-    merge_kernel(const __grid_constant__ Launch l) {
-  constexpr int kLaneDims = kDim / kWarpSize, kAhead = 12;
-  const TreeAttentionParams& p = l.p;
-  const Request r = read_request(p, blockIdx.y);
+// Grid: (kv heads * row blocks, requests, items).
+template <typename T, int kDim, int kWarps>
+__global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize,
+                                  kWarps == 4 ? 2 : 1)
+    attend_kernel(const __grid_constant__ Launch l) {
+  using Block = RowBlock<T, kDim, kWarps>;
+  constexpr int kRows = kWarps * kMmaRows;
+  extern __shared__ __align__(1024) char memory[];
+  auto* shared = reinterpret_cast<typename Block::Memory*>(memory);
+  init_ring(&shared->barriers, kWarps);
+  if (kHopper && threadIdx.x >= kWarps * kWarpSize) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    give_registers<56>();
+#endif
+    if (threadIdx.x >= (kWarps + 1) * kWarpSize) return;
+    for_turns<Block, kRows>(l, shared, [](const Block& block) { block.prefetch(blockIdx.z); });
+    wait_for_prior_grid();
+    for_turns<Block, kRows>(l, shared, [](Block& block) {
+      block.produce(blockIdx.z);
+      sync_block<kWarps>();
+    });
+  } else {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    take_registers<kWarps == 4 ? 200 : 224>();
+#endif
+    wait_for_prior_grid();
+    launch_dependents();  // only now, since the merge reads keys before it waits for this grid
+    for_turns<Block, kRows>(l, shared, [](Block& block) {
+      block.run(blockIdx.z);
+      release_ring();
+      sync_block<kWarps>();  // the next turn reuses shared memory
+    });
+  }
+}
+
+// Folds partials of one (row, head) from the left; a lane has two dimensions of them.
+__device__ __forceinline__ void fold_pair(const Softmax& part, const float2& value, Softmax* total,
+                                          float2* acc) {
+  float scale[2];
+  if (part.sum < 0.0f) total->sum = -1.0f;
+  if (total->sum < 0.0f || !fold(total, part, scale)) return;
+  *acc = make_float2(folded(acc->x, value.x, scale), folded(acc->y, value.y, scale));
+}
+
+template <int kDim>
+__device__ __forceinline__ void fold_partials(const Launch& l, int64_t row, int64_t head, int pair,
+                                              int items, Softmax* total, float2* acc) {
+  constexpr int kAhead = 24;
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t first = int64_t{blockIdx.x} * kMergeWarps + threadIdx.x / kWarpSize;
-  bool waited = false;
-  for (int64_t i = first; i < r.num_rows * p.num_heads; i += int64_t{gridDim.x} * kMergeWarps) {
-    const int64_t row = r.row + i / p.num_heads, head = i % p.num_heads;
-    const int64_t tail = partial_index(l, l.partials.max_items, row, head);
-    Softmax total;
-    float acc[kLaneDims] = {};
-    bool refused = !well_placed(p, r, row - r.row, p.position[row]);
-    const int64_t splits = refused ? 0 : splits_below(tail_begin(p.position[row]));
-    const int64_t first_item = first_splits(l, r);
-    const int64_t items = splits == 0 ? 0 : splits <= first_item ? 1 : splits - first_item + 1;
-    if (!waited) wait_for_prior_grid();  // what was read so far is older than that grid
-    waited = true;
-    for (int64_t item = 0; item <= items; item += kAhead) {
-      Softmax part[kAhead];
-      float value[kAhead][kLaneDims];
+  const int64_t stride = l.p.sequences.num_rows * l.p.num_heads;
+  for (int first = 0; first < items; first += kAhead) {
+    const int64_t at = partial_index(l, first, row, head);
+    const float2* from = reinterpret_cast<const float2*>(l.partials.acc + at * kDim) + pair;
+    Softmax mine;
+    if (lane < kAhead && first + lane < items) mine = l.partials.softmax[at + lane * stride];
+    float2 value[kAhead];
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {  // all reads before the first fold
-        if (item + a > items) break;
-        const int64_t at = item + a == items ? tail : partial_index(l, item + a, row, head);
-        part[a] = l.partials.softmax[at];
-        const float* from = l.partials.acc + at * kDim + lane * kLaneDims;
-#pragma unroll
-        for (int d = 0; d < kLaneDims; ++d) value[a][d] = from[d];
-      }
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (item + a > items) break;
-        float scale[2];
-        refused |= part[a].sum < 0.0f;
-        if (!fold(&total, part[a], scale)) continue;
-#pragma unroll
-        for (int d = 0; d < kLaneDims; ++d) acc[d] = folded(acc[d], value[a][d], scale);
-      }
+    for (int i = 0; i < kAhead; ++i) {  // all reads before the first fold
+      if (first + i < items) value[i] = from[i * stride * (kDim / 2)];
     }
-    const float inverse = __frcp_rn(total.sum);
-    T* out = static_cast<T*>(p.out) + row * p.out_row_stride + head * p.out_head_stride;
 #pragma unroll
-    for (int d = 0; d < kLaneDims; d += 2) {
-      const uint32_t two = pack_pair<T>(mul_rn(acc[d], inverse), mul_rn(acc[d + 1], inverse));
-      reinterpret_cast<uint32_t*>(out + lane * kLaneDims)[d / 2] = refused ? 0 : two;
-    }
-    if (p.lse != nullptr && lane == 0) {
-      p.lse[row * p.lse_stride + head] = refused ? -INFINITY : lse_of(total);
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= items) break;
+      const Softmax part{__shfl_sync(kFullWarp, mine.max, i), __shfl_sync(kFullWarp, mine.sum, i)};
+      fold_pair(part, value[i], total, acc);
     }
   }
+}
+
+// Folds the partials of a row, warps of 64 dimensions for each query head of a kv head, after the
+// first warp has computed the row's tail, while the launch before still streams. Grid: (turns,
+// requests).
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 1)
+    merge_kernel(const __grid_constant__ Launch l) {
+  constexpr int kHeadWarps = kDim / 64;
+  __shared__ TailScratch<kDim> scratch;
+  __shared__ float2 tail_acc[kMaxGroup][kDim / 2];
+  __shared__ Softmax tail_softmax[kMaxGroup];
+  launch_dependents();
+  const TreeAttentionParams& p = l.p;
+  const Request r = read_request(p, blockIdx.y);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int group_head = warp / kHeadWarps, pair = warp % kHeadWarps * kWarpSize + lane;
+  const int kv_heads = static_cast<int>(p.num_kv_heads);
+  for (int i = blockIdx.x; i < r.num_rows * kv_heads; i += gridDim.x) {
+    const int kv_head = i % kv_heads, head = kv_head * l.group + group_head;
+    const int64_t row = r.row + i / kv_heads;
+    if (warp == 0) {
+      Tail<kDim> tail;
+      attend_tail<T, kDim>(p, r, row - r.row, kv_head, l.group, &scratch, &tail);
+      if (lane % 4 == 0) tail_softmax[lane / 4] = tail.softmax;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) tail_acc[lane / 4][n * 4 + lane % 4] = tail.acc[n];
+    }
+    int64_t items = 0;
+    if (well_placed(p, r, row - r.row, p.position[row])) {
+      const int64_t splits = splits_below(tail_begin(p.position[row])), first = first_splits(l, r);
+      items = splits == 0 ? 0 : splits <= first ? 1 : splits - first + 1;
+    }
+    __syncthreads();        // the tail is there
+    wait_for_prior_grid();  // what was read so far is older than that grid
+    Softmax total;
+    float2 acc{};
+    fold_partials<kDim>(l, row, head, pair, static_cast<int>(items), &total, &acc);
+    fold_pair(tail_softmax[group_head], tail_acc[group_head][pair], &total, &acc);
+    const bool refused = total.sum < 0.0f;
+    const float inverse = __frcp_rn(total.sum);
+    T* out = static_cast<T*>(p.out) + row * p.out_row_stride + head * p.out_head_stride;
+    const uint32_t two = pack_pair<T>(mul_rn(acc.x, inverse), mul_rn(acc.y, inverse));
+    reinterpret_cast<uint32_t*>(out)[pair] = refused ? 0 : two;
+    if (p.lse != nullptr && pair == 0) {
+      p.lse[row * p.lse_stride + head] = refused ? -INFINITY : lse_of(total);
+    }
+    __syncthreads();  // the next turn's tail comes where this one was
+  }
+  wait_for_prior_grid();  // nor may a block without rows end before it
 }
 
 CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
@@ -143,39 +189,44 @@ CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
       {kLine / 2, size(p.num_kv_heads), size(s.page_size), size(lines), size(s.num_pages)},
       {size(2 * cache.head_stride), size(2 * cache.slot_stride), kLine,
        size(2 * cache.page_stride)},
-      {kLine / 2, 1, kStep, static_cast<cuuint32_t>(lines), 1});
+      {kLine / 2, 1, kStep, 1, 1});
 }
 
-template <typename T, int kDim, int kWarps>
-void launch_attend(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared<kDim, kWarps>);
-  const auto kernel = attend_kernel<T, kDim, kWarps>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "tree_attention: shared memory");
-  const int64_t block_rows = kWarps * kMmaRows / l.group;
-  const int64_t tails = l.partials.acc == nullptr ? 0 : (block_rows + kWarps - 1) / kWarps;
-  const dim3 grid(static_cast<unsigned>(l.p.num_kv_heads * plan.row_blocks),
-                  static_cast<unsigned>(l.p.sequences.num_requests),
-                  static_cast<unsigned>(l.partials.max_items + tails));
-  kernel<<<grid, kWarps * kWarpSize, bytes, stream>>>(l);
-  check_cuda(cudaGetLastError(), "tree_attention");
-}
-
-template <typename T, int kDim>
-void launch_merge(const Launch& l, cudaStream_t stream) {
-  const Sequences& s = l.p.sequences;
-  const int64_t pairs = (s.num_rows + s.num_requests - 1) / s.num_requests * l.p.num_heads;
+// Launches a kernel of the two; on sm_90 early, for both wait before they read what others wrote.
+void launch_early(void (*kernel)(Launch), const Launch& l, int64_t x, int64_t z, int warps,
+                  int shared_bytes, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((pairs + kMergeWarps - 1) / kMergeWarps),
-                        static_cast<unsigned>(s.num_requests));
-  config.blockDim = dim3(kMergeWarps * kWarpSize);
+  config.gridDim = dim3(static_cast<unsigned>(x), static_cast<unsigned>(l.p.sequences.num_requests),
+                        static_cast<unsigned>(z));
+  config.blockDim = dim3(static_cast<unsigned>(warps * kWarpSize));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
   config.numAttrs = is_hopper() ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&config, merge_kernel<T, kDim>, l), "tree_attention: merge");
+  check_cuda(cudaLaunchKernelEx(&config, kernel, l), "tree_attention");
+}
+
+template <typename T, int kDim, int kWarps>
+void launch_attend(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
+  const bool hopper = is_hopper();
+  const int bytes =
+      hopper ? sizeof(Shared<kDim, kWarps, true>) : sizeof(Shared<kDim, kWarps, false>);
+  const auto kernel = attend_kernel<T, kDim, kWarps>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "tree_attention: shared memory");
+  launch_early(kernel, l, l.p.num_kv_heads * plan.row_blocks, l.partials.max_items,
+               kWarps + (hopper ? kProducerWarps : 0), bytes, stream);
+}
+
+template <typename T, int kDim>
+void launch_merge(const Launch& l, cudaStream_t stream) {
+  const Sequences& s = l.p.sequences;
+  const int64_t rows = (s.num_rows + s.num_requests - 1) / s.num_requests;
+  launch_early(merge_kernel<T, kDim>, l, rows * l.p.num_kv_heads, 1, l.group * kDim / 64, 0,
+               stream);
 }
 
 template <typename T, int kDim>
@@ -202,9 +253,9 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
   while (int64_t{1} << page_shift < s.page_size) ++page_shift;
   Launch l{p, {}, group, static_cast<int>(plan.row_blocks), page_shift, {}};
   if (is_hopper()) l.maps = {map_of(p, p.k), map_of(p, p.v)};
-  l.partials = {nullptr, nullptr, 1, 1};
+  l.partials = {nullptr, nullptr, 1, kWholeShare};
   if (workspace != nullptr && plan.max_items > 1) {
-    const int64_t partials = (plan.max_items + 1) * s.num_rows * p.num_heads;
+    const int64_t partials = plan.max_items * s.num_rows * p.num_heads;
     auto* acc = static_cast<float*>(workspace);
     l.partials = {acc, reinterpret_cast<Softmax*>(acc + partials * p.head_dim),
                   static_cast<int>(plan.max_items), static_cast<int>(plan.share)};

@@ -7,10 +7,10 @@
 
 namespace tlt {
 
-// Partials of the items of every (row, head): item 0 .. max_items - 1, then the tail.
+// Partials of the items of every (row, head).
 struct Partials {
-  float* acc;        // [max_items + 1, rows, heads, head_dim]; null: each block folds its own
-  Softmax* softmax;  // [max_items + 1, rows, heads]
+  float* acc;        // [max_items, rows, heads, head_dim]; null: each block folds its own
+  Softmax* softmax;  // [max_items, rows, heads]
   int max_items, share;
 };
 
@@ -26,15 +26,10 @@ __device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t item, 
   return (item * l.p.sequences.num_rows + row) * l.p.num_heads + head;
 }
 
-// Splits that item 0 takes, from the first on; it folds them in registers.
+// Splits that item 0 takes, from the first on; it folds them itself.
 __device__ __forceinline__ int64_t first_splits(const Launch& l, const Request& r) {
-  const int64_t splits = splits_below(r.context * 3 / (2 * l.partials.share));
-  return splits < 1 ? 1 : splits;
+  return splits_of_first_item(last_position(l.p, r), l.partials.share);
 }
-
-struct KeyRange {
-  int begin, end;  // positions
-};
 
 // Keys of item `item` of a row block whose tile keys end at `end`. The items after the first take
 // a split each, the last split first, since late splits are the large ones.
@@ -50,116 +45,122 @@ __device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r,
   return {static_cast<int>(split_begin(split)), min(end, static_cast<int>(split_begin(split + 1)))};
 }
 
-template <int kDim>
-constexpr int kTailStride = kDim + 8;  // floats between tails in shared memory: no bank conflicts
-
-template <int kWarps>
-constexpr int kRingTiles = kWarps == 4 ? 5 : 8;  // two blocks a multiprocessor, or one
+// Tiles of the ring, by what a block may have: on sm_90 two blocks of four warps a multiprocessor
+// or one of eight.
+template <int kWarps, bool kHopper>
+constexpr int kRingTiles = kWarps == 4 ? 5
+                           : kHopper   ? 10
+                                       : 6;
 
 // Shared memory of a block: the ring of tiles, which the tails use after it, and the totals of
 // splits done, kept out of the registers that the tiles need.
-template <int kDim, int kWarps>
+template <int kDim, int kWarps, bool kHopper>
 struct Shared {
-  static constexpr int kPairs = kWarps * kMmaRows;
-  static constexpr int kRing = kRingTiles<kWarps>;
-  struct Tails {
-    float acc[kPairs][kTailStride<kDim>];
-    TailScratch<kDim> scratch[kWarps];
-    Softmax softmax[kPairs];
-  };
+  static constexpr int kRing = kRingTiles<kWarps, kHopper>;
+  static constexpr int kFit = sizeof(Ring<kDim, kRing>) / sizeof(TailScratch<kDim>);
+  static constexpr int kTails = kWarps < kFit ? kWarps : kFit;  // warps that do tails at once
   union {
     Ring<kDim, kRing> ring;
-    Tails tails;
+    TailScratch<kDim> tails[kTails];
   };
   float2 total[kWarps][kDim / 4][kWarpSize];  // accumulators of a lane, a column of its own
-  uint64_t full[kRing];                       // barriers of the ring (sm_90)
-  int bad_from;                               // first position whose page is bad
+  Softmax softmax[kWarps * kMmaRows];         // of the totals
+  RingBarriers<kRing> barriers;
+  int bad_from;  // first position whose page is bad
 };
+
+// Waits for the warps that compute and the one that loads.
+template <int kWarps>
+__device__ __forceinline__ void sync_block() {
+  sync_threads<1, (kWarps + (kHopper ? 1 : 0)) * kWarpSize>();
+}
 
 // The rows of one block: m = row * group + head.
 template <typename T, int kDim, int kWarps>
 class RowBlock {
  public:
+  using Memory = Shared<kDim, kWarps, kHopper>;
+  using Place = RingPlace<Memory::kRing>;
+
   __device__ __forceinline__ RowBlock(const Launch& l, const Request& r, int64_t kv_head,
-                                      int64_t row, Shared<kDim, kWarps>* shared,
-                                      RingPlace<kRingTiles<kWarps>>* place)
+                                      int64_t row, Memory* shared, Place* place)
       : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(*shared), place_(*place) {
     num_rows_ = static_cast<int>(min(r.num_rows - row, int64_t{kWarps * kMmaRows / l.group}));
     warp_ = threadIdx.x / kWarpSize;
     lane_ = threadIdx.x % kWarpSize;
   }
 
-  // Folds the tile keys of one item; returns what the warp's rows have.
+  // Asks for the first keys of an item ahead of time.
+  __device__ __forceinline__ void prefetch(int64_t item) const {
+    int64_t index;
+    prefetch_keys<kDim>(source_of(keys_of(item, &index)));
+  }
+
+  // The producing warp's part of an item.
+  __device__ __forceinline__ void produce(int64_t item) {
+    int64_t index;
+    const KeyRange keys = keys_of(item, &index);
+    if (nothing_to_do(keys)) return;
+    produce_tiles(source_of(keys), &shared_.ring, &shared_.barriers, &place_, &shared_.bad_from);
+    sync_block<kWarps>();
+  }
+
+  // Folds the tile keys of one item; keeps its partial, or writes the rows.
   __device__ __forceinline__ void run(int64_t item) {
     int64_t index;
-    const int end = tile_keys(p_, r_, row_ + num_rows_);
-    const KeyRange keys = item_keys(l_, r_, item, end, &index);
-    if (keys.begin >= keys.end && l_.partials.acc != nullptr) return;
-    TileLoader<T, kDim, kWarps * kWarpSize> loader(p_, l_.maps, r_, static_cast<int>(kv_head_),
-                                                   keys.begin, keys.end, l_.page_shift);
-    const auto load_to = [&](int slot) {
-      loader.load_next(shared_address(shared_.ring.tile[slot]), &shared_.full[slot]);
-    };
-    for (int i = 0; i < kRing - 1; ++i) load_to((place_.slot + i) % kRing);
-    if (threadIdx.x == 0) shared_.bad_from = INT32_MAX;  // read after many barriers
-    read_queries();
-    WarpTile<T, kDim> tile(queries_, mul_rn(p_.scale, kInvLn2), &part_);
-    clear_total();
-    part_.clear();
-    // Waits for the next tile, and loads another to where the last one was.
-    const auto take_tile = [&] {
-      const int slot = place_.slot;
-      loader.template wait<kRing>(&shared_.full[slot], place_.parity);
-      __syncthreads();  // the tile is there for all, and all have left the last one
-      load_to(place_.before());
-      place_.advance();
-      return shared_address(shared_.ring.tile[slot]);
-    };
-    for (int key = keys.begin; key < keys.end; key += kTile) {
-      const bool active = key < queries_.largest;
-      const uint32_t tile_keys = take_tile();
-      if (active) tile.fold_keys(key, tile_keys);
-      const uint32_t tile_values = take_tile();
-      if (active) tile.fold_values(key, tile_values);
-      if (starts_split(key + kTile) || key + kTile >= keys.end) fold_part();
-    }
-    loader.publish_bad(&shared_.bad_from);
-    wait_copies<0>();
-    __syncthreads();  // the ring is free
+    const KeyRange keys = keys_of(item, &index);
+    if (nothing_to_do(keys)) return;
+    consume(source_of(keys));
+    sync_block<kWarps>();  // the ring is free, and bad_from is set
     bad_from_ = shared_.bad_from;
     report_bad_pages();
-    if (l_.partials.acc != nullptr) store_partial(index);
-  }
-
-  // Folds the tails, which are in shared memory, and writes the rows.
-  __device__ __forceinline__ void finish() {
-    fold_tails();
-    store_out();
-  }
-
-  // Tails of this block's rows, a warp each: into the workspace, or for the block itself.
-  __device__ __forceinline__ void run_tails(int first, int step) {
-    for (int i = first; i < num_rows_; i += step) {
-      Softmax* softmax = shared_.tails.softmax + i * l_.group;
-      float* acc = shared_.tails.acc[i * l_.group];
-      int64_t stride = kTailStride<kDim>;
-      uint4* values = nullptr;
-      if (l_.partials.acc != nullptr) {
-        const int64_t at =
-            partial_index(l_, l_.partials.max_items, r_.row + row_ + i, kv_head_ * l_.group);
-        softmax = l_.partials.softmax + at;
-        acc = l_.partials.acc + at * kDim;
-        stride = kDim;
-        values = reinterpret_cast<uint4*>(shared_.total[warp_]);  // no splits, no totals
-        static_assert(sizeof(shared_.total[0]) == kTailKeys * kDim * sizeof(T));
-      }
-      attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, kv_head_ == 0,
-                           &shared_.tails.scratch[warp_], values, softmax, acc, stride);
-    }
+    if (l_.partials.acc != nullptr) return store_partial(index);
+    store_softmax();
+    sync_threads<2, kWarps * kWarpSize>();  // the totals are there for all
+    finish();
   }
 
  private:
-  static constexpr int kRing = kRingTiles<kWarps>;
+  static constexpr int kRing = Memory::kRing;
+
+  __device__ __forceinline__ bool nothing_to_do(const KeyRange& keys) const {
+    return keys.begin >= keys.end && l_.partials.acc != nullptr;
+  }
+
+  __device__ __forceinline__ KeyRange keys_of(int64_t item, int64_t* index) const {
+    return item_keys(l_, r_, item, tile_keys(p_, r_, row_ + num_rows_), index);
+  }
+
+  __device__ __forceinline__ KeySource source_of(const KeyRange& keys) const {
+    return {p_, l_.maps, r_.index, kv_head_, l_.page_shift, keys};
+  }
+
+  // Tails of this block's rows, a warp each, folded into the totals; writes the rows.
+  __device__ __forceinline__ void finish() {
+    if (warp_ >= Memory::kTails) return;
+    for (int i = warp_; i < num_rows_; i += Memory::kTails) {
+      Tail<kDim> tail;
+      attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, &shared_.tails[warp_], &tail);
+      if (lane_ / 4 < l_.group) store_out(i, tail);
+    }
+  }
+
+  __device__ __forceinline__ void consume(const KeySource& source) {
+    KeyStream<T, kDim, kWarps, kRing> stream(source, &shared_.ring, &shared_.barriers, &place_);
+    const ScoreScale scale(p_.scale);
+    read_queries(scale.flip);
+    WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_);
+    clear_total();
+    part_.clear();
+    for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
+      tile.fold_keys(key, stream.take());
+      stream.leave();
+      tile.fold_values(key, stream.take());
+      stream.leave();
+      if (starts_split(key + kTile) || key + kTile >= source.keys.end) fold_part();
+    }
+    stream.finish(&shared_.bad_from);
+  }
 
   // The (row, head) pair of this lane's low or high row.
   struct Pair {
@@ -174,8 +175,14 @@ class RowBlock {
     return {row < num_rows_, m, m - row * l_.group, r_.row + row_ + row};
   }
 
-  __device__ __forceinline__ void read_queries() {
-    int smallest = INT32_MAX, largest = 0;
+  // No row's tile keys end before this position.
+  __device__ __forceinline__ int smallest_end() const {
+    const int64_t first = p_.ancestors == nullptr ? r_.slot + row_ : r_.context;
+    return static_cast<int>(min(tail_begin(first), int64_t{kMaxTileKeys}));
+  }
+
+  __device__ __forceinline__ void read_queries(uint32_t flip) {
+    int largest = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
@@ -186,18 +193,16 @@ class RowBlock {
       if (good) {
         end = static_cast<int>(tail_begin(position));
         q += at.row * p_.q_row_stride + (kv_head_ * l_.group + at.head) * p_.q_head_stride;
-        smallest = min(smallest, end);
         largest = max(largest, end);
       }
       queries_.end[half] = end;
       const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane_ % 4;
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
-        queries_.q[step][half] = good ? pairs[step * 8] : 0;
-        queries_.q[step][half + 2] = good ? pairs[step * 8 + 4] : 0;
+        queries_.q[step][half] = good ? pairs[step * 8] ^ flip : 0;
+        queries_.q[step][half + 2] = good ? pairs[step * 8 + 4] ^ flip : 0;
       }
     }
-    queries_.smallest = __reduce_min_sync(kFullWarp, smallest);
     queries_.largest = __reduce_max_sync(kFullWarp, largest);
   }
 
@@ -215,25 +220,17 @@ class RowBlock {
     }
   }
 
-  // Folds the lane's accumulators of a half, given by column, into the total.
-  template <typename Part>
-  __device__ __forceinline__ void fold_into_total(int half, const Softmax& softmax, Part&& part) {
-    float scale[2];
-    if (!fold(&total_softmax_[half], softmax, scale)) return;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      const float2 before = total(half, n), more = part(n);
-      total(half, n) =
-          make_float2(folded(before.x, more.x, scale), folded(before.y, more.y, scale));
-    }
-  }
-
   __device__ __forceinline__ void fold_part() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      fold_into_total(half, {part_.max[half], part_.sum[2 * half]}, [&](int n) {
-        return make_float2(part_.acc[n][2 * half], part_.acc[n][2 * half + 1]);
-      });
+      float scale[2];
+      if (!fold(&total_softmax_[half], part_.softmax(half), scale)) continue;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        const float2 before = total(half, n);
+        total(half, n) = make_float2(folded(before.x, part_.acc[n][2 * half], scale),
+                                     folded(before.y, part_.acc[n][2 * half + 1], scale));
+      }
     }
     part_.clear();
   }
@@ -248,55 +245,54 @@ class RowBlock {
     if (any && kv_head_ == 0) report_on_device(p_.sequences, r_.index, kStatusBadPage);
   }
 
+  // What is known of a half's splits; refused where one of their pages is bad.
+  __device__ __forceinline__ Softmax result(int half) const {
+    Softmax softmax = total_softmax_[half];
+    if (bad(half)) softmax.sum = -1.0f;
+    return softmax;
+  }
+
   __device__ __forceinline__ void store_partial(int64_t item) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
       if (!at.inside) continue;
       const int64_t index = partial_index(l_, item, at.row, kv_head_ * l_.group + at.head);
-      Softmax softmax = total_softmax_[half];
-      if (bad(half)) softmax.sum = -1.0f;
-      if (lane_ % 4 == 0) l_.partials.softmax[index] = softmax;
+      if (lane_ % 4 == 0) l_.partials.softmax[index] = result(half);
       float2* acc = reinterpret_cast<float2*>(l_.partials.acc + index * kDim) + lane_ % 4;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) acc[n * 4] = total(half, n);
     }
   }
 
-  __device__ __forceinline__ void fold_tails() {
+  __device__ __forceinline__ void store_softmax() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Pair at = pair(half);
-      if (!at.inside) continue;
-      const Softmax tail = shared_.tails.softmax[at.m];
-      if (tail.sum < 0.0f || bad(half)) {
-        total_softmax_[half].sum = -1.0f;
-        continue;
-      }
-      const float2* acc = reinterpret_cast<const float2*>(shared_.tails.acc[at.m]) + lane_ % 4;
-      fold_into_total(half, tail, [&](int n) { return acc[n * 4]; });
+      if (lane_ % 4 == 0) shared_.softmax[pair(half).m] = result(half);
     }
   }
 
-  __device__ __forceinline__ void store_out() {
+  // Folds the tail of row i of the block, of head lane / 4, into the totals, and writes the row.
+  __device__ __forceinline__ void store_out(int i, const Tail<kDim>& tail) {
+    const int m = i * l_.group + lane_ / 4;
+    const auto& totals = shared_.total[m / kMmaRows];
+    Softmax softmax = shared_.softmax[m];
+    const bool refused = softmax.sum < 0.0f || tail.softmax.sum < 0.0f;
+    float scale[2] = {1.0f, 0.0f};
+    if (!refused) fold(&softmax, tail.softmax, scale);
+    const float inverse = refused ? 0.0f : __frcp_rn(softmax.sum);
+    const int64_t row = r_.row + row_ + i, head = kv_head_ * l_.group + lane_ / 4;
+    T* out = static_cast<T*>(p_.out) + row * p_.out_row_stride + head * p_.out_head_stride;
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(out) + lane_ % 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Pair at = pair(half);
-      if (!at.inside) continue;
-      const Softmax& softmax = total_softmax_[half];
-      const bool refused = softmax.sum < 0.0f;
-      const int64_t head = kv_head_ * l_.group + at.head;
-      const float inverse = refused ? 0.0f : __frcp_rn(softmax.sum);
-      T* out = static_cast<T*>(p_.out) + at.row * p_.out_row_stride + head * p_.out_head_stride;
-      uint32_t* pairs = reinterpret_cast<uint32_t*>(out) + lane_ % 4;
-#pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        const float2 acc = total(half, n);
-        pairs[n * 4] = refused ? 0 : pack_pair<T>(mul_rn(acc.x, inverse), mul_rn(acc.y, inverse));
-      }
-      if (p_.lse != nullptr && lane_ % 4 == 0) {
-        p_.lse[at.row * p_.lse_stride + head] = refused ? -INFINITY : lse_of(softmax);
-      }
+    for (int n = 0; n < kDim / 8; ++n) {
+      const float2 before = totals[2 * n + m / 8 % 2][m % 8 * 4 + lane_ % 4];
+      const float x = mul_rn(folded(before.x, tail.acc[n].x, scale), inverse);
+      const float y = mul_rn(folded(before.y, tail.acc[n].y, scale), inverse);
+      pairs[n * 4] = refused ? 0 : pack_pair<T>(x, y);
+    }
+    if (p_.lse != nullptr && lane_ % 4 == 0) {
+      p_.lse[row * p_.lse_stride + head] = refused ? -INFINITY : lse_of(softmax);
     }
   }
 
@@ -304,8 +300,8 @@ class RowBlock {
   const TreeAttentionParams& p_;
   const Request& r_;
   const int64_t kv_head_, row_;
-  Shared<kDim, kWarps>& shared_;
-  RingPlace<kRing>& place_;
+  Memory& shared_;
+  Place& place_;
   int num_rows_, warp_, lane_;
   int bad_from_;
   Queries<kDim> queries_;

@@ -31,6 +31,14 @@ TLT_HD int64_t splits_below(int64_t end) {
   return kMediumSplits + (end - kMediumEnd + kLarge - 1) / kLarge;
 }
 
+// How many of the splits below `end` one block takes that is to have `share` of their keys, in
+// kWholeShare parts.
+constexpr int kWholeShare = 1024;
+TLT_HD int64_t splits_of_first_item(int64_t end, int64_t share) {
+  const int64_t splits = splits_below(end * share / kWholeShare);
+  return splits < 1 ? 1 : splits;
+}
+
 TLT_HD bool starts_split(int64_t key) {
   return key % (key <= kSmallEnd ? kSmall : key <= kMediumEnd ? kMedium : kLarge) == 0;
 }

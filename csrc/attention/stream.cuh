@@ -1,9 +1,10 @@
 // Streams the keys and values of one kv head, tile by tile, from their pages through a ring in
 // shared memory: keys, values, keys, ... Positions from the end on, and bad pages, become zeros.
 //
-// A tile is [head_dim / 64][64 keys][128 bytes], swizzled so that ldmatrix has no bank conflicts.
-// On sm_90 eight lanes ask for it, a box of 16 slots each, and its bytes complete a barrier; on
-// sm_80 every thread copies its chunks.
+// A tile is [head_dim / 64 lines][64 keys][128 bytes], swizzled as ldmatrix and wgmma want it. On
+// sm_90 a warp of its own asks for it, a lane for the line of 16 keys; its bytes complete a
+// barrier, and the warps that leave it complete another. On sm_80 every thread copies its chunks
+// and the block's barrier does both.
 #pragma once
 
 #include "attention/canonical.cuh"
@@ -12,17 +13,24 @@
 
 namespace tlt {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kHopper = true;
+#else
+constexpr bool kHopper = false;
+#endif
+
+constexpr int kProducerWarps = 4;  // on sm_90, after the others: the first one loads
 constexpr int kTileSteps = kTile / kStep;
 constexpr int kLine = 128;  // bytes of a key that lie together
 
 template <int kDim>
 constexpr int kTileBytes = kTile * kDim * 2;  // of keys, or of values
 
+constexpr int kLineBytes = kTile * kLine;  // of the tile
+
 // Byte offset of 16-byte chunk `chunk` of a key in its tile.
-template <int kDim>
 __device__ __forceinline__ uint32_t chunk_offset(int key, int chunk) {
-  return key / kStep * (kStep * kDim * 2) + chunk / 8 * (kStep * kLine) + key % kStep * kLine +
-         ((chunk % 8 ^ (key & 7)) << 4);
+  return chunk / 8 * kLineBytes + key * kLine + ((chunk % 8 ^ (key & 7)) << 4);
 }
 
 template <int kDim, int kRing>
@@ -30,179 +38,252 @@ struct Ring {
   char tile[kRing][kTileBytes<kDim>];
 };
 
-// What all threads of a block know of the ring; lives as long as the block.
+// A place in the ring and how often it came round; lives as long as the block.
 template <int kRing>
 struct RingPlace {
-  int slot = 0;         // of the tile taken next
-  uint32_t parity = 0;  // of its barrier
-  __device__ __forceinline__ int before() const { return slot == 0 ? kRing - 1 : slot - 1; }
+  int slot = 0;
+  uint32_t parity = 0;
   __device__ __forceinline__ void advance() {
     if (++slot == kRing) slot = 0, parity ^= 1;
   }
+};
+
+// Barriers of the ring (sm_90): the bytes of a tile have come; all warps have left it.
+template <int kRing>
+struct RingBarriers {
+  uint64_t full[kRing], empty[kRing];
 };
 
 struct TileMaps {
   CUtensorMap k, v;  // [pages, lines of a key, page size, kv heads, 64]; unused before sm_90
 };
 
-// Pages of the next tile, a step each: what both ways of copying share.
-struct PageCursor {
-  const int32_t* table;
-  int key, end, num_pages, shift;
-  bool values_next = false;
+// Which keys a block streams: positions [begin, end) of one request and kv head.
+struct KeyRange {
+  int begin, end;
+};
 
-  __device__ __forceinline__ PageCursor(const TreeAttentionParams& p, const Request& r, int begin,
-                                        int end, int shift)
-      : table(p.sequences.block_table + r.index * p.sequences.table_stride),
-        key(begin),
-        end(end),
+struct KeySource {
+  const TreeAttentionParams& p;
+  const TileMaps& maps;
+  const int32_t* table;  // pages of the request
+  int kv_head, page_shift, num_pages;
+  KeyRange keys;
+
+  __device__ __forceinline__ KeySource(const TreeAttentionParams& p, const TileMaps& maps,
+                                       int64_t request, int64_t kv_head, int page_shift,
+                                       const KeyRange& keys)
+      : p(p),
+        maps(maps),
+        table(p.sequences.block_table + request * p.sequences.table_stride),
+        kv_head(static_cast<int>(kv_head)),
+        page_shift(page_shift),
         num_pages(static_cast<int>(min(p.sequences.num_pages, int64_t{INT32_MAX}))),
-        shift(shift) {}
+        keys(keys) {}
 
-  __device__ __forceinline__ int page_of(int step) const {
-    const int at = key + step * kStep;
-    return at < end ? table[at >> shift] : -1;
+  __device__ __forceinline__ int page_at(int position) const {
+    return position < keys.end ? __ldcg(table + (position >> page_shift)) : -1;
   }
   __device__ __forceinline__ bool good(int page) const { return page >= 0 && page < num_pages; }
-  __device__ __forceinline__ int offset_of(int at) const { return at & ((1 << shift) - 1); }
+  __device__ __forceinline__ int offset_of(int position) const {
+    return position & ((1 << page_shift) - 1);
+  }
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 
-template <typename T, int kDim, int kThreads>
-class TileLoader {
+template <typename T, int kDim, int kWarps, int kRing>
+class KeyStream {
  public:
-  __device__ __forceinline__ TileLoader(const TreeAttentionParams& p, const TileMaps&,
-                                        const Request& r, int kv_head, int begin, int end,
-                                        int shift)
-      : pages_(p, r, begin, end, shift),
+  __device__ __forceinline__ KeyStream(const KeySource& source, Ring<kDim, kRing>* ring,
+                                       RingBarriers<kRing>*, RingPlace<kRing>* place)
+      : source_(source),
+        ring_(*ring),
+        place_(*place),
+        ahead_(*place),
+        key_(source.keys.begin),
         chunk_(threadIdx.x % kChunks),
         row_(threadIdx.x / kChunks),
-        k_{static_cast<const T*>(p.k.data) + kv_head * p.k.head_stride + chunk_ * 8,
-           p.k.page_stride, p.k.slot_stride},
-        v_{static_cast<const T*>(p.v.data) + kv_head * p.v.head_stride + chunk_ * 8,
-           p.v.page_stride, p.v.slot_stride} {
+        k_(array_of(source.p.k)),
+        v_(array_of(source.p.v)) {
     find_pages();
+    for (int i = 0; i < kRing - 1; ++i) load_next();
   }
 
-  __device__ __forceinline__ void load_next(uint32_t to, uint64_t*) {
-    if (pages_.key < pages_.end) {
-      const bool values = pages_.values_next;
-      // By value: a reference to one of the two would put both in local memory.
-      load({values ? v_.data : k_.data, values ? v_.page_stride : k_.page_stride,
-            values ? v_.slot_stride : k_.slot_stride},
-           to);
-      if (values) {
-        pages_.key += kTile;
-        find_pages();
-      }
-      pages_.values_next = !values;
-    }
-    commit_copies();
-  }
-
-  template <int kRing>
-  __device__ __forceinline__ void wait(uint64_t*, uint32_t) {
+  // Waits for the next tile, which is there for all then, and loads one where the last one was.
+  __device__ __forceinline__ uint32_t take() {
     wait_copies<kRing - 2>();
+    __syncthreads();
+    load_next();
+    return shared_address(ring_.tile[place_.slot]);
   }
 
-  __device__ __forceinline__ void publish_bad(int* bad_from) {
+  __device__ __forceinline__ void leave() { place_.advance(); }
+
+  // Says which position is the first whose page is bad.
+  __device__ __forceinline__ void finish(int* bad_from) {
+    wait_copies<0>();
     if (threadIdx.x == 0) *bad_from = bad_from_;
   }
 
  private:
   static constexpr int kChunks = kDim * 2 / 16;
-  static constexpr int kRowsAPass = kThreads / kChunks;
+  static constexpr int kRowsAPass = kWarps * kWarpSize / kChunks;
   static_assert(kRowsAPass <= 2 * kStep && kTile % kRowsAPass == 0);
 
-  struct Source {
+  struct Array {
     const T* data;  // of this thread's chunk
     int64_t page_stride, slot_stride;
   };
 
-  __device__ __forceinline__ void find_pages() {
-#pragma unroll
-    for (int i = 0; i < kTileSteps; ++i) page_[i] = pages_.page_of(i);
+  __device__ __forceinline__ Array array_of(const PagedCache& cache) const {
+    const T* data = static_cast<const T*>(cache.data);
+    return {data + source_.kv_head * cache.head_stride + chunk_ * 8, cache.page_stride,
+            cache.slot_stride};
   }
 
-  __device__ __forceinline__ void load(const Source& source, uint32_t to) {
+  __device__ __forceinline__ void find_pages() {
+#pragma unroll
+    for (int i = 0; i < kTileSteps; ++i) page_[i] = source_.page_at(key_ + i * kStep);
+  }
+
+  __device__ __forceinline__ void load_next() {
+    if (key_ < source_.keys.end) {
+      // By value: a reference to one of the two would put both in local memory.
+      load({values_next_ ? v_.data : k_.data, values_next_ ? v_.page_stride : k_.page_stride,
+            values_next_ ? v_.slot_stride : k_.slot_stride},
+           shared_address(ring_.tile[ahead_.slot]));
+      if (values_next_) {
+        key_ += kTile;
+        find_pages();
+      }
+      values_next_ = !values_next_;
+      ahead_.advance();
+    }
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void load(const Array& array, uint32_t to) {
 #pragma unroll
     for (int i = 0; i < kTileSteps; ++i) {
-      const int at = pages_.key + i * kStep;
-      if (at < pages_.end && !pages_.good(page_[i])) bad_from_ = min(bad_from_, at);
+      const int at = key_ + i * kStep;
+      if (at < source_.keys.end && !source_.good(page_[i])) bad_from_ = min(bad_from_, at);
     }
 #pragma unroll
     for (int first = 0; first < kTile; first += kRowsAPass) {
       int page = page_[first / kStep];
       if (kRowsAPass > kStep && row_ >= kStep) page = page_[(first + kRowsAPass / 2) / kStep];
-      const bool valid = pages_.good(page);
+      const bool valid = source_.good(page);
       const int row = first + row_;
-      const T* from = source.data;
+      const T* from = array.data;
       if (valid) {
-        from += page * source.page_stride + pages_.offset_of(pages_.key + row) * source.slot_stride;
+        from += page * array.page_stride + source_.offset_of(key_ + row) * array.slot_stride;
       }
-      copy_async_16(to + chunk_offset<kDim>(row, chunk_), from, valid);
+      copy_async_16(to + chunk_offset(row, chunk_), from, valid);
     }
   }
 
-  PageCursor pages_;
+  const KeySource& source_;
+  Ring<kDim, kRing>& ring_;
+  RingPlace<kRing>& place_;
+  RingPlace<kRing> ahead_;
+  int key_;
+  bool values_next_ = false;
   const int chunk_, row_;
-  const Source k_, v_;
+  const Array k_, v_;
   int page_[kTileSteps];
   int bad_from_ = INT32_MAX;
 };
 
 #else
 
-// Warp w < 4 asks for step w of each tile, by one lane; the others only wait.
-template <typename T, int kDim, int kThreads>
-class TileLoader {
+// What a consuming warp sees of the stream.
+template <typename T, int kDim, int kWarps, int kRing>
+class KeyStream {
  public:
-  __device__ __forceinline__ TileLoader(const TreeAttentionParams& p, const TileMaps& maps,
-                                        const Request& r, int kv_head, int begin, int end,
-                                        int shift)
-      : pages_(p, r, begin, end, shift), maps_(maps), kv_head_(kv_head) {
-    static_assert(kThreads / kWarpSize >= kTileSteps);
-    step_ = threadIdx.x / kWarpSize;
-    asks_ = step_ < kTileSteps && threadIdx.x % kWarpSize == 0;
-    if (asks_) page_ = pages_.page_of(step_);
+  __device__ __forceinline__ KeyStream(const KeySource&, Ring<kDim, kRing>* ring,
+                                       RingBarriers<kRing>* barriers, RingPlace<kRing>* place)
+      : ring_(*ring), barriers_(*barriers), place_(*place) {}
+
+  __device__ __forceinline__ uint32_t take() {
+    wait_barrier(&barriers_.full[place_.slot], place_.parity);
+    return shared_address(ring_.tile[place_.slot]);
   }
 
-  __device__ __forceinline__ void load_next(uint32_t to, uint64_t* barrier) {
-    if (!asks_ || pages_.key >= pages_.end) return;
-    if (step_ == 0) arrive_expecting(barrier, kTileBytes<kDim>);
-    const int at = pages_.key + step_ * kStep;
-    const bool valid = pages_.good(page_);
-    if (at < pages_.end && !valid) bad_from_ = min(bad_from_, at);
-    // All lines of 16 slots; a page outside the cache reads as zeros.
-    copy_box(to + step_ * (kStep * kDim * 2), pages_.values_next ? &maps_.v : &maps_.k, 0, kv_head_,
-             pages_.offset_of(at), 0, valid ? page_ : pages_.num_pages, barrier);
-    if (pages_.values_next) {
-      pages_.key += kTile;
-      page_ = pages_.page_of(step_);
-    }
-    pages_.values_next = !pages_.values_next;
+  __device__ __forceinline__ void leave() {
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) arrive(&barriers_.empty[place_.slot]);
+    place_.advance();
   }
 
-  template <int kRing>
-  __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
-    wait_barrier(barrier, parity);
-  }
-
-  // Lowers *bad_from to the first position whose page is bad, of the tiles loaded.
-  __device__ __forceinline__ void publish_bad(int* bad_from) {
-    if (asks_ && bad_from_ != INT32_MAX) atomicMin(bad_from, bad_from_);
-  }
+  __device__ __forceinline__ void finish(int*) {}
 
  private:
-  PageCursor pages_;
-  const TileMaps& maps_;
-  const int kv_head_;
-  int step_, page_ = -1;
-  bool asks_;
-  int bad_from_ = INT32_MAX;
+  Ring<kDim, kRing>& ring_;
+  RingBarriers<kRing>& barriers_;
+  RingPlace<kRing>& place_;
 };
 
+// The producing warp's part: copies all tiles, and says which position is the first whose page is
+// bad.
+template <int kDim, int kRing>
+__device__ __forceinline__ void produce_tiles(const KeySource& source, Ring<kDim, kRing>* ring,
+                                              RingBarriers<kRing>* barriers,
+                                              RingPlace<kRing>* place, int* bad_from) {
+  constexpr int kLines = kDim * 2 / kLine;
+  const int lane = threadIdx.x % kWarpSize, step = lane % kTileSteps, line = lane / kTileSteps;
+  const uint32_t to = shared_address(ring) + line * kLineBytes + step * (kStep * kLine);
+  const bool asks = line < kLines;
+  int bad = INT32_MAX;
+  if (lane == 0) *bad_from = INT32_MAX;
+  __syncwarp();
+  int at = source.keys.begin + step * kStep;
+  int page = source.page_at(at);
+  for (int key = source.keys.begin; key < source.keys.end; key += kTile, at += kTile) {
+    const int next_page = source.page_at(at + kTile);
+    const bool good = source.good(page);
+    if (at < source.keys.end && !good) bad = min(bad, at);
+#pragma unroll
+    for (int values = 0; values < 2; ++values) {
+      uint64_t* full = &barriers->full[place->slot];
+      wait_barrier(&barriers->empty[place->slot], place->parity ^ 1);
+      if (lane == 0) arrive_expecting(full, kTileBytes<kDim>);
+      __syncwarp();
+      if (asks) {  // a page outside the cache reads as zeros
+        copy_box(to + place->slot * kTileBytes<kDim>, values ? &source.maps.v : &source.maps.k, 0,
+                 source.kv_head, source.offset_of(at), line, good ? page : source.num_pages, full);
+      }
+      place->advance();
+    }
+    page = next_page;
+  }
+  if (bad != INT32_MAX) atomicMin(bad_from, bad);
+  __syncwarp();
+}
+
+// Asks for the first keys and values to come into L2. No more than a hint, so the table that it
+// follows may be out of date.
+template <int kDim>
+__device__ __forceinline__ void prefetch_keys(const KeySource& source) {
+  constexpr int kPrefetchKeys = 128, kLines = kDim * 2 / kLine;
+  const int lane = threadIdx.x % kWarpSize;
+  if (lane >= kPrefetchKeys / kStep * kLines) return;
+  const int at = source.keys.begin + lane / kLines * kStep, line = lane % kLines;
+  const int page = source.page_at(at);
+  if (!source.good(page)) return;
+  prefetch_box(&source.maps.k, 0, source.kv_head, source.offset_of(at), line, page);
+  prefetch_box(&source.maps.v, 0, source.kv_head, source.offset_of(at), line, page);
+}
+
+#endif
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+// Never called there.
+template <int kDim, int kRing>
+__device__ __forceinline__ void produce_tiles(const KeySource&, Ring<kDim, kRing>*,
+                                              RingBarriers<kRing>*, RingPlace<kRing>*, int*) {}
+template <int kDim>
+__device__ __forceinline__ void prefetch_keys(const KeySource&) {}
 #endif
 
 }  // namespace tlt

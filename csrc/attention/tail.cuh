@@ -1,10 +1,8 @@
-// The last keys of one row, for the query heads of one kv head: one warp, float32, SIMT.
+// The last keys of one row, for the query heads of one kv head: one warp, mma.sync.
 //
-// Lane j holds tail key j. A score is one chain of fma over the head; weights are summed by a
-// butterfly over the lanes. Values are read 16 bytes a lane, so a few keys at once (2 or 4, by the
-// head): each group of lanes adds every 2nd or 4th key in order, and a butterfly adds the groups.
-// Reads up to 32 keys and values from wherever their slots are, and checks everything that the row
-// depends on.
+// Keys and values are gathered in position order from wherever their slots are, so that tail key j
+// is column j of the scores whatever its slot. Of the 16 rows of an MMA the first ones are the
+// query heads and the others are zeros. Checks everything that the row depends on.
 #pragma once
 
 #include "attention/canonical.cuh"
@@ -22,6 +20,9 @@ struct TailKey {
 __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, const Request& r,
                                                  int64_t row, int lane, TailKey* key) {
   const Sequences& s = p.sequences;
+  const uint8_t* ancestors = p.ancestors + (r.row + row) * p.ancestor_stride;
+  const bool has_ancestor = p.ancestors != nullptr && lane < kMaxDepth;
+  int ancestor = has_ancestor ? ancestors[lane] : 0;  // read beside the position, not after it
   const int64_t position = p.position[r.row + row], own_slot = r.slot + row;
   if (!well_placed(p, r, row, position)) return kStatusBadLength;
   key->begin = tail_begin(position);
@@ -29,8 +30,7 @@ __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, c
   int64_t slot = key->begin + lane;
   if (p.ancestors != nullptr) {
     const int64_t depth = position - r.context;
-    const uint8_t* ancestors = p.ancestors + (r.row + row) * p.ancestor_stride;
-    const int ancestor = lane < depth ? ancestors[lane] : 0;
+    if (lane >= depth) ancestor = 0;
     const int before = __shfl_up_sync(kFullWarp, ancestor, 1);
     // Rising and before the row itself: whatever the array holds, only older slots are read.
     const bool rising = lane == 0 || ancestor > before;
@@ -45,28 +45,24 @@ __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, c
   return static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bits)));
 }
 
-// Eight storage values as float32.
-template <typename T>
-__device__ __forceinline__ void unpack(const uint4& raw, float (&to)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) to[i] = as_float32(reinterpret_cast<const T*>(&raw)[i]);
-}
-
-constexpr int kHeadsAtOnce = 4;
-static_assert(kMaxGroup % kHeadsAtOnce == 0);
-
-// Shared memory of one warp's tail.
+// Shared memory of one warp's tail; padded: ldmatrix has no bank conflicts.
 template <int kDim>
 struct TailScratch {
-  uint4 keys[kTailKeys][kDim / 8 + 1];  // padded: a lane reads a key of its own
-  float query[kHeadsAtOnce][kDim];
-  float weight[kMaxGroup][kTailKeys];
+  static constexpr int kStride = kDim / 8 + 1;
+  uint4 keys[kTailKeys][kStride], values[kTailKeys][kStride];
 };
 
-// Copies the tail's keys or values, `stride` vectors apart; a few lanes a key.
+// What a lane gets of a tail: of head lane / 4, dimensions 8 n + 2 (lane % 4) and the next.
+template <int kDim>
+struct Tail {
+  Softmax softmax;
+  float2 acc[kDim / 8];
+};
+
+// Copies the tail's keys or values; a few lanes a key.
 template <typename T, int kDim>
 __device__ __forceinline__ void stage_tail(const PagedCache& cache, const TailKey& key,
-                                           int64_t kv_head, uint4* to, int stride) {
+                                           int64_t kv_head, uint4 (*to)[kDim / 8 + 1]) {
   constexpr int kLanesAKey = kDim / 8, kKeysAtOnce = kWarpSize / kLanesAKey;
   const int lane = threadIdx.x % kWarpSize, vector = lane % kLanesAKey;
   const T* from = static_cast<const T*>(cache.data) + kv_head * cache.head_stride + vector * 8;
@@ -75,112 +71,117 @@ __device__ __forceinline__ void stage_tail(const PagedCache& cache, const TailKe
   for (int first = 0; first < kTailKeys; first += kKeysAtOnce) {
     const int j = first + lane / kLanesAKey;
     const int64_t at = __shfl_sync(kFullWarp, offset, j);  // 0 where there is no key
-    copy_async_16(shared_address(to + j * stride + vector), from + at, j < key.count);
+    copy_async_16(shared_address(&to[j][vector]), from + at, j < key.count);
   }
   commit_copies();
 }
 
-// Writes the partial of head h of the group: softmax to softmax[h], accumulator to
-// acc[h * acc_stride]. `report_bits` has one warp of all that see the row report its status.
-// `values` may be null: the values then take the place of the keys, and come after them.
+// Scores of a staged tail: keys 8 n + 2 (lane % 4) and the next in weight[n][0] and [1].
+template <typename T, int kDim>
+__device__ __forceinline__ void score_tail(const uint32_t (&query)[kDim / 16][2],
+                                           const TailScratch<kDim>& scratch,
+                                           float (&score)[kTailKeys / 8][4]) {
+  const int lane = threadIdx.x % kWarpSize, row = lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    const uint32_t a[4] = {query[step][0], 0, query[step][1], 0};
+#pragma unroll
+    for (int n = 0; n < kTailKeys / 16; ++n) {
+      uint32_t b[4];
+      load_matrices(b, shared_address(&scratch.keys[n * 16 + row][step * 2 + chunk]));
+      mma_16816<T>(score[2 * n], a, b[0], b[1]);
+      mma_16816<T>(score[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// Scores become weights.
+__device__ __forceinline__ Softmax weigh_tail(float (&score)[kTailKeys / 8][4], float factor,
+                                              int count) {
+  const int first = threadIdx.x % 4 * 2;
+  float max = -INFINITY;
+#pragma unroll
+  for (int n = 0; n < kTailKeys / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (8 * n + first + i >= count) score[n][i] = -INFINITY;
+      max = fmaxf(max, score[n][i]);
+    }
+  }
+  Softmax softmax;
+  softmax.max = mul_rn(quad_max(max), factor);
+  float sum = 0.0f;
+#pragma unroll
+  for (int n = 0; n < kTailKeys / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      score[n][i] = exp2_fast(fma_rn(score[n][i], factor, -finite_max(softmax.max)));
+      sum = add_rn(sum, score[n][i]);
+    }
+  }
+  softmax.sum = quad_sum(sum);
+  return softmax;
+}
+
+// Adds up the staged values. Keys past the tail are zero times zero.
+template <typename T, int kDim>
+__device__ __forceinline__ void add_tail_values(const float (&weight)[kTailKeys / 8][4],
+                                                const TailScratch<kDim>& scratch,
+                                                float2 (&acc)[kDim / 8]) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int n = 0; n < kDim / 16; ++n) {
+    float out[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kTailKeys / 16; ++step) {
+      const uint32_t a[4] = {pack_pair<T>(weight[2 * step][0], weight[2 * step][1]), 0,
+                             pack_pair<T>(weight[2 * step + 1][0], weight[2 * step + 1][1]), 0};
+      uint32_t b[4];
+      const uint4* from = &scratch.values[step * 16 + lane % 16][n * 2 + lane / 16];
+      load_matrices_transposed(b, shared_address(from));
+      mma_16816<T>(out[0], a, b[0], b[1]);
+      mma_16816<T>(out[1], a, b[2], b[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) acc[2 * n + i] = make_float2(out[i][0], out[i][1]);
+  }
+}
+
+// The tail of one row; where it cannot be computed its sum is negative, and the status says why.
 template <typename T, int kDim>
 __device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const Request& r,
                                             int64_t row, int64_t kv_head, int group,
-                                            bool report_bits, TailScratch<kDim>* scratch,
-                                            uint4* values, Softmax* softmax, float* acc,
-                                            int64_t acc_stride) {
-  constexpr int kLanesAKey = kDim / 8, kKeysAtOnce = kWarpSize / kLanesAKey;
-  const int lane = threadIdx.x % kWarpSize;
+                                            TailScratch<kDim>* scratch, Tail<kDim>* tail) {
+  const int lane = threadIdx.x % kWarpSize, head = lane / 4;
+  const ScoreScale scale(p.scale);
+  const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
+               (kv_head * group + head) * p.q_head_stride;
+  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane % 4;
+  uint32_t query[kDim / 16][2];
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      query[step][i] = head < group ? pairs[step * 8 + i * 4] ^ scale.flip : 0;
+    }
+  }
   TailKey key{};
   if (const int32_t bits = find_tail_key(p, r, row, lane, &key)) {
-    if (report_bits && lane == 0) report_on_device(p.sequences, r.index, bits);
-    if (lane < group) softmax[lane] = {-INFINITY, -1.0f};
+    if (kv_head == 0 && lane == 0) report_on_device(p.sequences, r.index, bits);
+    tail->softmax.sum = -1.0f;
     return;
   }
   __syncwarp();  // the warp's last row is done with the scratch
-  stage_tail<T, kDim>(p.k, key, kv_head, scratch->keys[0], kDim / 8 + 1);
-  if (values != nullptr) stage_tail<T, kDim>(p.v, key, kv_head, values, kDim / 8);
-  const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
-               kv_head * group * p.q_head_stride;
-  const float log2_scale = mul_rn(p.scale, kInvLn2);
-  for (int first = 0; first < group; first += kHeadsAtOnce) {  // heads past the group are zeros
-    __syncwarp();
-    for (int i = lane; i < kHeadsAtOnce * kLanesAKey; i += kWarpSize) {
-      const int h = i / kLanesAKey, d = i % kLanesAKey * 8;
-      float dims[8] = {};
-      if (first + h < group) {
-        unpack<T>(*reinterpret_cast<const uint4*>(q + (first + h) * p.q_head_stride + d), dims);
-      }
-#pragma unroll
-      for (int n = 0; n < 8; ++n) scratch->query[h][d + n] = dims[n];
-    }
-    if (first == 0) wait_copies<0>();
-    __syncwarp();
-    float score[kHeadsAtOnce] = {};
-#pragma unroll 2
-    for (int d = 0; d < kDim / 8; ++d) {
-      float dims[8];
-      unpack<T>(scratch->keys[lane][d], dims);
-#pragma unroll
-      for (int h = 0; h < kHeadsAtOnce; ++h) {
-        const float4* query = reinterpret_cast<const float4*>(&scratch->query[h][d * 8]);
-        const float4 low = query[0], high = query[1];
-        score[h] = fma_rn(low.x, dims[0], score[h]);
-        score[h] = fma_rn(low.y, dims[1], score[h]);
-        score[h] = fma_rn(low.z, dims[2], score[h]);
-        score[h] = fma_rn(low.w, dims[3], score[h]);
-        score[h] = fma_rn(high.x, dims[4], score[h]);
-        score[h] = fma_rn(high.y, dims[5], score[h]);
-        score[h] = fma_rn(high.z, dims[6], score[h]);
-        score[h] = fma_rn(high.w, dims[7], score[h]);
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < kHeadsAtOnce; ++h) {
-      const float x = lane < key.count ? mul_rn(score[h], log2_scale) : -INFINITY;
-      const float max = warp_max_all(x);
-      const float weight = exp2_fast(add_rn(x, -finite_max(max)));
-      const float sum = warp_sum_all(weight);
-      scratch->weight[first + h][lane] = weight;
-      if (lane == h && first + h < group) softmax[first + h] = {max, sum};
-    }
-  }
-  if (values == nullptr) {
-    values = scratch->keys[0];
-    __syncwarp();  // all are done with the keys
-    stage_tail<T, kDim>(p.v, key, kv_head, values, kDim / 8);
-    wait_copies<0>();
-  }
+  stage_tail<T, kDim>(p.k, key, kv_head, scratch->keys);
+  stage_tail<T, kDim>(p.v, key, kv_head, scratch->values);
+  float score[kTailKeys / 8][4] = {};
+  wait_copies<1>();
   __syncwarp();
-  for (int first = 0; first < group; first += kHeadsAtOnce) {
-    float out[kHeadsAtOnce][8] = {};
-#pragma unroll 2
-    for (int n = 0; n < kTailKeys; n += kKeysAtOnce) {  // keys past the tail: zero times zero
-      const int j = n + lane / kLanesAKey;
-      float value[8];
-      unpack<T>(values[j * kLanesAKey + lane % kLanesAKey], value);
-#pragma unroll
-      for (int h = 0; h < kHeadsAtOnce; ++h) {
-        const float weight = scratch->weight[first + h][j];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) out[h][i] = fma_rn(weight, value[i], out[h][i]);
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < kHeadsAtOnce; ++h) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-#pragma unroll
-        for (int lanes = kLanesAKey; lanes < kWarpSize; lanes *= 2) {
-          out[h][i] = add_rn(out[h][i], __shfl_xor_sync(kFullWarp, out[h][i], lanes));
-        }
-      }
-      if (lane >= kLanesAKey || first + h >= group) continue;
-      float4* to = reinterpret_cast<float4*>(acc + (first + h) * acc_stride + lane * 8);
-      to[0] = make_float4(out[h][0], out[h][1], out[h][2], out[h][3]);
-      to[1] = make_float4(out[h][4], out[h][5], out[h][6], out[h][7]);
-    }
-  }
+  score_tail<T, kDim>(query, *scratch, score);
+  tail->softmax = weigh_tail(score, scale.factor, key.count);
+  wait_copies<0>();
+  __syncwarp();
+  add_tail_values<T, kDim>(score, *scratch, tail->acc);
 }
 
 }  // namespace tlt

@@ -56,6 +56,12 @@ __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t byt
                : "memory");
 }
 
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+               : "memory");
+}
+
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -76,6 +82,14 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       "l"(map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4),
       "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
       : "memory");
+}
+
+// Asks for a box to come into L2.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int x0, int x1, int x2, int x3,
+                                             int x4) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
+               "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+               : "memory");
 }
 
 #endif

@@ -382,3 +382,26 @@ def test_checks_the_cache_shape(shape, match):
     cache = torch.zeros(shape)
     with pytest.raises(ValueError, match="tree_attention: k_cache: expected " + match):
         attend(kit.Ops("cpu"), make_case([12], [3]), k_cache=cache, v_cache=cache)
+
+
+def test_workspace_has_room_for_the_items_of_every_length():
+    """The splits of `csrc/attention/splits.h`, and the first block's share of them."""
+    rows, heads, dim, slots = 16, 32, 128, 40_000
+    cuts = [*range(0, 1024, 128), *range(1024, 8192, 512), *range(8192, slots, 1024)]
+
+    def splits_below(end):
+        return sum(cut < end for cut in cuts)
+
+    for batch in (1, 3, 8):
+        size = tlt_ext.attention_workspace_bytes(
+            num_requests=batch,
+            num_rows=batch * rows,
+            num_heads=heads,
+            num_kv_heads=8,
+            head_dim=dim,
+            max_slots=slots,
+        )
+        items = size // (batch * rows * heads * (dim + 2) * 4)
+        for context in range(0, slots - 16, 61):
+            first = max(1, splits_below((context + 16) * (1024 * batch * 8 // 264) // 1024))
+            assert splits_below(context) - first + 1 <= items, context

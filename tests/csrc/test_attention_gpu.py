@@ -24,6 +24,7 @@ SHAPES = {  # heads, kv heads, head_dim, page size, dtype
     "9/3x64": (9, 3, 64, 32, torch.bfloat16),
     "8/1x128": (8, 1, 128, 128, torch.float16),
     "4/4x128": (4, 4, 128, 16, torch.bfloat16),
+    "28/4x128": (28, 4, 128, 32, torch.bfloat16),
 }
 
 

@@ -1,0 +1,103 @@
+// Hopper's tensor-core instructions of four warps (wgmma, sm_90a), one function each.
+//
+// A (64 rows, 16 to a warp) and the accumulators are in registers, laid out as those of m16n8k16; B
+// is in shared memory in rows of 128 bytes, swizzled as a tensor copy leaves them. All warps of a
+// group run them together.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace tlt {
+
+// Changes how many registers each thread of four warps has; all of them call it, at the start of
+// what is theirs alone. What some give back, others of the block can take.
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Waits for `kThreads` threads, whole warps, at barrier `kId`; 0 is __syncthreads.
+template <int kId, int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+// A matrix in shared memory of which each block of 8 rows follows the one before; `address` must be
+// the same in all lanes. Kept in two words, so that an offset is one addition in uniform registers.
+struct SharedMatrix {
+  uint32_t low;
+
+  __device__ __forceinline__ explicit SharedMatrix(uint32_t address)
+      : low(__shfl_sync(0xffffffffu, address, 0) >> 4) {}
+
+  __device__ __forceinline__ uint64_t at(uint32_t offset) const {
+    constexpr uint32_t kSwizzle128 = 1u << 30, kStride = 8 * 128 >> 4;
+    uint64_t descriptor;
+    asm("mov.b64 %0, {%1, %2};"
+        : "=l"(descriptor)
+        : "r"(low + (offset >> 4)), "r"(kSwizzle128 | kStride));
+    return descriptor;
+  }
+};
+
+// Orders earlier accesses to registers before the next group_mma.
+__device__ __forceinline__ void group_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Waits for all that was started; `d` must not be read before.
+template <int kColumns>
+__device__ __forceinline__ void group_wait(float (&d)[kColumns][4]) {
+  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (auto& column : d) {
+#pragma unroll
+    for (float& x : column) asm volatile("" : "+f"(x)::"memory");
+  }
+}
+
+// Starts d = a b^T, or d += a b^T where `add`: 64x64x16. B is 64 rows of 16, or where kTransposed
+// 16 rows of 64.
+template <typename T, bool kTransposed>
+__device__ __forceinline__ void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t b,
+                                          bool add) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, "
+        "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "
+        "%27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
+          "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),
+          "n"(kTransposed ? 1 : 0));
+  } else {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, "
+        "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "
+        "%27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
+          "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),
+          "n"(kTransposed ? 1 : 0));
+  }
+}
+
+}  // namespace tlt
