@@ -1,15 +1,16 @@
 // ngram_propose on the GPU: the same trees as cpu.cpp, bit for bit.
 //
-// One block a request, three steps:
-//   scan   Its warps share out the group's tokens in chunks of 128, latest first. A lane looks at
-//          four tokens; where one equals the root it counts how far back the texts agree. A warp
-//          holds the best kMaxMatches of its matches as sorted keys, one a lane; newcomers that
-//          beat the least wait in a queue of its own until there are 32, are sorted and merged in.
-//   merge  The warps' lists meet in log2 rounds. Keys are totally ordered, so neither the split of
-//          the work nor the order of arrival shows.
-//   grow   Warp d looks up what the 32 matches have at depth d + 1 and its noise; then one warp
-//          builds the trie level by level, a match a lane: lanes with the same (parent, token) are
-//          one child, its count a weighted population count of their mask.
+// One team of blocks a request (a cluster of 8 on Hopper), four steps:
+//   scan   The team's warps share out the group's tokens in chunks of 128, latest first. A lane
+//          looks at four tokens; where one equals the root it counts how far back the texts agree.
+//          A warp holds the best kMaxMatches of its matches as sorted keys, one a lane; newcomers
+//          that beat the least wait in a queue until there are 32, are sorted and merged in.
+//   merge  The warps' lists meet in log2 rounds, then the blocks' in the first block. Keys are
+//          totally ordered, so neither the split of the work nor the order of arrival shows.
+//   look   The trie before any node is left out, all levels at once, one warp a level and one match
+//          a lane: lanes with the same tokens so far are one node, and its count is a weighted
+//          population count of their mask. Noise, ranks among siblings and log shares come here.
+//   grow   One warp goes down the levels: adds up scores, keeps top_k nodes, writes them.
 // Moves 4 bytes a token of the group, once, normally out of the L2.
 #include "common/noise.h"
 #include "common/status.h"
@@ -19,29 +20,36 @@
 namespace tlt {
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kLoad = 4;  // tokens a lane reads at once
+constexpr int kTeamThreads = 256;    // of a block in a team of several
+constexpr int kAloneThreads = 1024;  // of one that is alone
+constexpr int kLoad = 4;             // tokens a lane reads at once
 constexpr int kChunk = kWarpSize * kLoad;
 constexpr int kUnroll = 4;  // chunks that a warp has on their way
 static_assert(kMaxMatches == kWarpSize);
-static_assert(kMaxDepth <= kWarps);
 
-// What the block knows of the request and its group.
+// What a block knows of the request and its group.
+template <int kThreads>
 struct Shared {
+  static constexpr int kWarps = kThreads / kWarpSize;
+  static_assert(kMaxGroup < kThreads && kMaxTeam <= kWarps);
+
   int32_t suffix[kMaxNgram];  // the request's last tokens, newest first; -1 before its start
+  int32_t root;               // its position; below 0: nothing to do
   int32_t slot[kMaxGroup];
   int32_t length[kMaxGroup];
+  int32_t chunks[kMaxGroup];
   int32_t first_chunk[kMaxGroup + 1];     // chunks of the sequences before
-  int32_t root;                           // its position; below 0: nothing to do
   uint32_t list[kWarps][kMaxMatches];     // keys, largest first
   uint32_t queue[kWarps][2 * kWarpSize];  // keys that wait to be merged
-  int32_t token[kMaxDepth][kMaxMatches];  // what follows a match at depth d + 1; -1 = nothing
-  float noise[kMaxDepth][kMaxMatches];
+  // Of each level of the trie and each match:
+  int32_t token[kMaxDepth][kMaxMatches];   // what follows; -1 = nothing
+  unsigned equal[kMaxDepth][kMaxMatches];  // the lanes with the same token
+  unsigned node[kMaxDepth][kMaxMatches];   // the lanes at the same node; 0 = at none
+  float gain[kMaxDepth][kMaxMatches];      // log share of that node
+  uint8_t place[kMaxDepth][kMaxMatches];   // of that node among its siblings
 };
 
-// ---- sorted lists of a warp, one key a lane
-// ------------------------------------------------------
+// ---- sorted lists of a warp, one key a lane -----------------------------------------------------
 
 // Sorts a bitonic sequence of keys, largest first.
 __device__ __forceinline__ uint32_t sort_bitonic(uint32_t key, int lane) {
@@ -68,12 +76,6 @@ __device__ __forceinline__ uint32_t sort_keys(uint32_t key, int lane) {
 // The 32 largest keys of two sorted lists, sorted.
 __device__ __forceinline__ uint32_t merge_keys(uint32_t a, uint32_t b, int lane) {
   return sort_bitonic(max(a, __shfl_sync(kFullWarp, b, kWarpSize - 1 - lane)), lane);
-}
-
-// The 32 largest of a sorted list and of newcomers in any order. Called, not inlined: a graph finds
-// the instruction cache cold, and this is most of the code.
-__device__ __noinline__ uint32_t take_keys(uint32_t sorted, uint32_t fresh, int lane) {
-  return merge_keys(sorted, sort_keys(fresh, lane), lane);
 }
 
 // The best keys that one warp has met.
@@ -105,7 +107,7 @@ class Best {
     queue_[lane_] = later;
     __syncwarp();
     waiting_ -= count;
-    key_ = take_keys(key_, fresh, lane_);
+    key_ = merge_keys(key_, sort_keys(fresh, lane_), lane_);
     least_ = __shfl_sync(kFullWarp, key_, kWarpSize - 1);
   }
 
@@ -114,8 +116,7 @@ class Best {
   uint32_t key_ = 0, least_ = 0;
 };
 
-// ---- scan
-// ----------------------------------------------------------------------------------------
+// ---- scan ---------------------------------------------------------------------------------------
 
 // Four tokens from `position` on; 16 bytes at once where rows are aligned.
 __device__ __forceinline__ int4 load_tokens(const int32_t* text, int32_t position, int32_t length,
@@ -132,56 +133,66 @@ __device__ __forceinline__ int4 load_tokens(const int32_t* text, int32_t positio
 
 // A chunk of a sequence that a warp is about to look at.
 struct Chunk {
-  const int32_t* text = nullptr;
-  int32_t sequence = 0;
-  int32_t position = 0;  // of the lane's first token
-  int32_t end = 0;       // places from here on have nothing after them
+  int32_t sequence = -1;  // none
+  int32_t position = 0;   // of the lane's first token
   int4 tokens{};
 };
 
+template <int kThreads>
 class Scanner {
  public:
-  __device__ Scanner(const NgramProposeParams& p, Shared& s)
+  __device__ Scanner(const NgramProposeParams& p, Shared<kThreads>& s)
       : p_(p),
         s_(s),
         lane_(threadIdx.x % kWarpSize),
         aligned_(p.max_len % kLoad == 0 && reinterpret_cast<uintptr_t>(p.tokens) % 16 == 0) {}
 
-  __device__ uint32_t run(int warp) {
-    Best best(s_.queue[warp], lane_);
+  // The best keys of the chunks that fall to this warp.
+  __device__ uint32_t run(const Team<kThreads>& team) {
+    Best best(s_.queue[threadIdx.x / kWarpSize], lane_);
     const int32_t chunks = s_.first_chunk[p_.group_size];
-    for (int32_t first = warp; first < chunks; first += kWarps * kUnroll) {
+    const int32_t warps = team.threads() / kWarpSize;
+    for (int32_t first = team.thread() / kWarpSize; first < chunks; first += warps * kUnroll) {
       Chunk chunk[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (first + u * kWarps < chunks) chunk[u] = load(first + u * kWarps);
+        if (first + u * warps < chunks) chunk[u] = load(first + u * warps);
       }
+      // All from the first place: the instruction cache is cold, so one copy of this code.
+#pragma unroll 1
+      for (int u = 0; u < kUnroll && chunk[0].sequence >= 0; ++u) {
+        match(chunk[0], best);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) match(chunk[u], best);
+        for (int v = 1; v < kUnroll; ++v) chunk[v - 1] = chunk[v];
+        chunk[kUnroll - 1].sequence = -1;
+      }
     }
     return best.finish();
   }
 
  private:
+  __device__ __forceinline__ const int32_t* text(int32_t sequence) const {
+    return p_.tokens + s_.slot[sequence] * p_.max_len;
+  }
+
+  // Places from here on have nothing after them.
+  __device__ __forceinline__ int32_t end(int32_t sequence) const { return s_.length[sequence] - 1; }
+
   __device__ __forceinline__ Chunk load(int32_t index) {
     while (index >= s_.first_chunk[sequence_ + 1]) ++sequence_;  // a warp's indices only grow
     const int32_t from_start = s_.first_chunk[sequence_ + 1] - 1 - index;
-    Chunk chunk;
-    chunk.text = p_.tokens + s_.slot[sequence_] * p_.max_len;
-    chunk.sequence = sequence_;
-    chunk.end = s_.length[sequence_] - 1;
-    chunk.position = from_start * kChunk + lane_ * kLoad;
-    chunk.tokens = load_tokens(chunk.text, chunk.position, chunk.end, aligned_);
+    Chunk chunk{sequence_, from_start * kChunk + lane_ * kLoad};
+    chunk.tokens = load_tokens(text(sequence_), chunk.position, end(sequence_), aligned_);
     return chunk;
   }
 
   __device__ __forceinline__ void match(const Chunk& chunk, Best& best) {
-    const int32_t root = s_.suffix[0];
+    const int32_t root = s_.suffix[0], places = end(chunk.sequence) - chunk.position;
     unsigned hits = 0;  // a bit for each of the lane's tokens
-    if (chunk.position < chunk.end) {
+    if (places > 0) {
       hits = (chunk.tokens.x == root) | (chunk.tokens.y == root) << 1 |
              (chunk.tokens.z == root) << 2 | (chunk.tokens.w == root) << 3;
-      hits &= (1u << min(kLoad, chunk.end - chunk.position)) - 1;
+      hits &= (1u << min(kLoad, places)) - 1;
     }
     while (__any_sync(kFullWarp, hits)) {
       uint32_t key = 0;
@@ -189,7 +200,7 @@ class Scanner {
         const int place = 31 - __clz(hits);
         hits ^= 1u << place;
         const int32_t position = chunk.position + place;
-        const int32_t matched = count_matched(chunk.text, position);
+        const int32_t matched = count_matched(text(chunk.sequence), position);
         if (matched >= p_.min_ngram) {
           key = match_key(matched, chunk.sequence, position, static_cast<int32_t>(p_.max_len));
         }
@@ -207,68 +218,132 @@ class Scanner {
   }
 
   const NgramProposeParams& p_;
-  Shared& s_;
+  Shared<kThreads>& s_;
   int lane_, sequence_ = 0;
   bool aligned_;
 };
 
-// ---- grow
-// ----------------------------------------------------------------------------------------
+// ---- merge --------------------------------------------------------------------------------------
 
-// What the 32 matches (keys, one a lane) have at `depth`, and its noise. One warp a depth.
-__device__ void look_ahead(const NgramProposeParams& p, int64_t b, uint32_t key, int depth,
-                           Shared& s) {
-  const int lane = threadIdx.x % kWarpSize;
-  int32_t token = -1;
-  if (key != 0) {
-    int32_t sequence, position;
-    place_of(key, static_cast<int32_t>(p.max_len), &sequence, &position);
-    if (position + depth < s.length[sequence]) {
-      token = __ldg(p.tokens + s.slot[sequence] * p.max_len + position + depth);
-    }
+// The best keys of `count` warps, in the first of them: a power of 2. Called by the whole block.
+template <int kThreads>
+__device__ uint32_t merge_warps(uint32_t key, int count, Shared<kThreads>& s) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  for (int half = count / 2; half > 0; half /= 2) {
+    if (warp >= half && warp < 2 * half) s.list[warp][lane] = key;
+    __syncthreads();
+    if (warp < half) key = merge_keys(key, s.list[warp + half][lane], lane);
   }
-  float noise = 0.0f;
-  if (token >= 0 && p.temperature[b] >= kMinTemperature) {
-    const NoiseKey noise_of = noise_key(p.seed, p.request[b], NoiseDomain::kTarget);
-    const Philox4 r = noise_words(noise_of, s.root + depth, token >> 2);
-    const uint32_t low = token & 1 ? r.word[1] : r.word[0];
-    const uint32_t high = token & 1 ? r.word[3] : r.word[2];
-    noise = gumbel(token & 2 ? high : low);
-  }
-  s.token[depth - 1][lane] = token;
-  s.noise[depth - 1][lane] = noise;
+  return key;
 }
 
-// Builds the trie with one warp, a match a lane.
-class Trie {
+// The same for a team; every warp of the first block gets them.
+template <int kThreads>
+__device__ uint32_t merge_team(const Team<kThreads>& team, uint32_t key, Shared<kThreads>& s) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  key = merge_warps(key, Shared<kThreads>::kWarps, s);
+  if (warp == 0) s.list[0][lane] = key;
+  if (team.size() > 1) {
+    team.sync();
+    if (team.rank() == 0 && warp < team.size()) key = team.remote(&s.list[0][0], warp)[lane];
+    team.sync();  // read; the other blocks may end
+    if (team.rank() > 0) return 0;
+    key = merge_warps(key, team.size(), s);
+    if (warp == 0) s.list[0][lane] = key;
+  }
+  __syncthreads();
+  return s.list[0][lane];
+}
+
+// ---- look ---------------------------------------------------------------------------------------
+
+// The matches (keys, one a lane) as the levels of a trie see them.
+template <int kThreads>
+class Levels {
  public:
-  __device__ Trie(const NgramProposeParams& p, int64_t b, const Shared& s, uint32_t key)
+  __device__ Levels(const NgramProposeParams& p, int64_t b, Shared<kThreads>& s, uint32_t key)
       : p_(p),
         s_(s),
-        first_(b * p.nodes.capacity),
         lane_(threadIdx.x % kWarpSize),
+        key_(key),
         greedy_(!(p.temperature[b] >= kMinTemperature)),
-        node_(key == 0 ? -1 : 0) {
+        noise_key_(noise_key(p.seed, p.request[b], NoiseDomain::kTarget)) {
 #pragma unroll
     for (int n = 1; n <= kMaxNgram; ++n) {
       of_length_[n - 1] = __ballot_sync(kFullWarp, matched_of(key) == n);
     }
   }
 
-  // Returns the number of nodes.
-  __device__ int32_t run() {
-    if (lane_ == 0) write(0, s_.suffix[0], -1, 0.0f, 0);
-    int32_t count = 1;
-    for (int depth = 1; depth <= p_.depth; ++depth) {
-      const int32_t token = node_ >= 0 ? s_.token[depth - 1][lane_] : -1;
-      if (token < 0) node_ = -1;
-      if (!__any_sync(kFullWarp, token >= 0)) break;
-      count += grow(token, depth, count);
+  // Called by the whole block.
+  __device__ void run() {
+    const int warp = threadIdx.x / kWarpSize;
+    float noise[kRounds];
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int level = warp + r * Shared<kThreads>::kWarps;
+      if (level < p_.depth) noise[r] = read(level);
     }
-    return count;
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int level = warp + r * Shared<kThreads>::kWarps;
+      if (level < p_.depth) count(level, noise[r]);
+    }
+    __syncthreads();
   }
 
  private:
+  static constexpr int kRounds =
+      (kMaxDepth + Shared<kThreads>::kWarps - 1) / Shared<kThreads>::kWarps;
+
+  // Looks up the tokens of a level; returns their noise.
+  __device__ float read(int level) {
+    int32_t token = -1;
+    if (key_ != 0) {
+      int32_t sequence, position;
+      place_of(key_, static_cast<int32_t>(p_.max_len), &sequence, &position);
+      position += level + 1;
+      if (position < s_.length[sequence]) {
+        token = __ldg(p_.tokens + s_.slot[sequence] * p_.max_len + position);
+      }
+    }
+    const unsigned equal = __match_any_sync(kFullWarp, token);
+    s_.token[level][lane_] = token;
+    s_.equal[level][lane_] = token < 0 ? 0 : equal;
+    if (token < 0 || greedy_) return 0.0f;
+    const Philox4 r = noise_words(noise_key_, s_.root + level + 1, token >> 2);
+    const uint32_t low = token & 1 ? r.word[1] : r.word[0];
+    const uint32_t high = token & 1 ? r.word[3] : r.word[2];
+    return gumbel(token & 2 ? high : low);
+  }
+
+  // Finds who shares a node at a level, what it is worth and its place among its siblings.
+  __device__ void count(int level, float noise) {
+    unsigned parent = __ballot_sync(kFullWarp, key_ != 0);
+    for (int above = 0; above < level; ++above) parent &= s_.equal[above][lane_];
+    const int32_t token = s_.token[level][lane_];
+    const unsigned node = parent & s_.equal[level][lane_];
+    const unsigned family = parent & __ballot_sync(kFullWarp, token >= 0);
+    uint64_t rank = 0;
+    float gain = 0.0f;
+    if (node != 0) {
+      const int32_t weight = weigh(node);
+      const float log_count = log_f32(static_cast<float>(weight));
+      gain = log_share(weight, weigh(family));
+      const float score = greedy_ ? log_count : keyed_score(log_count, 1.0f, noise);
+      rank = lane_ == __ffs(node) - 1 ? rank_key(score, token) : 0;  // one lane speaks for a node
+    }
+    int place = 0;
+#pragma unroll 8
+    for (int other = 0; other < kWarpSize; ++other) {
+      const uint64_t other_rank = __shfl_sync(kFullWarp, rank, other);
+      place += (family >> other & 1) && other_rank > rank;
+    }
+    s_.node[level][lane_] = node;
+    s_.gain[level][lane_] = gain;
+    s_.place[level][lane_] = static_cast<uint8_t>(place);
+  }
+
   // A match longer by one token weighs four times as much.
   __device__ int32_t weigh(unsigned lanes) const {
     int32_t sum = 0;
@@ -277,78 +352,94 @@ class Trie {
     return sum;
   }
 
+  const NgramProposeParams& p_;
+  Shared<kThreads>& s_;
+  int lane_;
+  uint32_t key_;
+  bool greedy_;
+  NoiseKey noise_key_;
+  unsigned of_length_[kMaxNgram];  // the lanes whose match is n + 1 tokens long
+};
+
+// ---- grow ---------------------------------------------------------------------------------------
+
+// Writes the nodes with one warp, a match a lane.
+template <int kThreads>
+class Trie {
+ public:
+  __device__ Trie(const NgramProposeParams& p, int64_t b, const Shared<kThreads>& s)
+      : nodes_(p.nodes),
+        s_(s),
+        first_(b * p.nodes.capacity),
+        top_k_(static_cast<int>(p.top_k)),
+        lane_(threadIdx.x % kWarpSize) {}
+
+  // Returns the number of nodes.
+  __device__ int32_t run(int depth) {
+    if (lane_ == 0) write(0, s_.suffix[0], -1, 0.0f, 0);
+    int32_t count = 1;
+    for (int level = 0; level < depth; ++level) {
+      const int32_t added = grow(level, count);
+      if (added == 0) break;
+      count += added;
+    }
+    return count;
+  }
+
+ private:
   __device__ void write(int64_t at, int32_t token, int32_t parent, float score, int32_t depth) {
-    p_.nodes.token[first_ + at] = token;
-    p_.nodes.parent[first_ + at] = parent;
-    p_.nodes.score[first_ + at] = score;
-    p_.nodes.depth[first_ + at] = depth;
+    nodes_.token[first_ + at] = token;
+    nodes_.parent[first_ + at] = parent;
+    nodes_.score[first_ + at] = score;
+    nodes_.depth[first_ + at] = depth;
   }
 
   // Appends one level's nodes, moves the lanes to them, and returns how many there are.
-  __device__ int32_t grow(int32_t token, int depth, int32_t count) {
-    const uint64_t child = token < 0 ? ~uint64_t{0} : static_cast<uint64_t>(node_) << 32 | token;
-    const unsigned same = __match_any_sync(kFullWarp, child);
-    const unsigned family = __match_any_sync(kFullWarp, node_);
-    const int speaker = __ffs(same) - 1;  // of the lanes at one child
-    const int32_t weight = weigh(same);
-    const float log_count = token < 0 ? 0.0f : log_f32(static_cast<float>(weight));
-    const float score = token < 0 ? 0.0f : add_rn(score_, log_share(weight, weigh(family)));
-    const float noise = s_.noise[depth - 1][lane_];
-    const uint64_t rank =
-        rank_key(greedy_ ? log_count : keyed_score(log_count, 1.0f, noise), token);
-
-    // Siblings by rank, the best top_k of them; then the level's top_k by score.
-    bool kept = token >= 0 && lane_ == speaker;
-    const unsigned children = __ballot_sync(kFullWarp, kept);
-    int place = 0;  // among its siblings
-    for (unsigned rest = children; rest != 0; rest &= rest - 1) {
-      const int other = __ffs(rest) - 1;
-      const int32_t other_node = __shfl_sync(kFullWarp, node_, other);
-      const uint64_t other_rank = __shfl_sync(kFullWarp, rank, other);
-      place += other_node == node_ && other_rank > rank;
-    }
-    kept = kept && place < p_.top_k;
-    unsigned level = __ballot_sync(kFullWarp, kept);
+  __device__ int32_t grow(int level, int32_t count) {
+    const unsigned lanes = s_.node[level][lane_];
+    const int place = s_.place[level][lane_];
+    const float score = add_rn(score_, s_.gain[level][lane_]);
+    const int speaker = lanes != 0 ? __ffs(lanes) - 1 : lane_;
     const int32_t order = node_ << 8 | place;  // by parent, then by rank
-    if (__popc(level) > p_.top_k) {
+    bool kept = node_ >= 0 && lanes != 0 && lane_ == speaker && place < top_k_;
+    unsigned all = __ballot_sync(kFullWarp, kept);
+    if (__popc(all) > top_k_) {
       int better = 0;
-      for (unsigned rest = level; rest != 0; rest &= rest - 1) {
+      for (unsigned rest = all; rest != 0; rest &= rest - 1) {
         const int other = __ffs(rest) - 1;
         const float other_score = __shfl_sync(kFullWarp, score, other);
         const int32_t other_order = __shfl_sync(kFullWarp, order, other);
         better += other_score > score || (other_score == score && other_order < order);
       }
-      kept = kept && better < p_.top_k;
-      level = __ballot_sync(kFullWarp, kept);
+      kept = kept && better < top_k_;
+      all = __ballot_sync(kFullWarp, kept);
     }
     int32_t at = count;
-    for (unsigned rest = level; rest != 0; rest &= rest - 1) {
+    for (unsigned rest = all; rest != 0; rest &= rest - 1) {
       at += __shfl_sync(kFullWarp, order, __ffs(rest) - 1) < order;
     }
-    if (kept) write(at, token, node_, score, depth);
-    const int32_t node = __shfl_sync(kFullWarp, kept ? at : -1, speaker);
-    score_ = __shfl_sync(kFullWarp, score, speaker);
-    node_ = token < 0 ? -1 : node;
-    return __popc(level);
+    if (kept) write(at, s_.token[level][lane_], node_, score, level + 1);
+    node_ = __shfl_sync(kFullWarp, kept ? at : -1, speaker);
+    score_ = score;  // lanes at one node have the same
+    return __popc(all);
   }
 
-  const NgramProposeParams& p_;
-  const Shared& s_;
+  const NodeStore& nodes_;
+  const Shared<kThreads>& s_;
   int64_t first_;
-  int lane_;
-  bool greedy_;
-  int32_t node_;                   // where this lane's match stands; -1 = nowhere any more
-  float score_ = 0.0f;             // of that node
-  unsigned of_length_[kMaxNgram];  // the lanes whose match is n + 1 tokens long
+  int top_k_, lane_;
+  int32_t node_ = 0;    // where this lane's match stands; -1 = nowhere any more
+  float score_ = 0.0f;  // of that node
 };
 
-// ---- the block
-// -----------------------------------------------------------------------------------
+// ---- the kernel ---------------------------------------------------------------------------------
 
 // Reads who the request and its group are; bad numbers set the status and are left out.
-__device__ void set_up(const NgramProposeParams& p, int64_t b, Shared& s) {
+template <int kThreads>
+__device__ void set_up(const NgramProposeParams& p, int64_t b, bool reports, Shared<kThreads>& s) {
   const int t = threadIdx.x;
   const int32_t own = p.slot[b], root = p.context_len[b];
+  const int32_t slot = t < p.group_size ? p.group_slots[b * p.group_size + t] : -1;
   const bool known = own >= 0 && own < p.num_slots && root >= 0 && root < p.max_len;
   bool bad = t == 0 && !known && own != -1;
   if (t == 0) s.root = known ? root : -1;
@@ -356,56 +447,57 @@ __device__ void set_up(const NgramProposeParams& p, int64_t b, Shared& s) {
     s.suffix[t] = root >= t ? __ldg(p.tokens + own * p.max_len + root - t) : -1;
   }
   if (known && t < p.group_size) {
-    const int32_t slot = p.group_slots[b * p.group_size + t];
     const bool in_range = slot >= 0 && slot < p.num_slots;
     int32_t length = in_range ? p.length[slot] : 0;
     if (slot == own) length = root + 1;
-    bad |= length < 0 || length > p.max_len || !(in_range || slot == -1);
-    if (length < 0 || length > p.max_len) length = 0;
+    const bool fits = length >= 0 && length <= p.max_len;
+    bad |= !fits || !(in_range || slot == -1);
+    if (!fits) length = 0;
     s.slot[t] = slot;
     s.length[t] = length;
+    s.chunks[t] = (max(length, 1) - 1 + kChunk - 1) / kChunk;
   }
-  if (bad) atomicOr(&p.status[b], kStatusBadLength);
+  if (bad && reports) atomicOr(&p.status[b], kStatusBadLength);
   __syncthreads();
   if (known && t <= p.group_size) {
-    int32_t chunks = 0;
-    for (int g = 0; g < t; ++g) chunks += (max(s.length[g], 1) - 1 + kChunk - 1) / kChunk;
-    s.first_chunk[t] = chunks;
+    int32_t sum = 0;
+#pragma unroll 8
+    for (int g = 0; g < t; ++g) sum += s.chunks[g];
+    s.first_chunk[t] = sum;
   }
   __syncthreads();
 }
 
+template <int kThreads>
 __global__ void __launch_bounds__(kThreads) propose_kernel(const NgramProposeParams p) {
-  __shared__ Shared s;
-  const int64_t b = blockIdx.x;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  set_up(p, b, s);
-  if (s.root < 0) {
-    if (threadIdx.x == 0) p.nodes.count[b] = 0;
+  __shared__ Shared<kThreads> s;
+  Team<kThreads> team;
+  const int64_t b = team.item();
+  set_up(p, b, team.rank() == 0, s);
+  if (s.root < 0) {  // the same for the whole team
+    if (team.thread() == 0) p.nodes.count[b] = 0;
     return;
   }
-  uint32_t key = Scanner(p, s).run(warp);
-  for (int half = kWarps / 2; half > 0; half /= 2) {
-    if (warp >= half && warp < 2 * half) s.list[warp][lane] = key;
-    __syncthreads();
-    if (warp < half) key = merge_keys(key, s.list[warp + half][lane], lane);
-  }
-  if (warp == 0) s.list[0][lane] = key;
-  __syncthreads();
-  key = s.list[0][lane];
-  if (warp < p.depth) look_ahead(p, b, key, warp + 1, s);
-  __syncthreads();
-  if (warp > 0) return;
-  const int32_t count = Trie(p, b, s, key).run();
-  if (lane == 0) p.nodes.count[b] = count;
+  const uint32_t key = merge_team(team, Scanner<kThreads>(p, s).run(team), s);
+  if (team.rank() > 0) return;
+  Levels<kThreads>(p, b, s, key).run();
+  if (threadIdx.x >= kWarpSize) return;
+  const int32_t count = Trie<kThreads>(p, b, s).run(static_cast<int>(p.depth));
+  if (threadIdx.x == 0) p.nodes.count[b] = count;
 }
 
 }  // namespace
 
 void ngram_propose_cuda(const NgramProposeParams& p, int device, uintptr_t stream) {
+  constexpr const char* op = "ngram_propose";
   const DeviceGuard guard(device);
-  propose_kernel<<<static_cast<unsigned>(p.num_requests), kThreads, 0, as_stream(stream)>>>(p);
-  check_cuda(cudaGetLastError(), "ngram_propose");
+  if (is_hopper()) {
+    return launch(op, propose_kernel<kTeamThreads>,
+                  {p.num_requests, kTeamThreads, 0, kMaxTeam, false}, as_stream(stream), p);
+  }
+  propose_kernel<kAloneThreads>
+      <<<static_cast<unsigned>(p.num_requests), kAloneThreads, 0, as_stream(stream)>>>(p);
+  check_cuda(cudaGetLastError(), op);
 }
 
 }  // namespace tlt
