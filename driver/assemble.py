@@ -283,8 +283,10 @@ def longest_request(config: Config, spec: ModelSpec, prompt_len: int) -> int:
 def max_rows(config: EngineConfig, arms: tuple[Strategy, ...]) -> int:
     """Rows of the largest pass: plain, speculative or prefill."""
     speculative = max((arm.num_verify for arm in arms), default=1)
-    batch = min(config.max_batch, config.spec_max_batch)
-    return max(config.max_batch, batch * speculative, config.prefill_chunk)
+    rows = min(config.max_batch, config.spec_max_batch) * speculative
+    if config.spec_max_rows:
+        rows = min(rows, config.spec_max_rows)
+    return max(config.max_batch, rows, config.prefill_chunk)
 
 
 def auto_pages(config: EngineConfig, arms: tuple[Strategy, ...], longest: int) -> int:

@@ -27,7 +27,7 @@ from driver.config import Config, load_config
 from driver.drafter import DraftSpec
 from driver.errors import UserError
 from driver.footprint import FLOAT, Footprint, empty_policy, footprint, held_bytes, table
-from driver.rollout.plan import GraphCost
+from driver.rollout.plan import Cell, GraphCost
 from driver.strategy import OFF
 from driver.tasks import make_task
 from driver.weights import resolve_model
@@ -246,7 +246,7 @@ def rollout_seconds(
     responses = config.grpo.prompts_per_step * config.grpo.samples_per_prompt
     lengths = tail_lengths(responses, mean, config.sampling.max_new_tokens)
     seconds = 2 * matrix * config.grpo.prompts_per_step * prompt_len / limits.flops_per_s
-    launches = limits.launch_s * GraphCost(spec.num_layers).nodes(OFF)
+    launches = limits.launch_s * GraphCost(spec.num_layers).nodes(Cell(1, OFF))
     running = list(lengths[: config.engine.max_batch])  # the pass at which each ends
     heapq.heapify(running)
     waiting, now = list(lengths[config.engine.max_batch :]), 0

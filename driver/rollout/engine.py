@@ -82,6 +82,7 @@ class RolloutEngine:
         self.page_limit: int | None = None  # use fewer pages than there are (tests of preemption)
         self.stats = RolloutStats()
         self.spans = Spans("rollout")
+        self.spec_max_rows = config.spec_max_rows or model.max_rows
         self.prefill = Prefill(model, cache, config.prefill_chunk)
         device, size = cache.k.device, cache.page_size
         max_len = min(model.spec.max_position, cache.num_pages * size)
@@ -116,7 +117,7 @@ class RolloutEngine:
             config.spec_max_batch,
             parse_strategies(config.strategies),
             self.bandit.config.buckets,
-            self.model.max_rows,
+            self.spec_max_rows,
             GraphCost(self.model.spec.num_layers, loop),
             budget,
         )
@@ -195,7 +196,8 @@ class RolloutEngine:
                 return False
             # A prompt of one token has nothing committed that a drafter could start from.
             started = all(s.context_len > 0 for s in running)
-            return started and self.runner.covers(len(running), arm)
+            narrow = len(running) * arm.num_verify <= self.spec_max_rows
+            return started and narrow and self.runner.covers(len(running), arm)
 
         return self.bandit.choose(len(running), usable)
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from driver.model import FUSED_ROWS
 from driver.strategy import OFF, Strategy
 
 # Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (profiling/README.md).
@@ -40,18 +41,20 @@ class GraphCost:
     num_layers: int
     loop: bool = True
 
-    def nodes(self, strategy: Strategy) -> int:
-        """Launches of a pass; they depend on the strategy, hardly on the batch."""
-        target = 6 * self.num_layers + 7
+    def nodes(self, cell: Cell) -> int:
+        """Launches of a pass: more where rows are too many for fused ops."""
+        strategy = cell.strategy
+        target = (6 if cell.rows <= FUSED_ROWS else 10) * self.num_layers + 8
         if strategy.kind == "ngram":
             return target + 7
         if strategy.kind == "learned":
-            return target + 15 + 9 * (strategy.depth - 1)
+            first, level = (15, 10) if cell.batch * strategy.top_k <= FUSED_ROWS else (18, 13)
+            return target + first + level * (strategy.depth - 1)
         return target
 
-    def bytes_of(self, strategy: Strategy) -> int:
+    def bytes_of(self, cell: Cell) -> int:
         """Predicted device memory."""
-        return self.nodes(strategy) * NODE_BYTES + GRAPH_BYTES + self.loop * LOOP_BYTES
+        return self.nodes(cell) * NODE_BYTES + GRAPH_BYTES + self.loop * LOOP_BYTES
 
 
 def plain_buckets(max_batch: int) -> list[int]:
@@ -83,7 +86,7 @@ class BucketPlan:
         spec_max_batch: most that may speculate.
         strategies: arms that can be captured; `off` is always planned.
         spec_buckets: batch sizes of speculation, rising; those past `spec_max_batch` are cut to it.
-        max_rows: most rows of a pass.
+        max_rows: most rows of a speculative pass.
         cost: the memory model.
         budget_bytes: device memory for graphs; 0 = no limit.
 
@@ -119,13 +122,14 @@ class BucketPlan:
         self.dropped: list[Cell] = []
         kept, bytes_left = [], budget_bytes
         for cell in wanted:
-            need = cost.bytes_of(cell.strategy)
-            if cell.rows > max_rows or (budget_bytes and need > bytes_left):
+            need = cost.bytes_of(cell)
+            too_wide = cell.strategy != OFF and cell.rows > max_rows
+            if too_wide or (budget_bytes and need > bytes_left):
                 self.dropped.append(cell)
                 continue
             bytes_left -= need
             kept.append(cell)
-        self.predicted_bytes = sum(cost.bytes_of(cell.strategy) for cell in kept)
+        self.predicted_bytes = sum(cost.bytes_of(cell) for cell in kept)
         self.cells = sorted(kept, key=lambda c: (-c.rows, -c.batch, c.strategy))
         self._buckets: dict[Strategy, list[int]] = {}
         for cell in sorted(kept, key=lambda c: c.batch):

@@ -27,11 +27,13 @@ PRESET = ["preset=h100"]
 SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 QUICK_BATCHES = [1, 32]  # of the targets
-STRATEGIES = ["ngram:6,1,7", "learned:4,1,5", "learned:4,4,16", "learned:8,4,32"]
+STRATEGIES = ["ngram:6,1,7", "learned:2,1,3", "learned:4,1,5", "learned:4,4,16", "learned:8,4,32"]
 DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
 SWEEP_DEPTHS, SWEEP_TOP_K, SWEEP_ROWS = [2, 4, 6, 8, 12], [1, 2, 4, 8], 32
 TAIL = 8  # requests, the most of a tail
 TOKENS = {TAIL: 1024, 32: 256, 256: 96}  # new tokens of a request, by the largest batch
+SYNTHETIC_TOKENS = 48  # where nothing is accepted, these are as many passes
+MAX_ROWS = 1024  # of a pass; a case with more is left out
 
 
 class CountingRunner:
@@ -61,7 +63,7 @@ def sweep() -> list[str]:
 
 
 def measure(
-    rollout: Rollout, subject: Subject, strategy: str, batch: int, *, stop: bool
+    rollout: Rollout, subject: Subject, strategy: str, batch: int, *, synthetic: bool
 ) -> dict[str, Any]:
     """Decodes with one strategy until the first request ends.
 
@@ -70,7 +72,8 @@ def measure(
         of the whole rollout after its first pass began.
     """
     tokens = next(count for most, count in TOKENS.items() if batch <= most)
-    requests = subject.requests([tokens] * batch, stop=stop)
+    tokens = SYNTHETIC_TOKENS if synthetic else tokens
+    requests = subject.requests([tokens] * batch, stop=not synthetic)
     recorder = fix_bandit(rollout, policy="static", static=strategy)
     engine = rollout.engine
     engine.generate(requests, record=False)  # graphs, clocks, caches
@@ -130,6 +133,7 @@ def grid(
     rollout = subject.rollout(
         f"engine.max_batch={top}",
         f"engine.spec_max_batch={top}",
+        f"engine.spec_max_rows={MAX_ROWS}",
         f"engine.strategies={listed}",
         f"bandit.buckets={list(batches)}",
         "engine.num_pages=0",
@@ -140,10 +144,11 @@ def grid(
     for batch in batches:
         for strategy in ["off", *strategies]:
             case = f"{subject.name} b{batch} {strategy}"
-            if not bench.wanted(case):
+            if not bench.wanted(case) or batch * Strategy.parse(strategy).num_verify > MAX_ROWS:
                 continue
-            stop = accepts is None
-            got = out[batch, strategy] = measure(rollout, subject, strategy, batch, stop=stop)
+            synthetic = accepts is not None
+            got = measure(rollout, subject, strategy, batch, synthetic=synthetic)
+            out[batch, strategy] = got
             more: dict[str, Any] = {}
             if accepts is not None and strategy != str(OFF):
                 if strategy not in accepts:

@@ -32,8 +32,8 @@ from profiling.subjects import Subject, fix_bandit, of_checkpoint
 from profiling.workload import Recording, Window, trace_lengths
 
 PRESET = ["preset=h100"]
-STATIC = ["ngram:6,1,7", "learned:4,1,5", "learned:4,4,16", "learned:8,4,32"]
-BUCKETS = [1, 2, 4, 8, 16, 32]
+STATIC = ["ngram:6,1,7", "learned:2,1,3", "learned:4,1,5", "learned:4,4,16", "learned:8,4,32"]
+BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
 ROUNDS, QUICK_ROUNDS = 3, 1
 LEARNING = ("beg", "ucb")
 HF_STEPS = 32  # tokens of each request

@@ -132,9 +132,7 @@ def test_the_memory_model_is_within_15_percent(looped):
     cost = GraphCost(looped.target.spec.num_layers)
     assert len(usage) == len(graphs.plan.cells)
     for cell in graphs.plan.cells:
-        assert cost.bytes_of(cell.strategy) == pytest.approx(
-            usage[str(cell)].charged_bytes, rel=0.15
-        )
+        assert cost.bytes_of(cell) == pytest.approx(usage[str(cell)].charged_bytes, rel=0.15), cell
 
 
 def test_new_weights_keep_the_graphs(policy):

@@ -52,7 +52,7 @@ def test_a_pass_larger_than_the_buffers_is_not_planned():
 def test_no_arm_without_memory():
     for budget in range(100_000, 4_000_000, 130_000):
         plan = make(budget=budget)
-        assert plan.predicted_bytes == sum(COST.bytes_of(c.strategy) for c in plan.cells)
+        assert plan.predicted_bytes == sum(COST.bytes_of(c) for c in plan.cells)
         assert plan.predicted_bytes <= budget
         assert not set(plan.cells) & set(plan.dropped)
         assert len(plan.cells) + len(plan.dropped) == len(make().cells)
@@ -68,10 +68,11 @@ def test_the_largest_is_captured_first():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "nodes"), [("off", 187), ("ngram:4,1,5", 194), ("learned:4,2,8", 229)]
+    ("batch", "strategy", "nodes"),
+    [(1, "off", 188), (9, "off", 308), (1, "ngram:4,1,5", 195), (1, "learned:4,2,8", 233)],
 )
-def test_the_memory_model_counts_launches(strategy, nodes):
+def test_the_memory_model_counts_launches(batch, strategy, nodes):
     """As tests/driver/test_launches.py and profiling/README.md count them, of 30 layers."""
-    arm = Strategy.parse(strategy)
-    assert GraphCost(30).nodes(arm) == nodes
-    assert GraphCost(30).bytes_of(arm) - GraphCost(30, loop=False).bytes_of(arm) == 128 << 10
+    cell = Cell(batch, Strategy.parse(strategy))
+    assert GraphCost(30).nodes(cell) == nodes
+    assert GraphCost(30).bytes_of(cell) - GraphCost(30, loop=False).bytes_of(cell) == 128 << 10

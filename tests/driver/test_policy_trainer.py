@@ -287,7 +287,7 @@ def test_entropy_bonus_makes_the_policy_less_sure():
 @pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # they are another model's
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_tokens_make_equal_policies_on_a_card(dtype):
-    """And the packed attention of half precision agrees with that of float32."""
+    """And the packed attention of half precision is as near to float32 as the CPU's."""
     model = make_model(dtype).cuda()
     responses = make_responses(make_model())
     states = []
@@ -296,11 +296,13 @@ def test_equal_tokens_make_equal_policies_on_a_card(dtype):
         PolicyTrainer(again, Cfg(lr=1e-2)).update(responses, REWARDS)
         states.append([p.detach() for p in again.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
-    exact = make_model().cuda()
-    batch = build_micro_batch(responses, range(8), "cuda")
+    found = {}
     with torch.no_grad():
-        got, want = (PolicyTrainer(m, Cfg())._logprobs(m, batch)[0] for m in (model, exact))
-    assert (got - want).abs().max() < (0.1 if dtype == torch.bfloat16 else 1e-6)
+        for name, one in {"card": model, "cpu": make_model(dtype), "exact": make_model()}.items():
+            batch = build_micro_batch(responses, range(8), one.device)
+            found[name] = PolicyTrainer(one, Cfg())._logprobs(one, batch)[0].cpu()
+    error = {name: (found[name] - found["exact"]).abs().max() for name in ("card", "cpu")}
+    assert error["card"] < max(2 * error["cpu"], 1e-6)
 
 
 def test_update_does_not_depend_on_finishing_order():
