@@ -305,10 +305,16 @@ class DraftStep:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over an optimizer's state; captured steps hold the old one and go.
+        """Takes over an optimizer's state: in place after a step, so captured ones stay valid.
 
         The learning rate stays this run's: a warm start may have been made with another.
         """
+        mine, theirs = self.optimizer.state_dict()["state"], state["state"]
+        if mine.keys() == theirs.keys():
+            for index, values in theirs.items():
+                for name, value in values.items():
+                    mine[index][name].copy_(value)
+            return
         self._graphs.clear()
         self.optimizer.load_state_dict(state)
         for group in self.optimizer.param_groups:

@@ -123,6 +123,21 @@ def test_a_captured_step_that_is_not_finite_changes_nothing(policy):
     assert all(bool(v.isfinite().all()) for v in spot.drafter.state_dict().values())
 
 
+def test_captured_steps_go_on_with_a_state_that_was_taken_over(policy):
+    """As ranks do that train in turns."""
+    spots = [trainer(policy), trainer(policy)]
+    for index, spot in enumerate(spots):
+        fill(spot, seed=index)
+        steps(spot, 3)
+    spots[0].load_state_dict(spots[1].state_dict())
+    graphs = dict(spots[0].step._graphs)
+    spots[0].buffer.clear()
+    fill(spots[0], seed=1)
+    losses = [steps(spot, 3) for spot in spots]
+    assert spots[0].step._graphs == graphs and len(graphs) == 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
 def test_spilled_features_are_the_same_numbers(policy):
     losses = []
     for words in ((), ("spot.buffer_tokens=160", "spot.spill_tokens=320")):

@@ -280,6 +280,21 @@ def test_resumed_training_continues_with_the_same_bits(parts):
     assert trainer.buffer.seen_tokens == resumed.buffer.seen_tokens
 
 
+def test_a_state_is_taken_over_in_place_once_steps_were_made(parts):
+    """Captured steps read the moments where they lie."""
+    trainer, other = parts.trainer(), build_parts().trainer()
+    for one, seed in ((trainer, 1), (other, 2)):
+        fill(one, parts, [seed])
+        for _ in range(3):
+            one.on_pass(1)
+    moments = [x for s in trainer.step.optimizer.state.values() for x in s.values()]
+    trainer.load_state_dict(other.state_dict())
+    after = [x for s in trainer.step.optimizer.state.values() for x in s.values()]
+    assert all(a is b for a, b in zip(moments, after, strict=True)) and len(moments) > 9
+    wanted = [x for s in other.step.optimizer.state.values() for x in s.values()]
+    assert all(torch.equal(a, b) for a, b in zip(after, wanted, strict=True))
+
+
 def test_the_draft_vocabulary_is_rebuilt_from_rollouts(parts):
     trainer = parts.trainer(final_steps=1)
     document = parts.document(60, 1)
