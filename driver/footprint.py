@@ -251,7 +251,12 @@ def _engine_parts(
         limits = engine.max_batch, engine.spec_max_batch
         arms = parse_strategies(engine.strategies)
         plan = BucketPlan(
-            *limits, arms, config.bandit.buckets, engine.spec_max_rows or target.max_rows, cost, engine.graph_mib << 20
+            *limits,
+            arms,
+            config.bandit.buckets,
+            engine.spec_max_rows or target.max_rows,
+            cost,
+            engine.graph_mib << 20,
         )
         held[GRAPHS] = plan.predicted_bytes
     return held
