@@ -20,6 +20,7 @@ from profiling.benches.drafter import compare
 from profiling.benches.grpo import WARMED
 from profiling.drafting import Sizes, Study, first_acceptance
 from profiling.subjects import of_checkpoint
+from tests import kit
 
 WORDS = [
     "preset=tiny",
@@ -152,24 +153,40 @@ def test_overlap_is_a_table_and_a_tail(monkeypatch, chosen):
         assert cases["SmolLM2, tail of 8"]["steps"] > 0
 
 
-def test_memory_is_what_was_predicted(monkeypatch):
-    """Of live storages on the CPU, where there is no allocator to ask."""
-
-    def storages() -> int:
-        gc.collect()
-        live = [x.untyped_storage() for x in gc.get_objects() if type(x) in (Tensor, Parameter)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in live}.values())
-
-    monkeypatch.setattr(draft_cost, "allocated", storages)
-    words = [*WORDS, "model.hidden_size=64"]  # wide against a bin's copies on the host
+def memory_over_predicted(*words):
+    """Part -> what was asked of the allocator over the prediction."""
+    # Wide against a bin's copies on the host.
+    words = [*WORDS, "model.hidden_size=64", *words]
     subject = of_checkpoint("tiny", words, warmed=False, note=lambda line: None)
     bench = Bench("drafter", copy_gb_per_s=float("nan"), only="memory")
     compare(bench, subject, replace(SMALL, bin=256))
+    assert not bench.failed
     rows = {row["case"]: row for row in bench.rows if row["case"].startswith("memory")}
+    return {case: row["requested_over_predicted"] for case, row in rows.items()}
+
+
+def test_memory_is_what_was_predicted(monkeypatch):
+    """Of live storages on the CPU, where there is no allocator to ask."""
+
+    def storages() -> tuple[int, int]:
+        gc.collect()
+        live = [x.untyped_storage() for x in gc.get_objects() if type(x) in (Tensor, Parameter)]
+        size = sum({storage.data_ptr(): storage.nbytes() for storage in live}.values())
+        return size, size
+
+    monkeypatch.setattr(draft_cost, "allocated", storages)
+    found = memory_over_predicted()
     names = ("weights", "bin", "gradients", "optimizer", "handed over", "features")
-    assert list(rows) == [f"memory, {name}" for name in names]
-    for case, row in rows.items():
-        assert row["measured_over_predicted"] == pytest.approx(1, abs=0.1), case
+    assert list(found) == [f"memory, {name}" for name in names]
+    for case, ratio in found.items():
+        assert ratio == pytest.approx(1, abs=0.1), case
+
+
+@kit.gpu
+@kit.needs_gpu
+def test_memory_of_a_card_is_what_was_predicted():
+    for case, ratio in memory_over_predicted("run.device=cuda", "model.dtype=bfloat16").items():
+        assert ratio == pytest.approx(1, abs=0.1), case
 
 
 def test_the_task_of_the_drafter_is_not_that_of_the_warm_start():
