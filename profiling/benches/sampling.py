@@ -2,7 +2,8 @@
 
 Every case runs on inputs that together exceed the L2 several times over. `read_us` is one read of
 the logits by a plain sum of the same size; `noise_x` is a sampled batch over a greedy one, which
-differ by the noise alone. Peers: softmax and multinomial in torch, and top-p there by sorting.
+differ by the noise alone. Peers: softmax and multinomial in torch, and top-p there by sorting;
+FlashInfer's samplers, which draw from logits and, for top-p, from probabilities made beforehand.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 
 import tlt_ext
 from profiling import timing
-from profiling.bench import Bench
+from profiling.bench import Bench, say
 
 VOCAB = 151_936
 DRAFT_VOCAB = 16_384
@@ -71,6 +72,27 @@ def torch_top_p(logits: torch.Tensor) -> torch.Tensor:
     return ids.gather(-1, torch.multinomial(probs, 1))
 
 
+def flashinfer_arms(inputs: list[torch.Tensor]) -> dict[str, list[Callable[[], object]]]:
+    """Calls of FlashInfer's samplers on the same rows; none where it does not run."""
+    try:
+        from flashinfer import sampling
+
+        probs = [torch.softmax(logits.float(), -1) for logits in inputs]
+        wide = [logits.float() for logits in inputs]
+        arms: dict[str, list[Callable[[], object]]] = {
+            "flashinfer": [lambda x=x: sampling.sampling_from_logits(x) for x in wide],
+            "flashinfer_top_p": [
+                lambda p=p: sampling.top_p_sampling_from_probs(p, 0.9) for p in probs
+            ],
+        }
+        for calls in arms.values():
+            timing.record(calls[0])
+    except Exception as error:  # another library's failure costs its own numbers only
+        say(f"no flashinfer: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        return {}
+    return arms
+
+
 def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
     rows = f"b{batch} peaked" if peaked else f"b{batch}"
     case = f"sample {rows}"
@@ -93,9 +115,11 @@ def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
         name: [lambda op=op, logits=logits: op(logits) for logits in inputs]
         for name, op in ops.items()
     }
+    if not bench.quick:
+        arms |= flashinfer_arms(inputs)
     times = timing.measure_in_turn(arms)
     floor_us = num_bytes / bench.copy_gb_per_s / 1e3
-    peers = {name: times[name] for name in ("torch",) if name in times}
+    peers = {name: times[name] for name in ("torch", "flashinfer") if name in times}
     row = bench.add(
         case,
         times["sample"],
@@ -105,7 +129,7 @@ def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
         noise_x=round(times["sample"].median_us / times["greedy"].median_us, 3),
         over_read_x=round(times["sample"].median_us / floor_us, 3),
     )
-    peers = {name: times[name] for name in ("torch_top_p",) if name in times}
+    peers = {name: times[name] for name in ("torch_top_p", "flashinfer_top_p") if name in times}
     top_p = bench.add(f"sample top-p 0.9 {rows}", times["top_p"], num_bytes, peers)
     bench.add(f"sample greedy {rows}", times["greedy"], num_bytes)
     if batch == 64 and not peaked:
