@@ -68,6 +68,7 @@ def test_all_children_hold_the_token_by_every_rule():
 def test_the_benchmark_runs_whole_on_the_cpu(monkeypatch):
     monkeypatch.setattr(drafter, "MEASURED_ROWS", 100)
     monkeypatch.setattr(drafter, "SCORE_TEMPERATURES", [0.0, 1.0])
+    monkeypatch.setattr(draft_cost, "allocated", lambda: (0, 0))  # a card's allocator
     subject = of_checkpoint("tiny", WORDS, warmed=False, note=lambda line: None)
     bench = Bench("drafter", copy_gb_per_s=float("nan"))
     compare(bench, subject, SMALL)
