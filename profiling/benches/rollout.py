@@ -66,15 +66,18 @@ class Arms:
         """One round of an arm, after one that is not counted.
 
         A bandit that learns goes on with what it knows; its very first round is an arm of its own.
+        When hurried, other arms are counted at once, but for the very first.
         """
         engine, requests = rollout.engine, self.subject.requests(self.lengths, stop=False)
-        for counted in [True] if name in self.times else [False, True]:
+        learns = settings["policy"] in LEARNING
+        warm = name in self.times or (self.bench.quick and bool(self.times) and not learns)
+        for counted in [True] if warm else [False, True]:
             recorder = fix_bandit(rollout, **settings)
             if name in self._learned:
                 recorder.bandit.load_state_dict(self._learned[name])
             engine.forget()
             engine.generate(requests, record=False)
-            if settings["policy"] in LEARNING:
+            if learns:
                 self._learned[name] = recorder.bandit.state_dict()
             elif not counted:
                 continue
