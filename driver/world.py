@@ -124,8 +124,9 @@ class World:
             who = ", ".join(lost) or "a rank that had come"
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"{who} was lost or did not answer, rank {self.rank} waited for it after {phase}"
-                f" ({reason}): the run stops here; run.resume=true goes on from its last checkpoint"
+                f"{who} was lost or did not answer in run.timeout_s={self.timeout_s:g}, rank"
+                f" {self.rank} waited for it after {phase} ({reason}): the run stops here;"
+                " run.resume=true goes on from its last checkpoint"
             ) from error
 
     def where(self) -> str:
