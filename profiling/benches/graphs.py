@@ -25,7 +25,7 @@ from driver.strategy import parse_strategies
 from profiling.bench import Bench, say
 from profiling.subjects import QWEN2_7B, of_shape
 
-MAX_BATCH, SPEC_BATCH = 256, 32
+MAX_BATCH, SPEC_BATCH, SPEC_ROWS = 256, 32, 1024
 STRATEGIES = [
     "learned:2,1,3",
     "learned:4,1,5",
@@ -62,6 +62,7 @@ def words_of(case: str) -> list[str]:
     return [
         *WORDS,
         f"engine.spec_max_batch={batch}",
+        f"engine.spec_max_rows={SPEC_ROWS if case == 'ours' else 0}",
         f"engine.strategies={' '.join(['off', *strategies])}",
         f"bandit.buckets={plain_buckets(batch) if case != 'ours' else [1, 2, 4, 8, 16, 32]}",
     ]
