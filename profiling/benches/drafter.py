@@ -103,6 +103,7 @@ def warmed(bench: Bench, subject: Subject) -> None:
         f"engine.strategies={' '.join(['off', *WARMED_STRATEGIES])}",
         f"engine.max_batch={prompts}",
         f"engine.spec_max_batch={prompts}",
+        "engine.spec_max_rows=0",
         "engine.num_pages=0",
         "engine.graphs=false",  # each pass runs once
         "spot.mode=off",

@@ -79,6 +79,7 @@ def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool
         f"engine.spec_max_batch={size.batch}",
         f"engine.strategies={' '.join([str(OFF), *captured])}",
         f"engine.prefill_chunk={rows}",  # the oracle's rows must fit, too
+        "engine.spec_max_rows=0",
         "engine.num_pages=0",
         f"bandit.buckets={sorted({-(-size.batch // part) for part in (16, 4, 1)})}",
         longest=max(map(len, ids)) + size.longest,
