@@ -156,9 +156,6 @@ class Collector:
     def _shares(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Indices of the prompts of each rank, by how long their responses were last time."""
         expected = self.lengths.expected([prompt.text for prompt in prompts])
-        if len(prompts) < self.world.size:  # a refill: the last ranks have nothing to do
-            few = split_by_length(expected, len(prompts))
-            return few + [[] for _ in range(self.world.size - len(prompts))]
         return split_by_length(expected, self.world.size)
 
     def _together(

@@ -255,7 +255,7 @@ def split_by_length(expected: Sequence[float], parts: int) -> list[list[int]]:
 
     Args:
         expected: length of each item.
-        parts: at most the number of items.
+        parts: with fewer items the last ones are empty.
 
     Returns:
         Indices of each part, rising; sizes differ by one at most.

@@ -324,6 +324,10 @@ def test_a_prompt_that_returns_is_expected_to_be_as_long_as_before(tmp_path):
     assert len(made.collector.lengths._means) == 4  # of eight drawn
 
 
+def test_fewer_items_than_parts_leave_the_last_ones_empty():
+    assert split_by_length([3.0, 5.0], 4) == [[1], [0], [], []]
+
+
 def test_long_responses_are_spread():
     split = split_by_length([100, 1, 1, 100, 1, 1, 100, 1, 1], 3)
     assert [sum(i % 3 == 0 for i in part) for part in split] == [1, 1, 1]
