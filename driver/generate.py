@@ -20,7 +20,7 @@ from driver.config import load_config
 from driver.errors import UserError
 from driver.rollout.request import Request, Response, SamplingParams, request_id
 from driver.strategy import Strategy, parse_strategies
-from driver.warm import drafter_state
+from driver.warm import adopt_drafter, drafter_state
 
 WARM_SAMPLES = 8  # responses a drafter without a past learns from
 
@@ -95,8 +95,7 @@ class Generator:
         self.config = config
         self.rollout: Rollout = build_rollout(config, spec, policy.state_dict(), longest)
         self.ids = ids
-        if state is not None and self.rollout.spot is not None:
-            self.rollout.spot.load_state_dict(state)
+        adopt_drafter(self.rollout.spot, state, _report)
 
     def _encode(self, text: str) -> list[int]:
         """The prompt in the model's chat form, where it has one."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,34 @@ class Checkpoint:
             >>> Checkpoint(Path("step-000010"), 10).restore("bandit", bandit.load_state_dict)
             ... # doctest: +SKIP
         """
-        try:
+        with earlier_versions(
+            f"{self.path}: state/{name}.pt",
+            f"it cannot be resumed, model.path={self.path} starts a new run from its policy",
+        ):
             load(self.state(name))
-        except KeyError as error:
-            raise UserError(
-                f"{self.path}: state/{name}.pt lacks {error}, an earlier version wrote it; it"
-                f" cannot be resumed, model.path={self.path} starts a new run from its policy"
-            ) from error
+
+
+@contextlib.contextmanager
+def earlier_versions(what: str, remedy: str) -> Iterator[None]:
+    """Names what a state lacks that the block takes over.
+
+    Args:
+        what: the state.
+        remedy: for the user.
+
+    Raises:
+        UserError: it lacks something that is kept by now.
+
+    Example:
+        >>> with earlier_versions("bandit.pt", "start anew"):
+        ...     {}["accepts"]
+        Traceback (most recent call last):
+        driver.errors.UserError: bandit.pt lacks 'accepts', an earlier version wrote it; start anew
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise UserError(f"{what} lacks {error}, an earlier version wrote it; {remedy}") from error
 
 
 def save_checkpoint(

@@ -27,7 +27,7 @@ from driver.config import Config, load_config
 from driver.errors import UserError
 from driver.phases import Phases
 from driver.rollout.request import Request, SamplingParams, request_id
-from driver.run_checkpoint import Checkpoint, save_checkpoint, whole_checkpoints
+from driver.run_checkpoint import Checkpoint, earlier_versions, save_checkpoint, whole_checkpoints
 from driver.spot_trainer import SpotTrainer
 from driver.strategy import Strategy, parse_strategies
 from driver.tasks import Task, make_task
@@ -139,7 +139,8 @@ def adopt_drafter(spot: SpotTrainer | None, state: dict[str, Any] | None, note: 
     have = {name: value.shape for name, value in state["drafter"].items()}
     want = {name: value.shape for name, value in spot.drafter.state_dict().items()}
     if have == want:
-        spot.load_state_dict(state)
+        with earlier_versions("the checkpoint's drafter", "remove its state/spot.pt to start anew"):
+            spot.load_state_dict(state)
     else:
         note("the checkpoint's drafter has another shape (drafter.*): starting a new one")
 

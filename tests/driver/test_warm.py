@@ -119,6 +119,15 @@ def test_a_drafter_of_another_shape_is_left_out(config, made, root):
     run.folder.discard()
 
 
+def test_a_drafter_of_an_earlier_version_is_named_with_what_it_lacks(made):
+    state = made[0].state("spot")
+    del state["acceptance"]
+    options = Options(model=str(made[0].path), strategy="learned:4,2,8")
+    spot = Generator(options).rollout.spot
+    with pytest.raises(UserError, match="drafter lacks 'acceptance', an earlier version wrote it"):
+        warm.adopt_drafter(spot, state, print)
+
+
 def test_generate_takes_it(made):
     options = Options(
         model=str(made[0].path), prompt="3+4=\n", strategy="learned:4,2,8", max_new_tokens=12
