@@ -31,6 +31,7 @@ RL_WORDS = [
     f"engine.strategies=off {STRATEGY}",
     "engine.max_batch=64",
     "engine.spec_max_batch=64",
+    "engine.spec_max_rows=0",
     "engine.num_pages=0",
     "bandit.policy=static",
     f"bandit.static={STRATEGY}",
