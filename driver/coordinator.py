@@ -130,15 +130,24 @@ class Coordinator:
         if group is None:  # as a single rank trains: captured, and a failure is a warning
             return not self.spot.attempt() or stop
         told = torch.zeros(3, device=self.world.device)  # ranks with data, tokens, leader's stop
+        reduced = False
 
         def reduce(gradients: list[torch.Tensor], tokens: int) -> int:
+            nonlocal reduced
+            reduced = True
             told.copy_(torch.tensor([float(tokens > 0), float(tokens), float(stop)]))
             sum_over([*gradients, told], group)
             for gradient in gradients:
                 gradient /= told[0].clamp_min(1)
             return int(told[1])
 
-        self.spot.micro_step(reduce)
+        try:
+            self.spot.micro_step(reduce)
+        except Exception as error:
+            if reduced:  # by now the others may be gone
+                raise
+            self.spot.error = error  # a warning later; the others wait for this rank's share
+            reduce([torch.zeros_like(weight) for weight in self.spot.drafter.trainable()], 0)
         return bool(told[2])
 
     # ---- shared ---------------------------------------------------------------------------------

@@ -241,6 +241,21 @@ collector.Collector.roll_out = slow
 """
 
 
+BROKEN_SHARE = """
+from driver.draft_step import DraftStep
+def broken(self, batch):
+    raise RuntimeError("kernel on fire")
+if RANK == 1:
+    DraftStep.backward = broken
+"""
+
+
+def test_a_rank_whose_steps_fail_holds_no_group_up(tmp_path):
+    """Its drafter is the others' again when the bubble is over."""
+    run(tmp_path, 3, "run.timeout_s=60", script=BROKEN_SHARE + LAST_IS_SLOW + SAME_EVERYWHERE)
+    assert "micro-step failed (RuntimeError: kernel on fire)" in (tmp_path / "log").read_text()
+
+
 def test_a_failed_step_of_the_idle_rank_costs_the_drafter_only(tmp_path):
     records = run(tmp_path, 2, script=FAULTY)
     assert records[2]["drafter/tokens_seen"] == 0
