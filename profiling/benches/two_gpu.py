@@ -1,7 +1,7 @@
 """Whole training steps on two GPUs of one host against one GPU, and against `off` on two.
 
-Each arm is a run of its own under torchrun, on the same prompts; `median_us` is a step without
-evaluation, the first one left out. With the coordinator off the drafter stays as the warm start
+Each arm is a run of its own under torchrun, on the same prompts, from one warm start; `median_us` is
+a step without evaluation, the first one left out. With the coordinator off the drafter stays as the warm start
 made it. Wants two cards; `--set preset=...` and the like change what is trained.
 """
 
@@ -13,8 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from driver.config import load_config
 from driver.run_folder import read_jsonl
+from driver.warm import warm_start
 from profiling.bench import Bench, say
+from profiling.benches.grpo import PRESET, WARMED, ended
 
 STEPS, QUICK_STEPS = 8, 4
 LIMIT_S = 540  # of one arm
@@ -46,12 +49,16 @@ def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
 
 def run(bench: Bench) -> None:
     seconds, used = {}, None
-    for arm, (ranks, words) in ARMS.items():
-        if not bench.wanted(arm):
-            continue
+    words = [*PRESET, *bench.settings]
+    arms = {arm: ARMS[arm] for arm in ARMS if bench.wanted(arm)}
+    if arms and load_config(words).warmup.keep:
+        # In a process of its own: what it takes of a card's memory goes with it.
+        ended([sys.executable, "-m", "driver.warm", *words], LIMIT_S)
+        words += [*WARMED, f"model.path={warm_start(load_config(words), say).path}"]
+    for arm, (ranks, own) in arms.items():
         steps = QUICK_STEPS if bench.quick else STEPS
         with tempfile.TemporaryDirectory() as folder:
-            records = train(["preset=h100", *bench.settings, *words], ranks, steps, Path(folder))
+            records = train([*words, *own], ranks, steps, Path(folder))
         later = [record for record in records if record["step"] > 1]
         seconds[arm] = statistics.median(record["timing_s/step"] for record in later)
         more = {
