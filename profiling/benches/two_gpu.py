@@ -1,8 +1,8 @@
 """Whole training steps on two GPUs of one host against one GPU, and against `off` on two.
 
-Each arm is a run of its own under torchrun, on the same prompts, from one warm start; `median_us` is
-a step without evaluation, the first one left out. With the coordinator off the drafter stays as the warm start
-made it. Wants two cards; `--set preset=...` and the like change what is trained.
+Each arm is a run of its own under torchrun, on the same prompts, from one warm start; `median_us`
+is a step without evaluation, the first one left out. With the coordinator off the drafter stays as
+the warm start made it. Wants two cards; `--set preset=...` and the like change what is trained.
 """
 
 from __future__ import annotations
