@@ -12,8 +12,10 @@ namespace tlt {
 
 // A tensor map of 16-bit elements: extents and box from the innermost axis on, byte strides of all
 // axes but that one. Copies are swizzled in rows of 128 bytes; elements outside read as zeros.
-inline CUtensorMap make_tensor_map(const void* data, const cuuint64_t (&extents)[5],
-                                   const cuuint64_t (&strides)[4], const cuuint32_t (&box)[5]) {
+template <int kRank>
+CUtensorMap make_tensor_map(const void* data, const cuuint64_t (&extents)[kRank],
+                            const cuuint64_t (&strides)[kRank - 1],
+                            const cuuint32_t (&box)[kRank]) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* entry = nullptr;
@@ -23,16 +25,25 @@ inline CUtensorMap make_tensor_map(const void* data, const cuuint64_t (&extents)
                "cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(entry);
   }();
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  cuuint32_t steps[kRank];
+  for (cuuint32_t& step : steps) step = 1;
   CUtensorMap map;
   const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, const_cast<void*>(data), extents, strides,
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, const_cast<void*>(data), extents, strides,
              box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("no tensor map for this layout: CUDA error " + std::to_string(result));
   }
   return map;
+}
+
+// A tensor map of the rows of a matrix: a box is 64 columns of `box_rows` rows.
+inline CUtensorMap make_row_map(const void* data, int64_t rows, int64_t columns, int64_t stride,
+                                int64_t box_rows) {
+  return make_tensor_map<2>(data, {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)},
+                            {static_cast<cuuint64_t>(2 * stride)},
+                            {64, static_cast<cuuint32_t>(box_rows)});
 }
 
 #if defined(__CUDACC__)
@@ -42,6 +53,11 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
                    static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
                "r"(arrivals)
                : "memory");
+}
+
+// Shows barriers that this thread made to the cluster, before all meet.
+__device__ __forceinline__ void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // Orders this thread's earlier shared-memory accesses before later copies.
@@ -60,6 +76,18 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
                : "memory");
+}
+
+// At the same barrier of a block of the cluster; says nothing of this thread's writes.
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, int block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
+      "r"(block)
+      : "memory");
 }
 
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
@@ -82,6 +110,32 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       "l"(map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4),
       "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
       : "memory");
+}
+
+// The same of a matrix: 64 columns from `column` on of the rows from `row` on.
+__device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, int column, int row,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      : "memory");
+}
+
+// To the same place, with the same barrier, in each block of the cluster whose bit is set.
+__device__ __forceinline__ void copy_rows_to_all(uint32_t to, const CUtensorMap* map, int column,
+                                                 int row, uint64_t* barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "h"(blocks)
+      : "memory");
+}
+
+// A cold tensor map delays its first copy.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Asks for a box to come into L2.

@@ -19,16 +19,27 @@ void set_alignment(LinearKernelParams* p, const char* op) {
   p->w_aligned = is_aligned(p->linear.weight, p->linear.weight_stride * bytes, row_bytes);
 }
 
+// Whether the decode kernel takes aligned rows: 8 always, more where reading the weights again for
+// each piece costs less than the other kernels take to start.
+bool decodes(const LinearParams& p, Before before) {
+  constexpr int64_t kFewRows = 8, kFewFusedRows = 64, kFewWeights = 4 << 20;
+  if (before != Before::kNothing) return p.rows <= kFewFusedRows;
+  const int64_t pieces = (p.rows + kPieceRows - 1) / kPieceRows;
+  return p.rows <= kFewRows || pieces * p.in_dim * p.out_dim <= kFewWeights;
+}
+
 void launch_linear(LinearKernelParams p, Before before, const char* op, int device,
                    uintptr_t stream) {
   set_alignment(&p, op);
   const DeviceGuard guard(device);
   const bool aligned = p.x_aligned && p.w_aligned;
+  const bool hopper =
+      before == Before::kNothing && aligned && p.linear.in_dim > 0 && has_hopper_kernel();
   if (p.linear.dtype == DType::kFloat32) {
     launch_float32(p, before, as_stream(stream));
-  } else if (p.linear.rows <= (before == Before::kNothing ? kDecodeRows : kFusedRows) && aligned) {
+  } else if (aligned && (decodes(p.linear, before) || (p.linear.rows <= kPieceRows && !hopper))) {
     launch_decode(p, before, card_of(device), as_stream(stream));
-  } else if (before == Before::kNothing && aligned && p.linear.in_dim > 0 && has_hopper_kernel()) {
+  } else if (hopper) {
     launch_hopper(p, card_of(device), as_stream(stream));
   } else {
     launch_tiles(p, before, as_stream(stream));

@@ -103,9 +103,9 @@ struct Card {
   int num_sms;
 };
 
-// Few aligned rows; more of them, with nothing before; any; float32. Each launches on the current
-// device.
-constexpr int kDecodeRows = 16, kFusedRows = 8;  // at most; the second where something is before
+// Aligned rows, fast where they or the weights are few; more of them, with nothing before; any;
+// float32. Each launches on the current device.
+constexpr int kPieceRows = 16;  // with nothing before, of all that read the weights again
 void launch_decode(const LinearKernelParams& p, Before before, const Card& card,
                    cudaStream_t stream);
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,

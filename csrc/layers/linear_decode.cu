@@ -1,6 +1,7 @@
-// linear_rows for 1 to 16 rows, rms_norm_linear, silu_mul_linear and rms_norm_linear_append for 1
-// to 8, of float16 or bfloat16 in aligned rows: the weights are read once, and that is all the time
-// there is (order of the sum: linear.cuh).
+// linear_rows for few rows, rms_norm_linear, silu_mul_linear and rms_norm_linear_append, of float16
+// or bfloat16 in aligned rows: the weights leave memory once, and that is all the time there is
+// (order of the sum: linear.cuh). More than 8 rows, or 16 with nothing before, are pieces: the
+// grid's second axis. All pieces run at once, and read the weights from L2 but for the first.
 //
 // A block owns tiles of up to 32 weight rows; each of its 8 warps owns one part of K. A warp copies
 // the weight chunks of its own MMA fragments into its own ring slots, so the ring needs no barrier
@@ -33,9 +34,9 @@ struct Decode {
   static constexpr int kSums = kWarps * kRows * kCols;
   static constexpr int kSharedBytes = kSums * 4 + kStages * kStage * 16;
 };
-using Few = Decode<1>;   // to kFusedRows
-using Many = Decode<2>;  // to kDecodeRows, with nothing before
-static_assert(Few::kRows == kFusedRows && Many::kRows == kDecodeRows);
+using Few = Decode<1>;
+using Many = Decode<2>;  // of more rows, with nothing before
+static_assert(Many::kRows == kPieceRows);
 
 constexpr int kBlocksPerSm = 2;
 static_assert(kBlocksPerSm * (Many::kSharedBytes + 1024 + 512) <= 228 * 1024,
@@ -51,15 +52,15 @@ constexpr int kThreads = (kWarps + kAppends<Append>)*kWarpSize;
 template <typename T, typename D, Before kBefore, typename Append>
 __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
     decode_kernel(const __grid_constant__ LinearKernelParams params,
-                  const __grid_constant__ Append append, const int64_t first_row,
-                  const Shares shares) {
+                  const __grid_constant__ Append append, const Shares shares) {
   extern __shared__ uint4 shared[];
   float* sums = reinterpret_cast<float*>(shared);
   uint4* ring = shared + D::kSums / 4;
   __shared__ float squares[kBefore == Before::kNorm ? kWarps : 1][D::kRows];
   launch_dependents();
   const LinearParams& p = params.linear;
-  const int in_dim = static_cast<int>(p.in_dim), rows = static_cast<int>(p.rows);
+  const int in_dim = static_cast<int>(p.in_dim), first_row = blockIdx.y * D::kRows;
+  const int rows = min(static_cast<int>(p.rows) - first_row, D::kRows);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
   const Share share(shares, kAppends<Append> ? D::kCols / 2 : D::kCols);
@@ -129,11 +130,13 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
 
   // With fewer than 8 rows the lanes of absent rows take later steps of those present, so that a
   // load and an activation serve up to 8 steps; shuffles bring the chunks to where they are needed.
-  const T* x_base = static_cast<const T*>(p.x);
+  const auto row_at = [&](int row) {
+    return static_cast<const T*>(p.x) + (first_row + row) * p.x_stride;
+  };
   int spread = 0;  // log2 of the steps in a batch
   if constexpr (D::kRowTiles == 1) spread = rows == 1 ? 3 : rows == 2 ? 2 : rows <= 4 ? 1 : 0;
   const int batch_steps = 1 << spread, x_g = g & ((8 >> spread) - 1), x_slot = g >> (3 - spread);
-  const auto x_row = [&](int i) { return x_base + (i * 8 + x_g) * p.x_stride; };
+  const auto x_row = [&](int i) { return row_at(i * 8 + x_g); };
   const auto x_dim = [&](int i) { return i * 8 + x_g < rows ? in_dim : 0; };
   using X = Rows<T, D::kRowTiles>;
   const auto load_x = [&](X& to, int step) {
@@ -156,17 +159,27 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
   X now, next;
   if (steps > 0) load_x(next, 0);
 
-  // A thread's first output of a tile, and what will be added to it.
-  const auto load_ahead = [&](int tile) {
-    Added added = {};
-    const int first = share.first(tile), row = threadIdx.x / D::kCols, col = threadIdx.x % D::kCols;
-    if (!kAppends<Append> && row < rows && tile < share.tiles &&
-        col < share.first(tile + 1) - first) {
-      added = load_added<T>(p, row, share.begin + first + col);
-    }
-    return added;
+  // A thread's outputs of a tile, and what will be added to them.
+  constexpr int kOutputs = D::kRows * D::kCols / (kWarps * kWarpSize);
+  struct Output {
+    int row, col;
   };
-  Added ahead = load_ahead(0);
+  const auto output = [](int i) {
+    const int at = threadIdx.x + i * kWarps * kWarpSize;
+    return Output{at / D::kCols, at % D::kCols};
+  };
+  Added ahead[kOutputs];
+  const auto load_ahead = [&](int tile) {
+    const int first = share.first(tile), count = share.first(tile + 1) - first;
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) {
+      const Output to = output(i);
+      if (tile < share.tiles && to.row < rows && to.col < count) {
+        ahead[i] = load_added<T>(p, first_row + to.row, share.begin + first + to.col);
+      }
+    }
+  };
+  if constexpr (!kAppends<Append>) load_ahead(0);
   __shared__ std::conditional_t<kAppends<Append>, RowPlaces<D::kRows>, char> places;
   __shared__ float2 angles[kAppends<Append> ? D::kRows : 1][D::kCols / 2];  // of a tile's pairs
   if constexpr (kAppends<Append>) {
@@ -180,7 +193,7 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
       for (int i = 0; i < D::kRowTiles; ++i) {
         const int row = i * 8 + g;
         const float of_lane =
-            lane_squares(x_base + row * p.x_stride, warp, t, row < rows ? in_dim : 0, true);
+            lane_squares(row_at(row), warp, t, row < rows ? in_dim : 0, true);
         const float of_warp = fold_rising(of_lane, 4);
         if (t == 0) squares[warp][row] = of_warp;
       }
@@ -289,14 +302,14 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
       }
     } else {
       __syncthreads();
-      for (int i = threadIdx.x; i < rows * D::kCols; i += kThreads<Append>) {
-        const int row = i / D::kCols, col = i % D::kCols;
-        if (col >= count) continue;
-        const int64_t at = share.begin + first + col;
-        const Added added = i == static_cast<int>(threadIdx.x) ? ahead : load_added<T>(p, row, at);
-        store_added<T>(p, row, at, tile_sum<D>(sums, row, col), added);
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) {
+        const Output to = output(i);
+        if (to.row >= rows || to.col >= count) continue;
+        store_added<T>(p, first_row + to.row, share.begin + first + to.col,
+                       tile_sum<D>(sums, to.row, to.col), ahead[i]);
       }
-      ahead = load_ahead(tile + 1);
+      load_ahead(tile + 1);
     }
     if (tile + 1 < share.tiles) __syncthreads();  // before the next tile's sums are written
   }
@@ -307,14 +320,15 @@ void launch(const LinearKernelParams& p, const Append& append, const Card& card,
             cudaStream_t stream) {
   const auto kernel = decode_kernel<T, D, kBefore, Append>;
   allow_shared(kernel, D::kSharedBytes);
-  // Blocks of 16 weight rows where those fill the card twice, of more where they do not fit, of 8
-  // where they are too few.
-  const int64_t out_dim = p.linear.out_dim, slots = card.num_sms * kBlocksPerSm;
+  // Two blocks a multiprocessor where there are 16 weight rows for each, one where there are not,
+  // so that all read the same; blocks of 16 rows where those are too few, then of 8.
+  const int64_t out_dim = p.linear.out_dim, pieces = (p.linear.rows + D::kRows - 1) / D::kRows;
+  const int64_t sms = std::max<int64_t>(1, card.num_sms / pieces);
   const int64_t narrow = (out_dim + 15) / 16;
-  const int64_t rows = narrow * 2 <= card.num_sms ? 8 : narrow <= card.num_sms ? 16 : 32;
-  const bool persists = narrow > 2 * card.num_sms;
-  const int64_t grid =
-      persists ? std::min(narrow, slots) : std::min((out_dim + rows - 1) / rows, slots);
+  const int64_t grid = narrow > kBlocksPerSm * sms ? kBlocksPerSm * sms
+                       : narrow > sms              ? sms
+                       : narrow * 2 > sms          ? narrow
+                                                   : (out_dim + 7) / 8;
   const int64_t count = out_dim / (kAppends<Append> ? 2 : 1), each = (count + grid - 1) / grid;
   const Shares shares = {static_cast<int>(count / grid), static_cast<int>(count % grid)};
   // Small weights need a part of the ring, and leave room for the kernels that follow.
@@ -323,13 +337,9 @@ void launch(const LinearKernelParams& p, const Append& append, const Card& card,
                         ((each + max_tile - 1) / max_tile);
   const int64_t stages = std::min<int64_t>(D::kStages, steps);
   const int shared_bytes = static_cast<int>(D::kSums * 4 + stages * D::kStage * 16);
-  LinearKernelParams piece = p;
-  for (int64_t row = 0; row < p.linear.rows; row += D::kRows) {  // more than one where it appends
-    piece.linear.rows = std::min<int64_t>(D::kRows, p.linear.rows - row);
-    piece.linear.x = static_cast<const T*>(p.linear.x) + row * p.linear.x_stride;
-    launch_kernel("linear", kernel, {grid, kThreads<Append>, shared_bytes}, stream, p.early, piece,
-                  append, row, shares);
-  }
+  launch_kernel("linear", kernel,
+                {grid, kThreads<Append>, shared_bytes, 1, static_cast<unsigned>(pieces)}, stream,
+                p.early, p, append, shares);
 }
 
 template <typename T>

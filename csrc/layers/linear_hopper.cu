@@ -1,44 +1,72 @@
-// linear_rows for more than 16 rows of float16 or bfloat16 on sm_90a, with the bits of the decode
+// linear_rows for more than 8 rows of float16 or bfloat16 on sm_90a, with the bits of the decode
 // kernel (order of the sum: linear.cuh), by tensor copies and wgmma.
 //
-// A block owns up to 128 weight rows (operand A, 64 to each of two warpgroups) x 64 or 128 rows of
-// x (operand B). One more warp keeps a ring of blocks of 64 elements of k filled: weights in boxes
-// of 8 rows, so that blocks can own equal shares; x in one box. The parts of K come one after the
-// other. With few tiles a cluster of 4 or 8 blocks shares the parts, and its blocks' sums meet in
-// distributed shared memory, part by part. Row tiles are neighbours in the grid, so the weights
-// leave memory once and come from L2 after that.
+// A tile is up to 128 or 192 weight rows (operand A, 64 to a warpgroup) x 16 to 128 rows of x
+// (operand B). Two warps of one more warpgroup keep a ring of blocks of 64 elements of k filled:
+// one with weights, which it asks for before the kernels before this one end, one with x. Several
+// parts of K are summed side by side, so that a row's bytes are asked for 256 and more at a time,
+// as memory likes it. A block goes on to its next tile while the last one is stored.
+//
+// With few tiles a cluster shares the parts of K, and its blocks' sums meet in distributed shared
+// memory, part by part. With an even number of row tiles, two blocks of one weight tile each load
+// half of it for both. Which shape and grid a call gets: `consider`.
 #include <cooperative_groups.h>
 
 #include <algorithm>
 
 #include "common/tma.cuh"
+#include "common/wgmma.cuh"
+#include "layers/decode.cuh"
 #include "layers/linear.cuh"
 #include "layers/products.cuh"
 
 namespace tlt {
 namespace {
 
-constexpr int kGroups = 2;  // warpgroups that multiply
-constexpr int kThreads = (kGroups * 4 + 1) * kWarpSize;
-constexpr int kTileRows = 64 * kGroups;  // weight rows of a tile, at most
-constexpr int kBoxRows = 8;
+constexpr int kGroup = 4 * kWarpSize;  // threads of a warpgroup
 constexpr int kLineBytes = kBlockK * 2;
-constexpr int kPitch = kTileRows + 4;  // of the sums in shared memory: no bank conflicts
+constexpr int kMaxStages = 10;
+constexpr int kMaxShared = 227 * 1024 - 2 * kMaxStages * 8;
 
-template <int kRows>  // of x
+template <int kGroups_, int kRows_, int kHeld_>
 struct Tile {
-  static constexpr int kBlocksPerSm = kRows == 64 ? 2 : 1;
-  static constexpr int kStages = kRows == 64 ? 4 : 6;
-  static constexpr int kStageBytes = (kTileRows + kRows) * kLineBytes;
-  static constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // to align it
-  static constexpr int kSums = kRows * kPitch;
-  static_assert(kBlocksPerSm * (kSharedBytes + 2048) <= 228 * 1024, "shared memory of an SM");
-  static_assert((kRows == 64 ? 2 : 1) * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
+  static constexpr int kGroups = kGroups_;  // that multiply
+  static constexpr int kRows = kRows_;      // of x
+  static constexpr int kHeld = kHeld_;      // parts of K summed side by side
+  static constexpr int kWeightRows = 64 * kGroups;
+  static constexpr int kThreads = (kGroups + 1) * kGroup;
+  static constexpr int kSums = kWeightRows * kRows;
+  static constexpr int kTurnRows = std::min(kRows, 32);  // turned from wgmma's layout at once
+  static constexpr int kTurn = kTurnRows * 64;
+  static constexpr int kStageBytes = (kWeightRows + kRows) * kLineBytes;
+  static constexpr int kStages =
+      std::min(kMaxStages, (kMaxShared - 1024 - kGroups * kTurn * 4) / kStageBytes);
+  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kTurn * 4;
+  static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, where a cluster shares
+  // A multiprocessor has 65536 registers: these for each thread that multiplies, of the others.
+  static constexpr int kRegisters = kGroups == 2 ? 232 : 160;
+  static constexpr int kLoadRegisters = kGroups == 2 ? 40 : 32;
+  static_assert(kGroup * (kGroups * kRegisters + kLoadRegisters) <= 65536, "registers");
+  static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
 };
 
 struct Grid {
-  int tile_rows;  // weight rows of a tile, a multiple of kBoxRows
-  unsigned row_tiles, cluster;
+  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 in pairs
+  int row_tiles, tiles;
+  int split;  // blocks of a cluster that share the parts of a tile
+  bool pair;  // clusters of two tiles of the same weights
+  __host__ __device__ int cluster() const { return pair ? 2 : split; }
+};
+
+// What a block does: parts [begin, end) of tiles `tile`, `tile + step`, ...
+struct Work {
+  int num_blocks, begin, end, tile, step;
+  __device__ Work(const LinearParams& p, const Grid& grid)
+      : num_blocks(num_blocks_of(p)), tile(blockIdx.x / grid.split), step(gridDim.x / grid.split) {
+    const int parts = (kParts + grid.split - 1) / grid.split;
+    begin = static_cast<int>(blockIdx.x % grid.split) * parts;
+    end = min(begin + parts, kParts);
+  }
 };
 
 // A place in the ring, and the phase of its barriers.
@@ -54,257 +82,388 @@ struct RingPosition {
   }
 };
 
-[[maybe_unused]] __device__ __forceinline__ void leave_stage(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
+struct Barriers {
+  uint64_t full[kMaxStages], empty[kMaxStages];
+};
 
-// f(block) for the blocks of K of parts [begin, end), part by part; g(part) after each part.
-template <typename F, typename G>
-__device__ __forceinline__ void for_each_block(int num_blocks, int begin, int end, F&& f, G&& g) {
-  for (int part = begin; part < end; ++part) {
-    for (int block = part; block < num_blocks; block += kParts) f(block);
-    g(part);
-  }
-}
-
-// By one thread: fills the ring. Weights are asked for before the kernels before this one end.
-template <int kRows>
-__device__ __forceinline__ void load_operands(const LinearParams& p, const CUtensorMap* w_map,
-                                              const CUtensorMap* x_map, const Grid& grid,
-                                              int64_t w_row, int64_t x_row, int begin, int end,
-                                              char* ring, uint64_t* full, uint64_t* empty) {
-  using Of = Tile<kRows>;
-  const int num_blocks = num_blocks_of(p);
-  const int boxes = static_cast<int>(
-      (min(static_cast<int64_t>(grid.tile_rows), p.out_dim - w_row) + kBoxRows - 1) / kBoxRows);
-  const auto load_weight = [&](int stage, int block) {
-    arrive_expecting(&full[stage], (boxes * kBoxRows + kRows) * kLineBytes);
-    for (int i = 0; i < boxes; ++i) {
-      copy_box(shared_address(ring + stage * Of::kStageBytes + i * kBoxRows * kLineBytes), w_map,
-               block * kBlockK, static_cast<int>(w_row) + i * kBoxRows, 0, 0, 0, &full[stage]);
-    }
-  };
-  const auto load_x = [&](int stage, int block) {
-    copy_box(shared_address(ring + stage * Of::kStageBytes + kTileRows * kLineBytes), x_map,
-             block * kBlockK, static_cast<int>(x_row), 0, 0, 0, &full[stage]);
-  };
-  const auto nothing = [](int) {};
-  int count = 0;
-  for_each_block(
-      num_blocks, begin, end,
-      [&](int block) {
-        if (count < Of::kStages) load_weight(count, block);
-        ++count;
-      },
-      nothing);
-  wait_for_prior_grid();
-  int done = 0;
+// By one thread: fills the weights' half of the ring, or that of x, in the order of sum_held.
+template <typename Of, bool kWeights>
+__device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
+                                             const CUtensorMap* map, char* ring,
+                                             Barriers* barriers) {
+  const int rank = grid.pair ? static_cast<int>(blockIdx.x % 2) : 0;
+  const int slice = rank * grid.tile_rows / 2;  // of weight rows, where a pair shares them
+  const uint32_t base = shared_address(ring) + (kWeights ? slice : Of::kWeightRows) * kLineBytes;
+  const uint32_t bytes = (kWeights ? grid.tile_rows : Of::kRows) * kLineBytes;
   RingPosition<Of::kStages> at;
-  for_each_block(
-      num_blocks, begin, end,
-      [&](int block) {
-        if (done >= Of::kStages) {
-          wait_barrier(&empty[at.stage], at.parity ^ 1);
-          load_weight(at.stage, block);
-        }
-        load_x(at.stage, block);
-        ++done;
-        at.advance();
-      },
-      nothing);
+  for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
+    const int row = kWeights ? tile / grid.row_tiles * grid.tile_rows + slice
+                             : tile % grid.row_tiles * Of::kRows;
+    const auto load = [&](int block) {
+      const uint32_t to = base + at.stage * Of::kStageBytes;
+      uint64_t* full = &barriers->full[at.stage];
+      wait_barrier(&barriers->empty[at.stage], at.parity ^ 1);
+      arrive_expecting(full, bytes);
+      if (kWeights && grid.pair) {
+        copy_rows_to_all(to, map, block * kBlockK, row, full, 3);
+      } else {
+        copy_rows(to, map, block * kBlockK, row, full);
+      }
+      at.advance();
+    };
+    for (int first = work.begin; first < work.end; first += Of::kHeld) {
+      const int held = min(Of::kHeld, work.end - first);
+      for (int block = first; block < work.num_blocks; block += kParts) {
+        const int end = min(block + held, work.num_blocks);
+#pragma unroll 1
+        for (int i = block; i < end; ++i) load(i);
+      }
+    }
+  }
 }
 
-template <typename T, int kRows>
-__global__ void __launch_bounds__(kThreads, Tile<kRows>::kBlocksPerSm)
-    hopper_kernel(const __grid_constant__ LinearKernelParams params, const Grid grid,
-                  const __grid_constant__ CUtensorMap w_map,
-                  const __grid_constant__ CUtensorMap x_map) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Of = Tile<kRows>;
-  extern __shared__ char memory[];
-  __shared__ uint64_t full[Of::kStages], empty[Of::kStages];
-  char* ring = memory + (1024 - shared_address(memory) % 1024) % 1024;
-  launch_dependents();
-  const LinearParams& p = params.linear;
-  const auto cluster = cooperative_groups::this_cluster();
-  const int rank = static_cast<int>(blockIdx.x % grid.cluster);
-  const unsigned tile = blockIdx.x / grid.cluster;
-  const int64_t x_row = static_cast<int64_t>(tile % grid.row_tiles) * kRows;
-  const int64_t w_row = static_cast<int64_t>(tile / grid.row_tiles) * grid.tile_rows;
-  const int parts = kParts / static_cast<int>(grid.cluster), begin = rank * parts;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Of::kStages; ++stage) {
-      init_barrier(&full[stage], 1);
-      init_barrier(&empty[stage], kGroups * 4);
-    }
-    fence_copies();
+// f(j, c) for each sum that a lane holds of one part: see products.cuh.
+template <int kRows, typename F>
+__device__ __forceinline__ void for_each_sum(F&& f) {
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) f(j, c);
   }
-  __syncthreads();
+}
 
-  float* sums = reinterpret_cast<float*>(ring);
-  if (warp == kGroups * 4) {
-    if (lane == 0) {
-      load_operands<kRows>(p, &w_map, &x_map, grid, w_row, x_row, begin, begin + parts, ring, full,
-                           empty);
+// One column of out: rows `row`, `row + step`, ... before `end`. What is added is asked for ahead.
+template <typename T, typename F>
+__device__ __forceinline__ void store_column(const LinearParams& p, int64_t col, int row, int end,
+                                             int step, F&& sum_of) {
+  constexpr int kAhead = 8;
+#pragma unroll 1
+  for (; row < end; row += kAhead * step) {
+    Added added[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (row + i * step < end) added[i] = load_added<T>(p, row + i * step, col);
     }
-    __syncwarp();
-  } else {
-    const int group = warp / 4;
-    const bool multiplies = group * 64 < grid.tile_rows;
-    float acc[kRows / 8][4], total[kRows / 8][4];
-    const auto for_each = [](auto&& f) {
 #pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = row + i * step;
+      if (at < end) store_added<T>(p, at, col, sum_of(at), added[i]);
+    }
+  }
+}
+
+// What a warpgroup multiplies, and what becomes of its sums.
+template <typename T, typename Of>
+class Multiplier {
+ public:
+  __device__ Multiplier(const LinearParams& p, const Grid& grid, const Work& work, char* ring,
+                        Barriers* barriers)
+      : p_(p),
+        grid_(grid),
+        work_(work),
+        ring_(ring),
+        barriers_(barriers),
+        lane_(threadIdx.x % kWarpSize),
+        group_(threadIdx.x / kGroup),
+        multiplies_(group_ * 64 < grid.tile_rows) {}
+
+  // Sums the next tile.
+  __device__ __forceinline__ void sum_tile(float (&total)[Of::kRows / 8][4]) {
+#pragma unroll 1
+    for (int first = 0; first < kParts; first += Of::kHeld) {
+      float acc[Of::kHeld][Of::kRows / 8][4];
+      sum_held(acc, first);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) f(j, c);
-      }
-    };
-    for_each([&](int j, int c) { acc[j][c] = total[j][c] = 0.0f; });
-    RingPosition<Of::kStages> at;
-    int last = -1;  // the stage of the products under way
-    const auto release = [&] {
-      __syncwarp();  // all lanes have seen the stage full: its barrier may turn again
-      if (last >= 0 && lane == 0) leave_stage(&empty[last]);
-    };
-    for_each_block(
-        num_blocks_of(p), begin, begin + parts,
-        [&](int) {
-          wait_barrier(&full[at.stage], at.parity);
-          if (multiplies) {
-            const uint32_t w =
-                shared_address(ring + at.stage * Of::kStageBytes) + group * 64 * kLineBytes;
-            const uint32_t x =
-                shared_address(ring + at.stage * Of::kStageBytes) + kTileRows * kLineBytes;
-            start_products();
-#pragma unroll
-            for (int k = 0; k < kBlockK / 16; ++k) {
-              multiply_64<T>(acc, describe_operand(w + k * 32), describe_operand(x + k * 32));
-            }
-            commit_products();
-            wait_products<1>();
-          }
-          release();
-          last = at.stage;
-          at.advance();
-        },
-        [&](int part) {
-          wait_products<0>();
-          for_each([&](int j, int c) { asm volatile("" : "+f"(acc[j][c])::"memory"); });
-          release();
-          last = -1;
-          // Alone: all parts are added here. Of a pair of parts the first waits in `total`.
-          if (grid.cluster == 1 || (parts == 2 && part == begin)) {
-            for_each([&](int j, int c) {
-              total[j][c] = part == begin ? acc[j][c] : total[j][c] + acc[j][c];
-              acc[j][c] = 0.0f;
-            });
-          }
+      for (int i = 0; i < Of::kHeld; ++i) {
+        for_each_sum<Of::kRows>([&](int j, int c) {
+          total[j][c] = first + i == 0 ? acc[i][j][c] : total[j][c] + acc[i][j][c];
         });
-
-    // The sums go where the ring was: one array, or two of a pair of parts.
-    asm volatile("bar.sync 1, %0;" ::"n"(kGroups * 4 * kWarpSize) : "memory");
-    const int g = lane / 4, t = lane % 4;
-    for_each([&](int j, int c) {
-      float* to = sums + (j * 8 + t * 2 + c % 2) * kPitch + warp * 16 + g + c / 2 * 8;
-      if (parts == 1) {
-        *to = acc[j][c];
-      } else {
-        *to = total[j][c];
-        if (parts == 2) to[Of::kSums] = acc[j][c];
       }
-    });
+    }
   }
-  wait_for_prior_grid();
-  grid.cluster == 1 ? __syncthreads() : cluster.sync();
 
-  const int rows = kRows / static_cast<int>(grid.cluster);  // finished by this block
-  const int cols = static_cast<int>(min(static_cast<int64_t>(grid.tile_rows), p.out_dim - w_row));
-  for (int i = threadIdx.x; i < rows * kTileRows; i += kThreads) {
-    const int row = rank * rows + i / kTileRows, col = i % kTileRows;
-    if (x_row + row >= p.rows || col >= cols) continue;
-    float* mine = sums + row * kPitch + col;
-    float sum = *mine;
-    if (grid.cluster > 1) {
+  // Where a cluster shares the parts: sums this block's, and keeps each in the ring's place.
+  __device__ __forceinline__ void sum_parts() {
+    float acc[Of::kHeld][Of::kRows / 8][4];
+    sum_held(acc, work_.begin);
+    asm volatile("bar.sync 1, %0;" ::"n"(Of::kGroups * kGroup) : "memory");  // the ring is read
+    float* sums = reinterpret_cast<float*>(ring_);
+#pragma unroll
+    for (int i = 0; i < Of::kMaxSplitParts; ++i) {
+      if (work_.begin + i >= work_.end) break;
+      for_each_sum<Of::kRows>([&](int j, int c) {
+        sums[i * Of::kSums + sum_index<Of::kWeightRows>(row_of(j, c), col_of(c))] = acc[i][j][c];
+      });
+    }
+  }
+
+  __device__ __forceinline__ void store_tile(const float (&total)[Of::kRows / 8][4], int tile,
+                                             float* turn) {
+    const int thread = threadIdx.x % kGroup, col = group_ * 64 + thread % 64;
+    const int64_t w_row = static_cast<int64_t>(tile / grid_.row_tiles) * grid_.tile_rows;
+    const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
+    turn += group_ * Of::kTurn;
+#pragma unroll
+    for (int part = 0; part < Of::kRows / Of::kTurnRows; ++part) {
+      const int x_row = tile % grid_.row_tiles * Of::kRows + part * Of::kTurnRows;
+      const int end = min(x_row + Of::kTurnRows, static_cast<int>(p_.rows));
+      sync_group();  // the last rows are read
+      for_each_sum<Of::kTurnRows>([&](int j, int c) {
+        turn[sum_index<64>(row_of(j, c), col_of(c) % 64)] = total[part * Of::kTurnRows / 8 + j][c];
+      });
+      sync_group();
+      if (has_col) {
+        store_column<T>(p_, w_row + col, x_row + thread / 64, end, 2,
+                        [&](int row) { return turn[sum_index<64>(row - x_row, thread % 64)]; });
+      }
+    }
+  }
+
+  // Adds the parts of all blocks of a cluster for its share of the rows.
+  template <typename Cluster>
+  __device__ __forceinline__ void store_parts(const Cluster& cluster) {
+    float* sums = reinterpret_cast<float*>(ring_);
+    const int parts = (kParts + grid_.split - 1) / grid_.split, rank = work_.begin / parts;
+    const int col = threadIdx.x % Of::kWeightRows;
+    const int64_t w_row = static_cast<int64_t>(work_.tile / grid_.row_tiles) * grid_.tile_rows;
+    const int x_row = work_.tile % grid_.row_tiles * Of::kRows;
+    const int end = min(x_row + Of::kRows, static_cast<int>(p_.rows));
+    if (col >= grid_.tile_rows || w_row + col >= p_.out_dim) return;
+    const int first = x_row + rank + static_cast<int>(threadIdx.x / Of::kWeightRows) * grid_.split;
+    store_column<T>(p_, w_row + col, first, end, 2 * grid_.split, [&](int row) {
+      float* mine = sums + sum_index<Of::kWeightRows>(row - x_row, col);
       float part[kParts];
 #pragma unroll
       for (int w = 0; w < kParts; ++w) {
         part[w] = cluster.map_shared_rank(mine, w / parts)[w % parts * Of::kSums];
       }
-      sum = sum_of_parts(part);
-    }
-    store_out<T>(p, x_row + row, w_row + col, sum);
+      return sum_of_parts(part);
+    });
   }
-  if (grid.cluster > 1) cluster.sync();  // nobody's sums go away while they are read
+
+ private:
+  // Where sum (j, c) of this lane lies in the tile.
+  __device__ __forceinline__ int row_of(int j, int c) const {
+    return j * 8 + lane_ % 4 * 2 + c % 2;
+  }
+  __device__ __forceinline__ int col_of(int c) const {
+    return static_cast<int>(threadIdx.x / kWarpSize) * 16 + lane_ / 4 + c / 2 * 8;
+  }
+
+  // Parts `first` to `first` + kHeld of the next tile, those of them that are this block's.
+  __device__ __forceinline__ void sum_held(float (&acc)[Of::kHeld][Of::kRows / 8][4], int first) {
+#pragma unroll
+    for (int i = 0; i < Of::kHeld; ++i) {
+      for_each_sum<Of::kRows>([&](int j, int c) { acc[i][j][c] = 0.0f; });
+    }
+#pragma unroll 1
+    for (int block = first; block < work_.num_blocks; block += kParts) {
+#pragma unroll
+      for (int i = 0; i < Of::kHeld; ++i) {
+        if (first + i < work_.end && block + i < work_.num_blocks) multiply(acc[i]);
+      }
+    }
+    wait_products<0>();
+#pragma unroll
+    for (int i = 0; i < Of::kHeld; ++i) {
+      for_each_sum<Of::kRows>([&](int j, int c) {
+        asm volatile("" : "+f"(acc[i][j][c])::"memory");
+      });
+    }
+    release();
+  }
+
+  __device__ __forceinline__ void multiply(float (&acc)[Of::kRows / 8][4]) {
+    wait_barrier(&barriers_->full[at_.stage], at_.parity);
+    if (multiplies_) {
+      const uint32_t stage = shared_address(ring_) + at_.stage * Of::kStageBytes;
+      const uint64_t w = describe_operand(stage + group_ * 64 * kLineBytes);
+      const uint64_t x = describe_operand(stage + Of::kWeightRows * kLineBytes);
+      start_products();
+#pragma unroll
+      for (int k = 0; k < kBlockK / 16; ++k) {
+        multiply_64<T>(acc, w + k * kNextStep, x + k * kNextStep);
+      }
+      commit_products();
+      wait_products<1>();
+    }
+    release();
+    last_ = at_.stage;
+    at_.advance();
+  }
+
+  // The stage before is read; in a pair it is the other block's to fill too.
+  __device__ __forceinline__ void release() {
+    __syncwarp();  // all lanes have seen the stage full: its barrier may turn again
+    if (last_ >= 0 && lane_ < (grid_.pair ? 2 : 1)) {
+      grid_.pair ? arrive_at(&barriers_->empty[last_], lane_) : arrive(&barriers_->empty[last_]);
+    }
+    last_ = -1;
+  }
+
+  __device__ __forceinline__ void sync_group() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(2 + group_), "n"(kGroup) : "memory");
+  }
+
+  const LinearParams& p_;
+  const Grid& grid_;
+  const Work& work_;
+  char* ring_;
+  Barriers* barriers_;
+  const int lane_, group_;
+  const bool multiplies_;
+  RingPosition<Of::kStages> at_;
+  int last_ = -1;  // the stage of the products under way
+};
+
+template <typename T, typename Of>
+__global__ void __launch_bounds__(Of::kThreads, 1)
+    hopper_kernel(const __grid_constant__ LinearKernelParams params,
+                  const __grid_constant__ Grid grid, const __grid_constant__ CUtensorMap w_map,
+                  const __grid_constant__ CUtensorMap x_map) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ char memory[];
+  __shared__ Barriers barriers;
+  char* ring = memory + (1024 - shared_address(memory) % 1024) % 1024;
+  launch_dependents();
+  const LinearParams& p = params.linear;
+  const auto cluster = cooperative_groups::this_cluster();
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  constexpr int kLoader = Of::kGroups * 4;  // the warp that loads weights; the next one loads x
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Of::kStages; ++stage) {
+      init_barrier(&barriers.full[stage], 2);
+      init_barrier(&barriers.empty[stage], Of::kGroups * 4 * (grid.pair ? 2 : 1));
+    }
+    fence_barriers();
+    fence_copies();
+  }
+  if (lane == 0 && warp == kLoader) prefetch_map(&w_map);
+  if (lane == 0 && warp == kLoader + 1) prefetch_map(&x_map);
+  grid.pair ? cluster.sync() : __syncthreads();
+
+  if (warp >= kLoader) {
+    give_registers<Of::kLoadRegisters>();
+    const Work work(p, grid);
+    if (warp == kLoader && lane == 0) {
+      load_operand<Of, true>(work, grid, &w_map, ring, &barriers);
+    }
+    if (warp == kLoader + 1 && lane == 0) {
+      wait_for_prior_grid();
+      load_operand<Of, false>(work, grid, &x_map, ring, &barriers);
+    }
+    __syncwarp();
+    if (grid.split > 1) cluster.sync();
+  } else {
+    take_registers<Of::kRegisters>();
+    const Work work(p, grid);
+    float* turn = reinterpret_cast<float*>(ring + Of::kStages * Of::kStageBytes);
+    Multiplier<T, Of> multiplier(p, grid, work, ring, &barriers);
+    if (grid.split > 1) {
+      multiplier.sum_parts();
+      wait_for_prior_grid();
+      cluster.sync();
+      multiplier.store_parts(cluster);
+    } else {
+#pragma unroll 1
+      for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
+        float total[Of::kRows / 8][4];
+        multiplier.sum_tile(total);
+        wait_for_prior_grid();
+        multiplier.store_tile(total, tile, turn);
+      }
+    }
+  }
+  // Nobody's sums go away while they are read, nobody's barriers while others arrive at them.
+  if (grid.cluster() > 1) cluster.sync();
 #endif
 }
 
-// Rows of a matrix as a tensor map whose box is 64 elements of `box_rows` rows.
-CUtensorMap map_rows(const void* data, int64_t rows, int64_t columns, int64_t stride,
-                     int64_t box_rows) {
-  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  const cuuint64_t row_bytes = size(2 * stride);
-  return make_tensor_map(data, {size(columns), size(rows), 1, 1, 1},
-                         {row_bytes, row_bytes, row_bytes, row_bytes},
-                         {kBlockK, static_cast<cuuint32_t>(box_rows), 1, 1, 1});
-}
+// ---- the grid -----------------------------------------------------------------------------------
 
-// How the tiles lie: whole ones where they are in flight at once, equal shares where they are not
-// or do not fill the card, and clusters where they are few.
-Grid plan_grid(const LinearParams& p, int64_t tile_x_rows, int64_t num_sms, int64_t slots) {
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  Grid grid = {kTileRows, static_cast<unsigned>(ceil_div(p.rows, tile_x_rows)), 1};
-  const int64_t tiles = ceil_div(p.out_dim, kTileRows) * grid.row_tiles;
-  if (tile_x_rows == 64) {
-    if (tiles * 4 <= slots) grid.cluster = 4;
-    if (tiles * 8 <= slots) grid.cluster = 8;
-  }
-  const int64_t wanted = tiles > slots ? ceil_div(tiles, slots) * slots : num_sms;
-  if (grid.cluster == 1 && (tiles > slots || tiles < num_sms)) {
-    const int64_t shares = std::max<int64_t>(1, wanted / grid.row_tiles);
-    const int64_t rows = ceil_div(ceil_div(p.out_dim, shares), kBoxRows) * kBoxRows;
-    grid.tile_rows = static_cast<int>(std::min<int64_t>(rows, kTileRows));
-  }
-  return grid;
-}
+struct Choice {
+  double cycles = 1e30;
+  Grid grid;
+  void (*launch)(const LinearKernelParams& p, const Grid& grid, const Card& card,
+                 cudaStream_t stream);
+};
 
-template <typename T, int kRows>
-void launch(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
-  using Of = Tile<kRows>;
-  const auto kernel = hopper_kernel<T, kRows>;
+template <typename T, typename Of>
+void launch(const LinearKernelParams& p, const Grid& grid, const Card& card, cudaStream_t stream) {
+  const auto kernel = hopper_kernel<T, Of>;
   allow_shared(kernel, Of::kSharedBytes);
   const LinearParams& linear = p.linear;
-  const Grid grid = plan_grid(linear, kRows, card.num_sms, card.num_sms * Of::kBlocksPerSm);
-  const int64_t col_tiles = (linear.out_dim + grid.tile_rows - 1) / grid.tile_rows;
-  const KernelShape shape{col_tiles * grid.row_tiles * grid.cluster, kThreads, Of::kSharedBytes,
-                          grid.cluster};
+  const int whole = card.num_sms - card.num_sms % grid.cluster();
+  const int blocks = grid.split > 1 ? grid.tiles * grid.split : std::min(grid.tiles, whole);
+  const KernelShape shape{blocks, Of::kThreads, Of::kSharedBytes,
+                          static_cast<unsigned>(grid.cluster())};
+  const int box_rows = grid.pair ? grid.tile_rows / 2 : grid.tile_rows;
   launch_kernel(
       "linear", kernel, shape, stream, p.early, p, grid,
-      map_rows(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride, kBoxRows),
-      map_rows(linear.x, linear.rows, linear.in_dim, linear.x_stride, kRows));
+      make_row_map(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride, box_rows),
+      make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
+}
+
+// Takes a tile shape where it promises to be faster than the best so far. A block of K takes as
+// long as its bytes come from L2 (kL2Bytes a cycle and multiprocessor), or as its products take.
+template <typename T, typename Of>
+void consider(const LinearParams& p, const Card& card, Choice* best) {
+  constexpr int kL2Bytes = 30, kRoundCycles = 1000, kSplitCycles = 2500, kLeastCycles = 200;
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t sms = card.num_sms, row_tiles = ceil_div(p.rows, Of::kRows);
+  const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK), kParts);
+  for (const int split : {1, 2, 3, 4, 8}) {
+    const int64_t parts = ceil_div(kParts, split);
+    int64_t tiles = ceil_div(p.out_dim, Of::kWeightRows) * row_tiles, tile_rows = Of::kWeightRows;
+    // Clusters of more than two do not reach all multiprocessors.
+    const int64_t slots = split > 2 ? sms * 15 / 16 : sms;
+    if (split > 1 && (parts > Of::kMaxSplitParts || tiles * split > slots)) continue;
+    const bool pair = split == 1 && row_tiles % 2 == 0;
+    const int64_t rounds = ceil_div(tiles * split, sms);
+    if (split == 1) {  // equal shares of the weights for all
+      const int64_t shares = std::max<int64_t>(1, rounds * sms / row_tiles), unit = pair ? 16 : 8;
+      const int64_t share = ceil_div(ceil_div(p.out_dim, shares), unit) * unit;
+      tile_rows = std::min<int64_t>(share, Of::kWeightRows);
+      tiles = ceil_div(p.out_dim, tile_rows) * row_tiles;
+    }
+    const int64_t bytes = ((pair ? tile_rows / 2 : tile_rows) + Of::kRows) * kLineBytes;
+    const int64_t products = ceil_div(tile_rows, 64) * 2 * Of::kRows;
+    const int64_t block_cycles = std::max({bytes / kL2Bytes, products, int64_t{kLeastCycles}});
+    const double cycles = static_cast<double>(rounds) *
+                              static_cast<double>(steps * parts * block_cycles + kRoundCycles) +
+                          (split > 1 ? kSplitCycles : 0);
+    if (cycles >= best->cycles) continue;
+    best->cycles = cycles;
+    best->grid = {static_cast<int>(tile_rows), static_cast<int>(row_tiles), static_cast<int>(tiles),
+                  split, pair};
+    best->launch = launch<T, Of>;
+  }
 }
 
 template <typename T>
-void launch_rows(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
-  // 128 rows of x a tile read the weights half as often, where there are tiles enough.
-  const int64_t tiles =
-      (p.linear.out_dim + kTileRows - 1) / kTileRows * ((p.linear.rows + 127) / 128);
-  p.linear.rows > 64 && tiles >= card.num_sms ? launch<T, 128>(p, card, stream)
-                                              : launch<T, 64>(p, card, stream);
+void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
+  Choice best;
+  if (p.linear.rows <= 16) consider<T, Tile<2, 16, 8>>(p.linear, card, &best);
+  if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p.linear, card, &best);
+  if (p.linear.rows <= 256) consider<T, Tile<2, 64, 4>>(p.linear, card, &best);
+  if (p.linear.rows > 64) {
+    consider<T, Tile<2, 128, 2>>(p.linear, card, &best);
+    consider<T, Tile<3, 128, 1>>(p.linear, card, &best);
+  }
+  best.launch(p, best.grid, card, stream);
 }
 
 }  // namespace
 
 bool has_hopper_kernel() {
   cudaFuncAttributes code;  // code for other cards is empty, without barriers
-  check_cuda(cudaFuncGetAttributes(&code, hopper_kernel<__half, 64>), "linear");
+  check_cuda(cudaFuncGetAttributes(&code, hopper_kernel<__half, Tile<2, 64, 4>>), "linear");
   return code.sharedSizeBytes > 0;
 }
 
 void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
-  p.linear.dtype == DType::kFloat16 ? launch_rows<__half>(p, card, stream)
-                                    : launch_rows<__nv_bfloat16>(p, card, stream);
+  p.linear.dtype == DType::kFloat16 ? launch_best<__half>(p, card, stream)
+                                    : launch_best<__nv_bfloat16>(p, card, stream);
 }
 
 }  // namespace tlt

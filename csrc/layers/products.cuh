@@ -1,6 +1,6 @@
 // Hopper's tensor cores on two operands in shared memory (wgmma, sm_90a): d += a b^T by four warps,
-// a being 64 rows of 16 elements, b 64 or 128 of them, both in rows of 128 bytes, swizzled as a
-// tensor copy leaves them. d is laid out as that of m16n8k16: column 8 j + 2 t + c % 2 of row
+// a being 64 rows of 16 elements, b 16, 32, 64 or 128 of them, both in rows of 128 bytes, swizzled
+// as a tensor copy leaves them. d is laid out as that of m16n8k16: column 8 j + 2 t + c % 2 of row
 // 16 warp + g + 8 (c / 2) is d[j][c]. The sums have the bits of m16n8k16 on the same 16 elements.
 #pragma once
 
@@ -12,11 +12,12 @@
 
 namespace tlt {
 
-// Describes an operand at `address`, a multiple of 1024 but for the 32 bytes of each step in k.
+// Describes an operand at `address`, a multiple of 1024; kNextStep more is its next 16 elements.
 __device__ __forceinline__ uint64_t describe_operand(uint32_t address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = 8 * 128;
   return kSwizzle128 | (kEightRows >> 4) << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
 }
+constexpr uint64_t kNextStep = 32 >> 4;
 
 // Orders earlier accesses to registers before the next product.
 __device__ __forceinline__ void start_products() {
@@ -31,6 +32,50 @@ __device__ __forceinline__ void commit_products() {
 template <int kPending>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply_64(float (&d)[2][4], uint64_t a, uint64_t b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7"
+        "}, %8, %9, 1, 1, 1, 0, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3])
+        : "l"(a), "l"(b));
+  } else {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7"
+        "}, %8, %9, 1, 1, 1, 0, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3])
+        : "l"(a), "l"(b));
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply_64(float (&d)[4][4], uint64_t a, uint64_t b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, 1, 1, 1, 0, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "l"(a), "l"(b));
+  } else {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, 1, 1, 1, 0, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "l"(a), "l"(b));
+  }
 }
 
 template <typename T>

@@ -8,10 +8,13 @@ from tests import kit
 
 pytestmark = [kit.gpu, kit.needs_gpu]
 
-ROWS = [1, 2, 4, 5, 8, 16, 17, 33, 64, 100, 512]
+ROWS = [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 100, 160, 300, 512]
 HALVES = [torch.float16, torch.bfloat16]
-# Odd N and K, fewer blocks of K than parts, small and wide models, K longer than shared memory.
+# Odd N and K, fewer blocks of K than parts, small and wide models, K longer than shared memory. Of
+# N so large that the decode kernel leaves all but few rows to wgmma, whose tiles are shared out in
+# every way: one tile a block and several, parts over a cluster, weights for a pair of blocks.
 SHAPES = [(37, 100), (401, 1001), (960, 576), (576, 1536), (9001, 200), (136, 3584), (72, 18944)]
+SHAPES += [(5001, 1032), (22001, 200)]
 OPS = ["linear_rows", "rms_norm_linear", "silu_mul_linear"]
 
 
@@ -144,7 +147,7 @@ def decode_step(case, early):
     return x
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16, 40])
+@pytest.mark.parametrize("rows", [1, 8, 16, 40, 200])
 @pytest.mark.parametrize("hidden", [576, 3584])
 def test_early_launches_have_the_bits_of_ordinary_ones(rows, hidden):
     """In a graph and out of it, many times over: an early kernel must wait for what it reads."""
