@@ -19,13 +19,14 @@ void set_alignment(LinearKernelParams* p, const char* op) {
   p->w_aligned = is_aligned(p->linear.weight, p->linear.weight_stride * bytes, row_bytes);
 }
 
-// Whether the decode kernel takes aligned rows: 8 always, more where reading the weights again for
-// each piece costs less than the other kernels take to start.
+// Whether the decode kernel takes aligned rows: 8 always, more where it costs less to read the
+// weights again for each piece than another kernel takes to start.
 bool decodes(const LinearParams& p, Before before) {
-  constexpr int64_t kFewRows = 8, kFewFusedRows = 64, kFewWeights = 4 << 20;
+  constexpr int64_t kFewRows = 8, kFewFusedRows = 64, kFewPieces = 64, kFewWeights = 4 << 20;
   if (before != Before::kNothing) return p.rows <= kFewFusedRows;
   const int64_t pieces = (p.rows + kPieceRows - 1) / kPieceRows;
-  return p.rows <= kFewRows || pieces * p.in_dim * p.out_dim <= kFewWeights;
+  return p.rows <= kFewRows ||
+         (pieces <= kFewPieces && pieces * p.in_dim * p.out_dim <= kFewWeights);
 }
 
 void launch_linear(LinearKernelParams p, Before before, const char* op, int device,

@@ -192,8 +192,7 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
 #pragma unroll
       for (int i = 0; i < D::kRowTiles; ++i) {
         const int row = i * 8 + g;
-        const float of_lane =
-            lane_squares(row_at(row), warp, t, row < rows ? in_dim : 0, true);
+        const float of_lane = lane_squares(row_at(row), warp, t, row < rows ? in_dim : 0, true);
         const float of_warp = fold_rising(of_lane, 4);
         if (t == 0) squares[warp][row] = of_warp;
       }
