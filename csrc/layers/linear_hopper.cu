@@ -9,7 +9,8 @@
 //
 // With few tiles a cluster shares the parts of K, and its blocks' sums meet in distributed shared
 // memory, part by part. With an even number of row tiles, two blocks of one weight tile each load
-// half of it for both. Which shape and grid a call gets: `consider`.
+// half of it for both; four blocks share their two x tiles likewise. Which shape and grid a call
+// gets: `consider`.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -51,12 +52,30 @@ struct Tile {
 };
 
 struct Grid {
-  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 in pairs
-  int row_tiles, tiles;
+  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where blocks share
+  int row_tiles, tiles, blocks;
   int split;  // blocks of a cluster that share the parts of a tile
-  bool pair;  // clusters of two tiles of the same weights
-  __host__ __device__ int cluster() const { return pair ? 2 : split; }
+  int share;  // 2: of a weight tile, 4: two by two of a weight tile and of an x tile; else 1
+
+  __host__ __device__ int cluster() const { return share > 1 ? share : split; }
 };
+
+// First rows of a tile. Blocks of a cluster have neighbouring tiles: bit 0 of their rank says which
+// x tile, bit 1 of four which weight tile.
+[[maybe_unused]] __device__ __forceinline__ int first_x_row(const Grid& g, int tile, int rows) {
+  const int half = g.row_tiles / 2;
+  return (g.share == 4 ? tile / 4 % half * 2 + tile % 2 : tile % g.row_tiles) * rows;
+}
+
+[[maybe_unused]] __device__ __forceinline__ int first_w_row(const Grid& g, int tile) {
+  const int half = g.row_tiles / 2;
+  return (g.share == 4 ? tile / 4 / half * 2 + tile / 2 % 2 : tile / g.row_tiles) * g.tile_rows;
+}
+
+// Blocks that fill a block's ring, itself among them: rank ^ 0, rank ^ 1, rank ^ 2.
+[[maybe_unused]] __device__ __forceinline__ int fillers(const Grid& grid) {
+  return min(grid.share, 3);
+}
 
 // What a block does: parts [begin, end) of tiles `tile`, `tile + step`, ...
 struct Work {
@@ -91,21 +110,24 @@ template <typename Of, bool kWeights>
 __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
                                              const CUtensorMap* map, char* ring,
                                              Barriers* barriers) {
-  const int rank = grid.pair ? static_cast<int>(blockIdx.x % 2) : 0;
-  const int slice = rank * grid.tile_rows / 2;  // of weight rows, where a pair shares them
-  const uint32_t base = shared_address(ring) + (kWeights ? slice : Of::kWeightRows) * kLineBytes;
-  const uint32_t bytes = (kWeights ? grid.tile_rows : Of::kRows) * kLineBytes;
+  // With others of the cluster, each loads a slice for all that share the tile.
+  const int rank = blockIdx.x % grid.share, rows = kWeights ? grid.tile_rows : Of::kRows;
+  const bool shares = kWeights ? grid.share > 1 : grid.share == 4;
+  const int slice = shares ? (kWeights ? rank % 2 : rank / 2) * rows / 2 : 0;
+  const uint16_t sharers = kWeights ? 3 << (rank & 2) : 5 << (rank & 1);
+  const uint32_t base =
+      shared_address(ring) + (slice + (kWeights ? 0 : Of::kWeightRows)) * kLineBytes;
   RingPosition<Of::kStages> at;
   for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
-    const int row = kWeights ? tile / grid.row_tiles * grid.tile_rows + slice
-                             : tile % grid.row_tiles * Of::kRows;
+    const int row =
+        slice + (kWeights ? first_w_row(grid, tile) : first_x_row(grid, tile, Of::kRows));
     const auto load = [&](int block) {
       const uint32_t to = base + at.stage * Of::kStageBytes;
       uint64_t* full = &barriers->full[at.stage];
       wait_barrier(&barriers->empty[at.stage], at.parity ^ 1);
-      arrive_expecting(full, bytes);
-      if (kWeights && grid.pair) {
-        copy_rows_to_all(to, map, block * kBlockK, row, full, 3);
+      arrive_expecting(full, rows * kLineBytes);
+      if (shares) {
+        copy_rows_to_all(to, map, block * kBlockK, row, full, sharers);
       } else {
         copy_rows(to, map, block * kBlockK, row, full);
       }
@@ -200,12 +222,12 @@ class Multiplier {
   __device__ __forceinline__ void store_tile(const float (&total)[Of::kRows / 8][4], int tile,
                                              float* turn) {
     const int thread = threadIdx.x % kGroup, col = group_ * 64 + thread % 64;
-    const int64_t w_row = static_cast<int64_t>(tile / grid_.row_tiles) * grid_.tile_rows;
+    const int64_t w_row = first_w_row(grid_, tile);
     const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
     turn += group_ * Of::kTurn;
 #pragma unroll
     for (int part = 0; part < Of::kRows / Of::kTurnRows; ++part) {
-      const int x_row = tile % grid_.row_tiles * Of::kRows + part * Of::kTurnRows;
+      const int x_row = first_x_row(grid_, tile, Of::kRows) + part * Of::kTurnRows;
       const int end = min(x_row + Of::kTurnRows, static_cast<int>(p_.rows));
       sync_group();  // the last rows are read
       for_each_sum<Of::kTurnRows>([&](int j, int c) {
@@ -225,8 +247,8 @@ class Multiplier {
     float* sums = reinterpret_cast<float*>(ring_);
     const int parts = (kParts + grid_.split - 1) / grid_.split, rank = work_.begin / parts;
     const int col = threadIdx.x % Of::kWeightRows;
-    const int64_t w_row = static_cast<int64_t>(work_.tile / grid_.row_tiles) * grid_.tile_rows;
-    const int x_row = work_.tile % grid_.row_tiles * Of::kRows;
+    const int64_t w_row = first_w_row(grid_, work_.tile);
+    const int x_row = first_x_row(grid_, work_.tile, Of::kRows);
     const int end = min(x_row + Of::kRows, static_cast<int>(p_.rows));
     if (col >= grid_.tile_rows || w_row + col >= p_.out_dim) return;
     const int first = x_row + rank + static_cast<int>(threadIdx.x / Of::kWeightRows) * grid_.split;
@@ -292,11 +314,12 @@ class Multiplier {
     at_.advance();
   }
 
-  // The stage before is read; in a pair it is the other block's to fill too.
+  // The stage before is read: says so to all blocks that fill it.
   __device__ __forceinline__ void release() {
     __syncwarp();  // all lanes have seen the stage full: its barrier may turn again
-    if (last_ >= 0 && lane_ < (grid_.pair ? 2 : 1)) {
-      grid_.pair ? arrive_at(&barriers_->empty[last_], lane_) : arrive(&barriers_->empty[last_]);
+    if (last_ >= 0 && lane_ < fillers(grid_)) {
+      uint64_t* empty = &barriers_->empty[last_];
+      grid_.share > 1 ? arrive_at(empty, blockIdx.x % grid_.share ^ lane_) : arrive(empty);
     }
     last_ = -1;
   }
@@ -333,14 +356,14 @@ __global__ void __launch_bounds__(Of::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Of::kStages; ++stage) {
       init_barrier(&barriers.full[stage], 2);
-      init_barrier(&barriers.empty[stage], Of::kGroups * 4 * (grid.pair ? 2 : 1));
+      init_barrier(&barriers.empty[stage], Of::kGroups * 4 * fillers(grid));
     }
     fence_barriers();
     fence_copies();
   }
   if (lane == 0 && warp == kLoader) prefetch_map(&w_map);
   if (lane == 0 && warp == kLoader + 1) prefetch_map(&x_map);
-  grid.pair ? cluster.sync() : __syncthreads();
+  grid.share > 1 ? cluster.sync() : __syncthreads();
 
   if (warp >= kLoader) {
     give_registers<Of::kLoadRegisters>();
@@ -382,7 +405,7 @@ __global__ void __launch_bounds__(Of::kThreads, 1)
 // ---- the grid -----------------------------------------------------------------------------------
 
 struct Choice {
-  double cycles = 1e30;
+  int64_t cycles = INT64_MAX;
   Grid grid;
   void (*launch)(const LinearKernelParams& p, const Grid& grid, const Card& card,
                  cudaStream_t stream);
@@ -393,15 +416,14 @@ void launch(const LinearKernelParams& p, const Grid& grid, const Card& card, cud
   const auto kernel = hopper_kernel<T, Of>;
   allow_shared(kernel, Of::kSharedBytes);
   const LinearParams& linear = p.linear;
-  const int whole = card.num_sms - card.num_sms % grid.cluster();
-  const int blocks = grid.split > 1 ? grid.tiles * grid.split : std::min(grid.tiles, whole);
-  const KernelShape shape{blocks, Of::kThreads, Of::kSharedBytes,
+  const KernelShape shape{grid.blocks, Of::kThreads, Of::kSharedBytes,
                           static_cast<unsigned>(grid.cluster())};
-  const int box_rows = grid.pair ? grid.tile_rows / 2 : grid.tile_rows;
+  const int w_box = grid.share > 1 ? grid.tile_rows / 2 : grid.tile_rows;
+  const int x_box = grid.share == 4 ? Of::kRows / 2 : Of::kRows;
   launch_kernel(
       "linear", kernel, shape, stream, p.early, p, grid,
-      make_row_map(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride, box_rows),
-      make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
+      make_row_map(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride, w_box),
+      make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, x_box));
 }
 
 // Takes a tile shape where it promises to be faster than the best so far. A block of K takes as
@@ -410,32 +432,46 @@ template <typename T, typename Of>
 void consider(const LinearParams& p, const Card& card, Choice* best) {
   constexpr int kL2Bytes = 30, kRoundCycles = 1000, kSplitCycles = 2500, kLeastCycles = 200;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int64_t sms = card.num_sms, row_tiles = ceil_div(p.rows, Of::kRows);
+  const int64_t row_tiles = ceil_div(p.rows, Of::kRows);
   const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK), kParts);
-  for (const int split : {1, 2, 3, 4, 8}) {
-    const int64_t parts = ceil_div(kParts, split);
-    int64_t tiles = ceil_div(p.out_dim, Of::kWeightRows) * row_tiles, tile_rows = Of::kWeightRows;
+  struct {
+    int split, share;
+  } constexpr kinds[] = {{1, 1}, {1, 2}, {1, 4}, {2, 1}, {3, 1}, {4, 1}, {8, 1}};
+  for (const auto& [split, share] : kinds) {
+    const int cluster = split * share;
     // Clusters of more than two do not reach all multiprocessors.
-    const int64_t slots = split > 2 ? sms * 15 / 16 : sms;
-    if (split > 1 && (parts > Of::kMaxSplitParts || tiles * split > slots)) continue;
-    const bool pair = split == 1 && row_tiles % 2 == 0;
-    const int64_t rounds = ceil_div(tiles * split, sms);
+    const int64_t reached = cluster > 2 ? card.num_sms * 15 / 16 : card.num_sms;
+    const int64_t slots = std::max<int64_t>(reached - reached % cluster, cluster);
+    const int64_t parts = ceil_div(kParts, split);
+    const int64_t unit = share == 4 ? 2 : 1;  // of weight tiles
+    const auto tiles_of = [&](int64_t tile_rows) {
+      return ceil_div(ceil_div(p.out_dim, tile_rows), unit) * unit * row_tiles;
+    };
+    int64_t tile_rows = Of::kWeightRows;
+    if (share > 1 && row_tiles % 2 != 0) continue;
+    if (split > 1 && (parts > Of::kMaxSplitParts || tiles_of(tile_rows) * split > slots)) continue;
+    const int64_t rounds = ceil_div(tiles_of(tile_rows) * split, slots);
     if (split == 1) {  // equal shares of the weights for all
-      const int64_t shares = std::max<int64_t>(1, rounds * sms / row_tiles), unit = pair ? 16 : 8;
-      const int64_t share = ceil_div(ceil_div(p.out_dim, shares), unit) * unit;
-      tile_rows = std::min<int64_t>(share, Of::kWeightRows);
-      tiles = ceil_div(p.out_dim, tile_rows) * row_tiles;
+      const int64_t shares = std::max(rounds * slots / row_tiles / unit * unit, unit);
+      const int64_t multiple = share > 1 ? 16 : 8;
+      const int64_t rows = ceil_div(ceil_div(p.out_dim, shares), multiple) * multiple;
+      tile_rows = std::min(rows, tile_rows);
     }
-    const int64_t bytes = ((pair ? tile_rows / 2 : tile_rows) + Of::kRows) * kLineBytes;
+    const int64_t tiles = tiles_of(tile_rows);
+    const int64_t loaded = tile_rows / (share > 1 ? 2 : 1) + Of::kRows / (share == 4 ? 2 : 1);
     const int64_t products = ceil_div(tile_rows, 64) * 2 * Of::kRows;
-    const int64_t block_cycles = std::max({bytes / kL2Bytes, products, int64_t{kLeastCycles}});
-    const double cycles = static_cast<double>(rounds) *
-                              static_cast<double>(steps * parts * block_cycles + kRoundCycles) +
-                          (split > 1 ? kSplitCycles : 0);
+    const int64_t block_cycles =
+        std::max({loaded * kLineBytes / kL2Bytes, products, int64_t{kLeastCycles}});
+    const int64_t cycles =
+        rounds * (steps * parts * block_cycles + kRoundCycles) + (split > 1 ? kSplitCycles : 0);
     if (cycles >= best->cycles) continue;
     best->cycles = cycles;
-    best->grid = {static_cast<int>(tile_rows), static_cast<int>(row_tiles), static_cast<int>(tiles),
-                  split, pair};
+    best->grid = {static_cast<int>(tile_rows),
+                  static_cast<int>(row_tiles),
+                  static_cast<int>(tiles),
+                  static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)),
+                  split,
+                  share};
     best->launch = launch<T, Of>;
   }
 }

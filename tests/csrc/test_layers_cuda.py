@@ -14,7 +14,7 @@ HALVES = [torch.float16, torch.bfloat16]
 # N so large that the decode kernel leaves all but few rows to wgmma, whose tiles are shared out in
 # every way: one tile a block and several, parts over a cluster, weights for a pair of blocks.
 SHAPES = [(37, 100), (401, 1001), (960, 576), (576, 1536), (9001, 200), (136, 3584), (72, 18944)]
-SHAPES += [(5001, 1032), (22001, 200)]
+SHAPES += [(5001, 1032), (25001, 200)]
 OPS = ["linear_rows", "rms_norm_linear", "silu_mul_linear"]
 
 
