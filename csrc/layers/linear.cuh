@@ -105,7 +105,7 @@ struct Card {
 
 // Aligned rows, fast where they or the weights are few; more of them, with nothing before; any;
 // float32. Each launches on the current device.
-constexpr int kPieceRows = 16;  // with nothing before, of all that read the weights again
+constexpr int kPieceRows = 16;  // that the decode kernel takes at once, with nothing before
 void launch_decode(const LinearKernelParams& p, Before before, const Card& card,
                    cudaStream_t stream);
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,

@@ -1,0 +1,327 @@
+// Parts of the wgmma kernel of linear_rows (linear_hopper.cu): its tiles and who takes which, the
+// loads, the products and what becomes of their sums.
+#pragma once
+
+#include <algorithm>
+
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+#include "layers/decode.cuh"
+#include "layers/products.cuh"
+
+namespace tlt {
+
+constexpr int kGroup = 4 * kWarpSize;  // threads of a warpgroup
+constexpr int kLineBytes = kBlockK * 2;
+constexpr int kMaxStages = 10;
+constexpr int kMaxShared = 227 * 1024 - 2 * kMaxStages * 8;
+
+template <int kGroups_, int kRows_, int kHeld_>
+struct Tile {
+  static constexpr int kGroups = kGroups_;  // that multiply
+  static constexpr int kRows = kRows_;      // of x
+  static constexpr int kHeld = kHeld_;      // parts of K summed side by side
+  static constexpr int kWeightRows = 64 * kGroups;
+  static constexpr int kThreads = (kGroups + 1) * kGroup;
+  static constexpr int kSums = kWeightRows * kRows;
+  static constexpr int kTurnRows = std::min(kRows, 32);  // turned from wgmma's layout at once
+  static constexpr int kTurn = kTurnRows * 64;
+  static constexpr int kStageBytes = (kWeightRows + kRows) * kLineBytes;
+  static constexpr int kStages =
+      std::min(kMaxStages, (kMaxShared - 1024 - kGroups * kTurn * 4) / kStageBytes);
+  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kTurn * 4;
+  static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, where a cluster shares
+  // A multiprocessor has 65536 registers: these for each thread that multiplies, of the others.
+  static constexpr int kRegisters = kGroups == 2 ? 232 : 160;
+  static constexpr int kLoadRegisters = kGroups == 2 ? 40 : 32;
+  static_assert(kGroup * (kGroups * kRegisters + kLoadRegisters) <= 65536, "registers");
+  static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
+};
+
+struct Grid {
+  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where blocks share
+  int row_tiles, tiles, blocks;
+  int split;  // blocks of a cluster that share the parts of a tile
+  int share;  // 2: of a weight tile, 4: two by two of a weight tile and of an x tile; else 1
+
+  __host__ __device__ int cluster() const { return share > 1 ? share : split; }
+};
+
+// First rows of a tile. Blocks of a cluster have neighbouring tiles: bit 0 of their rank says which
+// x tile, bit 1 of four which weight tile.
+__device__ __forceinline__ int first_x_row(const Grid& g, int tile, int rows) {
+  const int half = g.row_tiles / 2;
+  return (g.share == 4 ? tile / 4 % half * 2 + tile % 2 : tile % g.row_tiles) * rows;
+}
+
+__device__ __forceinline__ int first_w_row(const Grid& g, int tile) {
+  const int half = g.row_tiles / 2;
+  return (g.share == 4 ? tile / 4 / half * 2 + tile / 2 % 2 : tile / g.row_tiles) * g.tile_rows;
+}
+
+// Blocks that fill a block's ring, itself among them: rank ^ 0, rank ^ 1, rank ^ 2.
+__device__ __forceinline__ int fillers(const Grid& grid) { return min(grid.share, 3); }
+
+// What a block does: parts [begin, end) of tiles `tile`, `tile + step`, ...
+struct Work {
+  int num_blocks, begin, end, tile, step;
+  __device__ Work(const LinearParams& p, const Grid& grid)
+      : num_blocks(num_blocks_of(p)), tile(blockIdx.x / grid.split), step(gridDim.x / grid.split) {
+    const int parts = (kParts + grid.split - 1) / grid.split;
+    begin = static_cast<int>(blockIdx.x % grid.split) * parts;
+    end = min(begin + parts, kParts);
+  }
+};
+
+// A place in the ring, and the phase of its barriers.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct Barriers {
+  uint64_t full[kMaxStages], empty[kMaxStages];
+};
+
+// By one thread: fills the weights' half of the ring, or that of x, in the order of sum_held.
+template <typename Of, bool kWeights>
+__device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
+                                             const CUtensorMap* map, char* ring,
+                                             Barriers* barriers) {
+  // With others of the cluster, each loads a slice for all that share the tile.
+  const int rank = blockIdx.x % grid.share, rows = kWeights ? grid.tile_rows : Of::kRows;
+  const bool shares = kWeights ? grid.share > 1 : grid.share == 4;
+  const int slice = shares ? (kWeights ? rank % 2 : rank / 2) * rows / 2 : 0;
+  const uint16_t sharers = kWeights ? 3 << (rank & 2) : 5 << (rank & 1);
+  const uint32_t base =
+      shared_address(ring) + (slice + (kWeights ? 0 : Of::kWeightRows)) * kLineBytes;
+  RingPosition<Of::kStages> at;
+  for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
+    const int row =
+        slice + (kWeights ? first_w_row(grid, tile) : first_x_row(grid, tile, Of::kRows));
+    const auto load = [&](int block) {
+      const uint32_t to = base + at.stage * Of::kStageBytes;
+      uint64_t* full = &barriers->full[at.stage];
+      wait_barrier(&barriers->empty[at.stage], at.parity ^ 1);
+      arrive_expecting(full, rows * kLineBytes);
+      if (shares) {
+        copy_rows_to_all(to, map, block * kBlockK, row, full, sharers);
+      } else {
+        copy_rows(to, map, block * kBlockK, row, full);
+      }
+      at.advance();
+    };
+    for (int first = work.begin; first < work.end; first += Of::kHeld) {
+      const int held = min(Of::kHeld, work.end - first);
+      for (int block = first; block < work.num_blocks; block += kParts) {
+        const int end = min(block + held, work.num_blocks);
+#pragma unroll 1
+        for (int i = block; i < end; ++i) load(i);
+      }
+    }
+  }
+}
+
+// f(j, c) for each sum that a lane holds of one part: see products.cuh.
+template <int kRows, typename F>
+__device__ __forceinline__ void for_each_sum(F&& f) {
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) f(j, c);
+  }
+}
+
+// One column of out: rows `row`, `row + step`, ... before `end`. What is added is asked for ahead.
+template <typename T, typename F>
+__device__ __forceinline__ void store_column(const LinearParams& p, int64_t col, int row, int end,
+                                             int step, F&& sum_of) {
+  constexpr int kAhead = 8;
+#pragma unroll 1
+  for (; row < end; row += kAhead * step) {
+    Added added[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (row + i * step < end) added[i] = load_added<T>(p, row + i * step, col);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = row + i * step;
+      if (at < end) store_added<T>(p, at, col, sum_of(at), added[i]);
+    }
+  }
+}
+
+// What a warpgroup multiplies, and what becomes of its sums.
+template <typename T, typename Of>
+class Multiplier {
+ public:
+  __device__ Multiplier(const LinearParams& p, const Grid& grid, const Work& work, char* ring,
+                        Barriers* barriers)
+      : p_(p),
+        grid_(grid),
+        work_(work),
+        ring_(ring),
+        barriers_(barriers),
+        lane_(threadIdx.x % kWarpSize),
+        group_(threadIdx.x / kGroup),
+        multiplies_(group_ * 64 < grid.tile_rows) {}
+
+  // Sums the next tile.
+  __device__ __forceinline__ void sum_tile(float (&total)[Of::kRows / 8][4]) {
+#pragma unroll 1
+    for (int first = 0; first < kParts; first += Of::kHeld) {
+      float acc[Of::kHeld][Of::kRows / 8][4];
+      sum_held(acc, first);
+#pragma unroll
+      for (int i = 0; i < Of::kHeld; ++i) {
+        for_each_sum<Of::kRows>([&](int j, int c) {
+          total[j][c] = first + i == 0 ? acc[i][j][c] : total[j][c] + acc[i][j][c];
+        });
+      }
+    }
+  }
+
+  // Where a cluster shares the parts: sums this block's, and keeps each in the ring's place.
+  __device__ __forceinline__ void sum_parts() {
+    float acc[Of::kHeld][Of::kRows / 8][4];
+    sum_held(acc, work_.begin);
+    asm volatile("bar.sync 1, %0;" ::"n"(Of::kGroups * kGroup) : "memory");  // the ring is read
+    float* sums = reinterpret_cast<float*>(ring_);
+#pragma unroll
+    for (int i = 0; i < Of::kMaxSplitParts; ++i) {
+      if (work_.begin + i >= work_.end) break;
+      for_each_sum<Of::kRows>([&](int j, int c) {
+        sums[i * Of::kSums + sum_index<Of::kWeightRows>(row_of(j, c), col_of(c))] = acc[i][j][c];
+      });
+    }
+  }
+
+  __device__ __forceinline__ void store_tile(const float (&total)[Of::kRows / 8][4], int tile,
+                                             float* turn) {
+    const int thread = threadIdx.x % kGroup, col = group_ * 64 + thread % 64;
+    const int64_t w_row = first_w_row(grid_, tile);
+    const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
+    turn += group_ * Of::kTurn;
+#pragma unroll
+    for (int part = 0; part < Of::kRows / Of::kTurnRows; ++part) {
+      const int x_row = first_x_row(grid_, tile, Of::kRows) + part * Of::kTurnRows;
+      const int end = min(x_row + Of::kTurnRows, static_cast<int>(p_.rows));
+      sync_group();  // the last rows are read
+      for_each_sum<Of::kTurnRows>([&](int j, int c) {
+        turn[sum_index<64>(row_of(j, c), col_of(c) % 64)] = total[part * Of::kTurnRows / 8 + j][c];
+      });
+      sync_group();
+      if (has_col) {
+        store_column<T>(p_, w_row + col, x_row + thread / 64, end, 2,
+                        [&](int row) { return turn[sum_index<64>(row - x_row, thread % 64)]; });
+      }
+    }
+  }
+
+  // Adds the parts of all blocks of a cluster for its share of the rows.
+  template <typename Cluster>
+  __device__ __forceinline__ void store_parts(const Cluster& cluster) {
+    float* sums = reinterpret_cast<float*>(ring_);
+    const int parts = (kParts + grid_.split - 1) / grid_.split, rank = work_.begin / parts;
+    const int col = threadIdx.x % Of::kWeightRows;
+    const int64_t w_row = first_w_row(grid_, work_.tile);
+    const int x_row = first_x_row(grid_, work_.tile, Of::kRows);
+    const int end = min(x_row + Of::kRows, static_cast<int>(p_.rows));
+    if (col >= grid_.tile_rows || w_row + col >= p_.out_dim) return;
+    const int first = x_row + rank + static_cast<int>(threadIdx.x / Of::kWeightRows) * grid_.split;
+    store_column<T>(p_, w_row + col, first, end, 2 * grid_.split, [&](int row) {
+      float* mine = sums + sum_index<Of::kWeightRows>(row - x_row, col);
+      float part[kParts];
+#pragma unroll
+      for (int w = 0; w < kParts; ++w) {
+        part[w] = cluster.map_shared_rank(mine, w / parts)[w % parts * Of::kSums];
+      }
+      return sum_of_parts(part);
+    });
+  }
+
+ private:
+  // Where sum (j, c) of this lane lies in the tile.
+  __device__ __forceinline__ int row_of(int j, int c) const {
+    return j * 8 + lane_ % 4 * 2 + c % 2;
+  }
+  __device__ __forceinline__ int col_of(int c) const {
+    return static_cast<int>(threadIdx.x / kWarpSize) * 16 + lane_ / 4 + c / 2 * 8;
+  }
+
+  // Parts `first` to `first` + kHeld of the next tile, those of them that are this block's.
+  __device__ __forceinline__ void sum_held(float (&acc)[Of::kHeld][Of::kRows / 8][4], int first) {
+#pragma unroll
+    for (int i = 0; i < Of::kHeld; ++i) {
+      for_each_sum<Of::kRows>([&](int j, int c) { acc[i][j][c] = 0.0f; });
+    }
+#pragma unroll 1
+    for (int block = first; block < work_.num_blocks; block += kParts) {
+#pragma unroll
+      for (int i = 0; i < Of::kHeld; ++i) {
+        if (first + i < work_.end && block + i < work_.num_blocks) multiply(acc[i]);
+      }
+    }
+    wait_products<0>();
+#pragma unroll
+    for (int i = 0; i < Of::kHeld; ++i) {
+      for_each_sum<Of::kRows>([&](int j, int c) {
+        asm volatile("" : "+f"(acc[i][j][c])::"memory");
+      });
+    }
+    release();
+  }
+
+  __device__ __forceinline__ void multiply(float (&acc)[Of::kRows / 8][4]) {
+    wait_barrier(&barriers_->full[at_.stage], at_.parity);
+    if (multiplies_) {
+      const uint32_t stage = shared_address(ring_) + at_.stage * Of::kStageBytes;
+      const uint64_t w = describe_operand(stage + group_ * 64 * kLineBytes);
+      const uint64_t x = describe_operand(stage + Of::kWeightRows * kLineBytes);
+      start_products();
+#pragma unroll
+      for (int k = 0; k < kBlockK / 16; ++k) {
+        multiply_64<T>(acc, w + k * kNextStep, x + k * kNextStep);
+      }
+      commit_products();
+      wait_products<1>();
+    }
+    release();
+    last_ = at_.stage;
+    at_.advance();
+  }
+
+  // The stage before is read: says so to all blocks that fill it.
+  __device__ __forceinline__ void release() {
+    __syncwarp();  // all lanes have seen the stage full: its barrier may turn again
+    if (last_ >= 0 && lane_ < fillers(grid_)) {
+      uint64_t* empty = &barriers_->empty[last_];
+      grid_.share > 1 ? arrive_at(empty, blockIdx.x % grid_.share ^ lane_) : arrive(empty);
+    }
+    last_ = -1;
+  }
+
+  __device__ __forceinline__ void sync_group() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(2 + group_), "n"(kGroup) : "memory");
+  }
+
+  const LinearParams& p_;
+  const Grid& grid_;
+  const Work& work_;
+  char* ring_;
+  Barriers* barriers_;
+  const int lane_, group_;
+  const bool multiplies_;
+  RingPosition<Of::kStages> at_;
+  int last_ = -1;  // the stage of the products under way
+};
+
+}  // namespace tlt
