@@ -16,8 +16,7 @@
 
 namespace tlt {
 
-constexpr int kMaxGroup = 8;                              // query heads of a kv head
-constexpr int kMaxTileKeys = INT32_MAX - 2 * kLarge + 1;  // positions may be counted up in int
+constexpr int kMaxGroup = 8;  // query heads of a kv head
 constexpr float kLn2 = 0x1.62e43p-1f;
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -107,7 +106,13 @@ __device__ __forceinline__ bool well_placed(const TreeAttentionParams& p, const 
 
 // No row of the request stands past this position.
 __device__ __forceinline__ int64_t last_position(const TreeAttentionParams& p, const Request& r) {
-  return max(int64_t{0}, p.ancestors == nullptr ? r.slot + r.num_rows : r.context + kMaxDepth);
+  return p.ancestors == nullptr ? r.slot + r.num_rows : r.context + kMaxDepth;
+}
+
+// A position in 32 bits, which is all that keys are counted in: instructions are dear where a block
+// starts. Those of a request without a good slot come out as anything.
+__device__ __forceinline__ uint32_t clamp_position(int64_t position) {
+  return static_cast<uint32_t>(min(static_cast<uint64_t>(position), uint64_t{kMaxTileKeys}));
 }
 
 // Tile keys that some row of a block of rows ending before `row_end` may have. Every one of them
@@ -117,8 +122,8 @@ __device__ __forceinline__ int tile_keys(const TreeAttentionParams& p, const Req
   const Sequences& s = p.sequences;
   if (r.slot < 0) return 0;
   const int64_t last = p.ancestors == nullptr ? r.slot + row_end - 1 : r.context + kMaxDepth;
-  const int64_t keys = tail_begin(last), table = s.max_pages * s.page_size / kStep * kStep;
-  return static_cast<int>(min(min(keys, table), int64_t{kMaxTileKeys}));
+  const uint32_t keys = tail_begin(clamp_position(last));
+  return static_cast<int>(min(keys, clamp_position(s.max_pages * s.page_size) & ~(kStep - 1u)));
 }
 
 }  // namespace tlt

@@ -45,17 +45,18 @@ __device__ __forceinline__ void release_ring() {
 #endif
 }
 
-// Calls f(block) for each of a thread's turns: rows that are row_blocks blocks apart.
+// Calls f(block) for each of a thread's turns: rows that are row_blocks blocks apart, from the
+// block `first` of a kv head on.
 template <typename Block, int kRows, typename F>
-__device__ __forceinline__ void for_turns(const Launch& l, typename Block::Memory* shared, F&& f) {
+__device__ __forceinline__ void for_turns(const Launch& l, int kv_head, int first,
+                                          typename Block::Memory* shared, F&& f) {
   typename Block::Place place;
   const Request r = read_request(l.p, blockIdx.y);
   if (!r.good && blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) {
     report_on_device(l.p.sequences, r.index, kStatusBadLength);
   }
-  const int block_rows = kRows / l.group, row_blocks = l.row_blocks;
-  const int kv_head = blockIdx.x / row_blocks, first = (blockIdx.x - kv_head * row_blocks);
-  for (int64_t row = first * block_rows; row < r.num_rows; row += row_blocks * block_rows) {
+  const int block_rows = l.rows_of(kRows);
+  for (int64_t row = first * block_rows; row < r.num_rows; row += l.row_blocks * block_rows) {
     Block block(l, r, kv_head, row, shared, &place);
     f(block);
   }
@@ -71,14 +72,17 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
   extern __shared__ __align__(1024) char memory[];
   auto* shared = reinterpret_cast<typename Block::Memory*>(memory);
   init_ring(&shared->barriers, kWarps);
+  const unsigned row_blocks = l.row_blocks;
+  const int kv_head = blockIdx.x / row_blocks, first = blockIdx.x % row_blocks;
   if (kHopper && threadIdx.x >= kWarps * kWarpSize) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     give_registers<56>();
 #endif
     if (threadIdx.x >= (kWarps + 1) * kWarpSize) return;
-    for_turns<Block, kRows>(l, shared, [](const Block& block) { block.prefetch(blockIdx.z); });
+    for_turns<Block, kRows>(l, kv_head, first, shared,
+                            [](const Block& block) { block.prefetch(blockIdx.z); });
     wait_for_prior_grid();
-    for_turns<Block, kRows>(l, shared, [](Block& block) {
+    for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
       block.produce(blockIdx.z);
       sync_block<kWarps>();
     });
@@ -88,7 +92,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
 #endif
     wait_for_prior_grid();
     launch_dependents();  // only now, since the merge reads keys before it waits for this grid
-    for_turns<Block, kRows>(l, shared, [](Block& block) {
+    for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
       block.run(blockIdx.z);
       release_ring();
       sync_block<kWarps>();  // the next turn reuses shared memory
@@ -96,7 +100,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
   }
 }
 
-// Folds partials of one (row, head) from the left; a lane has two dimensions of them.
+// Folds a partial of one (row, head) into what is left of it; a lane has two dimensions.
 __device__ __forceinline__ void fold_pair(const Softmax& part, const float2& value, Softmax* total,
                                           float2* acc) {
   float scale[2];
@@ -105,30 +109,91 @@ __device__ __forceinline__ void fold_pair(const Softmax& part, const float2& val
   *acc = make_float2(folded(acc->x, value.x, scale), folded(acc->y, value.y, scale));
 }
 
-template <int kDim>
-__device__ __forceinline__ void fold_partials(const Launch& l, int64_t row, int64_t head, int pair,
-                                              int items, Softmax* total, float2* acc) {
-  constexpr int kAhead = 24;
+constexpr int kAhead = 24;    // partials read at once
+constexpr int kFoldStep = 8;  // of them between looks at how many there are
+
+// One fold from the left: total = fma(part, scale[1], total * scale[0]), where `folds` is not 0.
+struct alignas(16) FoldStep {
+  float scale[2], sum, folds;
+};
+
+// Finds the factors of a warp's folds all at once, a lane each: those of fold() one by one.
+__device__ __forceinline__ FoldStep find_fold(const Softmax& part, float* total_max) {
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t stride = l.p.sequences.num_rows * l.p.num_heads;
-  for (int first = 0; first < items; first += kAhead) {
-    const int64_t at = partial_index(l, first, row, head);
-    const float2* from = reinterpret_cast<const float2*>(l.partials.acc + at * kDim) + pair;
+  const bool folds = part.sum != 0.0f;
+  float max = folds ? part.max : -INFINITY;
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const float before = __shfl_up_sync(kFullWarp, max, step);
+    if (lane >= step) max = fmaxf(before, max);
+  }
+  max = fmaxf(*total_max, max);
+  const float before = __shfl_up_sync(kFullWarp, max, 1);
+  const float scale = exp2_fast(add_rn(lane == 0 ? *total_max : before, -finite_max(max)));
+  *total_max = __shfl_sync(kFullWarp, max, kWarpSize - 1);
+  const float part_scale = exp2_fast(add_rn(part.max, -finite_max(max)));
+  return {{scale, part_scale}, part.sum, folds ? 1.0f : 0.0f};
+}
+
+// The partials of one (row, head); a lane has two dimensions. Where they are is known before they
+// are there. Fewer than kFew blocks share keys, so that steps from one to the next fit in an int.
+template <int kDim>
+class PartialFold {
+ public:
+  __device__ __forceinline__ PartialFold(const Launch& l, int64_t row, int64_t head, int pair,
+                                         int count, FoldStep* steps)
+      : step_(static_cast<int>(l.p.sequences.num_rows * l.p.num_heads)),
+        count_(count),
+        softmax_(l.partials.softmax + partial_index(l, 0, row, head)),
+        acc_(reinterpret_cast<const float2*>(l.partials.acc) +
+             partial_index(l, 0, row, head) * (kDim / 2) + pair),
+        steps_(steps) {}
+
+  // Folds all of them from the left; a negative sum says that one has no result.
+  __device__ __forceinline__ void fold_all(Softmax* total, float2* acc) const {
+    for (int first = 0; first < count_ && !(total->sum < 0.0f); first += kAhead) {
+      fold_some(first, total, acc);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ Softmax read_partial(int i) const {
+    const float2 pair = __ldcg(reinterpret_cast<const float2*>(softmax_) + i * step_);
+    return {pair.x, pair.y};
+  }
+
+  __device__ __forceinline__ void fold_some(int first, Softmax* total, float2* acc) const {
+    const int lane = threadIdx.x % kWarpSize, last = count_ - 1;
     Softmax mine;
-    if (lane < kAhead && first + lane < items) mine = l.partials.softmax[at + lane * stride];
+    if (lane < kAhead && first + lane <= last) mine = read_partial(first + lane);
     float2 value[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {  // all reads before the first fold
-      if (first + i < items) value[i] = from[i * stride * (kDim / 2)];
+      if (i % kFoldStep == 0 && first + i > last) break;
+      value[i] = __ldcg(acc_ + min(first + i, last) * step_ * (kDim / 2));
     }
+    steps_[lane] = find_fold(mine, &total->max);
+    const bool refused = __any_sync(kFullWarp, mine.sum < 0.0f);
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (first + i >= items) break;
-      const Softmax part{__shfl_sync(kFullWarp, mine.max, i), __shfl_sync(kFullWarp, mine.sum, i)};
-      fold_pair(part, value[i], total, acc);
+      if (i % kFoldStep == 0 && first + i > last) break;
+      const FoldStep step = steps_[i];
+      const float sum = folded(total->sum, step.sum, step.scale);
+      const float x = folded(acc->x, value[i].x, step.scale);
+      const float y = folded(acc->y, value[i].y, step.scale);
+      total->sum = step.folds != 0.0f ? sum : total->sum;
+      *acc = step.folds != 0.0f ? make_float2(x, y) : *acc;
     }
+    __syncwarp();  // before the next ones come there
+    if (refused) total->sum = -1.0f;
   }
-}
+
+  const int step_, count_;
+  const Softmax* softmax_;
+  const float2* acc_;
+  FoldStep* steps_;
+};
 
 // Folds the partials of a row, warps of 64 dimensions for each query head of a kv head, after the
 // first warp has computed the row's tail, while the launch before still streams. Grid: (turns,
@@ -140,6 +205,7 @@ __global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 1)
   __shared__ TailScratch<kDim> scratch;
   __shared__ float2 tail_acc[kMaxGroup][kDim / 2];
   __shared__ Softmax tail_softmax[kMaxGroup];
+  __shared__ FoldStep steps[kMaxGroup * kHeadWarps][kWarpSize];
   launch_dependents();
   const TreeAttentionParams& p = l.p;
   const Request r = read_request(p, blockIdx.y);
@@ -156,16 +222,18 @@ __global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 1)
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) tail_acc[lane / 4][n * 4 + lane % 4] = tail.acc[n];
     }
-    int64_t items = 0;
+    int count = 0;
     if (well_placed(p, r, row - r.row, p.position[row])) {
-      const int64_t splits = splits_below(tail_begin(p.position[row])), first = first_splits(l, r);
-      items = splits == 0 ? 0 : splits <= first ? 1 : splits - first + 1;
+      const int splits = splits_below(tail_begin(p.position[row]));
+      const int first = static_cast<int>(splits_below(next_split(item_size(l, r))));
+      count = splits == 0 ? 0 : splits <= first ? 1 : splits - first + 1;
     }
+    const PartialFold<kDim> partials(l, row, head, pair, count, steps[warp]);
     __syncthreads();        // the tail is there
     wait_for_prior_grid();  // what was read so far is older than that grid
     Softmax total;
     float2 acc{};
-    fold_partials<kDim>(l, row, head, pair, static_cast<int>(items), &total, &acc);
+    partials.fold_all(&total, &acc);
     fold_pair(tail_softmax[group_head], tail_acc[group_head][pair], &total, &acc);
     const bool refused = total.sum < 0.0f;
     const float inverse = __frcp_rn(total.sum);
@@ -217,7 +285,7 @@ void launch_attend(const Launch& l, const AttentionPlan& plan, cudaStream_t stre
   const auto kernel = attend_kernel<T, kDim, kWarps>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "tree_attention: shared memory");
-  launch_early(kernel, l, l.p.num_kv_heads * plan.row_blocks, l.partials.max_items,
+  launch_early(kernel, l, l.p.num_kv_heads * plan.row_blocks, l.partials.items,
                kWarps + (hopper ? kProducerWarps : 0), bytes, stream);
 }
 
@@ -251,14 +319,14 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
   const auto group = static_cast<int>(p.num_heads / p.num_kv_heads);
   int page_shift = 0;
   while (int64_t{1} << page_shift < s.page_size) ++page_shift;
-  Launch l{p, {}, group, static_cast<int>(plan.row_blocks), page_shift, {}};
+  Launch l{p, {}, group, static_cast<int>(plan.row_blocks), page_shift, (1 << 16) / group + 1, {}};
   if (is_hopper()) l.maps = {map_of(p, p.k), map_of(p, p.v)};
-  l.partials = {nullptr, nullptr, 1, kWholeShare};
-  if (workspace != nullptr && plan.max_items > 1) {
-    const int64_t partials = plan.max_items * s.num_rows * p.num_heads;
+  l.partials = {nullptr, nullptr, 1, 0};
+  if (workspace != nullptr && plan.items > 1) {
+    const int64_t partials = plan.partials * s.num_rows * p.num_heads;
     auto* acc = static_cast<float*>(workspace);
     l.partials = {acc, reinterpret_cast<Softmax*>(acc + partials * p.head_dim),
-                  static_cast<int>(plan.max_items), static_cast<int>(plan.share)};
+                  static_cast<int>(plan.items), share_of(plan.items)};
   }
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;

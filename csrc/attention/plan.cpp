@@ -11,13 +11,24 @@ constexpr int64_t kMultiprocessors = 132;
 constexpr int64_t kFew = kMultiprocessors * 4 / 5;  // blocks: fewer than that share the keys
 constexpr int64_t kMmaRows = 16;
 
-// The most items that any length to `max_slots` has: just past the start of some split.
-int64_t most_items(int64_t max_slots, int64_t share) {
+// The most partials that any length to `max_slots` has: just past the start of some split.
+int64_t most_partials(int64_t max_slots, int64_t items) {
   int64_t most = 1;
-  for (int64_t split = 0; split_begin(split) < max_slots; ++split) {
-    most = std::max(most, split + 2 - splits_of_first_item(split_begin(split) + 1, share));
+  const int64_t slots = std::min<int64_t>(max_slots, kMaxTileKeys);
+  for (int64_t split = 0; split_begin(split) < slots; ++split) {
+    const auto end = static_cast<uint32_t>(split_begin(split) + 1);
+    const uint32_t first_item = next_split(keys_of_item(end, share_of(items)));
+    most = std::max(most, split + 2 - int64_t{splits_below(first_item)});
   }
   return most;
+}
+
+// Enough to give each multiprocessor one block, which leaves room there for the launch that merges;
+// two small ones where that is less idle.
+int64_t items_for(int64_t blocks, int64_t warps) {
+  if (blocks >= kFew) return 1;
+  const bool two = warps == 4 && 2 * blocks > kMultiprocessors;
+  return (two ? 2 : 1) * kMultiprocessors / blocks;
 }
 
 }  // namespace
@@ -30,12 +41,11 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
   const int64_t block_rows = plan.warps * kMmaRows / group;
   plan.row_blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
   const int64_t blocks = shape.num_requests * shape.num_kv_heads * plan.row_blocks;
-  const int64_t slots = kMultiprocessors * (plan.warps == 4 ? 2 : 1);  // blocks in flight
-  plan.share = std::clamp<int64_t>(blocks * kWholeShare / slots, 1, kWholeShare);
-  plan.max_items = blocks < kFew ? most_items(shape.max_slots, plan.share) : 1;
-  if (plan.max_items > 1) {
+  plan.items = items_for(blocks, plan.warps);
+  if (plan.items > 1) {
+    plan.partials = most_partials(shape.max_slots, plan.items);
     const int64_t partial = (shape.head_dim + 2) * static_cast<int64_t>(sizeof(float));
-    plan.workspace_bytes = plan.max_items * shape.num_rows * shape.num_heads * partial;
+    plan.workspace_bytes = plan.partials * shape.num_rows * shape.num_heads * partial;
   }
   return plan;
 }

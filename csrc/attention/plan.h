@@ -8,8 +8,8 @@ namespace tlt {
 struct AttentionPlan {
   int64_t warps;       // of a block; each owns 16 (row, head) pairs of one kv head
   int64_t row_blocks;  // blocks that share the rows of a request, by turns
-  int64_t max_items;   // blocks that share the keys of a row block; 1: no partials
-  int64_t share;       // the part of a context that the first of them takes, in kWholeShare parts
+  int64_t items;       // blocks that share the keys of a row block; 1: no partials
+  int64_t partials;    // that they leave of a row and head, at most
   int64_t workspace_bytes;
 };
 

@@ -7,42 +7,49 @@
 
 namespace tlt {
 
-// Partials of the items of every (row, head).
+// Partials of every (row, head): of the first item's splits together, then of each later split.
 struct Partials {
-  float* acc;        // [max_items, rows, heads, head_dim]; null: each block folds its own
-  Softmax* softmax;  // [max_items, rows, heads]
-  int max_items, share;
+  float* acc;        // [partials, rows, heads, head_dim]; null: each block folds its own
+  Softmax* softmax;  // [partials, rows, heads]
+  int items;         // that share the keys of a row block
+  uint32_t share;    // of one (splits.h)
 };
 
 struct Launch {
   TreeAttentionParams p;
   Partials partials;
   int group, row_blocks, page_shift;
+  int group_inverse;  // 2^16 / group, up
   TileMaps maps;
+
+  // pairs / group, where both are small.
+  __device__ __forceinline__ int rows_of(int pairs) const { return pairs * group_inverse >> 16; }
 };
 
-__device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t item, int64_t row,
+__device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t partial, int64_t row,
                                                  int64_t head) {
-  return (item * l.p.sequences.num_rows + row) * l.p.num_heads + head;
+  return (partial * l.p.sequences.num_rows + row) * l.p.num_heads + head;
 }
 
-// Splits that item 0 takes, from the first on; it folds them itself.
-__device__ __forceinline__ int64_t first_splits(const Launch& l, const Request& r) {
-  return splits_of_first_item(last_position(l.p, r), l.partials.share);
+// Keys of each item of a request; every item takes the splits that begin in its share of them.
+__device__ __forceinline__ uint32_t item_size(const Launch& l, const Request& r) {
+  return keys_of_item(clamp_position(last_position(l.p, r)), l.partials.share);
 }
 
-// Keys of item `item` of a row block whose tile keys end at `end`. The items after the first take
-// a split each, the last split first, since late splits are the large ones.
-__device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r, int64_t item,
-                                              int end, int64_t* index) {
-  *index = 0;
+// Keys of item `item` of a row block whose tile keys end at `end`.
+__device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r, int item,
+                                              int end) {
   if (l.partials.acc == nullptr) return {0, end};
-  const int64_t first = first_splits(l, r);
-  if (item == 0) return {0, min(end, static_cast<int>(split_begin(first)))};
-  const int64_t split = splits_below(end) - item;
-  if (split < first) return {0, 0};
-  *index = split - first + 1;
-  return {static_cast<int>(split_begin(split)), min(end, static_cast<int>(split_begin(split + 1)))};
+  const uint32_t size = item_size(l, r), last = static_cast<uint32_t>(end);
+  const uint32_t begin = next_split(item * size), next = next_split((item + 1) * size);
+  return {static_cast<int>(min(begin, last)),
+          item + 1 < l.partials.items ? static_cast<int>(min(next, last)) : end};
+}
+
+// Which partial is the first of an item, whose keys begin at `begin`.
+__device__ __forceinline__ int first_partial(const Launch& l, const Request& r, int begin) {
+  if (begin == 0) return 0;
+  return splits_below(begin) - static_cast<int>(splits_below(next_split(item_size(l, r)))) + 1;
 }
 
 // Tiles of the ring, by what a block may have: on sm_90 two blocks of four warps a multiprocessor
@@ -85,36 +92,35 @@ class RowBlock {
   __device__ __forceinline__ RowBlock(const Launch& l, const Request& r, int64_t kv_head,
                                       int64_t row, Memory* shared, Place* place)
       : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(*shared), place_(*place) {
-    num_rows_ = static_cast<int>(min(r.num_rows - row, int64_t{kWarps * kMmaRows / l.group}));
+    num_rows_ = static_cast<int>(min(r.num_rows - row, int64_t{l.rows_of(kWarps * kMmaRows)}));
     warp_ = threadIdx.x / kWarpSize;
     lane_ = threadIdx.x % kWarpSize;
   }
 
-  // Asks for the first keys of an item ahead of time.
-  __device__ __forceinline__ void prefetch(int64_t item) const {
-    int64_t index;
-    prefetch_keys<kDim>(source_of(keys_of(item, &index)));
+  // Asks for the first keys of an item ahead of time: more where blocks are few, for then all of
+  // that fits in L2.
+  __device__ __forceinline__ void prefetch(int item) const {
+    prefetch_keys<kDim>(source_of(keys_of(item)), l_.partials.acc != nullptr ? 256 : 128);
   }
 
   // The producing warp's part of an item.
-  __device__ __forceinline__ void produce(int64_t item) {
-    int64_t index;
-    const KeyRange keys = keys_of(item, &index);
+  __device__ __forceinline__ void produce(int item) {
+    const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
     produce_tiles(source_of(keys), &shared_.ring, &shared_.barriers, &place_, &shared_.bad_from);
     sync_block<kWarps>();
   }
 
-  // Folds the tile keys of one item; keeps its partial, or writes the rows.
-  __device__ __forceinline__ void run(int64_t item) {
-    int64_t index;
-    const KeyRange keys = keys_of(item, &index);
+  // Folds the tile keys of one item; keeps its partials, or writes the rows.
+  __device__ __forceinline__ void run(int item) {
+    const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
     consume(source_of(keys));
     sync_block<kWarps>();  // the ring is free, and bad_from is set
     bad_from_ = shared_.bad_from;
     report_bad_pages();
-    if (l_.partials.acc != nullptr) return store_partial(index);
+    if (keys.begin > 0) return refuse_partial(first_partial(l_, r_, keys.begin));
+    if (l_.partials.acc != nullptr) return store_total();
     store_softmax();
     sync_threads<2, kWarps * kWarpSize>();  // the totals are there for all
     finish();
@@ -127,8 +133,8 @@ class RowBlock {
     return keys.begin >= keys.end && l_.partials.acc != nullptr;
   }
 
-  __device__ __forceinline__ KeyRange keys_of(int64_t item, int64_t* index) const {
-    return item_keys(l_, r_, item, tile_keys(p_, r_, row_ + num_rows_), index);
+  __device__ __forceinline__ KeyRange keys_of(int item) const {
+    return item_keys(l_, r_, item, tile_keys(p_, r_, row_ + num_rows_));
   }
 
   __device__ __forceinline__ KeySource source_of(const KeyRange& keys) const {
@@ -145,19 +151,26 @@ class RowBlock {
     }
   }
 
+  // Folds the first item's splits into the totals; stores each split of the others as it is.
   __device__ __forceinline__ void consume(const KeySource& source) {
     KeyStream<T, kDim, kWarps, kRing> stream(source, &shared_.ring, &shared_.barriers, &place_);
     const ScoreScale scale(p_.scale);
-    read_queries(scale.flip);
+    read_queries(scale.flip, source.keys.begin == 0);
+    int partial = first_partial(l_, r_, source.keys.begin);
     WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_);
-    clear_total();
     part_.clear();
     for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
       tile.fold_keys(key, stream.take());
       stream.leave();
       tile.fold_values(key, stream.take());
       stream.leave();
-      if (starts_split(key + kTile) || key + kTile >= source.keys.end) fold_part();
+      if (!starts_split(key + kTile) && key + kTile < source.keys.end) continue;
+      if (partial == 0) {
+        fold_part();
+      } else {
+        store_part(partial++);
+      }
+      part_.clear();
     }
     stream.finish(&shared_.bad_from);
   }
@@ -171,36 +184,48 @@ class RowBlock {
 
   __device__ __forceinline__ Pair pair(int half) const {
     const int m = warp_ * kMmaRows + lane_ / 4 + half * 8;
-    const int row = m / l_.group;
+    const int row = l_.rows_of(m);
     return {row < num_rows_, m, m - row * l_.group, r_.row + row_ + row};
   }
 
   // No row's tile keys end before this position.
   __device__ __forceinline__ int smallest_end() const {
     const int64_t first = p_.ancestors == nullptr ? r_.slot + row_ : r_.context;
-    return static_cast<int>(min(tail_begin(first), int64_t{kMaxTileKeys}));
+    return static_cast<int>(tail_begin(clamp_position(first)));
   }
 
-  __device__ __forceinline__ void read_queries(uint32_t flip) {
+  // Asks for all queries and positions before it looks at any; clears the totals meanwhile.
+  __device__ __forceinline__ void read_queries(uint32_t flip, bool totals) {
+    int position[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pair at = pair(half);
+      position[half] = at.inside ? p_.position[at.row] : 0;
+      const T* q = static_cast<const T*>(p_.q);
+      if (at.inside) {
+        q += at.row * p_.q_row_stride + (kv_head_ * l_.group + at.head) * p_.q_head_stride;
+      }
+      const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane_ % 4;
+#pragma unroll
+      for (int step = 0; step < kDim / 16; ++step) {
+        queries_.q[step][half] = at.inside ? pairs[step * 8] : 0;
+        queries_.q[step][half + 2] = at.inside ? pairs[step * 8 + 4] : 0;
+      }
+    }
+    if (totals) clear_total();
     int largest = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
-      int end = kNoRow;
-      const T* q = static_cast<const T*>(p_.q);
-      const int position = at.inside ? p_.position[at.row] : 0;
-      const bool good = at.inside && well_placed(p_, r_, at.row - r_.row, position);
-      if (good) {
-        end = static_cast<int>(tail_begin(position));
-        q += at.row * p_.q_row_stride + (kv_head_ * l_.group + at.head) * p_.q_head_stride;
-        largest = max(largest, end);
-      }
-      queries_.end[half] = end;
-      const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane_ % 4;
+      const bool good = at.inside && well_placed(p_, r_, at.row - r_.row, position[half]);
+      queries_.end[half] = good ? static_cast<int>(tail_begin(position[half])) : kNoRow;
+      if (good) largest = max(largest, queries_.end[half]);
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
-        queries_.q[step][half] = good ? pairs[step * 8] ^ flip : 0;
-        queries_.q[step][half + 2] = good ? pairs[step * 8 + 4] ^ flip : 0;
+        uint32_t& low = queries_.q[step][half];
+        uint32_t& high = queries_.q[step][half + 2];
+        low = good ? low ^ flip : 0;
+        high = good ? high ^ flip : 0;
       }
     }
     queries_.largest = __reduce_max_sync(kFullWarp, largest);
@@ -232,7 +257,6 @@ class RowBlock {
                                      folded(before.y, part_.acc[n][2 * half + 1], scale));
       }
     }
-    part_.clear();
   }
 
   // Whether a page that the pair's tile keys need was bad.
@@ -252,16 +276,53 @@ class RowBlock {
     return softmax;
   }
 
-  __device__ __forceinline__ void store_partial(int64_t item) {
+  __device__ __forceinline__ int64_t index_of(const Pair& at, int64_t partial) const {
+    return partial_index(l_, partial, at.row, kv_head_ * l_.group + at.head);
+  }
+
+  __device__ __forceinline__ float2* partial_acc(int64_t index) const {
+    return reinterpret_cast<float2*>(l_.partials.acc + index * kDim) + lane_ % 4;
+  }
+
+  // The first item's splits, folded.
+  __device__ __forceinline__ void store_total() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
       if (!at.inside) continue;
-      const int64_t index = partial_index(l_, item, at.row, kv_head_ * l_.group + at.head);
+      const int64_t index = index_of(at, 0);
       if (lane_ % 4 == 0) l_.partials.softmax[index] = result(half);
-      float2* acc = reinterpret_cast<float2*>(l_.partials.acc + index * kDim) + lane_ % 4;
+      float2* acc = partial_acc(index);
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) acc[n * 4] = total(half, n);
+    }
+  }
+
+  // One split from the registers. A minus zero is one less than a fold of it would say, and folded
+  // to a total, which is never one, adds the same.
+  __device__ __forceinline__ void store_part(int partial) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Softmax softmax = part_.softmax(half);
+      const Pair at = pair(half);
+      if (!at.inside) continue;
+      const int64_t index = index_of(at, partial);
+      if (lane_ % 4 == 0) l_.partials.softmax[index] = softmax;
+      float2* acc = partial_acc(index);
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        acc[n * 4] = make_float2(part_.acc[n][2 * half], part_.acc[n][2 * half + 1]);
+      }
+    }
+  }
+
+  // Says that rows that need a bad page of the item have no result; they read its first partial.
+  __device__ __forceinline__ void refuse_partial(int partial) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pair at = pair(half);
+      if (!at.inside || !bad(half) || lane_ % 4 != 0) continue;
+      l_.partials.softmax[index_of(at, partial)].sum = -1.0f;
     }
   }
 

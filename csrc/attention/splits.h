@@ -17,6 +17,7 @@ constexpr int kSmallEnd = 1024, kSmall = 128, kMediumEnd = 8192, kMedium = 512, 
 constexpr int kSmallSplits = kSmallEnd / kSmall;
 constexpr int kMediumSplits = kSmallSplits + (kMediumEnd - kSmallEnd) / kMedium;
 static_assert(kSmall % kTile == 0 && kMedium % kTile == 0 && kLarge % kTile == 0);
+constexpr int kMaxTileKeys = INT32_MAX - 2 * kLarge + 1;  // positions may be counted up in int
 
 TLT_HD int64_t split_begin(int64_t split) {
   if (split <= kSmallSplits) return split * kSmall;
@@ -25,27 +26,46 @@ TLT_HD int64_t split_begin(int64_t split) {
 }
 
 // How many splits begin below `end`.
-TLT_HD int64_t splits_below(int64_t end) {
+template <typename Position>
+TLT_HD Position splits_below(Position end) {
   if (end <= kSmallEnd) return (end + kSmall - 1) / kSmall;
   if (end <= kMediumEnd) return kSmallSplits + (end - kSmallEnd + kMedium - 1) / kMedium;
   return kMediumSplits + (end - kMediumEnd + kLarge - 1) / kLarge;
 }
 
-// How many of the splits below `end` one block takes that is to have `share` of their keys, in
-// kWholeShare parts.
-constexpr int kWholeShare = 1024;
-TLT_HD int64_t splits_of_first_item(int64_t end, int64_t share) {
-  const int64_t splits = splits_below(end * share / kWholeShare);
-  return splits < 1 ? 1 : splits;
+// Keys of the splits at a position.
+TLT_HD uint32_t split_keys(uint32_t key) {
+  return key < kSmallEnd ? kSmall : key < kMediumEnd ? kMedium : kLarge;
 }
 
-TLT_HD bool starts_split(int64_t key) {
-  return key % (key <= kSmallEnd ? kSmall : key <= kMediumEnd ? kMedium : kLarge) == 0;
+TLT_HD bool starts_split(uint32_t key) { return (key & (split_keys(key) - 1)) == 0; }
+
+// The first position from `key` on where a split begins.
+TLT_HD uint32_t next_split(uint32_t key) {
+  const uint32_t keys = split_keys(key);
+  return (key + keys - 1) & ~(keys - 1);
+}
+
+// What each of `items` (2 or more) takes of the keys, as a fraction of 2^32. The last one takes
+// what is left, a sixteenth of all or one item more, so that a length just past a multiple is cut
+// no coarser than the multiple.
+inline uint32_t share_of(int64_t items) {
+  const int64_t parts = items < 16 ? 16 : items;
+  return static_cast<uint32_t>((int64_t{1} << 32) * (parts - 1) / (parts * items));
+}
+
+// Keys of each item but the last where they share `end` keys: a multiple of the size that most of
+// their splits have, so that all items have as many.
+TLT_HD uint32_t keys_of_item(uint32_t end, uint32_t share) {
+  const uint32_t unit = split_keys(end / 2);
+  const auto part = static_cast<uint32_t>(uint64_t{end} * share >> 32);
+  return (part + unit) & ~(unit - 1);  // up, to one unit at least
 }
 
 // First position of the tail of a row at `position`.
-TLT_HD int64_t tail_begin(int64_t position) {
-  return position < kTailKeys ? 0 : (position - kStep) / kStep * kStep;
+template <typename Position>
+TLT_HD Position tail_begin(Position position) {
+  return position < kTailKeys ? 0 : (position - kStep) & ~Position{kStep - 1};
 }
 
 }  // namespace tlt

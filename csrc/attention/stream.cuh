@@ -261,13 +261,13 @@ __device__ __forceinline__ void produce_tiles(const KeySource& source, Ring<kDim
   __syncwarp();
 }
 
-// Asks for the first keys and values to come into L2. No more than a hint, so the table that it
-// follows may be out of date.
+// Asks for the first `keys` (to 256) keys and values to come into L2. No more than a hint, so the
+// table that it follows may be out of date.
 template <int kDim>
-__device__ __forceinline__ void prefetch_keys(const KeySource& source) {
-  constexpr int kPrefetchKeys = 128, kLines = kDim * 2 / kLine;
+__device__ __forceinline__ void prefetch_keys(const KeySource& source, int keys) {
+  constexpr int kLines = kDim * 2 / kLine;
   const int lane = threadIdx.x % kWarpSize;
-  if (lane >= kPrefetchKeys / kStep * kLines) return;
+  if (lane >= keys / kStep * kLines) return;
   const int at = source.keys.begin + lane / kLines * kStep, line = lane % kLines;
   const int page = source.page_at(at);
   if (!source.good(page)) return;
@@ -283,7 +283,7 @@ template <int kDim, int kRing>
 __device__ __forceinline__ void produce_tiles(const KeySource&, Ring<kDim, kRing>*,
                                               RingBarriers<kRing>*, RingPlace<kRing>*, int*) {}
 template <int kDim>
-__device__ __forceinline__ void prefetch_keys(const KeySource&) {}
+__device__ __forceinline__ void prefetch_keys(const KeySource&, int) {}
 #endif
 
 }  // namespace tlt

@@ -1,5 +1,7 @@
 """Tree attention equals its reference, reads only what it must, and is invariant bit for bit."""
 
+from bisect import bisect_left
+
 import pytest
 import torch
 
@@ -384,15 +386,18 @@ def test_checks_the_cache_shape(shape, match):
         attend(kit.Ops("cpu"), make_case([12], [3]), k_cache=cache, v_cache=cache)
 
 
-def test_workspace_has_room_for_the_items_of_every_length():
-    """The splits of `csrc/attention/splits.h`, and the first block's share of them."""
+def test_workspace_has_room_for_the_partials_of_every_length():
+    """The splits of `csrc/attention/splits.h`, and how few of them the first block may fold."""
     rows, heads, dim, slots = 16, 32, 128, 40_000
     cuts = [*range(0, 1024, 128), *range(1024, 8192, 512), *range(8192, slots, 1024)]
 
-    def splits_below(end):
-        return sum(cut < end for cut in cuts)
+    def split_keys(key):
+        return 128 if key < 1024 else 512 if key < 8192 else 1024
 
-    for batch in (1, 3, 8):
+    def up(key, unit):
+        return -(-key // unit) * unit
+
+    for batch, items in ((1, 16), (3, 5), (8, 2)):  # to a block of each of 132 multiprocessors
         size = tlt_ext.attention_workspace_bytes(
             num_requests=batch,
             num_rows=batch * rows,
@@ -401,7 +406,10 @@ def test_workspace_has_room_for_the_items_of_every_length():
             head_dim=dim,
             max_slots=slots,
         )
-        items = size // (batch * rows * heads * (dim + 2) * 4)
+        partials = size // (batch * rows * heads * (dim + 2) * 4)
         for context in range(0, slots - 16, 61):
-            first = max(1, splits_below((context + 16) * (1024 * batch * 8 // 264) // 1024))
-            assert splits_below(context) - first + 1 <= items, context
+            end = context + 16
+            share = end * 15 // (16 * items)
+            first_item = up(share + 1, split_keys(end // 2))
+            first = bisect_left(cuts, up(first_item, split_keys(first_item)))
+            assert bisect_left(cuts, context) - first + 1 <= partials, context
