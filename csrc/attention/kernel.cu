@@ -9,15 +9,16 @@
 // memory, once, by tensor copies (on sm_80 all warps do, by cp.async).
 //
 // With few blocks one more grid dimension shares out the splits: partials go to the caller's
-// workspace, and a second launch computes the rows' tails meanwhile and folds all in index order.
-// Otherwise a block folds its own. Both launches start before the one before them ends: they ask
-// for keys to come into L2, wait, and read.
+// workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all in
+// index order. Otherwise a block folds its own. Both launches start before the one before them
+// ends: they ask for keys to come into L2, wait, and read.
 //
 // Moves each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
 // groups to 8. Every address comes from a checked page; the grid depends on shapes alone.
 #include <string>
 #include <type_traits>
 
+#include "attention/merge.cuh"
 #include "attention/op.h"
 #include "attention/plan.h"
 #include "attention/row_block.cuh"
@@ -100,154 +101,6 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
   }
 }
 
-// Folds a partial of one (row, head) into what is left of it; a lane has two dimensions.
-__device__ __forceinline__ void fold_pair(const Softmax& part, const float2& value, Softmax* total,
-                                          float2* acc) {
-  float scale[2];
-  if (part.sum < 0.0f) total->sum = -1.0f;
-  if (total->sum < 0.0f || !fold(total, part, scale)) return;
-  *acc = make_float2(folded(acc->x, value.x, scale), folded(acc->y, value.y, scale));
-}
-
-constexpr int kAhead = 24;    // partials read at once
-constexpr int kFoldStep = 8;  // of them between looks at how many there are
-
-// One fold from the left: total = fma(part, scale[1], total * scale[0]), where `folds` is not 0.
-struct alignas(16) FoldStep {
-  float scale[2], sum, folds;
-};
-
-// Finds the factors of a warp's folds all at once, a lane each: those of fold() one by one.
-__device__ __forceinline__ FoldStep find_fold(const Softmax& part, float* total_max) {
-  const int lane = threadIdx.x % kWarpSize;
-  const bool folds = part.sum != 0.0f;
-  float max = folds ? part.max : -INFINITY;
-#pragma unroll
-  for (int step = 1; step < kWarpSize; step *= 2) {
-    const float before = __shfl_up_sync(kFullWarp, max, step);
-    if (lane >= step) max = fmaxf(before, max);
-  }
-  max = fmaxf(*total_max, max);
-  const float before = __shfl_up_sync(kFullWarp, max, 1);
-  const float scale = exp2_fast(add_rn(lane == 0 ? *total_max : before, -finite_max(max)));
-  *total_max = __shfl_sync(kFullWarp, max, kWarpSize - 1);
-  const float part_scale = exp2_fast(add_rn(part.max, -finite_max(max)));
-  return {{scale, part_scale}, part.sum, folds ? 1.0f : 0.0f};
-}
-
-// The partials of one (row, head); a lane has two dimensions. Where they are is known before they
-// are there. Fewer than kFew blocks share keys, so that steps from one to the next fit in an int.
-template <int kDim>
-class PartialFold {
- public:
-  __device__ __forceinline__ PartialFold(const Launch& l, int64_t row, int64_t head, int pair,
-                                         int count, FoldStep* steps)
-      : step_(static_cast<int>(l.p.sequences.num_rows * l.p.num_heads)),
-        count_(count),
-        softmax_(l.partials.softmax + partial_index(l, 0, row, head)),
-        acc_(reinterpret_cast<const float2*>(l.partials.acc) +
-             partial_index(l, 0, row, head) * (kDim / 2) + pair),
-        steps_(steps) {}
-
-  // Folds all of them from the left; a negative sum says that one has no result.
-  __device__ __forceinline__ void fold_all(Softmax* total, float2* acc) const {
-    for (int first = 0; first < count_ && !(total->sum < 0.0f); first += kAhead) {
-      fold_some(first, total, acc);
-    }
-  }
-
- private:
-  __device__ __forceinline__ Softmax read_partial(int i) const {
-    const float2 pair = __ldcg(reinterpret_cast<const float2*>(softmax_) + i * step_);
-    return {pair.x, pair.y};
-  }
-
-  __device__ __forceinline__ void fold_some(int first, Softmax* total, float2* acc) const {
-    const int lane = threadIdx.x % kWarpSize, last = count_ - 1;
-    Softmax mine;
-    if (lane < kAhead && first + lane <= last) mine = read_partial(first + lane);
-    float2 value[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {  // all reads before the first fold
-      if (i % kFoldStep == 0 && first + i > last) break;
-      value[i] = __ldcg(acc_ + min(first + i, last) * step_ * (kDim / 2));
-    }
-    steps_[lane] = find_fold(mine, &total->max);
-    const bool refused = __any_sync(kFullWarp, mine.sum < 0.0f);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (i % kFoldStep == 0 && first + i > last) break;
-      const FoldStep step = steps_[i];
-      const float sum = folded(total->sum, step.sum, step.scale);
-      const float x = folded(acc->x, value[i].x, step.scale);
-      const float y = folded(acc->y, value[i].y, step.scale);
-      total->sum = step.folds != 0.0f ? sum : total->sum;
-      *acc = step.folds != 0.0f ? make_float2(x, y) : *acc;
-    }
-    __syncwarp();  // before the next ones come there
-    if (refused) total->sum = -1.0f;
-  }
-
-  const int step_, count_;
-  const Softmax* softmax_;
-  const float2* acc_;
-  FoldStep* steps_;
-};
-
-// Folds the partials of a row, warps of 64 dimensions for each query head of a kv head, after the
-// first warp has computed the row's tail, while the launch before still streams. Grid: (turns,
-// requests).
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 1)
-    merge_kernel(const __grid_constant__ Launch l) {
-  constexpr int kHeadWarps = kDim / 64;
-  __shared__ TailScratch<kDim> scratch;
-  __shared__ float2 tail_acc[kMaxGroup][kDim / 2];
-  __shared__ Softmax tail_softmax[kMaxGroup];
-  __shared__ FoldStep steps[kMaxGroup * kHeadWarps][kWarpSize];
-  launch_dependents();
-  const TreeAttentionParams& p = l.p;
-  const Request r = read_request(p, blockIdx.y);
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int group_head = warp / kHeadWarps, pair = warp % kHeadWarps * kWarpSize + lane;
-  const int kv_heads = static_cast<int>(p.num_kv_heads);
-  for (int i = blockIdx.x; i < r.num_rows * kv_heads; i += gridDim.x) {
-    const int kv_head = i % kv_heads, head = kv_head * l.group + group_head;
-    const int64_t row = r.row + i / kv_heads;
-    if (warp == 0) {
-      Tail<kDim> tail;
-      attend_tail<T, kDim>(p, r, row - r.row, kv_head, l.group, &scratch, &tail);
-      if (lane % 4 == 0) tail_softmax[lane / 4] = tail.softmax;
-#pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) tail_acc[lane / 4][n * 4 + lane % 4] = tail.acc[n];
-    }
-    int count = 0;
-    if (well_placed(p, r, row - r.row, p.position[row])) {
-      const int splits = splits_below(tail_begin(p.position[row]));
-      const int first = static_cast<int>(splits_below(next_split(item_size(l, r))));
-      count = splits == 0 ? 0 : splits <= first ? 1 : splits - first + 1;
-    }
-    const PartialFold<kDim> partials(l, row, head, pair, count, steps[warp]);
-    __syncthreads();        // the tail is there
-    wait_for_prior_grid();  // what was read so far is older than that grid
-    Softmax total;
-    float2 acc{};
-    partials.fold_all(&total, &acc);
-    fold_pair(tail_softmax[group_head], tail_acc[group_head][pair], &total, &acc);
-    const bool refused = total.sum < 0.0f;
-    const float inverse = __frcp_rn(total.sum);
-    T* out = static_cast<T*>(p.out) + row * p.out_row_stride + head * p.out_head_stride;
-    const uint32_t two = pack_pair<T>(mul_rn(acc.x, inverse), mul_rn(acc.y, inverse));
-    reinterpret_cast<uint32_t*>(out)[pair] = refused ? 0 : two;
-    if (p.lse != nullptr && pair == 0) {
-      p.lse[row * p.lse_stride + head] = refused ? -INFINITY : lse_of(total);
-    }
-    __syncthreads();  // the next turn's tail comes where this one was
-  }
-  wait_for_prior_grid();  // nor may a block without rows end before it
-}
-
 CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
   const Sequences& s = p.sequences;
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
@@ -293,8 +146,12 @@ template <typename T, int kDim>
 void launch_merge(const Launch& l, cudaStream_t stream) {
   const Sequences& s = l.p.sequences;
   const int64_t rows = (s.num_rows + s.num_requests - 1) / s.num_requests;
-  launch_early(merge_kernel<T, kDim>, l, rows * l.p.num_kv_heads, 1, l.group * kDim / 64, 0,
-               stream);
+  const auto bytes = static_cast<int>(sizeof(MergeRow<kDim>)) * l.merge_rows;
+  const auto kernel = merge_kernel<T, kDim>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "tree_attention: shared memory of the merge");
+  const int64_t turns = (rows * l.p.num_kv_heads + l.merge_rows - 1) / l.merge_rows;
+  launch_early(kernel, l, turns, 1, l.group * kDim / 64, bytes, stream);
 }
 
 template <typename T, int kDim>
@@ -319,7 +176,14 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
   const auto group = static_cast<int>(p.num_heads / p.num_kv_heads);
   int page_shift = 0;
   while (int64_t{1} << page_shift < s.page_size) ++page_shift;
-  Launch l{p, {}, group, static_cast<int>(plan.row_blocks), page_shift, (1 << 16) / group + 1, {}};
+  Launch l{p,
+           {},
+           group,
+           static_cast<int>(plan.row_blocks),
+           page_shift,
+           (1 << 16) / group + 1,
+           static_cast<int>(plan.merge_rows),
+           {}};
   if (is_hopper()) l.maps = {map_of(p, p.k), map_of(p, p.v)};
   l.partials = {nullptr, nullptr, 1, 0};
   if (workspace != nullptr && plan.items > 1) {

@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t kMultiprocessors = 132;
 constexpr int64_t kFew = kMultiprocessors * 4 / 5;  // blocks: fewer than that share the keys
 constexpr int64_t kMmaRows = 16;
+constexpr int64_t kMergeRows = 4;  // at most, whose tails have room beside a block of four warps
 
 // The most partials that any length to `max_slots` has: just past the start of some split.
 int64_t most_partials(int64_t max_slots, int64_t items) {
@@ -42,6 +43,8 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
   plan.row_blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
   const int64_t blocks = shape.num_requests * shape.num_kv_heads * plan.row_blocks;
   plan.items = items_for(blocks, plan.warps);
+  const int64_t tails = shape.num_rows * shape.num_kv_heads;  // two blocks a multiprocessor
+  plan.merge_rows = std::clamp<int64_t>((tails - 1) / (2 * kMultiprocessors) + 1, 1, kMergeRows);
   if (plan.items > 1) {
     plan.partials = most_partials(shape.max_slots, plan.items);
     const int64_t partial = (shape.head_dim + 2) * static_cast<int64_t>(sizeof(float));

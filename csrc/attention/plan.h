@@ -10,6 +10,7 @@ struct AttentionPlan {
   int64_t row_blocks;  // blocks that share the rows of a request, by turns
   int64_t items;       // blocks that share the keys of a row block; 1: no partials
   int64_t partials;    // that they leave of a row and head, at most
+  int64_t merge_rows;  // pairs of a row and a kv head that a block of the merge finishes at once
   int64_t workspace_bytes;
 };
 

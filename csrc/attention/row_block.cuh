@@ -20,6 +20,7 @@ struct Launch {
   Partials partials;
   int group, row_blocks, page_shift;
   int group_inverse;  // 2^16 / group, up
+  int merge_rows;     // of a kv head that a block of the merge finishes at once
   TileMaps maps;
 
   // pairs / group, where both are small.
