@@ -299,8 +299,7 @@ class RowBlock {
     }
   }
 
-  // One split from the registers. A minus zero is one less than a fold of it would say, and folded
-  // to a total, which is never one, adds the same.
+  // One split, from the registers that hold it.
   __device__ __forceinline__ void store_part(int partial) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
