@@ -199,6 +199,13 @@ class WarpTile {
 #pragma unroll
     for (int step = 0; step < kTileSteps; ++step) {
       const int at = key + step * kStep;
+      if (at + kStep <= smallest_end_) {  // which all rows have
+        if constexpr (kWarpGroups) group_fence();
+#pragma unroll
+        for (int line = 0; line < kLines; ++line) add_line(weights[step], matrix, step, line);
+        if constexpr (kWarpGroups) group_wait(f_.acc);
+        continue;
+      }
 #pragma unroll
       for (int line = 0; line < kLines; ++line) {
         float (*acc)[4] = f_.acc + line * 8;
