@@ -185,7 +185,7 @@ class RolloutEngine:
         if admission:
             with self.spans("prefill"):
                 self.prefill.admit(admission)
-            scheduler.release_spent()
+        scheduler.release_spent()  # also where nothing was to be computed
 
     def _choose(self, running: list[Running]) -> Strategy:
         def usable(arm: Strategy) -> bool:

@@ -239,6 +239,16 @@ def test_prefixes_are_computed_once_and_pages_come_back(rollout):
     assert rollout.engine.stats.prefilled_tokens == sum(len(p) - 1 for p in prompts)
 
 
+def test_a_prefix_of_whole_pages_is_let_go_with_the_last_that_wanted_it(policy):
+    """The last sibling shares its pages and copies none: admitting it leaves nothing to compute."""
+    made = make_rollout(policy, "engine.max_batch=2")
+    long = Request(1, 0, (9, 8), SamplingParams(max_new_tokens=30))  # needs 8 of the 9 pages
+    short = [Request(i, 1, tuple(range(6, 15)), SamplingParams(max_new_tokens=1)) for i in (2, 3)]
+    got = generate(made, [long, *short], page_limit=9)
+    assert [len(r.token_ids) for r in got] == [30, 1, 1]
+    assert made.engine.stats.preemptions == 0
+
+
 def test_prefill_done_twice_is_counted(rollout, monkeypatch):
     """The counter behind "zero re-prefilled tokens" sees rows that nobody needed."""
     jobs = [*requests(count=4), *requests(count=1, new=0)]  # the last never runs
