@@ -29,7 +29,7 @@ from driver.spans import Sink
 from driver.spot_trainer import SpotTrainer
 from driver.strategy import Strategy, parse_strategies
 from driver.tasks import Task
-from driver.weights import resolve_model
+from driver.weights import check_checkpoint, resolve_model
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PROMPT_SAMPLE = 64  # prompts looked at to size the page pool
@@ -87,6 +87,7 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
     if folder is None:
         policy = tiny.build_policy(config.model, config.run.seed)
         return policy.to(config.run.device), load_tokenizer(None)
+    check_checkpoint(folder)
     dtype = getattr(torch, config.model.dtype)
     model, loaded = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -206,14 +207,21 @@ def build_parts(
         max_rows=max_rows(engine, arms),
         feature_layers=config.drafter.feature_layers,
     )
-    cache = KvCache.allocate(
-        spec,
-        num_pages=engine.num_pages or auto_pages(engine, arms, longest),
-        page_size=engine.page_size,
-        feature_size=target.feature_size if config.drafter.enabled else 0,
-        dtype=dtype,
-        device=device,
-    )
+    num_pages = engine.num_pages or auto_pages(engine, arms, longest)
+    try:
+        cache = KvCache.allocate(
+            spec,
+            num_pages=num_pages,
+            page_size=engine.page_size,
+            feature_size=target.feature_size if config.drafter.enabled else 0,
+            dtype=dtype,
+            device=device,
+        )
+    except RuntimeError as error:  # the CPU's allocator has no type of its own for it
+        raise UserError(
+            f"engine.num_pages={num_pages}: the KV cache does not fit ({error}); lower it or"
+            " engine.max_batch, or see what takes how much with driver.train --dry-run"
+        ) from error
     if not config.drafter.enabled:
         return Parts(target, cache, None, None)
     shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)

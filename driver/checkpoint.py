@@ -311,7 +311,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: wanted a JSON object, got {type(content).__name__}")

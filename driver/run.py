@@ -120,6 +120,8 @@ class Run:
         with phases("load"):
             if folder is not None and config.run.resume and saved is None:
                 note(f"{folder.path} holds no whole checkpoint: starting over")
+            if saved is not None:
+                saved.check_policy()
             policy, tokenizer = load_policy(config, saved.path if saved else source)
             spec, prompt_len = spec_of(policy), longest_prompt(task, tokenizer)
             check_context(prompt_len, config.sampling.max_new_tokens, spec.max_position)

@@ -16,6 +16,7 @@ import torch
 
 from driver.errors import UserError
 from driver.storage import storage_errors, sync_path, sync_tree
+from driver.weights import check_checkpoint
 
 _FOLDER = re.compile(r"step-(\d+)")
 _MARK = "checkpoint.json"  # written last
@@ -37,6 +38,24 @@ class Checkpoint:
     path: Path
     step: int
 
+    def check_policy(self) -> None:
+        """Checks the policy's files without reading its tensors.
+
+        Raises:
+            UserError: one is missing or cut short.
+
+        Example:
+            >>> Checkpoint(Path("step-000010"), 10).check_policy()  # doctest: +SKIP
+        """
+        try:
+            check_checkpoint(self.path)
+        except UserError as error:
+            raise UserError(f"{error}; or {self._remedy}") from None
+
+    @property
+    def _remedy(self) -> str:
+        return f"remove {self.path} to resume from the checkpoint before it"
+
     def state(self, name: str) -> Any:
         """Reads one state that `save_checkpoint` was given.
 
@@ -57,8 +76,7 @@ class Checkpoint:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # unpickling a damaged file raises nearly anything
             raise UserError(
-                f"{path}: cannot be read ({type(error).__name__}); remove {self.path} to resume"
-                " from the checkpoint before it"
+                f"{path}: cannot be read ({type(error).__name__}); {self._remedy}"
             ) from error
 
     def restore(self, name: str, load: Callable[[Any], None]) -> None:
@@ -143,6 +161,8 @@ def save_checkpoint(
                 torch.save(state, scratch / "state" / f"{name}.pt")
             (scratch / _MARK).write_text(json.dumps({"step": step}), encoding="utf-8")
             sync_tree(scratch)
+            if final.exists():  # copied here in part, or by an earlier version
+                shutil.rmtree(final)
             os.rename(scratch, final)
             sync_path(folder)
         finally:

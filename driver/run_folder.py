@@ -18,7 +18,7 @@ from driver import run_checkpoint
 from driver.config import Config, RunConfig, load_config, to_yaml
 from driver.errors import UserError, after_error
 from driver.run_checkpoint import Checkpoint
-from driver.storage import storage_errors, write_text
+from driver.storage import FolderLock, storage_errors, write_text
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RunFolder:
         config: decides the place (`run.root`, `run.name`) and whether to resume.
 
     Raises:
-        UserError: the folder is taken, cannot be written, or holds nothing to resume.
+        UserError: the folder is taken or in use, cannot be written, or holds nothing to resume.
 
     Example:
         >>> folder = RunFolder(load_config([]))  # doctest: +SKIP
@@ -68,6 +68,7 @@ class RunFolder:
             _check_same(config, self.path / "config.yaml")
         with storage_errors(self.path):
             self._checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path)  # two at once would cut each other's records
             (self.path / "plots").mkdir(exist_ok=True)
             run_checkpoint.clean_checkpoints(self._checkpoints)
         self.resumed = run_checkpoint.latest_checkpoint(self._checkpoints)
@@ -234,6 +235,7 @@ class RunFolder:
     def close(self) -> None:
         """Closes the files; what was logged is on disk already."""
         with storage_errors(self.path), contextlib.ExitStack() as files:
+            files.callback(self._lock.close)
             for file in (self._metrics, self._rollouts, self._samples, self._sample_text):
                 files.callback(file.close)
             files.callback(self._board.close)

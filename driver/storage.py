@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,13 +33,53 @@ def storage_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         # torch writes through a stream of its own, and hides the system's reason.
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+        hides = ("inline_container", "iostream error")
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in hides):
             raise
         hidden = "the file stayed incomplete" if isinstance(error, RuntimeError) else str(error)
         reason = getattr(error, "strerror", None) or hidden
         raise UserError(
-            f"{path}: cannot be written ({reason}); free space or name another place with run.root"
+            f"{path}: cannot be written ({reason}); free space or name another place"
         ) from error
+
+
+class FolderLock:
+    """Keeps a second process out of a folder until it is closed or its process is gone.
+
+    A file system that knows no locks has none.
+
+    Args:
+        path: an existing folder.
+
+    Raises:
+        UserError: another one holds it.
+
+    Example:
+        >>> lock = FolderLock(Path("runs/tiny"))  # doctest: +SKIP
+    """
+
+    _handle: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise UserError(
+                f"{path}: another run is at work there; wait for its end or choose another run.name"
+            ) from None
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Lets others in."""
+        if self._handle is not None:
+            os.close(self._handle)
+        self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -75,6 +75,9 @@ def check_checkpoint(folder: Path) -> None:
         raise UserError(
             f"model.path={folder}: no such folder; write tiny, smollm2 or a Hugging Face folder"
         )
+    inside = [*folder.glob("step-*"), *folder.glob("checkpoints/step-*")]
+    if inside and not (folder / "config.json").exists():
+        raise UserError(f"model.path={folder}: name one of its checkpoints, as {max(inside)}")
     ModelSpec.from_folder(folder)
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():

@@ -137,6 +137,26 @@ def test_half_written_checkpoints_are_ignored_and_removed(tmp_path):
     assert names(tmp_path) == ["step-000003", "step-000007", "step-000008"]
 
 
+def test_a_folder_that_is_no_whole_checkpoint_gives_way_to_one(tmp_path):
+    (tmp_path / "step-000003").mkdir()
+    (tmp_path / "step-000003" / "config.json").write_text("copied in part")
+    assert latest_checkpoint(tmp_path) is None
+    save_checkpoint(tmp_path, 3, write_policy, states(3), keep=1)
+    assert latest_checkpoint(tmp_path).step == 3
+    assert names(tmp_path) == ["step-000003"]
+
+
+def test_a_damaged_policy_is_one_line(tmp_path):
+    saved = save_checkpoint(tmp_path, 3, write_policy, states(3), keep=1)
+    path = saved.path / "config.json"
+    path.write_text("{")
+    with pytest.raises(UserError, match="config.json: cannot be read .*; or remove .*step-000003"):
+        saved.check_policy()
+    path.unlink()
+    with pytest.raises(UserError, match="config.json: cannot be read .No such file"):
+        saved.check_policy()
+
+
 def test_a_damaged_state_is_one_line(tmp_path):
     saved = save_checkpoint(tmp_path, 3, write_policy, states(3), keep=1)
     path = saved.path / "state" / "trainer.pt"
@@ -194,6 +214,7 @@ def test_resume_cuts_the_logs_back_to_the_checkpoint(tmp_path):
             folder.save_checkpoint(step, write_policy, states(step))
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "x"')  # killed while it wrote
+    folder.close()
     again = RunFolder(config(tmp_path, *words, "run.resume=true", "run.steps=99"))
     assert again.resumed.step == 2
     assert [r["step"] for r in read_jsonl(again.path / "metrics.jsonl")] == [0, 1, 2]
@@ -209,19 +230,32 @@ def test_resume_cuts_the_logs_back_to_the_checkpoint(tmp_path):
 def test_resume_without_a_checkpoint_starts_over(tmp_path):
     folder = RunFolder(config(tmp_path))
     folder.log_step(1, {"x": 1.0})
+    folder.close()
     again = RunFolder(config(tmp_path, "run.resume=true"))
     assert (again.path, again.resumed) == (folder.path, None)
     assert read_jsonl(again.path / "metrics.jsonl") == []
 
 
+def test_two_at_once_do_not_share_a_folder(tmp_path):
+    """The second would cut what the first logs after its checkpoint."""
+    folder = RunFolder(config(tmp_path, "run.name=a"))
+    folder.log_step(1, {"x": 1.0})
+    with pytest.raises(UserError, match="a: another run is at work there; wait for its end"):
+        RunFolder(config(tmp_path, "run.name=a", "run.resume=true"))
+    folder.log_step(2, {"x": 2.0})
+    folder.close()
+    assert len(read_jsonl(folder.path / "metrics.jsonl")) == 2
+    RunFolder(config(tmp_path, "run.name=a", "run.resume=true")).close()
+
+
 def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
-    RunFolder(config(tmp_path, "run.name=a"))
+    RunFolder(config(tmp_path, "run.name=a")).close()
     with pytest.raises(UserError, match="grpo.lr: 0.5 now, 0.0004 in .*config.yaml"):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "grpo.lr=0.5"))
     with pytest.raises(UserError, match="run.seed: 1 now, 0 in"):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "run.seed=1"))
     # Begun on several ranks, gone on with on one.
-    RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=coordinated"))
+    RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=coordinated")).close()
     RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=serial"))
     with pytest.raises(UserError, match="run.resume: .*/b holds no run"):
         RunFolder(config(tmp_path, "run.name=b", "run.resume=true"))
@@ -254,6 +288,14 @@ def test_no_space_left_is_named(tmp_path):
     with pytest.raises(UserError, match=r"No space left on device\); free space or name another"):
         save_checkpoint(tmp_path, 2, write_full, {}, keep=1)
     assert names(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_as_torch_closes_its_file_is_named(tmp_path):
+    def write(folder):
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    with pytest.raises(UserError, match="step-000002: cannot be written .the file stayed incompl"):
+        save_checkpoint(tmp_path, 2, write, {}, keep=1)
 
 
 def test_full_disk_while_logging_is_one_line(tmp_path):
