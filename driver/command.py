@@ -54,12 +54,11 @@ def _value(key: str, declared: Any, text: str) -> Any:
     if typing.get_origin(declared) is list:
         return split_strategies(text)
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        # To YAML 1e-6 is a text, and so it is nowhere else.
+        value = float(text) if declared is float else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
         value = None
-    if declared is float and type(value) is int:
-        value = float(value)
-    if type(value) is not declared:
+    if type(value) is not declared or value != value:
         raise UserError(f"{key}: wanted {declared.__name__}, got {text!r}")
     return value
 

@@ -215,8 +215,10 @@ def _read_preset(preset: str) -> dict[str, Any]:
         raise UserError(f"preset={preset}: unknown; {hint}there are {', '.join(names)}")
     try:
         tree = yaml.load(source.read_text(encoding="utf-8"), _Loader) or {}  # noqa: S506
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"preset={preset}: cannot be read ({error})") from None
+    except OSError as error:
+        raise UserError(f"preset={preset}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"preset={preset}: not UTF-8 text ({error.reason})") from None
     except yaml.YAMLError as error:
         raise UserError(f"preset={preset}: not YAML ({error})") from None
     if not isinstance(tree, dict):

@@ -29,10 +29,10 @@ from driver.drafter import DraftSpec
 from driver.errors import UserError
 from driver.model import default_feature_layers
 from driver.rollout.request import Request, Response, SamplingParams, request_id
-from driver.run_checkpoint import Checkpoint
 from driver.storage import storage_errors
 from driver.strategy import Strategy
 from driver.tasks import make_task
+from driver.warm import drafter_state
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 KIND = "LlamaForCausalLMEagle3"
@@ -373,7 +373,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"strategy={options.strategy}: wanted learned:depth,top_k,num_verify")
     checkpoint, out = Path(options.drafter).expanduser(), Path(options.out).expanduser()
     check_out(out)
-    saved = Checkpoint(checkpoint, 0).state("spot") if checkpoint.is_dir() else None
+    saved = drafter_state(checkpoint)
     if saved is None or not saved["version"]:
         raise UserError(f"drafter={checkpoint}: wanted a checkpoint with a trained drafter")
     run, spec = run_config(checkpoint, options), ModelSpec.from_folder(checkpoint)

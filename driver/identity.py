@@ -11,7 +11,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from driver.assemble import build_rollout, find_model, load_policy, spec_of, stop_ids
+from driver.assemble import (
+    build_rollout,
+    check_context,
+    find_model,
+    load_policy,
+    longest_prompt,
+    spec_of,
+    stop_ids,
+)
 from driver.command import read_options, run_command
 from driver.comparison import (
     MIXED,
@@ -30,7 +38,7 @@ from driver.strategy import OFF, parse_strategies
 from driver.tasks import make_task
 from driver.warmup import warm_up
 
-PREFILL_CHUNK = 256
+PREFILL_CHUNK, MAX_ROWS = 256, 8192  # the engine's default, and its most
 ROUND_FACTOR = 2  # requests of a round over the batch, so that slots are refilled in mid-rollout
 
 
@@ -69,8 +77,9 @@ class Identity:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        if options.tokens < 1:
-            raise UserError(f"tokens: wanted at least 1, got {options.tokens}")
+        for name, least in (("tokens", 1), ("train_steps", 0)):
+            if getattr(options, name) < least:
+                raise UserError(f"{name}: wanted at least {least}, got {getattr(options, name)}")
         if options.drafter not in ("trained", "random", "nan"):
             raise UserError(f"drafter: wanted trained, random or nan, got {options.drafter!r}")
         texts = [s for s in options.strategies if not s.startswith(ORACLE)]
@@ -79,9 +88,10 @@ class Identity:
         self.config = self._config(strategies, oracles)
         policy, self.tokenizer = load_policy(self.config, find_model(self.config, _report))
         self.task = make_task(self.config.task.name, path=options.path)
+        spec, prompt_len = spec_of(policy), longest_prompt(self.task, self.tokenizer)
+        check_context(prompt_len, options.max_new_tokens, spec.max_position)
         if options.model == "tiny" and options.warmup_steps:
             warm_up(policy, self.tokenizer, self.task, self.config.warmup, options.seed)
-        spec = spec_of(policy)
         self.stop_ids = stop_ids(spec, self.task, self.tokenizer)
         longest = min(spec.max_position, 1024 + options.max_new_tokens)
         self.rollout = build_rollout(self.config, spec, policy.state_dict(), longest)
@@ -94,6 +104,11 @@ class Identity:
         o = self.options
         # The engine knows nothing of oracles: their rows must fit into a chunk of the prefill.
         rows = [o.batch * oracle_strategy(oracle).num_verify for oracle in oracles]
+        if max(rows, default=0) > MAX_ROWS:
+            raise UserError(
+                f"batch={o.batch}: the oracle would verify {max(rows)} rows in a pass, at most"
+                f" {MAX_ROWS} fit; lower it or the oracle's num_verify"
+            )
         words = [
             "preset=tiny",
             f"model.path={o.model}",

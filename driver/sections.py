@@ -113,6 +113,11 @@ class ModelConfig(Section):
                 f"model.num_kv_heads: wanted a divisor of model.num_heads={self.num_heads},"
                 f" got {self.num_kv_heads}"
             )
+        if self.hidden_size % self.num_heads:
+            raise UserError(
+                f"model.hidden_size: wanted a multiple of model.num_heads={self.num_heads},"
+                f" got {self.hidden_size}"
+            )
         if self.head_dim % 8:
             raise UserError(f"model.head_dim: wanted a multiple of 8, got {self.head_dim}")
 
@@ -168,7 +173,7 @@ class SamplingConfig(Section):
 
     prefix: ClassVar[str] = "sampling"
     temperature: float = setting(1.0, low=0)
-    top_k: int = setting(0, low=0)  # 0: off
+    top_k: int = setting(0, low=0, high=2**31 - 1)  # 0: off
     top_p: float = setting(1.0, above=0, high=1)
     max_new_tokens: int = setting(256, low=1)
 
@@ -179,7 +184,7 @@ class EngineConfig(Section):
 
     prefix: ClassVar[str] = "engine"
     max_batch: int = setting(64, low=1)
-    page_size: int = setting(16, low=1)
+    page_size: int = setting(16, low=1, high=1024)
     num_pages: int = setting(0, low=0)  # 0: enough for max_batch
     strategies: list[str] = setting(["off", "ngram:4,1,5", "learned:4,2,8", "learned:8,4,32"])
     spec_max_batch: int = setting(16, low=0)  # speculate when at most this many are active

@@ -11,6 +11,7 @@ from driver.errors import UserError
 KINDS = ("off", "ngram", "learned", "oracle")  # oracle: a test's own, never written in a config
 MAX_DEPTH = 16  # levels: an ancestor list has 16 slots
 MAX_VERIFY = 128  # rows a request sends to the target in one pass, the root included
+MAX_TOP_K = 128  # nodes kept per level, as the ops allow
 MAX_DRAFTED = 255  # nodes drafted before selection: a node's index is one byte
 
 _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<numbers>\d+,\d+,\d+)", re.ASCII)
@@ -24,7 +25,7 @@ class Strategy:
     Args:
         kind: "off", "ngram" or "learned".
         depth: levels drafted, at most 16 (0 for off).
-        top_k: nodes kept per level (0 for off); `depth * top_k` is at most 255.
+        top_k: nodes kept per level (0 for off), at most 128; `depth * top_k` is at most 255.
         num_verify: rows sent to the target, root included, at most 128 (1 for off).
 
     Raises:
@@ -50,7 +51,7 @@ class Strategy:
                 raise UserError("strategy off: takes no numbers; write 'off'")
             return
         _limit(self, "depth", self.depth, 1, MAX_DEPTH)
-        _limit(self, "top_k", self.top_k, 1, MAX_DRAFTED)
+        _limit(self, "top_k", self.top_k, 1, MAX_TOP_K)
         _limit(self, "depth*top_k", self.depth * self.top_k, 1, MAX_DRAFTED)
         _limit(self, "num_verify", self.num_verify, 2, MAX_VERIFY)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from driver import generate, identity, train
+from driver import export, generate, identity, train
 from driver.command import read_options, run_command
 from driver.errors import UserError
 from tests.driver.hugging_face import save_model
@@ -43,6 +43,9 @@ def root(tmp_path):
         (["task.name=sum"], "task.name=sum: unknown task; did you mean sums?"),
         (["preset=tinny"], "preset=tinny: unknown; did you mean tiny?"),
         (["run.steps"], "'run.steps': wanted key=value"),
+        (["sampling.top_k=99999999999"], "sampling.top_k: wanted at most 2147483647"),
+        (["engine.page_size=5000"], "engine.page_size: wanted at most 1024"),
+        (["model.hidden_size=30"], "model.hidden_size: wanted a multiple of model.num_heads=4"),
         (["sampling.top_k=5"], "sampling.top_k and sampling.top_p: training samples"),
         (["run.device=cuda:99"], "run.device=cuda:99: torch sees"),
     ],
@@ -133,6 +136,29 @@ def test_the_other_commands(capsys, monkeypatch):
     line = fails(capsys, monkeypatch, identity.main, "max_new_tokens=0")
     assert "sampling.max_new_tokens: wanted at least 1" in line
     assert "drafter: wanted trained" in fails(capsys, monkeypatch, identity.main, "drafter=good")
+    line = fails(capsys, monkeypatch, identity.main, "train_steps=-1")
+    assert "train_steps: wanted at least 0" in line
+    line = fails(capsys, monkeypatch, identity.main, "batch=70", "strategies=oracle:16,15,128")
+    assert "batch=70: the oracle would verify 8960 rows in a pass, at most 8192 fit" in line
+    monkeypatch.setattr("driver.identity.warm_up", None)  # it is seen before the warm-up
+    line = fails(capsys, monkeypatch, identity.main, "max_new_tokens=2000")
+    assert "context of 1024" in line
+
+
+def test_a_run_in_place_of_its_checkpoint(capsys, monkeypatch, tmp_path):
+    step = tmp_path / "checkpoints" / "step-000004"
+    step.mkdir(parents=True)
+    for folder in (tmp_path, step.parent):
+        line = fails(capsys, monkeypatch, generate.main, f"model={folder}")
+        assert line.endswith(f"name one of its checkpoints, as {step}")
+        line = fails(capsys, monkeypatch, export.main, f"drafter={folder}", f"out={tmp_path}/out")
+        assert "wanted a checkpoint with a trained drafter" in line
+
+
+def test_a_cache_that_does_not_fit(capsys, monkeypatch, root):
+    words = [f"run.root={root}", *SMALL, "engine.num_pages=1000000000000"]
+    line = fails(capsys, monkeypatch, train.main, *words)
+    assert "engine.num_pages=1000000000000: the KV cache does not fit" in line
 
 
 def test_help_says_what_the_command_does():
@@ -147,5 +173,8 @@ def test_options_keep_text_as_it_is():
     options = read_options(generate.Options, ["prompt=a=b: [c]", "temperature=1"])
     assert options.prompt == "a=b: [c]"
     assert options.temperature == 1.0
+    assert read_options(generate.Options, ["top_p=1e-6"]).top_p == 1e-6
+    with pytest.raises(UserError, match="top_p: wanted float, got 'nan'"):
+        read_options(generate.Options, ["top_p=nan"])
     with pytest.raises(UserError, match="temperature: wanted float, got 'hot'"):
         read_options(generate.Options, ["temperature=hot"])

@@ -49,7 +49,8 @@ def test_malformed_text_is_refused_with_the_form(text):
     [
         ("learned:17,1,8", "depth=17; wanted 1 to 16"),
         ("learned:0,4,8", "depth=0; wanted 1 to 16"),
-        ("ngram:4,0,8", "top_k=0; wanted 1 to 255"),
+        ("ngram:4,0,8", "top_k=0; wanted 1 to 128"),
+        ("learned:1,129,8", "top_k=129; wanted 1 to 128"),
         ("learned:16,16,64", r"depth\*top_k=256; wanted 1 to 255"),
         ("learned:8,4,129", "num_verify=129; wanted 2 to 128"),
         ("learned:8,4,1", "num_verify=1; wanted 2 to 128"),
