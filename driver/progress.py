@@ -15,6 +15,9 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
+from driver.phases import StepTimes
+
+STEP = "timing_s/step"
 # Metric -> its short name and format in the line of a step; absent ones are left out.
 COLUMNS = {
     "critic/rewards/mean": ("reward", "{:.3f}"),
@@ -26,7 +29,7 @@ COLUMNS = {
     "actor/entropy": ("entropy", "{:.3f}"),
     "drafter/loss": ("drafter", "{:.3f}"),
     "perf/throughput": ("tok/s", "{:.0f}"),
-    "timing_s/step": ("s", "{:.1f}"),
+    STEP: ("s", "{:.1f}"),
 }
 
 
@@ -44,6 +47,8 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
         >>> step_line(3, {"critic/rewards/mean": 0.5, "timing_s/step": 2.0})
         'step 3  reward 0.500  s 2.0'
     """
+    if STEP in values:  # the first one's holds the warm-up, others' evaluations and checkpoints
+        values = {**values, STEP: StepTimes.of(values).total}
     cells = [
         f"{name} {form.format(values[metric])}"
         for metric, (name, form) in COLUMNS.items()

@@ -37,11 +37,10 @@ from driver.memory import memory_metrics
 from driver.phases import Phases
 from driver.policy_trainer import PolicyTrainer
 from driver.reward_workers import RewardWorkers
-from driver.rollout.request import SamplingParams
 from driver.run_checkpoint import Checkpoint
 from driver.run_folder import RunFolder, Sample
 from driver.tasks import Task, make_task
-from driver.warm import adopt_drafter, drafter_state, warm_start
+from driver.warm import adopt_drafter, drafter_state, sampling_params, warm_start
 from driver.warmup import warm_up
 from driver.world import World
 
@@ -132,14 +131,7 @@ class Run:
             note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
             world.copy_(p.detach() for p in policy.parameters())  # cards do not agree to the bit
         with phases("load"):
-            sampling = config.sampling
-            params = SamplingParams(
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.max_new_tokens,
-                stop_ids(spec, task, tokenizer),
-            )
+            params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, tokenizer))
             longest = longest_request(config, spec, prompt_len)
             rollout = build_rollout(config, spec, policy.state_dict(), longest)
             rollout.watch(phases.timeline)

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from driver.rollout.stats import QUARTERS
-from profiling.results import RESULTS, TARGETS_CARD
+from profiling.results import RESULTS, TARGETS_CARD, tell_drawn
 
 COLORS = {"frozen": "#8a8f98", "serial": "#2563ab", "overlapped": "#d1641b"}
 
@@ -80,8 +80,8 @@ def draw(folder: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> None:
-    for path in draw(Path(argv[0]) if argv else RESULTS / TARGETS_CARD):
-        sys.stdout.write(f"{path}\n")
+    folder = Path(argv[0]) if argv else RESULTS / TARGETS_CARD
+    tell_drawn(draw(folder), folder)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from driver.plots import plot_active, strategy_colors
 from driver.strategy import Strategy
-from profiling.results import CPU, RESULTS, TARGETS_CARD
+from profiling.results import CPU, RESULTS, TARGETS_CARD, tell_drawn
 
 CASE = re.compile(r"(?P<subject>\S+) b(?P<batch>\d+) (?P<strategy>\S+)")
 
@@ -113,8 +113,7 @@ def draw(folder: Path, pulls_folder: Path) -> list[Path]:
 
 def main(argv: Sequence[str]) -> None:
     folder = Path(argv[0]) if argv else RESULTS / TARGETS_CARD
-    for path in draw(folder, RESULTS / CPU):
-        sys.stdout.write(f"{path}\n")
+    tell_drawn(draw(folder, RESULTS / CPU) if folder.is_dir() else [], folder)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 
 from driver.plots import PHASE_COLORS
 from profiling.engine_figures import new_figure
-from profiling.results import RESULTS, TARGETS_CARD
+from profiling.results import RESULTS, TARGETS_CARD, tell_drawn
 
 COLORS = {
     "off": "#8a8f98",
@@ -90,8 +90,8 @@ def draw(folder: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> None:
-    for path in draw(Path(argv[0]) if argv else RESULTS / TARGETS_CARD):
-        sys.stdout.write(f"{path}\n")
+    folder = Path(argv[0]) if argv else RESULTS / TARGETS_CARD
+    tell_drawn(draw(folder), folder)
 
 
 if __name__ == "__main__":

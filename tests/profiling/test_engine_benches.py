@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 from driver.config import load_config
 from driver.rollout.plan import BucketPlan, GraphCost
 from driver.strategy import Strategy, parse_strategies
-from profiling import engine_figures
+from profiling import drafter_figures, engine_figures, grpo_figures
 from profiling.bench import Bench
 from profiling.benches import decode, graphs, rollout
 from profiling.subjects import fix_bandit, of_checkpoint, of_shape
@@ -261,5 +261,8 @@ def test_figures_are_drawn_from_results(arms, tmp_path):
     assert curves["off"] == [(1, 100.0), (4, 400.0)]
 
 
-def test_figures_of_an_empty_folder_are_none(tmp_path):
+def test_figures_of_an_empty_folder_are_none(tmp_path, capsys):
     assert engine_figures.draw(tmp_path, tmp_path) == []
+    for module in (engine_figures, grpo_figures, drafter_figures):
+        module.main([str(tmp_path / "nowhere")])
+        assert capsys.readouterr().out == f"{tmp_path / 'nowhere'}: holds no results to draw\n"
