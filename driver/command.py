@@ -54,8 +54,9 @@ def _value(key: str, declared: Any, text: str) -> Any:
     if typing.get_origin(declared) is list:
         return split_strategies(text)
     try:
-        # To YAML 1e-6 is a text, and so it is nowhere else.
-        value = float(text) if declared is float else yaml.safe_load(text)
+        value = yaml.safe_load(text)
+        if declared is float and type(value) in (int, str):  # to YAML 1e-6 is a text
+            value = float(value)
     except (ValueError, yaml.YAMLError):
         value = None
     if type(value) is not declared or value != value:
