@@ -62,8 +62,12 @@ int64_t check_vocab_size(const char* op, const Tensor& logits, std::optional<int
 
 template <typename Arrays>
 SamplingArrays sampling_arrays(const Arrays& a, uint64_t seed) {
-  return {a.temperature.template ptr<float>(), a.top_k.template ptr<int32_t>(),
-          a.top_p.template ptr<float>(), a.request.template ptr<int64_t>(), seed, round_keys(seed)};
+  return {a.temperature.template ptr<float>(),
+          a.top_k.template ptr<int32_t>(),
+          a.top_p.template ptr<float>(),
+          a.request.template ptr<int64_t>(),
+          seed,
+          round_keys(seed)};
 }
 
 VerifyParams check_verify(const char* op, const VerifyArrays& a, uint64_t seed,
@@ -140,9 +144,7 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, uint64_t seed,
 
 }  // namespace
 
-int64_t sampling_workspace_bytes(int64_t rows, int64_t) {
-  return rows * kNodeBytes;
-}
+int64_t sampling_workspace_bytes(int64_t rows, int64_t) { return rows * kNodeBytes; }
 
 void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_size,
             uintptr_t stream) {

@@ -65,7 +65,7 @@ enum Finish : int32_t { kRunning = 0, kStopId = 1, kLimit = 2 };
 constexpr int64_t kNodeBytes = 16;  // of scratch that verify_tree uses for a row on a GPU
 
 constexpr int64_t kMaxGpuVocabulary = 1 << 19;  // sums of a row's steps fit shared memory
-constexpr int kMaxTreeRows = 128;  // of one request, root included
-constexpr int kMinEmitted = 17;    // 16 drafted levels and the target's own token
+constexpr int kMaxTreeRows = 128;               // of one request, root included
+constexpr int kMinEmitted = 17;                 // 16 drafted levels and the target's own token
 
 }  // namespace tlt
