@@ -1,6 +1,7 @@
 """What the tests share: tolerances, random inputs, comparisons."""
 
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def workspace(rows: int, vocab_size: int) -> torch.Tensor | None:
         return None
     size = tlt_ext.sampling_workspace_bytes(rows, vocab_size)
     return torch.full((size,), 0xA5, dtype=torch.uint8, device=DEVICE)
+
+
+def free_memory() -> int | None:
+    """Bytes free on the card; None under pytest-xdist, whose other processes take and give them."""
+    return None if "PYTEST_XDIST_WORKER" in os.environ else torch.cuda.mem_get_info()[0]
 
 
 def to_cpu(arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
