@@ -15,6 +15,7 @@ import math
 import pkgutil
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -154,6 +155,23 @@ def needs_cuda(module: ModuleType) -> bool:
     return getattr(module, "NEEDS_CUDA", True)
 
 
+@contextlib.contextmanager
+def kept_when_stopped(bench: Bench) -> Iterator[None]:
+    """A benchmark that is told to end (SIGTERM, as `timeout` sends it, or Ctrl-C) keeps its rows."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("stopped")
+        bench.failed.append("stopped before its end")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[str]:
     """Runs a benchmark and writes its JSON; returns the parts that failed."""
     about = meta(command, args.commit)
@@ -174,7 +192,10 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
     path = (folder / "quick" if args.quick else folder) / f"{args.name}.json"
     before = load(path) if args.add and path.exists() else None
     bench.known = before["rows"] if before else []
-    module.run(bench)
+    with kept_when_stopped(bench), bench.part(args.name):
+        module.run(bench)
+    if bench.failed and not bench.rows:
+        return bench.failed
     if args.only and args.out == RESULTS and not args.add:
         say("--only: a part of the cases, not written; take --add, or --out FOLDER")
         return bench.failed

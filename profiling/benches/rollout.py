@@ -90,6 +90,8 @@ class Arms:
         return statistics.median(self.times[name])
 
     def add_rows(self) -> None:
+        if "off" not in self.times:
+            return
         off = self.seconds("off")
         for name, times in self.times.items():
             stats = self.stats[name]
@@ -118,9 +120,10 @@ def thinned(stats: RolloutStats) -> list[list[Any]]:
     return [*kept, [round(stats.elapsed_s, 5), 0, "off"]]
 
 
-def replay_arms(bench: Bench, subject: Subject, lengths: list[int], *words: str) -> Arms:
+def replay_arms(arms: Arms, *words: str) -> None:
     """All rounds of all arms of our engine."""
-    arms, longest = Arms(bench, subject, lengths), max(lengths) + 512
+    bench, subject, lengths = arms.bench, arms.subject, arms.lengths
+    longest = max(lengths) + 512
     rollout = subject.rollout(*engine_words(lengths, *words), longest=longest)
     static = {s: {"policy": "static", "static": s} for s in ["off", *STATIC]}
     # The map first needs what every strategy does.
@@ -142,7 +145,6 @@ def replay_arms(bench: Bench, subject: Subject, lengths: list[int], *words: str)
     del rollout
     unlooped = subject.rollout(*engine_words(lengths, "engine.loop=false", *words), longest=longest)
     arms.run("bandit, no loop", unlooped, policy="beg")
-    return arms
 
 
 def record_of(arms: Arms) -> Recording:
@@ -270,8 +272,11 @@ def compare_hugging_face(bench: Bench, subject: Subject, lengths: list[int], our
 def run(bench: Bench) -> None:
     subject = of_checkpoint("warmed", [*PRESET, *bench.settings], warmed=True, note=say)
     lengths = trace_lengths()
-    arms = replay_arms(bench, subject, lengths)
-    arms.add_rows()
+    arms = Arms(bench, subject, lengths)
+    try:
+        replay_arms(arms)
+    finally:
+        arms.add_rows()
     book(bench, arms)
     bench.files["recording"] = record_of(arms).to_json()
     compare_hugging_face(bench, subject, lengths, arms.seconds("bandit"))

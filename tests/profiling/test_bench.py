@@ -1,6 +1,8 @@
 """What a benchmark leaves: files, targets, the newest of quick and whole; no card needed."""
 
 import math
+import os
+import signal
 import types
 
 import pytest
@@ -93,6 +95,22 @@ def test_a_part_that_fails_costs_its_own_figures(cpu_bench, tmp_path, capsys):
     assert results.load(tmp_path / "cpu" / "fake.json")["targets"][0]["got"] == 2.0
     shown = capsys.readouterr().out
     assert "RuntimeError: no such card" in shown and "failed: bad (RuntimeError)" in shown
+
+
+@pytest.mark.parametrize("end", [lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: 1 / 0])
+def test_what_was_measured_before_an_early_end_is_kept(cpu_bench, tmp_path, end):
+    whole = cpu_bench.run
+
+    def run(b):
+        whole(b)
+        end()
+        raise AssertionError("runs on")
+
+    cpu_bench.run = run
+    before = signal.getsignal(signal.SIGTERM)
+    assert bench.main(["fake", "--out", str(tmp_path)]) == 1
+    assert [row["case"] for row in results.load(tmp_path / "cpu" / "fake.json")["rows"]] == ["case"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_target_that_is_not_listed_is_refused():
