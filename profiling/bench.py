@@ -157,7 +157,7 @@ def needs_cuda(module: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def kept_when_stopped(bench: Bench) -> Iterator[None]:
-    """A benchmark that is told to end (SIGTERM, as `timeout` sends it, or Ctrl-C) keeps its rows."""
+    """A benchmark that is told to end (SIGTERM of `timeout`, or Ctrl-C) keeps its rows."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
