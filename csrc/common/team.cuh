@@ -191,6 +191,10 @@ struct LaunchConfig {
       list[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
       list[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
+    if (team > kMaxTeam) {
+      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+                 op);
+    }
     if (team > 1) {
       list[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
       list[config.numAttrs++].val.clusterDim = {team, 1, 1};
@@ -208,13 +212,18 @@ void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
 }
 
 // How many teams of a kernel the current card runs at once. Clusters do not fit everywhere: a card
-// of 132 multiprocessors may hold 15 clusters of 8.
+// of 132 multiprocessors may hold 15 clusters of 8, and one of few multiprocessors none of 16.
 template <typename... Params>
 int64_t max_active_teams(const char* op, void (*kernel)(Params...), const LaunchShape& shape) {
   return ask_once(op, reinterpret_cast<const void*>(kernel), shape.team, [&] {
     int teams = 0;
     const LaunchConfig launch(op, kernel, shape, nullptr);
-    check_cuda(cudaOccupancyMaxActiveClusters(&teams, kernel, &launch.config), op);
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, kernel, &launch.config);
+    if (error != cudaSuccess && shape.team > kMaxTeam) {
+      cudaGetLastError();  // not of this card
+      return 0;
+    }
+    check_cuda(error, op);
     return teams;
   });
 }

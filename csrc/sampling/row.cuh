@@ -255,6 +255,12 @@ struct Draw {
     }
     return c;
   }
+
+  __device__ __forceinline__ uint32_t word(uint32_t id) const {
+    const Philox4 r = words(id / 4);
+    const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
+    return id & 2 ? high : low;
+  }
 };
 
 // At least gumbel(word), by 2e-3 at most where u is small: -ln(1 - u) >= u.

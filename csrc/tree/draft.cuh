@@ -10,8 +10,7 @@ namespace tlt {
 
 constexpr int kTreeWarps = 16;  // with ids
 constexpr int kTreeThreads = (kTreeWarps + 1) * kWarpSize;
-constexpr int kTileGroups = 2;
-constexpr int kTileIds = kTileGroups * kGroup;   // of a lane
+constexpr int kTileIds = kGroup;                 // of a lane
 constexpr int32_t kTile = kWarpSize * kTileIds;  // of a warp
 constexpr int kListRows = (kMaxTopK + kWarpSize - 1) / kWarpSize;
 
@@ -108,17 +107,9 @@ struct WarpList {
   }
 };
 
-// A draft id's noise is its target id's, which shares its quad with no neighbour.
-__device__ __forceinline__ uint32_t word_of(const Draw& draw, int32_t token) {
-  const uint32_t id = token;
-  const Philox4 r = draw.words(id >> 2);
-  const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
-  return id & 2 ? high : low;
-}
-
-// A lane's ids of a tile, two groups kWarpSize * kGroup apart. They lie in shared memory, in
-// columns that no other thread touches, so that loops over them need not be unrolled: a kernel this
-// short pays for every instruction that it fetches.
+// A lane's ids of a tile. They lie in shared memory, in columns that no other thread touches, so
+// that loops over them need not be unrolled: a kernel this short pays for every instruction that it
+// fetches.
 template <typename T>
 class DraftTile {
  public:
@@ -133,12 +124,8 @@ class DraftTile {
   __device__ void fetch(const ExpandTreeParams& p, const RowData<T>& row, int32_t first) {
     const RowData<float> ids(p.d2t, 0, 0, row.vocab_size);
     first_ = first;
-#pragma unroll
-    for (int group = 0; group < kTileGroups; ++group) {
-      const int32_t from = first + group * kWarpSize * kGroup;
-      raw_[group] = row.load(from);
-      if (p.d2t != nullptr) ids_[group] = ids.load(from);
-    }
+    raw_ = row.load(first);
+    if (p.d2t != nullptr) ids_ = ids.load(first);
   }
 
   // Makes values of what was fetched: logits / T, or scores if `perturbed`, and what may become of
@@ -158,7 +145,7 @@ class DraftTile {
         const int at = from + i * kTreeThreads;
         float value = value_[at], upper = value, lower = value;
         if (!row.greedy) {
-          const uint32_t word = p.d2t != nullptr ? word_of(draw, token_[at]) : r.word[i];
+          const uint32_t word = p.d2t != nullptr ? draw.word(token_[at]) : r.word[i];
           if (perturbed) {
             value_[at] = value = upper = lower = add_rn(value, gumbel(word));
           } else {
@@ -195,7 +182,7 @@ class DraftTile {
       const int at = left == 0 ? 0 : (__ffs(left) - 1) * kTreeThreads;
       const float value = value_[at];
       const int32_t token = token_[at];
-      const float score = exact ? value : add_rn(value, gumbel(word_of(draw, token)));
+      const float score = exact ? value : add_rn(value, gumbel(draw.word(token)));
       list.take(left == 0 ? 0 : rank_key(score, static_cast<uint32_t>(token)), value);
       left &= left - 1;
     }
@@ -215,26 +202,22 @@ class DraftTile {
  private:
   __device__ int32_t scale(const ExpandTreeParams& p, const Row<T>& row) const {
     int32_t status = kStatusOk;
+    float x[kGroup], largest;
+    if (row.clean(raw_, x, &largest)) status |= kStatusNanDraft;
 #pragma unroll
-    for (int group = 0; group < kTileGroups; ++group) {
-      const int32_t from = first_ + group * kWarpSize * kGroup;
-      float x[kGroup], largest;
-      if (row.clean(raw_[group], x, &largest)) status |= kStatusNanDraft;
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        float value = row.scaled(x[i]);
-        int32_t token = from + i;
-        if (p.d2t != nullptr) {
-          token = static_cast<int32_t>(ids_[group].word[i]);
-          if (token < 0 || token >= p.vocab_size) {  // can never be drawn
-            value = kNegInf;
-            token = 0;
-            if (from + i < row.vocab_size) status |= kStatusBadToken;
-          }
+    for (int i = 0; i < kGroup; ++i) {
+      float value = row.scaled(x[i]);
+      int32_t token = first_ + i;
+      if (p.d2t != nullptr) {
+        token = static_cast<int32_t>(ids_.word[i]);
+        if (token < 0 || token >= p.vocab_size) {  // can never be drawn
+          value = kNegInf;
+          token = 0;
+          if (first_ + i < row.vocab_size) status |= kStatusBadToken;
         }
-        value_[(kGroup * group + i) * kTreeThreads] = value;
-        token_[(kGroup * group + i) * kTreeThreads] = token;
       }
+      value_[i * kTreeThreads] = value;
+      token_[i * kTreeThreads] = token;
     }
     return status;
   }
@@ -242,8 +225,8 @@ class DraftTile {
   float* const value_;
   float* const upper_;  // at least the score
   int32_t* const token_;
-  Raw<T> raw_[kTileGroups];
-  Raw<float> ids_[kTileGroups];
+  Raw<T> raw_;
+  Raw<float> ids_;
   int32_t first_ = 0;
   float largest_ = kNegInf, sure_ = kNegInf;  // of the values; a score that one id reaches
 };

@@ -1,12 +1,12 @@
 // expand_tree on the GPU: children = the top K of logit / T + gumbel(noise word of the target id).
 //
-// One team of blocks a request (a cluster of 8 on Hopper). Frontier rows are taken up to kWave at a
-// time and the team's warps are dealt to them, so a row is spread over many multiprocessors. A warp
-// keeps a sorted list of the best K of its ids. One warp a row, with no ids of its own, merges the
-// lists while the others sum the weights; then the team's first block scores, links and ranks all
-// children in its shared memory. What one block must know of another is written into its shared
-// memory before a barrier, never fetched after one, except the lists.
-// The log-softmax sums integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
+// One team of blocks a request (a cluster of up to 16 on Hopper). Frontier rows are taken up to
+// kWave at a time and the team's warps are dealt to them, so a row is spread over many
+// multiprocessors. A warp keeps a sorted list of the best K of its ids. One warp a row, with no ids
+// of its own, merges the lists while the others sum the weights; then the team's first block
+// scores, links and ranks all children in its shared memory. What one block must know of another is
+// written into its shared memory before a barrier, never fetched after one, except the lists. The
+// log-softmax sums integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
 //
 // Moves B * F * draft_vocab logits, once from memory, and once more from cache where a warp has
 // more than a tile (the largest value must be known before the weights). Limits: K <= 128, 256
@@ -18,6 +18,7 @@
 namespace tlt {
 namespace {
 
+constexpr int kMostBlocks = 2 * kMaxTeam;  // of a team: Hopper's own limit, not a portable one
 constexpr int kWave = 8;
 constexpr int kMaxFrontier = 256;
 constexpr int kMaxSlices = 64;  // of a row
@@ -34,12 +35,13 @@ struct Child {
 };
 
 struct Shared {
-  float largest[kMaxTeam * kTreeWarps];                   // of every warp of the team
-  int64_t mass[kMaxTeam * kTreeWarps];                    // from here on only in the first block
+  float largest[kMostBlocks * kTreeWarps];                // of every warp of the team
+  int64_t mass[kMostBlocks * kTreeWarps];                 // from here on only in the first block
   int32_t count[kMaxFrontier], offset[kMaxFrontier + 1];  // children of a row, and before it
   int32_t parent[kMaxFrontier], depth[kMaxFrontier];
   float parent_score[kMaxFrontier], max[kMaxFrontier], log_sum[kMaxFrontier];
   uint8_t ancestors[kMaxFrontier * kMaxDepth];
+  int32_t begin;  // nodes before this level's; 0 if there is no room for them
 };
 
 // A frontier row and its parent.
@@ -51,20 +53,19 @@ struct FrontierRow {
   int32_t status;
 };
 
-__device__ bool has_room(const ExpandTreeParams& p, int64_t b) {
-  const int64_t count = p.nodes.count[b];
+__device__ bool has_room(const ExpandTreeParams& p, int64_t count) {
   return count >= 1 && count + p.frontier_rows * p.top_k <= p.nodes.capacity;
 }
 
-__device__ FrontierRow frontier_row(const ExpandTreeParams& p, int64_t b, int64_t f, bool room) {
-  FrontierRow row{b * p.frontier_rows + f, 0, 0, 0.0f, false, kStatusOk};
-  row.parent = p.frontier[row.index];
-  if (row.parent < 0) return row;
+__device__ FrontierRow frontier_row(const ExpandTreeParams& p, int64_t b, int64_t f, int32_t parent,
+                                    int32_t count) {
+  FrontierRow row{b * p.frontier_rows + f, parent, 0, 0.0f, false, kStatusOk};
+  if (parent < 0) return row;
   row.status = kStatusBadLength;
-  if (!room) return row;
+  if (!has_room(p, count)) return row;
   row.status = kStatusBadTree;
-  if (row.parent >= p.nodes.count[b]) return row;
-  const int64_t at = b * p.nodes.capacity + row.parent;
+  if (parent >= count) return row;
+  const int64_t at = b * p.nodes.capacity + parent;
   row.depth = p.nodes.depth[at];
   row.parent_score = p.nodes.score[at];
   if (row.depth < 0 || row.depth >= kMaxDepth || isnan(row.parent_score)) return row;
@@ -177,20 +178,47 @@ __device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t be
   if (t == 0 && begin > 0) p.nodes.count[b] = begin + total;
 }
 
-// What the first block knows of the frontier before the rows are read.
-__device__ void load_frontier(const ExpandTreeParams& p, int64_t b, bool room, Shared& shared) {
-  const int rows = static_cast<int>(p.frontier_rows);
-  for (int f = threadIdx.x; f < rows; f += kTreeThreads) {
-    const FrontierRow row = frontier_row(p, b, f, room);
+// What the first block knows of the frontier before the rows are read, by its warp without ids.
+__device__ void load_frontier(const ExpandTreeParams& p, int64_t b, Shared& shared) {
+  const int rows = static_cast<int>(p.frontier_rows), lane = threadIdx.x % kWarpSize;
+  const int32_t count = p.nodes.count[b];
+  if (lane == 0) shared.begin = has_room(p, count) ? count : 0;
+  for (int f = lane; f < rows; f += kWarpSize) {
+    const FrontierRow row = frontier_row(p, b, f, p.frontier[b * rows + f], count);
     shared.parent[f] = row.parent;
     shared.depth[f] = row.depth;
     shared.parent_score[f] = row.parent_score;
   }
   if (p.frontier_ancestors == nullptr) return;
-  for (int i = threadIdx.x; i < rows * kMaxDepth; i += kTreeThreads) {
+  for (int i = lane; i < rows * kMaxDepth; i += kWarpSize) {
     shared.ancestors[i] = p.frontier_ancestors[b * rows * kMaxDepth + i];
   }
 }
+
+// What a request and one of its frontier rows say, by one load of a warp: lane l has word l.
+class FrontierWords {
+ public:
+  __device__ FrontierWords(const ExpandTreeParams& p, int64_t b, int64_t f) {
+    const int lane = threadIdx.x % kWarpSize;
+    const void* from = reinterpret_cast<const uint32_t*>(p.request + b) + lane % 2;
+    if (lane == 2) from = p.root_position + b;
+    if (lane == 3) from = p.temperature + b;
+    if (lane == 4) from = p.nodes.count + b;
+    if (lane == 5) from = p.frontier + b * p.frontier_rows + f;
+    word_ = *static_cast<const volatile uint32_t*>(from);
+  }
+  __device__ int64_t request() const {
+    return static_cast<int64_t>(static_cast<uint64_t>(at(1)) << 32 | at(0));
+  }
+  __device__ int32_t root_position() const { return static_cast<int32_t>(at(2)); }
+  __device__ float temperature() const { return as_float(at(3)); }
+  __device__ int32_t count() const { return static_cast<int32_t>(at(4)); }
+  __device__ int32_t parent() const { return static_cast<int32_t>(at(5)); }
+
+ private:
+  __device__ uint32_t at(int lane) const { return __shfl_sync(kFullWarp, word_, lane); }
+  uint32_t word_;
+};
 
 template <typename T>
 __global__ void __launch_bounds__(kTreeThreads, 1)
@@ -221,14 +249,14 @@ __global__ void __launch_bounds__(kTreeThreads, 1)
                           columns);
     const int32_t step = deal.slices * kTile, begin = slice * kTile + lane * kGroup;
     const int32_t end = !merges && slice < deal.slices ? columns + lane * kGroup : 0;
+    const FrontierWords words(p, b, wave + mine);
     if (begin < end) tile.fetch(p, data, begin);
-    const bool room = has_room(p, b);
-    const FrontierRow row = frontier_row(p, b, wave + mine, room);
-    const Row<T> logits(data, p.temperature[b]);
-    const Draw draw{p.round_keys, noise_key(p.seed, p.request[b], NoiseDomain::kTarget),
-                    p.root_position[b] + row.depth + 1};
+    const FrontierRow row = frontier_row(p, b, wave + mine, words.parent(), words.count());
+    const Row<T> logits(data, words.temperature());
+    const Draw draw{p.round_keys, noise_key(p.seed, words.request(), NoiseDomain::kTarget),
+                    words.root_position() + row.depth + 1};
     if (wave == 0) {
-      if (team.rank() == 0) load_frontier(p, b, room, shared);
+      if (merges && team.rank() == 0) load_frontier(p, b, shared);
       team.wait();  // all blocks run
     }
     WarpList list(top_k);
@@ -292,7 +320,7 @@ __global__ void __launch_bounds__(kTreeThreads, 1)
     shared.offset[f] = before;
   }
   __syncthreads();
-  append_children(p, b, has_room(p, b) ? p.nodes.count[b] : 0, shared, children);
+  append_children(p, b, shared.begin, shared, children);
 }
 
 }  // namespace
@@ -309,7 +337,7 @@ void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
     const auto kernel = expand_kernel<T>;
     const size_t shared =
         kTreeWarps * p.top_k * sizeof(Candidate) + DraftTile<T>::kBytes + children * sizeof(Child);
-    LaunchShape shape{p.num_requests, kTreeThreads, shared, kMaxTeam, true};
+    LaunchShape shape{p.num_requests, kTreeThreads, shared, kMostBlocks, true};
     while (has_teams(op, kernel) && shape.team > 1 &&
            max_active_teams(op, kernel, shape) < p.num_requests) {
       shape.team /= 2;
