@@ -155,6 +155,11 @@ def needs_cuda(module: ModuleType) -> bool:
     return getattr(module, "NEEDS_CUDA", True)
 
 
+def lacks(module: ModuleType) -> str:
+    """What a benchmark cannot do without and this machine has not, as it says itself; "" if all."""
+    return getattr(module, "lacks", str)()
+
+
 @contextlib.contextmanager
 def kept_when_stopped(bench: Bench) -> Iterator[None]:
     """A benchmark that is told to end (SIGTERM of `timeout`, or Ctrl-C) keeps its rows."""
@@ -224,13 +229,17 @@ def run_all(modules: dict[str, ModuleType], options: list[str]) -> int:
     for name, module in modules.items():
         if needs_cuda(module) != torch.cuda.is_available():
             continue
+        if reason := lacks(module):
+            lines.append((0, f"{name:12} left out: {reason}"))
+            continue
         say(f"--- {name}")
         begin = time.perf_counter()
         done = subprocess.run([sys.executable, "-m", "profiling.bench", name, *options])
         seconds = time.perf_counter() - begin
-        lines.append((done.returncode, f"{name:12} {seconds:6.0f} s  "))
-    for code, line in lines:
-        say(line + ("written" if code == 0 else f"FAILED (exit code {code})"))
+        ended = f"FAILED (exit code {done.returncode})" if done.returncode else "written"
+        lines.append((done.returncode, f"{name:12} {seconds:6.0f} s  {ended}"))
+    for _, line in lines:
+        say(line)
     return 0 if lines and not any(code for code, _ in lines) else 1
 
 

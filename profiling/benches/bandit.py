@@ -53,12 +53,16 @@ def rollouts(
     return [replay(bandit, recording, work) for _ in range(LATER)]
 
 
+def lacks() -> str:
+    if recording_path() is None:
+        return "no rollout-recording.json: run python -m profiling.bench rollout on a card"
+    return ""
+
+
 def run(bench: Bench) -> None:
     path = recording_path()
     if path is None:
-        raise SystemExit(
-            "no rollout-recording.json: run python -m profiling.bench rollout on a card"
-        )
+        raise SystemExit(lacks())
     evaluate(bench, Recording.from_json(json.loads(path.read_text())))
 
 

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 from driver.config import load_config
 from driver.run_folder import read_jsonl
 from driver.warm import warm_start
@@ -45,6 +47,10 @@ def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return read_jsonl(folder / "run" / "metrics.jsonl")
+
+
+def lacks() -> str:
+    return "" if torch.cuda.device_count() > 1 else "it wants two cards"
 
 
 def run(bench: Bench) -> None:

@@ -113,6 +113,12 @@ def test_what_was_measured_before_an_early_end_is_kept(cpu_bench, tmp_path, end)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_what_lacks_something_is_left_out_of_all(cpu_bench, capsys):
+    cpu_bench.lacks = lambda: "no such file"
+    assert bench.run_all({"fake": cpu_bench}, []) == 0
+    assert "fake         left out: no such file" in capsys.readouterr().out
+
+
 def test_a_target_that_is_not_listed_is_refused():
     with pytest.raises(ValueError, match=r"no such target in \[sampling\]: sample_b65_us"):
         results.targets_of("sampling", {"sample_b65_us": 1.0})
