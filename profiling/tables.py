@@ -143,6 +143,7 @@ def _made_by(meta: dict) -> str:
         f"torch {meta['torch']}",
         f"commit {meta['commit']}" if meta["commit"] else "commit not recorded",
         f"{meta['date'][:10]}, `{re.sub(r' --out [^ ]+', '', meta['command'])}`",
+        meta.get("note", ""),
     ]
     return ", ".join(part for part in parts if part)
 

@@ -72,7 +72,7 @@ def test_the_largest_is_captured_first():
     [(1, "off", 188), (9, "off", 308), (1, "ngram:4,1,5", 195), (1, "learned:4,2,8", 233)],
 )
 def test_the_memory_model_counts_launches(batch, strategy, nodes):
-    """As tests/driver/test_launches.py and profiling/README.md count them, of 30 layers."""
+    """As profiling/README.md counts them, of 30 layers."""
     cell = Cell(batch, Strategy.parse(strategy))
     assert GraphCost(30).nodes(cell) == nodes
     assert GraphCost(30).bytes_of(cell) - GraphCost(30, loop=False).bytes_of(cell) == 128 << 10
