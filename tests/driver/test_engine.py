@@ -393,3 +393,11 @@ def test_a_nan_drafter_flags_nothing_fault_4(policy):
     rollout.engine.generate(requests(count=4, new=6))
     assert rollout.engine.stats.spec_passes > 0
     assert rollout.engine.stats.flagged == 0
+
+
+def test_a_pass_verifies_no_more_rows_than_it_may(policy, plain):
+    """Where a tree for all running requests is too wide, they decode plainly."""
+    narrow = make_rollout(policy, "engine.spec_max_rows=20")
+    assert same(generate(narrow, requests(), "ngram:4,1,5"), plain)
+    speculated = {active for _, active, arm in narrow.engine.stats.trace if arm != "off"}
+    assert speculated and max(speculated) <= 4
