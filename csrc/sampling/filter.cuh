@@ -82,12 +82,15 @@ class Filter {
     return team_.sum(sum);
   }
 
-  // The best score among the ids that `kept(id, logit)` names.
+  // The best score among the ids that `kept(id, logit)` names, all of which race against what the
+  // scan is known to have scored among them.
   template <typename Kept>
   __device__ int32_t best(Kept&& kept, const Draw& draw) {
     Race race;
-    scanner_.for_each_group(row_, [&](int32_t first, float (&x)[kGroup]) {
-      float largest[1] = {kNegInf};
+    race.reached = scanner_.known_score(kept);
+    scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
+      float x[kGroup], largest[1] = {kNegInf};
+      expand(raw, x);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         if (!kept(first + i, x[i])) x[i] = kNegInf;
@@ -112,8 +115,14 @@ class Filter {
         return x > bound || (x == bound && id < token);
       };
       float before = 0.0f;
-      for_each([&](int32_t id, float x, float) {
-        before += is_before(id, x) ? row_.exp_of(x, shift_) : 0.0f;
+      scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
+        if (largest_of(raw) < bound) return;
+        float x[kGroup];
+        expand(raw, x);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          before += is_before(first + i, x[i]) ? row_.exp_of(x[i], shift_) : 0.0f;
+        }
       });
       before = team_.sum(before);
       if (before < 0.5f) return token;  // the first of all counts 1 and is always kept
@@ -139,7 +148,9 @@ class Filter {
   // Calls f(id, logit, scaled) on this thread's ids; NaN and +inf come as -inf.
   template <typename F>
   __device__ void for_each(F&& f) {
-    scanner_.for_each_group(row_, [&](int32_t first, const float (&x)[kGroup]) {
+    scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
+      float x[kGroup];
+      expand(raw, x);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         if (first + i < row_.vocab_size) f(first + i, x[i], row_.scaled(x[i]));

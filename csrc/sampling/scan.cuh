@@ -159,7 +159,20 @@ class Scanner {
     team_.wait();
   }
 
-  // Calls f(first id, logits) on this thread's groups of the row scored last; NaN and +inf come as
+  // The best score of a warp's winner that `kept(id, logit)` names, -inf if it names none: no more
+  // than the best of all ids that it names. Before the next row, all must meet once.
+  template <typename Kept>
+  __device__ float known_score(Kept&& kept) const {
+    const WarpBest* const best = team_.remote(scratch().best, 0);
+    float known = kNegInf;
+    for (int warp = threadIdx.x % kWarpSize; warp < num_warps_; warp += kWarpSize) {
+      const WarpBest winner = best[warp];
+      if (winner.token >= 0 && kept(winner.token, winner.logit)) known = fmaxf(known, winner.score);
+    }
+    return warp_max(known);
+  }
+
+  // Calls f(first id, bits) on this thread's groups of the row scored last; NaN and +inf come as
   // -inf. All lanes of a warp take part in every call.
   template <typename F>
   __device__ void for_each_group(const Row<T>& row, F&& f) const {
@@ -170,10 +183,9 @@ class Scanner {
 #pragma unroll 1
       for (int group = 0; group < kStepGroups; ++group) {
         const int32_t first = first_id(step, group);
-        float x[kGroup], largest;
-        row.clean(kept ? RowData<T>::read(slot + group * kGroupSlots) : row.load(first), x,
-                  &largest);
-        f(first, x);
+        Raw<T> raw = kept ? RowData<T>::read(slot + group * kGroupSlots) : row.load(first);
+        if (!kept && row.is_bad(largest_of(raw))) row.drop_bad(raw);  // else it is clean
+        f(first, raw);
       }
     }
   }
