@@ -11,11 +11,11 @@ from tlt_ext.common import Array, current_stream
 
 
 def sampling_workspace_bytes(rows: int, vocab_size: int) -> int:
-    """Bytes of scratch for `sample` and `verify_tree` on a GPU.
+    """Bytes of scratch for `verify_tree` on a GPU: what each row draws.
 
     Example:
         >>> sampling_workspace_bytes(64, 151_936)
-        153600
+        1024
     """
     return _C.sampling_workspace_bytes(rows, vocab_size)
 
@@ -52,8 +52,8 @@ def sample(
         seed: the run's 64-bit seed.
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
         filtered_logprobs: [rows] float32, out: the same over the ids that top-k and top-p keep.
-        workspace: [>= sampling_workspace_bytes(rows, vocab_size)] uint8 scratch that lets a GPU
-            spread a row over many blocks; None = slower, same bits. The CPU needs none.
+        workspace: [>= sampling_workspace_bytes(rows, vocab_size)] uint8, checked and left alone: a
+            row needs no scratch.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -141,8 +141,9 @@ def verify_tree(
         seed: the run's 64-bit seed.
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
         filtered_logprobs: [requests, width of emitted] float32, out, as in `sample`.
-        workspace: [>= sampling_workspace_bytes(rows, vocab_size)] uint8, as in `sample`; with it a
-            GPU scores all rows at once, without it only those that the walk visits.
+        workspace: [>= sampling_workspace_bytes(rows, vocab_size)] uint8 scratch with which a GPU
+            draws up to 64 rows at once; without it, and of more rows, each request's walk draws at
+            the rows that it visits, one after another: same bits. The CPU needs none.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:

@@ -138,6 +138,36 @@ def test_verification_has_the_bits_of_the_cpu(monkeypatch, vocab, op):
         )
 
 
+@pytest.mark.parametrize("vocab", [3000, 151_936])
+def test_walks_of_many_requests_have_the_tokens_of_the_cpu(monkeypatch, vocab):
+    """Rows of one block and of several, top-p in some: a team goes on to a row while the one before
+    is hardly read. Requests without rows or without tokens to emit; trees and chains."""
+    rng = random.Random(vocab)
+    tokens, parents, row_start = [], [], [0]
+    for request in range(40):
+        for node in range(rng.choice([0, 1, 5, 9])):
+            first = node - 1 if request % 2 else max(0, node - 4)
+            parents.append(rng.randint(first, node - 1) if node else -1)
+            tokens.append(rng.randrange(3))
+        row_start.append(len(tokens))
+    assert len(tokens) > 64  # else all rows are drawn at once
+    logits = kit.randn(len(tokens), vocab, seed=3, dtype=torch.bfloat16)
+    logits[:, :3] += 16.0
+    options = {
+        "top_p": torch.where(torch.arange(40) % 3 > 0, 1.0, 0.8),
+        "limit": torch.where(torch.arange(40) % 7 > 0, 17, 0),
+        "stop_ids": [7],
+    }
+
+    def run():
+        return vars(call(tlt_ext.verify_tree, logits, tokens, parents, row_start, **options))
+
+    cpu, gpu = on_both(monkeypatch, run)
+    assert (cpu["num_emitted"] > 2).any()
+    for name in ("emitted", "path", "num_emitted", "finish", "status"):
+        assert torch.equal(gpu[name], cpu[name]), name
+
+
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("score_temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
