@@ -113,33 +113,19 @@ CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
       {kLine / 2, 1, kStep, 1, 1});
 }
 
-// Launches a kernel of the two; on sm_90 early, for both wait before they read what others wrote.
-void launch_early(void (*kernel)(Launch), const Launch& l, int64_t x, int64_t z, int warps,
-                  int shared_bytes, cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(x), static_cast<unsigned>(l.p.sequences.num_requests),
-                        static_cast<unsigned>(z));
-  config.blockDim = dim3(static_cast<unsigned>(warps * kWarpSize));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = is_hopper() ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, l), "tree_attention");
-}
-
 template <typename T, int kDim, int kWarps>
 void launch_attend(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
   const bool hopper = is_hopper();
   const int bytes =
       hopper ? sizeof(Shared<kDim, kWarps, true>) : sizeof(Shared<kDim, kWarps, false>);
-  const auto kernel = attend_kernel<T, kDim, kWarps>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "tree_attention: shared memory");
-  launch_early(kernel, l, l.p.num_kv_heads * plan.row_blocks, l.partials.items,
-               kWarps + (hopper ? kProducerWarps : 0), bytes, stream);
+  const KernelShape shape{l.p.num_kv_heads * plan.row_blocks,
+                          (kWarps + (hopper ? kProducerWarps : 0)) * kWarpSize,
+                          bytes,
+                          1,
+                          static_cast<unsigned>(l.p.sequences.num_requests),
+                          static_cast<unsigned>(l.partials.items)};
+  // Early, as the merge: both wait before they read what others wrote.
+  launch_kernel("tree_attention", attend_kernel<T, kDim, kWarps>, shape, stream, true, l);
 }
 
 template <typename T, int kDim>
@@ -147,11 +133,10 @@ void launch_merge(const Launch& l, cudaStream_t stream) {
   const Sequences& s = l.p.sequences;
   const int64_t rows = (s.num_rows + s.num_requests - 1) / s.num_requests;
   const auto bytes = static_cast<int>(sizeof(MergeRow<kDim>)) * l.merge_rows;
-  const auto kernel = merge_kernel<T, kDim>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "tree_attention: shared memory of the merge");
   const int64_t turns = (rows * l.p.num_kv_heads + l.merge_rows - 1) / l.merge_rows;
-  launch_early(kernel, l, turns, 1, l.group * kDim / 64, bytes, stream);
+  const KernelShape shape{turns, static_cast<int>(l.group * kDim / 64 * kWarpSize), bytes, 1,
+                          static_cast<unsigned>(s.num_requests)};
+  launch_kernel("tree_attention", merge_kernel<T, kDim>, shape, stream, true, l);
 }
 
 template <typename T, int kDim>

@@ -3,9 +3,13 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 namespace tlt {
 
@@ -47,42 +51,92 @@ class DeviceGuard {
 
 #if defined(__CUDACC__)
 
+constexpr int kPortableCluster = 8;
+
 struct KernelShape {
   int64_t blocks;
   int threads;
   int shared_bytes = 0;
   unsigned cluster = 1;  // more on sm_90 alone
   unsigned rows = 1;     // of blocks: the grid's second axis
+  unsigned layers = 1;   // of rows: its third
+};
+
+// What is known of a kernel, by (kernel, device, cluster), for every place that asks: -1 at first,
+// then what `f` makes of what was known.
+template <typename F>
+int recall(const char* op, const void* kernel, unsigned cluster, F&& f) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, unsigned>, int> known;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), op);
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& value = known.try_emplace({kernel, device, cluster}, -1).first->second;
+  return value = f(value);
+}
+
+// Whether the code that runs on the current card has clusters and launches that start early.
+template <typename... Params>
+bool has_hopper_code(const char* op, void (*kernel)(Params...)) {
+  return recall(op, reinterpret_cast<const void*>(kernel), 0, [&](int known) {
+    if (known >= 0) return known;
+    cudaFuncAttributes code;
+    check_cuda(cudaFuncGetAttributes(&code, kernel), op);
+    return code.binaryVersion >= 90 && code.ptxVersion >= 90 ? 1 : 0;
+  });
+}
+
+// Lets a kernel have dynamic shared memory, from then on: graphs hold launches that have more.
+template <typename... Params>
+void allow_shared(const char* op, void (*kernel)(Params...), int bytes) {
+  recall(op, reinterpret_cast<const void*>(kernel), 0, [&](int most) {
+    if (bytes <= std::max(most, 0)) return most;
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               op);
+    return bytes;
+  });
+}
+
+// A launch and its attributes.
+struct LaunchConfig {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute list[2]{};
+
+  template <typename... Params>
+  LaunchConfig(const char* op, void (*kernel)(Params...), const KernelShape& shape,
+               cudaStream_t stream, bool early) {
+    allow_shared(op, kernel, shape.shared_bytes);
+    if (shape.cluster > kPortableCluster) {
+      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+                 op);
+    }
+    config.gridDim = dim3(static_cast<unsigned>(shape.blocks), shape.rows, shape.layers);
+    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+    config.stream = stream;
+    config.attrs = list;
+    if (shape.cluster > 1) {
+      cudaLaunchAttribute& attribute = list[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {shape.cluster, 1, 1};
+    }
+    if (early && has_hopper_code(op, kernel)) {  // code for an older card does not wait
+      cudaLaunchAttribute& attribute = list[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
 };
 
 // Launches a kernel. `early` (sm_90): it may begin while the kernels before it on the stream still
 // run, and waits for them itself (wait_for_prior_grid) before it uses what they read or write.
 // Every block of such a kernel must wait, so that its own end means the end of all before it.
 template <typename... Params, typename... Args>
-void launch_kernel(const char* what, void (*kernel)(Params...), const KernelShape& shape,
+void launch_kernel(const char* op, void (*kernel)(Params...), const KernelShape& shape,
                    cudaStream_t stream, bool early, const Args&... args) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(shape.blocks), shape.rows);
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
-  config.stream = stream;
-  cudaLaunchAttribute list[2]{};
-  config.attrs = list;
-  if (shape.cluster > 1) {
-    list[0].id = cudaLaunchAttributeClusterDimension;
-    list[0].val.clusterDim = {shape.cluster, 1, 1};
-    config.numAttrs = 1;
-  }
-  if (early) {
-    cudaFuncAttributes code;  // code for an older card does not wait
-    check_cuda(cudaFuncGetAttributes(&code, kernel), what);
-    if (code.ptxVersion >= 90) {
-      cudaLaunchAttribute& attribute = list[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-    }
-  }
-  check_cuda(cudaLaunchKernelEx(&config, kernel, args...), what);
+  const LaunchConfig launch(op, kernel, shape, stream, early);
+  check_cuda(cudaLaunchKernelEx(&launch.config, kernel, args...), op);
 }
 
 #endif

@@ -6,17 +6,13 @@
 
 #include <cooperative_groups.h>
 
-#include <map>
-#include <mutex>
-#include <tuple>
-
 #include "common/cuda.h"
 #include "common/device.cuh"
 #include "common/math.h"
 
 namespace tlt {
 
-constexpr int kMaxTeam = 8;  // the largest portable cluster
+constexpr int kMaxTeam = kPortableCluster;
 
 // Order of floats as order of integers; -0 equals +0.
 __device__ __forceinline__ uint32_t ascending(float x) {
@@ -136,90 +132,37 @@ class Team {
   int rank_, size_, turn_ = 0;
 };
 
-struct LaunchShape {
+struct TeamShape {
   int64_t items;
   int threads;  // of a block
-  size_t shared_bytes;
-  int team;       // blocks an item where the card has clusters, else 1
-  bool overlaps;  // the kernel waits for the one before by itself (griddepcontrol)
-};
-
-// What the runtime knows of a kernel, by (kernel, device, team): asking is slow.
-template <typename F>
-int ask_once(const char* op, const void* kernel, int team, F&& ask) {
-  static std::mutex mutex;
-  static std::map<std::tuple<const void*, int, int>, int> known;
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), op);
-  const std::tuple<const void*, int, int> key{kernel, device, team};
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = known.find(key);
-  return found != known.end() ? found->second : known[key] = ask();
-}
-
-// Whether the code that runs on the current card has clusters and launches that start early.
-template <typename... Params>
-bool has_teams(const char* op, void (*kernel)(Params...)) {
-  return ask_once(op, reinterpret_cast<const void*>(kernel), 0, [&] {
-    cudaFuncAttributes attributes;
-    check_cuda(cudaFuncGetAttributes(&attributes, kernel), op);
-    return attributes.binaryVersion >= 90 && attributes.ptxVersion >= 90 ? 1 : 0;
-  });
-}
-
-// A launch and its attributes.
-struct LaunchConfig {
-  cudaLaunchConfig_t config{};
-  cudaLaunchAttribute list[2];
+  int shared_bytes;
+  unsigned team;  // blocks an item where the card has clusters, else 1
+  bool early;     // see launch_kernel
 
   template <typename... Params>
-  LaunchConfig(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
-               cudaStream_t stream) {
-    const bool hopper = has_teams(op, kernel);
-    if (shape.shared_bytes > 0) {
-      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(shape.shared_bytes)),
-                 op);
-    }
-    const unsigned team = hopper ? static_cast<unsigned>(shape.team) : 1;
-    config.gridDim = dim3(static_cast<unsigned>(shape.items) * team);
-    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-    config.dynamicSmemBytes = shape.shared_bytes;
-    config.stream = stream;
-    config.attrs = list;
-    if (hopper && shape.overlaps) {
-      list[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      list[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (team > kMaxTeam) {
-      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-                 op);
-    }
-    if (team > 1) {
-      list[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-      list[config.numAttrs++].val.clusterDim = {team, 1, 1};
-    }
+  KernelShape of(const char* op, void (*kernel)(Params...)) const {
+    const unsigned blocks = has_hopper_code(op, kernel) ? team : 1;
+    return {items * blocks, threads, shared_bytes, blocks};
   }
-  LaunchConfig(const LaunchConfig&) = delete;
 };
 
 // Launches one team an item.
 template <typename... Params>
-void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
-            cudaStream_t stream, const Params&... params) {
-  const LaunchConfig launch(op, kernel, shape, stream);
-  check_cuda(cudaLaunchKernelEx(&launch.config, kernel, params...), op);
+void launch_teams(const char* op, void (*kernel)(Params...), const TeamShape& shape,
+                  cudaStream_t stream, const Params&... params) {
+  launch_kernel(op, kernel, shape.of(op, kernel), stream, shape.early, params...);
 }
 
 // How many teams of a kernel the current card runs at once. Clusters do not fit everywhere: a card
 // of 132 multiprocessors may hold 15 clusters of 8, and one of few multiprocessors none of 16.
 template <typename... Params>
-int64_t max_active_teams(const char* op, void (*kernel)(Params...), const LaunchShape& shape) {
-  return ask_once(op, reinterpret_cast<const void*>(kernel), shape.team, [&] {
+int64_t max_active_teams(const char* op, void (*kernel)(Params...), const TeamShape& shape) {
+  return recall(op, reinterpret_cast<const void*>(kernel), shape.team, [&](int known) {
+    if (known >= 0) return known;
     int teams = 0;
-    const LaunchConfig launch(op, kernel, shape, nullptr);
+    const LaunchConfig launch(op, kernel, shape.of(op, kernel), nullptr, shape.early);
     const cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, kernel, &launch.config);
-    if (error != cudaSuccess && shape.team > kMaxTeam) {
+    if (error != cudaSuccess && shape.team > kPortableCluster) {
       cudaGetLastError();  // not of this card
       return 0;
     }

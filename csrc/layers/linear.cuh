@@ -89,14 +89,12 @@ __device__ __forceinline__ void store_out(const LinearParams& p, int64_t row, in
   }
 }
 
+// One split of the cache for all kernels: another would wait until an SM is empty.
 template <typename Kernel>
-void allow_shared(Kernel kernel, int bytes) {
-  const auto set = [kernel](cudaFuncAttribute attribute, int value) {
-    check_cuda(cudaFuncSetAttribute(kernel, attribute, value), "cudaFuncSetAttribute");
-  };
-  set(cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  // One split of the cache for all kernels: another would wait until an SM is empty.
-  set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+void prefer_shared(Kernel kernel) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             "cudaFuncSetAttribute");
 }
 
 struct Card {

@@ -94,7 +94,7 @@ struct Choice {
 template <typename T, typename Of>
 void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) {
   const auto kernel = hopper_kernel<T, Of>;
-  allow_shared(kernel, Of::kSharedBytes);
+  prefer_shared(kernel);
   const LinearParams& linear = p.linear;
   const KernelShape shape{grid.blocks, Of::kThreads, Of::kSharedBytes,
                           static_cast<unsigned>(grid.cluster())};

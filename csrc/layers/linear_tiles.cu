@@ -231,7 +231,7 @@ template <typename T>
 void launch(const LinearKernelParams& p, Before before, cudaStream_t stream) {
   const auto kernel = tiles_kernel<T>;
   const int shared_bytes = kStages * kTileChunks * 16 * (before == Before::kSilu ? 3 : 2);
-  allow_shared(kernel, shared_bytes);
+  prefer_shared(kernel);
   const auto tiles_of = [](int64_t extent) { return (extent + kTile - 1) / kTile; };
   const int64_t tiles = tiles_of(p.linear.rows) * tiles_of(p.linear.out_dim);
   launch_kernel("linear", kernel, {tiles, kThreads, shared_bytes}, stream, true, p, before);

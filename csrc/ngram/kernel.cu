@@ -81,8 +81,8 @@ void ngram_propose_cuda(const NgramProposeParams& p, int device, uintptr_t strea
   constexpr const char* op = "ngram_propose";
   const DeviceGuard guard(device);
   if (is_hopper()) {
-    return launch(op, propose_kernel<kTeamThreads>,
-                  {p.num_requests, kTeamThreads, 0, kMaxTeam, false}, as_stream(stream), p);
+    return launch_teams(op, propose_kernel<kTeamThreads>,
+                        {p.num_requests, kTeamThreads, 0, kMaxTeam, false}, as_stream(stream), p);
   }
   propose_kernel<kAloneThreads>
       <<<static_cast<unsigned>(p.num_requests), kAloneThreads, 0, as_stream(stream)>>>(p);

@@ -142,7 +142,7 @@ void sample_cuda(const SampleParams& p, int device, uintptr_t stream) {
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     const auto kernel = sample_kernel<T>;
-    launch(op, kernel, row_launch<T>(op, kernel, p.rows, p.vocab_size), as_stream(stream), p);
+    launch_teams(op, kernel, row_launch<T>(op, kernel, p.rows, p.vocab_size), as_stream(stream), p);
   });
 }
 
@@ -153,12 +153,14 @@ void verify_tree_cuda(const VerifyParams& p, int device, uintptr_t stream) {
     using T = std::remove_pointer_t<decltype(tag)>;
     if (p.workspace == nullptr || p.num_rows == 0 || p.num_rows > kRowsAtOnce) {
       const auto kernel = walk_kernel<T>;
-      const LaunchShape shape = row_launch<T>(op, kernel, p.num_requests, p.vocab_size);
-      return launch(op, kernel, shape, as_stream(stream), p);
+      const TeamShape shape = row_launch<T>(op, kernel, p.num_requests, p.vocab_size);
+      return launch_teams(op, kernel, shape, as_stream(stream), p);
     }
     const auto kernel = draw_nodes_kernel<T>;
-    launch(op, kernel, row_launch<T>(op, kernel, p.num_rows, p.vocab_size), as_stream(stream), p);
-    launch(op, follow_kernel, {p.num_requests, kFollowThreads, 0, 1, true}, as_stream(stream), p);
+    launch_teams(op, kernel, row_launch<T>(op, kernel, p.num_rows, p.vocab_size), as_stream(stream),
+                 p);
+    launch_teams(op, follow_kernel, {p.num_requests, kFollowThreads, 0, 1, true}, as_stream(stream),
+                 p);
   });
 }
 

@@ -225,10 +225,10 @@ void verify_rejection_cuda(const VerifyParams& p, int device, uintptr_t stream) 
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    LaunchShape shape =
+    TeamShape shape =
         row_launch<T>("verify_rejection", rejection_kernel<T>, p.num_requests, p.vocab_size);
-    shape.overlaps = false;
-    launch("verify_rejection", rejection_kernel<T>, shape, as_stream(stream), p);
+    shape.early = false;
+    launch_teams("verify_rejection", rejection_kernel<T>, shape, as_stream(stream), p);
   });
 }
 

@@ -50,23 +50,24 @@ struct WarpBest {
 // How many blocks share each row: as many as run at once, none without work, and enough to hold the
 // row in shared memory.
 template <typename T, typename Params>
-LaunchShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int64_t vocab_size) {
+TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int64_t vocab_size) {
   require(vocab_size <= kMaxGpuVocabulary, op,
           "vocab_size: the GPU takes at most " + std::to_string(kMaxGpuVocabulary) + ", got " +
               std::to_string(vocab_size));
-  const bool hopper = has_teams(op, kernel);
+  const bool hopper = has_hopper_code(op, kernel);
   const int64_t steps = ceil_div(vocab_size, kStep);
   const int64_t most = slots_of(hopper) / (kStepGroups * kParts<T>);  // kDepth on the card
-  const auto shape_of = [&](int team) -> LaunchShape {
+  const auto shape_of = [&](unsigned team) -> TeamShape {
     const int64_t rounds = ceil_div(steps, team * kWarps);
     const int64_t depth = rounds < most ? rounds : most;
-    const size_t slots = depth * kStepGroups * kParts<T> * kThreads * sizeof(uint4);
-    return {items, kThreads, slots + steps * sizeof(StepSum), team, true};
+    const int64_t slots = depth * kStepGroups * kParts<T> * kThreads * sizeof(uint4);
+    const int64_t sums = steps * sizeof(StepSum);
+    return {items, kThreads, static_cast<int>(slots + sums), team, true};
   };
-  LaunchShape best = shape_of(1);
+  TeamShape best = shape_of(1);
   for (int team = 2; team <= kMaxTeam && team * kWarps < 2 * steps; team *= 2) {
     if (!hopper) break;
-    const LaunchShape shape = shape_of(team);
+    const TeamShape shape = shape_of(team);
     if (best.team * kWarps * most >= steps && max_active_teams(op, kernel, shape) < items) {
       break;
     }

@@ -335,14 +335,14 @@ void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     const auto kernel = expand_kernel<T>;
-    const size_t shared =
-        kTreeWarps * p.top_k * sizeof(Candidate) + DraftTile<T>::kBytes + children * sizeof(Child);
-    LaunchShape shape{p.num_requests, kTreeThreads, shared, kMostBlocks, true};
-    while (has_teams(op, kernel) && shape.team > 1 &&
+    const auto shared = static_cast<int>(kTreeWarps * p.top_k * sizeof(Candidate) +
+                                         DraftTile<T>::kBytes + children * sizeof(Child));
+    TeamShape shape{p.num_requests, kTreeThreads, shared, kMostBlocks, true};
+    while (has_hopper_code(op, kernel) && shape.team > 1 &&
            max_active_teams(op, kernel, shape) < p.num_requests) {
       shape.team /= 2;
     }
-    launch(op, kernel, shape, as_stream(stream), p);
+    launch_teams(op, kernel, shape, as_stream(stream), p);
   });
 }
 
