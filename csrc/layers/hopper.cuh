@@ -14,27 +14,28 @@ namespace tlt {
 constexpr int kGroup = 4 * kWarpSize;  // threads of a warpgroup
 constexpr int kLineBytes = kBlockK * 2;
 constexpr int kMaxStages = 10;
-constexpr int kMaxShared = 227 * 1024 - 2 * kMaxStages * 8;
+constexpr int kMaxShared = 227 * 1024;
 
 template <int kGroups_, int kRows_, int kHeld_>
 struct Tile {
-  static constexpr int kGroups = kGroups_;  // that multiply
-  static constexpr int kRows = kRows_;      // of x
-  static constexpr int kHeld = kHeld_;      // parts of K summed side by side
+  static constexpr int kGroups = kGroups_;             // that multiply
+  static constexpr int kRows = kRows_;                 // of x
+  static constexpr int kHeld = kHeld_;                 // parts of K summed side by side
+  static constexpr int kPerSm = kGroups == 1 ? 2 : 1;  // blocks that fit beside each other
   static constexpr int kWeightRows = 64 * kGroups;
   static constexpr int kThreads = (kGroups + 1) * kGroup;
   static constexpr int kSums = kWeightRows * kRows;
   static constexpr int kTurnRows = std::min(kRows, 32);  // turned from wgmma's layout at once
   static constexpr int kTurn = kTurnRows * 64;
   static constexpr int kStageBytes = (kWeightRows + kRows) * kLineBytes;
-  static constexpr int kStages =
-      std::min(kMaxStages, (kMaxShared - 1024 - kGroups * kTurn * 4) / kStageBytes);
+  static constexpr int kStages = std::min(
+      kMaxStages, (kMaxShared / kPerSm - 1024 * (kPerSm + 1) - kGroups * kTurn * 4) / kStageBytes);
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kTurn * 4;
   static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, where a cluster shares
   // A multiprocessor has 65536 registers: these for each thread that multiplies, of the others.
-  static constexpr int kRegisters = kGroups == 2 ? 232 : 160;
-  static constexpr int kLoadRegisters = kGroups == 2 ? 40 : 32;
-  static_assert(kGroup * (kGroups * kRegisters + kLoadRegisters) <= 65536, "registers");
+  static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 232 : 160;
+  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : 40;
+  static_assert(kPerSm * kGroup * (kGroups * kRegisters + kLoadRegisters) <= 65536, "registers");
   static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
 };
 
@@ -139,22 +140,87 @@ __device__ __forceinline__ void for_each_sum(F&& f) {
   }
 }
 
-// One column of out: rows `row`, `row + step`, ... before `end`. What is added is asked for ahead.
+// Eight neighbours of an array of 16-bit or, where `wide`, of float32 elements.
+template <typename T>
+__device__ __forceinline__ void load_8(const void* from, int64_t at, bool wide, float (&to)[8]) {
+  if (wide) {
+    const float4* chunk = reinterpret_cast<const float4*>(static_cast<const float*>(from) + at);
+    const float4 low = chunk[0], high = chunk[1];
+    to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+    to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+  } else {
+    Chunk<T> chunk;
+    chunk.raw = *reinterpret_cast<const uint4*>(static_cast<const T*>(from) + at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack<T>(chunk.word[i]);
+      to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_8(void* to, int64_t at, bool wide, const float (&from)[8]) {
+  if (wide) {
+    float4* chunk = reinterpret_cast<float4*>(static_cast<float*>(to) + at);
+    chunk[0] = make_float4(from[0], from[1], from[2], from[3]);
+    chunk[1] = make_float4(from[4], from[5], from[6], from[7]);
+  } else {
+    Chunk<T> chunk;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      chunk.word[i] = pack<T>(make_float2(from[2 * i], from[2 * i + 1]));
+    }
+    *reinterpret_cast<uint4*>(static_cast<T*>(to) + at) = chunk.raw;
+  }
+}
+
+// Eight columns of out: rows `row`, `row + step`, ... before `end`. Loops rather than unrolled
+// code: what runs once a tile is mostly cold, and costs its fetch.
 template <typename T, typename F>
-__device__ __forceinline__ void store_column(const LinearParams& p, int64_t col, int row, int end,
-                                             int step, F&& sum_of) {
-  constexpr int kAhead = 8;
+__device__ __forceinline__ void store_columns(const LinearKernelParams& params, int64_t col,
+                                              int row, int end, int step, F&& load_sums) {
+  constexpr int kAhead = 2;
+  const LinearParams& p = params.linear;
+  if (!params.out_aligned || col + 8 > p.out_dim) {
+#pragma unroll 1
+    for (; row < end; row += step) {
+      float sum[8];
+      load_sums(row, sum);
+#pragma unroll 1
+      for (int64_t at = col; at < min(col + 8, p.out_dim); ++at) {
+        store_out<T>(p, row, at, sum[0]);
+#pragma unroll
+        for (int c = 0; c < 7; ++c) sum[c] = sum[c + 1];
+      }
+    }
+    return;
+  }
+  const bool wide = p.out_dtype == DType::kFloat32;
+  float bias[8];
+  if (p.bias) load_8<T>(p.bias, col, false, bias);
 #pragma unroll 1
   for (; row < end; row += kAhead * step) {
-    Added added[kAhead];
+    float residual[kAhead][8];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (row + i * step < end) added[i] = load_added<T>(p, row + i * step, col);
+      const int at = row + i * step;
+      if (p.residual && at < end) {
+        load_8<T>(p.residual, at * p.residual_stride + col, wide, residual[i]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int at = row + i * step;
-      if (at < end) store_added<T>(p, at, col, sum_of(at), added[i]);
+      if (at >= end) break;
+      float sum[8];
+      load_sums(at, sum);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        if (p.bias) sum[c] += bias[c];
+        if (p.residual) sum[c] += residual[i][c];
+      }
+      store_8<T>(p.out, at * p.out_stride + col, wide, sum);
     }
   }
 }
@@ -163,9 +229,10 @@ __device__ __forceinline__ void store_column(const LinearParams& p, int64_t col,
 template <typename T, typename Of>
 class Multiplier {
  public:
-  __device__ Multiplier(const LinearParams& p, const Grid& grid, const Work& work, char* ring,
-                        Barriers* barriers)
-      : p_(p),
+  __device__ Multiplier(const LinearKernelParams& params, const Grid& grid, const Work& work,
+                        char* ring, Barriers* barriers)
+      : params_(params),
+        p_(params.linear),
         grid_(grid),
         work_(work),
         ring_(ring),
@@ -194,34 +261,45 @@ class Multiplier {
     float acc[Of::kHeld][Of::kRows / 8][4];
     sum_held(acc, work_.begin);
     asm volatile("bar.sync 1, %0;" ::"n"(Of::kGroups * kGroup) : "memory");  // the ring is read
-    float* sums = reinterpret_cast<float*>(ring_);
+    float* sums = reinterpret_cast<float*>(ring_) + group_ * 64;
+    const int first = first_place<Of::kWeightRows>();
 #pragma unroll
     for (int i = 0; i < Of::kMaxSplitParts; ++i) {
       if (work_.begin + i >= work_.end) break;
       for_each_sum<Of::kRows>([&](int j, int c) {
-        sums[i * Of::kSums + sum_index<Of::kWeightRows>(row_of(j, c), col_of(c))] = acc[i][j][c];
+        sums[i * Of::kSums + place<Of::kWeightRows>(first, j, c)] = acc[i][j][c];
       });
     }
   }
 
+  // Stores a tile's sums, kTurnRows rows at a time turned through shared memory.
   __device__ __forceinline__ void store_tile(const float (&total)[Of::kRows / 8][4], int tile,
                                              float* turn) {
-    const int thread = threadIdx.x % kGroup, col = group_ * 64 + thread % 64;
+    const int thread = threadIdx.x % kGroup, turn_col = thread % 8 * 8;
+    const int col = group_ * 64 + turn_col;
     const int64_t w_row = first_w_row(grid_, tile);
     const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
     turn += group_ * Of::kTurn;
-#pragma unroll
-    for (int part = 0; part < Of::kRows / Of::kTurnRows; ++part) {
-      const int x_row = first_x_row(grid_, tile, Of::kRows) + part * Of::kTurnRows;
+    const int first = first_place<64>();
+    int x_row = first_x_row(grid_, tile, Of::kRows);
+#pragma unroll 1
+    for (int part = 0; part < Of::kRows / Of::kTurnRows; ++part, x_row += Of::kTurnRows) {
+      if (x_row >= p_.rows) break;
       const int end = min(x_row + Of::kTurnRows, static_cast<int>(p_.rows));
       sync_group();  // the last rows are read
-      for_each_sum<Of::kTurnRows>([&](int j, int c) {
-        turn[sum_index<64>(row_of(j, c), col_of(c) % 64)] = total[part * Of::kTurnRows / 8 + j][c];
-      });
+#pragma unroll
+      for (int i = 0; i < Of::kRows / Of::kTurnRows; ++i) {
+        if (i != part) continue;
+        for_each_sum<Of::kTurnRows>([&](int j, int c) {
+          turn[place<64>(first, j, c)] = total[i * Of::kTurnRows / 8 + j][c];
+        });
+      }
       sync_group();
       if (has_col) {
-        store_column<T>(p_, w_row + col, x_row + thread / 64, end, 2,
-                        [&](int row) { return turn[sum_index<64>(row - x_row, thread % 64)]; });
+        store_columns<T>(params_, w_row + col, x_row + thread / 8, end, kGroup / 8,
+                         [&](int row, float (&sum)[8]) {
+                           load_8<T>(turn, sum_index<64>(row - x_row, turn_col), true, sum);
+                         });
       }
     }
   }
@@ -229,32 +307,45 @@ class Multiplier {
   // Adds the parts of all blocks of a cluster for its share of the rows.
   template <typename Cluster>
   __device__ __forceinline__ void store_parts(const Cluster& cluster) {
+    constexpr int kChunks = Of::kWeightRows / 8, kPass = Of::kGroups * kGroup / kChunks;
     float* sums = reinterpret_cast<float*>(ring_);
     const int parts = (kParts + grid_.split - 1) / grid_.split, rank = work_.begin / parts;
-    const int col = threadIdx.x % Of::kWeightRows;
+    const int thread = threadIdx.x, col = thread % kChunks * 8;
     const int64_t w_row = first_w_row(grid_, work_.tile);
     const int x_row = first_x_row(grid_, work_.tile, Of::kRows);
     const int end = min(x_row + Of::kRows, static_cast<int>(p_.rows));
     if (col >= grid_.tile_rows || w_row + col >= p_.out_dim) return;
-    const int first = x_row + rank + static_cast<int>(threadIdx.x / Of::kWeightRows) * grid_.split;
-    store_column<T>(p_, w_row + col, first, end, 2 * grid_.split, [&](int row) {
-      float* mine = sums + sum_index<Of::kWeightRows>(row - x_row, col);
-      float part[kParts];
+    const int first = x_row + rank + thread / kChunks * grid_.split;
+    store_columns<T>(params_, w_row + col, first, end, kPass * grid_.split,
+                     [&](int row, float (&sum)[8]) {
+                       float* mine = sums + sum_index<Of::kWeightRows>(row - x_row, col);
+                       float part[kParts][8];
 #pragma unroll
-      for (int w = 0; w < kParts; ++w) {
-        part[w] = cluster.map_shared_rank(mine, w / parts)[w % parts * Of::kSums];
-      }
-      return sum_of_parts(part);
-    });
+                       for (int w = 0; w < kParts; ++w) {
+                         const float* theirs = cluster.map_shared_rank(mine, w / parts);
+                         load_8<T>(theirs, w % parts * Of::kSums, true, part[w]);
+                       }
+#pragma unroll
+                       for (int c = 0; c < 8; ++c) {
+                         sum[c] = part[0][c];
+#pragma unroll
+                         for (int w = 1; w < kParts; ++w) sum[c] += part[w][c];
+                       }
+                     });
   }
 
  private:
-  // Where sum (j, c) of this lane lies in the tile.
-  __device__ __forceinline__ int row_of(int j, int c) const {
-    return j * 8 + lane_ % 4 * 2 + c % 2;
+  // Where sum (j, c) of this lane lies among kCols columns: sum_index of row 8 j + 2 t + c % 2 and
+  // column 16 warp + g + 8 (c / 2), as one of two registers and a constant.
+  template <int kCols>
+  __device__ __forceinline__ int first_place() const {
+    static_assert(kCols % 32 == 0, "rows leave the bits that sum_index changes alone");
+    const int t = lane_ % 4, col = threadIdx.x % kGroup / kWarpSize * 16 + lane_ / 4;
+    return t * 2 * kCols + (col ^ t * 8);
   }
-  __device__ __forceinline__ int col_of(int c) const {
-    return static_cast<int>(threadIdx.x / kWarpSize) * 16 + lane_ / 4 + c / 2 * 8;
+  template <int kCols>
+  static __device__ __forceinline__ int place(int first, int j, int c) {
+    return (first ^ c / 2 * 8) + (j * 8 + c % 2) * kCols;
   }
 
   // Parts `first` to `first` + kHeld of the next tile, those of them that are this block's.
@@ -313,6 +404,7 @@ class Multiplier {
     asm volatile("bar.sync %0, %1;" ::"r"(2 + group_), "n"(kGroup) : "memory");
   }
 
+  const LinearKernelParams& params_;
   const LinearParams& p_;
   const Grid& grid_;
   const Work& work_;

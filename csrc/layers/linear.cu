@@ -17,6 +17,11 @@ void set_alignment(LinearKernelParams* p, const char* op) {
   p->x_aligned = is_aligned(p->linear.x, p->linear.x_stride * bytes, row_bytes) &&
                  is_aligned(p->norm_weight, 0, 0);
   p->w_aligned = is_aligned(p->linear.weight, p->linear.weight_stride * bytes, row_bytes);
+  const int64_t out_bytes = bytes_of(p->linear.out_dtype);
+  p->out_aligned = is_aligned(p->linear.out, p->linear.out_stride * out_bytes, 0) &&
+                   (!p->linear.residual ||
+                    is_aligned(p->linear.residual, p->linear.residual_stride * out_bytes, 0)) &&
+                   is_aligned(p->linear.bias, 0, 0);
 }
 
 // Whether the decode kernel takes aligned rows: 8 always, more where it costs less to read the
@@ -49,7 +54,7 @@ void launch_linear(LinearKernelParams p, Before before, const char* op, int devi
 }
 
 LinearKernelParams reading(const LinearParams& linear, const void* x, int64_t x_stride) {
-  LinearKernelParams p = {linear, nullptr, 0.0f, false, false, linear.early};
+  LinearKernelParams p = {linear, nullptr, 0.0f, false, false, false, linear.early};
   p.linear.x = x;
   p.linear.x_stride = x_stride;
   return p;

@@ -20,7 +20,8 @@ struct LinearKernelParams {
   const void* norm_weight;  // [in_dim], dtype; null but for kNorm
   float eps;
   bool x_aligned, w_aligned;  // 16-byte chunks can be loaded whole
-  bool early;                 // see launch_kernel: weight, norm_weight and bias are read at once
+  bool out_aligned;  // 8 outputs from a multiple of 8 on, and what is added, are whole chunks
+  bool early;        // see launch_kernel: weight, norm_weight and bias are read at once
 };
 
 __device__ __forceinline__ int num_blocks_of(const LinearParams& p) {

@@ -21,7 +21,7 @@ namespace tlt {
 namespace {
 
 template <typename T, typename Of>
-__global__ void __launch_bounds__(Of::kThreads, 1)
+__global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
     hopper_kernel(const __grid_constant__ LinearKernelParams params,
                   const __grid_constant__ Grid grid, const __grid_constant__ CUtensorMap w_map,
                   const __grid_constant__ CUtensorMap x_map) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Of::kThreads, 1)
     take_registers<Of::kRegisters>();
     const Work work(p, grid);
     float* turn = reinterpret_cast<float*>(ring + Of::kStages * Of::kStageBytes);
-    Multiplier<T, Of> multiplier(p, grid, work, ring, &barriers);
+    Multiplier<T, Of> multiplier(params, grid, work, ring, &barriers);
     if (grid.split > 1) {
       multiplier.sum_parts();
       wait_for_prior_grid();
@@ -112,6 +112,7 @@ template <typename T, typename Of>
 void consider(const LinearParams& p, const Card& card, Choice* best) {
   constexpr int kL2Bytes = 30, kLeastCycles = 300, kRoundCycles = 1000;
   constexpr int kClusterCycles = 1500, kSplitCycles = 1500;  // to start together, to meet
+  constexpr int kFullCycles = 1000;  // no room for the next kernel to start early
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t row_tiles = ceil_div(p.rows, Of::kRows);
   const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK), kParts);
@@ -122,7 +123,7 @@ void consider(const LinearParams& p, const Card& card, Choice* best) {
     const int cluster = split * share;
     // Clusters of more than two do not reach all multiprocessors.
     const int64_t reached = cluster > 2 ? card.num_sms * 15 / 16 : card.num_sms;
-    const int64_t slots = std::max<int64_t>(reached - reached % cluster, cluster);
+    const int64_t slots = std::max<int64_t>(reached - reached % cluster, cluster) * Of::kPerSm;
     const int64_t parts = ceil_div(kParts, split);
     const int64_t unit = share == 4 ? 2 : 1;  // of weight tiles
     const auto tiles_of = [&](int64_t tile_rows) {
@@ -141,9 +142,11 @@ void consider(const LinearParams& p, const Card& card, Choice* best) {
     const int64_t tiles = tiles_of(tile_rows);
     const int64_t loaded = tile_rows / (share > 1 ? 2 : 1) + Of::kRows / (share == 4 ? 2 : 1);
     const int64_t products = ceil_div(tile_rows, 64) * 2 * Of::kRows;
-    const int64_t block_cycles =
-        std::max({loaded * kLineBytes / kL2Bytes, products, int64_t{kLeastCycles}});
+    const int64_t beside = ceil_div(std::min(tiles * split, slots), reached);  // on one SM
+    const int64_t block_cycles = std::max(
+        {beside * loaded * kLineBytes / kL2Bytes, beside * products, int64_t{kLeastCycles}});
     const int64_t cycles = rounds * (steps * parts * block_cycles + kRoundCycles) +
+                           (Of::kPerSm == 1 ? kFullCycles : 0) +
                            (cluster > 1 ? kClusterCycles : 0) + (split > 1 ? kSplitCycles : 0);
     if (cycles >= best->cycles) continue;
     best->cycles = cycles;
@@ -163,6 +166,7 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
   if (p.linear.rows <= 16) consider<T, Tile<2, 16, 8>>(p.linear, card, &best);
   if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p.linear, card, &best);
   if (p.linear.rows <= 256) consider<T, Tile<2, 64, 4>>(p.linear, card, &best);
+  consider<T, Tile<1, 64, 4>>(p.linear, card, &best);
   if (p.linear.rows > 64) {
     consider<T, Tile<2, 128, 2>>(p.linear, card, &best);
     consider<T, Tile<3, 128, 1>>(p.linear, card, &best);
