@@ -78,16 +78,16 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
                : "memory");
 }
 
-// At the same barrier of a block of the cluster; says nothing of this thread's writes.
-__device__ __forceinline__ void arrive_at(uint64_t* barrier, int block) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
-      "r"(block)
-      : "memory");
+// Where a block of the cluster has what this one has at `address` of shared memory.
+__device__ __forceinline__ uint32_t address_in(int block, uint32_t address) {
+  uint32_t theirs;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(block));
+  return theirs;
+}
+
+// At a barrier of this block or of another of the cluster; says nothing of this thread's writes.
+__device__ __forceinline__ void arrive_at(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {

@@ -239,19 +239,23 @@ class Multiplier {
         barriers_(barriers),
         lane_(threadIdx.x % kWarpSize),
         group_(threadIdx.x / kGroup),
-        multiplies_(group_ * 64 < grid.tile_rows) {}
+        multiplies_(group_ * 64 < grid.tile_rows),
+        releases_(lane_ < fillers(grid)),
+        empty_(shared_address(barriers->empty)) {
+    // A division: not for every block of K.
+    if (grid.share > 1 && releases_) empty_ = address_in(blockIdx.x % grid.share ^ lane_, empty_);
+  }
 
   // Sums the next tile.
   __device__ __forceinline__ void sum_tile(float (&total)[Of::kRows / 8][4]) {
+    for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] = -0.0f; });  // -0 + x is x
 #pragma unroll 1
     for (int first = 0; first < kParts; first += Of::kHeld) {
       float acc[Of::kHeld][Of::kRows / 8][4];
       sum_held(acc, first);
 #pragma unroll
       for (int i = 0; i < Of::kHeld; ++i) {
-        for_each_sum<Of::kRows>([&](int j, int c) {
-          total[j][c] = first + i == 0 ? acc[i][j][c] : total[j][c] + acc[i][j][c];
-        });
+        for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] += acc[i][j][c]; });
       }
     }
   }
@@ -262,7 +266,7 @@ class Multiplier {
     sum_held(acc, work_.begin);
     asm volatile("bar.sync 1, %0;" ::"n"(Of::kGroups * kGroup) : "memory");  // the ring is read
     float* sums = reinterpret_cast<float*>(ring_) + group_ * 64;
-    const int first = first_place<Of::kWeightRows>();
+    const int first = first_place<Of::kWeightRows>(threadIdx.x % kGroup);
 #pragma unroll
     for (int i = 0; i < Of::kMaxSplitParts; ++i) {
       if (work_.begin + i >= work_.end) break;
@@ -275,12 +279,14 @@ class Multiplier {
   // Stores a tile's sums, kTurnRows rows at a time turned through shared memory.
   __device__ __forceinline__ void store_tile(const float (&total)[Of::kRows / 8][4], int tile,
                                              float* turn) {
-    const int thread = threadIdx.x % kGroup, turn_col = thread % 8 * 8;
+    int thread = threadIdx.x % kGroup;
+    asm volatile("" : "+r"(thread));  // what follows from it is worked out here, not kept meanwhile
+    const int turn_col = thread % 8 * 8;
     const int col = group_ * 64 + turn_col;
     const int64_t w_row = first_w_row(grid_, tile);
     const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
     turn += group_ * Of::kTurn;
-    const int first = first_place<64>();
+    const int first = first_place<64>(thread);
     int x_row = first_x_row(grid_, tile, Of::kRows);
 #pragma unroll 1
     for (int part = 0; part < Of::kRows / Of::kTurnRows; ++part, x_row += Of::kTurnRows) {
@@ -338,9 +344,9 @@ class Multiplier {
   // Where sum (j, c) of this lane lies among kCols columns: sum_index of row 8 j + 2 t + c % 2 and
   // column 16 warp + g + 8 (c / 2), as one of two registers and a constant.
   template <int kCols>
-  __device__ __forceinline__ int first_place() const {
+  static __device__ __forceinline__ int first_place(int thread) {
     static_assert(kCols % 32 == 0, "rows leave the bits that sum_index changes alone");
-    const int t = lane_ % 4, col = threadIdx.x % kGroup / kWarpSize * 16 + lane_ / 4;
+    const int t = thread % 4, col = thread / kWarpSize * 16 + thread % kWarpSize / 4;
     return t * 2 * kCols + (col ^ t * 8);
   }
   template <int kCols>
@@ -375,12 +381,12 @@ class Multiplier {
     wait_barrier(&barriers_->full[at_.stage], at_.parity);
     if (multiplies_) {
       const uint32_t stage = shared_address(ring_) + at_.stage * Of::kStageBytes;
-      const uint64_t w = describe_operand(stage + group_ * 64 * kLineBytes);
-      const uint64_t x = describe_operand(stage + Of::kWeightRows * kLineBytes);
+      const SharedMatrix w(stage + group_ * 64 * kLineBytes);
+      const SharedMatrix x(stage + Of::kWeightRows * kLineBytes);
       start_products();
 #pragma unroll
       for (int k = 0; k < kBlockK / 16; ++k) {
-        multiply_64<T>(acc, w + k * kNextStep, x + k * kNextStep);
+        multiply_64<T>(acc, w.at(k * 32), x.at(k * 32));
       }
       commit_products();
       wait_products<1>();
@@ -393,10 +399,7 @@ class Multiplier {
   // The stage before is read: says so to all blocks that fill it.
   __device__ __forceinline__ void release() {
     __syncwarp();  // all lanes have seen the stage full: its barrier may turn again
-    if (last_ >= 0 && lane_ < fillers(grid_)) {
-      uint64_t* empty = &barriers_->empty[last_];
-      grid_.share > 1 ? arrive_at(empty, blockIdx.x % grid_.share ^ lane_) : arrive(empty);
-    }
+    if (last_ >= 0 && releases_) arrive_at(empty_ + last_ * 8);
     last_ = -1;
   }
 
@@ -411,7 +414,8 @@ class Multiplier {
   char* ring_;
   Barriers* barriers_;
   const int lane_, group_;
-  const bool multiplies_;
+  const bool multiplies_, releases_;
+  uint32_t empty_;  // barriers of the block that a lane tells
   RingPosition<Of::kStages> at_;
   int last_ = -1;  // the stage of the products under way
 };

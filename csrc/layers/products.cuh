@@ -12,13 +12,6 @@
 
 namespace tlt {
 
-// Describes an operand at `address`, a multiple of 1024; kNextStep more is its next 16 elements.
-__device__ __forceinline__ uint64_t describe_operand(uint32_t address) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = 8 * 128;
-  return kSwizzle128 | (kEightRows >> 4) << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
-}
-constexpr uint64_t kNextStep = 32 >> 4;
-
 // Orders earlier accesses to registers before the next product.
 __device__ __forceinline__ void start_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
