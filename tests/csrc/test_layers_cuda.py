@@ -14,7 +14,7 @@ HALVES = [torch.float16, torch.bfloat16]
 # N so large that the decode kernel leaves all but few rows to wgmma, whose tiles are shared out in
 # every way: one tile a block and several, parts over a cluster, weights for a pair of blocks.
 SHAPES = [(37, 100), (401, 1001), (960, 576), (576, 1536), (9001, 200), (136, 3584), (72, 18944)]
-SHAPES += [(5001, 1032), (25001, 200)]
+SHAPES += [(5001, 1032), (25001, 200), (3080, 576)]
 OPS = ["linear_rows", "rms_norm_linear", "silu_mul_linear"]
 
 
@@ -69,6 +69,33 @@ def test_linear_ops_agree_with_the_cpu(op, dtype, rows):
             assert kit.same_bits(out, expected)
         else:
             assert kit.relative_error(out, expected) <= kit.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("n", "k"), [(960, 576), (3072, 576), (5001, 1032), (136, 3584), (4616, 1088)]
+)
+def test_rows_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k):
+    """Offset 3 and odd N keep outputs from 16-byte stores; bias and residual are added in place."""
+    x, _, weight, bias = (t.cuda() for t in inputs(max(ROWS), n, k, dtype))
+    x = x[:, :k]
+    for out_dtype in (dtype, torch.float32):
+        residual = kit.randn(max(ROWS), n, seed=4, dtype=out_dtype).cuda()
+        alone = torch.empty_like(residual)
+        for row in range(max(ROWS)):
+            at = slice(row, row + 1)
+            tlt_ext.linear_rows(x[at], weight, alone[at], bias=bias, residual=residual[at])
+        for rows in (40, 100, 130, 300, 512):
+            for offset in (0, 8, 3):
+                wide = residual.new_full((rows, n + 24), float("nan"))
+                out = wide[:, offset : offset + n]
+                out.copy_(residual[:rows])
+                tlt_ext.linear_rows(x[:rows], weight, out, bias=bias, residual=out)
+                assert torch.equal(out, alone[:rows]), (rows, offset)
+                assert wide[:, :offset].isnan().all() and wide[:, offset + n :].isnan().all()
+                out.fill_(float("nan"))
+                tlt_ext.linear_rows(x[:rows], weight, out, residual=residual[:rows])
+                assert not out.isnan().any(), (rows, offset)
 
 
 @pytest.mark.sanitize
