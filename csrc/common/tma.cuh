@@ -78,18 +78,6 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
                : "memory");
 }
 
-// Where a block of the cluster has what this one has at `address` of shared memory.
-__device__ __forceinline__ uint32_t address_in(int block, uint32_t address) {
-  uint32_t theirs;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(block));
-  return theirs;
-}
-
-// At a barrier of this block or of another of the cluster; says nothing of this thread's writes.
-__device__ __forceinline__ void arrive_at(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -119,17 +107,6 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, i
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
       "%3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
-      : "memory");
-}
-
-// To the same place, with the same barrier, in each block of the cluster whose bit is set.
-__device__ __forceinline__ void copy_rows_to_all(uint32_t to, const CUtensorMap* map, int column,
-                                                 int row, uint64_t* barrier, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "h"(blocks)
       : "memory");
 }
 

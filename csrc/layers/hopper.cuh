@@ -33,35 +33,26 @@ struct Tile {
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kTurn * 4;
   static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, where a cluster shares
   // A multiprocessor has 65536 registers: these for each thread that multiplies, of the others.
-  static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 232 : 160;
-  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : 40;
+  static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 240 : 160;
+  static constexpr int kLoadRegisters = kGroups == 1 ? 40 : 32;
   static_assert(kPerSm * kGroup * (kGroups * kRegisters + kLoadRegisters) <= 65536, "registers");
   static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
 };
 
 struct Grid {
-  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where blocks share
+  int tile_rows;  // weight rows of a tile, a multiple of 8
   int row_tiles, tiles, blocks;
   int split;  // blocks of a cluster that share the parts of a tile
-  int share;  // 2: of a weight tile, 4: two by two of a weight tile and of an x tile; else 1
-
-  __host__ __device__ int cluster() const { return share > 1 ? share : split; }
 };
 
-// First rows of a tile. Blocks of a cluster have neighbouring tiles: bit 0 of their rank says which
-// x tile, bit 1 of four which weight tile.
+// First rows of a tile; those of the same weights are neighbours.
 __device__ __forceinline__ int first_x_row(const Grid& g, int tile, int rows) {
-  const int half = g.row_tiles / 2;
-  return (g.share == 4 ? tile / 4 % half * 2 + tile % 2 : tile % g.row_tiles) * rows;
+  return tile % g.row_tiles * rows;
 }
 
 __device__ __forceinline__ int first_w_row(const Grid& g, int tile) {
-  const int half = g.row_tiles / 2;
-  return (g.share == 4 ? tile / 4 / half * 2 + tile / 2 % 2 : tile / g.row_tiles) * g.tile_rows;
+  return tile / g.row_tiles * g.tile_rows;
 }
-
-// Blocks that fill a block's ring, itself among them: rank ^ 0, rank ^ 1, rank ^ 2.
-__device__ __forceinline__ int fillers(const Grid& grid) { return min(grid.share, 3); }
 
 // What a block does: parts [begin, end) of tiles `tile`, `tile + step`, ...
 struct Work {
@@ -96,27 +87,16 @@ template <typename Of, bool kWeights>
 __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
                                              const CUtensorMap* map, char* ring,
                                              Barriers* barriers) {
-  // With others of the cluster, each loads a slice for all that share the tile.
-  const int rank = blockIdx.x % grid.share, rows = kWeights ? grid.tile_rows : Of::kRows;
-  const bool shares = kWeights ? grid.share > 1 : grid.share == 4;
-  const int slice = shares ? (kWeights ? rank % 2 : rank / 2) * rows / 2 : 0;
-  const uint16_t sharers = kWeights ? 3 << (rank & 2) : 5 << (rank & 1);
-  const uint32_t base =
-      shared_address(ring) + (slice + (kWeights ? 0 : Of::kWeightRows)) * kLineBytes;
+  const int rows = kWeights ? grid.tile_rows : Of::kRows;
+  const uint32_t base = shared_address(ring) + (kWeights ? 0 : Of::kWeightRows * kLineBytes);
   RingPosition<Of::kStages> at;
   for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
-    const int row =
-        slice + (kWeights ? first_w_row(grid, tile) : first_x_row(grid, tile, Of::kRows));
+    const int row = kWeights ? first_w_row(grid, tile) : first_x_row(grid, tile, Of::kRows);
     const auto load = [&](int block) {
-      const uint32_t to = base + at.stage * Of::kStageBytes;
       uint64_t* full = &barriers->full[at.stage];
       wait_barrier(&barriers->empty[at.stage], at.parity ^ 1);
       arrive_expecting(full, rows * kLineBytes);
-      if (shares) {
-        copy_rows_to_all(to, map, block * kBlockK, row, full, sharers);
-      } else {
-        copy_rows(to, map, block * kBlockK, row, full);
-      }
+      copy_rows(base + at.stage * Of::kStageBytes, map, block * kBlockK, row, full);
       at.advance();
     };
     for (int first = work.begin; first < work.end; first += Of::kHeld) {
@@ -239,12 +219,7 @@ class Multiplier {
         barriers_(barriers),
         lane_(threadIdx.x % kWarpSize),
         group_(threadIdx.x / kGroup),
-        multiplies_(group_ * 64 < grid.tile_rows),
-        releases_(lane_ < fillers(grid)),
-        empty_(shared_address(barriers->empty)) {
-    // A division: not for every block of K.
-    if (grid.share > 1 && releases_) empty_ = address_in(blockIdx.x % grid.share ^ lane_, empty_);
-  }
+        multiplies_(group_ * 64 < grid.tile_rows) {}
 
   // Sums the next tile.
   __device__ __forceinline__ void sum_tile(float (&total)[Of::kRows / 8][4]) {
@@ -396,10 +371,10 @@ class Multiplier {
     at_.advance();
   }
 
-  // The stage before is read: says so to all blocks that fill it.
+  // The stage before is read.
   __device__ __forceinline__ void release() {
     __syncwarp();  // all lanes have seen the stage full: its barrier may turn again
-    if (last_ >= 0 && releases_) arrive_at(empty_ + last_ * 8);
+    if (last_ >= 0 && lane_ == 0) arrive(&barriers_->empty[last_]);
     last_ = -1;
   }
 
@@ -414,8 +389,7 @@ class Multiplier {
   char* ring_;
   Barriers* barriers_;
   const int lane_, group_;
-  const bool multiplies_, releases_;
-  uint32_t empty_;  // barriers of the block that a lane tells
+  const bool multiplies_;
   RingPosition<Of::kStages> at_;
   int last_ = -1;  // the stage of the products under way
 };

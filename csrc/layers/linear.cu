@@ -30,8 +30,9 @@ bool decodes(const LinearParams& p, Before before) {
   constexpr int64_t kFewRows = 8, kFewFusedRows = 64, kFewPieces = 64, kFewWeights = 4 << 20;
   if (before != Before::kNothing) return p.rows <= kFewFusedRows;
   const int64_t pieces = (p.rows + kPieceRows - 1) / kPieceRows;
-  return p.rows <= kFewRows ||
-         (pieces <= kFewPieces && pieces * p.in_dim * p.out_dim <= kFewWeights);
+  const int64_t weights = p.in_dim * p.out_dim;
+  return p.rows <= kFewRows || (pieces == 1 && weights <= 4 * kFewWeights) ||
+         (pieces <= kFewPieces && pieces * weights <= kFewWeights);
 }
 
 void launch_linear(LinearKernelParams p, Before before, const char* op, int device,

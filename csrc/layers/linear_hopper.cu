@@ -7,10 +7,8 @@
 // parts of K are summed side by side, so that a row's bytes are asked for 256 and more at a time,
 // as memory likes it. A block goes on to its next tile while the last one is stored.
 //
-// With few tiles a cluster shares the parts of K, and its blocks' sums meet in distributed shared
-// memory, part by part. With an even number of row tiles, two blocks of one weight tile each load
-// half of it for both; four blocks share their two x tiles likewise. Which shape and grid a call
-// gets: `consider`.
+// With few tiles of long rows a cluster shares the parts of K, and its blocks' sums meet in
+// distributed shared memory, part by part. Which shape and grid a call gets: `consider`.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -37,14 +35,14 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Of::kStages; ++stage) {
       init_barrier(&barriers.full[stage], 2);
-      init_barrier(&barriers.empty[stage], Of::kGroups * 4 * fillers(grid));
+      init_barrier(&barriers.empty[stage], Of::kGroups * 4);
     }
     fence_barriers();
     fence_copies();
   }
   if (lane == 0 && warp == kLoader) prefetch_map(&w_map);
   if (lane == 0 && warp == kLoader + 1) prefetch_map(&x_map);
-  grid.share > 1 ? cluster.sync() : __syncthreads();
+  __syncthreads();
 
   if (warp >= kLoader) {
     give_registers<Of::kLoadRegisters>();
@@ -78,8 +76,7 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
       }
     }
   }
-  // Nobody's sums go away while they are read, nobody's barriers while others arrive at them.
-  if (grid.cluster() > 1) cluster.sync();
+  if (grid.split > 1) cluster.sync();  // nobody's sums go away while they are read
 #endif
 }
 
@@ -97,65 +94,52 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
   prefer_shared(kernel);
   const LinearParams& linear = p.linear;
   const KernelShape shape{grid.blocks, Of::kThreads, Of::kSharedBytes,
-                          static_cast<unsigned>(grid.cluster())};
-  const int w_box = grid.share > 1 ? grid.tile_rows / 2 : grid.tile_rows;
-  const int x_box = grid.share == 4 ? Of::kRows / 2 : Of::kRows;
-  launch_kernel(
-      "linear", kernel, shape, stream, p.early, p, grid,
-      make_row_map(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride, w_box),
-      make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, x_box));
+                          static_cast<unsigned>(grid.split)};
+  launch_kernel("linear", kernel, shape, stream, p.early, p, grid,
+                make_row_map(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride,
+                             grid.tile_rows),
+                make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
 }
 
 // Takes a tile shape where it promises to be faster than the best so far. A block of K takes as
-// long as its bytes come from L2 (kL2Bytes a cycle and multiprocessor), or as its products take.
+// long as its bytes come from L2, as its products take, or as a warpgroup takes from one to the
+// next; all of them as long as the weights take to leave memory. All in cycles, as measured.
 template <typename T, typename Of>
 void consider(const LinearParams& p, const Card& card, Choice* best) {
-  constexpr int kL2Bytes = 30, kLeastCycles = 300, kRoundCycles = 1000;
-  constexpr int kClusterCycles = 1500, kSplitCycles = 1500;  // to start together, to meet
-  constexpr int kFullCycles = 1000;  // no room for the next kernel to start early
+  constexpr int kL2Bytes = 53, kMemoryBytes = 13;     // a cycle, for a multiprocessor
+  constexpr int kLeastCycles = 350, kRowCycles = 45;  // of a block of K, to store a row of a tile
+  constexpr int kFullCycles = 2000;   // there is no room for the next kernel to start early
+  constexpr int kSplitCycles = 8000;  // for a cluster to start, and to meet
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int64_t row_tiles = ceil_div(p.rows, Of::kRows);
-  const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK), kParts);
-  struct {
-    int split, share;
-  } constexpr kinds[] = {{1, 1}, {1, 2}, {1, 4}, {2, 1}, {3, 1}, {4, 1}, {8, 1}};
-  for (const auto& [split, share] : kinds) {
-    const int cluster = split * share;
+  const int64_t row_tiles = ceil_div(p.rows, Of::kRows), num_blocks = ceil_div(p.in_dim, kBlockK);
+  const int64_t memory_cycles = 2 * p.in_dim * p.out_dim / (kMemoryBytes * card.num_sms);
+  for (const int split : {1, 8, 4, 3, 2}) {
     // Clusters of more than two do not reach all multiprocessors.
-    const int64_t reached = cluster > 2 ? card.num_sms * 15 / 16 : card.num_sms;
-    const int64_t slots = std::max<int64_t>(reached - reached % cluster, cluster) * Of::kPerSm;
+    const int64_t sms = split > 2 ? card.num_sms * 15 / 16 : card.num_sms;
+    const int64_t slots = std::max<int64_t>(sms - sms % split, split) * Of::kPerSm;
     const int64_t parts = ceil_div(kParts, split);
-    const int64_t unit = share == 4 ? 2 : 1;  // of weight tiles
-    const auto tiles_of = [&](int64_t tile_rows) {
-      return ceil_div(ceil_div(p.out_dim, tile_rows), unit) * unit * row_tiles;
-    };
+    const auto tiles_of = [&](int64_t rows) { return ceil_div(p.out_dim, rows) * row_tiles; };
     int64_t tile_rows = Of::kWeightRows;
-    if (share > 1 && row_tiles % 2 != 0) continue;
     if (split > 1 && (parts > Of::kMaxSplitParts || tiles_of(tile_rows) * split > slots)) continue;
     const int64_t rounds = ceil_div(tiles_of(tile_rows) * split, slots);
-    if (split == 1) {  // equal shares of the weights for all
-      const int64_t shares = std::max(rounds * slots / row_tiles / unit * unit, unit);
-      const int64_t multiple = share > 1 ? 16 : 8;
-      const int64_t rows = ceil_div(ceil_div(p.out_dim, shares), multiple) * multiple;
-      tile_rows = std::min(rows, tile_rows);
+    if (split == 1 && Of::kPerSm == 1) {  // equal shares of the weights for all
+      const int64_t shares = std::max<int64_t>(rounds * slots / row_tiles, 1);
+      tile_rows = std::min(ceil_div(ceil_div(p.out_dim, shares), 8) * 8, tile_rows);
     }
     const int64_t tiles = tiles_of(tile_rows);
-    const int64_t loaded = tile_rows / (share > 1 ? 2 : 1) + Of::kRows / (share == 4 ? 2 : 1);
-    const int64_t products = ceil_div(tile_rows, 64) * 2 * Of::kRows;
-    const int64_t beside = ceil_div(std::min(tiles * split, slots), reached);  // on one SM
-    const int64_t block_cycles = std::max(
-        {beside * loaded * kLineBytes / kL2Bytes, beside * products, int64_t{kLeastCycles}});
-    const int64_t cycles = rounds * (steps * parts * block_cycles + kRoundCycles) +
-                           (Of::kPerSm == 1 ? kFullCycles : 0) +
-                           (cluster > 1 ? kClusterCycles : 0) + (split > 1 ? kSplitCycles : 0);
+    const int64_t beside = ceil_div(std::min(tiles * split, slots), sms);  // on a multiprocessor
+    const int64_t loaded = beside * (tile_rows + Of::kRows) * kLineBytes;
+    const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
+    const int64_t block_cycles =
+        std::max({loaded / kL2Bytes, products + products / 16, int64_t{kLeastCycles}});
+    const int64_t loop = ceil_div(num_blocks * parts, kParts) * block_cycles;
+    const int64_t end = kRowCycles * Of::kRows;
+    const int64_t cycles = std::max(rounds * loop + (rounds - 1) * end, memory_cycles) + end +
+                           (Of::kPerSm == 1 ? kFullCycles : 0) + (split > 1 ? kSplitCycles : 0);
     if (cycles >= best->cycles) continue;
     best->cycles = cycles;
-    best->grid = {static_cast<int>(tile_rows),
-                  static_cast<int>(row_tiles),
-                  static_cast<int>(tiles),
-                  static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)),
-                  split,
-                  share};
+    best->grid = {static_cast<int>(tile_rows), static_cast<int>(row_tiles), static_cast<int>(tiles),
+                  static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)), split};
     best->launch = launch<T, Of>;
   }
 }
@@ -165,8 +149,11 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
   Choice best;
   if (p.linear.rows <= 16) consider<T, Tile<2, 16, 8>>(p.linear, card, &best);
   if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p.linear, card, &best);
-  if (p.linear.rows <= 256) consider<T, Tile<2, 64, 4>>(p.linear, card, &best);
-  consider<T, Tile<1, 64, 4>>(p.linear, card, &best);
+  if (p.linear.rows <= 512) consider<T, Tile<2, 64, 4>>(p.linear, card, &best);
+  constexpr int64_t kSmallWeights = 4 << 20;  // of which two blocks' rings hold enough
+  if (p.linear.in_dim * p.linear.out_dim <= kSmallWeights) {
+    consider<T, Tile<1, 64, 4>>(p.linear, card, &best);
+  }
   if (p.linear.rows > 64) {
     consider<T, Tile<2, 128, 2>>(p.linear, card, &best);
     consider<T, Tile<3, 128, 1>>(p.linear, card, &best);

@@ -12,7 +12,7 @@ ROWS = [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 100, 160, 300, 512]
 HALVES = [torch.float16, torch.bfloat16]
 # Odd N and K, fewer blocks of K than parts, small and wide models, K longer than shared memory. Of
 # N so large that the decode kernel leaves all but few rows to wgmma, whose tiles are shared out in
-# every way: one tile a block and several, parts over a cluster, weights for a pair of blocks.
+# every way: one tile a block and several, one block a multiprocessor and two, parts over a cluster.
 SHAPES = [(37, 100), (401, 1001), (960, 576), (576, 1536), (9001, 200), (136, 3584), (72, 18944)]
 SHAPES += [(5001, 1032), (25001, 200), (3080, 576)]
 OPS = ["linear_rows", "rms_norm_linear", "silu_mul_linear"]
