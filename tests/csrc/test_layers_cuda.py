@@ -73,7 +73,8 @@ def test_linear_ops_agree_with_the_cpu(op, dtype, rows):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
-    ("n", "k"), [(960, 576), (3072, 576), (5001, 1032), (136, 3584), (4616, 1088)]
+    ("n", "k"),
+    [(960, 576), (3072, 576), (5001, 1032), (136, 3584), (4616, 1088), (2560, 9480)],
 )
 def test_rows_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k):
     """Offset 3 and odd N keep outputs from 16-byte stores; bias and residual are added in place."""
