@@ -13,7 +13,8 @@
 namespace tlt {
 
 // Changes how many registers each thread of four warps has; all of them call it, at the start of
-// what is theirs alone. What some give back, others of the block can take.
+// what is theirs alone. What some give back, others of the block can take; to take more is to wait
+// forever, whatever else the multiprocessor has left.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

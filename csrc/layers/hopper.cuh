@@ -32,10 +32,12 @@ struct Tile {
       kMaxStages, (kMaxShared / kPerSm - 1024 * (kPerSm + 1) - kGroups * kTurn * 4) / kStageBytes);
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kTurn * 4;
   static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, where a cluster shares
-  // A multiprocessor has 65536 registers: these for each thread that multiplies, of the others.
-  static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 240 : 160;
-  static constexpr int kLoadRegisters = kGroups == 1 ? 40 : 32;
-  static_assert(kPerSm * kGroup * (kGroups * kRegisters + kLoadRegisters) <= 65536, "registers");
+  // A block starts with kStartRegisters a thread; those that multiply take what the others give.
+  static constexpr int kStartRegisters = 65536 / (kPerSm * kThreads) / 8 * 8;
+  static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 232 : 160;
+  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : 40;
+  static_assert(kGroups * kRegisters + kLoadRegisters <= (kGroups + 1) * kStartRegisters,
+                "a warpgroup would wait for registers forever");
   static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
 };
 
