@@ -101,7 +101,7 @@ class RowBlock {
   // Asks for the first keys of an item ahead of time: more where blocks are few, for then all of
   // that fits in L2.
   __device__ __forceinline__ void prefetch(int item) const {
-    prefetch_keys<kDim>(source_of(keys_of(item)), l_.partials.acc != nullptr ? 256 : 128);
+    prefetch_keys<kDim>(source_of(keys_of(item)), l_.partials.acc != nullptr ? 512 : 128);
   }
 
   // The producing warp's part of an item.

@@ -261,18 +261,20 @@ __device__ __forceinline__ void produce_tiles(const KeySource& source, Ring<kDim
   __syncwarp();
 }
 
-// Asks for the first `keys` (to 256) keys and values to come into L2. No more than a hint, so the
-// table that it follows may be out of date.
+// Asks for the first `keys` keys and values to come into L2. No more than a hint, so the table that
+// it follows may be out of date.
 template <int kDim>
 __device__ __forceinline__ void prefetch_keys(const KeySource& source, int keys) {
   constexpr int kLines = kDim * 2 / kLine;
-  const int lane = threadIdx.x % kWarpSize;
-  if (lane >= keys / kStep * kLines) return;
-  const int at = source.keys.begin + lane / kLines * kStep, line = lane % kLines;
-  const int page = source.page_at(at);
-  if (!source.good(page)) return;
-  prefetch_box(&source.maps.k, 0, source.kv_head, source.offset_of(at), line, page);
-  prefetch_box(&source.maps.v, 0, source.kv_head, source.offset_of(at), line, page);
+  const int lane = threadIdx.x % kWarpSize, line = lane % kLines;
+  const int end = min(source.keys.begin + keys, source.keys.end);
+  for (int at = source.keys.begin + lane / kLines * kStep; at < end;
+       at += kWarpSize / kLines * kStep) {
+    const int page = source.page_at(at);
+    if (!source.good(page)) continue;
+    prefetch_box(&source.maps.k, 0, source.kv_head, source.offset_of(at), line, page);
+    prefetch_box(&source.maps.v, 0, source.kv_head, source.offset_of(at), line, page);
+  }
 }
 
 #endif
