@@ -54,10 +54,22 @@ __device__ __forceinline__ void group_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
+// Makes a group of all that was started.
+__device__ __forceinline__ void group_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending groups are under way.
+template <int kPending>
+__device__ __forceinline__ void group_wait_for_all_but() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
 // Waits for all that was started; `d` must not be read before.
 template <int kColumns>
 __device__ __forceinline__ void group_wait(float (&d)[kColumns][4]) {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+  group_commit();
+  group_wait_for_all_but<0>();
 #pragma unroll
   for (auto& column : d) {
 #pragma unroll

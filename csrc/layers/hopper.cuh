@@ -344,7 +344,7 @@ class Multiplier {
         if (first + i < work_.end && block + i < work_.num_blocks) multiply(acc[i]);
       }
     }
-    wait_products<0>();
+    group_wait_for_all_but<0>();
 #pragma unroll
     for (int i = 0; i < Of::kHeld; ++i) {
       for_each_sum<Of::kRows>([&](int j, int c) {
@@ -360,13 +360,13 @@ class Multiplier {
       const uint32_t stage = shared_address(ring_) + at_.stage * Of::kStageBytes;
       const SharedMatrix w(stage + group_ * 64 * kLineBytes);
       const SharedMatrix x(stage + Of::kWeightRows * kLineBytes);
-      start_products();
+      group_fence();
 #pragma unroll
       for (int k = 0; k < kBlockK / 16; ++k) {
         multiply_64<T>(acc, w.at(k * 32), x.at(k * 32));
       }
-      commit_products();
-      wait_products<1>();
+      group_commit();
+      group_wait_for_all_but<1>();
     }
     release();
     last_ = at_.stage;

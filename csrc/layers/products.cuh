@@ -12,21 +12,6 @@
 
 namespace tlt {
 
-// Orders earlier accesses to registers before the next product.
-__device__ __forceinline__ void start_products() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void commit_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Waits until at most kPending committed groups are under way.
-template <int kPending>
-__device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
 template <typename T>
 __device__ __forceinline__ void multiply_64(float (&d)[2][4], uint64_t a, uint64_t b) {
   if constexpr (std::is_same_v<T, __half>) {
