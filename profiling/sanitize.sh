@@ -5,7 +5,7 @@
 #   profiling/sanitize.sh memcheck        # one
 #
 # Runs every op on CuPy arrays and the tests marked `sanitize`, with arrays that end where their
-# memory ends. Fails at the first tool that finds anything. Not run on a card yet.
+# memory ends. Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything. Not run on a card yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -16,9 +16,30 @@ fi
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 tools=("$@")
 if [ $# -eq 0 ]; then tools=(memcheck racecheck synccheck initcheck); fi
+mkdir -p profiling/out
+
+run() {
+  local sanitizer=(compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 20)
+  "${sanitizer[@]}" "$python" -m tests.csrc.plain_arrays cupy &&
+    "${sanitizer[@]}" "$python" -m pytest -q -x -m "sanitize and gpu" tests/csrc
+}
+
+# Side by side: most of each tool's time is one core's, importing torch.
+declare -A pids
 for tool in "${tools[@]}"; do
-  sanitizer=(compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20)
-  echo "sanitize.sh: $tool"
-  "${sanitizer[@]}" "$python" -m tests.csrc.plain_arrays cupy
-  "${sanitizer[@]}" "$python" -m pytest -q -x -m "sanitize and gpu" tests/csrc
+  run "$tool" >"profiling/out/sanitize-$tool.log" 2>&1 &
+  pids[$tool]=$!
 done
+failed=0
+for tool in "${tools[@]}"; do
+  if wait "${pids[$tool]}"; then
+    echo "sanitize.sh: $tool: clean"
+  else
+    failed=1
+    echo "sanitize.sh: $tool: FAILED, profiling/out/sanitize-$tool.log ends in"
+    tail -n 40 "profiling/out/sanitize-$tool.log"
+  fi
+done
+echo "wrote profiling/out/sanitize-{${tools[*]}}.log"
+echo "next: $python -m pytest -m gpu"
+exit $failed
