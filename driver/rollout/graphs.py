@@ -112,7 +112,7 @@ class PassGraphs:
             self._tried.add(cell)
             try:
                 self._capture(cell)
-                self.step_s[cell] = self.burst(cell, PROFILE_PASSES) / PROFILE_PASSES
+                self.step_s[cell] = self._time(cell)
             except (RuntimeError, tlt_ext.GraphError) as error:  # OutOfMemoryError is one
                 if self._captured.pop(cell, None) is not None:  # made, and failed when it ran
                     self._pool.remove(str(cell))
@@ -124,6 +124,10 @@ class PassGraphs:
                 )
                 break
         self.capture_s += time.perf_counter() - begun
+
+    def _time(self, cell: Cell) -> float:
+        """Seconds of a pass over inert rows."""
+        return self.burst(cell, PROFILE_PASSES) / PROFILE_PASSES
 
     def _capture(self, cell: Cell) -> None:
         batch = self.state.rows(cell.batch)

@@ -5,7 +5,7 @@ stopped; what is there is merged into one result. `off` decodes plainly, `ngram`
 `static` always takes one learned strategy, `frozen` never trains its drafter, `full` is the whole
 system, `trl` is TRL's GRPO trainer with generation of transformers on the same model and prompts.
 `median_us` is a step's time without evaluations and checkpoints; parts are means over the steps.
-`--quick` runs `off` and `full` for six steps with one seed.
+`--quick` runs `off` and `full` for four steps with one seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from profiling.grpo_arms import (
 PRESET = ["preset=h100"]
 # The warm start is made once, for all arms and seeds.
 WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
-RHYTHM = ["run.eval_every=0", "run.checkpoint_every=2", "run.keep_checkpoints=1"]
+RHYTHM = ["run.eval_every=0", "run.checkpoint_every=5", "run.keep_checkpoints=1"]
 SEVERAL_SEEDS = ("off", "full")
 TRL_STEPS = 2
 TRL_NEEDS = ("trl", "datasets", "dill", "multiprocess")
@@ -64,7 +64,7 @@ def run(bench: Bench) -> None:
         ","
     )
     seeds = [int(s) for s in (chosen.seeds or ("0" if bench.quick else "0,1,2")).split(",")]
-    chosen.steps = chosen.steps or (6 if bench.quick else 20)
+    chosen.steps = chosen.steps or (4 if bench.quick else 20)
     words = [*PRESET, *bench.settings]
     known = arm_words(load_config(words), chosen.static)
     for arm in arms:

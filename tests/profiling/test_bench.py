@@ -2,12 +2,15 @@
 
 import math
 import os
+import pkgutil
 import signal
+import sys
+import time
 import types
 
 import pytest
 
-from profiling import bench, results, timing
+from profiling import bench, benches, results, timing
 
 FAKE = types.SimpleNamespace(name="fake")
 WANTED = {"low_us": {"at_most": 2.0}, "high_x": {"at_least": 3.0}, "absent": {"at_least": 0.0}}
@@ -117,6 +120,27 @@ def test_what_lacks_something_is_left_out_of_all(cpu_bench, capsys):
     cpu_bench.lacks = lambda: "no such file"
     assert bench.run_all({"fake": cpu_bench}, []) == 0
     assert "fake         left out: no such file" in capsys.readouterr().out
+
+
+def test_a_quick_run_of_all_ends_within_eight_minutes():
+    on_a_card = {m.name for m in pkgutil.iter_modules(benches.__path__)} - {
+        "bandit", "cpu", "two_gpu",
+    }  # fmt: skip
+    assert set(bench.QUICK_SECONDS) == on_a_card
+    assert sum(bench.QUICK_SECONDS.values()) <= 480
+
+
+def test_a_benchmark_is_stopped_at_its_limit(tmp_path):
+    script = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1], 'w').close(), sys.exit(1)))\n"
+        "time.sleep(30)"
+    )
+    kept = tmp_path / "kept"
+    begin = time.perf_counter()
+    assert bench.run_within([sys.executable, "-c", script, str(kept)], 1.0) is None
+    assert time.perf_counter() - begin < 10 and kept.exists()
+    assert bench.run_within([sys.executable, "-c", "raise SystemExit(3)"], 20.0) == 3
 
 
 def test_a_target_that_is_not_listed_is_refused():

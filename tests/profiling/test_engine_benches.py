@@ -228,6 +228,7 @@ def test_graph_memory_is_booked_only_where_all_was_captured():
             "buffers_mib": 1.0,
             "count": 3,
             "capture_s": 0.5,
+            "setup_s": 9.0,
             "predicted_over_charged": 1.0,
             "failed": failed,
         }
@@ -238,6 +239,14 @@ def test_graph_memory_is_booked_only_where_all_was_captured():
     bench = Bench("graphs", math.nan)
     graphs.book(bench, {"ours": cell(110), "naive": cell(550, "out of memory")})
     assert bench.got == {}
+    graphs.add_row(bench, "naive", cell(550, "out of memory"))
+    assert bench.rows[0]["median_us"] == 5e5 and bench.rows[0]["failed"] == "out of memory"
+
+
+def test_graphs_of_which_only_the_memory_counts_are_not_run(subject, monkeypatch):
+    monkeypatch.setattr(graphs.PassGraphs, "burst", lambda *_: pytest.fail("launched"))
+    for kind in (graphs.Unrun, graphs.OwnMemory):
+        assert kind._time(None, None) == 0.0
 
 
 # -- figures
