@@ -222,18 +222,18 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
 
 # Seconds that `all --quick` gives each benchmark of a card: eight minutes, the warm start there.
 QUICK_SECONDS = {
-    "attention": 45,
-    "decode": 42,
-    "drafter": 110,
-    "graphs": 52,
-    "grpo": 65,
-    "identity": 38,
+    "attention": 35,
+    "decode": 40,
+    "drafter": 105,
+    "graphs": 50,
+    "grpo": 75,
+    "identity": 33,
     "layers": 16,
     "loop": 7,
     "ngram": 11,
-    "rollout": 70,
+    "rollout": 85,
     "sampling": 16,
-    "step": 8,
+    "step": 7,
 }
 STOPPING_S = 20  # until a benchmark that was told to end has written its rows
 

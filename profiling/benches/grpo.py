@@ -5,7 +5,8 @@ stopped; what is there is merged into one result. `off` decodes plainly, `ngram`
 `static` always takes one learned strategy, `frozen` never trains its drafter, `full` is the whole
 system, `trl` is TRL's GRPO trainer with generation of transformers on the same model and prompts.
 `median_us` is a step's time without evaluations and checkpoints; parts are means over the steps.
-`--quick` runs `off` and `full` for four steps with one seed.
+`--quick` runs `off` and `full` for four steps with one seed, without evaluations; with `--steps N`
+it makes whole runs of that length, which later ones may go on from.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ PRESET = ["preset=h100"]
 # The warm start is made once, for all arms and seeds.
 WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
 RHYTHM = ["run.eval_every=0", "run.checkpoint_every=5", "run.keep_checkpoints=1"]
+STEPS, QUICK_STEPS = 20, 4
 SEVERAL_SEEDS = ("off", "full")
 TRL_STEPS = 2
 TRL_NEEDS = ("trl", "datasets", "dill", "multiprocess")
@@ -64,8 +66,10 @@ def run(bench: Bench) -> None:
         ","
     )
     seeds = [int(s) for s in (chosen.seeds or ("0" if bench.quick else "0,1,2")).split(",")]
-    chosen.steps = chosen.steps or (4 if bench.quick else 20)
     words = [*PRESET, *bench.settings]
+    if bench.quick and not chosen.steps:  # in a folder of its own: a whole run could not go on
+        words, chosen.runs = [*words, "run.eval_prompts=0"], chosen.runs / "quick"
+    chosen.steps = chosen.steps or (QUICK_STEPS if bench.quick else STEPS)
     known = arm_words(load_config(words), chosen.static)
     for arm in arms:
         if arm not in known and arm != TRL:

@@ -5,11 +5,21 @@ is the rollout's wall time, its prefill included, of the median round; arms alte
 with `off`, each static strategy, a fixed map (the best static strategy of each bucket, as just
 recorded), the bandit in a rollout after its first, UCB, and the bandit without the device loop.
 
+Past its natural end a response is unlike anything that the warm start showed the drafter, and the
+tail is all of that kind. In a run the spot trainer has trained on the rollouts before, whatever
+they said. So arms come twice: with the drafter of the warm start, and, marked `adapted`, after the
+spot trainer recorded one rollout of the same lengths, of *other prompts* with other noise, and
+trained on it for `ADAPT_S` seconds; none of its text is the trace's. Nothing is trained while an
+adapted arm is timed. The targets compare adapted arms with each other and with `off`, which has no
+drafter; `bench grpo` has rollout and training in one time.
+
 Hugging Face is timed over `HF_STEPS` tokens and extrapolated: `generate` holds the batch until its
 longest request ends, so its time is that many steps at the price of the first, which is less than
 the price of later ones; continuous batching makes all tokens of the trace at its measured rate.
 
-`rollout-recording.json` keeps what every strategy did at every batch size, for `bench bandit`.
+`rollout-recording.json` keeps what every strategy did at every batch size, adapted, for `bench
+bandit`; `rollout-recording-warm.json` with the drafter of the warm start. `--quick` makes one round
+and leaves out what no target needs.
 """
 
 from __future__ import annotations
@@ -20,12 +30,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from driver.assemble import Rollout
+from driver.config import load_config
+from driver.rollout.request import Request
 from driver.rollout.stats import RolloutStats
 from profiling.bench import Bench, say
 from profiling.subjects import Subject, fix_bandit, of_checkpoint
@@ -34,8 +47,11 @@ from profiling.workload import Recording, Window, trace_lengths
 PRESET = ["preset=h100"]
 STATIC = ["ngram:6,1,7", "learned:2,1,3", "learned:4,1,5", "learned:4,4,16", "learned:8,4,32"]
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
-ROUNDS, QUICK_ROUNDS = 3, 1
-LEARNING = ("beg", "ucb")
+LEARNING = {"bandit": "beg", "ucb": "ucb"}
+ADAPTED = ", adapted"
+ADAPT_S = 8.0  # of training, which is what some 25 steps of `preset=h100` spend on it
+ROUNDS = 3
+WARM_TOKENS = 32  # of each request, in a quick run's first rollout, which is not counted
 HF_STEPS = 32  # tokens of each request
 PEER_LIMIT_S = 90  # two generations, compilation included
 TRACE_POINTS = 400  # of an arm's curve of active requests
@@ -66,17 +82,20 @@ class Arms:
         """One round of an arm, after one that is not counted.
 
         A bandit that learns goes on with what it knows; its very first round is an arm of its own.
-        When hurried, other arms are counted at once, but for the very first.
+        When hurried, other arms are counted at once, but for the very first, which a short rollout
+        precedes.
         """
-        engine, requests = rollout.engine, self.subject.requests(self.lengths, stop=False)
-        learns = settings["policy"] in LEARNING
-        warm = name in self.times or (self.bench.quick and bool(self.times) and not learns)
+        learns, hurried = settings["policy"] in LEARNING.values(), self.bench.quick
+        warm = name in self.times or (hurried and bool(self.times) and not learns)
         for counted in [True] if warm else [False, True]:
+            short = hurried and not counted and not learns
+            limits = [min(n, WARM_TOKENS) for n in self.lengths] if short else self.lengths
             recorder = fix_bandit(rollout, **settings)
             if name in self._learned:
                 recorder.bandit.load_state_dict(self._learned[name])
+            engine = rollout.engine
             engine.forget()
-            engine.generate(requests, record=False)
+            engine.generate(self.subject.requests(limits, stop=False), record=False)
             if learns:
                 self._learned[name] = recorder.bandit.state_dict()
             elif not counted:
@@ -125,45 +144,89 @@ def replay_arms(arms: Arms, *words: str) -> None:
     bench, subject, lengths = arms.bench, arms.subject, arms.lengths
     longest = max(lengths) + 512
     rollout = subject.rollout(*engine_words(lengths, *words), longest=longest)
-    static = {s: {"policy": "static", "static": s} for s in ["off", *STATIC]}
-    # The map first needs what every strategy does.
-    chosen: dict[str, dict[str, Any]] = dict(static)
-    for index in range(QUICK_ROUNDS if bench.quick else ROUNDS):
-        if index == 0:
-            for name, setting in static.items():
-                arms.run(name, rollout, **setting)
-            best = record_of(arms).oracle()
-            best_map = [f"{bucket}={best[bucket]}" for bucket in sorted(best)]
-            chosen["map"] = {"policy": "map", "map": best_map}
-            chosen["bandit"] = {"policy": "beg"}
-            chosen["ucb"] = {"policy": "ucb"}
-            say(f"map: {' '.join(best_map)}")
-        order = list(chosen) if index % 2 == 0 else list(reversed(chosen))
-        for name in order:
-            if index or name not in static:
-                arms.run(name, rollout, **chosen[name])
+    every = ["off", *STATIC, "map", *LEARNING]
+    compare(arms, rollout, ["off", "bandit"] if bench.quick else every)
+    adapt(rollout, subject, lengths)
+    compare(arms, rollout, [*STATIC, "map", "bandit"] if bench.quick else every, ADAPTED)
     del rollout
-    unlooped = subject.rollout(*engine_words(lengths, "engine.loop=false", *words), longest=longest)
-    arms.run("bandit, no loop", unlooped, policy="beg")
+    if not bench.quick:
+        words = (*words, "engine.loop=false")
+        unlooped = subject.rollout(*engine_words(lengths, *words), longest=longest)
+        arms.run("bandit, no loop", unlooped, policy="beg")
 
 
-def record_of(arms: Arms) -> Recording:
-    """What the static arms did, by bucket; batches past the last bucket ran `off` anyway."""
+def compare(arms: Arms, rollout: Rollout, names: list[str], suffix: str = "") -> None:
+    """Rounds of arms with one drafter, every other one in reverse."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for index in range(1 if arms.bench.quick else ROUNDS):
+        for name in names if index % 2 == 0 else reversed(names):
+            if name not in chosen:
+                chosen[name] = settings_of(arms, name, suffix)
+            # Without a drafter there is nothing that adapts.
+            arms.run(name if name == "off" else name + suffix, rollout, **chosen[name])
+
+
+def settings_of(arms: Arms, name: str, suffix: str) -> dict[str, Any]:
+    """The bandit's settings; a map needs the recorded rounds of what it chooses from."""
+    if name == "map":
+        best = record_of(arms, suffix).oracle()
+        best_map = [f"{bucket}={best[bucket]}" for bucket in sorted(best)]
+        say(f"map{suffix}: {' '.join(best_map)}")
+        return {"policy": "map", "map": best_map}
+    if name in LEARNING:
+        return {"policy": LEARNING[name]}
+    return {"policy": "static", "static": name}
+
+
+def adapt(rollout: Rollout, subject: Subject, lengths: list[int]) -> None:
+    """Trains the drafter on a rollout like the trace: its lengths, other prompts, other noise."""
+    spot, engine = rollout.spot, rollout.engine
+    assert spot is not None
+    fix_bandit(rollout, policy="beg")
+    engine.forget()
+    engine.generate(other_requests(subject, lengths))
+    spot.finish()  # as a step of a run does
+    lr, begin, steps = load_config(subject.words).drafter.lr, time.perf_counter(), spot.steps
+    while (spent := time.perf_counter() - begin) < ADAPT_S:
+        spot.set_lr(lr * (1.0 - spent / ADAPT_S))
+        spot.micro_step()
+    spot.finish()
+    spot.set_lr(lr)
+    engine.forget()
+    say(f"adapted: {spot.steps - steps} steps on {spot.buffer.num_tokens} tokens in {spent:.1f} s")
+
+
+def other_requests(subject: Subject, lengths: list[int]) -> list[Request]:
+    """Requests of these lengths, none of whose prompts the trace has."""
+    count = len(lengths)
+    own = set(subject.prompts(count))
+    others = [ids for ids in subject.prompts(2 * count) if ids not in own]
+    requests = subject.requests(lengths, stop=False, round=1)
+    return [
+        replace(request, prompt_ids=ids) for request, ids in zip(requests, others, strict=False)
+    ]
+
+
+def record_of(arms: Arms, suffix: str) -> Recording:
+    """What arms did by bucket with one drafter; batches past the last bucket ran `off` anyway."""
     recording = Recording(BUCKETS)
-    for windows in arms.windows.values():
-        recording.add(w for w in windows if w.batch <= max(BUCKETS))
+    for name, windows in arms.windows.items():
+        adapted = name.removesuffix(", first").endswith(ADAPTED)
+        if name == "off" or adapted == bool(suffix):
+            recording.add(w for w in windows if w.batch <= max(BUCKETS))
     return recording
 
 
 def book(bench: Bench, arms: Arms) -> None:
     """The targets."""
-    off, bandit = arms.seconds("off"), arms.seconds("bandit")
-    best_static = min(arms.seconds(s) for s in ["off", *STATIC])
-    stats = arms.stats["bandit"]
+    off, bandit = arms.seconds("off"), arms.seconds(f"bandit{ADAPTED}")
+    best_static = min(off, *(arms.seconds(s + ADAPTED) for s in STATIC))
+    stats = arms.stats[f"bandit{ADAPTED}"]
+    chosen = ["bandit", f"bandit{ADAPTED}", f"map{ADAPTED}"]
     bench.got |= {
         "trace_over_off_x": round(off / bandit, 3),
         "bandit_over_best_static_x": round(best_static / bandit, 3),
-        "never_below_off_x": round(min(off / bandit, off / arms.seconds("map")), 3),
+        "never_below_off_x": round(min(off / arms.seconds(name) for name in chosen), 3),
         "switch_ms": round(1e3 * stats.switch_s / max(1, stats.switches), 4),
         "gate_on_catchup_share_of_rollout": round(stats.catchup_s / stats.elapsed_s, 5),
         "reprefilled_tokens": stats.reprefilled_tokens,
@@ -278,5 +341,6 @@ def run(bench: Bench) -> None:
     finally:
         arms.add_rows()
     book(bench, arms)
-    bench.files["recording"] = record_of(arms).to_json()
-    compare_hugging_face(bench, subject, lengths, arms.seconds("bandit"))
+    bench.files["recording"] = record_of(arms, ADAPTED).to_json()
+    bench.files["recording-warm"] = record_of(arms, "").to_json()
+    compare_hugging_face(bench, subject, lengths, arms.seconds(f"bandit{ADAPTED}"))

@@ -112,24 +112,24 @@ def arms(subject):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout, "STATIC", ["ngram:4,1,5", "learned:2,2,5"])
         patch.setattr(rollout, "BUCKETS", [1, 2, 4])
+        patch.setattr(rollout, "ADAPT_S", 0.3)
         bench = Bench("rollout", math.nan, quick=True)
         arms = rollout.Arms(bench, subject, [40, 9, 5, 21, 3, 12])
         rollout.replay_arms(arms)
         arms.add_rows()
         rollout.book(bench, arms)
-        bench.files["recording"] = rollout.record_of(arms).to_json()
+        bench.files["recording"] = rollout.record_of(arms, rollout.ADAPTED).to_json()
     return arms
 
 
 def test_rollout_arms_emit_the_trace_and_nothing_else(arms):
-    names = {"off", "ngram:4,1,5", "learned:2,2,5", "map"}
-    for learning in ("bandit", "ucb", "bandit, no loop"):
-        names |= {learning, f"{learning}, first"}
+    names = {"off", "bandit", "bandit, first", "bandit, adapted", "bandit, adapted, first"}
+    names |= {f"{arm}, adapted" for arm in ("ngram:4,1,5", "learned:2,2,5", "map")}
     assert set(arms.times) == names
     for stats in arms.stats.values():
         assert stats.emitted == 40 + 9 + 5 + 21 + 3 + 12
         assert stats.reprefilled_tokens == 0
-    assert arms.stats["learned:2,2,5"].spec_passes > 0
+    assert arms.stats["learned:2,2,5, adapted"].spec_passes > 0
     assert arms.stats["off"].spec_passes == 0
     rows = {row["case"]: row for row in arms.bench.rows}
     assert rows["off"]["over_off"] == 1.0
@@ -142,9 +142,40 @@ def test_rollout_books_its_targets_and_a_recording(arms):
     assert arms.bench.got["reprefilled_tokens"] == 0
     recorded = {w[1] for w in arms.bench.files["recording"]["windows"]}
     assert recorded == {"off", "ngram:4,1,5", "learned:2,2,5"}
-    curve = arms.bench.files["trace"]["bandit"]
+    curve = arms.bench.files["trace"]["bandit, adapted"]
     assert curve[0][1] == 6 and curve[-1][1] == 0
     assert [point[0] for point in curve] == sorted(point[0] for point in curve)
+
+
+def test_the_drafter_adapts_to_nothing_of_the_trace(subject):
+    lengths = [7, 5, 6, 4]
+    own = subject.requests(lengths, stop=False)
+    others = rollout.other_requests(subject, lengths)
+    assert [r.params.max_new_tokens for r in others] == lengths
+    assert {r.prompt_ids for r in others}.isdisjoint(r.prompt_ids for r in own)
+    assert {r.id for r in others}.isdisjoint(r.id for r in own)
+
+
+def test_adapting_trains_the_drafter_and_changes_no_token(subject, monkeypatch):
+    monkeypatch.setattr(rollout, "ADAPT_S", 0.5)
+    made = subject.rollout("engine.strategies=off learned:2,2,5", longest=96)
+    requests = subject.requests([20, 9], stop=False)
+    fix_bandit(made, policy="static", static="learned:2,2,5")
+    before = [r.token_ids for r in made.engine.generate(requests, record=False)]
+    version, steps = made.spot.runner.version, made.spot.steps
+    rollout.adapt(made, subject, [30, 12])
+    assert made.spot.steps > steps and made.spot.runner.version > version
+    fix_bandit(made, policy="static", static="learned:2,2,5")
+    steps = made.spot.steps
+    assert [r.token_ids for r in made.engine.generate(requests, record=False)] == before
+    assert made.spot.steps == steps  # what is timed trains nothing
+
+
+def test_a_recording_is_of_one_drafter(arms):
+    warm, adapted = (rollout.record_of(arms, suffix) for suffix in ("", rollout.ADAPTED))
+    both = [sum(map(len, r.cells.values())) for r in (warm, adapted)]
+    own, everything = len(arms.windows["off"]), sum(map(len, arms.windows.values()))
+    assert sum(both) == everything + own and min(both) > own
 
 
 def test_transformers_is_extrapolated_from_its_steps(subject, monkeypatch):
