@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from driver.draft_attention import Documents, chain_attention
 from driver.drafter import Drafter
@@ -40,7 +39,7 @@ class Teacher:
     def law(self, final: Tensor, eps: float) -> Tensor:
         """Probabilities [n, draft_vocab] after final hidden states [n, H]."""
         normed = F.rms_norm(final, self.norm.shape, self.norm.to(final.dtype), eps)
-        return (normed @ self.head.to(final.dtype).t()).to(_wide(final)).softmax(-1)
+        return (normed @ self.head.to(final.dtype).t()).softmax(-1, dtype=_wide(final))
 
 
 class Teachers:
@@ -172,12 +171,12 @@ def unrolled_loss(
     for step, hidden in enumerate(unroll(drafter, batch, cos_sin, steps)):
         valid = batch.left > step
         shares = torch.where(valid, _ahead(batch.weight, step), 0).to(wide)
-        sums = _against_teachers(drafter, hidden, batch, step, shares, objective, acceptance)
-        total = total + weight * sums[0]
+        loss, seen = _against_teachers(drafter, hidden, batch, step, shares, objective, acceptance)
+        total = total + weight * loss
         weights = weights + weight * shares.sum()
         weight *= STEP_WEIGHT
         if step == 0:
-            cross_entropy, variation, same = sums[1:].detach() / valid.sum().clamp_min(1)
+            cross_entropy, variation, same = seen / valid.sum().clamp_min(1)
             means = torch.stack([cross_entropy, 1 - variation, same])
     return total / weights.clamp_min(1e-9), means
 
@@ -195,58 +194,86 @@ def _against_teachers(
     shares: Tensor,
     objective: Objective,
     acceptance: Tensor,
-) -> Tensor:
-    """[4]: sums over the rows of weighted loss, cross-entropy, variation, equal favourites.
-
-    Logits of both models are made a chunk of rows at a time, and again in the backward pass.
-    """
-    rows = max(1, CHUNK_LOGITS // drafter.spec.draft_vocab)
+) -> tuple[Tensor, Tensor]:
+    """Sums over the rows: the weighted loss; cross-entropy, variation, equal favourites [3]."""
     final = _ahead(batch.final, step)
-    total = shares.new_zeros(4)
+    normed = drafter.norm(hidden).to(final.dtype)
+    head = drafter.lm_head.weight.detach().to(final.dtype)
+    total, seen = shares.new_zeros(()), shares.new_zeros(3)
     for begin, end, teacher in batch.spans:
-        for first in range(begin, end, rows):
-            part = slice(first, min(first + rows, end))
-            inputs = (drafter, teacher, hidden[part], final[part], shares[part], objective)
-            if end - begin <= rows:
-                total = total + _chunk(*inputs, acceptance)
-            else:
-                total = total + checkpoint(
-                    _chunk, *inputs, acceptance, use_reentrant=False, preserve_rng_state=False
-                )
-    return total
-
-
-def _chunk(
-    drafter: Drafter,
-    teacher: Teacher,
-    hidden: Tensor,
-    final: Tensor,
-    shares: Tensor,
-    objective: Objective,
-    acceptance: Tensor,
-) -> Tensor:
-    with torch.no_grad():
-        law = teacher.law(final, drafter.spec.rms_eps)  # [n, draft_vocab]
-        entropy = torch.special.entr(law).sum(-1)  # [n]
-    normed = drafter.norm(hidden)
-    logits = F.linear(normed, drafter.lm_head.weight.to(normed.dtype))
-    logp = logits.to(law.dtype).log_softmax(-1)  # [n, draft_vocab]
-    cross_entropy = -(law * logp).sum(-1)
-    variation = (law - logp.exp()).abs().sum(-1) / 2
-    same = (logp.argmax(-1) == law.argmax(-1)).to(logp.dtype)
-    distance = cross_entropy if objective.kind == "soft_ce" else cross_entropy - entropy
-    loss = objective.combine(distance, variation, acceptance)
+        part = slice(begin, end)
+        inputs = normed[part], head, teacher, final[part], shares[part], objective, acceptance
+        with torch.autocast(head.device.type, enabled=False):  # all is as narrow as it is to be
+            loss, values = _AgainstTeacher.apply(*inputs, drafter.spec.rms_eps)
+        total, seen = total + loss, seen + values
     if objective.feature_weight:
-        apart = F.smooth_l1_loss(hidden.to(law.dtype), final.to(law.dtype), reduction="none")
-        loss = loss + objective.feature_weight * apart.mean(-1)
-    counted = shares > 0
-    seen = torch.stack([cross_entropy.detach(), variation.detach(), same])
-    return torch.cat(
-        [
-            (shares * torch.where(counted, loss, 0)).sum()[None],
-            torch.where(counted, seen, 0).sum(-1),
-        ]
-    )
+        apart = F.smooth_l1_loss(hidden.to(_wide(final)), final.to(_wide(final)), reduction="none")
+        weighted = shares * torch.where(shares > 0, apart.mean(-1), 0)
+        total = total + objective.feature_weight * weighted.sum()
+    return total, seen
+
+
+class _AgainstTeacher(torch.autograd.Function):
+    """The loss of rows against a teacher's law, with its gradient made in the same pass.
+
+    Logits of both models are made a chunk of rows at a time, once: the gradient of every loss is a
+    formula of the two laws, so nothing of [rows, draft_vocab] is kept for the backward pass or made
+    again there. A pass over such an array costs as much as a fifth of the head's product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        normed: Tensor,  # [n, H], behind the drafter's final norm
+        head: Tensor,  # [draft_vocab, H]
+        teacher: Teacher,
+        final: Tensor,  # [n, H]
+        shares: Tensor,  # [n]
+        objective: Objective,
+        acceptance: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        total, seen = shares.new_zeros(()), shares.new_zeros(3)
+        gradient = torch.empty_like(normed)
+        rows = max(1, CHUNK_LOGITS // len(head))
+        for first in range(0, len(normed), rows):
+            part = slice(first, first + rows)
+            law = teacher.law(final[part], eps)  # [m, draft_vocab]
+            logits = normed[part] @ head.t()
+            logp = logits.log_softmax(-1, dtype=law.dtype)
+            cross_entropy = -(law * logp).sum(-1)
+            distance = cross_entropy
+            if objective.kind in ("kl", "hybrid"):
+                distance = cross_entropy - torch.special.entr(law).sum(-1)
+            draft = logp.exp_()
+            same = (draft.argmax(-1) == law.argmax(-1)).to(law.dtype)
+            # The gradient of either distance by the logits; narrow, its room is that of the logits.
+            apart = torch.sub(draft, law, out=logits)
+            variation = torch.linalg.vector_norm(apart, 1, -1, dtype=law.dtype) / 2
+            loss = objective.combine(distance, variation, acceptance)
+            if objective.kind in ("tv", "hybrid"):
+                apart = objective.combine(apart, _variation_by_logits(draft, law), acceptance)
+            counted = shares[part] > 0
+            # What a share weighs is put to the narrow product, not to the rows of the vocabulary.
+            by_input = (apart.to(head.dtype) @ head) * shares[part, None].to(head.dtype)
+            gradient[part] = torch.where(counted[:, None], by_input, 0)
+            total += (shares[part] * torch.where(counted, loss, 0)).sum()
+            values = torch.stack([cross_entropy, variation, same])
+            seen += torch.where(counted, values, 0).sum(-1)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(seen)
+        return total, seen
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad.to(gradient.dtype), *[None] * 7)
+
+
+def _variation_by_logits(draft: Tensor, law: Tensor) -> Tensor:
+    """Gradient of the total variation by the drafter's logits."""
+    by_probability = (draft - law).sign_().div_(2)
+    return draft * (by_probability - (draft * by_probability).sum(-1, keepdim=True))
 
 
 def unroll(drafter: Drafter, batch: DraftBatch, cos_sin: Tensor, steps: int) -> Iterator[Tensor]:

@@ -230,6 +230,55 @@ def test_each_loss_is_what_it_says():
     assert abs(float(near) - tv) < abs(float(loss) - tv)
 
 
+def plain_loss(drafter: Drafter, batch: DraftBatch, kind: str, acceptance: float) -> torch.Tensor:
+    """Of two unroll steps, left to autograd."""
+    total = weights = 0.0
+    for step, hidden in enumerate(unroll(drafter, batch, rope(), 2)):
+        for t in range(len(batch.position) - step):
+            law = teacher_of(batch).law(batch.final[t + step], SPEC.rms_eps)
+            logp = F.linear(
+                norm(hidden[t], drafter.norm.weight), drafter.lm_head.weight
+            ).log_softmax(-1)
+            distance = -(law * logp).sum()
+            if kind != "soft_ce":
+                distance = distance + (law * law.log()).sum()
+            variation = (law - logp.exp()).abs().sum() / 2
+            mixing = torch.tensor(acceptance, dtype=torch.float64)
+            loss = Objective(kind).combine(distance, variation, mixing)
+            total = total + STEP_WEIGHT**step * loss
+            weights += STEP_WEIGHT**step
+    return total / weights
+
+
+@pytest.mark.parametrize("kind", ["soft_ce", "kl", "tv", "hybrid"])
+def test_the_gradient_made_with_the_loss_is_the_plain_formula_s(kind):
+    drafter, batch = make_drafter(), piece(5, 3)
+    loss, _ = unrolled_loss(drafter, batch, rope(), 2, Objective(kind), 0.4)
+    plain = plain_loss(drafter, batch, kind, 0.4)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-9)
+    trained = drafter.trainable()
+    # Another factor than one reaches it, as where a loss is one of several.
+    for ours, theirs in zip(
+        torch.autograd.grad(3 * loss, trained), torch.autograd.grad(3 * plain, trained), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_without_a_share_may_hold_anything():
+    drafter, batch = make_drafter(), piece(5, 3)
+    silent = replace(batch, left=torch.tensor([5, 4, 3, 0, 0], dtype=torch.int32))
+    loss, means = unrolled_loss(drafter, silent, rope(), 1)
+    loss.backward()
+    wanted = [w.grad.clone() for w in drafter.trainable()]
+    silent.final[3:] = float("nan")
+    drafter.zero_grad()
+    other, others = unrolled_loss(drafter, silent, rope(), 1)
+    other.backward()
+    assert loss.item() == other.item() and torch.equal(means, others)
+    for w, grad in zip(drafter.trainable(), wanted, strict=True):
+        assert torch.equal(w.grad, grad)
+
+
 def test_the_feature_loss_pulls_towards_the_final_state():
     drafter, batch = make_drafter().requires_grad_(False), piece(4, 6)
     plain, _ = unrolled_loss(drafter, batch, rope(), 1)
