@@ -6,6 +6,7 @@ import random
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -189,8 +190,10 @@ class DataBuffer:
     def most_seen(self, count: int, vocab_size: int) -> Tensor:
         """int64 [count], rising: the tokens seen most often, then the lowest ids."""
         seen = self.seen_tokens
-        ranked = sorted(range(vocab_size), key=lambda token: (-seen[token], token))
-        return torch.tensor(sorted(ranked[:count]))
+        chosen = sorted(seen, key=lambda token: (-seen[token], token))[:count]
+        held = set(chosen)
+        others = (token for token in range(vocab_size) if token not in held)
+        return torch.tensor(sorted([*chosen, *islice(others, count - len(chosen))]))
 
     def start_step(self) -> None:
         """Keeps the longest documents of the step that ended and drops the rest."""

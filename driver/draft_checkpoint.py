@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,17 @@ from torch import Tensor
 from driver.storage import storage_errors, sync_path
 
 _FILE = re.compile(r"step-(\d+)\.pt")
+PLAIN = {int, float, str}
+
+Place = tuple[str | int, ...]  # of a tensor in a state: keys and indices, from the outside in
 
 
 class DraftCheckpoints:
     """Writes states whole or not at all, from a thread of its own.
 
-    `save` copies the tensors (on a GPU into pinned memory, queued behind what runs) and returns;
-    the rest is the thread's. A checkpoint that is asked for while one is being written is left out.
+    `save` copies the tensors (on a GPU into pinned memory that it keeps, queued behind what runs)
+    and returns; the rest is the thread's. A checkpoint that is asked for while one is being written
+    is left out, its state not even made.
     What goes wrong there is a warning of `collect`: training and rollout go on.
 
     Args:
@@ -32,7 +36,7 @@ class DraftCheckpoints:
 
     Example:
         >>> checkpoints = DraftCheckpoints(Path("runs/tiny/drafter"))
-        >>> checkpoints.save({"weight": torch.ones(2)}, 8)  # doctest: +SKIP
+        >>> checkpoints.save(lambda: {"weight": torch.ones(2)}, 8)  # doctest: +SKIP
         True
     """
 
@@ -40,20 +44,23 @@ class DraftCheckpoints:
         self.folder, self.keep = folder, keep
         self.stall_s = 0.0  # the longest that `save` held its caller up
         self.written = 0
-        self._copies: dict[tuple[str, ...], Tensor] = {}
+        self._copies: dict[Place, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Makes room for the copies, which is slow where it is pinned; once is enough."""
-        if not self._copies:
-            self._copied(state, ())
+        """Makes room for the copies of a state, which is slow where it is pinned.
 
-    def save(self, state: Mapping[str, Any], step: int) -> bool:
+        What has room keeps it: only tensors that are new, such as an optimizer's once it has made a
+        step, cost anything.
+        """
+        self._copied(state, self._room)
+
+    def save(self, state: Callable[[], Mapping[str, Any]], step: int) -> bool:
         """Copies a state and has it written.
 
         Args:
-            state: tensors, numbers, strings, None, and lists and dicts of these.
+            state: gives tensors, numbers, strings, None, and lists and dicts of these.
             step: its number.
 
         Returns:
@@ -62,7 +69,7 @@ class DraftCheckpoints:
         begin = time.perf_counter()
         if self._thread is not None and self._thread.is_alive():
             return False
-        copy, copied = self._copied(state, ()), None
+        copy, copied = self._copied(state(), self._copy), None
         if torch.cuda.is_available():
             copied = torch.cuda.Event()
             copied.record()
@@ -73,18 +80,28 @@ class DraftCheckpoints:
         self.stall_s = max(self.stall_s, time.perf_counter() - begin)
         return True
 
-    def _copied(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _copied(self, value: Any, each: Callable[[Place, Tensor], Tensor], path: Place = ()) -> Any:
+        """The same with other tensors; counts of tens of thousands of tokens go as a whole."""
         if isinstance(value, Tensor):
-            copy = self._copies.get(path)
-            if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
-                copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-                self._copies[path] = copy
-            return copy.copy_(value.detach(), non_blocking=True)
+            return each(path, value)
         if isinstance(value, Mapping):
-            return {key: self._copied(item, (*path, str(key))) for key, item in value.items()}
+            if PLAIN.issuperset(map(type, value.values())):
+                return dict(value)
+            return {key: self._copied(item, each, (*path, key)) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._copied(item, (*path, str(i))) for i, item in enumerate(value)]
+            return [self._copied(item, each, (*path, i)) for i, item in enumerate(value)]
         return value
+
+    def _room(self, path: Place, value: Tensor) -> Tensor:
+        """Where a tensor is copied to, time after time."""
+        room = self._copies.get(path)
+        if room is None or room.shape != value.shape or room.dtype != value.dtype:
+            room = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            self._copies[path] = room
+        return room
+
+    def _copy(self, path: Place, value: Tensor) -> Tensor:
+        return self._room(path, value).copy_(value.detach(), non_blocking=True)
 
     def _write(self, state: Any, step: int, copied: torch.cuda.Event | None) -> None:
         final = self.folder / f"step-{step:08d}.pt"

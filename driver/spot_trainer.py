@@ -261,7 +261,7 @@ class SpotTrainer:
             self.ready.publish()
         every = self.config.checkpoint_every
         if self.checkpoints is not None and every and self.steps % every == 0:
-            self.checkpoints.save(self._state(), self.steps)
+            self.checkpoints.save(self._state, self.steps)
         self._spent_s += time.perf_counter() - begin
         return True
 
