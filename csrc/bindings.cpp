@@ -342,7 +342,7 @@ void bind_graphs(py::module_& m) {
       .def("collect", [](const PassRing& ring, int64_t begin, int64_t end, int64_t rows) {
         py::list list;
         for (const tlt::Collected& row : ring.collect(begin, end, rows)) {
-          list.append(py::make_tuple(row.tokens, row.logprobs, row.counts));
+          list.append(py::make_tuple(row.tokens, row.logprobs, row.counts, row.finish, row.status));
         }
         return list;
       });
@@ -361,7 +361,8 @@ void bind_graphs(py::module_& m) {
       "tokens"_a, "last_token"_a, "remaining"_a, "num_new"_a, "granted"_a, "control"_a, "ring"_a,
       "lookahead"_a, "stream"_a, NoGil());
   bind_graph_pool(m);
-  m.def("arm_passes", &tlt::arm_passes, "control"_a, "ring"_a, "limit"_a, "stream"_a, NoGil());
+  m.def("arm_passes", &tlt::arm_passes, "control"_a, "ring"_a, "limit"_a, "ends"_a, "stream"_a,
+        NoGil());
 }
 
 }  // namespace

@@ -130,11 +130,20 @@ class Bandit:
             return UNDECIDED
         return max(1, self.config.window_passes - self._passes)
 
-    def record(self, emitted: int, elapsed_s: float, passes: int = 1) -> None:
-        """Adds passes of the strategy last chosen to its window."""
+    def record(
+        self, emitted: int, elapsed_s: float, passes: int = 1, request_passes: int = 0
+    ) -> None:
+        """Adds passes of the strategy last chosen to its window.
+
+        Args:
+            emitted: tokens.
+            elapsed_s: seconds.
+            passes: that they took.
+            request_passes: one for each request in each of them; 0 = nobody ended.
+        """
         if self._window is not None:
             self._passes += passes
-            self._request_passes += self._batch * passes
+            self._request_passes += request_passes or self._batch * passes
             self._emitted += emitted
             self._elapsed += elapsed_s
 

@@ -289,5 +289,5 @@ class _Fixed:
         strategy = self.strategy or self.random.choice(list(self.menu))
         return strategy if usable(strategy) else OFF
 
-    def record(self, emitted: int, elapsed_s: float, passes: int = 1) -> None:
+    def record(self, *_: float) -> None:
         pass

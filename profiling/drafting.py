@@ -60,18 +60,18 @@ class PassLog:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def run(self, count: int, strategy: Strategy, limit: int) -> Burst:
+    def run(self, count: int, strategy: Strategy, limit: int, ends: int) -> Burst:
         engine = self.rollout.engine
         running = engine.state.sequences[:count]
         at = [sequence.num_emitted for sequence in running]
-        burst = self.inner.run(count, strategy, limit)
+        burst = self.inner.run(count, strategy, limit, ends)
         version = self.rollout.spot.runner.version
         if version != self._version:
             self._version, self._since = version, 0
         for index in range(burst.begin, burst.end):
             emitted = engine.ring.num_emitted[index % engine.ring.passes][:count].tolist()
             for row, n in enumerate(emitted):
-                if strategy != OFF:
+                if strategy != OFF and n:  # else it has ended
                     self.rows.append((at[row], count, self._since, n))
                 at[row] += n
             self._since += 1

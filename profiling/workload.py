@@ -86,6 +86,7 @@ class Window:
     passes: int
     emitted: int
     seconds: float
+    request_passes: int = 0  # one for each request in each pass; 0 = nobody ended meanwhile
 
 
 class Recorder:
@@ -109,11 +110,14 @@ class Recorder:
         self._chosen = (batch, strategy)
         return strategy
 
-    def record(self, emitted: int, elapsed_s: float, passes: int = 1) -> None:
+    def record(
+        self, emitted: int, elapsed_s: float, passes: int = 1, request_passes: int = 0
+    ) -> None:
         assert self._chosen is not None
         batch, strategy = self._chosen
-        self.windows.append(Window(batch, str(strategy), passes, emitted, elapsed_s))
-        self.bandit.record(emitted, elapsed_s, passes)
+        told = emitted, elapsed_s, passes, request_passes
+        self.windows.append(Window(batch, str(strategy), passes, emitted, elapsed_s, told[3]))
+        self.bandit.record(*told)
 
 
 @dataclass
@@ -146,7 +150,7 @@ class Recording:
 
     def to_json(self) -> dict[str, Any]:
         rows = [
-            [w.batch, w.strategy, w.passes, w.emitted, round(w.seconds, 7)]
+            [w.batch, w.strategy, w.passes, w.emitted, round(w.seconds, 7), w.request_passes]
             for cell in self.cells.values()
             for w in cell
         ]

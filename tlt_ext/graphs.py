@@ -20,12 +20,14 @@ class Control(enum.IntEnum):
     LIMIT = 2  # armed
     REASON = 3  # StopReason bits of the last pass
     SEQUENCE = 4  # number of the next record in the ring
+    ENDS = 5  # requests that may end before the passes stop
+    ENDED = 6  # have done so since the passes were armed
 
 
 class StopReason(enum.IntFlag):
     """Why passes stop; 0 = they do not."""
 
-    FINISHED = 1  # a request met a stop id or its limit
+    FINISHED = 1  # as many requests met a stop id or their limit as may before the host looks
     PAGES = 2  # a request has not the slots that the next pass may write
     LIMIT = 4  # as many passes as were armed
     STOPPED = 8  # the host asked
@@ -52,7 +54,7 @@ class PassRing:
         >>> ring = PassRing(64, max_batch=1)
         >>> arm_passes(control, ring, limit=64)
         >>> advance_batch(..., control, ring, lookahead=1)   # as many as the loop makes
-        >>> ring.collect(0, ring.sequence, 1)   # [([17, 4, 9], [-0.1, -2.3, -0.7], [2, 1])]
+        >>> ring.collect(0, ring.sequence, 1)   # [([17, 4, 9], [-0.1, -2.3, -0.7], [2, 1], 0, 0)]
 
     Source: design of this package.
     """
@@ -122,7 +124,7 @@ class PassRing:
 
     def collect(
         self, begin: int, end: int, rows: int
-    ) -> list[tuple[list[int], list[float], list[int]]]:
+    ) -> list[tuple[list[int], list[float], list[int], int, int]]:
         """What each request got in passes `begin` to `end - 1`.
 
         Args:
@@ -130,7 +132,8 @@ class PassRing:
             rows: of the batch, from the first.
 
         Returns:
-            For each row its tokens, their log-probs, and the tokens of each pass.
+            For each row its tokens, their log-probs, and the tokens of each pass, up to the one
+            with which it ended; then its finish word, 0 where it goes on, and its status bits.
 
         Raises:
             ValueError: the ring does not hold these passes, or more rows than it has.
@@ -138,15 +141,19 @@ class PassRing:
         return self._ring.collect(begin, end, rows)
 
 
-def arm_passes(control: Array, ring: PassRing, *, limit: int, stream: int | None = None) -> None:
+def arm_passes(
+    control: Array, ring: PassRing, *, limit: int, ends: int = 1, stream: int | None = None
+) -> None:
     """Allows up to `limit` passes, and notes the time.
 
-    Takes back an earlier request to stop. The passes armed before must have ended.
+    Takes back an earlier request to stop. The passes armed before must have ended. Of several
+    `ends`, all but the last leave an inert row in passes that go on.
 
     Args:
         control: int32 [8], written.
         ring: pinned where control is on a GPU.
         limit: 1 to `ring.passes`, so that no record is lost before the host reads it.
+        ends: requests, 1 to the ring's rows, with whose end the passes stop.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -159,7 +166,7 @@ def arm_passes(control: Array, ring: PassRing, *, limit: int, stream: int | None
 
     Source: design of this package.
     """
-    _C.arm_passes(control, ring._ring, limit, current_stream(control, stream))
+    _C.arm_passes(control, ring._ring, limit, ends, current_stream(control, stream))
 
 
 def advance_batch(
@@ -184,7 +191,8 @@ def advance_batch(
     """Ends a pass: stores and records what was emitted, and decides whether another may follow.
 
     Comes after `verify_tree` and `commit_path`. The emitted tokens take the positions up to
-    `context_len[b]`, the last of them being the next pass's root.
+    `context_len[b]`, the last of them being the next pass's root. A request that ended is inert
+    from here on, so that passes may go on without it: `verify_tree` emits nothing more.
 
     Args:
         emitted: int32 [batch, E], rows may be strided.
@@ -195,10 +203,10 @@ def advance_batch(
             outside `tokens` or a position outside its row; nothing is taken then.
         context_len: int32 [batch], already advanced by `num_emitted`.
         slot: int32 [batch], each request's row of `tokens`; negative = inert: nothing is taken and
-            it has no vote.
+            it has no vote. Written: -1 where the request ended.
         tokens: int32 [slots, length], by absolute position; written.
         last_token: int32 [batch], written.
-        remaining: int32 [batch], decreased by the tokens taken.
+        remaining: int32 [batch], decreased by the tokens taken, 0 where the request ended.
         num_new: int32 [batch], written: the tokens taken.
         granted: int32 [batch], KV slots that each request's pages hold.
         control: int32 [8], updated; see `Control`.

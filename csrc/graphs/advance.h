@@ -13,25 +13,23 @@ struct RowAdvance {
   int64_t position;  // absolute, of the first
   int32_t status;    // bits to report
   int32_t reason;    // to stop
+  bool ended;
 };
 
 // Everything read here is known to the device only, so it is bounded before it becomes an address.
 TLT_HD RowAdvance plan_row(const AdvanceBatchParams& p, int64_t b) {
   const int64_t slot = p.slot[b], count = p.num_emitted[b], context = p.context_len[b];
-  if (slot < 0) return {false, 0, 0, kStatusOk, 0};
+  if (slot < 0) return {false, 0, 0, kStatusOk, 0, false};
   const int64_t first = context - count + 1;
   if (slot >= p.num_slots || count < 0 || count > p.max_emitted || first < 0 ||
       context >= p.token_len) {
-    return {true, 0, 0, kStatusBadLength, kStopStalled};
+    return {true, 0, 0, kStatusBadLength, kStopStalled, false};
   }
+  const bool ended = p.finish[b] != 0;
   int32_t reason = 0;
   if (count == 0) reason |= kStopStalled;
-  if (p.finish[b] != 0) {
-    reason |= kStopFinished;
-  } else if (context + p.lookahead > p.granted[b]) {
-    reason |= kStopPages;
-  }
-  return {true, static_cast<int32_t>(count), first, kStatusOk, reason};
+  if (!ended && context + p.lookahead > p.granted[b]) reason |= kStopPages;
+  return {true, static_cast<int32_t>(count), first, kStatusOk, reason, ended};
 }
 
 // Token i of the row, i < row.count: into the store and the record.
@@ -58,9 +56,19 @@ TLT_HD void take_row(const AdvanceBatchParams& p, const RowAdvance& row, int64_t
   p.ring.status[at] = status;
 }
 
+// A request that ended is inert from here on: later passes of the same graph find nothing left for
+// it to emit, so that its lengths, pages and features stay as they are until the host looks.
+TLT_HD void retire_row(const AdvanceBatchParams& p, int64_t b) {
+  p.slot[b] = -1;
+  p.remaining[b] = 0;
+}
+
 // The pass as a whole; returns the ring's new state.
-TLT_HD uint64_t take_pass(const AdvanceBatchParams& p, int32_t reason, bool stop) {
+TLT_HD uint64_t take_pass(const AdvanceBatchParams& p, int32_t reason, int32_t ended, bool stop) {
   int32_t* control = p.control;
+  ended += control[kControlEnded];
+  control[kControlEnded] = ended;
+  if (ended > 0 && ended >= control[kControlEnds]) reason |= kStopFinished;
   const int32_t passes = control[kControlPasses] + 1;
   if (passes >= control[kControlLimit] || passes >= p.ring.passes) reason |= kStopLimit;
   if (stop) reason |= kStopStopped;
@@ -82,6 +90,8 @@ TLT_HD void arm(const ArmPassesParams& p) {
   p.control[kControlLimit] = p.limit;
   p.control[kControlReason] = 0;
   p.control[kControlSequence] = static_cast<int32_t>(*p.ring.state >> kSequenceShift);
+  p.control[kControlEnds] = p.ends;
+  p.control[kControlEnded] = 0;
 }
 
 }  // namespace tlt

@@ -1,5 +1,6 @@
-// The end of a pass on the GPU: one block, a thread a request, then a thread a token. Neighbouring
-// threads have neighbouring requests, so that what goes to the ring is written in whole lines.
+// The end of a pass on the GPU: one block, a thread a request, then a thread a token, then a thread
+// a request again where some ended. Neighbouring threads have neighbouring requests, so that what
+// goes to the ring is written in whole lines.
 //
 // Moves 8 bytes a token into the ring and 4 into the token store, and a dozen words a request; the
 // launch and the latency of the ring's memory, which is the host's, are all that it costs. The
@@ -23,12 +24,12 @@ __device__ int64_t device_ns() {
 
 __global__ void __launch_bounds__(kThreads)
     advance_kernel(const __grid_constant__ AdvanceBatchParams p) {
-  __shared__ int32_t reason_s, most_s;
+  __shared__ int32_t reason_s, most_s, ended_s;
   // Asked for first: the answer comes from the host's memory.
   bool stop = false;
   if (threadIdx.x == 0) {
     stop = *static_cast<volatile int32_t*>(p.ring.stop) != 0;
-    reason_s = most_s = 0;
+    reason_s = most_s = ended_s = 0;
   }
   const int64_t record = record_of(p);
   __syncthreads();
@@ -37,6 +38,7 @@ __global__ void __launch_bounds__(kThreads)
     take_row(p, row, record, b);
     if (row.reason != 0) atomicOr(&reason_s, row.reason);
     atomicMax(&most_s, row.count);
+    if (row.ended) atomicAdd(&ended_s, 1);
   }
   __syncthreads();
   for (int64_t at = threadIdx.x; at < most_s * p.batch; at += blockDim.x) {
@@ -45,9 +47,14 @@ __global__ void __launch_bounds__(kThreads)
     if (i < row.count) take_token(p, row, record, b, i);
   }
   __syncthreads();
+  if (ended_s != 0) {
+    for (int64_t b = threadIdx.x; b < p.batch; b += blockDim.x) {
+      if (plan_row(p, b).ended) retire_row(p, b);
+    }
+  }
   if (threadIdx.x != 0) return;
   p.ring.time_ns[record] = device_ns();
-  const uint64_t state = take_pass(p, reason_s, stop);
+  const uint64_t state = take_pass(p, reason_s, ended_s, stop);
   __threadfence_system();
   *static_cast<volatile uint64_t*>(p.ring.state) = state;
 }

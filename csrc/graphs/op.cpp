@@ -68,15 +68,21 @@ void advance_batch(const AdvanceBatchArrays& a, PassRing& ring, int64_t lookahea
       [&] { advance_batch_cuda(params, a.control.device.device_id, stream); });
 }
 
-void arm_passes(const Tensor& control, PassRing& ring, int64_t limit, uintptr_t stream) {
+void arm_passes(const Tensor& control, PassRing& ring, int64_t limit, int64_t ends,
+                uintptr_t stream) {
   constexpr const char* op = "arm_passes";
   check_control(op, control, ring);
   const int64_t most = ring.view().passes;
   require(1 <= limit && limit <= most, op,
           "limit: expected 1 to " + std::to_string(most) +
               ", the passes that the ring holds, got " + std::to_string(limit));
+  const int64_t rows = ring.view().max_batch;
+  require(1 <= ends && ends <= rows, op,
+          "ends: expected 1 to " + std::to_string(rows) + ", the rows of the ring, got " +
+              std::to_string(ends));
   ring.clear();
-  const ArmPassesParams params{control.ptr<int32_t>(), ring.view(), static_cast<int32_t>(limit)};
+  const ArmPassesParams params{control.ptr<int32_t>(), ring.view(), static_cast<int32_t>(limit),
+                               static_cast<int32_t>(ends)};
   dispatch_device(
       op, control, [&] { arm_passes_cpu(params); },
       [&] { arm_passes_cuda(params, control.device.device_id, stream); });

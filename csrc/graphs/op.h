@@ -15,7 +15,8 @@ struct AdvanceBatchArrays {
 
 void advance_batch(const AdvanceBatchArrays& arrays, PassRing& ring, int64_t lookahead,
                    uintptr_t stream);
-void arm_passes(const Tensor& control, PassRing& ring, int64_t limit, uintptr_t stream);
+void arm_passes(const Tensor& control, PassRing& ring, int64_t limit, int64_t ends,
+                uintptr_t stream);
 
 void advance_batch_cpu(const AdvanceBatchParams& params);
 void arm_passes_cpu(const ArmPassesParams& params);

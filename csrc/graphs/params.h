@@ -14,12 +14,14 @@ enum ControlWord {
   kControlLimit,
   kControlReason,
   kControlSequence,
+  kControlEnds,   // requests that may end before the passes stop
+  kControlEnded,  // of them, since the passes were armed
   kControlWords = 8
 };
 
 // Why passes stop; bits of control[kControlReason], tlt_ext.StopReason.
 enum StopReason : int32_t {
-  kStopFinished = 1 << 0,  // a request ended
+  kStopFinished = 1 << 0,  // as many requests ended as were allowed for
   kStopPages = 1 << 1,     // a request has not the slots that the next pass may write
   kStopLimit = 1 << 2,     // as many passes as were armed, or as the ring can hold
   kStopStopped = 1 << 3,   // the host asked
@@ -54,10 +56,10 @@ struct AdvanceBatchParams {
   const int32_t* finish;       // [batch], not 0: the request ended
   int32_t* status;             // [batch]
   const int32_t* context_len;  // [batch], already advanced by num_emitted
-  const int32_t* slot;         // [batch], row of `tokens`; negative = inert
+  int32_t* slot;               // [batch], row of `tokens`; negative = inert
   int32_t* tokens;             // [slots, token_len], by absolute position
   int32_t* last_token;         // [batch]
-  int32_t* remaining;          // [batch], decreased
+  int32_t* remaining;          // [batch], decreased; 0 where the request ended
   int32_t* num_new;            // [batch]
   const int32_t* granted;      // [batch], slots that the request's pages hold
   int32_t* control;            // [kControlWords]
@@ -69,7 +71,7 @@ struct AdvanceBatchParams {
 struct ArmPassesParams {
   int32_t* control;  // [kControlWords]
   RingView ring;
-  int32_t limit;
+  int32_t limit, ends;
 };
 
 }  // namespace tlt

@@ -109,7 +109,7 @@ int32_t PassRing::wait(double timeout_s) const {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + std::chrono::duration<double>(timeout_s);
   // A sleep ends some 60 us late, as long as a short pass; most waits are over before the first.
-  const auto spin_until = Clock::now() + std::chrono::milliseconds(5);
+  const auto spin_until = Clock::now() + std::chrono::milliseconds(50);
   int32_t why;
   while ((why = reason()) == 0) {
     const auto now = Clock::now();
@@ -135,9 +135,13 @@ std::vector<Collected> PassRing::collect(int64_t begin, int64_t end, int64_t row
   for (int64_t pass = begin; pass < end; ++pass) {
     for (int64_t b = 0; b < rows; ++b) {
       const int64_t record = pass % view_.passes;
-      const int32_t count = view_.num_emitted[record * view_.max_batch + b];
+      const int64_t word = record * view_.max_batch + b;
+      const int32_t count = view_.num_emitted[word];
       Collected& row = all[static_cast<size_t>(b)];
+      if (row.finish != 0) continue;
       row.counts.push_back(count);
+      row.finish = view_.finish[word];
+      row.status = view_.status[word];
       for (int64_t i = 0; i < count; ++i) {
         const int64_t at = (record * view_.max_emitted + i) * view_.max_batch + b;
         row.tokens.push_back(view_.tokens[at]);

@@ -12,7 +12,9 @@ namespace tlt {
 struct Collected {
   std::vector<int32_t> tokens;
   std::vector<float> logprobs;
-  std::vector<int32_t> counts;  // tokens of each pass
+  std::vector<int32_t> counts;  // tokens of each pass, up to the one that it ended with
+  int32_t finish = 0;           // not 0: it ended
+  int32_t status = 0;           // as of its last pass
 };
 
 class PassRing {

@@ -153,7 +153,9 @@ class RolloutEngine:
             previous, strategy = strategy, self._choose(scheduler.running)
             strategy, limit = self._make_room(scheduler, strategy)
             batch = self._fill(scheduler.running, strategy, strategy != previous)
-            burst = self.runner.run(len(batch), strategy, limit)
+            # Who waits takes the first place that there is.
+            ends = 1 if scheduler.waiting else self.runner.spare(len(batch), strategy)
+            burst = self.runner.run(len(batch), strategy, limit, ends)
             self._harvest(batch, burst, started)
             self._retire(scheduler, record)
             if record and self.on_pass is not None:
@@ -188,14 +190,15 @@ class RolloutEngine:
         scheduler.release_spent()  # also where nothing was to be computed
 
     def _choose(self, running: list[Running]) -> Strategy:
+        # A prompt of one token has nothing committed that a drafter could start from.
+        started = all(s.context_len > 0 for s in running)
+
         def usable(arm: Strategy) -> bool:
             if arm == OFF:
                 return True
             proposer = self.proposers.get(arm.kind)
             if proposer is None or not proposer.usable():
                 return False
-            # A prompt of one token has nothing committed that a drafter could start from.
-            started = all(s.context_len > 0 for s in running)
             narrow = len(running) * arm.num_verify <= self.spec_max_rows
             return started and narrow and self.runner.covers(len(running), arm)
 
@@ -204,9 +207,22 @@ class RolloutEngine:
     def _make_room(self, scheduler: Scheduler, strategy: Strategy) -> tuple[Strategy, int]:
         """Grows every request's pages; speculation gives way before a request does.
 
+        Pages are granted ahead, so that the device need not stop for them; with requests waiting
+        for pages no more than a page each. It may well run short: then it stops.
+
         Returns:
             The strategy that there is room for, and how many passes at most.
         """
+
+        def most() -> int:
+            passes = self.runner.most_passes(len(scheduler.running), strategy)
+            return min(passes, self.bandit.horizon)
+
+        ahead = (most() - 1) * (strategy.depth + 1)
+        if scheduler.waiting:
+            ahead = min(ahead, self.cache.page_size)
+        if scheduler.grow(self.program.lookahead(strategy), ahead):
+            return strategy, most()
         while not scheduler.grow(self.program.lookahead(strategy)):
             if strategy != OFF:
                 strategy = OFF
@@ -217,22 +233,15 @@ class RolloutEngine:
                     f"engine.num_pages={self.cache.num_pages}: too few for one request;"
                     " raise it or lower sampling.max_new_tokens"
                 )
-        most = self.runner.most_passes(len(scheduler.running), strategy)
-        limit = min(most, self.bandit.horizon)
-        if limit > 1:
-            # Pages ahead, so that the device need not stop for them; with requests waiting for
-            # pages no more than a page each. It may well run short: then it stops.
-            ahead = limit * (strategy.depth + 1)
-            if scheduler.waiting:
-                ahead = min(ahead, self.cache.page_size)
-            scheduler.grow(self.program.lookahead(strategy), ahead)
-        return strategy, limit
+        return strategy, most()
 
     def _fill(self, running: list[Running], strategy: Strategy, switched: bool) -> Batch:
         """The state of the running requests on the device, ready for passes with the strategy."""
         begun = time.perf_counter()
         if switched or self.state.is_stale(running):
             self.state.fill(running)
+        else:
+            self.state.grant()
         batch = self.state.rows(len(running))
         if strategy != OFF:
             began = time.perf_counter()
@@ -248,15 +257,11 @@ class RolloutEngine:
 
     def _harvest(self, batch: Batch, burst: Burst, started: float) -> None:
         """Hands what the passes emitted to their sequences, the statistics and the bandit."""
-        size, last = len(batch), (burst.end - 1) % self.ring.passes
-        finish, status = self.ring.finish[last, :size], self.ring.status[last, :size]
-        rows = self.ring.collect(burst.begin, burst.end, size)
+        rows = self.ring.collect(burst.begin, burst.end, len(batch))
         proposer = None if burst.strategy == OFF else self.proposers[burst.strategy.kind]
         total = 0
-        for sequence, got, end, bits in zip(
-            batch.sequences, rows, finish.tolist(), status.tolist(), strict=True
-        ):
-            tokens, logprobs, counts = got
+        for sequence, row in zip(batch.sequences, rows, strict=True):
+            tokens, logprobs, counts, end, bits = row
             sequence.status |= bits
             if counts[-1] == 0:  # only damaged pages or lengths do this; a loop would not end
                 raise RuntimeError(
@@ -273,8 +278,8 @@ class RolloutEngine:
             if proposer is not None:
                 proposer.passed(sequence, counts[-1])
                 sequence.served_by(proposer.version)
-        self.bandit.record(total, burst.elapsed_s, burst.passes)
-        self.stats.book(burst, size, total, burst.begun_s - started)
+        self.bandit.record(total, burst.elapsed_s, burst.passes, burst.request_passes)
+        self.stats.book(burst, total, burst.begun_s - started)
 
     def _retire(self, scheduler: Scheduler, record: bool) -> None:
         for sequence in scheduler.running:

@@ -76,16 +76,19 @@ class PassGraphs:
         cell = self.plan.find(batch, strategy)
         return cell in self._captured or (cell is not None and bool(self.failed))
 
-    def burst(self, cell: Cell, limit: int) -> float:
-        """Makes up to `limit` passes; returns their seconds by the device's clock.
+    def burst(self, cell: Cell, limit: int, ends: int = 1) -> float:
+        """Makes up to `limit` passes, until `ends` requests have ended (one where nothing loops).
+
+        Returns:
+            Their seconds by the device's clock.
 
         Raises:
             RuntimeError: the device failed.
         """
-        arm = limit if self.loop else 1
+        arm, ends = (limit, ends) if self.loop else (1, 1)
         begun_ns = None
         while True:
-            tlt_ext.arm_passes(self.state.control, self.ring, limit=arm)
+            tlt_ext.arm_passes(self.state.control, self.ring, limit=arm, ends=ends)
             self._pool.launch(str(cell))
             reason = wait_for(self.ring, self.state.device)
             begun_ns = begun_ns or int(self.ring.begin_ns[0])

@@ -140,3 +140,8 @@ class BucketPlan:
         buckets = self._buckets[strategy] if strategy in self._buckets else []
         index = bisect_left(buckets, batch)
         return Cell(buckets[index], strategy) if index < len(buckets) else None
+
+    def below(self, cell: Cell) -> int:
+        """The batch of the strategy's next smaller graph; 0: this is the smallest."""
+        index = bisect_left(self._buckets[cell.strategy], cell.batch)
+        return self._buckets[cell.strategy][index - 1] if index else 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 import tlt_ext
 from driver.rollout.graphs import PassGraphs, wait_for
 from driver.rollout.passes import PassProgram
@@ -19,7 +21,8 @@ class Burst:
     strategy: Strategy
     begin: int  # first record in the ring
     end: int  # past the last
-    rows: int  # that the target saw, all passes together
+    active: list[int]  # requests of each pass
+    rows: int  # of theirs that the target saw, all passes together
     begun_s: float  # by time.perf_counter
     elapsed_s: float  # by the clock of those who ran it: the device's for graphs, else the host's
     ends_s: list[float]  # of each pass, from the first one's beginning
@@ -27,6 +30,11 @@ class Burst:
     @property
     def passes(self) -> int:
         return self.end - self.begin
+
+    @property
+    def request_passes(self) -> int:
+        """One for each request in each pass."""
+        return sum(self.active)
 
 
 class PassRunner:
@@ -58,6 +66,14 @@ class PassRunner:
         graph = self.graphs is not None and self.graphs.find(count, strategy)
         return self.ring.passes if graph else 1
 
+    def spare(self, count: int, strategy: Strategy) -> int:
+        """Requests that may end without the host: those that leave no smaller graph to change to.
+
+        Their rows are inert then, which costs nothing, as a graph runs all rows of its bucket.
+        """
+        cell = None if self.graphs is None else self.graphs.find(count, strategy)
+        return 1 if cell is None else count - self.graphs.plan.below(cell)
+
     def step_s(self, count: int, strategy: Strategy) -> float | None:
         """Seconds of a pass as timed when its graph was made; None: there is none."""
         cell = None if self.graphs is None else self.graphs.find(count, strategy)
@@ -83,13 +99,14 @@ class PassRunner:
             return True
         return self.graphs.covers(count, strategy)
 
-    def run(self, count: int, strategy: Strategy, limit: int) -> Burst:
-        """Makes passes until a request finishes, pages run short or there were `limit`.
+    def run(self, count: int, strategy: Strategy, limit: int, ends: int = 1) -> Burst:
+        """Makes passes until requests finish, pages run short or there were `limit`.
 
         Args:
             count: running requests.
             strategy: of the passes.
             limit: passes, at most `most_passes`.
+            ends: requests that finish first, at most `spare`.
 
         Raises:
             RuntimeError: the device failed.
@@ -103,10 +120,12 @@ class PassRunner:
             elapsed = time.perf_counter() - begun
         else:
             with self.program.spans("passes", active=count, strategy=str(strategy)):
-                elapsed = self.graphs.burst(cell, limit)
+                elapsed = self.graphs.burst(cell, limit, ends)
         end = self.ring.sequence
+        records = np.arange(begin, end) % self.ring.passes
+        active = np.count_nonzero(self.ring.num_emitted[records, :count], axis=1).tolist()
         if cell is not None:
-            rows = (end - begin) * count * strategy.num_verify
-        stamps = [int(self.ring.time_ns[p % self.ring.passes]) for p in range(begin, end)]
-        ends = [elapsed - (stamps[-1] - stamp) * 1e-9 for stamp in stamps]
-        return Burst(strategy, begin, end, rows, begun, elapsed, ends)
+            rows = sum(active) * strategy.num_verify
+        stamps = self.ring.time_ns[records]
+        ends_s = (elapsed - (stamps[-1] - stamps) * 1e-9).tolist()
+        return Burst(strategy, begin, end, active, rows, begun, elapsed, ends_s)

@@ -95,7 +95,9 @@ class BatchState:
         self._host, self._words = self._mirrored(sum(self._sizes))
         self._host_table, self.block_table = self._mirrored(max_batch, max_pages)
         self._table = self._host_table.numpy()
-        self._columns = {n: c.numpy() for n, c in self._split(self._host).items()}
+        host = self._split(self._host)
+        self._host_granted = host["granted"]
+        self._columns = {name: column.numpy() for name, column in host.items()}
         self._arrays = self._split(self._words)
         self._arrays["block_table"] = self.block_table
         for name in ("emitted", "path"):
@@ -131,11 +133,20 @@ class BatchState:
         return self._views[count]
 
     def is_stale(self, running: list[Sequence]) -> bool:
-        """Whether other requests run than the device knows of, or on other pages."""
-        return set(self.sequences) != set(running) or any(
-            pages != sequence.pages
-            for pages, sequence in zip(self._pages, self.sequences, strict=False)
-        )
+        """Whether other requests run than the device knows of."""
+        return set(self.sequences) != set(running)
+
+    def grant(self) -> None:
+        """Takes over the pages that the requests got since, and uploads nothing else."""
+        moved = [
+            row for row, sequence in enumerate(self.sequences) if self._pages[row] != sequence.pages
+        ]
+        for row in moved:
+            pages = self._put_pages(row, self.sequences[row].pages)
+            self._columns["granted"][row] = pages * self.page_size
+        if moved and self._words is not self._host:
+            self._arrays["granted"].copy_(self._host_granted, non_blocking=True)
+            self._upload_table(len(self.sequences))
 
     def fill(self, running: list[Sequence]) -> Batch:
         """Takes over the running requests and uploads their rows.
@@ -157,9 +168,7 @@ class BatchState:
             if self._seats[row] is not sequence or self._slots[row] != sequence.slot:
                 self._seat(row, sequence)
             if self._pages[row] != sequence.pages:
-                self._table[row] = -1
-                self._table[row, : len(sequence.pages)] = sequence.pages
-                self._pages[row] = list(sequence.pages)
+                self._put_pages(row, sequence.pages)
             stamp = self.store.stamp(sequence)
             if self._stamps[row] != stamp:
                 self._put("group_slots", row, self.store.group_of(sequence))
@@ -201,6 +210,15 @@ class BatchState:
         self._put("stop_ids", row, stops)
         self._seats[row], self._slots[row], self._stamps[row] = sequence, sequence.slot, 0
 
+    def _put_pages(self, row: int, pages: list[int]) -> int:
+        """Writes a row of the block table, only its end where pages were added; their number."""
+        had, self._pages[row] = self._pages[row], list(pages)
+        begin = len(had) if pages[: len(had)] == had else 0
+        if begin == 0:
+            self._table[row] = -1
+        self._table[row, begin : len(pages)] = pages[begin:]
+        return len(pages)
+
     def _put(self, name: str, row: int, values: Values[int]) -> None:
         table = self._columns[name][row]
         table.fill(-1)
@@ -224,7 +242,10 @@ class BatchState:
         """Copies the mirrors to the device, the block table's first `count` rows with them."""
         if self._words is not self._host:
             self._words.copy_(self._host, non_blocking=True)
-            self.block_table[:count].copy_(self._host_table[:count], non_blocking=True)
+            self._upload_table(count)
+
+    def _upload_table(self, count: int) -> None:
+        self.block_table[:count].copy_(self._host_table[:count], non_blocking=True)
 
     # ---- arrays ---------------------------------------------------------------------------------
 

@@ -51,22 +51,25 @@ class RolloutStats:
             if item.name != "trace":
                 setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
 
-    def book(self, burst: Burst, requests: int, emitted: int, begin_s: float) -> None:
-        """Books a burst of passes over `requests` that began `begin_s` into the rollout."""
+    def book(self, burst: Burst, emitted: int, begin_s: float) -> None:
+        """Books a burst of passes that began `begin_s` into the rollout."""
         self.target_passes += burst.passes
         self.bursts += 1
         self.passes_s += burst.elapsed_s
         self.emitted += emitted
-        begins = [0.0, *burst.ends_s[:-1]]
-        self.trace += [(begin_s + t, requests, str(burst.strategy)) for t in begins]
+        begins, arm = [0.0, *burst.ends_s[:-1]], str(burst.strategy)
+        self.trace += [
+            (begin_s + t, active, arm) for t, active in zip(begins, burst.active, strict=True)
+        ]
         if burst.strategy == OFF:
             return
+        request_passes = burst.request_passes
         self.spec_passes += burst.passes
-        self.spec_request_passes += requests * burst.passes
+        self.spec_request_passes += request_passes
         self.spec_emitted += emitted
-        self.spec_bursts.append((requests * burst.passes, emitted))
-        self.drafted += burst.rows - requests * burst.passes
-        self.accepted += emitted - requests * burst.passes
+        self.spec_bursts.append((request_passes, emitted))
+        self.drafted += burst.rows - request_passes
+        self.accepted += emitted - request_passes
 
     @staticmethod
     def side_by_side(parts: Sequence[RolloutStats], own: int) -> RolloutStats:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from driver.assemble import Rollout
 from driver.rollout.runner import Burst, PassRunner
+from driver.rollout.state import MAX_EMITTED
 from driver.strategy import OFF, Strategy
 from profiling.bench import Bench, say
 from profiling.results import RESULTS, TARGETS_CARD
 from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
-from profiling.workload import AcceptHistogram, Window
+from profiling.workload import AcceptHistogram
 
 PRESET = ["preset=h100"]
 SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
@@ -36,20 +38,30 @@ SYNTHETIC_TOKENS = 48  # where nothing is accepted, these are as many passes
 MAX_ROWS = 1280  # of a pass, as preset=h100 has; a case with more is left out
 
 
-class CountingRunner:
-    """Counts what each request emits in each pass."""
+class PassClock:
+    """Stands where the engine's runner does: times passes in which all of a batch runs.
 
-    def __init__(self, inner: PassRunner) -> None:
-        self.inner = inner
-        self.emitted: Counter[int] = Counter()
+    Args:
+        inner: the runner.
+        batch, strategy: of the passes that are timed.
+    """
+
+    def __init__(self, inner: PassRunner, batch: int, strategy: Strategy) -> None:
+        self.inner, self.batch, self.strategy = inner, batch, strategy
+        self.stretches: list[tuple[int, int, float]] = []  # passes, emitted, seconds of bursts
+        self.counts = np.zeros(MAX_EMITTED + 1, dtype=np.int64)  # requests that emitted so many
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def run(self, count: int, strategy: Strategy, limit: int) -> Burst:
-        burst, ring = self.inner.run(count, strategy, limit), self.inner.ring
-        for index in range(burst.begin, burst.end):
-            self.emitted.update(ring.num_emitted[index % ring.passes][:count].tolist())
+    def run(self, count: int, strategy: Strategy, limit: int, ends: int) -> Burst:
+        burst, ring = self.inner.run(count, strategy, limit, ends), self.inner.ring
+        whole = burst.active.count(self.batch)  # the first ones: who ended stays away
+        if whole and strategy == self.strategy:
+            records = np.arange(burst.begin, burst.begin + whole) % ring.passes
+            emitted = ring.num_emitted[records, :count]
+            self.stretches.append((whole, int(emitted.sum()), burst.ends_s[whole - 1]))
+            self.counts += np.bincount(emitted.flat, minlength=len(self.counts))
         return burst
 
 
@@ -65,7 +77,7 @@ def sweep() -> list[str]:
 def measure(
     rollout: Rollout, subject: Subject, strategy: str, batch: int, *, synthetic: bool
 ) -> dict[str, Any]:
-    """Decodes with one strategy until the first request ends.
+    """Decodes with one strategy; counts passes in which all of the batch runs.
 
     Returns:
         `pass_us`, `tokens_per_s`, `accept_length`, `counts` (of `AcceptHistogram`), `host_share`
@@ -74,36 +86,25 @@ def measure(
     tokens = next(count for most, count in TOKENS.items() if batch <= most)
     tokens = SYNTHETIC_TOKENS if synthetic else tokens
     requests = subject.requests([tokens] * batch, stop=not synthetic)
-    recorder = fix_bandit(rollout, policy="static", static=strategy)
-    engine = rollout.engine
+    fix_bandit(rollout, policy="static", static=strategy)
+    engine, arm = rollout.engine, Strategy.parse(strategy)
     engine.generate(requests, record=False)  # graphs, clocks, caches
-    recorder.windows.clear()
-    engine.runner = counting = CountingRunner(engine.runner)
+    engine.runner = clock = PassClock(engine.runner, batch, arm)
     try:
         engine.generate(requests, record=False)
     finally:
-        engine.runner = counting.inner
-    full = [w for w in recorder.windows if w.batch == batch and w.strategy == strategy]
-    if not full:
+        engine.runner = clock.inner
+    if not clock.stretches:
         raise RuntimeError(f"{strategy} did not run at batch {batch}")
     stats = engine.stats
     since = stats.elapsed_s - stats.trace[0][0]
+    passes, emitted, seconds = (sum(column) for column in zip(*clock.stretches, strict=True))
     return {
-        "pass_us": 1e6 * statistics.median(w.seconds / w.passes for w in full),
-        **rates(full, batch),
-        "counts": AcceptHistogram.of(
-            counting.emitted.elements(), Strategy.parse(strategy).depth
-        ).counts,
-        "host_share": max(0.0, 1.0 - stats.passes_s / since),
-    }
-
-
-def rates(windows: Sequence[Window], batch: int) -> dict[str, float]:
-    """Tokens a second of all requests, and tokens of a request in a pass."""
-    emitted, passes = sum(w.emitted for w in windows), sum(w.passes for w in windows)
-    return {
-        "tokens_per_s": emitted / sum(w.seconds for w in windows),
+        "pass_us": 1e6 * statistics.median(s / n for n, _, s in clock.stretches),
+        "tokens_per_s": emitted / seconds,
         "accept_length": emitted / passes / batch,
+        "counts": clock.counts[1 : arm.depth + 2].tolist(),
+        "host_share": max(0.0, 1.0 - stats.passes_s / since),
     }
 
 

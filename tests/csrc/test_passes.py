@@ -69,12 +69,15 @@ def check_pass(ops, case):
     assert torch.equal(case["tokens"], expected)
     taken = [row if slot >= 0 else [] for row, slot in zip(rows, slots, strict=True)]
     assert case["num_new"].tolist() == [len(row) for row in taken]
-    assert case["remaining"].tolist() == [100 - len(row) for row in taken]
+    finish = case["finish"].tolist()
+    ended = [f if slot >= 0 else 0 for f, slot in zip(finish, slots, strict=True)]
+    left = [0 if end else 100 - len(row) for end, row in zip(ended, taken, strict=True)]
+    assert case["remaining"].tolist() == left
+    assert case["slot"].tolist() == [-1 if e else s for e, s in zip(ended, slots, strict=True)]
     last = [row[-1] if row else kept for row, kept in zip(taken, last, strict=True)]
     assert case["last_token"].tolist() == last
     batch = len(rows)
     assert ring.num_emitted[record, :batch].tolist() == [len(row) for row in taken]
-    ended = [f if slot >= 0 else 0 for f, slot in zip(case["finish"].tolist(), slots, strict=True)]
     assert ring.finish[record, :batch].tolist() == ended
     assert ring.status[record, :batch].tolist() == case["status"].tolist()
     for b, row in enumerate(taken):
@@ -137,6 +140,37 @@ def test_advance_batch_says_why_passes_stop(ops, change, reason):
     assert case["control"][Control.REASON] == reason
     assert case["control"][Control.GO] == (reason == 0)
     assert case["ring"].reason == reason
+
+
+@pytest.mark.parametrize("ends", [1, 2, 3])
+def test_passes_go_on_until_several_requests_have_ended(ops, ends):
+    """Three of five requests end, one in each pass; who has ended is inert and keeps its record."""
+    ring, control = make_ring(ops, max_batch=5), torch.zeros(8, dtype=torch.int32)
+    ops.arm_passes(control, ring, limit=8, ends=ends)
+    case = pass_case(ring, [1, 2, 3, 2, 1]) | {"control": control}
+    tokens = [[] for _ in range(5)]
+    for index, leaving in enumerate((3, 0, 4)):
+        case["finish"] = torch.zeros(5, dtype=torch.int32)
+        case["finish"][leaving] = 1 + index % 2
+        case["status"][leaving] = Status.NAN_DRAFT if index == 0 else 0
+        case["remaining"] = torch.full((5,), 100, dtype=torch.int32)
+        alive = [b for b, slot in enumerate(case["slot"].tolist()) if slot >= 0]
+        check_pass(ops, case)
+        case["status"][leaving] |= Status.BAD_LENGTH  # of rows that belong to nobody by now
+        for b in alive:
+            tokens[b] += emitted_rows(case)[b]
+        assert control[Control.ENDED] == index + 1
+        assert control[Control.GO] == (index + 1 < ends)
+        if index + 1 == ends:
+            break
+    assert ring.reason == StopReason.FINISHED
+    rows = ring.collect(0, ring.sequence, 5)
+    assert [row[0] for row in rows] == tokens
+    passes = {3: 1, 0: min(2, ends), 4: ends}
+    assert [len(row[2]) for row in rows] == [passes.get(b, ends) for b in range(5)]
+    finished = {3: 1, 0: 2 * (ends > 1), 4: 1 * (ends > 2)}
+    assert [row[3] for row in rows] == [finished.get(b, 0) for b in range(5)]
+    assert [row[4] for row in rows] == [0, 0, 0, Status.NAN_DRAFT, 0]
 
 
 def test_advance_batch_hears_the_host(ops):
@@ -309,6 +343,14 @@ def test_advance_batch_checks_its_arguments(changes, error, match):
 def test_arm_passes_checks_its_limit(limit):
     with pytest.raises(ValueError, match=r"arm_passes: limit: expected 1 to 4, the passes that"):
         tlt_ext.arm_passes(torch.zeros(8, dtype=torch.int32), PassRing(4, 1), limit=limit)
+
+
+@pytest.mark.parametrize("ends", [0, 3, -1])
+def test_arm_passes_checks_how_many_may_end(ends):
+    with pytest.raises(
+        ValueError, match=r"arm_passes: ends: expected 1 to 2, the rows of the ring"
+    ):
+        tlt_ext.arm_passes(torch.zeros(8, dtype=torch.int32), PassRing(4, 2), limit=1, ends=ends)
 
 
 @kit.gpu

@@ -1,5 +1,7 @@
 """Bursts of passes over buckets with inert rows, without a GPU: a loop in Python for a graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -178,3 +180,39 @@ def test_the_drafter_s_graphs_come_with_the_drafter(policy):
 def test_graphs_on_a_cpu_are_refused_where_asked_for(policy):
     with pytest.raises(UserError, match="engine.graphs=true: CUDA graphs need run.device=cuda"):
         make_rollout(policy, "engine.graphs=true")
+
+
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12"])
+def test_several_requests_end_before_the_host_looks(policy, strategy):
+    """Eight requests that end one by one: it wakes where a smaller graph can take over."""
+    jobs = [
+        replace(job, params=replace(job.params, max_new_tokens=9 + 3 * i))
+        for i, job in enumerate(requests(count=8, stop=()))
+    ]
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy)
+    assert same(generate(rollout, jobs, strategy, horizon=64), wanted)
+    stats = rollout.engine.stats
+    assert stats.bursts == 4  # 8, 4, 2 and 1 rows
+    actives = [active for _, active, _ in stats.trace]
+    assert actives == sorted(actives, reverse=True) and len(set(actives)) > 5
+    assert len(actives) == stats.target_passes
+    request_passes = sum(actives)
+    assert stats.spec_request_passes == (0 if strategy == "off" else request_passes)
+    assert stats.emitted == sum(job.params.max_new_tokens for job in jobs)
+    one_by_one = looping(policy, loop=False)
+    assert same(generate(one_by_one, jobs, strategy, horizon=64), wanted)
+    assert one_by_one.engine.stats.target_passes == stats.target_passes
+    assert one_by_one.engine.stats.spec_request_passes == stats.spec_request_passes
+
+
+def test_what_waits_takes_the_first_place(policy):
+    """A request that ends while others wait wakes the host: all eight rows stay in use."""
+    rollout = looping(policy)
+    jobs = [
+        replace(job, params=replace(job.params, max_new_tokens=5 + 4 * i))
+        for i, job in enumerate(requests(count=12, stop=()))
+    ]
+    generate(rollout, jobs, "off", horizon=64)
+    actives = [active for _, active, _ in rollout.engine.stats.trace]
+    assert actives[: 5 + 4 * 4] == [8] * 21  # until the fifth ends, after which nobody waits

@@ -34,7 +34,7 @@ class Choose:
         arm = self.random.choice(self.menu)
         return arm if usable(arm) else OFF
 
-    def record(self, emitted, elapsed_s, passes=1):
+    def record(self, *_):
         pass
 
 

@@ -191,5 +191,5 @@ class Recorder(Choose):
         super().__init__(*menu, **options)
         self.records = []
 
-    def record(self, emitted, elapsed_s, passes=1):
+    def record(self, emitted, elapsed_s, passes, request_passes):
         self.records.append((emitted, elapsed_s, passes))

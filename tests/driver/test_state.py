@@ -62,16 +62,28 @@ def test_addresses_never_change():
     assert before == after
 
 
-def test_moved_pages_and_requests_are_noticed():
+@pytest.mark.parametrize("device", kit.DEVICES)
+def test_moved_pages_and_requests_are_noticed(device):
     """fault 35's kind: a table that looks as long as before."""
-    made = state()
+    made = state(device)
     first, second = sequence(1), sequence(2)
     made.fill([first, second])
     assert not made.is_stale([first, second])
     assert not made.is_stale([second, first])  # the rows' order is the state's own
     assert made.is_stale([first]) and made.is_stale([first, sequence(2)])
     first.pages[0] += 1
-    assert made.is_stale([first, second])
+    second.pages += [5, 6]
+    first.context_len = 77  # the device knows better
+    made.grant()
+    rows = made.rows(4)
+    assert rows.block_table[:, :5].tolist() == [
+        [11, 11, -1, -1, -1], [20, 21, 5, 6, -1], [-1] * 5, [-1] * 5,
+    ]  # fmt: skip
+    assert rows.granted.tolist() == [8, 16, 0, 0]
+    assert rows.context_len.tolist() == [5, 5, 0, 0]
+    second.pages = [9]
+    made.grant()
+    assert rows.block_table[1, :3].tolist() == [9, -1, -1] and int(rows.granted[1]) == 4
 
 
 def test_more_stop_ids_than_there_is_room_for():

@@ -15,8 +15,8 @@ def booked(bursts):
     for strategy, passes, requests, emitted in bursts:
         ends = [0.1 * (i + 1) for i in range(passes)]
         rows = passes * requests * (1 if strategy == OFF else 5)
-        burst = Burst(strategy, 0, passes, rows, 0.0, ends[-1], ends)
-        stats.book(burst, requests, emitted, 0.0)
+        burst = Burst(strategy, 0, passes, [requests] * passes, rows, 0.0, ends[-1], ends)
+        stats.book(burst, emitted, 0.0)
     return stats
 
 
