@@ -226,7 +226,8 @@ def build_parts(
         return Parts(target, cache, None, None)
     shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
     drafter = build_drafter(shape, target, config.run.seed, on_card=config.run.device != "cpu")
-    return Parts(target, cache, drafter, DraftRunner(shape, target, cache, config.run.seed))
+    runner = DraftRunner(shape, target, cache, config.run.seed, engine.score_temperature)
+    return Parts(target, cache, drafter, runner)
 
 
 def build_rollout(

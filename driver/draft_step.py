@@ -28,8 +28,9 @@ Reduce = Callable[[list[Tensor], int], int]
 class Bin:
     """Arrays of a fixed number of entries: those of the old policy's documents, then the others.
 
-    On the CPU only the rows in use are computed; on a GPU all are, so that a captured step serves
-    every batch. Lengths, positions and ids reach the device as arrays, never as launch arguments.
+    On the CPU only the rows in use are computed; on a GPU all are, or the first so many of them, so
+    that a captured step serves every batch. Lengths, positions and ids reach the device as arrays,
+    never as launch arguments.
 
     Args:
         tokens: entries.
@@ -64,22 +65,26 @@ class Bin:
     def num_bytes(self) -> int:
         return sum(x.nbytes for x in (self.features, self.final, *self.small()))
 
-    def load(self, pieces: Sequence[Piece], version: int, share: int) -> tuple[int, list[int]]:
+    def load(
+        self, pieces: Sequence[Piece], version: int, share: int, rows: int = 0
+    ) -> tuple[int, list[int]]:
         """Copies pieces in; the device's arrays change in the order of the current stream.
 
         Args:
-            pieces: at most `most` of at most `tokens` entries.
+            pieces: at most `most` of at most `rows` entries.
             version: of the policy; pieces of another one come first.
             share: rows that those are given, where there are both.
+            rows: that the step computes on a GPU; 0 = all.
 
         Returns:
             The first row of the newer pieces, and the lengths of pieces and padding.
         """
+        rows = rows or self.tokens
         old = [p for p in pieces if p.document.target_version != version]
         new = [p for p in pieces if p.document.target_version == version]
         split = used = sum(p.length for p in old)
         if self.fixed and old:
-            split = max(share, used) if new else self.tokens
+            split = max(share, used) if new else rows
         self._turn = (self._turn + 1) % IN_FLIGHT
         numbers, weight, _ = self._staged[self._turn]
         numbers.zero_()
@@ -88,8 +93,8 @@ class Bin:
         if split > used:
             lengths.append(self._blank(used, split))
         lengths += self._fill(new, split)
-        if self.fixed and sum(lengths) < self.tokens:
-            lengths.append(self._blank(sum(lengths), self.tokens))
+        if self.fixed and sum(lengths) < rows:
+            lengths.append(self._blank(sum(lengths), rows))
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
         staged = self._staged[self._turn]
         staged[2].fill_(int(bounds[-1]))
@@ -131,8 +136,8 @@ class Bin:
         self, split: int, lengths: Sequence[int], now: Teacher, before: Teacher | None
     ) -> DraftBatch:
         """The batch that was loaded."""
-        rows = self.tokens if self.fixed else sum(lengths)
-        longest = self.tokens if self.fixed else max(lengths)
+        rows = sum(lengths)
+        longest = rows if self.fixed else max(lengths)
         ids, position, left = self.numbers[:, :rows]
         spans = [(0, split, before), (split, rows, now)]
         return DraftBatch(
@@ -178,7 +183,7 @@ class DraftStep:
         self.report = torch.zeros(4, device=device)  # loss, acceptance, top-1, was it finite
         self._idle = torch.zeros((), device=device)  # 1 while a graph is made: nothing changes
         self.failed_capture = False
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
 
     def set_lr(self, lr: float) -> None:
@@ -224,7 +229,7 @@ class DraftStep:
         where: int = 0,
     ) -> None:
         """A whole step on what was loaded; replayed where `capture` was called for it."""
-        graph = self._graphs.get((split, where))
+        graph = self._graphs.get((split, sum(lengths), where))
         if graph is not None:
             graph.replay()
         else:
@@ -238,6 +243,7 @@ class DraftStep:
     def capture(
         self,
         split: int,
+        rows: int,
         now: Teacher,
         before: Teacher | None,
         where: int = 0,
@@ -249,13 +255,15 @@ class DraftStep:
 
         Args:
             split: first row of the newer pieces.
+            rows: of the bin that it computes.
             now, before: teachers, whose tensors a replay reads again.
             where: the partition's size, 0 = the whole card; a graph runs where it was captured.
             stream: of the partition.
         """
         spec, features = self.drafter.spec, self.bin.features
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        useless = self.failed_capture or (split, where) in self._graphs or (split and not before)
+        known = (split, rows, where) in self._graphs
+        useless = self.failed_capture or known or (split and not before)
         # Without FlashAttention lengths are read on the host.
         if useless or not flash_works(features.device, features.dtype, *shape):
             return
@@ -263,7 +271,7 @@ class DraftStep:
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side):
-                self._capture(split, now, before, where)
+                self._capture(split, rows, now, before, where)
         except RuntimeError as error:
             self.failed_capture = True
             warnings.warn(
@@ -273,13 +281,15 @@ class DraftStep:
             )
         torch.cuda.current_stream().wait_stream(side)
 
-    def _capture(self, split: int, now: Teacher, before: Teacher | None, where: int) -> None:
+    def _capture(
+        self, split: int, rows: int, now: Teacher, before: Teacher | None, where: int
+    ) -> None:
         """On the current stream; raises RuntimeError where it cannot be captured."""
-        batch = (split, [self.bin.tokens], now, before)
+        batch = (split, [rows], now, before)
         kept = [x.clone() for x in (*self.bin.small(), self.report, self.acceptance)]
         self._idle.fill_(1.0)
         self.bin.numbers.zero_()
-        self.bin.offsets.fill_(self.bin.tokens)[0] = 0
+        self.bin.offsets.fill_(rows)[0] = 0
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         try:
@@ -292,7 +302,7 @@ class DraftStep:
                 self.update(self.backward(self.bin.batch(*batch)))
             finally:
                 graph.capture_end()
-            self._graphs[split, where] = graph
+            self._graphs[split, rows, where] = graph
         finally:
             self._idle.fill_(0.0)
             for x, value in zip(

@@ -16,7 +16,7 @@ from driver.draft_step import IN_FLIGHT, Bin, DraftStep, Reduce
 from driver.draft_swap import ReadyWeights
 from driver.drafter import Drafter
 from driver.model import TargetModel
-from driver.partition import Overlap, Partition, choose_overlap, measure_overlaps
+from driver.partition import Beside, Overlap, choose_overlap, measure_overlaps
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
@@ -68,13 +68,12 @@ class SpotTrainer:
             self.buffer.reserve(cache.features.flatten(0, 1))
         self.bin = Bin(config.tokens_per_step, target, drafter_config.rejected_weight)
         objective = Objective(drafter_config.loss, drafter_config.feature_loss)
-        self.step = DraftStep(
-            drafter, self.bin, objective, drafter_config.unroll, drafter_config.lr
-        )
+        learning = drafter_config.unroll, drafter_config.lr
+        self.step = DraftStep(drafter, self.bin, objective, *learning)
         self.checkpoints: DraftCheckpoints | None = None
-        self.partition: Partition | None = None
-        self.overlap: Overlap | None = None  # measured of the partition
-        self.measured: list[Overlap] = []  # of every size tried
+        self.beside: Beside | None = None  # how it trains beside the tail
+        self.overlap: Overlap | None = None  # what was measured of that
+        self.measured: list[Overlap] = []  # of everything tried
         self.serial_step_s = 0.0
         self._measured = False
         self.spans = Spans("drafter")
@@ -84,7 +83,7 @@ class SpotTrainer:
         self.reports = StepReports()
         self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
         self.ready = ReadyWeights(drafter, runner)
-        self.thread = StepThread(self.attempt, lambda: self.reports.settle(0), self._fail)
+        self.thread = StepThread(self.attempt, self._settle, self._fail)
         self._passes = 0  # of tails
         self.error: BaseException | None = None  # why it pauses
 
@@ -102,8 +101,8 @@ class SpotTrainer:
     def mode(self) -> str:
         """How it trains by now."""
         if self.config.mode == "auto":
-            return "serial" if self.partition is None else "overlapped"
-        if self.config.mode == "overlapped" and self.bin.fixed and self.partition is None:
+            return "serial" if self.beside is None else "overlapped"
+        if self.config.mode == "overlapped" and self.bin.fixed and self.beside is None:
             return "serial"  # not measured yet, or there are no partitions
         return self.config.mode
 
@@ -145,9 +144,7 @@ class SpotTrainer:
                 for _ in range(self._passes // self.config.every - due):
                     if not self.attempt():
                         break
-                begin = time.perf_counter()
-                self.reports.settle(0)
-                self._spent_s += time.perf_counter() - begin
+                self._settle()
             elif not self.running:
                 self.start()
         self.ready.swap()
@@ -173,7 +170,9 @@ class SpotTrainer:
 
     def start(self) -> None:
         """Trains in a thread, in the partition where there is one, until `stop`."""
-        self.thread.start(None if self.partition is None else self.partition.stream)
+        if self.beside is None:
+            return self.thread.start(None)
+        self.thread.start(self.beside.stream, self.beside.duty)
 
     def stop(self) -> None:
         """Returns once no micro-step runs; what failed in one is a warning here, in the caller."""
@@ -211,8 +210,8 @@ class SpotTrainer:
         self.drafter.refresh_head(self.target.head)
         if self.runner.version:
             self.runner.refresh_head()
-        if self.partition is not None:  # with documents of two policies from here on
-            self.capture(self._share, self.partition)
+        if self.beside is not None:  # with documents of two policies from here on
+            self.capture(self.share(self.beside.rows), self.beside)
 
     def set_lr(self, lr: float) -> None:
         """Learning rate of the next micro-steps."""
@@ -232,20 +231,22 @@ class SpotTrainer:
         """
         begin = time.perf_counter()
         self.reports.settle(IN_FLIGHT - 1)
+        beside = self.beside if self.thread.here else None
+        rows = self.bin.tokens if beside is None else beside.rows
         with self.buffer.lock:
-            pieces = self.buffer.sample(self.bin.tokens, self.steps, self.bin.most)
+            pieces = self.buffer.sample(rows, self.steps, self.bin.most)
             if not pieces and reduce is None:
                 return False
             if self.steps == 0 and reduce is None:
                 self.rebuild_vocabulary()
-            loaded = self.bin.load(pieces, self.target_version, self._share) if pieces else None
+            place = self.target_version, self.share(rows), rows
+            loaded = self.bin.load(pieces, *place) if pieces else None
             if any(piece.document.spilled for piece in pieces) and self.bin.fixed:
                 self.buffer.read = self._event()
         tokens = sum(piece.length for piece in pieces)
         now, before = self._teachers()
         if reduce is None:
             assert loaded is not None
-            beside = self.partition if self.thread.here else None
             if beside is None:
                 self.capture(loaded[0], None)
             self.step.run(*loaded, now, before, beside.sms if beside else 0)
@@ -265,9 +266,9 @@ class SpotTrainer:
         self._spent_s += time.perf_counter() - begin
         return True
 
-    @property
-    def _share(self) -> int:
-        return int(self.bin.tokens * self.config.keep_long)
+    def share(self, rows: int) -> int:
+        """Of a step's rows, those for documents of the step before."""
+        return int(rows * self.config.keep_long)
 
     def _teachers(self) -> tuple[Teacher, Teacher | None]:
         return self.teachers.now(self.target_version), self.teachers.previous
@@ -277,10 +278,11 @@ class SpotTrainer:
         event.record()
         return event
 
-    def capture(self, split: int, where: Partition | None) -> None:
+    def capture(self, split: int, where: Beside | None) -> None:
         """Makes a graph of a step, where there is none."""
+        rows = self.bin.tokens if where is None else where.rows
         place = () if where is None else (where.sms, where.stream)
-        self.step.capture(split, *self._teachers(), *place)
+        self.step.capture(split, rows, *self._teachers(), *place)
 
     def attempt(self) -> bool:
         """A micro-step whose failure is kept for `stop`; False where none was made."""
@@ -290,6 +292,12 @@ class SpotTrainer:
         except Exception as error:
             self.error = error
             return False
+
+    def _settle(self) -> None:
+        """Waits for the micro-steps in flight: time of training, too."""
+        begin = time.perf_counter()
+        self.reports.settle(0)
+        self._spent_s += time.perf_counter() - begin
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
@@ -308,26 +316,26 @@ class SpotTrainer:
         wanted = self.bin.fixed and self.config.mode in ("auto", "overlapped")
         if not wanted or self._measured or not self.buffer.num_tokens:
             return
-        alone_s = self.decode()
-        if alone_s is None:
+        if self.decode() is None:
             return  # its graphs come with the next rollout
         self._measured = True
         try:
-            self.serial_step_s, found = measure_overlaps(self, self.decode, alone_s)
+            budget = self.config.slowdown
+            self.serial_step_s, found = measure_overlaps(self, self.decode, budget)
         except Exception as error:  # whatever it is, there is another way to train
-            self.partition = None
+            self.beside = None
             warnings.warn(
                 f"spot trainer: no partition of the GPU ({type(error).__name__}: {error}); it"
                 " trains between passes instead",
                 stacklevel=3,
             )
             return
-        self.measured, tokens = list(found), self.bin.tokens
-        best = choose_overlap(self.measured, self.serial_step_s, tokens, self.config.slowdown)
+        self.measured = list(found)
+        best = choose_overlap(self.measured, self.bin.tokens / self.serial_step_s, budget)
         if best is None and self.config.mode == "overlapped":
             best = min(self.measured, key=lambda overlap: overlap.slowdown)
         self.overlap = best
-        self.partition = None if best is None else found[best]
+        self.beside = None if best is None else found[best]
 
     # ---- records --------------------------------------------------------------------------------
 
@@ -345,6 +353,7 @@ class SpotTrainer:
         if self.overlap is not None:
             out["drafter/overlap_slowdown"] = self.overlap.slowdown
             out["drafter/sms"] = self.overlap.sms
+            out["drafter/duty"] = self.overlap.duty
             out["drafter/stop_ms"] = 1e3 * self.stop_s
         if self.checkpoints is not None:
             out["drafter/checkpoint_stall_ms"] = 1e3 * self.checkpoints.stall_s

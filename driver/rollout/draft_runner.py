@@ -35,10 +35,11 @@ class DraftRunner:
         target: the policy; its embedding is read, never written, its head gathered by `d2t`.
         cache: the engine's KV cache, which holds the recorded features.
         seed: run seed of the keyed noise.
-        score_temperature: how drafted nodes are ranked (`tlt_ext.expand_tree`). 0, cumulative
-            log-probability, is as good as any: accept length on the tiny policy at T = 1 of
-            4,2,8 / 6,4,16 / 8,4,32 is 3.19 / 3.83 / 4.15; with perturbed scores at 0.7, 1, 1.5, 2
-            and 3 the last is 3.85, 3.98, 4.12, 4.09 and 3.83.
+        score_temperature: how drafted nodes are ranked (`tlt_ext.expand_tree`). At 0, cumulative
+            log-probability, the noise that chose a node counts for nothing in its rank: as good as
+            any where the policy is sure of most tokens (the tiny policy's accept length at T = 1
+            with 8,4,32: 4.15; with perturbed scores at 0.7, 1, 1.5, 2, 3: 3.85, 3.98, 4.12, 4.09,
+            3.83), far behind where it is not (laws of SmolLM2 on GSM8K: `profiling/README.md`).
     """
 
     def __init__(

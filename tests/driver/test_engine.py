@@ -401,3 +401,10 @@ def test_a_pass_verifies_no_more_rows_than_it_may(policy, plain):
     assert same(generate(narrow, requests(), "ngram:4,1,5"), plain)
     speculated = {active for _, active, arm in narrow.engine.stats.trace if arm != "off"}
     assert speculated and max(speculated) <= 4
+
+
+def test_how_drafted_nodes_are_ranked_changes_no_token(policy, plain):
+    rollout = make_rollout(policy, "engine.score_temperature=1")
+    rollout.spot.swap()
+    assert rollout.spot.runner.score_temperature == 1
+    assert same(generate(rollout, requests(), "learned:4,3,12"), plain)

@@ -2,6 +2,7 @@
 
 import io
 import threading
+import time
 import warnings
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from driver.rollout.request import Request, SamplingParams
 from driver.rollout.scheduler import Sequence
 from driver.sections import BanditConfig, EngineConfig, SpotConfig
 from driver.spot_trainer import SpotTrainer
+from driver.step_thread import StepThread
 from driver.strategy import Strategy
 from tests.driver.drafting import PAGE, SEED, Parts, build_parts
 from tests.kit import same_bits
@@ -44,7 +46,8 @@ def fill(trainer: SpotTrainer, parts: Parts, seeds=(1, 2, 3), length: int = 40) 
 
 
 def packed(trainer: SpotTrainer, pieces: list[Piece]) -> DraftBatch:
-    loaded = trainer.bin.load(pieces, trainer.target_version, trainer._share)
+    share = trainer.share(trainer.bin.tokens)
+    loaded = trainer.bin.load(pieces, trainer.target_version, share)
     return trainer.bin.batch(*loaded, *trainer._teachers())
 
 
@@ -362,6 +365,32 @@ def test_the_thread_stops_within_one_micro_step(parts, monkeypatch):
     stopper.join(30)
     assert not stopper.is_alive() and steps == [0]
     assert [t for t in threading.enumerate() if t.name == "spot-trainer"] == []
+
+
+def test_the_thread_rests_between_steps_and_a_stop_ends_the_rest():
+    """A queue of steps would delay the stop, and a step that waits for nothing has no length."""
+    events, stepped = [], threading.Event()
+
+    def step() -> bool:
+        events.append("step")
+        if events.count("step") == 3:
+            stepped.set()
+        time.sleep(0.01)
+        return True
+
+    thread = StepThread(step, lambda: events.append("settled"), pytest.fail)
+    begin = time.perf_counter()
+    thread.start(None, duty=0.1)
+    assert stepped.wait(30)
+    assert time.perf_counter() - begin >= 2 * 0.1  # two steps with their rests
+    thread.stop()
+    assert events[:6] == ["step", "settled"] * 3
+    count, begin = len(events), time.perf_counter()
+    thread.start(None, duty=1e-4)  # would rest for 100 s
+    while len(events) == count:
+        time.sleep(0.001)
+    thread.stop()
+    assert time.perf_counter() - begin < 20 and not thread.running
 
 
 def test_overlapped_training_learns_swaps_and_leaves_torch_s_threads(parts):
