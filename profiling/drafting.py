@@ -39,12 +39,13 @@ class Sizes:
     tokens: int = 256  # of a response
     batch: int = 32  # of requests that are drafted for
     bin: int = 4096  # entries of a step
-    steps: int = 3000
+    steps: int = 20_000  # at most: the time ends it before
     family_steps: int = 1000
-    seconds: float = 110.0  # of a training, whatever its steps: less than a warm start may take
+    seconds: float = 90.0  # of a training, whatever its steps: with the responses, a warm start's
     unroll: int = 4
     strategies: tuple[str, ...] = ("learned:4,4,16", "learned:8,4,32", "learned:8,8,64")
-    tail: int = 2048  # tokens of a request in the tail
+    scores: tuple[float, ...] = (0.0, 0.7, 1.0, 1.5, 2.0, 3.0)  # temperatures of nodes' ranks
+    tail: int = 2048  # tokens of the longest request of a rollout
 
 
 class PassLog:
@@ -137,7 +138,7 @@ class Study:
             f"engine.max_batch={max(sizes.batch, min(256, shown))}",
             f"engine.spec_max_batch={sizes.batch}",
             "engine.num_pages=0",
-            "engine.graphs=false",  # settings of the draft change from row to row
+            "bandit.buckets=[1]",
             "spot.mode=serial",
             f"spot.every={NEVER}",
             "spot.keep_long=0",
@@ -154,11 +155,18 @@ class Study:
         return [r for i, r in enumerate(requests) if (i % every == 0) == held_out]
 
     def collect(self) -> float:
-        """Samples what is learned from; seconds."""
-        begin = time.perf_counter()
+        """Samples what is learned from, all at once, so that the batch stays full; seconds.
+
+        Plain passes run as graphs, where there are any; drafting does not, for its settings change
+        from row to row.
+        """
+        begin, engine = time.perf_counter(), self.rollout.engine
+        runner = self.rollout.spot.runner
+        version, runner.version = runner.version, 0  # no graph of a drafter
         fix_bandit(self.rollout, policy="static", static="off")
-        for round in range(self.sizes.rounds):
-            self.rollout.engine.generate(self.requests(False, round))
+        rounds = range(self.sizes.rounds)
+        engine.generate([r for round in rounds for r in self.requests(False, round)])
+        engine.runner.graphs, runner.version = None, version
         return time.perf_counter() - begin
 
     def learner(self, unroll: int, drafter: Drafter | None = None, **settings: Any) -> SpotTrainer:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,15 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from driver.config import load_config
 from driver.data_buffer import DataBuffer
 from driver.draft_checkpoint import DraftCheckpoints
 from driver.draft_loss import unroll
-from driver.partition import Overlap
 from driver.spot_trainer import SpotTrainer
 from profiling import drafter_runs
 from profiling.bench import Bench, say
 from profiling.benches.grpo import make_runs
 from profiling.draft_cost import memory, packing
+from profiling.draft_overlap import OF_TARGETS, overlap
 from profiling.drafting import (
     Sizes,
     Study,
@@ -61,9 +61,9 @@ WORDS = [
     "drafter.draft_vocab=16384",
     "drafter.lr=1e-3",
     "engine.prefill_chunk=2048",
+    "engine.score_temperature=1",  # of a policy that is often unsure
 ]
 SHAPE_WORDS = ["run.device=cuda", "model.dtype=bfloat16", "drafter.draft_vocab=16384"]
-SCORE_TEMPERATURES = [0.0, 0.7, 1.0, 1.5, 2.0, 3.0]  # of nodes kept; 0: cumulative log-probability
 UNROLLS = {1: "EAGLE-like", 3: "HASS-like", 7: "EAGLE-3"}
 FIRST_TOP_K = [1, 4, 8]
 POSITIONS = [0, 32, 64, 128, 256, 512, 1024]  # of the root in its response
@@ -76,16 +76,24 @@ WARMED_STRATEGIES = [  # at most 64 nodes
     "learned:16,4,64",
 ]
 WARMED_PROMPTS, WARMED_TOKENS = 64, 1024  # tokens of a response at most
-OF_TARGETS = "SmolLM2"  # the model of the targets of training beside the tail
+WARMED_RANKED = ["learned:4,4,16", "learned:8,4,32"]  # by scores at 1, too
 SHAPE_TAIL = 512  # tokens of the 7B shape's longest request: a pass takes 7 ms
 
 FULL = Sizes()
-QUICK = Sizes(steps=2400, family_steps=250, strategies=("learned:8,8,64",), seconds=40.0)
+QUICK = Sizes(
+    family_steps=250,
+    strategies=("learned:8,8,64",),
+    seconds=40.0,
+    tail=1536,
+    scores=(0.0, 0.7, 1.4),
+)
 OF_ONE_POLICY = [
     "family", "accept", "nodes", "first", "checkpoint", "packing", "mix", "weights", "memory",
 ]  # fmt: skip
 TRAINED = ["accept", "nodes", "first"]
-TARGETS = ["warmed", "adaptive", "overlap", "accept", "first", "checkpoint", "packing", "memory"]
+TARGETS = [
+    "warmed", "adaptive", "overlap", "accept", "nodes", "first", "checkpoint", "packing", "memory",
+]  # fmt: skip
 
 
 def wanted(bench: Bench, part: str) -> bool:
@@ -115,6 +123,12 @@ def warmed(bench: Bench, subject: Subject) -> None:
         with logged(rollout) as log:
             rollout.engine.generate(requests, record=False)
         lengths.append(log_row(bench, f"{subject.name} {strategy}", log))
+    rollout.spot.runner.score_temperature = 1.0
+    for strategy in WARMED_RANKED:
+        fix_bandit(rollout, policy="static", static=strategy)
+        with logged(rollout) as log:
+            rollout.engine.generate(requests, record=False)
+        log_row(bench, f"{subject.name} {strategy}, nodes by scores at 1", log)
     bench.got["accept_length_warmed_policy_t1"] = round(max(lengths), 4)
 
 
@@ -197,67 +211,7 @@ def weights(study: Study, strategy: str) -> None:
         study.row(f"missed tokens weigh {weight:g}", study.draft(strategy))
 
 
-# ---- beside the tail ----------------------------------------------------------------------------
-
-
-def overlap(bench: Bench, subject: Subject, sizes: Sizes, name: str) -> None:
-    """Slowdown of decoding and tokens trained on each partition; a tail with and without."""
-    rollout = subject.rollout(
-        "engine.strategies=off learned:4,4,16",
-        "engine.max_batch=8",
-        "engine.spec_max_batch=8",
-        "engine.num_pages=0",
-        "bandit.buckets=[1,2,4,8]",
-        "spot.mode=auto",
-        "spot.every=8",
-        "spot.swap_every=64",
-        "spot.final_steps=0",
-        "spot.tokens_per_step=256",
-        longest=sizes.tail + 512,
-    )
-    engine, spot = rollout.engine, rollout.spot
-    fix_bandit(rollout, policy="static", static="off")
-    requests = subject.requests([sizes.tail // 4 * (1 + i % 4) for i in range(8)], stop=False)
-    engine.generate(requests)
-    spot.finish()
-
-    def over_serial(o: Overlap) -> float:
-        return round(o.tokens_per_ms * spot.serial_step_s * 1e3 / spot.bin.tokens, 3)
-
-    for o in spot.measured:
-        bench.add_row(
-            f"{name}, {o.sms} SMs",
-            1e6 * o.step_s,
-            slowdown=round(o.slowdown, 4),
-            tokens_per_s=round(spot.bin.tokens / o.step_s),
-            over_serial_tokens_per_ms=over_serial(o),
-            chosen=o == spot.overlap,
-        )
-    bench.add_row(
-        f"{name}, serial step", 1e6 * spot.serial_step_s, tokens=spot.bin.tokens, mode=spot.mode
-    )
-    # Where none was good enough, the gentlest says by how much.
-    best = spot.overlap or min(spot.measured, key=lambda o: o.slowdown, default=None)
-    if best is not None and name == OF_TARGETS:
-        bench.got["overlap_tail_slowdown_x"] = round(best.slowdown, 4)
-        bench.got["overlap_over_serial_tokens_per_ms_x"] = over_serial(best)
-    if spot.overlap is None:
-        return
-    times: dict[str, list[float]] = {"alone": [], "beside": []}
-    begun = spot.steps
-    for _ in range(3):
-        for arm, record in (("alone", False), ("beside", True)):
-            engine.generate(requests, record=record)
-            times[arm].append(engine.stats.elapsed_s)
-            spot.stop()
-    seconds = {arm: statistics.median(values) for arm, values in times.items()}
-    slowdown = seconds["beside"] / seconds["alone"]
-    bench.add_row(
-        f"{name}, tail of 8", 1e6 * seconds["beside"], slowdown=round(slowdown, 4),
-        steps=(spot.steps - begun) // 3, stop_ms=round(1e3 * spot.stop_s, 3),
-    )  # fmt: skip
-    if name == OF_TARGETS:
-        bench.got["rollout_slowdown_x"] = round(slowdown, 4)
+# ---- the whole ----------------------------------------------------------------------------------
 
 
 def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
@@ -271,11 +225,9 @@ def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
             checkpoints.save(spot._state, index)
             checkpoints.collect()
             sizes = [path.stat().st_size for path in Path(folder).iterdir()]
-    bench.add_row("checkpoint stall", 1e6 * checkpoints.stall_s, mib=round(sizes[0] / 2**20, 1))
+    mib, counted = round(sizes[0] / 2**20, 1), len(spot.buffer.seen_tokens)
+    bench.add_row("checkpoint stall", 1e6 * checkpoints.stall_s, mib=mib, counted_tokens=counted)
     bench.got["checkpoint_stall_ms"] = round(1e3 * checkpoints.stall_s, 3)
-
-
-# ---- the whole ----------------------------------------------------------------------------------
 
 
 def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] = ()) -> None:
@@ -311,10 +263,11 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
             study.groups(name, log, column, edges)
 
     def nodes() -> None:
-        for temperature in SCORE_TEMPERATURES:
-            runner.score_temperature = temperature
-            study.row(f"nodes by scores at {temperature:g}", study.draft(strategy))
-        runner.score_temperature = 0.0
+        chosen = runner.score_temperature
+        for runner.score_temperature in sizes.scores:
+            case = f"nodes by scores at {runner.score_temperature:g}"
+            study.row(case, study.draft(strategy))
+        runner.score_temperature = chosen
 
     def train() -> None:
         begun = main.steps
@@ -366,6 +319,21 @@ def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
     drafter_runs.adaptive_over_frozen(bench, chosen.runs)
 
 
+def smollm2(bench: Bench, sizes: Sizes) -> None:
+    """SmolLM2 on GSM8K; what needs no responses to these prompts runs without them, too."""
+    words = [*WORDS, *bench.settings]
+    path = Path(load_config(words).task.path).expanduser()
+    if not path.exists():
+        say(f"SmolLM2 on GSM8K: left out, no {path} here (--set task.path=FOLDER)")
+        words = [word for word in words if not word.startswith("task.")]
+    subject = of_checkpoint("smollm2", words, warmed=False, note=say, longest=False)
+    if wanted(bench, "overlap"):
+        with bench.part("overlap"):
+            overlap(bench, subject, sizes.tail, OF_TARGETS)
+    if path.exists() and any(wanted(bench, part) for part in OF_ONE_POLICY):
+        compare(bench, subject, sizes)
+
+
 def run(bench: Bench) -> None:
     chosen, sizes = options(bench.options), QUICK if bench.quick else FULL
     if wanted(bench, "warmed"):
@@ -377,15 +345,8 @@ def run(bench: Bench) -> None:
             adaptive(bench, chosen)
     if any(wanted(bench, part) for part in ["overlap", *OF_ONE_POLICY]):
         with bench.part("SmolLM2"):
-            words = [*WORDS, *bench.settings]
-            subject = of_checkpoint("smollm2", words, warmed=False, note=say, longest=False)
-            if wanted(bench, "overlap"):
-                with bench.part("overlap"):
-                    overlap(bench, subject, sizes, OF_TARGETS)
-            if any(wanted(bench, part) for part in OF_ONE_POLICY):
-                compare(bench, subject, sizes)
-            del subject
+            smollm2(bench, sizes)
     if wanted(bench, "overlap-7b"):
         with bench.part("overlap-7b"):
             shape = of_shape("Qwen2-7B shape", [*SHAPE_WORDS, *bench.settings], QWEN2_7B, "cuda")
-            overlap(bench, shape, replace(sizes, tail=SHAPE_TAIL), "Qwen2-7B shape")
+            overlap(bench, shape, SHAPE_TAIL, "Qwen2-7B shape")

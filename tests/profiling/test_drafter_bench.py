@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from driver.config import load_config
 from driver.partition import Overlap
 from driver.spot_trainer import SpotTrainer
-from profiling import draft_cost, drafter_figures, drafter_runs, drafting
+from profiling import draft_cost, draft_overlap, drafter_figures, drafter_runs, drafting
 from profiling.bench import Bench
 from profiling.benches import drafter, grpo
 from profiling.benches.drafter import compare
@@ -32,7 +32,7 @@ WORDS = [
 ]
 SMALL = Sizes(
     prompts=16, held_out=8, rounds=1, tokens=24, batch=4, bin=64, steps=6, family_steps=4, unroll=2,
-    strategies=("learned:2,2,5",),
+    strategies=("learned:2,2,5",), scores=(0.0, 1.0),
 )  # fmt: skip
 
 
@@ -67,7 +67,6 @@ def test_all_children_hold_the_token_by_every_rule():
 
 def test_the_benchmark_runs_whole_on_the_cpu(monkeypatch):
     monkeypatch.setattr(drafter, "MEASURED_ROWS", 100)
-    monkeypatch.setattr(drafter, "SCORE_TEMPERATURES", [0.0, 1.0])
     monkeypatch.setattr(draft_cost, "allocated", lambda: (0, 0))  # a card's allocator
     subject = of_checkpoint("tiny", WORDS, warmed=False, note=lambda line: None)
     bench = Bench("drafter", copy_gb_per_s=float("nan"))
@@ -105,7 +104,7 @@ def test_parts_of_a_quick_run():
         bench = Bench("drafter", float("nan"), quick=True, **options)
         return [part for part in parts.split() if drafter.wanted(bench, part)]
 
-    assert chosen("accept nodes memory overlap-7b") == ["accept", "memory"]
+    assert chosen("accept family memory overlap-7b") == ["accept", "memory"]
     assert chosen("overlap overlap-7b nodes warmed", only="overlap-7b|nodes") == [
         "overlap-7b",
         "nodes",
@@ -133,9 +132,10 @@ def test_training_ends_with_its_time(monkeypatch):
 
 
 @pytest.mark.parametrize("chosen", [True, False])
-def test_overlap_is_a_table_and_a_tail(monkeypatch, chosen):
+def test_overlap_is_a_table_and_whole_rollouts(monkeypatch, chosen):
     """As where partitions were measured; one that was not good enough is still told."""
-    found = [Overlap.of(sms, 1e-3, slow * 1e-3, 4e-3, 32) for sms, slow in ((16, 1.2), (8, 1.05))]
+    ways = (16, 1.2, 1.0), (8, 1.05, 0.25)
+    found = [Overlap.of(sms, 1e-3, slow * 1e-3, 4e-3, 32, duty) for sms, slow, duty in ways]
 
     def measure(spot):
         spot.measured, spot.serial_step_s = found, 1e-3
@@ -145,13 +145,32 @@ def test_overlap_is_a_table_and_a_tail(monkeypatch, chosen):
     words = [*WORDS, "spot.tokens_per_step=32"]
     subject = of_checkpoint("tiny", words, warmed=False, note=lambda line: None)
     bench = Bench("drafter", copy_gb_per_s=float("nan"))
-    drafter.overlap(bench, subject, replace(SMALL, tail=24), drafter.OF_TARGETS)
+    monkeypatch.setattr(draft_overlap, "REQUESTS", 12)
+    draft_overlap.overlap(bench, subject, 40, draft_overlap.OF_TARGETS)
     cases = {row["case"]: row for row in bench.rows}
-    assert [cases[f"SmolLM2, {sms} SMs"]["chosen"] for sms in (16, 8)] == [False, chosen]
+    names = "SmolLM2, 16 SMs", "SmolLM2, 8 SMs, 25% of the time"
+    assert [cases[name]["chosen"] for name in names] == [False, chosen]
+    assert [cases[name]["stop_ms"] for name in names] == [4.0, 1.0]
     assert bench.got["overlap_tail_slowdown_x"] == 1.05
-    assert ("SmolLM2, tail of 8" in cases) == ("rollout_slowdown_x" in bench.got) == chosen
+    assert ("rollout_slowdown_x" in bench.got) == chosen
     if chosen:
-        assert cases["SmolLM2, tail of 8"]["steps"] > 0
+        row = cases["SmolLM2, rollout of 12"]
+        assert row["steps"] > 0 and 0 < row["tail_share"] < 1
+        assert row["slowdown"] == bench.got["rollout_slowdown_x"] > 0.5
+
+
+def test_without_gsm8k_the_rest_runs(monkeypatch, capsys):
+    """What needs its prompts is left out with a line; the tail may decode anything."""
+    seen = []
+    monkeypatch.setattr(drafter, "of_checkpoint", lambda name, words, **_: words)
+    monkeypatch.setattr(drafter, "overlap", lambda bench, words, *_: seen.append(words))
+    monkeypatch.setattr(drafter, "compare", lambda bench, words, *_: seen.append("compared"))
+    settings = ["task.path=/nowhere/gsm8k", "model.cache=/keep"]
+    bench = Bench("drafter", float("nan"), quick=True, only="overlap$|accept", settings=settings)
+    drafter.run(bench)
+    (words,) = seen
+    assert load_config(words).task.name == "addition" and "model.cache=/keep" in words
+    assert "left out, no /nowhere/gsm8k here" in capsys.readouterr().out and not bench.failed
 
 
 def memory_over_predicted(*words):
@@ -210,6 +229,7 @@ def test_the_warmed_policy_and_rl_from_it(tmp_path, monkeypatch):
         "engine.max_batch=8", "spot.tokens_per_step=32", "run.checkpoint_every=1",
     ]  # fmt: skip
     monkeypatch.setattr(drafter, "WARMED_STRATEGIES", ["learned:2,2,5", "learned:4,4,16"])
+    monkeypatch.setattr(drafter, "WARMED_RANKED", ["learned:2,2,5"])
     monkeypatch.setattr(drafter, "WARMED_PROMPTS", 6)
     monkeypatch.setattr(drafter, "WARMED_TOKENS", 24)
     bench = Bench("drafter", float("nan"), quick=True, only="warmed|adaptive", settings=settings)
@@ -223,8 +243,10 @@ def test_the_warmed_policy_and_rl_from_it(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "ended", in_process)
     drafter.run(bench)  # in a quick run no RL is made unless it may take time
     cases = {row["case"]: row for row in bench.rows}
-    assert list(cases) == ["warmed learned:2,2,5", "warmed learned:4,4,16"] and not commands
-    best = max(row["accept_length"] for row in cases.values())
+    ranked = "warmed learned:2,2,5, nodes by scores at 1"
+    names = "warmed learned:2,2,5", "warmed learned:4,4,16"
+    assert list(cases) == [*names, ranked] and not commands
+    best = max(cases[name]["accept_length"] for name in names)
     assert bench.got == {"accept_length_warmed_policy_t1": best} and best >= 1.0
     for steps in (1, 2):
         bench.rows, bench.only = [], "adaptive"
