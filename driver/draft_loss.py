@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 from driver.draft_attention import Documents, chain_attention
 from driver.drafter import Drafter
-from driver.grpo import CHUNK_LOGITS
 
 LossKind = Literal["soft_ce", "kl", "tv", "hybrid"]
 
 STEP_WEIGHT = 0.8  # of each unroll step against the one before
 HYBRID_DECAY = 3.0  # how fast acceptance moves the hybrid loss from KL to TV
+CHUNK_LOGITS = 1 << 24  # float32 logits of each model alive at once: 64 MiB
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from driver.config import Config, load_config
 from driver.drafter import DraftSpec
 from driver.errors import UserError
 from driver.footprint import FLOAT, Footprint, empty_policy, footprint, held_bytes, table
+from driver.policy_trainer import has_own_old_logprobs
 from driver.rollout.plan import Cell, GraphCost
 from driver.strategy import OFF
 from driver.tasks import make_task
@@ -218,9 +219,10 @@ def step_seconds(
         update += forward - 2 * tokens * head
     optimizer = numbers * (FLOAT * 8 + size) / limits.bytes_per_s
     minibatches = grpo.epochs * grpo.minibatches
+    before = (not has_own_old_logprobs(grpo)) + (grpo.kl_coef > 0)  # the policy's, the reference's
     out = {
         "gen": rollout_seconds(config, policy, prompt_len, mean, matrix, limits),
-        "old_log_prob": (2 if grpo.kl_coef else 1) * forward / limits.flops_per_s,
+        "old_log_prob": before * forward / limits.flops_per_s,
         "update_actor": grpo.epochs * update / limits.flops_per_s + minibatches * optimizer,
         "update_weights": 2 * held_bytes(policy) / limits.bytes_per_s,
     }

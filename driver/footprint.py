@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from driver import grpo, tiny
+from driver import logprobs, tiny
 from driver.assemble import Parts, build_parts, longest_request, spec_of
 from driver.checkpoint import ModelSpec
 from driver.config import Config
@@ -27,9 +27,7 @@ from driver.strategy import MAX_DRAFTED, parse_strategies
 
 FLOAT = 4
 STATE_WORDS = 128  # 32-bit words of a request in the engine's state, besides its block table
-# Float arrays of a chunk of logits that are alive at once: logits, log-probs, and three of the
-# entropy's.
-CHUNK_ARRAYS = 5
+CHUNK_ARRAYS = 2  # float arrays of a chunk of logits that are alive at once: logits, probabilities
 CONTEXT, GRAPHS = "CUDA context", "graphs"
 CONTEXT_BYTES = 600 << 20  # a CUDA context with its libraries' workspaces: no tensor of ours
 
@@ -132,9 +130,7 @@ def footprint(config: Config, policy: PreTrainedModel, prompt_len: int) -> Footp
         # Those of the micro-batches before.
         phases = {phase: gradients | needs for phase, needs in phases.items()}
     ended = gradients | ({"half-precision ones": always["policy"]} if is_half(policy.dtype) else {})
-    # AdamW takes the square roots of all second moments in one list.
-    phases |= {"update, its end": ended}
-    phases |= {"optimizer": gradients | {"square roots": FLOAT * numbers}}
+    phases |= {"update, its end": ended, "optimizer": gradients}
     return Footprint(always, phases)
 
 
@@ -159,20 +155,17 @@ def layer_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool 
         spec: of the policy.
         tokens: of the packed row.
         dtype: of the policy.
-        on_card: attention of a card has one copy less of its result.
+        on_card: attention of a card shares keys and values among heads, and has one copy less of
+            its result.
     """
     size, query = dtype.itemsize, spec.num_heads * spec.head_dim
-    # Query, keys and values of every head, the result.
-    attention = (4 if on_card else 5) * size * query + FLOAT * spec.num_heads
+    shared = spec.num_kv_heads * spec.head_dim
+    # Query, keys and values, the result.
+    attention = size * (2 * query + 2 * shared if on_card else 5 * query) + FLOAT * spec.num_heads
     if spec.qk_norm:
-        attention += (FLOAT + size) * (query + spec.num_kv_heads * spec.head_dim)
+        attention += size * (query + shared)
     mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
-    return tokens * (2 * _norm_width(spec, size) + attention + mlp)
-
-
-def _norm_width(spec: ModelSpec, size: int) -> int:
-    """Saved by a norm of one token: in float32, normalized, scaled."""
-    return (FLOAT + 2 * size) * spec.hidden_size
+    return tokens * (2 * 2 * size * spec.hidden_size + attention + mlp)  # of a norm: both sides
 
 
 def update_bytes(
@@ -190,16 +183,18 @@ def update_bytes(
     size, layer = dtype.itemsize, layer_bytes(spec, tokens, dtype, on_card)
     inputs = spec.num_layers * tokens * size * spec.hidden_size
     kept = inputs if checkpointing else spec.num_layers * layer
-    # The final norm, and the rows that have logits.
-    ends = tokens * (_norm_width(spec, size) + size * spec.hidden_size)
+    ends = tokens * 2 * size * spec.hidden_size  # what the final norm reads, rows with logits
+    head = spec.vocab_size * spec.hidden_size
     return {
         "update, logits": {
             "activations": kept + ends,
-            "logits chunk": chunk_bytes(spec.vocab_size, tokens),
+            "logits chunk": chunk_bytes(spec, tokens, dtype),
+            "gradients of the head": FLOAT * head + tokens * size * spec.hidden_size,
         },
         "update, layers": {
             "activations": kept + (layer if checkpointing else 0),
             "backward": backward_bytes(spec, tokens, dtype),
+            "gradient of the head": size * head,
         },
     }
 
@@ -209,10 +204,12 @@ def backward_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
     return tokens * dtype.itemsize * (3 * spec.intermediate_size + 2 * spec.hidden_size)
 
 
-def chunk_bytes(vocab_size: int, tokens: int) -> int:
-    """Logits and what follows from them, of one chunk of rows."""
-    rows = min(tokens, max(1, grpo.CHUNK_LOGITS // vocab_size))
-    return CHUNK_ARRAYS * FLOAT * rows * vocab_size
+def chunk_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
+    """Of one chunk of rows: logits and probabilities, or their slope and its share of the head's
+    gradient."""
+    rows = min(tokens, max(1, logprobs.CHUNK_LOGITS // spec.vocab_size))
+    share = dtype.itemsize * rows + FLOAT * spec.hidden_size
+    return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT * rows, share)
 
 
 def _policy_parts(config: Config, policy: PreTrainedModel) -> dict[str, int]:

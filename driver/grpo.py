@@ -1,7 +1,6 @@
 """GRPO as pure maths: rewards to advantages, log-probs to a loss.
 
-Shapes: N responses, G groups, M tokens (any shape works where only M is written), H hidden size, V
-vocabulary.
+Shapes: N responses, G groups, M tokens (any shape works where only M is written).
 """
 
 from __future__ import annotations
@@ -14,16 +13,12 @@ from numbers import Real
 from typing import Literal, TypeVar, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce", "dapo"]
 LossNorm = Literal["tokens", "constant"]
 
 STD_EPS = 1e-4
-# Float32 logits alive at once while log-probs are taken: 64 MiB.
-CHUNK_LOGITS = 1 << 24
 
 Group = TypeVar("Group")
 
@@ -188,46 +183,6 @@ def dynamic_sampling(
     return kept
 
 
-def token_logprobs(
-    hidden: Tensor,
-    head: Tensor,
-    tokens: Tensor,
-    temperature: float | Tensor,
-    entropy_grad: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of sampled tokens and the entropy there, a chunk of rows at a time.
-
-    A chunk's logits are made again in the backward pass, so that only one chunk is ever held.
-
-    Args:
-        hidden: float [M, H], final hidden state at the position before each token.
-        head: float [V, H], rows of the language-model head.
-        tokens: int64 [M], the sampled ids.
-        temperature: float or float [M]; it divides logits, never log-probs; 0 stands for plain
-            logits.
-        entropy_grad: whether the entropy has a gradient.
-
-    Returns:
-        Log-probs float32 [M] of `log_softmax(logits / T)`, and their entropy float32 [M].
-
-    Example:
-        >>> token_logprobs(torch.eye(2), torch.zeros(4, 2), torch.tensor([0, 3]), 1.0)[0].exp()
-        tensor([0.2500, 0.2500])
-    """
-    if not isinstance(temperature, Tensor):
-        temperature = torch.full((len(tokens),), temperature, device=hidden.device)  # [M]
-    scale = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)  # [M, 1]
-    rows = max(1, CHUNK_LOGITS // head.shape[0])
-    if len(tokens) <= rows:
-        return _chunk_logprobs(head, entropy_grad, hidden, tokens, scale)
-    chunks = [
-        checkpoint(_chunk_logprobs, head, entropy_grad, *chunk, use_reentrant=False)
-        for chunk in zip(hidden.split(rows), tokens.split(rows), scale.split(rows), strict=True)
-    ]
-    logprobs, entropy = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)  # [M], [M]
-
-
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
     """Per-token estimate of KL(policy || reference) from tokens of the policy.
 
@@ -284,7 +239,7 @@ class PolicyLoss:
 
     loss: Tensor  # float32 [], with gradient
     pg_loss: Tensor  # float32 [], the part of it that is neither KL nor entropy
-    tokens: int
+    tokens: Tensor  # float32 [], their number
     ppo_kl: Tensor  # float32 [], sum of old - new log-probs
     clipped: Tensor  # float32 [], number of tokens where the clip decides
     ref_kl: Tensor  # float32 [], sum of k3
@@ -362,7 +317,7 @@ def policy_loss(
     return PolicyLoss(
         loss=loss,
         pg_loss=pg_loss.detach(),
-        tokens=int(mask.sum()),
+        tokens=mask.sum().float(),
         ppo_kl=(old - new).detach().sum(),
         clipped=(clipped > plain).sum().float(),
         ref_kl=ref_kl,
@@ -380,15 +335,3 @@ def _group_range(rewards: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     low = empty.scatter_reduce(0, index, rewards, "amin", include_self=False)  # [G]
     high = empty.scatter_reduce(0, index, rewards, "amax", include_self=False)  # [G]
     return low, high
-
-
-def _chunk_logprobs(
-    head: Tensor, entropy_grad: bool, hidden: Tensor, tokens: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, head)  # [M, V]
-    logits = logits if logits.dtype == torch.float64 else logits.float()  # [M, V]
-    logp = F.log_softmax(logits / scale, dim=-1)  # [M, V]
-    source = logp if entropy_grad else logp.detach()  # [M, V]
-    # A logit of -inf: 0 times the least number is 0, times -inf it would be NaN.
-    entropy = -(source.exp() * source.clamp_min(torch.finfo(source.dtype).min)).sum(-1)  # [M]
-    return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy  # [M], [M]

@@ -29,19 +29,30 @@ class MasterWeights:
             for p in self.params
         ]
 
+        self._copied = [
+            (p, m) for p, m in zip(self.params, self.masters, strict=True) if m is not p
+        ]
+
     @property
     def copies(self) -> list[Tensor]:
         """The masters that are not parameters."""
-        return [m for m, p in zip(self.masters, self.params, strict=True) if m is not p]
+        return [master for _, master in self._copied]
 
     def collect_gradients(self) -> None:
         """Adds the parameters' gradients to their masters'; call after each backward pass."""
         # Sums over micro-batches stay in float32: bfloat16 would round small shares away.
-        for param, master in zip(self.params, self.masters, strict=True):
-            if param is not master and param.grad is not None:
-                grad = param.grad.float()
-                master.grad = grad if master.grad is None else master.grad.add_(grad)
-                param.grad = None
+        pairs = [pair for pair in self._copied if pair[0].grad is not None]
+        first = [(p, m) for p, m in pairs if m.grad is None]
+        more = [(p, m) for p, m in pairs if m.grad is not None]
+        for _, master in first:
+            master.grad = torch.empty_like(master)
+        # Lists of tensors: a kernel for many of them.
+        if first:
+            torch._foreach_copy_([m.grad for _, m in first], [p.grad for p, _ in first])
+        if more:
+            torch._foreach_add_([m.grad for _, m in more], [p.grad for p, _ in more])
+        for param, _ in pairs:
+            param.grad = None
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, lr: float) -> Tensor:
         """Clips the masters' gradients, steps and writes the parameters; clears the gradients.
@@ -61,10 +72,9 @@ class MasterWeights:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            with torch.no_grad():
-                for param, master in zip(self.params, self.masters, strict=True):
-                    if param is not master:
-                        param.copy_(master)
+            if self._copied:
+                with torch.no_grad():
+                    torch._foreach_copy_([p for p, _ in self._copied], self.copies)
         else:
             warnings.warn("gradient is not finite: this update is skipped", stacklevel=3)
         optimizer.zero_grad()

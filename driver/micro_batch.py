@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from driver.packed_attention import packed_inputs
+from driver.packed_forward import Documents
 from driver.rollout.request import Response
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,29 +20,23 @@ class MicroBatch:
     """Packed documents of one pass, T tokens, and what the loss needs at M response tokens."""
 
     input_ids: Tensor  # int64 [1, T]
-    documents: dict[str, Any]  # the packing, as the model's forward pass takes it
+    documents: Documents
     rows: Tensor  # int64 [M], the position before each response token
     tokens: Tensor  # int64 [M]
     owner: Tensor  # int64 [M], index of the response in the step
-    temperature: Tensor  # float32 [M]
+    temperature: float | Tensor  # float32 [M], or what all have
     rollout_logprobs: Tensor  # float32 [M]
     old_logprobs: Tensor | None = None  # float32 [M]
     entropy: Tensor | None = None  # float32 [M], of the step-start policy
     ref_logprobs: Tensor | None = None  # float32 [M]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same batch elsewhere."""
-
-        def moved(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: moved(item) for name, item in value.items()}
-            return value.to(device) if isinstance(value, Tensor) else value
-
-        return replace(self, **{f.name: moved(getattr(self, f.name)) for f in fields(self)})
+        """The same batch elsewhere; a card does not wait for its copies."""
+        return _moved(self, device)
 
 
 def build_micro_batch(
-    responses: Sequence[Response], owners: Sequence[int], device: torch.device
+    responses: Sequence[Response], owners: Sequence[int], device: torch.device | str
 ) -> MicroBatch:
     """Pack responses behind their prompts, every sampled token as it came and nothing added.
 
@@ -52,26 +48,38 @@ def build_micro_batch(
     Returns:
         The packed row.
     """
-    ids, lengths, rows, owner, temperature, logprobs, tokens = [], [], [], [], [], [], []
-    for index in owners:
-        response = responses[index]
-        prompt, params = response.request.prompt_ids, response.request.params
-        count = len(response.token_ids)
-        # The token at place j is predicted by the hidden state at j - 1.
-        first = len(ids) + len(prompt) - 1
-        rows += range(first, first + count)
-        ids += [*prompt, *response.token_ids]
-        lengths.append(len(prompt) + count)
-        tokens += response.token_ids
-        owner += [index] * count
-        temperature += [params.temperature] * count
-        logprobs += response.logprobs
+    packed = [responses[index] for index in owners]
+    ids: list[int] = []
+    for response in packed:
+        ids += [*response.request.prompt_ids, *response.token_ids]
+    prompts = torch.tensor([len(r.request.prompt_ids) for r in packed])  # [D]
+    counts = torch.tensor([len(r.token_ids) for r in packed])  # [D]
+    # The token at place j is predicted by the hidden state at j - 1. What lies before a response's
+    # rows in the row, less what lies before them among the rows, is the prompts up to its own.
+    rows = torch.arange(int(counts.sum())) + (prompts.cumsum(0) - 1).repeat_interleave(counts)
+    input_ids = torch.tensor([ids])
+    temperatures = [r.request.params.temperature for r in packed]
+    temperature: float | Tensor = temperatures[0]
+    if len(set(temperatures)) > 1:
+        temperature = torch.tensor(temperatures).repeat_interleave(counts)
     return MicroBatch(
-        input_ids=torch.tensor([ids], device=device),
-        documents=packed_inputs(lengths, device),
-        rows=torch.tensor(rows, dtype=torch.long, device=device),
-        tokens=torch.tensor(tokens, dtype=torch.long, device=device),
-        owner=torch.tensor(owner, dtype=torch.long, device=device),
-        temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
-    )
+        input_ids=input_ids,
+        documents=Documents.of((prompts + counts).tolist()),
+        rows=rows,
+        tokens=input_ids[0, rows + 1],
+        owner=torch.tensor(owners).repeat_interleave(counts),
+        temperature=temperature,
+        rollout_logprobs=torch.tensor([x for r in packed for x in r.logprobs]),
+    ).to(torch.device(device))
+
+
+def _moved(value: T, device: torch.device) -> T:
+    if is_dataclass(value):
+        return replace(
+            value, **{f.name: _moved(getattr(value, f.name), device) for f in fields(value)}
+        )
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type == "cpu" and device.type == "cuda":
+        value = value.pin_memory()  # else the host would wait for all that the card has been given
+    return value.to(device, non_blocking=True)

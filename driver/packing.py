@@ -36,12 +36,11 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return rows
 
 
-def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+def packed_positions(lengths: Sequence[int]) -> Tensor:
     """Positions that restart at every document.
 
     Args:
         lengths: tokens of each document of the row.
-        device: where the result lives.
 
     Returns:
         int64 [1, T], T the sum of `lengths`.
@@ -50,6 +49,4 @@ def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu")
         >>> packed_positions([2, 3])
         tensor([[0, 1, 0, 1, 2]])
     """
-    return torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(
-        0
-    )  # [1, T]
+    return torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)  # [1, T]

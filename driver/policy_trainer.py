@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from driver import grpo
+from driver.deterministic import deterministic
+from driver.logprobs import token_logprobs
 from driver.master_weights import MasterWeights
 from driver.micro_batch import MicroBatch, build_micro_batch
-from driver.packed_attention import use_packed_attention
+from driver.packed_forward import packed_forward
 from driver.packing import pack
 from driver.rollout.request import Response
 from driver.spans import Spans
@@ -25,9 +23,6 @@ from driver.world import World, split_by_length
 
 if TYPE_CHECKING:
     from driver.config import GrpoConfig
-
-# Deterministic cuBLAS wants it, and reads it once.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 NEAR_ONE = 0.95
 # Mean |trainer - rollout| log-prob beyond which the two cannot hold the same weights.
@@ -68,10 +63,6 @@ class PolicyTrainer:
         self.world = world or World()
         # Dropout would train another policy than the one that sampled.
         self.model = model.eval()
-        use_packed_attention(model)
-        if cfg.checkpointing:
-            for layer in model.base_model.layers:
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         self.cfg = cfg
         self.step = 0
         self.reference: nn.Module | None = None
@@ -79,7 +70,6 @@ class PolicyTrainer:
             if load_reference is None:
                 raise ValueError(f"grpo.kl_coef={cfg.kl_coef} needs a reference model to load")
             self.reference = load_reference().eval().requires_grad_(False)
-            use_packed_attention(self.reference)
         self.weights = MasterWeights(model)
         self.params, self.masters = self.weights.params, self.weights.masters
         # Norms and biases are not pulled towards zero.
@@ -91,7 +81,9 @@ class PolicyTrainer:
                 {"params": plain, "weight_decay": 0.0},
             ],
             lr=cfg.lr,
+            fused=self._device().type == "cuda",  # one pass over what it reads and writes
         )
+        self.own_old_logprobs = has_own_old_logprobs(cfg)
         self.loss_norm = cfg.loss_norm
         if self.loss_norm == "auto":
             self.loss_norm = "constant" if cfg.advantage == "dr_grpo" else "tokens"
@@ -135,7 +127,6 @@ class PolicyTrainer:
                     [self._with_fixed_logprobs(b) for b in self._micro_batches(responses, part)]
                     for part in parts
                 ]
-            metrics |= self._logprob_metrics(minibatches)
         with spans("update_actor") as training:
             shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
             advantages = grpo.group_advantages(shaped, groups, self.cfg.advantage)  # [N]
@@ -144,7 +135,8 @@ class PolicyTrainer:
                 grpo.loss_denominator(some, self.loss_norm, max_length) for some in lengths
             ]
             with deterministic(device):
-                metrics |= self._train(minibatches, advantages.to(device), denominators)
+                minibatches, trained = self._train(minibatches, advantages.to(device), denominators)
+            metrics |= self._logprob_metrics(minibatches) | trained
         self.step += 1
         metrics["timing_s/old_log_prob"] = fixing.seconds
         metrics["timing_s/update_actor"] = training.seconds
@@ -152,20 +144,23 @@ class PolicyTrainer:
 
     def backward(
         self, batches: Sequence[MicroBatch], advantages: Tensor, denominator: int
-    ) -> list[grpo.PolicyLoss]:
+    ) -> tuple[list[MicroBatch], list[grpo.PolicyLoss]]:
         """Add the gradient of one optimizer minibatch to the masters.
 
         Args:
-            batches: the minibatch, or this rank's part of it, cut in any way, with old log-probs.
+            batches: the minibatch, or this rank's part of it, cut in any way. The log-probs found
+                here are the old ones of a batch that has none.
             advantages: float32 [N], of all responses of the step.
             denominator: of the whole minibatch, from `grpo.loss_denominator`.
 
         Returns:
-            The share of each micro-batch.
+            The micro-batches with old log-probs, and the share of each.
         """
-        shares = []
+        seen, shares = [], []
         for batch in batches:
             logprobs, entropy = self._logprobs(self.model, batch, self.cfg.entropy_coef > 0)
+            if batch.old_logprobs is None:
+                batch = replace(batch, old_logprobs=logprobs.detach(), entropy=entropy.detach())
             share = grpo.policy_loss(
                 logprobs,
                 batch.old_logprobs,
@@ -183,8 +178,9 @@ class PolicyTrainer:
             )
             share.loss.backward()
             self.weights.collect_gradients()
+            seen.append(batch)
             shares.append(replace(share, loss=share.loss.detach()))
-        return shares
+        return seen, shares
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model's own weights that a resumed run needs."""
@@ -219,25 +215,22 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def _with_fixed_logprobs(self, batch: MicroBatch) -> MicroBatch:
-        # The same packing serves the update, so its first ratio is exactly 1.
-        old, entropy = self._logprobs(self.model, batch)  # [M], [M]
-        ref = None
+        if not self.own_old_logprobs:
+            # The same packing serves the update, so its first ratio is exactly 1.
+            old, entropy = self._logprobs(self.model, batch)  # [M], [M]
+            batch = replace(batch, old_logprobs=old, entropy=entropy)
         if self.reference is not None:
             ref, _ = self._logprobs(self.reference, batch)  # [M]
-        return replace(batch, old_logprobs=old, entropy=entropy, ref_logprobs=ref)
+            batch = replace(batch, ref_logprobs=ref)
+        return batch
 
     def _logprobs(
         self, model: nn.Module, batch: MicroBatch, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
-        hidden = model.base_model(
-            input_ids=batch.input_ids,
-            use_cache=False,
-            **batch.documents,
-        ).last_hidden_state[0]  # [T, H]
+        hidden = packed_forward(model, batch.input_ids, batch.documents, self.cfg.checkpointing)
+        hidden = hidden[batch.rows]  # [M, H]
         head = model.get_output_embeddings().weight  # [V, H]
-        return grpo.token_logprobs(
-            hidden[batch.rows], head, batch.tokens, batch.temperature, entropy_grad
-        )
+        return token_logprobs(hidden, head, batch.tokens, batch.temperature, entropy_grad)
 
     def _shaped_rewards(
         self,
@@ -264,15 +257,20 @@ class PolicyTrainer:
         minibatches: Sequence[Sequence[MicroBatch]],
         advantages: Tensor,
         denominators: Sequence[int],
-    ) -> dict[str, float]:
+    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """The micro-batches with old log-probs, and metrics. The card is waited for at the end."""
         lr = self.cfg.lr * min(1.0, (self.step + 1) / max(1, self.cfg.warmup_steps))
         shares: list[grpo.PolicyLoss] = []
         norms: list[Tensor] = []
         for _ in range(self.cfg.epochs):
+            seen = []
             for batches, denominator in zip(minibatches, denominators, strict=True):
-                shares += self.backward(batches, advantages, denominator)
+                with_old, some = self.backward(batches, advantages, denominator)
+                seen.append(with_old)
+                shares += some
                 self._sum_gradients()
                 norms.append(self._optimizer_step(lr))
+            minibatches = seen
         sums = torch.zeros(5, dtype=torch.float64)  # tokens, loss, KL, clipped, reference KL
         for s in shares:
             parts = (s.tokens, s.pg_loss, s.ppo_kl, s.clipped, s.ref_kl)
@@ -288,7 +286,7 @@ class PolicyTrainer:
         }
         if self.reference is not None:
             metrics["actor/ref_kl"] = ref_kl / tokens
-        return metrics
+        return minibatches, metrics
 
     def _sum_gradients(self) -> None:
         if self.world.size > 1:
@@ -337,25 +335,14 @@ class PolicyTrainer:
         return self.params[0].device
 
 
-@contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """Gives every addition of the block one order, so that equal tokens make equal policies.
+def has_own_old_logprobs(cfg: GrpoConfig) -> bool:
+    """Whether the one update of a step finds the old log-probs itself, without a pass before it.
 
-    Args:
-        device: where the block works; on the CPU torch has one order anyway.
+    It starts from the policy that sampled, so its own log-probs are the old ones: the ratio is 1,
+    and only its gradient counts. KL in the reward has to know them before.
     """
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no sum
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+    early = cfg.kl_coef > 0 and cfg.kl_in == "reward"
+    return cfg.epochs == 1 and cfg.minibatches == 1 and not early
 
 
 def _check_responses(responses: Sequence[Response]) -> None:

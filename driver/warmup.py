@@ -6,16 +6,15 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from driver.errors import UserError
+from driver.logprobs import token_logprobs
 from driver.master_weights import MasterWeights
 from driver.micro_batch import MicroBatch, build_micro_batch
-from driver.packed_attention import use_packed_attention
+from driver.packed_forward import packed_forward
 from driver.packing import pack
 from driver.rollout.request import Request, Response, SamplingParams
 from driver.sections import WarmupConfig
@@ -24,7 +23,6 @@ from driver.tasks import Task
 RAMP_STEPS = 20
 FINAL_LR_SHARE = 0.1
 MAX_GRAD_NORM = 1.0
-CHUNK_LOGITS = 1 << 28  # float32 logits alive at once: 1 GiB
 # Warm-up reads the train split from here on, far from the prompts that RL starts with.
 FIRST_INDEX = 1 << 40
 
@@ -60,7 +58,6 @@ def warm_up(
         >>> losses = warm_up(model, tokenizer, task, WarmupConfig(steps=200), 0)  # doctest: +SKIP
     """
     demonstration(tokenizer, task, FIRST_INDEX)  # a task without any is refused here
-    use_packed_attention(model)
     weights = MasterWeights(model)
     optimizer = torch.optim.AdamW(weights.masters, lr=config.lr, betas=(0.9, 0.98))
     losses = []
@@ -124,22 +121,12 @@ def cross_entropy(model: PreTrainedModel, row: MicroBatch) -> Tensor:
     """Summed over the response tokens of a packed row, []; one chunk of logits is held at a time.
 
     Args:
-        model: with `use_packed_attention`.
+        model: of any family that `packed_forward` knows.
         row: on the model's device.
     """
-    hidden = model.base_model(
-        input_ids=row.input_ids, use_cache=False, **row.documents
-    ).last_hidden_state[0]  # [T, H]
+    hidden = packed_forward(model, row.input_ids, row.documents)  # [T, H]
     head = model.get_output_embeddings().weight  # [V, H]
-    rows = max(1, CHUNK_LOGITS // len(head))
-    chunks = zip(hidden[row.rows].split(rows), row.tokens.split(rows), strict=True)
-    return sum(checkpoint(_chunk, head, *chunk, use_reentrant=False) for chunk in chunks)
-
-
-def _chunk(head: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
-    logits = F.linear(hidden, head)  # [M, V]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits, tokens, reduction="sum")  # []
+    return -token_logprobs(hidden[row.rows], head, row.tokens, 1.0)[0].sum()
 
 
 class _Steps(Dataset):

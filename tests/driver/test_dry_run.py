@@ -111,7 +111,11 @@ def test_seconds_follow_bytes_and_flops():
     assert seconds["update_weights"] == pytest.approx(2 * 4 * numbers / 1e9, rel=1e-3)
     tokens = 256 * 58
     attention = 4 * 3 * 4 * 64 * 58 / 2
-    assert seconds["old_log_prob"] == pytest.approx(tokens * (2 * numbers + attention) / 1e12)
+    once = tokens * (2 * numbers + attention) / 1e12
+    for words, passes in [([], 0), (["grpo.epochs=2"], 1), (["grpo.kl_coef=0.1"], 1)]:
+        words = load_config(["engine.max_batch=256", *words])
+        before = dry_run.step_seconds(words, policy, 10, 48, slow)["old_log_prob"]
+        assert before == pytest.approx(passes * once)
     twice = dry_run.step_seconds(config, policy, 10, 48, dry_run.Ceilings(5e8, 5e11, 0.0, ""))
     assert sum(twice.values()) == pytest.approx(2 * sum(seconds.values()))
     # The tail: as many passes as the longest response has tokens, each reads the weights.

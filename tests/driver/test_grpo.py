@@ -166,55 +166,6 @@ def test_dynamic_sampling_asks_only_for_what_is_missing():
     assert asked == [3, 2]
 
 
-# -- log-probs
-
-
-def test_temperature_divides_logits_not_logprobs_fault_44():
-    logits = torch.tensor([[0.0, math.log(3.0)]])  # at T = 1/2 the odds 3 become 9
-    logprobs, _ = grpo.token_logprobs(logits, torch.eye(2), torch.tensor([1]), 0.5)
-    assert_close(logprobs.exp(), torch.tensor([0.9]))
-    plain, _ = grpo.token_logprobs(logits, torch.eye(2), torch.tensor([1]), 0.0)
-    assert_close(plain.exp(), torch.tensor([0.75]))
-
-
-def test_entropy_of_known_laws():
-    # A uniform row, and one with tokens whose probability underflows to 0.
-    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, -1e4, -1e4]])
-    _, entropy = grpo.token_logprobs(logits, torch.eye(4), torch.tensor([0, 1]), 1.0)
-    assert_close(entropy, torch.tensor([math.log(4), math.log(2)]))
-
-
-def test_entropy_gradient_is_that_of_float64_and_survives_vanishing_probabilities():
-    hidden = torch.tensor([[1.0, -2.0, 0.5]])
-    head = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
-    head[4] = 400 * head[4]  # the others underflow to 0 or this one does
-    grads = []
-    for dtype in (torch.float32, torch.float64):
-        x = hidden.clone().to(dtype).requires_grad_()
-        grpo.token_logprobs(x, head.to(dtype), torch.tensor([1]), 1.0, True)[1].sum().backward()
-        grads.append(x.grad.double())
-    assert grads[0].isfinite().all()
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
-    plain = grpo.token_logprobs(hidden.requires_grad_(), head, torch.tensor([1]), 1.0)[1]
-    assert not plain.requires_grad
-
-
-@pytest.mark.parametrize("rows", [1, 3, 7])
-def test_chunks_change_neither_values_nor_gradients(monkeypatch, rows):
-    torch.manual_seed(0)
-    head = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
-    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
-    tokens = torch.randint(11, (7,))
-    temperature = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.0, 1.0, 0.7])
-    weight = torch.randn(7, dtype=torch.float64)
-    whole, entropy = grpo.token_logprobs(hidden, head, tokens, temperature)
-    wanted = torch.autograd.grad((whole * weight).sum(), [hidden, head])
-    monkeypatch.setattr(grpo, "CHUNK_LOGITS", rows * 11)
-    cut, cut_entropy = grpo.token_logprobs(hidden, head, tokens, temperature)
-    got = torch.autograd.grad((cut * weight).sum(), [hidden, head])
-    assert_close((cut, cut_entropy, *got), (whole, entropy, *wanted))
-
-
 # -- loss
 
 

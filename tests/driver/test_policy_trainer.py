@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 from transformers import (
     LlamaConfig,
@@ -16,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from driver import grpo
+from driver import grpo, packed_forward
 from driver.micro_batch import build_micro_batch
 from driver.packing import pack
 from driver.policy_trainer import PolicyTrainer
@@ -115,9 +116,15 @@ def make_responses(model, num=8, temperature=1.0, seed=0):
 REWARDS = [1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.0]
 
 
+def exact_norm(module):
+    return lambda x: F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+
+
 def padded_gradients(model, responses, rewards, cfg, norm, old=None):
     """The same update's gradient from one right-padded batch and a mask from lengths."""
     model = copy.deepcopy(model).double()
+    for norm_of in (m for m in model.modules() if hasattr(m, "variance_epsilon")):
+        norm_of.forward = exact_norm(norm_of)  # its own is float32 in any model
     prompts = [r.request.prompt_ids for r in responses]
     lengths = torch.tensor([len(r.token_ids) for r in responses])
     width = max(len(p) + n for p, n in zip(prompts, lengths.tolist(), strict=True))
@@ -218,6 +225,48 @@ def test_ratio_is_exactly_one_at_the_first_update_fault_43(temperature):
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"advantage": "dapo"}, {"entropy_coef": 0.1}, {"kl_coef": 0.1}, {"is_cap": 0.9}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_the_update_s_own_logprobs_are_the_old_ones(dtype, options):
+    """With one update a step: the same policy and the same log as after a pass of their own."""
+    model, reference = make_model(dtype), make_model(dtype, seed=5)
+    responses = make_responses(model, temperature=0.7)
+    cfg, found = Cfg(lr=1e-2, micro_batch_tokens=60, **options), []
+    for own_pass in (False, True):
+        trainer = PolicyTrainer(copy.deepcopy(model), cfg, lambda: reference)
+        assert trainer.own_old_logprobs
+        trainer.own_old_logprobs = not own_pass
+        passes, forward = [], trainer._logprobs
+        trainer._logprobs = lambda of, *a, seen=passes, do=forward: seen.append(of) or do(of, *a)
+        metrics = trainer.update(responses, REWARDS)
+        rows = len(list(trainer._micro_batches(responses, range(8))))
+        assert rows > 1 and passes.count(trainer.model) == rows * (1 + own_pass)
+        assert metrics["actor/ppo_kl"] == 0.0 and metrics["actor/pg_clipfrac"] == 0.0
+        timeless = {name: x for name, x in metrics.items() if not name.startswith("timing")}
+        found.append((timeless, trainer.params))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"epochs": 2}, {"minibatches": 2}, {"kl_coef": 0.1, "kl_in": "reward"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_old_logprobs_have_a_pass_of_their_own_where_they_are_not_the_update_s(options):
+    model = make_model()
+    trainer = PolicyTrainer(model, Cfg(**options), lambda: make_model(seed=5))
+    responses, fixed = make_responses(model), []
+    train = trainer._train
+    trainer._train = lambda batches, *a: fixed.extend(batches) or train(batches, *a)
+    trainer.update(responses, REWARDS)
+    assert all(batch.old_logprobs is not None for part in fixed for batch in part)
+
+
 def test_every_sampled_token_and_no_other_is_trained_on_fault_39_and_40():
     # End ids within, at the end, and missing: the packed row is the plain concatenation.
     model = make_model()
@@ -256,17 +305,17 @@ def test_packing_keeps_each_document_once_within_the_budget():
     assert pack([], 10) == []
 
 
-def test_checkpointing_changes_no_gradient():
+def test_checkpointing_changes_no_gradient(monkeypatch):
     plain, frugal = make_model(), make_model()
     responses = make_responses(plain)
-    layer_calls = []
-    forward = frugal.base_model.layers[0].forward
-    frugal.base_model.layers[0].forward = lambda *a, **k: layer_calls.append(1) or forward(*a, **k)
+    calls, layer = [], packed_forward._layer
+    monkeypatch.setattr(packed_forward, "_layer", lambda *a: calls.append(a[0]) or layer(*a))
     for model, checkpointing in ((plain, False), (frugal, True)):
         PolicyTrainer(model, Cfg(checkpointing=checkpointing)).update(responses, REWARDS)
     for a, b in zip(plain.parameters(), frugal.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert len(layer_calls) == 3  # old log-probs, forward, and again in the backward pass
+    # Once, and again in the backward pass.
+    assert calls.count(plain.model.layers[0]) == 1 and calls.count(frugal.model.layers[0]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # the responses grow stale
@@ -287,7 +336,7 @@ def test_entropy_bonus_makes_the_policy_less_sure():
 @pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # they are another model's
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_tokens_make_equal_policies_on_a_card(dtype):
-    """And the packed attention of half precision is as near to float32 as the CPU's."""
+    """And its log-probs are as near to float64 as the CPU's: float32 in another order, not TF32."""
     model = make_model(dtype).cuda()
     responses = make_responses(make_model())
     states = []
@@ -298,11 +347,12 @@ def test_equal_tokens_make_equal_policies_on_a_card(dtype):
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
     found = {}
     with torch.no_grad():
-        for name, one in {"card": model, "cpu": make_model(dtype), "exact": make_model()}.items():
+        cpu, exact = make_model(dtype), make_model(dtype).double()
+        for name, one in {"card": model, "cpu": cpu, "exact": exact}.items():
             batch = build_micro_batch(responses, range(8), one.device)
-            found[name] = PolicyTrainer(one, Cfg())._logprobs(one, batch)[0].cpu()
-    error = {name: (found[name] - found["exact"]).abs().max() for name in ("card", "cpu")}
-    assert error["card"] < max(2 * error["cpu"], 1e-6)
+            found[name] = PolicyTrainer(one, Cfg())._logprobs(one, batch)[0].cpu().double()
+    error = {name: (found[name] - found["exact"]).norm() for name in ("card", "cpu")}
+    assert error["card"] < 2 * error["cpu"]
 
 
 def test_update_does_not_depend_on_finishing_order():

@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from driver.config import load_config
 from driver.errors import UserError
-from driver.packed_attention import use_packed_attention
 from driver.sections import ModelConfig, WarmupConfig
 from driver.tasks import Prompt, make_task
 from driver.tiny import CHARACTERS, VOCABULARY, build_policy, build_tokenizer
@@ -118,7 +117,6 @@ def test_only_response_and_end_token_are_learned(tokenizer):
 @pytest.mark.parametrize("chunk_logits", [1, 7 * 32, 1 << 28])
 def test_packing_and_chunks_do_not_change_the_gradient(tokenizer, monkeypatch, chunk_logits):
     task, model = make_task("sums"), build_policy(SHAPE, seed=0).double()
-    use_packed_attention(model)
 
     def gradient(micro_batch_tokens):
         config = WarmupConfig(steps=1, batch=12, micro_batch_tokens=micro_batch_tokens)
@@ -130,7 +128,7 @@ def test_packing_and_chunks_do_not_change_the_gradient(tokenizer, monkeypatch, c
 
     count, whole_loss, whole = gradient(1 << 20)
     assert count == 1
-    monkeypatch.setattr("driver.warmup.CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr("driver.logprobs.CHUNK_LOGITS", chunk_logits)
     count, alone_loss, alone = gradient(1)
     assert count == 12
     torch.testing.assert_close(alone_loss, whole_loss, rtol=1e-9, atol=0)

@@ -1,0 +1,124 @@
+"""Log-probs of sampled tokens from hidden states, without all logits at once.
+
+Shapes: M tokens, m of them in a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Logits of a chunk of rows, 256 MiB in float32. A chunk's share of the head's gradient is added in
+# float32, 8 bytes a weight and chunk: with a thousand rows that is less than its products take.
+CHUNK_LOGITS = 1 << 26
+# A log-prob below which the probability is 0 in float64 too: stands for -inf where 0 times it is 0.
+LEAST_LOGPROB = -1e4
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: Tensor,
+    tokens: Tensor,
+    temperature: float | Tensor,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of sampled tokens and the entropy there, a chunk of rows at a time.
+
+    A chunk's logits are made again in the backward pass, so that only one chunk is ever held; they
+    and the head's gradient are sums in float32 that no half precision rounds.
+
+    Args:
+        hidden: float [M, H], final hidden state at the position before each token.
+        head: float [V, H], rows of the language-model head.
+        tokens: int64 [M], the sampled ids.
+        temperature: float or float [M]; it divides logits, never log-probs; 0 stands for plain
+            logits.
+        entropy_grad: whether the entropy has a gradient.
+
+    Returns:
+        Log-probs float32 [M] of `log_softmax(logits / T)`, and their entropy float32 [M].
+
+    Example:
+        >>> token_logprobs(torch.eye(2), torch.zeros(4, 2), torch.tensor([0, 3]), 1.0)[0].exp()
+        tensor([0.2500, 0.2500])
+    """
+    scale = None  # of the logits; a whole pass over them is not made for a factor of 1
+    if isinstance(temperature, Tensor):
+        scale = torch.where(temperature > 0, temperature, 1.0).reciprocal().unsqueeze(-1)  # [M, 1]
+    elif temperature not in (0.0, 1.0):
+        scale = hidden.new_full((len(tokens), 1), 1 / temperature, dtype=torch.float32)  # [M, 1]
+    return _TokenLogprobs.apply(hidden, head, tokens.unsqueeze(-1), scale, entropy_grad)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """`token_logprobs`, with the gradient by its formula: few passes over [m, V], all in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        tokens: Tensor,
+        scale: Tensor | None,
+        entropy_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        exact = torch.float64 if head.dtype == torch.float64 else torch.float32
+        logprobs = hidden.new_empty(len(tokens), dtype=exact)  # [M]
+        entropy = torch.empty_like(logprobs)  # [M]
+        for part in _chunks(len(tokens), len(head)):
+            logits = _logits(hidden, head, scale, part)  # [m, V]
+            logp = logits.log_softmax(-1)  # [m, V]
+            logprobs[part] = logp.gather(-1, tokens[part]).squeeze(-1)
+            # -inf times its probability of 0 is NaN, and counts as nothing.
+            entropy[part] = torch.exp(logp, out=logits).mul_(logp).nansum(-1).neg_()
+        ctx.save_for_backward(hidden, head, tokens, scale, entropy if entropy_grad else None)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, head, tokens, scale, entropy = ctx.saved_tensors
+        # What all logits of a row share of their gradient goes to the narrow side of a product.
+        factor = torch.ones_like(grad) if entropy is not None else grad  # [M]
+        factor = factor.unsqueeze(-1) if scale is None else factor.unsqueeze(-1) * scale  # [M, 1]
+        grad_hidden = torch.empty_like(hidden)  # [M, H]
+        grad_head = torch.zeros_like(head, dtype=grad.dtype)  # [V, H]
+        for part in _chunks(len(tokens), len(head)):
+            logits = _logits(hidden, head, scale, part)  # [m, V]
+            if entropy is None:
+                slope = logits.softmax(-1).neg_()  # [m, V], of the log-prob
+                own = 1 + slope.gather(-1, tokens[part])  # [m, 1]
+            else:
+                logp = logits.log_softmax(-1).clamp_min_(LEAST_LOGPROB)  # [m, V]
+                slope = torch.exp(logp, out=logits)  # [m, V]
+                logp.add_(entropy[part, None]).mul_(entropy_grad[part, None])
+                slope.mul_(logp.add_(grad[part, None])).neg_()
+                own = grad[part, None] + slope.gather(-1, tokens[part])  # [m, 1]
+            del logits
+            slope[torch.arange(len(own), device=own.device), tokens[part, 0]] = own.squeeze(-1)
+            slope = slope.to(head.dtype)  # [m, V]
+            grad_hidden[part] = factor[part] * _product(slope, head)
+            grad_head += _product(slope.T, (factor[part] * hidden[part]).to(head.dtype))
+        return grad_hidden, grad_head.to(head.dtype), None, None, None
+
+
+def _chunks(rows: int, vocab_size: int) -> list[slice]:
+    size = max(1, CHUNK_LOGITS // vocab_size)
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _logits(hidden: Tensor, head: Tensor, scale: Tensor | None, part: slice) -> Tensor:
+    logits = _product(hidden[part], head.T)  # [m, V]
+    return logits if scale is None else logits.mul_(scale[part])  # [m, V]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b as float32 at least: on a card straight from its sums."""
+    if a.dtype not in (torch.float16, torch.bfloat16):
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()

@@ -1,0 +1,180 @@
+"""The policy's forward pass over a packed row, for training: the layers of a transformers model.
+
+The same parameters and the same roundings as the model's own pass, which would read and write
+several times the memory: a norm is one kernel and a product, keys and values are not repeated for
+the query heads that share them, and RoPE turns halves in place. There is no [T, T] mask: work grows
+with the sum of the documents' squares, and a document's result does not depend on what it is packed
+with.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from driver.packing import packed_positions
+
+
+@dataclass(frozen=True)
+class Documents:
+    """How D documents lie in a packed row of T tokens."""
+
+    lengths: tuple[int, ...]
+    position: Tensor  # int64 [1, T], restarts at every document
+    bounds: Tensor  # int32 [D + 1], where they begin and end
+
+    @staticmethod
+    def of(lengths: Sequence[int]) -> Documents:
+        """Of documents of these lengths, on the CPU.
+
+        Example:
+            >>> Documents.of([2, 3]).bounds.tolist()
+            [0, 2, 5]
+        """
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return Documents(tuple(lengths), packed_positions(lengths), bounds)
+
+
+def packed_forward(
+    model: PreTrainedModel, ids: Tensor, documents: Documents, checkpointing: bool = False
+) -> Tensor:
+    """Final hidden states of a packed row.
+
+    Args:
+        model: a Llama, Qwen2 or Qwen3 model of transformers for causal language modelling.
+        ids: int64 [1, T], documents end to end.
+        documents: where they lie, on the model's device.
+        checkpointing: keep the inputs of the layers only and make the rest again in the backward
+            pass.
+
+    Returns:
+        [T, H], after the final norm.
+
+    Example:
+        >>> packed_forward(model, ids, Documents.of([2, 3]))  # doctest: +SKIP
+    """
+    base = model.base_model
+    hidden = base.embed_tokens(ids[0])  # [T, H]
+    # [T, 1, head_dim / 2]: the second half of a head has the angles of the first.
+    turns = base.rotary_emb(hidden, documents.position)  # cosines and sines, [1, T, head_dim] each
+    angles = [x[0].chunk(2, -1)[0].unsqueeze(1) for x in turns]
+    for layer in base.layers:
+        if checkpointing:
+            hidden = checkpoint(_layer, layer, hidden, *angles, documents, use_reentrant=False)
+        else:
+            hidden = _layer(layer, hidden, *angles, documents)
+    return _norm(base.norm, hidden)
+
+
+def _layer(
+    layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Documents
+) -> Tensor:
+    attention, mlp = layer.self_attn, layer.mlp
+    x = _norm(layer.input_layernorm, hidden)  # [T, H]
+    heads = (len(x), -1, attention.head_dim)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    q, k, v = (project(x).view(heads) for project in projections)  # [T, heads, head_dim]
+    if hasattr(attention, "q_norm"):
+        q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
+    q, k = _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
+    attended = attend(q, k, v, documents, attention.scaling)  # [T, heads, head_dim]
+    hidden = hidden + attention.o_proj(attended.flatten(1))
+    x = _norm(layer.post_attention_layernorm, hidden)  # [T, H]
+    return hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> Tensor:
+    """Causal attention within each document of a packed row.
+
+    Args:
+        q: [T, heads, head_dim].
+        k: [T, kv_heads, head_dim]; kv_heads divides heads.
+        v: like k.
+        documents: of the row.
+        scale: of the scores.
+
+    Returns:
+        [T, heads, head_dim].
+
+    Source: variable-length FlashAttention (Dao, 2023) on a GPU in half precision; elsewhere one
+    call of torch's attention a document.
+    """
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        bounds, longest = documents.bounds, max(documents.lengths)
+        return _varlen_attention()(
+            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0)
+        )
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    parts = [x.transpose(0, 1).unsqueeze(0).split(documents.lengths, dim=2) for x in (q, k, v)]
+    attended = [
+        F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale)[0].transpose(0, 1)
+        for qkv in zip(*parts, strict=True)
+    ]
+    return torch.cat(attended)  # [T, heads, head_dim]
+
+
+@functools.cache
+def _varlen_attention() -> Callable[..., Tensor]:
+    from torch.nn.attention.varlen import varlen_attn  # asks for a recent torch
+
+    # The kernels share keys and values among heads anyway; later versions want to be told.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return functools.partial(varlen_attn, enable_gqa=True)
+    return varlen_attn
+
+
+def _norm(module: nn.Module, x: Tensor) -> Tensor:
+    return _RmsNorm.apply(x, module.weight, module.variance_epsilon)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMS norm that is rounded before its weight, as the model's own and the engine's are.
+
+    The gradient is that of the fused norm, which has no rounding between the two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = F.rms_norm(x, weight.shape, weight, ctx.eps)
+        return *torch.autograd.grad(out, (x, weight), grad), None
+
+
+class _Rotate(torch.autograd.Function):
+    """RoPE of [T, heads, head_dim] by angles [T, 1, head_dim / 2]: its gradient turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotated(grad, *ctx.saved_tensors, -1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (low, high), (out_low, out_high) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(low, cos, out=out_low).addcmul_(high, sin, value=-sign)
+    torch.mul(high, cos, out=out_high).addcmul_(low, sin, value=sign)
+    return out

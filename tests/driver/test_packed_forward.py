@@ -1,0 +1,144 @@
+"""The training pass against the models' own, document by document, and its pieces by themselves."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from driver.packed_forward import Documents, _norm, _Rotate, attend, packed_forward
+from tests import kit
+from tests.driver.hugging_face import FAMILIES
+
+LENGTHS = [5, 1, 17, 9]
+
+
+def make_model(family, dtype=torch.float32, **options):
+    config, model = FAMILIES[family]
+    torch.manual_seed(0)
+    made = model(
+        config(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            **options,
+        )
+    )
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "norm" in name or "bias" in name:
+                weight += 0.3 * torch.randn_like(weight)
+    return made.to(dtype).eval()
+
+
+def own_pass(model, ids):
+    """The model's pass over each document by itself."""
+    hidden = [
+        model.base_model(input_ids=part, use_cache=False).last_hidden_state[0]
+        for part in ids.split(LENGTHS, 1)
+    ]
+    return torch.cat(hidden)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(61, (1, sum(LENGTHS)), generator=kit.generator(0))
+
+
+@pytest.mark.parametrize("options", [{}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_the_models_own_pass_and_gradient(family, options, ids):
+    own, packed = make_model(family, **options), make_model(family, **options)
+    weight = kit.randn(sum(LENGTHS), 32, seed=1)
+    wanted = own_pass(own, ids)
+    (wanted * weight).sum().backward()
+    for checkpointing in (False, True):
+        packed.zero_grad()
+        got = packed_forward(packed, ids, Documents.of(LENGTHS), checkpointing)
+        assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        (got * weight).sum().backward()
+        for (name, a), (_, b) in zip(
+            packed.base_model.named_parameters(), own.base_model.named_parameters(), strict=True
+        ):
+            assert (a.grad - b.grad).norm() <= 1e-5 * b.grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_about_as_near_to_float64_as_the_models_own(family, ids):
+    own = make_model(family, torch.bfloat16)
+    wanted = own_pass(copy.deepcopy(own).double(), ids)
+    with torch.no_grad():
+        errors = [
+            (got.double() - wanted).norm()
+            for got in (packed_forward(own, ids, Documents.of(LENGTHS)), own_pass(own, ids))
+        ]
+    assert errors[0] <= 1.25 * errors[1]
+
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_is_rounded_before_its_weight(dtype, device):
+    """As the engine's is: another law would show in every log-prob of half precision."""
+    norm = make_model("llama", dtype).model.norm.to(device)
+    x = kit.randn(300, 32, seed=2).to(device, dtype)
+    same = _norm(norm, x) == norm(x)
+    assert same.all() if device == "cpu" else same.double().mean() > 0.999
+    at_once = F.rms_norm(x, (32,), norm.weight, norm.variance_epsilon)
+    assert (at_once == norm(x)).double().mean() < 0.9
+
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_gradient_of_a_norm_is_that_of_float64(dtype, device):
+    norm = make_model("llama", dtype).model.norm.to(device)
+    x, grad = (kit.randn(70, 32, seed=seed).to(device, dtype) for seed in (3, 4))
+    x.requires_grad_()
+    got = torch.autograd.grad(_norm(norm, x), (x, norm.weight), grad)
+    exact, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    out = F.rms_norm(exact, (32,), weight, norm.variance_epsilon)
+    wanted = torch.autograd.grad(out, (exact, weight), grad.double())
+    for one, other in zip(got, wanted, strict=True):
+        assert (one - other).norm() <= kit.TOLERANCE[dtype] * other.norm()
+
+
+def test_rotation_turns_and_its_gradient_turns_back():
+    angle = kit.randn(6, 1, 4, seed=5).double()
+    x = kit.randn(6, 3, 8, seed=6).double().requires_grad_()
+    out = _Rotate.apply(x, angle.cos(), angle.sin())
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    assert_close(out, torch.cat((turned.real, turned.imag), -1))
+    assert torch.autograd.gradcheck(lambda x: _Rotate.apply(x, angle.cos(), angle.sin()), x)
+
+
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.parametrize("kv_heads", [9, 3, 1])
+def test_heads_of_a_card_share_keys_and_values(kv_heads):
+    """Values and gradients, in the order that deterministic training asks for."""
+    lengths = [300, 1, 64, 129]
+    documents = Documents.of(lengths)
+    made = [kit.randn(sum(lengths), n, 64, seed=n) for n in (9, kv_heads, kv_heads, 9)]
+
+    def results(device, dtype):
+        q, k, v, grad = (x.bfloat16().to(device, dtype) for x in made)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        bounds = documents.bounds.to(device)
+        at = Documents(documents.lengths, documents.position.to(device), bounds)
+        out = attend(*inputs, at, 0.125)
+        return [x.cpu() for x in (out, *torch.autograd.grad(out, inputs, grad))]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        got, again = results("cuda", torch.bfloat16), results("cuda", torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, same, exact in zip(got, again, results("cpu", torch.float64), strict=True):
+        assert torch.equal(one, same)
+        assert (one - exact).norm() <= kit.TOLERANCE[torch.bfloat16] * exact.norm()
