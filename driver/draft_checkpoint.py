@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from driver.host_copies import HostCopies
 from driver.storage import storage_errors, sync_path
 
 _FILE = re.compile(r"step-(\d+)\.pt")
-PLAIN = {int, float, str}
-
-Place = tuple[str | int, ...]  # of a tensor in a state: keys and indices, from the outside in
 
 
 class DraftCheckpoints:
@@ -44,17 +41,9 @@ class DraftCheckpoints:
         self.folder, self.keep = folder, keep
         self.stall_s = 0.0  # the longest that `save` held its caller up
         self.written = 0
-        self._copies: dict[Place, Tensor] = {}
+        self.copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-
-    def prepare(self, state: Mapping[str, Any]) -> None:
-        """Makes room for the copies of a state, which is slow where it is pinned.
-
-        What has room keeps it: only tensors that are new, such as an optimizer's once it has made a
-        step, cost anything.
-        """
-        self._copied(state, self._room)
 
     def save(self, state: Callable[[], Mapping[str, Any]], step: int) -> bool:
         """Copies a state and has it written.
@@ -69,46 +58,19 @@ class DraftCheckpoints:
         begin = time.perf_counter()
         if self._thread is not None and self._thread.is_alive():
             return False
-        copy, copied = self._copied(state(), self._copy), None
-        if torch.cuda.is_available():
-            copied = torch.cuda.Event()
-            copied.record()
+        copy, wait = self.copies.take(state())
         self._thread = threading.Thread(
-            target=self._write, args=(copy, step, copied), name="draft-checkpoint", daemon=True
+            target=self._write, args=(copy, step, wait), name="draft-checkpoint", daemon=True
         )
         self._thread.start()
         self.stall_s = max(self.stall_s, time.perf_counter() - begin)
         return True
 
-    def _copied(self, value: Any, each: Callable[[Place, Tensor], Tensor], path: Place = ()) -> Any:
-        """The same with other tensors; counts of tens of thousands of tokens go as a whole."""
-        if isinstance(value, Tensor):
-            return each(path, value)
-        if isinstance(value, Mapping):
-            if PLAIN.issuperset(map(type, value.values())):
-                return dict(value)
-            return {key: self._copied(item, each, (*path, key)) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._copied(item, each, (*path, i)) for i, item in enumerate(value)]
-        return value
-
-    def _room(self, path: Place, value: Tensor) -> Tensor:
-        """Where a tensor is copied to, time after time."""
-        room = self._copies.get(path)
-        if room is None or room.shape != value.shape or room.dtype != value.dtype:
-            room = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            self._copies[path] = room
-        return room
-
-    def _copy(self, path: Place, value: Tensor) -> Tensor:
-        return self._room(path, value).copy_(value.detach(), non_blocking=True)
-
-    def _write(self, state: Any, step: int, copied: torch.cuda.Event | None) -> None:
+    def _write(self, state: Any, step: int, wait: Callable[[], None]) -> None:
         final = self.folder / f"step-{step:08d}.pt"
         scratch = self.folder / f".new-{final.name}"
         try:
-            if copied is not None:
-                copied.synchronize()
+            wait()
             with storage_errors(final):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 try:

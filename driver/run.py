@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from driver.assemble import (
 )
 from driver.bandit import OFF
 from driver.capture import check_capture
+from driver.checkpoint_writer import CheckpointWriter
 from driver.collector import Collector, Experience
 from driver.config import Config
 from driver.coordinator import Coordinator
@@ -59,7 +62,9 @@ class Run:
     trainer: PolicyTrainer
     rollout: Rollout
     collector: Collector
+    writer: CheckpointWriter
     step: int = 0  # finished steps
+    saved_step: int = -1  # of the last checkpoint
     version: int = 0  # of the policy in the engine
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out accuracy
     tokens: int = 0  # emitted in training rollouts
@@ -157,7 +162,17 @@ class Run:
                 folder.path / "captures" if folder else None,
             )
             run = Run(
-                config, world, folder, phases, task, tokenizer, policy, trainer, rollout, collector
+                config,
+                world,
+                folder,
+                phases,
+                task,
+                tokenizer,
+                policy,
+                trainer,
+                rollout,
+                collector,
+                CheckpointWriter(beside=config.run.device != "cpu"),
             )
             if saved is not None:
                 run._restore(saved)
@@ -215,6 +230,7 @@ class Run:
                 ends.callback(self.folder.close if whole else self.folder.discard)
             if whole:
                 ends.callback(self.world.leave)
+            ends.callback(self.writer.collect)
             if self.rollout.spot is not None:
                 ends.callback(self.rollout.spot.close)
             ends.callback(self.collector.workers.close)
@@ -224,6 +240,7 @@ class Run:
     def log(self, metrics: dict[str, float], step: Experience) -> None:
         """Books the step that just ended; `self.step` counts it already."""
         begin = time.perf_counter()
+        self.writer.collect(wait=False)  # a full disk ends the run
         stats = self.collector.stats
         self.tokens += stats.emitted
         self.target_passes += stats.target_passes
@@ -265,34 +282,61 @@ class Run:
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
 
     def checkpoint(self) -> None:
-        """Saves everything a resumed run needs; whole or absent."""
+        """Saves everything a resumed run needs; whole or absent.
+
+        On a card the step waits until it is copied; `end_checkpoint` waits until it is written.
+        """
         timelines = self.world.gather(self.phases.timeline.text())
         if self.folder is None:
             return
-
-        def write_policy(path: Any) -> None:
-            self.policy.save_pretrained(path)
-            self.tokenizer.save_pretrained(path)
-
-        spot = self.rollout.spot
-        states = {
-            "trainer": self.trainer.state_dict(),
-            "bandit": self.rollout.bandit.state_dict(),
-            "spot": spot.state_dict() if spot else None,
-            "counters": {
-                "version": self.version,
-                "prompts_drawn": self.collector.prompts_drawn,
-                "tokens": self.tokens,
-                "target_passes": self.target_passes,
-                "evaluations": self.evaluations,
-            },
-        }
         with self.phases("checkpoint"):
-            self.folder.save_checkpoint(self.step, write_policy, states)
+            if self.saved_step != self.step:
+                write = functools.partial(self._write, self.step, self._kept_tokenizer)
+                self.writer.save(write, self._states())
+                self.saved_step = self.step
             self.phases.timeline.write(self.folder.timeline, timelines[1:])
 
+    def _states(self) -> dict[str, Any]:
+        spot = self.rollout.spot
+        return {
+            "policy": self.policy.state_dict(),
+            "states": {
+                "trainer": self.trainer.state_dict(),
+                "bandit": self.rollout.bandit.state_dict(),
+                "spot": spot.state_dict() if spot else None,
+                "counters": {
+                    "version": self.version,
+                    "prompts_drawn": self.collector.prompts_drawn,
+                    "tokens": self.tokens,
+                    "target_passes": self.target_passes,
+                    "evaluations": self.evaluations,
+                },
+            },
+        }
+
+    def _write(self, step: int, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
+        def write_policy(path: Path) -> None:
+            self.policy.save_pretrained(path, state_dict=saved["policy"])
+            tokenizer.save_pretrained(path)
+
+        self.folder.save_checkpoint(step, write_policy, saved["states"])
+
+    @functools.cached_property
+    def _kept_tokenizer(self) -> Tokenizer:
+        """Of the writer alone: a tokenizer that encodes meanwhile cannot be saved."""
+        return copy.deepcopy(self.tokenizer)
+
+    def end_checkpoint(self) -> None:
+        """Waits until the last checkpoint is on the disk.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        with self.phases("checkpoint"):
+            self.writer.collect()
+
     def _restore(self, saved: Checkpoint) -> None:
-        self.step = saved.step
+        self.step = self.saved_step = saved.step
         self.phases.timeline.resume(saved.path.parents[1] / RunFolder.TIMELINE, self.step)
         saved.restore("trainer", self.trainer.load_state_dict)
         saved.restore("bandit", self.rollout.bandit.load_state_dict)

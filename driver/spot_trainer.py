@@ -165,7 +165,7 @@ class SpotTrainer:
             self.swap()
         if self.checkpoints is not None:
             self.checkpoints.collect(wait=False)
-            self.checkpoints.prepare(self._state())
+            self.checkpoints.copies.prepare(self._state())
         self.teachers.keep(self.target_version)
 
     def start(self) -> None:

@@ -72,6 +72,7 @@ def run_steps(run: Run, progress: Progress) -> None:
     if run.folder is not None:
         with run.phases("plots"):
             write_plots(run)
+        run.end_checkpoint()
         write_summary(run)
 
 

@@ -218,7 +218,7 @@ def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = DraftCheckpoints(Path(folder))
         spot.micro_step()  # the first gives the optimizer its moments
-        checkpoints.prepare(spot._state())
+        checkpoints.copies.prepare(spot._state())
         sizes = []
         for index in range(5):
             spot.micro_step()

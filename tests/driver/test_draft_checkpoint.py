@@ -74,16 +74,16 @@ def test_what_is_written_is_what_was_there_and_nobody_waits(tmp_path, monkeypatc
 def test_room_is_made_once_and_for_what_is_new(tmp_path):
     """A state without the optimizer's moments may come first: those get their room later."""
     checkpoints = DraftCheckpoints(tmp_path)
-    checkpoints.prepare({"w": torch.ones(2)})
-    held = dict(checkpoints._copies)
-    checkpoints.prepare({"w": torch.ones(2), "moments": [{"m": torch.ones(3)}]})
-    assert checkpoints._copies[("w",)] is held[("w",)] and len(checkpoints._copies) == 2
-    room = {place: x.data_ptr() for place, x in checkpoints._copies.items()}
+    checkpoints.copies.prepare({"w": torch.ones(2)})
+    held = dict(checkpoints.copies.room)
+    checkpoints.copies.prepare({"w": torch.ones(2), "moments": [{"m": torch.ones(3)}]})
+    assert checkpoints.copies.room[("w",)] is held[("w",)] and len(checkpoints.copies.room) == 2
+    room = {place: x.data_ptr() for place, x in checkpoints.copies.room.items()}
     for value in (4.0, 5.0):
         live = {"w": torch.full((2,), value), "moments": [{"m": torch.full((3,), -value)}]}
         assert checkpoints.save(lambda live=live: live, int(value))
         checkpoints.collect()
-        assert {place: x.data_ptr() for place, x in checkpoints._copies.items()} == room
+        assert {place: x.data_ptr() for place, x in checkpoints.copies.room.items()} == room
         assert torch.equal(checkpoints.latest()[1]["moments"][0]["m"], torch.full((3,), -value))
 
 
@@ -91,8 +91,8 @@ def test_counts_of_a_vocabulary_hold_nobody_up(tmp_path):
     """One call for each of 150,000 tokens would take longer than a checkpoint may."""
     checkpoints, seen = DraftCheckpoints(tmp_path), {token: token % 7 for token in range(150_000)}
     calls = []
-    plain = checkpoints._copied
-    checkpoints._copied = lambda *args: (calls.append(args), plain(*args))[1]
+    plain = checkpoints.copies._each
+    checkpoints.copies._each = lambda *args: (calls.append(args), plain(*args))[1]
     assert checkpoints.save(lambda: {"steps": 3, "seen_tokens": seen, "w": torch.ones(2)}, 1)
     seen[0] = 99  # training goes on
     checkpoints.collect()
@@ -243,12 +243,12 @@ def test_an_optimizer_of_a_gpu_goes_on_here():
 @needs_gpu
 def test_a_snapshot_on_the_gpu_is_in_the_order_of_its_stream(tmp_path):
     checkpoints, live = DraftCheckpoints(tmp_path), {"w": torch.zeros(1 << 20, device="cuda")}
-    checkpoints.prepare(live)
+    checkpoints.copies.prepare(live)
     for step in range(3):
         live["w"].fill_(step)
         torch.cuda._sleep(1_000_000)
         assert checkpoints.save(lambda: live, step)
-        assert all(room.is_pinned() for room in checkpoints._copies.values())
+        assert all(room.is_pinned() for room in checkpoints.copies.room.values())
         live["w"].fill_(-1.0)
         checkpoints.collect()
         assert torch.equal(checkpoints.latest()[1]["w"], torch.full((1 << 20,), float(step)))

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from driver import run as run_module
 from driver.collector import Collector
 from driver.config import load_config
 from driver.errors import UserError
 from driver.phases import PHASES
 from driver.progress import Progress
 from driver.run import Run
-from driver.run_folder import read_jsonl
+from driver.run_folder import RunFolder, read_jsonl
+from driver.storage import storage_errors
 from driver.summary import summary_lines
 from driver.train import train
 
@@ -49,13 +51,15 @@ from driver.train import main
 from tests.driver.test_train import share_of_ones
 
 collector.Collector.rewards = share_of_ones
+if sys.argv.pop(1) == "beside":
+    run.CheckpointWriter = lambda beside, kind=run.CheckpointWriter: kind(beside=True)
 
 whole = run.Run.checkpoint
 def checkpoint(self):
     if self.step == 4:  # in the middle of the second checkpoint, policy written, states not
         save = self.policy.save_pretrained
         kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        self.policy.save_pretrained = lambda path: (save(path), kill())
+        self.policy.save_pretrained = lambda *a, **k: (save(*a, **k), kill())
     whole(self)
 run.Run.checkpoint = checkpoint
 main(sys.argv[1:])
@@ -192,8 +196,9 @@ def test_what_stopped_a_run_is_told_whatever_fails_behind_it(tmp_path, monkeypat
     assert not (tmp_path / "stopped").exists()
 
 
-def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path):
-    words = [*WORDS, f"run.root={tmp_path}", "run.name=killed", "run.steps=5"]
+@pytest.mark.parametrize("writer", ["at-once", "beside"])
+def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path, writer):
+    words = [writer, *WORDS, f"run.root={tmp_path}", "run.name=killed", "run.steps=5"]
     killed = subprocess.run(
         [sys.executable, "-c", KILL, *words], cwd=Path(__file__).parents[2], capture_output=True
     )
@@ -203,6 +208,41 @@ def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path
     resumed = run(tmp_path, "killed", "run.steps=5", "run.resume=true")
     assert history(resumed.folder.path) == history(unbroken.folder.path)
     assert resumed.tokens == unbroken.tokens
+
+
+@pytest.fixture
+def written_beside(monkeypatch):
+    """Runs whose checkpoints are written as on a card."""
+    kind = run_module.CheckpointWriter
+    monkeypatch.setattr(run_module, "CheckpointWriter", lambda beside: kind(beside=True))
+
+
+def test_a_checkpoint_written_beside_is_the_one_written_at_once(unbroken, written_beside, tmp_path):
+    """Steps go on while they are written; the last is on the disk when the run ends."""
+    beside = run(tmp_path, "beside", "run.steps=5")
+    assert beside.writer.beside and beside.writer._thread is None
+    assert history(beside.folder.path) == history(unbroken.folder.path)
+    whole, other = (r.folder.path / "checkpoints" for r in (unbroken, beside))
+    assert [p.name for p in sorted(whole.iterdir())] == [p.name for p in sorted(other.iterdir())]
+    for step in whole.iterdir():
+        files = [p.relative_to(step) for p in step.rglob("*") if p.is_file()]
+        assert sorted(files) == sorted(
+            p.relative_to(other / step.name) for p in (other / step.name).rglob("*") if p.is_file()
+        )
+        for name in ("model.safetensors", "config.json", "tokenizer.json", "state/trainer.pt"):
+            assert (step / name).read_bytes() == (other / step.name / name).read_bytes(), name
+
+
+def test_a_disk_that_is_full_ends_a_run_that_does_not_wait_for_it(
+    written_beside, tmp_path, monkeypatch
+):
+    def full(self, step, *args):
+        with storage_errors(self.path / f"step-{step}"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", full)
+    with pytest.raises(UserError, match="step-2: cannot be written .No space left on device"):
+        run(tmp_path, "full", "run.steps=5")
 
 
 def test_overlapped_training_changes_no_token(unbroken, tmp_path):
