@@ -15,6 +15,8 @@ from driver.strategy import OFF, Strategy
 
 UNDECIDED = 1 << 20  # passes, where no window is open
 UCB_WIDTH = 0.1  # rewards of one arm vary by about a tenth
+NEAR = 0.75  # of the best value: an arm below it is tried again by a second stroke of luck only
+KNOWN = 4  # rewards after which the best arm runs for two windows at once
 
 
 class Bandit:
@@ -28,6 +30,10 @@ class Bandit:
     its value; else it is tried first. With probability epsilon (`beg`) a random arm runs, else the
     one of highest value; `ucb` adds to the value what is not yet known of it. `map` and `static`
     choose by batch alone. Batches above `spec_max_batch` always run `off`.
+
+    Random arms are those whose value is near the best; of all arms with probability epsilon once
+    more, since an arm that was hopeless gets better as the drafter learns. The best arm, once it is
+    known, runs for two windows at once: it wakes the host less often (profiling/README.md).
 
     Args:
         arms: strategies, `off` among them.
@@ -61,6 +67,7 @@ class Bandit:
         self._window: tuple[int, Strategy] | None = None
         self._passes = self._request_passes = self._emitted = self._batch = 0
         self._elapsed = 0.0
+        self._length = config.window_passes  # of the open window
 
     def bucket(self, batch: int) -> int:
         """The smallest bucket that holds `batch`; larger batches share the largest."""
@@ -84,7 +91,7 @@ class Bandit:
         bucket = self.bucket(batch)
         if self._window is not None:
             same = self._window[0] == bucket and usable(self._window[1])
-            if same and self._passes < self.config.window_passes:
+            if same and self._passes < self._length:
                 return self._window[1]
             self._close_window()
         arms = [arm for arm in self.arms if usable(arm)]
@@ -97,14 +104,20 @@ class Bandit:
 
     def _pick(self, bucket: int, arms: list[Strategy]) -> Strategy:
         values = {arm: self._value(bucket, arm) for arm in arms}
+        self._length = self.config.window_passes
         unknown = [arm for arm in arms if values[arm] is None]
         if unknown:
             return unknown[0]
         if self.config.policy == "ucb":
             return max(arms, key=lambda arm: self._bound(bucket, arm, values))
-        if self._random.random() < self.config.epsilon:
-            return self._random.choice(arms)
-        return max(arms, key=lambda arm: values[arm] or 0.0)
+        best = max(arms, key=lambda arm: values[arm] or 0.0)
+        epsilon, draw = self.config.epsilon, self._random
+        if draw.random() < epsilon:
+            bound = 0.0 if draw.random() < epsilon else NEAR * (values[best] or 0.0)
+            return draw.choice([arm for arm in arms if (values[arm] or 0.0) >= bound])
+        if len(self._rewards[bucket, best]) >= KNOWN:
+            self._length *= 2
+        return best
 
     def _value(self, bucket: int, arm: Strategy) -> float | None:
         """Tokens a second that the arm is expected to give, None where nothing says so."""
@@ -128,7 +141,7 @@ class Bandit:
         """Passes until `choose` may say something else for the same batch."""
         if self._window is None:
             return UNDECIDED
-        return max(1, self.config.window_passes - self._passes)
+        return max(1, self._length - self._passes)
 
     def record(
         self, emitted: int, elapsed_s: float, passes: int = 1, request_passes: int = 0

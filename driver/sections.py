@@ -215,7 +215,7 @@ class BanditConfig(Section):
 
     prefix: ClassVar[str] = "bandit"
     epsilon: float = setting(0.1, low=0, high=1)
-    window: int = setting(32, low=1)  # rewards remembered per arm
+    window: int = setting(16, low=1)  # rewards remembered per arm
     window_passes: int = setting(8, low=1)  # passes that make one reward
     buckets: list[int] = setting([1, 2, 4, 8, 16], low=1)
     policy: str = setting("beg", words=("beg", "ucb", "map", "static"))
