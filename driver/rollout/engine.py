@@ -238,7 +238,7 @@ class RolloutEngine:
     def _fill(self, running: list[Running], strategy: Strategy, switched: bool) -> Batch:
         """The state of the running requests on the device, ready for passes with the strategy."""
         begun = time.perf_counter()
-        if switched or self.state.is_stale(running):
+        if self.state.is_stale(running):
             self.state.fill(running)
         else:
             self.state.grant()
@@ -246,8 +246,10 @@ class RolloutEngine:
         if strategy != OFF:
             began = time.perf_counter()
             proposer = self.proposers[strategy.kind]
-            if proposer.prepare(batch, strategy, self.state.store):
-                self.state.fill(running)
+            late = proposer.prepare(batch, strategy, self.state.store)
+            if late or switched:  # other passes than its own know of no lag
+                self.state.lag()
+            if late:
                 self.stats.catchup_s += time.perf_counter() - began
                 begun += time.perf_counter() - began
         if switched:

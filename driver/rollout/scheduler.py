@@ -228,10 +228,10 @@ class Scheduler:
         """
         short = []  # of hundreds of requests few lack a page
         for sequence in self.running:
-            slots = sequence.context_len + lookahead
-            if ahead:
-                slots += min(ahead, sequence.remaining)
-            lacking = slots - len(sequence.pages) * self.page_size
+            free = len(sequence.pages) * self.page_size - sequence.context_len
+            if free >= lookahead + ahead:
+                continue
+            lacking = lookahead + min(ahead, sequence.remaining) - free
             if lacking > 0:
                 short.append((sequence, pages_for(lacking, self.page_size)))
         pages = self.pool.allocate(sum(count for _, count in short))

@@ -95,9 +95,8 @@ class BatchState:
         self._host, self._words = self._mirrored(sum(self._sizes))
         self._host_table, self.block_table = self._mirrored(max_batch, max_pages)
         self._table = self._host_table.numpy()
-        host = self._split(self._host)
-        self._host_granted = host["granted"]
-        self._columns = {name: column.numpy() for name, column in host.items()}
+        self._host_arrays = self._split(self._host)
+        self._columns = {n: column.numpy() for n, column in self._host_arrays.items()}
         self._arrays = self._split(self._words)
         self._arrays["block_table"] = self.block_table
         for name in ("emitted", "path"):
@@ -144,9 +143,15 @@ class BatchState:
         for row in moved:
             pages = self._put_pages(row, self.sequences[row].pages)
             self._columns["granted"][row] = pages * self.page_size
-        if moved and self._words is not self._host:
-            self._arrays["granted"].copy_(self._host_granted, non_blocking=True)
+        if moved:
+            self._upload_column("granted")
             self._upload_table(len(self.sequences))
+
+    def lag(self) -> None:
+        """Takes over how far the drafter lags behind the requests, and uploads nothing else."""
+        rows = slice(0, len(self.sequences))
+        self._columns["num_new"][rows] = [s.num_new for s in self.sequences]
+        self._upload_column("num_new")
 
     def fill(self, running: list[Sequence]) -> Batch:
         """Takes over the running requests and uploads their rows.
@@ -242,10 +247,15 @@ class BatchState:
         """Copies the mirrors to the device, the block table's first `count` rows with them."""
         if self._words is not self._host:
             self._words.copy_(self._host, non_blocking=True)
-            self._upload_table(count)
+        self._upload_table(count)
+
+    def _upload_column(self, name: str) -> None:
+        if self._words is not self._host:
+            self._arrays[name].copy_(self._host_arrays[name], non_blocking=True)
 
     def _upload_table(self, count: int) -> None:
-        self.block_table[:count].copy_(self._host_table[:count], non_blocking=True)
+        if self._words is not self._host:
+            self.block_table[:count].copy_(self._host_table[:count], non_blocking=True)
 
     # ---- arrays ---------------------------------------------------------------------------------
 

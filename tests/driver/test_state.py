@@ -84,6 +84,10 @@ def test_moved_pages_and_requests_are_noticed(device):
     second.pages = [9]
     made.grant()
     assert rows.block_table[1, :3].tolist() == [9, -1, -1] and int(rows.granted[1]) == 4
+    second.draft_len = 3
+    made.lag()
+    assert rows.num_new.tolist() == [77, 2, 0, 0]
+    assert rows.context_len.tolist() == [5, 5, 0, 0]
 
 
 def test_more_stop_ids_than_there_is_room_for():
