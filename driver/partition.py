@@ -157,6 +157,12 @@ class Beside:
         return self.partition.stream
 
 
+def sizes_of(device: torch.device) -> list[int]:
+    """The sizes worth trying on a card: what is left to the tail alone is at least as much."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return [sms for sms in SIZES if 2 * sms <= count]
+
+
 def measure_overlaps(
     spot: SpotTrainer, decode: Callable[[], float | None], budget: float
 ) -> tuple[float, dict[Overlap, Beside]]:
@@ -184,7 +190,7 @@ def measure_overlaps(
     spot.reports.settle(0)
     serial_s = (time.perf_counter() - begin) / TRIALS
     found: dict[Overlap, Beside] = {}
-    for sms in SIZES:
+    for sms in sizes_of(spot.target.device):
         beside = Beside(partition_of(sms, spot.target.device), spot.bin.tokens)
         overlap = _measure(spot, decode, beside)
         while overlap.stop_s > STOP_S and beside.rows >= 2 * LEAST_ROWS:

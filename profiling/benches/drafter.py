@@ -83,7 +83,7 @@ FULL = Sizes()
 QUICK = Sizes(
     family_steps=250,
     strategies=("learned:8,8,64",),
-    seconds=40.0,
+    seconds=28.0,
     tail=1536,
     scores=(0.0, 0.7, 1.4),
 )

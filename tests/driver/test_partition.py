@@ -75,6 +75,8 @@ class Card:
         monkeypatch.setattr(
             partition, "partition_of", lambda sms, device: SimpleNamespace(sms=sms, stream=None)
         )
+        card = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
         monkeypatch.setattr(partition, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def step_s(self) -> float:
@@ -126,6 +128,13 @@ def test_training_rests_as_long_as_the_budget_asks(monkeypatch):
     (unpaced,) = (o for o in full if o.sms == 64)
     assert best.tokens_per_ms == pytest.approx(unpaced.tokens_per_ms, rel=0.1)
     assert best.stop_s == pytest.approx(card.step_s(), rel=0.1)
+
+
+def test_a_small_card_is_not_halved(monkeypatch):
+    card = Card(monkeypatch, cost=0.05)
+    small = SimpleNamespace(multi_processor_count=46)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
+    assert {b.sms for b in card.measure(1.06)[1].values()} == {8, 16}
 
 
 def test_a_budget_that_leaves_next_to_nothing_is_not_paced_for(monkeypatch):

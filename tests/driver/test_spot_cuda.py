@@ -9,7 +9,7 @@ from driver.data_buffer import DataBuffer, Document
 from driver.draft_loss import DraftBatch, Teacher, unrolled_loss
 from driver.draft_memory import training_memory
 from driver.drafter import Drafter
-from driver.partition import SIZES, STOP_S
+from driver.partition import STOP_S, sizes_of
 from tests import kit
 from tests.driver.hugging_face import random_model
 from tests.driver.test_engine import generate, make_rollout, requests, same
@@ -199,7 +199,7 @@ def overlapped(policy, *words):
 def test_a_partition_trains_beside_the_tail_and_changes_no_token(policy):
     rollout, jobs, wanted = overlapped(policy, "spot.slowdown=10")
     spot = rollout.spot
-    assert {overlap.sms for overlap in spot.measured} == set(SIZES)
+    assert {overlap.sms for overlap in spot.measured} == set(sizes_of(spot.target.device))
     assert all(o.slowdown > 0.5 and o.step_s > 0 and o.duty == 1 for o in spot.measured)
     begun, version = spot.steps, spot.runner.version
     for _ in range(3):
