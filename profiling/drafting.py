@@ -17,6 +17,7 @@ from driver.assemble import Rollout, build_drafter
 from driver.config import load_config
 from driver.draft_loss import DraftBatch
 from driver.drafter import Drafter
+from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.request import Request
 from driver.rollout.runner import Burst
 from driver.rollout.tree import Tree
@@ -44,7 +45,10 @@ class Sizes:
     seconds: float = 90.0  # of a training, whatever its steps: with the responses, a warm start's
     unroll: int = 4
     strategies: tuple[str, ...] = ("learned:4,4,16", "learned:8,4,32", "learned:8,8,64")
-    scores: tuple[float, ...] = (0.0, 0.7, 1.0, 1.5, 2.0, 3.0)  # temperatures of nodes' ranks
+    ways: tuple[tuple[float, float], ...] = (  # temperatures of drafts and of their ranks
+        (1.0, 0.0), (1.0, 0.7), (1.0, 1.0), (1.0, 1.4), (1.0, 2.0), (0.75, 1.0), (0.6, 0.0),
+        (0.6, 1.0),
+    )  # fmt: skip
     tail: int = 2048  # tokens of the longest request of a rollout
 
 
@@ -219,6 +223,17 @@ class Study:
 
     def row(self, case: str, log: PassLog, **more: float | str) -> float:
         return log_row(self.bench, case, log, **more)
+
+
+@contextmanager
+def drafting_at(runner: DraftRunner, way: tuple[float, float]) -> Iterator[str]:
+    """Drafts are made and ranked at these temperatures meanwhile; gives words for it."""
+    before = runner.draft_temperature, runner.score_temperature
+    runner.draft_temperature, runner.score_temperature = way
+    try:
+        yield f"drafts at {way[0]:g}, ranks at {way[1]:g}"
+    finally:
+        runner.draft_temperature, runner.score_temperature = before
 
 
 def log_row(bench: Bench, case: str, log: PassLog, **more: float | str) -> float:

@@ -35,11 +35,11 @@ class DraftRunner:
         target: the policy; its embedding is read, never written, its head gathered by `d2t`.
         cache: the engine's KV cache, which holds the recorded features.
         seed: run seed of the keyed noise.
+        draft_temperature: over that of a request. Below 1 the drafter's favourites weigh more
+            against the noise: right where the policy is surer than the drafter can be.
         score_temperature: how drafted nodes are ranked (`tlt_ext.expand_tree`). At 0, cumulative
-            log-probability, the noise that chose a node counts for nothing in its rank: as good as
-            any where the policy is sure of most tokens (the tiny policy's accept length at T = 1
-            with 8,4,32: 4.15; with perturbed scores at 0.7, 1, 1.5, 2, 3: 3.85, 3.98, 4.12, 4.09,
-            3.83), far behind where it is not (laws of SmolLM2 on GSM8K: `profiling/README.md`).
+            log-probability, the noise that chose a node counts for nothing in its rank.
+            `profiling/README.md` has what both do to accept lengths.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class DraftRunner:
         target: TargetModel,
         cache: KvCache,
         seed: int,
+        draft_temperature: float = 1.0,
         score_temperature: float = 0.0,
     ) -> None:
         self.spec, self.target, self.cache, self.seed = spec, target, cache, seed
-        self.score_temperature = score_temperature
+        self.draft_temperature, self.score_temperature = draft_temperature, score_temperature
         self.version = 0  # 0: never loaded
         pages, page_size = cache.k.shape[1:3]
         shape = (pages, page_size, spec.num_kv_heads, spec.head_dim)
@@ -145,7 +146,9 @@ class DraftRunner:
         level = self._levels(len(batch), strategy)
         nodes, keep, depth = level.nodes, strategy.top_k, strategy.depth
         nodes.begin(batch.last_token)
-        frontier, ancestors = level.root, None
+        frontier, ancestors, temperature = level.root, None, batch.temperature
+        if self.draft_temperature != 1.0:
+            temperature = temperature * self.draft_temperature
         for index in range(depth):
             tlt_ext.expand_tree(
                 self._logits(hidden),
@@ -154,7 +157,7 @@ class DraftRunner:
                 level.frontier[index],
                 level.row[index],
                 level.ancestors[index],
-                batch.temperature,
+                temperature,
                 batch.request,
                 batch.context_len,
                 batch.status,

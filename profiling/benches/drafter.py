@@ -4,8 +4,9 @@ SmolLM2 on GSM8K prompts at T = 1: responses are sampled, a drafter learns from 
 a fixed number of steps, and drafts for other prompts. `accept_length` counts what requests emit in
 a speculative pass, the target's own token included; `median_us` of such a row is a pass launched op
 by op, of a training row a step. Compared are the rules of acceptance (the same drafter, prompts and
-node count), the order that nodes are kept in, and training unrolled 1, 3 and 7 steps (EAGLE-like,
-HASS-like, EAGLE-3). Then what training beside the tail costs it, on each size of partition.
+node count), the temperatures that drafts are made and ranked at, and training unrolled 1, 3 and 7
+steps (EAGLE-like, HASS-like, EAGLE-3). Then what training beside the tail costs it, on each size of
+partition.
 
 `warmed` is the policy of `preset=h100` with the drafter of its warm start, `adaptive` RL from there
 with drafters that are trained and one that is not: runs of their own under `--runs`, which go on
@@ -42,6 +43,7 @@ from profiling.drafting import (
     Sizes,
     Study,
     TargetOnly,
+    drafting_at,
     first_acceptance,
     loaded_batch,
     log_row,
@@ -76,16 +78,23 @@ WARMED_STRATEGIES = [  # at most 64 nodes
     "learned:16,4,64",
 ]
 WARMED_PROMPTS, WARMED_TOKENS = 64, 1024  # tokens of a response at most
-WARMED_RANKED = ["learned:4,4,16", "learned:8,4,32"]  # by scores at 1, too
+WARMED_WAYS = [  # temperatures of drafts and of their ranks
+    ("learned:4,1,5", (1.0, 0.0)),
+    ("learned:4,1,5", (0.75, 1.0)),
+    ("learned:4,1,5", (0.6, 1.0)),
+    ("learned:8,4,32", (1.0, 1.0)),
+    ("learned:8,4,32", (0.75, 1.0)),
+    ("learned:8,4,32", (0.6, 1.0)),
+]
 SHAPE_TAIL = 512  # tokens of the 7B shape's longest request: a pass takes 7 ms
 
 FULL = Sizes()
 QUICK = Sizes(
     family_steps=250,
     strategies=("learned:8,8,64",),
-    seconds=28.0,
+    seconds=26.0,
     tail=1536,
-    scores=(0.0, 0.7, 1.4),
+    ways=((1.0, 0.0), (1.0, 0.7), (0.75, 1.0)),
 )
 OF_ONE_POLICY = [
     "family", "accept", "nodes", "first", "checkpoint", "packing", "mix", "weights", "memory",
@@ -108,7 +117,7 @@ def warmed(bench: Bench, subject: Subject) -> None:
     """Accept length of a policy with the drafter of its warm start, on held-out prompts."""
     prompts, tokens = WARMED_PROMPTS, WARMED_TOKENS
     rollout = subject.rollout(
-        f"engine.strategies={' '.join(['off', *WARMED_STRATEGIES])}",
+        f"engine.strategies={' '.join(['off', 'learned:4,1,5', *WARMED_STRATEGIES])}",
         f"engine.max_batch={prompts}",
         f"engine.spec_max_batch={prompts}",
         "engine.spec_max_rows=0",
@@ -123,12 +132,11 @@ def warmed(bench: Bench, subject: Subject) -> None:
         with logged(rollout) as log:
             rollout.engine.generate(requests, record=False)
         lengths.append(log_row(bench, f"{subject.name} {strategy}", log))
-    rollout.spot.runner.score_temperature = 1.0
-    for strategy in WARMED_RANKED:
+    for strategy, way in WARMED_WAYS:
         fix_bandit(rollout, policy="static", static=strategy)
-        with logged(rollout) as log:
+        with drafting_at(rollout.spot.runner, way) as words, logged(rollout) as log:
             rollout.engine.generate(requests, record=False)
-        log_row(bench, f"{subject.name} {strategy}, nodes by scores at 1", log)
+        log_row(bench, f"{subject.name} {strategy}, {words}", log)
     bench.got["accept_length_warmed_policy_t1"] = round(max(lengths), 4)
 
 
@@ -263,11 +271,9 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
             study.groups(name, log, column, edges)
 
     def nodes() -> None:
-        chosen = runner.score_temperature
-        for runner.score_temperature in sizes.scores:
-            case = f"nodes by scores at {runner.score_temperature:g}"
-            study.row(case, study.draft(strategy))
-        runner.score_temperature = chosen
+        for way in sizes.ways:
+            with drafting_at(runner, way) as case:
+                study.row(case, study.draft(strategy))
 
     def train() -> None:
         begun = main.steps

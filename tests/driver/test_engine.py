@@ -403,8 +403,11 @@ def test_a_pass_verifies_no_more_rows_than_it_may(policy, plain):
     assert speculated and max(speculated) <= 4
 
 
-def test_how_drafted_nodes_are_ranked_changes_no_token(policy, plain):
-    rollout = make_rollout(policy, "engine.score_temperature=1")
-    rollout.spot.swap()
-    assert rollout.spot.runner.score_temperature == 1
-    assert same(generate(rollout, requests(), "learned:4,3,12"), plain)
+def test_how_drafts_are_made_changes_no_token(policy, plain):
+    drafts = []
+    for words in ((), ("engine.score_temperature=1",), ("engine.draft_temperature=0.3",)):
+        rollout = make_rollout(policy, *words)
+        rollout.spot.swap()
+        assert same(generate(rollout, requests(), "learned:4,3,12"), plain)
+        drafts.append(rollout.engine.stats.accepted)
+    assert len(set(drafts)) == 3

@@ -32,7 +32,7 @@ WORDS = [
 ]
 SMALL = Sizes(
     prompts=16, held_out=8, rounds=1, tokens=24, batch=4, bin=64, steps=6, family_steps=4, unroll=2,
-    strategies=("learned:2,2,5",), scores=(0.0, 1.0),
+    strategies=("learned:2,2,5",), ways=((1.0, 0.0), (0.5, 1.0)),
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_the_benchmark_runs_whole_on_the_cpu(monkeypatch):
         (name,) = [case for case in cases if case.startswith(f"unroll {steps},")]
         assert cases[name]["accept_length"] >= 1.0 and cases[name]["step_us"] > 0
     assert cases["learned:2,2,5, shared noise"]["passes"] > 0
-    assert {"position 0-31", "batch 2-3", "nodes by scores at 1"} <= cases.keys()
+    assert {"position 0-31", "batch 2-3", "drafts at 0.5, ranks at 1"} <= cases.keys()
     assert {"mix, 0 of kept long ones", "mix, 0.25 of kept long ones"} <= cases.keys()
     assert {f"missed tokens weigh {weight}" for weight in (1, 2, 4)} <= cases.keys()
     assert cases["first draft, 8 children"]["shared_noise"] > 0.05
@@ -229,7 +229,7 @@ def test_the_warmed_policy_and_rl_from_it(tmp_path, monkeypatch):
         "engine.max_batch=8", "spot.tokens_per_step=32", "run.checkpoint_every=1",
     ]  # fmt: skip
     monkeypatch.setattr(drafter, "WARMED_STRATEGIES", ["learned:2,2,5", "learned:4,4,16"])
-    monkeypatch.setattr(drafter, "WARMED_RANKED", ["learned:2,2,5"])
+    monkeypatch.setattr(drafter, "WARMED_WAYS", [("learned:2,2,5", (0.6, 1.0))])
     monkeypatch.setattr(drafter, "WARMED_PROMPTS", 6)
     monkeypatch.setattr(drafter, "WARMED_TOKENS", 24)
     bench = Bench("drafter", float("nan"), quick=True, only="warmed|adaptive", settings=settings)
@@ -243,7 +243,7 @@ def test_the_warmed_policy_and_rl_from_it(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "ended", in_process)
     drafter.run(bench)  # in a quick run no RL is made unless it may take time
     cases = {row["case"]: row for row in bench.rows}
-    ranked = "warmed learned:2,2,5, nodes by scores at 1"
+    ranked = "warmed learned:2,2,5, drafts at 0.6, ranks at 1"
     names = "warmed learned:2,2,5", "warmed learned:4,4,16"
     assert list(cases) == [*names, ranked] and not commands
     best = max(cases[name]["accept_length"] for name in names)
