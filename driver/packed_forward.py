@@ -24,6 +24,23 @@ from transformers import PreTrainedModel
 
 from driver.packing import packed_positions
 
+# A document from here on is long enough to hold up the others of its call.
+LONG_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Span:
+    """Documents of a packed row that one call of attention takes."""
+
+    tokens: int
+    longest: int
+    bounds: Tensor  # int32, where each begins and ends, counted from the first
+
+    @staticmethod
+    def of(lengths: Sequence[int]) -> Span:
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return Span(sum(lengths), max(lengths), bounds)
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -31,18 +48,25 @@ class Documents:
 
     lengths: tuple[int, ...]
     position: Tensor  # int64 [1, T], restarts at every document
-    bounds: Tensor  # int32 [D + 1], where they begin and end
+    spans: tuple[Span, ...]  # one behind the other
 
     @staticmethod
     def of(lengths: Sequence[int]) -> Documents:
         """Of documents of these lengths, on the CPU.
 
+        Deterministic FlashAttention gives a document's gradient, of one head, to as many blocks as
+        there are multiprocessors for each document and head of its call: one, where they are many.
+        A few long documents, which a row has in front, are a call of their own.
+
         Example:
-            >>> Documents.of([2, 3]).bounds.tolist()
-            [0, 2, 5]
+            >>> [span.tokens for span in Documents.of([3000, 2000, 900, 20]).spans]
+            [5000, 920]
         """
-        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return Documents(tuple(lengths), packed_positions(lengths), bounds)
+        longest = max(lengths)
+        short = [i for i, length in enumerate(lengths) if 2 * length < longest]
+        cut = short[0] if short and longest >= LONG_TOKENS else len(lengths)
+        spans = tuple(Span.of(part) for part in (lengths[:cut], lengths[cut:]) if part)
+        return Documents(tuple(lengths), packed_positions(lengths), spans)
 
 
 def packed_forward(
@@ -110,10 +134,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) 
     call of torch's attention a document.
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        bounds, longest = documents.bounds, max(documents.lengths)
-        return _varlen_attention()(
-            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0)
-        )
+        return _by_spans(_attend_on_card, q, k, v, documents, scale)
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -123,6 +144,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) 
         for qkv in zip(*parts, strict=True)
     ]
     return torch.cat(attended)  # [T, heads, head_dim]
+
+
+def _by_spans(
+    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Documents, scale: float
+) -> Tensor:
+    tokens = [span.tokens for span in at.spans]
+    parts = zip(at.spans, *(x.split(tokens) for x in (q, k, v)), strict=True)
+    attended = [kernel(*part, scale) for part in parts]
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+def _attend_on_card(span: Span, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    bounds, longest = span.bounds, span.longest
+    return _varlen_attention()(
+        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0)
+    )
 
 
 @functools.cache

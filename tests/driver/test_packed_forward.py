@@ -1,12 +1,15 @@
 """The training pass against the models' own, document by document, and its pieces by themselves."""
 
 import copy
+import doctest
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from driver import packed_forward as module
 from driver.packed_forward import Documents, _norm, _Rotate, attend, packed_forward
 from tests import kit
 from tests.driver.hugging_face import FAMILIES
@@ -117,21 +120,57 @@ def test_rotation_turns_and_its_gradient_turns_back():
     assert torch.autograd.gradcheck(lambda x: _Rotate.apply(x, angle.cos(), angle.sin()), x)
 
 
+def test_docstring_examples():
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "spans"),
+    [
+        ([1023, 5], [1028]),  # too short to hold up anybody
+        ([1024, 512, 511, 900], [1536, 1411]),
+        ([2000], [2000]),
+        ([2000, 1000], [3000]),
+        ([20, 5, 3000], [20 + 5 + 3000]),  # not in front
+    ],
+)
+def test_long_documents_in_front_are_a_span_of_their_own(lengths, spans):
+    documents = Documents.of(lengths)
+    assert [span.tokens for span in documents.spans if span.tokens] == spans
+    assert [n for span in documents.spans for n in span.bounds.diff().tolist()] == lengths
+    assert max(span.longest for span in documents.spans) == max(lengths)
+
+
+def test_spans_are_attended_one_by_one():
+    """The path of a card, with the CPU's attention for the kernel."""
+    lengths = [1030, 600, 400, 3]
+    q, k, v = (kit.randn(sum(lengths), n, 8, seed=n) for n in (4, 2, 2))
+    seen = []
+
+    def kernel(span, q, k, v, scale):
+        seen.append(span.longest)
+        return attend(q, k, v, Documents.of(span.bounds.diff().tolist()), scale)
+
+    wanted = attend(q, k, v, Documents.of(lengths), 0.3)
+    got = module._by_spans(kernel, q, k, v, Documents.of(lengths), 0.3)
+    assert seen == [1030, 400] and torch.equal(got, wanted)
+
+
 @kit.gpu
 @kit.needs_gpu
 @pytest.mark.parametrize("kv_heads", [9, 3, 1])
 def test_heads_of_a_card_share_keys_and_values(kv_heads):
     """Values and gradients, in the order that deterministic training asks for."""
-    lengths = [300, 1, 64, 129]
+    lengths = [1100, 600, 300, 1, 64, 129]
     documents = Documents.of(lengths)
+    assert [span.tokens for span in documents.spans] == [1700, 494]
     made = [kit.randn(sum(lengths), n, 64, seed=n) for n in (9, kv_heads, kv_heads, 9)]
 
     def results(device, dtype):
         q, k, v, grad = (x.bfloat16().to(device, dtype) for x in made)
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        bounds = documents.bounds.to(device)
-        at = Documents(documents.lengths, documents.position.to(device), bounds)
-        out = attend(*inputs, at, 0.125)
+        at = [replace(span, bounds=span.bounds.to(device)) for span in documents.spans]
+        out = attend(*inputs, replace(documents, spans=tuple(at)), 0.125)
         return [x.cpu() for x in (out, *torch.autograd.grad(out, inputs, grad))]
 
     torch.use_deterministic_algorithms(True)
