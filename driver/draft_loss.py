@@ -166,19 +166,18 @@ def unrolled_loss(
     """
     wide = _wide(batch.features)
     acceptance = torch.as_tensor(acceptance, dtype=wide, device=batch.left.device)
-    total, weights = (batch.features.new_zeros((), dtype=wide) for _ in range(2))
-    means, weight = total, 1.0
-    for step, hidden in enumerate(unroll(drafter, batch, cos_sin, steps)):
-        valid = batch.left > step
-        shares = torch.where(valid, _ahead(batch.weight, step), 0).to(wide)
-        loss, seen = _against_teachers(drafter, hidden, batch, step, shares, objective, acceptance)
-        total = total + weight * loss
-        weights = weights + weight * shares.sum()
-        weight *= STEP_WEIGHT
-        if step == 0:
-            cross_entropy, variation, same = seen / valid.sum().clamp_min(1)
-            means = torch.stack([cross_entropy, 1 - variation, same])
-    return total / weights.clamp_min(1e-9), means
+    hidden = list(unroll(drafter, batch, cos_sin, steps))
+    weight = batch.weight.to(wide)
+    shares = torch.stack(
+        [
+            STEP_WEIGHT**step * torch.where(batch.left > step, _ahead(weight, step), 0)
+            for step in range(steps)
+        ]
+    )  # [steps, T]
+    total, seen = _against_teachers(drafter, hidden, batch, shares, objective, acceptance)
+    cross_entropy, variation, same = seen / (batch.left > 0).sum().clamp_min(1)
+    means = torch.stack([cross_entropy, 1 - variation, same])
+    return total / shares.sum().clamp_min(1e-9), means
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -188,86 +187,111 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _against_teachers(
     drafter: Drafter,
-    hidden: Tensor,
+    hidden: list[Tensor],
     batch: DraftBatch,
-    step: int,
     shares: Tensor,
     objective: Objective,
     acceptance: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Sums over the rows: the weighted loss; cross-entropy, variation, equal favourites [3]."""
-    final = _ahead(batch.final, step)
-    normed = drafter.norm(hidden).to(final.dtype)
-    head = drafter.lm_head.weight.detach().to(final.dtype)
+    """The weighted loss, summed; sums of cross-entropy, variation, equal favourites at step 0."""
+    dtype, wide = batch.final.dtype, shares.dtype
+    normed = [drafter.norm(x).to(dtype) for x in hidden]
+    head = drafter.lm_head.weight.detach().to(dtype)
     total, seen = shares.new_zeros(()), shares.new_zeros(3)
     for begin, end, teacher in batch.spans:
         part = slice(begin, end)
-        inputs = normed[part], head, teacher, final[part], shares[part], objective, acceptance
+        told = head, teacher, drafter.spec.rms_eps, batch.final[part], shares[:, part]
         with torch.autocast(head.device.type, enabled=False):  # all is as narrow as it is to be
-            loss, values = _AgainstTeacher.apply(*inputs, drafter.spec.rms_eps)
+            loss, values = _AgainstTeacher.apply(
+                *told, objective, acceptance, *(x[part] for x in normed)
+            )
         total, seen = total + loss, seen + values
     if objective.feature_weight:
-        apart = F.smooth_l1_loss(hidden.to(_wide(final)), final.to(_wide(final)), reduction="none")
-        weighted = shares * torch.where(shares > 0, apart.mean(-1), 0)
-        total = total + objective.feature_weight * weighted.sum()
+        for step, x in enumerate(hidden):
+            final = _ahead(batch.final, step).to(wide)
+            apart = F.smooth_l1_loss(x.to(wide), final, reduction="none").mean(-1)
+            weighted = shares[step] * torch.where(shares[step] > 0, apart, 0)
+            total = total + objective.feature_weight * weighted.sum()
     return total, seen
 
 
 class _AgainstTeacher(torch.autograd.Function):
-    """The loss of rows against a teacher's law, with its gradient made in the same pass.
+    """The loss of all unroll steps against a teacher's law, with its gradient made along with it.
 
-    Logits of both models are made a chunk of rows at a time, once: the gradient of every loss is a
-    formula of the two laws, so nothing of [rows, draft_vocab] is kept for the backward pass or made
-    again there. A pass over such an array costs as much as a fifth of the head's product.
+    The gradient of every loss is a formula of the two laws, so nothing of [rows, draft_vocab] is
+    kept for the backward pass or made again there. A chunk of the teacher's law is made once for
+    all steps: row t of step j drafts what row t + j of the law says.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        normed: Tensor,  # [n, H], behind the drafter's final norm
         head: Tensor,  # [draft_vocab, H]
         teacher: Teacher,
+        eps: float,
         final: Tensor,  # [n, H]
-        shares: Tensor,  # [n]
+        shares: Tensor,  # [steps, n]
         objective: Objective,
         acceptance: Tensor,
-        eps: float,
+        *normed: Tensor,  # of each step [n, H], behind the drafter's final norm
     ) -> tuple[Tensor, Tensor]:
         total, seen = shares.new_zeros(()), shares.new_zeros(3)
-        gradient = torch.empty_like(normed)
+        gradients = [torch.zeros_like(x) for x in normed]
         rows = max(1, CHUNK_LOGITS // len(head))
-        for first in range(0, len(normed), rows):
-            part = slice(first, first + rows)
-            law = teacher.law(final[part], eps)  # [m, draft_vocab]
-            logits = normed[part] @ head.t()
-            logp = logits.log_softmax(-1, dtype=law.dtype)
-            cross_entropy = -(law * logp).sum(-1)
-            distance = cross_entropy
-            if objective.kind in ("kl", "hybrid"):
-                distance = cross_entropy - torch.special.entr(law).sum(-1)
-            draft = logp.exp_()
-            same = (draft.argmax(-1) == law.argmax(-1)).to(law.dtype)
-            # The gradient of either distance by the logits; narrow, its room is that of the logits.
-            apart = torch.sub(draft, law, out=logits)
-            variation = torch.linalg.vector_norm(apart, 1, -1, dtype=law.dtype) / 2
-            loss = objective.combine(distance, variation, acceptance)
-            if objective.kind in ("tv", "hybrid"):
-                apart = objective.combine(apart, _variation_by_logits(draft, law), acceptance)
-            counted = shares[part] > 0
-            # What a share weighs is put to the narrow product, not to the rows of the vocabulary.
-            by_input = (apart.to(head.dtype) @ head) * shares[part, None].to(head.dtype)
-            gradient[part] = torch.where(counted[:, None], by_input, 0)
-            total += (shares[part] * torch.where(counted, loss, 0)).sum()
-            values = torch.stack([cross_entropy, variation, same])
-            seen += torch.where(counted, values, 0).sum(-1)
-        ctx.save_for_backward(gradient)
+        for first in range(0, len(final), rows):
+            law = teacher.law(final[first : first + rows], eps)  # [m, draft_vocab]
+            for step, x in enumerate(normed):
+                above = max(0, step - first)  # rows of the law before the first that step drafts
+                if above >= len(law):
+                    continue
+                part = slice(first + above - step, first + len(law) - step)
+                share, counted = shares[step, part], shares[step, part] > 0
+                loss, by_input, values = _row_losses(
+                    x[part], head, law[above:], objective, acceptance, told=step == 0
+                )
+                # What a share weighs is put to the narrow product, not to rows of the vocabulary.
+                weighted = by_input * share[:, None]
+                gradients[step][part] = torch.where(counted[:, None], weighted, 0)
+                total += (share * torch.where(counted, loss, 0)).sum()
+                if step == 0:
+                    seen += torch.where(counted, values, 0).sum(-1)
+        ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(seen)
         return total, seen
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grad.to(gradient.dtype), *[None] * 7)
+        return (*[None] * 7, *(x * grad.to(x.dtype) for x in ctx.saved_tensors))
+
+
+def _row_losses(
+    normed: Tensor,
+    head: Tensor,
+    law: Tensor,
+    objective: Objective,
+    acceptance: Tensor,
+    told: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows [m, H] against laws [m, draft_vocab]: losses [m], their gradient by the rows [m, H];
+    and, where told, cross-entropy, variation, equal favourites [3, m]."""
+    logits = normed @ head.t()
+    logp = logits.log_softmax(-1, dtype=law.dtype)
+    cross_entropy = -(law * logp).sum(-1)
+    distance = cross_entropy
+    if objective.kind in ("kl", "hybrid"):
+        distance = cross_entropy - torch.special.entr(law).sum(-1)
+    draft = logp.exp_()
+    # The gradient of either distance by the logits; as narrow as those, it takes their room.
+    apart = torch.sub(draft, law, out=logits)
+    variation = torch.linalg.vector_norm(apart, 1, -1, dtype=law.dtype) / 2
+    loss = objective.combine(distance, variation, acceptance)
+    if objective.kind in ("tv", "hybrid"):
+        apart = objective.combine(apart, _variation_by_logits(draft, law), acceptance)
+    values = law.new_empty(0)
+    if told:
+        same = (draft.argmax(-1) == law.argmax(-1)).to(law.dtype)
+        values = torch.stack([cross_entropy, variation, same])
+    return loss, apart.to(head.dtype) @ head, values
 
 
 def _variation_by_logits(draft: Tensor, law: Tensor) -> Tensor:

@@ -301,6 +301,17 @@ def test_chunks_of_the_head_change_neither_loss_nor_gradient(kind, monkeypatch):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+def test_the_teacher_s_law_is_made_once_for_all_steps(monkeypatch):
+    made, law = [], Teacher.law
+    monkeypatch.setattr(
+        Teacher, "law", lambda self, final, eps: (made.append(len(final)), law(self, final, eps))[1]
+    )
+    monkeypatch.setattr(draft_loss, "CHUNK_LOGITS", 9 * 4)
+    loss, _ = unrolled_loss(make_drafter(), pack(piece(6, 1), piece(5, 2)), rope(), 3)
+    loss.backward()
+    assert made == [4, 2, 4, 1]  # of two policies, four rows a chunk
+
+
 def test_each_piece_learns_from_the_policy_that_recorded_it():
     drafter, pieces = make_drafter(), [piece(4, 1), piece(3, 2), piece(5, 4), piece(2, 3)]
     batch = pack(*pieces)
