@@ -112,9 +112,9 @@ class SpotTrainer:
         """Takes a finished sequence's features out of the cache before its pages are freed."""
         if self.config.mode == "off":
             return
-        size = self.cache.page_size
-        places = [sequence.pages[t // size] * size + t % size for t in range(sequence.context_len)]
-        index = torch.tensor(places, dtype=torch.int64, device=self.cache.features.device)
+        slots = torch.tensor(sequence.pages)[:, None] * self.cache.page_size
+        slots = (slots + torch.arange(self.cache.page_size)).flatten()[: sequence.context_len]
+        index = slots.to(self.cache.features.device)
         features = self.cache.features.flatten(0, 1).index_select(0, index)
         tokens = torch.tensor(sequence.tokens[: sequence.context_len + 1])
         self.buffer.add(

@@ -165,9 +165,7 @@ class BatchState:
         Raises:
             UserError: a request with more than MAX_STOP_IDS stop ids.
         """
-        for sequence in running:
-            if sequence.slot < 0:
-                self.store.take(sequence)
+        self.store.take([sequence for sequence in running if sequence.slot < 0])
         self.sequences[:] = self._arranged(running)
         for row, sequence in enumerate(self.sequences):
             if self._seats[row] is not sequence or self._slots[row] != sequence.slot:

@@ -57,8 +57,22 @@ class TokenStore:
         """int32 [slots], known tokens of each row."""
         return self._lengths[:-1]
 
-    def take(self, sequence: Sequence) -> None:
-        """Gives a request a row, with the tokens it has."""
+    def take(self, sequences: list[Sequence]) -> None:
+        """Gives requests rows, with the tokens they have."""
+        if not sequences:
+            return
+        for sequence in sequences:
+            self._seat(sequence)
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        ids = torch.zeros(len(sequences), max(lengths), dtype=torch.int32)
+        for row, sequence in zip(ids.numpy(), sequences, strict=True):
+            row[: len(sequence.tokens)] = sequence.tokens  # what follows is nobody's
+        slots = torch.tensor([s.slot for s in sequences], device=self.tokens.device)
+        self.tokens[:, : ids.shape[1]].index_copy_(0, slots, ids.to(self.tokens.device))
+        known = torch.tensor(lengths, dtype=torch.int32, device=self.tokens.device)
+        self._lengths.index_copy_(0, slots, known)
+
+    def _seat(self, sequence: Sequence) -> None:
         if not self._free:
             self._drop(next(iter(self._past)))
         sequence.slot = self._free.pop()
@@ -67,9 +81,6 @@ class TokenStore:
         group.slots.append(sequence.slot)
         self._group_of[sequence.slot] = group
         self._touch(group)
-        ids = torch.tensor(sequence.tokens, dtype=torch.int32)
-        self.tokens[sequence.slot, : len(ids)].copy_(ids)
-        self._lengths[sequence.slot] = len(ids)
 
     def give_back(self, sequence: Sequence, keep: bool) -> None:
         """A request runs no more; `keep` its row for those of its prompt that come later."""

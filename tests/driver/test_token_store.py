@@ -20,16 +20,16 @@ def store(slots=4):
 def test_a_request_sees_itself_then_the_newest_of_its_prompt():
     made = store()
     first, other, second = sequence([1, 2]), sequence([3]), sequence([1, 2], more=[7])
-    for one in (first, other, second):
-        made.take(one)
+    made.take([first, other, second])
     assert made.group_of(second) == [second.slot, first.slot]
     assert made.group_of(other) == [other.slot]
     assert made.tokens[second.slot, :3].tolist() == [1, 2, 7]
-    assert made.length[second.slot] == 3
+    assert made.tokens[first.slot, :2].tolist() == [1, 2]
+    assert made.length[[first.slot, other.slot, second.slot]].tolist() == [2, 1, 3]
     past = first.slot
     made.give_back(first, keep=True)
     third = sequence([1, 2])
-    made.take(third)
+    made.take([third])
     assert made.group_of(third) == [third.slot, second.slot, past]
 
 
@@ -43,13 +43,13 @@ def test_rows_are_a_multiple_of_four_and_one_length_is_for_nobody():
 def test_the_longest_finished_makes_room():
     made = store(slots=2)
     old, new = sequence([1]), sequence([2])
-    made.take(old)
-    made.take(new)
+    made.take([])
+    made.take([old, new])
     slots = old.slot, new.slot
     made.give_back(old, keep=True)
     made.give_back(new, keep=True)
     late = sequence([2])
-    made.take(late)
+    made.take([late])
     assert late.slot == slots[0]
     assert made.group_of(late) == [late.slot, slots[1]]
     before = made.changes
@@ -68,7 +68,7 @@ def test_no_row_is_lost_under_random_load():
             made.give_back(running.pop(rng.randrange(len(running))), keep=rng.random() < 0.7)
         else:
             running.append(sequence([rng.randrange(3)]))
-            made.take(running[-1])
+            made.take(running[-1:])
         slots = [s.slot for s in running]
         assert len(set(slots)) == len(slots) and min([0, *slots]) >= 0
         for one in running:
