@@ -4,8 +4,10 @@ The card's ceiling is measured in the same run: a large copy, counting bytes rea
 """
 
 import math
+import signal
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -163,3 +165,19 @@ def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 11) -> float:
     }
     times = measure(arms, rounds=rounds, cold=False)
     return 2 * num_bytes / min(timing.median_us for timing in times.values()) / 1e3
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raises TimeoutError in the main thread; a peer that hangs must not hang the others."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

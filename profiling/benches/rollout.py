@@ -25,11 +25,9 @@ and leaves out what no target needs.
 from __future__ import annotations
 
 import gc
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +38,7 @@ from driver.assemble import Rollout
 from driver.config import load_config
 from driver.rollout.request import Request
 from driver.rollout.stats import RolloutStats
+from profiling import timing
 from profiling.bench import Bench, say
 from profiling.subjects import Subject, fix_bandit, of_checkpoint
 from profiling.workload import Recording, Window, trace_lengths
@@ -259,22 +258,6 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-@contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError in the main thread; a peer that hangs must not hang the others."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"not done within {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def hf_seconds(
     policy: PreTrainedModel, prompts: list[tuple[int, ...]], lengths: list[int], how: str
 ) -> float:
@@ -320,7 +303,7 @@ def compare_hugging_face(bench: Bench, subject: Subject, lengths: list[int], our
         if not bench.wanted(case):
             continue
         try:
-            with torch.no_grad(), time_limit(PEER_LIMIT_S):
+            with torch.no_grad(), timing.time_limit(PEER_LIMIT_S):
                 seconds = hf_seconds(policy, subject.prompts(len(lengths)), lengths, how)
         except Exception as error:  # a peer that cannot run here costs its own row
             say(f"{case}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 from driver.config import load_config
 from driver.rollout.plan import BucketPlan, GraphCost
 from driver.strategy import Strategy, parse_strategies
-from profiling import drafter_figures, engine_figures, grpo_figures
+from profiling import drafter_figures, engine_figures, grpo_figures, timing
 from profiling.bench import Bench
 from profiling.benches import decode, graphs, rollout
 from profiling.subjects import fix_bandit, of_checkpoint, of_shape
@@ -214,9 +214,9 @@ def test_a_peer_that_fails_costs_its_own_row(subject, monkeypatch, capsys):
 
 
 def test_a_peer_that_hangs_is_stopped():
-    with pytest.raises(TimeoutError, match="not done within 1 s"), rollout.time_limit(1):
+    with pytest.raises(TimeoutError, match="not done within 1 s"), timing.time_limit(1):
         time.sleep(20)
-    with rollout.time_limit(1):
+    with timing.time_limit(1):
         pass
 
 
