@@ -19,6 +19,7 @@ from driver import logprobs, tiny
 from driver.assemble import Parts, build_parts, longest_request, spec_of
 from driver.checkpoint import ModelSpec
 from driver.config import Config
+from driver.packed_forward import LONG_TOKENS
 from driver.rollout.engine import HISTORY
 from driver.rollout.pages import pages_for
 from driver.rollout.plan import BucketPlan, GraphCost
@@ -125,7 +126,8 @@ def footprint(config: Config, policy: PreTrainedModel, prompt_len: int) -> Footp
     numbers = sum(p.numel() for p in policy.parameters())
     tokens, longest = row_tokens(config, prompt_len), prompt_len + config.sampling.max_new_tokens
     gradients = {"gradients": FLOAT * numbers}
-    phases = update_bytes(spec, tokens, policy.dtype, config.grpo.checkpointing, on_card)
+    apart = longest >= LONG_TOKENS
+    phases = update_bytes(spec, tokens, policy.dtype, config.grpo.checkpointing, on_card, apart)
     if longest * _responses(config) > tokens * config.grpo.minibatches:
         # Those of the micro-batches before.
         phases = {phase: gradients | needs for phase, needs in phases.items()}
@@ -148,7 +150,9 @@ def _responses(config: Config) -> int:
     return config.grpo.prompts_per_step * config.grpo.samples_per_prompt
 
 
-def layer_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool = True) -> int:
+def layer_bytes(
+    spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool = True, apart: bool = False
+) -> int:
     """What one layer of the policy saves for its backward pass.
 
     Args:
@@ -157,11 +161,13 @@ def layer_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool 
         dtype: of the policy.
         on_card: attention of a card shares keys and values among heads, and has one copy less of
             its result.
+        apart: unless long documents have a call of their own there.
     """
     size, query = dtype.itemsize, spec.num_heads * spec.head_dim
     shared = spec.num_kv_heads * spec.head_dim
     # Query, keys and values, the result.
-    attention = size * (2 * query + 2 * shared if on_card else 5 * query) + FLOAT * spec.num_heads
+    shared_too = (3 if apart else 2) * query + 2 * shared
+    attention = size * (shared_too if on_card else 5 * query) + FLOAT * spec.num_heads
     if spec.qk_norm:
         attention += size * (query + shared)
     mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
@@ -169,18 +175,23 @@ def layer_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool 
 
 
 def update_bytes(
-    spec: ModelSpec, tokens: int, dtype: torch.dtype, checkpointing: bool, on_card: bool = True
+    spec: ModelSpec,
+    tokens: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    on_card: bool = True,
+    apart: bool = False,
 ) -> dict[str, dict[str, int]]:
     """What a micro-batch takes, at the two moments that can be its largest.
 
     Args:
-        spec, tokens, dtype, on_card: as of `layer_bytes`.
+        spec, tokens, dtype, on_card, apart: as of `layer_bytes`.
         checkpointing: each layer's input only is kept, and one layer whole while it is made again.
 
     Returns:
         When all is saved and the logits are made; and when the layers' backward passes begin.
     """
-    size, layer = dtype.itemsize, layer_bytes(spec, tokens, dtype, on_card)
+    size, layer = dtype.itemsize, layer_bytes(spec, tokens, dtype, on_card, apart)
     inputs = spec.num_layers * tokens * size * spec.hidden_size
     kept = inputs if checkpointing else spec.num_layers * layer
     ends = tokens * 2 * size * spec.hidden_size  # what the final norm reads, rows with logits
