@@ -222,16 +222,16 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
 
 # Seconds that `all --quick` gives each benchmark of a card: eight minutes, the warm start there.
 QUICK_SECONDS = {
-    "attention": 35,
+    "attention": 32,
     "decode": 40,
     "drafter": 105,
     "graphs": 50,
-    "grpo": 75,
+    "grpo": 71,
     "identity": 33,
     "layers": 16,
     "loop": 7,
     "ngram": 11,
-    "rollout": 85,
+    "rollout": 92,
     "sampling": 16,
     "step": 7,
 }

@@ -153,8 +153,7 @@ class RolloutEngine:
             previous, strategy = strategy, self._choose(scheduler.running)
             strategy, limit = self._make_room(scheduler, strategy)
             batch = self._fill(scheduler.running, strategy, strategy != previous)
-            # Who waits takes the first place that there is.
-            ends = 1 if scheduler.waiting else self.runner.spare(len(batch), strategy)
+            ends = self._ends(scheduler, strategy)
             burst = self.runner.run(len(batch), strategy, limit, ends)
             self._harvest(batch, burst, started)
             self._retire(scheduler, record)
@@ -234,6 +233,14 @@ class RolloutEngine:
                     " raise it or lower sampling.max_new_tokens"
                 )
         return strategy, most()
+
+    def _ends(self, scheduler: Scheduler, strategy: Strategy) -> int:
+        """Requests that may end before the host has something to decide."""
+        if scheduler.waiting:  # for the first place that there is
+            return 1
+        count = len(scheduler.running)
+        spare, over = self.runner.spare(count, strategy), count - self.config.spec_max_batch
+        return min(spare, over) if over > 0 else spare
 
     def _fill(self, running: list[Running], strategy: Strategy, switched: bool) -> Batch:
         """The state of the running requests on the device, ready for passes with the strategy."""

@@ -206,6 +206,19 @@ def test_several_requests_end_before_the_host_looks(policy, strategy):
     assert one_by_one.engine.stats.spec_request_passes == stats.spec_request_passes
 
 
+def test_speculation_starts_as_soon_as_it_may(policy):
+    """Six requests may speculate; plain passes of eight know no graph between eight and four."""
+    rollout = looping(policy, "engine.spec_max_batch=6")
+    jobs = [
+        replace(job, params=replace(job.params, max_new_tokens=9 + 3 * i))
+        for i, job in enumerate(requests(count=8, stop=()))
+    ]
+    generate(rollout, jobs, "learned:4,3,12", horizon=64)
+    trace = rollout.engine.stats.trace
+    assert max(active for _, active, arm in trace if arm != "off") == 6
+    assert min(active for _, active, arm in trace if arm == "off") == 7
+
+
 def test_what_waits_takes_the_first_place(policy):
     """A request that ends while others wait wakes the host: all eight rows stay in use."""
     rollout = looping(policy)

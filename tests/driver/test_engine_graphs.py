@@ -1,6 +1,7 @@
 """Passes as CUDA graphs, looped on the device or launched one by one: eager's tokens and bits."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,20 @@ def test_the_host_wakes_for_bursts_not_for_passes(looped):
     generate(looped, requests(count=1, new=60, stop=()), "off", horizon=64)
     assert looped.engine.stats.target_passes == 60
     assert looped.engine.stats.bursts <= 3
+
+
+@pytest.mark.parametrize("strategy", ["off", *STRATEGIES])
+def test_requests_that_end_are_inert_inside_the_loop(looped, eager, strategy):
+    """Faults 25, 26: eight end one by one, and the host wakes with 4, 2, 1 and none left."""
+    some = [
+        replace(job, params=replace(job.params, max_new_tokens=9 + 7 * i))
+        for i, job in enumerate(jobs(count=8, stop=()))
+    ]
+    wanted = generate(eager, some)
+    assert same(generate(looped, some, strategy, horizon=64), wanted)
+    stats = looped.engine.stats
+    assert stats.bursts <= 6 and stats.flagged == 0
+    assert min(active for _, active, _ in stats.trace) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
