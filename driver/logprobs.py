@@ -82,21 +82,21 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, tokens, scale, entropy = ctx.saved_tensors
         # What all logits of a row share of their gradient goes to the narrow side of a product.
-        factor = torch.ones_like(grad) if entropy is not None else grad  # [M]
+        factor = -grad if entropy is None else torch.full_like(grad, -1.0)  # [M]
         factor = factor.unsqueeze(-1) if scale is None else factor.unsqueeze(-1) * scale  # [M, 1]
         grad_hidden = torch.empty_like(hidden)  # [M, H]
         grad_head = torch.zeros_like(head, dtype=grad.dtype)  # [V, H]
         for part in _chunks(len(tokens), len(head)):
             logits = _logits(hidden, head, scale, part)  # [m, V]
             if entropy is None:
-                slope = logits.softmax(-1).neg_()  # [m, V], of the log-prob
-                own = 1 + slope.gather(-1, tokens[part])  # [m, 1]
+                slope = logits.softmax(-1)  # [m, V], of minus the log-prob
+                own = slope.gather(-1, tokens[part]) - 1  # [m, 1]
             else:
                 logp = logits.log_softmax(-1).clamp_min_(LEAST_LOGPROB)  # [m, V]
                 slope = torch.exp(logp, out=logits)  # [m, V]
                 logp.add_(entropy[part, None]).mul_(entropy_grad[part, None])
-                slope.mul_(logp.add_(grad[part, None])).neg_()
-                own = grad[part, None] + slope.gather(-1, tokens[part])  # [m, 1]
+                slope.mul_(logp.add_(grad[part, None]))
+                own = slope.gather(-1, tokens[part]) - grad[part, None]  # [m, 1]
             del logits
             slope[torch.arange(len(own), device=own.device), tokens[part, 0]] = own.squeeze(-1)
             slope = slope.to(head.dtype)  # [m, V]
