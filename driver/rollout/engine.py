@@ -152,7 +152,8 @@ class RolloutEngine:
             self._admit(scheduler)
             previous, strategy = strategy, self._choose(scheduler.running)
             strategy, limit = self._make_room(scheduler, strategy)
-            batch = self._fill(scheduler.running, strategy, strategy != previous)
+            switched = strategy != previous and self.stats.bursts > 0  # the first one starts
+            batch = self._fill(scheduler.running, strategy, switched)
             ends = self._ends(scheduler, strategy)
             burst = self.runner.run(len(batch), strategy, limit, ends)
             self._harvest(batch, burst, started)
@@ -244,24 +245,23 @@ class RolloutEngine:
 
     def _fill(self, running: list[Running], strategy: Strategy, switched: bool) -> Batch:
         """The state of the running requests on the device, ready for passes with the strategy."""
-        begun = time.perf_counter()
         if self.state.is_stale(running):
             self.state.fill(running)
         else:
             self.state.grant()
         batch = self.state.rows(len(running))
+        began, late = time.perf_counter(), False
         if strategy != OFF:
-            began = time.perf_counter()
             proposer = self.proposers[strategy.kind]
             late = proposer.prepare(batch, strategy, self.state.store)
             if late or switched:  # other passes than its own know of no lag
                 self.state.lag()
-            if late:
-                self.stats.catchup_s += time.perf_counter() - began
-                begun += time.perf_counter() - began
-        if switched:
-            self.stats.switches += 1
-            self.stats.switch_s += time.perf_counter() - begun
+        spent = time.perf_counter() - began
+        if late:
+            self.stats.catchup_s += spent
+        elif switched:
+            self.stats.switch_s += spent
+        self.stats.switches += switched
         return batch
 
     def _harvest(self, batch: Batch, burst: Burst, started: float) -> None:

@@ -35,7 +35,8 @@ class RolloutStats:
     bursts: int = 0  # stretches of passes without the host
     passes_s: float = 0.0  # of them, by the clock of those who made them
     switches: int = 0
-    switch_s: float = 0.0  # the host's part of switching, without catching up
+    # The host's part of switching: neither catching up nor what requests that come or end cost.
+    switch_s: float = 0.0
     catchup_s: float = 0.0  # of the drafter with what it missed, the device's part included
     preemptions: int = 0
     flagged: int = 0  # responses whose status word was not 0
