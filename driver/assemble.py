@@ -226,8 +226,7 @@ def build_parts(
         return Parts(target, cache, None, None)
     shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
     drafter = build_drafter(shape, target, config.run.seed, on_card=config.run.device != "cpu")
-    ranks = engine.draft_temperature, engine.score_temperature
-    runner = DraftRunner(shape, target, cache, config.run.seed, *ranks)
+    runner = DraftRunner(shape, target, cache, config.run.seed, engine.score_temperature)
     return Parts(target, cache, drafter, runner)
 
 

@@ -189,9 +189,9 @@ class EngineConfig(Section):
     strategies: list[str] = setting(["off", "ngram:4,1,5", "learned:4,2,8", "learned:8,4,32"])
     spec_max_batch: int = setting(16, low=0)  # speculate when at most this many are active
     spec_max_rows: int = setting(0, low=0)  # and a pass verifies at most so many rows; 0: no limit
-    # How drafts are made. A policy that is often unsure wants 1 and 1, one that is sure 0.6 and 0.
-    draft_temperature: float = setting(1.0, above=0, high=4)  # over that of the request
-    score_temperature: float = setting(0.0, low=0, high=100)  # of nodes' ranks; 0: without noise
+    # How drafts are made: good for policies that are sure and for those that are not.
+    draft_temperature: float = setting(0.75, above=0, high=4)  # over that of the request
+    score_temperature: float = setting(1.0, low=0, high=100)  # of nodes' ranks; 0: without noise
     invariant: bool = True  # the only mode there is: equal bits for a row in any batch or tree
     prefill_chunk: int = setting(256, low=1, high=8192)
     graphs: str = setting("auto", words=("auto", "true", "false"))  # passes as CUDA graphs

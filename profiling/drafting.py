@@ -17,7 +17,6 @@ from driver.assemble import Rollout, build_drafter
 from driver.config import load_config
 from driver.draft_loss import DraftBatch
 from driver.drafter import Drafter
-from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.request import Request
 from driver.rollout.runner import Burst
 from driver.rollout.tree import Tree
@@ -118,7 +117,7 @@ class TargetOnly:
         return getattr(self.inner, name)
 
     def propose(self, batch: Any, strategy: Strategy, store: Any) -> Tree:
-        blind = replace(batch, temperature=torch.zeros_like(batch.temperature))
+        blind = replace(batch, draft_temperature=torch.zeros_like(batch.temperature))
         return self.inner.propose(blind, strategy, store)
 
 
@@ -226,14 +225,15 @@ class Study:
 
 
 @contextmanager
-def drafting_at(runner: DraftRunner, way: tuple[float, float]) -> Iterator[str]:
+def drafting_at(rollout: Rollout, way: tuple[float, float]) -> Iterator[str]:
     """Drafts are made and ranked at these temperatures meanwhile; gives words for it."""
-    before = runner.draft_temperature, runner.score_temperature
-    runner.draft_temperature, runner.score_temperature = way
+    state, runner = rollout.engine.state, rollout.spot.runner
+    before = state.draft_temperature, runner.score_temperature
+    state.draft_temperature, runner.score_temperature = way
     try:
         yield f"drafts at {way[0]:g}, ranks at {way[1]:g}"
     finally:
-        runner.draft_temperature, runner.score_temperature = before
+        state.draft_temperature, runner.score_temperature = before
 
 
 def log_row(bench: Bench, case: str, log: PassLog, **more: float | str) -> float:

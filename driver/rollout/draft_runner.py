@@ -35,11 +35,9 @@ class DraftRunner:
         target: the policy; its embedding is read, never written, its head gathered by `d2t`.
         cache: the engine's KV cache, which holds the recorded features.
         seed: run seed of the keyed noise.
-        draft_temperature: over that of a request. Below 1 the drafter's favourites weigh more
-            against the noise: right where the policy is surer than the drafter can be.
         score_temperature: how drafted nodes are ranked (`tlt_ext.expand_tree`). At 0, cumulative
             log-probability, the noise that chose a node counts for nothing in its rank.
-            `profiling/README.md` has what both do to accept lengths.
+            `profiling/README.md` has what it does to accept lengths.
     """
 
     def __init__(
@@ -48,11 +46,10 @@ class DraftRunner:
         target: TargetModel,
         cache: KvCache,
         seed: int,
-        draft_temperature: float = 1.0,
-        score_temperature: float = 0.0,
+        score_temperature: float,
     ) -> None:
         self.spec, self.target, self.cache, self.seed = spec, target, cache, seed
-        self.draft_temperature, self.score_temperature = draft_temperature, score_temperature
+        self.score_temperature = score_temperature
         self.version = 0  # 0: never loaded
         pages, page_size = cache.k.shape[1:3]
         shape = (pages, page_size, spec.num_kv_heads, spec.head_dim)
@@ -146,9 +143,7 @@ class DraftRunner:
         level = self._levels(len(batch), strategy)
         nodes, keep, depth = level.nodes, strategy.top_k, strategy.depth
         nodes.begin(batch.last_token)
-        frontier, ancestors, temperature = level.root, None, batch.temperature
-        if self.draft_temperature != 1.0:
-            temperature = temperature * self.draft_temperature
+        frontier, ancestors = level.root, None
         for index in range(depth):
             tlt_ext.expand_tree(
                 self._logits(hidden),
@@ -157,7 +152,7 @@ class DraftRunner:
                 level.frontier[index],
                 level.row[index],
                 level.ancestors[index],
-                temperature,
+                batch.draft_temperature,
                 batch.request,
                 batch.context_len,
                 batch.status,

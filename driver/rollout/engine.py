@@ -88,7 +88,8 @@ class RolloutEngine:
         max_len = min(model.spec.max_position, cache.num_pages * size)
         max_pages = pages_for(max_len + MAX_DRAFTED, size)
         store = TokenStore(HISTORY * config.max_batch, max_len, device)
-        self.state = BatchState(config.max_batch, max_pages, size, store, device)
+        share = config.draft_temperature
+        self.state = BatchState(config.max_batch, max_pages, size, store, device, share)
         ring = tlt_ext.PassRing(
             RING_PASSES, config.max_batch, MAX_EMITTED, pinned=device.type == "cuda"
         )

@@ -23,7 +23,7 @@ CONTROL_WORDS = 8
 
 # Columns: one number a request; tables: some 32-bit words a request.
 _INTS = ("slot", "context_len", "last_token", "remaining", "granted", "num_new", "status", "top_k")
-_FLOATS = ("temperature", "top_p")
+_FLOATS = ("temperature", "draft_temperature", "top_p")
 _LONGS = ("request", "store_row")
 _TABLES = {"stop_ids": MAX_STOP_IDS, "group_slots": GROUP_SLOTS}
 
@@ -48,6 +48,7 @@ class Batch:
     status: Tensor  # int32 [B], status words that ops OR bits into
     top_k: Tensor  # int32 [B]
     temperature: Tensor  # float32 [B]
+    draft_temperature: Tensor  # float32 [B], that a learned drafter's tokens are drawn at
     top_p: Tensor  # float32 [B]
     stop_ids: Tensor  # int32 [B, MAX_STOP_IDS], -1 = unused
     group_slots: Tensor  # int32 [B, GROUP_SLOTS], rows of the store with its prompt, -1 = none
@@ -73,6 +74,7 @@ class BatchState:
         page_size: KV slots of a page.
         store: the tokens of the requests.
         device: where the passes run.
+        draft_temperature: of learned drafts, over that of their request.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class BatchState:
         page_size: int,
         store: TokenStore,
         device: torch.device,
+        draft_temperature: float = 1.0,
     ) -> None:
+        self.draft_temperature = draft_temperature
         self.max_batch, self.page_size, self.store = max_batch, page_size, store
         self.device = device
         self.sequences: list[Sequence] = []
@@ -208,6 +212,7 @@ class BatchState:
         self._columns["slot"][row] = self._columns["store_row"][row] = sequence.slot
         self._columns["request"][row] = sequence.request.id
         self._columns["temperature"][row] = params.temperature
+        self._columns["draft_temperature"][row] = self.draft_temperature * params.temperature
         self._columns["top_k"][row] = params.top_k
         self._columns["top_p"][row] = params.top_p
         self._put("stop_ids", row, stops)
@@ -238,7 +243,7 @@ class BatchState:
         for name in ("slot", "stop_ids", "group_slots"):
             self._columns[name][rows] = -1
         self._columns["store_row"][rows] = self.store.spare
-        self._columns["temperature"][rows] = 1.0
+        self._columns["temperature"][rows] = self._columns["draft_temperature"][rows] = 1.0
         self._columns["top_p"][rows] = 1.0
 
     def upload(self, count: int) -> None:

@@ -110,7 +110,7 @@ def build_parts(
     step = spec.vocab_size // draft_vocab
     drafter.set_vocabulary(torch.arange(draft_vocab) * step + (step > 1))
     drafter.refresh_head(target.head)
-    runner = DraftRunner(shape, target, cache, SEED)
+    runner = DraftRunner(shape, target, cache, SEED, 0.0)
     runner.load(drafter.state_dict(), 1)
     store = TokenStore(4, spec.max_position, torch.device("cpu"))
     state = BatchState(4, num_pages, PAGE, store, torch.device("cpu"))

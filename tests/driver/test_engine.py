@@ -405,7 +405,7 @@ def test_a_pass_verifies_no_more_rows_than_it_may(policy, plain):
 
 def test_how_drafts_are_made_changes_no_token(policy, plain):
     drafts = []
-    for words in ((), ("engine.score_temperature=1",), ("engine.draft_temperature=0.3",)):
+    for words in ((), ("engine.score_temperature=0",), ("engine.draft_temperature=0.3",)):
         rollout = make_rollout(policy, *words)
         rollout.spot.swap()
         assert same(generate(rollout, requests(), "learned:4,3,12"), plain)

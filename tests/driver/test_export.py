@@ -35,7 +35,7 @@ def test_a_round_trip_keeps_every_bit(parts, tmp_path):
     own = parts.drafter.state_dict()
     assert state.keys() == own.keys()
     assert all(same_bits(state[name], own[name]) for name in own)
-    runner = DraftRunner(parts.drafter.spec, parts.target, parts.cache, SEED)
+    runner = DraftRunner(parts.drafter.spec, parts.target, parts.cache, SEED, 0.0)
     runner.load(state, 1)
     for name, weight in runner.weights.items():
         assert same_bits(weight, parts.runner.weights[name]), name
