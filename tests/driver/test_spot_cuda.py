@@ -228,7 +228,7 @@ def test_a_stop_waits_for_the_step_in_flight_alone(policy):
         spot.thread.stop_s = 0.0
         begun = spot.steps
         spot.start()
-        while spot.steps < begun + 5:
+        while spot.steps < begun + 5 and spot.running:
             time.sleep(1e-3)
         spot.stop()
         assert spot.beside.stream.query() and not spot.reports._queued
