@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from driver.errors import UserError
 from driver.rollout.pages import PagePool, pages_for
@@ -51,11 +52,9 @@ class Sequence:
         A pass ends with the target's own token, which the draft did not hold unless all of it was
         accepted.
         """
-        end = len(self.tokens)
-        for count in counts:
-            end += count
-            if count <= depth:
-                self.missed.append(end - 1)
+        ends = accumulate(counts, initial=len(self.tokens) - 1)
+        next(ends)
+        self.missed += [end for end, n in zip(ends, counts, strict=True) if n <= depth]
 
     def served_by(self, version: int) -> None:
         """Notes the version of the drafter that drafted for it; 0 = not a learned one."""

@@ -6,8 +6,9 @@ small batches only, temporaries shared. Each case runs in a process of its own, 
 keeps the memory of graphs that went. Graphs are made and not run: a first launch adds no memory,
 and eight timed passes of up to 8,192 rows would take longer than all else. `median_us` is the time
 that the captures took, `setup_s` what came before; `graphs_mib` what the device's free memory fell
-by meanwhile, `buffers_mib` the static arrays that graphs work in and that the largest pass sizes,
-`mib` both: the targets compare these.
+by meanwhile, `buffers_mib` the target's static arrays, which graphs work in and whose size is that
+of the largest captured pass (prefill, which is not captured, goes in smaller chunks here), `mib`
+both: the targets compare these.
 `predicted_over_charged` is the plan's memory model against what the pool books.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from driver.assemble import Rollout
+from driver.footprint import held_bytes
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.plan import BucketPlan, Cell, GraphCost, plain_buckets
 from driver.strategy import parse_strategies
@@ -45,6 +47,7 @@ WORDS = [
     "drafter.draft_vocab=16384",
     f"engine.max_batch={MAX_BATCH}",
     "engine.num_pages=2048",
+    "engine.prefill_chunk=256",
     "engine.graphs=true",
 ]
 CASES = ("single", "ours", "naive")  # the longest last
@@ -96,11 +99,9 @@ def measure(case: str) -> dict[str, Any]:
     """Captures all graphs of a case in this process."""
     begin = time.perf_counter()
     subject = of_shape("qwen2_7b_shape", words_of(case), QWEN2_7B, "cuda")
-    before = torch.cuda.memory_allocated()
     rollout = subject.rollout(longest=LONGEST)
-    engine, cache = rollout.engine, rollout.engine.cache
-    kept = [*rollout.target.state_dict().values(), *cache.paged_tensors()]
-    buffers = torch.cuda.memory_allocated() - before - sum(t.nbytes for t in kept)
+    engine, target = rollout.engine, rollout.target
+    buffers = held_bytes(vars(target)) - held_bytes(target.state_dict())
     graphs = engine.runner.graphs
     assert graphs is not None
     if case != "ours":
