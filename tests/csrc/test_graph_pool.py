@@ -63,6 +63,7 @@ class Bigram:
             array.zero_()
         self.remaining.copy_(torch.tensor(limits))
         self.granted.fill_(LENGTH)
+        self.slot.copy_(torch.arange(self.batch))  # who has ended lost its own
         self.request.copy_(torch.arange(self.batch) + 1000 * seed)
         self.last_token.copy_(torch.arange(self.batch) + seed)
 
@@ -126,10 +127,10 @@ class Bigram:
             graphs.append(graph)
         return graphs
 
-    def run(self, go, limit: int) -> list[tuple[list[int], list[float], list[int]]]:
+    def run(self, go, limit: int, ends: int = 1) -> list[tuple]:
         """Arms, calls `go` until passes stop, and returns what came through the ring."""
         begin = self.ring.sequence
-        tlt_ext.arm_passes(self.control, self.ring, limit=limit)
+        tlt_ext.arm_passes(self.control, self.ring, limit=limit, ends=ends)
         while not self.ring.reason:
             go()
             torch.cuda.synchronize()
@@ -188,7 +189,7 @@ def test_the_host_reads_and_stops_a_running_loop(loop):
     assert model.ring.wait(10.0) == StopReason.STOPPED
     torch.cuda.synchronize()
     assert 12 <= model.control[Control.PASSES] < 4000
-    for (tokens, _, counts), stored in zip(early, model.tokens.tolist(), strict=True):
+    for (tokens, _, counts, _, _), stored in zip(early, model.tokens.tolist(), strict=True):
         assert counts == [1] * 12 and tokens == stored[1:13]
     times = model.ring.time_ns[begin : begin + 12]
     assert (times[1:] > times[:-1]).all() and times[0] > model.ring.begin_ns[0]
@@ -211,6 +212,27 @@ def test_pages_and_finished_requests_end_a_loop(loop):
     model.reset([64] * 3)
     model.run(lambda: pool.launch("pass"), 64)
     assert model.control[Control.PASSES] == 1 and model.finish.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "loop", [pytest.param(True, marks=loops), pytest.param(False, marks=on_gpu)]
+)
+@pytest.mark.parametrize("ends", [1, 2, 3])
+def test_passes_go_on_without_those_that_ended(loop, ends):
+    """`verify_tree` has nothing left to emit for them: what they had stays as it was."""
+    model, pool, limits = bigram(), GraphPool(), [4, 30, 11]
+    add(pool, "pass", model.capture(), model, loop)
+    model.reset(limits)
+    expected = model.run(model.step, 64, ends)
+    tokens, lengths = model.tokens.clone(), model.context_len.tolist()
+    model.reset(limits)
+    assert model.run(lambda: pool.launch("pass"), 64, ends) == expected
+    passes = sorted(limits)[ends - 1]
+    assert lengths == model.context_len.tolist() == [min(passes, n) for n in limits]
+    assert torch.equal(model.tokens, tokens) and not model.status.any()
+    assert [row[3] for row in expected] == [2 * (n <= passes) for n in limits]
+    assert model.slot.tolist() == [-1 if n <= passes else b for b, n in enumerate(limits)]
+    assert model.control[Control.PASSES] == passes
 
 
 @pytest.mark.parametrize(
