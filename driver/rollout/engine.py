@@ -5,7 +5,8 @@ its rows, follow the target's own keyed samples through it, commit what was foll
 speculation on or off moves no KV, and the strategy decides how many passes are made and no token.
 
 The host admits requests, grants pages and chooses a strategy; then the device makes passes by
-itself (`passes.py`, `runner.py`) until a request ends or pages run short.
+itself (`passes.py`, `runner.py`) until pages run short or so many requests have ended that there is
+something to decide; the rows of those that ended are inert.
 """
 
 from __future__ import annotations
