@@ -100,7 +100,7 @@ class Filter {
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) same[i] = x[i];
       };
-      race.run<1>(row_, largest, 0, first, 0, draw, again, [](float) {});
+      race.run(row_, largest, first, 0, draw, again, [](float) {});
     });
     const uint64_t mine =
         race.token < 0 ? 0 : rank_key(race.score, static_cast<uint32_t>(race.token));

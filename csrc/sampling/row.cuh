@@ -1,10 +1,10 @@
 // One row of logits on the GPU: groups of kGroup ids, and the race for the best keyed score. The
 // formulas are those of row.h; tokens are the CPU's bit for bit.
 //
-// Noise costs more than the read. A Gumbel variate is at most -ln(u), so an id loses for sure
-// against a score already reached if u > exp(logit / T - reached). Eight ids share that bound, of
-// their largest logit, as one integer, and of their noise the least word, which needs no logits and
-// so is known before they are. Few groups have their words made again, and few ids take logs.
+// Noise costs more than the read. Philox runs once for four ids, and only where the largest variate
+// could still win. A Gumbel variate is at most -ln(u), so an id loses for sure against a score
+// already reached if u > exp(logit / T - reached). Eight ids share that bound, of their largest
+// logit, as one integer that their words are compared with; few ids take logs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -261,23 +261,6 @@ struct Draw {
     const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
     return id & 2 ? high : low;
   }
-
-  __device__ __forceinline__ void words_of_group(int32_t first, uint32_t (&word)[kGroup]) const {
-#pragma unroll
-    for (int i = 0; i < kGroup; i += 4) {
-      const Philox4 r = words(static_cast<uint32_t>(first + i) / 4);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) word[i + j] = r.word[j];
-    }
-  }
-
-  __device__ __forceinline__ uint32_t least_of_group(int32_t first) const {
-    uint32_t word[kGroup], least = 0xffffffffu;
-    words_of_group(first, word);
-#pragma unroll
-    for (int i = 0; i < kGroup; i += 2) least = __vimin3_u32(word[i], word[i + 1], least);
-    return least;
-  }
 };
 
 // At least gumbel(word), by 2e-3 at most where u is small: -ln(1 - u) >= u.
@@ -310,36 +293,46 @@ struct Race {
   }
 
   // Takes kGroups groups, the first ids of a lane's `apart` from each other. `largest` are their
-  // largest logits and `least` the high halves of their least noise words, 0 if these are not
-  // known; `again(group, x)` gives the logits, which few groups need; `raise(score)` is told a new
-  // best of the warp. Called by whole warps.
+  // largest logits; `again(group, x)` gives the logits, which few groups need; `raise(score)` is
+  // told a new best of the warp. Called by whole warps.
   template <int kGroups, typename T, typename Again, typename Raise>
   __device__ __forceinline__ void run(const Row<T>& row, const float (&largest)[kGroups],
-                                      uint32_t least, int32_t first, int32_t apart,
-                                      const Draw& draw, Again&& again, Raise&& raise) {
-    static_assert(kGroups <= 2);
+                                      int32_t first, int32_t apart, const Draw& draw, Again&& again,
+                                      Raise&& raise) {
     // u <= exp(logit / T - reached) in steps of 2^-32, with slack for every rounding on the way.
     const float slack = fma_rn(fabsf(reached), 0x1p-19f, 32.01f);
     const float base = fma_rn(reached, -kLog2E, slack);
-    uint32_t most[kGroups];
+    float reach[kGroups];
+    bool reachable = false;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      reach[group] = exp2_approx(fma_rn(largest[group], row.log2_scale, base));
+      reachable |= reach[group] >= 0.5f;  // u is half a step at least
+    }
+    if (!__any_sync(kFullWarp, reachable)) return;
+    uint32_t word[kGroups][kGroup], most[kGroups];
     bool hopeful[kGroups], any = false;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      const float reach = exp2_approx(fma_rn(largest[group], row.log2_scale, base));
-      most[group] = __float2uint_rz(reach);  // saturates
-      hopeful[group] = reach >= 0.5f &&      // u is half a step at least
-                       (least >> 16 * group & 0xffffu) <= most[group] >> 16;
+      most[group] = __float2uint_rz(reach[group]);  // saturates
+      uint32_t least = 0xffffffffu;
+#pragma unroll
+      for (int quad = 0; quad < kGroup / 4; ++quad) {
+        const Philox4 r = draw.words(static_cast<uint32_t>(first + group * apart) / 4 + quad);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) word[group][4 * quad + i] = r.word[i];
+        least = __vimin3_u32(r.word[0], r.word[1], __vimin3_u32(r.word[2], r.word[3], least));
+      }
+      hopeful[group] = least <= most[group];
       any |= hopeful[group];
     }
     if (!__any_sync(kFullWarp, any)) return;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       if (!__any_sync(kFullWarp, hopeful[group])) continue;
-      uint32_t word[kGroup];
-      draw.words_of_group(first + group * apart, word);
       float x[kGroup];
       again(group, x);
-      compete(row, x, word, most[group], first + group * apart);
+      compete(row, x, word[group], most[group], first + group * apart);
     }
     const float best = warp_max(score);
     if (best > reached) raise(reached = best);

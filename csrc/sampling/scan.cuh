@@ -106,9 +106,7 @@ class Scanner {
   // logit. The first warp of the team gets it, or every thread if it is `for_all`.
   __device__ __forceinline__ RowResult score(const Row<T>& row, bool noisy, const Draw& draw,
                                              bool for_all) {
-    Quiet quiet;
-    if (noisy) quiet = make_noise(draw);  // while the copies are under way
-    if (!ready_) team_.wait();            // all blocks run, with their scratch set
+    if (!ready_) team_.wait();  // all blocks run, with their scratch set
     ready_ = true;
     Scratch& shared = scratch();
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -133,7 +131,7 @@ class Scanner {
     for (int32_t step = first_step_; step < num_steps_; step += num_warps_) {
       wait_copies<kDepth<T> - 1>();
       race.reached = fmaxf(race.reached, from_ascending(as_volatile(shared.reached)));
-      const StepSum sum = score_step(row, step, slot, noisy, quiet.pop(), draw, race, &bad, raise);
+      const StepSum sum = score_step(row, step, slot, noisy, draw, race, &bad, raise);
       if (lane == 0) sums[step] = sum;
       stage(row, step + kDepth<T> * num_warps_, slot);
       commit_copies();
@@ -200,37 +198,6 @@ class Scanner {
     WarpBest best[kMaxTeam * kWarps];  // of the team, in its first block
     RowResult result;
   };
-  // Of the warp's first steps in turn, the high halves of the least noise words of a lane's groups;
-  // then 0, which tells nothing.
-  struct Quiet {
-    uint32_t least[kDepth<T>] = {};
-
-    __device__ __forceinline__ uint32_t push(uint32_t halves) {
-      const uint32_t front = least[0];
-#pragma unroll
-      for (int i = 1; i < kDepth<T>; ++i) least[i - 1] = least[i];
-      least[kDepth<T> - 1] = halves;
-      return front;
-    }
-    __device__ __forceinline__ uint32_t pop() { return push(0); }
-  };
-
-  __device__ __forceinline__ Quiet make_noise(const Draw& draw) const {
-    static_assert(kStepGroups == 2);
-    Quiet quiet;
-#pragma unroll 1
-    for (int i = 0; i < kDepth<T>; ++i) {
-      const int32_t step = first_step_ + i * num_warps_;
-      uint32_t low = 0, high = 0;
-      if (step < num_steps_) {
-        low = draw.least_of_group(first_id(step, 0));
-        high = draw.least_of_group(first_id(step, 1));
-      }
-      quiet.push(low >> 16 | (high & 0xffff0000u));
-    }
-    return quiet;
-  }
-
   __device__ static Scratch& scratch() {
     __shared__ Scratch shared;
     return shared;
@@ -265,8 +232,8 @@ class Scanner {
 
   template <typename Raise>
   __device__ __forceinline__ StepSum score_step(const Row<T>& row, int32_t step, uint4* slot,
-                                                bool noisy, uint32_t least, const Draw& draw,
-                                                Race& race, bool* bad, Raise&& raise) const {
+                                                bool noisy, const Draw& draw, Race& race, bool* bad,
+                                                Raise&& raise) const {
     float x[kStepGroups][kGroup], largest[kStepGroups], max;
     while (true) {
 #pragma unroll
@@ -304,8 +271,7 @@ class Scanner {
       const auto again = [&](int group, float (&same)[kGroup]) {
         expand(RowData<T>::read(slot + group * kGroupSlots), same);
       };
-      race.run<kStepGroups>(row, largest, least, first_id(step, 0), kWarpSize * kGroup, draw, again,
-                            raise);
+      race.run(row, largest, first_id(step, 0), kWarpSize * kGroup, draw, again, raise);
     } else {
 #pragma unroll
       for (int group = 0; group < kStepGroups; ++group) {
