@@ -6,162 +6,254 @@
 //             are ranked behind their parent
 //   eligible  fit, and so are its ancestors
 //   chosen    fewer than num_verify - 1 eligible nodes rank before it
-// One block a request chooses, and leaves store indices at b * num_verify of `source` and a count
-// in row_start; then one block packs the rows of all requests. count^2 comparisons in shared
-// memory; stores of up to kMaxStore nodes.
+// A block a request reads its nodes at once into shared memory, where a few threads share a node's
+// count of better ones, and chooses. With one request it writes the rows as well; else it leaves a
+// Place a row at b * num_verify of `source` and a count in row_start, from which one more block
+// packs the rows of all requests. count^2 comparisons; stores of up to kMaxStore nodes.
+#include "common/mma.cuh"
 #include "common/team.cuh"
 #include "tree/op.h"
 
 namespace tlt {
 namespace {
 
-constexpr int kSelectThreads = 512;
-constexpr int kPackThreads = 1024;
+constexpr int kThreads = 1024;
 constexpr int kMaxStore = 16384;
+constexpr int kSharedTokens = 8192;  // of larger stores, tokens are read where they are
+constexpr uint32_t kRootKey = 0xffffffffu;
+constexpr uint16_t kUnfit = 0x8000;  // beside a parent
+constexpr int kHelpers = 8;          // threads that place one chosen node
+constexpr int kPacked = 4096;        // rows that pack_kernel takes at once
+static_assert(kMaxStore <= kUnfit && kHelpers * kMaxVerifyRows <= kThreads);
 
-// A request's nodes as its block sees them.
-struct NodeView {
-  const int32_t *token, *parent, *depth;
-  const float* score;
-  int32_t count;  // 0 if it cannot be believed
+// A chosen node, in a word: its store index, its depth, and the row of its parent in the request.
+struct Place {
+  uint32_t word;
 
-  __device__ NodeView(const NodeStore& nodes, int64_t b) {
-    const int64_t first = b * nodes.capacity;
-    token = nodes.token + first;
-    parent = nodes.parent + first;
-    depth = nodes.depth + first;
-    score = nodes.score + first;
-    count = nodes.count[b];
-    if (count < 1 || count > nodes.capacity) count = 0;
+  __device__ static Place of(int32_t node, int32_t depth, int32_t parent) {
+    return {static_cast<uint32_t>(node | depth << 16 | parent << 24)};
+  }
+  __device__ int32_t node() const { return word & 0xffff; }
+  __device__ int32_t depth() const { return word >> 16 & 0xff; }
+  __device__ int32_t parent() const { return word >> 24; }
+};
+
+// A request's nodes in shared memory. `key` orders scores, larger is better, 0 never; `link` is the
+// parent's index, and whether no path may cross the node; `place` is its row once it is chosen.
+struct Nodes {
+  const int32_t* token;
+  uint32_t* key;
+  uint16_t* link;
+  uint8_t *depth, *place;
+  int32_t count;
+
+  static int64_t bytes(int64_t capacity) {
+    return capacity * (8 + (capacity <= kSharedTokens ? 4 : 0));
   }
 
-  // Root depth is 0 whatever the store says.
-  __device__ int32_t depth_of(int32_t node) const { return node == 0 ? 0 : depth[node]; }
-
-  __device__ bool is_linked(int32_t node) const {
-    const int32_t up = parent[node];
-    return up >= 0 && up < node && depth[node] <= kMaxDepth && depth[node] == depth_of(up) + 1 &&
-           !isnan(score[node]);
+  __device__ int32_t parent(int32_t node) const { return link[node] & ~kUnfit; }
+  // Two nodes with keys; ties go to the lower index.
+  __device__ bool better(int32_t i, int32_t j) const {
+    return key[i] > key[j] || (key[i] == key[j] && i < j);
   }
 };
 
-// Leaves the chosen nodes, ordered by (depth, index), in `chosen`; returns how many. key[i] is the
-// rank of node i: larger is better, 0 never; `unfit[i]` marks nodes that no path may cross.
-__device__ int32_t choose(const NodeView& nodes, int32_t num_verify, uint64_t* key, uint8_t* unfit,
-                          int32_t* chosen) {
-  __shared__ int32_t num_chosen;
-  __shared__ int32_t taken[kMaxVerifyRows];
-  const int t = threadIdx.x;
-  if (nodes.count == 0) return 0;
-  if (t == 0) num_chosen = 0;
-  for (int32_t i = t; i < nodes.count; i += kSelectThreads) {
-    key[i] = i == 0               ? ~uint64_t{0}
-             : nodes.is_linked(i) ? rank_key(nodes.score[i], static_cast<uint32_t>(i))
-                                  : 0;
-  }
+// Reads a request's nodes; a count that cannot be believed makes it none. Ends with a barrier.
+__device__ Nodes load_nodes(const NodeStore& store, int64_t b, uint32_t* shared) {
+  const int32_t capacity = static_cast<int32_t>(store.capacity);
+  const int64_t first = b * capacity;
+  int32_t* const token = reinterpret_cast<int32_t*>(shared + capacity);
+  const bool keeps_tokens = capacity <= kSharedTokens;
+  Nodes nodes;
+  nodes.key = shared;
+  nodes.token = keeps_tokens ? token : store.token + first;
+  nodes.link = reinterpret_cast<uint16_t*>(shared + (keeps_tokens ? 2 : 1) * capacity);
+  nodes.depth = reinterpret_cast<uint8_t*>(nodes.link + capacity);
+  nodes.place = nodes.depth + capacity;
+  nodes.count = store.count[b];
+  if (nodes.count < 1 || nodes.count > capacity) nodes.count = 0;
+  const auto load = [&](int32_t i) {
+    const int32_t parent = store.parent[first + i], depth = store.depth[first + i];
+    const float score = store.score[first + i];
+    const int32_t node_token = keeps_tokens ? store.token[first + i] : 0;
+    const bool linked = parent >= 0 && parent < i && depth >= 1 && depth <= kMaxDepth;
+    nodes.key[i] = i == 0 ? kRootKey : linked && !isnan(score) ? ascending(score) : 0;
+    nodes.link[i] = linked ? static_cast<uint16_t>(parent) : 0;
+    nodes.depth[i] = linked ? static_cast<uint8_t>(depth) : 0;  // 0 at the root, whatever it says
+    if (keeps_tokens) token[i] = node_token;
+  };
+  // Entries past the count are memory too, so the first reads need not wait for it.
+  int32_t i = threadIdx.x;
+  if (i < capacity) load(i);
+  for (i += kThreads; i < nodes.count; i += kThreads) load(i);
   __syncthreads();
-  for (int32_t i = t; i < nodes.count; i += kSelectThreads) {
-    const uint64_t mine = key[i];
-    bool bad = mine == 0;
+  return nodes;
+}
+
+// How a node's comparisons are shared: threads of one `slice` have different nodes, all of a warp
+// the same slice.
+struct Slices {
+  int32_t first, stride;  // nodes of this thread
+  int32_t slice, count;
+
+  __device__ explicit Slices(int32_t nodes) {
+    stride = min(kThreads, (nodes + kWarpSize - 1) / kWarpSize * kWarpSize);
+    count = kThreads / stride;
+    slice = threadIdx.x / stride;
+    first = slice < count ? threadIdx.x % stride : nodes;
+  }
+};
+
+// Marks nodes that no path may cross: unlinked, not behind their parent, or a sibling's double.
+__device__ void mark_unfit(const Nodes& nodes, const Slices& slices) {
+  __shared__ uint8_t unfit[kThreads];  // of the nodes that several threads share
+  const bool shares = slices.count > 1;
+  if (shares) {
+    unfit[threadIdx.x] = 0;
+    __syncthreads();
+  }
+  for (int32_t i = slices.first; i < nodes.count; i += slices.stride) {
+    const int32_t parent = nodes.parent(i);
+    bool bad = i > 0 && (nodes.key[i] == 0 || nodes.depth[i] != nodes.depth[parent] + 1 ||
+                         !nodes.better(parent, i));
     if (i > 0 && !bad) {
-      const int32_t parent = nodes.parent[i], token = nodes.token[i];
-      bad = key[parent] <= mine;
-      for (int32_t j = parent + 1; j < nodes.count && !bad; ++j) {
-        bad = key[j] > mine && key[j] < key[parent] && nodes.parent[j] == parent &&
-              nodes.token[j] == token;
+      const int32_t token = nodes.token[i];
+      for (int32_t j = 1 + slices.slice; j < nodes.count && !bad; j += slices.count) {
+        if (nodes.parent(j) != parent || nodes.token[j] != token) continue;
+        bad = nodes.better(j, i) && nodes.better(parent, j) && nodes.depth[j] == nodes.depth[i];
       }
     }
-    unfit[i] = bad;
-  }
-  __syncthreads();
-  // An ancestor that is not fit ends a path: at most kMaxDepth steps, as depths fall by one.
-  for (int32_t i = t; i < nodes.count; i += kSelectThreads) {
-    bool bad = unfit[i];
-    for (int32_t up = i; up > 0 && !bad; up = nodes.parent[up]) bad = unfit[up];
-    if (bad) key[i] = 0;
-  }
-  __syncthreads();
-  for (int32_t i = t; i < nodes.count; i += kSelectThreads) {
-    const uint64_t mine = key[i];
-    if (mine == 0) continue;
-    int32_t better = 0;
-    for (int32_t j = 0; j < nodes.count && better < num_verify; ++j) better += key[j] > mine;
-    if (better < num_verify) taken[atomicAdd(&num_chosen, 1)] = i;
-  }
-  __syncthreads();
-  if (t < num_chosen) {
-    const int32_t node = taken[t], depth = nodes.depth_of(node);
-    int32_t place = 0;
-    for (int i = 0; i < num_chosen; ++i) {
-      const int32_t other = taken[i], other_depth = nodes.depth_of(other);
-      place += other_depth < depth || (other_depth == depth && other < node);
+    if (!bad) continue;
+    if (shares) {
+      unfit[i] = 1;
+    } else {
+      nodes.link[i] |= kUnfit;
     }
-    chosen[place] = node;
   }
+  __syncthreads();
+  if (shares) {
+    if (slices.slice == 0 && slices.first < nodes.count && unfit[slices.first]) {
+      nodes.link[slices.first] |= kUnfit;
+    }
+    __syncthreads();
+  }
+}
+
+// Leaves the chosen nodes, ordered by (depth, index), in `chosen`; returns how many.
+__device__ int32_t choose(const Nodes& nodes, int32_t num_verify, Place* chosen) {
+  __shared__ int32_t num_chosen;
+  __shared__ int32_t better_than[kThreads];
+  __shared__ int32_t taken[kMaxVerifyRows];  // by (depth, index)
+  if (nodes.count == 0) return 0;
+  const int t = threadIdx.x;
+  const Slices slices(nodes.count);
+  if (t == 0) num_chosen = 0;
+  better_than[t] = 0;
+  mark_unfit(nodes, slices);
+  // An ancestor that is not fit ends a path: at most kMaxDepth steps, as depths fall by one.
+  for (int32_t i = t; i < nodes.count; i += kThreads) {
+    uint16_t link = nodes.link[i];
+    for (int step = 0; step < kMaxDepth && link != 0 && link < kUnfit; ++step) {
+      link = nodes.link[link];
+    }
+    if (link >= kUnfit) nodes.key[i] = 0;
+  }
+  __syncthreads();
+  const bool shares = slices.count > 1;
+  for (int32_t i = slices.first; i < nodes.count; i += slices.stride) {
+    const uint32_t mine = nodes.key[i];
+    int32_t better = mine == 0 ? num_verify : 0;
+    for (int32_t j = slices.slice; j < nodes.count && better < num_verify; j += slices.count) {
+      const uint32_t other = nodes.key[j];
+      better += other > mine || (other == mine && j < i);
+    }
+    if (shares) {
+      atomicAdd(&better_than[i], better);
+    } else if (better < num_verify) {
+      taken[atomicAdd(&num_chosen, 1)] = nodes.depth[i] << 16 | i;
+    }
+  }
+  __syncthreads();
+  if (shares) {
+    if (t < nodes.count && better_than[t] < num_verify) {
+      taken[atomicAdd(&num_chosen, 1)] = nodes.depth[t] << 16 | t;
+    }
+    __syncthreads();
+  }
+  const int32_t mine = t / kHelpers < num_chosen ? taken[t / kHelpers] : 0;
+  int32_t place = 0;
+  for (int i = t % kHelpers; i < num_chosen; i += kHelpers) place += taken[i] < mine;
+#pragma unroll
+  for (int lane = kHelpers / 2; lane > 0; lane /= 2) {
+    place += __shfl_xor_sync(kFullWarp, place, lane);
+  }
+  const int32_t node = mine & 0xffff;
+  const bool writes = t / kHelpers < num_chosen && t % kHelpers == 0;
+  if (writes) nodes.place[node] = static_cast<uint8_t>(place);
+  __syncthreads();
+  if (writes) chosen[place] = Place::of(node, mine >> 16, nodes.place[nodes.parent(node)]);
+  __syncthreads();
   return num_chosen;
 }
 
-// Writes one packed row. `chosen` are the request's nodes by (depth, index).
-__device__ void write_row(const SelectNodesParams& p, int64_t b, int64_t row, const int32_t* chosen,
-                          int32_t count, int32_t node) {
-  const NodeView nodes(p.nodes, b);
-  const auto row_of = [&](int32_t wanted) {
-    const int32_t depth = nodes.depth_of(wanted);
-    int low = 0, high = count - 1;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      const int32_t other = chosen[middle], other_depth = nodes.depth_of(other);
-      if (other_depth < depth || (other_depth == depth && other < wanted)) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    return low;
-  };
-  const int32_t depth = nodes.depth_of(node);
-  p.source[row] = node;
-  p.tokens[row] = nodes.token[node];
-  p.position[row] = p.root_position[b] + depth;
-  p.parents[row] = node == 0 ? -1 : row_of(nodes.parent[node]);
-  uint8_t* ancestors = p.ancestors + row * kMaxDepth;
-  for (int d = depth; d < kMaxDepth; ++d) ancestors[d] = 0;
-  int32_t up = node;
-  for (int d = depth - 1; d >= 0; --d) {
-    up = nodes.parent[up];
-    ancestors[d] = static_cast<uint8_t>(row_of(up));
+// Writes packed row `first` + t of a request whose chosen nodes are given.
+__device__ void write_row(const SelectNodesParams& p, int64_t b, int64_t first, int t,
+                          const Place* chosen, int32_t token, int32_t root_position) {
+  const int64_t row = first + t;
+  const Place mine = chosen[t];
+  p.source[row] = mine.node();
+  p.tokens[row] = token;
+  p.position[row] = root_position + mine.depth();
+  p.parents[row] = t == 0 ? -1 : mine.parent();
+  uint64_t low = 0, high = 0;  // a byte a depth, the root's the lowest
+  int32_t up = mine.parent();
+  for (int d = mine.depth(); d > 0; --d) {
+    high = high << 8 | low >> 56;
+    low = low << 8 | static_cast<uint64_t>(up);
+    up = chosen[up].parent();
+  }
+  uint8_t* out = p.ancestors + row * kMaxDepth;
+  if (reinterpret_cast<uintptr_t>(out) % sizeof(ulonglong2) == 0) {
+    *reinterpret_cast<ulonglong2*>(out) = make_ulonglong2(low, high);
+    return;
+  }
+#pragma unroll 1
+  for (int d = 0; d < kMaxDepth; ++d) {
+    out[d] = static_cast<uint8_t>((d < 8 ? low : high) >> 8 * (d % 8));
   }
 }
 
 // One block a request; with one request it writes the rows as well.
-__global__ void __launch_bounds__(kSelectThreads) select_kernel(const SelectNodesParams p) {
-  extern __shared__ uint64_t keys[];  // [capacity], then a byte a node
-  __shared__ int32_t chosen[kMaxVerifyRows];
+__global__ void __launch_bounds__(kThreads)
+    select_kernel(const __grid_constant__ SelectNodesParams p) {
+  extern __shared__ uint32_t shared[];
+  __shared__ Place chosen[kMaxVerifyRows];
   const int64_t b = blockIdx.x;
-  const NodeView nodes(p.nodes, b);
-  const int32_t count = choose(nodes, static_cast<int32_t>(p.num_verify), keys,
-                               reinterpret_cast<uint8_t*>(keys + p.nodes.capacity), chosen);
-  __syncthreads();
   const int t = threadIdx.x;
+  wait_for_prior_grid();
+  launch_dependents();
+  const int32_t root_position = t < kMaxVerifyRows ? p.root_position[b] : 0;  // asked for early
+  const Nodes nodes = load_nodes(p.nodes, b, shared);
+  const int32_t count = choose(nodes, static_cast<int32_t>(p.num_verify), chosen);
   if (t == 0) {
     p.row_start[b + 1] = count;
     if (b == 0) p.row_start[0] = 0;
   }
   if (t >= count) return;
   if (p.num_requests == 1) {
-    write_row(p, 0, t, chosen, count, chosen[t]);
+    write_row(p, 0, 0, t, chosen, nodes.token[chosen[t].node()], root_position);
   } else {
-    p.source[b * p.num_verify + t] = chosen[t];
+    p.source[b * p.num_verify + t] = static_cast<int32_t>(chosen[t].word);
   }
 }
 
-// One block for all requests: counts become row_start, indices move down to it, rows are written.
-__global__ void __launch_bounds__(kPackThreads) pack_kernel(const SelectNodesParams p) {
+// Counts of requests become row_start. By all threads; ends with a barrier.
+__device__ void scan_counts(const SelectNodesParams& p) {
   __shared__ int32_t warp_sum[kWarpSize];
   __shared__ int32_t before;  // rows of the requests of earlier rounds
   const int t = threadIdx.x, warp = t / kWarpSize, lane = t % kWarpSize;
   if (t == 0) before = 0;
-  for (int64_t base = 0; base < p.num_requests; base += kPackThreads) {
+  for (int64_t base = 0; base < p.num_requests; base += kThreads) {
     int32_t sum = base + t < p.num_requests ? p.row_start[base + t + 1] : 0;
     for (int step = 1; step < kWarpSize; step *= 2) {
       const int32_t lower = __shfl_up_sync(kFullWarp, sum, step);
@@ -172,34 +264,34 @@ __global__ void __launch_bounds__(kPackThreads) pack_kernel(const SelectNodesPar
     for (int w = 0; w < warp; ++w) sum += warp_sum[w];
     sum += before;
     __syncthreads();
-    if (t == kPackThreads - 1) before = sum;
+    if (t == kThreads - 1) before = sum;
     if (base + t < p.num_requests) p.row_start[base + t + 1] = sum;
     __syncthreads();
   }
-  const int32_t rows = p.row_start[p.num_requests];
-  const bool dense = rows == p.num_requests * p.num_verify;
-  for (int64_t b = 0; b < p.num_requests && !dense; ++b) {  // rows land below all later ones
-    const int32_t start = p.row_start[b], count = p.row_start[b + 1] - start;
-    if (start == b * p.num_verify) continue;
-    const int32_t node = t < count ? p.source[b * p.num_verify + t] : 0;
-    __syncthreads();
-    if (t < count) p.source[start + t] = node;
-    __syncthreads();
-  }
-  __syncthreads();
-  for (int32_t row = t; row < rows; row += kPackThreads) {
-    int64_t low = 0,
-            high = p.num_requests - 1;  // the last request that starts at or before the row
-    while (low < high) {
-      const int64_t middle = (low + high + 1) / 2;
-      if (p.row_start[middle] <= row) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
+}
+
+// One block for all requests. Rows land below all that were not read yet.
+__global__ void __launch_bounds__(kThreads)
+    pack_kernel(const __grid_constant__ SelectNodesParams p) {
+  __shared__ Place chosen[kPacked];
+  const int32_t num_verify = static_cast<int32_t>(p.num_verify), many = kPacked / num_verify;
+  wait_for_prior_grid();
+  launch_dependents();
+  for (int64_t base = 0; base < p.num_requests; base += many) {
+    const int32_t requests = static_cast<int32_t>(min(int64_t{many}, p.num_requests - base));
+    for (int32_t i = threadIdx.x; i < requests * num_verify; i += kThreads) {
+      chosen[i].word = static_cast<uint32_t>(p.source[base * num_verify + i]);
     }
-    const int32_t start = p.row_start[low];
-    write_row(p, low, row, p.source + start, p.row_start[low + 1] - start, p.source[row]);
+    if (base == 0) scan_counts(p);
+    __syncthreads();
+    for (int32_t i = threadIdx.x; i < requests * num_verify; i += kThreads) {
+      const int64_t b = base + i / num_verify;
+      const int32_t t = i % num_verify, start = p.row_start[b];
+      if (t >= p.row_start[b + 1] - start) continue;
+      const int32_t token = p.nodes.token[b * p.nodes.capacity + chosen[i].node()];
+      write_row(p, b, start, t, chosen + i - t, token, p.root_position[b]);
+    }
+    __syncthreads();
   }
 }
 
@@ -211,18 +303,10 @@ void select_nodes_cuda(const SelectNodesParams& p, int device, uintptr_t stream)
           "node_token: the GPU takes at most " + std::to_string(kMaxStore) +
               " nodes a request, got " + std::to_string(p.nodes.capacity));
   const DeviceGuard guard(device);
-  const size_t shared = p.nodes.capacity * (sizeof(uint64_t) + 1);
-  if (shared > 44 * 1024) {
-    check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared)),
-               op);
-  }
-  select_kernel<<<static_cast<unsigned>(p.num_requests), kSelectThreads, shared,
-                  as_stream(stream)>>>(p);
-  check_cuda(cudaGetLastError(), op);
+  const auto shared = static_cast<int>(Nodes::bytes(p.nodes.capacity));
+  launch_kernel(op, select_kernel, {p.num_requests, kThreads, shared}, as_stream(stream), true, p);
   if (p.num_requests == 1) return;
-  pack_kernel<<<1, kPackThreads, 0, as_stream(stream)>>>(p);
-  check_cuda(cudaGetLastError(), op);
+  launch_kernel(op, pack_kernel, {1, kThreads}, as_stream(stream), true, p);
 }
 
 }  // namespace tlt
