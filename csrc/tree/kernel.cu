@@ -2,11 +2,12 @@
 //
 // One team of blocks a request (a cluster of up to 16 on Hopper). Frontier rows are taken up to
 // kWave at a time and the team's warps are dealt to them, so a row is spread over many
-// multiprocessors. A warp keeps a sorted list of the best K of its ids. One warp a row, with no ids
-// of its own, merges the lists while the others sum the weights; then the team's first block
-// scores, links and ranks all children in its shared memory. What one block must know of another is
-// written into its shared memory before a barrier, never fetched after one, except the lists. The
-// log-softmax sums integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
+// multiprocessors. A warp tells all blocks the largest value of its ids, and draws their noise
+// while the others' is on its way; then it sums their weights and leaves its best K and its sum
+// with the first block, whose warps merge the lists, score, link and rank the children in shared
+// memory. What one block must know of another is written into its shared memory ahead of a
+// barrier, never fetched after one, unless the lists are too long for that. The log-softmax sums
+// integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
 //
 // Moves B * F * draft_vocab logits, once from memory, and once more from cache where a warp has
 // more than a tile (the largest value must be known before the weights). Limits: K <= 128, 256
@@ -23,15 +24,33 @@ constexpr int kWave = 8;
 constexpr int kMaxFrontier = 256;
 constexpr int kMaxSlices = 64;  // of a row
 constexpr int kMaxChildren = 8192;
+constexpr int kMaxCollected = 4096;             // entries of lists that the first block takes in
 constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
 constexpr int kQueue = 4;                       // entries of each that it holds
-static_assert(kWave <= kTreeWarps);
+static_assert(2 * kWave <= kTreeWarps);
 
 using TreeTeam = Team<kTreeThreads>;
 
 struct Child {
   float value;    // then its score
   int32_t token;  // then its frontier row
+};
+
+// Whether all lists of a team lie in its first block, or each in its own.
+TLT_HD bool collects(int team, int top_k) { return team * kTreeWarps * top_k <= kMaxCollected; }
+
+// Dynamic shared memory: the warps' candidates, the lists that are merged, the children.
+struct Layout {
+  int candidates, lists;  // entries
+  int children;
+
+  TLT_HD Layout(int team, int frontier_rows, int top_k)
+      : candidates(kTreeWarps * list_capacity(top_k)),
+        lists((collects(team, top_k) ? team : 1) * kTreeWarps * top_k),
+        children(frontier_rows * top_k) {}
+  TLT_HD int bytes() const {
+    return static_cast<int>((candidates + lists) * sizeof(Candidate) + children * sizeof(Child));
+  }
 };
 
 struct Shared {
@@ -84,16 +103,17 @@ struct Deal {
   __device__ int warp(int row, int slice) const { return slice * rows + row; }
 };
 
-// Merges a row's lists by one warp, and leaves the best children with the first block.
-__device__ void merge_lists(const TreeTeam& team, const Deal& deal, int row, int top_k,
-                            const Candidate* lists, Child* children, int32_t* count) {
+// Merges a row's lists by one warp of the first block. `list_of(warp)` is that of a team's warp.
+template <typename ListOf>
+__device__ void merge_lists(const Deal& deal, int row, int top_k, ListOf&& list_of, Child* children,
+                            int32_t* count) {
   const int lane = threadIdx.x % kWarpSize;
   const Candidate* list[kHeads];
   Candidate queue[kHeads][kQueue];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
-    const int slice = h * kWarpSize + lane, warp = deal.warp(row, min(slice, deal.slices - 1));
-    list[h] = team.remote(lists, warp / kTreeWarps) + warp % kTreeWarps * top_k;
+    const int slice = h * kWarpSize + lane;
+    list[h] = list_of(deal.warp(row, min(slice, deal.slices - 1)));
 #pragma unroll
     for (int i = 0; i < kQueue; ++i) {
       queue[h][i] = Candidate{};
@@ -102,6 +122,7 @@ __device__ void merge_lists(const TreeTeam& team, const Deal& deal, int row, int
   }
   int next[kHeads] = {};
   int k = 0;
+#pragma unroll 1
   for (; k < top_k; ++k) {
     uint64_t mine = queue[0][0].key;
 #pragma unroll
@@ -114,14 +135,14 @@ __device__ void merge_lists(const TreeTeam& team, const Deal& deal, int row, int
     for (int h = 0; h < kHeads; ++h) {
       if (taken || queue[h][0].key != best) continue;
       taken = true;
-      *team.remote(children + k, 0) = {queue[h][0].value, queue[h][0].token()};
+      children[k] = {queue[h][0].value, queue[h][0].token()};
 #pragma unroll
       for (int i = 1; i < kQueue; ++i) queue[h][i - 1] = queue[h][i];
       const int after = kQueue + next[h]++;
       queue[h][kQueue - 1] = after < top_k ? list[h][after] : Candidate{};
     }
   }
-  if (lane == 0) *team.remote(count, 0) = k;
+  if (lane == 0) *count = k;
 }
 
 // The first block's last act: closes gaps between the rows' children, scores and links them, and
@@ -178,23 +199,6 @@ __device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t be
   if (t == 0 && begin > 0) p.nodes.count[b] = begin + total;
 }
 
-// What the first block knows of the frontier before the rows are read, by its warp without ids.
-__device__ void load_frontier(const ExpandTreeParams& p, int64_t b, Shared& shared) {
-  const int rows = static_cast<int>(p.frontier_rows), lane = threadIdx.x % kWarpSize;
-  const int32_t count = p.nodes.count[b];
-  if (lane == 0) shared.begin = has_room(p, count) ? count : 0;
-  for (int f = lane; f < rows; f += kWarpSize) {
-    const FrontierRow row = frontier_row(p, b, f, p.frontier[b * rows + f], count);
-    shared.parent[f] = row.parent;
-    shared.depth[f] = row.depth;
-    shared.parent_score[f] = row.parent_score;
-  }
-  if (p.frontier_ancestors == nullptr) return;
-  for (int i = lane; i < rows * kMaxDepth; i += kWarpSize) {
-    shared.ancestors[i] = p.frontier_ancestors[b * rows * kMaxDepth + i];
-  }
-}
-
 // What a request and one of its frontier rows say, by one load of a warp: lane l has word l.
 class FrontierWords {
  public:
@@ -220,101 +224,154 @@ class FrontierWords {
   uint32_t word_;
 };
 
+// The frontier's ancestors on their way to shared memory: asked for early, stored when they are
+// there.
+class Inherited {
+ public:
+  __device__ Inherited(const ExpandTreeParams& p, int64_t b, bool wanted)
+      : size_(wanted && p.frontier_ancestors != nullptr
+                  ? static_cast<int>(p.frontier_rows) * kMaxDepth
+                  : 0),
+        from_(p.frontier_ancestors + b * p.frontier_rows * kMaxDepth) {
+    const int i = threadIdx.x;
+    if (i < size_) first_ = from_[i];
+  }
+  __device__ void store(Shared& shared) const {
+    int i = threadIdx.x;
+    if (i < size_) shared.ancestors[i] = first_;
+#pragma unroll 1
+    for (i += kTreeThreads; i < size_; i += kTreeThreads) shared.ancestors[i] = from_[i];
+  }
+
+ private:
+  int size_;
+  const uint8_t* from_;
+  uint8_t first_ = 0;
+};
+
 template <typename T>
 __global__ void __launch_bounds__(kTreeThreads, 1)
     expand_kernel(const __grid_constant__ ExpandTreeParams p) {
-  extern __shared__ Candidate lists[];  // [kTreeWarps, top_k]
+  extern __shared__ Candidate memory[];
   __shared__ Shared shared;
   TreeTeam team;
   team.arrive();
-  const int top_k = static_cast<int>(p.top_k);
-  DraftTile<T> tile(reinterpret_cast<float*>(lists + kTreeWarps * top_k));
-  Child* children = reinterpret_cast<Child*>(reinterpret_cast<char*>(lists + kTreeWarps * top_k) +
-                                             DraftTile<T>::kBytes);  // [frontier_rows, top_k]
+  const int top_k = static_cast<int>(p.top_k), rows = static_cast<int>(p.frontier_rows);
+  const Layout layout(team.size(), rows, top_k);
+  Candidate* const lists = memory + layout.candidates;
+  Child* const children = reinterpret_cast<Child*>(lists + layout.lists);  // [rows, top_k]
+  const bool collected = collects(team.size(), top_k);
   const int64_t b = team.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int team_warp = team.rank() * kTreeWarps + warp;
-  const bool merges = warp == kTreeWarps;
   const int32_t columns = static_cast<int32_t>(
       p.d2t != nullptr || p.draft_vocab < p.vocab_size ? p.draft_vocab : p.vocab_size);
   const bool perturbed = p.score_temperature > 0.0f;
   const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
-  wait_for_prior_grid();
-  launch_dependents();
+  // Where a warp of the team leaves its list.
+  const auto list_of = [&](int of) {
+    return collected ? lists + of * top_k
+                     : team.remote(lists, of / kTreeWarps) + of % kTreeWarps * top_k;
+  };
 
-  for (int wave = 0; wave < p.frontier_rows; wave += kWave) {
-    const Deal deal(team, min(kWave, static_cast<int>(p.frontier_rows) - wave));
+#pragma unroll 1
+  for (int wave = 0; wave < rows; wave += kWave) {
+    const Deal deal(team, min(kWave, rows - wave));
     const int mine = team_warp % deal.rows, slice = team_warp / deal.rows;
-    const RowData<T> data(p.draft_logits, p.logits_stride, b * p.frontier_rows + wave + mine,
-                          columns);
+    const bool works = slice < deal.slices;
+    const RowData<T> data(p.draft_logits, p.logits_stride, b * rows + wave + mine, columns);
     const int32_t step = deal.slices * kTile, begin = slice * kTile + lane * kGroup;
-    const int32_t end = !merges && slice < deal.slices ? columns + lane * kGroup : 0;
+    const int32_t end = works ? columns + lane * kGroup : 0;  // the same for all lanes of a tile
+    if (wave == 0) {                                          // nothing so far was a read
+      wait_for_prior_grid();
+      launch_dependents();
+    }
     const FrontierWords words(p, b, wave + mine);
+    const Inherited inherited(p, b, wave == 0 && team.rank() == 0);
+    DraftTile<T> tile;
     if (begin < end) tile.fetch(p, data, begin);
-    const FrontierRow row = frontier_row(p, b, wave + mine, words.parent(), words.count());
+    const int32_t count = words.count();
+    const FrontierRow row = frontier_row(p, b, wave + mine, words.parent(), count);
     const Row<T> logits(data, words.temperature());
     const Draw draw{p.round_keys, noise_key(p.seed, words.request(), NoiseDomain::kTarget),
                     words.root_position() + row.depth + 1};
+    if (team_warp == mine && lane == 0) {  // in the first block
+      shared.parent[wave + mine] = row.parent;
+      shared.depth[wave + mine] = row.depth;
+      shared.parent_score[wave + mine] = row.parent_score;
+      shared.begin = has_room(p, count) ? count : 0;
+    }
     if (wave == 0) {
-      if (merges && team.rank() == 0) load_frontier(p, b, shared);
+      inherited.store(shared);
       team.wait();  // all blocks run
     }
-    WarpList list(top_k);
+    WarpList list(memory + warp * list_capacity(top_k), top_k);
+    const bool exact = perturbed || logits.greedy;
+    const int32_t stop = row.active ? end : 0;
     float most = kNegInf;
     int64_t sum = 0;
-    int32_t status = slice == 0 && !merges ? row.status : kStatusOk;
+    int32_t status = works && slice == 0 ? row.status : kStatusOk;
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {  // the children, then the weights
-      for (int32_t first = begin; first < end && row.active; first += step) {
-        if (pass == 0 || begin + step < end) {  // else the tile is still there
-          if (pass != 0 || first != begin) tile.fetch(p, data, first);
-          status |= tile.prepare(p, logits, draw, perturbed);
-        }
-        if (pass == 0) {
-          most = fmaxf(most, tile.largest());
-          tile.offer(draw, perturbed || logits.greedy, list);
-        } else {
-          sum += tile.weigh(most, inverse);
-        }
-      }
-      if (pass == 0) {
-        most = warp_max(most);
-        if (!merges) {
-          list.write(lists + warp * top_k);
+      int32_t first = begin;
+      bool last;
+      do {
+        last = !(first + step < stop);
+        const bool some = first < stop, fresh = some && (pass == 0 || begin + step < stop);
+        const auto send = [&] {  // what the other blocks wait for
+          if (pass != 0) return;
+          if (some) most = fmaxf(most, tile.largest());
+          if (!last) return;
+          most = warp_max(most);
           if (lane < team.size()) *team.remote(&shared.largest[team_warp], lane) = most;
+        };
+        if (fresh) {
+          if (pass != 0 || first != begin) tile.fetch(p, data, first);
+          status |= tile.prepare(p, logits);
         }
-        team.sync();
-        most = kNegInf;
-        for (int i = lane; i < deal.slices; i += kWarpSize) {
-          most = fmaxf(most, shared.largest[deal.warp(mine, i)]);
-        }
-        most = warp_max(most);
-        if (team_warp == mine) shared.max[wave + mine] = most;  // in the first block
+        if (!perturbed) send();
+        if (fresh && !logits.greedy && (pass == 0 || perturbed)) tile.draw(p, draw, perturbed);
+        if (perturbed) send();
+        if (pass == 0 && last) team.arrive();  // which waits for what was sent
+        if (some && pass == 0) tile.offer(p, exact, list);
+        if (some && pass != 0) sum += tile.weigh(most, inverse);
+        first += step;
+      } while (!last);
+      if (pass != 0) break;
+      team.wait();
+      most = kNegInf;
+      for (int i = lane; i < deal.slices; i += kWarpSize) {
+        most = fmaxf(most, shared.largest[deal.warp(mine, i)]);
       }
+      most = warp_max(most);
+      if (team_warp == mine) shared.max[wave + mine] = most;
     }
-    if (merges) {
-      for (int r = team.rank(); r < deal.rows; r += team.size()) {
-        merge_lists(team, deal, r, top_k, lists, children + (wave + r) * top_k,
-                    &shared.count[wave + r]);
-      }
-    } else {
-      sum = warp_reduce(sum, Sum());
-      if (lane == 0) *team.remote(&shared.mass[team_warp], 0) = sum;
-      status = __reduce_or_sync(kFullWarp, static_cast<unsigned>(status));
-      if (lane == 0 && status != kStatusOk) atomicOr(&p.status[b], status);
-    }
-    team.sync();
+    list.keep_best(collected ? team.remote(lists, 0) + team_warp * top_k : lists + warp * top_k);
+    sum = warp_reduce(sum, Sum());
+    if (lane == 0) *team.remote(&shared.mass[team_warp], 0) = sum;
+    status = __reduce_or_sync(kFullWarp, static_cast<unsigned>(status));
+    if (lane == 0 && status != kStatusOk) atomicOr(&p.status[b], status);
+    team.arrive();
+    if (team.rank() != 0 && collected && wave + kWave >= rows) return;  // nobody reads its memory
+    team.wait();
     if (team.rank() == 0 && warp < deal.rows) {
+      merge_lists(deal, warp, top_k, list_of, children + (wave + warp) * top_k,
+                  &shared.count[wave + warp]);
+    }
+    const int r = warp - kWave;
+    if (team.rank() == 0 && r >= 0 && r < deal.rows) {
       int64_t total = 0;
-      for (int i = lane; i < deal.slices; i += kWarpSize) total += shared.mass[deal.warp(warp, i)];
+      for (int i = lane; i < deal.slices; i += kWarpSize) total += shared.mass[deal.warp(r, i)];
       total = warp_reduce(total, Sum());
       if (lane == 0) {
-        shared.log_sum[wave + warp] = log_f32(mul_rn(static_cast<float>(total), 0x1p-40f));
+        shared.log_sum[wave + r] = log_f32(mul_rn(static_cast<float>(total), 0x1p-40f));
       }
     }
+    if (!collected) team.sync();  // the lists were read
   }
   if (team.rank() != 0) return;
-  for (int f = threadIdx.x; f <= p.frontier_rows; f += kTreeThreads) {
+  __syncthreads();
+  for (int f = threadIdx.x; f <= rows; f += kTreeThreads) {
     int32_t before = 0;
     for (int g = 0; g < f; ++g) before += shared.count[g];
     shared.offset[f] = before;
@@ -331,16 +388,20 @@ void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
   require(children <= kMaxChildren, op,
           "frontier: the GPU takes at most " + std::to_string(kMaxChildren) +
               " children a request and level (rows times top_k), got " + std::to_string(children));
+  require(p.frontier_rows > 0, op, "frontier: the GPU takes one row a request or more, got none");
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     const auto kernel = expand_kernel<T>;
-    const auto shared = static_cast<int>(kTreeWarps * p.top_k * sizeof(Candidate) +
-                                         DraftTile<T>::kBytes + children * sizeof(Child));
-    TeamShape shape{p.num_requests, kTreeThreads, shared, kMostBlocks, true};
-    while (has_hopper_code(op, kernel) && shape.team > 1 &&
-           max_active_teams(op, kernel, shape) < p.num_requests) {
-      shape.team /= 2;
+    const bool hopper = has_hopper_code(op, kernel);
+    const auto shape_of = [&](unsigned team) -> TeamShape {
+      const Layout layout(static_cast<int>(team), static_cast<int>(p.frontier_rows),
+                          static_cast<int>(p.top_k));
+      return {p.num_requests, kTreeThreads, layout.bytes(), team, true};
+    };
+    TeamShape shape = shape_of(hopper ? kMostBlocks : 1);
+    while (shape.team > 1 && max_active_teams(op, kernel, shape) < p.num_requests) {
+      shape = shape_of(shape.team / 2);
     }
     launch_teams(op, kernel, shape, as_stream(stream), p);
   });

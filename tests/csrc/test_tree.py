@@ -162,6 +162,51 @@ def test_top_k_equals_a_sort_with_ties_by_lower_target_id(dtype):
             assert store.token[b, 1:].tolist() == [d2t[i].item() for i in order[:top_k]]
 
 
+@pytest.mark.parametrize("top_k", [4, 32, 100])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_where_every_id_has_a_chance(top_k, temperature):
+    """Equal logits: more candidates than a warp holds, ties by the lower target id."""
+    store, wanted = Store(1, 1 + top_k, top_k, temperature), root_only()
+    logits = torch.zeros(1, 5000)
+    d2t = torch.arange(5000).flip(0).int()
+    store.expand(logits, d2t=d2t)
+    reference.expand_tree(
+        wanted,
+        [0],
+        logits,
+        top_k=top_k,
+        temperature=temperature,
+        seed=SEED,
+        request=REQUEST,
+        root_position=10,
+        vocab_size=5000,
+        d2t=d2t.tolist(),
+    )
+    assert_same_nodes(store.nodes(), wanted)
+
+
+@pytest.mark.parametrize("rows", [9, 40])
+def test_more_frontier_rows_than_one_wave_takes(rows):
+    """A level's nodes are those of each of its rows alone, whatever else is expanded beside it."""
+    top_k, logits = 3, 2 * kit.randn(rows, 300, seed=rows)
+    store = Store(1, 1 + rows + rows * top_k, top_k)
+    store.fill(0, [(i, 0, -0.1 * (i % 7)) for i in range(rows)])
+    store.frontier = torch.arange(1, rows + 1, dtype=torch.int32)[None]
+    store.ancestors = torch.arange(16 * rows).to(torch.uint8).view(1, rows, 16)
+    first = store.count.item()
+    store.expand(logits)
+    assert store.count.item() == first + rows * top_k
+    for f in range(rows):
+        alone = Store(1, 1 + rows + top_k, top_k)
+        alone.fill(0, [(i, 0, -0.1 * (i % 7)) for i in range(rows)])
+        alone.frontier = torch.tensor([[f + 1]], dtype=torch.int32)
+        alone.expand(logits[f : f + 1])
+        for name in ("token", "parent", "score", "depth"):
+            begin = first + f * top_k
+            of_all, of_one = getattr(store, name)[0], getattr(alone, name)[0]
+            assert kit.same_bits(of_all[begin : begin + top_k], of_one[first : first + top_k])
+
+
 def test_blocks_out_of_the_noise_are_skipped_without_a_trace():
     """A peaked row: what the noise cannot lift is never scored, and the result is the same."""
     logits = torch.full((1, 4096), -40.0)
@@ -423,6 +468,67 @@ def test_select_is_exact_at_word_edges(num_verify):
         assert torch.equal(position[begin:end], 10 + store.depth[b, want_source])
         for row, slots in enumerate(want_ancestors):
             assert ancestors[begin + row, : len(slots)].tolist() == slots
+
+
+def random_store(capacity, sizes, seed, reach=40):
+    """Requests of given sizes: random links, few distinct scores and tokens."""
+    store = Store(len(sizes), capacity)
+    random = kit.generator(seed)
+    for b, size in enumerate(sizes):
+        back, step, token = torch.randint(1, 1 << 20, (3, size + 1), generator=random).tolist()
+        triples, scores, depths = [], [0.0], [0]
+        for i in range(1, size + 1):
+            parent = max(0, i - 1 - back[i] % reach)
+            parent = 0 if depths[parent] == 16 else parent
+            depths.append(depths[parent] + 1)
+            scores.append(scores[parent] - step[i] % 3)
+            triples.append((token[i] % 30, parent, scores[-1]))
+        store.fill(b, triples)
+    return store
+
+
+def assert_selects_as_reference(store, num_verify):
+    tokens, parents, position, ancestors, source, row_start = store.select(num_verify)
+    assert row_start[0] == 0
+    for b in range(store.batch):
+        begin, end = row_start[b].item(), row_start[b + 1].item()
+        wanted = ([], [], [])
+        if store.count[b] > 0:
+            wanted = reference.select_nodes(store.nodes(b), num_verify)
+        assert source[begin:end].tolist() == wanted[0]
+        assert parents[begin:end].tolist() == wanted[1]
+        assert torch.equal(tokens[begin:end], store.token[b, wanted[0]])
+        assert torch.equal(position[begin:end], 10 + store.depth[b, wanted[0]])
+        filled = [slots + [0] * (16 - len(slots)) for slots in wanted[2]]
+        assert ancestors[begin:end].tolist() == filled
+    rest = row_start[-1].item()
+    for array, untouched in ((tokens, -5), (parents, -5), (position, -5), (ancestors, 99)):
+        assert array[rest:].eq(untouched).all()
+
+
+@pytest.mark.parametrize(("capacity", "size"), [(700, 600), (1100, 1025), (8193, 1500)])
+def test_select_of_large_stores(capacity, size):
+    """More nodes than a block has threads, and stores whose tokens stay where they are."""
+    assert_selects_as_reference(random_store(capacity, [size, size // 2], seed=size), 24)
+
+
+def test_select_packs_more_rows_than_one_round_takes():
+    sizes = [(7 * b) % 150 for b in range(40)]
+    store = random_store(151, sizes, seed=1)
+    store.count[::9] = 0
+    assert_selects_as_reference(store, 128)
+
+
+def test_select_writes_ancestors_at_any_address():
+    store = random_store(60, [59], seed=2)
+    aligned = store.select(20)
+    ints = [torch.zeros_like(array) for array in aligned]
+    memory = torch.zeros(20 * 16 + 1, dtype=torch.uint8)
+    nodes = [kit.to_device(x) for x in (*store.arrays, store.root_position)]
+    ints = [kit.to_device(x) for x in ints]
+    ints[3] = kit.to_device(memory)[1:].view(20, 16)
+    tlt_ext.select_nodes(*nodes, *ints, num_verify=20)
+    assert torch.equal(ints[3].cpu(), aligned[3])
 
 
 def test_select_leaves_out_damaged_nodes():
