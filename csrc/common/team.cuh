@@ -162,7 +162,8 @@ int64_t max_active_teams(const char* op, void (*kernel)(Params...), const TeamSh
     int teams = 0;
     const LaunchConfig launch(op, kernel, shape.of(op, kernel), nullptr, shape.early);
     const cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, kernel, &launch.config);
-    if (error != cudaSuccess && shape.team > kPortableCluster) {
+    if (error == cudaErrorInvalidClusterSize ||
+        (error != cudaSuccess && shape.team > kPortableCluster)) {
       cudaGetLastError();  // not of this card
       return 0;
     }

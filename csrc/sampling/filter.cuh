@@ -20,7 +20,8 @@ struct Setting {
   bool has_top_k, has_top_p;
 
   __device__ Setting(const SamplingArrays& s, int64_t i, int64_t vocab_size)
-      : top_k(s.top_k[i]), top_p(s.top_p[i]) {
+      : Setting(s.top_k[i], s.top_p[i], vocab_size) {}
+  __device__ Setting(int32_t top_k, float top_p, int64_t vocab_size) : top_k(top_k), top_p(top_p) {
     has_top_k = top_k > 0 && top_k < vocab_size;
     has_top_p = top_p < 1.0f;
   }

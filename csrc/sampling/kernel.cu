@@ -75,11 +75,13 @@ __global__ void __launch_bounds__(kThreads)
   const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
   wait_for_prior_grid();
   launch_dependents();
-  const int64_t b = find_request(p, i);
-  if (b < 0 || p.limit[b] <= 0) return;
-  const Row<T> row(data, p.sampling.temperature[b]);
-  const Draw draw = draw_of(p.sampling, b, p.position[i] + 1);
-  const Setting setting(p.sampling, b, p.vocab_size);
+  const int32_t position = p.position[i] + 1;
+  const Owner owner(p, i);
+  if (owner.b < 0 || owner.limit <= 0) return;
+  const Row<T> row(data, owner.temperature);
+  const Draw draw{p.sampling.round_keys,
+                  noise_key(p.sampling.seed, owner.request, NoiseDomain::kTarget), position};
+  const Setting setting(owner.top_k, owner.top_p, p.vocab_size);
   scanner.start(data);
   const bool want_filtered = p.filtered_logprobs != nullptr, filters = setting.has_filter();
   const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered, filters);
@@ -87,24 +89,53 @@ __global__ void __launch_bounds__(kThreads)
   if (filters) scanner.leave();
 }
 
-// One block a request follows the tree through what its nodes drew.
+constexpr int32_t kStops = 1, kBad = 2;  // what a node drew: a stop id, from a damaged row
+
+// One block a request follows the tree through what its nodes drew. All nodes find their child at
+// once, so that a step of the walk is a load of shared memory.
 __global__ void __launch_bounds__(kFollowThreads)
     follow_kernel(const __grid_constant__ VerifyParams p) {
   __shared__ TreeRows tree;
   __shared__ NodeResult results[kMaxTreeRows];
+  __shared__ int32_t flags[kMaxTreeRows], children[kMaxTreeRows], path[kMaxTreeRows];
   const int64_t b = blockIdx.x;
-  const int32_t tree_status = tree.load(p, b);  // older than the kernel before
+  const int t = threadIdx.x;
+  const int32_t tree_status = tree.load(p, b);  // older than the kernel before, as is the limit
+  const int64_t limit = max(p.limit[b], 0);
+  const bool mine = t < tree.num_rows && limit > 0;
   wait_for_prior_grid();
   launch_dependents();
-  if (static_cast<int>(threadIdx.x) < tree.num_rows && p.limit[b] > 0) {
-    results[threadIdx.x] = static_cast<const NodeResult*>(p.workspace)[tree.first + threadIdx.x];
+  NodeResult result{};
+  bool stops = false;
+  if (mine) {
+    result = static_cast<const NodeResult*>(p.workspace)[tree.first + t];
+    for (int64_t i = 0; i < p.num_stop_ids; ++i) {
+      stops |= p.stop_ids[b * p.stop_stride + i] == result.drawn.token;
+    }
+  }
+  results[t] = result;
+  flags[t] = (stops ? kStops : 0) | (result.bad ? kBad : 0);
+  children[t] = kMaxTreeRows;  // none was drafted
+  __syncthreads();
+  const int32_t parent = mine ? tree.parents[t] : -1;
+  if (parent >= 0 && parent < t && tree.tokens[t] == results[parent].drawn.token) {
+    atomicMin(&children[parent], t);
   }
   __syncthreads();
-  walk(p, b, tree, threadIdx.x == 0, tree_status, [&](int node, int32_t* status) {
-    const NodeResult& result = results[node];
-    if (result.bad) *status |= kStatusNanLogits;
-    return Step{result.drawn, tree.find_child(node, result.drawn.token)};
-  });
+  if (t >= kWarpSize) return;
+  const int64_t most = limit < p.max_emitted ? limit : p.max_emitted;
+  int count = 0;
+  int32_t finish = kRunning, status = tree_status;
+  for (int node = 0; node < tree.num_rows && count < most; ++count) {
+    if (t == 0) path[count] = node;
+    if (flags[node] & kBad) status |= kStatusNanLogits;
+    if (flags[node] & kStops) finish = kStopId;
+    node = finish == kStopId ? kMaxTreeRows : children[node];
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int i = t; i < count; i += kWarpSize) write_step(p, b, i, path[i], results[path[i]].drawn);
+  if (t == 0) write_end(p, b, tree, limit, count, finish, status);
 }
 
 // One team a request draws only at the nodes that it visits.

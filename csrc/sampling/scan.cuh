@@ -65,7 +65,7 @@ TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int6
     return {items, kThreads, static_cast<int>(slots + sums), team, true};
   };
   TeamShape best = shape_of(1);
-  for (int team = 2; team <= kMaxTeam && team * kWarps < 2 * steps; team *= 2) {
+  for (int team = 2; team <= kMaxTeam && team * kWarps < 2 * steps; ++team) {
     if (!hopper) break;
     const TeamShape shape = shape_of(team);
     if (best.team * kWarps * most >= steps && max_active_teams(op, kernel, shape) < items) {

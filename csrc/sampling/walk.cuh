@@ -7,19 +7,37 @@
 
 namespace tlt {
 
-// The request that owns a row, -1 if none does; the last one where a broken row_start names two.
-// Called by whole warps.
-__device__ __forceinline__ int64_t find_request(const VerifyParams& p, int64_t row) {
-  int64_t found = -1;
-  for (int64_t base = 0; base < p.num_requests; base += kWarpSize) {
-    const int64_t b = base + threadIdx.x % kWarpSize;
-    const bool mine = b < p.num_requests && p.row_start[b] >= 0 && p.row_start[b] <= row &&
-                      row < p.row_start[b + 1];
-    const unsigned owners = __ballot_sync(kFullWarp, mine);
-    if (owners != 0) found = base + 31 - __clz(owners);
+// The request that owns a row, and what a draw must know of it.
+struct Owner {
+  int64_t b = -1;  // if none owns the row; the last one where a broken row_start names two
+  int32_t limit = 0, top_k = 0;
+  float temperature = 0.0f, top_p = 1.0f;
+  int64_t request = 0;
+
+  // Called by whole warps. Each lane asks for all words of a request at once, so that no read waits
+  // for another.
+  __device__ __forceinline__ Owner(const VerifyParams& p, int64_t row) {
+#pragma unroll 1
+    for (int64_t base = 0; base < p.num_requests; base += kWarpSize) {
+      const int64_t lane_b = min(base + threadIdx.x % kWarpSize, p.num_requests - 1);
+      const SamplingArrays& s = p.sampling;
+      const int32_t first = p.row_start[lane_b], end = p.row_start[lane_b + 1];
+      const int32_t its_limit = p.limit[lane_b], its_top_k = s.top_k[lane_b];
+      const float its_temperature = s.temperature[lane_b], its_top_p = s.top_p[lane_b];
+      const int64_t its_request = s.request[lane_b];
+      const bool mine = first >= 0 && first <= row && row < end;
+      const unsigned owners = __ballot_sync(kFullWarp, mine);
+      if (owners == 0) continue;
+      const int owner = 31 - __clz(owners);
+      b = min(base + owner, p.num_requests - 1);
+      limit = __shfl_sync(kFullWarp, its_limit, owner);
+      top_k = __shfl_sync(kFullWarp, its_top_k, owner);
+      temperature = __shfl_sync(kFullWarp, its_temperature, owner);
+      top_p = __shfl_sync(kFullWarp, its_top_p, owner);
+      request = __shfl_sync(kFullWarp, its_request, owner);
+    }
   }
-  return found;
-}
+};
 
 // The rows of one request in shared memory.
 struct TreeRows {
@@ -81,6 +99,27 @@ __device__ __forceinline__ bool is_stop_id(const VerifyParams& p, int64_t b, int
   return found;
 }
 
+// Token `i` of a request, drawn at `node`.
+__device__ __forceinline__ void write_step(const VerifyParams& p, int64_t b, int64_t i, int node,
+                                           const Drawn& drawn) {
+  p.emitted[b * p.emitted_stride + i] = drawn.token;
+  p.logprobs[b * p.logprobs_stride + i] = drawn.logprob;
+  if (p.filtered_logprobs != nullptr) {
+    p.filtered_logprobs[b * p.filtered_stride + i] = drawn.filtered_logprob;
+  }
+  p.path[b * p.path_stride + i] = node;
+}
+
+// What a walk of `count` tokens ended with.
+__device__ __forceinline__ void write_end(const VerifyParams& p, int64_t b, const TreeRows& tree,
+                                          int64_t limit, int64_t count, int32_t finish,
+                                          int32_t status) {
+  if (finish == kRunning && tree.num_rows > 0 && count == limit) finish = kLimit;
+  p.finish[b] = finish;
+  p.num_emitted[b] = static_cast<int32_t>(count);
+  if (status != kStatusOk) p.status[b] |= status;
+}
+
 // Emits tokens along the path on which next(node, &status) leads, up to a stop id, the limit or the
 // width of the outputs. `reports`: this thread writes.
 template <typename F>
@@ -92,14 +131,7 @@ __device__ void walk(const VerifyParams& p, int64_t b, const TreeRows& tree, boo
   int32_t finish = kRunning;
   for (int node = tree.num_rows > 0 ? 0 : -1; node >= 0 && count < most; ++count) {
     const Step step = next(node, &status);
-    if (reports) {
-      p.emitted[b * p.emitted_stride + count] = step.drawn.token;
-      p.logprobs[b * p.logprobs_stride + count] = step.drawn.logprob;
-      if (p.filtered_logprobs != nullptr) {
-        p.filtered_logprobs[b * p.filtered_stride + count] = step.drawn.filtered_logprob;
-      }
-      p.path[b * p.path_stride + count] = node;
-    }
+    if (reports) write_step(p, b, count, node, step.drawn);
     if (is_stop_id(p, b, step.drawn.token)) {
       finish = kStopId;
       ++count;
@@ -107,11 +139,7 @@ __device__ void walk(const VerifyParams& p, int64_t b, const TreeRows& tree, boo
     }
     node = step.child;
   }
-  if (!reports) return;
-  if (finish == kRunning && tree.num_rows > 0 && count == limit) finish = kLimit;
-  p.finish[b] = finish;
-  p.num_emitted[b] = static_cast<int32_t>(count);
-  if (status != kStatusOk) p.status[b] |= status;
+  if (reports) write_end(p, b, tree, limit, count, finish, status);
 }
 
 }  // namespace tlt
