@@ -4,6 +4,7 @@
 // a level. A block owns one half of a row; the norm is that of csrc/layers/kernel.cu, bit for bit.
 // Moves each row once in and once out, the hidden states of a level once more. Any dim; float32,
 // float16, bfloat16.
+#include "common/mma.cuh"
 #include "draft/op.h"
 #include "layers/device.cuh"
 
@@ -38,6 +39,8 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     inputs_kernel(const __grid_constant__ DraftInputsParams p, const bool aligned) {
   const int64_t r = blockIdx.x / 2;
+  launch_dependents();
+  wait_for_prior_grid();
   T* out = static_cast<T*>(p.out) + r * p.out_stride;
   if (blockIdx.x % 2 == 0) {
     const int64_t token = embedding_row(p, r);
@@ -71,10 +74,9 @@ void draft_inputs_cuda(const DraftInputsParams& p, int device, uintptr_t stream)
                          is_aligned(p.out, p.out_stride * kBytes, row) &&
                          is_aligned(p.hidden_out, p.hidden_out_stride * kBytes, row) &&
                          is_aligned(p.input_norm, 0, 0) && is_aligned(p.hidden_norm, 0, 0);
-    const unsigned blocks = 2 * static_cast<unsigned>(p.rows);
-    inputs_kernel<T><<<blocks, kThreads, 0, as_stream(stream)>>>(p, aligned);
+    const KernelShape shape{2 * p.rows, kThreads};
+    launch_kernel("draft_inputs", inputs_kernel<T>, shape, as_stream(stream), true, p, aligned);
   });
-  check_cuda(cudaGetLastError(), "draft_inputs");
 }
 
 }  // namespace tlt

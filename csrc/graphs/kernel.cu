@@ -7,6 +7,7 @@
 // record is complete when the ring's state says so: the block's writes happen before the barrier,
 // the first thread's system-wide fence orders them before that word.
 #include "common/device.cuh"
+#include "common/mma.cuh"
 #include "graphs/advance.h"
 #include "graphs/op.h"
 
@@ -25,12 +26,13 @@ __device__ int64_t device_ns() {
 __global__ void __launch_bounds__(kThreads)
     advance_kernel(const __grid_constant__ AdvanceBatchParams p) {
   __shared__ int32_t reason_s, most_s, ended_s;
-  // Asked for first: the answer comes from the host's memory.
+  // Asked for before the kernels before have ended: the answer comes from the host's memory.
   bool stop = false;
   if (threadIdx.x == 0) {
     stop = *static_cast<volatile int32_t*>(p.ring.stop) != 0;
     reason_s = most_s = ended_s = 0;
   }
+  wait_for_prior_grid();
   const int64_t record = record_of(p);
   __syncthreads();
   for (int64_t b = threadIdx.x; b < p.batch; b += blockDim.x) {
@@ -68,14 +70,13 @@ __global__ void arm_kernel(const __grid_constant__ ArmPassesParams p) {
 
 void advance_batch_cuda(const AdvanceBatchParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
-  advance_kernel<<<1, p.batch <= kFew ? kFew * kWarpSize : kThreads, 0, as_stream(stream)>>>(p);
-  check_cuda(cudaGetLastError(), "advance_batch");
+  const KernelShape shape{1, p.batch <= kFew ? kFew * kWarpSize : kThreads};
+  launch_kernel("advance_batch", advance_kernel, shape, as_stream(stream), true, p);
 }
 
 void arm_passes_cuda(const ArmPassesParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
-  arm_kernel<<<1, 1, 0, as_stream(stream)>>>(p);
-  check_cuda(cudaGetLastError(), "arm_passes");
+  launch_kernel("arm_passes", arm_kernel, {1, 1}, as_stream(stream), false, p);
 }
 
 }  // namespace tlt

@@ -176,6 +176,8 @@ template <typename Word>
 __global__ void __launch_bounds__(kThreads)
     move_kernel(const __grid_constant__ CommitPathParams p) {
   const int64_t request = blockIdx.y;
+  wait_for_prior_grid();
+  launch_dependents();
   if (check_path(p, request)) return;
   constexpr int64_t size = sizeof(Word);
   const int64_t head_words = p.head_bytes / size, slot_words = p.num_kv_heads * head_words;
@@ -213,6 +215,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     advance_kernel(const __grid_constant__ CommitPathParams p) {
   const int64_t request = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize;
+  wait_for_prior_grid();
+  launch_dependents();
   if (request >= p.sequences.num_requests) return;
   const int32_t bits = check_path(p, request);
   if (threadIdx.x % kWarpSize != 0) return;
@@ -254,7 +258,9 @@ void append_kv_cuda(const AppendKvParams& p, int device, uintptr_t stream) {
 }
 
 void commit_path_cuda(const CommitPathParams& p, int device, uintptr_t stream) {
+  constexpr const char* op = "commit_path";
   const DeviceGuard guard(device);
+  const auto requests = static_cast<unsigned>(p.sequences.num_requests);
   const int64_t element = p.element_bytes, feature = p.feature_element_bytes;
   const auto bytes = [&](const LayeredCache& c) {
     return std::array<int64_t, 5>{address(c.layer.data), c.layer_stride * element,
@@ -270,14 +276,12 @@ void commit_path_cuda(const CommitPathParams& p, int device, uintptr_t stream) {
                   using Word = std::remove_pointer_t<decltype(tag)>;
                   const int64_t total =
                       2 * p.num_layers * p.num_kv_heads * p.head_bytes + p.feature_bytes;
-                  const dim3 grid(blocks_for(total / sizeof(Word), kThreads),
-                                  static_cast<unsigned>(p.sequences.num_requests));
-                  move_kernel<Word><<<grid, kThreads, 0, as_stream(stream)>>>(p);
+                  const KernelShape shape{blocks_for(total / sizeof(Word), kThreads), kThreads, 0,
+                                          1, requests};
+                  launch_kernel(op, move_kernel<Word>, shape, as_stream(stream), true, p);
                 });
-  check_cuda(cudaGetLastError(), "commit_path");
-  const int64_t blocks = (p.sequences.num_requests + kWarps - 1) / kWarps;
-  advance_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, as_stream(stream)>>>(p);
-  check_cuda(cudaGetLastError(), "commit_path: lengths");
+  const KernelShape shape{(p.sequences.num_requests + kWarps - 1) / kWarps, kThreads};
+  launch_kernel(op, advance_kernel, shape, as_stream(stream), true, p);
 }
 
 void copy_pages_cuda(const CopyPagesParams& p, int device, uintptr_t stream) {
