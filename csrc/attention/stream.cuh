@@ -225,9 +225,10 @@ class KeyStream {
 };
 
 // The producing warp's part: copies all tiles, and says which position is the first whose page is
-// bad.
+// bad. Keys from `old` on may be what the kernel before writes.
 template <int kDim, int kRing>
-__device__ __forceinline__ void produce_tiles(const KeySource& source, Ring<kDim, kRing>* ring,
+__device__ __forceinline__ void produce_tiles(const KeySource& source, int old,
+                                              Ring<kDim, kRing>* ring,
                                               RingBarriers<kRing>* barriers,
                                               RingPlace<kRing>* place, int* bad_from) {
   constexpr int kLines = kDim * 2 / kLine;
@@ -243,6 +244,7 @@ __device__ __forceinline__ void produce_tiles(const KeySource& source, Ring<kDim
     const int next_page = source.page_at(at + kTile);
     const bool good = source.good(page);
     if (at < source.keys.end && !good) bad = min(bad, at);
+    if (min(key + kTile, source.keys.end) > old) wait_for_prior_grid();
 #pragma unroll
     for (int values = 0; values < 2; ++values) {
       uint64_t* full = &barriers->full[place->slot];
@@ -261,14 +263,14 @@ __device__ __forceinline__ void produce_tiles(const KeySource& source, Ring<kDim
   __syncwarp();
 }
 
-// Asks for the first `keys` keys and values to come into L2. No more than a hint, so the table that
-// it follows may be out of date.
+// Asks for keys and values `first` to `last` of the stream to come into L2. No more than a hint, so
+// the table that it follows may be out of date.
 template <int kDim>
-__device__ __forceinline__ void prefetch_keys(const KeySource& source, int keys) {
+__device__ __forceinline__ void prefetch_keys(const KeySource& source, int first, int last) {
   constexpr int kLines = kDim * 2 / kLine;
   const int lane = threadIdx.x % kWarpSize, line = lane % kLines;
-  const int end = min(source.keys.begin + keys, source.keys.end);
-  for (int at = source.keys.begin + lane / kLines * kStep; at < end;
+  const int end = min(source.keys.begin + last, source.keys.end);
+  for (int at = source.keys.begin + first + lane / kLines * kStep; at < end;
        at += kWarpSize / kLines * kStep) {
     const int page = source.page_at(at);
     if (!source.good(page)) continue;
@@ -282,10 +284,10 @@ __device__ __forceinline__ void prefetch_keys(const KeySource& source, int keys)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 // Never called there.
 template <int kDim, int kRing>
-__device__ __forceinline__ void produce_tiles(const KeySource&, Ring<kDim, kRing>*,
+__device__ __forceinline__ void produce_tiles(const KeySource&, int, Ring<kDim, kRing>*,
                                               RingBarriers<kRing>*, RingPlace<kRing>*, int*) {}
 template <int kDim>
-__device__ __forceinline__ void prefetch_keys(const KeySource&, int) {}
+__device__ __forceinline__ void prefetch_keys(const KeySource&, int, int) {}
 #endif
 
 }  // namespace tlt
