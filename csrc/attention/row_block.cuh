@@ -172,39 +172,41 @@ class RowBlock {
     return static_cast<int>(tail_begin(clamp_position(first)));
   }
 
-  // Asks for all queries and positions before it looks at any; clears the totals meanwhile. Queries
-  // are what the kernel before wrote.
+  // Asks for all queries and positions before it looks at any, or, early, finds out what it can
+  // before there are queries; clears the totals meanwhile.
   __device__ __forceinline__ void read_queries(uint32_t flip, bool totals) {
     int position[2];
+    const uint32_t* pairs[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
       position[half] = at.inside ? p_.position[at.row] : 0;
-    }
-    wait_for_prior_grid();
-    launch_dependents();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Pair at = pair(half);
       const T* q = static_cast<const T*>(p_.q);
       if (at.inside) {
         q += at.row * p_.q_row_stride + (kv_head_ * l_.group + at.head) * p_.q_head_stride;
       }
-      const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane_ % 4;
-#pragma unroll
-      for (int step = 0; step < kDim / 16; ++step) {
-        queries_.q[step][half] = at.inside ? pairs[step * 8] : 0;
-        queries_.q[step][half + 2] = at.inside ? pairs[step * 8 + 4] : 0;
-      }
+      pairs[half] = reinterpret_cast<const uint32_t*>(q) + lane_ % 4;
     }
-    if (totals) clear_total();
-    int largest = 0;
+    const auto meanwhile = [&] {
+      if (totals) clear_total();
+      find_ends(position);
+    };
+    if (p_.early) meanwhile();
+    wait_for_prior_grid();
+    launch_dependents();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Pair at = pair(half);
-      const bool good = at.inside && well_placed(p_, r_, at.row - r_.row, position[half]);
-      queries_.end[half] = good ? static_cast<int>(tail_begin(position[half])) : kNoRow;
-      if (good) largest = max(largest, queries_.end[half]);
+      const bool inside = pair(half).inside;
+#pragma unroll
+      for (int step = 0; step < kDim / 16; ++step) {
+        queries_.q[step][half] = inside ? pairs[half][step * 8] : 0;
+        queries_.q[step][half + 2] = inside ? pairs[half][step * 8 + 4] : 0;
+      }
+    }
+    if (!p_.early) meanwhile();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool good = queries_.end[half] != kNoRow;
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
         uint32_t& low = queries_.q[step][half];
@@ -212,6 +214,17 @@ class RowBlock {
         low = good ? low ^ flip : 0;
         high = good ? high ^ flip : 0;
       }
+    }
+  }
+
+  __device__ __forceinline__ void find_ends(const int (&position)[2]) {
+    int largest = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pair at = pair(half);
+      const bool good = at.inside && well_placed(p_, r_, at.row - r_.row, position[half]);
+      queries_.end[half] = good ? static_cast<int>(tail_begin(position[half])) : kNoRow;
+      if (good) largest = max(largest, queries_.end[half]);
     }
     queries_.largest = __reduce_max_sync(kFullWarp, largest);
   }

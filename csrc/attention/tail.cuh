@@ -22,7 +22,6 @@ template <typename Locate>
 __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, const Request& r,
                                                  int64_t row, int lane, Locate&& locate_slot,
                                                  TailKey* key) {
-  const Sequences& s = p.sequences;
   const uint8_t* ancestors = p.ancestors + (r.row + row) * p.ancestor_stride;
   const bool has_ancestor = p.ancestors != nullptr && lane < kMaxDepth;
   int ancestor = has_ancestor ? ancestors[lane] : 0;  // read beside the position, not after it
