@@ -25,7 +25,7 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
       const KeyRange keys = cluster_keys(rank, end);
       this->consume(this->source_of(keys));
       sync_block<kWarps>();  // bad_from is set
-      bad_from_ = shared_.bad_from;
+      this->read_bad_from();
       this->report_bad_pages();
       keep_part(this->folds(keys));
     } else {
@@ -127,7 +127,6 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
   }
 
   using Base::bad;
-  using Base::bad_from_;
   using Base::kv_head_;
   using Base::l_;
   using Base::lane_;

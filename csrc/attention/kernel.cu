@@ -5,8 +5,8 @@
 // The query heads of a kv head and the rows of a request are packed into M, 64 (row, head) pairs to
 // four warps: on sm_90a one wgmma of all four, where fewer pairs are padded; before, mma.sync of 16
 // pairs a warp. A block owns one request, kv head and block of rows, and a range of splits of the
-// keys (splits.h). One more warp streams tiles of 64 keys and of 64 values through a ring in shared
-// memory, once, by tensor copies (on sm_80 all warps do, by cp.async).
+// keys (splits.h). Four more warps stream tiles of 64 keys and of 64 values through a ring in
+// shared memory, once, by tensor copies (on sm_80 all warps do, by cp.async).
 //
 // With few blocks one more grid dimension shares out the splits: partials go to the caller's
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all in
@@ -37,7 +37,7 @@ template <int kRing>
 __device__ __forceinline__ void init_ring(RingBarriers<kRing>* barriers, int warps) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : barriers->full) init_barrier(&barrier, 1);
+    for (uint64_t& barrier : barriers->full) init_barrier(&barrier, kProducerWarps);
     for (uint64_t& barrier : barriers->empty) init_barrier(&barrier, warps);
     fence_copies();
   }
@@ -86,7 +86,6 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     give_registers<56>();
 #endif
-    if (threadIdx.x >= (kWarps + 1) * kWarpSize) return;
     if (!l.p.early) {
       for_turns<Block, kRows>(l, kv_head, first, shared,
                               [](const Block& block) { block.prefetch(blockIdx.z); });
@@ -132,7 +131,6 @@ __global__ void __launch_bounds__((kClusterWarps + kProducerWarps) * kWarpSize, 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     give_registers<56>();
 #endif
-    if (threadIdx.x >= (kWarps + 1) * kWarpSize) return;
     if (!l.p.early) {
       for_turns<Block, kRows>(l, kv_head, first, shared,
                               [](const Block& block) { block.prefetch(blockIdx.x); });

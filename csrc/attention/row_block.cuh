@@ -31,13 +31,13 @@ struct Shared {
   float2 total[kWarps][kDim / 4][kWarpSize];  // accumulators of a lane, a column of its own
   Softmax softmax[kWarps * kMmaRows];         // of the totals
   RingBarriers<kRing> barriers;
-  int bad_from;  // first position whose page is bad
+  int bad_from[kTileSteps];  // first position whose page is bad, of each step of a tile
 };
 
-// Waits for the warps that compute and the one that loads.
+// Waits for the warps that compute and those that load.
 template <int kWarps>
 __device__ __forceinline__ void sync_block() {
-  sync_threads<1, (kWarps + (kHopper ? 1 : 0)) * kWarpSize>();
+  sync_threads<1, (kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize>();
 }
 
 // The rows of one block: m = row * group + head. kCluster: see cluster.cuh.
@@ -61,18 +61,14 @@ class RowBlock {
     prefetch_keys<kDim>(source_of(keys_of(item)), 0, shares() ? 512 : 128);
   }
 
-  // The producing warp's part of an item. Early, it copies committed keys at once and waits before
-  // it asks for others.
+  // A producing warp's part of an item. Early, it copies committed keys at once and waits before it
+  // asks for others.
   __device__ __forceinline__ void produce(int item) {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
-    const KeySource source = source_of(keys);
-    int old = INT32_MAX;
-    if (p_.early) {
-      prefetch_keys<kDim>(source, kRing / 2 * kTile, 512);
-      old = static_cast<int>(clamp_position(r_.context));
-    }
-    produce_tiles(source, old, &shared_.ring, &shared_.barriers, &place_, &shared_.bad_from);
+    const int old = p_.early ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
+    produce_tiles(source_of(keys), old, p_.early ? 512 : 0, &shared_.ring, &shared_.barriers,
+                  &place_, shared_.bad_from);
     sync_block<kWarps>();
   }
 
@@ -82,7 +78,7 @@ class RowBlock {
     if (nothing_to_do(keys)) return;
     consume(source_of(keys));
     sync_block<kWarps>();  // the ring is free, and bad_from is set
-    bad_from_ = shared_.bad_from;
+    read_bad_from();
     report_bad_pages();
     if (keys.begin > 0) return refuse_partial(first_partial(l_, r_, keys.begin));
     if (l_.partials.acc != nullptr) return store_total();
@@ -150,7 +146,7 @@ class RowBlock {
       }
       part_.clear();
     }
-    stream.finish(&shared_.bad_from);
+    stream.finish(shared_.bad_from);
   }
 
   // The (row, head) pair of this lane's low or high row.
@@ -260,6 +256,12 @@ class RowBlock {
   // Whether a page that the pair's tile keys need was bad.
   __device__ __forceinline__ bool bad(int half) const {
     return queries_.end[half] != kNoRow && bad_from_ < queries_.end[half];
+  }
+
+  __device__ __forceinline__ void read_bad_from() {
+    bad_from_ = INT32_MAX;
+#pragma unroll
+    for (int from : shared_.bad_from) bad_from_ = min(bad_from_, from);
   }
 
   __device__ __forceinline__ void report_bad_pages() {
