@@ -33,13 +33,14 @@ int64_t items_for(int64_t blocks, int64_t warps) {
 }
 
 // Clusters reach fewer places than blocks alone: 15 of them, two blocks a multiprocessor, and not
-// all multiprocessors equally, so that they pay where contexts are short. Rank 0 of one has 1,024
-// keys more where there are `kFolded` splits, which takes 64 dimensions half as long as 128.
-constexpr int64_t kClusters = 15, kFolded = 8;
+// all multiprocessors equally, so that they pay where contexts are short. The first block of one
+// has all splits that are too many: 3 of them cost nothing, for it then has 512 keys, as the
+// others; 7 make it 1,024 keys at 8,192, which 64 dimensions can bear, and an eighth begins there.
+constexpr int64_t kClusters = 15;
 
 bool fits_clusters(const AttentionShape& shape, const AttentionPlan& plan, int64_t blocks) {
   const int64_t slots = std::min<int64_t>(shape.max_slots, kMaxTileKeys);
-  const int64_t most = kClusterSplits + (shape.head_dim <= 64 ? kFolded : 0);
+  const int64_t most = kClusterSplits + (shape.head_dim <= 64 ? 8 : 3);
   return plan.warps == 4 && blocks <= kClusters && splits_below(slots) <= most;
 }
 

@@ -243,9 +243,9 @@ __device__ __forceinline__ void prefetch_keys(const KeySource& source, int first
 }
 
 // A producing warp's part: copies 16 keys of all tiles, a lane each line of theirs (a warp asks for
-// one box after the other, 100 cycles each), and says which position is the first whose page is
-// bad. Keys from `old` on may be what the kernel before writes. When the ring is full, asks for the
-// keys after those, to the stream's key `ahead`, to come into L2.
+// one box after the other, some 100 cycles each), and says which position is the first whose page
+// is bad. Keys from `old` on may be what the kernel before writes. When the ring is full, asks for
+// the keys after those, to the stream's key `ahead`, to come into L2.
 template <int kDim, int kRing>
 __device__ __forceinline__ void produce_tiles(const KeySource& source, int old, int ahead,
                                               Ring<kDim, kRing>* ring,
