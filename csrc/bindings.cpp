@@ -156,7 +156,7 @@ void bind_kv(py::module_& m) {
 void bind_attention(py::module_& m) {
   m.def("tree_attention", &tlt::tree_attention, "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
         "row_start"_a, "context_len"_a, "position"_a, "block_table"_a, "status"_a, "ancestors"_a,
-        "slot_base"_a, "scale"_a, "lse"_a, "workspace"_a, "stream"_a, NoGil());
+        "slot_base"_a, "scale"_a, "lse"_a, "workspace"_a, "early"_a, "stream"_a, NoGil());
   m.def("attention_workspace_bytes", &tlt::attention_workspace_bytes, "num_requests"_a,
         "num_rows"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "max_slots"_a);
 }

@@ -245,6 +245,7 @@ class TargetModel:
             batch.status,
             ancestors=batch.ancestors,
             workspace=self.workspace.for_attention(q, k_cache, batch.block_table),
+            early=True,
         )
         tlt_ext.linear_rows(
             attended.flatten(1),
@@ -259,7 +260,8 @@ class TargetModel:
 
     # Where few rows are in flight the launches count, and one op does the work of two or three; the
     # bits are the same. `early`: weights change by copies of torch's, and the embedding's lookup,
-    # which is torch's too, stands between these and the layers.
+    # which is torch's too, stands between these and the layers; so it does between what writes
+    # lengths, tables, positions and committed slots and the attention that reads them.
 
     def fuses(self, rows: int) -> bool:
         """Whether so many rows are few enough."""

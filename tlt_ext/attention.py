@@ -58,6 +58,7 @@ def tree_attention(
     scale: float | None = None,
     lse: Array | None = None,
     workspace: Array | None = None,
+    early: bool = False,
     stream: int | None = None,
 ) -> None:
     """Writes softmax attention of each row over committed slots, its ancestors and itself.
@@ -90,6 +91,10 @@ def tree_attention(
         lse: float32 [rows, num_heads] or None; log of the sum of exponentials, natural.
         workspace: uint8 [`attention_workspace_bytes`] on a GPU, or None. With it a small batch's
             keys are shared among the multiprocessors; the bits are the same. The CPU ignores it.
+        early: on a GPU the launch may read lengths, positions, ancestors, the table and committed
+            slots while the kernels before it on the stream still run. Pass True only where none of
+            those writes them, back to the last kernel that is not of this package, nor that one;
+            q and the slots in flight it waits for.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -122,5 +127,6 @@ def tree_attention(
         scale,
         lse,
         workspace,
+        early,
         current_stream(q, stream),
     )

@@ -5,33 +5,39 @@
 // The query heads of a kv head and the rows of a request are packed into M, 64 (row, head) pairs to
 // four warps: on sm_90a one wgmma of all four, where fewer pairs are padded; before, mma.sync of 16
 // pairs a warp. A block owns one request, kv head and block of rows, and a range of splits of the
-// keys (splits.h). One more warp streams tiles of 64 keys and of 64 values through a ring in shared
-// memory, once, by tensor copies (on sm_80 all warps do, by cp.async).
+// keys (splits.h). Four more warps stream tiles of 64 keys and of 64 values through a ring in
+// shared memory, once, by tensor copies (on sm_80 all warps do, by cp.async).
 //
 // With few blocks one more grid dimension shares out the splits: partials go to the caller's
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all in
-// index order. Otherwise a block folds its own. Both launches start before the one before them
-// ends: they ask for keys to come into L2, wait, and read.
+// index order. With very few, and short tables, a cluster does all of that in one launch, through
+// its blocks' shared memory. Otherwise a block folds its own. Launches start before the one before
+// them ends: they ask for keys to come into L2 (early, they copy those that are committed), wait,
+// and read.
 //
 // Moves each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
 // groups to 8. Every address comes from a checked page; the grid depends on shapes alone.
 #include <string>
 #include <type_traits>
 
+#include "attention/cluster.cuh"
 #include "attention/merge.cuh"
 #include "attention/op.h"
 #include "attention/plan.h"
 #include "attention/row_block.cuh"
+#include "common/team.cuh"
 
 namespace tlt {
 namespace {
+
+constexpr int kClusterWarps = 4;  // that compute
 
 // Makes the barriers of a ring; the same code for sm_80, which has none.
 template <int kRing>
 __device__ __forceinline__ void init_ring(RingBarriers<kRing>* barriers, int warps) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : barriers->full) init_barrier(&barrier, 1);
+    for (uint64_t& barrier : barriers->full) init_barrier(&barrier, kProducerWarps);
     for (uint64_t& barrier : barriers->empty) init_barrier(&barrier, warps);
     fence_copies();
   }
@@ -54,6 +60,7 @@ __device__ __forceinline__ void for_turns(const Launch& l, int kv_head, int firs
   typename Block::Place place;
   const Request r = read_request(l.p, blockIdx.y);
   if (!r.good && blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) {
+    wait_for_prior_grid();
     report_on_device(l.p.sequences, r.index, kStatusBadLength);
   }
   const int block_rows = l.rows_of(kRows);
@@ -79,10 +86,11 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     give_registers<56>();
 #endif
-    if (threadIdx.x >= (kWarps + 1) * kWarpSize) return;
-    for_turns<Block, kRows>(l, kv_head, first, shared,
-                            [](const Block& block) { block.prefetch(blockIdx.z); });
-    wait_for_prior_grid();
+    if (!l.p.early) {
+      for_turns<Block, kRows>(l, kv_head, first, shared,
+                              [](const Block& block) { block.prefetch(blockIdx.z); });
+      wait_for_prior_grid();
+    }
     for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
       block.produce(blockIdx.z);
       sync_block<kWarps>();
@@ -91,14 +99,64 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     take_registers<kWarps == 4 ? 200 : 224>();
 #endif
-    wait_for_prior_grid();
-    launch_dependents();  // only now, since the merge reads keys before it waits for this grid
+    if (!l.p.early) {
+      wait_for_prior_grid();
+      launch_dependents();  // only now, since the merge reads keys before it waits for this grid
+    }
     for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
       block.run(blockIdx.z);
       release_ring();
       sync_block<kWarps>();  // the next turn reuses shared memory
     });
+    wait_for_prior_grid();  // nor may a block without rows end before
   }
+}
+
+// The same and the merge in one launch (cluster.cuh). Grid: (blocks of a cluster, requests, kv
+// heads
+// * row blocks).
+template <typename T, int kDim>
+__global__ void __launch_bounds__((kClusterWarps + kProducerWarps) * kWarpSize, 2)
+    cluster_kernel(const __grid_constant__ Launch l) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kWarps = kClusterWarps, kRows = kWarps * kMmaRows;
+  using Block = ClusterBlock<T, kDim, kWarps>;
+  extern __shared__ __align__(1024) char memory[];
+  auto* shared = reinterpret_cast<typename Block::Memory*>(memory);
+  launch_dependents();
+  init_ring(&shared->barriers, kWarps);
+  const unsigned row_blocks = l.row_blocks;
+  const int kv_head = blockIdx.z / row_blocks, first = blockIdx.z % row_blocks;
+  if (threadIdx.x >= kWarps * kWarpSize) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    give_registers<56>();
+#endif
+    if (!l.p.early) {
+      for_turns<Block, kRows>(l, kv_head, first, shared,
+                              [](const Block& block) { block.prefetch(blockIdx.x); });
+      wait_for_prior_grid();
+    }
+    for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
+      block.produce(blockIdx.x);
+      for (int meeting = 0; meeting < 2; ++meeting) {  // those of run
+        arrive_after_reads();
+        wait_for_cluster();
+      }
+      sync_block<kWarps>();
+    });
+  } else {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    take_registers<200>();
+#endif
+    if (!l.p.early) wait_for_prior_grid();
+    for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
+      block.run(blockIdx.x);
+      release_ring();
+      sync_block<kWarps>();  // the next turn reuses shared memory
+    });
+    wait_for_prior_grid();  // nor may a block without rows end before
+  }
+#endif
 }
 
 CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
@@ -139,14 +197,35 @@ void launch_merge(const Launch& l, cudaStream_t stream) {
   launch_kernel("tree_attention", merge_kernel<T, kDim>, shape, stream, true, l);
 }
 
+// False where the card has no such clusters.
+template <typename T, int kDim>
+bool launch_clusters(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
+  constexpr const char* op = "tree_attention";
+  const auto kernel = cluster_kernel<T, kDim>;
+  const int bytes = sizeof(Shared<kDim, kClusterWarps, true>);
+  const int threads = (kClusterWarps + kProducerWarps) * kWarpSize;
+  if (!has_hopper_code(op, kernel)) return false;
+  if (max_active_teams(op, kernel, {1, threads, bytes, kClusterBlocks, true}) < 1) return false;
+  const KernelShape shape{kClusterBlocks,
+                          threads,
+                          bytes,
+                          kClusterBlocks,
+                          static_cast<unsigned>(l.p.sequences.num_requests),
+                          static_cast<unsigned>(l.p.num_kv_heads * plan.row_blocks)};
+  launch_kernel(op, kernel, shape, stream, true, l);
+  return true;
+}
+
 template <typename T, int kDim>
 void launch(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
+  const bool shares = l.partials.acc != nullptr;
+  if (shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
   if (plan.warps == 4) {
     launch_attend<T, kDim, 4>(l, plan, stream);
   } else {
     launch_attend<T, kDim, 8>(l, plan, stream);
   }
-  if (l.partials.acc != nullptr) launch_merge<T, kDim>(l, stream);
+  if (shares) launch_merge<T, kDim>(l, stream);
 }
 
 }  // namespace

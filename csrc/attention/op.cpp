@@ -54,7 +54,7 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
                     const Tensor& out, const Tensor& row_start, const Tensor& context_len,
                     const Tensor& position, const Tensor& block_table, const Tensor& status,
                     const Tensor& ancestors, const Tensor& slot_base, std::optional<double> scale,
-                    const Tensor& lse, const Tensor& workspace, uintptr_t stream) {
+                    const Tensor& lse, const Tensor& workspace, bool early, uintptr_t stream) {
   constexpr const char* op = "tree_attention";
   const Arg q_arg(op, "q", q), out_arg(op, "out", out);
   q_arg.is(kFloating).dense_last().shape({kAny, kAny, kAny});
@@ -115,7 +115,8 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
                                    lse.stride[0],
                                    ancestors.stride[0],
                                    static_cast<float>(softmax_scale),
-                                   q.dtype};
+                                   q.dtype,
+                                   early};
   dispatch_device(
       op, q, [&] { tree_attention_cpu(params); },
       [&] { tree_attention_cuda(params, workspace.data, q.device.device_id, stream); });

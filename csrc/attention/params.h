@@ -21,6 +21,7 @@ struct TreeAttentionParams {
   int64_t lse_stride, ancestor_stride;
   float scale;
   DType dtype;
+  bool early;  // all but q and the rows in flight may be read before prior kernels end
 };
 
 }  // namespace tlt

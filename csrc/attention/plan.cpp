@@ -32,6 +32,18 @@ int64_t items_for(int64_t blocks, int64_t warps) {
   return (two ? 2 : 1) * kMultiprocessors / blocks;
 }
 
+// Clusters reach fewer places than blocks alone: 15 of them, two blocks a multiprocessor, and not
+// all multiprocessors equally, so that they pay where contexts are short. The first block of one
+// has all splits that are too many: 3 of them cost nothing, for it then has 512 keys, as the
+// others; 7 make it 1,024 keys at 8,192, which 64 dimensions can bear, and an eighth begins there.
+constexpr int64_t kClusters = 15;
+
+bool fits_clusters(const AttentionShape& shape, const AttentionPlan& plan, int64_t blocks) {
+  const int64_t slots = std::min<int64_t>(shape.max_slots, kMaxTileKeys);
+  const int64_t most = kClusterSplits + (shape.head_dim <= 64 ? 8 : 3);
+  return plan.warps == 4 && blocks <= kClusters && splits_below(slots) <= most;
+}
+
 }  // namespace
 
 AttentionPlan plan_attention(const AttentionShape& shape) {
@@ -43,6 +55,7 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
   plan.row_blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
   const int64_t blocks = shape.num_requests * shape.num_kv_heads * plan.row_blocks;
   plan.items = items_for(blocks, plan.warps);
+  plan.cluster = fits_clusters(shape, plan, blocks);
   const int64_t tails = shape.num_rows * shape.num_kv_heads;  // two blocks a multiprocessor
   plan.merge_rows = std::clamp<int64_t>((tails - 1) / (2 * kMultiprocessors) + 1, 1, kMergeRows);
   if (plan.items > 1) {

@@ -12,6 +12,7 @@ struct AttentionPlan {
   int64_t partials;    // that they leave of a row and head, at most
   int64_t merge_rows;  // pairs of a row and a kv head that a block of the merge finishes at once
   int64_t workspace_bytes;
+  bool cluster;  // one launch of clusters does it all, where the card has them
 };
 
 struct AttentionShape {

@@ -2,56 +2,12 @@
 // shares and finishes what it has. See kernel.cu for the whole.
 #pragma once
 
+#include "attention/fold.cuh"
+#include "attention/launch.cuh"
 #include "attention/tail.cuh"
 #include "attention/tiles.cuh"
 
 namespace tlt {
-
-// Partials of every (row, head): of the first item's splits together, then of each later split.
-struct Partials {
-  float* acc;        // [partials, rows, heads, head_dim]; null: each block folds its own
-  Softmax* softmax;  // [partials, rows, heads]
-  int items;         // that share the keys of a row block
-  uint32_t share;    // of one (splits.h)
-};
-
-struct Launch {
-  TreeAttentionParams p;
-  Partials partials;
-  int group, row_blocks, page_shift;
-  int group_inverse;  // 2^16 / group, up
-  int merge_rows;     // of a kv head that a block of the merge finishes at once
-  TileMaps maps;
-
-  // pairs / group, where both are small.
-  __device__ __forceinline__ int rows_of(int pairs) const { return pairs * group_inverse >> 16; }
-};
-
-__device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t partial, int64_t row,
-                                                 int64_t head) {
-  return (partial * l.p.sequences.num_rows + row) * l.p.num_heads + head;
-}
-
-// Keys of each item of a request; every item takes the splits that begin in its share of them.
-__device__ __forceinline__ uint32_t item_size(const Launch& l, const Request& r) {
-  return keys_of_item(clamp_position(last_position(l.p, r)), l.partials.share);
-}
-
-// Keys of item `item` of a row block whose tile keys end at `end`.
-__device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r, int item,
-                                              int end) {
-  if (l.partials.acc == nullptr) return {0, end};
-  const uint32_t size = item_size(l, r), last = static_cast<uint32_t>(end);
-  const uint32_t begin = next_split(item * size), next = next_split((item + 1) * size);
-  return {static_cast<int>(min(begin, last)),
-          item + 1 < l.partials.items ? static_cast<int>(min(next, last)) : end};
-}
-
-// Which partial is the first of an item, whose keys begin at `begin`.
-__device__ __forceinline__ int first_partial(const Launch& l, const Request& r, int begin) {
-  if (begin == 0) return 0;
-  return splits_below(begin) - static_cast<int>(splits_below(next_split(item_size(l, r)))) + 1;
-}
 
 // Tiles of the ring, by what a block may have: on sm_90 two blocks of four warps a multiprocessor
 // or one of eight.
@@ -70,21 +26,22 @@ struct Shared {
   union {
     Ring<kDim, kRing> ring;
     TailScratch<kDim> tails[kTails];
+    FoldStep steps[kWarps][kWarpSize];
   };
   float2 total[kWarps][kDim / 4][kWarpSize];  // accumulators of a lane, a column of its own
   Softmax softmax[kWarps * kMmaRows];         // of the totals
   RingBarriers<kRing> barriers;
-  int bad_from;  // first position whose page is bad
+  int bad_from[kTileSteps];  // first position whose page is bad, of each step of a tile
 };
 
-// Waits for the warps that compute and the one that loads.
+// Waits for the warps that compute and those that load.
 template <int kWarps>
 __device__ __forceinline__ void sync_block() {
-  sync_threads<1, (kWarps + (kHopper ? 1 : 0)) * kWarpSize>();
+  sync_threads<1, (kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize>();
 }
 
-// The rows of one block: m = row * group + head.
-template <typename T, int kDim, int kWarps>
+// The rows of one block: m = row * group + head. kCluster: see cluster.cuh.
+template <typename T, int kDim, int kWarps, bool kCluster = false>
 class RowBlock {
  public:
   using Memory = Shared<kDim, kWarps, kHopper>;
@@ -101,14 +58,17 @@ class RowBlock {
   // Asks for the first keys of an item ahead of time: more where blocks are few, for then all of
   // that fits in L2.
   __device__ __forceinline__ void prefetch(int item) const {
-    prefetch_keys<kDim>(source_of(keys_of(item)), l_.partials.acc != nullptr ? 512 : 128);
+    prefetch_keys<kDim>(source_of(keys_of(item)), 0, shares() ? 512 : 128);
   }
 
-  // The producing warp's part of an item.
+  // A producing warp's part of an item. Early, it copies committed keys at once and waits before it
+  // asks for others.
   __device__ __forceinline__ void produce(int item) {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
-    produce_tiles(source_of(keys), &shared_.ring, &shared_.barriers, &place_, &shared_.bad_from);
+    const int old = p_.early ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
+    produce_tiles(source_of(keys), old, p_.early ? 512 : 0, &shared_.ring, &shared_.barriers,
+                  &place_, shared_.bad_from);
     sync_block<kWarps>();
   }
 
@@ -118,7 +78,7 @@ class RowBlock {
     if (nothing_to_do(keys)) return;
     consume(source_of(keys));
     sync_block<kWarps>();  // the ring is free, and bad_from is set
-    bad_from_ = shared_.bad_from;
+    read_bad_from();
     report_bad_pages();
     if (keys.begin > 0) return refuse_partial(first_partial(l_, r_, keys.begin));
     if (l_.partials.acc != nullptr) return store_total();
@@ -127,15 +87,25 @@ class RowBlock {
     finish();
   }
 
- private:
+ protected:
   static constexpr int kRing = Memory::kRing;
 
   __device__ __forceinline__ bool nothing_to_do(const KeyRange& keys) const {
-    return keys.begin >= keys.end && l_.partials.acc != nullptr;
+    return keys.begin >= keys.end && shares();
+  }
+
+  // Whether other blocks have keys of these rows.
+  __device__ __forceinline__ bool shares() const { return kCluster || l_.partials.acc != nullptr; }
+
+  // Whether a block of a cluster has several splits.
+  __device__ __forceinline__ bool folds(const KeyRange& keys) const {
+    return keys.begin == 0 && keys.end > kSmall;
   }
 
   __device__ __forceinline__ KeyRange keys_of(int item) const {
-    return item_keys(l_, r_, item, tile_keys(p_, r_, row_ + num_rows_));
+    const int end = tile_keys(p_, r_, row_ + num_rows_);
+    if constexpr (kCluster) return cluster_keys(item, end);
+    return item_keys(l_, r_, item, end);
   }
 
   __device__ __forceinline__ KeySource source_of(const KeyRange& keys) const {
@@ -147,7 +117,8 @@ class RowBlock {
     if (warp_ >= Memory::kTails) return;
     for (int i = warp_; i < num_rows_; i += Memory::kTails) {
       Tail<kDim> tail;
-      attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, &shared_.tails[warp_], &tail);
+      attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, l_.page_shift,
+                           &shared_.tails[warp_], &tail);
       if (lane_ / 4 < l_.group) store_out(i, tail);
     }
   }
@@ -156,8 +127,9 @@ class RowBlock {
   __device__ __forceinline__ void consume(const KeySource& source) {
     KeyStream<T, kDim, kWarps, kRing> stream(source, &shared_.ring, &shared_.barriers, &place_);
     const ScoreScale scale(p_.scale);
-    read_queries(scale.flip, source.keys.begin == 0);
-    int partial = first_partial(l_, r_, source.keys.begin);
+    const bool totals = kCluster ? folds(source.keys) : source.keys.begin == 0;
+    read_queries(scale.flip, totals);
+    int partial = kCluster ? 0 : first_partial(l_, r_, source.keys.begin);
     WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_);
     part_.clear();
     for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
@@ -166,6 +138,7 @@ class RowBlock {
       tile.fold_values(key, stream.take());
       stream.leave();
       if (!starts_split(key + kTile) && key + kTile < source.keys.end) continue;
+      if (kCluster && !totals) break;  // it stays where it is
       if (partial == 0) {
         fold_part();
       } else {
@@ -173,7 +146,7 @@ class RowBlock {
       }
       part_.clear();
     }
-    stream.finish(&shared_.bad_from);
+    stream.finish(shared_.bad_from);
   }
 
   // The (row, head) pair of this lane's low or high row.
@@ -195,9 +168,11 @@ class RowBlock {
     return static_cast<int>(tail_begin(clamp_position(first)));
   }
 
-  // Asks for all queries and positions before it looks at any; clears the totals meanwhile.
+  // Asks for all queries and positions before it looks at any, or, early, finds out what it can
+  // before there are queries; clears the totals meanwhile.
   __device__ __forceinline__ void read_queries(uint32_t flip, bool totals) {
     int position[2];
+    const uint32_t* pairs[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
@@ -206,21 +181,28 @@ class RowBlock {
       if (at.inside) {
         q += at.row * p_.q_row_stride + (kv_head_ * l_.group + at.head) * p_.q_head_stride;
       }
-      const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane_ % 4;
-#pragma unroll
-      for (int step = 0; step < kDim / 16; ++step) {
-        queries_.q[step][half] = at.inside ? pairs[step * 8] : 0;
-        queries_.q[step][half + 2] = at.inside ? pairs[step * 8 + 4] : 0;
-      }
+      pairs[half] = reinterpret_cast<const uint32_t*>(q) + lane_ % 4;
     }
-    if (totals) clear_total();
-    int largest = 0;
+    const auto meanwhile = [&] {
+      if (totals) clear_total();
+      find_ends(position);
+    };
+    if (p_.early) meanwhile();
+    wait_for_prior_grid();
+    launch_dependents();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Pair at = pair(half);
-      const bool good = at.inside && well_placed(p_, r_, at.row - r_.row, position[half]);
-      queries_.end[half] = good ? static_cast<int>(tail_begin(position[half])) : kNoRow;
-      if (good) largest = max(largest, queries_.end[half]);
+      const bool inside = pair(half).inside;
+#pragma unroll
+      for (int step = 0; step < kDim / 16; ++step) {
+        queries_.q[step][half] = inside ? pairs[half][step * 8] : 0;
+        queries_.q[step][half + 2] = inside ? pairs[half][step * 8 + 4] : 0;
+      }
+    }
+    if (!p_.early) meanwhile();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool good = queries_.end[half] != kNoRow;
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
         uint32_t& low = queries_.q[step][half];
@@ -228,6 +210,17 @@ class RowBlock {
         low = good ? low ^ flip : 0;
         high = good ? high ^ flip : 0;
       }
+    }
+  }
+
+  __device__ __forceinline__ void find_ends(const int (&position)[2]) {
+    int largest = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pair at = pair(half);
+      const bool good = at.inside && well_placed(p_, r_, at.row - r_.row, position[half]);
+      queries_.end[half] = good ? static_cast<int>(tail_begin(position[half])) : kNoRow;
+      if (good) largest = max(largest, queries_.end[half]);
     }
     queries_.largest = __reduce_max_sync(kFullWarp, largest);
   }
@@ -263,6 +256,12 @@ class RowBlock {
   // Whether a page that the pair's tile keys need was bad.
   __device__ __forceinline__ bool bad(int half) const {
     return queries_.end[half] != kNoRow && bad_from_ < queries_.end[half];
+  }
+
+  __device__ __forceinline__ void read_bad_from() {
+    bad_from_ = INT32_MAX;
+#pragma unroll
+    for (int from : shared_.bad_from) bad_from_ = min(bad_from_, from);
   }
 
   __device__ __forceinline__ void report_bad_pages() {

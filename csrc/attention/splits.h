@@ -19,7 +19,8 @@ constexpr int kMediumSplits = kSmallSplits + (kMediumEnd - kSmallEnd) / kMedium;
 static_assert(kSmall % kTile == 0 && kMedium % kTile == 0 && kLarge % kTile == 0);
 constexpr int kMaxTileKeys = INT32_MAX - 2 * kLarge + 1;  // positions may be counted up in int
 
-TLT_HD int64_t split_begin(int64_t split) {
+template <typename Split>
+TLT_HD Split split_begin(Split split) {
   if (split <= kSmallSplits) return split * kSmall;
   if (split <= kMediumSplits) return kSmallEnd + (split - kSmallSplits) * kMedium;
   return kMediumEnd + (split - kMediumSplits) * kLarge;
@@ -60,6 +61,17 @@ TLT_HD uint32_t keys_of_item(uint32_t end, uint32_t share) {
   const uint32_t unit = split_keys(end / 2);
   const auto part = static_cast<uint32_t>(uint64_t{end} * share >> 32);
   return (part + unit) & ~(unit - 1);  // up, to one unit at least
+}
+
+// Blocks of a cluster that shares all keys of a row block in one launch. One at least computes
+// tails, so that the others have at most kClusterSplits: one each, the first one all before those
+// too.
+constexpr int kClusterBlocks = 16;
+constexpr int kClusterSplits = kClusterBlocks - 1;
+
+// The split of the cluster's first block that it has as well as block 1 has the next one.
+TLT_HD int cluster_first(int splits) {
+  return splits > kClusterSplits ? splits - kClusterSplits : 0;
 }
 
 // First position of the tail of a row at `position`.

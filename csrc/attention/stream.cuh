@@ -2,7 +2,7 @@
 // shared memory: keys, values, keys, ... Positions from the end on, and bad pages, become zeros.
 //
 // A tile is [head_dim / 64 lines][64 keys][128 bytes], swizzled as ldmatrix and wgmma want it. On
-// sm_90 a warp of its own asks for it, a lane for the line of 16 keys; its bytes complete a
+// sm_90 four warps of their own ask for it, a lane for the line of 16 keys; its bytes complete a
 // barrier, and the warps that leave it complete another. On sm_80 every thread copies its chunks
 // and the block's barrier does both.
 #pragma once
@@ -19,7 +19,7 @@ constexpr bool kHopper = true;
 constexpr bool kHopper = false;
 #endif
 
-constexpr int kProducerWarps = 4;  // on sm_90, after the others: the first one loads
+constexpr int kProducerWarps = 4;  // on sm_90, after the others: 16 keys of a tile each
 constexpr int kTileSteps = kTile / kStep;
 constexpr int kLine = 128;  // bytes of a key that lie together
 
@@ -123,7 +123,7 @@ class KeyStream {
   // Says which position is the first whose page is bad.
   __device__ __forceinline__ void finish(int* bad_from) {
     wait_copies<0>();
-    if (threadIdx.x == 0) *bad_from = bad_from_;
+    if (threadIdx.x < kTileSteps) bad_from[threadIdx.x] = bad_from_;
   }
 
  private:
@@ -224,57 +224,62 @@ class KeyStream {
   RingPlace<kRing>& place_;
 };
 
-// The producing warp's part: copies all tiles, and says which position is the first whose page is
-// bad.
+// Asks for keys and values `first` to `last` of the stream to come into L2, two producing warps for
+// each. No more than a hint, so the table that it follows may be out of date.
+template <int kDim>
+__device__ __forceinline__ void prefetch_keys(const KeySource& source, int first, int last) {
+  constexpr int kLines = kDim * 2 / kLine, kLanes = kProducerWarps * kWarpSize / 2;
+  const int lane = threadIdx.x % kLanes, line = lane % kLines;
+  const CUtensorMap* map = threadIdx.x / kLanes % 2 ? &source.maps.v : &source.maps.k;
+  const int end = min(source.keys.begin + last, source.keys.end);
+#pragma unroll 1
+  for (int at = source.keys.begin + first + lane / kLines * kStep; at < end;
+       at += kLanes / kLines * kStep) {
+    const int page = source.page_at(at);
+    if (source.good(page)) {
+      prefetch_box(map, 0, source.kv_head, source.offset_of(at), line, page);
+    }
+  }
+}
+
+// A producing warp's part: copies 16 keys of all tiles, a lane each line of theirs (a warp asks for
+// one box after the other, some 100 cycles each), and says which position is the first whose page
+// is bad. Keys from `old` on may be what the kernel before writes. When the ring is full, asks for
+// the keys after those, to the stream's key `ahead`, to come into L2.
 template <int kDim, int kRing>
-__device__ __forceinline__ void produce_tiles(const KeySource& source, Ring<kDim, kRing>* ring,
+__device__ __forceinline__ void produce_tiles(const KeySource& source, int old, int ahead,
+                                              Ring<kDim, kRing>* ring,
                                               RingBarriers<kRing>* barriers,
                                               RingPlace<kRing>* place, int* bad_from) {
-  constexpr int kLines = kDim * 2 / kLine;
-  const int lane = threadIdx.x % kWarpSize, step = lane % kTileSteps, line = lane / kTileSteps;
-  const uint32_t to = shared_address(ring) + line * kLineBytes + step * (kStep * kLine);
-  const bool asks = line < kLines;
+  constexpr int kLines = kDim * 2 / kLine, kFull = kRing / 2 * kTile;
+  static_assert(kProducerWarps == kTileSteps);
+  const int lane = threadIdx.x % kWarpSize, step = threadIdx.x / kWarpSize % kTileSteps;
+  const uint32_t to = shared_address(ring) + lane * kLineBytes + step * (kStep * kLine);
   int bad = INT32_MAX;
-  if (lane == 0) *bad_from = INT32_MAX;
-  __syncwarp();
   int at = source.keys.begin + step * kStep;
   int page = source.page_at(at);
+#pragma unroll 1
   for (int key = source.keys.begin; key < source.keys.end; key += kTile, at += kTile) {
     const int next_page = source.page_at(at + kTile);
     const bool good = source.good(page);
     if (at < source.keys.end && !good) bad = min(bad, at);
+    if (min(key + kTile, source.keys.end) > old) wait_for_prior_grid();
+    if (key - source.keys.begin == kFull) prefetch_keys<kDim>(source, kFull, ahead);
 #pragma unroll
     for (int values = 0; values < 2; ++values) {
       uint64_t* full = &barriers->full[place->slot];
       wait_barrier(&barriers->empty[place->slot], place->parity ^ 1);
-      if (lane == 0) arrive_expecting(full, kTileBytes<kDim>);
+      if (lane == 0) arrive_expecting(full, kTileBytes<kDim> / kProducerWarps);
       __syncwarp();
-      if (asks) {  // a page outside the cache reads as zeros
+      if (lane < kLines) {  // a page outside the cache reads as zeros
         copy_box(to + place->slot * kTileBytes<kDim>, values ? &source.maps.v : &source.maps.k, 0,
-                 source.kv_head, source.offset_of(at), line, good ? page : source.num_pages, full);
+                 source.kv_head, source.offset_of(at), lane, good ? page : source.num_pages, full);
       }
       place->advance();
     }
     page = next_page;
   }
-  if (bad != INT32_MAX) atomicMin(bad_from, bad);
-  __syncwarp();
-}
-
-// Asks for the first `keys` keys and values to come into L2. No more than a hint, so the table that
-// it follows may be out of date.
-template <int kDim>
-__device__ __forceinline__ void prefetch_keys(const KeySource& source, int keys) {
-  constexpr int kLines = kDim * 2 / kLine;
-  const int lane = threadIdx.x % kWarpSize, line = lane % kLines;
-  const int end = min(source.keys.begin + keys, source.keys.end);
-  for (int at = source.keys.begin + lane / kLines * kStep; at < end;
-       at += kWarpSize / kLines * kStep) {
-    const int page = source.page_at(at);
-    if (!source.good(page)) continue;
-    prefetch_box(&source.maps.k, 0, source.kv_head, source.offset_of(at), line, page);
-    prefetch_box(&source.maps.v, 0, source.kv_head, source.offset_of(at), line, page);
-  }
+  if (lane == 0) bad_from[step] = bad;
 }
 
 #endif
@@ -282,10 +287,10 @@ __device__ __forceinline__ void prefetch_keys(const KeySource& source, int keys)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 // Never called there.
 template <int kDim, int kRing>
-__device__ __forceinline__ void produce_tiles(const KeySource&, Ring<kDim, kRing>*,
+__device__ __forceinline__ void produce_tiles(const KeySource&, int, int, Ring<kDim, kRing>*,
                                               RingBarriers<kRing>*, RingPlace<kRing>*, int*) {}
 template <int kDim>
-__device__ __forceinline__ void prefetch_keys(const KeySource&, int) {}
+__device__ __forceinline__ void prefetch_keys(const KeySource&, int, int) {}
 #endif
 
 }  // namespace tlt

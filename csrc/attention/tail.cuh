@@ -17,9 +17,11 @@ struct TailKey {
   Place place;    // of this lane's key, where lane < count
 };
 
+// `locate_slot(slot, &place)` finds a slot's page and returns a status bit.
+template <typename Locate>
 __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, const Request& r,
-                                                 int64_t row, int lane, TailKey* key) {
-  const Sequences& s = p.sequences;
+                                                 int64_t row, int lane, Locate&& locate_slot,
+                                                 TailKey* key) {
   const uint8_t* ancestors = p.ancestors + (r.row + row) * p.ancestor_stride;
   const bool has_ancestor = p.ancestors != nullptr && lane < kMaxDepth;
   int ancestor = has_ancestor ? ancestors[lane] : 0;  // read beside the position, not after it
@@ -41,7 +43,7 @@ __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, c
     const int ancestor_slot = __shfl_sync(kFullWarp, ancestor, index);
     if (in_flight >= 0) slot = in_flight < depth ? r.context + ancestor_slot : own_slot;
   }
-  const int32_t bits = lane < key->count ? locate(s, r.index, slot, &key->place) : kStatusOk;
+  const int32_t bits = lane < key->count ? locate_slot(slot, &key->place) : kStatusOk;
   return static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bits)));
 }
 
@@ -148,25 +150,43 @@ __device__ __forceinline__ void add_tail_values(const float (&weight)[kTailKeys 
 }
 
 // The tail of one row; where it cannot be computed its sum is negative, and the status says why.
-template <typename T, int kDim>
+// kWaits: finds the keys first, and reads what the kernel before wrote once that has ended.
+template <typename T, int kDim, bool kWaits = false>
 __device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const Request& r,
-                                            int64_t row, int64_t kv_head, int group,
+                                            int64_t row, int64_t kv_head, int group, int page_shift,
                                             TailScratch<kDim>* scratch, Tail<kDim>* tail) {
   const int lane = threadIdx.x % kWarpSize, head = lane / 4;
   const ScoreScale scale(p.scale);
-  const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
-               (kv_head * group + head) * p.q_head_stride;
-  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane % 4;
   uint32_t query[kDim / 16][2];
+  const auto read_query = [&] {
+    const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
+                 (kv_head * group + head) * p.q_head_stride;
+    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane % 4;
 #pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
+    for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      query[step][i] = head < group ? pairs[step * 8 + i * 4] ^ scale.flip : 0;
+      for (int i = 0; i < 2; ++i) {
+        query[step][i] = head < group ? pairs[step * 8 + i * 4] ^ scale.flip : 0;
+      }
     }
-  }
+  };
+  if constexpr (!kWaits) read_query();
   TailKey key{};
-  if (const int32_t bits = find_tail_key(p, r, row, lane, &key)) {
+  const auto locate_slot = [&](int64_t slot,
+                               Place* place) -> int32_t {  // `locate` without divisions
+    const Sequences& s = p.sequences;
+    if (slot < 0 || slot >= s.max_pages << page_shift) return kStatusBadLength;
+    const int64_t page = s.block_table[r.index * s.table_stride + (slot >> page_shift)];
+    if (page < 0 || page >= s.num_pages) return kStatusBadPage;
+    *place = {page, slot & ((1 << page_shift) - 1)};
+    return kStatusOk;
+  };
+  const int32_t bits = find_tail_key(p, r, row, lane, locate_slot, &key);
+  if constexpr (kWaits) {
+    wait_for_prior_grid();
+    read_query();
+  }
+  if (bits != kStatusOk) {
     if (kv_head == 0 && lane == 0) report_on_device(p.sequences, r.index, bits);
     tail->softmax.sum = -1.0f;
     return;

@@ -101,6 +101,7 @@ def make_inputs(case: Case, rows: dict) -> dict:
         "v_cache": torch.randn(shape, **bf16),
         "out": torch.empty_like(q),
         "workspace": torch.empty(size, dtype=torch.uint8, device="cuda"),
+        "early": True,
     }
 
 

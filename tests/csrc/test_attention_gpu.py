@@ -76,7 +76,7 @@ def workspace_for(case):
     return torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # NaN wherever it is read
 
 
-def attend(case, *, share=True, **changes):
+def attend(case, *, share=True, early=False, **changes):
     """Runs the op; `share` gives it a workspace. Returns out, lse and status."""
     case = case | changes
     q = case["q"]
@@ -84,7 +84,9 @@ def attend(case, *, share=True, **changes):
     lse = torch.full(q.shape[:2], float("nan"), device="cuda")
     status = torch.zeros(len(case["row_start"]) - 1, dtype=torch.int32, device="cuda")
     workspace = workspace_for(case) if share else None
-    tlt_ext.tree_attention(**case, out=out, lse=lse, status=status, workspace=workspace)
+    tlt_ext.tree_attention(
+        **case, out=out, lse=lse, status=status, workspace=workspace, early=early
+    )
     return out, lse, status
 
 
@@ -142,8 +144,8 @@ def assert_rows_are_their_own(case, draw):
     twin = one_by_one(case)
     expected, expected_lse, status = attend(twin, share=False)
     assert not status.any() and not expected.isnan().any()
-    for share in (False, True):
-        out, lse, status = attend(case, share=share)
+    for share, early in ((False, False), (True, False), (True, True)):
+        out, lse, status = attend(case, share=share, early=early)
         assert not status.any()
         assert kit.same_bits(out, expected), (out != expected).any(-1).any(-1).nonzero().tolist()
         assert kit.same_bits(lse, expected_lse)
@@ -179,6 +181,30 @@ def test_rows_are_their_own_in_ragged_batches(shape, tree):
         contexts = [ROOTS[i] for i in picked]
         rows = [counts[i] for i in torch.randperm(len(counts), generator=draw)[:batch].tolist()]
         assert_rows_are_their_own(make_case(contexts, rows, SHAPES[shape], tree=tree), draw)
+
+
+# Row blocks of few requests whose tables are short: clusters do it all in one launch.
+CLUSTERS = {
+    "one row": ("9/3x64", [1]),
+    "rows of four requests": ("9/3x64", [16, 1, 0, 5]),
+    "a request with turns": ("14/2x64", [40, 1, 1, 1, 0, 2, 1]),
+    "128 dimensions": ("32/8x128", [16]),
+    "turns of 128 dimensions": ("8/1x128", [8, 3, 9, 8]),
+    "three requests": ("28/4x128", [9, 1, 4]),
+}
+ENDS = [0, 16, 17, 100, 144, 500, 1024, 1040, 1536, 4600, 5800, 8192]  # the last: 64 dimensions
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("tree", [True, False])
+def test_rows_of_one_launch_are_their_own(name, tree):
+    """All numbers of splits that a cluster may have, up to those that its first block folds."""
+    shape, rows = CLUSTERS[name]
+    draw = kit.generator(len(name))
+    for end in ENDS if SHAPES[shape][2] == 64 else ENDS[:-1]:
+        others = torch.randint(end + 1, (len(rows),), generator=draw).tolist()
+        case = make_case([end, *others[1:]], rows, SHAPES[shape], tree=tree, seed=end)
+        assert_rows_are_their_own(case, draw)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -233,11 +259,12 @@ def test_a_poisoned_row_hurts_its_descendants_alone(share):
                 assert kit.same_bits(out[row], expected[row]), row
 
 
+@pytest.mark.parametrize("shape", ["32/8x128", "4/4x128"])  # two launches, and one
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("where", [0, 5, 11, 12])
-def test_bad_pages_of_a_long_context_are_reported(where, share):
+def test_bad_pages_of_a_long_context_are_reported(where, share, shape):
     """Huge and negative ids among tile keys and tail keys; the other request is healthy."""
-    case = make_case([190, 190], [5, 5], SHAPES["32/8x128"])
+    case = make_case([190, 190], [5, 5], SHAPES[shape])
     expected, _, _ = attend(case, share=share)
     for page in (-1, 2**31 - 1, -(2**31)):
         case["block_table"][1, where] = page
@@ -248,15 +275,25 @@ def test_bad_pages_of_a_long_context_are_reported(where, share):
             assert (out[5:] == 0).all() and (lse[5:] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    ("name", "batch", "longest"),
+    [("32/8x128", 3, 2100), ("9/3x64", 3, 8192), ("32/8x128", 1, 5900)],
+    ids=["two launches", "one launch", "one launch of 128 dimensions"],
+)
 @pytest.mark.parametrize("tree", [True, False])
-def test_a_graph_serves_any_lengths(tree):
+def test_a_graph_serves_any_lengths(tree, name, batch, longest, early):
     """1,000 replays with changing lengths, tables and tails; nothing is allocated."""
-    shape = SHAPES["32/8x128"]
-    batch, rows = 3, 8
-    largest = make_case([2100] * batch, [rows] * batch, shape, tree=tree)
+    shape, rows = SHAPES[name], 8
+    largest = make_case([longest] * batch, [rows] * batch, shape, tree=tree)
     out = torch.empty_like(largest["q"])
     status = torch.zeros(batch, dtype=torch.int32, device="cuda")
-    static = largest | {"out": out, "status": status, "workspace": workspace_for(largest)}
+    static = largest | {
+        "out": out,
+        "status": status,
+        "workspace": workspace_for(largest),
+        "early": early,
+    }
     tlt_ext.tree_attention(**static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -264,7 +301,7 @@ def test_a_graph_serves_any_lengths(tree):
     draw = kit.generator(0)
     depth = static["position"] - static["context_len"].repeat_interleave(rows)
     table = static["block_table"].clone()
-    lengths = torch.randint(0, 2101, (1000, batch), generator=draw, dtype=torch.int32).cuda()
+    lengths = torch.randint(0, longest + 1, (1000, batch), generator=draw, dtype=torch.int32).cuda()
     lengths[::10, 0] = 0
     wanted = torch.empty_like(out)
     before = None

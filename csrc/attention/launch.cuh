@@ -1,0 +1,60 @@
+// What the kernels of attention are told, and which keys each block takes.
+#pragma once
+
+#include "attention/stream.cuh"
+
+namespace tlt {
+
+// Partials of every (row, head): of the first item's splits together, then of each later split.
+struct Partials {
+  float* acc;        // [partials, rows, heads, head_dim]; null: each block folds its own
+  Softmax* softmax;  // [partials, rows, heads]
+  int items;         // that share the keys of a row block
+  uint32_t share;    // of one (splits.h)
+};
+
+struct Launch {
+  TreeAttentionParams p;
+  Partials partials;
+  int group, row_blocks, page_shift;
+  int group_inverse;  // 2^16 / group, up
+  int merge_rows;     // of a kv head that a block of the merge finishes at once
+  TileMaps maps;
+
+  // pairs / group, where both are small.
+  __device__ __forceinline__ int rows_of(int pairs) const { return pairs * group_inverse >> 16; }
+};
+
+__device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t partial, int64_t row,
+                                                 int64_t head) {
+  return (partial * l.p.sequences.num_rows + row) * l.p.num_heads + head;
+}
+
+// Keys of each item of a request; every item takes the splits that begin in its share of them.
+__device__ __forceinline__ uint32_t item_size(const Launch& l, const Request& r) {
+  return keys_of_item(clamp_position(last_position(l.p, r)), l.partials.share);
+}
+
+// Keys of item `item` of a row block whose tile keys end at `end`.
+__device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r, int item,
+                                              int end) {
+  if (l.partials.acc == nullptr) return {0, end};
+  const uint32_t size = item_size(l, r), last = static_cast<uint32_t>(end);
+  const uint32_t begin = next_split(item * size), next = next_split((item + 1) * size);
+  return {static_cast<int>(min(begin, last)),
+          item + 1 < l.partials.items ? static_cast<int>(min(next, last)) : end};
+}
+
+// Keys of a block of a cluster, of a row block whose tile keys end at `end`.
+__device__ __forceinline__ KeyRange cluster_keys(int rank, int end) {
+  const int split = cluster_first(splits_below(end)) + rank;
+  return {rank == 0 ? 0 : min(split_begin(split), end), min(split_begin(split + 1), end)};
+}
+
+// Which partial is the first of an item, whose keys begin at `begin`.
+__device__ __forceinline__ int first_partial(const Launch& l, const Request& r, int begin) {
+  if (begin == 0) return 0;
+  return splits_below(begin) - static_cast<int>(splits_below(next_split(item_size(l, r)))) + 1;
+}
+
+}  // namespace tlt

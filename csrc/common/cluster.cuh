@@ -1,0 +1,44 @@
+// The blocks of a cluster (sm_90): how they meet, and read each other's shared memory. What only
+// some kernels need in pieces; `Team` has the whole.
+#pragma once
+
+#include "common/cuda.h"
+
+namespace tlt {
+
+// Says that all that this thread wrote may be read. Every thread of every block that has not ended
+// arrives, then waits.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+// The same of a thread that has only read.
+__device__ __forceinline__ void arrive_after_reads() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Two floats that another block has where `shared` is in this one.
+__device__ __forceinline__ float2 read_remote(const void* shared, int rank) {
+  float2 value{};
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .u32 at;\n"
+      "mapa.shared::cluster.u32 at, %2, %3;\n"
+      "ld.shared::cluster.v2.f32 {%0, %1}, [at];\n}"
+      : "=f"(value.x), "=f"(value.y)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+#endif
+  return value;
+}
+
+}  // namespace tlt
