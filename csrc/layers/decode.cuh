@@ -29,8 +29,7 @@ struct Share {
 template <typename T, int kRowTiles>
 struct Rows {
   Chunk<T> x[kRowTiles][2];
-  Chunk<T> up[kRowTiles][2];  // kSilu
-  Chunk<T> norm_weight[2];    // kNorm
+  Chunk<T> norm_weight[2];  // where x is normed
 };
 
 // Where a lane's own sum of (x row, column) of a tile goes: lanes of a warp hit 32 banks.

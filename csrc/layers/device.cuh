@@ -160,6 +160,18 @@ __device__ __forceinline__ void silu_mul_chunk(Chunk<T>& gate, const Chunk<T>& u
   }
 }
 
+// The same of two sums, which are rounded first, as an array of them would have been.
+template <typename T>
+__device__ __forceinline__ T silu_mul_sums(float gate, float up) {
+  if constexpr (sizeof(T) == 4) {
+    return silu_mul_one(gate, up);
+  } else {
+    const float2 v = rounded<T>(make_float2(gate, up));
+    const float gated = rounded<T>(make_float2(fast_silu(v.x), 0.0f)).x;
+    return as_storage<T>(gated * v.y);
+  }
+}
+
 // ---- rms_norm -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ float norm_one(float x, float scale, float weight) {
@@ -210,38 +222,53 @@ __device__ __forceinline__ float fold_rising(float v, int lanes) {
 constexpr int kBlockK = 64;  // elements of k in one step: 128 bytes of a row
 constexpr int kParts = 8;    // interleaved parts of K
 
-template <typename T>
-__device__ __forceinline__ float lane_squares(const T* row, int part, int t, int dim,
-                                              bool aligned) {
-  float sum[8] = {};
-  const auto add = [&](const Chunk<T>& x) {
+template <int kRows, typename T>
+__device__ __forceinline__ void lane_squares(const T* const (&row)[kRows], const int (&dim)[kRows],
+                                             int part, int t, bool aligned,
+                                             float (&squares)[kRows]) {
+  float sum[kRows][8] = {};
+  const auto add = [&](int r, const Chunk<T>& x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 v = unpack<T>(x.word[i]);
-      sum[2 * i] = fmaf(v.x, v.x, sum[2 * i]);
-      sum[2 * i + 1] = fmaf(v.y, v.y, sum[2 * i + 1]);
+      sum[r][2 * i] = fmaf(v.x, v.x, sum[r][2 * i]);
+      sum[r][2 * i + 1] = fmaf(v.y, v.y, sum[r][2 * i + 1]);
     }
   };
-  constexpr int kStep = kParts * kBlockK, kAhead = 4;  // steps on their way at once
+  constexpr int kStep = kParts * kBlockK, kAhead = 4 / kRows;  // steps on their way at once
   const int first = part * kBlockK + t * 4;
+  int most = 0;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) most = max(most, dim[r]);
   if (aligned) {
 #pragma unroll 1
-    for (int k = first; k < dim; k += kAhead * kStep) {
-      Chunk<T> x[2 * kAhead];
+    for (int k = first; k < most; k += kAhead * kStep) {
+      Chunk<T> x[kRows][2 * kAhead];
 #pragma unroll
-      for (int i = 0; i < 2 * kAhead; ++i)
-        x[i] = load_split(row, k + i / 2 * kStep + i % 2 * 32, dim);
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int i = 0; i < 2 * kAhead; ++i) add(x[i]);  // zeros past the end leave the sums alone
+        for (int i = 0; i < 2 * kAhead; ++i) {
+          x[r][i] = load_split(row[r], k + i / 2 * kStep + i % 2 * 32, dim[r]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int i = 0; i < 2 * kAhead; ++i) add(r, x[r][i]);  // zeros leave the sums alone
+      }
     }
   } else {
 #pragma unroll 1
-    for (int k = first; k < dim; k += kStep) {
+    for (int k = first; k < most; k += kStep) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll 1
-      for (int h = 0; h < 2; ++h) add(load_split_pieces(row, k + h * 32, dim));
+        for (int h = 0; h < 2; ++h) add(r, load_split_pieces(row[r], k + h * 32, dim[r]));
+      }
     }
   }
-  return sum_of_8(sum);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) squares[r] = sum_of_8(sum[r]);
 }
 
 // The sum of squares of a row, by one warp, in every lane. float32: the order of csrc/layers/dot.h
@@ -258,7 +285,9 @@ __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligne
     }
     return fold(squares, 16);
   } else {
-    return fold_rising(lane_squares(row, lane / 4, lane % 4, dim, aligned), kWarpSize);
+    float squares[1];
+    lane_squares<1>({row}, {dim}, lane / 4, lane % 4, aligned, squares);
+    return fold_rising(squares[0], kWarpSize);
   }
 }
 

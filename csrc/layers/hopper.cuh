@@ -1,5 +1,5 @@
-// Parts of the wgmma kernel of linear_rows (linear_hopper.cu): its tiles and who takes which, the
-// loads, the products and what becomes of their sums.
+// Parts of the wgmma kernel (linear_hopper.cu): its tiles and who takes which, the loads, the
+// products and what becomes of their sums.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ struct Tile {
 };
 
 struct Grid {
-  int tile_rows;  // weight rows of a tile, a multiple of 8
+  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where they are gates and ups
   int row_tiles, tiles, blocks;
   int split;  // blocks of a cluster that share the parts of a tile
 };
@@ -86,7 +86,7 @@ struct Barriers {
 
 // By one thread: fills the weights' half of the ring, or that of x, in the order of sum_held.
 template <typename Of, bool kWeights>
-__device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
+__device__ __forceinline__ void load_operand(const Work& work, const Grid& grid, bool pairs,
                                              const CUtensorMap* map, char* ring,
                                              Barriers* barriers) {
   const int rows = kWeights ? grid.tile_rows : Of::kRows;
@@ -98,7 +98,9 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
       uint64_t* full = &barriers->full[at.stage];
       wait_barrier(&barriers->empty[at.stage], at.parity ^ 1);
       arrive_expecting(full, rows * kLineBytes);
-      copy_rows(base + at.stage * Of::kStageBytes, map, block * kBlockK, row, full);
+      const uint32_t to = base + at.stage * Of::kStageBytes;
+      kWeights&& pairs ? copy_pairs(to, map, block * kBlockK, row, full)
+                       : copy_rows(to, map, block * kBlockK, row, full);
       at.advance();
     };
     for (int first = work.begin; first < work.end; first += Of::kHeld) {
@@ -157,8 +159,26 @@ __device__ __forceinline__ void store_8(void* to, int64_t at, bool wide, const f
   }
 }
 
-// Eight columns of out: rows `row`, `row + step`, ... before `end`. Loops rather than unrolled
-// code: what runs once a tile is mostly cold, and costs its fetch.
+// Eight gates become what silu_mul makes of them and their ups, which arrays of T would have held.
+template <typename T>
+__device__ __forceinline__ void activate_8(float (&gate)[8], const float (&up)[8]) {
+  Chunk<T> chunk, other;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    chunk.word[i] = pack<T>(make_float2(gate[2 * i], gate[2 * i + 1]));
+    other.word[i] = pack<T>(make_float2(up[2 * i], up[2 * i + 1]));
+  }
+  silu_mul_chunk(chunk, other);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack<T>(chunk.word[i]);
+    gate[2 * i] = pair.x, gate[2 * i + 1] = pair.y;
+  }
+}
+
+// Eight columns of out: rows `row`, `row + step`, ... before `end`; of gates and ups load_sums
+// gives the products. Loops rather than unrolled code: what runs once a tile is mostly cold, and
+// costs its fetch.
 template <typename T, typename F>
 __device__ __forceinline__ void store_columns(const LinearKernelParams& params, int64_t col,
                                               int row, int end, int step, F&& load_sums) {
@@ -258,8 +278,8 @@ class Multiplier {
                                              float* turn) {
     int thread = threadIdx.x % kGroup;
     asm volatile("" : "+r"(thread));  // what follows from it is worked out here, not kept meanwhile
-    const int turn_col = thread % 8 * 8;
-    const int col = group_ * 64 + turn_col;
+    const int log = params_.silu_mul ? 2 : 3, columns = 1 << log;  // threads of a row
+    const int turn_col = (thread & (columns - 1)) << (6 - log), col = group_ * 64 + turn_col;
     const int64_t w_row = first_w_row(grid_, tile);
     const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
     turn += group_ * Of::kTurn;
@@ -279,9 +299,14 @@ class Multiplier {
       }
       sync_group();
       if (has_col) {
-        store_columns<T>(params_, w_row + col, x_row + thread / 8, end, kGroup / 8,
+        store_columns<T>(params_, out_col(w_row + col), x_row + (thread >> log), end, kGroup >> log,
                          [&](int row, float (&sum)[8]) {
                            load_8<T>(turn, sum_index<64>(row - x_row, turn_col), true, sum);
+                           if (params_.silu_mul) {
+                             float up[8];
+                             load_8<T>(turn, sum_index<64>(row - x_row, turn_col + 8), true, up);
+                             activate_8<T>(sum, up);
+                           }
                          });
       }
     }
@@ -290,34 +315,47 @@ class Multiplier {
   // Adds the parts of all blocks of a cluster for its share of the rows.
   template <typename Cluster>
   __device__ __forceinline__ void store_parts(const Cluster& cluster) {
-    constexpr int kChunks = Of::kWeightRows / 8, kPass = Of::kGroups * kGroup / kChunks;
     float* sums = reinterpret_cast<float*>(ring_);
     const int parts = (kParts + grid_.split - 1) / grid_.split, rank = work_.begin / parts;
-    const int thread = threadIdx.x, col = thread % kChunks * 8;
+    const int width = params_.silu_mul ? 16 : 8, columns = Of::kWeightRows / width;
+    const int pass = Of::kGroups * kGroup / columns;
+    const int thread = threadIdx.x, col = thread % columns * width;
     const int64_t w_row = first_w_row(grid_, work_.tile);
     const int x_row = first_x_row(grid_, work_.tile, Of::kRows);
     const int end = min(x_row + Of::kRows, static_cast<int>(p_.rows));
     if (col >= grid_.tile_rows || w_row + col >= p_.out_dim) return;
-    const int first = x_row + rank + thread / kChunks * grid_.split;
-    store_columns<T>(params_, w_row + col, first, end, kPass * grid_.split,
+    const auto add_parts = [&](int row, int at, float (&sum)[8]) {
+      float* mine = sums + sum_index<Of::kWeightRows>(row - x_row, at);
+      float part[kParts][8];
+#pragma unroll
+      for (int w = 0; w < kParts; ++w) {
+        const float* theirs = cluster.map_shared_rank(mine, w / parts);
+        load_8<T>(theirs, w % parts * Of::kSums, true, part[w]);
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        sum[c] = part[0][c];
+#pragma unroll
+        for (int w = 1; w < kParts; ++w) sum[c] += part[w][c];
+      }
+    };
+    const int first = x_row + rank + thread / columns * grid_.split;
+    store_columns<T>(params_, out_col(w_row + col), first, end, pass * grid_.split,
                      [&](int row, float (&sum)[8]) {
-                       float* mine = sums + sum_index<Of::kWeightRows>(row - x_row, col);
-                       float part[kParts][8];
-#pragma unroll
-                       for (int w = 0; w < kParts; ++w) {
-                         const float* theirs = cluster.map_shared_rank(mine, w / parts);
-                         load_8<T>(theirs, w % parts * Of::kSums, true, part[w]);
-                       }
-#pragma unroll
-                       for (int c = 0; c < 8; ++c) {
-                         sum[c] = part[0][c];
-#pragma unroll
-                         for (int w = 1; w < kParts; ++w) sum[c] += part[w][c];
+                       add_parts(row, col, sum);
+                       if (params_.silu_mul) {
+                         float up[8];
+                         add_parts(row, col + 8, up);
+                         activate_8<T>(sum, up);
                        }
                      });
   }
 
  private:
+  __device__ __forceinline__ int64_t out_col(int64_t w_row) const {
+    return params_.silu_mul ? w_row / 2 : w_row;  // of eight gates
+  }
+
   // Where sum (j, c) of this lane lies among kCols columns: sum_index of row 8 j + 2 t + c % 2 and
   // column 16 warp + g + 8 (c / 2), as one of two registers and a constant.
   template <int kCols>

@@ -1,20 +1,34 @@
-// The end of a linear that appends: sums of q, k and v go where `append_kv` would have put them.
-//
-// A *pair* of weight rows is what RoPE turns together: row i of a head and row i + head_dim / 2.
+// What comes after a linear, a type in its kernels. Where it takes sums in *pairs*, a block owns
+// both weight rows of each: of gate and up, or of what RoPE turns together, row i of a head and row
+// i + head_dim / 2. Sums of q, k and v then go where `append_kv` would have put them.
 #pragma once
 
 #include <type_traits>
 
 #include "kv/append.cuh"
+#include "layers/params.h"
 
 namespace tlt {
 
-struct Nothing {};  // in place of AppendKvParams where the sums go to out
+struct Nothing {};  // sums go to out
+struct SiluMul {};  // products of activated gates and ups do
 
-template <typename Append>
-constexpr bool kAppends = std::is_same_v<Append, AppendKvParams>;
+template <typename After>
+constexpr bool kAppends = std::is_same_v<After, AppendKvParams>;
+template <typename After>
+constexpr bool kPairs = !std::is_same_v<After, Nothing>;
 
-// Low row of pair `pair` of the weight; the high one lies head_dim / 2 after it.
+// Low row of pair `pair` of the weight, and how far after it the high one lies.
+__device__ __forceinline__ int64_t low_row(const SiluMul&, int64_t pair) { return pair; }
+
+__device__ __forceinline__ int64_t rows_apart(const LinearParams& p, const SiluMul&) {
+  return p.out_dim / 2;
+}
+
+__device__ __forceinline__ int64_t rows_apart(const LinearParams&, const AppendKvParams& p) {
+  return p.head_dim / 2;
+}
+
 __device__ __forceinline__ int64_t low_row(const AppendKvParams& p, int64_t pair) {
   const int half = static_cast<int>(p.head_dim / 2), at = static_cast<int>(pair);
   return at + at / half * half;
