@@ -102,7 +102,7 @@ void bind_layers(py::module_& m) {
   m.def("linear_append", &tlt::linear_append, "x"_a, "weight"_a, "q_out"_a, "k_cache"_a,
         "v_cache"_a, "cos_sin"_a, "row_start"_a, "context_len"_a, "position"_a, "block_table"_a,
         "status"_a, "num_heads"_a, "num_kv_heads"_a, "slot_base"_a, "norm_weight"_a, "eps"_a,
-        "bias"_a, "early"_a, "stream"_a, NoGil());
+        "bias"_a, "early"_a, "placed"_a, "stream"_a, NoGil());
   m.def("dot_variants", [] {
     std::vector<std::string> names;
     for (const tlt::DotVariant& variant : tlt::dot_variants()) names.push_back(variant.name);

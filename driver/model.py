@@ -262,8 +262,9 @@ class TargetModel:
         tlt_ext.linear_rows(gated, layer.down, out, residual=out, early=True)
 
     # Where few rows meet few weights the launches count, and one op does the work of two or three;
-    # the bits are the same. `early`: weights change by copies of torch's, and the embedding's
-    # lookup, which is torch's too, stands between these and the layers.
+    # the bits are the same. `early`, `placed`: weights change by copies of torch's, and the
+    # embedding's lookup, which is torch's too, stands between those, or what places the rows, and
+    # the layers.
 
     def fuses(self, rows: int, weight: Tensor) -> bool:
         """Whether a linear of so many rows should norm its rows itself, or append what it makes."""
@@ -288,7 +289,7 @@ class TargetModel:
         heads = {"num_heads": self.spec.num_heads, "num_kv_heads": self.spec.num_kv_heads}
         linear, eps = {"bias": layer.qkv_bias, "early": True}, self.spec.rms_norm_eps
         if self.fuses(len(hidden), layer.qkv) and not self.spec.qk_norm:
-            norm = {"norm_weight": layer.input_norm, "eps": eps}
+            norm = {"norm_weight": layer.input_norm, "eps": eps, "placed": True}
             return tlt_ext.linear_append(hidden, layer.qkv, q, *cache, **heads, **norm, **linear)
         qkv = self._qkv[: len(hidden)]
         read = self.norm_for(hidden, layer.input_norm, layer.qkv, eps, self._normed)

@@ -162,6 +162,7 @@ def linear_append(
     eps: float = 1e-6,
     bias: Array | None = None,
     early: bool = False,
+    placed: bool = False,
     stream: int | None = None,
 ) -> None:
     """`append_kv` of `linear_rows(x)`: their bits, without the array (q | k | v) between them.
@@ -189,6 +190,8 @@ def linear_append(
         eps: of the norm.
         bias: [(num_heads + 2 * num_kv_heads) * head_dim], dtype of x.
         early: as in `linear_rows`.
+        placed: with `early`, the launch may read row_start, context_len, position, block_table and
+            slot_base as early as the weights. Pass True only where that holds for them, too.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -222,5 +225,6 @@ def linear_append(
         eps,
         bias,
         early,
+        placed,
         current_stream(x, stream),
     )

@@ -194,9 +194,16 @@ __device__ __forceinline__ void norm_chunk(Chunk<T>& x, float scale, const Chunk
   }
 }
 
+// 1 / sqrt(mean square + eps): of float32 with the bits of the CPU, of types that round away what
+// they lose by two special-function instructions, for rows wait for it.
+template <typename T>
 __device__ __forceinline__ float norm_scale(float squares, int dim, float eps) {
-  const float mean = __fdiv_rn(squares, static_cast<float>(dim));
-  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+  if constexpr (sizeof(T) == 4) {
+    const float mean = __fdiv_rn(squares, static_cast<float>(dim));
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+  } else {
+    return rsqrtf(__fadd_rn(__fdividef(squares, static_cast<float>(dim)), eps));
+  }
 }
 
 __device__ __forceinline__ float sum_of_8(const float* v) {

@@ -11,8 +11,8 @@
 // meet in shared memory. Bytes: the weights, plus rows / 32 of that from L2.
 //
 // Where what comes after takes pairs of sums (pairs.cuh), their weight rows are the low and the
-// high rows of a fragment. The appending form has one more warp, which looks up where the rows
-// belong.
+// high rows of a fragment. The appending form has two more warps: one looks up where the rows
+// belong, one the angles by which they turn.
 #include <algorithm>
 #include <type_traits>
 
@@ -51,7 +51,7 @@ static_assert(kBlocksPerSm *
 // ---- the kernel ---------------------------------------------------------------------------------
 
 template <typename After>
-constexpr int kThreads = (kWarps + kAppends<After>)*kWarpSize;
+constexpr int kThreads = (kWarps + 2 * kAppends<After>)*kWarpSize;
 
 template <typename T, typename D, bool kNorms, typename After>
 __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
@@ -126,6 +126,29 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
   };
 #pragma unroll 1
   for (int stage = 0; stage < D::kStages; ++stage) load_stage(stage);
+  __shared__ std::conditional_t<kAppends<After>, RowPlaces<D::kRows>, char> places;
+  __shared__ float2 angles[kAppends<After> ? D::kRows : 1][D::kCols / 2];  // of a tile's pairs
+  const auto find_angles = [&](int tile) {
+    if constexpr (kAppends<After>) {
+      const int first = share.first(tile), count = share.first(tile + 1) - first;
+      for (int i = lane; i < rows * count; i += kWarpSize) {
+        const int row = i / count, pair = i % count;
+        const int64_t position = after.position[first_row + row];
+        if (position < 0 || position >= after.max_position) continue;  // the row has no place
+        angles[row][pair] = angle_of(after, position, share.begin + first + pair);
+      }
+    }
+  };
+  if constexpr (kAppends<After>) {
+    if (!multiplies) {
+      if (!p.placed) wait_for_prior_grid();
+      if (warp == kWarps) {
+        find_places(after, first_row, rows, blockIdx.x == 0, &places);
+      } else {
+        find_angles(0);
+      }
+    }
+  }
   if (norms) {
     const char* line = static_cast<const char*>(p.norm_weight);
     for (int i = threadIdx.x * 128; i < in_dim * 2; i += kThreads<After> * 128) {
@@ -181,11 +204,6 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
     }
   };
   if constexpr (!kPairs<After>) load_ahead(0);
-  __shared__ std::conditional_t<kAppends<After>, RowPlaces<D::kRows>, char> places;
-  __shared__ float2 angles[kAppends<After> ? D::kRows : 1][D::kCols / 2];  // of a tile's pairs
-  if constexpr (kAppends<After>) {
-    if (!multiplies) find_places(after, first_row, rows, blockIdx.x == 0, &places);
-  }
 
   float scale[D::kRowTiles] = {};
   if (norms) {
@@ -212,7 +230,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       float part[kWarps];
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) part[w] = squares[w][row];
-      scale[i] = row < rows ? norm_scale(sum_of_8(part), in_dim, p.eps) : 0.0f;
+      scale[i] = row < rows ? norm_scale<T>(sum_of_8(part), in_dim, p.eps) : 0.0f;
     }
   }
   const auto apply_norm = [&](X& at) {
@@ -284,11 +302,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       }
     }
     if constexpr (kAppends<After>) {
-      for (int i = lane; !multiplies && i < rows * count; i += kWarpSize) {
-        const int row = i / count, pair = i % count;
-        if (places.request[row] < 0 || places.at[row].status) continue;
-        angles[row][pair] = angle_of(after, places.at[row], share.begin + first + pair);
-      }
+      if (warp > kWarps && tile > 0) find_angles(tile);
       __syncthreads();
       for (int i = threadIdx.x; i < rows * count; i += kThreads<After>) {
         const int row = i / count, pair = i % count, col = pair / 8 * 16 + pair % 8;

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     const int row = threadIdx.x / kWarpSize;  // one a warp
     if (row < rows) {
       const float squares = warp_squares(x + row * p.x_stride, in_dim, true);
-      if (threadIdx.x % kWarpSize == 0) scale[row] = norm_scale(squares, in_dim, p.eps);
+      if (threadIdx.x % kWarpSize == 0) scale[row] = norm_scale<float>(squares, in_dim, p.eps);
     }
     __syncthreads();
   }
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
           return p.bias ? acc[r][c + i] + static_cast<const float*>(p.bias)[weight_row[c + i]]
                         : acc[r][c + i];
         };
-        const float2 angle = at.status ? float2{} : angle_of(after, at, pair);
+        const float2 angle = at.status ? float2{} : angle_of(after, at.position, pair);
         store_pair<float>(after, row_begin + r, pair, biased(0), biased(1), at, angle);
       } else if constexpr (kPairs<After>) {
         if (c % 2 == 1) continue;

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     for (int row = threadIdx.x / kWarpSize; row < kTile; row += kWarps) {
       const T* x = static_cast<const T*>(p.x) + (row_begin + row) * p.x_stride;
       const float squares = warp_squares(x, row < rows ? in_dim : 0, params.x_aligned);
-      if (threadIdx.x % kWarpSize == 0) row_scale[row] = norm_scale(squares, in_dim, p.eps);
+      if (threadIdx.x % kWarpSize == 0) row_scale[row] = norm_scale<T>(squares, in_dim, p.eps);
     }
     __syncthreads();
   }

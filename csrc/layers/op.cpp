@@ -129,14 +129,15 @@ void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,
                    const Tensor& row_start, const Tensor& context_len, const Tensor& position,
                    const Tensor& block_table, const Tensor& status, int64_t num_heads,
                    int64_t num_kv_heads, const Tensor& slot_base, const Tensor& norm_weight,
-                   double eps, const Tensor& bias, bool early, uintptr_t stream) {
+                   double eps, const Tensor& bias, bool early, bool placed, uintptr_t stream) {
   constexpr const char* op = "linear_append";
   check_x(op, x);
   const AppendKvParams append =
       check_append(op, "x", x, q_out, k_cache, v_cache, cos_sin, row_start, context_len, position,
                    block_table, status, num_heads, num_kv_heads, slot_base);
   const int64_t out_dim = (num_heads + 2 * num_kv_heads) * append.head_dim;
-  const LinearParams p = check_linear(op, x, weight, out_dim, norm_weight, eps, bias, early);
+  LinearParams p = check_linear(op, x, weight, out_dim, norm_weight, eps, bias, early);
+  p.placed = placed;
   if (p.rows == 0 || append.sequences.num_requests == 0) return;
   dispatch_device(
       op, x, [&] { linear_append_cpu(p, append); },

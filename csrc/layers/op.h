@@ -21,7 +21,7 @@ void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,
                    const Tensor& row_start, const Tensor& context_len, const Tensor& position,
                    const Tensor& block_table, const Tensor& status, int64_t num_heads,
                    int64_t num_kv_heads, const Tensor& slot_base, const Tensor& norm_weight,
-                   double eps, const Tensor& bias, bool early, uintptr_t stream);
+                   double eps, const Tensor& bias, bool early, bool placed, uintptr_t stream);
 
 void rms_norm_cpu(const RmsNormParams& params);
 void silu_mul_cpu(const SiluMulParams& params);

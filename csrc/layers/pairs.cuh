@@ -69,11 +69,11 @@ __device__ __forceinline__ void find_places(const AppendKvParams& p, int64_t fir
   __syncwarp();
 }
 
-// Cosine and sine of a pair at a row's position.
-__device__ __forceinline__ float2 angle_of(const AppendKvParams& p, const RowPlace& at,
+// Cosine and sine of a pair at a position that has them.
+__device__ __forceinline__ float2 angle_of(const AppendKvParams& p, int64_t position,
                                            int64_t pair) {
   const int half = static_cast<int>(p.head_dim / 2);
-  const float* from = p.cos_sin + at.position * p.cos_sin_stride + static_cast<int>(pair) % half;
+  const float* from = p.cos_sin + position * p.cos_sin_stride + static_cast<int>(pair) % half;
   return make_float2(from[0], from[half]);
 }
 

@@ -51,11 +51,13 @@ def run_two(ops, case):
 
 
 def check(ops, case):
-    two, fused = copy_of(case), copy_of(case)
+    two, fused, early = copy_of(case), copy_of(case), copy_of(case)
     run_two(ops, two)
     ops.linear_append(**fused)
+    ops.linear_append(**early, early=True, placed=True)
     for name in ("q_out", "k_cache", "v_cache", "status"):
         assert kit.same_bits(fused[name], two[name]), name
+        assert kit.same_bits(early[name], two[name]), name
     return fused
 
 
@@ -69,6 +71,7 @@ def check(ops, case):
         ([100], [16]),
         ([1] * 40, [0] * 30 + [1] * 10),
         ([9, 3], [20, 17]),
+        ([40, 7, 0], [70, 1, 60]),
     ],
 )
 @pytest.mark.parametrize(("heads", "head_dim", "k"), [((9, 3), 64, 576), ((7, 1), 128, 3584)])
