@@ -259,9 +259,10 @@ __device__ __forceinline__ void lane_squares(const T* const (&row)[kRows], const
         }
       }
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < 2 * kAhead; ++i) {
+        if (kRows == 1 && i % 2 == 0 && k + i / 2 * kStep >= most) break;  // of one row
 #pragma unroll
-        for (int i = 0; i < 2 * kAhead; ++i) add(r, x[r][i]);  // zeros leave the sums alone
+        for (int r = 0; r < kRows; ++r) add(r, x[r][i]);  // zeros leave the sums alone
       }
     }
   } else {

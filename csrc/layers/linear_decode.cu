@@ -155,32 +155,41 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       prefetch_line(line + i);
     }
   }
-  wait_for_prior_grid();
 
   // With fewer than 8 rows the lanes of absent rows take later steps of those present, so that a
-  // load and an activation serve up to 8 steps; shuffles bring the chunks to where they are needed.
-  const auto row_at = [&](int row) {
-    return static_cast<const T*>(p.x) + (first_row + row) * p.x_stride;
-  };
+  // load and a norm serve up to 8 steps; shuffles bring the chunks to where they are needed.
   int spread = 0;  // log2 of the steps in a batch
   if constexpr (D::kRowTiles == 1) spread = rows == 1 ? 3 : rows == 2 ? 2 : rows <= 4 ? 1 : 0;
-  const int batch_steps = 1 << spread, x_g = g & ((8 >> spread) - 1), x_slot = g >> (3 - spread);
-  const auto x_row = [&](int i) { return row_at(i * 8 + x_g); };
+  const int batch_steps = 1 << spread;
+  const int x_g = g & ((8 >> spread) - 1), x_slot = g >> (3 - spread);
+  const int x_k = first_k + t * 4 + x_slot * step_k;  // the first element that this lane loads
+  const int64_t x_at = (first_row + x_g) * p.x_stride;
+  // The lane that holds what this one feeds to the tensor cores, at step 0 of a batch.
+  const int source = x_g * 4 + t, source_step = 4 * (8 >> spread);
+  // Where in a slot this lane's elements of the first 16 of 32 lie; of the others: that ^ 32.
+  const int my_read = g * 64 + ((t / 2) ^ (g & 2)) * 16 + t % 2 * 8;
+  const auto x_row = [&](int i) { return static_cast<const T*>(p.x) + x_at + i * 8 * p.x_stride; };
   const auto x_dim = [&](int i) { return i * 8 + x_g < rows ? in_dim : 0; };
   using X = Rows<T, D::kRowTiles>;
-  const auto load_x = [&](X& to, int step) {
+  const auto load_norm_weight = [&](X& to, int step) {
     const T* norm_weight = static_cast<const T*>(p.norm_weight);
-    const int first = first_k + t * 4 + (step + x_slot) * step_k;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      to.norm_weight[h] = load_split(norm_weight, x_k + step * step_k + h * 32, in_dim);
+    }
+  };
+  const auto load_x = [&](X& to, int step) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int i = 0; i < D::kRowTiles; ++i) {
-        to.x[i][h] = load_split(x_row(i), first + h * 32, x_dim(i));
+        to.x[i][h] = load_split(x_row(i), x_k + step * step_k + h * 32, x_dim(i));
       }
-      if (norms) to.norm_weight[h] = load_split(norm_weight, first + h * 32, in_dim);
     }
   };
   X now, next;
+  if (norms && steps > 0) load_norm_weight(next, 0);
+  wait_for_prior_grid();
   if (steps > 0) load_x(next, 0);
 
   // A thread's outputs of a tile, and what will be added to them.
@@ -188,10 +197,8 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
   struct Output {
     int row, col;
   };
-  const auto output = [](int i) {
-    const int at = threadIdx.x + i * kWarps * kWarpSize;
-    return Output{at / D::kCols, at % D::kCols};
-  };
+  static_assert(D::kCols == kWarpSize, "a warp has all sums of a row");
+  const auto output = [&](int i) { return Output{warp + i * kWarps, lane}; };
   Added ahead[kOutputs];
   const auto load_ahead = [&](int tile) {
     const int first = share.first(tile), count = share.first(tile + 1) - first;
@@ -213,7 +220,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       float of_lane[D::kRowTiles];
 #pragma unroll
       for (int i = 0; i < D::kRowTiles; ++i) {
-        row[i] = row_at(i * 8 + g);
+        row[i] = x_row(i);  // of lanes of absent rows: another's
         dim[i] = i * 8 + g < rows ? in_dim : 0;
       }
       lane_squares(row, dim, warp, t, true, of_lane);
@@ -241,16 +248,12 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
     }
   };
 
-  // Where in a slot this lane's elements of the first 16 of 32 lie; of the others: that ^ 32.
-  const int my_read = g * 64 + ((t / 2) ^ (g & 2)) * 16 + t % 2 * 8;
   const auto read_weight = [&](int stage, int i, int h) {
     const char* from =
         reinterpret_cast<const char*>(my_ring + stage * D::kStage + (i * 2 + h) * kWarpSize);
     return join(*reinterpret_cast<const uint2*>(from + my_read),
                 *reinterpret_cast<const uint2*>(from + (my_read ^ 32)));
   };
-  // The lane that holds what this one feeds to the tensor cores, at step 0 of a batch.
-  const int source = x_g * 4 + t, source_step = 4 * (8 >> spread);
   int stage = 0;
   for (int tile = 0; tile < share.tiles; ++tile) {
     const int first = share.first(tile), count = share.first(tile + 1) - first;
@@ -260,7 +263,11 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       if (in_batch == 0) {
         now = next;
         if (norms) apply_norm(now);
-        load_x(next, step + batch_steps < steps ? step + batch_steps : 0);  // or the next tile's
+        if (step + batch_steps < steps || tile + 1 < share.tiles) {
+          const int following = step + batch_steps < steps ? step + batch_steps : 0;
+          load_x(next, following);  // of the next tile where this one has no more
+          if (norms) load_norm_weight(next, following);
+        }
       }
       uint4 x[D::kRowTiles][2];
 #pragma unroll
@@ -317,15 +324,15 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
         store_pair<T>(after, first_row + row, at, low, high, places.at[row], angles[row][pair]);
       }
     } else if constexpr (kPairs<After>) {
-      static_assert(D::kCols == kWarpSize, "a warp has all sums of a row");
       __syncthreads();
 #pragma unroll 1
       for (int i = 0; i < kOutputs; ++i) {
         const Output to = output(i);
+        if (to.row >= rows) break;
         const float sum = tile_sum<D>(sums, to.row, to.col);
         const float up = __shfl_down_sync(kFullWarp, sum, 8);  // of the gate of this lane
         const int pair = to.col / 16 * 8 + to.col % 8;
-        if (to.row >= rows || pair >= count || to.col % 16 >= 8) continue;
+        if (pair >= count || to.col % 16 >= 8) continue;
         static_cast<T*>(p.out)[(first_row + to.row) * p.out_stride + share.begin + first + pair] =
             silu_mul_sums<T>(sum, up);
       }
