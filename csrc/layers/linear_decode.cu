@@ -12,7 +12,7 @@
 //
 // Where what comes after takes pairs of sums (pairs.cuh), their weight rows are the low and the
 // high rows of a fragment. The appending form has two more warps: one looks up where the rows
-// belong, one the angles by which they turn.
+// belong, one what the pairs are and the angles by which they turn.
 #include <algorithm>
 #include <type_traits>
 
@@ -127,15 +127,20 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
 #pragma unroll 1
   for (int stage = 0; stage < D::kStages; ++stage) load_stage(stage);
   __shared__ std::conditional_t<kAppends<After>, RowPlaces<D::kRows>, char> places;
-  __shared__ float2 angles[kAppends<After> ? D::kRows : 1][D::kCols / 2];  // of a tile's pairs
-  const auto find_angles = [&](int tile) {
+  constexpr int kTilePairs = D::kCols / 2;
+  __shared__ float2 angles[kAppends<After> ? D::kRows : 1][kTilePairs];  // of a tile's pairs
+  __shared__ HeadPair pairs[kAppends<After> ? kTilePairs : 1];
+  const auto find_pairs = [&](int tile) {  // by a warp
     if constexpr (kAppends<After>) {
       const int first = share.first(tile), count = share.first(tile + 1) - first;
-      for (int i = lane; i < rows * count; i += kWarpSize) {
-        const int row = i / count, pair = i % count;
+      const int pair = lane % kTilePairs;
+      if (pair >= count) return;
+      const HeadPair at = head_pair(after, share.begin + first + pair);
+      pairs[pair] = at;
+      for (int row = lane / kTilePairs; row < rows; row += kWarpSize / kTilePairs) {
         const int64_t position = after.position[first_row + row];
         if (position < 0 || position >= after.max_position) continue;  // the row has no place
-        angles[row][pair] = angle_of(after, position, share.begin + first + pair);
+        angles[row][pair] = angle_of(after, position, at.i);
       }
     }
   };
@@ -145,7 +150,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       if (warp == kWarps) {
         find_places(after, first_row, rows, blockIdx.x == 0, &places);
       } else {
-        find_angles(0);
+        find_pairs(0);
       }
     }
   }
@@ -190,7 +195,23 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
   X now, next;
   if (norms && steps > 0) load_norm_weight(next, 0);
   wait_for_prior_grid();
-  if (steps > 0) load_x(next, 0);
+
+  if (norms && multiplies) {
+    const T* row[D::kRowTiles];
+    int dim[D::kRowTiles];
+    float of_part[D::kRowTiles];
+#pragma unroll
+    for (int i = 0; i < D::kRowTiles; ++i) {
+      row[i] = x_row(i);  // of lanes of absent rows: another's
+      dim[i] = i * 8 + g < rows ? in_dim : 0;
+    }
+    sum_squares(row, dim, first_k, in_dim, t * 4, true, of_part);
+#pragma unroll
+    for (int i = 0; i < D::kRowTiles; ++i) {
+      if (t == g / 2) squares[warp][i * 8 + g] = of_part[i];
+    }
+  }
+  if (steps > 0) load_x(next, 0);  // from L1 where squares were summed
 
   // A thread's outputs of a tile, and what will be added to them.
   constexpr int kOutputs = D::kRows * D::kCols / (kWarps * kWarpSize);
@@ -214,22 +235,6 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
 
   float scale[D::kRowTiles] = {};
   if (norms) {
-    if (multiplies) {
-      const T* row[D::kRowTiles];
-      int dim[D::kRowTiles];
-      float of_lane[D::kRowTiles];
-#pragma unroll
-      for (int i = 0; i < D::kRowTiles; ++i) {
-        row[i] = x_row(i);  // of lanes of absent rows: another's
-        dim[i] = i * 8 + g < rows ? in_dim : 0;
-      }
-      lane_squares(row, dim, warp, t, true, of_lane);
-#pragma unroll
-      for (int i = 0; i < D::kRowTiles; ++i) {
-        const float of_warp = fold_rising(of_lane[i], 4);
-        if (t == 0) squares[warp][i * 8 + g] = of_warp;
-      }
-    }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < D::kRowTiles; ++i) {
@@ -309,15 +314,15 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       }
     }
     if constexpr (kAppends<After>) {
-      if (warp > kWarps && tile > 0) find_angles(tile);
+      if (warp > kWarps && tile > 0) find_pairs(tile);
       __syncthreads();
-      for (int i = threadIdx.x; i < rows * count; i += kThreads<After>) {
-        const int row = i / count, pair = i % count, col = pair / 8 * 16 + pair % 8;
-        if (places.request[row] < 0) continue;
+      for (int i = threadIdx.x; i < rows * kTilePairs; i += kThreads<After>) {
+        const int row = i / kTilePairs, pair = i % kTilePairs, col = pair / 8 * 16 + pair % 8;
+        if (pair >= count || places.request[row] < 0) continue;
         float low = tile_sum<D>(sums, row, col), high = tile_sum<D>(sums, row, col + 8);
-        const int64_t at = share.begin + first + pair, weight_row = low_row(after, at);
+        const HeadPair at = pairs[pair];
         if (p.bias) {
-          const T* bias = static_cast<const T*>(p.bias) + weight_row;
+          const T* bias = static_cast<const T*>(p.bias) + low_row(after, at);
           low += as_float32(bias[0]);
           high += as_float32(bias[after.head_dim / 2]);
         }

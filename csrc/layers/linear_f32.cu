@@ -91,12 +91,12 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (kAppends<After>) {
         if (c % 2 == 1 || places.request[r] < 0) continue;
         const RowPlace& at = places.at[r];
-        const int64_t pair = (col_begin + c) / 2;
+        const HeadPair pair = head_pair(after, (col_begin + c) / 2);
         const auto biased = [&](int i) {
           return p.bias ? acc[r][c + i] + static_cast<const float*>(p.bias)[weight_row[c + i]]
                         : acc[r][c + i];
         };
-        const float2 angle = at.status ? float2{} : angle_of(after, at.position, pair);
+        const float2 angle = at.status ? float2{} : angle_of(after, at.position, pair.i);
         store_pair<float>(after, row_begin + r, pair, biased(0), biased(1), at, angle);
       } else if constexpr (kPairs<After>) {
         if (c % 2 == 1) continue;

@@ -29,9 +29,22 @@ __device__ __forceinline__ int64_t rows_apart(const LinearParams&, const AppendK
   return p.head_dim / 2;
 }
 
+// Of q, k and v together: what RoPE turns lies at i and i + head_dim / 2 of a head.
+struct HeadPair {
+  int head, i;
+};
+
+__device__ __forceinline__ HeadPair head_pair(const AppendKvParams& p, int64_t pair) {
+  const int half = static_cast<int>(p.head_dim / 2), head = static_cast<int>(pair) / half;
+  return {head, static_cast<int>(pair) - head * half};
+}
+
+__device__ __forceinline__ int64_t low_row(const AppendKvParams& p, const HeadPair& at) {
+  return at.head * p.head_dim + at.i;
+}
+
 __device__ __forceinline__ int64_t low_row(const AppendKvParams& p, int64_t pair) {
-  const int half = static_cast<int>(p.head_dim / 2), at = static_cast<int>(pair);
-  return at + at / half * half;
+  return low_row(p, head_pair(p, pair));
 }
 
 template <int kRows>
@@ -70,20 +83,17 @@ __device__ __forceinline__ void find_places(const AppendKvParams& p, int64_t fir
 }
 
 // Cosine and sine of a pair at a position that has them.
-__device__ __forceinline__ float2 angle_of(const AppendKvParams& p, int64_t position,
-                                           int64_t pair) {
-  const int half = static_cast<int>(p.head_dim / 2);
-  const float* from = p.cos_sin + position * p.cos_sin_stride + static_cast<int>(pair) % half;
-  return make_float2(from[0], from[half]);
+__device__ __forceinline__ float2 angle_of(const AppendKvParams& p, int64_t position, int i) {
+  const float* from = p.cos_sin + position * p.cos_sin_stride + i;
+  return make_float2(from[0], from[p.head_dim / 2]);
 }
 
 // Writes the two sums of a pair; `angle` counts where the row has a place.
 template <typename T>
-__device__ __forceinline__ void store_pair(const AppendKvParams& p, int64_t row, int64_t pair,
+__device__ __forceinline__ void store_pair(const AppendKvParams& p, int64_t row, const HeadPair& to,
                                            float low, float high, const RowPlace& at,
                                            float2 angle) {
-  const int half = static_cast<int>(p.head_dim / 2), head = static_cast<int>(pair) / half;
-  const int i = static_cast<int>(pair) - head * half;
+  const int half = static_cast<int>(p.head_dim / 2), head = to.head, i = to.i;
   T* out;
   bool turns = true;
   if (head < p.num_heads) {
