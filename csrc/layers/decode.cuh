@@ -1,11 +1,38 @@
-// Parts of the decode kernel: a block's share of the weights, and the end of a tile.
+// Parts of the decode kernel: its tiles, a block's share of the weights, and the end of a tile.
 #pragma once
+
+#include <algorithm>
 
 #include "layers/linear.cuh"
 
 namespace tlt {
 
-// A block owns `base` weight rows (pairs of them where it appends), the first `extra` blocks one
+// Each warp has a part of K to itself.
+template <int kRowTiles_, int kStages_>
+struct Decode {
+  static constexpr int kTiles = 2;              // of 16 weight rows
+  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
+  static constexpr int kCols = 16 * kTiles, kRows = 8 * kRowTiles;
+  static constexpr int kStages = kStages_;
+  static constexpr int kChunks = 4 * kTiles;                   // a lane's share of one step
+  static constexpr int kStage = kParts * kChunks * kWarpSize;  // chunks
+  static constexpr int kSums = kParts * kRows * kCols;
+  static constexpr int kSharedBytes = kSums * 4 + kStages * kStage * 16;
+};
+using Few = Decode<1, 3>;
+using Many = Decode<2, 3>;
+using ManyAppending = Decode<2, 2>;  // which leave room for their places
+static_assert(Many::kRows == kPieceRows);
+
+constexpr int kBlocksPerSm = 2;
+static_assert(kBlocksPerSm * (Many::kSharedBytes + 1024 + 512) <= 228 * 1024,
+              "shared memory of an SM");
+static_assert(kBlocksPerSm *
+                      (std::max(Few::kSharedBytes, ManyAppending::kSharedBytes) + 1024 + 4096) <=
+                  228 * 1024,
+              "shared memory of an SM");
+
+// A block owns `base` weight rows (or pairs of them: pairs.cuh), the first `extra` blocks one
 // more: equal shares, since the card gives each SM an equal share of its bandwidth. It takes them
 // in equal tiles.
 struct Shares {

@@ -24,30 +24,6 @@ namespace {
 
 constexpr int kWarps = kParts;  // each has its own
 
-template <int kRowTiles_, int kStages_>
-struct Decode {
-  static constexpr int kTiles = 2;              // of 16 weight rows
-  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
-  static constexpr int kCols = 16 * kTiles, kRows = 8 * kRowTiles;
-  static constexpr int kStages = kStages_;
-  static constexpr int kChunks = 4 * kTiles;                   // a lane's share of one step
-  static constexpr int kStage = kWarps * kChunks * kWarpSize;  // chunks
-  static constexpr int kSums = kWarps * kRows * kCols;
-  static constexpr int kSharedBytes = kSums * 4 + kStages * kStage * 16;
-};
-using Few = Decode<1, 3>;
-using Many = Decode<2, 3>;
-using ManyAppending = Decode<2, 2>;  // which leave room for their places
-static_assert(Many::kRows == kPieceRows);
-
-constexpr int kBlocksPerSm = 2;
-static_assert(kBlocksPerSm * (Many::kSharedBytes + 1024 + 512) <= 228 * 1024,
-              "shared memory of an SM");
-static_assert(kBlocksPerSm *
-                      (std::max(Few::kSharedBytes, ManyAppending::kSharedBytes) + 1024 + 4096) <=
-                  228 * 1024,
-              "shared memory of an SM");
-
 // ---- the kernel ---------------------------------------------------------------------------------
 
 template <typename After>
