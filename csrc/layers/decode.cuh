@@ -82,20 +82,19 @@ __device__ __forceinline__ uint4 shuffle(const uint4& v, int lane) {
 
 // ---- the end of a tile: out ---------------------------------------------------------------------
 
-// What is added to a sum. A thread asks for its first one early: nothing else hides its way.
+// What is added to a sum, as it lies in memory: to convert it is to wait for it. A thread asks for
+// its first one early: nothing else hides its way.
 struct Added {
-  float bias, residual;
+  uint32_t bias, residual;
 };
 
-template <typename T>
 __device__ __forceinline__ Added load_added(const LinearParams& p, int row, int64_t col) {
   Added added = {};
-  if (p.bias) added.bias = as_float32(static_cast<const T*>(p.bias)[col]);
+  if (p.bias) added.bias = static_cast<const uint16_t*>(p.bias)[col];
   if (p.residual) {
     const int64_t at = row * p.residual_stride + col;
-    added.residual = p.out_dtype == DType::kFloat32
-                         ? static_cast<const float*>(p.residual)[at]
-                         : as_float32(static_cast<const T*>(p.residual)[at]);
+    added.residual = p.out_dtype == DType::kFloat32 ? static_cast<const uint32_t*>(p.residual)[at]
+                                                    : static_cast<const uint16_t*>(p.residual)[at];
   }
   return added;
 }
@@ -103,8 +102,11 @@ __device__ __forceinline__ Added load_added(const LinearParams& p, int row, int6
 template <typename T>
 __device__ __forceinline__ void store_added(const LinearParams& p, int row, int64_t col, float sum,
                                             const Added& added) {
-  if (p.bias) sum += added.bias;
-  if (p.residual) sum += added.residual;
+  if (p.bias) sum += unpack<T>(added.bias).x;
+  if (p.residual) {
+    sum += p.out_dtype == DType::kFloat32 ? __uint_as_float(added.residual)
+                                          : unpack<T>(added.residual).x;
+  }
   const int64_t at = row * p.out_stride + col;
   if (p.out_dtype == DType::kFloat32) {
     static_cast<float*>(p.out)[at] = sum;

@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
     for (int i = 0; i < kOutputs; ++i) {
       const Output to = output(i);
       if (tile < share.tiles && to.row < rows && to.col < count) {
-        ahead[i] = load_added<T>(p, first_row + to.row, share.begin + first + to.col);
+        ahead[i] = load_added(p, first_row + to.row, share.begin + first + to.col);
       }
     }
   };
@@ -278,13 +278,14 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
     }
     if (multiplies) {
       float* mine = sums + warp * D::kRows * D::kCols;
+      const int at = t * 2 * D::kCols + (g ^ t * 8);  // sum_index of row 2 t and column g
 #pragma unroll
       for (int m = 0; m < D::kTiles; ++m) {
 #pragma unroll
         for (int i = 0; i < D::kRowTiles; ++i) {
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            mine[sum_index<D::kCols>(i * 8 + t * 2 + c % 2, m * 16 + c / 2 * 8 + g)] = acc[m][i][c];
+            mine[(at ^ (m * 16 + c / 2 * 8)) + (i * 8 + c % 2) * D::kCols] = acc[m][i][c];
           }
         }
       }
