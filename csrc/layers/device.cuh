@@ -28,11 +28,6 @@ __device__ __forceinline__ uint32_t pack(float2 v) {
   return pack_pair<T>(v.x, v.y);
 }
 
-template <typename T>
-__device__ __forceinline__ float2 rounded(float2 v) {
-  return unpack<T>(pack<T>(v));
-}
-
 // Products of two pairs, rounded once.
 template <typename T>
 __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
@@ -174,9 +169,10 @@ __device__ __forceinline__ T silu_mul_sums(float gate, float up) {
   if constexpr (sizeof(T) == 4) {
     return silu_mul_one(gate, up);
   } else {
-    const float2 v = rounded<T>(make_float2(gate, up));
-    const float gated = rounded<T>(make_float2(fast_silu(v.x), 0.0f)).x;
-    return as_storage<T>(gated * v.y);
+    const uint32_t both = pack<T>(make_float2(gate, up));
+    const uint32_t gated = pack<T>(make_float2(fast_silu(unpack<T>(both).x), 0.0f));
+    const auto product = static_cast<uint16_t>(multiply<T>(gated, both >> 16));
+    return *reinterpret_cast<const T*>(&product);
   }
 }
 
