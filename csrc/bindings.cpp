@@ -62,27 +62,10 @@ py::dict build_info() {
 std::vector<std::string> cuda_ops() {
 #if defined(TLT_WITH_CUDA)
   return {
-      "rms_norm",
-      "silu_mul",
-      "linear_rows",
-      "rms_norm_linear",
-      "silu_mul_linear",
-      "append_kv",
-      "tree_attention",
-      "commit_path",
-      "copy_pages",
-      "gather_new_rows",
-      "sample",
-      "verify_tree",
-      "expand_tree",
-      "select_nodes",
-      "verify_rejection",
-      "arm_passes",
-      "advance_batch",
-      "ngram_propose",
-      "draft_inputs",
-      "draft_level_inputs",
-      "rms_norm_linear_append",
+      "rms_norm",   "silu_mul",       "linear_rows",   "linear_silu_mul", "linear_append",
+      "append_kv",  "tree_attention", "commit_path",   "copy_pages",      "gather_new_rows",
+      "sample",     "verify_tree",    "expand_tree",   "select_nodes",    "verify_rejection",
+      "arm_passes", "advance_batch",  "ngram_propose", "draft_inputs",    "draft_level_inputs",
   };
 #else
   return {};
@@ -112,16 +95,14 @@ void bind_common(py::module_& m) {
 void bind_layers(py::module_& m) {
   m.def("rms_norm", &tlt::rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "stream"_a, NoGil());
   m.def("silu_mul", &tlt::silu_mul, "x"_a, "out"_a, "stream"_a, NoGil());
-  m.def("linear_rows", &tlt::linear_rows, "x"_a, "weight"_a, "out"_a, "bias"_a, "residual"_a,
-        "early"_a, "stream"_a, NoGil());
-  m.def("rms_norm_linear", &tlt::rms_norm_linear, "x"_a, "norm_weight"_a, "weight"_a, "out"_a,
-        "eps"_a, "bias"_a, "residual"_a, "early"_a, "stream"_a, NoGil());
-  m.def("silu_mul_linear", &tlt::silu_mul_linear, "x"_a, "weight"_a, "out"_a, "bias"_a,
-        "residual"_a, "early"_a, "stream"_a, NoGil());
-  m.def("rms_norm_linear_append", &tlt::rms_norm_linear_append, "x"_a, "norm_weight"_a, "weight"_a,
-        "q_out"_a, "k_cache"_a, "v_cache"_a, "cos_sin"_a, "row_start"_a, "context_len"_a,
-        "position"_a, "block_table"_a, "status"_a, "num_heads"_a, "num_kv_heads"_a, "slot_base"_a,
-        "eps"_a, "bias"_a, "early"_a, "stream"_a, NoGil());
+  m.def("linear_rows", &tlt::linear_rows, "x"_a, "weight"_a, "out"_a, "norm_weight"_a, "eps"_a,
+        "bias"_a, "residual"_a, "early"_a, "stream"_a, NoGil());
+  m.def("linear_silu_mul", &tlt::linear_silu_mul, "x"_a, "weight"_a, "out"_a, "norm_weight"_a,
+        "eps"_a, "early"_a, "stream"_a, NoGil());
+  m.def("linear_append", &tlt::linear_append, "x"_a, "weight"_a, "q_out"_a, "k_cache"_a,
+        "v_cache"_a, "cos_sin"_a, "row_start"_a, "context_len"_a, "position"_a, "block_table"_a,
+        "status"_a, "num_heads"_a, "num_kv_heads"_a, "slot_base"_a, "norm_weight"_a, "eps"_a,
+        "bias"_a, "early"_a, "placed"_a, "stream"_a, NoGil());
   m.def("dot_variants", [] {
     std::vector<std::string> names;
     for (const tlt::DotVariant& variant : tlt::dot_variants()) names.push_back(variant.name);

@@ -19,7 +19,9 @@ from driver.errors import UserError
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.workspace import Workspace
 
-FUSED_ROWS = 8  # on a GPU: the most rows that fused ops pay for
+# On a GPU fused ops pay for FUSED_ROWS, and for more rows while the weights, read again for each
+# PIECE_ROWS of them, stay below FUSED_WEIGHTS in all.
+FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS = 8, 16, 10 << 20
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ class TargetModel:
         v_cache: Tensor,
     ) -> None:
         """One layer, from the residual stream `hidden` [R, H] to `out`, which may be the same."""
-        q, attended, gate_up = (b[: len(hidden)] for b in (self._q, self._attended, self._gate_up))
+        q, attended, gated = (b[: len(hidden)] for b in (self._q, self._attended, self._gated))
         places = (batch.row_start, batch.context_len, batch.position, batch.block_table)
         self._append(layer, hidden, q, (k_cache, v_cache, self.cos_sin, *places, batch.status))
         tlt_ext.tree_attention(
@@ -255,59 +257,47 @@ class TargetModel:
             residual=hidden,
             early=True,
         )
-        self._norm_linear(out, layer.post_norm, layer.gate_up, gate_up)
-        self._silu_linear(gate_up, layer.down, out)
+        eps = self.spec.rms_norm_eps
+        read = self.norm_for(out, layer.post_norm, layer.gate_up, eps, self._normed)
+        tlt_ext.linear_silu_mul(**read, weight=layer.gate_up, out=gated, early=True)
+        tlt_ext.linear_rows(gated, layer.down, out, residual=out, early=True)
 
-    # Where few rows are in flight the launches count, and one op does the work of two or three; the
-    # bits are the same. `early`: weights change by copies of torch's, and the embedding's lookup,
-    # which is torch's too, stands between these and the layers; so it does between what writes
-    # lengths, tables, positions and committed slots and the attention that reads them.
+    # Where few rows meet few weights the launches count, and one op does the work of two or three;
+    # the bits are the same. `early`, `placed`: weights change by copies of torch's, and the
+    # embedding's lookup, which is torch's too, stands between those and the layers; so it does
+    # between what writes lengths, tables, positions and committed slots and what reads them.
 
-    def fuses(self, rows: int) -> bool:
-        """Whether so many rows are few enough."""
-        return self.device.type == "cpu" or rows <= FUSED_ROWS
+    def fuses(self, rows: int, weight: Tensor) -> bool:
+        """Whether a linear of so many rows should norm its rows itself, or append what it makes."""
+        if self.device.type == "cpu" or rows <= FUSED_ROWS:
+            return True
+        return -(-rows // PIECE_ROWS) * weight.numel() <= FUSED_WEIGHTS
+
+    def norm_for(
+        self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, between: Tensor
+    ) -> dict[str, Tensor | float]:
+        """What a linear of `weight` reads: x and its norm, or else the rows normed in `between`."""
+        if self.fuses(len(x), weight):
+            return {"x": x, "norm_weight": norm, "eps": eps}
+        normed = between[: len(x)]
+        tlt_ext.rms_norm(x, norm, normed, eps=eps)
+        return {"x": normed}
 
     def _append(
         self, layer: DecoderLayer, hidden: Tensor, q: Tensor, cache: tuple[Tensor, ...]
     ) -> None:
         """q of the rows, rotated, into `q`; k and v into the cache."""
         heads = {"num_heads": self.spec.num_heads, "num_kv_heads": self.spec.num_kv_heads}
-        eps = self.spec.rms_norm_eps
-        if self.fuses(len(hidden)) and not self.spec.qk_norm:
-            return tlt_ext.rms_norm_linear_append(
-                hidden,
-                layer.input_norm,
-                layer.qkv,
-                q,
-                *cache,
-                **heads,
-                eps=eps,
-                bias=layer.qkv_bias,
-                early=True,
-            )
+        linear, eps = {"bias": layer.qkv_bias, "early": True}, self.spec.rms_norm_eps
+        if self.fuses(len(hidden), layer.qkv) and not self.spec.qk_norm:
+            norm = {"norm_weight": layer.input_norm, "eps": eps, "placed": True}
+            return tlt_ext.linear_append(hidden, layer.qkv, q, *cache, **heads, **norm, **linear)
         qkv = self._qkv[: len(hidden)]
-        self._norm_linear(hidden, layer.input_norm, layer.qkv, qkv, layer.qkv_bias)
+        read = self.norm_for(hidden, layer.input_norm, layer.qkv, eps, self._normed)
+        tlt_ext.linear_rows(**read, weight=layer.qkv, out=qkv, **linear)
         tlt_ext.append_kv(
             qkv, q, *cache, **heads, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps
         )
-
-    def _norm_linear(
-        self, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
-    ) -> None:
-        eps = self.spec.rms_norm_eps
-        if self.fuses(len(x)):
-            return tlt_ext.rms_norm_linear(x, norm, weight, out, eps=eps, bias=bias, early=True)
-        normed = self._normed[: len(x)]
-        tlt_ext.rms_norm(x, norm, normed, eps=eps)
-        tlt_ext.linear_rows(normed, weight, out, bias=bias, early=True)
-
-    def _silu_linear(self, gate_up: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Adds to `out`."""
-        if self.fuses(len(gate_up)):
-            return tlt_ext.silu_mul_linear(gate_up, weight, out, residual=out, early=True)
-        activated = gate_up[:, : weight.shape[1]]
-        tlt_ext.silu_mul(gate_up, activated)
-        tlt_ext.linear_rows(activated, weight, out, residual=out, early=True)
 
     def _logits_of(self, hidden: Tensor, logits_rows: Tensor | None) -> Tensor | None:
         chosen = hidden
@@ -317,7 +307,9 @@ class TargetModel:
         if chosen.shape[0] == 0:
             return None
         logits = self._logits[: chosen.shape[0]]
-        self._norm_linear(chosen, self.final_norm, self.head, logits)
+        eps = self.spec.rms_norm_eps
+        read = self.norm_for(chosen, self.final_norm, self.head, eps, self._normed)
+        tlt_ext.linear_rows(**read, weight=self.head, out=logits, early=True)
         return logits
 
     def _feature(self, features: Tensor, place: int) -> Tensor:
@@ -388,6 +380,6 @@ class TargetModel:
         self._hidden, self._chosen, self._normed = (rows(spec.hidden_size) for _ in range(3))
         self._qkv = rows(heads * spec.head_dim)
         self._q, self._attended = (rows(spec.num_heads, spec.head_dim) for _ in range(2))
-        self._gate_up = rows(2 * spec.intermediate_size)
+        self._gated = rows(spec.intermediate_size)
         self._features = rows(self.feature_size)
         self._logits = rows(self.padded_vocab_size, dtype=torch.float32)

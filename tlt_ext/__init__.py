@@ -11,14 +11,7 @@ from tlt_ext.draft import draft_inputs, draft_level_inputs
 from tlt_ext.graph_pool import GraphError, GraphPool, GraphUsage
 from tlt_ext.graphs import Control, PassRing, StopReason, advance_batch, arm_passes
 from tlt_ext.kv import append_kv, commit_path, copy_pages, gather_new_rows
-from tlt_ext.layers import (
-    linear_rows,
-    rms_norm,
-    rms_norm_linear,
-    rms_norm_linear_append,
-    silu_mul,
-    silu_mul_linear,
-)
+from tlt_ext.layers import linear_append, linear_rows, linear_silu_mul, rms_norm, silu_mul
 from tlt_ext.ngram import ngram_propose
 from tlt_ext.sampling import sample, sampling_workspace_bytes, verify_rejection, verify_tree
 from tlt_ext.tree import expand_tree, select_nodes, tree_capacity
@@ -29,9 +22,8 @@ OPS = (
     rms_norm,
     silu_mul,
     linear_rows,
-    rms_norm_linear,
-    silu_mul_linear,
-    rms_norm_linear_append,
+    linear_silu_mul,
+    linear_append,
     append_kv,
     tree_attention,
     commit_path,
@@ -75,19 +67,18 @@ __all__ = [
     "draft_level_inputs",
     "expand_tree",
     "gather_new_rows",
+    "linear_append",
     "linear_rows",
+    "linear_silu_mul",
     "ngram_propose",
     "num_threads",
     "op_places",
     "rms_norm",
-    "rms_norm_linear",
-    "rms_norm_linear_append",
     "sample",
     "sampling_workspace_bytes",
     "select_nodes",
     "set_num_threads",
     "silu_mul",
-    "silu_mul_linear",
     "tree_attention",
     "tree_capacity",
     "verify_rejection",

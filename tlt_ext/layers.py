@@ -9,6 +9,8 @@ def linear_rows(
     weight: Array,
     out: Array,
     *,
+    norm_weight: Array | None = None,
+    eps: float = 1e-6,
     bias: Array | None = None,
     residual: Array | None = None,
     early: bool = False,
@@ -18,11 +20,15 @@ def linear_rows(
 
     The order of the sum depends on K alone, so a row has the same bits alone, in a batch and in a
     prefill. The weights are read once for every 64 rows. float32 has the same bits on CPU and GPU.
+    With `norm_weight` it has the bits of `rms_norm` before it, without the array between them; on a
+    GPU that pays while rows and weights are few (`driver/model.py`).
 
     Args:
         x: [rows, K], float32, float16 or bfloat16; rows may be strided.
         weight: [N, K], dtype of x; rows may be strided.
         out: [rows, N], dtype of x or float32; rows may be strided; must not overlap x.
+        norm_weight: [K], dtype of x; None = x is taken as it is.
+        eps: of the norm.
         bias: [N], dtype of x.
         residual: [rows, N], dtype of out; may be out itself.
         early: on a GPU the launch may begin, and read the weights, while the kernels before it on
@@ -41,9 +47,47 @@ def linear_rows(
 
     Source: the layout of `torch.nn.Linear`; the order of the sum is in `csrc/layers/dot.h`, of
     16-bit types on a GPU in `csrc/layers/linear.cuh`.
-    Reference: `tests/reference.py::linear_rows`.
+    Reference: `tests/reference.py::linear_rows`, of `rms_norm`.
     """
-    _C.linear_rows(x, weight, out, bias, residual, early, current_stream(x, stream))
+    _C.linear_rows(
+        x, weight, out, norm_weight, eps, bias, residual, early, current_stream(x, stream)
+    )
+
+
+def linear_silu_mul(
+    x: Array,
+    weight: Array,
+    out: Array,
+    *,
+    norm_weight: Array | None = None,
+    eps: float = 1e-6,
+    early: bool = False,
+    stream: int | None = None,
+) -> None:
+    """`silu_mul` of `linear_rows(x)`: their bits, without the array (gate | up) between them.
+
+    Args:
+        x: [rows, K], float32, float16 or bfloat16; rows may be strided.
+        weight: [2 * N, K], dtype of x: the rows of gate, then those of up; rows may be strided.
+        out: [rows, N], dtype of x; rows may be strided; must not overlap x.
+        norm_weight: [K], dtype of x, as in `linear_rows`.
+        eps: of the norm.
+        early: as in `linear_rows`.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a device, layout, shape or value is wrong.
+
+    Example:
+        >>> x = np.array([[1.0]], dtype=np.float32)
+        >>> weight = np.array([[1.0], [2.0]], dtype=np.float32)   # silu(1) = 0.7311
+        >>> linear_silu_mul(x, weight, out)   # out = [[1.4621]]
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), SwiGLU.
+    Reference: `tests/reference.py::silu_mul` of `linear_rows`.
+    """
+    _C.linear_silu_mul(x, weight, out, norm_weight, eps, early, current_stream(x, stream))
 
 
 def rms_norm(
@@ -74,52 +118,6 @@ def rms_norm(
     _C.rms_norm(x, weight, out, eps, current_stream(x, stream))
 
 
-def rms_norm_linear(
-    x: Array,
-    norm_weight: Array,
-    weight: Array,
-    out: Array,
-    *,
-    eps: float = 1e-6,
-    bias: Array | None = None,
-    residual: Array | None = None,
-    early: bool = False,
-    stream: int | None = None,
-) -> None:
-    """`linear_rows` of `rms_norm(x)`: the bits of the two ops, without the array between them.
-
-    On a GPU it pays for up to 8 rows; above, the two ops are faster.
-
-    Args:
-        x: [rows, K], float32, float16 or bfloat16; rows may be strided.
-        norm_weight: [K], dtype of x.
-        weight: [N, K], dtype of x; rows may be strided.
-        out: [rows, N], dtype of x or float32; rows may be strided; must not overlap x.
-        eps: added to the mean square.
-        bias: [N], dtype of x.
-        residual: [rows, N], dtype of out; may be out itself.
-        early: on a GPU the launch may begin, and read the weights, while the kernels before it on
-            the stream still run. Pass True only where none of those writes weights (or bias), back
-            to the last kernel that is not of this package.
-        stream: CUDA stream; default is the array library's current one.
-
-    Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a device, layout, shape or value is wrong.
-
-    Example:
-        >>> x = np.array([[3.0, 4.0]], dtype=np.float32)   # normed: [[0.8485, 1.1314]]
-        >>> one = np.ones(2, np.float32)
-        >>> rms_norm_linear(x, one, one[None], out, eps=0.0)   # out = [[1.9799]]
-
-    Source: `rms_norm`, then `linear_rows`.
-    Reference: `tests/reference.py::rms_norm` and `linear_rows`.
-    """
-    _C.rms_norm_linear(
-        x, norm_weight, weight, out, eps, bias, residual, early, current_stream(x, stream)
-    )
-
-
 def silu_mul(x: Array, out: Array, *, stream: int | None = None) -> None:
     """Writes `silu(gate) * up` for rows `gate | up`.
 
@@ -144,48 +142,8 @@ def silu_mul(x: Array, out: Array, *, stream: int | None = None) -> None:
     _C.silu_mul(x, out, current_stream(x, stream))
 
 
-def silu_mul_linear(
+def linear_append(
     x: Array,
-    weight: Array,
-    out: Array,
-    *,
-    bias: Array | None = None,
-    residual: Array | None = None,
-    early: bool = False,
-    stream: int | None = None,
-) -> None:
-    """`linear_rows` of `silu_mul(x)`: the bits of the two ops, without the array between them.
-
-    On a GPU it pays for up to 8 rows; above, the two ops are faster.
-
-    Args:
-        x: [rows, 2 * K], float32, float16 or bfloat16: gate | up; rows may be strided.
-        weight: [N, K], dtype of x; rows may be strided.
-        out: [rows, N], dtype of x or float32; rows may be strided; must not overlap x.
-        bias: [N], dtype of x.
-        residual: [rows, N], dtype of out; may be out itself.
-        early: on a GPU the launch may begin, and read the weights, while the kernels before it on
-            the stream still run. Pass True only where none of those writes weights (or bias), back
-            to the last kernel that is not of this package.
-        stream: CUDA stream; default is the array library's current one.
-
-    Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a device, layout, shape or value is wrong.
-
-    Example:
-        >>> x = np.array([[1.0, 2.0]], dtype=np.float32)   # silu_mul: [[1.4621]]
-        >>> silu_mul_linear(x, np.full((1, 1), 2.0, np.float32), out)   # out = [[2.9242]]
-
-    Source: `silu_mul`, then `linear_rows`.
-    Reference: `tests/reference.py::silu_mul` and `linear_rows`.
-    """
-    _C.silu_mul_linear(x, weight, out, bias, residual, early, current_stream(x, stream))
-
-
-def rms_norm_linear_append(
-    x: Array,
-    norm_weight: Array,
     weight: Array,
     q_out: Array,
     k_cache: Array,
@@ -200,19 +158,20 @@ def rms_norm_linear_append(
     num_heads: int,
     num_kv_heads: int,
     slot_base: Array | None = None,
+    norm_weight: Array | None = None,
     eps: float = 1e-6,
     bias: Array | None = None,
     early: bool = False,
+    placed: bool = False,
     stream: int | None = None,
 ) -> None:
-    """`append_kv` of `rms_norm_linear(x)`: their bits, without the array (q | k | v) between them.
+    """`append_kv` of `linear_rows(x)`: their bits, without the array (q | k | v) between them.
 
-    On a GPU rows are taken 8 at a time, so above 8 rows the ops one by one are faster; 16-bit rows
-    must start at and span multiples of 16 bytes there.
+    On a GPU rows are taken 16 at a time, so with many rows, or large weights, the ops one by one
+    are faster; 16-bit rows must start at and span multiples of 16 bytes there.
 
     Args:
         x: [rows, K], float32, float16 or bfloat16; rows may be strided.
-        norm_weight: [K], dtype of x.
         weight: [(num_heads + 2 * num_kv_heads) * head_dim, K] = (q | k | v), dtype of x; rows may
             be strided.
         q_out: [rows, num_heads, head_dim], dtype of x; rows and heads may be strided.
@@ -227,9 +186,12 @@ def rms_norm_linear_append(
         num_heads: query heads.
         num_kv_heads: key and value heads.
         slot_base: int32 [requests], in-flight slot of the first row; None = 0.
-        eps: added to the mean square.
+        norm_weight: [K], dtype of x, as in `linear_rows`.
+        eps: of the norm.
         bias: [(num_heads + 2 * num_kv_heads) * head_dim], dtype of x.
         early: as in `linear_rows`.
+        placed: with `early`, the launch may read row_start, context_len, position, block_table and
+            slot_base as early as the weights. Pass True only where that holds for them, too.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -237,16 +199,15 @@ def rms_norm_linear_append(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> x = np.array([[3.0, 4.0]], dtype=np.float32)   # normed: [[0.8485, 1.1314]]
-        >>> rms_norm_linear_append(x, ones, weight, q, k, v, cos_sin, [0, 1], [5], [5], [[7, 2]],
-        ...     status, num_heads=1, num_kv_heads=1)   # pages of 4 slots: writes k[2, 1], v[2, 1]
+        >>> x = np.array([[3.0, 4.0]], dtype=np.float32)
+        >>> linear_append(x, weight, q, k, v, cos_sin, [0, 1], [5], [5], [[7, 2]], status,
+        ...     num_heads=1, num_kv_heads=1)   # pages of 4 slots: writes k[2, 1], v[2, 1]
 
-    Source: `rms_norm_linear`, then `append_kv`.
-    Reference: `tests/reference.py::rms_norm`, `linear_rows` and `append_kv`.
+    Source: `linear_rows`, then `append_kv`.
+    Reference: `tests/reference.py::append_kv` of `linear_rows`.
     """
-    _C.rms_norm_linear_append(
+    _C.linear_append(
         x,
-        norm_weight,
         weight,
         q_out,
         k_cache,
@@ -260,8 +221,10 @@ def rms_norm_linear_append(
         num_heads,
         num_kv_heads,
         slot_base,
+        norm_weight,
         eps,
         bias,
         early,
+        placed,
         current_stream(x, stream),
     )

@@ -46,6 +46,16 @@ inline CUtensorMap make_row_map(const void* data, int64_t rows, int64_t columns,
                             {64, static_cast<cuuint32_t>(box_rows)});
 }
 
+// The same of a matrix of two halves: a box is 8 rows of the first half, the same 8 of the second,
+// the next 8 of the first, and so on, `box_rows` in all. A half has a multiple of 8 rows.
+inline CUtensorMap make_pair_map(const void* data, int64_t rows, int64_t columns, int64_t stride,
+                                 int64_t box_rows) {
+  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
+  return make_tensor_map<4>(data, {size(columns), 8, 2, size(rows / 16)},
+                            {size(2 * stride), size(stride * rows), size(2 * 8 * stride)},
+                            {64, 8, 2, static_cast<cuuint32_t>(box_rows / 16)});
+}
+
 #if defined(__CUDACC__)
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
@@ -107,6 +117,17 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, i
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
       "%3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      : "memory");
+}
+
+// The same of a map of pairs: from place `row` of its order on, a multiple of 16.
+__device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap* map, int column, int row,
+                                           uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(column), "r"(0), "r"(row / 16),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
       : "memory");
 }
 

@@ -22,7 +22,7 @@ __device__ void norm_row(const DraftInputsParams& p, const T* from, const T* wei
   __shared__ float shared_scale;
   if (threadIdx.x < kWarpSize && from != nullptr) {
     const float squares = warp_squares(from, dim, aligned);
-    if (threadIdx.x == 0) shared_scale = norm_scale(squares, dim, p.eps);
+    if (threadIdx.x == 0) shared_scale = norm_scale<T>(squares, dim, p.eps);
   }
   __syncthreads();
   for (int k = threadIdx.x * kSize; k < dim; k += kThreads * kSize) {

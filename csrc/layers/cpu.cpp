@@ -55,20 +55,19 @@ TLT_SIMD void scale_row(const T* x, const T* weight, int64_t dim, float scale, O
 }
 
 template <typename T, typename Out>
-void rms_norm_row(const RmsNormParams& p, int64_t row, Out* out) {
-  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+void rms_norm_row(const T* x, const T* weight, int64_t dim, float eps, Out* out) {
   const float* wide;
   if constexpr (std::is_same_v<T, float>) {
     wide = x;
   } else {
-    float* buffer = scratch<struct NormRow>(p.dim);
-    widen(x, p.dim, buffer);
+    float* buffer = scratch<struct NormRow>(dim);
+    widen(x, dim, buffer);
     wide = buffer;
   }
   float squares;
-  dot_rows({wide, 0, 1, wide, 0, 1, p.dim, &squares, 1});
-  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(p.dim) + p.eps);
-  scale_row(x, static_cast<const T*>(p.weight), p.dim, scale, out);
+  dot_rows({wide, 0, 1, wide, 0, 1, dim, &squares, 1});
+  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(dim) + eps);
+  scale_row(x, weight, dim, scale, out);
 }
 
 // ---- silu_mul -----------------------------------------------------------------------------------
@@ -80,12 +79,12 @@ inline __attribute__((always_inline)) float silu(float gate) {
   return gate * ((gate < 0.0f ? e : 1.0f) / (1.0f + e));
 }
 
-template <typename T, typename Out>
-TLT_SIMD void silu_mul_row(const T* x, int64_t dim, Out* out) {
+template <typename T>
+TLT_SIMD void silu_mul_row(const T* x, int64_t dim, T* out) {
 #pragma GCC ivdep  // out may be the gate itself
   for (int64_t i = 0; i < dim; ++i) {
     const float gated = to_float(from_float<T>(silu(to_float(x[i]))));
-    out[i] = rounded<T, Out>(gated * to_float(x[dim + i]));
+    out[i] = from_float<T>(gated * to_float(x[dim + i]));
   }
 }
 
@@ -176,7 +175,8 @@ void rms_norm_cpu(const RmsNormParams& p) {
     using T = std::remove_pointer_t<decltype(tag)>;
     parallel_for(p.rows, 2 * p.dim, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        rms_norm_row<T>(p, row, static_cast<T*>(p.out) + row * p.out_stride);
+        rms_norm_row(at<T>(p.x, row * p.x_stride), at<T>(p.weight, 0), p.dim, p.eps,
+                     static_cast<T*>(p.out) + row * p.out_stride);
       }
     });
   });
@@ -197,7 +197,11 @@ void silu_mul_cpu(const SiluMulParams& p) {
 void linear_rows_cpu(const LinearParams& p) {
   dispatch_floating(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    if constexpr (std::is_same_v<T, float>) {
+    if (p.norm_weight) {
+      linear_filled<T>(p, [&](int64_t row, float* out) {
+        rms_norm_row(at<T>(p.x, row * p.x_stride), at<T>(p.norm_weight, 0), p.in_dim, p.eps, out);
+      });
+    } else if constexpr (std::is_same_v<T, float>) {
       for (int64_t row = 0; row < p.rows; row += kRowChunk) {
         linear_chunk<T>(p, at<float>(p.x, row * p.x_stride), p.x_stride, row,
                         std::min(kRowChunk, p.rows - row));
@@ -209,30 +213,21 @@ void linear_rows_cpu(const LinearParams& p) {
   });
 }
 
-void rms_norm_linear_cpu(const RmsNormParams& norm, const LinearParams& linear) {
-  dispatch_floating(norm.dtype, [&](auto* tag) {
-    using T = std::remove_pointer_t<decltype(tag)>;
-    linear_filled<T>(linear, [&](int64_t row, float* out) { rms_norm_row<T>(norm, row, out); });
-  });
+// Gate and up, or q, k and v, lie in scratch between the two.
+void linear_silu_mul_cpu(const LinearParams& p) {
+  LinearParams to_scratch = p;
+  to_scratch.out = scratch<struct GateUpRows>(p.rows * p.out_dim);
+  to_scratch.out_stride = p.out_dim;
+  linear_rows_cpu(to_scratch);
+  silu_mul_cpu({to_scratch.out, p.out, p.rows, p.out_dim / 2, p.out_dim, p.out_stride, p.dtype});
 }
 
-void silu_mul_linear_cpu(const SiluMulParams& act, const LinearParams& linear) {
-  dispatch_floating(act.dtype, [&](auto* tag) {
-    using T = std::remove_pointer_t<decltype(tag)>;
-    linear_filled<T>(linear, [&](int64_t row, float* out) {
-      silu_mul_row(at<T>(act.x, row * act.x_stride), act.dim, out);
-    });
-  });
-}
-
-// q, k and v lie in scratch between the two.
-void rms_norm_linear_append_cpu(const RmsNormParams& norm, const LinearParams& linear,
-                                const AppendKvParams& append) {
-  LinearParams to_scratch = linear;
+void linear_append_cpu(const LinearParams& p, const AppendKvParams& append) {
+  LinearParams to_scratch = p;
   AppendKvParams from_scratch = append;
-  from_scratch.qkv = to_scratch.out = scratch<struct QkvRows>(linear.rows * linear.out_dim);
-  from_scratch.qkv_stride = to_scratch.out_stride = linear.out_dim;
-  rms_norm_linear_cpu(norm, to_scratch);
+  from_scratch.qkv = to_scratch.out = scratch<struct QkvRows>(p.rows * p.out_dim);
+  from_scratch.qkv_stride = to_scratch.out_stride = p.out_dim;
+  linear_rows_cpu(to_scratch);
   append_kv_cpu(from_scratch);
 }
 

@@ -1,11 +1,38 @@
-// Parts of the decode kernel: a block's share of the weights, and the end of a tile.
+// Parts of the decode kernel: its tiles, a block's share of the weights, and the end of a tile.
 #pragma once
+
+#include <algorithm>
 
 #include "layers/linear.cuh"
 
 namespace tlt {
 
-// A block owns `base` weight rows (pairs of them where it appends), the first `extra` blocks one
+// Each warp has a part of K to itself.
+template <int kRowTiles_, int kStages_>
+struct Decode {
+  static constexpr int kTiles = 2;              // of 16 weight rows
+  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
+  static constexpr int kCols = 16 * kTiles, kRows = 8 * kRowTiles;
+  static constexpr int kStages = kStages_;
+  static constexpr int kChunks = 4 * kTiles;                   // a lane's share of one step
+  static constexpr int kStage = kParts * kChunks * kWarpSize;  // chunks
+  static constexpr int kSums = kParts * kRows * kCols;
+  static constexpr int kSharedBytes = kSums * 4 + kStages * kStage * 16;
+};
+using Few = Decode<1, 3>;
+using Many = Decode<2, 3>;
+using ManyAppending = Decode<2, 2>;  // which leave room for their places
+static_assert(Many::kRows == kPieceRows);
+
+constexpr int kBlocksPerSm = 2;
+static_assert(kBlocksPerSm * (Many::kSharedBytes + 1024 + 512) <= 228 * 1024,
+              "shared memory of an SM");
+static_assert(kBlocksPerSm *
+                      (std::max(Few::kSharedBytes, ManyAppending::kSharedBytes) + 1024 + 4096) <=
+                  228 * 1024,
+              "shared memory of an SM");
+
+// A block owns `base` weight rows (or pairs of them: pairs.cuh), the first `extra` blocks one
 // more: equal shares, since the card gives each SM an equal share of its bandwidth. It takes them
 // in equal tiles.
 struct Shares {
@@ -29,8 +56,7 @@ struct Share {
 template <typename T, int kRowTiles>
 struct Rows {
   Chunk<T> x[kRowTiles][2];
-  Chunk<T> up[kRowTiles][2];  // kSilu
-  Chunk<T> norm_weight[2];    // kNorm
+  Chunk<T> norm_weight[2];  // where x is normed
 };
 
 // Where a lane's own sum of (x row, column) of a tile goes: lanes of a warp hit 32 banks.
@@ -56,20 +82,19 @@ __device__ __forceinline__ uint4 shuffle(const uint4& v, int lane) {
 
 // ---- the end of a tile: out ---------------------------------------------------------------------
 
-// What is added to a sum. A thread asks for its first one early: nothing else hides its way.
+// What is added to a sum, as it lies in memory: to convert it is to wait for it. A thread asks for
+// its first one early: nothing else hides its way.
 struct Added {
-  float bias, residual;
+  uint32_t bias, residual;
 };
 
-template <typename T>
 __device__ __forceinline__ Added load_added(const LinearParams& p, int row, int64_t col) {
   Added added = {};
-  if (p.bias) added.bias = as_float32(static_cast<const T*>(p.bias)[col]);
+  if (p.bias) added.bias = static_cast<const uint16_t*>(p.bias)[col];
   if (p.residual) {
     const int64_t at = row * p.residual_stride + col;
-    added.residual = p.out_dtype == DType::kFloat32
-                         ? static_cast<const float*>(p.residual)[at]
-                         : as_float32(static_cast<const T*>(p.residual)[at]);
+    added.residual = p.out_dtype == DType::kFloat32 ? static_cast<const uint32_t*>(p.residual)[at]
+                                                    : static_cast<const uint16_t*>(p.residual)[at];
   }
   return added;
 }
@@ -77,8 +102,11 @@ __device__ __forceinline__ Added load_added(const LinearParams& p, int row, int6
 template <typename T>
 __device__ __forceinline__ void store_added(const LinearParams& p, int row, int64_t col, float sum,
                                             const Added& added) {
-  if (p.bias) sum += added.bias;
-  if (p.residual) sum += added.residual;
+  if (p.bias) sum += unpack<T>(added.bias).x;
+  if (p.residual) {
+    sum += p.out_dtype == DType::kFloat32 ? __uint_as_float(added.residual)
+                                          : unpack<T>(added.residual).x;
+  }
   const int64_t at = row * p.out_stride + col;
   if (p.out_dtype == DType::kFloat32) {
     static_cast<float*>(p.out)[at] = sum;

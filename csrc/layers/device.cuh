@@ -28,9 +28,12 @@ __device__ __forceinline__ uint32_t pack(float2 v) {
   return pack_pair<T>(v.x, v.y);
 }
 
+// Products of two pairs, rounded once.
 template <typename T>
-__device__ __forceinline__ float2 rounded(float2 v) {
-  return unpack<T>(pack<T>(v));
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Pair v = __hmul2_rn(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&v);
 }
 
 // ---- chunks: 16 bytes of one row ----------------------------------------------------------------
@@ -153,10 +156,23 @@ __device__ __forceinline__ void silu_mul_chunk(Chunk<T>& gate, const Chunk<T>& u
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 g = unpack<T>(gate.word[i]), u = unpack<T>(up.word[i]);
-      const float2 gated = rounded<T>(make_float2(fast_silu(g.x), fast_silu(g.y)));
-      gate.word[i] = pack<T>(make_float2(gated.x * u.x, gated.y * u.y));
+      const float2 g = unpack<T>(gate.word[i]);
+      const uint32_t gated = pack<T>(make_float2(fast_silu(g.x), fast_silu(g.y)));
+      gate.word[i] = multiply<T>(gated, up.word[i]);
     }
+  }
+}
+
+// The same of two sums, which are rounded first, as an array of them would have been.
+template <typename T>
+__device__ __forceinline__ T silu_mul_sums(float gate, float up) {
+  if constexpr (sizeof(T) == 4) {
+    return silu_mul_one(gate, up);
+  } else {
+    const uint32_t both = pack<T>(make_float2(gate, up));
+    const uint32_t gated = pack<T>(make_float2(fast_silu(unpack<T>(both).x), 0.0f));
+    const auto product = static_cast<uint16_t>(multiply<T>(gated, both >> 16));
+    return *reinterpret_cast<const T*>(&product);
   }
 }
 
@@ -175,16 +191,23 @@ __device__ __forceinline__ void norm_chunk(Chunk<T>& x, float scale, const Chunk
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 v = unpack<T>(x.word[i]), w = unpack<T>(weight.word[i]);
-      const float2 normed = rounded<T>(make_float2(v.x * scale, v.y * scale));
-      x.word[i] = pack<T>(make_float2(normed.x * w.x, normed.y * w.y));
+      const float2 v = unpack<T>(x.word[i]);
+      const uint32_t normed = pack<T>(make_float2(v.x * scale, v.y * scale));
+      x.word[i] = multiply<T>(normed, weight.word[i]);
     }
   }
 }
 
+// 1 / sqrt(mean square + eps): of float32 with the bits of the CPU, of types that round away what
+// they lose by two special-function instructions, for rows wait for it.
+template <typename T>
 __device__ __forceinline__ float norm_scale(float squares, int dim, float eps) {
-  const float mean = __fdiv_rn(squares, static_cast<float>(dim));
-  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+  if constexpr (sizeof(T) == 4) {
+    const float mean = __fdiv_rn(squares, static_cast<float>(dim));
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+  } else {
+    return rsqrtf(__fadd_rn(__fdividef(squares, static_cast<float>(dim)), eps));
+  }
 }
 
 __device__ __forceinline__ float sum_of_8(const float* v) {
@@ -197,51 +220,68 @@ __device__ __forceinline__ float fold(float v, int lanes) {
   return v;
 }
 
-// The same, neighbours first.
-__device__ __forceinline__ float fold_rising(float v, int lanes) {
-#pragma unroll
-  for (int lane = 1; lane < lanes; lane *= 2) v += __shfl_xor_sync(kFullWarp, v, lane);
-  return v;
-}
-
-// The order of a 16-bit row's sum of squares is that of the linears (linear.cuh): lane t of part w
-// adds the elements that it feeds to the tensor cores into eight sums; these fold within the lane,
-// then over t, then over w, pairwise.
+// A 16-bit row's squares are summed as the linears sum (linear.cuh), by tensor cores: of each block
+// of 64 elements of part w the first 32 go to one sum and the others to another, 16 at a time; the
+// two are added, then the parts, pairwise.
 constexpr int kBlockK = 64;  // elements of k in one step: 128 bytes of a row
 constexpr int kParts = 8;    // interleaved parts of K
 
-template <typename T>
-__device__ __forceinline__ float lane_squares(const T* row, int part, int t, int dim,
-                                              bool aligned) {
-  float sum[8] = {};
-  const auto add = [&](const Chunk<T>& x) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 v = unpack<T>(x.word[i]);
-      sum[2 * i] = fmaf(v.x, v.x, sum[2 * i]);
-      sum[2 * i + 1] = fmaf(v.y, v.y, sum[2 * i + 1]);
-    }
+// By a warp, whose row g of a fragment is elements of row[r] of its lanes 4 g to 4 g + 3: from
+// `begin`, the same in all lanes, every eighth block up to `end`; a lane's own elements lie `at`
+// further on. Lane 4 g + g / 2 gets the sums of row g.
+template <int kRows, typename T>
+__device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const int (&dim)[kRows],
+                                            int begin, int end, int at, bool aligned,
+                                            float (&squares)[kRows]) {
+  float sum[kRows][2][4] = {};
+  const auto add = [&](float (&to)[4], const Chunk<T>& x) {
+    const uint32_t* w = x.word;
+    mma_16816<T>(to, {w[0], w[0], w[1], w[1]}, w[0], w[1]);
+    mma_16816<T>(to, {w[2], w[2], w[3], w[3]}, w[2], w[3]);
   };
-  constexpr int kStep = kParts * kBlockK, kAhead = 4;  // steps on their way at once
-  const int first = part * kBlockK + t * 4;
+  constexpr int kStep = kParts * kBlockK, kAhead = 4 / kRows;  // steps on their way at once
   if (aligned) {
 #pragma unroll 1
-    for (int k = first; k < dim; k += kAhead * kStep) {
-      Chunk<T> x[2 * kAhead];
+    for (int k = begin; k < end; k += kAhead * kStep) {
+      Chunk<T> x[kAhead][kRows][2];
 #pragma unroll
-      for (int i = 0; i < 2 * kAhead; ++i)
-        x[i] = load_split(row, k + i / 2 * kStep + i % 2 * 32, dim);
+      for (int i = 0; i < kAhead; ++i) {
+        if (k + i * kStep >= end) break;
 #pragma unroll
-      for (int i = 0; i < 2 * kAhead; ++i) add(x[i]);  // zeros past the end leave the sums alone
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            x[i][r][h] = load_split(row[r], k + at + i * kStep + h * 32, dim[r]);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (k + i * kStep >= end) break;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) add(sum[r][h], x[i][r][h]);
+        }
+      }
     }
   } else {
 #pragma unroll 1
-    for (int k = first; k < dim; k += kStep) {
-#pragma unroll 1
-      for (int h = 0; h < 2; ++h) add(load_split_pieces(row, k + h * 32, dim));
+    for (int k = begin; k < end; k += kStep) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          add(sum[r][h], load_split_pieces(row[r], k + at + h * 32, dim[r]));
+        }
+      }
     }
   }
-  return sum_of_8(sum);
+  const bool odd = threadIdx.x / 4 % 2 == 1;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    squares[r] = odd ? sum[r][0][1] + sum[r][1][1] : sum[r][0][0] + sum[r][1][0];
+  }
 }
 
 // The sum of squares of a row, by one warp, in every lane. float32: the order of csrc/layers/dot.h
@@ -258,7 +298,14 @@ __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligne
     }
     return fold(squares, 16);
   } else {
-    return fold_rising(lane_squares(row, lane / 4, lane % 4, dim, aligned), kWarpSize);
+    float squares[1];  // of a part to a row of the fragment
+    sum_squares<1>({row}, {dim}, 0, dim, lane / 4 * kBlockK + lane % 4 * 4, aligned, squares);
+    float sum = __shfl_sync(kFullWarp, squares[0], lane / 4 * 4 + lane / 8);
+#pragma unroll
+    for (int apart = 4; apart < kWarpSize; apart *= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, apart);
+    }
+    return sum;
   }
 }
 

@@ -1,11 +1,12 @@
-// Parts of the wgmma kernel of linear_rows (linear_hopper.cu): its tiles and who takes which, the
-// loads, the products and what becomes of their sums.
+// Parts of the wgmma kernel (linear_hopper.cu): its tiles and who takes which, the loads, the
+// products and what becomes of their sums.
 #pragma once
 
 #include <algorithm>
 
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
+#include "layers/columns.cuh"
 #include "layers/decode.cuh"
 #include "layers/products.cuh"
 
@@ -42,7 +43,7 @@ struct Tile {
 };
 
 struct Grid {
-  int tile_rows;  // weight rows of a tile, a multiple of 8
+  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where they are gates and ups
   int row_tiles, tiles, blocks;
   int split;  // blocks of a cluster that share the parts of a tile
 };
@@ -86,7 +87,7 @@ struct Barriers {
 
 // By one thread: fills the weights' half of the ring, or that of x, in the order of sum_held.
 template <typename Of, bool kWeights>
-__device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
+__device__ __forceinline__ void load_operand(const Work& work, const Grid& grid, bool pairs,
                                              const CUtensorMap* map, char* ring,
                                              Barriers* barriers) {
   const int rows = kWeights ? grid.tile_rows : Of::kRows;
@@ -98,7 +99,9 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
       uint64_t* full = &barriers->full[at.stage];
       wait_barrier(&barriers->empty[at.stage], at.parity ^ 1);
       arrive_expecting(full, rows * kLineBytes);
-      copy_rows(base + at.stage * Of::kStageBytes, map, block * kBlockK, row, full);
+      const uint32_t to = base + at.stage * Of::kStageBytes;
+      kWeights&& pairs ? copy_pairs(to, map, block * kBlockK, row, full)
+                       : copy_rows(to, map, block * kBlockK, row, full);
       at.advance();
     };
     for (int first = work.begin; first < work.end; first += Of::kHeld) {
@@ -119,91 +122,6 @@ __device__ __forceinline__ void for_each_sum(F&& f) {
   for (int j = 0; j < kRows / 8; ++j) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) f(j, c);
-  }
-}
-
-// Eight neighbours of an array of 16-bit or, where `wide`, of float32 elements.
-template <typename T>
-__device__ __forceinline__ void load_8(const void* from, int64_t at, bool wide, float (&to)[8]) {
-  if (wide) {
-    const float4* chunk = reinterpret_cast<const float4*>(static_cast<const float*>(from) + at);
-    const float4 low = chunk[0], high = chunk[1];
-    to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
-    to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
-  } else {
-    Chunk<T> chunk;
-    chunk.raw = *reinterpret_cast<const uint4*>(static_cast<const T*>(from) + at);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack<T>(chunk.word[i]);
-      to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
-    }
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void store_8(void* to, int64_t at, bool wide, const float (&from)[8]) {
-  if (wide) {
-    float4* chunk = reinterpret_cast<float4*>(static_cast<float*>(to) + at);
-    chunk[0] = make_float4(from[0], from[1], from[2], from[3]);
-    chunk[1] = make_float4(from[4], from[5], from[6], from[7]);
-  } else {
-    Chunk<T> chunk;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      chunk.word[i] = pack<T>(make_float2(from[2 * i], from[2 * i + 1]));
-    }
-    *reinterpret_cast<uint4*>(static_cast<T*>(to) + at) = chunk.raw;
-  }
-}
-
-// Eight columns of out: rows `row`, `row + step`, ... before `end`. Loops rather than unrolled
-// code: what runs once a tile is mostly cold, and costs its fetch.
-template <typename T, typename F>
-__device__ __forceinline__ void store_columns(const LinearKernelParams& params, int64_t col,
-                                              int row, int end, int step, F&& load_sums) {
-  constexpr int kAhead = 2;
-  const LinearParams& p = params.linear;
-  if (!params.out_aligned || col + 8 > p.out_dim) {
-#pragma unroll 1
-    for (; row < end; row += step) {
-      float sum[8];
-      load_sums(row, sum);
-#pragma unroll 1
-      for (int64_t at = col; at < min(col + 8, p.out_dim); ++at) {
-        store_out<T>(p, row, at, sum[0]);
-#pragma unroll
-        for (int c = 0; c < 7; ++c) sum[c] = sum[c + 1];
-      }
-    }
-    return;
-  }
-  const bool wide = p.out_dtype == DType::kFloat32;
-  float bias[8];
-  if (p.bias) load_8<T>(p.bias, col, false, bias);
-#pragma unroll 1
-  for (; row < end; row += kAhead * step) {
-    float residual[kAhead][8];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int at = row + i * step;
-      if (p.residual && at < end) {
-        load_8<T>(p.residual, at * p.residual_stride + col, wide, residual[i]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int at = row + i * step;
-      if (at >= end) break;
-      float sum[8];
-      load_sums(at, sum);
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        if (p.bias) sum[c] += bias[c];
-        if (p.residual) sum[c] += residual[i][c];
-      }
-      store_8<T>(p.out, at * p.out_stride + col, wide, sum);
-    }
   }
 }
 
@@ -258,8 +176,8 @@ class Multiplier {
                                              float* turn) {
     int thread = threadIdx.x % kGroup;
     asm volatile("" : "+r"(thread));  // what follows from it is worked out here, not kept meanwhile
-    const int turn_col = thread % 8 * 8;
-    const int col = group_ * 64 + turn_col;
+    const int log = params_.silu_mul ? 2 : 3, columns = 1 << log;  // threads of a row
+    const int turn_col = (thread & (columns - 1)) << (6 - log), col = group_ * 64 + turn_col;
     const int64_t w_row = first_w_row(grid_, tile);
     const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
     turn += group_ * Of::kTurn;
@@ -279,9 +197,14 @@ class Multiplier {
       }
       sync_group();
       if (has_col) {
-        store_columns<T>(params_, w_row + col, x_row + thread / 8, end, kGroup / 8,
+        store_columns<T>(params_, out_col(w_row + col), x_row + (thread >> log), end, kGroup >> log,
                          [&](int row, float (&sum)[8]) {
                            load_8<T>(turn, sum_index<64>(row - x_row, turn_col), true, sum);
+                           if (params_.silu_mul) {
+                             float up[8];
+                             load_8<T>(turn, sum_index<64>(row - x_row, turn_col + 8), true, up);
+                             activate_8<T>(sum, up);
+                           }
                          });
       }
     }
@@ -290,34 +213,47 @@ class Multiplier {
   // Adds the parts of all blocks of a cluster for its share of the rows.
   template <typename Cluster>
   __device__ __forceinline__ void store_parts(const Cluster& cluster) {
-    constexpr int kChunks = Of::kWeightRows / 8, kPass = Of::kGroups * kGroup / kChunks;
     float* sums = reinterpret_cast<float*>(ring_);
     const int parts = (kParts + grid_.split - 1) / grid_.split, rank = work_.begin / parts;
-    const int thread = threadIdx.x, col = thread % kChunks * 8;
+    const int width = params_.silu_mul ? 16 : 8, columns = Of::kWeightRows / width;
+    const int pass = Of::kGroups * kGroup / columns;
+    const int thread = threadIdx.x, col = thread % columns * width;
     const int64_t w_row = first_w_row(grid_, work_.tile);
     const int x_row = first_x_row(grid_, work_.tile, Of::kRows);
     const int end = min(x_row + Of::kRows, static_cast<int>(p_.rows));
     if (col >= grid_.tile_rows || w_row + col >= p_.out_dim) return;
-    const int first = x_row + rank + thread / kChunks * grid_.split;
-    store_columns<T>(params_, w_row + col, first, end, kPass * grid_.split,
+    const auto add_parts = [&](int row, int at, float (&sum)[8]) {
+      float* mine = sums + sum_index<Of::kWeightRows>(row - x_row, at);
+      float part[kParts][8];
+#pragma unroll
+      for (int w = 0; w < kParts; ++w) {
+        const float* theirs = cluster.map_shared_rank(mine, w / parts);
+        load_8<T>(theirs, w % parts * Of::kSums, true, part[w]);
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        sum[c] = part[0][c];
+#pragma unroll
+        for (int w = 1; w < kParts; ++w) sum[c] += part[w][c];
+      }
+    };
+    const int first = x_row + rank + thread / columns * grid_.split;
+    store_columns<T>(params_, out_col(w_row + col), first, end, pass * grid_.split,
                      [&](int row, float (&sum)[8]) {
-                       float* mine = sums + sum_index<Of::kWeightRows>(row - x_row, col);
-                       float part[kParts][8];
-#pragma unroll
-                       for (int w = 0; w < kParts; ++w) {
-                         const float* theirs = cluster.map_shared_rank(mine, w / parts);
-                         load_8<T>(theirs, w % parts * Of::kSums, true, part[w]);
-                       }
-#pragma unroll
-                       for (int c = 0; c < 8; ++c) {
-                         sum[c] = part[0][c];
-#pragma unroll
-                         for (int w = 1; w < kParts; ++w) sum[c] += part[w][c];
+                       add_parts(row, col, sum);
+                       if (params_.silu_mul) {
+                         float up[8];
+                         add_parts(row, col + 8, up);
+                         activate_8<T>(sum, up);
                        }
                      });
   }
 
  private:
+  __device__ __forceinline__ int64_t out_col(int64_t w_row) const {
+    return params_.silu_mul ? w_row / 2 : w_row;  // of eight gates
+  }
+
   // Where sum (j, c) of this lane lies among kCols columns: sum_index of row 8 j + 2 t + c % 2 and
   // column 16 warp + g + 8 (c / 2), as one of two registers and a constant.
   template <int kCols>

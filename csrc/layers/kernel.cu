@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float shared_scale;
   if (threadIdx.x < kWarpSize) {
     const float squares = warp_squares(x, dim, aligned);
-    if (threadIdx.x == 0) shared_scale = norm_scale(squares, dim, p.eps);
+    if (threadIdx.x == 0) shared_scale = norm_scale<T>(squares, dim, p.eps);
   }
   __syncthreads();
   const float scale = shared_scale;

@@ -13,15 +13,11 @@
 
 namespace tlt {
 
-enum class Before { kNothing, kNorm, kSilu };  // what happens to x before the linear
-
 struct LinearKernelParams {
-  LinearParams linear;      // linear.x: [rows, in_dim], kSilu: [rows, 2 * in_dim]
-  const void* norm_weight;  // [in_dim], dtype; null but for kNorm
-  float eps;
+  LinearParams linear;  // early: see launch_kernel; weight, norm_weight and bias are read at once
+  bool silu_mul;        // weight rows are those of gate, then of up; out is silu_mul of their sums
   bool x_aligned, w_aligned;  // 16-byte chunks can be loaded whole
   bool out_aligned;  // 8 outputs from a multiple of 8 on, and what is added, are whole chunks
-  bool early;        // see launch_kernel: weight, norm_weight and bias are read at once
 };
 
 __device__ __forceinline__ int num_blocks_of(const LinearParams& p) {
@@ -102,17 +98,17 @@ struct Card {
   int num_sms;
 };
 
-// Aligned rows, fast where they or the weights are few; more of them, with nothing before; any;
-// float32. Each launches on the current device.
-constexpr int kPieceRows = 16;  // that the decode kernel takes at once, with nothing before
-void launch_decode(const LinearKernelParams& p, Before before, const Card& card,
-                   cudaStream_t stream);
+// Aligned rows, fast where they or the weights are few, silu_mul after a norm alone; more of them,
+// without a norm, silu_mul of a multiple of 8 columns; any; float32. Each launches on the current
+// device.
+constexpr int kPieceRows = 16;  // that the decode kernel takes at once
+void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
                           const Card& card, cudaStream_t stream);
 bool has_hopper_kernel();  // whether this build and the current device have the next one
 void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
-void launch_tiles(const LinearKernelParams& p, Before before, cudaStream_t stream);
-void launch_float32(const LinearKernelParams& p, Before before, cudaStream_t stream);
+void launch_tiles(const LinearKernelParams& p, cudaStream_t stream);
+void launch_float32(const LinearKernelParams& p, cudaStream_t stream);
 void launch_float32_append(const LinearKernelParams& p, const AppendKvParams& append,
                            cudaStream_t stream);
 

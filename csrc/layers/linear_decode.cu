@@ -1,70 +1,52 @@
-// linear_rows for few rows, rms_norm_linear, silu_mul_linear and rms_norm_linear_append, of float16
-// or bfloat16 in aligned rows: the weights leave memory once, and that is all the time there is
-// (order of the sum: linear.cuh). More than 8 rows, or 16 with nothing before, are pieces: the
-// grid's second axis. All pieces run at once, and read the weights from L2 but for the first.
+// The linears of few rows, with or without a norm before, of float16 or bfloat16 in aligned rows:
+// the weights leave memory once, and that is all the time there is (order of the sum: linear.cuh).
+// Up to 8 rows have a form of their own, more than 16 are pieces: the grid's second axis. All
+// pieces run at once, and read the weights from L2 but for the first.
 //
 // A block owns tiles of up to 32 weight rows; each of its 8 warps owns one part of K. A warp copies
 // the weight chunks of its own MMA fragments into its own ring slots, so the ring needs no barrier
 // of the block and stays full across tiles: up to 96 KB in flight a block. An early launch fills it
 // while the kernels before still run. x (weights are MMA operand A, x rows operand B) comes from L2
-// a few steps ahead through registers, where the norm or the activation is applied. At a tile's end
-// the warps' sums meet in shared memory. Bytes: the weights, plus rows / 32 of that from L2.
+// a few steps ahead through registers, where the norm is applied. At a tile's end the warps' sums
+// meet in shared memory. Bytes: the weights, plus rows / 32 of that from L2.
 //
-// The appending form pairs weight row i of a head with row i + head_dim / 2 (low and high rows of a
-// fragment), so a block holds what RoPE needs; one more warp looks up where the rows belong.
+// Where what comes after takes pairs of sums (pairs.cuh), their weight rows are the low and the
+// high rows of a fragment. The appending form has two more warps: one looks up where the rows
+// belong, one what the pairs are and the angles by which they turn.
 #include <algorithm>
 #include <type_traits>
 
-#include "layers/append.cuh"
 #include "layers/decode.cuh"
+#include "layers/pairs.cuh"
 
 namespace tlt {
 namespace {
 
 constexpr int kWarps = kParts;  // each has its own
 
-template <int kRowTiles_>
-struct Decode {
-  static constexpr int kTiles = 2;              // of 16 weight rows
-  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
-  static constexpr int kCols = 16 * kTiles, kRows = 8 * kRowTiles;
-  static constexpr int kStages = 3;
-  static constexpr int kChunks = 4 * kTiles;                   // a lane's share of one step
-  static constexpr int kStage = kWarps * kChunks * kWarpSize;  // chunks
-  static constexpr int kSums = kWarps * kRows * kCols;
-  static constexpr int kSharedBytes = kSums * 4 + kStages * kStage * 16;
-};
-using Few = Decode<1>;
-using Many = Decode<2>;  // of more rows, with nothing before
-static_assert(Many::kRows == kPieceRows);
-
-constexpr int kBlocksPerSm = 2;
-static_assert(kBlocksPerSm * (Many::kSharedBytes + 1024 + 512) <= 228 * 1024,
-              "shared memory of an SM");
-static_assert(kBlocksPerSm * (Few::kSharedBytes + 1024 + 4096) <= 228 * 1024,
-              "shared memory of an SM");
-
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <typename Append>
-constexpr int kThreads = (kWarps + kAppends<Append>)*kWarpSize;
+template <typename After>
+constexpr int kThreads = (kWarps + 2 * kAppends<After>)*kWarpSize;
 
-template <typename T, typename D, Before kBefore, typename Append>
-__global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
+template <typename T, typename D, bool kNorms, typename After>
+__global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
     decode_kernel(const __grid_constant__ LinearKernelParams params,
-                  const __grid_constant__ Append append, const Shares shares) {
+                  const __grid_constant__ After after, const Shares shares) {
   extern __shared__ uint4 shared[];
   float* sums = reinterpret_cast<float*>(shared);
   uint4* ring = shared + D::kSums / 4;
-  __shared__ float squares[kBefore == Before::kNorm ? kWarps : 1][D::kRows];
+  __shared__ float squares[kNorms ? kWarps : 1][D::kRows];
   launch_dependents();
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim), first_row = blockIdx.y * D::kRows;
   const int rows = min(static_cast<int>(p.rows) - first_row, D::kRows);
+  // One appending form serves both; asking also keeps the compiler from what would spill.
+  const bool norms = kNorms && p.norm_weight != nullptr;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
-  const Share share(shares, kAppends<Append> ? D::kCols / 2 : D::kCols);
-  const bool multiplies = !kAppends<Append> || warp < kWarps;
+  const Share share(shares, kPairs<After> ? D::kCols / 2 : D::kCols);
+  const bool multiplies = !kAppends<After> || warp < kWarps;
   const int steps = multiplies ? part_steps(num_blocks_of(p), warp) : 0;
   const int first_k = warp * kBlockK, step_k = kParts * kBlockK;
 
@@ -74,21 +56,21 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
   uint4* my_slot = my_ring + g * 4 + (t ^ (g & 2));
   const uint64_t policy = evict_first_policy();
   int load_tile = 0, load_step = 0, left = 0;  // left: of the tile, from this lane's on
-  const T* load_from[kAppends<Append> ? D::kTiles : 1];
+  const T* load_from[kPairs<After> ? D::kTiles : 1];
   const int64_t tile_step = 16 * p.weight_stride;
   int64_t high_step = 8 * p.weight_stride;
-  if constexpr (kAppends<Append>) high_step = append.head_dim / 2 * p.weight_stride;
+  if constexpr (kPairs<After>) high_step = rows_apart(p, after) * p.weight_stride;
   const auto load_stage = [&](int stage) {
     if (load_tile < share.tiles && load_step < steps) {
       if (load_step == 0) {
         const int first = share.first(load_tile);
         left = share.first(load_tile + 1) - first - g;
         const T* weight = static_cast<const T*>(p.weight) + warp * kBlockK + t * 8;
-        if constexpr (kAppends<Append>) {
+        if constexpr (kPairs<After>) {
 #pragma unroll
           for (int m = 0; m < D::kTiles; ++m) {
             load_from[m] =
-                weight + low_row(append, share.begin + first + m * 8 + g) * p.weight_stride;
+                weight + low_row(after, share.begin + first + m * 8 + g) * p.weight_stride;
           }
         } else {
           load_from[0] = weight + (share.begin + first + g) * p.weight_stride;
@@ -98,10 +80,10 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
       const int k = load_step * step_k;  // from load_from on
       const int dim = in_dim - first_k - t * 8;
       const auto row = [&](int i) {  // rows g, g + 8, ... of the tile, or pairs of them
-        if constexpr (kAppends<Append>) return load_from[i / 2] + i % 2 * high_step;
+        if constexpr (kPairs<After>) return load_from[i / 2] + i % 2 * high_step;
         return load_from[0] + i / 2 * tile_step + i % 2 * high_step;
       };
-      const auto inside = [&](int i) { return (kAppends<Append> ? i / 2 : i) * 8 < left; };
+      const auto inside = [&](int i) { return (kPairs<After> ? i / 2 : i) * 8 < left; };
 #pragma unroll
       for (int i = 0; i < 2 * D::kTiles; ++i) {
         const T* from = row(i) + k;
@@ -120,54 +102,100 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
   };
 #pragma unroll 1
   for (int stage = 0; stage < D::kStages; ++stage) load_stage(stage);
-  if constexpr (kBefore == Before::kNorm) {
-    const char* line = static_cast<const char*>(params.norm_weight);
-    for (int i = threadIdx.x * 128; i < in_dim * 2; i += kThreads<Append> * 128) {
+  __shared__ std::conditional_t<kAppends<After>, RowPlaces<D::kRows>, char> places;
+  constexpr int kTilePairs = D::kCols / 2;
+  __shared__ float2 angles[kAppends<After> ? D::kRows : 1][kTilePairs];  // of a tile's pairs
+  __shared__ HeadPair pairs[kAppends<After> ? kTilePairs : 1];
+  const auto find_pairs = [&](int tile) {  // by a warp
+    if constexpr (kAppends<After>) {
+      const int first = share.first(tile), count = share.first(tile + 1) - first;
+      const int pair = lane % kTilePairs;
+      if (pair >= count) return;
+      const HeadPair at = head_pair(after, share.begin + first + pair);
+      pairs[pair] = at;
+      for (int row = lane / kTilePairs; row < rows; row += kWarpSize / kTilePairs) {
+        const int64_t position = after.position[first_row + row];
+        if (position < 0 || position >= after.max_position) continue;  // the row has no place
+        angles[row][pair] = angle_of(after, position, at.i);
+      }
+    }
+  };
+  if constexpr (kAppends<After>) {
+    if (!multiplies) {
+      if (!p.placed) wait_for_prior_grid();
+      if (warp == kWarps) {
+        find_places(after, first_row, rows, blockIdx.x == 0, &places);
+      } else {
+        find_pairs(0);
+      }
+    }
+  }
+  if (norms) {
+    const char* line = static_cast<const char*>(p.norm_weight);
+    for (int i = threadIdx.x * 128; i < in_dim * 2; i += kThreads<After> * 128) {
       prefetch_line(line + i);
     }
   }
-  wait_for_prior_grid();
 
   // With fewer than 8 rows the lanes of absent rows take later steps of those present, so that a
-  // load and an activation serve up to 8 steps; shuffles bring the chunks to where they are needed.
-  const auto row_at = [&](int row) {
-    return static_cast<const T*>(p.x) + (first_row + row) * p.x_stride;
-  };
+  // load and a norm serve up to 8 steps; shuffles bring the chunks to where they are needed.
   int spread = 0;  // log2 of the steps in a batch
   if constexpr (D::kRowTiles == 1) spread = rows == 1 ? 3 : rows == 2 ? 2 : rows <= 4 ? 1 : 0;
-  const int batch_steps = 1 << spread, x_g = g & ((8 >> spread) - 1), x_slot = g >> (3 - spread);
-  const auto x_row = [&](int i) { return row_at(i * 8 + x_g); };
+  const int batch_steps = 1 << spread;
+  const int x_g = g & ((8 >> spread) - 1), x_slot = g >> (3 - spread);
+  const int x_k = first_k + t * 4 + x_slot * step_k;  // the first element that this lane loads
+  const int64_t x_at = (first_row + x_g) * p.x_stride;
+  // The lane that holds what this one feeds to the tensor cores, at step 0 of a batch.
+  const int source = x_g * 4 + t, source_step = 4 * (8 >> spread);
+  // Where in a slot this lane's elements of the first 16 of 32 lie; of the others: that ^ 32.
+  const int my_read = g * 64 + ((t / 2) ^ (g & 2)) * 16 + t % 2 * 8;
+  const auto x_row = [&](int i) { return static_cast<const T*>(p.x) + x_at + i * 8 * p.x_stride; };
   const auto x_dim = [&](int i) { return i * 8 + x_g < rows ? in_dim : 0; };
   using X = Rows<T, D::kRowTiles>;
+  const auto load_norm_weight = [&](X& to, int step) {
+    const T* norm_weight = static_cast<const T*>(p.norm_weight);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      to.norm_weight[h] = load_split(norm_weight, x_k + step * step_k + h * 32, in_dim);
+    }
+  };
   const auto load_x = [&](X& to, int step) {
-    const T* norm_weight = static_cast<const T*>(params.norm_weight);
-    const int first = first_k + t * 4 + (step + x_slot) * step_k;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int i = 0; i < D::kRowTiles; ++i) {
-        to.x[i][h] = load_split(x_row(i), first + h * 32, x_dim(i));
-        if constexpr (kBefore == Before::kSilu) {
-          to.up[i][h] = load_split(x_row(i) + in_dim, first + h * 32, x_dim(i));
-        }
-      }
-      if constexpr (kBefore == Before::kNorm) {
-        to.norm_weight[h] = load_split(norm_weight, first + h * 32, in_dim);
+        to.x[i][h] = load_split(x_row(i), x_k + step * step_k + h * 32, x_dim(i));
       }
     }
   };
   X now, next;
-  if (steps > 0) load_x(next, 0);
+  if (norms && steps > 0) load_norm_weight(next, 0);
+  wait_for_prior_grid();
+
+  if (norms && multiplies) {
+    const T* row[D::kRowTiles];
+    int dim[D::kRowTiles];
+    float of_part[D::kRowTiles];
+#pragma unroll
+    for (int i = 0; i < D::kRowTiles; ++i) {
+      row[i] = x_row(i);  // of lanes of absent rows: another's
+      dim[i] = i * 8 + g < rows ? in_dim : 0;
+    }
+    sum_squares(row, dim, first_k, in_dim, t * 4, true, of_part);
+#pragma unroll
+    for (int i = 0; i < D::kRowTiles; ++i) {
+      if (t == g / 2) squares[warp][i * 8 + g] = of_part[i];
+    }
+  }
+  if (steps > 0) load_x(next, 0);  // from L1 where squares were summed
 
   // A thread's outputs of a tile, and what will be added to them.
   constexpr int kOutputs = D::kRows * D::kCols / (kWarps * kWarpSize);
   struct Output {
     int row, col;
   };
-  const auto output = [](int i) {
-    const int at = threadIdx.x + i * kWarps * kWarpSize;
-    return Output{at / D::kCols, at % D::kCols};
-  };
+  static_assert(D::kCols == kWarpSize, "a warp has all sums of a row");
+  const auto output = [&](int i) { return Output{warp + i * kWarps, lane}; };
   Added ahead[kOutputs];
   const auto load_ahead = [&](int tile) {
     const int first = share.first(tile), count = share.first(tile + 1) - first;
@@ -175,28 +203,14 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
     for (int i = 0; i < kOutputs; ++i) {
       const Output to = output(i);
       if (tile < share.tiles && to.row < rows && to.col < count) {
-        ahead[i] = load_added<T>(p, first_row + to.row, share.begin + first + to.col);
+        ahead[i] = load_added(p, first_row + to.row, share.begin + first + to.col);
       }
     }
   };
-  if constexpr (!kAppends<Append>) load_ahead(0);
-  __shared__ std::conditional_t<kAppends<Append>, RowPlaces<D::kRows>, char> places;
-  __shared__ float2 angles[kAppends<Append> ? D::kRows : 1][D::kCols / 2];  // of a tile's pairs
-  if constexpr (kAppends<Append>) {
-    if (!multiplies) find_places(append, first_row, rows, blockIdx.x == 0, &places);
-  }
+  if constexpr (!kPairs<After>) load_ahead(0);
 
   float scale[D::kRowTiles] = {};
-  if constexpr (kBefore == Before::kNorm) {
-    if (multiplies) {
-#pragma unroll
-      for (int i = 0; i < D::kRowTiles; ++i) {
-        const int row = i * 8 + g;
-        const float of_lane = lane_squares(row_at(row), warp, t, row < rows ? in_dim : 0, true);
-        const float of_warp = fold_rising(of_lane, 4);
-        if (t == 0) squares[warp][row] = of_warp;
-      }
-    }
+  if (norms) {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < D::kRowTiles; ++i) {
@@ -204,32 +218,23 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
       float part[kWarps];
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) part[w] = squares[w][row];
-      scale[i] = row < rows ? norm_scale(sum_of_8(part), in_dim, params.eps) : 0.0f;
+      scale[i] = row < rows ? norm_scale<T>(sum_of_8(part), in_dim, p.eps) : 0.0f;
     }
   }
-  const auto apply_before = [&](X& at) {
+  const auto apply_norm = [&](X& at) {
 #pragma unroll
     for (int i = 0; i < D::kRowTiles; ++i) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if constexpr (kBefore == Before::kNorm) {
-          norm_chunk(at.x[i][h], scale[i], at.norm_weight[h]);
-        }
-        if constexpr (kBefore == Before::kSilu) silu_mul_chunk(at.x[i][h], at.up[i][h]);
-      }
+      for (int h = 0; h < 2; ++h) norm_chunk(at.x[i][h], scale[i], at.norm_weight[h]);
     }
   };
 
-  // Where in a slot this lane's elements of the first 16 of 32 lie; of the others: that ^ 32.
-  const int my_read = g * 64 + ((t / 2) ^ (g & 2)) * 16 + t % 2 * 8;
   const auto read_weight = [&](int stage, int i, int h) {
     const char* from =
         reinterpret_cast<const char*>(my_ring + stage * D::kStage + (i * 2 + h) * kWarpSize);
     return join(*reinterpret_cast<const uint2*>(from + my_read),
                 *reinterpret_cast<const uint2*>(from + (my_read ^ 32)));
   };
-  // The lane that holds what this one feeds to the tensor cores, at step 0 of a batch.
-  const int source = x_g * 4 + t, source_step = 4 * (8 >> spread);
   int stage = 0;
   for (int tile = 0; tile < share.tiles; ++tile) {
     const int first = share.first(tile), count = share.first(tile + 1) - first;
@@ -238,8 +243,12 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
       const int in_batch = step & (batch_steps - 1);
       if (in_batch == 0) {
         now = next;
-        apply_before(now);
-        load_x(next, step + batch_steps < steps ? step + batch_steps : 0);  // or the next tile's
+        if (norms) apply_norm(now);
+        if (step + batch_steps < steps || tile + 1 < share.tiles) {
+          const int following = step + batch_steps < steps ? step + batch_steps : 0;
+          load_x(next, following);  // of the next tile where this one has no more
+          if (norms) load_norm_weight(next, following);
+        }
       }
       uint4 x[D::kRowTiles][2];
 #pragma unroll
@@ -269,35 +278,45 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
     }
     if (multiplies) {
       float* mine = sums + warp * D::kRows * D::kCols;
+      const int at = t * 2 * D::kCols + (g ^ t * 8);  // sum_index of row 2 t and column g
 #pragma unroll
       for (int m = 0; m < D::kTiles; ++m) {
 #pragma unroll
         for (int i = 0; i < D::kRowTiles; ++i) {
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            mine[sum_index<D::kCols>(i * 8 + t * 2 + c % 2, m * 16 + c / 2 * 8 + g)] = acc[m][i][c];
+            mine[(at ^ (m * 16 + c / 2 * 8)) + (i * 8 + c % 2) * D::kCols] = acc[m][i][c];
           }
         }
       }
     }
-    if constexpr (kAppends<Append>) {
-      for (int i = lane; !multiplies && i < rows * count; i += kWarpSize) {
-        const int row = i / count, pair = i % count;
-        if (places.request[row] < 0 || places.at[row].status) continue;
-        angles[row][pair] = angle_of(append, places.at[row], share.begin + first + pair);
-      }
+    if constexpr (kAppends<After>) {
+      if (warp > kWarps && tile > 0) find_pairs(tile);
       __syncthreads();
-      for (int i = threadIdx.x; i < rows * count; i += kThreads<Append>) {
-        const int row = i / count, pair = i % count, col = pair / 8 * 16 + pair % 8;
-        if (places.request[row] < 0) continue;
+      for (int i = threadIdx.x; i < rows * kTilePairs; i += kThreads<After>) {
+        const int row = i / kTilePairs, pair = i % kTilePairs, col = pair / 8 * 16 + pair % 8;
+        if (pair >= count || places.request[row] < 0) continue;
         float low = tile_sum<D>(sums, row, col), high = tile_sum<D>(sums, row, col + 8);
-        const int64_t at = share.begin + first + pair, weight_row = low_row(append, at);
+        const HeadPair at = pairs[pair];
         if (p.bias) {
-          const T* bias = static_cast<const T*>(p.bias) + weight_row;
+          const T* bias = static_cast<const T*>(p.bias) + low_row(after, at);
           low += as_float32(bias[0]);
-          high += as_float32(bias[append.head_dim / 2]);
+          high += as_float32(bias[after.head_dim / 2]);
         }
-        store_pair<T>(append, first_row + row, at, low, high, places.at[row], angles[row][pair]);
+        store_pair<T>(after, first_row + row, at, low, high, places.at[row], angles[row][pair]);
+      }
+    } else if constexpr (kPairs<After>) {
+      __syncthreads();
+#pragma unroll 1
+      for (int i = 0; i < kOutputs; ++i) {
+        const Output to = output(i);
+        if (to.row >= rows) break;
+        const float sum = tile_sum<D>(sums, to.row, to.col);
+        const float up = __shfl_down_sync(kFullWarp, sum, 8);  // of the gate of this lane
+        const int pair = to.col / 16 * 8 + to.col % 8;
+        if (pair >= count || to.col % 16 >= 8) continue;
+        static_cast<T*>(p.out)[(first_row + to.row) * p.out_stride + share.begin + first + pair] =
+            silu_mul_sums<T>(sum, up);
       }
     } else {
       __syncthreads();
@@ -314,10 +333,10 @@ __global__ void __launch_bounds__(kThreads<Append>, kBlocksPerSm)
   }
 }
 
-template <typename T, typename D, Before kBefore, typename Append>
-void launch(const LinearKernelParams& p, const Append& append, const Card& card,
+template <typename T, typename D, bool kNorms, typename After>
+void launch(const LinearKernelParams& p, const After& after, const Card& card,
             cudaStream_t stream) {
-  const auto kernel = decode_kernel<T, D, kBefore, Append>;
+  const auto kernel = decode_kernel<T, D, kNorms, After>;
   prefer_shared(kernel);
   // Two blocks a multiprocessor where there are 16 weight rows for each, one where there are not,
   // so that all read the same; blocks of 16 rows where those are too few, then of 8.
@@ -328,47 +347,55 @@ void launch(const LinearKernelParams& p, const Append& append, const Card& card,
                        : narrow > sms              ? sms
                        : narrow * 2 > sms          ? narrow
                                                    : (out_dim + 7) / 8;
-  const int64_t count = out_dim / (kAppends<Append> ? 2 : 1), each = (count + grid - 1) / grid;
+  const int64_t count = out_dim / (kPairs<After> ? 2 : 1), each = (count + grid - 1) / grid;
   const Shares shares = {static_cast<int>(count / grid), static_cast<int>(count % grid)};
   // Small weights need a part of the ring, and leave room for the kernels that follow.
-  const int64_t max_tile = D::kCols / (kAppends<Append> ? 2 : 1);
+  const int64_t max_tile = D::kCols / (kPairs<After> ? 2 : 1);
   const int64_t steps = (p.linear.in_dim + kParts * kBlockK - 1) / (kParts * kBlockK) *
                         ((each + max_tile - 1) / max_tile);
   const int64_t stages = std::min<int64_t>(D::kStages, steps);
   const int shared_bytes = static_cast<int>(D::kSums * 4 + stages * D::kStage * 16);
   launch_kernel("linear", kernel,
-                {grid, kThreads<Append>, shared_bytes, 1, static_cast<unsigned>(pieces)}, stream,
-                p.early, p, append, shares);
+                {grid, kThreads<After>, shared_bytes, 1, static_cast<unsigned>(pieces)}, stream,
+                p.linear.early, p, after, shares);
 }
 
-template <typename T>
-void launch_before(const LinearKernelParams& p, Before before, const Card& card,
-                   cudaStream_t stream) {
-  switch (before) {
-    case Before::kNothing:
-      return p.linear.rows <= Few::kRows
-                 ? launch<T, Few, Before::kNothing>(p, Nothing{}, card, stream)
-                 : launch<T, Many, Before::kNothing>(p, Nothing{}, card, stream);
-    case Before::kNorm:
-      return launch<T, Few, Before::kNorm>(p, Nothing{}, card, stream);
-    case Before::kSilu:
-      return launch<T, Few, Before::kSilu>(p, Nothing{}, card, stream);
+template <typename T, typename D>
+void launch_rows(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
+  if (p.silu_mul) return launch<T, D, true>(p, SiluMul{}, card, stream);
+  p.linear.norm_weight ? launch<T, D, true>(p, Nothing{}, card, stream)
+                       : launch<T, D, false>(p, Nothing{}, card, stream);
+}
+
+// f(pointer to the type of an element, whether the rows are few)
+template <typename F>
+void dispatch_rows(const LinearParams& p, F&& f) {
+  const std::bool_constant<true> few;
+  const std::bool_constant<false> many;
+  if (p.dtype == DType::kFloat16) {
+    const __half* tag = nullptr;
+    p.rows <= Few::kRows ? f(tag, few) : f(tag, many);
+  } else {
+    const __nv_bfloat16* tag = nullptr;
+    p.rows <= Few::kRows ? f(tag, few) : f(tag, many);
   }
 }
 
 }  // namespace
 
-void launch_decode(const LinearKernelParams& p, Before before, const Card& card,
-                   cudaStream_t stream) {
-  p.linear.dtype == DType::kFloat16 ? launch_before<__half>(p, before, card, stream)
-                                    : launch_before<__nv_bfloat16>(p, before, card, stream);
+void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
+  dispatch_rows(p.linear, [&](auto* tag, auto few) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(tag)>>;
+    launch_rows<T, std::conditional_t<few, Few, Many>>(p, card, stream);
+  });
 }
 
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
                           const Card& card, cudaStream_t stream) {
-  p.linear.dtype == DType::kFloat16
-      ? launch<__half, Few, Before::kNorm>(p, append, card, stream)
-      : launch<__nv_bfloat16, Few, Before::kNorm>(p, append, card, stream);
+  dispatch_rows(p.linear, [&](auto* tag, auto few) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(tag)>>;
+    launch<T, std::conditional_t<few, Few, ManyAppending>, true>(p, append, card, stream);
+  });
 }
 
 }  // namespace tlt

@@ -4,9 +4,9 @@
 //
 // A block owns 8 rows of x and 64 weight rows: each of its 16 half-warps 4 weight rows, a lane of
 // it the elements of k that are its own, straight from global memory (64 bytes a half-warp). x
-// passes through the norm or the activation as it is loaded, by every half-warp for itself.
-#include "layers/append.cuh"
+// passes through the norm as it is loaded, by every half-warp for itself.
 #include "layers/linear.cuh"
+#include "layers/pairs.cuh"
 
 namespace tlt {
 namespace {
@@ -18,10 +18,10 @@ constexpr int kCols = 4;
 constexpr int kBlockCols = kThreads / kLanes * kCols;
 static_assert(kThreads / kWarpSize == kRows, "a warp sums the squares of one row");
 
-template <typename Append>
+template <typename After>
 __global__ void __launch_bounds__(kThreads)
-    float32_kernel(const __grid_constant__ LinearKernelParams params, const Before before,
-                   const __grid_constant__ Append append) {
+    float32_kernel(const __grid_constant__ LinearKernelParams params,
+                   const __grid_constant__ After after) {
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim);
   const int64_t row_tiles = (p.rows + kRows - 1) / kRows;
@@ -30,42 +30,40 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kLanes;
   const float* x = static_cast<const float*>(p.x) + row_begin * p.x_stride;
   const float* w = static_cast<const float*>(p.weight);
-  const float* norm_weight = static_cast<const float*>(params.norm_weight);
+  const float* norm_weight = static_cast<const float*>(p.norm_weight);
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), p.rows - row_begin));
   const int cols = static_cast<int>(
       max(static_cast<int64_t>(0), min(static_cast<int64_t>(kCols), p.out_dim - col_begin)));
 
-  int64_t weight_row[kCols];  // an appending half-warp owns pairs
+  int64_t weight_row[kCols];  // pairs, where they are taken so
 #pragma unroll
   for (int c = 0; c < kCols; ++c) {
     weight_row[c] = col_begin + c;
-    if constexpr (kAppends<Append>) {
-      weight_row[c] = low_row(append, (col_begin + c) / 2) + c % 2 * (append.head_dim / 2);
+    if constexpr (kPairs<After>) {
+      weight_row[c] = low_row(after, (col_begin + c) / 2) + c % 2 * rows_apart(p, after);
     }
   }
-  __shared__ std::conditional_t<kAppends<Append>, RowPlaces<kRows>, char> places;
-  if constexpr (kAppends<Append>) {
+  __shared__ std::conditional_t<kAppends<After>, RowPlaces<kRows>, char> places;
+  if constexpr (kAppends<After>) {
     if (threadIdx.x < kWarpSize) {
-      find_places(append, row_begin, rows, blockIdx.x < row_tiles, &places);
+      find_places(after, row_begin, rows, blockIdx.x < row_tiles, &places);
     }
     __syncthreads();
   }
 
   __shared__ float scale[kRows];
-  if (before == Before::kNorm) {
+  if (norm_weight) {
     const int row = threadIdx.x / kWarpSize;  // one a warp
     if (row < rows) {
       const float squares = warp_squares(x + row * p.x_stride, in_dim, true);
-      if (threadIdx.x % kWarpSize == 0) scale[row] = norm_scale(squares, in_dim, params.eps);
+      if (threadIdx.x % kWarpSize == 0) scale[row] = norm_scale<float>(squares, in_dim, p.eps);
     }
     __syncthreads();
   }
   const auto load_x = [&](int row, int k) {
     if (row >= rows || k >= in_dim) return 0.0f;
-    const float* from = x + row * p.x_stride;
-    if (before == Before::kNorm) return norm_one(from[k], scale[row], norm_weight[k]);
-    if (before == Before::kSilu) return silu_mul_one(from[k], from[in_dim + k]);
-    return from[k];
+    const float v = x[row * p.x_stride + k];
+    return norm_weight ? norm_one(v, scale[row], norm_weight[k]) : v;
   };
 
   float acc[kRows][kCols] = {};
@@ -90,16 +88,20 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
       if (lane != (r * kCols + c) % kLanes || r >= rows || c >= cols) continue;
-      if constexpr (kAppends<Append>) {
+      if constexpr (kAppends<After>) {
         if (c % 2 == 1 || places.request[r] < 0) continue;
         const RowPlace& at = places.at[r];
-        const int64_t pair = (col_begin + c) / 2;
+        const HeadPair pair = head_pair(after, (col_begin + c) / 2);
         const auto biased = [&](int i) {
           return p.bias ? acc[r][c + i] + static_cast<const float*>(p.bias)[weight_row[c + i]]
                         : acc[r][c + i];
         };
-        const float2 angle = at.status ? float2{} : angle_of(append, at, pair);
-        store_pair<float>(append, row_begin + r, pair, biased(0), biased(1), at, angle);
+        const float2 angle = at.status ? float2{} : angle_of(after, at.position, pair.i);
+        store_pair<float>(after, row_begin + r, pair, biased(0), biased(1), at, angle);
+      } else if constexpr (kPairs<After>) {
+        if (c % 2 == 1) continue;
+        const int64_t at = (row_begin + r) * p.out_stride + (col_begin + c) / 2;
+        static_cast<float*>(p.out)[at] = silu_mul_one(acc[r][c], acc[r][c + 1]);
       } else {
         store_sum<float, float>(p, row_begin + r, col_begin + c, acc[r][c]);
       }
@@ -107,23 +109,23 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename Append>
-void launch(const LinearKernelParams& p, Before before, const Append& append, cudaStream_t stream) {
+template <typename After>
+void launch(const LinearKernelParams& p, const After& after, cudaStream_t stream) {
   const int64_t row_tiles = (p.linear.rows + kRows - 1) / kRows;
   const int64_t col_tiles = (p.linear.out_dim + kBlockCols - 1) / kBlockCols;
-  launch_kernel("linear", float32_kernel<Append>, {row_tiles * col_tiles, kThreads}, stream, false,
-                p, before, append);
+  launch_kernel("linear", float32_kernel<After>, {row_tiles * col_tiles, kThreads}, stream, false,
+                p, after);
 }
 
 }  // namespace
 
-void launch_float32(const LinearKernelParams& p, Before before, cudaStream_t stream) {
-  launch(p, before, Nothing{}, stream);
+void launch_float32(const LinearKernelParams& p, cudaStream_t stream) {
+  p.silu_mul ? launch(p, SiluMul{}, stream) : launch(p, Nothing{}, stream);
 }
 
 void launch_float32_append(const LinearKernelParams& p, const AppendKvParams& append,
                            cudaStream_t stream) {
-  launch(p, Before::kNorm, append, stream);
+  launch(p, append, stream);
 }
 
 }  // namespace tlt

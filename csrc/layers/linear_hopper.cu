@@ -1,11 +1,12 @@
-// linear_rows for more than 8 rows of float16 or bfloat16 on sm_90a, with the bits of the decode
-// kernel (order of the sum: linear.cuh), by tensor copies and wgmma.
+// linear_rows and linear_silu_mul for more than 8 rows of float16 or bfloat16 on sm_90a, with the
+// bits of the decode kernel (order of the sum: linear.cuh), by tensor copies and wgmma.
 //
 // A tile is up to 128 or 192 weight rows (operand A, 64 to a warpgroup) x 16 to 128 rows of x
 // (operand B). Two warps of one more warpgroup keep a ring of blocks of 64 elements of k filled:
 // one with weights, which it asks for before the kernels before this one end, one with x. Several
 // parts of K are summed side by side, so that a row's bytes are asked for 256 and more at a time,
-// as memory likes it. A block goes on to its next tile while the last one is stored.
+// as memory likes it. A block goes on to its next tile while the last one is stored. For silu_mul 8
+// rows of gate and 8 of up lie by turns in a tile: a tensor copy puts them so.
 //
 // With few tiles of long rows a cluster shares the parts of K, and its blocks' sums meet in
 // distributed shared memory, part by part. Which shape and grid a call gets: `consider`.
@@ -48,11 +49,11 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
     give_registers<Of::kLoadRegisters>();
     const Work work(p, grid);
     if (warp == kLoader && lane == 0) {
-      load_operand<Of, true>(work, grid, &w_map, ring, &barriers);
+      load_operand<Of, true>(work, grid, params.silu_mul, &w_map, ring, &barriers);
     }
     if (warp == kLoader + 1 && lane == 0) {
       wait_for_prior_grid();
-      load_operand<Of, false>(work, grid, &x_map, ring, &barriers);
+      load_operand<Of, false>(work, grid, false, &x_map, ring, &barriers);
     }
     __syncwarp();
     if (grid.split > 1) cluster.sync();
@@ -95,9 +96,10 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
   const LinearParams& linear = p.linear;
   const KernelShape shape{grid.blocks, Of::kThreads, Of::kSharedBytes,
                           static_cast<unsigned>(grid.split)};
-  launch_kernel("linear", kernel, shape, stream, p.early, p, grid,
-                make_row_map(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride,
-                             grid.tile_rows),
+  const auto map_weights = p.silu_mul ? make_pair_map : make_row_map;
+  launch_kernel("linear", kernel, shape, stream, linear.early, p, grid,
+                map_weights(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride,
+                            grid.tile_rows),
                 make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
 }
 
@@ -105,7 +107,9 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
 // long as its bytes come from L2, as its products take, or as a warpgroup takes from one to the
 // next; all of them as long as the weights take to leave memory. All in cycles, as measured.
 template <typename T, typename Of>
-void consider(const LinearParams& p, const Card& card, Choice* best) {
+void consider(const LinearKernelParams& params, const Card& card, Choice* best) {
+  const LinearParams& p = params.linear;
+  const int64_t unit = params.silu_mul ? 16 : 8;      // of weight rows
   constexpr int kL2Bytes = 53, kMemoryBytes = 13;     // a cycle, for a multiprocessor
   constexpr int kLeastCycles = 350, kRowCycles = 45;  // of a block of K, to store a row of a tile
   constexpr int kFullCycles = 2000;   // there is no room for the next kernel to start early
@@ -124,7 +128,7 @@ void consider(const LinearParams& p, const Card& card, Choice* best) {
     const int64_t rounds = ceil_div(tiles_of(tile_rows) * split, slots);
     if (split == 1 && Of::kPerSm == 1) {  // equal shares of the weights for all
       const int64_t shares = std::max<int64_t>(rounds * slots / row_tiles, 1);
-      tile_rows = std::min(ceil_div(ceil_div(p.out_dim, shares), 8) * 8, tile_rows);
+      tile_rows = std::min(ceil_div(ceil_div(p.out_dim, shares), unit) * unit, tile_rows);
     }
     const int64_t tiles = tiles_of(tile_rows);
     const int64_t beside = ceil_div(std::min(tiles * split, slots), sms);  // on a multiprocessor
@@ -147,16 +151,16 @@ void consider(const LinearParams& p, const Card& card, Choice* best) {
 template <typename T>
 void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
   Choice best;
-  if (p.linear.rows <= 16) consider<T, Tile<2, 16, 8>>(p.linear, card, &best);
-  if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p.linear, card, &best);
-  if (p.linear.rows <= 512) consider<T, Tile<2, 64, 4>>(p.linear, card, &best);
+  if (p.linear.rows <= 16) consider<T, Tile<2, 16, 8>>(p, card, &best);
+  if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p, card, &best);
+  if (p.linear.rows <= 512) consider<T, Tile<2, 64, 4>>(p, card, &best);
   constexpr int64_t kSmallWeights = 4 << 20;  // of which two blocks' rings hold enough
   if (p.linear.in_dim * p.linear.out_dim <= kSmallWeights) {
-    consider<T, Tile<1, 64, 4>>(p.linear, card, &best);
+    consider<T, Tile<1, 64, 4>>(p, card, &best);
   }
   if (p.linear.rows > 64) {
-    consider<T, Tile<2, 128, 2>>(p.linear, card, &best);
-    consider<T, Tile<3, 128, 1>>(p.linear, card, &best);
+    consider<T, Tile<2, 128, 2>>(p, card, &best);
+    consider<T, Tile<3, 128, 1>>(p, card, &best);
   }
   best.launch(p, best.grid, stream);
 }

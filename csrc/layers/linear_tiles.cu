@@ -1,10 +1,11 @@
-// linear_rows, rms_norm_linear, silu_mul_linear for any rows of float16 or bfloat16, with the bits
-// of the decode kernel (order of the sum: linear.cuh): the parts of K come one after the other.
+// linear_rows and linear_silu_mul, with or without a norm before, for any rows of float16 or
+// bfloat16, with the bits of the decode kernel (order of the sum: linear.cuh): the parts of K come
+// one after the other.
 //
 // A block owns 64 weight rows x 64 rows of x, a warp 32 x 32 outputs. Both operands come through a
-// ring of shared memory; a thread applies the norm or the activation to the chunks that it copied
-// itself, one step ahead of their use. Row tiles are neighbours in the grid, so the weights leave
-// memory once and come from L2 after that.
+// ring of shared memory; a thread applies the norm to the chunks that it copied itself, one step
+// ahead of their use. For silu_mul 8 rows of gate and 8 of up lie by turns in a tile. Row tiles are
+// neighbours in the grid, so the weights leave memory once and come from L2 after that.
 #include "layers/linear.cuh"
 
 namespace tlt {
@@ -15,12 +16,12 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kStages = 4;
 constexpr int kRowChunks = kBlockK / 8;
-constexpr int kTileChunks = kTile * kRowChunks;
+constexpr int kTileChunks = kTile * kRowChunks, kStageChunks = 2 * kTileChunks;
 constexpr int kCopies = kTileChunks / kThreads;   // chunks of one tile that a thread copies
 constexpr int kCopyRows = kThreads / kRowChunks;  // apart, in one column of chunks
 static_assert(kCopyRows % 4 == 0, "a thread's chunks have one place in the swizzle");
 constexpr int kPitch = kTile + 4;  // of the sums in shared memory: no bank conflicts
-static_assert(kTile * kPitch * 4 <= kStages * 2 * kTileChunks * 16, "sums reuse the ring");
+static_assert(kTile * kPitch * 4 <= kStages * kStageChunks * 16, "sums reuse the ring");
 
 // Four rows that are read together, 32 bytes of each, lie in different banks.
 __device__ __forceinline__ int chunk_index(int row, int chunk) {
@@ -36,16 +37,18 @@ __device__ __forceinline__ uint4 read_split(const uint4* tile, int row, int h, i
   return join(half(0), half(1));
 }
 
-// A thread copies chunks of rows `row`, row + kCopyRows, ... of an array that has `end` of them.
+// A thread copies chunks of rows `row`, row + apart, ... of an array, up to but without `end`.
 template <typename T>
 struct Operand {
   const T* from;
   int64_t step;   // to its next row
-  int rows_left;  // from its first one on
-  __device__ Operand(const void* base, int64_t stride, int64_t row, int64_t end)
+  int rows_left;  // copies of rows from its first one on
+  __device__ Operand(const void* base, int64_t stride, int64_t row, int64_t end, int apart)
       : from(static_cast<const T*>(base) + row * stride),
-        step(kCopyRows * stride),
-        rows_left(static_cast<int>(min(end - row, static_cast<int64_t>(kTile)))) {}
+        step(apart * stride),
+        rows_left(
+            static_cast<int>(min((end - row + apart - 1) / apart, static_cast<int64_t>(kCopies)))) {
+  }
 };
 
 // The blocks of K, part by part.
@@ -77,36 +80,41 @@ __device__ __forceinline__ void for_each_sum(F&& f) {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 3)
-    tiles_kernel(const __grid_constant__ LinearKernelParams params, const Before before) {
+    tiles_kernel(const __grid_constant__ LinearKernelParams params) {
   launch_dependents();
   wait_for_prior_grid();
   extern __shared__ uint4 ring[];
-  __shared__ float row_scale[kTile];  // kNorm
+  __shared__ float row_scale[kTile];  // of the norm
   const LinearParams& p = params.linear;
+  const bool norms = p.norm_weight != nullptr, silu_mul = params.silu_mul;
   const int in_dim = static_cast<int>(p.in_dim);
   const unsigned row_tiles = static_cast<unsigned>((p.rows + kTile - 1) / kTile);
   const int64_t row_begin = static_cast<int64_t>(blockIdx.x % row_tiles) * kTile;
   const int64_t col_begin = static_cast<int64_t>(blockIdx.x / row_tiles) * kTile;
   const int num_blocks = num_blocks_of(p);
-  const int stage_chunks = kTileChunks * (before == Before::kSilu ? 3 : 2);
 
   const int copy_row = threadIdx.x / kRowChunks, copy_k = threadIdx.x % kRowChunks * 8;
-  const Operand<T> weight(p.weight, p.weight_stride, col_begin + copy_row, p.out_dim);
-  const Operand<T> x_in(p.x, p.x_stride, row_begin + copy_row, p.rows);
-  const auto copy_tile = [&](uint4* to, const Operand<T>& operand, int skip, int k, bool aligned) {
-    const T* from = operand.from + skip;
+  static_assert(kCopyRows == 16, "a thread copies rows of gate, or rows of up, 8 apart");
+  const int64_t half = p.out_dim / 2, begin = copy_row / 8 * half;
+  const Operand<T> weight =
+      silu_mul ? Operand<T>(p.weight, p.weight_stride, begin + col_begin / 2 + copy_row % 8,
+                            begin + half, 8)
+               : Operand<T>(p.weight, p.weight_stride, col_begin + copy_row, p.out_dim, kCopyRows);
+  const Operand<T> x_in(p.x, p.x_stride, row_begin + copy_row, p.rows, kCopyRows);
+  const auto copy_tile = [&](uint4* to, const Operand<T>& operand, int k, bool aligned) {
+    const T* from = operand.from;
     uint4* slot = to + chunk_index(copy_row, copy_k / 8);
     if (aligned) {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        const bool valid = i * kCopyRows < operand.rows_left && k < in_dim;
+        const bool valid = i < operand.rows_left && k < in_dim;
         copy_async_16(shared_address(slot + i * kThreads), from + k, valid);
         from += operand.step;
       }
     } else {
 #pragma unroll 1
       for (int i = 0; i < kCopies; ++i) {
-        const int dim = i * kCopyRows < operand.rows_left ? in_dim : 0;
+        const int dim = i < operand.rows_left ? in_dim : 0;
         slot[i * kThreads] = load_pieces(from, k, dim).raw;
         from += operand.step;
       }
@@ -115,13 +123,10 @@ __global__ void __launch_bounds__(kThreads, 3)
   Cursor load_at(num_blocks);
   const auto load_stage = [&](int stage) {
     if (!load_at.done()) {
-      uint4* to = ring + stage * stage_chunks;
+      uint4* to = ring + stage * kStageChunks;
       const int k = load_at.block * kBlockK + copy_k;
-      copy_tile(to, weight, 0, k, params.w_aligned);
-      copy_tile(to + kTileChunks, x_in, 0, k, params.x_aligned);
-      if (before == Before::kSilu) {
-        copy_tile(to + 2 * kTileChunks, x_in, in_dim, k, params.x_aligned);
-      }
+      copy_tile(to, weight, k, params.w_aligned);
+      copy_tile(to + kTileChunks, x_in, k, params.x_aligned);
       load_at.next();
     }
     commit_copies();
@@ -129,34 +134,26 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) load_stage(stage);
 
-  if (before == Before::kNorm) {
+  if (norms) {
     const int rows = static_cast<int>(min(static_cast<int64_t>(kTile), p.rows - row_begin));
 #pragma unroll 2
     for (int row = threadIdx.x / kWarpSize; row < kTile; row += kWarps) {
       const T* x = static_cast<const T*>(p.x) + (row_begin + row) * p.x_stride;
       const float squares = warp_squares(x, row < rows ? in_dim : 0, params.x_aligned);
-      if (threadIdx.x % kWarpSize == 0) row_scale[row] = norm_scale(squares, in_dim, params.eps);
+      if (threadIdx.x % kWarpSize == 0) row_scale[row] = norm_scale<T>(squares, in_dim, p.eps);
     }
     __syncthreads();
   }
-  const auto apply_before = [&](int stage, int block) {
-    uint4* x = ring + stage * stage_chunks + kTileChunks;
-    Chunk<T> norm_weight;
-    if (before == Before::kNorm) {
-      norm_weight = load_chunk(static_cast<const T*>(params.norm_weight), block * kBlockK + copy_k,
-                               in_dim, params.x_aligned);
-    }
+  const auto apply_norm = [&](int stage, int block) {
+    uint4* x = ring + stage * kStageChunks + kTileChunks;
+    const Chunk<T> norm_weight = load_chunk(static_cast<const T*>(p.norm_weight),
+                                            block * kBlockK + copy_k, in_dim, params.x_aligned);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       uint4& slot = x[chunk_index(copy_row, copy_k / 8) + i * kThreads];
-      Chunk<T> value, other;
+      Chunk<T> value;
       value.raw = slot;
-      if (before == Before::kSilu) {
-        other.raw = (&slot)[kTileChunks];
-        silu_mul_chunk(value, other);
-      } else {
-        norm_chunk(value, row_scale[copy_row + i * kCopyRows], norm_weight);
-      }
+      norm_chunk(value, row_scale[copy_row + i * kCopyRows], norm_weight);
       slot = value.raw;
     }
   };
@@ -166,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const bool has_rows = row_begin + x_row < p.rows;
   float acc[2][4][4];
   const auto multiply = [&](int stage) {
-    const uint4* w = ring + stage * stage_chunks;
+    const uint4* w = ring + stage * kStageChunks;
     const uint4* x = w + kTileChunks;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -188,9 +185,9 @@ __global__ void __launch_bounds__(kThreads, 3)
   Cursor at(num_blocks);
   int stage = 0;
   const auto following = [](int s) { return s + 1 == kStages ? 0 : s + 1; };
-  if (before != Before::kNothing && !at.done()) {
+  if (norms && !at.done()) {
     wait_copies<kStages - 2>();
-    apply_before(0, at.block);
+    apply_norm(0, at.block);
   }
   float sum[2][4][4];
   for (int part = 0; part < kParts; ++part) {
@@ -198,9 +195,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     while (at.part == part) {
       at.next();
       wait_copies<kStages - 3>();  // this step's copies and the next's
-      if (before != Before::kNothing && !at.done()) {
-        apply_before(following(stage), at.block);
-      }
+      if (norms && !at.done()) apply_norm(following(stage), at.block);
       __syncthreads();  // this step's chunks are everybody's; the last step's stage is free
       load_stage(stage == 0 ? kStages - 1 : stage - 1);
       if (has_rows) multiply(stage);
@@ -220,6 +215,16 @@ __global__ void __launch_bounds__(kThreads, 3)
     sums[row * kPitch + col] = sum[m][i][c];
   });
   __syncthreads();
+  if (silu_mul) {
+    for (int i = threadIdx.x; i < kTile * kTile / 2; i += kThreads) {
+      const int row = i / (kTile / 2), pair = i % (kTile / 2), col = pair / 8 * 16 + pair % 8;
+      const int64_t x_at = row_begin + row, out_at = col_begin / 2 + pair;
+      if (x_at >= p.rows || out_at >= half) continue;
+      const float* sum = sums + row * kPitch + col;
+      static_cast<T*>(p.out)[x_at * p.out_stride + out_at] = silu_mul_sums<T>(sum[0], sum[8]);
+    }
+    return;
+  }
   for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
     const int row = i / kTile, col = i % kTile;
     if (row_begin + row >= p.rows || col_begin + col >= p.out_dim) continue;
@@ -228,20 +233,19 @@ __global__ void __launch_bounds__(kThreads, 3)
 }
 
 template <typename T>
-void launch(const LinearKernelParams& p, Before before, cudaStream_t stream) {
+void launch(const LinearKernelParams& p, cudaStream_t stream) {
   const auto kernel = tiles_kernel<T>;
-  const int shared_bytes = kStages * kTileChunks * 16 * (before == Before::kSilu ? 3 : 2);
+  const int shared_bytes = kStages * kStageChunks * 16;
   prefer_shared(kernel);
   const auto tiles_of = [](int64_t extent) { return (extent + kTile - 1) / kTile; };
   const int64_t tiles = tiles_of(p.linear.rows) * tiles_of(p.linear.out_dim);
-  launch_kernel("linear", kernel, {tiles, kThreads, shared_bytes}, stream, true, p, before);
+  launch_kernel("linear", kernel, {tiles, kThreads, shared_bytes}, stream, true, p);
 }
 
 }  // namespace
 
-void launch_tiles(const LinearKernelParams& p, Before before, cudaStream_t stream) {
-  p.linear.dtype == DType::kFloat16 ? launch<__half>(p, before, stream)
-                                    : launch<__nv_bfloat16>(p, before, stream);
+void launch_tiles(const LinearKernelParams& p, cudaStream_t stream) {
+  p.linear.dtype == DType::kFloat16 ? launch<__half>(p, stream) : launch<__nv_bfloat16>(p, stream);
 }
 
 }  // namespace tlt

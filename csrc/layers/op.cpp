@@ -6,40 +6,8 @@
 namespace tlt {
 namespace {
 
-// Checks what follows x in every linear op and fills all but x.
-LinearParams check_linear(const char* op, const Tensor& x, int64_t in_dim, const Tensor& weight,
-                          const Tensor& out, const Tensor& bias, const Tensor& residual,
-                          bool early) {
-  const Arg weight_arg(op, "weight", weight), out_arg(op, "out", out), bias_arg(op, "bias", bias),
-      residual_arg(op, "residual", residual);
-  weight_arg.on(x);
-  out_arg.on(x);
-  if (bias.defined()) bias_arg.on(x);
-  if (residual.defined()) residual_arg.on(x);
-  weight_arg.is_like("x", x);
-  x.dtype == DType::kFloat32 ? out_arg.is_like("x", x) : out_arg.is({x.dtype, DType::kFloat32});
-  if (bias.defined()) bias_arg.is_like("x", x);
-  if (residual.defined()) residual_arg.is_like("out", out);
-  weight_arg.shape({kAny, in_dim}).dense_last();
-  const int64_t rows = x.shape[0], out_dim = weight.shape[0];
-  out_arg.shape({rows, out_dim}).dense_last();
-  if (bias.defined()) bias_arg.shape({out_dim}).dense();
-  if (residual.defined()) residual_arg.shape({rows, out_dim}).dense_last();
-  require(x.data == nullptr || out.data != x.data, op,
-          "out: expected other memory than x, got the same");
-  return {nullptr, weight.data, bias.data,   residual.data,    out.data,           rows,
-          in_dim,  out_dim,     x.stride[0], weight.stride[0], residual.stride[0], out.stride[0],
-          x.dtype, out.dtype,   early};
-}
-
 void check_x(const char* op, const Tensor& x) {
   Arg(op, "x", x).is(kFloating).shape({kAny, kAny}).dense_last();
-}
-
-int64_t half_of(const char* op, const Tensor& x) {
-  require(x.shape[1] % 2 == 0, op,
-          "x: expected an even last axis (gate | up), got " + std::to_string(x.shape[1]));
-  return x.shape[1] / 2;
 }
 
 float checked_eps(const char* op, double eps) {
@@ -47,16 +15,40 @@ float checked_eps(const char* op, double eps) {
   return static_cast<float>(eps);
 }
 
-void check_norm_before(const char* op, const Tensor& x, const Tensor& norm_weight) {
-  const Arg norm_arg(op, "norm_weight", norm_weight);
-  norm_arg.on(x);
+// Checks what every linear reads, and fills that in; `out_dim`: rows of the weight, or kAny.
+LinearParams check_linear(const char* op, const Tensor& x, const Tensor& weight, int64_t out_dim,
+                          const Tensor& norm_weight, double eps, const Tensor& bias, bool early) {
+  const Arg weight_arg(op, "weight", weight), norm_arg(op, "norm_weight", norm_weight),
+      bias_arg(op, "bias", bias);
+  weight_arg.on(x);
+  if (norm_weight.defined()) norm_arg.on(x);
+  if (bias.defined()) bias_arg.on(x);
   check_x(op, x);
-  norm_arg.is_like("x", x).shape({x.shape[1]}).dense();
+  weight_arg.is_like("x", x).shape({out_dim, x.shape[1]}).dense_last();
+  if (norm_weight.defined()) norm_arg.is_like("x", x).shape({x.shape[1]}).dense();
+  if (bias.defined()) bias_arg.is_like("x", x).shape({weight.shape[0]}).dense();
+  LinearParams p{};
+  p.x = x.data;
+  p.norm_weight = norm_weight.data;
+  p.weight = weight.data;
+  p.bias = bias.data;
+  p.rows = x.shape[0];
+  p.in_dim = x.shape[1];
+  p.out_dim = weight.shape[0];
+  p.x_stride = x.stride[0];
+  p.weight_stride = weight.stride[0];
+  p.eps = checked_eps(op, eps);
+  p.dtype = p.out_dtype = x.dtype;
+  p.early = early;
+  return p;
 }
 
-RmsNormParams norm_before(const char* op, const Tensor& x, const Tensor& norm_weight, double eps) {
-  return {x.data, norm_weight.data,     nullptr, x.shape[0], x.shape[1], x.stride[0],
-          0,      checked_eps(op, eps), x.dtype};
+void set_out(const char* op, const Tensor& x, const Tensor& out, LinearParams* p) {
+  require(x.data == nullptr || out.data != x.data, op,
+          "out: expected other memory than x, got the same");
+  p->out = out.data;
+  p->out_stride = out.stride[0];
+  p->out_dtype = out.dtype;
 }
 
 }  // namespace
@@ -84,7 +76,9 @@ void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream) {
   const Arg out_arg(op, "out", out);
   out_arg.on(x);
   check_x(op, x);
-  const int64_t dim = half_of(op, x);
+  require(x.shape[1] % 2 == 0, op,
+          "x: expected an even last axis (gate | up), got " + std::to_string(x.shape[1]));
+  const int64_t dim = x.shape[1] / 2;
   out_arg.is_like("x", x).shape({x.shape[0], dim}).dense_last();
   if (x.numel() == 0) return;
   const SiluMulParams params{x.data,      out.data,      x.shape[0], dim,
@@ -94,69 +88,60 @@ void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream) {
       [&] { silu_mul_cuda(params, x.device.device_id, stream); });
 }
 
-void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
-                 const Tensor& residual, bool early, uintptr_t stream) {
+void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
+                 const Tensor& norm_weight, double eps, const Tensor& bias, const Tensor& residual,
+                 bool early, uintptr_t stream) {
   constexpr const char* op = "linear_rows";
+  const Arg out_arg(op, "out", out), residual_arg(op, "residual", residual);
+  out_arg.on(x);
+  if (residual.defined()) residual_arg.on(x);
+  LinearParams p = check_linear(op, x, weight, kAny, norm_weight, eps, bias, early);
+  x.dtype == DType::kFloat32 ? out_arg.is_like("x", x) : out_arg.is({x.dtype, DType::kFloat32});
+  if (residual.defined()) residual_arg.is_like("out", out);
+  out_arg.shape({p.rows, p.out_dim}).dense_last();
+  if (residual.defined()) residual_arg.shape({p.rows, p.out_dim}).dense_last();
+  set_out(op, x, out, &p);
+  p.residual = residual.data;
+  p.residual_stride = residual.stride[0];
+  if (out.numel() == 0) return;
+  dispatch_device(
+      op, x, [&] { linear_rows_cpu(p); }, [&] { linear_rows_cuda(p, x.device.device_id, stream); });
+}
+
+void linear_silu_mul(const Tensor& x, const Tensor& weight, const Tensor& out,
+                     const Tensor& norm_weight, double eps, bool early, uintptr_t stream) {
+  constexpr const char* op = "linear_silu_mul";
+  const Arg out_arg(op, "out", out);
+  out_arg.on(x);
+  LinearParams p = check_linear(op, x, weight, kAny, norm_weight, eps, Tensor{}, early);
+  require(p.out_dim % 2 == 0, op,
+          "weight: expected as many rows of gate as of up, got " + std::to_string(p.out_dim));
+  out_arg.is_like("x", x).shape({p.rows, p.out_dim / 2}).dense_last();
+  set_out(op, x, out, &p);
+  if (out.numel() == 0) return;
+  dispatch_device(
+      op, x, [&] { linear_silu_mul_cpu(p); },
+      [&] { linear_silu_mul_cuda(p, x.device.device_id, stream); });
+}
+
+void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,
+                   const Tensor& k_cache, const Tensor& v_cache, const Tensor& cos_sin,
+                   const Tensor& row_start, const Tensor& context_len, const Tensor& position,
+                   const Tensor& block_table, const Tensor& status, int64_t num_heads,
+                   int64_t num_kv_heads, const Tensor& slot_base, const Tensor& norm_weight,
+                   double eps, const Tensor& bias, bool early, bool placed, uintptr_t stream) {
+  constexpr const char* op = "linear_append";
   check_x(op, x);
-  LinearParams params = check_linear(op, x, x.shape[1], weight, out, bias, residual, early);
-  if (out.numel() == 0) return;
-  params.x = x.data;
-  dispatch_device(
-      op, x, [&] { linear_rows_cpu(params); },
-      [&] { linear_rows_cuda(params, x.device.device_id, stream); });
-}
-
-void rms_norm_linear(const Tensor& x, const Tensor& norm_weight, const Tensor& weight,
-                     const Tensor& out, double eps, const Tensor& bias, const Tensor& residual,
-                     bool early, uintptr_t stream) {
-  constexpr const char* op = "rms_norm_linear";
-  check_norm_before(op, x, norm_weight);
-  const LinearParams linear = check_linear(op, x, x.shape[1], weight, out, bias, residual, early);
-  const RmsNormParams norm = norm_before(op, x, norm_weight, eps);
-  if (out.numel() == 0) return;
-  dispatch_device(
-      op, x, [&] { rms_norm_linear_cpu(norm, linear); },
-      [&] { rms_norm_linear_cuda(norm, linear, x.device.device_id, stream); });
-}
-
-void silu_mul_linear(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
-                     const Tensor& residual, bool early, uintptr_t stream) {
-  constexpr const char* op = "silu_mul_linear";
-  check_x(op, x);
-  const int64_t dim = half_of(op, x);
-  const LinearParams linear = check_linear(op, x, dim, weight, out, bias, residual, early);
-  const SiluMulParams act{x.data, nullptr, x.shape[0], dim, x.stride[0], 0, x.dtype};
-  if (out.numel() == 0) return;
-  dispatch_device(
-      op, x, [&] { silu_mul_linear_cpu(act, linear); },
-      [&] { silu_mul_linear_cuda(act, linear, x.device.device_id, stream); });
-}
-
-void rms_norm_linear_append(const Tensor& x, const Tensor& norm_weight, const Tensor& weight,
-                            const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
-                            const Tensor& cos_sin, const Tensor& row_start,
-                            const Tensor& context_len, const Tensor& position,
-                            const Tensor& block_table, const Tensor& status, int64_t num_heads,
-                            int64_t num_kv_heads, const Tensor& slot_base, double eps,
-                            const Tensor& bias, bool early, uintptr_t stream) {
-  constexpr const char* op = "rms_norm_linear_append";
-  check_norm_before(op, x, norm_weight);
   const AppendKvParams append =
       check_append(op, "x", x, q_out, k_cache, v_cache, cos_sin, row_start, context_len, position,
                    block_table, status, num_heads, num_kv_heads, slot_base);
-  const int64_t rows = x.shape[0], in_dim = x.shape[1];
   const int64_t out_dim = (num_heads + 2 * num_kv_heads) * append.head_dim;
-  const Arg weight_arg(op, "weight", weight), bias_arg(op, "bias", bias);
-  weight_arg.on(x).is_like("x", x).shape({out_dim, in_dim}).dense_last();
-  if (bias.defined()) bias_arg.on(x).is_like("x", x).shape({out_dim}).dense();
-  const RmsNormParams norm = norm_before(op, x, norm_weight, eps);
-  if (rows == 0 || append.sequences.num_requests == 0) return;
-  const LinearParams linear{nullptr, weight.data, bias.data, nullptr,     nullptr,
-                            rows,    in_dim,      out_dim,   x.stride[0], weight.stride[0],
-                            0,       0,           x.dtype,   x.dtype,     early};
+  LinearParams p = check_linear(op, x, weight, out_dim, norm_weight, eps, bias, early);
+  p.placed = placed;
+  if (p.rows == 0 || append.sequences.num_requests == 0) return;
   dispatch_device(
-      op, x, [&] { rms_norm_linear_append_cpu(norm, linear, append); },
-      [&] { rms_norm_linear_append_cuda(norm, linear, append, x.device.device_id, stream); });
+      op, x, [&] { linear_append_cpu(p, append); },
+      [&] { linear_append_cuda(p, append, x.device.device_id, stream); });
 }
 
 }  // namespace tlt

@@ -11,37 +11,29 @@ namespace tlt {
 void rms_norm(const Tensor& x, const Tensor& weight, const Tensor& out, double eps,
               uintptr_t stream);
 void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream);
-void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
-                 const Tensor& residual, bool early, uintptr_t stream);
-void rms_norm_linear(const Tensor& x, const Tensor& norm_weight, const Tensor& weight,
-                     const Tensor& out, double eps, const Tensor& bias, const Tensor& residual,
-                     bool early, uintptr_t stream);
-void silu_mul_linear(const Tensor& x, const Tensor& weight, const Tensor& out, const Tensor& bias,
-                     const Tensor& residual, bool early, uintptr_t stream);
-void rms_norm_linear_append(const Tensor& x, const Tensor& norm_weight, const Tensor& weight,
-                            const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
-                            const Tensor& cos_sin, const Tensor& row_start,
-                            const Tensor& context_len, const Tensor& position,
-                            const Tensor& block_table, const Tensor& status, int64_t num_heads,
-                            int64_t num_kv_heads, const Tensor& slot_base, double eps,
-                            const Tensor& bias, bool early, uintptr_t stream);
+void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
+                 const Tensor& norm_weight, double eps, const Tensor& bias, const Tensor& residual,
+                 bool early, uintptr_t stream);
+void linear_silu_mul(const Tensor& x, const Tensor& weight, const Tensor& out,
+                     const Tensor& norm_weight, double eps, bool early, uintptr_t stream);
+void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,
+                   const Tensor& k_cache, const Tensor& v_cache, const Tensor& cos_sin,
+                   const Tensor& row_start, const Tensor& context_len, const Tensor& position,
+                   const Tensor& block_table, const Tensor& status, int64_t num_heads,
+                   int64_t num_kv_heads, const Tensor& slot_base, const Tensor& norm_weight,
+                   double eps, const Tensor& bias, bool early, bool placed, uintptr_t stream);
 
 void rms_norm_cpu(const RmsNormParams& params);
 void silu_mul_cpu(const SiluMulParams& params);
 void linear_rows_cpu(const LinearParams& params);
-void rms_norm_linear_cpu(const RmsNormParams& norm, const LinearParams& linear);
-void silu_mul_linear_cpu(const SiluMulParams& act, const LinearParams& linear);
-void rms_norm_linear_append_cpu(const RmsNormParams& norm, const LinearParams& linear,
-                                const AppendKvParams& append);
+void linear_silu_mul_cpu(const LinearParams& params);
+void linear_append_cpu(const LinearParams& params, const AppendKvParams& append);
 
 void rms_norm_cuda(const RmsNormParams& params, int device, uintptr_t stream);
 void silu_mul_cuda(const SiluMulParams& params, int device, uintptr_t stream);
 void linear_rows_cuda(const LinearParams& params, int device, uintptr_t stream);
-void rms_norm_linear_cuda(const RmsNormParams& norm, const LinearParams& linear, int device,
-                          uintptr_t stream);
-void silu_mul_linear_cuda(const SiluMulParams& act, const LinearParams& linear, int device,
-                          uintptr_t stream);
-void rms_norm_linear_append_cuda(const RmsNormParams& norm, const LinearParams& linear,
-                                 const AppendKvParams& append, int device, uintptr_t stream);
+void linear_silu_mul_cuda(const LinearParams& params, int device, uintptr_t stream);
+void linear_append_cuda(const LinearParams& params, const AppendKvParams& append, int device,
+                        uintptr_t stream);
 
 }  // namespace tlt

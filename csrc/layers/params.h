@@ -10,7 +10,7 @@ namespace tlt {
 struct RmsNormParams {
   const void* x;       // [rows, dim], dtype
   const void* weight;  // [dim], dtype
-  void* out;           // [rows, dim], dtype; may be x itself; null where a linear follows
+  void* out;           // [rows, dim], dtype; may be x itself
   int64_t rows, dim;
   int64_t x_stride, out_stride;  // of a row
   float eps;
@@ -19,22 +19,25 @@ struct RmsNormParams {
 
 struct SiluMulParams {
   const void* x;  // [rows, 2 * dim], dtype: gate | up
-  void* out;      // [rows, dim], dtype; null where a linear follows
+  void* out;      // [rows, dim], dtype
   int64_t rows, dim;
   int64_t x_stride, out_stride;  // of a row
   DType dtype;
 };
 
 struct LinearParams {
-  const void* x;         // [rows, in_dim], dtype; null where a norm or an activation comes before
-  const void* weight;    // [out_dim, in_dim], dtype
-  const void* bias;      // [out_dim], dtype; may be null
-  const void* residual;  // [rows, out_dim], out_dtype; may be null, may be out itself
-  void* out;             // [rows, out_dim], out_dtype
+  const void* x;            // [rows, in_dim], dtype
+  const void* norm_weight;  // [in_dim], dtype; null: x is taken as it is
+  const void* weight;       // [out_dim, in_dim], dtype; silu_mul: out_dim / 2 of gate, then of up
+  const void* bias;         // [out_dim], dtype; may be null; silu_mul: null
+  const void* residual;     // [rows, out_dim], out_dtype; may be null, may be out itself; the same
+  void* out;                // [rows, out_dim], out_dtype; silu_mul: [rows, out_dim / 2]
   int64_t rows, in_dim, out_dim;
   int64_t x_stride, weight_stride, residual_stride, out_stride;  // of a row
+  float eps;                                                     // of the norm
   DType dtype, out_dtype;                                        // out_dtype: dtype or float32
-  bool early;  // on a GPU the launch may begin, and read weights, while earlier kernels run
+  bool early;   // on a GPU the launch may begin, and read weights, while earlier kernels run
+  bool placed;  // and where appended rows belong
 };
 
 }  // namespace tlt

@@ -210,48 +210,31 @@ class DraftRunner:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = torch.empty(len(hidden), self.spec.draft_vocab, device=hidden.device)
-        self._norm_linear(hidden, self.weights["norm"], self.weights["head"], logits)
+        read = self._norm_for(hidden, "norm", "head")
+        tlt_ext.linear_rows(**read, weight=self.weights["head"], out=logits, early=True)
         return logits
 
     # `early`: weights change by copies of torch's, and `gather_new_rows`, which begins every draft,
     # starts when those have ended.
 
-    def _norm_linear(self, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor) -> None:
-        eps = self.spec.rms_eps
-        if self.target.fuses(len(x)):
-            return tlt_ext.rms_norm_linear(x, norm, weight, out, eps=eps, early=True)
-        normed = torch.empty_like(x)
-        tlt_ext.rms_norm(x, norm, normed, eps=eps)
-        tlt_ext.linear_rows(normed, weight, out, early=True)
-
-    def _silu_linear(self, gate_up: Tensor, weight: Tensor, out: Tensor, residual: Tensor) -> None:
-        if self.target.fuses(len(out)):
-            return tlt_ext.silu_mul_linear(gate_up, weight, out, residual=residual, early=True)
-        activated = gate_up[:, : weight.shape[1]]
-        tlt_ext.silu_mul(gate_up, activated)
-        tlt_ext.linear_rows(activated, weight, out, residual=residual, early=True)
+    def _norm_for(self, x: Tensor, norm: str, weight: str) -> dict[str, Tensor | float]:
+        weights, between = self.weights, torch.empty_like(x)
+        return self.target.norm_for(x, weights[norm], weights[weight], self.spec.rms_eps, between)
 
     def _append(self, joined: Tensor, **rows: Tensor | None) -> Tensor:
         """Writes the rows' K/V from inputs [R, 2H]; returns their queries [R, heads, head_dim]."""
-        spec, count = self.spec, len(joined)
-        qkv = joined.new_empty(count, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-        tlt_ext.linear_rows(joined, self.weights["qkv"], qkv, early=True)
+        spec, count, weight = self.spec, len(joined), self.weights["qkv"]
         q = joined.new_empty(count, spec.num_heads, spec.head_dim)
-        tlt_ext.append_kv(
-            qkv,
-            q,
-            self.k,
-            self.v,
-            self.target.cos_sin,
-            rows["row_start"],
-            rows["context_len"],
-            rows["position"],
-            rows["block_table"],
-            rows["status"],
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            slot_base=rows.get("slot_base"),
-        )
+        names = ("row_start", "context_len", "position", "block_table", "status")
+        places = (self.k, self.v, self.target.cos_sin, *(rows[name] for name in names))
+        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+        heads["slot_base"] = rows.get("slot_base")
+        if self.target.fuses(count, weight):
+            tlt_ext.linear_append(joined, weight, q, *places, **heads, early=True)
+        else:
+            qkv = joined.new_empty(count, len(weight))
+            tlt_ext.linear_rows(joined, weight, qkv, early=True)
+            tlt_ext.append_kv(qkv, q, *places, **heads)
         return q
 
     def _attend(self, q: Tensor, hidden: Tensor, **rows: Tensor | None) -> Tensor:
@@ -274,10 +257,11 @@ class DraftRunner:
         weights, count = self.weights, len(q)
         middle = torch.empty_like(hidden)
         tlt_ext.linear_rows(attended.flatten(1), weights["o"], middle, residual=hidden, early=True)
-        gate_up = hidden.new_empty(count, 2 * self.spec.intermediate_size)
-        self._norm_linear(middle, weights["post_norm"], weights["gate_up"], gate_up)
+        gated = hidden.new_empty(count, self.spec.intermediate_size)
+        read = self._norm_for(middle, "post_norm", "gate_up")
+        tlt_ext.linear_silu_mul(**read, weight=weights["gate_up"], out=gated, early=True)
         out = torch.empty_like(hidden)
-        self._silu_linear(gate_up, weights["down"], out, middle)
+        tlt_ext.linear_rows(gated, weights["down"], out, residual=middle, early=True)
         return out
 
     # ---- catching up ----------------------------------------------------------------------------

@@ -42,13 +42,13 @@ class GraphCost:
     loop: bool = True
 
     def nodes(self, cell: Cell) -> int:
-        """Launches of a pass: more where rows are too many for fused ops."""
+        """Launches of a pass, at most: more where rows may be too many for fused ops."""
         strategy = cell.strategy
-        target = (6 if cell.rows <= FUSED_ROWS else 10) * self.num_layers + 8
+        target = (6 if cell.rows <= FUSED_ROWS else 9) * self.num_layers + 8
         if strategy.kind == "ngram":
             return target + 7
         if strategy.kind == "learned":
-            first, level = (15, 10) if cell.batch * strategy.top_k <= FUSED_ROWS else (18, 13)
+            first, level = (14, 9) if cell.batch * strategy.top_k <= FUSED_ROWS else (17, 12)
             return target + first + level * (strategy.depth - 1)
         return target
 

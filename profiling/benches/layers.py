@@ -31,7 +31,7 @@ def tensors(rows: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    return randn(rows, 2 * k), randn(k), randn(n, k) / k**0.5
+    return randn(rows, k), randn(k), randn(n, k) / k**0.5
 
 
 def bytes_moved(rows: int, n: int, k: int) -> int:
@@ -41,7 +41,6 @@ def bytes_moved(rows: int, n: int, k: int) -> int:
 def cublas_is_invariant(n: int, k: int) -> bool:
     """Whether row 0 of torch.mm has the same bits for every row count of this benchmark."""
     x, _, weight = tensors(max(ROWS + PREFILL_ROWS), n, k)
-    x = x[:, :k].contiguous()
     alone = torch.mm(x[:1], weight.t())
     return all(
         torch.equal(torch.mm(x[:rows], weight.t())[:1], alone) for rows in ROWS + PREFILL_ROWS
@@ -59,7 +58,6 @@ def run_linear(bench: Bench, rows: int, n: int, k: int) -> None:
     if not bench.wanted(case):
         return
     x, _, weight = tensors(rows, n, k)
-    x = x[:, :k].contiguous()
     out, peer_out = (torch.empty(rows, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weights = copies(weight)
     arms = {
@@ -87,42 +85,39 @@ def run_linear(bench: Bench, rows: int, n: int, k: int) -> None:
 
 
 def run_fused(bench: Bench, rows: int, n: int, k: int) -> None:
-    """Each fused op against the two ops that it stands for."""
-    wide, norm_weight, weight = tensors(rows, n, k)
-    x = wide[:, :k].contiguous()
-    between = torch.empty_like(x)
-    out, residual = (torch.zeros(rows, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    options = {"residual": residual, "early": True}
+    """A norm before and an activation after a linear, in it and as ops of their own."""
+    x, norm_weight, weight = tensors(rows, n, k)
+    between, out = torch.empty_like(x), torch.zeros(rows, n, device="cuda", dtype=torch.bfloat16)
+    gated = torch.empty(rows, n // 2, device="cuda", dtype=torch.bfloat16)
 
     def norm_two(w: torch.Tensor) -> None:
         tlt_ext.rms_norm(x, norm_weight, between)
-        tlt_ext.linear_rows(between, w, out, **options)
+        tlt_ext.linear_rows(between, w, out, early=True)
 
     def silu_two(w: torch.Tensor) -> None:
-        tlt_ext.silu_mul(wide, between)
-        tlt_ext.linear_rows(between, w, out, **options)
+        tlt_ext.linear_rows(x, w, out, early=True)
+        tlt_ext.silu_mul(out, gated)
 
+    def three(w: torch.Tensor) -> None:
+        norm_two(w)
+        tlt_ext.silu_mul(out, gated)
+
+    norm = {"norm_weight": norm_weight, "early": True}
     ops = {
-        "rms_norm_linear": (
-            lambda w: tlt_ext.rms_norm_linear(x, norm_weight, w, out, **options),
-            norm_two,
-        ),
-        "silu_mul_linear": (lambda w: tlt_ext.silu_mul_linear(wide, w, out, **options), silu_two),
+        "rms_norm_linear": (lambda w: tlt_ext.linear_rows(x, w, out, **norm), norm_two),
+        "linear_silu_mul": (lambda w: tlt_ext.linear_silu_mul(x, w, gated, early=True), silu_two),
+        "rms_norm_linear_silu_mul": (lambda w: tlt_ext.linear_silu_mul(x, w, gated, **norm), three),
     }
     weights = copies(weight)
-    for op, (fused, two) in ops.items():
+    for op, (fused, apart) in ops.items():
         case = f"{op} {rows}x{n}x{k}"
         if bench.wanted(case):
-            arms = {"fused": fused, "two": two}
+            arms = {"fused": fused, "apart": apart}
             times = timing.measure_in_turn(
                 {name: [partial(call, w) for w in weights] for name, call in arms.items()}
             )
-            bench.add(
-                case,
-                times["fused"],
-                bytes_moved(rows, n, k) + 2 * rows * n,
-                {"two_ops": times["two"]},
-            )
+            moved = bytes_moved(rows, n, k)
+            bench.add(case, times["fused"], moved, {"ops_apart": times["apart"]})
 
 
 def run(bench: Bench) -> None:
@@ -134,6 +129,6 @@ def run(bench: Bench) -> None:
     for n, k in QWEN2_7B + SMOLLM2 + [HEAD]:
         for rows in ROWS + ([] if (n, k) == HEAD else PREFILL_ROWS):
             run_linear(bench, rows, n, k)
-    for n, k in [(4608, 3584), (3584, 18944), (960, 576), (576, 1536)]:
-        for rows in (1, 4, 8):  # above, the two ops are faster
+    for n, k in [(4608, 3584), (37888, 3584), (960, 576), (3072, 576)]:
+        for rows in [1, 4, 8, 16, 32, 64, 128]:
             run_fused(bench, rows, n, k)

@@ -91,18 +91,16 @@ def float32_cases() -> dict[str, Arrays]:
     caches = {name: randn(2, PAGE, 1, DIM) for name in ("k_cache", "v_cache")}
     drawn = {"temperature": np.ones(1, np.float32), "request": np.arange(1), "status": zeros(1)}
     x, wide, weight = randn(3, DIM), randn(3, 2 * DIM), randn(32, DIM)
-    out = zeros(3, 32, dtype=np.float32)
+    out, gated = (zeros(3, n, dtype=np.float32) for n in (32, 16))
     norms = {"input_norm": randn(DIM), "hidden_norm": randn(DIM)}
     embedded = {"embedding": randn(10, DIM), "eps": 1e-6, **norms}
     return {
         "rms_norm": {"x": x, "weight": randn(DIM), "out": np.zeros_like(x)},
         "silu_mul": {"x": wide, "out": np.zeros_like(x)},
         "linear_rows": {"x": x, "weight": weight, "out": out, "bias": randn(32)},
-        "rms_norm_linear": {"x": x, "norm_weight": randn(DIM), "weight": weight, "out": out},
-        "silu_mul_linear": {"x": wide, "weight": weight, "out": out, "residual": randn(3, 32)},
-        "rms_norm_linear_append": {
+        "linear_silu_mul": {"x": x, "weight": weight, "out": gated, "norm_weight": randn(DIM)},
+        "linear_append": {
             "x": x,
-            "norm_weight": randn(DIM),
             "weight": randn((HEADS + 2) * DIM, DIM),
             "q_out": zeros(3, HEADS, DIM, dtype=np.float32),
             "cos_sin": randn(32, DIM),

@@ -278,26 +278,39 @@ def bad_linear_calls(call, x, weight):
 def test_linear_ops_check_their_arguments():
     x, weight = kit.randn(4, 8, seed=0), kit.randn(3, 8, seed=1)
     bad_linear_calls(tlt_ext.linear_rows, x, weight)
-    bad_linear_calls(tlt_ext.silu_mul_linear, torch.cat([x, x], 1), weight)
-
-    def norm(x, weight, out, **options):
-        tlt_ext.rms_norm_linear(x, torch.ones(x.shape[-1]).to(x.dtype), weight, out, **options)
-
-    bad_linear_calls(norm, x, weight)
-
-
-def test_fused_linear_ops_check_their_own_arguments():
-    x, weight, out = kit.randn(4, 8, seed=0), kit.randn(3, 8, seed=1), torch.empty(4, 3)
+    out = torch.empty(4, 3)
     with pytest.raises(TypeError, match="norm_weight: expected the dtype of x, float32, got"):
-        tlt_ext.rms_norm_linear(x, torch.ones(8).half(), weight, out)
+        tlt_ext.linear_rows(x, weight, out, norm_weight=torch.ones(8).half())
     with pytest.raises(ValueError, match=r"norm_weight: expected shape \[8\], got \[7\]"):
-        tlt_ext.rms_norm_linear(x, torch.ones(7), weight, out)
+        tlt_ext.linear_rows(x, weight, out, norm_weight=torch.ones(7))
     with pytest.raises(ValueError, match="norm_weight: expected a contiguous array"):
-        tlt_ext.rms_norm_linear(x, torch.ones(16)[::2], weight, out)
-    with pytest.raises(ValueError, match="rms_norm_linear: eps: expected 0 or more"):
-        tlt_ext.rms_norm_linear(x, torch.ones(8), weight, out, eps=-1.0)
-    with pytest.raises(ValueError, match="silu_mul_linear: x: expected an even last axis"):
-        tlt_ext.silu_mul_linear(x[:, :7], weight, out)
+        tlt_ext.linear_rows(x, weight, out, norm_weight=torch.ones(16)[::2])
+    with pytest.raises(ValueError, match="linear_rows: eps: expected 0 or more"):
+        tlt_ext.linear_rows(x, weight, out, eps=-1.0)
+
+
+def test_linear_silu_mul_checks_its_arguments():
+    x, weight, out = kit.randn(4, 8, seed=0), kit.randn(6, 8, seed=1), torch.empty(4, 3)
+    with pytest.raises(TypeError, match="linear_silu_mul: x: expected dtype float32 or float16"):
+        tlt_ext.linear_silu_mul(x.int(), weight, out)
+    with pytest.raises(ValueError, match="x: expected a contiguous last axis"):
+        tlt_ext.linear_silu_mul(x.t().contiguous().t(), weight, out)
+    with pytest.raises(ValueError, match=r"weight: expected shape \[\*, 8\], got \[6, 7\]"):
+        tlt_ext.linear_silu_mul(x, weight[:, :7], out)
+    with pytest.raises(ValueError, match="weight: expected as many rows of gate as of up, got 5"):
+        tlt_ext.linear_silu_mul(x, weight[:5], out)
+    with pytest.raises(TypeError, match="out: expected the dtype of x, float32, got float16"):
+        tlt_ext.linear_silu_mul(x, weight, out.half())
+    with pytest.raises(ValueError, match=r"out: expected shape \[4, 3\], got \[4, 2\]"):
+        tlt_ext.linear_silu_mul(x, weight, out[:, :2])
+    with pytest.raises(ValueError, match="out: expected a contiguous last axis"):
+        tlt_ext.linear_silu_mul(x, weight, torch.empty(3, 4).t())
+    with pytest.raises(ValueError, match="out: expected other memory than x, got the same"):
+        tlt_ext.linear_silu_mul(x, weight, x[:, :3])
+    with pytest.raises(TypeError, match="norm_weight: expected the dtype of x, float32, got"):
+        tlt_ext.linear_silu_mul(x, weight, out, norm_weight=torch.ones(8).half())
+    with pytest.raises(ValueError, match="linear_silu_mul: eps: expected 0 or more"):
+        tlt_ext.linear_silu_mul(x, weight, out, eps=-1.0)
 
 
 # ---- fused -----------------------------------------------------------------------------------
@@ -306,10 +319,10 @@ def test_fused_linear_ops_check_their_own_arguments():
 @pytest.mark.parametrize("device", kit.DEVICES)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), LINEAR_SHAPES + [(16, 40, 1088), (65, 200, 64)])
-def test_fused_ops_have_the_bits_of_the_two_ops(threads, device, dtype, rows, n, k):
+def test_a_norm_before_has_the_bits_of_the_two_ops(threads, device, dtype, rows, n, k):
     wide, weight, bias = linear_inputs(rows, n, 2 * k, dtype, device)
-    weight = weight[:, :k]
-    x, norm_weight = wide[:, :k], kit.randn(k, seed=4, dtype=dtype).to(device)
+    x, weight = wide[:, :k], weight[:, :k]
+    norm_weight = kit.randn(k, seed=4, dtype=dtype).to(device)
     for out_dtype in {dtype, torch.float32}:
         residual = kit.randn(rows, n, seed=5, dtype=out_dtype).to(device)
         options = {"bias": bias, "residual": residual}
@@ -318,17 +331,47 @@ def test_fused_ops_have_the_bits_of_the_two_ops(threads, device, dtype, rows, n,
 
         tlt_ext.rms_norm(x, norm_weight, between, eps=1e-5)
         tlt_ext.linear_rows(between, weight, two, **options)
-        tlt_ext.rms_norm_linear(x, norm_weight, weight, fused, eps=1e-5, **options)
+        tlt_ext.linear_rows(x, weight, fused, norm_weight=norm_weight, eps=1e-5, **options)
         assert kit.same_bits(fused, two)
 
-        tlt_ext.silu_mul(wide, between)
-        tlt_ext.linear_rows(between, weight, two, **options)
-        tlt_ext.silu_mul_linear(wide, weight, fused, **options)
-        assert kit.same_bits(fused, two)
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize(("rows", "n", "k"), LINEAR_SHAPES + [(16, 40, 1088), (65, 200, 64)])
+def test_linear_silu_mul_has_the_bits_of_its_ops(threads, device, dtype, rows, n, k):
+    """With and without a norm; rows of x, weight and out are strided."""
+    x, weight, _ = linear_inputs(rows, 2 * n, 2 * k, dtype, device)
+    x, weight, norm_weight = x[:, :k], weight[:, :k], kit.randn(k, seed=4, dtype=dtype).to(device)
+    gate_up = torch.empty(rows, 2 * n, dtype=dtype, device=device)
+    two = torch.empty(rows, n, dtype=dtype, device=device)
+    wide = torch.full((rows, n + 5), float("nan"), dtype=dtype, device=device)
+    for norm in ({}, {"norm_weight": norm_weight, "eps": 1e-5}):
+        tlt_ext.linear_rows(x, weight, gate_up, **norm)
+        tlt_ext.silu_mul(gate_up, two)
+        tlt_ext.linear_silu_mul(x, weight, wide[:, 2 : n + 2], **norm)
+        assert kit.same_bits(wide[:, 2 : n + 2], two)
+        assert wide[:, :2].isnan().all() and wide[:, n + 2 :].isnan().all()
+
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_linear_silu_mul_equals_reference(device, dtype):
+    x, weight, _ = linear_inputs(9, 96, 200, dtype, device)
+    weight = (weight.float() / 14).to(dtype)
+    norm_weight = kit.randn(200, seed=4, dtype=dtype).to(device)
+    out = torch.empty(9, 48, dtype=dtype, device=device)
+    tlt_ext.linear_silu_mul(x, weight, out)
+    kit.assert_close(out, reference.silu_mul(reference.linear_rows(x, weight)))
+    tlt_ext.linear_silu_mul(x, weight, out, norm_weight=norm_weight, eps=1e-5)
+    normed = reference.rms_norm(x, norm_weight, 1e-5)
+    kit.assert_close(out, reference.silu_mul(reference.linear_rows(normed, weight)))
 
 
 def test_fused_ops_on_empty_inputs():
     x, weight, _ = linear_inputs(3, 4, 8, torch.float32)
-    tlt_ext.rms_norm_linear(x[:0], torch.ones(8), weight, torch.empty(0, 4))
-    tlt_ext.silu_mul_linear(x[:0], weight[:, :4], torch.empty(0, 4))
-    tlt_ext.silu_mul_linear(x, weight[:0, :4], torch.empty(3, 0))
+    tlt_ext.linear_rows(x[:0], weight, torch.empty(0, 4), norm_weight=torch.ones(8))
+    tlt_ext.linear_silu_mul(x[:0], weight, torch.empty(0, 2))
+    tlt_ext.linear_silu_mul(x, weight[:0], torch.empty(3, 0))
+    out = torch.full((3, 2), float("nan"))
+    tlt_ext.linear_silu_mul(x[:, :0], weight[:, :0], out)
+    assert not out.any()

@@ -1,4 +1,4 @@
-"""`rms_norm_linear_append` has the bits of `rms_norm_linear`, then `append_kv`."""
+"""`linear_append` has the bits of `linear_rows`, then `append_kv`."""
 
 import pytest
 import torch
@@ -43,19 +43,21 @@ def copy_of(case):
 
 def run_two(ops, case):
     case = dict(case)
-    x, norm_weight, weight = (case.pop(name) for name in ("x", "norm_weight", "weight"))
-    linear = {name: case.pop(name) for name in ("eps", "bias") if name in case}
+    x, weight = case.pop("x"), case.pop("weight")
+    linear = {name: case.pop(name) for name in ("norm_weight", "eps", "bias") if name in case}
     qkv = torch.full((len(x), len(weight)), NAN, dtype=x.dtype)
-    ops.rms_norm_linear(x, norm_weight, weight, qkv, **linear)
+    ops.linear_rows(x, weight, qkv, **linear)
     ops.append_kv(qkv, **case)
 
 
 def check(ops, case):
-    two, fused = copy_of(case), copy_of(case)
+    two, fused, early = copy_of(case), copy_of(case), copy_of(case)
     run_two(ops, two)
-    ops.rms_norm_linear_append(**fused)
+    ops.linear_append(**fused)
+    ops.linear_append(**early, early=True, placed=True)
     for name in ("q_out", "k_cache", "v_cache", "status"):
         assert kit.same_bits(fused[name], two[name]), name
+        assert kit.same_bits(early[name], two[name]), name
     return fused
 
 
@@ -69,6 +71,7 @@ def check(ops, case):
         ([100], [16]),
         ([1] * 40, [0] * 30 + [1] * 10),
         ([9, 3], [20, 17]),
+        ([40, 7, 0], [70, 1, 60]),
     ],
 )
 @pytest.mark.parametrize(("heads", "head_dim", "k"), [((9, 3), 64, 576), ((7, 1), 128, 3584)])
@@ -78,6 +81,7 @@ def test_bits_of_the_two_ops(ops, contexts, rows, heads, head_dim, k, dtype):
     fused = check(ops, case | {"bias": bias, "eps": 1e-3})
     assert not fused["status"].any() and not fused["q_out"].isnan().any()
     check(ops, case)
+    check(ops, case | {"norm_weight": None, "bias": bias})
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "k"), [((1, 1), 8, 64), ((3, 1), 24, 200)])
@@ -114,15 +118,15 @@ def test_bad_rows_are_refused_as_append_kv_refuses_them(ops):
 def test_no_rows():
     case = make_case([3], [2], dtype=torch.float32)
     empty = {"x": case["x"][:0], "q_out": case["q_out"][:0], "position": case["position"][:0]}
-    tlt_ext.rms_norm_linear_append(**(case | empty))
+    tlt_ext.linear_append(**(case | empty))
 
 
 def test_checks_its_arguments():
     case = make_case([3], [2], dtype=torch.float32)
 
     def refused(error, match, **changed):
-        with pytest.raises(error, match=f"rms_norm_linear_append: {match}"):
-            tlt_ext.rms_norm_linear_append(**(case | changed))
+        with pytest.raises(error, match=f"linear_append: {match}"):
+            tlt_ext.linear_append(**(case | changed))
 
     refused(TypeError, "x: expected dtype float32 or float16", x=case["x"].int())
     refused(TypeError, "norm_weight: expected the dtype of x", norm_weight=torch.ones(576).half())
@@ -142,4 +146,4 @@ def test_checks_its_arguments():
 @kit.needs_gpu
 def test_cuda_takes_aligned_rows():
     with pytest.raises(ValueError, match="expected 16-bit rows that start at and span multiples"):
-        kit.Ops("cuda").rms_norm_linear_append(**make_case([3], [2], k=100))
+        kit.Ops("cuda").linear_append(**make_case([3], [2], k=100))

@@ -8,31 +8,31 @@ from tests import kit
 
 pytestmark = [kit.gpu, kit.needs_gpu]
 
-ROWS = [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 100, 160, 300, 512]
+ROWS = [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 100, 128, 160, 300, 512]
 HALVES = [torch.float16, torch.bfloat16]
 # Odd N and K, fewer blocks of K than parts, small and wide models, K longer than shared memory. Of
 # N so large that the decode kernel leaves all but few rows to wgmma, whose tiles are shared out in
 # every way: one tile a block and several, one block a multiprocessor and two, parts over a cluster.
 SHAPES = [(37, 100), (401, 1001), (960, 576), (576, 1536), (9001, 200), (136, 3584), (72, 18944)]
 SHAPES += [(5001, 1032), (25001, 200), (3080, 576)]
-OPS = ["linear_rows", "rms_norm_linear", "silu_mul_linear"]
+OPS = ["linear_rows", "norm, linear_rows", "linear_silu_mul", "norm, linear_silu_mul"]
 
 
 def inputs(rows, n, k, dtype):
-    """x for any of OPS [rows, 2 k], norm weight, weight, bias; x of size 1, sums too."""
-    x = kit.randn(rows, 2 * k, seed=0, dtype=dtype)
+    """x, norm weight, weight, bias; x of size 1, sums too."""
+    x = kit.randn(rows, k, seed=0, dtype=dtype)
     weight = (kit.randn(n, k, seed=1) / k**0.5).to(dtype)
     return x, kit.randn(k, seed=2, dtype=dtype), weight, kit.randn(n, seed=3, dtype=dtype)
 
 
 def run(op, x, norm_weight, weight, out, **options):
-    k = weight.shape[1]
-    if op == "linear_rows":
-        tlt_ext.linear_rows(x[:, :k], weight, out, **options)
-    elif op == "rms_norm_linear":
-        tlt_ext.rms_norm_linear(x[:, :k], norm_weight, weight, out, eps=1e-5, **options)
-    else:
-        tlt_ext.silu_mul_linear(x, weight, out, **options)
+    """One of OPS; silu_mul of an even number of weight rows, into the first half of out."""
+    if op.startswith("norm"):
+        options |= {"norm_weight": norm_weight, "eps": 1e-5}
+    if op.endswith("linear_rows"):
+        return tlt_ext.linear_rows(x, weight, out, **options)
+    half = len(weight) // 2
+    tlt_ext.linear_silu_mul(x, weight[: 2 * half], out[:, :half], **options)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -40,13 +40,17 @@ def run(op, x, norm_weight, weight, out, **options):
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_bits_do_not_depend_on_rows_or_on_the_row_index(op, dtype, n, k):
     x, norm_weight, weight, _ = (t.cuda() for t in inputs(max(ROWS), n, k, dtype))
-    alone = torch.full((max(ROWS), n), float("nan"), device="cuda")
+    out_dtype = torch.float32 if op.endswith("linear_rows") else dtype
+    alone = torch.zeros(max(ROWS), n, dtype=out_dtype, device="cuda")
+    written = n if op.endswith("linear_rows") else n // 2
+    alone[:, :written] = float("nan")
     for row in range(max(ROWS)):
         run(op, x[row : row + 1], norm_weight, weight, alone[row : row + 1])
-    assert not alone.isnan().any()
+    assert not alone.isnan().any() and not alone[:, written:].any()
     for rows in ROWS:
         first = (max(ROWS) - rows) // 2  # another place in the batch for every count
-        out = torch.full((rows, n), float("nan"), device="cuda")
+        out = torch.zeros(rows, n, dtype=out_dtype, device="cuda")
+        out[:, :written] = float("nan")
         run(op, x[first : first + rows], norm_weight, weight, out)
         assert torch.equal(out, alone[first : first + rows]), rows
 
@@ -59,12 +63,11 @@ def test_linear_ops_agree_with_the_cpu(op, dtype, rows):
     for n, k in [(37, 100), (129, 577), (960, 576)]:
         x, norm_weight, weight, bias = inputs(rows, n, k, dtype)
         residual = kit.randn(rows, n, seed=4, dtype=dtype)
-        expected, out = torch.empty_like(residual), torch.empty_like(residual, device="cuda")
-        run(op, x, norm_weight, weight, expected, bias=bias, residual=residual)
-        x, norm_weight, weight, bias, residual = (
-            t.cuda() for t in (x, norm_weight, weight, bias, residual)
-        )
-        run(op, x, norm_weight, weight, out, bias=bias, residual=residual)
+        options = {"bias": bias, "residual": residual} if op.endswith("linear_rows") else {}
+        expected, out = torch.zeros_like(residual), torch.zeros_like(residual, device="cuda")
+        run(op, x, norm_weight, weight, expected, **options)
+        x, norm_weight, weight = (t.cuda() for t in (x, norm_weight, weight))
+        run(op, x, norm_weight, weight, out, **{name: t.cuda() for name, t in options.items()})
         if dtype == torch.float32:
             assert kit.same_bits(out, expected)
         else:
@@ -79,7 +82,6 @@ def test_linear_ops_agree_with_the_cpu(op, dtype, rows):
 def test_rows_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k):
     """Offset 3 and odd N keep outputs from 16-byte stores; bias and residual are added in place."""
     x, _, weight, bias = (t.cuda() for t in inputs(max(ROWS), n, k, dtype))
-    x = x[:, :k]
     for out_dtype in (dtype, torch.float32):
         residual = kit.randn(max(ROWS), n, seed=4, dtype=out_dtype).cuda()
         alone = torch.empty_like(residual)
@@ -123,23 +125,23 @@ def test_norm_and_activation_agree_with_the_cpu(dtype, rows, dim):
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_graph_replays_read_new_inputs_and_allocate_nothing(rows):
-    x, norm_weight, weight, bias = (t.cuda() for t in inputs(rows, 960, 576, torch.bfloat16))
-    outs = {op: torch.empty(rows, 960, dtype=torch.bfloat16, device="cuda") for op in OPS}
+    x, norm_weight, weight, _ = (t.cuda() for t in inputs(rows, 960, 576, torch.bfloat16))
+    outs = {op: torch.zeros(rows, 960, dtype=torch.bfloat16, device="cuda") for op in OPS}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for op in OPS:
-            run(op, x, norm_weight, weight, outs[op], bias=bias)
-    expected = {op: torch.empty_like(out) for op, out in outs.items()}
+            run(op, x, norm_weight, weight, outs[op])
+    expected = {op: torch.zeros_like(out) for op, out in outs.items()}
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(), kit.free_memory()
     for replay in range(1000):
         if replay % 100 == 0:
-            x.copy_(kit.randn(rows, 2 * 576, seed=replay, dtype=torch.bfloat16))
+            x.copy_(kit.randn(rows, 576, seed=replay, dtype=torch.bfloat16))
         graph.replay()
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), kit.free_memory()) == before
     for op in OPS:
-        run(op, x, norm_weight, weight, expected[op], bias=bias)
+        run(op, x, norm_weight, weight, expected[op])
         assert kit.same_bits(outs[op], expected[op])
 
 
@@ -147,31 +149,53 @@ def test_graph_replays_read_new_inputs_and_allocate_nothing(rows):
 @pytest.mark.parametrize(("n", "k"), [(960, 576), (9001, 200), (72, 18944)])
 def test_fused_ops_have_the_bits_of_the_two_ops_for_every_row_count(dtype, n, k):
     """A model takes one or the other by its row count, so all must agree with one row alone."""
-    wide, norm_weight, weight, _ = (t.cuda() for t in inputs(max(ROWS), n, k, dtype))
-    x = wide[:, :k]
-    normed, gated = (torch.empty(max(ROWS), k, dtype=dtype, device="cuda") for _ in range(2))
+    x, norm_weight, weight, _ = (t.cuda() for t in inputs(max(ROWS), n, k, dtype))
+    half, normed = n // 2, torch.empty_like(x)
     tlt_ext.rms_norm(x, norm_weight, normed, eps=1e-5)
-    tlt_ext.silu_mul(wide, gated)
-    for op, between in (("rms_norm_linear", normed), ("silu_mul_linear", gated)):
-        for rows in ROWS:
-            fused, two = (torch.empty(rows, n, device="cuda") for _ in range(2))
-            run(op, wide[:rows], norm_weight, weight, fused)
-            tlt_ext.linear_rows(between[:rows], weight, two)
+    for rows in ROWS:
+        for op, read in (("", x), ("norm, ", normed)):
+            fused, two = (torch.zeros(rows, n, dtype=dtype, device="cuda") for _ in range(2))
+            tlt_ext.linear_rows(read[:rows], weight, two)
+            run(f"{op}linear_rows", x[:rows], norm_weight, weight, fused)
             assert torch.equal(fused, two), (op, rows)
+            gated, activated = fused.new_zeros(rows, n), fused.new_empty(rows, half)
+            run(f"{op}linear_silu_mul", x[:rows], norm_weight, weight, gated)
+            tlt_ext.silu_mul(two[:, : 2 * half], activated)
+            assert torch.equal(gated[:, :half], activated), (op, rows)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("n", "k"), [(3072, 576), (5008, 1032), (2560, 9480), (144, 18944)])
+def test_products_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k):
+    """Gates and ups in tiles of every kind, one after the other and shared by a cluster."""
+    x, _, weight, _ = (t.cuda() for t in inputs(max(ROWS), n, k, dtype))
+    gate_up = torch.empty(max(ROWS), n, dtype=dtype, device="cuda")
+    tlt_ext.linear_rows(x, weight, gate_up)
+    alone = gate_up.new_empty(max(ROWS), n // 2)
+    tlt_ext.silu_mul(gate_up, alone)
+    for rows in (12, 40, 100, 130, 300, 512):
+        for offset in (0, 8, 3):
+            wide = alone.new_full((rows, n // 2 + 24), float("nan"))
+            out = wide[:, offset : offset + n // 2]
+            tlt_ext.linear_silu_mul(x[:rows], weight, out)
+            assert torch.equal(out, alone[:rows]), (rows, offset)
+            assert wide[:, :offset].isnan().all() and wide[:, offset + n // 2 :].isnan().all()
 
 
 def decode_step(case, early):
     """A chain of all layer ops in one layer's order; every kernel reads what the last one wrote."""
-    x, out, options = case["x"].clone(), {}, {"early": early}
-    for name in ("qkv", "gate_up"):
-        out[name] = x.new_full((len(x), len(case[name])), float("nan"))
+    x, norm, options = case["x"].clone(), {"norm_weight": case["norm"]}, {"early": early}
+    qkv, gated = (x.new_full((len(x), len(case[n])), float("nan")) for n in ("qkv", "gate_up"))
+    gated, first = gated[:, : case["down"].shape[1]], qkv[:, : x.shape[1]]
     for _ in range(3):
-        tlt_ext.rms_norm_linear(x, case["norm"], case["qkv"], out["qkv"], **options)
-        tlt_ext.linear_rows(out["qkv"][:, : x.shape[1]], case["output"], x, residual=x, **options)
-        tlt_ext.rms_norm_linear(x, case["norm"], case["gate_up"], out["gate_up"], **options)
-        tlt_ext.silu_mul_linear(out["gate_up"], case["down"], x, residual=x, **options)
-        tlt_ext.rms_norm(x, case["norm"], out["qkv"][:, : x.shape[1]])
-        tlt_ext.linear_rows(out["qkv"][:, : x.shape[1]], case["output"], x, residual=x, **options)
+        tlt_ext.linear_rows(x, case["qkv"], qkv, **norm, **options)
+        tlt_ext.linear_rows(first, case["output"], x, residual=x, **options)
+        tlt_ext.linear_silu_mul(x, case["gate_up"], gated, **norm, **options)
+        tlt_ext.linear_rows(gated, case["down"], x, residual=x, **options)
+        tlt_ext.rms_norm(x, case["norm"], first)
+        tlt_ext.linear_rows(first, case["output"], x, residual=x, **options)
+        tlt_ext.linear_silu_mul(first, case["gate_up"], gated, **options)
+        tlt_ext.linear_rows(gated, case["down"], x, residual=x, **options)
     return x
 
 
@@ -213,4 +237,4 @@ def test_layers_check_what_only_a_cuda_kernel_limits():
     with pytest.raises(ValueError, match="rms_norm: x: expected at most"):
         tlt_ext.rms_norm(big, big[0], big)
     with pytest.raises(ValueError, match="linear_rows: x: expected at most"):
-        tlt_ext.linear_rows(half, half, torch.empty(1, 1, dtype=torch.bfloat16, device="cuda"))
+        tlt_ext.linear_rows(big, big, torch.empty(1, 1, dtype=torch.bfloat16, device="cuda"))

@@ -123,7 +123,7 @@ def test_many_rows_go_op_by_op_with_the_same_bits(parts, monkeypatch):
         sequences = [
             sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21))
         ]
-        monkeypatch.setattr(parts.target, "fuses", lambda rows, fuses=fuses: fuses)
+        monkeypatch.setattr(parts.target, "fuses", lambda *_, fuses=fuses: fuses)
         recorder = Recorder(parts, monkeypatch)
         parts.propose(sequences, Strategy("learned", 4, 3, 12))
         drawn.append([out for _, _, out in recorder.levels] + recorder.logits)

@@ -215,6 +215,25 @@ def test_bfloat16_is_as_near_as_transformers_bfloat16(llama):
     assert relative_error(logits, exact) < 1.5 * baseline
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ops_one_by_one_have_the_bits_of_fused_ones(llama, monkeypatch, dtype):
+    """What a layer runs where rows or weights are many."""
+    model, ids = load(llama[1], dtype=dtype), token_ids(21)
+    fused = [x.clone() for x in Sequences(model).rows([ids], want_features=True)]
+    monkeypatch.setattr(model, "fuses", lambda rows, weight: False)
+    apart = Sequences(model).rows([ids], want_features=True)
+    assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
+
+
+def test_few_rows_or_few_weights_are_fused(llama, monkeypatch):
+    model = load(llama[1])
+    small, large = (torch.empty(shape, device="meta") for shape in ((3072, 576), (4608, 3584)))
+    assert model.fuses(512, large)  # on a CPU
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    assert model.fuses(8, large) and not model.fuses(9, large)
+    assert model.fuses(80, small) and not model.fuses(81, small)
+
+
 def test_weights_are_reloaded_in_place(pair, request):
     variant = request.node.callspec.params["pair"]
     _, model = pair

@@ -1,23 +1,50 @@
-// The end of a linear that appends: sums of q, k and v go where `append_kv` would have put them.
-//
-// A *pair* of weight rows is what RoPE turns together: row i of a head and row i + head_dim / 2.
+// What comes after a linear, a type in its kernels. Where it takes sums in *pairs*, a block owns
+// both weight rows of each: of gate and up, or of what RoPE turns together, row i of a head and row
+// i + head_dim / 2. Sums of q, k and v then go where `append_kv` would have put them.
 #pragma once
 
 #include <type_traits>
 
 #include "kv/append.cuh"
+#include "layers/params.h"
 
 namespace tlt {
 
-struct Nothing {};  // in place of AppendKvParams where the sums go to out
+struct Nothing {};  // sums go to out
+struct SiluMul {};  // products of activated gates and ups do
 
-template <typename Append>
-constexpr bool kAppends = std::is_same_v<Append, AppendKvParams>;
+template <typename After>
+constexpr bool kAppends = std::is_same_v<After, AppendKvParams>;
+template <typename After>
+constexpr bool kPairs = !std::is_same_v<After, Nothing>;
 
-// Low row of pair `pair` of the weight; the high one lies head_dim / 2 after it.
+// Low row of pair `pair` of the weight, and how far after it the high one lies.
+__device__ __forceinline__ int64_t low_row(const SiluMul&, int64_t pair) { return pair; }
+
+__device__ __forceinline__ int64_t rows_apart(const LinearParams& p, const SiluMul&) {
+  return p.out_dim / 2;
+}
+
+__device__ __forceinline__ int64_t rows_apart(const LinearParams&, const AppendKvParams& p) {
+  return p.head_dim / 2;
+}
+
+// Of q, k and v together: what RoPE turns lies at i and i + head_dim / 2 of a head.
+struct HeadPair {
+  int head, i;
+};
+
+__device__ __forceinline__ HeadPair head_pair(const AppendKvParams& p, int64_t pair) {
+  const int half = static_cast<int>(p.head_dim / 2), head = static_cast<int>(pair) / half;
+  return {head, static_cast<int>(pair) - head * half};
+}
+
+__device__ __forceinline__ int64_t low_row(const AppendKvParams& p, const HeadPair& at) {
+  return at.head * p.head_dim + at.i;
+}
+
 __device__ __forceinline__ int64_t low_row(const AppendKvParams& p, int64_t pair) {
-  const int half = static_cast<int>(p.head_dim / 2), at = static_cast<int>(pair);
-  return at + at / half * half;
+  return low_row(p, head_pair(p, pair));
 }
 
 template <int kRows>
@@ -55,21 +82,18 @@ __device__ __forceinline__ void find_places(const AppendKvParams& p, int64_t fir
   __syncwarp();
 }
 
-// Cosine and sine of a pair at a row's position.
-__device__ __forceinline__ float2 angle_of(const AppendKvParams& p, const RowPlace& at,
-                                           int64_t pair) {
-  const int half = static_cast<int>(p.head_dim / 2);
-  const float* from = p.cos_sin + at.position * p.cos_sin_stride + static_cast<int>(pair) % half;
-  return make_float2(from[0], from[half]);
+// Cosine and sine of a pair at a position that has them.
+__device__ __forceinline__ float2 angle_of(const AppendKvParams& p, int64_t position, int i) {
+  const float* from = p.cos_sin + position * p.cos_sin_stride + i;
+  return make_float2(from[0], from[p.head_dim / 2]);
 }
 
 // Writes the two sums of a pair; `angle` counts where the row has a place.
 template <typename T>
-__device__ __forceinline__ void store_pair(const AppendKvParams& p, int64_t row, int64_t pair,
+__device__ __forceinline__ void store_pair(const AppendKvParams& p, int64_t row, const HeadPair& to,
                                            float low, float high, const RowPlace& at,
                                            float2 angle) {
-  const int half = static_cast<int>(p.head_dim / 2), head = static_cast<int>(pair) / half;
-  const int i = static_cast<int>(pair) - head * half;
+  const int half = static_cast<int>(p.head_dim / 2), head = to.head, i = to.i;
   T* out;
   bool turns = true;
   if (head < p.num_heads) {
