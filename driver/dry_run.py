@@ -248,7 +248,7 @@ def rollout_seconds(
     responses = config.grpo.prompts_per_step * config.grpo.samples_per_prompt
     lengths = tail_lengths(responses, mean, config.sampling.max_new_tokens)
     seconds = 2 * matrix * config.grpo.prompts_per_step * prompt_len / limits.flops_per_s
-    launches = limits.launch_s * GraphCost(spec.num_layers).nodes(Cell(1, OFF))
+    launches = limits.launch_s * GraphCost(spec).nodes(Cell(1, OFF))
     running = list(lengths[: config.engine.max_batch])  # the pass at which each ends
     heapq.heapify(running)
     waiting, now = list(lengths[config.engine.max_batch :]), 0

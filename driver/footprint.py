@@ -255,7 +255,7 @@ def _engine_parts(
         held["feature pages"] = held_bytes(cache.features)
         held |= _drafter_parts(config, parts)
     if config.run.device != "cpu" and engine.graphs != "false":
-        cost = GraphCost(spec.num_layers, engine.loop != "false")
+        cost = GraphCost(spec, engine.loop != "false")
         limits = engine.max_batch, engine.spec_max_batch
         arms = parse_strategies(engine.strategies)
         plan = BucketPlan(

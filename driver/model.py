@@ -24,6 +24,20 @@ from driver.rollout.workspace import Workspace
 FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS = 8, 16, 10 << 20
 
 
+def fuses(rows: int, weights: int) -> bool:
+    """Whether, on a GPU, a linear of so many rows and weights norms its rows itself, or appends."""
+    return rows <= FUSED_ROWS or -(-rows // PIECE_ROWS) * weights <= FUSED_WEIGHTS
+
+
+def layer_launches(spec: ModelSpec, rows: int) -> int:
+    """Launches of a layer on a GPU; attention's are two, though one will do for few short rows."""
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    normed = fuses(rows, heads * spec.head_dim * spec.hidden_size)
+    appended = normed and not spec.qk_norm
+    gated = fuses(rows, 2 * spec.intermediate_size * spec.hidden_size)
+    return 6 + (not normed) + (not appended) + (not gated)
+
+
 @dataclass(frozen=True)
 class RowBatch:
     """Where the rows of one forward pass belong: B requests, R rows, ragged.
@@ -269,9 +283,7 @@ class TargetModel:
 
     def fuses(self, rows: int, weight: Tensor) -> bool:
         """Whether a linear of so many rows should norm its rows itself, or append what it makes."""
-        if self.device.type == "cpu" or rows <= FUSED_ROWS:
-            return True
-        return -(-rows // PIECE_ROWS) * weight.numel() <= FUSED_WEIGHTS
+        return self.device.type == "cpu" or fuses(rows, weight.numel())
 
     def norm_for(
         self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, between: Tensor

@@ -120,7 +120,7 @@ class RolloutEngine:
             parse_strategies(config.strategies),
             self.bandit.config.buckets,
             self.spec_max_rows,
-            GraphCost(self.model.spec.num_layers, loop),
+            GraphCost(self.model.spec, loop),
             budget,
         )
         return PassGraphs(plan, self.program, self.state, self.ring, loop, budget)

@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from driver.model import FUSED_ROWS
+from driver.checkpoint import ModelSpec
+from driver.model import fuses, layer_launches
 from driver.strategy import OFF, Strategy
 
 # Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (profiling/README.md).
@@ -34,21 +35,22 @@ class GraphCost:
     """The memory model: what a graph weighs, by the launches of its pass.
 
     Args:
-        num_layers: of the target.
+        spec: of the target.
         loop: whether the pass is repeated inside its graph.
     """
 
-    num_layers: int
+    spec: ModelSpec
     loop: bool = True
 
     def nodes(self, cell: Cell) -> int:
-        """Launches of a pass, at most: more where rows may be too many for fused ops."""
-        strategy = cell.strategy
-        target = (6 if cell.rows <= FUSED_ROWS else 9) * self.num_layers + 8
+        """Launches of a pass, at most."""
+        strategy, spec = cell.strategy, self.spec
+        target = layer_launches(spec, cell.rows) * spec.num_layers + 8
         if strategy.kind == "ngram":
             return target + 7
         if strategy.kind == "learned":
-            first, level = (14, 9) if cell.batch * strategy.top_k <= FUSED_ROWS else (17, 12)
+            few = fuses(cell.batch * strategy.top_k, 2 * spec.intermediate_size * spec.hidden_size)
+            first, level = (14, 9) if few else (17, 12)
             return target + first + level * (strategy.depth - 1)
         return target
 

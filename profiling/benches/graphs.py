@@ -91,7 +91,7 @@ def every_cell(rollout: Rollout) -> BucketPlan:
         parse_strategies(engine.config.strategies),
         plain_buckets(MAX_BATCH),
         engine.model.max_rows,
-        GraphCost(engine.model.spec.num_layers),
+        GraphCost(engine.model.spec),
     )
 
 

@@ -44,6 +44,22 @@ CONFIGS = {
 }
 
 
+SPECS = {
+    name: ModelSpec.from_config(
+        {
+            **config,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "eos_token_id": 0,
+            "torch_dtype": "bfloat16",
+            "hidden_act": "silu",
+        }
+    )
+    for name, config in CONFIGS.items()
+}
+
+
 def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
     """Weights by their Hugging Face name, on the GPU."""
     hidden, middle = spec.hidden_size, spec.intermediate_size
@@ -92,22 +108,11 @@ def make_batch(requests: int, rows: int) -> RowBatch:
 
 
 def run(bench: Bench) -> None:
-    for name, config in CONFIGS.items():
+    for name, spec in SPECS.items():
         cases = [case for case in CASES if bench.wanted(f"{name} {case[0]}x{case[1]} rows")]
         cases = cases[:1] if bench.quick else cases
         if not cases:
             continue
-        spec = ModelSpec.from_config(
-            {
-                **config,
-                "max_position_embeddings": 8192,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 10000.0,
-                "eos_token_id": 0,
-                "torch_dtype": "bfloat16",
-                "hidden_act": "silu",
-            }
-        )
         weights = random_weights(spec)
         model = TargetModel(spec, weights, device="cuda", max_rows=128)
         del weights

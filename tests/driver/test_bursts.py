@@ -57,7 +57,7 @@ def looping(policy, *words, loop=True, budget=0):
         parse_strategies(ARMS),
         rollout.bandit.config.buckets,
         engine.model.max_rows,
-        GraphCost(engine.model.spec.num_layers),
+        GraphCost(engine.model.spec),
         budget,
     )
     engine.runner.graphs = Loops(engine, plan, loop)

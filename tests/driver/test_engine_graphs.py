@@ -144,7 +144,7 @@ def test_the_memory_model_is_within_15_percent(looped):
     generate(looped, jobs()[:2])
     graphs = looped.engine.runner.graphs
     usage = graphs._pool.usage()
-    cost = GraphCost(looped.target.spec.num_layers)
+    cost = GraphCost(looped.target.spec)
     assert len(usage) == len(graphs.plan.cells)
     for cell in graphs.plan.cells:
         assert cost.bytes_of(cell) == pytest.approx(usage[str(cell)].charged_bytes, rel=0.15), cell

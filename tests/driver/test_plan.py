@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from driver.rollout.plan import BucketPlan, Cell, GraphCost, plain_buckets
 from driver.strategy import OFF, Strategy
+from profiling.benches.step import SPECS
 
 ARMS = [Strategy.parse(s) for s in ("ngram:4,1,5", "learned:4,2,8", "learned:8,4,32")]
-COST = GraphCost(num_layers=4)
+SPEC = SPECS["smollm2"]
+COST = GraphCost(SPEC)
 
 
 def make(max_batch=16, spec=8, buckets=(1, 2, 4, 8, 16), max_rows=10**6, budget=0):
@@ -69,10 +71,18 @@ def test_the_largest_is_captured_first():
 
 @pytest.mark.parametrize(
     ("batch", "strategy", "nodes"),
-    [(1, "off", 188), (9, "off", 278), (1, "ngram:4,1,5", 195), (1, "learned:4,2,8", 229)],
+    [
+        (1, "off", 188),
+        (80, "off", 188),
+        (81, "off", 218),
+        (288, "off", 218),
+        (289, "off", 278),
+        (1, "ngram:4,1,5", 195),
+        (1, "learned:4,2,8", 229),
+    ],
 )
 def test_the_memory_model_counts_launches(batch, strategy, nodes):
     """As profiling/README.md counts them, of 30 layers."""
     cell = Cell(batch, Strategy.parse(strategy))
-    assert GraphCost(30).nodes(cell) == nodes
-    assert GraphCost(30).bytes_of(cell) - GraphCost(30, loop=False).bytes_of(cell) == 128 << 10
+    assert COST.nodes(cell) == nodes
+    assert COST.bytes_of(cell) - GraphCost(SPEC, loop=False).bytes_of(cell) == 128 << 10

@@ -14,6 +14,7 @@ from driver.strategy import Strategy, parse_strategies
 from profiling import drafter_figures, engine_figures, grpo_figures, timing
 from profiling.bench import Bench
 from profiling.benches import decode, graphs, rollout
+from profiling.benches.step import SPECS
 from profiling.subjects import fix_bandit, of_checkpoint, of_shape
 
 WORDS = [
@@ -243,7 +244,7 @@ def test_graph_cases_differ_in_what_they_capture():
             parse_strategies(engine.strategies),
             config.bandit.buckets,
             1 << 20,
-            GraphCost(28),
+            GraphCost(SPECS["qwen2_7b_4_layers"]),
         )
     assert len(plans["single"].cells) < len(plans["ours"].cells) < len(plans["naive"].cells)
     assert max(c.rows for c in plans["naive"].cells) == 8 * max(c.rows for c in plans["ours"].cells)
