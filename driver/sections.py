@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 from driver.errors import UserError
 from driver.strategy import Strategy, parse_strategies
 
+LEAST_SCORE_TEMPERATURE = 1e-6  # of `tlt_ext.expand_tree`
+
 
 def setting(
     default: Any,
@@ -190,7 +192,7 @@ class EngineConfig(Section):
     spec_max_batch: int = setting(16, low=0)  # speculate when at most this many are active
     spec_max_rows: int = setting(0, low=0)  # and a pass verifies at most so many rows; 0: no limit
     # How drafts are made: good for policies that are sure and for those that are not.
-    draft_temperature: float = setting(0.75, above=0, high=4)  # over that of the request
+    draft_temperature: float = setting(0.75, low=0.01, high=4)  # over that of the request
     score_temperature: float = setting(1.0, low=0, high=100)  # of nodes' ranks; 0: without noise
     invariant: bool = True  # the only mode there is: equal bits for a row in any batch or tree
     prefill_chunk: int = setting(256, low=1, high=8192)
@@ -204,6 +206,11 @@ class EngineConfig(Section):
             parsed = parse_strategies(self.strategies)
         except UserError as error:
             raise UserError(f"engine.strategies: {error}") from None
+        if 0 < self.score_temperature < LEAST_SCORE_TEMPERATURE:
+            raise UserError(
+                f"engine.score_temperature: wanted 0 or at least {LEAST_SCORE_TEMPERATURE},"
+                f" got {self.score_temperature}"
+            )
         if not self.invariant:
             raise UserError("engine.invariant: wanted true; there is no other mode yet")
         if Strategy("off") not in parsed:

@@ -31,9 +31,9 @@ def linear_rows(
         eps: of the norm.
         bias: [N], dtype of x.
         residual: [rows, N], dtype of out; may be out itself.
-        early: on a GPU the launch may begin, and read the weights, while the kernels before it on
-            the stream still run. Pass True only where none of those writes weights (or bias), back
-            to the last kernel that is not of this package.
+        early: on a GPU the launch may begin, and read weights (of the norm, too) and bias, while
+            the kernels before it on the stream still run. Pass True only where none of those writes
+            them, back to the last kernel that is not of this package, nor that one.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -190,8 +190,9 @@ def linear_append(
         eps: of the norm.
         bias: [(num_heads + 2 * num_kv_heads) * head_dim], dtype of x.
         early: as in `linear_rows`.
-        placed: with `early`, the launch may read row_start, context_len, position, block_table and
-            slot_base as early as the weights. Pass True only where that holds for them, too.
+        placed: with `early`, the launch may read row_start, context_len, position, block_table,
+            slot_base and cos_sin, and set bits of status, as early as it reads the weights. Pass
+            True only where none of the kernels named there writes these.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:

@@ -97,6 +97,11 @@ def test_yaml_round_trip(tmp_path):
         (["engine.strategies=ngram:4,1,5"], r"^engine.strategies: 'off' is missing"),
         (["engine.invariant=false"], r"^engine.invariant: wanted true"),
         (["engine.strategies="], r"^engine.strategies: 'off' is missing"),
+        (["engine.draft_temperature=0"], r"^engine.draft_temperature: wanted at least 0.01, got 0"),
+        (
+            ["engine.score_temperature=1e-7"],
+            r"^engine.score_temperature: wanted 0 or at least 1e-06, got 1e-07",
+        ),
         (["bandit.static=greedy"], r"^bandit.static: strategy 'greedy': malformed"),
         (
             ["bandit.policy=static", "bandit.static=ngram:9,1,3"],
