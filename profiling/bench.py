@@ -245,10 +245,10 @@ def run_within(command: list[str], seconds: float | None) -> int | None:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.terminate()
+        return None
+    finally:  # Ctrl-C has told the benchmark itself
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOPPING_S)
-        return None
-    finally:
         if process.poll() is None:
             process.kill()
             process.wait()

@@ -143,6 +143,22 @@ def test_a_benchmark_is_stopped_at_its_limit(tmp_path):
     assert bench.run_within([sys.executable, "-c", "raise SystemExit(3)"], 20.0) == 3
 
 
+def test_ctrl_c_leaves_a_benchmark_the_time_to_write_its_rows(tmp_path):
+    """Both processes hear of it; the one that measures needs a second to end."""
+    script = (
+        "import os, signal, sys, time\n"
+        "try:\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(1.0)\n"
+        "finally:\n"
+        "    open(sys.argv[1], 'w').close()"
+    )
+    kept = tmp_path / "kept"
+    with pytest.raises(KeyboardInterrupt):
+        bench.run_within([sys.executable, "-c", script, str(kept)], 20.0)
+    assert kept.exists()
+
+
 def test_a_target_that_is_not_listed_is_refused():
     with pytest.raises(ValueError, match=r"no such target in \[sampling\]: sample_b65_us"):
         results.targets_of("sampling", {"sample_b65_us": 1.0})
