@@ -93,8 +93,8 @@ def tree_attention(
             keys are shared among the multiprocessors; the bits are the same. The CPU ignores it.
         early: on a GPU the launch may read lengths, positions, ancestors, the table and committed
             slots while the kernels before it on the stream still run. Pass True only where none of
-            those writes them, back to the last kernel that is not of this package, nor that one;
-            q and the slots in flight it waits for.
+            those writes them, back to the last kernel that is not of this package, nor that one:
+            where one does, the launch may never end. For q and the slots in flight it waits.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
