@@ -6,12 +6,16 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from driver.footprint import held_bytes
 from driver.host_copies import HostCopies
 
 HOST_SHARE = 0.25  # of the machine's memory, the most that copies may take
+# What a container may take of it, by the second and the first version of control groups.
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class CheckpointWriter:
@@ -90,4 +94,8 @@ class CheckpointWriter:
 
 
 def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in LIMITS:
+        with suppress(OSError, ValueError):  # not there, or "max": no limit
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)

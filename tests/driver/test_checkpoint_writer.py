@@ -72,6 +72,16 @@ def test_a_state_too_large_for_the_machine_is_written_at_once(monkeypatch):
     assert seen[0] is state
 
 
+def test_a_container_s_limit_counts(monkeypatch, tmp_path):
+    limits = [tmp_path / "memory.max", tmp_path / "not there"]
+    monkeypatch.setattr(checkpoint_writer, "LIMITS", limits)
+    limits[0].write_text("max\n")
+    whole = checkpoint_writer._host_bytes()
+    assert whole > 1 << 28
+    limits[0].write_text("1000000\n")
+    assert checkpoint_writer._host_bytes() == 1_000_000
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_one_before(tmp_path, wait):
     writer = CheckpointWriter(beside=True)
