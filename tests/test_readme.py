@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tlt_ext
 from driver import generate, identity
 from driver.command import read_options
 from driver.config import load_config
@@ -58,6 +59,11 @@ def test_the_example_for_other_engines_runs(capsys):
     emitted, tokens, status = capsys.readouterr().out.split("]", 2)
     assert emitted.count(",") == 1 and int(emitted[1]) >= 1
     assert status.strip() == "[0, 0]"
+
+
+def test_every_op_is_in_the_table():
+    table = README.partition("<!-- results: ops -->")[2].partition("<!-- end of results -->")[0]
+    assert not [op.__name__ for op in tlt_ext.OPS if f"`{op.__name__}`" not in table]
 
 
 def test_pip_extras_exist():
