@@ -5,7 +5,8 @@
 #   profiling/sanitize.sh memcheck        # one
 #
 # Runs every op on CuPy arrays and the tests marked `sanitize`, with arrays that end where their
-# memory ends. Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything. Not run on a card yet.
+# memory ends. Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything. Not run on
+# a card yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -40,6 +41,6 @@ for tool in "${tools[@]}"; do
     tail -n 40 "profiling/out/sanitize-$tool.log"
   fi
 done
-echo "wrote profiling/out/sanitize-{${tools[*]}}.log"
+echo "wrote profiling/out/sanitize-*.log"
 echo "next: $python -m pytest -m gpu"
 exit $failed

@@ -113,8 +113,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
 }
 
 // The same and the merge in one launch (cluster.cuh). Grid: (blocks of a cluster, requests, kv
-// heads
-// * row blocks).
+// heads * row blocks).
 template <typename T, int kDim>
 __global__ void __launch_bounds__((kClusterWarps + kProducerWarps) * kWarpSize, 2)
     cluster_kernel(const __grid_constant__ Launch l) {
