@@ -39,6 +39,17 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+# What the tests of training are made of: small, with weights large enough to matter.
+TRAINED = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
 # Variant -> family and what differs from SHAPE.
 VARIANTS = {
     "llama-tied-llama3": ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),

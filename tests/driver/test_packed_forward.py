@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from driver import packed_forward as module
 from driver.packed_forward import Documents, _norm, _Rotate, attend, packed_forward
 from tests import kit
-from tests.driver.hugging_face import FAMILIES
+from tests.driver.hugging_face import FAMILIES, TRAINED
 
 LENGTHS = [5, 1, 17, 9]
 
@@ -20,20 +20,7 @@ LENGTHS = [5, 1, 17, 9]
 def make_model(family, dtype=torch.float32, **options):
     config, model = FAMILIES[family]
     torch.manual_seed(0)
-    made = model(
-        config(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=64,
-            initializer_range=0.3,
-            **options,
-        )
-    )
+    made = model(config(vocab_size=61, **TRAINED, **options))
     with torch.no_grad():
         for name, weight in made.named_parameters():
             if "norm" in name or "bias" in name:

@@ -8,14 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from driver import grpo, packed_forward
 from driver.micro_batch import build_micro_batch
@@ -25,6 +17,7 @@ from driver.rollout.request import Request, Response, SamplingParams
 from driver.sections import GrpoConfig
 from driver.world import World
 from tests import kit
+from tests.driver.hugging_face import FAMILIES, TRAINED
 
 EOS, PAD, VOCAB, LIMIT = 0, 0, 29, 24
 
@@ -56,27 +49,9 @@ def test_configuration_has_what_the_trainer_reads():
 
 
 def make_model(dtype=torch.float32, family="llama", tied=True, seed=0):
-    configs = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }
-    config, model = configs[family]
+    config, model = FAMILIES[family]
     torch.manual_seed(seed)
-    return model(
-        config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=64,
-            initializer_range=0.3,
-            tie_word_embeddings=tied,
-        )
-    ).to(dtype)
+    return model(config(vocab_size=VOCAB, tie_word_embeddings=tied, **TRAINED)).to(dtype)
 
 
 def plain_logprobs(model, response):
