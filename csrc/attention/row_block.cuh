@@ -55,10 +55,9 @@ class RowBlock {
     lane_ = threadIdx.x % kWarpSize;
   }
 
-  // Asks for the first keys of an item ahead of time: more where blocks are few, for then all of
-  // that fits in L2.
+  // Asks for the first keys of an item ahead of time.
   __device__ __forceinline__ void prefetch(int item) const {
-    prefetch_keys<kDim>(source_of(keys_of(item)), 0, shares() ? 512 : 128);
+    prefetch_keys<kDim>(source_of(keys_of(item)), 0, ahead());
   }
 
   // A producing warp's part of an item. Early, it copies committed keys at once and waits before it
@@ -67,7 +66,7 @@ class RowBlock {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
     const int old = p_.early ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
-    produce_tiles(source_of(keys), old, p_.early ? 512 : 0, &shared_.ring, &shared_.barriers,
+    produce_tiles(source_of(keys), old, p_.early ? ahead() : 0, &shared_.ring, &shared_.barriers,
                   &place_, shared_.bad_from);
     sync_block<kWarps>();
   }
@@ -96,6 +95,10 @@ class RowBlock {
 
   // Whether other blocks have keys of these rows.
   __device__ __forceinline__ bool shares() const { return kCluster || l_.partials.acc != nullptr; }
+
+  // Keys that a block asks for ahead of time: the launch before still streams its last ones then,
+  // merges, and waits for memory behind these; and those of all blocks must stay in L2.
+  __device__ __forceinline__ int ahead() const { return shares() ? 256 : 128; }
 
   // Whether a block of a cluster has several splits.
   __device__ __forceinline__ bool folds(const KeyRange& keys) const {
