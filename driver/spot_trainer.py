@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from driver.data_buffer import DataBuffer, Document
@@ -19,6 +20,7 @@ from driver.model import TargetModel
 from driver.partition import Beside, Overlap, choose_overlap, measure_overlaps
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.kv_cache import KvCache
+from driver.rollout.pages import pages_for
 from driver.rollout.scheduler import Sequence
 from driver.spans import Spans
 from driver.step_reports import StepReports
@@ -68,8 +70,8 @@ class SpotTrainer:
             self.buffer.reserve(cache.features.flatten(0, 1))
         self.bin = Bin(config.tokens_per_step, target, drafter_config.rejected_weight)
         objective = Objective(drafter_config.loss, drafter_config.feature_loss)
-        learning = drafter_config.unroll, drafter_config.lr
-        self.step = DraftStep(drafter, self.bin, objective, *learning)
+        self.lr = config.lr or drafter_config.lr
+        self.step = DraftStep(drafter, self.bin, objective, drafter_config.unroll, self.lr)
         self.checkpoints: DraftCheckpoints | None = None
         self.beside: Beside | None = None  # how it trains beside the tail
         self.overlap: Overlap | None = None  # what was measured of that
@@ -112,11 +114,12 @@ class SpotTrainer:
         """Takes a finished sequence's features out of the cache before its pages are freed."""
         if self.config.mode == "off":
             return
-        slots = torch.tensor(sequence.pages)[:, None] * self.cache.page_size
-        slots = (slots + torch.arange(self.cache.page_size)).flatten()[: sequence.context_len]
-        index = slots.to(self.cache.features.device)
-        features = self.cache.features.flatten(0, 1).index_select(0, index)
-        tokens = torch.tensor(sequence.tokens[: sequence.context_len + 1])
+        # Page by page: few indices, all of this while the device waits for the next passes.
+        count = sequence.context_len
+        pages = sequence.pages[: pages_for(count, self.cache.page_size)]
+        index = torch.tensor(pages, dtype=torch.int64, device=self.cache.features.device)
+        features = self.cache.features.index_select(0, index).flatten(0, 1)[:count].clone()
+        tokens = torch.from_numpy(np.array(sequence.tokens[: count + 1]))
         self.buffer.add(
             Document(
                 tokens,

@@ -215,7 +215,7 @@ def test_a_stop_waits_for_the_step_in_flight_alone(policy):
 
     Other tests beside can only lengthen a stop, so of several the shortest is held to the limit.
     """
-    rollout, _, _ = overlapped(policy, "spot.slowdown=10")
+    rollout, _, _ = overlapped(policy, "spot.slowdown=10", "spot.swap_every=1000")
     spot, most, stops = rollout.spot, [], []
     note = spot.reports.note
 
