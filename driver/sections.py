@@ -287,7 +287,8 @@ class SpotConfig(Section):
     # With several ranks anything but off means coordinated: idle ranks train, busy ones do not.
     mode: str = setting("serial", words=("auto", "overlapped", "serial", "coordinated", "off"))
     min_ranks: int = setting(1, low=1)  # coordinated: idle ranks that make a training group
-    slowdown: float = setting(1.04, low=1)  # of decoding that overlapped training may cost
+    slowdown: float = setting(1.03, low=1)  # of decoding that overlapped training may cost
+    lr: float = setting(0.0, low=0)  # 0: drafter.lr
     tail_batch: int = setting(8, low=1)  # train when at most this many requests are active
     every: int = setting(8, low=1)  # serial: passes of the tail between two micro-steps
     tokens_per_step: int = setting(256, low=1)

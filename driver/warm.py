@@ -242,7 +242,7 @@ class Warming:
                     f"drafter step {step + 1}/{steps}: loss {losses[-1]:.3f},"
                     f" top-1 {last['drafter/top1']:.3f}"
                 )
-        spot.set_lr(self.config.drafter.lr)
+        spot.set_lr(spot.lr)
         spot.swap()
         return [losses[0], losses[-1]]
 
