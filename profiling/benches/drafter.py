@@ -81,9 +81,11 @@ WARMED_PROMPTS, WARMED_TOKENS = 64, 1024  # tokens of a response at most
 WARMED_WAYS = [  # temperatures of drafts and of their ranks
     ("learned:4,1,5", (1.0, 0.0)),
     ("learned:4,1,5", (0.75, 1.0)),
-    ("learned:4,1,5", (0.6, 1.0)),
-    ("learned:8,4,32", (1.0, 0.0)),
-    ("learned:8,4,32", (0.6, 1.0)),
+    *(
+        (strategy, way)
+        for strategy in ("learned:4,4,16", "learned:8,4,32")
+        for way in ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5), (1.0, 1.0), (0.75, 0.5))
+    ),
 ]
 SHAPE_TAIL = 512  # tokens of the 7B shape's longest request: a pass takes 7 ms
 
@@ -93,7 +95,7 @@ QUICK = Sizes(
     strategies=("learned:8,8,64",),
     seconds=26.0,
     tail=1536,
-    ways=((1.0, 0.0), (1.0, 0.7), (1.0, 1.0)),
+    ways=((1.0, 0.0), (1.0, 0.5), (1.0, 0.7), (1.0, 1.0), (0.75, 0.5)),
 )
 OF_ONE_POLICY = [
     "family", "accept", "nodes", "first", "checkpoint", "packing", "mix", "weights", "memory",
