@@ -98,17 +98,17 @@ class RolloutStats:
     def accept_by_quarter(self) -> list[float]:
         """Accept length of each quarter of the speculative request-passes since the rollout began.
 
-        A burst counts where its middle lies; [] where a quarter has none.
+        A burst counts in each by the share of it that lies there; [] where nothing was speculated.
         """
-        total = sum(passes for passes, _ in self.spec_bursts)
-        passes, emitted = [0] * QUARTERS, [0] * QUARTERS
-        before = 0
-        for of_burst, tokens in self.spec_bursts:
-            quarter = QUARTERS * (2 * before + of_burst) // (2 * total)
-            passes[quarter] += of_burst
-            emitted[quarter] += tokens
-            before += of_burst
-        return [e / p for e, p in zip(emitted, passes, strict=True)] if all(passes) else []
+        quarter = sum(passes for passes, _ in self.spec_bursts) / QUARTERS
+        emitted, before = [0.0] * QUARTERS, 0
+        for passes, tokens in self.spec_bursts:
+            for number in range(QUARTERS):
+                begin = max(before, number * quarter)
+                end = min(before + passes, (number + 1) * quarter)
+                emitted[number] += tokens / passes * max(0.0, end - begin)
+            before += passes
+        return [tokens / quarter for tokens in emitted] if quarter else []
 
     def metrics(self) -> dict[str, float]:
         """Under the names of the metrics file."""

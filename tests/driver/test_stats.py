@@ -37,14 +37,14 @@ def test_accept_length_by_quarter_of_the_request_passes():
     assert [metrics[f"spec/accept_length_q{n}"] for n in range(1, 5)] == [2.0, 3.0, 1.5, 4.5]
 
 
-def test_a_burst_counts_where_its_middle_lies():
+def test_a_burst_counts_in_each_quarter_by_its_share():
     """3, 4, 4 and 5 of 16 request-passes: all but the first begin in the quarter before."""
     bursts = [(LEARNED, n, 1, n * each) for n, each in ((3, 2), (4, 3), (4, 4), (5, 5))]
-    assert booked(bursts).accept_by_quarter() == [2.0, 3.0, 4.0, 5.0]
+    assert booked(bursts).accept_by_quarter() == [9 / 4, 13 / 4, 17 / 4, 5.0]
+    assert booked([(LEARNED, 60, 1, 300), (LEARNED, 20, 1, 20)]).accept_by_quarter() == [5, 5, 5, 1]
 
 
-def test_a_burst_longer_than_a_quarter_leaves_none():
-    assert booked([(LEARNED, 60, 4, 500), (LEARNED, 1, 1, 3)]).accept_by_quarter() == []
+def test_quarters_without_speculation():
     assert booked([(OFF, 5, 2, 10)]).accept_by_quarter() == []
     assert "spec/accept_length_q1" not in booked([(OFF, 5, 2, 10)]).metrics()
 
@@ -52,6 +52,6 @@ def test_a_burst_longer_than_a_quarter_leaves_none():
 def test_refills_follow_and_ranks_stand_side_by_side():
     first, second = booked([(LEARNED, 2, 1, 4)] * 2), booked([(LEARNED, 2, 1, 6)] * 2)
     ranks = RolloutStats.side_by_side([first, second], own=1)
-    assert ranks.accept_by_quarter()[:1] == [] and ranks.spec_emitted == 20
+    assert ranks.accept_by_quarter() == [3.0] * 4 and ranks.spec_emitted == 20
     first.add(second)
     assert first.accept_by_quarter() == [2.0, 2.0, 3.0, 3.0]
