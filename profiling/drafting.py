@@ -64,16 +64,14 @@ class PassLog:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def run(self, count: int, strategy: Strategy, limit: int, ends: int) -> Burst:
-        engine = self.rollout.engine
-        running = engine.state.sequences[:count]
-        at = [sequence.num_emitted for sequence in running]
-        burst = self.inner.run(count, strategy, limit, ends)
+    def run(self, count: int, strategy: Strategy, *how: Any) -> Burst:
+        burst = self.inner.run(count, strategy, *how)
+        # The engine has read the burst before by now, and not this one.
+        at = [sequence.num_emitted for sequence in self.rollout.engine.state.sequences[:count]]
         version = self.rollout.spot.runner.version
         if version != self._version:
             self._version, self._since = version, 0
-        for index in range(burst.begin, burst.end):
-            emitted = engine.ring.num_emitted[index % engine.ring.passes][:count].tolist()
+        for emitted in burst.emitted.tolist():
             for row, n in enumerate(emitted):
                 if strategy != OFF and n:  # else it has ended
                     self.rows.append((at[row], count, self._since, n))

@@ -6,6 +6,7 @@ on while `control[Control.GO]` is 1.
 """
 
 import enum
+from functools import cached_property
 from typing import Any
 
 from tlt_ext import _C
@@ -79,37 +80,37 @@ class PassRing:
         """Why the last recorded pass was the last; 0 while passes run on."""
         return StopReason(self._ring.reason)
 
-    @property
+    @cached_property
     def begin_ns(self) -> Any:
         """int64 [1]: when passes were armed, by the clock of `time_ns`."""
         return self._ring.begin_ns
 
-    @property
+    @cached_property
     def time_ns(self) -> Any:
         """int64 [passes]: end of each pass, by the GPU's clock where it ran there."""
         return self._ring.time_ns
 
-    @property
+    @cached_property
     def num_emitted(self) -> Any:
         """int32 [passes, max_batch]."""
         return self._ring.num_emitted
 
-    @property
+    @cached_property
     def finish(self) -> Any:
         """int32 [passes, max_batch]: as `verify_tree` wrote it, 0 in inert rows."""
         return self._ring.finish
 
-    @property
+    @cached_property
     def status(self) -> Any:
         """int32 [passes, max_batch]: Status bits."""
         return self._ring.status
 
-    @property
+    @cached_property
     def tokens(self) -> Any:
         """int32 [passes, max_batch, max_emitted], garbage past `num_emitted`."""
         return self._ring.tokens
 
-    @property
+    @cached_property
     def logprobs(self) -> Any:
         """float32 [passes, max_batch, max_emitted], garbage past `num_emitted`."""
         return self._ring.logprobs

@@ -6,7 +6,8 @@ speculation on or off moves no KV, and the strategy decides how many passes are 
 
 The host admits requests, grants pages and chooses a strategy; then the device makes passes by
 itself (`passes.py`, `runner.py`) until pages run short or so many requests have ended that there is
-something to decide; the rows of those that ended are inert.
+something to decide; the rows of those that ended are inert. What a burst of passes emitted is read
+while the next one runs, where nobody ended.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import tlt_ext
 from driver.bandit import Bandit
 from driver.errors import UserError
 from driver.model import TargetModel
-from driver.rollout.graphs import PassGraphs
+from driver.rollout.graphs import PassGraphs, nothing
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.pages import PagePool, pages_for
 from driver.rollout.passes import PassProgram
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
 HISTORY = 4  # rows of the token store for each running request
-RING_PASSES = 64  # most passes of a burst
+RING_PASSES = 128  # twice the most of a burst: one is read while the next runs
 FINISH = (None, "stop", "length")
 
 
@@ -83,6 +84,7 @@ class RolloutEngine:
         self.page_limit: int | None = None  # use fewer pages than there are (tests of preemption)
         self.stats = RolloutStats()
         self.spans = Spans("rollout")
+        self._wanted = OFF  # what the bandit chose last
         self.spec_max_rows = config.spec_max_rows or model.max_rows
         self.prefill = Prefill(model, cache, config.prefill_chunk)
         device, size = cache.k.device, cache.page_size
@@ -156,13 +158,7 @@ class RolloutEngine:
             strategy, limit = self._make_room(scheduler, strategy)
             switched = strategy != previous and self.stats.bursts > 0  # the first one starts
             batch = self._fill(scheduler.running, strategy, switched)
-            ends = self._ends(scheduler, strategy)
-            burst = self.runner.run(len(batch), strategy, limit, ends)
-            self._harvest(batch, burst, started)
-            self._retire(scheduler, record)
-            if record and self.on_pass is not None:
-                active = len(scheduler.running) + len(scheduler.waiting)
-                self.on_pass(active, burst.passes)
+            self._make_passes(scheduler, batch, strategy, limit, record, started)
         if not record:
             self.state.store.clear(since=before)
         self._account(scheduler, sequences)
@@ -181,6 +177,59 @@ class RolloutEngine:
         """The target's logits after `tokens`, float32 [V]; not while `generate` runs."""
         pages = list(range(pages_for(len(tokens), self.cache.page_size)))
         return self.prefill.next_logits(list(tokens), pages)
+
+    # ---- bursts ---------------------------------------------------------------------------------
+
+    def _make_passes(
+        self,
+        scheduler: Scheduler,
+        batch: Batch,
+        strategy: Strategy,
+        limit: int,
+        record: bool,
+        started: float,
+    ) -> None:
+        """Bursts until there is something to decide that needs to know what they emitted.
+
+        A burst that nothing but its limit ended is followed by the same again at once, and read
+        while that runs. Should the bandit then want another strategy, the device is asked to stop.
+        """
+        count, ends, read = len(batch), self._ends(scheduler, strategy), nothing
+        while True:
+            burst = self.runner.run(count, strategy, limit, ends, read)
+            if not burst.unbroken:
+                break
+            self._pause(scheduler, burst, record)
+            if not self._goes_on(burst):
+                break
+            limit = self._most_passes(scheduler, strategy)
+            read = functools.partial(self._read, scheduler, batch, burst, started)
+        self._harvest(batch, burst, started)
+        if not burst.unbroken:
+            self._retire(scheduler, record)
+            self._pause(scheduler, burst, record)
+
+    def _goes_on(self, burst: Burst) -> bool:
+        """Whether another may follow at once: wanted still, and it needs nothing of the host."""
+        same_drafter = self.program.version(burst.strategy) == burst.version
+        return burst.captured and same_drafter and burst.strategy == self._wanted
+
+    def _read(self, scheduler: Scheduler, batch: Batch, burst: Burst, started: float) -> bool:
+        """Reads a burst while the next one runs, and grants pages for the one after that.
+
+        Returns:
+            Whether the one that runs is to stop.
+        """
+        self._harvest(batch, burst, started)
+        if self._choose(scheduler.running) != burst.strategy:
+            return True
+        if self._grow_ahead(scheduler, burst.strategy):
+            self.state.grant()  # queued behind what runs
+        return False
+
+    def _pause(self, scheduler: Scheduler, burst: Burst, record: bool) -> None:
+        if record and self.on_pass is not None:
+            self.on_pass(len(scheduler.running) + len(scheduler.waiting), burst.passes)
 
     # ---- between bursts -------------------------------------------------------------------------
 
@@ -204,7 +253,8 @@ class RolloutEngine:
             narrow = len(running) * arm.num_verify <= self.spec_max_rows
             return started and narrow and self.runner.covers(len(running), arm)
 
-        return self.bandit.choose(len(running), usable)
+        self._wanted = self.bandit.choose(len(running), usable)
+        return self._wanted
 
     def _make_room(self, scheduler: Scheduler, strategy: Strategy) -> tuple[Strategy, int]:
         """Grows every request's pages; speculation gives way before a request does.
@@ -215,16 +265,8 @@ class RolloutEngine:
         Returns:
             The strategy that there is room for, and how many passes at most.
         """
-
-        def most() -> int:
-            passes = self.runner.most_passes(len(scheduler.running), strategy)
-            return min(passes, self.bandit.horizon)
-
-        ahead = (most() - 1) * (strategy.depth + 1)
-        if scheduler.waiting:
-            ahead = min(ahead, self.cache.page_size)
-        if scheduler.grow(self.program.lookahead(strategy), ahead):
-            return strategy, most()
+        if self._grow_ahead(scheduler, strategy):
+            return strategy, self._most_passes(scheduler, strategy)
         while not scheduler.grow(self.program.lookahead(strategy)):
             if strategy != OFF:
                 strategy = OFF
@@ -235,7 +277,22 @@ class RolloutEngine:
                     f"engine.num_pages={self.cache.num_pages}: too few for one request;"
                     " raise it or lower sampling.max_new_tokens"
                 )
-        return strategy, most()
+        return strategy, self._most_passes(scheduler, strategy)
+
+    def _grow_ahead(self, scheduler: Scheduler, strategy: Strategy) -> bool:
+        """Grants pages for two bursts, the second of which may begin unseen, or else for one."""
+        most, lookahead = self._most_passes(scheduler, strategy), self.program.lookahead(strategy)
+        for passes in (2 * most, most):
+            ahead = passes * (strategy.depth + 1)
+            if scheduler.waiting:
+                ahead = min(ahead, self.cache.page_size)
+            if scheduler.grow(lookahead, ahead):
+                return True
+        return False
+
+    def _most_passes(self, scheduler: Scheduler, strategy: Strategy) -> int:
+        passes = self.runner.most_passes(len(scheduler.running), strategy)
+        return min(passes, self.bandit.horizon)
 
     def _ends(self, scheduler: Scheduler, strategy: Strategy) -> int:
         """Requests that may end before the host has something to decide."""
@@ -270,7 +327,6 @@ class RolloutEngine:
         """Hands what the passes emitted to their sequences, the statistics and the bandit."""
         rows = self.ring.collect(burst.begin, burst.end, len(batch))
         proposer = None if burst.strategy == OFF else self.proposers[burst.strategy.kind]
-        total = 0
         for sequence, row in zip(batch.sequences, rows, strict=True):
             tokens, logprobs, counts, end, bits = row
             sequence.status |= bits
@@ -285,12 +341,12 @@ class RolloutEngine:
             sequence.logprobs += logprobs
             sequence.context_len += len(tokens)
             sequence.finish = FINISH[end]
-            total += len(tokens)
             if proposer is not None:
                 proposer.passed(sequence, counts[-1])
-                sequence.served_by(proposer.version)
-        self.bandit.record(total, burst.elapsed_s, burst.passes, burst.request_passes)
-        self.stats.book(burst, total, burst.begun_s - started)
+                sequence.served_by(burst.version)
+        if burst.strategy == self._wanted:  # else another window is open by now
+            self.bandit.record(burst.total, burst.elapsed_s, burst.passes, burst.request_passes)
+        self.stats.book(burst, burst.begun_s - started)
 
     def _retire(self, scheduler: Scheduler, record: bool) -> None:
         for sequence in scheduler.running:

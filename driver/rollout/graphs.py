@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +16,11 @@ from driver.strategy import Strategy
 
 PROFILE_PASSES = 8  # that give the step time of a graph
 POLL_S = 1.0  # between looks at the device's error state
+
+
+def nothing() -> bool:
+    """What the host does meanwhile where it has nothing to do."""
+    return False
 
 
 def wait_for(ring: tlt_ext.PassRing, device: torch.device) -> tlt_ext.StopReason:
@@ -76,8 +82,20 @@ class PassGraphs:
         cell = self.plan.find(batch, strategy)
         return cell in self._captured or (cell is not None and bool(self.failed))
 
-    def burst(self, cell: Cell, limit: int, ends: int = 1) -> float:
+    def burst(
+        self,
+        cell: Cell,
+        limit: int,
+        ends: int = 1,
+        meanwhile: Callable[[], bool] = nothing,
+    ) -> float:
         """Makes up to `limit` passes, until `ends` requests have ended (one where nothing loops).
+
+        Args:
+            cell: the graph.
+            limit: passes.
+            ends: requests.
+            meanwhile: called once the device has something to do; whether it is to stop.
 
         Returns:
             Their seconds by the device's clock.
@@ -90,9 +108,16 @@ class PassGraphs:
         while True:
             tlt_ext.arm_passes(self.state.control, self.ring, limit=arm, ends=ends)
             self._pool.launch(str(cell))
-            reason = wait_for(self.ring, self.state.device)
+            stop = True
+            try:
+                stop = meanwhile()
+            finally:  # an error leaves nothing in flight
+                if stop:
+                    self.ring.request_stop()
+                reason = wait_for(self.ring, self.state.device)
+            meanwhile = nothing
             begun_ns = begun_ns or int(self.ring.begin_ns[0])
-            limit -= arm
+            limit = 0 if stop else limit - arm
             if limit == 0 or reason != tlt_ext.StopReason.LIMIT:
                 break
         last = (self.ring.sequence - 1) % self.ring.passes

@@ -73,6 +73,10 @@ class PassProgram:
         """Whether a pass needs the host for its launches only."""
         return strategy == OFF or self.proposers[strategy.kind].on_device
 
+    def version(self, strategy: Strategy) -> int:
+        """Of the drafter that drafts for it by now; 0: no learned one does."""
+        return 0 if strategy == OFF else self.proposers[strategy.kind].version
+
     def lookahead(self, strategy: Strategy) -> int:
         """KV slots past the committed ones that a pass may write."""
         if strategy == OFF:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 import tlt_ext
-from driver.rollout.graphs import PassGraphs, wait_for
+from driver.rollout.graphs import PassGraphs, nothing, wait_for
 from driver.rollout.passes import PassProgram
 from driver.rollout.state import BatchState
 from driver.strategy import OFF, Strategy
@@ -16,25 +18,62 @@ from driver.strategy import OFF, Strategy
 
 @dataclass(frozen=True)
 class Burst:
-    """Passes made without the host in between."""
+    """Passes made without the host in between; what they left can be read during the next burst."""
 
     strategy: Strategy
+    version: int  # of the drafter, 0 = not a learned one
+    ring: tlt_ext.PassRing
     begin: int  # first record in the ring
     end: int  # past the last
-    active: list[int]  # requests of each pass
-    rows: int  # of theirs that the target saw, all passes together
+    count: int  # running requests
+    unbroken: bool  # nothing but their limit ended them: they can go on from where they stopped
     begun_s: float  # by time.perf_counter
     elapsed_s: float  # by the clock of those who ran it: the device's for graphs, else the host's
-    ends_s: list[float]  # of each pass, from the first one's beginning
+    counted_rows: int | None = None  # that the target saw, without a graph, which has its own
+
+    @property
+    def captured(self) -> bool:
+        """They were a graph's."""
+        return self.counted_rows is None
 
     @property
     def passes(self) -> int:
         return self.end - self.begin
 
+    @cached_property
+    def emitted(self) -> np.ndarray:
+        """int32 [passes, count], tokens; 0 where a request had ended."""
+        return self.ring.num_emitted[self._records, : self.count]
+
+    @property
+    def total(self) -> int:
+        """Tokens."""
+        return int(self.emitted.sum())
+
+    @property
+    def active(self) -> list[int]:
+        """Requests of each pass."""
+        return np.count_nonzero(self.emitted, axis=1).tolist()
+
     @property
     def request_passes(self) -> int:
         """One for each request in each pass."""
-        return sum(self.active)
+        return int(np.count_nonzero(self.emitted))
+
+    @property
+    def rows(self) -> int:
+        """That the target saw, all passes together."""
+        return self.counted_rows or self.request_passes * self.strategy.num_verify
+
+    @property
+    def ends_s(self) -> list[float]:
+        """Of each pass, from the first one's beginning."""
+        stamps = self.ring.time_ns[self._records]
+        return (self.elapsed_s - (stamps[-1] - stamps) * 1e-9).tolist()
+
+    @property
+    def _records(self) -> np.ndarray:
+        return np.arange(self.begin, self.end) % self.ring.passes
 
 
 class PassRunner:
@@ -55,6 +94,7 @@ class PassRunner:
         graphs: PassGraphs | None = None,
     ) -> None:
         self.program, self.state, self.ring, self.graphs = program, state, ring, graphs
+        self.longest = ring.passes // 2  # the other half is still read when the next burst runs
 
     def prepare(self) -> None:
         """Makes the graphs that can be made by now; call while no request runs."""
@@ -64,7 +104,7 @@ class PassRunner:
     def most_passes(self, count: int, strategy: Strategy) -> int:
         """Passes that can be made without the host in between."""
         graph = self.graphs is not None and self.graphs.find(count, strategy)
-        return self.ring.passes if graph else 1
+        return self.longest if graph else 1
 
     def spare(self, count: int, strategy: Strategy) -> int:
         """Requests that may end without the host: those that leave no smaller graph to change to.
@@ -88,7 +128,7 @@ class PassRunner:
         if cell is None:
             return None
         self.state.fill([])
-        return self.graphs.burst(cell, self.ring.passes) / self.ring.passes
+        return self.graphs.burst(cell, self.longest) / self.longest
 
     def covers(self, count: int, strategy: Strategy) -> bool:
         """Whether the strategy may be chosen: with graphs only what has one, or had to fail.
@@ -99,7 +139,14 @@ class PassRunner:
             return True
         return self.graphs.covers(count, strategy)
 
-    def run(self, count: int, strategy: Strategy, limit: int, ends: int = 1) -> Burst:
+    def run(
+        self,
+        count: int,
+        strategy: Strategy,
+        limit: int,
+        ends: int = 1,
+        meanwhile: Callable[[], bool] = nothing,
+    ) -> Burst:
         """Makes passes until requests finish, pages run short or there were `limit`.
 
         Args:
@@ -107,25 +154,34 @@ class PassRunner:
             strategy: of the passes.
             limit: passes, at most `most_passes`.
             ends: requests that finish first, at most `spare`.
+            meanwhile: called once the device has its work, or before a pass that is launched op by
+                op; whether the passes are to stop.
 
         Raises:
             RuntimeError: the device failed.
         """
-        begun, begin = time.perf_counter(), self.ring.sequence
+        begin = self.ring.sequence
         cell = None if self.graphs is None else self.graphs.find(count, strategy)
+        version, rows = self.program.version(strategy), None
         if cell is None:
+            meanwhile()
+            begun = time.perf_counter()
             tlt_ext.arm_passes(self.state.control, self.ring, limit=1)
             rows = self.program.run(self.state.rows(count), strategy)
             wait_for(self.ring, self.state.device)
             elapsed = time.perf_counter() - begun
         else:
             with self.program.spans("passes", active=count, strategy=str(strategy)):
-                elapsed = self.graphs.burst(cell, limit, ends)
+                elapsed = self.graphs.burst(cell, limit, ends, meanwhile)
+            begun = time.perf_counter() - elapsed  # the device may have had a prefill to finish
         end = self.ring.sequence
+        unbroken = self.ring.reason == tlt_ext.StopReason.LIMIT and not (
+            ends > 1 and self._ended(begin, end, count)
+        )
+        return Burst(
+            strategy, version, self.ring, begin, end, count, unbroken, begun, elapsed, rows
+        )
+
+    def _ended(self, begin: int, end: int, count: int) -> bool:
         records = np.arange(begin, end) % self.ring.passes
-        active = np.count_nonzero(self.ring.num_emitted[records, :count], axis=1).tolist()
-        if cell is not None:
-            rows = sum(active) * strategy.num_verify
-        stamps = self.ring.time_ns[records]
-        ends_s = (elapsed - (stamps[-1] - stamps) * 1e-9).tolist()
-        return Burst(strategy, begin, end, active, rows, begun, elapsed, ends_s)
+        return bool(self.ring.finish[records, :count].any())

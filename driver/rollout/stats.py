@@ -52,19 +52,19 @@ class RolloutStats:
             if item.name != "trace":
                 setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
 
-    def book(self, burst: Burst, emitted: int, begin_s: float) -> None:
+    def book(self, burst: Burst, begin_s: float) -> None:
         """Books a burst of passes that began `begin_s` into the rollout."""
+        emitted, active, request_passes = burst.total, burst.active, burst.request_passes
         self.target_passes += burst.passes
         self.bursts += 1
         self.passes_s += burst.elapsed_s
         self.emitted += emitted
         begins, arm = [0.0, *burst.ends_s[:-1]], str(burst.strategy)
         self.trace += [
-            (begin_s + t, active, arm) for t, active in zip(begins, burst.active, strict=True)
+            (begin_s + t, running, arm) for t, running in zip(begins, active, strict=True)
         ]
         if burst.strategy == OFF:
             return
-        request_passes = burst.request_passes
         self.spec_passes += burst.passes
         self.spec_request_passes += request_passes
         self.spec_emitted += emitted

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from driver.assemble import Rollout
+from driver.rollout.graphs import nothing
 from driver.rollout.runner import Burst, PassRunner
 from driver.rollout.state import MAX_EMITTED
 from driver.strategy import OFF, Strategy
@@ -50,19 +51,35 @@ class PassClock:
         self.inner, self.batch, self.strategy = inner, batch, strategy
         self.stretches: list[tuple[int, int, float]] = []  # passes, emitted, seconds of bursts
         self.counts = np.zeros(MAX_EMITTED + 1, dtype=np.int64)  # requests that emitted so many
+        self._last: Burst | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def run(self, count: int, strategy: Strategy, limit: int, ends: int) -> Burst:
-        burst, ring = self.inner.run(count, strategy, limit, ends), self.inner.ring
-        whole = burst.active.count(self.batch)  # the first ones: who ended stays away
-        if whole and strategy == self.strategy:
-            records = np.arange(burst.begin, burst.begin + whole) % ring.passes
-            emitted = ring.num_emitted[records, :count]
+    def run(
+        self,
+        count: int,
+        strategy: Strategy,
+        limit: int,
+        ends: int,
+        meanwhile: Callable[[], bool] = nothing,
+    ) -> Burst:
+        def both() -> bool:
+            self.note()
+            return meanwhile()
+
+        self._last = self.inner.run(count, strategy, limit, ends, both)
+        return self._last
+
+    def note(self) -> None:
+        """Counts the burst before, while the device has the next: the clock costs it nothing."""
+        burst, self._last = self._last, None
+        if burst is None or burst.strategy != self.strategy:
+            return
+        if whole := burst.active.count(self.batch):  # the first ones: who ended stays away
+            emitted = burst.emitted[:whole]
             self.stretches.append((whole, int(emitted.sum()), burst.ends_s[whole - 1]))
             self.counts += np.bincount(emitted.flat, minlength=len(self.counts))
-        return burst
 
 
 def sweep() -> list[str]:
@@ -92,6 +109,7 @@ def measure(
     engine.runner = clock = PassClock(engine.runner, batch, arm)
     try:
         engine.generate(requests, record=False)
+        clock.note()
     finally:
         engine.runner = clock.inner
     if not clock.stretches:

@@ -25,6 +25,9 @@ class Pool:
 
     def launch(self, name):
         self.launches += 1
+        self.make_passes(name)
+
+    def make_passes(self, name):
         graphs = self.graphs
         (cell,) = [c for c in graphs.plan.cells if str(c) == name]
         rows = graphs.state.rows(cell.batch)
@@ -33,21 +36,51 @@ class Pool:
             graphs.program.run(rows, cell.strategy)
 
 
+class LatePool(Pool):
+    """A device that begins when it is waited for, and sees later what is uploaded meanwhile."""
+
+    def __init__(self, graphs):
+        super().__init__(graphs)
+        self.queued, wait = None, graphs.ring.wait
+
+        def run_and_wait(timeout_s):
+            self.run()
+            return wait(timeout_s)
+
+        graphs.ring.wait = run_and_wait
+
+    def launch(self, name):
+        assert self.queued is None
+        self.launches += 1
+        batch = self.graphs.state.rows(self.graphs.state.max_batch)
+        self.arrays = [batch.granted, batch.block_table]
+        self.queued = name, [array.clone() for array in self.arrays]
+
+    def run(self):
+        (name, before), self.queued = self.queued, None
+        after = [array.clone() for array in self.arrays]
+        for array, value in zip(self.arrays, before, strict=True):
+            array.copy_(value)
+        self.make_passes(name)
+        for array, value in zip(self.arrays, after, strict=True):
+            array.copy_(value)
+
+
 class Loops(PassGraphs):
     """Graphs whose passes run op by op, over all rows of their bucket."""
 
-    def __init__(self, engine, plan, loop):
+    def __init__(self, engine, plan, loop, pool):
         self.plan, self.program, self.state, self.ring = (
             plan, engine.program, engine.state, engine.ring,
         )  # fmt: skip
         self.loop, self.failed, self.capture_s, self.step_s = loop, "", 0.0, {}
-        self._tried, self._captured, self._pool = set(), {}, Pool(self)
+        self._tried, self._captured, self._pool = set(), {}, pool(self)
 
     def _capture(self, cell):
         self._captured[cell] = cell
 
 
-def looping(policy, *words, loop=True, budget=0):
+def looping(policy, *words, loop=True, budget=0, pool=Pool):
     rollout = make_rollout(policy, f"engine.strategies={' '.join(ARMS)}", *words)
     rollout.spot.swap()
     engine = rollout.engine
@@ -60,7 +93,7 @@ def looping(policy, *words, loop=True, budget=0):
         GraphCost(engine.model.spec),
         budget,
     )
-    engine.runner.graphs = Loops(engine, plan, loop)
+    engine.runner.graphs = Loops(engine, plan, loop, pool)
     return rollout
 
 
@@ -79,26 +112,29 @@ def plain(policy):
     return generate(make_rollout(policy), requests())
 
 
+@pytest.mark.parametrize("pool", [Pool, LatePool])
 @pytest.mark.parametrize("loop", [True, False])
 @pytest.mark.parametrize("horizon", [1, 5, 64])
 @pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12"])
-def test_a_burst_emits_what_its_passes_would(policy, plain, strategy, horizon, loop):
+def test_a_burst_emits_what_its_passes_would(policy, plain, strategy, horizon, loop, pool):
     """Faults 23, 25, 26: twelve requests in a batch of eight, buckets of 1, 2, 4 and 8 rows."""
-    rollout = looping(policy, loop=loop)
+    rollout = looping(policy, loop=loop, pool=pool)
     assert same(generate(rollout, requests(), strategy, horizon=horizon), plain)
     stats = rollout.engine.stats
     assert (stats.bursts == stats.target_passes) == (horizon == 1)
     assert stats.reprefilled_tokens == 0
 
 
-def test_the_gate_in_mid_rollout(rollout, plain):
+@pytest.mark.parametrize("pool", [Pool, LatePool])
+def test_the_gate_in_mid_rollout(policy, plain, pool):
     """Fault 34, and 31: what the drafter missed in bursts of plain passes is caught up."""
+    rollout = looping(policy, pool=pool)
     for seed in range(3):
         assert same(generate(rollout, requests(), *ARMS, seed=seed, horizon=6), plain)
         assert rollout.engine.stats.switches > 3
 
 
-def drafter_kv(rollout, *menu, **options):
+def drafter_kv(rollout, *menu, count=12, on_pass=None, **options):
     """The drafter's keys and values of each finished request, by request."""
     engine, runner, found = rollout.engine, rollout.spot.runner, {}
     size = engine.cache.page_size
@@ -108,8 +144,8 @@ def drafter_kv(rollout, *menu, **options):
         rows = [cache.flatten(0, 1)[slots] for cache in (runner.k, runner.v)]
         found[sequence.request.id] = torch.cat(rows, -1)
 
-    engine.bandit, engine.on_pass, engine.on_finish = Choose(*menu, **options), None, take
-    engine.generate(requests(new=40, stop=()))
+    engine.bandit, engine.on_pass, engine.on_finish = Choose(*menu, **options), on_pass, take
+    engine.generate(requests(count=count, new=40, stop=()))
     return found
 
 
@@ -229,3 +265,113 @@ def test_what_waits_takes_the_first_place(policy):
     generate(rollout, jobs, "off", horizon=64)
     actives = [active for _, active, _ in rollout.engine.stats.trace]
     assert actives[: 5 + 4 * 4] == [8] * 21  # until the fifth ends, after which nobody waits
+
+
+# ---- one burst after the other ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def late(policy):
+    return looping(policy, pool=LatePool)
+
+
+def log_of(rollout, monkeypatch):
+    """Names of what the engine does from here on, in their order."""
+    log, engine = [], rollout.engine
+
+    def watch(thing, name):
+        call = getattr(thing, name)
+        monkeypatch.setattr(thing, name, lambda *a, **more: log.append(name) or call(*a, **more))
+
+    watch(engine.runner.graphs._pool, "launch")
+    watch(engine.ring, "collect")
+    watch(engine.ring, "request_stop")
+    watch(engine.state, "fill")
+    return log
+
+
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12"])
+def test_the_next_burst_is_launched_before_the_last_one_is_read(
+    policy, late, strategy, monkeypatch
+):
+    jobs = requests(count=1, new=70, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    late.engine.runner.prepare()
+    log = log_of(late, monkeypatch)
+    assert same(generate(late, jobs, strategy, horizon=5), wanted)
+    bursts = late.engine.stats.bursts
+    assert bursts == -(-late.engine.stats.target_passes // 5)  # pages were there in time
+    assert log == ["fill", "launch", *["launch", "collect"] * (bursts - 1), "collect"]
+
+
+def test_two_bursts_fit_the_ring(policy, monkeypatch):
+    """The longest there are, one of them unread, round and round."""
+    monkeypatch.setattr("driver.rollout.engine.RING_PASSES", 16)
+    jobs = requests(count=2, new=70, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy, pool=LatePool)
+    assert same(generate(rollout, jobs, "off", horizon=64), wanted)
+    assert rollout.engine.stats.bursts == 9
+
+
+class Script(Choose):
+    """One strategy after the other, each for a window of its own."""
+
+    def choose(self, batch, usable):
+        return self.menu[0]
+
+    def record(self, *window):
+        self.windows.append((self.menu[0], *window))
+        if len(self.menu) > 1:
+            self.menu.pop(0)
+
+
+@pytest.mark.parametrize("pool, loop", [(LatePool, True), (LatePool, False), (Pool, False)])
+def test_a_burst_that_is_not_wanted_stops(policy, pool, loop, monkeypatch):
+    """One pass of it was on its way; the bandit does not take it for the next arm's."""
+    jobs = requests(count=1, new=40, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy, pool=pool, loop=loop)
+    engine, bandit = rollout.engine, Script("off", "ngram:6,4,16", "off", horizon=5)
+    engine.runner.prepare()
+    log, engine.bandit, bandit.windows = log_of(rollout, monkeypatch), bandit, []
+    assert same(engine.generate(jobs, record=False), wanted)
+    arms = [arm for _, _, arm in engine.stats.trace]
+    assert arms[:14] == ["off"] * 6 + ["ngram:6,4,16"] * 6 + ["off"] * 2
+    windows = [(str(arm), passes) for arm, _, _, passes, _ in bandit.windows]
+    assert windows[:3] == [("off", 5), ("ngram:6,4,16", 5), ("off", 5)]
+    assert log[: 2 if loop else 6] == ["fill", *["launch"] * (1 if loop else 5)]
+    assert log.index("launch", 2) < log.index("collect") < log.index("request_stop")
+
+
+def test_a_new_drafter_takes_over_between_bursts(policy):
+    """Faults 29, 30: its cache is written anew, and a burst is its drafter's who made it."""
+    strategy = "learned:4,3,12"
+
+    def worse(rollout):
+        runner, state = rollout.spot.runner, rollout.spot.drafter.state_dict()
+        state["midlayer.hidden_norm.weight"] = 0.5 * state["midlayer.hidden_norm.weight"]
+        runner.load(state, runner.version + 1)
+
+    old, new, swapped = (looping(policy, pool=LatePool) for _ in range(3))
+    worse(new)
+    before, after = (drafter_kv(rollout, strategy, count=1) for rollout in (old, new))
+    swaps = iter([lambda: worse(swapped)])
+    taken = drafter_kv(
+        swapped, strategy, count=1, horizon=5, on_pass=lambda *_: next(swaps, lambda: None)()
+    )
+    for i, kv in taken.items():
+        n = min(len(kv), len(after[i]), len(before[i]))
+        assert same_bits(kv[:n], after[i][:n]) and not same_bits(kv[:n], before[i][:n])
+    assert [s.drafter_versions for s in swapped.engine.state.sequences] == [[1, 2]]
+
+
+def test_an_error_of_the_host_leaves_nothing_in_flight(policy, late, monkeypatch):
+    jobs = requests(count=1, new=40, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    with monkeypatch.context() as patch:
+        patch.setattr(late.engine, "_harvest", None)
+        with pytest.raises(TypeError):
+            generate(late, jobs, "off", horizon=5)
+    assert late.engine.runner.graphs._pool.queued is None
+    assert same(generate(late, jobs, "off", horizon=5), wanted)

@@ -1,8 +1,9 @@
 """What a rollout says of itself, from bursts made up here."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from driver.rollout.runner import Burst
 from driver.rollout.stats import RolloutStats
 from driver.strategy import OFF, Strategy
 
@@ -14,9 +15,17 @@ def booked(bursts):
     stats = RolloutStats()
     for strategy, passes, requests, emitted in bursts:
         ends = [0.1 * (i + 1) for i in range(passes)]
-        rows = passes * requests * (1 if strategy == OFF else 5)
-        burst = Burst(strategy, 0, passes, [requests] * passes, rows, 0.0, ends[-1], ends)
-        stats.book(burst, emitted, 0.0)
+        burst = SimpleNamespace(
+            strategy=strategy,
+            passes=passes,
+            active=[requests] * passes,
+            request_passes=passes * requests,
+            total=emitted,
+            rows=passes * requests * (1 if strategy == OFF else 5),
+            elapsed_s=ends[-1],
+            ends_s=ends,
+        )
+        stats.book(burst, 0.0)
     return stats
 
 
