@@ -247,7 +247,7 @@ void bind_ngram(py::module_& m) {
   m.def("ngram_propose", &tlt::ngram_propose, "tokens"_a, "length"_a, "group_slots"_a, "slot"_a,
         "context_len"_a, "node_token"_a, "node_parent"_a, "node_score"_a, "node_depth"_a,
         "node_count"_a, "temperature"_a, "request"_a, "status"_a, "seed"_a, "depth"_a, "top_k"_a,
-        "max_ngram"_a, "min_ngram"_a, "stream"_a, NoGil());
+        "max_ngram"_a, "min_ngram"_a, "keep_unmatched"_a, "stream"_a, NoGil());
 }
 
 // ---- graphs -------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def ngram_propose(
     top_k: int,
     max_ngram: int = 8,
     min_ngram: int = 1,
+    keep_unmatched: bool = False,
     stream: int | None = None,
 ) -> None:
     """Drafts a tree of what followed the request's last tokens elsewhere in its group.
@@ -60,6 +61,8 @@ def ngram_propose(
         top_k: nodes kept per level, 1 to 128 (of which 32 can be).
         max_ngram: longest suffix that is compared, 1 to 8.
         min_ngram: shortest match that counts, 1 to max_ngram.
+        keep_unmatched: leave a request without a match, or inert, the nodes that another drafter
+            gave it; else it gets its root alone, or count 0.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -94,5 +97,6 @@ def ngram_propose(
         top_k,
         max_ngram,
         min_ngram,
+        keep_unmatched,
         current_stream(tokens, stream),
     )

@@ -46,7 +46,7 @@ class Drafter {
 
   void run() {
     int32_t& count = p.nodes.count[b];
-    count = 0;
+    if (!p.keep_unmatched) count = 0;
     const int32_t own_slot = p.slot[b], root = p.context_len[b];
     if (own_slot == -1) return;
     if (own_slot < 0 || own_slot >= p.num_slots || root < 0 || root >= p.max_len) {
@@ -54,8 +54,10 @@ class Drafter {
       return;
     }
     own = {p.tokens + own_slot * p.max_len, root + 1};
-    add_node({-1, own.token[root], 0, 0.0f, 0.0f}, 0);
     find_matches(own_slot);
+    if (p.keep_unmatched && walkers.empty()) return;
+    count = 0;
+    add_node({-1, own.token[root], 0, 0.0f, 0.0f}, 0);
     for (int32_t depth = 1; depth <= p.depth && !walkers.empty(); ++depth) grow(depth);
   }
 

@@ -64,11 +64,13 @@ __global__ void __launch_bounds__(kThreads) propose_kernel(const NgramProposePar
   const int64_t b = team.item();
   set_up(p, b, team.rank() == 0, s);
   if (s.root < 0) {  // the same for the whole team
-    if (team.thread() == 0) p.nodes.count[b] = 0;
+    if (team.thread() == 0 && !p.keep_unmatched) p.nodes.count[b] = 0;
     return;
   }
   const uint32_t key = merge_team(team, Scanner<kThreads>(p, s).run(team), s);
   if (team.rank() > 0) return;
+  // The best key is lane 0's in every warp, so the whole block agrees.
+  if (p.keep_unmatched && __shfl_sync(kFullWarp, key, 0) == 0) return;
   Levels<kThreads>(p, b, s, key).run();
   if (threadIdx.x >= kWarpSize) return;
   const int32_t count = Trie<kThreads>(p, b, s).run(static_cast<int>(p.depth));

@@ -13,7 +13,7 @@ void ngram_propose(const Tensor& tokens, const Tensor& length, const Tensor& gro
                    const Tensor& node_parent, const Tensor& node_score, const Tensor& node_depth,
                    const Tensor& node_count, const Tensor& temperature, const Tensor& request,
                    const Tensor& status, uint64_t seed, int64_t depth, int64_t top_k,
-                   int64_t max_ngram, int64_t min_ngram, uintptr_t stream) {
+                   int64_t max_ngram, int64_t min_ngram, bool keep_unmatched, uintptr_t stream) {
   constexpr const char* op = "ngram_propose";
   check_arrays(op, tokens,
                {{"tokens", tokens, DType::kInt32, {kAny, kAny}},
@@ -56,6 +56,7 @@ void ngram_propose(const Tensor& tokens, const Tensor& length, const Tensor& gro
                                   top_k,
                                   max_ngram,
                                   min_ngram,
+                                  keep_unmatched,
                                   seed};
   dispatch_device(
       op, tokens, [&] { ngram_propose_cpu(params); },

@@ -12,7 +12,7 @@ void ngram_propose(const Tensor& tokens, const Tensor& length, const Tensor& gro
                    const Tensor& node_parent, const Tensor& node_score, const Tensor& node_depth,
                    const Tensor& node_count, const Tensor& temperature, const Tensor& request,
                    const Tensor& status, uint64_t seed, int64_t depth, int64_t top_k,
-                   int64_t max_ngram, int64_t min_ngram, uintptr_t stream);
+                   int64_t max_ngram, int64_t min_ngram, bool keep_unmatched, uintptr_t stream);
 
 void ngram_propose_cpu(const NgramProposeParams& params);
 void ngram_propose_cuda(const NgramProposeParams& params, int device, uintptr_t stream);

@@ -18,12 +18,13 @@ struct NgramProposeParams {
   const int32_t* group_slots;  // [B, group_size]; -1 = none
   const int32_t* slot;         // [B]; -1 = inert
   const int32_t* context_len;  // [B], position of the root
-  NodeStore nodes;             // written from entry 0 on
+  NodeStore nodes;             // written from entry 0 on, or not at all
   const float* temperature;    // [B]
   const int64_t* request;      // [B]
   int32_t* status;             // [B]
   int64_t num_requests, group_size, num_slots, max_len;
   int64_t depth, top_k, max_ngram, min_ngram;
+  bool keep_unmatched;  // a request without a match keeps the nodes that it has
   uint64_t seed;
 };
 

@@ -209,6 +209,68 @@ def test_equals_reference_on_random_texts(ops, alphabet, max_len, temperature):
         assert case.status.tolist() == [0] * 3
 
 
+NODES = ("node_token", "node_parent", "node_score", "node_depth", "node_count")
+
+
+def kept(ops, case, capacity, **options):
+    """The node arrays after a proposal that keeps what the unmatched have, here other numbers."""
+    arrays = case.arrays(capacity)
+    ops.ngram_propose(**arrays, seed=SEED, keep_unmatched=True, **options)
+    return {name: arrays[name] for name in NODES}
+
+
+@pytest.mark.sanitize
+def test_without_a_match_another_s_nodes_stay(ops):
+    """Too short a match, none, no slot, a slot outside: not a word is written."""
+    texts = [[7, 2, 3], [1, 2, 3], [8], [5, 5], [4, 1, 2, 3, 6], [5, 5]]
+    case = Case(texts, [(b, [b, 4]) for b in range(6)])
+    case.slot[3], case.slot[5] = -1, HUGE
+    before = case.arrays(5)
+    after = kept(ops, case, 5, depth=4, top_k=1, min_ngram=3)
+    (alone,) = Case(texts, [(1, [1, 4])]).propose(ops, depth=4, top_k=1, min_ngram=3)
+    assert tokens_of(alone) == [3, 6]
+    for b in (0, 2, 3, 4, 5):
+        assert all(kit.same_bits(after[name][b:][:1], before[name][b:][:1]) for name in NODES), b
+    assert after["node_count"][1] == 2 and after["node_token"][1, :2].tolist() == [3, 6]
+    assert after["node_token"][1, 2:].eq(-7).all()
+    assert case.status.tolist() == [0] * 5 + [Status.BAD_LENGTH]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("min_ngram", [1, 3, 6])
+def test_matched_requests_get_the_same_tree_whoever_drafted_before(ops, min_ngram, temperature):
+    matched = 0
+    for step in range(8):
+        case = random_case(3, 40, step, temperature, batch=6)
+        options = dict(depth=7, top_k=2, min_ngram=min_ngram)
+        wanted, after = case.propose(ops, **options), kept(ops, case, 15, **options)
+        for b, tree in enumerate(wanted):
+            is_matched = len(tree) > 1
+            matched += is_matched
+            assert after["node_count"][b] == (len(tree) if is_matched else -7)
+            if is_matched:
+                columns = [after[name][b, : len(tree)].tolist() for name in NODES[:4]]
+                assert list(zip(*columns, strict=True)) == tree
+    assert 0 < matched and (matched < 48 or min_ngram == 1)
+
+
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("periodic", "alphabet"), [(False, 3), (True, 50)])
+def test_kept_nodes_have_the_bits_of_the_cpu(periodic, alphabet, temperature):
+    changed = 0
+    for step in range(4):
+        after = []
+        for device in ("cpu", "cuda"):
+            case = random_case(alphabet, 300, step, temperature, 16, 8, periodic)
+            options = dict(depth=15, top_k=1, min_ngram=8)
+            after.append(kept(kit.Ops(device), case, 17, **options))
+        assert all(kit.same_bits(after[0][name], after[1][name]) for name in NODES)
+        changed += int(after[0]["node_count"].ne(-7).sum())
+    assert 0 < changed < 64
+
+
 @kit.gpu
 @kit.needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
