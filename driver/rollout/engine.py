@@ -206,7 +206,7 @@ class RolloutEngine:
             read = functools.partial(self._read, scheduler, batch, burst, started)
         self._harvest(batch, burst, started)
         if not burst.unbroken:
-            self._retire(scheduler, record)
+            self._retire(scheduler, batch, record)
             self._pause(scheduler, burst, record)
 
     def _goes_on(self, burst: Burst) -> bool:
@@ -348,12 +348,14 @@ class RolloutEngine:
             self.bandit.record(burst.total, burst.elapsed_s, burst.passes, burst.request_passes)
         self.stats.book(burst, burst.begun_s - started)
 
-    def _retire(self, scheduler: Scheduler, record: bool) -> None:
-        for sequence in scheduler.running:
-            if sequence.finish:
-                self.state.store.give_back(sequence, keep=True)
-                if record and self.on_finish is not None:
-                    self.on_finish(sequence)
+    def _retire(self, scheduler: Scheduler, batch: Batch, record: bool) -> None:
+        done = [sequence for sequence in scheduler.running if sequence.finish]
+        if done:  # n-gram drafts look at all of it, whoever drafted for it
+            self.state.store.advance(batch.store_row, batch.context_len)
+        for sequence in done:
+            self.state.store.give_back(sequence, keep=True)
+            if record and self.on_finish is not None:
+                self.on_finish(sequence)
         scheduler.retire()
 
     # ---- the end --------------------------------------------------------------------------------

@@ -373,6 +373,17 @@ def test_finished_siblings_go_on_serving_drafts(policy):
         assert len(store._past) == (0 if not record else store.tokens.shape[0])
 
 
+def test_what_others_said_without_n_grams_serves_their_drafts(policy):
+    """The store knows a finished response in whole, whatever arm it finished in."""
+    rollout = make_rollout(policy, "engine.max_batch=1", "engine.spec_max_batch=1")
+    job = Request(7, 0, tuple(range(6, 20)), SamplingParams(temperature=0.0, max_new_tokens=30))
+    rollout.engine.on_pass = rollout.engine.on_finish = None
+    for arm, passes in (("off", 30), ("ngram:8,1,9", 6)):
+        rollout.engine.bandit = Choose(arm)
+        rollout.engine.generate([job])
+        assert rollout.engine.stats.target_passes <= passes
+
+
 def test_a_nan_target_flags_its_responses_fault_3(policy):
     """Every id stays valid, each response ends, and the rollout says what happened."""
     rollout = make_rollout(policy)
