@@ -23,7 +23,7 @@ from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.engine import RolloutEngine
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.pages import pages_for
-from driver.rollout.proposers import NgramProposer, Proposer
+from driver.rollout.proposers import HybridProposer, NgramProposer, Proposer
 from driver.sections import EngineConfig
 from driver.spans import Sink
 from driver.spot_trainer import SpotTrainer
@@ -249,7 +249,7 @@ def build_rollout(
         proposers["ngram"] = NgramProposer(seed)
     spot = None
     if runner is not None:
-        proposers["learned"] = runner
+        proposers |= {"learned": runner, "hybrid": HybridProposer(runner)}
         spot = SpotTrainer(parts.drafter, runner, target, cache, config.spot, config.drafter, seed)
     bandit = Bandit(arms, config.bandit, config.engine.spec_max_batch, seed)
     engine = RolloutEngine(

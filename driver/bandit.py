@@ -79,7 +79,7 @@ class Bandit:
 
         Args:
             batch: running requests.
-            usable: whether an arm can run now (a learned arm needs a trained drafter).
+            usable: whether an arm can run now (learned and hybrid arms need a trained drafter).
         """
         self._batch = batch
         if batch > self.spec_max_batch:

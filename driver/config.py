@@ -83,7 +83,7 @@ class Config:
                 f"bandit.static: {self.bandit.static!r} is not among engine.strategies"
                 f" ({' '.join(map(str, arms))}); add it there"
             )
-        learned = [str(arm) for arm in arms if arm.kind == "learned"]
+        learned = [str(arm) for arm in arms if arm.needs_drafter]
         if learned and not self.drafter.enabled:
             raise UserError(
                 f"engine.strategies: {learned[0]!r} needs a drafter; set drafter.enabled=true"

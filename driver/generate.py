@@ -1,8 +1,9 @@
 """`python -m driver.generate model=smollm2 prompt='...' strategy=learned:8,4,32 seed=0`.
 
 Generates a text with speculation, then the same with `off`, and says how fast each was and whether
-the tokens are equal. A learned strategy needs a drafter: that of a training run's checkpoint (when
-`model` is one), else one trained for a few seconds on other samples of the same prompt.
+the tokens are equal. A learned or hybrid strategy needs a drafter: that of a training run's
+checkpoint (when `model` is one), else one trained for a few seconds on other samples of the same
+prompt.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def main(argv: Sequence[str]) -> None:
     generator = Generator(options)
     out = sys.stdout.write
     spot = generator.rollout.spot
-    if generator.strategy.kind == "learned" and spot is not None and not spot.runner.version:
+    if generator.strategy.needs_drafter and spot is not None and not spot.runner.version:
         steps, seconds = generator.warm_drafter()
         out(f"drafter: trained for {steps} steps in {seconds:.0f} s on other samples\n\n")
     fast, speed = generator.run(generator.strategy)

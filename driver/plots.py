@@ -28,7 +28,11 @@ _BLUE, _ORANGE, _GREY = "#2563ab", "#d1641b", "#8a8f98"
 RANK_COLORS = {"busy": _BLUE, "idle": "#dfe2e6", "training": _ORANGE, "update": "#9db0a3"}
 RANK_NAMES = {"busy": "rollout", "idle": "idle", "training": "drafter training", "update": "update"}
 # One hue per kind of strategy, from light (small trees) to dark (large ones).
-_HUES = {"ngram": ("#f2c48d", "#b3540c"), "learned": ("#9cc9ea", "#2459a8")}
+_HUES = {
+    "ngram": ("#f2c48d", "#b3540c"),
+    "learned": ("#9cc9ea", "#2459a8"),
+    "hybrid": ("#b5d8b9", "#2c6e3f"),
+}
 
 
 # Of the phases of a step in their order, and of the rest.

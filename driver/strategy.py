@@ -8,22 +8,28 @@ from dataclasses import dataclass
 
 from driver.errors import UserError
 
-KINDS = ("off", "ngram", "learned", "oracle")  # oracle: a test's own, never written in a config
+KINDS = ("off", "ngram", "learned", "hybrid", "oracle")  # oracle: a test's, not for a config
 MAX_DEPTH = 16  # levels: an ancestor list has 16 slots
 MAX_VERIFY = 128  # rows a request sends to the target in one pass, the root included
 MAX_TOP_K = 128  # nodes kept per level, as the ops allow
 MAX_DRAFTED = 255  # nodes drafted before selection: a node's index is one byte
 
 _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<numbers>\d+,\d+,\d+)", re.ASCII)
-_REMEDY = "write 'off', 'ngram:depth,top_k,num_verify' or 'learned:depth,top_k,num_verify'"
+_REMEDY = (
+    "write 'off', 'ngram:depth,top_k,num_verify', 'learned:depth,top_k,num_verify' or"
+    " 'hybrid:depth,top_k,num_verify'"
+)
 
 
 @dataclass(frozen=True, order=True)
 class Strategy:
     """How one pass over a batch drafts and verifies; `off` is plain decoding.
 
+    `hybrid` drafts like `learned`, but a request whose last tokens stand elsewhere in sequences of
+    its prompt gets what followed them there, as one chain of all rows that it may verify.
+
     Args:
-        kind: "off", "ngram" or "learned".
+        kind: "off", "ngram", "learned" or "hybrid".
         depth: levels drafted, at most 16 (0 for off).
         top_k: nodes kept per level (0 for off), at most 128; `depth * top_k` is at most 255.
         num_verify: rows sent to the target, root included, at most 128 (1 for off).
@@ -65,12 +71,27 @@ class Strategy:
         """Whether a pass drafts anything."""
         return self.kind != "off"
 
+    @property
+    def needs_drafter(self) -> bool:
+        """Whether the learned model drafts."""
+        return self.kind in ("learned", "hybrid")
+
+    @property
+    def chain(self) -> int:
+        """Levels of a chain that takes all rows but the root's."""
+        return min(MAX_DEPTH, self.num_verify - 1)
+
+    @property
+    def levels(self) -> int:
+        """Levels that a tree of it may have: a request emits at most one token more in a pass."""
+        return max(self.depth, self.chain) if self.kind == "hybrid" else self.depth
+
     @classmethod
     def parse(cls, text: str) -> Strategy:
         """Reads one strategy as it is written in configs, logs and metrics.
 
         Args:
-            text: "off", "ngram:depth,top_k,num_verify" or "learned:depth,top_k,num_verify".
+            text: "off" or "kind:depth,top_k,num_verify", the kind "ngram", "learned" or "hybrid".
 
         Returns:
             The strategy; `str()` of it gives the text back.
@@ -86,7 +107,7 @@ class Strategy:
         if text == "off":
             return cls("off")
         match = _FORM.fullmatch(text)
-        if match is None or match["kind"] not in ("ngram", "learned"):
+        if match is None or match["kind"] not in ("ngram", "learned", "hybrid"):
             raise UserError(f"strategy {text!r}: malformed; {_REMEDY}")
         return cls(match["kind"], *map(int, match["numbers"].split(",")))
 

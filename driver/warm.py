@@ -247,12 +247,12 @@ class Warming:
         return [losses[0], losses[-1]]
 
     def accept_length(self) -> dict[str, float]:
-        """Of each learned strategy, on prompts that nothing was trained on."""
+        """Of each strategy with the learned drafter, on prompts that nothing was trained on."""
         first = FIRST_INDEX + 2 * self.config.warmup.responses
         requests = self.requests(first, min(CHECKED, self.config.engine.spec_max_batch))
         out = {}
         for strategy in parse_strategies(self.config.engine.strategies):
-            if strategy.kind == "learned":
+            if strategy.needs_drafter:
                 self._fix(strategy)
                 self.rollout.engine.generate(requests, record=False)
                 out[str(strategy)] = self.rollout.engine.stats.accept_length or 1.0

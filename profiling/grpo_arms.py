@@ -32,10 +32,10 @@ def arm_words(config: Config, static: str = "") -> dict[str, list[str]]:
         >>> arm_words(load_config(["preset=h100"]))["static"]
         ['engine.strategies=off learned:4,4,16', ...]
     """
-    arms = [str(arm) for arm in parse_strategies(config.engine.strategies)]
-    learned = [arm for arm in arms if arm.startswith("learned")]
-    static = static or (learned[len(learned) // 2] if learned else arms[-1])
-    ngrams = " ".join(arm for arm in arms if not arm.startswith("learned"))
+    arms = parse_strategies(config.engine.strategies)
+    learned = [str(arm) for arm in arms if arm.kind == "learned"]
+    static = static or (learned[len(learned) // 2] if learned else str(arms[-1]))
+    ngrams = " ".join(str(arm) for arm in arms if not arm.needs_drafter)
     return {
         "off": ["engine.strategies=off", *NO_DRAFTER],
         "ngram": [f"engine.strategies={ngrams}", *NO_DRAFTER],

@@ -19,7 +19,8 @@ class Levels:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        capacity = tlt_ext.tree_capacity(depth, keep)
+        # A hybrid's chain may be longer than what its levels hold.
+        capacity = max(tlt_ext.tree_capacity(depth, keep), 1 + strategy.levels)
         self.nodes = NodeStore(batch, capacity, strategy.num_verify, device)
         self.root = ints(batch, 1)  # frontier of the first level
         self.frontier, self.row = ints(2, depth, batch, keep).unbind()

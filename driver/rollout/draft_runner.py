@@ -21,7 +21,7 @@ from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
 from driver.rollout.state import Batch
 from driver.rollout.token_store import TokenStore
-from driver.rollout.tree import MAX_DEPTH, Tree
+from driver.rollout.tree import MAX_DEPTH, NodeStore, Tree
 from driver.strategy import Strategy
 
 CATCH_UP_ROWS = 4096  # entries written at once when requests lag
@@ -127,7 +127,7 @@ class DraftRunner:
         stale = [s for s in batch.sequences if s.draft_version != self.version]
         for sequence in stale:
             sequence.draft_version, sequence.draft_len = self.version, 0
-        late = [s for s in batch.sequences if s.num_new > strategy.depth + 1]
+        late = [s for s in batch.sequences if s.num_new > strategy.levels + 1]
         while any(s.num_new > 1 for s in late):
             self._write_late(batch, late, store)
         if late and self.k.is_cuda:
@@ -139,6 +139,10 @@ class DraftRunner:
         sequence.draft_len = sequence.context_len - last
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
+        return self.draft(batch, strategy, store).select(batch.context_len)
+
+    def draft(self, batch: Batch, strategy: Strategy, store: TokenStore) -> NodeStore:
+        """Catches up and drafts the strategy's levels: their nodes, none selected yet."""
         hidden = self._catch_up(batch, strategy, store)
         level = self._levels(len(batch), strategy)
         nodes, keep, depth = level.nodes, strategy.top_k, strategy.depth
@@ -167,7 +171,7 @@ class DraftRunner:
                 break
             frontier, ancestors = level.frontier[index], level.ancestors[index]
             hidden = self._next_level(batch, level, index, hidden)
-        return nodes.select(batch.context_len)
+        return nodes
 
     def _next_level(self, batch: Batch, level: Levels, index: int, hidden: Tensor) -> Tensor:
         """Runs the layer on the nodes that level `index` chose: their hidden states [B * K, H]."""
@@ -275,7 +279,7 @@ class DraftRunner:
         Returns:
             [B, H], of each request's entry `context_len - 1`.
         """
-        key = len(batch), strategy.depth + 1
+        key = len(batch), strategy.levels + 1
         if key not in self._gathered:
             self._gathered[key] = NewRows(*key, self.cache.features)
         rows = self._gathered[key]

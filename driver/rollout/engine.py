@@ -283,7 +283,7 @@ class RolloutEngine:
         """Grants pages for two bursts, the second of which may begin unseen, or else for one."""
         most, lookahead = self._most_passes(scheduler, strategy), self.program.lookahead(strategy)
         for passes in (2 * most, most):
-            ahead = passes * (strategy.depth + 1)
+            ahead = passes * (strategy.levels + 1)
             if scheduler.waiting:
                 ahead = min(ahead, self.cache.page_size)
             if scheduler.grow(lookahead, ahead):
@@ -335,7 +335,7 @@ class RolloutEngine:
                     f"request {sequence.request.id} emitted nothing in a pass:"
                     f" {tlt_ext.Status(bits)!r}"
                 )
-            if burst.strategy.kind == "learned":
+            if burst.strategy.needs_drafter:
                 sequence.note_passes(counts, burst.strategy.depth)
             sequence.tokens += tokens
             sequence.logprobs += logprobs

@@ -48,10 +48,11 @@ class GraphCost:
         target = layer_launches(spec, cell.rows) * spec.num_layers + 8
         if strategy.kind == "ngram":
             return target + 7
-        if strategy.kind == "learned":
+        if strategy.needs_drafter:
             few = fuses(cell.batch * strategy.top_k, 2 * spec.intermediate_size * spec.hidden_size)
             first, level = (14, 9) if few else (17, 12)
-            return target + first + level * (strategy.depth - 1)
+            matched = 4 if strategy.kind == "hybrid" else 0  # a long catch-up appends in two
+            return target + first + level * (strategy.depth - 1) + matched
         return target
 
     def bytes_of(self, cell: Cell) -> int:

@@ -1,4 +1,4 @@
-"""Where draft trees come from: n-grams, or an oracle that tests speculation itself."""
+"""Where draft trees come from besides the drafter: n-grams, both at once, or a test's oracle."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import numpy as np
 import torch
 
 import tlt_ext
+from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.scheduler import Sequence
 from driver.rollout.state import Batch
 from driver.rollout.token_store import TokenStore
 from driver.rollout.tree import NodeStore, Tree
 from driver.strategy import Strategy
+
+MIN_MATCH = 8  # tokens that must agree before a match is followed instead of the drafter
 
 
 class Proposer(Protocol):
@@ -63,6 +66,30 @@ def _capacity(strategy: Strategy) -> int:
     return 1 + strategy.depth * strategy.top_k
 
 
+def draft_ngrams(nodes: NodeStore, batch: Batch, store: TokenStore, **settings: int | bool) -> None:
+    """Writes what followed the requests' last tokens elsewhere in sequences of their prompts.
+
+    Args:
+        nodes: takes the trees.
+        batch: the running requests.
+        store: their tokens, and those of others with their prompts.
+        settings: of `tlt_ext.ngram_propose`.
+    """
+    store.advance(batch.store_row, batch.context_len)
+    tlt_ext.ngram_propose(
+        store.tokens,
+        store.length,
+        batch.group_slots,
+        batch.slot,
+        batch.context_len,
+        *nodes.arrays,
+        batch.temperature,
+        batch.request,
+        batch.status,
+        **settings,
+    )
+
+
 class NgramProposer(ModelFree):
     """What followed the request's last tokens elsewhere in sequences of its prompt.
 
@@ -82,21 +109,47 @@ class NgramProposer(ModelFree):
             capacity, device = _capacity(strategy), batch.slot.device
             self._nodes[key] = NodeStore(len(batch), capacity, strategy.num_verify, device)
         nodes = self._nodes[key]
-        store.advance(batch.store_row, batch.context_len)
-        tlt_ext.ngram_propose(
-            store.tokens,
-            store.length,
-            batch.group_slots,
-            batch.slot,
-            batch.context_len,
-            *nodes.arrays,
-            batch.temperature,
-            batch.request,
-            batch.status,
-            seed=self.seed,
-            depth=strategy.depth,
-            top_k=strategy.top_k,
-        )
+        drawn = {"seed": self.seed, "depth": strategy.depth, "top_k": strategy.top_k}
+        draft_ngrams(nodes, batch, store, **drawn)
+        return nodes.select(batch.context_len)
+
+
+class HybridProposer:
+    """Learned drafts, but for requests that repeat what was said: those get what followed it.
+
+    The learned model drafts for all of a batch, so its cache misses nothing. Then a request whose
+    last `MIN_MATCH` tokens stand elsewhere in sequences of its prompt has its tree written over, by
+    a chain of as many tokens as it may verify. Scores of the two are never compared.
+
+    Args:
+        runner: of the learned model.
+    """
+
+    on_device = True
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self.runner = runner
+
+    @property
+    def version(self) -> int:
+        return self.runner.version
+
+    def usable(self) -> bool:
+        return self.runner.usable()
+
+    def lookahead(self, strategy: Strategy) -> int:
+        return self.runner.lookahead(strategy)
+
+    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> bool:
+        return self.runner.prepare(batch, strategy, store)
+
+    def passed(self, sequence: Sequence, last: int) -> None:
+        self.runner.passed(sequence, last)
+
+    def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
+        nodes = self.runner.draft(batch, strategy, store)
+        drawn = {"seed": self.runner.seed, "depth": strategy.chain, "top_k": 1}
+        draft_ngrams(nodes, batch, store, **drawn, min_ngram=MIN_MATCH, keep_unmatched=True)
         return nodes.select(batch.context_len)
 
 

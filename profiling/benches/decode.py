@@ -121,7 +121,7 @@ def measure(
         "pass_us": 1e6 * statistics.median(s / n for n, _, s in clock.stretches),
         "tokens_per_s": emitted / seconds,
         "accept_length": emitted / passes / batch,
-        "counts": clock.counts[1 : arm.depth + 2].tolist(),
+        "counts": clock.counts[1 : arm.levels + 2].tolist(),
         "host_share": max(0.0, 1.0 - stats.passes_s / since),
     }
 

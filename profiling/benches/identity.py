@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from driver.comparison import Arm, Comparison, sibling_requests, teach
+from driver.comparison import ORACLE, Arm, Comparison, sibling_requests, teach
 from driver.strategy import OFF
 from profiling.bench import Bench, say
 from profiling.benches.decode import PRESET, SHAPE_WORDS
@@ -71,7 +71,7 @@ def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool
         train: the drafter, on what `off` said in its first round.
     """
     strategies = [arm.strategy for arm in arms if arm.strategy is not None]
-    captured = [str(s) for s in strategies if s.kind in ("ngram", "learned")]
+    captured = [str(s) for s in strategies if s.kind != ORACLE]
     rows = size.batch * max((s.num_verify for s in strategies), default=1)
     ids = subject.prompts(PROMPTS)
     rollout = subject.rollout(

@@ -182,6 +182,19 @@ def test_state_survives_a_checkpoint_through_json():
     assert play(other, speed, 1, 200) == play(bandit, speed, 1, 200)
 
 
+def test_arms_that_differ_in_kind_alone_learn_apart():
+    import json
+
+    hybrid = Strategy.parse("hybrid:4,2,8")
+    config = BanditConfig(buckets=[1, 4, 16], window=6, window_passes=4, epsilon=0.0)
+    bandits = [Bandit([OFF, LEARNED, hybrid], config, spec_max_batch=8) for _ in range(2)]
+    play(bandits[0], {OFF: 10, LEARNED: 12, hybrid: 15}, batch=1, passes=60)
+    bandits[1].load_state_dict(json.loads(json.dumps(bandits[0].state_dict())))
+    assert [bandit.choose(1, lambda arm: True) for bandit in bandits] == [hybrid, hybrid]
+    assert bandits[1].metrics()["spec/arm/1/hybrid:4,2,8/reward"] == pytest.approx(15.0)
+    assert bandits[1].choose(1, lambda arm: not arm.needs_drafter) == OFF
+
+
 def test_metrics_name_bucket_and_strategy():
     bandit = make()
     play(bandit, {OFF: 10, NGRAM: 15, LEARNED: 12}, batch=1, passes=13)

@@ -108,6 +108,10 @@ def test_yaml_round_trip(tmp_path):
             r"^bandit.static: 'ngram:9,1,3' is not among engine.strategies",
         ),
         (["drafter.enabled=false"], r"^engine.strategies: 'learned:.*needs a drafter"),
+        (
+            ["drafter.enabled=false", "engine.strategies=off hybrid:4,4,16"],
+            r"^engine.strategies: 'hybrid:4,4,16' needs a drafter",
+        ),
         (["grpo.minibatches=257"], r"^grpo.minibatches: wanted at most the 256 responses"),
         (
             ["grpo.advantage=rloo", "grpo.samples_per_prompt=1"],

@@ -11,13 +11,22 @@ from driver.assemble import build_rollout, spec_of
 from driver.bandit import OFF
 from driver.config import load_config
 from driver.errors import UserError
+from driver.rollout import proposers
 from driver.rollout.proposers import OracleProposer
 from driver.rollout.request import Request, SamplingParams
 from driver.strategy import Strategy
 from tests.driver.hugging_face import random_model
 from tlt_ext import _C
 
-STRATEGIES = ["ngram:4,1,5", "ngram:6,4,16", "learned:3,1,4", "learned:4,3,12", "learned:8,4,32"]
+STRATEGIES = [
+    "ngram:4,1,5",
+    "ngram:6,4,16",
+    "learned:3,1,4",
+    "learned:4,3,12",
+    "learned:8,4,32",
+    "hybrid:4,3,12",
+    "hybrid:2,1,17",  # chains of 16 levels, an ancestor list's last slot
+]
 LAWS = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (0.9, 0, 0.8)]
 SEED = 7
 
@@ -165,7 +174,7 @@ def test_switching_at_every_pass_reprefills_nothing(rollout, plain):
         assert stats.recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("strategy", ["off", "learned:4,3,12", "ngram:6,4,16"])
+@pytest.mark.parametrize("strategy", ["off", "learned:4,3,12", "ngram:6,4,16", "hybrid:2,1,17"])
 def test_preempted_requests_are_recomputed_to_the_same_tokens(rollout, strategy):
     jobs = requests(new=40, stop=())
     wanted = generate(rollout, jobs)
@@ -324,10 +333,44 @@ def gather(made, sequence):
     return made.engine.cache.features.flatten(0, 1)[places]
 
 
-def test_versions_are_stamped(rollout, plain):
-    got = generate(rollout, requests(), "learned:4,3,12")
+@pytest.mark.parametrize("strategy", ["learned:4,3,12", "hybrid:4,3,12"])
+def test_versions_are_stamped(rollout, plain, strategy):
+    got = generate(rollout, requests(), strategy)
     assert all(r.drafter_versions == [rollout.spot.runner.version] for r in got)
     assert all(r.drafter_versions == [] for r in plain)
+
+
+def looping_requests():
+    """Ragged: greedy siblings of two prompts repeat each other, others at T = 1 nobody."""
+    jobs = requests(count=12, new=40, laws=LAWS[:2], stop=())
+    return [
+        replace(job, params=replace(job.params, max_new_tokens=30 + 5 * i))
+        for i, job in enumerate(jobs)
+    ]
+
+
+def test_a_batch_follows_repetitions_and_the_drafter_at_once(policy, monkeypatch):
+    """Hybrid: a request's tree is one or the other, and both are in the same pass."""
+    rollout, draft, written = make_rollout(policy), proposers.draft_ngrams, []
+    rollout.spot.swap()
+    jobs = looping_requests()
+    plain = generate(rollout, jobs)
+
+    def spy(nodes, *rest, **settings):
+        before = nodes.score.clone()
+        draft(nodes, *rest, **settings)
+        written.append((nodes.score != before).any(1).float().mean())
+
+    monkeypatch.setattr(proposers, "draft_ngrams", spy)
+    passes = []
+    for arm in ("learned:2,1,3", "hybrid:2,1,3", "hybrid:2,1,17"):
+        assert same(generate(rollout, jobs, arm), plain)
+        passes.append(rollout.engine.stats.spec_request_passes)
+        most = rollout.engine.ring.num_emitted.max()
+        assert (most > 8) if arm == "hybrid:2,1,17" else (most <= 3)
+    assert sum(0 < share < 1 for share in written) > 20
+    assert passes == sorted(passes, reverse=True) and len(set(passes)) == 3
+    assert rollout.engine.stats.flagged == 0
 
 
 def test_a_request_that_cannot_run_is_one_clear_line(rollout):

@@ -37,6 +37,12 @@ class TorchCalls(TorchDispatchMode):
         # The roots into the node store, its counts; the last entry's rows, or its hidden state.
         ("learned:5,3,12", 64, {"index_select": 2, "copy_": 1, "fill_": 1}),
         ("learned:5,3,12", 0, {"index_select": 3, "copy_": 1, "fill_": 1, "sub": 1}),
+        # The store's lengths on top.
+        (
+            "hybrid:5,3,12",
+            64,
+            {"index_select": 2, "copy_": 1, "fill_": 1, "add": 1, "index_copy_": 1},
+        ),
     ],
 )
 def test_a_pass_is_made_of_ops(strategy, few_rows, wanted):

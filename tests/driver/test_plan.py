@@ -8,7 +8,9 @@ from driver.rollout.plan import BucketPlan, Cell, GraphCost, plain_buckets
 from driver.strategy import OFF, Strategy
 from profiling.benches.step import SPECS
 
-ARMS = [Strategy.parse(s) for s in ("ngram:4,1,5", "learned:4,2,8", "learned:8,4,32")]
+ARMS = [
+    Strategy.parse(s) for s in ("ngram:4,1,5", "learned:4,2,8", "learned:8,4,32", "hybrid:4,4,16")
+]
 SPEC = SPECS["smollm2"]
 COST = GraphCost(SPEC)
 
@@ -79,6 +81,7 @@ def test_the_largest_is_captured_first():
         (289, "off", 278),
         (1, "ngram:4,1,5", 195),
         (1, "learned:4,2,8", 229),
+        (1, "hybrid:4,2,8", 233),
     ],
 )
 def test_the_memory_model_counts_launches(batch, strategy, nodes):

@@ -88,6 +88,8 @@ def test_colors_of_strategies_differ():
         "learned:4,1,5",
         "learned:4,2,8",
         "learned:8,4,32",
+        "hybrid:4,1,5",
+        "hybrid:4,4,16",
     ]
     assert len(set(plots.strategy_colors(texts).values())) == len(texts)
 

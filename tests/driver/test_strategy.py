@@ -4,7 +4,7 @@ from driver.errors import UserError
 from driver.strategy import Strategy, parse_strategies, split_strategies
 
 
-@pytest.mark.parametrize("text", ["off", "ngram:4,1,5", "learned:16,15,128", "learned:1,1,2"])
+@pytest.mark.parametrize("text", ["off", "ngram:4,1,5", "learned:16,15,128", "hybrid:1,1,2"])
 def test_text_round_trip(text):
     assert str(Strategy.parse(text)) == text
     assert Strategy.parse(str(Strategy.parse(f" {text} "))) == Strategy.parse(text)
@@ -37,10 +37,12 @@ def test_parse_reads_each_number_into_its_place():
         "off:1,1,2",
         "False",
         "LEARNED:8,4,32",
+        "oracle:8,4,32",
     ],
 )
 def test_malformed_text_is_refused_with_the_form(text):
-    with pytest.raises(UserError, match="malformed; write 'off', 'ngram:depth,top_k,num_verify'"):
+    form = r"malformed; write 'off', 'ngram:depth,top_k,num_verify', .*'hybrid:depth"
+    with pytest.raises(UserError, match=form):
         Strategy.parse(text)
 
 
@@ -59,6 +61,24 @@ def test_malformed_text_is_refused_with_the_form(text):
 def test_limits_name_the_number(text, match):
     with pytest.raises(UserError, match=match):
         Strategy.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "levels", "needs_drafter"),
+    [
+        ("off", 0, False),
+        ("ngram:6,1,16", 6, False),
+        ("learned:4,1,16", 4, True),
+        ("hybrid:4,1,5", 4, True),
+        ("hybrid:4,4,16", 15, True),
+        ("hybrid:2,1,17", 16, True),
+        ("hybrid:8,8,64", 16, True),  # an ancestor list ends there
+        ("hybrid:8,4,5", 8, True),
+    ],
+)
+def test_a_hybrid_s_tree_is_as_deep_as_its_rows_allow(text, levels, needs_drafter):
+    strategy = Strategy.parse(text)
+    assert (strategy.levels, strategy.needs_drafter) == (levels, needs_drafter)
 
 
 def test_built_in_code_is_checked_too():

@@ -59,7 +59,7 @@ def test_weights_that_a_pass_reads_are_counted_once(subject):
 def test_decode_measures_passes_of_the_whole_batch(subject, monkeypatch):
     monkeypatch.setattr(decode, "TOKENS", {8: 12})
     bench = Bench("decode", math.nan)
-    strategies = ["ngram:4,1,5", "learned:2,2,5"]
+    strategies = ["ngram:4,1,5", "learned:2,2,5", "hybrid:2,1,6"]
     got = decode.grid(bench, subject, [1, 3], strategies)
     assert set(got) == {(b, s) for b in (1, 3) for s in ("off", *strategies)}
     for (batch, strategy), cell in got.items():
@@ -69,8 +69,8 @@ def test_decode_measures_passes_of_the_whole_batch(subject, monkeypatch):
             assert cell["accept_length"] == 1.0
             assert cell["over_off"] == 1.0
         else:
-            assert 1 <= cell["accept_length"] <= Strategy.parse(strategy).depth + 1
-        assert len(cell["counts"]) == Strategy.parse(strategy).depth + 1
+            assert 1 <= cell["accept_length"] <= Strategy.parse(strategy).levels + 1
+        assert len(cell["counts"]) == Strategy.parse(strategy).levels + 1
         assert sum(cell["counts"]) >= batch
     decode.book_warmed(bench, got)
     assert bench.got["smollm2_b1_us"] == pytest.approx(got[1, "off"]["pass_us"], abs=0.1)

@@ -103,6 +103,8 @@ def test_arms_are_configurations():
     assert known["ngram"][0] == "engine.strategies=off ngram:6,1,7"
     assert known["full"] == []
     assert "bandit.static=learned:8,4,32" in arm_words(config, "learned:8,4,32")["static"]
+    mixed = load_config(["preset=h100", "engine.strategies=off ngram:6,1,7 hybrid:4,4,16"])
+    assert arm_words(mixed)["ngram"][0] == "engine.strategies=off ngram:6,1,7"
     with pytest.raises(UserError):
         load_config(["preset=h100", *arm_words(config, "nonsense")["static"]])
 
