@@ -30,7 +30,14 @@ PRESET = ["preset=h100"]
 SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 QUICK_BATCHES = [1, 32]  # of the targets
-STRATEGIES = ["ngram:6,1,7", "learned:2,1,3", "learned:4,1,5", "learned:4,4,16", "learned:8,4,32"]
+STRATEGIES = [
+    "ngram:6,1,7",
+    "learned:2,1,3",
+    "learned:4,1,5",
+    "learned:4,4,16",
+    "learned:8,4,32",
+    "hybrid:4,4,16",
+]
 DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
 SWEEP_DEPTHS, SWEEP_TOP_K, SWEEP_ROWS = [2, 4, 6, 8, 12], [1, 2, 4, 8], 32
 TAIL = 8  # requests, the most of a tail

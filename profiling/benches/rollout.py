@@ -44,7 +44,17 @@ from profiling.subjects import Subject, fix_bandit, of_checkpoint
 from profiling.workload import Recording, Window, trace_lengths
 
 PRESET = ["preset=h100"]
-STATIC = ["ngram:6,1,7", "learned:2,1,3", "learned:4,1,5", "learned:4,4,16", "learned:8,4,32"]
+STATIC = [
+    "ngram:6,1,7",
+    "ngram:15,1,16",  # what of a hybrid's gain long chains alone have
+    "learned:2,1,3",
+    "learned:4,1,5",
+    "learned:4,4,16",
+    "learned:8,4,32",
+    "hybrid:2,1,16",
+    "hybrid:4,1,5",
+    "hybrid:4,4,16",
+]
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
 LEARNING = {"bandit": "beg", "ucb": "ucb"}
 ADAPTED = ", adapted"
