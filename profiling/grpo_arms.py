@@ -30,7 +30,7 @@ def arm_words(config: Config, static: str = "") -> dict[str, list[str]]:
 
     Example:
         >>> arm_words(load_config(["preset=h100"]))["static"]
-        ['engine.strategies=off learned:4,4,16', ...]
+        ['engine.strategies=off learned:4,1,5', ...]
     """
     arms = parse_strategies(config.engine.strategies)
     learned = [str(arm) for arm in arms if arm.kind == "learned"]

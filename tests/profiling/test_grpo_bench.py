@@ -99,10 +99,10 @@ def test_arms_are_configurations():
     known = arm_words(config)
     for words in known.values():
         load_config(["preset=h100", *grpo.WARMED, *grpo.RHYTHM, *words])
-    assert known["static"][-1] == "bandit.static=learned:4,4,16"
+    assert known["static"][-1] == "bandit.static=learned:4,1,5"
     assert known["ngram"][0] == "engine.strategies=off ngram:6,1,7"
     assert known["full"] == []
-    assert "bandit.static=learned:8,4,32" in arm_words(config, "learned:8,4,32")["static"]
+    assert "bandit.static=learned:4,4,16" in arm_words(config, "learned:4,4,16")["static"]
     mixed = load_config(["preset=h100", "engine.strategies=off ngram:6,1,7 hybrid:4,4,16"])
     assert arm_words(mixed)["ngram"][0] == "engine.strategies=off ngram:6,1,7"
     with pytest.raises(UserError):
