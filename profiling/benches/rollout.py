@@ -50,9 +50,6 @@ STATIC = [
     "learned:2,1,3",
     "learned:4,1,5",
     "learned:4,4,16",
-    "learned:8,4,32",
-    "hybrid:2,1,16",
-    "hybrid:4,1,5",
     "hybrid:4,4,16",
 ]
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
