@@ -5,8 +5,9 @@
 // The query heads of a kv head and the rows of a request are packed into M, 64 (row, head) pairs to
 // four warps: on sm_90a one wgmma of all four, where fewer pairs are padded; before, mma.sync of 16
 // pairs a warp. A block owns one request, kv head and block of rows, and a range of splits of the
-// keys (splits.h). Four more warps stream tiles of 64 keys and of 64 values through a ring in
-// shared memory, once, by tensor copies (on sm_80 all warps do, by cp.async).
+// keys (splits.h). Four more warps, or one of them where there are blocks enough, stream tiles of
+// 64 keys and of 64 values through a ring in shared memory, once, by tensor copies (on sm_80 all
+// warps do, by cp.async).
 //
 // With few blocks one more grid dimension shares out the splits: partials go to the caller's
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all in
@@ -34,10 +35,10 @@ constexpr int kClusterWarps = 4;  // that compute
 
 // Makes the barriers of a ring; the same code for sm_80, which has none.
 template <int kRing>
-__device__ __forceinline__ void init_ring(RingBarriers<kRing>* barriers, int warps) {
+__device__ __forceinline__ void init_ring(RingBarriers<kRing>* barriers, int warps, int loaders) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : barriers->full) init_barrier(&barrier, kProducerWarps);
+    for (uint64_t& barrier : barriers->full) init_barrier(&barrier, loaders);
     for (uint64_t& barrier : barriers->empty) init_barrier(&barrier, warps);
     fence_copies();
   }
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
   constexpr int kRows = kWarps * kMmaRows;
   extern __shared__ __align__(1024) char memory[];
   auto* shared = reinterpret_cast<typename Block::Memory*>(memory);
-  init_ring(&shared->barriers, kWarps);
+  init_ring(&shared->barriers, kWarps, l.loaders);
   const unsigned row_blocks = l.row_blocks;
   const int kv_head = blockIdx.x / row_blocks, first = blockIdx.x % row_blocks;
   if (kHopper && threadIdx.x >= kWarps * kWarpSize) {
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__((kClusterWarps + kProducerWarps) * kWarpSize, 
   extern __shared__ __align__(1024) char memory[];
   auto* shared = reinterpret_cast<typename Block::Memory*>(memory);
   launch_dependents();
-  init_ring(&shared->barriers, kWarps);
+  init_ring(&shared->barriers, kWarps, l.loaders);
   const unsigned row_blocks = l.row_blocks;
   const int kv_head = blockIdx.z / row_blocks, first = blockIdx.z % row_blocks;
   if (threadIdx.x >= kWarps * kWarpSize) {
@@ -246,6 +247,7 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
            page_shift,
            (1 << 16) / group + 1,
            static_cast<int>(plan.merge_rows),
+           plan.items > 1 ? kProducerWarps : 1,
            {}};
   if (is_hopper()) l.maps = {map_of(p, p.k), map_of(p, p.v)};
   l.partials = {nullptr, nullptr, 1, 0};

@@ -66,8 +66,8 @@ class RowBlock {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
     const int old = p_.early ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
-    produce_tiles(source_of(keys), old, p_.early ? ahead() : 0, &shared_.ring, &shared_.barriers,
-                  &place_, shared_.bad_from);
+    produce_tiles(source_of(keys), l_.loaders, old, p_.early ? ahead() : 0, &shared_.ring,
+                  &shared_.barriers, &place_, shared_.bad_from);
     sync_block<kWarps>();
   }
 

@@ -2,7 +2,7 @@
 // shared memory: keys, values, keys, ... Positions from the end on, and bad pages, become zeros.
 //
 // A tile is [head_dim / 64 lines][64 keys][128 bytes], swizzled as ldmatrix and wgmma want it. On
-// sm_90 four warps of their own ask for it, a lane for the line of 16 keys; its bytes complete a
+// sm_90 warps of their own ask for it, a lane for the line of 16 keys; its bytes complete a
 // barrier, and the warps that leave it complete another. On sm_80 every thread copies its chunks
 // and the block's barrier does both.
 #pragma once
@@ -19,7 +19,7 @@ constexpr bool kHopper = true;
 constexpr bool kHopper = false;
 #endif
 
-constexpr int kProducerWarps = 4;  // on sm_90, after the others: 16 keys of a tile each
+constexpr int kProducerWarps = 4;  // on sm_90, after the others
 constexpr int kTileSteps = kTile / kStep;
 constexpr int kLine = 128;  // bytes of a key that lie together
 
@@ -242,19 +242,21 @@ __device__ __forceinline__ void prefetch_keys(const KeySource& source, int first
   }
 }
 
-// A producing warp's part: copies 16 keys of all tiles, a lane each line of theirs (a warp asks for
-// one box after the other, some 100 cycles each), and says which position is the first whose page
-// is bad. Keys from `old` on may be what the kernel before writes. When the ring is full, asks for
-// the keys after those, to the stream's key `ahead`, to come into L2.
+// A producing warp's part: `loaders` of them, 1, 2 or 4, share the steps of all tiles, a lane for
+// the line of 16 keys (a warp asks for one box after the other, some 100 cycles each), and say
+// which position is the first whose page is bad. Keys from `old` on may be what the kernel before
+// writes. When the ring is full, they ask for the keys after those, to the stream's key `ahead`, to
+// come into L2.
 template <int kDim, int kRing>
-__device__ __forceinline__ void produce_tiles(const KeySource& source, int old, int ahead,
-                                              Ring<kDim, kRing>* ring,
+__device__ __forceinline__ void produce_tiles(const KeySource& source, int loaders, int old,
+                                              int ahead, Ring<kDim, kRing>* ring,
                                               RingBarriers<kRing>* barriers,
                                               RingPlace<kRing>* place, int* bad_from) {
   constexpr int kLines = kDim * 2 / kLine, kFull = kRing / 2 * kTile;
-  static_assert(kProducerWarps == kTileSteps);
-  const int lane = threadIdx.x % kWarpSize, step = threadIdx.x / kWarpSize % kTileSteps;
-  const uint32_t to = shared_address(ring) + lane * kLineBytes + step * (kStep * kLine);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % kProducerWarps;
+  if (warp >= loaders) return;
+  const int steps = kTileSteps / loaders, line = lane / steps, step = warp * steps + lane % steps;
+  const uint32_t to = shared_address(ring) + line * kLineBytes + step * (kStep * kLine);
   int bad = INT32_MAX;
   int at = source.keys.begin + step * kStep;
   int page = source.page_at(at);
@@ -269,17 +271,17 @@ __device__ __forceinline__ void produce_tiles(const KeySource& source, int old, 
     for (int values = 0; values < 2; ++values) {
       uint64_t* full = &barriers->full[place->slot];
       wait_barrier(&barriers->empty[place->slot], place->parity ^ 1);
-      if (lane == 0) arrive_expecting(full, kTileBytes<kDim> / kProducerWarps);
+      if (lane == 0) arrive_expecting(full, kTileBytes<kDim> / loaders);
       __syncwarp();
-      if (lane < kLines) {  // a page outside the cache reads as zeros
+      if (line < kLines) {  // a page outside the cache reads as zeros
         copy_box(to + place->slot * kTileBytes<kDim>, values ? &source.maps.v : &source.maps.k, 0,
-                 source.kv_head, source.offset_of(at), lane, good ? page : source.num_pages, full);
+                 source.kv_head, source.offset_of(at), line, good ? page : source.num_pages, full);
       }
       place->advance();
     }
     page = next_page;
   }
-  if (lane == 0) bad_from[step] = bad;
+  if (lane < steps) bad_from[step] = bad;
 }
 
 #endif
@@ -287,7 +289,7 @@ __device__ __forceinline__ void produce_tiles(const KeySource& source, int old, 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 // Never called there.
 template <int kDim, int kRing>
-__device__ __forceinline__ void produce_tiles(const KeySource&, int, int, Ring<kDim, kRing>*,
+__device__ __forceinline__ void produce_tiles(const KeySource&, int, int, int, Ring<kDim, kRing>*,
                                               RingBarriers<kRing>*, RingPlace<kRing>*, int*) {}
 template <int kDim>
 __device__ __forceinline__ void prefetch_keys(const KeySource&, int, int) {}
