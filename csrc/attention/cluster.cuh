@@ -1,6 +1,6 @@
-// One launch for all of attention: a cluster has a row block, each of its blocks a split of the
-// keys (the first one all before, too) or tails. They keep what they have in shared memory, meet,
-// and finish some of the rows each, from what all have kept.
+// One launch for all of attention: a cluster has a row block, each of its blocks some splits of the
+// keys (the first one folds its own) or tails. They keep what they have in shared memory, meet, and
+// finish some of the rows each, from what all have kept.
 #pragma once
 
 #include "attention/row_block.cuh"
@@ -16,71 +16,60 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
   using Base::Base;
   using typename Base::Memory;
 
-  // What block `rank` of a cluster does: a split (the first block: all before, too) or tails, which
-  // it keeps, then its part of the rows, from what all have kept.
+  // What block `rank` of a cluster does: splits and tails, which it keeps, then its part of the
+  // rows, from what all have kept.
   __device__ __forceinline__ void run(int rank) {
-    const int end = tile_keys(p_, r_, row_ + num_rows_);
-    const int blocks = min(splits_below(end), kClusterSplits);  // that have keys
-    if (rank < blocks) {
-      const KeyRange keys = cluster_keys(rank, end);
+    const ClusterCuts<kDim> cuts(tile_keys(p_, r_, row_ + num_rows_));
+    if (Memory::kKeeps > 1 && warp_ == kWarps - 1) shared_.place[lane_] = cuts.place_of(lane_);
+    if (rank < cuts.blocks) {
+      const KeyRange keys = cluster_keys(rank, cuts);
       this->consume(this->source_of(keys));
       sync_block<kWarps>();  // bad_from is set
       this->read_bad_from();
       this->report_bad_pages();
-      keep_part(this->folds(keys));
-    } else {
-      keep_tails(rank - blocks, tail_blocks(blocks));
+      if (this->folds(keys)) keep_total();
+      refuse_kept();
     }
+    if (rank >= cuts.first_tail()) keep_tails(rank, cuts);
     arrive_at_cluster();
     wait_for_cluster();  // all is kept
-    merge_rows(rank, blocks);
+    merge_rows(rank, cuts);
     arrive_after_reads();
     wait_for_cluster();  // nothing goes away while it is read
   }
 
  private:
-  // Where a block keeps dimensions 2 i and 2 i + 1 of pair m: rows of the totals' memory, 32 bytes
-  // of four rows beside each other in different banks. A warp's rows are where its totals were.
-  __device__ __forceinline__ float2* kept(int m, int i) const {
-    return &shared_.total[0][0][0] + m * (kDim / 2) + (i ^ (m & 3) * 4);
-  }
-
-  // Keeps a split, or the total of several.
-  __device__ __forceinline__ void keep_part(bool totals) {
-    if (totals) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
-          const float2 value = total(half, n);
-          part_.acc[n][2 * half] = value.x;
-          part_.acc[n][2 * half + 1] = value.y;
-        }
-      }
-      __syncwarp();  // all are read
-    }
+  // Keeps the total of several splits.
+  __device__ __forceinline__ void keep_total() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Softmax softmax = part_.softmax(half);
-      if (totals) softmax = total_softmax_[half];
-      if (bad(half)) softmax.sum = -1.0f;
-      const int m = pair(half).m;
-      if (lane_ % 4 == 0) shared_.softmax[m] = softmax;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
-        *kept(m, n * 4 + lane_ % 4) =
-            make_float2(part_.acc[n][2 * half], part_.acc[n][2 * half + 1]);
+        const float2 value = total(half, n);
+        part_.acc[n][2 * half] = value.x;
+        part_.acc[n][2 * half + 1] = value.y;
       }
+    }
+    __syncwarp();  // all are read
+    this->keep_part(0, total_softmax_);
+  }
+
+  // Says that rows that need a bad page of this block have no result.
+  __device__ __forceinline__ void refuse_kept() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (bad(half) && lane_ % 4 == 0) shared_.softmax[0][pair(half).m].sum = -1.0f;
     }
   }
 
-  // How many blocks, of those without keys, compute tails: a power of two.
-  __device__ __forceinline__ int tail_blocks(int blocks) const {
-    return 1 << (31 - __clz(kClusterBlocks - blocks));
+  // How many blocks compute tails: a power of two.
+  __device__ __forceinline__ int tail_blocks(const ClusterCuts<kDim>& cuts) const {
+    return 1 << (31 - __clz(kClusterBlocks - cuts.first_tail()));
   }
 
   // Keeps the tails of rows turn, turn + turns, ..., a warp each.
-  __device__ __forceinline__ void keep_tails(int turn, int turns) {
+  __device__ __forceinline__ void keep_tails(int rank, const ClusterCuts<kDim>& cuts) {
+    const int turn = rank - cuts.first_tail(), turns = tail_blocks(cuts);
     if (warp_ >= Memory::kTails || turn >= turns) return;
     for (int i = turn + turns * warp_; i < num_rows_; i += turns * Memory::kTails) {
       Tail<kDim> tail;
@@ -88,39 +77,55 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
                                  &shared_.tails[warp_], &tail);
       if (lane_ / 4 < l_.group) {
         const int m = i * l_.group + lane_ / 4;
-        if (lane_ % 4 == 0) shared_.softmax[m] = tail.softmax;
+        const int as = cuts.tail_kept();
+        if (lane_ % 4 == 0) shared_.softmax[as][m] = tail.softmax;
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) *kept(m, n * 4 + lane_ % 4) = tail.acc[n];
+        for (int n = 0; n < kDim / 8; ++n) *this->kept(as, m, n * 4 + lane_ % 4) = tail.acc[n];
       }
     }
   }
 
   // What the blocks of the cluster keep of dimensions 2 i and 2 i + 1 of pair m.
   struct Kept {
-    const Softmax* softmax_at;
+    const Memory& shared;
+    const Softmax* softmax_at;  // of each block's first partial
     const float2* value_at;
 
-    __device__ __forceinline__ Softmax softmax(int rank) const {
-      const float2 pair = read_remote(softmax_at, rank);
+    // `at`: as place_of.
+    __device__ __forceinline__ Softmax softmax_of(int at) const {
+      constexpr int kNext = sizeof(shared.softmax[0]) / sizeof(Softmax);
+      const float2 pair =
+          read_remote(softmax_at + at % Memory::kKeeps * kNext, at / Memory::kKeeps);
       return {pair.x, pair.y};
     }
-    __device__ __forceinline__ float2 value(int rank) const { return read_remote(value_at, rank); }
+    __device__ __forceinline__ float2 value_of(int at) const {
+      constexpr int kNext = kWarps * sizeof(shared.total[0]) / sizeof(float2);
+      return read_remote(value_at + at % Memory::kKeeps * kNext, at / Memory::kKeeps);
+    }
+
+    __device__ __forceinline__ int place(int partial) const {
+      return Memory::kKeeps > 1 ? shared.place[partial] : partial;
+    }
+    __device__ __forceinline__ Softmax softmax(int i) const { return softmax_of(place(i)); }
+    __device__ __forceinline__ float2 value(int i) const { return value_of(place(i)); }
   };
 
-  // Folds what `blocks` blocks keep of splits and the others of tails; a warp for 64 dimensions of
-  // a row and head.
-  __device__ __forceinline__ void merge_rows(int rank, int blocks) {
+  // Folds what the blocks keep of splits and of tails; a warp for 64 dimensions of a row and head.
+  __device__ __forceinline__ void merge_rows(int rank, const ClusterCuts<kDim>& cuts) {
     constexpr int kPairWarps = kDim / 64;
-    const int tasks = num_rows_ * l_.group * kPairWarps, last_tail = tail_blocks(blocks) - 1;
+    const int tasks = num_rows_ * l_.group * kPairWarps, partials = cuts.partials();
+    const int last_tail = tail_blocks(cuts) - 1;
     for (int task = rank + kClusterBlocks * warp_; task < tasks; task += kClusterBlocks * kWarps) {
       const int m = task / kPairWarps, i = task % kPairWarps * kWarpSize + lane_;
       const int row = l_.rows_of(m), head = kv_head_ * l_.group + m - row * l_.group;
-      const Kept kept_by{&shared_.softmax[m], kept(m, i)};
-      const Softmax tail = kept_by.softmax(blocks + (row & last_tail));
-      const float2 tail_value = kept_by.value(blocks + (row & last_tail));
+      const Kept kept_by{shared_, &shared_.softmax[0][m], this->kept(0, m, i)};
+      const int tail_rank = cuts.first_tail() + (row & last_tail);
+      const int tail_at = tail_rank * Memory::kKeeps + cuts.tail_kept();
+      const Softmax tail = kept_by.softmax_of(tail_at);
+      const float2 tail_value = kept_by.value_of(tail_at);
       Softmax total;
       float2 acc{};
-      fold_all<kFoldStep>(kept_by, blocks, shared_.steps[warp_], &total, &acc);
+      fold_all<2 * kFoldStep>(kept_by, partials, shared_.steps[warp_], &total, &acc);
       fold_pair(tail, tail_value, &total, &acc);
       write_pair<T>(p_, r_.row + row_ + row, head, i, total, acc);
     }

@@ -202,7 +202,7 @@ template <typename T, int kDim>
 bool launch_clusters(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
   constexpr const char* op = "tree_attention";
   const auto kernel = cluster_kernel<T, kDim>;
-  const int bytes = sizeof(Shared<kDim, kClusterWarps, true>);
+  const int bytes = sizeof(Shared<kDim, kClusterWarps, true, true>);
   const int threads = (kClusterWarps + kProducerWarps) * kWarpSize;
   if (!has_hopper_code(op, kernel)) return false;
   if (max_active_teams(op, kernel, {1, threads, bytes, kClusterBlocks, true}) < 1) return false;

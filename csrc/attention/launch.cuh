@@ -32,30 +32,36 @@ __device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t partia
 }
 
 // Keys of each item of a request; every item takes the splits that begin in its share of them.
+template <int kDim>
 __device__ __forceinline__ uint32_t item_size(const Launch& l, const Request& r) {
-  return keys_of_item(clamp_position(last_position(l.p, r)), l.partials.share);
+  return Cuts<kDim>::keys_of_item(clamp_position(last_position(l.p, r)), l.partials.share);
 }
 
 // Keys of item `item` of a row block whose tile keys end at `end`.
+template <int kDim>
 __device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r, int item,
                                               int end) {
+  using C = Cuts<kDim>;
   if (l.partials.acc == nullptr) return {0, end};
-  const uint32_t size = item_size(l, r), last = static_cast<uint32_t>(end);
-  const uint32_t begin = next_split(item * size), next = next_split((item + 1) * size);
+  const uint32_t size = item_size<kDim>(l, r), last = static_cast<uint32_t>(end);
+  const uint32_t begin = C::next_split(item * size), next = C::next_split((item + 1) * size);
   return {static_cast<int>(min(begin, last)),
           item + 1 < l.partials.items ? static_cast<int>(min(next, last)) : end};
 }
 
-// Keys of a block of a cluster, of a row block whose tile keys end at `end`.
-__device__ __forceinline__ KeyRange cluster_keys(int rank, int end) {
-  const int split = cluster_first(splits_below(end)) + rank;
-  return {rank == 0 ? 0 : min(split_begin(split), end), min(split_begin(split + 1), end)};
+// Keys of a block of a cluster.
+template <int kDim>
+__device__ __forceinline__ KeyRange cluster_keys(int rank, const ClusterCuts<kDim>& cuts) {
+  return {cuts.begin(rank), cuts.begin(rank + 1)};
 }
 
 // Which partial is the first of an item, whose keys begin at `begin`.
+template <int kDim>
 __device__ __forceinline__ int first_partial(const Launch& l, const Request& r, int begin) {
   if (begin == 0) return 0;
-  return splits_below(begin) - static_cast<int>(splits_below(next_split(item_size(l, r)))) + 1;
+  using C = Cuts<kDim>;
+  const uint32_t second = C::next_split(item_size<kDim>(l, r));
+  return C::splits_below(begin) - static_cast<int>(C::splits_below(second)) + 1;
 }
 
 }  // namespace tlt

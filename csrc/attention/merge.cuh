@@ -10,7 +10,7 @@ namespace tlt {
 constexpr int kAhead = 24;  // partials read at once
 
 // The partials of one (row, head); a lane has two dimensions. Where they are is known before they
-// are there. Fewer than kFew blocks share keys, so that steps from one to the next fit in an int.
+// are there. Few blocks share keys, so that steps from one to the next fit in an int.
 template <int kDim>
 class SharedPartials {
  public:
@@ -57,8 +57,9 @@ __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, i
   const int64_t position = l.p.position[r.row + row];
   int count = 0;
   if (well_placed(l.p, r, row, position)) {
-    const auto splits = static_cast<int>(splits_below(tail_begin(position)));
-    const auto first = static_cast<int>(splits_below(next_split(item_size(l, r))));
+    using C = Cuts<kDim>;
+    const auto splits = static_cast<int>(C::splits_below(tail_begin(position)));
+    const auto first = static_cast<int>(C::splits_below(C::next_split(item_size<kDim>(l, r))));
     count = splits == 0 ? 0 : splits <= first ? 1 : splits - first + 1;
   }
   if (lane == 0) to->count = count;

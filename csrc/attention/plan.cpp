@@ -8,40 +8,43 @@ namespace tlt {
 namespace {
 
 constexpr int64_t kMultiprocessors = 132;
-constexpr int64_t kFew = kMultiprocessors * 4 / 5;  // blocks: fewer than that share the keys
 constexpr int64_t kMmaRows = 16;
 constexpr int64_t kMergeRows = 4;  // at most, whose tails have room beside a block of four warps
 
 // The most partials that any length to `max_slots` has: just past the start of some split.
+template <int kDim>
 int64_t most_partials(int64_t max_slots, int64_t items) {
+  using C = Cuts<kDim>;
   int64_t most = 1;
   const int64_t slots = std::min<int64_t>(max_slots, kMaxTileKeys);
-  for (int64_t split = 0; split_begin(split) < slots; ++split) {
-    const auto end = static_cast<uint32_t>(split_begin(split) + 1);
-    const uint32_t first_item = next_split(keys_of_item(end, share_of(items)));
-    most = std::max(most, split + 2 - int64_t{splits_below(first_item)});
+  for (int64_t split = 0; C::split_begin(split) < slots; ++split) {
+    const auto end = static_cast<uint32_t>(C::split_begin(split) + 1);
+    const uint32_t first_item = C::next_split(C::keys_of_item(end, share_of(items)));
+    most = std::max(most, split + 2 - int64_t{C::splits_below(first_item)});
   }
   return most;
 }
 
 // Enough to give each multiprocessor one block, which leaves room there for the launch that merges;
-// two small ones where that is less idle.
-int64_t items_for(int64_t blocks, int64_t warps) {
-  if (blocks >= kFew) return 1;
-  const bool two = warps == 4 && 2 * blocks > kMultiprocessors;
+// two small ones where that is less idle, or where one could not ask for all that memory gives: a
+// tile of 64 dimensions has half the bytes and takes as long.
+int64_t items_for(const AttentionShape& shape, int64_t blocks, int64_t warps) {
+  const bool light = shape.head_dim <= 64 && warps == 4;
+  if (blocks >= (light ? kMultiprocessors : kMultiprocessors * 4 / 5)) return 1;
+  const bool two = light || (warps == 4 && 2 * blocks > kMultiprocessors);
   return (two ? 2 : 1) * kMultiprocessors / blocks;
 }
 
 // Clusters reach fewer places than blocks alone: 15 of them, two blocks a multiprocessor, and not
-// all multiprocessors equally, so that they pay where contexts are short. The first block of one
-// has all splits that are too many: 3 of them cost nothing, for it then has 512 keys, as the
-// others; 7 make it 1,024 keys at 8,192, which 64 dimensions can bear, and an eighth begins there.
-constexpr int64_t kClusters = 15;
+// all multiprocessors equally, so that they pay where contexts are short. With 128 dimensions the
+// first block of one has all splits that are too many: 3 of them cost nothing, for it then has 512
+// keys, as the others. With 64 all have as many, 512 to a length of 8,192 and 1,024 after it.
+constexpr int64_t kClusters = 15, kClusterSlots = 6144, kLightClusterSlots = 9216;
+static_assert(kLightClusterSlots <= ClusterCuts<64>::kMaxKeys);
 
 bool fits_clusters(const AttentionShape& shape, const AttentionPlan& plan, int64_t blocks) {
-  const int64_t slots = std::min<int64_t>(shape.max_slots, kMaxTileKeys);
-  const int64_t most = kClusterSplits + (shape.head_dim <= 64 ? 8 : 3);
-  return plan.warps == 4 && blocks <= kClusters && splits_below(slots) <= most;
+  const int64_t most = shape.head_dim <= 64 ? kLightClusterSlots : kClusterSlots;
+  return plan.warps == 4 && blocks <= kClusters && shape.max_slots <= most;
 }
 
 }  // namespace
@@ -54,12 +57,13 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
   const int64_t block_rows = plan.warps * kMmaRows / group;
   plan.row_blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
   const int64_t blocks = shape.num_requests * shape.num_kv_heads * plan.row_blocks;
-  plan.items = items_for(blocks, plan.warps);
+  plan.items = items_for(shape, blocks, plan.warps);
   plan.cluster = fits_clusters(shape, plan, blocks);
   const int64_t tails = shape.num_rows * shape.num_kv_heads;  // two blocks a multiprocessor
   plan.merge_rows = std::clamp<int64_t>((tails - 1) / (2 * kMultiprocessors) + 1, 1, kMergeRows);
   if (plan.items > 1) {
-    plan.partials = most_partials(shape.max_slots, plan.items);
+    const auto most = shape.head_dim <= 64 ? most_partials<64> : most_partials<128>;
+    plan.partials = most(shape.max_slots, plan.items);
     const int64_t partial = (shape.head_dim + 2) * static_cast<int64_t>(sizeof(float));
     plan.workspace_bytes = plan.partials * shape.num_rows * shape.num_heads * partial;
   }

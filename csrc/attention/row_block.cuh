@@ -18,7 +18,7 @@ constexpr int kRingTiles = kWarps == 4 ? 5
 
 // Shared memory of a block: the ring of tiles, which the tails use after it, and the totals of
 // splits done, kept out of the registers that the tiles need.
-template <int kDim, int kWarps, bool kHopper>
+template <int kDim, int kWarps, bool kHopper, bool kCluster = false>
 struct Shared {
   static constexpr int kRing = kRingTiles<kWarps, kHopper>;
   static constexpr int kFit = sizeof(Ring<kDim, kRing>) / sizeof(TailScratch<kDim>);
@@ -28,10 +28,13 @@ struct Shared {
     TailScratch<kDim> tails[kTails];
     FoldStep steps[kWarps][kWarpSize];
   };
-  float2 total[kWarps][kDim / 4][kWarpSize];  // accumulators of a lane, a column of its own
-  Softmax softmax[kWarps * kMmaRows];         // of the totals
+  static constexpr int kKeeps = kCluster ? kKept<kDim> : 1;  // partials
+  // Accumulators of a lane, a column of its own; then partials that the cluster reads.
+  float2 total[kKeeps * kWarps][kDim / 4][kWarpSize];
+  Softmax softmax[kKeeps][kWarps * kMmaRows];  // of those
   RingBarriers<kRing> barriers;
   int bad_from[kTileSteps];  // first position whose page is bad, of each step of a tile
+  uint8_t place[kKeeps > 1 ? kWarpSize : 1];  // where each partial of the cluster is kept
 };
 
 // Waits for the warps that compute and those that load.
@@ -44,7 +47,8 @@ __device__ __forceinline__ void sync_block() {
 template <typename T, int kDim, int kWarps, bool kCluster = false>
 class RowBlock {
  public:
-  using Memory = Shared<kDim, kWarps, kHopper>;
+  using Memory = Shared<kDim, kWarps, kHopper, kCluster>;
+  using C = Cuts<kDim>;
   using Place = RingPlace<Memory::kRing>;
 
   __device__ __forceinline__ RowBlock(const Launch& l, const Request& r, int64_t kv_head,
@@ -57,7 +61,7 @@ class RowBlock {
 
   // Asks for the first keys of an item ahead of time.
   __device__ __forceinline__ void prefetch(int item) const {
-    prefetch_keys<kDim>(source_of(keys_of(item)), 0, ahead());
+    prefetch_keys<kDim>(source_of(keys_of(item)), 0, kAheadKeys);
   }
 
   // A producing warp's part of an item. Early, it copies committed keys at once and waits before it
@@ -66,8 +70,8 @@ class RowBlock {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
     const int old = p_.early ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
-    produce_tiles(source_of(keys), l_.loaders, old, p_.early ? ahead() : 0, &shared_.ring,
-                  &shared_.barriers, &place_, shared_.bad_from);
+    produce_tiles(source_of(keys), l_.loaders, old, p_.early && shares() ? kAheadKeys : 0,
+                  &shared_.ring, &shared_.barriers, &place_, shared_.bad_from);
     sync_block<kWarps>();
   }
 
@@ -79,7 +83,7 @@ class RowBlock {
     sync_block<kWarps>();  // the ring is free, and bad_from is set
     read_bad_from();
     report_bad_pages();
-    if (keys.begin > 0) return refuse_partial(first_partial(l_, r_, keys.begin));
+    if (keys.begin > 0) return refuse_partial(first_partial<kDim>(l_, r_, keys.begin));
     if (l_.partials.acc != nullptr) return store_total();
     store_softmax();
     sync_threads<2, kWarps * kWarpSize>();  // the totals are there for all
@@ -96,9 +100,9 @@ class RowBlock {
   // Whether other blocks have keys of these rows.
   __device__ __forceinline__ bool shares() const { return kCluster || l_.partials.acc != nullptr; }
 
-  // Keys that a block asks for ahead of time: the launch before still streams its last ones then,
-  // merges, and waits for memory behind these; and those of all blocks must stay in L2.
-  __device__ __forceinline__ int ahead() const { return shares() ? 256 : 128; }
+  // Keys that a block asks for ahead of time, 64 KB: the launch before still streams its last ones
+  // then, merges, and waits behind these. Where one warp loads, no more than the ring holds.
+  static constexpr int kAheadKeys = (1 << 14) / kDim;
 
   // Whether a block of a cluster has several splits.
   __device__ __forceinline__ bool folds(const KeyRange& keys) const {
@@ -107,8 +111,8 @@ class RowBlock {
 
   __device__ __forceinline__ KeyRange keys_of(int item) const {
     const int end = tile_keys(p_, r_, row_ + num_rows_);
-    if constexpr (kCluster) return cluster_keys(item, end);
-    return item_keys(l_, r_, item, end);
+    if constexpr (kCluster) return cluster_keys(item, ClusterCuts<kDim>(end));
+    return item_keys<kDim>(l_, r_, item, end);
   }
 
   __device__ __forceinline__ KeySource source_of(const KeyRange& keys) const {
@@ -126,13 +130,13 @@ class RowBlock {
     }
   }
 
-  // Folds the first item's splits into the totals; stores each split of the others as it is.
+  // Folds the first item's splits into the totals; keeps each split of the others as it is.
   __device__ __forceinline__ void consume(const KeySource& source) {
     KeyStream<T, kDim, kWarps, kRing> stream(source, &shared_.ring, &shared_.barriers, &place_);
     const ScoreScale scale(p_.scale);
     const bool totals = kCluster ? folds(source.keys) : source.keys.begin == 0;
     read_queries(scale.flip, totals);
-    int partial = kCluster ? 0 : first_partial(l_, r_, source.keys.begin);
+    int partial = kCluster ? 0 : first_partial<kDim>(l_, r_, source.keys.begin);
     WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_);
     part_.clear();
     for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
@@ -140,9 +144,10 @@ class RowBlock {
       stream.leave();
       tile.fold_values(key, stream.take());
       stream.leave();
-      if (!starts_split(key + kTile) && key + kTile < source.keys.end) continue;
-      if (kCluster && !totals) break;  // it stays where it is
-      if (partial == 0) {
+      if (!C::starts_split(key + kTile) && key + kTile < source.keys.end) continue;
+      if (kCluster && !totals) {
+        keep_part(partial++, {part_.softmax(0), part_.softmax(1)});
+      } else if (kCluster || partial == 0) {
         fold_part();
       } else {
         store_part(partial++);
@@ -256,6 +261,26 @@ class RowBlock {
     }
   }
 
+  // Where a block of a cluster keeps dimensions 2 i and 2 i + 1 of pair m of a partial: rows of the
+  // totals' memory, 32 bytes of four rows beside each other in different banks. A warp's rows of
+  // the first partial are where its totals were.
+  __device__ __forceinline__ float2* kept(int partial, int m, int i) const {
+    return &shared_.total[partial * kWarps][0][0] + m * (kDim / 2) + (i ^ (m & 3) * 4);
+  }
+
+  __device__ __forceinline__ void keep_part(int partial, const Softmax (&softmax)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int m = pair(half).m;
+      if (lane_ % 4 == 0) shared_.softmax[partial][m] = softmax[half];
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        *kept(partial, m, n * 4 + lane_ % 4) =
+            make_float2(part_.acc[n][2 * half], part_.acc[n][2 * half + 1]);
+      }
+    }
+  }
+
   // Whether a page that the pair's tile keys need was bad.
   __device__ __forceinline__ bool bad(int half) const {
     return queries_.end[half] != kNoRow && bad_from_ < queries_.end[half];
@@ -331,7 +356,7 @@ class RowBlock {
   __device__ __forceinline__ void store_softmax() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (lane_ % 4 == 0) shared_.softmax[pair(half).m] = result(half);
+      if (lane_ % 4 == 0) shared_.softmax[0][pair(half).m] = result(half);
     }
   }
 
@@ -339,7 +364,7 @@ class RowBlock {
   __device__ __forceinline__ void store_out(int i, const Tail<kDim>& tail) {
     const int m = i * l_.group + lane_ / 4;
     const auto& totals = shared_.total[m / kMmaRows];
-    Softmax softmax = shared_.softmax[m];
+    Softmax softmax = shared_.softmax[0][m];
     const bool refused = softmax.sum < 0.0f || tail.softmax.sum < 0.0f;
     float scale[2] = {1.0f, 0.0f};
     if (!refused) fold(&softmax, tail.softmax, scale);

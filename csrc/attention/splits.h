@@ -12,40 +12,57 @@ constexpr int kStep = 16;      // keys an MMA step: tails begin at multiples of 
 constexpr int kTailKeys = 32;  // at most
 
 // Short contexts need small splits to fill the card, long ones large splits, whose partials cost
-// less: 128 keys up to 1024, 512 up to 8192, then 1024.
+// less: 128 keys up to 1024, 512 up to 8192, then 1024. With 64 dimensions, where few keys are soon
+// read and a tile takes its time all the same, 256 up to 4096.
 constexpr int kSmallEnd = 1024, kSmall = 128, kMediumEnd = 8192, kMedium = 512, kLarge = 1024;
-constexpr int kSmallSplits = kSmallEnd / kSmall;
-constexpr int kMediumSplits = kSmallSplits + (kMediumEnd - kSmallEnd) / kMedium;
-static_assert(kSmall % kTile == 0 && kMedium % kTile == 0 && kLarge % kTile == 0);
 constexpr int kMaxTileKeys = INT32_MAX - 2 * kLarge + 1;  // positions may be counted up in int
 
-template <typename Split>
-TLT_HD Split split_begin(Split split) {
-  if (split <= kSmallSplits) return split * kSmall;
-  if (split <= kMediumSplits) return kSmallEnd + (split - kSmallSplits) * kMedium;
-  return kMediumEnd + (split - kMediumSplits) * kLarge;
-}
+template <int kDim>
+struct Cuts {
+  static constexpr int kMidEnd = kDim <= 64 ? 4096 : kSmallEnd, kMid = 256;
+  static constexpr int kSmallSplits = kSmallEnd / kSmall;
+  static constexpr int kMidSplits = kSmallSplits + (kMidEnd - kSmallEnd) / kMid;
+  static constexpr int kMediumSplits = kMidSplits + (kMediumEnd - kMidEnd) / kMedium;
+  static_assert(kSmall % kTile == 0 && kMid % kTile == 0);
 
-// How many splits begin below `end`.
-template <typename Position>
-TLT_HD Position splits_below(Position end) {
-  if (end <= kSmallEnd) return (end + kSmall - 1) / kSmall;
-  if (end <= kMediumEnd) return kSmallSplits + (end - kSmallEnd + kMedium - 1) / kMedium;
-  return kMediumSplits + (end - kMediumEnd + kLarge - 1) / kLarge;
-}
+  template <typename Split>
+  TLT_HD static Split split_begin(Split split) {
+    if (split <= kSmallSplits) return split * kSmall;
+    if (split <= kMidSplits) return kSmallEnd + (split - kSmallSplits) * kMid;
+    if (split <= kMediumSplits) return kMidEnd + (split - kMidSplits) * kMedium;
+    return kMediumEnd + (split - kMediumSplits) * kLarge;
+  }
 
-// Keys of the splits at a position.
-TLT_HD uint32_t split_keys(uint32_t key) {
-  return key < kSmallEnd ? kSmall : key < kMediumEnd ? kMedium : kLarge;
-}
+  // How many splits begin below `end`.
+  template <typename Position>
+  TLT_HD static Position splits_below(Position end) {
+    if (end <= kSmallEnd) return (end + kSmall - 1) / kSmall;
+    if (end <= kMidEnd) return kSmallSplits + (end - kSmallEnd + kMid - 1) / kMid;
+    if (end <= kMediumEnd) return kMidSplits + (end - kMidEnd + kMedium - 1) / kMedium;
+    return kMediumSplits + (end - kMediumEnd + kLarge - 1) / kLarge;
+  }
 
-TLT_HD bool starts_split(uint32_t key) { return (key & (split_keys(key) - 1)) == 0; }
+  // Keys of the splits at a position.
+  TLT_HD static uint32_t split_keys(uint32_t key) {
+    return key < kSmallEnd ? kSmall : key < kMidEnd ? kMid : key < kMediumEnd ? kMedium : kLarge;
+  }
 
-// The first position from `key` on where a split begins.
-TLT_HD uint32_t next_split(uint32_t key) {
-  const uint32_t keys = split_keys(key);
-  return (key + keys - 1) & ~(keys - 1);
-}
+  TLT_HD static bool starts_split(uint32_t key) { return (key & (split_keys(key) - 1)) == 0; }
+
+  // The first position from `key` on where a split begins.
+  TLT_HD static uint32_t next_split(uint32_t key) {
+    const uint32_t keys = split_keys(key);
+    return (key + keys - 1) & ~(keys - 1);
+  }
+
+  // Keys of each item but the last where they share `end` keys: a multiple of the size that most
+  // of their splits have, so that all items have as many. `share` is what share_of gives.
+  TLT_HD static uint32_t keys_of_item(uint32_t end, uint32_t share) {
+    const uint32_t unit = split_keys(end / 2);
+    const auto part = static_cast<uint32_t>(uint64_t{end} * share >> 32);
+    return (part + unit) & ~(unit - 1);  // up, to one unit at least
+  }
+};
 
 // What each of `items` (2 or more) takes of the keys, as a fraction of 2^32. The last one takes
 // what is left, a sixteenth of all or one item more, so that a length just past a multiple is cut
@@ -55,24 +72,65 @@ inline uint32_t share_of(int64_t items) {
   return static_cast<uint32_t>((int64_t{1} << 32) * (parts - 1) / (parts * items));
 }
 
-// Keys of each item but the last where they share `end` keys: a multiple of the size that most of
-// their splits have, so that all items have as many.
-TLT_HD uint32_t keys_of_item(uint32_t end, uint32_t share) {
-  const uint32_t unit = split_keys(end / 2);
-  const auto part = static_cast<uint32_t>(uint64_t{end} * share >> 32);
-  return (part + unit) & ~(unit - 1);  // up, to one unit at least
-}
-
-// Blocks of a cluster that shares all keys of a row block in one launch. One at least computes
-// tails, so that the others have at most kClusterSplits: one each, the first one all before those
-// too.
+// Blocks of a cluster that shares all keys of a row block in one launch.
 constexpr int kClusterBlocks = 16;
-constexpr int kClusterSplits = kClusterBlocks - 1;
 
-// The split of the cluster's first block that it has as well as block 1 has the next one.
-TLT_HD int cluster_first(int splits) {
-  return splits > kClusterSplits ? splits - kClusterSplits : 0;
-}
+// Partials that a block of a cluster keeps: the first one folds all that it has, from the left.
+template <int kDim>
+constexpr int kKept = kDim <= 64 ? 4 : 1;
+
+// Which blocks of a cluster have which of the `end` tile keys of a row block, none more partials
+// than it can keep. Where that is one, each has one split and the first one all before those, too;
+// the last block has none. Otherwise each has a power of two of keys.
+template <int kDim>
+struct ClusterCuts {
+  using C = Cuts<kDim>;
+  static constexpr bool kSingle = kKept<kDim> == 1;
+  static constexpr int kMaxKeys = kClusterBlocks * kLarge;  // where several are kept
+  int end;
+  int blocks;     // that have keys
+  int first = 0;  // split of the first block that it has as block 1 has the next one
+  int shift = 7;  // log2 of the keys of a block
+
+  TLT_HD explicit ClusterCuts(int end) : end(end) {
+    if constexpr (kSingle) {
+      const int splits = C::splits_below(end);
+      blocks = splits < kClusterBlocks ? splits : kClusterBlocks - 1;
+      first = splits - blocks;
+    } else {
+      static_assert(kSmall == 1 << 7 && kLarge == 1 << 10);
+      if (end > kSmallEnd) shift = 8;
+      while (end > kClusterBlocks << shift) ++shift;
+      blocks = (end + (1 << shift) - 1) >> shift;
+    }
+  }
+
+  // First key of a block.
+  TLT_HD int begin(int rank) const {
+    const int at = kSingle && rank > 0 ? C::split_begin(first + rank) : rank << shift;
+    return at < end ? at : end;
+  }
+
+  // How many partials there are, from the left.
+  TLT_HD int partials() const {
+    if (kSingle || blocks <= 1) return blocks;
+    return C::splits_below(end) - C::splits_below(1 << shift) + 1;
+  }
+
+  // Where a partial is: kKept times the block, and which of its own it is.
+  TLT_HD int place_of(int partial) const {
+    if (kSingle || partial == 0) return partial;
+    const int split = partial - 1 + C::splits_below(1 << shift);
+    const int rank = C::split_begin(split) >> shift;
+    return rank * kKept<kDim> + split - C::splits_below(rank << shift);
+  }
+
+  // The first block that computes tails: those without keys do, or the later half after their own.
+  TLT_HD int first_tail() const { return blocks < kClusterBlocks ? blocks : kClusterBlocks / 2; }
+
+  // What that block keeps them as: no block of the later half has as many of its own.
+  TLT_HD int tail_kept() const { return blocks < kClusterBlocks ? 0 : kKept<kDim> - 1; }
+};
 
 // First position of the tail of a row at `position`.
 template <typename Position>

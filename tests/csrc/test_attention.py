@@ -386,18 +386,33 @@ def test_checks_the_cache_shape(shape, match):
         attend(kit.Ops("cpu"), make_case([12], [3]), k_cache=cache, v_cache=cache)
 
 
-def test_workspace_has_room_for_the_partials_of_every_length():
+# The dimensions of a head, where splits of 256 keys end, and items of so many requests: to one
+# block of each of 132 multiprocessors, or two.
+SHARES = {
+    "128": (128, 1024, ((1, 16), (3, 5), (8, 2))),
+    "64": (64, 4096, ((1, 33), (5, 6), (16, 2))),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_workspace_has_room_for_the_partials_of_every_length(name):
     """The splits of `csrc/attention/splits.h`, and how few of them the first block may fold."""
-    rows, heads, dim, slots = 16, 32, 128, 40_000
-    cuts = [*range(0, 1024, 128), *range(1024, 8192, 512), *range(8192, slots, 1024)]
+    rows, heads, slots = 16, 32, 40_000
+    dim, mid, shares = SHARES[name]
+    cuts = [
+        *range(0, 1024, 128),
+        *range(1024, mid, 256),
+        *range(mid, 8192, 512),
+        *range(8192, slots, 1024),
+    ]
 
     def split_keys(key):
-        return 128 if key < 1024 else 512 if key < 8192 else 1024
+        return 128 if key < 1024 else 256 if key < mid else 512 if key < 8192 else 1024
 
     def up(key, unit):
         return -(-key // unit) * unit
 
-    for batch, items in ((1, 16), (3, 5), (8, 2)):  # to a block of each of 132 multiprocessors
+    for batch, items in shares:
         size = tlt_ext.attention_workspace_bytes(
             num_requests=batch,
             num_rows=batch * rows,

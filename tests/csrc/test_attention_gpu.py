@@ -16,7 +16,7 @@ pytestmark = [kit.gpu, kit.needs_gpu]
 
 ROWS = [1, 2, 4, 5, 8, 16, 17, 33, 64]
 BATCHES = [1, 3, 8, 32, 128]
-CUTS = [0, 16, 32, 64, 128, 192, 1024, 1536, 8192, 9216]  # steps, tiles, pages, splits of each size
+CUTS = [0, 16, 32, 64, 128, 192, 1024, 1536, 4096, 8192, 9216]  # steps, tiles, pages, all splits
 ROOTS = sorted({max(0, cut + d) for cut in CUTS for d in (-17, -16, -15, -1, 0, 1, 15, 16, 17)})
 SHAPES = {  # heads, kv heads, head_dim, page size, dtype
     "32/8x128": (32, 8, 128, 16, torch.bfloat16),
@@ -192,7 +192,8 @@ CLUSTERS = {
     "turns of 128 dimensions": ("8/1x128", [8, 3, 9, 8]),
     "three requests": ("28/4x128", [9, 1, 4]),
 }
-ENDS = [0, 16, 17, 100, 144, 500, 1024, 1040, 1536, 4600, 5800, 8192]  # the last: 64 dimensions
+ENDS = [0, 16, 17, 100, 144, 500, 1024, 1040, 1536, 3700, 4000, 4600, 5800, 8000, 8192]
+LONGEST = {64: 8192, 128: 5800}
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -201,7 +202,7 @@ def test_rows_of_one_launch_are_their_own(name, tree):
     """All numbers of splits that a cluster may have, up to those that its first block folds."""
     shape, rows = CLUSTERS[name]
     draw = kit.generator(len(name))
-    for end in ENDS if SHAPES[shape][2] == 64 else ENDS[:-1]:
+    for end in [e for e in ENDS if e <= LONGEST[SHAPES[shape][2]]]:
         others = torch.randint(end + 1, (len(rows),), generator=draw).tolist()
         case = make_case([end, *others[1:]], rows, SHAPES[shape], tree=tree, seed=end)
         assert_rows_are_their_own(case, draw)
