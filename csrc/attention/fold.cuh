@@ -53,7 +53,7 @@ __device__ __forceinline__ void fold_all(const From& from, int count, FoldStep* 
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {  // all reads before the first fold
       if (i % kFoldStep == 0 && first + i > last) break;
-      value[i] = from.value(min(first + i, last));
+      value[i] = first + i <= last ? from.value(first + i) : float2{};
     }
     steps[lane] = find_fold(mine, &total->max);
     const bool refused = __any_sync(kFullWarp, mine.sum < 0.0f);
