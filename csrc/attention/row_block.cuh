@@ -4,44 +4,10 @@
 
 #include "attention/fold.cuh"
 #include "attention/launch.cuh"
-#include "attention/tail.cuh"
+#include "attention/shared.cuh"
 #include "attention/tiles.cuh"
 
 namespace tlt {
-
-// Tiles of the ring, by what a block may have: on sm_90 two blocks of four warps a multiprocessor
-// or one of eight.
-template <int kWarps, bool kHopper>
-constexpr int kRingTiles = kWarps == 4 ? 5
-                           : kHopper   ? 10
-                                       : 6;
-
-// Shared memory of a block: the ring of tiles, which the tails use after it, and the totals of
-// splits done, kept out of the registers that the tiles need.
-template <int kDim, int kWarps, bool kHopper, bool kCluster = false>
-struct Shared {
-  static constexpr int kRing = kRingTiles<kWarps, kHopper>;
-  static constexpr int kFit = sizeof(Ring<kDim, kRing>) / sizeof(TailScratch<kDim>);
-  static constexpr int kTails = kWarps < kFit ? kWarps : kFit;  // warps that do tails at once
-  union {
-    Ring<kDim, kRing> ring;
-    TailScratch<kDim> tails[kTails];
-    FoldStep steps[kWarps][kWarpSize];
-  };
-  static constexpr int kKeeps = kCluster ? kKept<kDim> : 1;  // partials
-  // Accumulators of a lane, a column of its own; then partials that the cluster reads.
-  float2 total[kKeeps * kWarps][kDim / 4][kWarpSize];
-  Softmax softmax[kKeeps][kWarps * kMmaRows];  // of those
-  RingBarriers<kRing> barriers;
-  int bad_from[kTileSteps];  // first position whose page is bad, of each step of a tile
-  uint8_t place[kKeeps > 1 ? kWarpSize : 1];  // where each partial of the cluster is kept
-};
-
-// Waits for the warps that compute and those that load.
-template <int kWarps>
-__device__ __forceinline__ void sync_block() {
-  sync_threads<1, (kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize>();
-}
 
 // The rows of one block: m = row * group + head. kCluster: see cluster.cuh.
 template <typename T, int kDim, int kWarps, bool kCluster = false>
@@ -137,14 +103,21 @@ class RowBlock {
     const bool totals = kCluster ? folds(source.keys) : source.keys.begin == 0;
     read_queries(scale.flip, totals);
     int partial = kCluster ? 0 : first_partial<kDim>(l_, r_, source.keys.begin);
-    WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_);
+    WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_, &shared_.weighed[warp_]);
     part_.clear();
+    const auto ends = [&](int key) { return C::starts_split(key) || key >= source.keys.end; };
     for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
-      tile.fold_keys(key, stream.take());
-      stream.leave();
-      tile.fold_values(key, stream.take());
-      stream.leave();
-      if (!C::starts_split(key + kTile) && key + kTile < source.keys.end) continue;
+      tile.fold_keys(key, stream.take_keys());
+      stream.leave_keys();
+      tile.weigh_keys(key);
+      for (; kWarpGroups && tile.is_whole(key + kTile) && !ends(key + kTile); key += kTile) {
+        const uint32_t next_keys = stream.take_keys(), values = stream.take_values();
+        tile.fold_both(values, next_keys, [&] { stream.leave_keys(); });
+        stream.leave_values();
+      }
+      tile.fold_values(key, stream.take_values());
+      stream.leave_values();
+      if (!ends(key + kTile)) continue;
       if (kCluster && !totals) {
         keep_part(partial++, {part_.softmax(0), part_.softmax(1)});
       } else if (kCluster || partial == 0) {

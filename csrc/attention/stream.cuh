@@ -110,15 +110,10 @@ class KeyStream {
     for (int i = 0; i < kRing - 1; ++i) load_next();
   }
 
-  // Waits for the next tile, which is there for all then, and loads one where the last one was.
-  __device__ __forceinline__ uint32_t take() {
-    wait_copies<kRing - 2>();
-    __syncthreads();
-    load_next();
-    return shared_address(ring_.tile[place_.slot]);
-  }
-
-  __device__ __forceinline__ void leave() { place_.advance(); }
+  __device__ __forceinline__ uint32_t take_keys() { return take(); }
+  __device__ __forceinline__ uint32_t take_values() { return take(); }
+  __device__ __forceinline__ void leave_keys() { place_.advance(); }
+  __device__ __forceinline__ void leave_values() { place_.advance(); }
 
   // Says which position is the first whose page is bad.
   __device__ __forceinline__ void finish(int* bad_from) {
@@ -135,6 +130,14 @@ class KeyStream {
     const T* data;  // of this thread's chunk
     int64_t page_stride, slot_stride;
   };
+
+  // Waits for the next tile, which is there for all then, and loads one where the last one was.
+  __device__ __forceinline__ uint32_t take() {
+    wait_copies<kRing - 2>();
+    __syncthreads();
+    load_next();
+    return shared_address(ring_.tile[place_.slot]);
+  }
 
   __device__ __forceinline__ Array array_of(const PagedCache& cache) const {
     const T* data = static_cast<const T*>(cache.data);
@@ -203,25 +206,37 @@ class KeyStream {
  public:
   __device__ __forceinline__ KeyStream(const KeySource&, Ring<kDim, kRing>* ring,
                                        RingBarriers<kRing>* barriers, RingPlace<kRing>* place)
-      : ring_(*ring), barriers_(*barriers), place_(*place) {}
-
-  __device__ __forceinline__ uint32_t take() {
-    wait_barrier(&barriers_.full[place_.slot], place_.parity);
-    return shared_address(ring_.tile[place_.slot]);
+      : ring_(*ring), barriers_(*barriers), keys_(*place), values_(*place) {
+    values_.advance();
   }
 
-  __device__ __forceinline__ void leave() {
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) arrive(&barriers_.empty[place_.slot]);
-    place_.advance();
-  }
-
+  // Keys may be taken before the values of the tile before; each are left before the next are
+  // taken.
+  __device__ __forceinline__ uint32_t take_keys() { return take(keys_); }
+  __device__ __forceinline__ uint32_t take_values() { return take(values_); }
+  __device__ __forceinline__ void leave_keys() { leave(&keys_); }
+  __device__ __forceinline__ void leave_values() { leave(&values_); }
   __device__ __forceinline__ void finish(int*) {}
 
  private:
+  using Place = RingPlace<kRing>;
+
+  __device__ __forceinline__ uint32_t take(const Place& place) {
+    wait_barrier(&barriers_.full[place.slot], place.parity);
+    return shared_address(ring_.tile[place.slot]);
+  }
+
+  __device__ __forceinline__ void leave(Place* place) {
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) arrive(&barriers_.empty[place->slot]);
+    place->advance();
+    place->advance();
+  }
+
   Ring<kDim, kRing>& ring_;
   RingBarriers<kRing>& barriers_;
-  RingPlace<kRing>& place_;
+  Place& keys_;  // the block's, which is past all tiles when these are
+  Place values_;
 };
 
 // Asks for keys and values `first` to `last` of the stream to come into L2, two producing warps for

@@ -60,50 +60,75 @@ __device__ __forceinline__ float copy_of(float x) {
   return copy;
 }
 
+// A store to shared memory that stays where it is written.
+__device__ __forceinline__ void put(float2* to, const float (&x)[2]) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared_address(to)), "f"(x[0]), "f"(x[1])
+               : "memory");
+}
+
 template <typename T, int kDim>
 class WarpTile {
  public:
   // No row ends before `smallest_end`.
   __device__ __forceinline__ WarpTile(const Queries<kDim>& queries, int smallest_end, float factor,
-                                      Fragment<kDim>* fragment)
+                                      Fragment<kDim>* fragment, float2* weighed)
       : queries_(queries),
         smallest_end_(smallest_end),
         factor_(factor),
         f_(*fragment),
+        weighed_(weighed),
         lane_(threadIdx.x % kWarpSize) {}
 
-  // Turns the keys at `keys`, positions from `key` on, into weights.
+  // Scores the keys at `keys`, positions from `key` on.
   __device__ __forceinline__ void fold_keys(int key, uint32_t keys) {
     if (!kWarpGroups && key >= queries_.largest) return;
-    find_scores(keys);
-    if (key + kTile > smallest_end_) mask(key);
-    weigh();
+    start_scores(keys);
+    if constexpr (kWarpGroups) group_wait_behind<0>(score_);
   }
 
-  // Adds the values of those keys.
+  // Turns scores into weights.
+  __device__ __forceinline__ void weigh_keys(int key) {
+    if (!kWarpGroups && key >= queries_.largest) return;
+    if (key + kTile > smallest_end_) mask(key);
+    float shrink[2];
+    weigh(&shrink);
+    scale(shrink);
+    pack();
+  }
+
+  // Adds the values of the keys that were weighed.
   __device__ __forceinline__ void fold_values(int key, uint32_t values) {
     if (!kWarpGroups && key >= queries_.largest) return;
-    uint32_t weights[kTileSteps][4];
-#pragma unroll
-    for (int n = 0; n < kTile / 8; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        weights[n / 2][n % 2 * 2 + half] =
-            pack_pair<T>(score_[n][2 * half], score_[n][2 * half + 1]);
-      }
-    }
-    if (key + kTile <= smallest_end_) {
-      add_values(weights, values);
-    } else {
-      add_some_values(weights, key, values);
-    }
+    if (key + kTile > smallest_end_) return add_some_values(key, values);
+    start_values(values);
+    if constexpr (kWarpGroups) group_wait_behind<0>(f_.acc);
+  }
+
+  // Whether all rows have the tile at `key`.
+  __device__ __forceinline__ bool is_whole(int key) const { return key + kTile <= smallest_end_; }
+
+  // The values of one tile and the keys of the next, both whole, side by side: the tensor cores add
+  // values while the next scores are weighed. Calls `leave` when the keys are scored.
+  template <typename F>
+  __device__ __forceinline__ void fold_both(uint32_t values, uint32_t next_keys, F&& leave) {
+    start_scores(next_keys);
+    start_values(values);
+    group_wait_behind<1>(score_);
+    leave();
+    float shrink[2];
+    weigh(&shrink);
+    put(weighed_, f_.sum);  // a store keeps the wait behind the work before it
+    group_wait_behind<0>(f_.acc);
+    scale(shrink);
+    pack();
   }
 
  private:
   static constexpr int kLines = kDim * 2 / kLine;
   using Values = std::conditional_t<kWarpGroups, SharedMatrix, uint32_t>;
 
-  __device__ __forceinline__ void find_scores(uint32_t keys) {
+  // Of four warps the tensor cores only start.
+  __device__ __forceinline__ void start_scores(uint32_t keys) {
     if constexpr (kWarpGroups) {
       const SharedMatrix matrix(keys);
       group_fence();
@@ -112,7 +137,7 @@ class WarpTile {
         const uint64_t b = matrix.at(step / 4 * kLineBytes + step % 4 * 32);
         group_mma<T, false>(score_, queries_.q[step], b, step > 0);
       }
-      group_wait(score_);
+      group_commit();
       return;
     }
     const int row = lane_ % 8 + lane_ / 16 * 8, chunk = lane_ / 8 % 2;
@@ -145,9 +170,9 @@ class WarpTile {
     }
   }
 
-  // Scores become weights; what was folded before is scaled to the new maximum.
-  __device__ __forceinline__ void weigh() {
-    float shrink[2];
+  // Scores become weights; `shrink` scales what was folded before to the new maximum.
+  __device__ __forceinline__ void weigh(float (*shrink_to)[2]) {
+    auto& shrink = *shrink_to;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float max = -INFINITY;
@@ -170,6 +195,9 @@ class WarpTile {
       }
       f_.sum[half] = fma_rn(f_.sum[half], shrink[half], sum);
     }
+  }
+
+  __device__ __forceinline__ void scale(const float (&shrink)[2]) {
     // Times one changes nothing, so all of them are skipped where no maximum moved.
     if (__all_sync(kFullWarp, shrink[0] == 1.0f && shrink[1] == 1.0f)) return;
 #pragma unroll
@@ -179,22 +207,31 @@ class WarpTile {
     }
   }
 
-  __device__ __forceinline__ void add_values(const uint32_t (&weights)[kTileSteps][4],
-                                             uint32_t values) {
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int n = 0; n < kTile / 8; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        weights_[n / 2][n % 2 * 2 + half] =
+            pack_pair<T>(score_[n][2 * half], score_[n][2 * half + 1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void start_values(uint32_t values) {
     const Values matrix(values);
     if constexpr (kWarpGroups) group_fence();
 #pragma unroll
     for (int step = 0; step < kTileSteps; ++step) {
 #pragma unroll
-      for (int line = 0; line < kLines; ++line) add_line(weights[step], matrix, step, line);
+      for (int line = 0; line < kLines; ++line) add_line(weights_[step], matrix, step, line);
     }
-    if constexpr (kWarpGroups) group_wait(f_.acc);
+    if constexpr (kWarpGroups) group_commit();
   }
 
   // Adds the keys where some rows may end before them, and keep what they have whatever the values
   // are (a weight of zero would still spread a NaN).
-  __device__ __forceinline__ void add_some_values(const uint32_t (&weights)[kTileSteps][4], int key,
-                                                  uint32_t values) {
+  __device__ __forceinline__ void add_some_values(int key, uint32_t values) {
     const Values matrix(values);
 #pragma unroll
     for (int step = 0; step < kTileSteps; ++step) {
@@ -202,7 +239,7 @@ class WarpTile {
       if (at + kStep <= smallest_end_) {  // which all rows have
         if constexpr (kWarpGroups) group_fence();
 #pragma unroll
-        for (int line = 0; line < kLines; ++line) add_line(weights[step], matrix, step, line);
+        for (int line = 0; line < kLines; ++line) add_line(weights_[step], matrix, step, line);
         if constexpr (kWarpGroups) group_wait(f_.acc);
         continue;
       }
@@ -216,7 +253,7 @@ class WarpTile {
           for (int i = 0; i < 4; ++i) kept[n][i] = copy_of(acc[n][i]);
         }
         if constexpr (kWarpGroups) group_fence();
-        add_line(weights[step], matrix, step, line);
+        add_line(weights_[step], matrix, step, line);
         if constexpr (kWarpGroups) group_wait(f_.acc);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
@@ -253,8 +290,10 @@ class WarpTile {
   const int smallest_end_;
   const float factor_;
   Fragment<kDim>& f_;
+  float2* const weighed_;  // of the warp; nobody reads it
   const int lane_;
-  float score_[kTile / 8][4];  // then weights
+  float score_[kTile / 8][4];        // then weights
+  uint32_t weights_[kTileSteps][4];  // packed: the next tile may be scored
 };
 
 }  // namespace tlt

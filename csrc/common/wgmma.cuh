@@ -65,16 +65,22 @@ __device__ __forceinline__ void group_wait_for_all_but() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits for all that was started; `d` must not be read before.
-template <int kColumns>
-__device__ __forceinline__ void group_wait(float (&d)[kColumns][4]) {
-  group_commit();
-  group_wait_for_all_but<0>();
+// Waits until at most kPending groups are under way; `d` must not be read before.
+template <int kPending, int kColumns>
+__device__ __forceinline__ void group_wait_behind(float (&d)[kColumns][4]) {
+  group_wait_for_all_but<kPending>();
 #pragma unroll
   for (auto& column : d) {
 #pragma unroll
     for (float& x : column) asm volatile("" : "+f"(x)::"memory");
   }
+}
+
+// Waits for all that was started; `d` must not be read before.
+template <int kColumns>
+__device__ __forceinline__ void group_wait(float (&d)[kColumns][4]) {
+  group_commit();
+  group_wait_behind<0>(d);
 }
 
 // Starts d = a b^T, or d += a b^T where `add`: 64x64x16. B is 64 rows of 16, or where kTransposed
