@@ -60,10 +60,13 @@ __device__ __forceinline__ float copy_of(float x) {
   return copy;
 }
 
-// A store to shared memory that stays where it is written.
+// A store of the warp's first lane to shared memory, which stays where it is written.
 __device__ __forceinline__ void put(float2* to, const float (&x)[2]) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared_address(to)), "f"(x[0]), "f"(x[1])
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred first;\nsetp.eq.u32 first, %3, 0;\n"
+      "@first st.shared.v2.f32 [%0], {%1, %2};\n}" ::"r"(shared_address(to)),
+      "f"(x[0]), "f"(x[1]), "r"(threadIdx.x % kWarpSize)
+      : "memory");
 }
 
 template <typename T, int kDim>
