@@ -4,8 +4,9 @@
 // Where only the token is wanted, top-p needs no cut: the best score among ids that rank before
 // some bound is drawn, and is final if the mass before it is less than top_p of all; if not, the
 // ids from it on are not kept either, and the next draw is among those before it. Most rows end
-// after one such test. A float32 sum decides unless it comes within kDoubt of the border; then
-// integers do.
+// after one such test, which leaves a bit for every id before the bound; where these are few, the
+// next draw and test visit them alone. A float32 sum decides unless it comes within kDoubt of the
+// border; then integers do.
 #pragma once
 
 #include "sampling/scan.cuh"
@@ -49,6 +50,38 @@ __device__ inline SelectScratch& select_scratch() {
   return scratch;
 }
 
+// A bit for each of a thread's ids of a row that is kept in shared memory: the last has the lowest.
+struct IdBits {
+  uint32_t word[3] = {};
+  static_assert(kSlots * kGroup <= 3 * 32);
+
+  // Adds a group, whose first id has the highest bit of eight.
+  __device__ __forceinline__ void push(uint32_t eight) {
+    word[2] = __funnelshift_l(word[1], word[2], kGroup);
+    word[1] = __funnelshift_l(word[0], word[1], kGroup);
+    word[0] = word[0] << kGroup | eight;
+  }
+  __device__ __forceinline__ int count() const {
+    return __popc(word[0]) + __popc(word[1]) + __popc(word[2]);
+  }
+  __device__ __forceinline__ bool any() const { return (word[0] | word[1] | word[2]) != 0; }
+  // The place of the first id that has one; there must be one.
+  __device__ __forceinline__ int first() const {
+    const uint32_t of = word[2] != 0 ? word[2] : word[1] != 0 ? word[1] : word[0];
+    return (word[2] != 0 ? 95 : word[1] != 0 ? 63 : 31) - __clz(of);
+  }
+  __device__ __forceinline__ void drop(int place) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) word[i] &= ~(place / 32 == i ? 1u << place % 32 : 0u);
+  }
+};
+constexpr int kFewBits = 20;  // of a thread: their noise costs less than that of all its groups
+
+struct Choice {
+  int32_t token;
+  float logit;
+};
+
 template <typename T>
 class Filter {
  public:
@@ -83,60 +116,35 @@ class Filter {
     return team_.sum(sum);
   }
 
-  // The best score among the ids that `kept(id, logit)` names, all of which race against what the
-  // scan is known to have scored among them.
+  // The best score among the ids that `kept(id, logit)` names.
   template <typename Kept>
   __device__ int32_t best(Kept&& kept, const Draw& draw) {
-    Race race;
-    race.reached = scanner_.known_score(kept);
-    scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
-      float x[kGroup], largest[1] = {kNegInf};
-      expand(raw, x);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (!kept(first + i, x[i])) x[i] = kNegInf;
-        largest[0] = fmaxf(largest[0], x[i]);
-      }
-      const auto again = [&](int, float (&same)[kGroup]) {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) same[i] = x[i];
-      };
-      race.run(row_, largest, first, 0, draw, again, [](float) {});
-    });
-    const uint64_t mine =
-        race.token < 0 ? 0 : rank_key(race.score, static_cast<uint32_t>(race.token));
-    return static_cast<int32_t>(~static_cast<uint32_t>(team_.max(mine, uint64_t{0})));
+    return winner_of(race_groups(kept, draw));
   }
 
   // The token that top-p alone leaves, starting from the winner over all ids.
-  __device__ int32_t descend(int32_t token, float top_p, float sum, const Draw& draw) {
+  __device__ Choice descend(Choice choice, float top_p, float sum, const Draw& draw) {
+    IdBits bits;
+    bool few = false;
     while (true) {
-      const float bound = logit(token);
       const auto is_before = [=](int32_t id, float x) {
-        return x > bound || (x == bound && id < token);
+        return x > choice.logit || (x == choice.logit && id < choice.token);
       };
-      float before = 0.0f;
-      scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
-        if (largest_of(raw) < bound) return;
-        float x[kGroup];
-        expand(raw, x);
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          before += is_before(first + i, x[i]) ? row_.exp_of(x[i], shift_) : 0.0f;
-        }
-      });
+      float before = few ? narrow(is_before, bits) : look(is_before, choice.logit, bits);
       before = team_.sum(before);
-      if (before < 0.5f) return token;  // the first of all counts 1 and is always kept
-      if (before < (top_p - kDoubt) * sum) return token;
+      if (before < 0.5f) return choice;  // the first of all counts 1 and is always kept
+      if (before < (top_p - kDoubt) * sum) return choice;
       if (!(before > (top_p + kDoubt) * sum)) {
         const double wanted = share_of(top_p, mass(kKeepAll));
-        if (static_cast<double>(mass(key_of(token) - 1)) < wanted) return token;
+        const uint64_t key = sort_key(choice.logit, choice.token);
+        if (static_cast<double>(mass(key - 1)) < wanted) return choice;
       }
-      token = best(is_before, draw);
+      few = scanner_.keeps_row() && !__any_sync(kFullWarp, bits.count() > kFewBits);
+      const int32_t token =
+          winner_of(few ? race_bits(is_before, bits, draw) : race_groups(is_before, draw));
+      choice = {token, logit(token)};
     }
   }
-
-  __device__ uint64_t key_of(int32_t token) const { return sort_key(logit(token), token); }
 
   __device__ float logit(int32_t token) const { return as_float32(row_.logits[token]); }
 
@@ -164,6 +172,96 @@ class Filter {
   }
 
  private:
+  // The race of the ids that `kept(id, logit)` names, against what the scan is known to have scored
+  // among them.
+  template <typename Kept>
+  __device__ Race race_groups(Kept&& kept, const Draw& draw) {
+    Race race;
+    race.reached = scanner_.known_score(kept);
+    scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
+      float x[kGroup], largest[1] = {kNegInf};
+      expand(raw, x);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (!kept(first + i, x[i])) x[i] = kNegInf;
+        largest[0] = fmaxf(largest[0], x[i]);
+      }
+      const auto again = [&](int, float (&same)[kGroup]) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) same[i] = x[i];
+      };
+      Words<1> words;
+      race.run(row_, largest, first, 0, draw, words, false, again, [](float) {});
+    });
+    return race;
+  }
+
+  // The same of ids that have a bit, which are those that `kept` names. First ids come first.
+  template <typename Kept>
+  __device__ Race race_bits(Kept&& kept, IdBits bits, const Draw& draw) {
+    Race race;
+    race.reached = scanner_.known_score(kept);
+    while (bits.any()) {
+      const int place = bits.first();
+      bits.drop(place);
+      float x;
+      const int32_t id = scanner_.id_at(place, &x);
+      const uint32_t word = draw.word(static_cast<uint32_t>(id));
+      if (word > __float2uint_rz(race.reach(row_, x))) continue;
+      race.offer(add_rn(row_.scaled(x), gumbel(word)), x, id);
+      race.reached = fmaxf(race.reached, race.score);
+    }
+    __syncwarp();
+    return race;
+  }
+
+  __device__ int32_t winner_of(const Race& race) {
+    const uint64_t mine =
+        race.token < 0 ? 0 : rank_key(race.score, static_cast<uint32_t>(race.token));
+    return static_cast<int32_t>(~static_cast<uint32_t>(team_.max(mine, uint64_t{0})));
+  }
+
+  // This thread's mass before a token that has the logit `bound`, and the bits of the ids.
+  template <typename IsBefore>
+  __device__ float look(IsBefore&& is_before, float bound, IdBits& bits) {
+    float before = 0.0f;
+    bits = IdBits{};
+    scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
+      uint32_t eight = 0;
+      if (largest_of(raw) >= bound) {
+        float x[kGroup];
+        expand(raw, x);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if (!is_before(first + i, x[i])) continue;
+          eight |= 0x80u >> i;
+          before += row_.exp_of(x[i], shift_);
+        }
+      }
+      bits.push(eight);
+    });
+    return before;
+  }
+
+  // The same where the ids are among those that have a bit.
+  template <typename IsBefore>
+  __device__ float narrow(IsBefore&& is_before, IdBits& bits) {
+    float before = 0.0f;
+    for (IdBits left = bits; left.any();) {
+      const int place = left.first();
+      left.drop(place);
+      float x;
+      const int32_t id = scanner_.id_at(place, &x);
+      if (is_before(id, x)) {
+        before += row_.exp_of(x, shift_);
+      } else {
+        bits.drop(place);
+      }
+    }
+    __syncwarp();
+    return before;
+  }
+
   __device__ static double share_of(float top_p, uint64_t mass) {
     return __dmul_rn(static_cast<double>(top_p), static_cast<double>(mass));
   }
@@ -240,18 +338,19 @@ __device__ Drawn resolve(Team<kThreads>& team, const Scanner<T>& scanner, const 
     return {result.token, logprob, logprob};
   }
   Filter<T> filter(team, scanner, row, result.max);
-  int32_t token = result.token;
+  Choice choice{result.token, result.logit};
   float filtered = 0.0f;
   if (!want_filtered && !setting.has_top_k) {
-    token = filter.descend(token, setting.top_p, result.sum, draw);
+    choice = filter.descend(choice, setting.top_p, result.sum, draw);
   } else {
     const uint64_t cut = filter.cut(setting);
-    if (!row.greedy && filter.key_of(token) > cut) {
-      token = filter.best([=](int32_t id, float x) { return sort_key(x, id) <= cut; }, draw);
+    if (!row.greedy && sort_key(choice.logit, choice.token) > cut) {
+      choice.token = filter.best([=](int32_t id, float x) { return sort_key(x, id) <= cut; }, draw);
+      choice.logit = filter.logit(choice.token);
     }
-    if (want_filtered) filtered = filter.log_ratio(token, filter.mass(cut));
+    if (want_filtered) filtered = filter.log_ratio(choice.token, filter.mass(cut));
   }
-  return {token, result.logprob(row, filter.logit(token)), filtered};
+  return {choice.token, result.logprob(row, choice.logit), filtered};
 }
 
 }  // namespace tlt

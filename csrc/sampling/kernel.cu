@@ -5,7 +5,7 @@
 // top-k and top-p where a request sets them. `sample` is one launch of a team a row. verify_tree
 // has two ways with the same bits: for few rows a team draws the token of every node at once and a
 // small kernel follows the tree through them; else a team a request walks the tree and reads only
-// the rows that it visits.
+// the rows that it visits, and while it scores one, the row of the only child that it can go to.
 //
 // Moves rows * vocab_size logits, once. Limits: 2^22 ids; 128 rows a request.
 #include "sampling/filter.cuh"
@@ -25,18 +25,36 @@ struct NodeResult {
 };
 static_assert(sizeof(NodeResult) == kNodeBytes);
 
-// The token of a row whose copies were started. With a filter all of the team must take part, and
-// wait for each other before they leave; else its first warp is enough, unless it is `for_all`.
+// The token of the only row that a team draws, whose copies were started. With a filter all of the
+// team must take part, and wait for each other before they leave; else its first warp is enough.
 template <typename T>
 __device__ __forceinline__ NodeResult draw_row(Team<kThreads>& team, Scanner<T>& scanner,
                                                const Row<T>& row, const Setting& setting,
-                                               const Draw& draw, bool want_filtered, bool for_all) {
-  const RowResult result = scanner.score(row, !row.greedy, draw, for_all);
+                                               const Draw& draw, bool want_filtered) {
+  const Tell tell = setting.has_filter() ? Tell::kAll : Tell::kFirstWarp;
+  const RowResult result = scanner.score(row, !row.greedy, draw, tell);
   return {resolve(team, scanner, row, result, setting, draw, want_filtered), result.bad};
 }
 
-__device__ __forceinline__ Draw draw_of(const SamplingArrays& s, int64_t i, int32_t position) {
-  return {s.round_keys, noise_key(s.seed, s.request[i], NoiseDomain::kTarget), position};
+// A word that a whole warp reads. It is waited for where it is used: a plain load is moved to a
+// uniform register, and waited for, at once.
+class WarpWord {
+ public:
+  __device__ __forceinline__ explicit WarpWord(const void* from) {
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(word_) : "l"(from));
+  }
+  __device__ __forceinline__ uint32_t get() const { return __reduce_or_sync(kFullWarp, word_); }
+
+ private:
+  uint32_t word_;
+};
+
+__device__ __forceinline__ int64_t join(uint32_t low, uint32_t high) {
+  return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
+}
+
+__device__ __forceinline__ NoiseKey target_key(const SamplingArrays& s, int64_t request) {
+  return noise_key(s.seed, request, NoiseDomain::kTarget);
 }
 
 // One team a row.
@@ -49,12 +67,18 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
   wait_for_prior_grid();
   launch_dependents();
-  const Row<T> row(data, p.sampling.temperature[i]);
-  const Draw draw = draw_of(p.sampling, i, p.position[i]);
-  const Setting setting(p.sampling, i, p.vocab_size);
-  scanner.start(data);  // after the small reads, which would wait behind the copies
+  // Small reads are asked for ahead of the copies, behind which they would wait, and used after.
+  const SamplingArrays& s = p.sampling;
+  const WarpWord temperature(s.temperature + i), top_k(s.top_k + i), top_p(s.top_p + i);
+  const WarpWord position(p.position + i), request(s.request + i);
+  const WarpWord request_high(reinterpret_cast<const int32_t*>(s.request + i) + 1);
+  scanner.start(data);
+  const Row<T> row(data, as_float(temperature.get()));
+  const Draw draw{s.round_keys, target_key(s, join(request.get(), request_high.get())),
+                  static_cast<int32_t>(position.get())};
+  const Setting setting(static_cast<int32_t>(top_k.get()), as_float(top_p.get()), p.vocab_size);
   const bool want_filtered = p.filtered_logprobs != nullptr, filters = setting.has_filter();
-  const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered, filters);
+  const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered);
   if (team.thread() == 0) {
     p.tokens[i] = result.drawn.token;
     p.logprobs[i] = result.drawn.logprob;
@@ -75,16 +99,17 @@ __global__ void __launch_bounds__(kThreads)
   const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
   wait_for_prior_grid();
   launch_dependents();
-  const int32_t position = p.position[i] + 1;
-  const Owner owner(p, i);
-  if (owner.b < 0 || owner.limit <= 0) return;
-  const Row<T> row(data, owner.temperature);
-  const Draw draw{p.sampling.round_keys,
-                  noise_key(p.sampling.seed, owner.request, NoiseDomain::kTarget), position};
-  const Setting setting(owner.top_k, owner.top_p, p.vocab_size);
+  const WarpWord position(p.position + i);
+  const Asked asked(p, 0);
   scanner.start(data);
+  const Owner owner(p, i, asked);
+  if (owner.b < 0 || owner.limit <= 0) return wait_copies<0>();
+  const Row<T> row(data, owner.temperature);
+  const Draw draw{p.sampling.round_keys, target_key(p.sampling, owner.request),
+                  static_cast<int32_t>(position.get()) + 1};
+  const Setting setting(owner.top_k, owner.top_p, p.vocab_size);
   const bool want_filtered = p.filtered_logprobs != nullptr, filters = setting.has_filter();
-  const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered, filters);
+  const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered);
   if (team.thread() == 0) static_cast<NodeResult*>(p.workspace)[i] = result;
   if (filters) scanner.leave();
 }
@@ -143,25 +168,46 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ VerifyParams p) {
   extern __shared__ uint4 shared[];
   __shared__ TreeRows tree;
+  __shared__ Favourites favourites;
   Team<kThreads> team;
   Scanner<T> scanner(team, shared, p.vocab_size);
   const int64_t b = team.item();
   wait_for_prior_grid();
   launch_dependents();
-  const int32_t tree_status = tree.load(p, b);
   const Setting setting(p.sampling, b, p.vocab_size);
   const float temperature = p.sampling.temperature[b];
+  const NoiseKey key = target_key(p.sampling, p.sampling.request[b]);
+  const int32_t tree_status = tree.load(p, b);
   const bool want_filtered = p.filtered_logprobs != nullptr;
+  const auto data_of = [&](int node) {
+    return RowData<T>(p.logits, p.logits_stride, tree.first + node, p.vocab_size);
+  };
+  const auto draw_at = [&](int node) {
+    return Draw{p.sampling.round_keys, key, tree.positions[node] + 1};
+  };
+  int under_way = kNobody;  // the node whose row is being copied
+  const bool foresees = !setting.has_filter() && scanner.keeps_row();
+  if (foresees && tree.num_rows > 0 && p.limit[b] > 0) {
+    under_way = 0;
+    favourites.find<T>(tree, temperature, data_of, draw_at, [&] { scanner.start(data_of(0)); });
+  }
   walk(p, b, tree, team.thread() == 0, tree_status, [&](int node, int32_t* status) {
-    const int64_t i = tree.first + node;
-    const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
-    const Draw draw = draw_of(p.sampling, b, p.position[i] + 1);
-    scanner.start(data);
-    const NodeResult result =
-        draw_row(team, scanner, Row<T>(data, temperature), setting, draw, want_filtered, true);
+    const RowData<T> data = data_of(node);
+    const Row<T> row(data, temperature);
+    if (node != under_way) {
+      wait_copies<0>();
+      scanner.start(data);
+    }
+    under_way = foresees ? favourites.child[node] : kNobody;
+    const bool goes_on = under_way != kNobody;
+    const RowResult result =
+        scanner.score(row, !row.greedy, draw_at(node), foresees ? Tell::kWinner : Tell::kAll,
+                      goes_on ? data_of(under_way) : data, goes_on);
     if (result.bad) *status |= kStatusNanLogits;
-    return Step{result.drawn, tree.find_child(node, result.drawn.token)};
+    const Drawn drawn = resolve(team, scanner, row, result, setting, draw_at(node), want_filtered);
+    return Step{drawn, tree.find_child(node, drawn.token)};
   });
+  wait_copies<0>();
   scanner.leave();
 }
 

@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1)
          const Row<T> row({p.logits, p.logits_stride, at, p.vocab_size}, p.sampling.temperature[b]);
          scanner.start(row);
          const RowResult result =
-             scanner.score(row, false, Draw{p.sampling.round_keys, {}, 0}, true);
+             scanner.score(row, false, Draw{p.sampling.round_keys, {}, 0}, Tell::kAll);
          if (result.bad) *status |= kStatusNanLogits;
          Filter<T> filter(team, scanner, row, result.max);
          const bool certain = result.dead() || row.greedy;

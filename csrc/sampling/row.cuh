@@ -269,6 +269,24 @@ __device__ __forceinline__ float gumbel_bound(uint32_t word) {
   return fma_rn(log2_approx(u), -0.693147182f, 1e-3f);
 }
 
+// Noise words of kGroups groups of a lane, the first ids `apart` from each other.
+template <int kGroups>
+struct Words {
+  uint32_t of[kGroups][kGroup];
+
+  __device__ __forceinline__ void make(const Draw& draw, int32_t first, int32_t apart) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int quad = 0; quad < kGroup / 4; ++quad) {
+        const Philox4 r = draw.words(static_cast<uint32_t>(first + group * apart) / 4 + quad);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of[group][4 * quad + i] = r.word[i];
+      }
+    }
+  }
+};
+
 // A lane's best candidate so far, and a score that somebody is known to reach.
 struct Race {
   float score = kNegInf, logit = kNegInf;
@@ -284,44 +302,51 @@ struct Race {
     }
   }
 
-  template <typename T>
-  __device__ __forceinline__ void run_greedy(const Row<T>& row, const float (&x)[kGroup],
-                                             float largest, int32_t first) {
+  template <typename T, typename Again>
+  __device__ __forceinline__ void run_greedy(const Row<T>& row, float largest, int32_t first,
+                                             Again&& again) {
     if (!(row.scaled(largest) > score)) return;
+    float x[kGroup];
+    again(x);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) offer(row.scaled(x[i]), x[i], first + i);
   }
 
+  // 2^32 times the largest u at which a logit could still reach what somebody has, with slack for
+  // every rounding on the way: u <= exp(logit / T - reached). An id may win if its word is at most
+  // that, and none can if it is below 1/2, as u is half a step at least.
+  template <typename T>
+  __device__ __forceinline__ float reach(const Row<T>& row, float logit) const {
+    const float slack = fma_rn(fabsf(reached), 0x1p-19f, 32.01f);
+    return exp2_approx(fma_rn(logit, row.log2_scale, fma_rn(reached, -kLog2E, slack)));
+  }
+
   // Takes kGroups groups, the first ids of a lane's `apart` from each other. `largest` are their
-  // largest logits; `again(group, x)` gives the logits, which few groups need; `raise(score)` is
-  // told a new best of the warp. Called by whole warps.
+  // largest logits; `words` are made here, and only if an id may win, unless they are `made`;
+  // `again(group, x)` gives the logits, which few groups need; `raise(score)` is told a new best of
+  // the warp. Called by whole warps.
   template <int kGroups, typename T, typename Again, typename Raise>
   __device__ __forceinline__ void run(const Row<T>& row, const float (&largest)[kGroups],
-                                      int32_t first, int32_t apart, const Draw& draw, Again&& again,
+                                      int32_t first, int32_t apart, const Draw& draw,
+                                      Words<kGroups>& words, bool made, Again&& again,
                                       Raise&& raise) {
-    // u <= exp(logit / T - reached) in steps of 2^-32, with slack for every rounding on the way.
-    const float slack = fma_rn(fabsf(reached), 0x1p-19f, 32.01f);
-    const float base = fma_rn(reached, -kLog2E, slack);
-    float reach[kGroups];
+    uint32_t most[kGroups];
     bool reachable = false;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      reach[group] = exp2_approx(fma_rn(largest[group], row.log2_scale, base));
-      reachable |= reach[group] >= 0.5f;  // u is half a step at least
+      const float limit = reach(row, largest[group]);
+      reachable |= limit >= 0.5f;
+      most[group] = __float2uint_rz(limit);  // saturates
     }
     if (!__any_sync(kFullWarp, reachable)) return;
-    uint32_t word[kGroups][kGroup], most[kGroups];
+    if (!made) words.make(draw, first, apart);
     bool hopeful[kGroups], any = false;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      most[group] = __float2uint_rz(reach[group]);  // saturates
       uint32_t least = 0xffffffffu;
 #pragma unroll
-      for (int quad = 0; quad < kGroup / 4; ++quad) {
-        const Philox4 r = draw.words(static_cast<uint32_t>(first + group * apart) / 4 + quad);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) word[group][4 * quad + i] = r.word[i];
-        least = __vimin3_u32(r.word[0], r.word[1], __vimin3_u32(r.word[2], r.word[3], least));
+      for (int i = 0; i < kGroup; i += 2) {
+        least = __vimin3_u32(words.of[group][i], words.of[group][i + 1], least);
       }
       hopeful[group] = least <= most[group];
       any |= hopeful[group];
@@ -332,7 +357,7 @@ struct Race {
       if (!__any_sync(kFullWarp, hopeful[group])) continue;
       float x[kGroup];
       again(group, x);
-      compete(row, x, word[group], most[group], first + group * apart);
+      compete(row, x, words.of[group], most[group], first + group * apart);
     }
     const float best = warp_max(score);
     if (best > reached) raise(reached = best);
@@ -343,15 +368,14 @@ struct Race {
   // bound - 0.02 where u < 1/64. Rounding is monotone, so the score that a logit reaches with the
   // lower variate is not above its true score.
   template <typename T>
-  __device__ static float sure_score(const Row<T>& row, const float (&x)[kGroup], int32_t first,
-                                     const Draw& draw) {
-    const Philox4 r = draw.words(static_cast<uint32_t>(first) / 4);
+  __device__ static float sure_score(const Row<T>& row, const float (&x)[kGroup],
+                                     const uint32_t (&word)[kGroup]) {
     float sure = kNegInf;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float above = r.word[i] < 1u << 26 ? -0.02f : -0.3f;
-      const float lower = add_rn(row.scaled(x[i]), add_rn(gumbel_bound(r.word[i]), above));
-      if (r.word[i] < 1u << 30) sure = fmaxf(sure, lower);
+      const float above = word[i] < 1u << 26 ? -0.02f : -0.3f;
+      const float lower = add_rn(row.scaled(x[i]), add_rn(gumbel_bound(word[i]), above));
+      if (word[i] < 1u << 30) sure = fmaxf(sure, lower);
     }
     return warp_max(sure);
   }

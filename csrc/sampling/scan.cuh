@@ -3,8 +3,12 @@
 // A row is cut into steps of kStep ids, a cut that depends on the vocabulary alone, and the steps
 // are dealt to the team's warps in turn. All copies of a row start at once and land in shared
 // memory, each in slots that only its own thread reads, so no barrier stands between them and the
-// work; there the row stays for top-k and top-p. (A row that is too large goes through the slots as
-// through a ring, and is read again from memory.)
+// work; there the row stays for top-k and top-p, or the next row follows it slot by slot. (A row
+// that is too large goes through the slots as through a ring, and is read again from memory.)
+//
+// All warps must know a good score before they test ids against it. So the first steps of all warps
+// are copied ahead of the others, and while they are under way each warp makes the noise of its
+// own.
 //
 // A step leaves its largest logit and the sum of 2^(logit * c - largest * c), c = log2(e) / T. That
 // sum and the sum over steps have one order for a given vocabulary: a tree over a lane's ids, a
@@ -36,16 +40,30 @@ constexpr int kDepth = kSlots / (kStepGroups * kParts<T>);  // steps a warp hold
 
 TLT_HD int32_t ceil_div(int64_t n, int64_t by) { return static_cast<int32_t>((n + by - 1) / by); }
 
-struct StepSum {
+struct alignas(8) StepSum {
   float max;  // largest logit; -FLT_MAX if none is above it
   float sum;  // of exp_of(logit, shift(max))
 };
 
-struct WarpBest {
+struct alignas(16) WarpBest {
   float score, logit;  // -inf if no logit is finite
   int32_t token;       // then -1
   int32_t bad;         // a NaN or +inf was met
 };
+
+// Whom `Scanner::score` tells a row's result. The first warp of the team always has all of it.
+enum class Tell {
+  kFirstWarp,  // and nobody else: the last row
+  kWinner,     // every thread has the winner
+  kAll,        // every thread has all
+};
+
+// Whether the sums of two rows in turn have their own memory, so that one row's are folded while
+// the next is scored.
+constexpr int32_t kMostStepsInTurn = 512;
+TLT_HD bool in_turn(int64_t steps, int64_t rounds, int64_t depth) {
+  return rounds <= depth && steps <= kMostStepsInTurn;
+}
 
 // How many blocks share each row: as many as run at once, none without work, and enough to hold the
 // row in shared memory.
@@ -61,7 +79,7 @@ TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int6
     const int64_t rounds = ceil_div(steps, team * kWarps);
     const int64_t depth = rounds < most ? rounds : most;
     const int64_t slots = depth * kStepGroups * kParts<T> * kThreads * sizeof(uint4);
-    const int64_t sums = steps * sizeof(StepSum);
+    const int64_t sums = (in_turn(steps, rounds, most) ? 2 : 1) * steps * sizeof(StepSum);
     return {items, kThreads, static_cast<int>(slots + sums), team, true};
   };
   TeamShape best = shape_of(1);
@@ -84,72 +102,112 @@ class Scanner {
       : team_(team),
         num_warps_(team.size() * kWarps),
         num_steps_(ceil_div(vocab_size, kStep)),
-        first_step_(team.rank() * kWarps + threadIdx.x / kWarpSize),
+        first_step_(threadIdx.x / kWarpSize * team.size() + team.rank()),  // blocks get as many
         rounds_(ceil_div(num_steps_, num_warps_)),
         slots_(shared + threadIdx.x),
         sums_(reinterpret_cast<StepSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
                                                       kParts<T> * kThreads)) {
-    if (threadIdx.x == 0) scratch().reached = ascending(kNegInf);
+    if (threadIdx.x < 2) scratch().reached[threadIdx.x] = ascending(kNegInf);
     team_.arrive();  // before any copy is under way: an arrival waits for this thread's memory
   }
 
-  // Starts the copies of a row.
+  // Starts the copies of a row. All threads of the block call it.
   __device__ __forceinline__ void start(const RowData<T>& row) const {
+    stage(row, first_step_, slots_);
+    commit_copies();
+    __syncthreads();  // the other steps of any warp come after all first ones
 #pragma unroll 1
-    for (int i = 0; i < kDepth<T>; ++i) {
+    for (int i = 1; i < kDepth<T>; ++i) {
       stage(row, first_step_ + i * num_warps_, slots_ + i * kStageSlots);
       commit_copies();
     }
   }
 
+  // Whether a row fits, so that it may be looked at again, or a next row may follow it.
+  __device__ bool keeps_row() const { return rounds_ <= kDepth<T>; }
+
   // What the row amounts to whose copies were started; without noise the winner is the largest
-  // logit. The first warp of the team gets it, or every thread if it is `for_all`.
+  // logit.
   __device__ __forceinline__ RowResult score(const Row<T>& row, bool noisy, const Draw& draw,
-                                             bool for_all) {
+                                             Tell tell) {
+    return score(row, noisy, draw, tell, row, false);
+  }
+
+  // The same, and if `has_next`, starts the copies of the next row on the way, over this one:
+  // then keeps_row() must hold, and the next call must be for that row.
+  __device__ __forceinline__ RowResult score(const Row<T>& row, bool noisy, const Draw& draw,
+                                             Tell tell, const RowData<T>& next, bool has_next) {
     if (!ready_) team_.wait();  // all blocks run, with their scratch set
     ready_ = true;
     Scratch& shared = scratch();
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    uint32_t* const reached = team_.remote(&shared.reached, min(lane, team_.size() - 1));
+    if (threadIdx.x == 0) shared.reached[turn_ ^ 1] = ascending(kNegInf);  // of no row right now
+    uint32_t* const reached = team_.remote(&shared.reached[turn_], min(lane, team_.size() - 1));
     const auto raise = [&](float score) {  // saves work and changes no result but who loses
       if (lane < team_.size()) atomicMax(reached, ascending(score));
     };
+    Words<kStepGroups> words;
     if (noisy) {
+      words.make(draw, first_id(first_step_, 0), kWarpSize * kGroup);
       wait_copies<kDepth<T> - 1>();
       if (first_step_ < num_steps_) {
         float x[kGroup], largest;
         row.clean(RowData<T>::read(slots_), x, &largest);
-        raise(Race::sure_score(row, x, first_step_ * kStep + lane * kGroup, draw));
+        raise(Race::sure_score(row, x, words.of[0]));
       }
       __syncthreads();
     }
     Race race;
     bool bad = false;
-    StepSum* const sums = team_.remote(sums_, 0);
+    StepSum* to = team_.remote(sums_of(turn_), 0) + first_step_;
     uint4* slot = slots_;
-#pragma unroll 1
-    for (int32_t step = first_step_; step < num_steps_; step += num_warps_) {
+    int32_t step = first_step_;
+    int left = kDepth<T>;
+    const auto take_step = [&](bool made) {
       wait_copies<kDepth<T> - 1>();
-      race.reached = fmaxf(race.reached, from_ascending(as_volatile(shared.reached)));
-      const StepSum sum = score_step(row, step, slot, noisy, draw, race, &bad, raise);
-      if (lane == 0) sums[step] = sum;
-      stage(row, step + kDepth<T> * num_warps_, slot);
+      race.reached = fmaxf(race.reached, from_ascending(as_volatile(shared.reached[turn_])));
+      const StepSum sum = score_step(row, step, slot, noisy, draw, race, words, made, &bad, raise);
+      if (lane == 0) *to = sum;
+      if (has_next) {
+        stage(next, step, slot);
+      } else {
+        stage(row, step + kDepth<T> * num_warps_, slot);
+      }
       commit_copies();
       slot += kStageSlots;
       if (slot == slots_ + kDepth<T> * kStageSlots) slot = slots_;
+      to += num_warps_;
+      step += num_warps_;
+      --left;
+    };
+    if (noisy && step < num_steps_) take_step(true);
+#pragma unroll 1
+    while (step < num_steps_) take_step(false);
+    if (has_next) {  // as many groups as `start` makes
+#pragma unroll 1
+      for (; left > 0; --left) commit_copies();
     }
     const WarpBest best = best_of_warp(race, bad);
-    if (lane == 0) team_.remote(shared.best, 0)[team_.rank() * kWarps + warp] = best;
+    if (lane < team_.size()) {
+      team_.remote(shared.best[turn_], lane)[team_.rank() * kWarps + warp] = best;
+    }
     team_.sync();
     RowResult result{};
-    if (team_.rank() == 0 && warp == 0) {
-      result = merge(row);
-      if (for_all && lane < team_.size()) *team_.remote(&shared.result, lane) = result;
+    const bool first = team_.rank() == 0 && warp == 0;
+    if (first || tell != Tell::kFirstWarp) {
+      const WarpBest winner = best_of_team();
+      result = {0.0f, 0.0f, winner.logit, winner.token, winner.bad || winner.token < 0};
     }
-    if (!for_all) return result;
-    if (threadIdx.x == 0) shared.reached = ascending(kNegInf);  // for the next row
-    team_.sync();
-    return shared.result;
+    if (first) fold_sums(row, &result);
+    if (tell == Tell::kAll) {
+      if (first && lane < team_.size()) *team_.remote(&shared.result, lane) = result;
+      team_.sync();
+      result = shared.result;
+    } else if (tell == Tell::kWinner && !in_turn(num_steps_, rounds_, kDepth<T>)) {
+      team_.sync();  // the sums are written again
+    }
+    turn_ ^= 1;
+    return result;
   }
 
   // The last call: a block's shared memory stays until all have read it.
@@ -159,16 +217,28 @@ class Scanner {
   }
 
   // The best score of a warp's winner that `kept(id, logit)` names, -inf if it names none: no more
-  // than the best of all ids that it names. Before the next row, all must meet once.
+  // than the best of all ids that it names. Of the row scored last.
   template <typename Kept>
   __device__ float known_score(Kept&& kept) const {
-    const WarpBest* const best = team_.remote(scratch().best, 0);
+    const WarpBest* const best = scratch().best[turn_ ^ 1];
     float known = kNegInf;
     for (int warp = threadIdx.x % kWarpSize; warp < num_warps_; warp += kWarpSize) {
       const WarpBest winner = best[warp];
       if (winner.token >= 0 && kept(winner.token, winner.logit)) known = fmaxf(known, winner.score);
     }
     return warp_max(known);
+  }
+
+  // Where keeps_row(), one of this thread's ids of the row scored last, and its logit; place 0 is
+  // the last id.
+  __device__ __forceinline__ int32_t id_at(int place, float* logit) const {
+    constexpr int kOfSlot = sizeof(uint4) / sizeof(T);
+    const int steps = (num_steps_ - 1 - first_step_) / num_warps_ + 1;  // that have an id
+    const int group = steps * kStepGroups - 1 - place / kGroup;
+    const int at = kGroup - 1 - place % kGroup;
+    const uint4* const slot = slots_ + group * kGroupSlots + at / kOfSlot * kThreads;
+    *logit = as_float32(reinterpret_cast<const T*>(slot)[at % kOfSlot]);
+    return first_id(first_step_ + group / kStepGroups * num_warps_, group % kStepGroups) + at;
   }
 
   // Calls f(first id, bits) on this thread's groups of the row scored last; NaN and +inf come as
@@ -194,8 +264,8 @@ class Scanner {
   static constexpr int kStageSlots = kStepGroups * kGroupSlots;
 
   struct Scratch {
-    uint32_t reached;                  // a score that the row reaches
-    WarpBest best[kMaxTeam * kWarps];  // of the team, in its first block
+    uint32_t reached[2];                  // a score that the row reaches; rows take turns
+    WarpBest best[2][kMaxTeam * kWarps];  // of the team
     RowResult result;
   };
   __device__ static Scratch& scratch() {
@@ -230,17 +300,17 @@ class Scanner {
     }
   }
 
+  // The race comes ahead of the sum, which needs the registers that words are in.
   template <typename Raise>
   __device__ __forceinline__ StepSum score_step(const Row<T>& row, int32_t step, uint4* slot,
-                                                bool noisy, const Draw& draw, Race& race, bool* bad,
+                                                bool noisy, const Draw& draw, Race& race,
+                                                Words<kStepGroups>& words, bool made, bool* bad,
                                                 Raise&& raise) const {
-    float x[kStepGroups][kGroup], largest[kStepGroups], max;
+    float largest[kStepGroups], max;
     while (true) {
 #pragma unroll
       for (int group = 0; group < kStepGroups; ++group) {
-        const Raw<T> raw = RowData<T>::read(slot + group * kGroupSlots);
-        largest[group] = largest_of(raw);
-        expand(raw, x[group]);
+        largest[group] = largest_of(RowData<T>::read(slot + group * kGroupSlots));
       }
       max = largest[0];
 #pragma unroll
@@ -254,31 +324,33 @@ class Scanner {
         RowData<T>::write(raw, slot + group * kGroupSlots);
       }
     }
+    const auto again = [&](int group, float (&x)[kGroup]) {
+      expand(RowData<T>::read(slot + group * kGroupSlots), x);
+    };
+    if (noisy) {
+      race.run(row, largest, first_id(step, 0), kWarpSize * kGroup, draw, words, made, again,
+               raise);
+    } else {
+#pragma unroll
+      for (int group = 0; group < kStepGroups; ++group) {
+        race.run_greedy(row, largest[group], first_id(step, group),
+                        [&](float (&x)[kGroup]) { again(group, x); });
+      }
+    }
     max = fmaxf(warp_max(max), -FLT_MAX);
     const float shift = row.shift(max);
     float sum = 0.0f;
 #pragma unroll
     for (int group = 0; group < kStepGroups; ++group) {
-      float e[kGroup];
+      float x[kGroup], e[kGroup];
+      again(group, x);
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) e[j] = row.exp_of(x[group][j], shift);
+      for (int j = 0; j < kGroup; ++j) e[j] = row.exp_of(x[j], shift);
       const float low = add_rn(add_rn(e[0], e[1]), add_rn(e[2], e[3]));
       const float high = add_rn(add_rn(e[4], e[5]), add_rn(e[6], e[7]));
       sum = add_rn(sum, add_rn(low, high));
     }
-    sum = warp_sum_all(sum);
-    if (noisy) {
-      const auto again = [&](int group, float (&same)[kGroup]) {
-        expand(RowData<T>::read(slot + group * kGroupSlots), same);
-      };
-      race.run(row, largest, first_id(step, 0), kWarpSize * kGroup, draw, again, raise);
-    } else {
-#pragma unroll
-      for (int group = 0; group < kStepGroups; ++group) {
-        race.run_greedy(row, x[group], largest[group], first_id(step, group));
-      }
-    }
-    return {max, sum};
+    return {max, warp_sum_all(sum)};
   }
 
   // Highest score first, then the lower id.
@@ -294,8 +366,9 @@ class Scanner {
             __any_sync(kFullWarp, bad)};
   }
 
-  // The team's first warp folds the steps and the warps' winners.
-  __device__ RowResult merge(const Row<T>& row) const {
+  // Folds the steps' sums. By the team's first warp.
+  __device__ void fold_sums(const Row<T>& row, RowResult* result) const {
+    const StepSum* const sums = sums_of(turn_);
     const int lane = threadIdx.x % kWarpSize;
     constexpr int kBatch = 10;
     float max = -FLT_MAX, sum = 0.0f;
@@ -305,7 +378,7 @@ class Scanner {
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         const int32_t step = base + k * kWarpSize;
-        part[k] = step < num_steps_ ? sums_[step] : StepSum{-FLT_MAX, 0.0f};
+        part[k] = step < num_steps_ ? sums[step] : StepSum{-FLT_MAX, 0.0f};
         larger = fmaxf(larger, part[k].max);
       }
       const float shift = row.shift(larger);
@@ -316,12 +389,17 @@ class Scanner {
         sum = fma_rn(part[k].sum, exp2_approx(add_rn(row.shift(part[k].max), -shift)), sum);
       }
     }
-    const float largest = warp_max(max);
-    sum = warp_sum_all(mul_rn(sum, exp2_approx(add_rn(row.shift(max), -row.shift(largest)))));
+    result->max = warp_max(max);
+    result->sum =
+        warp_sum_all(mul_rn(sum, exp2_approx(add_rn(row.shift(max), -row.shift(result->max)))));
+  }
+
+  // Folds the warps' winners. Called by whole warps.
+  __device__ WarpBest best_of_team() const {
     Race race;
     bool bad = false;
-    for (int warp = lane; warp < num_warps_; warp += kWarpSize) {
-      const WarpBest best = scratch().best[warp];
+    for (int warp = threadIdx.x % kWarpSize; warp < num_warps_; warp += kWarpSize) {
+      const WarpBest best = scratch().best[turn_][warp];
       bad |= best.bad;
       if (best.score < race.score || best.token < 0) continue;
       if (best.score == race.score && race.token >= 0 && race.token < best.token) continue;
@@ -329,8 +407,12 @@ class Scanner {
       race.logit = best.logit;
       race.token = best.token;
     }
-    const WarpBest best = best_of_warp(race, bad);
-    return {largest, sum, best.logit, best.token, best.bad || best.token < 0};
+    return best_of_warp(race, bad);
+  }
+
+  // Of a row, in the first block.
+  __device__ StepSum* sums_of(int turn) const {
+    return sums_ + (in_turn(num_steps_, rounds_, kDepth<T>) ? turn * num_steps_ : 0);
   }
 
   Team<kThreads>& team_;
@@ -338,7 +420,8 @@ class Scanner {
   const int32_t num_steps_, first_step_;
   const int rounds_;  // steps that a warp takes
   uint4* const slots_;
-  StepSum* const sums_;  // [num_steps], in the first block
+  StepSum* const sums_;  // [1 or 2, num_steps]
+  int turn_ = 0;         // of the row that is scored next
   bool ready_ = false;
 };
 

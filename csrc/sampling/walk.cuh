@@ -7,41 +7,55 @@
 
 namespace tlt {
 
-// The request that owns a row, and what a draw must know of it.
+// What a draw must know of a request. Each lane of a warp asks for all words of a request at once,
+// so that no read waits for another.
+struct Asked {
+  int32_t first, end, limit, top_k;
+  float temperature, top_p;
+  int64_t request;
+
+  __device__ __forceinline__ Asked(const VerifyParams& p, int64_t base) {
+    const SamplingArrays& s = p.sampling;
+    const int64_t b = min(base + threadIdx.x % kWarpSize, p.num_requests - 1);
+    first = p.row_start[b];
+    end = p.row_start[b + 1];
+    limit = p.limit[b];
+    top_k = s.top_k[b];
+    temperature = s.temperature[b];
+    top_p = s.top_p[b];
+    request = s.request[b];
+  }
+};
+
+// The request that owns a row.
 struct Owner {
   int64_t b = -1;  // if none owns the row; the last one where a broken row_start names two
   int32_t limit = 0, top_k = 0;
   float temperature = 0.0f, top_p = 1.0f;
   int64_t request = 0;
 
-  // Called by whole warps. Each lane asks for all words of a request at once, so that no read waits
-  // for another.
-  __device__ __forceinline__ Owner(const VerifyParams& p, int64_t row) {
+  // `asked`: of the first requests. Called by whole warps.
+  __device__ __forceinline__ Owner(const VerifyParams& p, int64_t row, Asked asked) {
 #pragma unroll 1
     for (int64_t base = 0; base < p.num_requests; base += kWarpSize) {
-      const int64_t lane_b = min(base + threadIdx.x % kWarpSize, p.num_requests - 1);
-      const SamplingArrays& s = p.sampling;
-      const int32_t first = p.row_start[lane_b], end = p.row_start[lane_b + 1];
-      const int32_t its_limit = p.limit[lane_b], its_top_k = s.top_k[lane_b];
-      const float its_temperature = s.temperature[lane_b], its_top_p = s.top_p[lane_b];
-      const int64_t its_request = s.request[lane_b];
-      const bool mine = first >= 0 && first <= row && row < end;
+      if (base > 0) asked = Asked(p, base);
+      const bool mine = asked.first >= 0 && asked.first <= row && row < asked.end;
       const unsigned owners = __ballot_sync(kFullWarp, mine);
       if (owners == 0) continue;
       const int owner = 31 - __clz(owners);
       b = min(base + owner, p.num_requests - 1);
-      limit = __shfl_sync(kFullWarp, its_limit, owner);
-      top_k = __shfl_sync(kFullWarp, its_top_k, owner);
-      temperature = __shfl_sync(kFullWarp, its_temperature, owner);
-      top_p = __shfl_sync(kFullWarp, its_top_p, owner);
-      request = __shfl_sync(kFullWarp, its_request, owner);
+      limit = __shfl_sync(kFullWarp, asked.limit, owner);
+      top_k = __shfl_sync(kFullWarp, asked.top_k, owner);
+      temperature = __shfl_sync(kFullWarp, asked.temperature, owner);
+      top_p = __shfl_sync(kFullWarp, asked.top_p, owner);
+      request = __shfl_sync(kFullWarp, asked.request, owner);
     }
   }
 };
 
 // The rows of one request in shared memory.
 struct TreeRows {
-  int32_t tokens[kMaxTreeRows], parents[kMaxTreeRows];
+  int32_t tokens[kMaxTreeRows], parents[kMaxTreeRows], positions[kMaxTreeRows];
   int64_t first;
   int32_t num_rows;
 
@@ -62,6 +76,7 @@ struct TreeRows {
       const int32_t token = p.tokens[begin + node], parent = p.parents[begin + node];
       tokens[node] = token;
       parents[node] = parent;
+      positions[node] = p.position[begin + node];
       bad_tree = node == 0 ? parent != -1 : parent < 0 || parent >= node;
       bad_token = node > 0 && (token < 0 || token >= p.vocab_size);
     }
@@ -81,6 +96,46 @@ struct TreeRows {
       if (found != 0) return base + __ffs(found) - 1;
     }
     return -1;
+  }
+};
+
+constexpr int kNobody = kMaxTreeRows;
+
+// The only child that a walk without a filter can go to from each node: the one that the target
+// ranks first of those drafted there. So its row may be read before the node's own token is known.
+struct Favourites {
+  unsigned long long rank[kMaxTreeRows];  // of the best child; 0 without one
+  int32_t child[kMaxTreeRows];            // the first that has it, or kNobody
+
+  // Calls `meanwhile`, which ends with a barrier or begins with one, while the logits are on their
+  // way. All threads of a block of kMaxTreeRows or more call it.
+  template <typename T, typename DataOf, typename DrawAt, typename F>
+  __device__ __forceinline__ void find(const TreeRows& tree, float temperature, DataOf&& data_of,
+                                       DrawAt&& draw_at, F&& meanwhile) {
+    const int node = threadIdx.x;
+    if (node < kMaxTreeRows) {
+      rank[node] = 0;
+      child[node] = kNobody;
+    }
+    const int parent = node > 0 && node < tree.num_rows ? tree.parents[node] : -1;
+    const int32_t token = parent >= 0 ? tree.tokens[node] : -1;
+    const RowData<T> data = data_of(parent >= 0 ? min(parent, tree.num_rows - 1) : 0);
+    const bool valid = parent < node && token >= 0 && token < data.vocab_size;
+    T logit{};
+    if (valid) logit = data.logits[token];
+    meanwhile();
+    unsigned long long mine = 0;
+    if (valid) {
+      const Row<T> row(data, temperature);
+      const float x = as_float32(logit);
+      float score = row.scaled(x);
+      if (!row.greedy) score = add_rn(score, gumbel(draw_at(parent).word(token)));
+      if (!row.is_bad(x) && score > kNegInf) mine = rank_key(score, static_cast<uint32_t>(token));
+      atomicMax(&rank[parent], mine);
+    }
+    __syncthreads();
+    if (mine != 0 && mine == rank[parent]) atomicMin(&child[parent], node);
+    __syncthreads();
   }
 };
 
