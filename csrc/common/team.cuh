@@ -33,6 +33,14 @@ __device__ __forceinline__ float warp_max(float x) {
   return from_ascending(__reduce_max_sync(kFullWarp, ascending(x)));
 }
 
+// The largest of the lanes' keys.
+__device__ __forceinline__ uint64_t warp_max(uint64_t key) {
+  const uint32_t high = static_cast<uint32_t>(key >> 32);
+  const uint32_t highest = __reduce_max_sync(kFullWarp, high);
+  const uint32_t low = high == highest ? static_cast<uint32_t>(key) : 0;
+  return static_cast<uint64_t>(highest) << 32 | __reduce_max_sync(kFullWarp, low);
+}
+
 struct Sum {
   template <typename V>
   __device__ V operator()(V a, V b) const {

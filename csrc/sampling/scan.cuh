@@ -46,9 +46,14 @@ struct alignas(8) StepSum {
 };
 
 struct alignas(16) WarpBest {
-  float score, logit;  // -inf if no logit is finite
-  int32_t token;       // then -1
-  int32_t bad;         // a NaN or +inf was met
+  uint64_t key;  // rank_key(score, id); 0 if no logit is finite
+  float logit;
+  int32_t bad;  // a NaN or +inf was met
+
+  __device__ int32_t token() const {
+    return key == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(key));
+  }
+  __device__ float score() const { return from_ascending(static_cast<uint32_t>(key >> 32)); }
 };
 
 // Whom `Scanner::score` tells a row's result. The first warp of the team always has all of it.
@@ -187,7 +192,8 @@ class Scanner {
 #pragma unroll 1
       for (; left > 0; --left) commit_copies();
     }
-    const WarpBest best = best_of_warp(race, bad);
+    const uint64_t mine = race.token < 0 ? 0 : rank_key(race.score, race.token);
+    const WarpBest best = best_of_warp({mine, race.logit, bad});
     if (lane < team_.size()) {
       team_.remote(shared.best[turn_], lane)[team_.rank() * kWarps + warp] = best;
     }
@@ -196,7 +202,7 @@ class Scanner {
     const bool first = team_.rank() == 0 && warp == 0;
     if (first || tell != Tell::kFirstWarp) {
       const WarpBest winner = best_of_team();
-      result = {0.0f, 0.0f, winner.logit, winner.token, winner.bad || winner.token < 0};
+      result = {0.0f, 0.0f, winner.logit, winner.token(), winner.bad || winner.key == 0};
     }
     if (first) fold_sums(row, &result);
     if (tell == Tell::kAll) {
@@ -224,7 +230,9 @@ class Scanner {
     float known = kNegInf;
     for (int warp = threadIdx.x % kWarpSize; warp < num_warps_; warp += kWarpSize) {
       const WarpBest winner = best[warp];
-      if (winner.token >= 0 && kept(winner.token, winner.logit)) known = fmaxf(known, winner.score);
+      if (winner.key != 0 && kept(winner.token(), winner.logit)) {
+        known = fmaxf(known, winner.score());
+      }
     }
     return warp_max(known);
   }
@@ -353,17 +361,10 @@ class Scanner {
     return {max, warp_sum_all(sum)};
   }
 
-  // Highest score first, then the lower id.
-  __device__ static WarpBest best_of_warp(const Race& race, bool bad) {
-    const uint32_t order = ascending(race.score);
-    const uint32_t highest = __reduce_max_sync(kFullWarp, order);
-    const bool first = order == highest && race.token >= 0;
-    const uint32_t id = first ? static_cast<uint32_t>(race.token) : 0xffffffffu;
-    const uint32_t lowest = __reduce_min_sync(kFullWarp, id);
-    const unsigned owner = __ballot_sync(kFullWarp, first && id == lowest);
-    const float logit = __shfl_sync(kFullWarp, race.logit, owner == 0 ? 0 : __ffs(owner) - 1);
-    return {from_ascending(highest), logit, static_cast<int32_t>(lowest),
-            __any_sync(kFullWarp, bad)};
+  __device__ static WarpBest best_of_warp(WarpBest mine) {
+    const uint64_t key = warp_max(mine.key);
+    const int owner = __ffs(__ballot_sync(kFullWarp, mine.key == key)) - 1;
+    return {key, __shfl_sync(kFullWarp, mine.logit, owner), __any_sync(kFullWarp, mine.bad)};
   }
 
   // Folds the steps' sums. By the team's first warp.
@@ -394,20 +395,22 @@ class Scanner {
         warp_sum_all(mul_rn(sum, exp2_approx(add_rn(row.shift(max), -row.shift(result->max)))));
   }
 
-  // Folds the warps' winners. Called by whole warps.
+  // Folds the warps' winners, a lane those of a warp in each block. Called by whole warps.
   __device__ WarpBest best_of_team() const {
-    Race race;
-    bool bad = false;
-    for (int warp = threadIdx.x % kWarpSize; warp < num_warps_; warp += kWarpSize) {
-      const WarpBest best = scratch().best[turn_][warp];
-      bad |= best.bad;
-      if (best.score < race.score || best.token < 0) continue;
-      if (best.score == race.score && race.token >= 0 && race.token < best.token) continue;
-      race.score = best.score;
-      race.logit = best.logit;
-      race.token = best.token;
+    static_assert(kWarps == kWarpSize);
+    const WarpBest* const best = scratch().best[turn_] + threadIdx.x % kWarpSize;
+    WarpBest part[kMaxTeam], mine{};
+#pragma unroll
+    for (int rank = 0; rank < kMaxTeam; ++rank) {
+      part[rank] = rank < team_.size() ? best[rank * kWarps] : WarpBest{};
     }
-    return best_of_warp(race, bad);
+#pragma unroll
+    for (int rank = 0; rank < kMaxTeam; ++rank) {
+      const bool better = part[rank].key > mine.key;
+      mine = {better ? part[rank].key : mine.key, better ? part[rank].logit : mine.logit,
+              mine.bad | part[rank].bad};
+    }
+    return best_of_warp(mine);
   }
 
   // Of a row, in the first block.

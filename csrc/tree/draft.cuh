@@ -27,14 +27,6 @@ struct alignas(16) Candidate {
   __device__ float score() const { return from_ascending(static_cast<uint32_t>(key >> 32)); }
 };
 
-// The largest of the lanes' keys.
-__device__ __forceinline__ uint64_t warp_max(uint64_t key) {
-  const uint32_t high = static_cast<uint32_t>(key >> 32);
-  const uint32_t highest = __reduce_max_sync(kFullWarp, high);
-  const uint32_t low = high == highest ? static_cast<uint32_t>(key) : 0;
-  return static_cast<uint64_t>(highest) << 32 | __reduce_max_sync(kFullWarp, low);
-}
-
 // The n-th largest of the lanes' values.
 __device__ __forceinline__ float nth_largest(float value, int n) {
   uint32_t key = ascending(value), highest = 0;
