@@ -102,10 +102,37 @@ class WarpList {
   float floor_ = kNegInf;
 };
 
+// Reads past the nearest cache, so that a later read finds what was written in between.
+__device__ __forceinline__ uint4 load_shared_cache(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
 // A lane's ids of a tile, in registers.
 template <typename T>
 class DraftTile {
  public:
+  // Makes the noise of a tile for a likely draw, ahead of the wait for what comes before: nothing
+  // that is read here needs to be right, as `draw` compares it with what is.
+  __device__ __forceinline__ void guess(const ExpandTreeParams& p, const Draw& likely,
+                                        int32_t first) {
+    likely_request_low_ = likely.key.request_low;
+    likely_request_high_ = likely.key.request_high;
+    likely_position_ = likely.position;
+    guessed_ = first + kTileIds <= p.draft_vocab &&
+               (p.d2t == nullptr || reinterpret_cast<uintptr_t>(p.d2t) % sizeof(uint4) == 0);
+    if (!guessed_) return;
+    if (p.d2t != nullptr) {
+      const uint4* const from = reinterpret_cast<const uint4*>(p.d2t + first);
+      const uint4 low = load_shared_cache(from), high = load_shared_cache(from + 1);
+      likely_id_ = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    }
+    make_words(p, likely, likely_id_, first);
+  }
+
   // Reads that wait for nothing but their addresses. Ids past the row are not read.
   __device__ __forceinline__ void fetch(const ExpandTreeParams& p, const RowData<T>& row,
                                         int32_t first) {
@@ -142,20 +169,19 @@ class DraftTile {
     return status;
   }
 
-  // Makes the noise words of the ids; values become scores if `perturbed`.
+  // Makes the noise words of the ids, unless they are there; values become scores if `perturbed`.
+  // Called by whole warps.
   __device__ __forceinline__ void draw(const ExpandTreeParams& p, const Draw& noise,
                                        bool perturbed) {
+    bool right = guessed_ && likely_request_low_ == noise.key.request_low &&
+                 likely_request_high_ == noise.key.request_high &&
+                 likely_position_ == noise.position;
     if (p.d2t != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kTileIds; ++i) word_[i] = noise.word(ids_.word[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kTileIds; i += 4) {
-        const Philox4 r = noise.words(static_cast<uint32_t>(first_ + i) / 4);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) word_[i + j] = r.word[j];
-      }
+      for (int i = 0; i < kTileIds; ++i) right &= likely_id_.word[i] == ids_.word[i];
     }
+    guessed_ = false;  // the next tile is another
+    if (!__all_sync(kFullWarp, right)) make_words(p, noise, ids_, first_);
     if (!perturbed) return;
     largest_ = kNegInf;
 #pragma unroll
@@ -219,8 +245,26 @@ class DraftTile {
   }
 
  private:
+  __device__ __forceinline__ void make_words(const ExpandTreeParams& p, const Draw& noise,
+                                             const Raw<float>& ids, int32_t first) {
+    if (p.d2t != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kTileIds; ++i) word_[i] = noise.word(ids.word[i]);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kTileIds; i += 4) {
+      const Philox4 r = noise.words(static_cast<uint32_t>(first + i) / 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) word_[i + j] = r.word[j];
+    }
+  }
+
   Raw<T> raw_;
-  Raw<float> ids_;
+  Raw<float> ids_, likely_id_;
+  uint32_t likely_request_low_, likely_request_high_;
+  int32_t likely_position_;
+  bool guessed_ = false;
   float value_[kTileIds];
   uint32_t word_[kTileIds] = {};
   int32_t first_ = 0;

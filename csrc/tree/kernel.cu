@@ -2,8 +2,10 @@
 //
 // One team of blocks a request (a cluster of up to 16 on Hopper). Frontier rows are taken up to
 // kWave at a time and the team's warps are dealt to them, so a row is spread over many
-// multiprocessors. A warp tells all blocks the largest value of its ids, and draws their noise
-// while the others' is on its way; then it sums their weights and leaves its best K and its sum
+// multiprocessors. The noise of a warp's first ids needs no logit: it is made before the kernel
+// waits for the one ahead, from what that will most likely leave as it is, and made again if not. A
+// warp tells all blocks the largest value of its ids, and draws the noise of further ids while the
+// others' is on its way; then it sums their weights and leaves its best K and its sum
 // with the first block, whose warps merge the lists, score, link and rank the children in shared
 // memory. What one block must know of another is written into its shared memory ahead of a
 // barrier, never fetched after one, unless the lists are too long for that. The log-softmax sums
@@ -224,6 +226,16 @@ class FrontierWords {
   uint32_t word_;
 };
 
+// The noise that a level most likely draws: of the depth that its drafter slots tell.
+__device__ __forceinline__ Draw likely_draw(const ExpandTreeParams& p, int64_t b) {
+  const volatile int64_t* const request = p.request + b;
+  const volatile int32_t* const root_position = p.root_position + b;
+  const int64_t depth =
+      p.frontier_ancestors == nullptr ? 0 : 1 + p.slot_base / max(p.frontier_rows, int64_t{1});
+  return {p.round_keys, noise_key(p.seed, *request, NoiseDomain::kTarget),
+          *root_position + static_cast<int32_t>(depth) + 1};
+}
+
 // The frontier's ancestors on their way to shared memory: asked for early, stored when they are
 // there.
 class Inherited {
@@ -282,13 +294,14 @@ __global__ void __launch_bounds__(kTreeThreads, 1)
     const RowData<T> data(p.draft_logits, p.logits_stride, b * rows + wave + mine, columns);
     const int32_t step = deal.slices * kTile, begin = slice * kTile + lane * kGroup;
     const int32_t end = works ? columns + lane * kGroup : 0;  // the same for all lanes of a tile
-    if (wave == 0) {                                          // nothing so far was a read
+    DraftTile<T> tile;
+    if (wave == 0) {  // nothing so far was a read that counts
+      if (begin < end) tile.guess(p, likely_draw(p, b), begin);
       wait_for_prior_grid();
       launch_dependents();
     }
     const FrontierWords words(p, b, wave + mine);
     const Inherited inherited(p, b, wave == 0 && team.rank() == 0);
-    DraftTile<T> tile;
     if (begin < end) tile.fetch(p, data, begin);
     const int32_t count = words.count();
     const FrontierRow row = frontier_row(p, b, wave + mine, words.parent(), count);
