@@ -173,10 +173,10 @@ class Scanner {
       race.reached = fmaxf(race.reached, from_ascending(as_volatile(shared.reached[turn_])));
       const StepSum sum = score_step(row, step, slot, noisy, draw, race, words, made, &bad, raise);
       if (lane == 0) *to = sum;
-      if (has_next) {
-        stage(next, step, slot);
-      } else {
+      if (!has_next) {
         stage(row, step + kDepth<T> * num_warps_, slot);
+      } else if (step != first_step_) {
+        stage(next, step - num_warps_, slot - kStageSlots);
       }
       commit_copies();
       slot += kStageSlots;
@@ -188,16 +188,18 @@ class Scanner {
     if (noisy && step < num_steps_) take_step(true);
 #pragma unroll 1
     while (step < num_steps_) take_step(false);
-    if (has_next) {  // as many groups as `start` makes
-#pragma unroll 1
-      for (; left > 0; --left) commit_copies();
-    }
     const uint64_t mine = race.token < 0 ? 0 : rank_key(race.score, race.token);
     const WarpBest best = best_of_warp({mine, race.logit, bad});
     if (lane < team_.size()) {
       team_.remote(shared.best[turn_], lane)[team_.rank() * kWarps + warp] = best;
     }
     team_.sync();
+    if (has_next) {  // a step late, so that an arrival does not wait for a copy that just began
+      const int taken = kDepth<T> - left;
+      if (taken > 0) stage(next, step - num_warps_, slots_ + (taken - 1) * kStageSlots);
+#pragma unroll 1
+      for (; left >= 0; --left) commit_copies();  // a group more than `start` makes, as it is late
+    }
     RowResult result{};
     const bool first = team_.rank() == 0 && warp == 0;
     if (first || tell != Tell::kFirstWarp) {
