@@ -75,6 +75,7 @@ class Team {
   __device__ Team()
       : rank_(cooperative_groups::this_cluster().block_rank()),
         size_(cooperative_groups::this_cluster().num_blocks()) {}
+  __device__ int item() const { return size_ == 1 ? blockIdx.x : __clusterIdx().x; }
   __device__ void arrive() const { cooperative_groups::this_cluster().barrier_arrive(); }
   __device__ void wait() const { cooperative_groups::this_cluster().barrier_wait(); }
   template <typename V>
@@ -83,6 +84,7 @@ class Team {
   }
 #else
   __device__ Team() : rank_(0), size_(1) {}
+  __device__ int item() const { return blockIdx.x; }
   __device__ void arrive() const {}
   __device__ void wait() const { __syncthreads(); }
   template <typename V>
@@ -99,7 +101,6 @@ class Team {
 
   __device__ int rank() const { return rank_; }
   __device__ int size() const { return size_; }
-  __device__ int item() const { return blockIdx.x / size_; }
   __device__ int thread() const { return rank_ * kThreads + threadIdx.x; }
   __device__ int threads() const { return size_ * kThreads; }
 

@@ -15,6 +15,7 @@
 // more than a tile (the largest value must be known before the weights). Limits: K <= 128, 256
 // drafter slots, kMaxChildren.
 #include "common/mma.cuh"
+#include "tree/ancestors.cuh"
 #include "tree/draft.cuh"
 #include "tree/op.h"
 
@@ -61,7 +62,7 @@ struct Shared {
   int32_t count[kMaxFrontier], offset[kMaxFrontier + 1];  // children of a row, and before it
   int32_t parent[kMaxFrontier], depth[kMaxFrontier];
   float parent_score[kMaxFrontier], max[kMaxFrontier], log_sum[kMaxFrontier];
-  uint8_t ancestors[kMaxFrontier * kMaxDepth];
+  alignas(16) uint8_t ancestors[kMaxFrontier * kMaxDepth];
   int32_t begin;  // nodes before this level's; 0 if there is no room for them
 };
 
@@ -191,12 +192,16 @@ __device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t be
     p.next_frontier[out] = i < total ? begin + i : -1;
     p.next_row[out] = i < total ? static_cast<int32_t>(b * rows + f) : 0;
     const int in_flight = i < total && p.frontier_ancestors != nullptr ? shared.depth[f] : 0;
-#pragma unroll
-    for (int d = 0; d < kMaxDepth; ++d) {
-      uint8_t slot = d < in_flight - 1 ? shared.ancestors[f * kMaxDepth + d] : 0;
-      if (d == in_flight - 1) slot = static_cast<uint8_t>(p.slot_base + f);
-      p.next_ancestors[out * kMaxDepth + d] = slot;
+    uint64_t low = 0, high = 0;
+    if (in_flight > 0) {  // its parent's, then the slot of its parent
+      const int own = in_flight - 1, bits = 8 * (own % 8);
+      const uint64_t below = (uint64_t{1} << bits) - 1;
+      const uint64_t slot = static_cast<uint64_t>(static_cast<uint8_t>(p.slot_base + f)) << bits;
+      const auto* const parents = reinterpret_cast<const uint64_t*>(shared.ancestors) + 2 * f;
+      low = own < 8 ? (parents[0] & below) | slot : parents[0];
+      high = own < 8 ? 0 : (parents[1] & below) | slot;
     }
+    write_ancestors(p.next_ancestors + out * kMaxDepth, low, high);
   }
   if (t == 0 && begin > 0) p.nodes.count[b] = begin + total;
 }

@@ -12,6 +12,7 @@
 // packs the rows of all requests. count^2 comparisons; stores of up to kMaxStore nodes.
 #include "common/mma.cuh"
 #include "common/team.cuh"
+#include "tree/ancestors.cuh"
 #include "tree/op.h"
 
 namespace tlt {
@@ -212,15 +213,7 @@ __device__ void write_row(const SelectNodesParams& p, int64_t b, int64_t first, 
     low = low << 8 | static_cast<uint64_t>(up);
     up = chosen[up].parent();
   }
-  uint8_t* out = p.ancestors + row * kMaxDepth;
-  if (reinterpret_cast<uintptr_t>(out) % sizeof(ulonglong2) == 0) {
-    *reinterpret_cast<ulonglong2*>(out) = make_ulonglong2(low, high);
-    return;
-  }
-#pragma unroll 1
-  for (int d = 0; d < kMaxDepth; ++d) {
-    out[d] = static_cast<uint8_t>((d < 8 ? low : high) >> 8 * (d % 8));
-  }
+  write_ancestors(p.ancestors + row * kMaxDepth, low, high);
 }
 
 // One block a request; with one request it writes the rows as well.
