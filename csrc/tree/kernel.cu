@@ -301,7 +301,10 @@ __global__ void __launch_bounds__(kTreeThreads, 1)
     const int32_t end = works ? columns + lane * kGroup : 0;  // the same for all lanes of a tile
     DraftTile<T> tile;
     if (wave == 0) {  // nothing so far was a read that counts
-      if (begin < end) tile.guess(p, likely_draw(p, b), begin);
+      const volatile float* const temperature = p.temperature + b;
+      if (begin < end && *temperature >= kMinTemperature) {
+        tile.guess(p, likely_draw(p, b), begin);
+      }
       wait_for_prior_grid();
       launch_dependents();
     }
