@@ -20,8 +20,9 @@ from driver.rollout.kv_cache import KvCache
 from driver.rollout.workspace import Workspace
 
 # On a GPU fused ops pay for FUSED_ROWS, and for more rows while the weights, read again for each
-# PIECE_ROWS of them, stay below FUSED_WEIGHTS in all.
-FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS = 8, 16, 10 << 20
+# PIECE_ROWS of them, stay below FUSED_WEIGHTS in all. Beside LARGE_WEIGHTS the launch of a norm
+# hides, for they are on their way meanwhile, and by themselves they are read faster.
+FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 16, 10 << 20, 32 << 20
 
 
 def fuses(rows: int, weights: int) -> bool:
@@ -29,12 +30,18 @@ def fuses(rows: int, weights: int) -> bool:
     return rows <= FUSED_ROWS or -(-rows // PIECE_ROWS) * weights <= FUSED_WEIGHTS
 
 
+def norms(rows: int, weights: int) -> bool:
+    """Whether, on a GPU, a linear that does not append norms its rows itself."""
+    return fuses(rows, weights) and weights <= LARGE_WEIGHTS
+
+
 def layer_launches(spec: ModelSpec, rows: int) -> int:
     """Launches of a layer on a GPU; attention's are two, though one will do for few short rows."""
     heads = spec.num_heads + 2 * spec.num_kv_heads
-    normed = fuses(rows, heads * spec.head_dim * spec.hidden_size)
-    appended = normed and not spec.qk_norm
-    gated = fuses(rows, 2 * spec.intermediate_size * spec.hidden_size)
+    qkv = heads * spec.head_dim * spec.hidden_size
+    appended = fuses(rows, qkv) and not spec.qk_norm
+    normed = appended or norms(rows, qkv)
+    gated = norms(rows, 2 * spec.intermediate_size * spec.hidden_size)
     return 6 + (not normed) + (not appended) + (not gated)
 
 
@@ -289,7 +296,8 @@ class TargetModel:
         self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, between: Tensor
     ) -> dict[str, Tensor | float]:
         """What a linear of `weight` reads: x and its norm, or else the rows normed in `between`."""
-        if self.fuses(len(x), weight):
+        large = self.device.type != "cpu" and weight.numel() > LARGE_WEIGHTS
+        if self.fuses(len(x), weight) and not large:
             return {"x": x, "norm_weight": norm, "eps": eps}
         normed = between[: len(x)]
         tlt_ext.rms_norm(x, norm, normed, eps=eps)

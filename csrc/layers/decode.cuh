@@ -88,26 +88,30 @@ struct Added {
   uint32_t bias, residual;
 };
 
+__device__ __forceinline__ const void* residual_of(const LinearParams& p, int64_t at) {
+  return static_cast<const char*>(p.residual) + (at << (p.out_dtype == DType::kFloat32 ? 2 : 1));
+}
+
+__device__ __forceinline__ uint32_t load_residual(const LinearParams& p, int64_t at) {
+  return p.out_dtype == DType::kFloat32 ? static_cast<const uint32_t*>(p.residual)[at]
+                                        : static_cast<const uint16_t*>(p.residual)[at];
+}
+
 __device__ __forceinline__ Added load_added(const LinearParams& p, int row, int64_t col) {
   Added added = {};
   if (p.bias) added.bias = static_cast<const uint16_t*>(p.bias)[col];
-  if (p.residual) {
-    const int64_t at = row * p.residual_stride + col;
-    added.residual = p.out_dtype == DType::kFloat32 ? static_cast<const uint32_t*>(p.residual)[at]
-                                                    : static_cast<const uint16_t*>(p.residual)[at];
-  }
+  if (p.residual) added.residual = load_residual(p, row * p.residual_stride + col);
   return added;
 }
 
 template <typename T>
-__device__ __forceinline__ void store_added(const LinearParams& p, int row, int64_t col, float sum,
+__device__ __forceinline__ void store_added(const LinearParams& p, int64_t at, float sum,
                                             const Added& added) {
   if (p.bias) sum += unpack<T>(added.bias).x;
   if (p.residual) {
     sum += p.out_dtype == DType::kFloat32 ? __uint_as_float(added.residual)
                                           : unpack<T>(added.residual).x;
   }
-  const int64_t at = row * p.out_stride + col;
   if (p.out_dtype == DType::kFloat32) {
     static_cast<float*>(p.out)[at] = sum;
   } else {

@@ -226,6 +226,20 @@ __device__ __forceinline__ float fold(float v, int lanes) {
 constexpr int kBlockK = 64;  // elements of k in one step: 128 bytes of a row
 constexpr int kParts = 8;    // interleaved parts of K
 
+// Adds the squares of 32 elements of each row of a fragment to what lies on the diagonal.
+template <typename T>
+__device__ __forceinline__ void add_squares(float (&sum)[4], const Chunk<T>& x) {
+  const uint32_t* w = x.word;
+  mma_16816<T>(sum, {w[0], w[0], w[1], w[1]}, w[0], w[1]);
+  mma_16816<T>(sum, {w[2], w[2], w[3], w[3]}, w[2], w[3]);
+}
+
+// Of row g, in lane 4 g + g / 2, from the sums of the first and the other 32 elements of blocks.
+__device__ __forceinline__ float squares_of(const float (&sum)[2][4]) {
+  const bool odd = threadIdx.x / 4 % 2 == 1;
+  return odd ? sum[0][1] + sum[1][1] : sum[0][0] + sum[1][0];
+}
+
 // By a warp, whose row g of a fragment is elements of row[r] of its lanes 4 g to 4 g + 3: from
 // `begin`, the same in all lanes, every eighth block up to `end`; a lane's own elements lie `at`
 // further on. Lane 4 g + g / 2 gets the sums of row g.
@@ -234,11 +248,6 @@ __device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const 
                                             int begin, int end, int at, bool aligned,
                                             float (&squares)[kRows]) {
   float sum[kRows][2][4] = {};
-  const auto add = [&](float (&to)[4], const Chunk<T>& x) {
-    const uint32_t* w = x.word;
-    mma_16816<T>(to, {w[0], w[0], w[1], w[1]}, w[0], w[1]);
-    mma_16816<T>(to, {w[2], w[2], w[3], w[3]}, w[2], w[3]);
-  };
   constexpr int kStep = kParts * kBlockK, kAhead = 4 / kRows;  // steps on their way at once
   if (aligned) {
 #pragma unroll 1
@@ -261,7 +270,7 @@ __device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const 
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) add(sum[r][h], x[i][r][h]);
+          for (int h = 0; h < 2; ++h) add_squares(sum[r][h], x[i][r][h]);
         }
       }
     }
@@ -272,16 +281,13 @@ __device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const 
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          add(sum[r][h], load_split_pieces(row[r], k + at + h * 32, dim[r]));
+          add_squares(sum[r][h], load_split_pieces(row[r], k + at + h * 32, dim[r]));
         }
       }
     }
   }
-  const bool odd = threadIdx.x / 4 % 2 == 1;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    squares[r] = odd ? sum[r][0][1] + sum[r][1][1] : sum[r][0][0] + sum[r][1][0];
-  }
+  for (int r = 0; r < kRows; ++r) squares[r] = squares_of(sum[r]);
 }
 
 // The sum of squares of a row, by one warp, in every lane. float32: the order of csrc/layers/dot.h

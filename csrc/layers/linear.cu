@@ -24,14 +24,16 @@ LinearKernelParams kernel_params(const char* op, const LinearParams& p, bool sil
   return params;
 }
 
-// Whether the decode kernel takes aligned rows: 8 always, more where it costs less to read the
-// weights again for each piece than another kernel takes to start.
+// Whether aligned rows are few: 8 always, but of wide large weights, which wgmma's larger copies
+// read faster; more where it costs less to read the weights again for each piece than another
+// kernel takes to start.
 bool decodes(const LinearParams& p) {
   constexpr int64_t kFewRows = 8, kFewNormedRows = 128, kFewPieces = 64, kFewWeights = 4 << 20;
   if (p.norm_weight) return p.rows <= kFewNormedRows;
   const int64_t pieces = (p.rows + kPieceRows - 1) / kPieceRows;
   const int64_t weights = p.in_dim * p.out_dim;
-  return p.rows <= kFewRows || (pieces == 1 && weights <= 4 * kFewWeights) ||
+  const bool wide = p.out_dim > p.in_dim && weights > 8 * kFewWeights;
+  return (p.rows <= kFewRows && !wide) || (pieces == 1 && weights <= 4 * kFewWeights) ||
          (pieces <= kFewPieces && pieces * weights <= kFewWeights);
 }
 
@@ -45,7 +47,7 @@ void launch_linear(const char* op, const LinearParams& linear, bool silu_mul, in
   const bool few = decodes(linear) || (linear.rows <= kPieceRows && !hopper);
   if (linear.dtype == DType::kFloat32) {
     launch_float32(p, as_stream(stream));
-  } else if (aligned && few && (norms || !silu_mul)) {
+  } else if (aligned && few && (norms || !silu_mul || !hopper)) {
     launch_decode(p, card_of(device), as_stream(stream));
   } else if (hopper) {
     launch_hopper(p, card_of(device), as_stream(stream));

@@ -98,13 +98,16 @@ struct Card {
   int num_sms;
 };
 
-// Aligned rows, fast where they or the weights are few, silu_mul after a norm alone; more of them,
-// without a norm, silu_mul of a multiple of 8 columns; any; float32. Each launches on the current
-// device.
+// Aligned rows, fast where they or the weights are few; more of them, without a norm, silu_mul of a
+// multiple of 8 columns; any; float32. Each launches on the current device.
 constexpr int kPieceRows = 16;  // that the decode kernel takes at once
 void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
                           const Card& card, cudaStream_t stream);
+// What the last two ask first; false: not of such weights.
+bool launch_small(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
+bool launch_small_append(const LinearKernelParams& p, const AppendKvParams& append,
+                         const Card& card, cudaStream_t stream);
 bool has_hopper_kernel();  // whether this build and the current device have the next one
 void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 void launch_tiles(const LinearKernelParams& p, cudaStream_t stream);

@@ -303,7 +303,8 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
           low += as_float32(bias[0]);
           high += as_float32(bias[after.head_dim / 2]);
         }
-        store_pair<T>(after, first_row + row, at, low, high, places.at[row], angles[row][pair]);
+        store_pair(pair_out<T>(after, first_row + row, at, places.at[row]),
+                   static_cast<int>(after.head_dim / 2), low, high, angles[row][pair]);
       }
     } else if constexpr (kPairs<After>) {
       __syncthreads();
@@ -324,8 +325,8 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       for (int i = 0; i < kOutputs; ++i) {
         const Output to = output(i);
         if (to.row >= rows || to.col >= count) continue;
-        store_added<T>(p, first_row + to.row, share.begin + first + to.col,
-                       tile_sum<D>(sums, to.row, to.col), ahead[i]);
+        const int64_t at = (first_row + to.row) * p.out_stride + share.begin + first + to.col;
+        store_added<T>(p, at, tile_sum<D>(sums, to.row, to.col), ahead[i]);
       }
       load_ahead(tile + 1);
     }
@@ -384,6 +385,7 @@ void dispatch_rows(const LinearParams& p, F&& f) {
 }  // namespace
 
 void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
+  if (launch_small(p, card, stream)) return;
   dispatch_rows(p.linear, [&](auto* tag, auto few) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(tag)>>;
     launch_rows<T, std::conditional_t<few, Few, Many>>(p, card, stream);
@@ -392,6 +394,7 @@ void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t s
 
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
                           const Card& card, cudaStream_t stream) {
+  if (launch_small_append(p, append, card, stream)) return;
   dispatch_rows(p.linear, [&](auto* tag, auto few) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(tag)>>;
     launch<T, std::conditional_t<few, Few, ManyAppending>, true>(p, append, card, stream);

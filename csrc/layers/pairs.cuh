@@ -88,33 +88,43 @@ __device__ __forceinline__ float2 angle_of(const AppendKvParams& p, int64_t posi
   return make_float2(from[0], from[p.head_dim / 2]);
 }
 
-// Writes the two sums of a pair; `angle` counts where the row has a place.
+// Where the two sums of a pair go: low[0] and low[head_dim / 2].
 template <typename T>
-__device__ __forceinline__ void store_pair(const AppendKvParams& p, int64_t row, const HeadPair& to,
-                                           float low, float high, const RowPlace& at,
-                                           float2 angle) {
-  const int half = static_cast<int>(p.head_dim / 2), head = to.head, i = to.i;
-  T* out;
-  bool turns = true;
+struct PairOut {
+  T* low = nullptr;   // null: nowhere
+  bool zero = false;  // zeros go there
+  bool turns = false;
+};
+
+template <typename T>
+__device__ __forceinline__ PairOut<T> pair_out(const AppendKvParams& p, int64_t row,
+                                               const HeadPair& pair, const RowPlace& at) {
+  const int head = pair.head, i = pair.i;
   if (head < p.num_heads) {
-    out = static_cast<T*>(p.q_out) + row * p.q_row_stride + head * p.q_head_stride;
-    if (at.status) {
-      out[i] = out[half + i] = as_storage<T>(0.0f);
-      return;
-    }
-  } else if (at.status) {
+    T* q = static_cast<T*>(p.q_out) + row * p.q_row_stride + head * p.q_head_stride;
+    return {q + i, at.status != 0, true};
+  }
+  if (at.status) return {};
+  if (head < p.num_heads + p.num_kv_heads) {
+    return {slot_of<T>(p.k, at.place, head - p.num_heads) + i, false, true};
+  }
+  return {slot_of<T>(p.v, at.place, head - p.num_heads - p.num_kv_heads) + i, false, false};
+}
+
+// Writes the two sums of a pair; `angle` counts where they turn.
+template <typename T>
+__device__ __forceinline__ void store_pair(const PairOut<T>& out, int half, float low, float high,
+                                           float2 angle) {
+  if (out.low == nullptr) return;
+  if (out.zero) {
+    out.low[0] = out.low[half] = as_storage<T>(0.0f);
     return;
-  } else if (head < p.num_heads + p.num_kv_heads) {
-    out = slot_of<T>(p.k, at.place, head - p.num_heads);
-  } else {
-    out = slot_of<T>(p.v, at.place, head - p.num_heads - p.num_kv_heads);
-    turns = false;
   }
   low = rounded_to<T>(low);
   high = rounded_to<T>(high);
-  const float2 v = turns ? rotated(low, high, angle.x, angle.y) : make_float2(low, high);
-  out[i] = as_storage<T>(v.x);
-  out[half + i] = as_storage<T>(v.y);
+  const float2 v = out.turns ? rotated(low, high, angle.x, angle.y) : make_float2(low, high);
+  out.low[0] = as_storage<T>(v.x);
+  out.low[half] = as_storage<T>(v.y);
 }
 
 }  // namespace tlt

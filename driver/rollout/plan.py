@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from driver.checkpoint import ModelSpec
-from driver.model import fuses, layer_launches
+from driver.model import LARGE_WEIGHTS, fuses, layer_launches
 from driver.strategy import OFF, Strategy
 
 # Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (profiling/README.md).
@@ -49,8 +49,9 @@ class GraphCost:
         if strategy.kind == "ngram":
             return target + 7
         if strategy.needs_drafter:
+            widest = max(2 * spec.intermediate_size, spec.vocab_size) * spec.hidden_size
             few = fuses(cell.batch * strategy.top_k, 2 * spec.intermediate_size * spec.hidden_size)
-            first, level = (14, 9) if few else (17, 12)
+            first, level = (14, 9) if few and widest <= LARGE_WEIGHTS else (17, 12)
             matched = 4 if strategy.kind == "hybrid" else 0  # a long catch-up appends in two
             return target + first + level * (strategy.depth - 1) + matched
         return target

@@ -74,7 +74,9 @@ def check(ops, case):
         ([40, 7, 0], [70, 1, 60]),
     ],
 )
-@pytest.mark.parametrize(("heads", "head_dim", "k"), [((9, 3), 64, 576), ((7, 1), 128, 3584)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "k"), [((9, 3), 64, 576), ((9, 3), 64, 1152), ((7, 1), 128, 3584)]
+)
 def test_bits_of_the_two_ops(ops, contexts, rows, heads, head_dim, k, dtype):
     case = make_case(contexts, rows, heads=heads, head_dim=head_dim, k=k, dtype=dtype)
     bias = kit.randn(len(case["weight"]), seed=7, dtype=dtype)

@@ -15,6 +15,8 @@ HALVES = [torch.float16, torch.bfloat16]
 # every way: one tile a block and several, one block a multiprocessor and two, parts over a cluster.
 SHAPES = [(37, 100), (401, 1001), (960, 576), (576, 1536), (9001, 200), (136, 3584), (72, 18944)]
 SHAPES += [(5001, 1032), (25001, 200), (3080, 576)]
+# Of whole blocks of K, whose weights may all wait in registers: parts of none to three of them.
+SHAPES += [(200, 64), (1000, 448), (2112, 1024), (600, 1088)]
 OPS = ["linear_rows", "norm, linear_rows", "linear_silu_mul", "norm, linear_silu_mul"]
 
 
@@ -180,6 +182,27 @@ def test_products_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k)
             tlt_ext.linear_silu_mul(x[:rows], weight, out)
             assert torch.equal(out, alone[:rows]), (rows, offset)
             assert wide[:, :offset].isnan().all() and wide[:, offset + n // 2 :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+def test_large_weights_have_the_bits_of_their_pieces(dtype, rows):
+    """Wide ones go to wgmma however few the rows are; pieces of them do not."""
+    x, _, weight, bias = (t.cuda() for t in inputs(rows, 33000, 1032, dtype))
+    assert weight.numel() > 32 << 20
+    out, gated = (torch.full((rows, n), float("nan"), dtype=dtype).cuda() for n in (33000, 16488))
+    tlt_ext.linear_rows(x, weight, out, bias=bias)
+    tlt_ext.linear_silu_mul(x, weight[:32976], gated)
+    parts, activated = torch.empty_like(out), torch.empty_like(gated)
+    for first in range(0, len(weight), 3000):
+        at = slice(first, first + 3000)
+        tlt_ext.linear_rows(x, weight[at], parts[:, at], bias=bias[at])
+    assert torch.equal(out, parts)
+    for first in range(0, len(weight), 3000):
+        at = slice(first, first + 3000)
+        tlt_ext.linear_rows(x, weight[at], parts[:, at])
+    tlt_ext.silu_mul(parts[:, :32976], activated)
+    assert torch.equal(gated, activated)
 
 
 def decode_step(case, early):

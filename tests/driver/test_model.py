@@ -234,6 +234,18 @@ def test_few_rows_or_few_weights_are_fused(llama, monkeypatch):
     assert model.fuses(80, small) and not model.fuses(81, small)
 
 
+@pytest.mark.parametrize(("wide", "inside"), [(49152, True), (37888, False)])
+def test_large_weights_have_norms_of_their_own(llama, monkeypatch, wide, inside):
+    """Their launch hides behind the weights, which a linear alone reads faster."""
+    model = load(llama[1])
+    calls = []
+    monkeypatch.setattr("tlt_ext.rms_norm", lambda *_, **__: calls.append("rms_norm"))
+    x, weight = torch.empty(1, 8), torch.empty(wide, 576 if inside else 3584, device="meta")
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    read = model.norm_for(x, x[0], weight, 1e-5, torch.empty(4, 8))
+    assert ("norm_weight" in read) == inside and (calls == []) == inside
+
+
 def test_weights_are_reloaded_in_place(pair, request):
     variant = request.node.callspec.params["pair"]
     _, model = pair

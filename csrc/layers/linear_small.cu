@@ -1,0 +1,323 @@
+// The linears of few rows whose weights all wait in registers, of a small model's layer: K up to
+// 1,536, two blocks a multiprocessor at most (order of the sum: linear.cuh).
+//
+// In such a layer launches follow each other so fast that what counts is what a warp runs after its
+// input exists. So all else is done before: every weight is asked for at once, by the lane that
+// feeds it to the tensor cores, outputs know their places. Then each of 8 warps loads x for its
+// part of K, all of it at once, multiplies, and the parts meet in shared memory. Blocks are small,
+// so that those of the next launches find room beside them, and their weights are there in time.
+//
+// A block owns up to 8 weight rows, or pairs of them (pairs.cuh): low and high rows of a fragment.
+// Pieces of 16 rows are the grid's second axis. Bytes: the weights, once a piece.
+#include <algorithm>
+#include <type_traits>
+
+#include "common/wgmma.cuh"
+#include "layers/decode.cuh"
+#include "layers/pairs.cuh"
+
+namespace tlt {
+namespace {
+
+constexpr int kMultipliers = kParts * kWarpSize;
+constexpr int kFinishers = 2 * kWarpSize;  // of the appending form: places first, then the end
+constexpr int kStepK = kParts * kBlockK;
+
+template <typename After>
+constexpr int kThreads = kMultipliers + kAppends<After> * kFinishers;
+
+template <int kRowTiles_, int kSteps_, typename After>
+struct Small {
+  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
+  static constexpr int kSteps = kSteps_;        // blocks of K of a part, at most
+  // Fragments of weight rows; with a norm and an activation, one row's products cost little more.
+  static constexpr int kTiles = std::is_same_v<After, SiluMul> && kRowTiles == 1 ? 2 : 1;
+  static constexpr int kHalves = kPairs<After> ? 2 : 1;  // of a fragment, low and high rows
+  static constexpr int kUnit = 8 * kTiles;               // weight rows of a block, or pairs
+  static constexpr int kRows = 8 * kRowTiles, kCols = kUnit * kHalves;
+  static constexpr int kPerSm = kAppends<After> && kRowTiles * kSteps > 2 ? 1 : 2;  // blocks
+};
+
+// Of a pair of a block the low column; the high one is 8 further on.
+__device__ __forceinline__ int low_col(int pair) { return pair / 8 * 16 + pair % 8; }
+
+// 8 bytes that are read once, or zeros.
+template <typename T>
+__device__ __forceinline__ uint2 load_once(const T* from, bool valid, uint64_t policy) {
+  uint2 v;
+  asm volatile(
+      "{\n.reg .pred valid;\nsetp.ne.b32 valid, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@valid ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v2.b32 {%0, %1}, [%2], %4;\n}"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(from), "r"(static_cast<int>(valid)), "l"(policy));
+  return v;
+}
+
+// A lane's share of 32 elements, as load_split gives it.
+template <typename T>
+__device__ __forceinline__ void load_inside(Chunk<T>& to, const T* from, bool inside) {
+  if (!inside) return;
+  const uint2 low = *reinterpret_cast<const uint2*>(from);
+  const uint2 high = *reinterpret_cast<const uint2*>(from + 16);
+  to.raw = join(low, high);
+}
+
+// The appending form's end, by warps of its own: they find out where sums go, then put them there.
+template <typename T, typename S>
+__device__ __forceinline__ void append_sums(const LinearParams& p, const AppendKvParams& after,
+                                            const float* sums, int first_row, int rows, int begin,
+                                            int count) {
+  __shared__ RowPlaces<S::kRows> places;
+  const int thread = threadIdx.x - kMultipliers, half = static_cast<int>(after.head_dim / 2);
+  if (!p.placed) wait_for_prior_grid();
+  if (thread < kWarpSize) find_places(after, first_row, rows, blockIdx.x == 0, &places);
+  sync_threads<2, kFinishers>();
+  constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
+  const int pair = thread % S::kUnit;
+  PairOut<T> out[kTurns];
+  float2 angle[kTurns] = {};
+  float bias[2] = {};
+  if (pair < count) {
+    const HeadPair at = head_pair(after, begin + pair);
+    if (p.bias) {
+      const T* from = static_cast<const T*>(p.bias) + low_row(after, at);
+      bias[0] = as_float32(from[0]);
+      bias[1] = as_float32(from[half]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      const int row = (thread + i * kFinishers) / S::kUnit;
+      if (row >= rows || places.request[row] < 0) continue;
+      out[i] = pair_out<T>(after, first_row + row, at, places.at[row]);
+      if (!places.at[row].status) angle[i] = angle_of(after, places.at[row].position, at.i);
+    }
+  }
+  __syncthreads();  // the sums are there, and the grids before have ended
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    if (out[i].low == nullptr) continue;
+    const int row = (thread + i * kFinishers) / S::kUnit;
+    float low = tile_sum<S>(sums, row, low_col(pair));
+    float high = tile_sum<S>(sums, row, low_col(pair) + 8);
+    if (p.bias) {
+      low += bias[0];
+      high += bias[1];
+    }
+    store_pair(out[i], half, low, high, angle[i]);
+  }
+}
+
+template <typename T, typename S, bool kNorms, typename After>
+__global__ void __launch_bounds__(kThreads<After>, S::kPerSm)
+    small_kernel(const __grid_constant__ LinearKernelParams params,
+                 const __grid_constant__ After after, const int unit) {
+  __shared__ float sums[kParts * S::kRows * S::kCols];
+  __shared__ float squares[kNorms ? kParts : 1][S::kRows];
+  launch_dependents();
+  const LinearParams& p = params.linear;
+  const int first_row = blockIdx.y * S::kRows;
+  const int rows = min(static_cast<int>(p.rows) - first_row, S::kRows);
+  const int units = static_cast<int>(p.out_dim) / (kPairs<After> ? 2 : 1);
+  const int begin = blockIdx.x * unit, count = min(unit, units - begin);
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int g = lane / 4, t = lane % 4;
+  if constexpr (kAppends<After>) {
+    if (warp >= kParts) {
+      return append_sums<T, S>(p, after, sums, first_row, rows, begin, count);
+    }
+  }
+  const int steps = part_steps(num_blocks_of(p), warp), first_k = warp * kBlockK + t * 4;
+
+  uint2 weight[S::kSteps][S::kTiles][S::kHalves]
+              [4];  // of row g of each half: 4 of 16 elements each
+  const uint64_t policy = evict_first_policy();
+#pragma unroll
+  for (int tile = 0; tile < S::kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < S::kHalves; ++half) {
+      int64_t row = begin + tile * 8 + g;
+      if constexpr (kPairs<After>) row = low_row(after, row) + half * rows_apart(p, after);
+      const T* from = static_cast<const T*>(p.weight) + row * p.weight_stride + first_k;
+#pragma unroll
+      for (int step = 0; step < S::kSteps; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          weight[step][tile][half][i] = load_once(from + step * kStepK + i * 16,
+                                                  step < steps && tile * 8 + g < count, policy);
+        }
+      }
+    }
+  }
+  const bool norms = kNorms && p.norm_weight != nullptr;
+  Chunk<T> norm_weight[kNorms ? S::kSteps : 1][2];
+  if constexpr (kNorms) {
+    const T* from = static_cast<const T*>(p.norm_weight) + first_k;
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        load_inside(norm_weight[step][h], from + step * kStepK + h * 32, norms && step < steps);
+      }
+    }
+  }
+  // Asking for lines that are yet to be written has their addresses worked out, and found, now.
+  const T* x_from[S::kRowTiles];
+#pragma unroll
+  for (int i = 0; i < S::kRowTiles; ++i) {
+    x_from[i] = static_cast<const T*>(p.x) + (first_row + i * 8 + g) * p.x_stride + first_k;
+    if (i * 8 + g < rows && steps > 0) prefetch_line(x_from[i]);
+  }
+  // The output of those threads that have one.
+  const int out_row = threadIdx.x / S::kUnit, out_col = threadIdx.x % S::kUnit;
+  const bool ends = !kAppends<After> && out_row < rows && out_col < count;
+  const int64_t out_at = (first_row + out_row) * p.out_stride + begin + out_col;
+  const int64_t residual_at = (first_row + out_row) * p.residual_stride + begin + out_col;
+  Added added = {};
+  if constexpr (!kPairs<After>) {
+    if (ends && p.bias) added.bias = static_cast<const uint16_t*>(p.bias)[begin + out_col];
+    if (ends && p.residual) prefetch_line(residual_of(p, residual_at));
+  }
+  wait_for_prior_grid();
+
+  Chunk<T> x[S::kSteps][S::kRowTiles][2];
+#pragma unroll
+  for (int step = 0; step < S::kSteps; ++step) {
+    if (step >= steps) break;
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        load_inside(x[step][i][h], x_from[i] + step * kStepK + h * 32, i * 8 + g < rows);
+      }
+    }
+  }
+  if constexpr (!kPairs<After>) {
+    if (ends && p.residual) added.residual = load_residual(p, residual_at);
+  }
+  if (norms) {
+    float sum[S::kRowTiles][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step) {
+      if (step >= steps) break;
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) add_squares(sum[i][h], x[step][i][h]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+      const float of_part = squares_of(sum[i]);
+      if (t == g / 2) squares[warp][i * 8 + g] = of_part;
+    }
+    sync_threads<1, kMultipliers>();
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+      float part[kParts];
+#pragma unroll
+      for (int w = 0; w < kParts; ++w) part[w] = squares[w][i * 8 + g];
+      const float scale = norm_scale<T>(sum_of_8(part), static_cast<int>(p.in_dim), p.eps);
+#pragma unroll
+      for (int step = 0; step < S::kSteps; ++step) {
+        if (step >= steps) break;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) norm_chunk(x[step][i][h], scale, norm_weight[step][h]);
+      }
+    }
+  }
+
+  float acc[S::kTiles][S::kRowTiles][4] = {};
+#pragma unroll
+  for (int step = 0; step < S::kSteps; ++step) {
+    if (step >= steps) break;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int tile = 0; tile < S::kTiles; ++tile) {
+        const auto chunk = [&](int half) {
+          return join(weight[step][tile][half][2 * h], weight[step][tile][half][2 * h + 1]);
+        };
+        const uint4 low = chunk(0), high = S::kHalves == 2 ? chunk(S::kHalves - 1) : uint4{};
+#pragma unroll
+        for (int i = 0; i < S::kRowTiles; ++i)
+          mma_k32<T>(acc[tile][i], low, high, x[step][i][h].raw);
+      }
+    }
+  }
+  float* mine = sums + warp * S::kRows * S::kCols;
+#pragma unroll
+  for (int i = 0; i < S::kRowTiles; ++i) {
+    if (i * 8 + t * 2 >= rows) continue;
+#pragma unroll
+    for (int tile = 0; tile < S::kTiles; ++tile) {
+#pragma unroll
+      for (int c = 0; c < 2 * S::kHalves; ++c) {
+        const int row = i * 8 + t * 2 + c % 2, col = tile * 16 + c / 2 * 8 + g;
+        mine[sum_index<S::kCols>(row, col)] = acc[tile][i][c];
+      }
+    }
+  }
+  __syncthreads();
+  if (!ends) return;
+  if constexpr (std::is_same_v<After, SiluMul>) {
+    const float gate = tile_sum<S>(sums, out_row, low_col(out_col));
+    const float up = tile_sum<S>(sums, out_row, low_col(out_col) + 8);
+    static_cast<T*>(p.out)[out_at] = silu_mul_sums<T>(gate, up);
+  } else if constexpr (!kAppends<After>) {
+    store_added<T>(p, out_at, tile_sum<S>(sums, out_row, out_col), added);
+  }
+}
+
+// False where the weights are too many.
+template <typename T, typename S, bool kNorms, typename After>
+bool launch(const LinearKernelParams& p, const After& after, const Card& card,
+            cudaStream_t stream) {
+  const int64_t units = p.linear.out_dim / (kPairs<After> ? 2 : 1);
+  const int64_t pieces = (p.linear.rows + S::kRows - 1) / S::kRows, sms = card.num_sms;
+  // Pairs as one block a multiprocessor, where that is enough, since each block norms its rows.
+  const int64_t even = std::max<int64_t>((units * pieces + sms - 1) / sms, 4);
+  const int64_t unit = kPairs<After> && even < S::kUnit ? even : S::kUnit;
+  const int64_t blocks = (units + unit - 1) / unit;
+  if (blocks * pieces > S::kPerSm * sms) return false;
+  const auto kernel = small_kernel<T, S, kNorms, After>;
+  prefer_shared(kernel);
+  launch_kernel("linear", kernel, {blocks, kThreads<After>, 0, 1, static_cast<unsigned>(pieces)},
+                stream, p.linear.early, p, after, static_cast<int>(unit));
+  return true;
+}
+
+// Launches the form for its rows, the length of its parts and its type, where it has one.
+template <int kMaxSteps, bool kNorms, typename After>
+bool launch_form(const LinearKernelParams& p, const After& after, const Card& card,
+                 cudaStream_t stream) {
+  const LinearParams& linear = p.linear;
+  const int64_t k = linear.in_dim;
+  if (k <= 0 || k % kBlockK != 0 || k > kMaxSteps * kStepK) return false;
+  const auto of_rows = [&](auto* tag, auto row_tiles) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    constexpr int kRowTiles = decltype(row_tiles)::value;
+    return k <= 2 * kStepK
+               ? launch<T, Small<kRowTiles, 2, After>, kNorms>(p, after, card, stream)
+               : launch<T, Small<kRowTiles, kMaxSteps, After>, kNorms>(p, after, card, stream);
+  };
+  const auto of_type = [&](auto* tag) {
+    return linear.rows <= 8 ? of_rows(tag, std::integral_constant<int, 1>{})
+                            : of_rows(tag, std::integral_constant<int, 2>{});
+  };
+  return linear.dtype == DType::kFloat16 ? of_type(static_cast<__half*>(nullptr))
+                                         : of_type(static_cast<__nv_bfloat16*>(nullptr));
+}
+
+}  // namespace
+
+bool launch_small(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
+  if (p.silu_mul) return launch_form<2, true>(p, SiluMul{}, card, stream);
+  return p.linear.norm_weight == nullptr && launch_form<3, false>(p, Nothing{}, card, stream);
+}
+
+bool launch_small_append(const LinearKernelParams& p, const AppendKvParams& append,
+                         const Card& card, cudaStream_t stream) {
+  return launch_form<3, true>(p, append, card, stream);
+}
+
+}  // namespace tlt
