@@ -69,36 +69,45 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
                                             int count) {
   __shared__ RowPlaces<S::kRows> places;
   const int thread = threadIdx.x - kMultipliers, half = static_cast<int>(after.head_dim / 2);
-  if (!p.placed) wait_for_prior_grid();
-  if (thread < kWarpSize) find_places(after, first_row, rows, blockIdx.x == 0, &places);
-  sync_threads<2, kFinishers>();
   constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
   const int pair = thread % S::kUnit;
-  PairOut<T> out[kTurns];
-  float2 angle[kTurns] = {};
-  float bias[2] = {};
-  if (pair < count) {
-    const HeadPair at = head_pair(after, begin + pair);
-    if (p.bias) {
-      const T* from = static_cast<const T*>(p.bias) + low_row(after, at);
-      bias[0] = as_float32(from[0]);
-      bias[1] = as_float32(from[half]);
-    }
+  const bool has_pair = pair < count;
+  const auto row_of = [&](int turn) { return (thread + turn * kFinishers) / S::kUnit; };
+  const HeadPair at = head_pair(after, begin + (has_pair ? pair : 0));
+  if (!p.placed) wait_for_prior_grid();
+  // A row's position is asked for beside its place, angles before that is known to all.
+  int64_t position[kTurns];
 #pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      const int row = (thread + i * kFinishers) / S::kUnit;
-      if (row >= rows || places.request[row] < 0) continue;
-      out[i] = pair_out<T>(after, first_row + row, at, places.at[row]);
-      if (!places.at[row].status) angle[i] = angle_of(after, places.at[row].position, at.i);
-    }
+  for (int i = 0; i < kTurns; ++i) {
+    position[i] = row_of(i) < rows ? after.position[first_row + row_of(i)] : -1;
+  }
+  float bias[2] = {};
+  if (p.bias) {
+    const T* from = static_cast<const T*>(p.bias) + low_row(after, at);
+    bias[0] = as_float32(from[0]);
+    bias[1] = as_float32(from[half]);
+  }
+  if (thread < kWarpSize) find_places(after, first_row, rows, blockIdx.x == 0, &places);
+  float2 angle[kTurns] = {};
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    if (position[i] < 0 || position[i] >= after.max_position) continue;  // the row has no place
+    angle[i] = angle_of(after, position[i], at.i);
+  }
+  sync_threads<2, kFinishers>();
+  PairOut<T> out[kTurns];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int row = row_of(i);
+    if (!has_pair || row >= rows || places.request[row] < 0) continue;
+    out[i] = pair_out<T>(after, first_row + row, at, places.at[row]);
   }
   __syncthreads();  // the sums are there, and the grids before have ended
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     if (out[i].low == nullptr) continue;
-    const int row = (thread + i * kFinishers) / S::kUnit;
-    float low = tile_sum<S>(sums, row, low_col(pair));
-    float high = tile_sum<S>(sums, row, low_col(pair) + 8);
+    float low = tile_sum<S>(sums, row_of(i), low_col(pair));
+    float high = tile_sum<S>(sums, row_of(i), low_col(pair) + 8);
     if (p.bias) {
       low += bias[0];
       high += bias[1];
