@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(kThreads)
                         : acc[r][c + i];
         };
         const float2 angle = at.status ? float2{} : angle_of(after, at.position, pair.i);
-        store_pair<float>(after, row_begin + r, pair, biased(0), biased(1), at, angle);
+        store_pair(pair_out<float>(after, row_begin + r, pair, at),
+                   static_cast<int>(after.head_dim / 2), biased(0), biased(1), angle);
       } else if constexpr (kPairs<After>) {
         if (c % 2 == 1) continue;
         const int64_t at = (row_begin + r) * p.out_stride + (col_begin + c) / 2;
