@@ -148,6 +148,13 @@ __device__ __forceinline__ float fast_silu(float gate) {
 
 __device__ __forceinline__ float silu_mul_one(float gate, float up) { return silu(gate) * up; }
 
+// The same of two 16-bit values in a word.
+template <typename T>
+__device__ __forceinline__ uint32_t silu_mul_word(uint32_t gate, uint32_t up) {
+  const float2 g = unpack<T>(gate);
+  return multiply<T>(pack<T>(make_float2(fast_silu(g.x), fast_silu(g.y))), up);
+}
+
 template <typename T>
 __device__ __forceinline__ void silu_mul_chunk(Chunk<T>& gate, const Chunk<T>& up) {
   if constexpr (sizeof(T) == 4) {
@@ -155,11 +162,7 @@ __device__ __forceinline__ void silu_mul_chunk(Chunk<T>& gate, const Chunk<T>& u
     for (int i = 0; i < 4; ++i) gate.at[i] = silu_mul_one(gate.at[i], up.at[i]);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 g = unpack<T>(gate.word[i]);
-      const uint32_t gated = pack<T>(make_float2(fast_silu(g.x), fast_silu(g.y)));
-      gate.word[i] = multiply<T>(gated, up.word[i]);
-    }
+    for (int i = 0; i < 4; ++i) gate.word[i] = silu_mul_word<T>(gate.word[i], up.word[i]);
   }
 }
 

@@ -17,11 +17,14 @@ constexpr int kLineBytes = kBlockK * 2;
 constexpr int kMaxStages = 10;
 constexpr int kMaxShared = 227 * 1024;
 
-template <int kGroups_, int kRows_, int kHeld_>
+template <int kGroups_, int kRows_, int kHeld_, bool kTurns_ = false>
 struct Tile {
-  static constexpr int kGroups = kGroups_;             // that multiply
-  static constexpr int kRows = kRows_;                 // of x
-  static constexpr int kHeld = kHeld_;                 // parts of K summed side by side
+  static constexpr int kGroups = kGroups_;  // that multiply
+  static constexpr int kRows = kRows_;      // of x
+  static constexpr int kHeld = kHeld_;      // parts of K summed side by side
+  // Of two parts one is multiplied while the other is added, and their blocks do not alternate.
+  static constexpr bool kTurns = kTurns_;
+  static_assert(!kTurns || kHeld == 2);
   static constexpr int kPerSm = kGroups == 1 ? 2 : 1;  // blocks that fit beside each other
   static constexpr int kWeightRows = 64 * kGroups;
   static constexpr int kThreads = (kGroups + 1) * kGroup;
@@ -104,8 +107,9 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
                        : copy_rows(to, map, block * kBlockK, row, full);
       at.advance();
     };
-    for (int first = work.begin; first < work.end; first += Of::kHeld) {
-      const int held = min(Of::kHeld, work.end - first);
+    const int beside = Of::kTurns && grid.split == 1 ? 1 : Of::kHeld;
+    for (int first = work.begin; first < work.end; first += beside) {
+      const int held = min(beside, work.end - first);
       for (int block = first; block < work.num_blocks; block += kParts) {
         const int end = min(block + held, work.num_blocks);
 #pragma unroll 1
@@ -113,6 +117,32 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
       }
     }
   }
+}
+
+// Puts 8x8 matrices of 16-bit values into shared memory, transposed; lane l gives the address of
+// row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b,
+                                                          uint32_t c, uint32_t d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t a,
+                                                          uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+               "r"(a), "r"(b)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
 }
 
 // f(j, c) for each sum that a lane holds of one part: see products.cuh.
@@ -143,14 +173,35 @@ class Multiplier {
 
   // Sums the next tile.
   __device__ __forceinline__ void sum_tile(float (&total)[Of::kRows / 8][4]) {
-    for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] = -0.0f; });  // -0 + x is x
-#pragma unroll 1
-    for (int first = 0; first < kParts; first += Of::kHeld) {
-      float acc[Of::kHeld][Of::kRows / 8][4];
-      sum_held(acc, first);
+    float acc[Of::kHeld][Of::kRows / 8][4];
+    const auto add = [&](const float (&part)[Of::kRows / 8][4]) {
+      for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] += part[j][c]; });
+    };
+    if constexpr (Of::kTurns) {
+      for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] = 0.0f; });
 #pragma unroll
-      for (int i = 0; i < Of::kHeld; ++i) {
-        for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] += acc[i][j][c]; });
+      for (int part = 0; part < kParts; ++part) {
+        multiply<false>(acc[part % 2]);
+        if (part > 0) {  // the one before is done: it is added while this one is multiplied
+          settle(acc[1 - part % 2]);
+          add(acc[1 - part % 2]);
+        }
+#pragma unroll 1
+        for (int block = part + kParts; block < work_.num_blocks; block += kParts) {
+          multiply(acc[part % 2]);
+        }
+      }
+      group_wait_for_all_but<0>();
+      settle(acc[1]);
+      add(acc[1]);
+      release();
+    } else {
+      for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] = -0.0f; });  // -0 + x is x
+#pragma unroll 1
+      for (int first = 0; first < kParts; first += Of::kHeld) {
+        sum_held(acc, first);
+#pragma unroll
+        for (int i = 0; i < Of::kHeld; ++i) add(acc[i]);
       }
     }
   }
@@ -168,6 +219,76 @@ class Multiplier {
       for_each_sum<Of::kRows>([&](int j, int c) {
         sums[i * Of::kSums + place<Of::kWeightRows>(first, j, c)] = acc[i][j][c];
       });
+    }
+  }
+
+  // Whether outputs are whole chunks of 8 to which nothing is added but a bias.
+  __device__ __forceinline__ bool packs() const {
+    return params_.out_aligned && !p_.residual && p_.out_dtype == p_.dtype && p_.out_dim % 8 == 0;
+  }
+
+  // Stores a tile whose outputs are packed before they are turned: each word two rows of x, four
+  // 8x8 matrices an instruction. A turned row has 128 bytes, its chunks in the order chunk ^ row.
+  __device__ __forceinline__ void store_packed(float (&total)[Of::kRows / 8][4], int tile,
+                                               float* turn) {
+    constexpr int kTurned = std::min(Of::kRows, 2 * Of::kTurnRows);  // rows at once
+    int thread = threadIdx.x % kGroup;
+    asm volatile("" : "+r"(thread));  // what follows from it is worked out here, not kept meanwhile
+    const int log = params_.silu_mul ? 2 : 3, chunk = thread & ((1 << log) - 1);
+    const int col = group_ * 64 + (chunk << (6 - log)), warp = thread / kWarpSize;
+    const int64_t w_row = first_w_row(grid_, tile);
+    const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
+    const int x_row = first_x_row(grid_, tile, Of::kRows);
+    const int rows = min(static_cast<int>(p_.rows) - x_row, Of::kRows);
+    T* out =
+        static_cast<T*>(p_.out) + x_row * p_.out_stride + out_col(w_row + group_ * 64) + chunk * 8;
+    const uint32_t base = shared_address(turn + group_ * Of::kTurn);
+    float bias[2] = {};
+    if (p_.bias) {
+      const int64_t at = w_row + group_ * 64 + warp * 16 + thread % kWarpSize / 4;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (at + i * 8 < p_.out_dim)
+          bias[i] = as_float32(static_cast<const T*>(p_.bias)[at + i * 8]);
+      }
+    }
+    const auto add_bias = [&](int j, int c) {
+      return p_.bias ? total[j][c] + bias[c / 2] : total[j][c];
+    };
+    const auto word = [&](int j, int half) {
+      return pack_pair<T>(add_bias(j, 2 * half), add_bias(j, 2 * half + 1));
+    };
+    const auto place = [&](int row, int at) { return base + row * 128 + ((at ^ (row & 7)) * 16); };
+    const int matrix = thread % kWarpSize / 8, matrix_row = thread % 8;
+#pragma unroll
+    for (int first = 0; first < Of::kRows; first += kTurned) {
+      if (first >= rows) break;
+      sync_group();  // the last rows are read
+      if (params_.silu_mul) {
+#pragma unroll
+        for (int j = 0; j < kTurned / 8; j += 2) {
+          const int k = first / 8 + j;
+          store_matrices_transposed(place((j + matrix % 2) * 8 + matrix_row, warp),
+                                    silu_mul_word<T>(word(k, 0), word(k, 1)),
+                                    silu_mul_word<T>(word(k + 1, 0), word(k + 1, 1)));
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kTurned / 8; j += 2) {
+          const int k = first / 8 + j;
+          store_matrices_transposed(place((j + matrix / 2) * 8 + matrix_row, warp * 2 + matrix % 2),
+                                    word(k, 0), word(k, 1), word(k + 1, 0), word(k + 1, 1));
+        }
+      }
+      sync_group();
+      if (has_col) {
+#pragma unroll 4
+        for (int row = thread >> log; row < min(rows - first, kTurned); row += kGroup >> log) {
+          *reinterpret_cast<uint4*>(out + (first + row) * p_.out_stride) =
+              load_shared(place(row, chunk));
+        }
+      }
+      __syncwarp();
     }
   }
 
@@ -282,24 +403,31 @@ class Multiplier {
     }
     group_wait_for_all_but<0>();
 #pragma unroll
-    for (int i = 0; i < Of::kHeld; ++i) {
-      for_each_sum<Of::kRows>([&](int j, int c) {
-        asm volatile("" : "+f"(acc[i][j][c])::"memory");
-      });
-    }
+    for (int i = 0; i < Of::kHeld; ++i) settle(acc[i]);
     release();
   }
 
+  // Sums that are done may be read from here on.
+  __device__ __forceinline__ void settle(float (&acc)[Of::kRows / 8][4]) {
+    for_each_sum<Of::kRows>([&](int j, int c) { asm volatile("" : "+f"(acc[j][c])::"memory"); });
+  }
+
+  // Multiplies the next block of K; where not kAdd, as the first of its sums.
+  template <bool kAdd = true>
   __device__ __forceinline__ void multiply(float (&acc)[Of::kRows / 8][4]) {
     wait_barrier(&barriers_->full[at_.stage], at_.parity);
-    if (multiplies_) {
+    if constexpr (!kAdd) {
+      for_each_sum<Of::kRows>([&](int j, int c) { asm volatile("" : "=f"(acc[j][c])); });
+    }
+    if (Of::kTurns || multiplies_) {  // rows that a tile lacks go nowhere
       const uint32_t stage = shared_address(ring_) + at_.stage * Of::kStageBytes;
       const SharedMatrix w(stage + group_ * 64 * kLineBytes);
       const SharedMatrix x(stage + Of::kWeightRows * kLineBytes);
       group_fence();
 #pragma unroll
       for (int k = 0; k < kBlockK / 16; ++k) {
-        multiply_64<T>(acc, w.at(k * 32), x.at(k * 32));
+        kAdd || k > 0 ? multiply_64<T>(acc, w.at(k * 32), x.at(k * 32))
+                      : multiply_64<T, false>(acc, w.at(k * 32), x.at(k * 32));
       }
       group_commit();
       group_wait_for_all_but<1>();

@@ -1,12 +1,14 @@
-// linear_rows and linear_silu_mul for more than 8 rows of float16 or bfloat16 on sm_90a, with the
-// bits of the decode kernel (order of the sum: linear.cuh), by tensor copies and wgmma.
+// linear_rows and linear_silu_mul for more than 8 rows, or large wide weights, of float16 or
+// bfloat16 on sm_90a, with the bits of the decode kernel (order of the sum: linear.cuh), by tensor
+// copies and wgmma.
 //
 // A tile is up to 128 or 192 weight rows (operand A, 64 to a warpgroup) x 16 to 128 rows of x
 // (operand B). Two warps of one more warpgroup keep a ring of blocks of 64 elements of k filled:
 // one with weights, which it asks for before the kernels before this one end, one with x. Several
 // parts of K are summed side by side, so that a row's bytes are asked for 256 and more at a time,
-// as memory likes it. A block goes on to its next tile while the last one is stored. For silu_mul 8
-// rows of gate and 8 of up lie by turns in a tile: a tensor copy puts them so.
+// as memory likes it; of many rows one is multiplied while the one before is added. A block asks
+// for its next tile while the last one is stored. For silu_mul 8 rows of gate and 8 of up lie by
+// turns in a tile: a tensor copy puts them so.
 //
 // With few tiles of long rows a cluster shares the parts of K, and its blocks' sums meet in
 // distributed shared memory, part by part. Which shape and grid a call gets: `consider`.
@@ -73,7 +75,11 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
         float total[Of::kRows / 8][4];
         multiplier.sum_tile(total);
         wait_for_prior_grid();
-        multiplier.store_tile(total, tile, turn);
+        if (multiplier.packs()) {
+          multiplier.store_packed(total, tile, turn);
+        } else {
+          multiplier.store_tile(total, tile, turn);
+        }
       }
     }
   }
@@ -114,8 +120,12 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
   constexpr int kLeastCycles = 350, kRowCycles = 45;  // of a block of K, to store a row of a tile
   constexpr int kFullCycles = 2000;   // there is no room for the next kernel to start early
   constexpr int kSplitCycles = 8000;  // for a cluster to start, and to meet
+  // To add parts of many rows, and for the products to begin again, where nothing hides it.
+  constexpr int kAddCycles =
+      Of::kRows == 128 && !Of::kTurns ? kParts * (Of::kRows * Of::kGroups + 200 / Of::kHeld) : 0;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t row_tiles = ceil_div(p.rows, Of::kRows), num_blocks = ceil_div(p.in_dim, kBlockK);
+  if (Of::kTurns && num_blocks < kParts) return;  // each part begins anew
   const int64_t memory_cycles = 2 * p.in_dim * p.out_dim / (kMemoryBytes * card.num_sms);
   for (const int split : {1, 8, 4, 3, 2}) {
     // Clusters of more than two do not reach all multiprocessors.
@@ -136,7 +146,7 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
     const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
     const int64_t block_cycles =
         std::max({loaded / kL2Bytes, products + products / 16, int64_t{kLeastCycles}});
-    const int64_t loop = ceil_div(num_blocks * parts, kParts) * block_cycles;
+    const int64_t loop = ceil_div(num_blocks * parts, kParts) * block_cycles + kAddCycles;
     const int64_t end = kRowCycles * Of::kRows;
     const int64_t cycles = std::max(rounds * loop + (rounds - 1) * end, memory_cycles) + end +
                            (Of::kPerSm == 1 ? kFullCycles : 0) + (split > 1 ? kSplitCycles : 0);
@@ -159,7 +169,7 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
     consider<T, Tile<1, 64, 4>>(p, card, &best);
   }
   if (p.linear.rows > 64) {
-    consider<T, Tile<2, 128, 2>>(p, card, &best);
+    consider<T, Tile<2, 128, 2, true>>(p, card, &best);
     consider<T, Tile<3, 128, 1>>(p, card, &best);
   }
   best.launch(p, best.grid, stream);

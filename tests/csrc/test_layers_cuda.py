@@ -86,10 +86,11 @@ def test_rows_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k):
     x, _, weight, bias = (t.cuda() for t in inputs(max(ROWS), n, k, dtype))
     for out_dtype in (dtype, torch.float32):
         residual = kit.randn(max(ROWS), n, seed=4, dtype=out_dtype).cuda()
-        alone = torch.empty_like(residual)
+        alone, biased = torch.empty_like(residual), torch.empty_like(residual)
         for row in range(max(ROWS)):
             at = slice(row, row + 1)
             tlt_ext.linear_rows(x[at], weight, alone[at], bias=bias, residual=residual[at])
+            tlt_ext.linear_rows(x[at], weight, biased[at], bias=bias)
         for rows in (40, 100, 130, 300, 512):
             for offset in (0, 8, 3):
                 wide = residual.new_full((rows, n + 24), float("nan"))
@@ -97,10 +98,13 @@ def test_rows_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k):
                 out.copy_(residual[:rows])
                 tlt_ext.linear_rows(x[:rows], weight, out, bias=bias, residual=out)
                 assert torch.equal(out, alone[:rows]), (rows, offset)
-                assert wide[:, :offset].isnan().all() and wide[:, offset + n :].isnan().all()
                 out.fill_(float("nan"))
                 tlt_ext.linear_rows(x[:rows], weight, out, residual=residual[:rows])
                 assert not out.isnan().any(), (rows, offset)
+                out.fill_(float("nan"))
+                tlt_ext.linear_rows(x[:rows], weight, out, bias=bias)
+                assert torch.equal(out, biased[:rows]), (rows, offset)
+                assert wide[:, :offset].isnan().all() and wide[:, offset + n :].isnan().all()
 
 
 @pytest.mark.sanitize
