@@ -7,8 +7,8 @@
 // part of K, all of it at once, multiplies, and the parts meet in shared memory. Blocks are small,
 // so that those of the next launches find room beside them, and their weights are there in time.
 //
-// A block owns up to 8 weight rows, or pairs of them (pairs.cuh): low and high rows of a fragment.
-// Pieces of 16 rows are the grid's second axis. Bytes: the weights, once a piece.
+// A block owns up to 8 weight rows, or 8 or 16 pairs of them (pairs.cuh): low and high rows of a
+// fragment. Pieces of 16 rows are the grid's second axis. Bytes: the weights, once a piece.
 #include <algorithm>
 #include <type_traits>
 
@@ -283,9 +283,9 @@ bool launch(const LinearKernelParams& p, const After& after, const Card& card,
             cudaStream_t stream) {
   const int64_t units = p.linear.out_dim / (kPairs<After> ? 2 : 1);
   const int64_t pieces = (p.linear.rows + S::kRows - 1) / S::kRows, sms = card.num_sms;
-  // Pairs as one block a multiprocessor, where that is enough, since each block norms its rows.
-  const int64_t even = std::max<int64_t>((units * pieces + sms - 1) / sms, 4);
-  const int64_t unit = kPairs<After> && even < S::kUnit ? even : S::kUnit;
+  // Few blocks, whose fragments are full, leave the others' launches most room.
+  const int64_t even = (units * pieces + sms - 1) / sms;
+  const int64_t unit = std::clamp<int64_t>(even, 8, S::kUnit);
   const int64_t blocks = (units + unit - 1) / unit;
   if (blocks * pieces > S::kPerSm * sms) return false;
   const auto kernel = small_kernel<T, S, kNorms, After>;
