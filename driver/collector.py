@@ -274,16 +274,17 @@ class Collector:
         if self.world.size == 1:
             return {}
         longest = max(self.rank_seconds)
-        idle = sum(longest - seconds for seconds in self.rank_seconds)
+        idle = [longest - seconds for seconds in self.rank_seconds]
         out = {
             "ranks/count": float(self.world.size),
-            "ranks/idle_share": idle / max(longest * self.world.size, 1e-9),
+            "ranks/idle_share": sum(idle) / max(longest * self.world.size, 1e-9),
         }
         memory = self.world.gather(memory_metrics().get(CARD_MEMORY))
         if None not in memory:
             out["ranks/max_memory_allocated_gb"] = max(memory)
         if self.coordinator is not None:
-            trained = sum(self.world.gather(self.coordinator.trained_s))
-            out["ranks/bubble_used_share"] = trained / max(idle, 1e-9)
+            # The micro-step that the last rank's end interrupts is no use of the bubble.
+            trained = map(min, self.world.gather(self.coordinator.trained_s), idle)
+            out["ranks/bubble_used_share"] = sum(trained) / max(sum(idle), 1e-9)
             self.rank_states = self.world.gather(self.coordinator.changes)
         return out

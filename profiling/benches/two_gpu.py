@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -27,9 +28,11 @@ LIMIT_S = 540  # of one arm
 ARMS = {
     "one GPU": (1, []),
     "two GPUs": (2, []),
-    "two GPUs, coordinator off": (2, ["spot.mode=off"]),
     "two GPUs, off": (2, ["engine.strategies=off", "drafter.enabled=false", "spot.mode=off"]),
+    "two GPUs, coordinator off": (2, ["spot.mode=off"]),
 }
+BOTH = "two GPUs"
+RATIOS = {"step_over_one_gpu_x": "one GPU", "step_over_off_two_gpu_x": "two GPUs, off"}
 SHOWN = {
     "idle_share": "ranks/idle_share",
     "bubble_used_share": "ranks/bubble_used_share",
@@ -54,7 +57,7 @@ def lacks() -> str:
 
 
 def run(bench: Bench) -> None:
-    seconds, used = {}, None
+    seconds = {}
     words = [*PRESET, *bench.settings]
     arms = {arm: ARMS[arm] for arm in ARMS if bench.wanted(arm)}
     if arms and load_config(words).warmup.keep:
@@ -74,14 +77,15 @@ def run(bench: Bench) -> None:
         }
         trained = records[-1].get("drafter/tokens_seen", 0)
         bench.add_row(arm, 1e6 * seconds[arm], ranks=ranks, drafter_tokens=trained, **more)
-        if arm == "two GPUs":
-            used = more.get("bubble_used_share")
-    if "two GPUs" not in seconds:
-        say("two GPUs: not run, no target can be told")
-        return
-    ratios = {"step_over_one_gpu_x": "one GPU", "step_over_off_two_gpu_x": "two GPUs, off"}
-    for target, other in ratios.items():
-        if other in seconds:
-            bench.got[target] = round(seconds[other] / seconds["two GPUs"], 3)
-    if used is not None:
-        bench.got["bubble_used_share"] = used
+        if arm == BOTH and "bubble_used_share" in more:
+            bench.got["bubble_used_share"] = more["bubble_used_share"]
+        book(bench, seconds)  # of what there is, should time run out
+    if BOTH not in seconds:
+        say(f"{BOTH}: not run, no target can be told")
+
+
+def book(bench: Bench, seconds: Mapping[str, float]) -> None:
+    """The ratios of the targets, from seconds of a step by arm."""
+    for target, other in RATIOS.items():
+        if other in seconds and BOTH in seconds:
+            bench.got[target] = round(seconds[other] / seconds[BOTH], 3)

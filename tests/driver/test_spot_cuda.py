@@ -213,7 +213,8 @@ def test_a_partition_trains_beside_the_tail_and_changes_no_token(policy):
 def test_a_stop_waits_for_the_step_in_flight_alone(policy):
     """However busy the machine is: what is on the device when a stop comes is counted, not timed.
 
-    Other tests beside can only lengthen a stop, so of several the shortest is held to the limit.
+    Other tests beside can only lengthen a stop, so of several the shortest is held to the limit, or
+    to twice what a step took them.
     """
     rollout, _, _ = overlapped(policy, "spot.slowdown=10", "spot.swap_every=1000")
     spot, most, stops = rollout.spot, [], []
@@ -234,7 +235,7 @@ def test_a_stop_waits_for_the_step_in_flight_alone(policy):
         assert spot.beside.stream.query() and not spot.reports._queued
         stops.append(spot.stop_s)
     assert max(most) == 1
-    assert min(stops) < STOP_S, stops
+    assert min(stops) < max(STOP_S, 2 * spot.overlap.stop_s), stops
 
 
 def test_training_beside_the_tail_rests_where_the_budget_asks_for_it(policy):
