@@ -222,17 +222,17 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
 
 # Seconds that `all --quick` gives each benchmark of a card: eight minutes, the warm start there.
 QUICK_SECONDS = {
-    "attention": 32,
-    "decode": 40,
-    "drafter": 105,
-    "graphs": 50,
+    "attention": 30,
+    "decode": 38,
+    "drafter": 110,
+    "graphs": 66,
     "grpo": 71,
-    "identity": 33,
-    "layers": 16,
+    "identity": 30,
+    "layers": 8,
     "loop": 7,
     "ngram": 11,
     "rollout": 92,
-    "sampling": 16,
+    "sampling": 10,
     "step": 7,
 }
 STOPPING_S = 20  # until a benchmark that was told to end has written its rows

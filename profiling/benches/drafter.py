@@ -84,7 +84,7 @@ WARMED_WAYS = [  # temperatures of drafts and of their ranks
     *(
         (strategy, way)
         for strategy in ("learned:4,4,16", "learned:8,4,32")
-        for way in ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5), (1.0, 1.0), (0.75, 0.5))
+        for way in ((1.0, 0.0), (1.0, 0.5), (0.75, 0.5))
     ),
 ]
 SHAPE_TAIL = 512  # tokens of the 7B shape's longest request: a pass takes 7 ms
@@ -95,7 +95,7 @@ QUICK = Sizes(
     strategies=("learned:8,8,64",),
     seconds=26.0,
     tail=1536,
-    ways=((1.0, 0.0), (1.0, 0.5), (1.0, 0.7), (1.0, 1.0), (0.75, 0.5)),
+    ways=((1.0, 0.0), (1.0, 0.5), (1.0, 1.0), (0.75, 0.5)),
 )
 OF_ONE_POLICY = [
     "family", "accept", "nodes", "first", "checkpoint", "packing", "mix", "weights", "memory",
