@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from driver.config import load_config
+from driver.phases import PHASES
 from driver.run_folder import read_jsonl
 from driver.warm import warm_start
 from profiling.bench import Bench, say
@@ -38,6 +39,7 @@ SHOWN = {
     "bubble_used_share": "ranks/bubble_used_share",
     "memory_gb": "ranks/max_memory_allocated_gb",
     "accept_length": "spec/accept_length",
+    **{f"{phase}_s": f"timing_s/{phase}" for phase in PHASES},
 }
 
 
