@@ -154,8 +154,8 @@ class RolloutEngine:
         strategy, before = OFF, self.state.store.changes
         while scheduler.unfinished:
             self._admit(scheduler)
-            previous, strategy = strategy, self._choose(scheduler.running)
-            strategy, limit = self._make_room(scheduler, strategy)
+            previous, strategy = strategy, self._choose(scheduler)
+            limit = self._make_room(scheduler, strategy)
             switched = strategy != previous and self.stats.bursts > 0  # the first one starts
             batch = self._fill(scheduler.running, strategy, switched)
             self._make_passes(scheduler, batch, strategy, limit, record, started)
@@ -221,7 +221,7 @@ class RolloutEngine:
             Whether the one that runs is to stop.
         """
         self._harvest(batch, burst, started)
-        if self._choose(scheduler.running) != burst.strategy:
+        if self._choose(scheduler) != burst.strategy:
             return True
         if self._grow_ahead(scheduler, burst.strategy):
             self.state.grant()  # queued behind what runs
@@ -240,7 +240,8 @@ class RolloutEngine:
                 self.prefill.admit(admission)
         scheduler.release_spent()  # also where nothing was to be computed
 
-    def _choose(self, running: list[Running]) -> Strategy:
+    def _choose(self, scheduler: Scheduler) -> Strategy:
+        running = scheduler.running
         # A prompt of one token has nothing committed that a drafter could start from.
         started = all(s.context_len > 0 for s in running)
 
@@ -251,33 +252,32 @@ class RolloutEngine:
             if proposer is None or not proposer.usable():
                 return False
             narrow = len(running) * arm.num_verify <= self.spec_max_rows
-            return started and narrow and self.runner.covers(len(running), arm)
+            ready = started and narrow and self.runner.covers(len(running), arm)
+            # Speculation gives way before a request does.
+            return ready and scheduler.has_room(self.program.lookahead(arm))
 
         self._wanted = self.bandit.choose(len(running), usable)
         return self._wanted
 
-    def _make_room(self, scheduler: Scheduler, strategy: Strategy) -> tuple[Strategy, int]:
-        """Grows every request's pages; speculation gives way before a request does.
+    def _make_room(self, scheduler: Scheduler, strategy: Strategy) -> int:
+        """Grows every request's pages, for as many passes as returned at most.
 
         Pages are granted ahead, so that the device need not stop for them; with requests waiting
         for pages no more than a page each. It may well run short: then it stops.
-
-        Returns:
-            The strategy that there is room for, and how many passes at most.
         """
-        if self._grow_ahead(scheduler, strategy):
-            return strategy, self._most_passes(scheduler, strategy)
-        while not scheduler.grow(self.program.lookahead(strategy)):
-            if strategy != OFF:
-                strategy = OFF
-            elif len(scheduler.running) > 1:
+        lookahead = self.program.lookahead(strategy)
+        if self._grow_ahead(scheduler, strategy) or scheduler.grow(lookahead):
+            return self._most_passes(scheduler, strategy)
+        scheduler.take_back(lookahead)
+        while not scheduler.grow(lookahead):
+            if len(scheduler.running) > 1:
                 self.state.store.give_back(scheduler.preempt_youngest(), keep=False)
             elif not scheduler.evict_prefixes():
                 raise UserError(
                     f"engine.num_pages={self.cache.num_pages}: too few for one request;"
                     " raise it or lower sampling.max_new_tokens"
                 )
-        return strategy, self._most_passes(scheduler, strategy)
+        return self._most_passes(scheduler, strategy)
 
     def _grow_ahead(self, scheduler: Scheduler, strategy: Strategy) -> bool:
         """Grants pages for two bursts, the second of which may begin unseen, or else for one."""

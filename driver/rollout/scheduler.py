@@ -240,6 +240,18 @@ class Scheduler:
             sequence.pages += [pages.pop() for _ in range(count)]
         return True
 
+    def has_room(self, lookahead: int) -> bool:
+        """Whether all may have so many slots, pages that were granted ahead taken back."""
+        needed = sum(pages_for(s.context_len + lookahead, self.page_size) for s in self.running)
+        return needed - sum(len(s.pages) for s in self.running) <= self.pool.num_free
+
+    def take_back(self, lookahead: int) -> None:
+        """Frees the pages of running requests past `lookahead` slots; not while passes run."""
+        for sequence in self.running:
+            kept = pages_for(sequence.context_len + lookahead, self.page_size)
+            self.pool.release(sequence.pages[kept:])
+            del sequence.pages[kept:]
+
     def preempt_youngest(self) -> Sequence:
         """Takes the youngest request out of the batch; it is recomputed later, same tokens."""
         sequence = self.running.pop()

@@ -1,13 +1,16 @@
 """Bursts of passes over buckets with inert rows, without a GPU: a loop in Python for a graph."""
 
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
 import torch
 
 import tlt_ext
+from driver.bandit import Bandit
 from driver.errors import UserError
 from driver.rollout.graphs import PassGraphs
+from driver.rollout.pages import pages_for
 from driver.rollout.plan import BucketPlan, GraphCost
 from driver.strategy import OFF, Strategy, parse_strategies
 from tests.driver.hugging_face import random_model
@@ -314,7 +317,7 @@ def log_of(rollout, monkeypatch):
     return log
 
 
-@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12"])
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
 def test_the_next_burst_is_launched_before_the_last_one_is_read(
     policy, late, strategy, monkeypatch
 ):
@@ -400,3 +403,39 @@ def test_an_error_of_the_host_leaves_nothing_in_flight(policy, late, monkeypatch
             generate(late, jobs, "off", horizon=5)
     assert late.engine.runner.graphs._pool.queued is None
     assert same(generate(late, jobs, "off", horizon=5), wanted)
+
+
+# ---- short pools --------------------------------------------------------------------------------
+
+
+def test_an_arm_without_room_gives_way_to_one_that_has(policy):
+    """The bandit learns of no passes that others made, and waits for no room that never comes."""
+    large, small = Strategy.parse("learned:8,4,32"), Strategy.parse("ngram:4,1,5")
+    jobs = requests(count=4, new=60, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy, pool=LatePool)
+    engine, config = rollout.engine, replace(rollout.bandit.config, epsilon=0.0, window_passes=4)
+    engine.bandit = bandit = Bandit([OFF, large, small], config, spec_max_batch=8)
+    bandit.step_s = lambda batch, arm: 1.0
+    bandit._accepts |= {large: deque([6.0] * 99), small: deque([2.0] * 99)}  # as it is known
+    engine.page_limit = 56  # 4 requests of 60 tokens and 32 rows of each: some 70
+    try:
+        assert same(engine.generate(jobs, record=False), wanted)
+    finally:
+        engine.page_limit = None
+    arms = Counter(arm for _, _, arm in engine.stats.trace)
+    assert arms[str(large)] > 5 and arms[str(small)] > 5
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_pool_that_holds_all_to_their_end_pushes_nobody_out(policy, rollout, count):
+    """Who is accepted less gives back what was granted ahead."""
+    jobs = requests(count=count, new=70, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    pages = sum(pages_for(len(job.prompt_ids) - 1 + 70, 4) for job in jobs)
+    for strategy in ("hybrid:4,3,12", "hybrid:2,1,17", "learned:8,4,32", "ngram:6,4,16"):
+        for horizon in (1, 5, 64):
+            got = generate(rollout, jobs, strategy, horizon=horizon, page_limit=pages)
+            assert same(got, wanted)
+            assert rollout.engine.stats.preemptions == 0
+            assert rollout.engine.stats.spec_passes > 0

@@ -70,6 +70,22 @@ def test_growth_is_all_or_nothing():
     assert [s.pages for s in made.running] == held
 
 
+def test_what_was_granted_ahead_is_taken_back():
+    """Siblings keep the pages that they share, and what there is room for can be granted."""
+    made = scheduler(pages=12, page_size=4)
+    pair = made.add([request(i, range(10), new=20) for i in range(2)])  # 9 slots: 2 pages and 1
+    made.admit()
+    made.release_spent()
+    shared = pair[0].pages[:2]
+    pair[0].pages += made.pool.allocate(8)  # all that there are
+    assert made.has_room(19) and not made.has_room(20)  # 5 pages of its own for each, not 6
+    assert not made.grow(19)
+    made.take_back(1)
+    assert [s.pages[:2] for s in pair] == [shared, shared]
+    assert [len(s.pages) for s in pair] == [3, 3] and made.pool.num_free == 8
+    assert made.grow(19) and not made.has_room(20)
+
+
 def test_the_youngest_is_preempted_and_recomputed():
     made = scheduler(pages=12, page_size=4)
     old, young = made.add([request(0, range(5)), request(1, range(6))])
@@ -111,6 +127,7 @@ def test_no_page_is_lost_under_random_load():
             made.release_spent()
             assert made.running
             while not made.grow(rng.choice([1, 6])):
+                made.take_back(1)
                 if len(made.running) > 1:
                     made.preempt_youngest()
                 elif not made.evict_prefixes() and made.grow(1):
