@@ -55,6 +55,7 @@ class Options:
             "learned:4,1,5",
             "learned:4,4,12",
             "learned:8,4,32",
+            "hybrid:4,4,16",
             "oracle:8,4,16",
         ]
     )

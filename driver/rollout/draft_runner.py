@@ -122,7 +122,7 @@ class DraftRunner:
             store: their tokens.
 
         Returns:
-            Whether requests lag differently now, so that the state must be filled again.
+            Whether requests lag differently now, of which the state must be told.
         """
         stale = [s for s in batch.sequences if s.draft_version != self.version]
         for sequence in stale:
