@@ -20,7 +20,7 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
   // rows, from what all have kept.
   __device__ __forceinline__ void run(int rank) {
     const ClusterCuts<kDim> cuts(tile_keys(p_, r_, row_ + num_rows_));
-    if (Memory::kKeeps > 1 && warp_ == kWarps - 1) shared_.place[lane_] = cuts.place_of(lane_);
+    if (Memory::kKeeps > 1 && warp_ == kWarps - 1) place_partials(cuts);
     if (rank < cuts.blocks) {
       const KeyRange keys = cluster_keys(rank, cuts);
       this->consume(this->source_of(keys));
@@ -58,7 +58,7 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
   __device__ __forceinline__ void refuse_kept() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (bad(half) && lane_ % 4 == 0) shared_.softmax[0][pair(half).m].sum = -1.0f;
+      if (bad(half) && lane_ % 4 == 0) shared_.parts[0].softmax[pair(half).m].sum = -1.0f;
     }
   }
 
@@ -78,51 +78,57 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
       if (lane_ / 4 < l_.group) {
         const int m = i * l_.group + lane_ / 4;
         const int as = cuts.tail_kept();
-        if (lane_ % 4 == 0) shared_.softmax[as][m] = tail.softmax;
+        if (lane_ % 4 == 0) shared_.parts[as].softmax[m] = tail.softmax;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) *this->kept(as, m, n * 4 + lane_ % 4) = tail.acc[n];
       }
     }
   }
 
-  // What the blocks of the cluster keep of dimensions 2 i and 2 i + 1 of pair m.
+  // What the blocks of the cluster keep of a pair, and of two of its dimensions.
   struct Kept {
     const Memory& shared;
-    const Softmax* softmax_at;  // of each block's first partial
-    const float2* value_at;
+    uint32_t softmax_at, value_at;  // in a part
 
-    // `at`: as place_of.
-    __device__ __forceinline__ Softmax softmax_of(int at) const {
-      constexpr int kNext = sizeof(shared.softmax[0]) / sizeof(Softmax);
-      const float2 pair =
-          read_remote(softmax_at + at % Memory::kKeeps * kNext, at / Memory::kKeeps);
-      return {pair.x, pair.y};
+    // Where the part of a partial is; past the last one, where another is.
+    __device__ __forceinline__ uint32_t part(int i) const {
+      if constexpr (Memory::kKeeps > 1) return shared.place[i];
+      return remote_address(shared.parts, i);
     }
-    __device__ __forceinline__ float2 value_of(int at) const {
-      constexpr int kNext = kWarps * sizeof(shared.total[0]) / sizeof(float2);
-      return read_remote(value_at + at % Memory::kKeeps * kNext, at / Memory::kKeeps);
+    __device__ __forceinline__ Softmax softmax_of(uint32_t part) const {
+      const float2 two = read_remote(part + softmax_at);
+      return {two.x, two.y};
     }
-
-    __device__ __forceinline__ int place(int partial) const {
-      return Memory::kKeeps > 1 ? shared.place[partial] : partial;
+    __device__ __forceinline__ float2 value_of(uint32_t part) const {
+      return read_remote(part + value_at);
     }
-    __device__ __forceinline__ Softmax softmax(int i) const { return softmax_of(place(i)); }
-    __device__ __forceinline__ float2 value(int i) const { return value_of(place(i)); }
+    __device__ __forceinline__ Softmax softmax(int i) const { return softmax_of(part(i)); }
+    __device__ __forceinline__ float2 value(int i, int) const { return value_of(part(i)); }
   };
+
+  // Writes down where the partials are, and how many, before anybody waits for them.
+  __device__ __forceinline__ void place_partials(const ClusterCuts<kDim>& cuts) {
+    const int partials = cuts.partials();
+    const int at = cuts.place_of(max(0, min(lane_, partials - 1)));
+    shared_.place[lane_] = remote_address(&shared_.parts[at % Memory::kKeeps], at / Memory::kKeeps);
+    if (lane_ == 0) shared_.partials = partials;
+  }
 
   // Folds what the blocks keep of splits and of tails; a warp for 64 dimensions of a row and head.
   __device__ __forceinline__ void merge_rows(int rank, const ClusterCuts<kDim>& cuts) {
     constexpr int kPairWarps = kDim / 64;
-    const int tasks = num_rows_ * l_.group * kPairWarps, partials = cuts.partials();
-    const int last_tail = tail_blocks(cuts) - 1;
+    const int tasks = num_rows_ * l_.group * kPairWarps, last_tail = tail_blocks(cuts) - 1;
+    const int partials = Memory::kKeeps > 1 ? shared_.partials : cuts.blocks;
+    const uint32_t parts = shared_address(shared_.parts);
     for (int task = rank + kClusterBlocks * warp_; task < tasks; task += kClusterBlocks * kWarps) {
       const int m = task / kPairWarps, i = task % kPairWarps * kWarpSize + lane_;
       const int row = l_.rows_of(m), head = kv_head_ * l_.group + m - row * l_.group;
-      const Kept kept_by{shared_, &shared_.softmax[0][m], this->kept(0, m, i)};
-      const int tail_rank = cuts.first_tail() + (row & last_tail);
-      const int tail_at = tail_rank * Memory::kKeeps + cuts.tail_kept();
-      const Softmax tail = kept_by.softmax_of(tail_at);
-      const float2 tail_value = kept_by.value_of(tail_at);
+      const Kept kept_by{shared_, shared_address(&shared_.parts[0].softmax[m]) - parts,
+                         shared_address(this->kept(0, m, i)) - parts};
+      const uint32_t tail_part =
+          remote_address(&shared_.parts[cuts.tail_kept()], cuts.first_tail() + (row & last_tail));
+      const Softmax tail = kept_by.softmax_of(tail_part);
+      const float2 tail_value = kept_by.value_of(tail_part);
       Softmax total;
       float2 acc{};
       fold_all<2 * kFoldStep>(kept_by, partials, shared_.steps[warp_], &total, &acc);

@@ -40,8 +40,8 @@ __device__ __forceinline__ FoldStep find_fold(const Softmax& part, float* total_
   return {{scale, part_scale}, part.sum, folds ? 1.0f : 0.0f};
 }
 
-// Folds `count` partials into a total, kAhead at once; `from` reads one by softmax(i) or value(i).
-// A negative sum says that one has no result.
+// Folds `count` partials into a total, kAhead at once; `from` reads one by softmax(i) or, anything
+// where it is past the last one, value(i, last). A negative sum says that one has no result.
 template <int kAhead, typename From>
 __device__ __forceinline__ void fold_all(const From& from, int count, FoldStep* steps,
                                          Softmax* total, float2* acc) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void fold_all(const From& from, int count, FoldStep* 
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {  // all reads before the first fold
       if (i % kFoldStep == 0 && first + i > last) break;
-      value[i] = first + i <= last ? from.value(first + i) : float2{};
+      value[i] = from.value(first + i, last);
     }
     steps[lane] = find_fold(mine, &total->max);
     const bool refused = __any_sync(kFullWarp, mine.sum < 0.0f);

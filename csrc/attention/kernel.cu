@@ -35,10 +35,11 @@ constexpr int kClusterWarps = 4;  // that compute
 
 // Makes the barriers of a ring; the same code for sm_80, which has none.
 template <int kRing>
-__device__ __forceinline__ void init_ring(RingBarriers<kRing>* barriers, int warps, int loaders) {
+__device__ __forceinline__ void init_ring(RingBarriers<kRing>* barriers, int warps,
+                                          int loader_shift) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : barriers->full) init_barrier(&barrier, loaders);
+    for (uint64_t& barrier : barriers->full) init_barrier(&barrier, 1 << loader_shift);
     for (uint64_t& barrier : barriers->empty) init_barrier(&barrier, warps);
     fence_copies();
   }
@@ -51,6 +52,18 @@ __device__ __forceinline__ void release_ring() {
 #if __CUDA_ARCH__ >= 900
   fence_copies();
 #endif
+}
+
+// Which kv head a block has, and which of its row blocks: mostly the only one, and a division of a
+// hundred cycles is saved.
+struct BlockRows {
+  int kv_head, first;
+};
+
+__device__ __forceinline__ BlockRows find_rows(const Launch& l, unsigned block) {
+  const unsigned row_blocks = l.row_blocks;
+  if (row_blocks == 1) return {static_cast<int>(block), 0};
+  return {static_cast<int>(block / row_blocks), static_cast<int>(block % row_blocks)};
 }
 
 // Calls f(block) for each of a thread's turns: rows that are row_blocks blocks apart, from the
@@ -80,9 +93,8 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
   constexpr int kRows = kWarps * kMmaRows;
   extern __shared__ __align__(1024) char memory[];
   auto* shared = reinterpret_cast<typename Block::Memory*>(memory);
-  init_ring(&shared->barriers, kWarps, l.loaders);
-  const unsigned row_blocks = l.row_blocks;
-  const int kv_head = blockIdx.x / row_blocks, first = blockIdx.x % row_blocks;
+  init_ring(&shared->barriers, kWarps, l.loader_shift);
+  const auto [kv_head, first] = find_rows(l, blockIdx.x);
   if (kHopper && threadIdx.x >= kWarps * kWarpSize) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     give_registers<56>();
@@ -124,9 +136,8 @@ __global__ void __launch_bounds__((kClusterWarps + kProducerWarps) * kWarpSize, 
   extern __shared__ __align__(1024) char memory[];
   auto* shared = reinterpret_cast<typename Block::Memory*>(memory);
   launch_dependents();
-  init_ring(&shared->barriers, kWarps, l.loaders);
-  const unsigned row_blocks = l.row_blocks;
-  const int kv_head = blockIdx.z / row_blocks, first = blockIdx.z % row_blocks;
+  init_ring(&shared->barriers, kWarps, l.loader_shift);
+  const auto [kv_head, first] = find_rows(l, blockIdx.z);
   if (threadIdx.x >= kWarps * kWarpSize) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     give_registers<56>();
@@ -247,7 +258,7 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
            page_shift,
            (1 << 16) / group + 1,
            static_cast<int>(plan.merge_rows),
-           plan.items > 1 ? kProducerWarps : 1,
+           plan.items > 1 ? 2 : 0,  // four warps or one
            {}};
   if (is_hopper()) l.maps = {map_of(p, p.k), map_of(p, p.v)};
   l.partials = {nullptr, nullptr, 1, 0};

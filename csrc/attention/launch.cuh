@@ -19,7 +19,7 @@ struct Launch {
   int group, row_blocks, page_shift;
   int group_inverse;  // 2^16 / group, up
   int merge_rows;     // of a kv head that a block of the merge finishes at once
-  int loaders;        // warps of a block that load: one where there are blocks enough
+  int loader_shift;   // log2 of the warps of a block that load: one where there are blocks enough
   TileMaps maps;
 
   // pairs / group, where both are small.

@@ -25,8 +25,8 @@ class SharedPartials {
     return {pair.x, pair.y};
   }
 
-  __device__ __forceinline__ float2 value(int i) const {
-    return __ldcg(acc_ + i * step_ * (kDim / 2));
+  __device__ __forceinline__ float2 value(int i, int last) const {  // no more bytes than needed
+    return i <= last ? __ldcg(acc_ + i * step_ * (kDim / 2)) : float2{};
   }
 
  private:

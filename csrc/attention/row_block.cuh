@@ -36,7 +36,7 @@ class RowBlock {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
     const int old = p_.early ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
-    produce_tiles(source_of(keys), l_.loaders, old, p_.early && shares() ? kAheadKeys : 0,
+    produce_tiles(source_of(keys), l_.loader_shift, old, p_.early && shares() ? kAheadKeys : 0,
                   &shared_.ring, &shared_.barriers, &place_, shared_.bad_from);
     sync_block<kWarps>();
   }
@@ -106,11 +106,14 @@ class RowBlock {
     WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_, &shared_.weighed[warp_]);
     part_.clear();
     const auto ends = [&](int key) { return C::starts_split(key) || key >= source.keys.end; };
+    // Two tiles are soonest done one after the other, by instructions fetched once.
+    const bool many = source.keys.end - source.keys.begin > kSmall;
     for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
       tile.fold_keys(key, stream.take_keys());
       stream.leave_keys();
       tile.weigh_keys(key);
-      for (; kWarpGroups && tile.is_whole(key + kTile) && !ends(key + kTile); key += kTile) {
+      for (; kWarpGroups && many && tile.is_whole(key + kTile) && !ends(key + kTile);
+           key += kTile) {
         const uint32_t next_keys = stream.take_keys(), values = stream.take_values();
         tile.fold_both(values, next_keys, [&] { stream.leave_keys(); });
         stream.leave_values();
@@ -208,7 +211,7 @@ class RowBlock {
 
   // A lane's accumulators of the splits done: columns 8 n + 2 (lane % 4) and the next of a half.
   __device__ __forceinline__ float2& total(int half, int n) {
-    return shared_.total[warp_][2 * n + half][lane_];
+    return shared_.parts[0].total[warp_][2 * n + half][lane_];
   }
 
   __device__ __forceinline__ void clear_total() {
@@ -238,14 +241,14 @@ class RowBlock {
   // totals' memory, 32 bytes of four rows beside each other in different banks. A warp's rows of
   // the first partial are where its totals were.
   __device__ __forceinline__ float2* kept(int partial, int m, int i) const {
-    return &shared_.total[partial * kWarps][0][0] + m * (kDim / 2) + (i ^ (m & 3) * 4);
+    return &shared_.parts[partial].total[0][0][0] + m * (kDim / 2) + (i ^ (m & 3) * 4);
   }
 
   __device__ __forceinline__ void keep_part(int partial, const Softmax (&softmax)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int m = pair(half).m;
-      if (lane_ % 4 == 0) shared_.softmax[partial][m] = softmax[half];
+      if (lane_ % 4 == 0) shared_.parts[partial].softmax[m] = softmax[half];
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
         *kept(partial, m, n * 4 + lane_ % 4) =
@@ -329,15 +332,15 @@ class RowBlock {
   __device__ __forceinline__ void store_softmax() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (lane_ % 4 == 0) shared_.softmax[0][pair(half).m] = result(half);
+      if (lane_ % 4 == 0) shared_.parts[0].softmax[pair(half).m] = result(half);
     }
   }
 
   // Folds the tail of row i of the block, of head lane / 4, into the totals, and writes the row.
   __device__ __forceinline__ void store_out(int i, const Tail<kDim>& tail) {
     const int m = i * l_.group + lane_ / 4;
-    const auto& totals = shared_.total[m / kMmaRows];
-    Softmax softmax = shared_.softmax[0][m];
+    const auto& totals = shared_.parts[0].total[m / kMmaRows];
+    Softmax softmax = shared_.parts[0].softmax[m];
     const bool refused = softmax.sum < 0.0f || tail.softmax.sum < 0.0f;
     float scale[2] = {1.0f, 0.0f};
     if (!refused) fold(&softmax, tail.softmax, scale);

@@ -26,14 +26,18 @@ struct Shared {
     TailScratch<kDim> tails[kTails];
     FoldStep steps[kWarps][kWarpSize];
   };
-  static constexpr int kKeeps = kCluster ? kKept<kDim> : 1;  // partials
-  // Accumulators of a lane, a column of its own; then partials that the cluster reads.
-  float2 total[kKeeps * kWarps][kDim / 4][kWarpSize];
-  Softmax softmax[kKeeps][kWarps * kMmaRows];  // of those
+  // Accumulators of a lane, a column of its own; then a partial, which the cluster reads.
+  struct Part {
+    float2 total[kWarps][kDim / 4][kWarpSize];
+    Softmax softmax[kWarps * kMmaRows];
+  };
+  static constexpr int kKeeps = kCluster ? kKept<kDim> : 1;
+  Part parts[kKeeps];
   RingBarriers<kRing> barriers;
   float2 weighed[kWarps];    // of each warp (tiles.cuh)
   int bad_from[kTileSteps];  // first position whose page is bad, of each step of a tile
-  uint8_t place[kKeeps > 1 ? kWarpSize : 1];  // where each partial of the cluster is kept
+  uint32_t place[kKeeps > 1 ? kWarpSize : 1];  // where the cluster has the part of each partial
+  int partials;                                // how many it has
 };
 
 // Waits for the warps that compute and those that load.

@@ -257,20 +257,22 @@ __device__ __forceinline__ void prefetch_keys(const KeySource& source, int first
   }
 }
 
-// A producing warp's part: `loaders` of them, 1, 2 or 4, share the steps of all tiles, a lane for
-// the line of 16 keys (a warp asks for one box after the other, some 100 cycles each), and say
+// A producing warp's part: 1 << `loader_shift` of them, to 4, share the steps of all tiles, a lane
+// for the line of 16 keys (a warp asks for one box after the other, some 100 cycles each), and say
 // which position is the first whose page is bad. Keys from `old` on may be what the kernel before
 // writes. When the ring is full, they ask for the keys after those, to the stream's key `ahead`, to
 // come into L2.
 template <int kDim, int kRing>
-__device__ __forceinline__ void produce_tiles(const KeySource& source, int loaders, int old,
+__device__ __forceinline__ void produce_tiles(const KeySource& source, int loader_shift, int old,
                                               int ahead, Ring<kDim, kRing>* ring,
                                               RingBarriers<kRing>* barriers,
                                               RingPlace<kRing>* place, int* bad_from) {
   constexpr int kLines = kDim * 2 / kLine, kFull = kRing / 2 * kTile;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % kProducerWarps;
-  if (warp >= loaders) return;
-  const int steps = kTileSteps / loaders, line = lane / steps, step = warp * steps + lane % steps;
+  if (warp >> loader_shift > 0) return;
+  static_assert(kTileSteps == 4);
+  const int shift = 2 - loader_shift, steps = 1 << shift;  // without divisions: a first tile waits
+  const int line = lane >> shift, step = (warp << shift) + (lane & (steps - 1));
   const uint32_t to = shared_address(ring) + line * kLineBytes + step * (kStep * kLine);
   int bad = INT32_MAX;
   int at = source.keys.begin + step * kStep;
@@ -286,7 +288,7 @@ __device__ __forceinline__ void produce_tiles(const KeySource& source, int loade
     for (int values = 0; values < 2; ++values) {
       uint64_t* full = &barriers->full[place->slot];
       wait_barrier(&barriers->empty[place->slot], place->parity ^ 1);
-      if (lane == 0) arrive_expecting(full, kTileBytes<kDim> / loaders);
+      if (lane == 0) arrive_expecting(full, kTileBytes<kDim> >> loader_shift);
       __syncwarp();
       if (line < kLines) {  // a page outside the cache reads as zeros
         copy_box(to + place->slot * kTileBytes<kDim>, values ? &source.maps.v : &source.maps.k, 0,

@@ -27,16 +27,24 @@ __device__ __forceinline__ void wait_for_cluster() {
 #endif
 }
 
-// Two floats that another block has where `shared` is in this one.
-__device__ __forceinline__ float2 read_remote(const void* shared, int rank) {
+// Where a block has what is at `shared` in this one.
+__device__ __forceinline__ uint32_t remote_address(const void* shared, int rank) {
+  uint32_t address = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+#endif
+  return address;
+}
+
+// Two floats that some block has there.
+__device__ __forceinline__ float2 read_remote(uint32_t address) {
   float2 value{};
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .u32 at;\n"
-      "mapa.shared::cluster.u32 at, %2, %3;\n"
-      "ld.shared::cluster.v2.f32 {%0, %1}, [at];\n}"
-      : "=f"(value.x), "=f"(value.y)
-      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address));
 #endif
   return value;
 }
