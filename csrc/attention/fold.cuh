@@ -40,36 +40,57 @@ __device__ __forceinline__ FoldStep find_fold(const Softmax& part, float* total_
   return {{scale, part_scale}, part.sum, folds ? 1.0f : 0.0f};
 }
 
-// Folds `count` partials into a total, kAhead at once; `from` reads one by softmax(i) or, anything
-// where it is past the last one, value(i, last). A negative sum says that one has no result.
-template <int kAhead, typename From>
-__device__ __forceinline__ void fold_all(const From& from, int count, FoldStep* steps,
-                                         Softmax* total, float2* acc) {
-  const int lane = threadIdx.x % kWarpSize, last = count - 1;
-  for (int first = 0; first < count && !(total->sum < 0.0f); first += kAhead) {
-    Softmax mine;
-    if (lane < kAhead && first + lane <= last) mine = from.softmax(first + lane);
-    float2 value[kAhead];
+// As many as kAhead partials of the `count` of a (row, head), from partial `first` on, read at once
+// and folded later. `from` reads one by softmax(i) or, anything where it is past the last one,
+// value(i, last). A negative sum says that one has no result.
+template <int kAhead>
+class PartialsAhead {
+ public:
+  template <typename From>
+  __device__ __forceinline__ void read(const From& from, int first, int count) {
+    const int lane = threadIdx.x % kWarpSize, last = count - 1;
+    mine_ = Softmax{};
+    if (lane < kAhead && first + lane <= last) mine_ = from.softmax(first + lane);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {  // all reads before the first fold
-      if (i % kFoldStep == 0 && first + i > last) break;
-      value[i] = from.value(first + i, last);
+    for (int i = 0; i < kAhead; ++i) {
+      if (i > 0 && i % kFoldStep == 0 && first + i > last) break;
+      value_[i] = from.value(first + i, last);
     }
-    steps[lane] = find_fold(mine, &total->max);
-    const bool refused = __any_sync(kFullWarp, mine.sum < 0.0f);
+  }
+
+  // Into a total; `steps` are the warp's.
+  __device__ __forceinline__ void fold(int first, int count, FoldStep* steps, Softmax* total,
+                                       float2* acc) const {
+    steps[threadIdx.x % kWarpSize] = find_fold(mine_, &total->max);
+    const bool refused = __any_sync(kFullWarp, mine_.sum < 0.0f);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (i % kFoldStep == 0 && first + i > last) break;
+      if (i > 0 && i % kFoldStep == 0 && first + i >= count) break;
       const FoldStep step = steps[i];
       const float sum = folded(total->sum, step.sum, step.scale);
-      const float x = folded(acc->x, value[i].x, step.scale);
-      const float y = folded(acc->y, value[i].y, step.scale);
+      const float x = folded(acc->x, value_[i].x, step.scale);
+      const float y = folded(acc->y, value_[i].y, step.scale);
       total->sum = step.folds != 0.0f ? sum : total->sum;
       *acc = step.folds != 0.0f ? make_float2(x, y) : *acc;
     }
     __syncwarp();  // before the next ones come there
     if (refused) total->sum = -1.0f;
+  }
+
+ private:
+  Softmax mine_;  // a lane has one of them
+  float2 value_[kAhead];
+};
+
+// Folds all of them.
+template <int kAhead, typename From>
+__device__ __forceinline__ void fold_all(const From& from, int count, FoldStep* steps,
+                                         Softmax* total, float2* acc) {
+  for (int first = 0; first < count && !(total->sum < 0.0f); first += kAhead) {
+    PartialsAhead<kAhead> ahead;
+    ahead.read(from, first, count);
+    ahead.fold(first, count, steps, total, acc);
   }
 }
 

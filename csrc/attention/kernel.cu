@@ -18,6 +18,7 @@
 //
 // Moves each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
 // groups to 8. Every address comes from a checked page; the grid depends on shapes alone.
+#include <algorithm>
 #include <string>
 #include <type_traits>
 
@@ -201,9 +202,11 @@ template <typename T, int kDim>
 void launch_merge(const Launch& l, cudaStream_t stream) {
   const Sequences& s = l.p.sequences;
   const int64_t rows = (s.num_rows + s.num_requests - 1) / s.num_requests;
-  const auto bytes = static_cast<int>(sizeof(MergeRow<kDim>)) * l.merge_rows;
+  const int warps = l.group * kDim / 64, tail_warps = std::min({warps, l.merge_rows, kTailWarps});
+  const int bytes = static_cast<int>(sizeof(MergeRow<kDim>)) * l.merge_rows +
+                    static_cast<int>(sizeof(TailScratch<kDim>)) * tail_warps;
   const int64_t turns = (rows * l.p.num_kv_heads + l.merge_rows - 1) / l.merge_rows;
-  const KernelShape shape{turns, static_cast<int>(l.group * kDim / 64 * kWarpSize), bytes, 1,
+  const KernelShape shape{turns, warps * kWarpSize, bytes, 1,
                           static_cast<unsigned>(s.num_requests)};
   launch_kernel("tree_attention", merge_kernel<T, kDim>, shape, stream, true, l);
 }

@@ -35,22 +35,24 @@ class SharedPartials {
   const float2* acc_;
 };
 
-// What the merge knows of a row and kv head before there are partials, and where it finds it out.
+constexpr int kTailWarps = 4;  // of a block of the merge, that compute tails
+
+// What the merge knows of a row and kv head before there are partials.
 template <int kDim>
-struct MergeRow {
-  TailScratch<kDim> scratch;
-  float2 acc[kMaxGroup][kDim / 2];
+struct alignas(16) MergeRow {
+  float2 acc[kMaxGroup][kDim / 2];  // of the tail
   Softmax softmax[kMaxGroup];
-  int count;  // of partials
+  int count;         // of partials
+  int row, kv_head;  // among all rows
 };
 
 // One warp's part of that: the row's tail.
 template <typename T, int kDim>
-__device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, int64_t row,
-                                            int kv_head, MergeRow<kDim>* to) {
+__device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, int row, int kv_head,
+                                            TailScratch<kDim>* scratch, MergeRow<kDim>* to) {
   const int lane = threadIdx.x % kWarpSize, head = lane / 4;
   Tail<kDim> tail;
-  attend_tail<T, kDim>(l.p, r, row, kv_head, l.group, l.page_shift, &to->scratch, &tail);
+  attend_tail<T, kDim>(l.p, r, row, kv_head, l.group, l.page_shift, scratch, &tail);
   if (lane % 4 == 0) to->softmax[head] = tail.softmax;
 #pragma unroll
   for (int n = 0; n < kDim / 8; ++n) to->acc[head][n * 4 + lane % 4] = tail.acc[n];
@@ -62,49 +64,106 @@ __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, i
     const auto first = static_cast<int>(C::splits_below(C::next_split(item_size<kDim>(l, r))));
     count = splits == 0 ? 0 : splits <= first ? 1 : splits - first + 1;
   }
-  if (lane == 0) to->count = count;
+  if (lane == 0) {
+    to->count = count;
+    to->row = static_cast<int>(r.row) + row;
+    to->kv_head = kv_head;
+  }
 }
 
-// Folds the partials of a row and its tail, and writes it; a warp for 64 dimensions of a head.
+// Folds the partials of rows and their tails, and writes them; a warp for 64 dimensions of a head.
 template <typename T, int kDim>
-__device__ __forceinline__ void merge_row(const Launch& l, int64_t row, int kv_head,
-                                          const MergeRow<kDim>& from, FoldStep* steps) {
-  constexpr int kHeadWarps = kDim / 64;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int group_head = warp / kHeadWarps, pair = warp % kHeadWarps * kWarpSize + lane;
-  const int head = kv_head * l.group + group_head;
-  Softmax total;
-  float2 acc{};
-  const SharedPartials<kDim> partials(l, row, head, pair);
-  fold_all<kAhead>(partials, from.count, steps, &total, &acc);
-  fold_pair(from.softmax[group_head], from.acc[group_head][pair], &total, &acc);
-  write_pair<T>(l.p, row, head, pair, total, acc);
-}
+class WarpMerge {
+ public:
+  __device__ __forceinline__ WarpMerge(const Launch& l, const MergeRow<kDim>* rows, FoldStep* steps)
+      : l_(l), rows_(rows), steps_(steps) {
+    constexpr int kHeadWarps = kDim / 64;
+    const int warp = threadIdx.x / kWarpSize;
+    group_head_ = warp / kHeadWarps;
+    pair_ = warp % kHeadWarps * kWarpSize + threadIdx.x % kWarpSize;
+  }
+
+  __device__ __forceinline__ void merge(int count) const {
+    int most = 0;
+    for (int i = 0; i < count; ++i) most = max(most, rows_[i].count);
+    if (count > 2 && most <= kFoldStep) return merge_few(count);
+    for (int i = 0; i < count; ++i) {
+      Softmax total;
+      float2 acc{};
+      fold_all<kAhead>(partials_of(i), rows_[i].count, steps_, &total, &acc);
+      finish(i, &total, &acc);
+    }
+  }
+
+ private:
+  // Where partials are few, those of several rows are read before the first fold; past the last
+  // row, that one again.
+  __device__ __forceinline__ void merge_few(int count) const {
+    constexpr int kRows = 4;
+#pragma unroll 1
+    for (int first = 0; first < count; first += kRows) {
+      PartialsAhead<kFoldStep> ahead[kRows];
+      Softmax total[kRows];
+      float2 acc[kRows]{};
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int row = min(first + i, count - 1);
+        ahead[i].read(partials_of(row), 0, rows_[row].count);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int row = min(first + i, count - 1);
+        ahead[i].fold(0, rows_[row].count, steps_, &total[i], &acc[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (first + i < count) finish(first + i, &total[i], &acc[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ int head_of(int i) const {
+    return rows_[i].kv_head * l_.group + group_head_;
+  }
+  __device__ __forceinline__ SharedPartials<kDim> partials_of(int i) const {
+    return {l_, rows_[i].row, head_of(i), pair_};
+  }
+  __device__ __forceinline__ void finish(int i, Softmax* total, float2* acc) const {
+    fold_pair(rows_[i].softmax[group_head_], rows_[i].acc[group_head_][pair_], total, acc);
+    write_pair<T>(l_.p, rows_[i].row, head_of(i), pair_, *total, *acc);
+  }
+
+  const Launch& l_;
+  const MergeRow<kDim>* const rows_;
+  FoldStep* const steps_;  // of the warp
+  int group_head_, pair_;
+};
 
 // Finishes rows, `merge_rows` pairs of a row and a kv head a turn: their tails, a warp each, while
 // the launch before still streams, then their partials. Grid: (turns, requests).
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 1)
+__global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 128 / kDim)
     merge_kernel(const __grid_constant__ Launch l) {
   extern __shared__ __align__(1024) char memory[];
   auto* rows = reinterpret_cast<MergeRow<kDim>*>(memory);
+  auto* scratches = reinterpret_cast<TailScratch<kDim>*>(rows + l.merge_rows);
   __shared__ FoldStep steps[kMaxGroup * kDim / 64][kWarpSize];
   launch_dependents();
   const Request r = read_request(l.p, blockIdx.y);
-  const int warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+  const int warp = threadIdx.x / kWarpSize;
+  const int tail_warps = min(static_cast<int>(blockDim.x) / kWarpSize, kTailWarps);
   const auto kv_heads = static_cast<int>(l.p.num_kv_heads);
   const int all = static_cast<int>(r.num_rows) * kv_heads, turn = l.merge_rows;
+  const WarpMerge<T, kDim> warp_merge(l, rows, steps[warp]);
   for (int first = blockIdx.x * turn; first < all; first += gridDim.x * turn) {
     const int count = min(turn, all - first);
-    for (int i = warp; i < count; i += warps) {
-      prepare_row<T, kDim>(l, r, (first + i) / kv_heads, (first + i) % kv_heads, &rows[i]);
+    for (int i = warp; i < count && warp < tail_warps; i += tail_warps) {
+      prepare_row<T, kDim>(l, r, (first + i) / kv_heads, (first + i) % kv_heads, &scratches[warp],
+                           &rows[i]);
     }
     __syncthreads();        // the tails are there
     wait_for_prior_grid();  // what was read so far is older than that grid
-    for (int i = 0; i < count; ++i) {
-      const int64_t row = r.row + (first + i) / kv_heads;
-      merge_row<T, kDim>(l, row, (first + i) % kv_heads, rows[i], steps[warp]);
-    }
+    warp_merge.merge(count);
     __syncthreads();  // the next turn's tails come where these were
   }
   wait_for_prior_grid();  // nor may a block without rows end before it

@@ -9,7 +9,6 @@ namespace {
 
 constexpr int64_t kMultiprocessors = 132;
 constexpr int64_t kMmaRows = 16;
-constexpr int64_t kMergeRows = 4;  // at most, whose tails have room beside a block of four warps
 
 // The most partials that any length to `max_slots` has: just past the start of some split.
 template <int kDim>
@@ -33,6 +32,17 @@ int64_t items_for(const AttentionShape& shape, int64_t blocks, int64_t warps) {
   if (blocks >= (light ? kMultiprocessors : kMultiprocessors * 4 / 5)) return 1;
   const bool two = light || (warps == 4 && 2 * blocks > kMultiprocessors);
   return (two ? 2 : 1) * kMultiprocessors / blocks;
+}
+
+// As few rows a block of the merge as let all blocks find room at once. Where the first launch has
+// one block of four warps a multiprocessor, one of eight warps starts beside it, so that all tails
+// are computed while keys still stream; otherwise two start after it.
+int64_t merge_rows_for(const AttentionShape& shape, const AttentionPlan& plan, int64_t blocks) {
+  const int64_t tails = shape.num_rows * shape.num_kv_heads;
+  const bool fits = shape.head_dim > 64 && shape.num_heads <= 4 * shape.num_kv_heads;
+  const bool beside = plan.warps == 4 && fits && blocks * plan.items <= kMultiprocessors;
+  const int64_t places = (beside ? 1 : 2) * kMultiprocessors;
+  return std::clamp<int64_t>((tails - 1) / places + 1, 1, beside ? 8 : 4);
 }
 
 // Clusters reach fewer places than blocks alone: 15 of them, two blocks a multiprocessor, and not
@@ -59,8 +69,7 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
   const int64_t blocks = shape.num_requests * shape.num_kv_heads * plan.row_blocks;
   plan.items = items_for(shape, blocks, plan.warps);
   plan.cluster = fits_clusters(shape, plan, blocks);
-  const int64_t tails = shape.num_rows * shape.num_kv_heads;  // two blocks a multiprocessor
-  plan.merge_rows = std::clamp<int64_t>((tails - 1) / (2 * kMultiprocessors) + 1, 1, kMergeRows);
+  plan.merge_rows = merge_rows_for(shape, plan, blocks);
   if (plan.items > 1) {
     const auto most = shape.head_dim <= 64 ? most_partials<64> : most_partials<128>;
     plan.partials = most(shape.max_slots, plan.items);
