@@ -276,6 +276,21 @@ def test_bad_pages_of_a_long_context_are_reported(where, share, shape):
             assert (out[5:] == 0).all() and (lse[5:] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("length", [300, 3000])
+def test_a_bad_page_hurts_one_of_many_requests_that_are_merged(length):
+    """Eight rows a block of the merge: of few partials, read side by side."""
+    lengths = [length, 17, length + 1, 3, length - 16, 129, 0, length]
+    case = make_case(lengths, [16] * 8, SHAPES["32/8x128"])
+    expected, expected_lse, _ = attend(case, share=False)
+    case["block_table"][2, 5] = -1
+    out, lse, status = attend(case, share=True)
+    assert status.tolist() == [Status.BAD_PAGE if i == 2 else Status.OK for i in range(8)]
+    hurt = torch.arange(len(out)).cuda() // 16 == 2
+    assert (out[hurt] == 0).all() and (lse[hurt] == -torch.inf).all()
+    assert kit.same_bits(out[~hurt], expected[~hurt])
+    assert kit.same_bits(lse[~hurt], expected_lse[~hurt])
+
+
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
     ("name", "batch", "longest"),
