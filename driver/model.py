@@ -22,7 +22,7 @@ from driver.rollout.workspace import Workspace
 # On a GPU fused ops pay for FUSED_ROWS, and for more rows while the weights, read again for each
 # PIECE_ROWS of them, stay below FUSED_WEIGHTS in all. Beside LARGE_WEIGHTS the launch of a norm
 # hides, for they are on their way meanwhile, and by themselves they are read faster.
-FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 16, 10 << 20, 32 << 20
+FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 
 
 def fuses(rows: int, weights: int) -> bool:

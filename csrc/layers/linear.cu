@@ -6,9 +6,13 @@ namespace tlt {
 namespace {
 
 Card card_of(int device) {
-  int num_sms = 0;
-  check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "device");
-  return {num_sms};
+  Card card = {};
+  const auto ask = [&](int* value, cudaDeviceAttr attribute) {
+    check_cuda(cudaDeviceGetAttribute(value, attribute, device), "device");
+  };
+  ask(&card.num_sms, cudaDevAttrMultiProcessorCount);
+  ask(&card.max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return card;
 }
 
 LinearKernelParams kernel_params(const char* op, const LinearParams& p, bool silu_mul) {
@@ -41,20 +45,21 @@ void launch_linear(const char* op, const LinearParams& linear, bool silu_mul, in
                    uintptr_t stream) {
   const LinearKernelParams p = kernel_params(op, linear, silu_mul);
   const DeviceGuard guard(device);
+  if (linear.dtype == DType::kFloat32) return launch_float32(p, as_stream(stream));
+  const Card card = card_of(device);
   const bool aligned = p.x_aligned && p.w_aligned, norms = linear.norm_weight != nullptr;
   const bool hopper = !norms && aligned && linear.in_dim > 0 && has_hopper_kernel() &&
                       (!silu_mul || linear.out_dim % 16 == 0);
   const bool few = decodes(linear) || (linear.rows <= kPieceRows && !hopper);
-  if (linear.dtype == DType::kFloat32) {
-    launch_float32(p, as_stream(stream));
-  } else if (aligned && few && (norms || !silu_mul || !hopper)) {
-    launch_decode(p, card_of(device), as_stream(stream));
+  if (aligned && launch_small(p, card, as_stream(stream))) return;
+  if (aligned && launch_mid(p, card, as_stream(stream))) return;
+  if (aligned && few && (norms || !silu_mul || !hopper)) {
+    launch_decode(p, card, as_stream(stream));
   } else if (hopper) {
-    launch_hopper(p, card_of(device), as_stream(stream));
+    launch_hopper(p, card, as_stream(stream));
   } else {
     launch_tiles(p, as_stream(stream));
   }
-  check_cuda(cudaGetLastError(), op);
 }
 
 }  // namespace
@@ -77,7 +82,10 @@ void linear_append_cuda(const LinearParams& linear, const AppendKvParams& append
       p.x_aligned && p.w_aligned, op,
       "x, norm_weight, weight: expected 16-bit rows that start at and span multiples of 16 bytes "
       "on a CUDA device");
-  launch_decode_append(p, append, card_of(device), as_stream(stream));
+  const Card card = card_of(device);
+  if (launch_small_append(p, append, card, as_stream(stream))) return;
+  if (launch_mid_append(p, append, card, as_stream(stream))) return;
+  launch_decode_append(p, append, card, as_stream(stream));
 }
 
 }  // namespace tlt

@@ -66,6 +66,23 @@ __device__ __forceinline__ uint4 join(uint2 first, uint2 second) {
   return make_uint4(first.x, first.y, second.x, second.y);
 }
 
+// Chunks of 64 elements of rows, in shared memory. Four rows that are read together, 32 bytes of
+// each, lie in different banks.
+constexpr int kRowChunks = kBlockK / 8;
+
+__device__ __forceinline__ int chunk_index(int row, int chunk) {
+  return row * kRowChunks + (chunk ^ (row % 4) * 2);
+}
+
+// What load_split would take at half h of the 64 elements of a row.
+__device__ __forceinline__ uint4 read_split(const uint4* rows, int row, int h, int t) {
+  const auto half = [&](int e) {
+    const uint4* chunk = rows + chunk_index(row, h * 4 + e * 2 + t / 2);
+    return reinterpret_cast<const uint2*>(chunk)[t % 2];
+  };
+  return join(half(0), half(1));
+}
+
 // out[row, col] = sum (+ bias) (+ residual), rounded once.
 template <typename T, typename Out>
 __device__ __forceinline__ void store_sum(const LinearParams& p, int64_t row, int64_t col,
@@ -95,7 +112,7 @@ void prefer_shared(Kernel kernel) {
 }
 
 struct Card {
-  int num_sms;
+  int num_sms, max_shared;  // bytes of a block
 };
 
 // Aligned rows, fast where they or the weights are few; more of them, without a norm, silu_mul of a
@@ -104,10 +121,14 @@ constexpr int kPieceRows = 16;  // that the decode kernel takes at once
 void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
                           const Card& card, cudaStream_t stream);
-// What the last two ask first; false: not of such weights.
+// Aligned rows of a small model's layer, asked first: a piece of them, and more. False: not of such
+// rows or weights.
 bool launch_small(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 bool launch_small_append(const LinearKernelParams& p, const AppendKvParams& append,
                          const Card& card, cudaStream_t stream);
+bool launch_mid(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
+bool launch_mid_append(const LinearKernelParams& p, const AppendKvParams& append, const Card& card,
+                       cudaStream_t stream);
 bool has_hopper_kernel();  // whether this build and the current device have the next one
 void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 void launch_tiles(const LinearKernelParams& p, cudaStream_t stream);

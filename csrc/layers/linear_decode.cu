@@ -385,7 +385,6 @@ void dispatch_rows(const LinearParams& p, F&& f) {
 }  // namespace
 
 void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
-  if (launch_small(p, card, stream)) return;
   dispatch_rows(p.linear, [&](auto* tag, auto few) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(tag)>>;
     launch_rows<T, std::conditional_t<few, Few, Many>>(p, card, stream);
@@ -394,7 +393,6 @@ void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t s
 
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
                           const Card& card, cudaStream_t stream) {
-  if (launch_small_append(p, append, card, stream)) return;
   dispatch_rows(p.linear, [&](auto* tag, auto few) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(tag)>>;
     launch<T, std::conditional_t<few, Few, ManyAppending>, true>(p, append, card, stream);

@@ -8,7 +8,7 @@
 // so that those of the next launches find room beside them, and their weights are there in time.
 //
 // A block owns up to 8 weight rows, or 8 or 16 pairs of them (pairs.cuh): low and high rows of a
-// fragment. Pieces of 16 rows are the grid's second axis. Bytes: the weights, once a piece.
+// fragment. Bytes: the weights.
 #include <algorithm>
 #include <type_traits>
 
@@ -65,8 +65,7 @@ __device__ __forceinline__ void load_inside(Chunk<T>& to, const T* from, bool in
 // The appending form's end, by warps of its own: they find out where sums go, then put them there.
 template <typename T, typename S>
 __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendKvParams& after,
-                                            const float* sums, int first_row, int rows, int begin,
-                                            int count) {
+                                            const float* sums, int rows, int begin, int count) {
   __shared__ RowPlaces<S::kRows> places;
   const int thread = threadIdx.x - kMultipliers, half = static_cast<int>(after.head_dim / 2);
   constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
@@ -79,7 +78,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
   int64_t position[kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    position[i] = row_of(i) < rows ? after.position[first_row + row_of(i)] : -1;
+    position[i] = row_of(i) < rows ? after.position[row_of(i)] : -1;
   }
   float bias[2] = {};
   if (p.bias) {
@@ -87,7 +86,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
     bias[0] = as_float32(from[0]);
     bias[1] = as_float32(from[half]);
   }
-  if (thread < kWarpSize) find_places(after, first_row, rows, blockIdx.x == 0, &places);
+  if (thread < kWarpSize) find_places(after, 0, rows, blockIdx.x == 0, &places);
   float2 angle[kTurns] = {};
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
@@ -100,7 +99,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
   for (int i = 0; i < kTurns; ++i) {
     const int row = row_of(i);
     if (!has_pair || row >= rows || places.request[row] < 0) continue;
-    out[i] = pair_out<T>(after, first_row + row, at, places.at[row]);
+    out[i] = pair_out<T>(after, row, at, places.at[row]);
   }
   __syncthreads();  // the sums are there, and the grids before have ended
 #pragma unroll
@@ -124,15 +123,14 @@ __global__ void __launch_bounds__(kThreads<After>, S::kPerSm)
   __shared__ float squares[kNorms ? kParts : 1][S::kRows];
   launch_dependents();
   const LinearParams& p = params.linear;
-  const int first_row = blockIdx.y * S::kRows;
-  const int rows = min(static_cast<int>(p.rows) - first_row, S::kRows);
+  const int rows = static_cast<int>(p.rows);
   const int units = static_cast<int>(p.out_dim) / (kPairs<After> ? 2 : 1);
   const int begin = blockIdx.x * unit, count = min(unit, units - begin);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
   if constexpr (kAppends<After>) {
     if (warp >= kParts) {
-      return append_sums<T, S>(p, after, sums, first_row, rows, begin, count);
+      return append_sums<T, S>(p, after, sums, rows, begin, count);
     }
   }
   const int steps = part_steps(num_blocks_of(p), warp), first_k = warp * kBlockK + t * 4;
@@ -173,14 +171,14 @@ __global__ void __launch_bounds__(kThreads<After>, S::kPerSm)
   const T* x_from[S::kRowTiles];
 #pragma unroll
   for (int i = 0; i < S::kRowTiles; ++i) {
-    x_from[i] = static_cast<const T*>(p.x) + (first_row + i * 8 + g) * p.x_stride + first_k;
+    x_from[i] = static_cast<const T*>(p.x) + (i * 8 + g) * p.x_stride + first_k;
     if (i * 8 + g < rows && steps > 0) prefetch_line(x_from[i]);
   }
   // The output of those threads that have one.
   const int out_row = threadIdx.x / S::kUnit, out_col = threadIdx.x % S::kUnit;
   const bool ends = !kAppends<After> && out_row < rows && out_col < count;
-  const int64_t out_at = (first_row + out_row) * p.out_stride + begin + out_col;
-  const int64_t residual_at = (first_row + out_row) * p.residual_stride + begin + out_col;
+  const int64_t out_at = out_row * p.out_stride + begin + out_col;
+  const int64_t residual_at = out_row * p.residual_stride + begin + out_col;
   Added added = {};
   if constexpr (!kPairs<After>) {
     if (ends && p.bias) added.bias = static_cast<const uint16_t*>(p.bias)[begin + out_col];
@@ -282,16 +280,16 @@ template <typename T, typename S, bool kNorms, typename After>
 bool launch(const LinearKernelParams& p, const After& after, const Card& card,
             cudaStream_t stream) {
   const int64_t units = p.linear.out_dim / (kPairs<After> ? 2 : 1);
-  const int64_t pieces = (p.linear.rows + S::kRows - 1) / S::kRows, sms = card.num_sms;
+  const int64_t sms = card.num_sms;
   // Few blocks, whose fragments are full, leave the others' launches most room.
-  const int64_t even = (units * pieces + sms - 1) / sms;
+  const int64_t even = (units + sms - 1) / sms;
   const int64_t unit = std::clamp<int64_t>(even, 8, S::kUnit);
   const int64_t blocks = (units + unit - 1) / unit;
-  if (blocks * pieces > S::kPerSm * sms) return false;
+  if (blocks > S::kPerSm * sms) return false;
   const auto kernel = small_kernel<T, S, kNorms, After>;
   prefer_shared(kernel);
-  launch_kernel("linear", kernel, {blocks, kThreads<After>, 0, 1, static_cast<unsigned>(pieces)},
-                stream, p.linear.early, p, after, static_cast<int>(unit));
+  launch_kernel("linear", kernel, {blocks, kThreads<After>}, stream, p.linear.early, p, after,
+                static_cast<int>(unit));
   return true;
 }
 
@@ -301,7 +299,8 @@ bool launch_form(const LinearKernelParams& p, const After& after, const Card& ca
                  cudaStream_t stream) {
   const LinearParams& linear = p.linear;
   const int64_t k = linear.in_dim;
-  if (k <= 0 || k % kBlockK != 0 || k > kMaxSteps * kStepK) return false;
+  if (linear.rows > kPieceRows || k <= 0 || k % kBlockK != 0 || k > kMaxSteps * kStepK)
+    return false;
   const auto of_rows = [&](auto* tag, auto row_tiles) {
     using T = std::remove_pointer_t<decltype(tag)>;
     constexpr int kRowTiles = decltype(row_tiles)::value;

@@ -231,7 +231,7 @@ def test_few_rows_or_few_weights_are_fused(llama, monkeypatch):
     assert model.fuses(512, large)  # on a CPU
     monkeypatch.setattr(model, "device", torch.device("cuda"))
     assert model.fuses(8, large) and not model.fuses(9, large)
-    assert model.fuses(80, small) and not model.fuses(81, small)
+    assert model.fuses(160, small) and not model.fuses(161, small)
 
 
 @pytest.mark.parametrize(("wide", "inside"), [(49152, True), (37888, False)])

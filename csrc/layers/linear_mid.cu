@@ -1,0 +1,396 @@
+// The linears of a small model's layer for 17 rows and more, of whole blocks of K: too few rows for
+// tiles of wgmma to fill the card, too many to be read anew by every 8 weight rows (order of the
+// sum: linear.cuh).
+//
+// A block owns up to 64 weight rows (of pairs the low and the high ones, as fragments hold them:
+// pairs.cuh) and a piece of 16 or 32 rows of x; pieces are the grid's second axis. Each of its 8
+// warps copies its own part of K of both into shared memory, the weights before the kernels before
+// this one end, then x, all of it at once; norms x as it reads it, multiplies, and leaves its sums
+// where its first block of K was. So warps meet once, and with a norm twice. Bytes: the weights
+// once a piece, x once a block, from L2 but for the first.
+#include <algorithm>
+#include <type_traits>
+
+#include "common/wgmma.cuh"
+#include "layers/decode.cuh"
+#include "layers/pairs.cuh"
+
+namespace tlt {
+namespace {
+
+constexpr int kMultipliers = kParts * kWarpSize;
+constexpr int kFinishers = 2 * kWarpSize;  // of the appending form: they find where sums go
+
+template <typename After>
+constexpr int kThreads = kMultipliers + kAppends<After> * kFinishers;
+
+template <int kRowTiles_, int kTiles_, typename After>
+struct Mid {
+  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
+  static constexpr int kTiles = kTiles_;        // fragments of 16 weight rows
+  static constexpr int kRows = 8 * kRowTiles, kCols = 16 * kTiles;
+  static constexpr int kUnit = kPairs<After> ? kCols / 2 : kCols;  // outputs of a row
+  // A block of K in shared memory: weight rows, rows of x, and that of the norm's weight.
+  static constexpr int kNormRow = kCols + kRows;
+  static constexpr int kSlot = (kNormRow + 1) * kRowChunks;  // chunks
+  static_assert(kRows * kCols * 4 <= kSlot * 16, "sums of a part reuse the first of its slots");
+};
+
+// Where the two sums of a pair of a row go, and what becomes of them.
+struct PairEnd {
+  void* low;  // null: nowhere
+  float2 angle, bias;
+  int zero, turns;
+};
+
+// By the finishers: fills `ends`, while the others multiply.
+template <typename T, typename S>
+__device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvParams& after,
+                                          int first_row, int rows, int begin, int count,
+                                          PairEnd* ends) {
+  __shared__ RowPlaces<S::kRows> places;
+  const int thread = threadIdx.x - kMultipliers, half = static_cast<int>(after.head_dim / 2);
+  const int pair = thread % S::kUnit;
+  const HeadPair at = head_pair(after, begin + min(pair, count - 1));
+  float2 bias = {};
+  if (p.bias) {
+    const T* from = static_cast<const T*>(p.bias) + low_row(after, at);
+    bias = make_float2(as_float32(from[0]), as_float32(from[half]));
+  }
+  if (!p.placed) wait_for_prior_grid();
+  if (thread < kWarpSize) find_places(after, first_row, rows, blockIdx.x == 0, &places);
+  sync_threads<2, kFinishers>();
+#pragma unroll 2
+  for (int row = thread / S::kUnit; row < rows; row += kFinishers / S::kUnit) {
+    PairEnd end = {nullptr, {}, bias, 0, 0};
+    if (pair < count && places.request[row] >= 0) {
+      const PairOut<T> out = pair_out<T>(after, first_row + row, at, places.at[row]);
+      const int64_t position = after.position[first_row + row];
+      end.low = out.low;
+      end.zero = out.zero;
+      end.turns = out.turns;
+      if (out.turns && position >= 0 && position < after.max_position) {
+        end.angle = angle_of(after, position, at.i);
+      }
+    }
+    ends[row * S::kUnit + pair] = end;
+  }
+}
+
+// Four neighbours, from a multiple of four on, of an array of 16-bit or, where `wide`, of float32
+// elements, as they lie there.
+template <typename T>
+__device__ __forceinline__ uint4 load_four(const void* from, int64_t at, bool wide) {
+  if (wide) return *reinterpret_cast<const uint4*>(static_cast<const float*>(from) + at);
+  const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const T*>(from) + at);
+  return make_uint4(words.x, words.y, 0, 0);
+}
+
+template <typename T>
+__device__ __forceinline__ void add_four(float (&sum)[4], const uint4& v, bool wide) {
+  const float2 low = unpack<T>(v.x), high = unpack<T>(v.y);
+  sum[0] += wide ? __uint_as_float(v.x) : low.x;
+  sum[1] += wide ? __uint_as_float(v.y) : low.y;
+  sum[2] += wide ? __uint_as_float(v.z) : high.x;
+  sum[3] += wide ? __uint_as_float(v.w) : high.y;
+}
+
+template <typename T, typename S, bool kNorms, typename After>
+__global__ void __launch_bounds__(kThreads<After>, 2)
+    mid_kernel(const __grid_constant__ LinearKernelParams params,
+               const __grid_constant__ After after) {
+  extern __shared__ uint4 shared[];
+  __shared__ float4 squares[kNorms ? S::kRows : 1][kParts / 4];
+  __shared__ PairEnd ends[kAppends<After> ? S::kRows * S::kUnit : 1];
+  launch_dependents();
+  const LinearParams& p = params.linear;
+  const int first_row = blockIdx.y * S::kRows;
+  const int rows = min(static_cast<int>(p.rows) - first_row, S::kRows);
+  const int units = static_cast<int>(p.out_dim) / (kPairs<After> ? 2 : 1);
+  const int begin = blockIdx.x * S::kUnit, count = min(S::kUnit, units - begin);
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int g = lane / 4, t = lane % 4;
+  constexpr int kSlotSums = S::kSlot * 4;  // floats from a part's sums to the next one's
+  const float* sums = reinterpret_cast<const float*>(shared);
+
+  if (!kAppends<After> || warp < kParts) {
+    const int steps = part_steps(num_blocks_of(p), warp);
+    uint4* const my_slot = shared + warp * S::kSlot;  // of block `warp`; the next is 8 further on
+    const auto slot_of_step = [&](int step) { return my_slot + step * kParts * S::kSlot; };
+    // A lane copies one chunk of every fourth row.
+    const int copy_row = lane / kRowChunks, first_k = warp * kBlockK + lane % kRowChunks * 8;
+    const uint32_t copy_to =
+        shared_address(my_slot) + chunk_index(copy_row, lane % kRowChunks) * 16;
+    const auto copy = [&](int row, int step, const T* from, bool valid) {
+      copy_async_16(copy_to + (step * kParts * S::kSlot + row * kRowChunks) * 16, from, valid);
+    };
+    constexpr int kStepK = kParts * kBlockK;
+#pragma unroll
+    for (int i = 0; i < S::kCols; i += 4) {
+      const int at = i + copy_row, unit = kPairs<After> ? at / 16 * 8 + at % 8 : at;
+      int64_t row = begin + min(unit, count - 1);
+      if constexpr (kPairs<After>) row = low_row(after, row) + at / 8 % 2 * rows_apart(p, after);
+      const T* from = static_cast<const T*>(p.weight) + row * p.weight_stride + first_k;
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) copy(i, step, from + step * kStepK, unit < count);
+    }
+    const bool norms = kNorms && p.norm_weight != nullptr;
+    if (norms && lane < kRowChunks) {
+      const T* from = static_cast<const T*>(p.norm_weight) + first_k;
+      for (int step = 0; step < steps; ++step) copy(S::kNormRow, step, from + step * kStepK, true);
+    }
+    const T* x = static_cast<const T*>(p.x) + (first_row + copy_row) * p.x_stride + first_k;
+    // Four neighbouring outputs of a thread, and what will be added to them.
+    const int out_row = threadIdx.x / (S::kUnit / 4), out_col = threadIdx.x % (S::kUnit / 4) * 4;
+    static_assert(kAppends<After> || S::kRows * S::kUnit <= 4 * kMultipliers);
+    const bool ends_here = !kAppends<After> && out_row < rows && out_col < count;
+    const bool wide = p.out_dtype == DType::kFloat32;
+    uint4 bias = {}, residual = {};
+    if constexpr (!kPairs<After>) {
+      if (ends_here && p.bias) bias = load_four<T>(p.bias, begin + out_col, false);
+    }
+    wait_for_prior_grid();
+
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int i = 0; i < S::kRows; i += 4) {
+        copy(S::kCols + i, step, x + i * p.x_stride + step * kStepK, i + copy_row < rows);
+      }
+      commit_copies();  // the first with the weights
+    }
+    if constexpr (!kPairs<After>) {
+      if (ends_here && p.residual) {
+        residual = load_four<T>(p.residual,
+                                (first_row + out_row) * p.residual_stride + begin + out_col, wide);
+      }
+    }
+    const auto wait_for_step = [&](int step) {  // while the later ones are on their way
+      const int left = steps - 1 - step;
+      left >= 2 ? wait_copies<2>() : left == 1 ? wait_copies<1>() : wait_copies<0>();
+      __syncwarp();  // what a warp copied is all its lanes'
+    };
+
+    float scale[S::kRowTiles] = {};
+    if (norms) {
+      float sum[S::kRowTiles][2][4] = {};
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        wait_for_step(step);
+#pragma unroll
+        for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            Chunk<T> v;
+            v.raw = read_split(slot_of_step(step), S::kCols + i * 8 + g, h, t);
+            add_squares(sum[i][h], v);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) {
+        const float of_part = squares_of(sum[i]);
+        if (t == g / 2) reinterpret_cast<float*>(squares[i * 8 + g])[warp] = of_part;
+      }
+      sync_threads<1, kMultipliers>();
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) {
+        const float4 low = squares[i * 8 + g][0], high = squares[i * 8 + g][1];
+        const float part[kParts] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        scale[i] = norm_scale<T>(sum_of_8(part), static_cast<int>(p.in_dim), p.eps);
+      }
+    }
+
+    float acc[S::kTiles][S::kRowTiles][4] = {};
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      const uint4* slot = slot_of_step(step);
+      if (!norms) wait_for_step(step);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        Chunk<T> v[S::kRowTiles], norm_weight;
+        if (norms) norm_weight.raw = read_split(slot, S::kNormRow, h, t);
+#pragma unroll
+        for (int i = 0; i < S::kRowTiles; ++i) {
+          v[i].raw = read_split(slot, S::kCols + i * 8 + g, h, t);
+          if (norms) norm_chunk(v[i], scale[i], norm_weight);
+        }
+#pragma unroll
+        for (int m = 0; m < S::kTiles; ++m) {
+          const uint4 low = read_split(slot, m * 16 + g, h, t);
+          const uint4 high = read_split(slot, m * 16 + 8 + g, h, t);
+#pragma unroll
+          for (int i = 0; i < S::kRowTiles; ++i) mma_k32<T>(acc[m][i], low, high, v[i].raw);
+        }
+      }
+    }
+    __syncwarp();  // the warp's slots are read
+    float* mine = reinterpret_cast<float*>(my_slot);
+#pragma unroll
+    for (int m = 0; m < S::kTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int row = i * 8 + t * 2 + c % 2, col = m * 16 + c / 2 * 8 + g;
+          mine[sum_index<S::kCols>(row, col)] = acc[m][i][c];
+        }
+      }
+    }
+    __syncthreads();
+    if constexpr (!kAppends<After>) {
+      if (!ends_here) return;
+      const auto four_sums = [&](int col, float (&sum)[4]) {
+        const float* from = sums + sum_index<S::kCols>(out_row, col);
+        float4 part[kParts];
+#pragma unroll
+        for (int w = 0; w < kParts; ++w) {
+          part[w] = *reinterpret_cast<const float4*>(from + w * kSlotSums);
+        }
+        sum[0] = part[0].x, sum[1] = part[0].y, sum[2] = part[0].z, sum[3] = part[0].w;
+#pragma unroll
+        for (int w = 1; w < kParts; ++w) {
+          sum[0] += part[w].x, sum[1] += part[w].y, sum[2] += part[w].z, sum[3] += part[w].w;
+        }
+      };
+      const int64_t at = (first_row + out_row) * p.out_stride + begin + out_col;
+      float sum[4];
+      if constexpr (std::is_same_v<After, SiluMul>) {
+        const int col = out_col / 8 * 16 + out_col % 8;
+        float up[4];
+        four_sums(col, sum);
+        four_sums(col + 8, up);
+        const auto word = [&](int i) {
+          return silu_mul_word<T>(pack<T>(make_float2(sum[i], sum[i + 1])),
+                                  pack<T>(make_float2(up[i], up[i + 1])));
+        };
+        *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + at) = make_uint2(word(0), word(2));
+      } else {
+        four_sums(out_col, sum);
+        if (p.bias) add_four<T>(sum, bias, false);
+        if (p.residual) add_four<T>(sum, residual, wide);
+        if (wide) {
+          *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) =
+              make_float4(sum[0], sum[1], sum[2], sum[3]);
+        } else {
+          *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + at) = make_uint2(
+              pack<T>(make_float2(sum[0], sum[1])), pack<T>(make_float2(sum[2], sum[3])));
+        }
+      }
+    }
+  } else if constexpr (kAppends<After>) {
+    find_ends<T, S>(p, after, first_row, rows, begin, count, ends);
+    __syncthreads();  // the sums are there, and the grids before have ended
+  }
+  if constexpr (kAppends<After>) {
+    for (int i = threadIdx.x; i < rows * S::kUnit; i += kThreads<After>) {
+      const PairEnd& end = ends[i];
+      if (end.low == nullptr) continue;
+      const int row = i / S::kUnit, pair = i % S::kUnit, col = pair / 8 * 16 + pair % 8;
+      float part[2][kParts];
+#pragma unroll
+      for (int w = 0; w < kParts; ++w) {
+        part[0][w] = sums[w * kSlotSums + sum_index<S::kCols>(row, col)];
+        part[1][w] = sums[w * kSlotSums + sum_index<S::kCols>(row, col + 8)];
+      }
+      float low = sum_of_parts(part[0]), high = sum_of_parts(part[1]);
+      if (p.bias) {
+        low += end.bias.x;
+        high += end.bias.y;
+      }
+      PairOut<T> out;
+      out.low = static_cast<T*>(end.low);
+      out.zero = end.zero;
+      out.turns = end.turns;
+      store_pair(out, static_cast<int>(after.head_dim / 2), low, high, end.angle);
+    }
+  }
+}
+
+// ---- the grid -----------------------------------------------------------------------------------
+
+template <typename After>
+struct Choice {
+  int64_t cycles = INT64_MAX;
+  int64_t rounds = 0;  // blocks of a multiprocessor
+  void (*launch)(const LinearKernelParams& p, const After& after, cudaStream_t stream) = nullptr;
+};
+
+template <typename S, typename After>
+KernelShape shape_of(const LinearParams& p) {
+  const int64_t units = p.out_dim / (kPairs<After> ? 2 : 1);
+  const int64_t pieces = (p.rows + S::kRows - 1) / S::kRows;
+  const int64_t slots = std::max<int64_t>(p.in_dim / kBlockK, kParts);  // sums have one each
+  return {(units + S::kUnit - 1) / S::kUnit, kThreads<After>,
+          static_cast<int>(slots * S::kSlot * 16), 1, static_cast<unsigned>(pieces)};
+}
+
+template <typename T, typename S, bool kNorms, typename After>
+void launch(const LinearKernelParams& p, const After& after, cudaStream_t stream) {
+  const auto kernel = mid_kernel<T, S, kNorms, After>;
+  prefer_shared(kernel);
+  launch_kernel("linear", kernel, shape_of<S, After>(p.linear), stream, p.linear.early, p, after);
+}
+
+// Takes a tile where it promises to be faster than the best so far: by the blocks that one
+// multiprocessor gets, and of each the bytes of x that come from L2 and the products.
+template <typename T, typename S, bool kNorms, typename After>
+void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
+  constexpr int kL2Bytes = 53, kProducts = 1270, kBlockCycles = 400;  // a cycle; a block's ends
+  constexpr int kStatic = 20 << 10, kMaxPieces = 65535;               // bytes at most; of a grid
+  const KernelShape shape = shape_of<S, After>(p);
+  if (shape.shared_bytes + kStatic > card.max_shared || shape.rows > kMaxPieces) return;
+  const int64_t rounds = (shape.blocks * shape.rows + card.num_sms - 1) / card.num_sms;
+  const int64_t cycles = rounds * (p.in_dim * S::kRows * 2 / kL2Bytes +
+                                   p.in_dim * S::kRows * S::kCols / kProducts + kBlockCycles);
+  if (cycles < best->cycles) *best = {cycles, rounds, launch<T, S, kNorms, After>};
+}
+
+template <typename T, typename After>
+bool launch_best(const LinearKernelParams& params, const After& after, const Card& card,
+                 cudaStream_t stream) {
+  const LinearParams& p = params.linear;
+  Choice<After> best;
+  if constexpr (std::is_same_v<After, Nothing>) {
+    consider<T, Mid<2, 1, After>, false>(p, card, &best);
+    consider<T, Mid<2, 2, After>, false>(p, card, &best);
+    consider<T, Mid<4, 1, After>, false>(p, card, &best);
+    consider<T, Mid<4, 2, After>, false>(p, card, &best);
+  } else {
+    constexpr int kWide = kAppends<After> ? 1 : 4;  // pairs that are appended need room themselves
+    consider<T, Mid<2, kWide, After>, true>(p, card, &best);
+    consider<T, Mid<4, kWide, After>, true>(p, card, &best);
+    consider<T, Mid<4, 2, After>, true>(p, card, &best);
+  }
+  constexpr int64_t kMaxRounds = 2;  // where wgmma could take it
+  const bool alone = p.norm_weight == nullptr && !kAppends<After>;
+  if (best.launch == nullptr || (alone && best.rounds > kMaxRounds)) return false;
+  best.launch(params, after, stream);
+  return true;
+}
+
+template <typename After>
+bool launch_type(const LinearKernelParams& p, const After& after, const Card& card,
+                 cudaStream_t stream) {
+  const LinearParams& linear = p.linear;
+  const bool whole = linear.in_dim > 0 && linear.in_dim % kBlockK == 0;
+  if (linear.rows <= kPieceRows || !whole) return false;
+  return linear.dtype == DType::kFloat16 ? launch_best<__half>(p, after, card, stream)
+                                         : launch_best<__nv_bfloat16>(p, after, card, stream);
+}
+
+}  // namespace
+
+bool launch_mid(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
+  const int64_t width = p.linear.out_dim / (p.silu_mul ? 2 : 1);  // stored four at once
+  if (!p.out_aligned || width % 8 != 0) return false;
+  if (p.silu_mul) return launch_type(p, SiluMul{}, card, stream);
+  return p.linear.norm_weight == nullptr && launch_type(p, Nothing{}, card, stream);
+}
+
+bool launch_mid_append(const LinearKernelParams& p, const AppendKvParams& append, const Card& card,
+                       cudaStream_t stream) {
+  return launch_type(p, append, card, stream);
+}
+
+}  // namespace tlt
