@@ -66,23 +66,6 @@ __device__ __forceinline__ uint4 join(uint2 first, uint2 second) {
   return make_uint4(first.x, first.y, second.x, second.y);
 }
 
-// Chunks of 64 elements of rows, in shared memory. Four rows that are read together, 32 bytes of
-// each, lie in different banks.
-constexpr int kRowChunks = kBlockK / 8;
-
-__device__ __forceinline__ int chunk_index(int row, int chunk) {
-  return row * kRowChunks + (chunk ^ (row % 4) * 2);
-}
-
-// What load_split would take at half h of the 64 elements of a row.
-__device__ __forceinline__ uint4 read_split(const uint4* rows, int row, int h, int t) {
-  const auto half = [&](int e) {
-    const uint4* chunk = rows + chunk_index(row, h * 4 + e * 2 + t / 2);
-    return reinterpret_cast<const uint2*>(chunk)[t % 2];
-  };
-  return join(half(0), half(1));
-}
-
 // out[row, col] = sum (+ bias) (+ residual), rounded once.
 template <typename T, typename Out>
 __device__ __forceinline__ void store_sum(const LinearParams& p, int64_t row, int64_t col,

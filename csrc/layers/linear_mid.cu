@@ -20,6 +20,7 @@ namespace {
 
 constexpr int kMultipliers = kParts * kWarpSize;
 constexpr int kFinishers = 2 * kWarpSize;  // of the appending form: they find where sums go
+constexpr int kRowChunks = kBlockK / 8;
 
 template <typename After>
 constexpr int kThreads = kMultipliers + kAppends<After> * kFinishers;
@@ -35,6 +36,11 @@ struct Mid {
   static constexpr int kSlot = (kNormRow + 1) * kRowChunks;  // chunks
   static_assert(kRows * kCols * 4 <= kSlot * 16, "sums of a part reuse the first of its slots");
 };
+
+// A row's chunks lie in the order chunk ^ row, so that 8 rows of a matrix are in different banks.
+__device__ __forceinline__ int chunk_of(int row, int chunk) {
+  return row * kRowChunks + (chunk ^ row % 8);
+}
 
 // Where the two sums of a pair of a row go, and what becomes of them.
 struct PairEnd {
@@ -58,20 +64,32 @@ __device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvP
     bias = make_float2(as_float32(from[0]), as_float32(from[half]));
   }
   if (!p.placed) wait_for_prior_grid();
+  // Rows' positions are asked for beside their places, angles before those are known to all.
+  constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
+  const auto row_of = [&](int turn) { return (thread + turn * kFinishers) / S::kUnit; };
+  int32_t position[kTurns];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    position[i] = row_of(i) < rows ? after.position[first_row + row_of(i)] : -1;
+  }
   if (thread < kWarpSize) find_places(after, first_row, rows, blockIdx.x == 0, &places);
+  float2 angle[kTurns] = {};
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    if (position[i] < 0 || position[i] >= after.max_position) continue;  // the row has no place
+    angle[i] = angle_of(after, position[i], at.i);
+  }
   sync_threads<2, kFinishers>();
-#pragma unroll 2
-  for (int row = thread / S::kUnit; row < rows; row += kFinishers / S::kUnit) {
-    PairEnd end = {nullptr, {}, bias, 0, 0};
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int row = row_of(i);
+    if (row >= rows) continue;
+    PairEnd end = {nullptr, angle[i], bias, 0, 0};
     if (pair < count && places.request[row] >= 0) {
       const PairOut<T> out = pair_out<T>(after, first_row + row, at, places.at[row]);
-      const int64_t position = after.position[first_row + row];
       end.low = out.low;
       end.zero = out.zero;
       end.turns = out.turns;
-      if (out.turns && position >= 0 && position < after.max_position) {
-        end.angle = angle_of(after, position, at.i);
-      }
     }
     ends[row * S::kUnit + pair] = end;
   }
@@ -116,13 +134,14 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
   if (!kAppends<After> || warp < kParts) {
     const int steps = part_steps(num_blocks_of(p), warp);
     uint4* const my_slot = shared + warp * S::kSlot;  // of block `warp`; the next is 8 further on
-    const auto slot_of_step = [&](int step) { return my_slot + step * kParts * S::kSlot; };
     // A lane copies one chunk of every fourth row.
     const int copy_row = lane / kRowChunks, first_k = warp * kBlockK + lane % kRowChunks * 8;
-    const uint32_t copy_to =
-        shared_address(my_slot) + chunk_index(copy_row, lane % kRowChunks) * 16;
+    const uint32_t slot_address = shared_address(my_slot);
+    const int copy_to[2] = {chunk_of(copy_row, lane % kRowChunks),
+                            chunk_of(copy_row + 4, lane % kRowChunks) - 4 * kRowChunks};
     const auto copy = [&](int row, int step, const T* from, bool valid) {
-      copy_async_16(copy_to + (step * kParts * S::kSlot + row * kRowChunks) * 16, from, valid);
+      const int to = copy_to[row / 4 % 2] + step * kParts * S::kSlot + row * kRowChunks;
+      copy_async_16(slot_address + to * 16, from, valid);
     };
     constexpr int kStepK = kParts * kBlockK;
 #pragma unroll
@@ -139,7 +158,15 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
       const T* from = static_cast<const T*>(p.norm_weight) + first_k;
       for (int step = 0; step < steps; ++step) copy(S::kNormRow, step, from + step * kStepK, true);
     }
+    // Asking for a line that is yet to be written has its address worked out, and found, now.
     const T* x = static_cast<const T*>(p.x) + (first_row + copy_row) * p.x_stride + first_k;
+    const int64_t row_step = 4 * p.x_stride;
+    if (copy_row < rows && steps > 0) prefetch_line(x);
+    // Where a lane's row of a matrix lies: of a fragment of weights, 16 rows x 16 elements, of 8
+    // rows of x x 32; the next elements are at an address that differs in bits of the chunk.
+    const int matrix = lane / 8;
+    const int fragment_at = chunk_of(matrix % 2 * 8 + lane % 8, matrix / 2) * 16;
+    const int x_at = chunk_of(lane % 8, matrix) * 16;
     // Four neighbouring outputs of a thread, and what will be added to them.
     const int out_row = threadIdx.x / (S::kUnit / 4), out_col = threadIdx.x % (S::kUnit / 4) * 4;
     static_assert(kAppends<After> || S::kRows * S::kUnit <= 4 * kMultipliers);
@@ -153,9 +180,11 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
 
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
+      const T* from = x + step * kStepK;
 #pragma unroll
-      for (int i = 0; i < S::kRows; i += 4) {
-        copy(S::kCols + i, step, x + i * p.x_stride + step * kStepK, i + copy_row < rows);
+      for (int i = 0; i < S::kRows / 4; ++i) {
+        copy(S::kCols + i * 4, step, from, i * 4 + copy_row < rows);
+        from += row_step;
       }
       commit_copies();  // the first with the weights
     }
@@ -171,26 +200,47 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
       __syncwarp();  // what a warp copied is all its lanes'
     };
 
+    // Of 8 rows, half h of their 64 elements: words 0 and 1 are of the first 16, 2 and 3 of the
+    // next.
+    const auto load_x = [&](int step, int i, int h, Chunk<T>* to) {
+      const uint32_t slot = slot_address + step * kParts * S::kSlot * 16;
+      load_matrices(to->word, slot + (S::kCols + i * 8) * 128 + (x_at ^ h * 64));
+    };
+
     float scale[S::kRowTiles] = {};
     if (norms) {
-      float sum[S::kRowTiles][2][4] = {};
+      // As add_squares, of two times 8 rows: a fragment of both, times each. One after the other,
+      // or they would need the registers of two blocks a multiprocessor.
 #pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        wait_for_step(step);
-#pragma unroll
-        for (int i = 0; i < S::kRowTiles; ++i) {
+      for (int i = 0; i < S::kRowTiles; i += 2) {
+        float sum[2][2][4] = {};
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+          wait_for_step(step);
+          const uint32_t rows_at = slot_address + (step * kParts * S::kSlot + S::kCols * 8) * 16;
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            Chunk<T> v;
-            v.raw = read_split(slot_of_step(step), S::kCols + i * 8 + g, h, t);
-            add_squares(sum[i][h], v);
+            Chunk<T> v[2];
+            load_x(step, i, h, &v[0]);
+            load_x(step, i + 1, h, &v[1]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              uint32_t both[4];
+              load_matrices(both, rows_at + i * 8 * 128 + (fragment_at ^ (h * 2 + half) * 32));
+#pragma unroll
+              for (int j = 0; j < 2; ++j) {
+                const uint32_t* word = v[j].word + half * 2;
+                mma_16816<T>(sum[j][h], both, word[0], word[1]);
+              }
+            }
           }
         }
-      }
 #pragma unroll
-      for (int i = 0; i < S::kRowTiles; ++i) {
-        const float of_part = squares_of(sum[i]);
-        if (t == g / 2) reinterpret_cast<float*>(squares[i * 8 + g])[warp] = of_part;
+        for (int j = 0; j < 2; ++j) {  // squares_of, of the low and the high 8 rows
+          const float of_part = g % 2 == 1 ? sum[j][0][j * 2 + 1] + sum[j][1][j * 2 + 1]
+                                           : sum[j][0][j * 2] + sum[j][1][j * 2];
+          if (t == g / 2) reinterpret_cast<float*>(squares[(i + j) * 8 + g])[warp] = of_part;
+        }
       }
       sync_threads<1, kMultipliers>();
 #pragma unroll
@@ -204,36 +254,43 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
     float acc[S::kTiles][S::kRowTiles][4] = {};
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      const uint4* slot = slot_of_step(step);
+      const uint32_t slot = slot_address + step * kParts * S::kSlot * 16;
       if (!norms) wait_for_step(step);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         Chunk<T> v[S::kRowTiles], norm_weight;
-        if (norms) norm_weight.raw = read_split(slot, S::kNormRow, h, t);
+        if (norms) load_matrices(norm_weight.word, slot + S::kNormRow * 128 + h * 64 + matrix * 16);
 #pragma unroll
         for (int i = 0; i < S::kRowTiles; ++i) {
-          v[i].raw = read_split(slot, S::kCols + i * 8 + g, h, t);
+          load_x(step, i, h, &v[i]);
           if (norms) norm_chunk(v[i], scale[i], norm_weight);
         }
 #pragma unroll
         for (int m = 0; m < S::kTiles; ++m) {
-          const uint4 low = read_split(slot, m * 16 + g, h, t);
-          const uint4 high = read_split(slot, m * 16 + 8 + g, h, t);
 #pragma unroll
-          for (int i = 0; i < S::kRowTiles; ++i) mma_k32<T>(acc[m][i], low, high, v[i].raw);
+          for (int half = 0; half < 2; ++half) {
+            uint32_t weight[4];
+            load_matrices(weight, slot + m * 16 * 128 + (fragment_at ^ (h * 2 + half) * 32));
+#pragma unroll
+            for (int i = 0; i < S::kRowTiles; ++i) {
+              mma_16816<T>(acc[m][i], weight, v[i].word[half * 2], v[i].word[half * 2 + 1]);
+            }
+          }
         }
       }
     }
     __syncwarp();  // the warp's slots are read
+    // sum_index of row 8 i + 2 t + c % 2 and column 16 m + g + 8 (c / 2), as few registers.
     float* mine = reinterpret_cast<float*>(my_slot);
+    const int sum_at = t * 2 * S::kCols + (g ^ t * 8);
 #pragma unroll
     for (int m = 0; m < S::kTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < S::kRowTiles; ++i) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const int row = i * 8 + t * 2 + c % 2, col = m * 16 + c / 2 * 8 + g;
-          mine[sum_index<S::kCols>(row, col)] = acc[m][i][c];
+          const int more = (i * 8 + c % 2) * S::kCols + m * 16 + c / 2 * 8;
+          mine[(sum_at ^ (more & 24)) + (more & ~24)] = acc[m][i][c];
         }
       }
     }

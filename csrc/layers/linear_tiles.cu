@@ -15,12 +15,27 @@ constexpr int kTile = 64;  // rows of x, and weight rows
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kStages = 4;
+constexpr int kRowChunks = kBlockK / 8;
 constexpr int kTileChunks = kTile * kRowChunks, kStageChunks = 2 * kTileChunks;
 constexpr int kCopies = kTileChunks / kThreads;   // chunks of one tile that a thread copies
 constexpr int kCopyRows = kThreads / kRowChunks;  // apart, in one column of chunks
 static_assert(kCopyRows % 4 == 0, "a thread's chunks have one place in the swizzle");
 constexpr int kPitch = kTile + 4;  // of the sums in shared memory: no bank conflicts
 static_assert(kTile * kPitch * 4 <= kStages * kStageChunks * 16, "sums reuse the ring");
+
+// Four rows that are read together, 32 bytes of each, lie in different banks.
+__device__ __forceinline__ int chunk_index(int row, int chunk) {
+  return row * kRowChunks + (chunk ^ (row % 4) * 2);
+}
+
+// What load_split would take at half h of the 64 elements of a row.
+__device__ __forceinline__ uint4 read_split(const uint4* tile, int row, int h, int t) {
+  const auto half = [&](int e) {
+    const uint4* chunk = tile + chunk_index(row, h * 4 + e * 2 + t / 2);
+    return reinterpret_cast<const uint2*>(chunk)[t % 2];
+  };
+  return join(half(0), half(1));
+}
 
 // A thread copies chunks of rows `row`, row + apart, ... of an array, up to but without `end`.
 template <typename T>
