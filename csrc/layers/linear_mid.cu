@@ -144,14 +144,24 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
       copy_async_16(slot_address + to * 16, from, valid);
     };
     constexpr int kStepK = kParts * kBlockK;
+    const T* weight[S::kCols / 4];
+    bool has_weight[S::kCols / 4];
+    const T* first_weight = static_cast<const T*>(p.weight) + first_k;
 #pragma unroll
-    for (int i = 0; i < S::kCols; i += 4) {
-      const int at = i + copy_row, unit = kPairs<After> ? at / 16 * 8 + at % 8 : at;
-      int64_t row = begin + min(unit, count - 1);
-      if constexpr (kPairs<After>) row = low_row(after, row) + at / 8 % 2 * rows_apart(p, after);
-      const T* from = static_cast<const T*>(p.weight) + row * p.weight_stride + first_k;
+    for (int i = 0; i < S::kCols / 4; ++i) {
+      const int unit = kPairs<After> ? i / 4 * 8 + i % 2 * 4 : i * 4;  // low rows, then high ones
+      has_weight[i] = unit + copy_row < count;
+      int64_t row = begin + unit + copy_row;
+      if constexpr (kAppends<After>) row = low_row(after, begin + min(unit + copy_row, count - 1));
+      if constexpr (kPairs<After>) row += i / 2 % 2 * rows_apart(p, after);
+      weight[i] = first_weight + row * p.weight_stride;
+    }
 #pragma unroll 1
-      for (int step = 0; step < steps; ++step) copy(i, step, from + step * kStepK, unit < count);
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int i = 0; i < S::kCols / 4; ++i) {
+        copy(i * 4, step, weight[i] + step * kStepK, has_weight[i]);
+      }
     }
     const bool norms = kNorms && p.norm_weight != nullptr;
     if (norms && lane < kRowChunks) {
@@ -368,8 +378,8 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
 
 template <typename After>
 struct Choice {
+  int64_t max_rounds;  // blocks of a multiprocessor
   int64_t cycles = INT64_MAX;
-  int64_t rounds = 0;  // blocks of a multiprocessor
   void (*launch)(const LinearKernelParams& p, const After& after, cudaStream_t stream) = nullptr;
 };
 
@@ -400,14 +410,17 @@ void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
   const int64_t rounds = (shape.blocks * shape.rows + card.num_sms - 1) / card.num_sms;
   const int64_t cycles = rounds * (p.in_dim * S::kRows * 2 / kL2Bytes +
                                    p.in_dim * S::kRows * S::kCols / kProducts + kBlockCycles);
-  if (cycles < best->cycles) *best = {cycles, rounds, launch<T, S, kNorms, After>};
+  if (rounds > best->max_rounds || cycles >= best->cycles) return;
+  best->cycles = cycles;
+  best->launch = launch<T, S, kNorms, After>;
 }
 
 template <typename T, typename After>
 bool launch_best(const LinearKernelParams& params, const After& after, const Card& card,
                  cudaStream_t stream) {
   const LinearParams& p = params.linear;
-  Choice<After> best;
+  const bool alone = p.norm_weight == nullptr && !kAppends<After>;  // wgmma could take it
+  Choice<After> best{alone ? 2 : INT64_MAX};
   if constexpr (std::is_same_v<After, Nothing>) {
     consider<T, Mid<2, 1, After>, false>(p, card, &best);
     consider<T, Mid<2, 2, After>, false>(p, card, &best);
@@ -419,9 +432,7 @@ bool launch_best(const LinearKernelParams& params, const After& after, const Car
     consider<T, Mid<4, kWide, After>, true>(p, card, &best);
     consider<T, Mid<4, 2, After>, true>(p, card, &best);
   }
-  constexpr int64_t kMaxRounds = 2;  // where wgmma could take it
-  const bool alone = p.norm_weight == nullptr && !kAppends<After>;
-  if (best.launch == nullptr || (alone && best.rounds > kMaxRounds)) return false;
+  if (best.launch == nullptr) return false;
   best.launch(params, after, stream);
   return true;
 }
