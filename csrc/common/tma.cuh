@@ -67,12 +67,16 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
 
 // Shows barriers that this thread made to the cluster, before all meet.
 __device__ __forceinline__ void fence_barriers() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
-// Orders this thread's earlier shared-memory accesses before later copies.
+// Orders this thread's earlier shared-memory accesses before later copies of Hopper's.
 __device__ __forceinline__ void fence_copies() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
@@ -88,12 +92,24 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
                : "memory");
 }
 
+// Arrives once all that this thread has begun to copy by copy_async_16 has landed; also before
+// Hopper.
+__device__ __forceinline__ void arrive_copied(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+               : "memory");
+}
+
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "retry:\n"
+#if __CUDA_ARCH__ >= 900
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#else
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#endif
       "@!done bra retry;\n"
       "}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
       "r"(parity)
@@ -128,6 +144,16 @@ __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap* map, 
       "%3, %3, %4}], [%5];" ::"r"(to),
       "l"(map), "r"(column), "r"(0), "r"(row / 16),
       "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      : "memory");
+}
+
+// The same of consecutive bytes; addresses and size are multiples of 16.
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
+                                           uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
       : "memory");
 }
 

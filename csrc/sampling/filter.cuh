@@ -52,27 +52,42 @@ __device__ inline SelectScratch& select_scratch() {
 
 // A bit for each of a thread's ids of a row that is kept in shared memory: the last has the lowest.
 struct IdBits {
-  uint32_t word[3] = {};
-  static_assert(kSlots * kGroup <= 3 * 32);
+  static constexpr int kWords = kSlots * kGroup / 32;
+  uint32_t word[kWords] = {};
 
   // Adds a group, whose first id has the highest bit of eight.
   __device__ __forceinline__ void push(uint32_t eight) {
-    word[2] = __funnelshift_l(word[1], word[2], kGroup);
-    word[1] = __funnelshift_l(word[0], word[1], kGroup);
+#pragma unroll
+    for (int i = kWords - 1; i > 0; --i) word[i] = __funnelshift_l(word[i - 1], word[i], kGroup);
     word[0] = word[0] << kGroup | eight;
   }
   __device__ __forceinline__ int count() const {
-    return __popc(word[0]) + __popc(word[1]) + __popc(word[2]);
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) count += __popc(word[i]);
+    return count;
   }
-  __device__ __forceinline__ bool any() const { return (word[0] | word[1] | word[2]) != 0; }
+  __device__ __forceinline__ bool any() const {
+    uint32_t any = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) any |= word[i];
+    return any != 0;
+  }
   // The place of the first id that has one; there must be one.
   __device__ __forceinline__ int first() const {
-    const uint32_t of = word[2] != 0 ? word[2] : word[1] != 0 ? word[1] : word[0];
-    return (word[2] != 0 ? 95 : word[1] != 0 ? 63 : 31) - __clz(of);
+    uint32_t of = word[0];
+    int last = 31;
+#pragma unroll
+    for (int i = 1; i < kWords; ++i) {
+      if (word[i] == 0) continue;
+      of = word[i];
+      last = 32 * i + 31;
+    }
+    return last - __clz(of);
   }
   __device__ __forceinline__ void drop(int place) {
 #pragma unroll
-    for (int i = 0; i < 3; ++i) word[i] &= ~(place / 32 == i ? 1u << place % 32 : 0u);
+    for (int i = 0; i < kWords; ++i) word[i] &= ~(place / 32 == i ? 1u << place % 32 : 0u);
   }
 };
 constexpr int kFewBits = 20;  // of a thread: their noise costs less than that of all its groups

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
   const Asked asked(p, 0);
   scanner.start(data);
   const Owner owner(p, i, asked);
-  if (owner.b < 0 || owner.limit <= 0) return wait_copies<0>();
+  if (owner.b < 0 || owner.limit <= 0) return scanner.drain();
   const Row<T> row(data, owner.temperature);
   const Draw draw{p.sampling.round_keys, target_key(p.sampling, owner.request),
                   static_cast<int32_t>(position.get()) + 1};
@@ -194,10 +194,7 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
   walk(p, b, tree, team.thread() == 0, tree_status, [&](int node, int32_t* status) {
     const RowData<T> data = data_of(node);
     const Row<T> row(data, temperature);
-    if (node != under_way) {
-      wait_copies<0>();
-      scanner.start(data);
-    }
+    if (node != under_way) scanner.start(data);
     under_way = foresees ? favourites.child[node] : kNobody;
     const bool goes_on = under_way != kNobody;
     const RowResult result =
@@ -207,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
     const Drawn drawn = resolve(team, scanner, row, result, setting, draw_at(node), want_filtered);
     return Step{drawn, tree.find_child(node, drawn.token)};
   });
-  wait_copies<0>();
+  scanner.drain();
   scanner.leave();
 }
 

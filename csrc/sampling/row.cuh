@@ -19,8 +19,8 @@
 
 namespace tlt {
 
-constexpr int kThreads = 1024;
-constexpr int kGroup = 8;  // neighbouring ids a lane takes at once: 16 bytes of a 16-bit dtype
+constexpr int kThreads = 512;  // with 128 registers each: a warp has much to do at once
+constexpr int kGroup = 8;      // neighbouring ids a lane takes at once: 16 bytes of a 16-bit dtype
 constexpr float kLog2E = 0x1.715476p+0f;
 constexpr float kNegInf = -INFINITY;
 
@@ -138,15 +138,15 @@ struct RowData {
     return raw;
   }
 
-  // Starts copying a group to this thread's slots of shared memory, kThreads apart; `read` takes it
-  // once the copies have landed. No other thread touches the slots.
+  // Starts copying a group to this thread's slots of shared memory; `read` takes it once the copies
+  // have landed.
   __device__ __forceinline__ void stage(int32_t first, uint4* slot) const {
     constexpr int kParts = sizeof(Raw<T>) / 16;
     if (aligned && first + kGroup <= vocab_size) {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        copy_async_16(shared_address(slot + i * kThreads),
-                      reinterpret_cast<const uint4*>(logits + first) + i, true);
+        copy_async_16(shared_address(slot + i), reinterpret_cast<const uint4*>(logits + first) + i,
+                      true);
       }
       return;
     }
@@ -156,8 +156,8 @@ struct RowData {
   __device__ __forceinline__ static void write(const Raw<T>& raw, uint4* slot) {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(Raw<T>) / 16); ++i) {
-      slot[i * kThreads] = make_uint4(raw.word[4 * i], raw.word[4 * i + 1], raw.word[4 * i + 2],
-                                      raw.word[4 * i + 3]);
+      slot[i] = make_uint4(raw.word[4 * i], raw.word[4 * i + 1], raw.word[4 * i + 2],
+                           raw.word[4 * i + 3]);
     }
   }
 
@@ -165,7 +165,7 @@ struct RowData {
     Raw<T> raw;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(Raw<T>) / 16); ++i) {
-      const uint4 v = slot[i * kThreads];
+      const uint4 v = slot[i];
       raw.word[4 * i] = v.x;
       raw.word[4 * i + 1] = v.y;
       raw.word[4 * i + 2] = v.z;

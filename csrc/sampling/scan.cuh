@@ -2,9 +2,11 @@
 //
 // A row is cut into steps of kStep ids, a cut that depends on the vocabulary alone, and the steps
 // are dealt to the team's warps in turn. All copies of a row start at once and land in shared
-// memory, each in slots that only its own thread reads, so no barrier stands between them and the
-// work; there the row stays for top-k and top-p, or the next row follows it slot by slot. (A row
-// that is too large goes through the slots as through a ring, and is read again from memory.)
+// memory, each in slots that only its own warp reads, so no barrier of the block stands between
+// them and the work; there the row stays for top-k and top-p, or the next row follows it step by
+// step. (A row that is too large goes through the slots as through a ring, and is read again from
+// memory.) On Hopper a step is one bulk copy: copies of threads that wait for room in the memory
+// pipe hold up all other accesses to shared memory.
 //
 // All warps must know a good score before they test ids against it. So the first steps of all warps
 // are copied ahead of the others, and while they are under way each warp makes the noise of its
@@ -17,6 +19,7 @@
 // sum.
 #pragma once
 
+#include "common/tma.cuh"
 #include "sampling/row.cuh"
 
 namespace tlt {
@@ -26,7 +29,7 @@ constexpr int kStepGroups = 2;  // that a lane takes of a step
 constexpr int32_t kStep = kWarpSize * kGroup * kStepGroups;
 
 // Shared memory that holds a row, in slots of 16 bytes a thread: 192 KiB a block on Hopper.
-constexpr int slots_of(bool hopper) { return hopper ? 12 : 4; }
+constexpr int slots_of(bool hopper) { return hopper ? 24 : 8; }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kSlots = slots_of(false);
 #else
@@ -109,22 +112,33 @@ class Scanner {
         num_steps_(ceil_div(vocab_size, kStep)),
         first_step_(threadIdx.x / kWarpSize * team.size() + team.rank()),  // blocks get as many
         rounds_(ceil_div(num_steps_, num_warps_)),
-        slots_(shared + threadIdx.x),
+        slots_(shared + threadIdx.x / kWarpSize * kStepSlots + threadIdx.x % kWarpSize * kParts<T>),
         sums_(reinterpret_cast<StepSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
                                                       kParts<T> * kThreads)) {
     if (threadIdx.x < 2) scratch().reached[threadIdx.x] = ascending(kNegInf);
+    if (threadIdx.x % kWarpSize < kDepth<T>) {
+      init_barrier(landed(threadIdx.x % kWarpSize), kArrivals);
+      fence_barriers();
+      fence_copies();
+    }
+    __syncwarp();
     team_.arrive();  // before any copy is under way: an arrival waits for this thread's memory
   }
 
   // Starts the copies of a row. All threads of the block call it.
-  __device__ __forceinline__ void start(const RowData<T>& row) const {
-    stage(row, first_step_, slots_);
-    commit_copies();
+  __device__ __forceinline__ void start(const RowData<T>& row) {
+    drain();
+    stage(row, first_step_, 0);
     __syncthreads();  // the other steps of any warp come after all first ones
 #pragma unroll 1
-    for (int i = 1; i < kDepth<T>; ++i) {
-      stage(row, first_step_ + i * num_warps_, slots_ + i * kStageSlots);
-      commit_copies();
+    for (int i = 1; i < kDepth<T>; ++i) stage(row, first_step_ + i * num_warps_, i);
+  }
+
+  // Waits for copies that nobody asked for after all; before the end there must be none.
+  __device__ __forceinline__ void drain() {
+#pragma unroll 1
+    for (int place = 0; started_ >> place != 0; ++place) {
+      if (started_ >> place & 1) await(place);
     }
   }
 
@@ -154,8 +168,8 @@ class Scanner {
     Words<kStepGroups> words;
     if (noisy) {
       words.make(draw, first_id(first_step_, 0), kWarpSize * kGroup);
-      wait_copies<kDepth<T> - 1>();
       if (first_step_ < num_steps_) {
+        await(0);
         float x[kGroup], largest;
         row.clean(RowData<T>::read(slots_), x, &largest);
         raise(Race::sure_score(row, x, words.of[0]));
@@ -165,25 +179,22 @@ class Scanner {
     Race race;
     bool bad = false;
     StepSum* to = team_.remote(sums_of(turn_), 0) + first_step_;
-    uint4* slot = slots_;
     int32_t step = first_step_;
-    int left = kDepth<T>;
+    int place = 0;
     const auto take_step = [&](bool made) {
-      wait_copies<kDepth<T> - 1>();
+      if (!made) await(place);
       race.reached = fmaxf(race.reached, from_ascending(as_volatile(shared.reached[turn_])));
-      const StepSum sum = score_step(row, step, slot, noisy, draw, race, words, made, &bad, raise);
+      const StepSum sum = score_step(row, step, slots_ + place * kStageSlots, noisy, draw, race,
+                                     words, made, &bad, raise);
       if (lane == 0) *to = sum;
-      if (!has_next) {
-        stage(row, step + kDepth<T> * num_warps_, slot);
-      } else if (step != first_step_) {
-        stage(next, step - num_warps_, slot - kStageSlots);
+      if (has_next) {
+        stage(next, step, place);
+      } else {
+        stage(row, step + kDepth<T> * num_warps_, place);
       }
-      commit_copies();
-      slot += kStageSlots;
-      if (slot == slots_ + kDepth<T> * kStageSlots) slot = slots_;
+      place = place + 1 == kDepth<T> ? 0 : place + 1;
       to += num_warps_;
       step += num_warps_;
-      --left;
     };
     if (noisy && step < num_steps_) take_step(true);
 #pragma unroll 1
@@ -194,12 +205,6 @@ class Scanner {
       team_.remote(shared.best[turn_], lane)[team_.rank() * kWarps + warp] = best;
     }
     team_.sync();
-    if (has_next) {  // a step late, so that an arrival does not wait for a copy that just began
-      const int taken = kDepth<T> - left;
-      if (taken > 0) stage(next, step - num_warps_, slots_ + (taken - 1) * kStageSlots);
-#pragma unroll 1
-      for (; left >= 0; --left) commit_copies();  // a group more than `start` makes, as it is late
-    }
     RowResult result{};
     const bool first = team_.rank() == 0 && warp == 0;
     if (first || tell != Tell::kFirstWarp) {
@@ -246,7 +251,8 @@ class Scanner {
     const int steps = (num_steps_ - 1 - first_step_) / num_warps_ + 1;  // that have an id
     const int group = steps * kStepGroups - 1 - place / kGroup;
     const int at = kGroup - 1 - place % kGroup;
-    const uint4* const slot = slots_ + group * kGroupSlots + at / kOfSlot * kThreads;
+    const uint4* const slot = slots_ + group / kStepGroups * kStageSlots +
+                              group % kStepGroups * kGroupSlots + at / kOfSlot;
     *logit = as_float32(reinterpret_cast<const T*>(slot)[at % kOfSlot]);
     return first_id(first_step_ + group / kStepGroups * num_warps_, group % kStepGroups) + at;
   }
@@ -270,13 +276,21 @@ class Scanner {
   }
 
  private:
-  static constexpr int kGroupSlots = kParts<T> * kThreads;
-  static constexpr int kStageSlots = kStepGroups * kGroupSlots;
+  static constexpr int kGroupSlots = kParts<T> * kWarpSize;
+  static constexpr int kStepSlots = kStepGroups * kGroupSlots;  // of a warp
+  static constexpr int kStageSlots = kWarps * kStepSlots;       // of a step of each warp
+  static_assert(kDepth<T> <= kWarpSize);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr int kArrivals = kWarpSize;  // of a step: each lane copies its own ids
+#else
+  static constexpr int kArrivals = 1;
+#endif
 
   struct Scratch {
     uint32_t reached[2];                  // a score that the row reaches; rows take turns
     WarpBest best[2][kMaxTeam * kWarps];  // of the team
     RowResult result;
+    uint64_t landed[kDepth<T>][kWarps];  // barriers of the steps that a warp holds
   };
   __device__ static Scratch& scratch() {
     __shared__ Scratch shared;
@@ -291,23 +305,46 @@ class Scanner {
     const int32_t lane = threadIdx.x % kWarpSize;
     return step * kStep + (group * kWarpSize + lane) * kGroup;
   }
-  __device__ __forceinline__ void stage(const RowData<T>& row, int32_t step, uint4* slot) const {
+  __device__ static uint64_t* landed(int place) {
+    return &scratch().landed[place][threadIdx.x / kWarpSize];
+  }
+
+  // Starts copying a step to the place that this warp has read, if the row has it.
+  __device__ __forceinline__ void stage(const RowData<T>& row, int32_t step, int place) {
     if (step >= num_steps_) return;
-    if (row.aligned && (step + 1) * kStep <= row.vocab_size) {
-      const uint4* from = reinterpret_cast<const uint4*>(row.logits + first_id(step, 0));
-      const uint32_t to = shared_address(slot);
-#pragma unroll
-      for (int i = 0; i < kStepGroups * kParts<T>; ++i) {
-        const int group = i / kParts<T>, part = i % kParts<T>;
-        copy_async_16(to + i * kThreads * sizeof(uint4),
-                      from + group * kWarpSize * kParts<T> + part, true);
-      }
-      return;
-    }
+    uint4* const slot = slots_ + place * kStageSlots;
+    started_ |= 1u << place;
+    __syncwarp();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #pragma unroll 1
     for (int group = 0; group < kStepGroups; ++group) {
       row.stage(first_id(step, group), slot + group * kGroupSlots);
     }
+    arrive_copied(landed(place));
+#else
+    const int32_t first = step * kStep, here = min(row.vocab_size - first, kStep);
+    const int32_t copied = row.aligned ? here / kGroup * kGroup : 0;
+    if (threadIdx.x % kWarpSize == 0) {
+      arrive_expecting(landed(place), copied * sizeof(T));
+      if (copied > 0) {
+        copy_bytes(shared_address(slot), row.logits + first, copied * sizeof(T), landed(place));
+      }
+    }
+    if (copied == kStep) return;
+#pragma unroll 1
+    for (int group = 0; group < kStepGroups; ++group) {  // each lane writes what it will read
+      const int32_t id = first_id(step, group);
+      if (id >= first + copied) RowData<T>::write(row.load(id), slot + group * kGroupSlots);
+    }
+    fence_copies();
+#endif
+  }
+
+  // Waits for what was copied to a place last.
+  __device__ __forceinline__ void await(int place) {
+    wait_barrier(landed(place), phases_ >> place & 1);
+    phases_ ^= 1u << place;
+    started_ &= ~(1u << place);
   }
 
   // The race comes ahead of the sum, which needs the registers that words are in.
@@ -316,27 +353,31 @@ class Scanner {
                                                 bool noisy, const Draw& draw, Race& race,
                                                 Words<kStepGroups>& words, bool made, bool* bad,
                                                 Raise&& raise) const {
+    Raw<T> raw[kStepGroups];
     float largest[kStepGroups], max;
-    while (true) {
+    const auto find_largest = [&] {
 #pragma unroll
       for (int group = 0; group < kStepGroups; ++group) {
-        largest[group] = largest_of(RowData<T>::read(slot + group * kGroupSlots));
+        largest[group] = largest_of(raw[group]);
+        max = group == 0 ? largest[0] : max_nan(max, largest[group]);
       }
-      max = largest[0];
-#pragma unroll
-      for (int group = 1; group < kStepGroups; ++group) max = max_nan(max, largest[group]);
-      if (!row.is_bad(max)) break;
-      *bad = true;  // seldom: cleans the row where it lies
-#pragma unroll 1
-      for (int group = 0; group < kStepGroups; ++group) {
-        Raw<T> raw = RowData<T>::read(slot + group * kGroupSlots);
-        row.drop_bad(raw);
-        RowData<T>::write(raw, slot + group * kGroupSlots);
-      }
-    }
-    const auto again = [&](int group, float (&x)[kGroup]) {
-      expand(RowData<T>::read(slot + group * kGroupSlots), x);
     };
+#pragma unroll
+    for (int group = 0; group < kStepGroups; ++group) {
+      raw[group] = RowData<T>::read(slot + group * kGroupSlots);
+    }
+    find_largest();
+    if (row.is_bad(max)) {  // seldom: cleans the row where it lies
+      *bad = true;
+#pragma unroll
+      for (int group = 0; group < kStepGroups; ++group) {
+        row.drop_bad(raw[group]);
+        RowData<T>::write(raw[group], slot + group * kGroupSlots);
+      }
+      fence_copies();
+      find_largest();
+    }
+    const auto again = [&](int group, float (&x)[kGroup]) { expand(raw[group], x); };
     if (noisy) {
       race.run(row, largest, first_id(step, 0), kWarpSize * kGroup, draw, words, made, again,
                raise);
@@ -397,20 +438,21 @@ class Scanner {
         warp_sum_all(mul_rn(sum, exp2_approx(add_rn(row.shift(max), -row.shift(result->max)))));
   }
 
-  // Folds the warps' winners, a lane those of a warp in each block. Called by whole warps.
+  // Folds the winners of the team's warps. Called by whole warps.
   __device__ WarpBest best_of_team() const {
-    static_assert(kWarps == kWarpSize);
-    const WarpBest* const best = scratch().best[turn_] + threadIdx.x % kWarpSize;
-    WarpBest part[kMaxTeam], mine{};
+    constexpr int kOfLane = kMaxTeam * kWarps / kWarpSize;
+    const WarpBest* const best = scratch().best[turn_];
+    WarpBest part[kOfLane], mine{};
 #pragma unroll
-    for (int rank = 0; rank < kMaxTeam; ++rank) {
-      part[rank] = rank < team_.size() ? best[rank * kWarps] : WarpBest{};
+    for (int i = 0; i < kOfLane; ++i) {
+      const int warp = i * kWarpSize + threadIdx.x % kWarpSize;
+      part[i] = warp < num_warps_ ? best[warp] : WarpBest{};
     }
 #pragma unroll
-    for (int rank = 0; rank < kMaxTeam; ++rank) {
-      const bool better = part[rank].key > mine.key;
-      mine = {better ? part[rank].key : mine.key, better ? part[rank].logit : mine.logit,
-              mine.bad | part[rank].bad};
+    for (int i = 0; i < kOfLane; ++i) {
+      const bool better = part[i].key > mine.key;
+      mine = {better ? part[i].key : mine.key, better ? part[i].logit : mine.logit,
+              mine.bad | part[i].bad};
     }
     return best_of_warp(mine);
   }
@@ -425,8 +467,9 @@ class Scanner {
   const int32_t num_steps_, first_step_;
   const int rounds_;  // steps that a warp takes
   uint4* const slots_;
-  StepSum* const sums_;  // [1 or 2, num_steps]
-  int turn_ = 0;         // of the row that is scored next
+  StepSum* const sums_;                // [1 or 2, num_steps]
+  uint32_t started_ = 0, phases_ = 0;  // a bit a place: a copy is under way; its barrier's parity
+  int turn_ = 0;                       // of the row that is scored next
   bool ready_ = false;
 };
 
