@@ -142,8 +142,9 @@ def verify_tree(
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
         filtered_logprobs: [requests, width of emitted] float32, out, as in `sample`.
         workspace: [>= sampling_workspace_bytes(rows, vocab_size)] uint8 scratch with which a GPU
-            draws up to 64 rows at once; without it, and of more rows, each request's walk draws at
-            the rows that it visits, one after another: same bits. The CPU needs none.
+            draws the rows of one wave at once (64; of a small vocabulary as many as the card has
+            multiprocessors); without it, and of more rows, each request's walk draws at the rows
+            that it visits, one after another: same bits. The CPU needs none.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:

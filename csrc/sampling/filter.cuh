@@ -90,7 +90,7 @@ struct IdBits {
     for (int i = 0; i < kWords; ++i) word[i] &= ~(place / 32 == i ? 1u << place % 32 : 0u);
   }
 };
-constexpr int kFewBits = 20;  // of a thread: their noise costs less than that of all its groups
+constexpr int kFewBits = 28;  // of a thread: their noise costs less than that of all its groups
 
 struct Choice {
   int32_t token;

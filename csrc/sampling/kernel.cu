@@ -15,7 +15,7 @@
 namespace tlt {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 64;  // of verify_tree: as many as run in one wave of teams
+constexpr int64_t kRowsAtOnce = 64;  // of verify_tree, where two blocks share a row
 constexpr int kFollowThreads = kMaxTreeRows;
 
 // What a node draws, whether or not the walk visits it.
@@ -210,6 +210,17 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
 
 }  // namespace
 
+// How many rows of verify_tree run in one wave of teams.
+template <typename T, typename Params>
+int64_t rows_at_once(const char* op, void (*kernel)(Params), int device, int64_t vocab_size) {
+  if (ceil_div(vocab_size, kStep) > kWarps * depth_of<T>(has_hopper_code(op, kernel))) {
+    return kRowsAtOnce;
+  }
+  int blocks = 0;  // a block fills a multiprocessor
+  check_cuda(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device), op);
+  return blocks;
+}
+
 void sample_cuda(const SampleParams& p, int device, uintptr_t stream) {
   constexpr const char* op = "sample";
   const DeviceGuard guard(device);
@@ -225,12 +236,13 @@ void verify_tree_cuda(const VerifyParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    if (p.workspace == nullptr || p.num_rows == 0 || p.num_rows > kRowsAtOnce) {
-      const auto kernel = walk_kernel<T>;
-      const TeamShape shape = row_launch<T>(op, kernel, p.num_requests, p.vocab_size);
-      return launch_teams(op, kernel, shape, as_stream(stream), p);
-    }
     const auto kernel = draw_nodes_kernel<T>;
+    if (p.workspace == nullptr || p.num_rows == 0 ||
+        p.num_rows > rows_at_once<T>(op, kernel, device, p.vocab_size)) {
+      const auto walk = walk_kernel<T>;
+      const TeamShape shape = row_launch<T>(op, walk, p.num_requests, p.vocab_size);
+      return launch_teams(op, walk, shape, as_stream(stream), p);
+    }
     launch_teams(op, kernel, row_launch<T>(op, kernel, p.num_rows, p.vocab_size), as_stream(stream),
                  p);
     launch_teams(op, follow_kernel, {p.num_requests, kFollowThreads, 0, 1, true}, as_stream(stream),

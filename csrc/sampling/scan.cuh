@@ -39,7 +39,11 @@ constexpr int kSlots = slots_of(true);
 template <typename T>
 constexpr int kParts = static_cast<int>(sizeof(Raw<T>) / sizeof(uint4));  // slots of a group
 template <typename T>
-constexpr int kDepth = kSlots / (kStepGroups * kParts<T>);  // steps a warp holds
+constexpr int depth_of(bool hopper) {  // steps a warp holds
+  return slots_of(hopper) / (kStepGroups * kParts<T>);
+}
+template <typename T>
+constexpr int kDepth = kSlots / (kStepGroups * kParts<T>);  // the same on the card
 
 TLT_HD int32_t ceil_div(int64_t n, int64_t by) { return static_cast<int32_t>((n + by - 1) / by); }
 
@@ -82,7 +86,7 @@ TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int6
               std::to_string(vocab_size));
   const bool hopper = has_hopper_code(op, kernel);
   const int64_t steps = ceil_div(vocab_size, kStep);
-  const int64_t most = slots_of(hopper) / (kStepGroups * kParts<T>);  // kDepth on the card
+  const int64_t most = depth_of<T>(hopper);
   const auto shape_of = [&](unsigned team) -> TeamShape {
     const int64_t rounds = ceil_div(steps, team * kWarps);
     const int64_t depth = rounds < most ? rounds : most;
