@@ -222,17 +222,17 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
 
 # Seconds that `all --quick` gives each benchmark of a card: eight minutes, the warm start there.
 QUICK_SECONDS = {
-    "attention": 30,
-    "decode": 38,
-    "drafter": 110,
-    "graphs": 66,
+    "attention": 29,
+    "decode": 47,
+    "drafter": 112,
+    "graphs": 64,
     "grpo": 71,
     "identity": 30,
-    "layers": 8,
+    "layers": 7,
     "loop": 7,
-    "ngram": 11,
-    "rollout": 92,
-    "sampling": 10,
+    "ngram": 9,
+    "rollout": 88,
+    "sampling": 8,
     "step": 7,
 }
 STOPPING_S = 20  # until a benchmark that was told to end has written its rows

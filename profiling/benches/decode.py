@@ -34,9 +34,10 @@ STRATEGIES = [
     "ngram:6,1,7",
     "learned:2,1,3",
     "learned:4,1,5",
+    "learned:6,1,7",
     "learned:4,4,16",
     "learned:8,4,32",
-    "hybrid:4,4,16",
+    "hybrid:6,4,16",
 ]
 DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
 SWEEP_DEPTHS, SWEEP_TOP_K, SWEEP_ROWS = [2, 4, 6, 8, 12], [1, 2, 4, 8], 32

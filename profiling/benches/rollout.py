@@ -49,13 +49,13 @@ STATIC = [
     "ngram:15,1,16",  # what of a hybrid's gain long chains alone have
     "learned:2,1,3",
     "learned:4,1,5",
-    "learned:4,4,16",
-    "hybrid:4,4,16",
+    "learned:6,1,7",
+    "hybrid:6,4,16",
 ]
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
 LEARNING = {"bandit": "beg", "ucb": "ucb"}
 ADAPTED = ", adapted"
-ADAPT_S = 8.0  # of training, which is what some 25 steps of `preset=h100` spend on it
+ADAPT_S = 2.0  # of training, which is what some 25 steps of `preset=h100` spend on it
 ROUNDS = 3
 WARM_TOKENS = 32  # of each request, in a quick run's first rollout, which is not counted
 HF_STEPS = 32  # tokens of each request
