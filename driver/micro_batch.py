@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,15 +51,13 @@ def build_micro_batch(
         The packed row.
     """
     packed = [responses[index] for index in owners]
-    ids: list[int] = []
-    for response in packed:
-        ids += [*response.request.prompt_ids, *response.token_ids]
     prompts = torch.tensor([len(r.request.prompt_ids) for r in packed])  # [D]
     counts = torch.tensor([len(r.token_ids) for r in packed])  # [D]
     # The token at place j is predicted by the hidden state at j - 1. What lies before a response's
     # rows in the row, less what lies before them among the rows, is the prompts up to its own.
     rows = torch.arange(int(counts.sum())) + (prompts.cumsum(0) - 1).repeat_interleave(counts)
-    input_ids = torch.tensor([ids])
+    ids = _flat([part for r in packed for part in (r.request.prompt_ids, r.token_ids)], np.int64)
+    input_ids = ids.unsqueeze(0)  # [1, T]
     temperatures = [r.request.params.temperature for r in packed]
     temperature: float | Tensor = temperatures[0]
     if len(set(temperatures)) > 1:
@@ -69,8 +69,14 @@ def build_micro_batch(
         tokens=input_ids[0, rows + 1],
         owner=torch.tensor(owners).repeat_interleave(counts),
         temperature=temperature,
-        rollout_logprobs=torch.tensor([x for r in packed for x in r.logprobs]),
+        rollout_logprobs=_flat([r.logprobs for r in packed], np.float32),
     ).to(torch.device(device))
+
+
+def _flat(parts: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
+    """The numbers of all parts; NumPy reads a list in a tenth of the time that torch takes."""
+    count = sum(map(len, parts))
+    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype, count))
 
 
 def _moved(value: T, device: torch.device) -> T:

@@ -127,9 +127,11 @@ class DraftRunner:
         stale = [s for s in batch.sequences if s.draft_version != self.version]
         for sequence in stale:
             sequence.draft_version, sequence.draft_len = self.version, 0
-        late = [s for s in batch.sequences if s.num_new > strategy.levels + 1]
-        while any(s.num_new > 1 for s in late):
-            self._write_late(batch, late, store)
+        most = strategy.levels + 1
+        late = [(row, s) for row, s in enumerate(batch.sequences) if s.num_new > most]
+        left = late
+        while left := [(row, s) for row, s in left if s.num_new > 1]:
+            self._write_late(batch, left, store)
         if late and self.k.is_cuda:
             torch.cuda.current_stream(self.k.device).synchronize()  # rare, and its cost is seen
         return bool(stale or late)
@@ -306,23 +308,20 @@ class DraftRunner:
             status=batch.status,
         )
 
-    def _write_late(self, batch: Batch, late: list[Sequence], store: TokenStore) -> None:
-        """The next entries of the requests that lag, a few hundred rows at once."""
+    def _write_late(
+        self, batch: Batch, late: list[tuple[int, Sequence]], store: TokenStore
+    ) -> None:
+        """The next entries of the requests that lag, by their rows, a few hundred at once."""
         size = len(batch)
-        most = max(1, min(CATCH_UP_ROWS // size, max(s.num_new for s in late) - 1))
-        counts, ends = [], []
-        for sequence in batch.sequences:
+        most = max(1, min(CATCH_UP_ROWS // size, max(s.num_new for _, s in late) - 1))
+        counts, ends = [0] * size, [0] * size  # the other requests have no entries
+        for row, sequence in late:
             # The last entry is left to the pass: it makes the hidden state that drafting starts at.
-            count = min(most, sequence.num_new - 1) if sequence in late else 0
-            sequence.draft_len = max(0, min(sequence.draft_len, sequence.context_len - 1)) + count
-            counts.append(count)
-            ends.append(sequence.draft_len)
+            counts[row] = min(most, sequence.num_new - 1)
+            sequence.draft_len = sequence.context_len - sequence.num_new + counts[row]
+            ends[row] = sequence.draft_len
         self.late_rows += sum(counts)
-        # Inert rows of the batch have no entries.
-        inert = [0] * (size - len(counts))
-        num_new, context_len = torch.tensor(
-            [counts + inert, ends + inert], dtype=torch.int32, device=self.k.device
-        )
+        num_new, context_len = torch.tensor([counts, ends], dtype=torch.int32, device=self.k.device)
         rows = NewRows(size, most, self.cache.features)
         self._write(rows, batch, store, context_len, num_new)
 
