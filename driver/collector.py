@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from driver.memory import CARD_MEMORY, memory_metrics
 from driver.phases import Phases
 from driver.prompt_lengths import PromptLengths
 from driver.reward_workers import RewardWorkers
+from driver.rollout.graphs import nothing
 from driver.rollout.request import Request, Response, SamplingParams, request_id
 from driver.rollout.scheduler import Sequence as Running
 from driver.rollout.stats import RolloutStats
@@ -76,6 +78,13 @@ class Collector:
         # Of each rank, (wall clock, what it does from then on) since the run began.
         self.rank_states: list[list[tuple[float, str]]] = []
         self.lengths = PromptLengths()
+        # What the host does while the device makes passes: responses that ended and are to be
+        # scored (place, prompt, sequence), and prompts of the next step, from the first on.
+        self._ended: deque[tuple[int, Prompt, Running]] = deque()
+        self._submitted: set[int] = set()  # places of those that the reward workers have
+        self._ahead: dict[int, Prompt] = {}
+        self._encoded: dict[str, tuple[int, ...]] = {}  # their ids
+        self._most_ahead = 0
 
     def gather(self, step: int) -> Experience:
         """The rollouts and rewards of a step.
@@ -89,6 +98,7 @@ class Collector:
         grpo = self.config.grpo
         self.stats = RolloutStats()
         self.rank_seconds = [0.0] * self.world.size
+        self._most_ahead = grpo.prompts_per_step if step + 1 < self.config.run.steps else 0
         rounds: list[Experience] = []
 
         def draw(refill: int, missing: int) -> list[tuple[int, list[float]]]:
@@ -118,20 +128,20 @@ class Collector:
         """Responses to the next `count` prompts: siblings side by side."""
         first = self.prompts_drawn
         self.prompts_drawn += count
-        prompts = [self.task.prompt("train", first + i) for i in range(count)]
+        prompts = [self._prompt(first + i) for i in range(count)]
         shares = self._shares(prompts)
         mine = shares[self.world.rank]
+        own = [prompts[i] for i in mine]
         requests = [
             Request(
                 request_id("train", step, prompts[i].id, s, refill),
                 first + i,
-                self.encode(prompts[i]),
+                ids,
                 self.params,
             )
-            for i in mine
+            for i, ids in zip(mine, map(self._ids, own), strict=True)
             for s in range(self.config.grpo.samples_per_prompt)
         ]
-        own = [prompts[i] for i in mine]
         self.world.enter("gen")
         began = time.perf_counter()
         if self.coordinator is not None:
@@ -140,7 +150,7 @@ class Collector:
             responses = self.roll_out(own, requests)
         self.world.enter("reward")
         with self.phases("reward"):
-            rewards = self.rewards(own, responses, submitted=self.config.reward.workers > 0)
+            rewards = self.rewards(own, responses, self._submitted)
         seconds = time.perf_counter() - began
         if self.coordinator is not None:
             self.world.enter("drafter training")
@@ -187,7 +197,9 @@ class Collector:
         return whole
 
     def roll_out(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[Response]:
-        """One response a request, in order; spot trainer and reward workers use the tail."""
+        """One response a request, in order; spot trainer and rewards use the tail."""
+        self._ended.clear()
+        self._submitted = set()
         if not requests:
             return []
         engine = self.rollout.engine
@@ -195,15 +207,15 @@ class Collector:
         each = len(requests) // len(prompts)
         index = {request.id: i for i, request in enumerate(requests)}
 
-        def score(sequence: Running) -> None:
+        def ended(sequence: Running) -> None:
             if on_finish is not None:
                 on_finish(sequence)
             at = index[sequence.request.id]
-            ids = sequence.tokens[len(sequence.request.prompt_ids) :]
-            self.workers.submit(at, prompts[at // each], self._decode(ids, sequence.finish))
+            self._ended.append((at, prompts[at // each], sequence))
+            if self.config.reward.workers:
+                self._work_ahead()  # they begin at once
 
-        if self.config.reward.workers:
-            engine.on_finish = score
+        engine.on_finish, engine.aside = ended, self._work_ahead
         try:
             return engine.generate(requests)
         except BaseException:
@@ -211,7 +223,30 @@ class Collector:
                 self.rollout.spot.stop()  # its thread must not outlive the rollout
             raise
         finally:
-            engine.on_finish = on_finish
+            engine.on_finish, engine.aside = on_finish, nothing
+
+    def _work_ahead(self) -> bool:
+        """Scores a response, or else draws a prompt of the next step; False: there is neither."""
+        if self._ended:
+            at, prompt, sequence = self._ended.popleft()
+            ids = sequence.tokens[len(sequence.request.prompt_ids) :]
+            self.workers.submit(at, prompt, self._decode(ids, sequence.finish))
+            self._submitted.add(at)
+            self.workers.score()
+            return True
+        if len(self._ahead) >= self._most_ahead:
+            return False
+        index = self.prompts_drawn + len(self._ahead)
+        prompt = self._ahead[index] = self.task.prompt("train", index)
+        if self.world.size == 1:  # else other ranks may serve it
+            self._encoded[prompt.id] = self.encode(prompt)
+        return True
+
+    def _prompt(self, index: int) -> Prompt:
+        return self._ahead.pop(index, None) or self.task.prompt("train", index)
+
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        return self._encoded.pop(prompt.id, None) or self.encode(prompt)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
@@ -228,18 +263,21 @@ class Collector:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def rewards(
-        self, prompts: Sequence[Prompt], responses: Sequence[Response], submitted: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[Response],
+        submitted: Container[int] = (),
     ) -> list[float]:
         """One reward a response, in order.
 
         Args:
             prompts: of the responses.
             responses: siblings side by side.
-            submitted: whether the reward workers have them already.
+            submitted: places of those that the reward workers have already.
         """
         each = len(responses) // max(1, len(prompts))
-        if not submitted:
-            for i, response in enumerate(responses):
+        for i, response in enumerate(responses):
+            if i not in submitted:
                 self.workers.submit(i, prompts[i // each], self.text(response))
         return self._checked(self.workers.collect(len(responses)), len(responses))
 

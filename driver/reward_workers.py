@@ -74,10 +74,15 @@ class RewardWorkers:
             if self.config.workers:
                 self._turn(0.05)
             else:
-                self._score(self._waiting.popleft())
+                self.score()
         values = [self._values[i] for i in range(count)]
         self._values.clear()
         return values
+
+    def score(self) -> None:
+        """Scores what waits, in this process, where there are no workers to do it."""
+        while self._waiting and not self.config.workers:
+            self._score(self._waiting.popleft())
 
     def close(self) -> None:
         """Ends the workers, whatever they are doing."""

@@ -80,6 +80,7 @@ class RolloutEngine:
         self.model, self.cache, self.config = model, cache, config
         self.bandit, self.proposers = bandit, proposers
         self.on_pass, self.on_finish = on_pass, on_finish
+        self.aside: Callable[[], bool] = nothing  # does a piece of work beside passes, if any
         self.target_version = 0
         self.page_limit: int | None = None  # use fewer pages than there are (tests of preemption)
         self.stats = RolloutStats()
@@ -196,7 +197,7 @@ class RolloutEngine:
         """
         count, ends, read = len(batch), self._ends(scheduler, strategy), nothing
         while True:
-            burst = self.runner.run(count, strategy, limit, ends, read)
+            burst = self.runner.run(count, strategy, limit, ends, lambda r=read: self._beside(r))
             if not burst.unbroken:
                 break
             self._pause(scheduler, burst, record)
@@ -213,6 +214,12 @@ class RolloutEngine:
         """Whether another may follow at once: wanted still, and it needs nothing of the host."""
         same_drafter = self.program.version(burst.strategy) == burst.version
         return burst.captured and same_drafter and burst.strategy == self._wanted
+
+    def _beside(self, read: Callable[[], bool]) -> bool:
+        stop = read()
+        while self.runner.graphs and not (stop or self.ring.reason) and self.aside():
+            pass
+        return stop
 
     def _read(self, scheduler: Scheduler, batch: Batch, burst: Burst, started: float) -> bool:
         """Reads a burst while the next one runs, and grants pages for the one after that.

@@ -184,7 +184,7 @@ def test_odd_ones_out_and_equal_groups_are_finite_faults_46_and_48(start):
 
 def test_where_no_group_qualifies_a_step_ends_without_an_update_fault_49(start, monkeypatch):
     monkeypatch.setattr(
-        Collector, "rewards", lambda self, p, responses, submitted=False: [1.0] * len(responses)
+        Collector, "rewards", lambda self, p, responses, submitted: [1.0] * len(responses)
     )
     run = start("grpo.max_refills=2")
     before = [p.detach().clone() for p in run.policy.parameters()]
