@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from driver.sections import BanditConfig
 from driver.strategy import OFF, Strategy
@@ -17,6 +17,17 @@ UNDECIDED = 1 << 20  # passes, where no window is open
 UCB_WIDTH = 0.1  # rewards of one arm vary by about a tenth
 NEAR = 0.75  # of the best value: an arm below it is tried again by a second stroke of luck only
 KNOWN = 4  # rewards after which the best arm runs for two windows at once
+ELSEWHERE = 0.03  # what a window of the next bucket counts for, of the one after that its square
+HALF_LIFE = 100  # windows of whatever arm and bucket: two or three rollouts
+
+
+class Seen(NamedTuple):
+    """Sums over an arm's windows in a bucket as they were when the last of them closed."""
+
+    closed: int = 0  # windows of whatever arm and bucket by then
+    weight: float = 0.0
+    accept: float = 0.0  # weight times tokens that a request emits in a pass
+    pass_s: float = 0.0  # weight times seconds of a pass of a full bucket
 
 
 class Bandit:
@@ -24,12 +35,16 @@ class Bandit:
 
     The reward of a window of passes is emitted tokens over elapsed seconds. A graph takes as long
     for a part of its bucket as for all of it, so with graphs it is what the full bucket would have
-    given: else the arms that run first, on more requests, look better. An arm's value is the median
-    of its last rewards in the bucket. Where it has none there, but its step time is known (from the
-    capture of its graph) and how much it emits too (from any bucket, for `off` always), these give
-    its value; else it is tried first. With probability epsilon (`beg`) a random arm runs, else the
-    one of highest value; `ucb` adds to the value what is not yet known of it. `map` and `static`
-    choose by batch alone. Batches above `spec_max_batch` always run `off`.
+    given: else the arms that run first, on more requests, look better. An arm's value is what a
+    request of its windows emits in a pass over how long its pass takes. The latter is the bucket's
+    own, and hardly changes. The former depends on what the requests of the day say, which windows
+    of the same rollout in the next bucket know better than those of the same bucket long ago: it is
+    a mean in which windows count for less the older they are and the further away their bucket.
+    Where an arm has no window in the bucket, its step time is that of the capture of its graph;
+    where there is none, or it has no windows at all, it is tried first. With probability epsilon
+    (`beg`) a random arm runs, else the one of highest value; `ucb` adds to the value what is not
+    yet known of it. `map` and `static` choose by batch alone. Batches above `spec_max_batch` always
+    run `off`.
 
     Random arms are those whose value is near the best; of all arms with probability epsilon once
     more, since an arm that was hopeless gets better as the drafter learns. The best arm, once it is
@@ -59,10 +74,8 @@ class Bandit:
         self._rewards: dict[tuple[int, Strategy], deque[float]] = defaultdict(
             lambda: deque(maxlen=config.window)
         )
-        # Emitted tokens of a request in a pass, of an arm's last windows in whatever bucket.
-        self._accepts: dict[Strategy, deque[float]] = defaultdict(
-            lambda: deque(maxlen=config.window)
-        )
+        self._seen: dict[tuple[int, Strategy], Seen] = {}
+        self._closed = 0  # windows
         self._pulls: dict[tuple[int, Strategy], int] = defaultdict(int)
         self._window: tuple[int, Strategy] | None = None
         self._passes = self._request_passes = self._emitted = self._batch = 0
@@ -108,26 +121,57 @@ class Bandit:
         unknown = [arm for arm in arms if values[arm] is None]
         if unknown:
             return unknown[0]
+        best = max(arms, key=lambda arm: values[arm] or 0.0)
+        arm = self._tried(bucket, arms, values, best)
+        if arm == best and len(self._rewards[bucket, best]) >= KNOWN:
+            self._length *= 2
+        return arm
+
+    def _tried(
+        self,
+        bucket: int,
+        arms: list[Strategy],
+        values: dict[Strategy, float | None],
+        best: Strategy,
+    ) -> Strategy:
+        """The best arm or another of which more should be known."""
         if self.config.policy == "ucb":
             return max(arms, key=lambda arm: self._bound(bucket, arm, values))
-        best = max(arms, key=lambda arm: values[arm] or 0.0)
         epsilon, draw = self.config.epsilon, self._random
-        if draw.random() < epsilon:
-            bound = 0.0 if draw.random() < epsilon else NEAR * (values[best] or 0.0)
-            return draw.choice([arm for arm in arms if (values[arm] or 0.0) >= bound])
-        if len(self._rewards[bucket, best]) >= KNOWN:
-            self._length *= 2
-        return best
+        if draw.random() >= epsilon:
+            return best
+        bound = 0.0 if draw.random() < epsilon else NEAR * (values[best] or 0.0)
+        return draw.choice([arm for arm in arms if (values[arm] or 0.0) >= bound])
 
     def _value(self, bucket: int, arm: Strategy) -> float | None:
         """Tokens a second that the arm is expected to give, None where nothing says so."""
-        if rewards := self._rewards[bucket, arm]:
-            return median(rewards)
-        step_s = self.step_s(min(bucket, self.spec_max_batch), arm)
-        if step_s is None or (arm != OFF and not self._accepts[arm]):
-            return None
-        accept = 1.0 if arm == OFF else median(self._accepts[arm])
-        return accept * bucket / step_s
+        seen, accept = self._seen.get((bucket, arm)), self._accept(bucket, arm)
+        pass_s = seen.pass_s / seen.weight if seen else self._timed(bucket, arm)
+        return None if pass_s is None or accept is None else accept * self._full(bucket) / pass_s
+
+    def _accept(self, bucket: int, arm: Strategy) -> float | None:
+        """Tokens that a request is expected to emit in a pass."""
+        weight = accept = 0.0
+        first = -self.config.buckets.index(bucket)
+        for distance, other in enumerate(self.config.buckets, first):
+            if seen := self._seen.get((other, arm)):
+                share = ELSEWHERE ** abs(distance) * self._left(seen)
+                weight += share * seen.weight
+                accept += share * seen.accept
+        if weight > 0:
+            return accept / weight
+        return 1.0 if arm == OFF else None
+
+    def _left(self, seen: Seen) -> float:
+        """What is left of a weight by now."""
+        return 0.5 ** ((self._closed - seen.closed) / HALF_LIFE)
+
+    def _full(self, bucket: int) -> int:
+        return min(bucket, self.spec_max_batch)
+
+    def _timed(self, bucket: int, arm: Strategy) -> float | None:
+        """Seconds of the arm's graph, which takes as long for a part of its bucket."""
+        return self.step_s(self._full(bucket), arm)
 
     def _bound(self, bucket: int, arm: Strategy, values: dict[Strategy, float | None]) -> float:
         """Upper confidence bound, in units of the best value; only remembered windows count."""
@@ -163,14 +207,22 @@ class Bandit:
     def _close_window(self) -> None:
         # A window cut short by a change of bucket still says something; one pass says too little.
         if self._window is not None and self._passes >= min(2, self.config.window_passes):
-            bucket, arm = self._window
-            reward = self._emitted / max(self._elapsed, 1e-9)
-            full = min(bucket, self.spec_max_batch)
-            if self.step_s(full, arm) is not None:
-                reward *= full * self._passes / self._request_passes
-            self._rewards[self._window].append(reward)
-            self._accepts[arm].append(self._emitted / self._request_passes)
+            (bucket, arm), full = self._window, self._full(self._window[0])
+            alike = self._timed(bucket, arm) is not None
+            passes = self._passes if alike else self._request_passes / full
+            accept, pass_s = self._emitted / self._request_passes, self._elapsed / passes
+            pass_s = max(pass_s, 1e-9)
+            self._rewards[self._window].append(accept * full / pass_s)
             self._pulls[self._window] += 1
+            seen = self._seen.get(self._window, Seen(self._closed))
+            share, left = min(1.0, self._passes / self.config.window_passes), self._left(seen)
+            self._closed += 1
+            self._seen[self._window] = Seen(
+                self._closed,
+                left * seen.weight + share,
+                left * seen.accept + share * accept,
+                left * seen.pass_s + share * pass_s,
+            )
         self._window = None
         self._passes = self._request_passes = self._emitted = 0
         self._elapsed = 0.0
@@ -187,7 +239,8 @@ class Bandit:
     def state_dict(self) -> dict[str, Any]:
         return {
             "rewards": {f"{b}/{arm}": list(r) for (b, arm), r in self._rewards.items()},
-            "accepts": {str(arm): list(a) for arm, a in self._accepts.items()},
+            "seen": {f"{b}/{arm}": list(seen) for (b, arm), seen in self._seen.items()},
+            "closed": self._closed,
             "pulls": {f"{b}/{arm}": n for (b, arm), n in self._pulls.items()},
             "random": self._random.getstate(),
         }
@@ -202,9 +255,9 @@ class Bandit:
 
         for text, key in keys(state["rewards"]):
             self._rewards[key].extend(state["rewards"][text])
-        for text, accepts in state["accepts"].items():
-            if Strategy.parse(text) in self.arms:
-                self._accepts[Strategy.parse(text)].extend(accepts)
+        for text, key in keys(state["seen"]):
+            self._seen[key] = Seen(*state["seen"][text])
+        self._closed = state["closed"]
         for text, key in keys(state["pulls"]):
             self._pulls[key] = state["pulls"][text]
         version, internal, gauss = state["random"]

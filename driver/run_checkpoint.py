@@ -113,9 +113,9 @@ def earlier_versions(what: str, remedy: str) -> Iterator[None]:
 
     Example:
         >>> with earlier_versions("bandit.pt", "start anew"):
-        ...     {}["accepts"]
+        ...     {}["seen"]
         Traceback (most recent call last):
-        driver.errors.UserError: bandit.pt lacks 'accepts', an earlier version wrote it; start anew
+        driver.errors.UserError: bandit.pt lacks 'seen', an earlier version wrote it; start anew
     """
     try:
         yield

@@ -205,7 +205,7 @@ def replay(bandit: Bandit, recording: Recording, work: Sequence[tuple[int, int]]
             window = cell[turn[bucket, strategy] % len(cell)]
             turn[bucket, strategy] += 1
             share = min(1.0, left / max(1, window.emitted))
-            bandit.record(window.emitted, window.seconds, window.passes)
+            bandit.record(window.emitted, window.seconds, window.passes, window.request_passes)
             left -= max(1, window.emitted)
             out.seconds += share * window.seconds
             out.oracle_seconds += share * window.emitted / rate

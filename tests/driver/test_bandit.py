@@ -108,6 +108,25 @@ def test_the_best_arm_runs_for_two_windows_once_it_is_known():
     assert len(bandit.state_dict()["rewards"]["1/ngram:4,1,5"]) == 6
 
 
+def test_windows_of_the_next_bucket_move_an_arm_more_than_an_old_one_of_its_own():
+    """What requests say differs from rollout to rollout; one bad window must not last for ever."""
+    bandit = make()
+    bandit.step_s = lambda batch, arm: 1.0
+    play(bandit, {OFF: 8, NGRAM: 16, LEARNED: 24}, batch=8, passes=40)
+    assert set(play(bandit, {LEARNED: 24}, batch=8, passes=40)) == {LEARNED}
+    assert set(play(bandit, {NGRAM: 40}, 4, passes=8, usable=lambda a: a == NGRAM)) == {NGRAM}
+    assert bandit.choose(8, lambda arm: True) == LEARNED  # not at once
+    play(bandit, {NGRAM: 40}, 4, passes=400, usable=lambda arm: arm == NGRAM)
+    assert bandit.choose(8, lambda arm: True) == NGRAM
+
+
+def test_ucb_gives_the_best_arm_two_windows_too():
+    bandit = make(policy="ucb")
+    play(bandit, {OFF: 1, NGRAM: 15, LEARNED: 1}, batch=1, passes=60)
+    bandit.choose(9, lambda arm: True)  # closes the window
+    assert bandit.choose(1, lambda arm: True) == NGRAM and bandit.horizon == 8
+
+
 def test_static_policy():
     bandit = make(policy="static", static="ngram:4,1,5")
     assert bandit.choose(2, lambda arm: True) == NGRAM

@@ -1,13 +1,13 @@
 """Bursts of passes over buckets with inert rows, without a GPU: a loop in Python for a graph."""
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
 import tlt_ext
-from driver.bandit import Bandit
+from driver.bandit import Bandit, Seen
 from driver.errors import UserError
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.pages import pages_for
@@ -417,7 +417,8 @@ def test_an_arm_without_room_gives_way_to_one_that_has(policy):
     engine, config = rollout.engine, replace(rollout.bandit.config, epsilon=0.0, window_passes=4)
     engine.bandit = bandit = Bandit([OFF, large, small], config, spec_max_batch=8)
     bandit.step_s = lambda batch, arm: 1.0
-    bandit._accepts |= {large: deque([6.0] * 99), small: deque([2.0] * 99)}  # as it is known
+    known = {large: 6.0, small: 2.0}  # tokens of a request in a pass
+    bandit._seen |= {(4, arm): Seen(0, 99.0, 99 * accept, 99.0) for arm, accept in known.items()}
     engine.page_limit = 56  # 4 requests of 60 tokens and 32 rows of each: some 70
     try:
         assert same(engine.generate(jobs, record=False), wanted)

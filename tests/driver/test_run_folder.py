@@ -170,9 +170,9 @@ def test_a_damaged_state_is_one_line(tmp_path):
 def test_a_state_of_an_earlier_version_is_named_with_what_it_lacks(tmp_path):
     bandit = Bandit([OFF], BanditConfig(), 8)
     state = bandit.state_dict()
-    del state["accepts"]
+    del state["seen"]
     saved = save_checkpoint(tmp_path, 3, write_policy, {"bandit": state}, keep=1)
-    lacks = "bandit.pt lacks 'accepts', an earlier version wrote it; .* model.path=.*step-000003"
+    lacks = "bandit.pt lacks 'seen', an earlier version wrote it; .* model.path=.*step-000003"
     with pytest.raises(UserError, match=lacks):
         saved.restore("bandit", bandit.load_state_dict)
 
