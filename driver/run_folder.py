@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from driver import run_checkpoint
@@ -118,9 +119,13 @@ class RunFolder:
             self._board.flush()
 
     def _show_on_board(self, step: int, values: Mapping[str, float | None]) -> None:
-        for name, value in values.items():
-            if name != "step":
-                self._board.add_scalar(name, math.nan if value is None else value, step)
+        shown = [
+            Summary.Value(tag=name, simple_value=math.nan if value is None else value)
+            for name, value in values.items()
+            if name != "step"
+        ]
+        # One event for all: a hundred of them take as long as the rest of a step's records.
+        self._board.file_writer.add_summary(Summary(value=shown), step)
 
     def log_rollout(
         self, step: int, lengths: Sequence[int], passes: Sequence[tuple[float, int, str]]
