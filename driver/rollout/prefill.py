@@ -37,9 +37,11 @@ class Prefill:
             jobs.append((sequence.tokens[:-1], sequence.pages))
             sequence.context_len = len(sequence.tokens) - 1
             self.recomputed += sequence.context_len
-        self.run([job for job in jobs if job[0]])
-        if admission.copies:
+        pairs = None
+        if admission.copies:  # sent first: the host would wait here until the device is through
             pairs = torch.tensor(admission.copies, dtype=torch.int32, device=self.device)
+        self.run([job for job in jobs if job[0]])
+        if pairs is not None:
             source, destination = pairs.t().contiguous()
             for pages in self.cache.paged_tensors():
                 tlt_ext.copy_pages(pages, source, destination)
