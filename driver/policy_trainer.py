@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,10 +123,10 @@ class PolicyTrainer:
         with spans("old_log_prob") as fixing:
             parts = _cut(kept, self.cfg.minibatches)
             with deterministic(device):
-                minibatches = [
-                    [self._with_fixed_logprobs(b) for b in self._micro_batches(responses, part)]
-                    for part in parts
-                ]
+                fixed = self._with_fixed_logprobs
+                minibatches = [map(fixed, self._micro_batches(responses, part)) for part in parts]
+                if not self.own_old_logprobs:  # else each is made while the device has the last
+                    minibatches = [list(batches) for batches in minibatches]
         with spans("update_actor") as training:
             shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
             advantages = grpo.group_advantages(shaped, groups, self.cfg.advantage)  # [N]
@@ -143,7 +143,7 @@ class PolicyTrainer:
         return metrics
 
     def backward(
-        self, batches: Sequence[MicroBatch], advantages: Tensor, denominator: int
+        self, batches: Iterable[MicroBatch], advantages: Tensor, denominator: int
     ) -> tuple[list[MicroBatch], list[grpo.PolicyLoss]]:
         """Add the gradient of one optimizer minibatch to the masters.
 
@@ -236,7 +236,7 @@ class PolicyTrainer:
         self,
         responses: Sequence[Response],
         raw: Tensor,
-        minibatches: Sequence[Sequence[MicroBatch]],
+        minibatches: Sequence[Iterable[MicroBatch]],
         max_length: int,
     ) -> Tensor:
         shaped = raw.clone()  # [N]
@@ -254,7 +254,7 @@ class PolicyTrainer:
 
     def _train(
         self,
-        minibatches: Sequence[Sequence[MicroBatch]],
+        minibatches: Sequence[Iterable[MicroBatch]],
         advantages: Tensor,
         denominators: Sequence[int],
     ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
