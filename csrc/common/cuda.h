@@ -97,6 +97,14 @@ void allow_shared(const char* op, void (*kernel)(Params...), int bytes) {
   });
 }
 
+// One split of the cache of a layer's kernels: another would wait until an SM is empty.
+template <typename Kernel>
+void prefer_shared(Kernel kernel) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             "cudaFuncSetAttribute");
+}
+
 // A launch and its attributes.
 struct LaunchConfig {
   cudaLaunchConfig_t config{};

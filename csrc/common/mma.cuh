@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace tlt {
 
@@ -76,6 +77,21 @@ template <>
 __device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Two 16-bit values in one word; packing rounds to nearest even.
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float2 v) {
+  return pack_pair<T>(v.x, v.y);
 }
 
 // The 128 bytes around an address to L2: a hint, right whoever still writes them.

@@ -31,6 +31,12 @@ __device__ __forceinline__ void sync_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
+// The same without waiting: for others that do.
+template <int kId, int kThreads>
+__device__ __forceinline__ void arrive_threads() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
 // A matrix in shared memory of which each block of 8 rows follows the one before; `address` must be
 // the same in all lanes. Kept in two words, so that an offset is one addition in uniform registers.
 struct SharedMatrix {

@@ -1,7 +1,7 @@
 // Cache kernels: append_kv, commit_path, copy_pages. All move bytes and little else.
 //
 // append_kv: one warp owns one head of one row (query, key or value), so bits do not depend on the
-// rows beside it. commit_path: a thread owns one word of a slot, in every layer, key and value, and
+// rows beside it; where nothing is normed, one thread eight pairs of a head, as chunks of 16 bytes. commit_path: a thread owns one word of a slot, in every layer, key and value, and
 // moves it along the path from the front: a kept slot never lies before its new place, so later
 // sources are still whole. A second launch then advances the lengths, which the first one reads.
 // copy_pages: a thread copies one word of one page.
@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kChunkThreads = 128;
 constexpr int kLanePairs = 4;   // of a half head of 128
 constexpr int kMovesAhead = 4;  // reads of a path before the first of their writes
 constexpr int64_t kMaxBlocks = 1024;
@@ -105,6 +106,41 @@ __global__ void __launch_bounds__(kThreads)
       T* out = slot_of<T>(p.v, at.place, head - p.num_heads - p.num_kv_heads);
       for (int d = lane; d < p.head_dim; d += kWarpSize) out[d] = x[d];
     }
+  }
+}
+
+// The same of 16-bit heads that are not normed, in whole chunks: of both halves one a thread.
+template <typename T>
+__global__ void __launch_bounds__(kChunkThreads)
+    append_chunks_kernel(const __grid_constant__ AppendKvParams p) {
+  launch_dependents();
+  wait_for_prior_grid();
+  const Sequences& s = p.sequences;
+  const int64_t request = blockIdx.y;
+  int64_t begin, end;
+  if (!rows_of(s, request, &begin, &end)) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) report_on_device(s, request, kStatusBadLength);
+    return;
+  }
+  const int64_t slot = first_slot(s, request);
+  const int half = static_cast<int>(p.head_dim / 2);
+  const auto heads = static_cast<unsigned>(p.num_heads + 2 * p.num_kv_heads);
+  const unsigned head_chunks = half / 8, row_chunks = heads * head_chunks;
+  const unsigned count = static_cast<unsigned>(end - begin) * row_chunks;
+  for (unsigned i = blockIdx.x * kChunkThreads + threadIdx.x; i < count;
+       i += gridDim.x * kChunkThreads) {
+    const unsigned nth = i / row_chunks, chunk = i % row_chunks;
+    const HeadPair pair = {static_cast<int>(chunk / head_chunks),
+                           static_cast<int>(chunk % head_chunks * 8)};
+    const int64_t row = begin + nth;
+    const T* x =
+        static_cast<const T*>(p.qkv) + row * p.qkv_stride + pair.head * p.head_dim + pair.i;
+    const uint4 low = *reinterpret_cast<const uint4*>(x);
+    const uint4 high = *reinterpret_cast<const uint4*>(x + half);
+    const RowPlace at = place_row(p, request, row, slot + nth);
+    if (chunk == 0) report_on_device(s, request, at.status);
+    store_pairs(pair_out<T>(p, row, pair, at), half, low, high,
+                p.cos_sin + at.position * p.cos_sin_stride + pair.i);
   }
 }
 
@@ -249,8 +285,17 @@ void append_kv_cuda(const AppendKvParams& p, int device, uintptr_t stream) {
   const Sequences& s = p.sequences;
   const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
   const int64_t rows = (s.num_rows + s.num_requests - 1) / s.num_requests;
-  const KernelShape shape{blocks_for(rows * heads, kWarps), kThreads, 0, 1,
-                          static_cast<unsigned>(s.num_requests)};
+  const auto requests = static_cast<unsigned>(s.num_requests);
+  const bool normed = p.q_norm != nullptr || p.k_norm != nullptr;
+  if (!normed && has_whole_chunks(p) && p.qkv_stride % 8 == 0 && address(p.qkv) % 16 == 0) {
+    const int64_t chunks = rows * heads * (p.head_dim / 16);
+    const KernelShape shape{blocks_for(chunks, kChunkThreads), kChunkThreads, 0, 1, requests};
+    const auto kernel = p.dtype == DType::kFloat16 ? append_chunks_kernel<__half>
+                                                   : append_chunks_kernel<__nv_bfloat16>;
+    prefer_shared(kernel);
+    return launch_kernel("append_kv", kernel, shape, as_stream(stream), true, p);
+  }
+  const KernelShape shape{blocks_for(rows * heads, kWarps), kThreads, 0, 1, requests};
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     launch_kernel("append_kv", append_kernel<T>, shape, as_stream(stream), true, p);

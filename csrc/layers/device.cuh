@@ -13,21 +13,6 @@
 
 namespace tlt {
 
-// Two 16-bit values in one word, rounded to nearest even.
-template <typename T>
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  } else {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float2 v) {
-  return pack_pair<T>(v.x, v.y);
-}
-
 // Products of two pairs, rounded once.
 template <typename T>
 __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
@@ -88,6 +73,14 @@ __device__ __forceinline__ Chunk<T> load_split(const T* row, int k, int dim) {
   if (k < dim) half[0] = *reinterpret_cast<const uint2*>(row + k);
   if (k + 16 < dim) half[1] = *reinterpret_cast<const uint2*>(row + k + 16);
   return chunk;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_split(T* row, int k, int dim, const Chunk<T>& chunk) {
+  if (k < dim) *reinterpret_cast<uint2*>(row + k) = make_uint2(chunk.word[0], chunk.word[1]);
+  if (k + 16 < dim) {
+    *reinterpret_cast<uint2*>(row + k + 16) = make_uint2(chunk.word[2], chunk.word[3]);
+  }
 }
 
 template <typename T>
@@ -293,6 +286,22 @@ __device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const 
   for (int r = 0; r < kRows; ++r) squares[r] = squares_of(sum[r]);
 }
 
+// Where a lane's elements of a row lie whose parts are the rows of a fragment, and what squares_of
+// gives of them, added for all lanes.
+__device__ __forceinline__ int first_of_part(int lane) {
+  return lane / 4 * kBlockK + lane % 4 * 4;
+}
+
+__device__ __forceinline__ float fold_parts(float squares) {
+  const int lane = threadIdx.x % kWarpSize;
+  float sum = __shfl_sync(kFullWarp, squares, lane / 4 * 4 + lane / 8);
+#pragma unroll
+  for (int apart = 4; apart < kWarpSize; apart *= 2) {
+    sum += __shfl_xor_sync(kFullWarp, sum, apart);
+  }
+  return sum;
+}
+
 // The sum of squares of a row, by one warp, in every lane. float32: the order of csrc/layers/dot.h
 // (both half-warps do the same).
 template <typename T>
@@ -308,13 +317,8 @@ __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligne
     return fold(squares, 16);
   } else {
     float squares[1];  // of a part to a row of the fragment
-    sum_squares<1>({row}, {dim}, 0, dim, lane / 4 * kBlockK + lane % 4 * 4, aligned, squares);
-    float sum = __shfl_sync(kFullWarp, squares[0], lane / 4 * 4 + lane / 8);
-#pragma unroll
-    for (int apart = 4; apart < kWarpSize; apart *= 2) {
-      sum += __shfl_xor_sync(kFullWarp, sum, apart);
-    }
-    return sum;
+    sum_squares<1>({row}, {dim}, 0, dim, first_of_part(lane), aligned, squares);
+    return fold_parts(squares[0]);
   }
 }
 

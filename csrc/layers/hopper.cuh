@@ -8,6 +8,7 @@
 #include "common/wgmma.cuh"
 #include "layers/columns.cuh"
 #include "layers/decode.cuh"
+#include "layers/pairs.cuh"
 #include "layers/products.cuh"
 
 namespace tlt {
@@ -31,6 +32,7 @@ struct Tile {
   static constexpr int kSums = kWeightRows * kRows;
   static constexpr int kTurnRows = std::min(kRows, 32);  // turned from wgmma's layout at once
   static constexpr int kTurn = kTurnRows * 64;
+  static constexpr int kTurned = std::min(kRows, 2 * kTurnRows);  // the same of packed outputs
   static constexpr int kStageBytes = (kWeightRows + kRows) * kLineBytes;
   static constexpr int kStages = std::min(
       kMaxStages, (kMaxShared / kPerSm - 1024 * (kPerSm + 1) - kGroups * kTurn * 4) / kStageBytes);
@@ -44,6 +46,9 @@ struct Tile {
                 "a warpgroup would wait for registers forever");
   static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
 };
+
+constexpr int kAppendedHead = 64;  // dimensions of a head that is a tile
+constexpr int kPlacesBarrier = 5;  // where those that find rows' places meet those that multiply
 
 struct Grid {
   int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where they are gates and ups
@@ -116,6 +121,20 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
         for (int i = block; i < end; ++i) load(i);
       }
     }
+  }
+}
+
+// By one warp: where 32 rows of x from `first` on belong, and their angles to L1.
+__device__ __forceinline__ void find_appended(const AppendKvParams& after, int first, int rows,
+                                              bool reports, RowPlaces<kWarpSize>* places) {
+  const int lane = threadIdx.x % kWarpSize;
+  find_places(after, first, rows, reports, places);
+  if (lane >= rows || places->request[lane] < 0 || places->at[lane].status) return;
+  const float* angles = after.cos_sin + places->at[lane].position * after.cos_sin_stride;
+#pragma unroll
+  for (int i = 0; i < kAppendedHead; i += 32) {
+    float unused;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(unused) : "l"(angles + i));
   }
 }
 
@@ -222,16 +241,34 @@ class Multiplier {
     }
   }
 
-  // Whether outputs are whole chunks of 8 to which nothing is added but a bias.
+  // Whether outputs are whole chunks of 8, and a residual has room where all of them are turned.
   __device__ __forceinline__ bool packs() const {
-    return params_.out_aligned && !p_.residual && p_.out_dtype == p_.dtype && p_.out_dim % 8 == 0;
+    return params_.out_aligned && (!p_.residual || Of::kTurned == Of::kRows) &&
+           p_.out_dtype == p_.dtype && p_.out_dim % 8 == 0;
+  }
+
+  // Asks for the residual of a tile that is to be packed, into the place where it will be turned.
+  __device__ __forceinline__ void load_residual(int tile, float* turn) const {
+    if (!p_.residual || !packs()) return;
+    if (tile != work_.tile) sync_group();  // the last tile is read
+    const int thread = threadIdx.x % kGroup, chunk = thread % 8, col = group_ * 64 + chunk * 8;
+    const int64_t w_row = first_w_row(grid_, tile);
+    const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
+    const uint32_t base = shared_address(turn + group_ * Of::kTurn);
+    int64_t x_row = first_x_row(grid_, tile, Of::kRows) + thread / 8;
+#pragma unroll
+    for (int row = thread / 8, i = 0; i < Of::kTurned / 16; ++i, row += 16, x_row += 16) {
+      const T* from = static_cast<const T*>(p_.residual) + x_row * p_.residual_stride + w_row + col;
+      copy_async_16(turned_place(base, row, chunk), from, has_col && x_row < p_.rows);
+    }
+    commit_copies();
   }
 
   // Stores a tile whose outputs are packed before they are turned: each word two rows of x, four
-  // 8x8 matrices an instruction. A turned row has 128 bytes, its chunks in the order chunk ^ row.
+  // 8x8 matrices an instruction.
   __device__ __forceinline__ void store_packed(float (&total)[Of::kRows / 8][4], int tile,
                                                float* turn) {
-    constexpr int kTurned = std::min(Of::kRows, 2 * Of::kTurnRows);  // rows at once
+    constexpr int kTurned = Of::kTurned;
     int thread = threadIdx.x % kGroup;
     asm volatile("" : "+r"(thread));  // what follows from it is worked out here, not kept meanwhile
     const int log = params_.silu_mul ? 2 : 3, chunk = thread & ((1 << log) - 1);
@@ -243,27 +280,17 @@ class Multiplier {
     T* out =
         static_cast<T*>(p_.out) + x_row * p_.out_stride + out_col(w_row + group_ * 64) + chunk * 8;
     const uint32_t base = shared_address(turn + group_ * Of::kTurn);
-    float bias[2] = {};
-    if (p_.bias) {
-      const int64_t at = w_row + group_ * 64 + warp * 16 + thread % kWarpSize / 4;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (at + i * 8 < p_.out_dim)
-          bias[i] = as_float32(static_cast<const T*>(p_.bias)[at + i * 8]);
-      }
-    }
-    const auto add_bias = [&](int j, int c) {
-      return p_.bias ? total[j][c] + bias[c / 2] : total[j][c];
+    const float2 bias = load_bias(w_row + group_ * 64, thread);
+    const auto word = [&](int j, int half, uint32_t residual = 0) {
+      return packed(total[j], half, bias, residual);
     };
-    const auto word = [&](int j, int half) {
-      return pack_pair<T>(add_bias(j, 2 * half), add_bias(j, 2 * half + 1));
-    };
-    const auto place = [&](int row, int at) { return base + row * 128 + ((at ^ (row & 7)) * 16); };
+    const auto place = [&](int row, int at) { return turned_place(base, row, at); };
     const int matrix = thread % kWarpSize / 8, matrix_row = thread % 8;
 #pragma unroll
     for (int first = 0; first < Of::kRows; first += kTurned) {
       if (first >= rows) break;
-      sync_group();  // the last rows are read
+      if (p_.residual) wait_copies<0>();
+      sync_group();  // the last rows are read; what is to be added is there
       if (params_.silu_mul) {
 #pragma unroll
         for (int j = 0; j < kTurned / 8; j += 2) {
@@ -276,8 +303,11 @@ class Multiplier {
 #pragma unroll
         for (int j = 0; j < kTurned / 8; j += 2) {
           const int k = first / 8 + j;
-          store_matrices_transposed(place((j + matrix / 2) * 8 + matrix_row, warp * 2 + matrix % 2),
-                                    word(k, 0), word(k, 1), word(k + 1, 0), word(k + 1, 1));
+          const uint32_t at = place((j + matrix / 2) * 8 + matrix_row, warp * 2 + matrix % 2);
+          uint32_t more[4] = {};  // as those that take its place
+          if (Of::kTurned == Of::kRows && p_.residual) load_matrices_transposed(more, at);
+          store_matrices_transposed(at, word(k, 0, more[0]), word(k, 1, more[1]),
+                                    word(k + 1, 0, more[2]), word(k + 1, 1, more[3]));
         }
       }
       sync_group();
@@ -289,6 +319,41 @@ class Multiplier {
         }
       }
       __syncwarp();
+    }
+  }
+
+  // Puts a tile, which is a head of 64 dimensions of q, k or v, where append_kv would have put it.
+  __device__ __forceinline__ void store_appended(float (&total)[Of::kRows / 8][4], int tile,
+                                                 const AppendKvParams& after,
+                                                 const RowPlaces<kWarpSize>* places, float* turn) {
+    static_assert(Of::kGroups == 1 && Of::kTurned == Of::kRows);
+    int thread = threadIdx.x % kGroup;
+    asm volatile("" : "+r"(thread));
+    const int warp = thread / kWarpSize, matrix = thread % kWarpSize / 8, matrix_row = thread % 8;
+    const int w_row = first_w_row(grid_, tile), x_row = first_x_row(grid_, tile, Of::kRows);
+    const int rows = min(static_cast<int>(p_.rows) - x_row, Of::kRows);
+    const uint32_t base = shared_address(turn);
+    const float2 bias = load_bias(w_row, thread);
+#pragma unroll
+    for (int j = 0; j < Of::kRows / 8; j += 2) {
+      store_matrices_transposed(
+          turned_place(base, (j + matrix / 2) * 8 + matrix_row, warp * 2 + matrix % 2),
+          packed(total[j], 0, bias, 0), packed(total[j], 1, bias, 0),
+          packed(total[j + 1], 0, bias, 0), packed(total[j + 1], 1, bias, 0));
+    }
+    sync_threads<kPlacesBarrier, kGroup + Of::kRows>();  // places are known, too
+    constexpr int kChunks = kAppendedHead / 2 / 8;
+#pragma unroll 2
+    for (int i = thread; i < rows * kChunks; i += kGroup) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const RowPlaces<kWarpSize>& at = places[row / kWarpSize];
+      if (at.request[row % kWarpSize] < 0) continue;
+      const RowPlace& place = at.at[row % kWarpSize];
+      const HeadPair pair = {w_row / kAppendedHead, chunk * 8};
+      store_pairs(pair_out<T>(after, x_row + row, pair, place), kAppendedHead / 2,
+                  load_shared(turned_place(base, row, chunk)),
+                  load_shared(turned_place(base, row, chunk + kChunks)),
+                  after.cos_sin + place.position * after.cos_sin_stride + pair.i);
     }
   }
 
@@ -371,6 +436,35 @@ class Multiplier {
   }
 
  private:
+  // A turned row of packed outputs has 128 bytes, its chunks in the order chunk ^ row.
+  static __device__ __forceinline__ uint32_t turned_place(uint32_t base, int row, int chunk) {
+    return base + row * 128 + (chunk ^ (row & 7)) * 16;
+  }
+
+  // Of the two weight rows, from `w_row` on, of which a thread has sums.
+  __device__ __forceinline__ float2 load_bias(int64_t w_row, int thread) const {
+    const int64_t at = w_row + thread / kWarpSize * 16 + thread % kWarpSize / 4;
+    const T* bias = static_cast<const T*>(p_.bias);
+    return make_float2(bias && at < p_.out_dim ? as_float32(bias[at]) : 0.0f,
+                       bias && at + 8 < p_.out_dim ? as_float32(bias[at + 8]) : 0.0f);
+  }
+
+  // Sums 2 half and 2 half + 1 of one weight row and two rows of x, as outputs.
+  __device__ __forceinline__ uint32_t packed(const float (&sum)[4], int half, float2 bias,
+                                             uint32_t residual) const {
+    float low = sum[2 * half], high = sum[2 * half + 1];
+    if (p_.bias) {
+      low += half == 0 ? bias.x : bias.y;
+      high += half == 0 ? bias.x : bias.y;
+    }
+    if (p_.residual) {
+      const float2 more = unpack<T>(residual);
+      low += more.x;
+      high += more.y;
+    }
+    return pack_pair<T>(low, high);
+  }
+
   __device__ __forceinline__ int64_t out_col(int64_t w_row) const {
     return params_.silu_mul ? w_row / 2 : w_row;  // of eight gates
   }

@@ -86,14 +86,6 @@ __device__ __forceinline__ void store_out(const LinearParams& p, int64_t row, in
   }
 }
 
-// One split of the cache for all kernels: another would wait until an SM is empty.
-template <typename Kernel>
-void prefer_shared(Kernel kernel) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  cudaSharedmemCarveoutMaxShared),
-             "cudaFuncSetAttribute");
-}
-
 struct Card {
   int num_sms, max_shared;  // bytes of a block
 };
@@ -114,6 +106,9 @@ bool launch_mid_append(const LinearKernelParams& p, const AppendKvParams& append
                        cudaStream_t stream);
 bool has_hopper_kernel();  // whether this build and the current device have the next one
 void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
+// Aligned rows without a norm; false: not so many, or not of such weights or heads.
+bool launch_hopper_append(const LinearKernelParams& p, const AppendKvParams& append,
+                          cudaStream_t stream);
 void launch_tiles(const LinearKernelParams& p, cudaStream_t stream);
 void launch_float32(const LinearKernelParams& p, cudaStream_t stream);
 void launch_float32_append(const LinearKernelParams& p, const AppendKvParams& append,

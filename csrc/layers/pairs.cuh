@@ -29,11 +29,6 @@ __device__ __forceinline__ int64_t rows_apart(const LinearParams&, const AppendK
   return p.head_dim / 2;
 }
 
-// Of q, k and v together: what RoPE turns lies at i and i + head_dim / 2 of a head.
-struct HeadPair {
-  int head, i;
-};
-
 __device__ __forceinline__ HeadPair head_pair(const AppendKvParams& p, int64_t pair) {
   const int half = static_cast<int>(p.head_dim / 2), head = static_cast<int>(pair) / half;
   return {head, static_cast<int>(pair) - head * half};
@@ -86,29 +81,6 @@ __device__ __forceinline__ void find_places(const AppendKvParams& p, int64_t fir
 __device__ __forceinline__ float2 angle_of(const AppendKvParams& p, int64_t position, int i) {
   const float* from = p.cos_sin + position * p.cos_sin_stride + i;
   return make_float2(from[0], from[p.head_dim / 2]);
-}
-
-// Where the two sums of a pair go: low[0] and low[head_dim / 2].
-template <typename T>
-struct PairOut {
-  T* low = nullptr;   // null: nowhere
-  bool zero = false;  // zeros go there
-  bool turns = false;
-};
-
-template <typename T>
-__device__ __forceinline__ PairOut<T> pair_out(const AppendKvParams& p, int64_t row,
-                                               const HeadPair& pair, const RowPlace& at) {
-  const int head = pair.head, i = pair.i;
-  if (head < p.num_heads) {
-    T* q = static_cast<T*>(p.q_out) + row * p.q_row_stride + head * p.q_head_stride;
-    return {q + i, at.status != 0, true};
-  }
-  if (at.status) return {};
-  if (head < p.num_heads + p.num_kv_heads) {
-    return {slot_of<T>(p.k, at.place, head - p.num_heads) + i, false, true};
-  }
-  return {slot_of<T>(p.v, at.place, head - p.num_heads - p.num_kv_heads) + i, false, false};
 }
 
 // Writes the two sums of a pair; `angle` counts where they turn.
