@@ -86,10 +86,13 @@ __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t byt
                : "memory");
 }
 
+// Barriers are also known by their addresses, which loops work out once.
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
-               : "memory");
+  arrive(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)));
 }
 
 // Arrives once all that this thread has begun to copy by copy_async_16 has landed; also before
@@ -100,7 +103,7 @@ __device__ __forceinline__ void arrive_copied(uint64_t* barrier) {
                : "memory");
 }
 
-__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -111,9 +114,13 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
       "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
 #endif
       "@!done bra retry;\n"
-      "}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
+      "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  wait_barrier(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), parity);
 }
 
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x0, int x1,

@@ -42,8 +42,15 @@ __device__ __forceinline__ void arrive_threads() {
 struct SharedMatrix {
   uint32_t low;
 
+  SharedMatrix() = default;
   __device__ __forceinline__ explicit SharedMatrix(uint32_t address)
       : low(__shfl_sync(0xffffffffu, address, 0) >> 4) {}
+
+  __device__ __forceinline__ SharedMatrix after(uint32_t bytes) const {
+    SharedMatrix other;
+    other.low = low + (bytes >> 4);
+    return other;
+  }
 
   __device__ __forceinline__ uint64_t at(uint32_t offset) const {
     constexpr uint32_t kSwizzle128 = 1u << 30, kStride = 8 * 128 >> 4;

@@ -1,10 +1,11 @@
 // Cache kernels: append_kv, commit_path, copy_pages. All move bytes and little else.
 //
 // append_kv: one warp owns one head of one row (query, key or value), so bits do not depend on the
-// rows beside it; where nothing is normed, one thread eight pairs of a head, as chunks of 16 bytes. commit_path: a thread owns one word of a slot, in every layer, key and value, and
-// moves it along the path from the front: a kept slot never lies before its new place, so later
-// sources are still whole. A second launch then advances the lengths, which the first one reads.
-// copy_pages: a thread copies one word of one page.
+// rows beside it; where nothing is normed, one thread eight pairs of a head, as chunks of 16 bytes.
+// commit_path: a thread owns one word of a slot, in every layer, key and value, and moves it along
+// the path from the front: a kept slot never lies before its new place, so later sources are still
+// whole. A second launch then advances the lengths, which the first one reads. copy_pages: a thread
+// copies one word of one page.
 #include <array>
 #include <type_traits>
 

@@ -288,9 +288,7 @@ __device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const 
 
 // Where a lane's elements of a row lie whose parts are the rows of a fragment, and what squares_of
 // gives of them, added for all lanes.
-__device__ __forceinline__ int first_of_part(int lane) {
-  return lane / 4 * kBlockK + lane % 4 * 4;
-}
+__device__ __forceinline__ int first_of_part(int lane) { return lane / 4 * kBlockK + lane % 4 * 4; }
 
 __device__ __forceinline__ float fold_parts(float squares) {
   const int lane = threadIdx.x % kWarpSize;

@@ -133,8 +133,7 @@ __device__ __forceinline__ void find_appended(const AppendKvParams& after, int f
   const float* angles = after.cos_sin + places->at[lane].position * after.cos_sin_stride;
 #pragma unroll
   for (int i = 0; i < kAppendedHead; i += 32) {
-    float unused;
-    asm volatile("ld.global.f32 %0, [%1];" : "=f"(unused) : "l"(angles + i));
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(angles + i));
   }
 }
 
@@ -185,10 +184,15 @@ class Multiplier {
         grid_(grid),
         work_(work),
         ring_(ring),
-        barriers_(barriers),
         lane_(threadIdx.x % kWarpSize),
         group_(threadIdx.x / kGroup),
-        multiplies_(group_ * 64 < grid.tile_rows) {}
+        multiplies_(group_ * 64 < grid.tile_rows),
+        stages_(shared_address(ring)),
+        full_(shared_address(barriers->full)),
+        empty_(shared_address(barriers->empty)) {
+    asm volatile("" : "+r"(stages_), "+r"(full_), "+r"(empty_));  // not worked out a block of K
+    describe();
+  }
 
   // Sums the next tile.
   __device__ __forceinline__ void sum_tile(float (&total)[Of::kRows / 8][4]) {
@@ -509,32 +513,40 @@ class Multiplier {
   // Multiplies the next block of K; where not kAdd, as the first of its sums.
   template <bool kAdd = true>
   __device__ __forceinline__ void multiply(float (&acc)[Of::kRows / 8][4]) {
-    wait_barrier(&barriers_->full[at_.stage], at_.parity);
+    wait_barrier(full_ + at_.stage * 8, at_.parity);
     if constexpr (!kAdd) {
       for_each_sum<Of::kRows>([&](int j, int c) { asm volatile("" : "=f"(acc[j][c])); });
     }
-    if (Of::kTurns || multiplies_) {  // rows that a tile lacks go nowhere
-      const uint32_t stage = shared_address(ring_) + at_.stage * Of::kStageBytes;
-      const SharedMatrix w(stage + group_ * 64 * kLineBytes);
-      const SharedMatrix x(stage + Of::kWeightRows * kLineBytes);
+    const bool multiplies = Of::kTurns || multiplies_;  // rows that a tile lacks go nowhere
+    if (multiplies) {
       group_fence();
 #pragma unroll
       for (int k = 0; k < kBlockK / 16; ++k) {
-        kAdd || k > 0 ? multiply_64<T>(acc, w.at(k * 32), x.at(k * 32))
-                      : multiply_64<T, false>(acc, w.at(k * 32), x.at(k * 32));
+        kAdd || k > 0 ? multiply_64<T>(acc, w_.at(k * 32), x_.at(k * 32))
+                      : multiply_64<T, false>(acc, w_.at(k * 32), x_.at(k * 32));
       }
       group_commit();
-      group_wait_for_all_but<1>();
     }
-    release();
-    last_ = at_.stage;
+    const int stage = at_.stage;
     at_.advance();
+    describe();
+    if (multiplies) group_wait_for_all_but<1>();
+    release();
+    last_ = stage;
+  }
+
+  // Where the next block's operands are: asked of all lanes while products are under way.
+  __device__ __forceinline__ void describe() {
+    const uint32_t stage = stages_ + at_.stage * Of::kStageBytes;
+    w_ = SharedMatrix(stage + group_ * 64 * kLineBytes);
+    constexpr uint32_t kX = Of::kWeightRows * kLineBytes;
+    x_ = Of::kGroups == 1 ? w_.after(kX) : SharedMatrix(stage + kX);
   }
 
   // The stage before is read.
   __device__ __forceinline__ void release() {
     __syncwarp();  // all lanes have seen the stage full: its barrier may turn again
-    if (last_ >= 0 && lane_ == 0) arrive(&barriers_->empty[last_]);
+    if (last_ >= 0 && lane_ == 0) arrive(empty_ + last_ * 8);
     last_ = -1;
   }
 
@@ -547,9 +559,10 @@ class Multiplier {
   const Grid& grid_;
   const Work& work_;
   char* ring_;
-  Barriers* barriers_;
   const int lane_, group_;
   const bool multiplies_;
+  uint32_t stages_, full_, empty_;
+  SharedMatrix w_, x_;
   RingPosition<Of::kStages> at_;
   int last_ = -1;  // the stage of the products under way
 };

@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kThreads)
 // Aligned 16-bit rows of at most kSteps * 512 elements: x and the weight are asked for at once, and
 // stay in registers as the sum of squares takes them.
 template <typename T, int kSteps>
-__global__ void __launch_bounds__(kRowWarps* kWarpSize) rms_norm_rows_kernel(const RmsNormParams p) {
+__global__ void __launch_bounds__(kRowWarps* kWarpSize)
+    rms_norm_rows_kernel(const RmsNormParams p) {
   launch_dependents();
   constexpr int kStep = kParts * kBlockK;
   const int dim = static_cast<int>(p.dim), lane = threadIdx.x % kWarpSize;

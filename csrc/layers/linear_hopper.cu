@@ -191,7 +191,7 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
   if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p, card, &best);
   if (p.linear.rows <= 512) consider<T, Tile<2, 64, 4>>(p, card, &best);
   if (p.linear.in_dim * p.linear.out_dim <= kSmallWeights) {
-    consider<T, Tile<1, 64, 4>>(p, card, &best);
+    consider<T, Tile<1, 64, 2, true>>(p, card, &best);
   }
   if (p.linear.rows > 64) {
     consider<T, Tile<2, 128, 2, true>>(p, card, &best);
@@ -204,7 +204,8 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
 
 bool has_hopper_kernel() {
   cudaFuncAttributes code;  // code for other cards is empty, without barriers
-  check_cuda(cudaFuncGetAttributes(&code, hopper_kernel<__half, Tile<2, 64, 4>, Nothing>), "linear");
+  check_cuda(cudaFuncGetAttributes(&code, hopper_kernel<__half, Tile<2, 64, 4>, Nothing>),
+             "linear");
   return code.sharedSizeBytes > 0;
 }
 
@@ -215,10 +216,10 @@ void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t s
 
 bool launch_hopper_append(const LinearKernelParams& p, const AppendKvParams& append,
                           cudaStream_t stream) {
-  using Of = Tile<1, 64, 4>;
+  using Of = Tile<1, 64, 2, true>;
   constexpr int64_t kLeastRows = 128;  // fewer are faster in pieces
   const LinearParams& linear = p.linear;
-  if (linear.norm_weight || linear.rows <= kLeastRows || linear.in_dim <= 0 ||
+  if (linear.norm_weight || linear.rows <= kLeastRows || linear.in_dim < kParts * kBlockK ||
       linear.in_dim * linear.out_dim > kSmallWeights || append.head_dim != kAppendedHead ||
       !has_whole_chunks(append) || !has_hopper_kernel()) {
     return false;
@@ -226,9 +227,8 @@ bool launch_hopper_append(const LinearKernelParams& p, const AppendKvParams& app
   const int row_tiles = static_cast<int>((linear.rows + Of::kRows - 1) / Of::kRows);
   const int tiles = static_cast<int>(linear.out_dim / kAppendedHead) * row_tiles;
   const Grid grid = {kAppendedHead, row_tiles, tiles, tiles, 1};
-  linear.dtype == DType::kFloat16
-      ? launch_before<__half, Of>(append, p, grid, stream)
-      : launch_before<__nv_bfloat16, Of>(append, p, grid, stream);
+  linear.dtype == DType::kFloat16 ? launch_before<__half, Of>(append, p, grid, stream)
+                                  : launch_before<__nv_bfloat16, Of>(append, p, grid, stream);
   return true;
 }
 
