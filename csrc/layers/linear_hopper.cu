@@ -189,8 +189,9 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
   Choice best;
   if (p.linear.rows <= 16) consider<T, Tile<2, 16, 8>>(p, card, &best);
   if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p, card, &best);
-  if (p.linear.rows <= 512) consider<T, Tile<2, 64, 4>>(p, card, &best);
-  if (p.linear.in_dim * p.linear.out_dim <= kSmallWeights) {
+  const bool small = p.linear.in_dim * p.linear.out_dim <= kSmallWeights;
+  if (p.linear.rows <= 512 || small) consider<T, Tile<2, 64, 4>>(p, card, &best);
+  if (small) {
     consider<T, Tile<1, 64, 2, true>>(p, card, &best);
   }
   if (p.linear.rows > 64) {

@@ -25,6 +25,13 @@ constexpr int kRowChunks = kBlockK / 8;
 template <typename After>
 constexpr int kThreads = kMultipliers + kAppends<After> * kFinishers;
 
+// Where the two sums of a pair of a row go, and what becomes of them.
+struct PairEnd {
+  void* low;  // null: nowhere
+  float2 angle, bias;
+  int zero, turns;
+};
+
 template <int kRowTiles_, int kTiles_, typename After>
 struct Mid {
   static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
@@ -34,6 +41,10 @@ struct Mid {
   // A block of K in shared memory: weight rows, rows of x, and that of the norm's weight.
   static constexpr int kNormRow = kCols + kRows;
   static constexpr int kSlot = (kNormRow + 1) * kRowChunks;  // chunks
+  // Of squares, and of pairs' ends and rows' places.
+  static constexpr int kStaticBytes =
+      kRows * kParts * 4 +
+      (kAppends<After> ? kRows * kUnit * sizeof(PairEnd) + sizeof(RowPlaces<kRows>) : 0);
   static_assert(kRows * kCols * 4 <= kSlot * 16, "sums of a part reuse the first of its slots");
 };
 
@@ -41,13 +52,6 @@ struct Mid {
 __device__ __forceinline__ int chunk_of(int row, int chunk) {
   return row * kRowChunks + (chunk ^ row % 8);
 }
-
-// Where the two sums of a pair of a row go, and what becomes of them.
-struct PairEnd {
-  void* low;  // null: nowhere
-  float2 angle, bias;
-  int zero, turns;
-};
 
 // By the finishers: fills `ends`, while the others multiply.
 template <typename T, typename S>
@@ -383,6 +387,8 @@ struct Choice {
   void (*launch)(const LinearKernelParams& p, const After& after, cudaStream_t stream) = nullptr;
 };
 
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 template <typename S, typename After>
 KernelShape shape_of(const LinearParams& p) {
   const int64_t units = p.out_dim / (kPairs<After> ? 2 : 1);
@@ -399,17 +405,30 @@ void launch(const LinearKernelParams& p, const After& after, cudaStream_t stream
   launch_kernel("linear", kernel, shape_of<S, After>(p.linear), stream, p.linear.early, p, after);
 }
 
-// Takes a tile where it promises to be faster than the best so far: by the blocks that one
-// multiprocessor gets, and of each the bytes of x that come from L2 and the products.
+// Takes a tile where it promises to be faster than the best so far. Without pairs by the blocks
+// that one multiprocessor gets, and of each the bytes of x that come from L2 and the products. What
+// norms and ends pairs waits for itself more than for others, so two blocks beside each other cost
+// little more than one, but what does not fit beside them as much again: all as measured.
 template <typename T, typename S, bool kNorms, typename After>
 void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
-  constexpr int kL2Bytes = 53, kProducts = 1270, kBlockCycles = 400;  // a cycle; a block's ends
-  constexpr int kStatic = 20 << 10, kMaxPieces = 65535;               // bytes at most; of a grid
+  constexpr int kStatic = 20 << 10, kMaxPieces = 65535;  // bytes at most; of a grid
   const KernelShape shape = shape_of<S, After>(p);
   if (shape.shared_bytes + kStatic > card.max_shared || shape.rows > kMaxPieces) return;
-  const int64_t rounds = (shape.blocks * shape.rows + card.num_sms - 1) / card.num_sms;
-  const int64_t cycles = rounds * (p.in_dim * S::kRows * 2 / kL2Bytes +
-                                   p.in_dim * S::kRows * S::kCols / kProducts + kBlockCycles);
+  const int64_t blocks = shape.blocks * shape.rows, rounds = ceil_div(blocks, card.num_sms);
+  const int64_t products = p.in_dim * S::kRows * S::kCols;
+  int64_t cycles;
+  if constexpr (kPairs<After>) {
+    constexpr int kProducts = 137, kBesideCycles = 1800;  // a cycle
+    constexpr int kBlockCycles = kAppends<After> ? 5400 : 2500;
+    // Of a multiprocessor, and of a block beside what it asks for: 1 KB is the system's.
+    const int shared = card.max_shared + 1024, own = 1024 + S::kStaticBytes;
+    const bool fit = 2 * (shape.shared_bytes + own) <= shared;
+    cycles = ceil_div(blocks, (fit ? 2 : 1) * card.num_sms) *
+             (products / kProducts + kBlockCycles + (fit && rounds > 1) * kBesideCycles);
+  } else {
+    constexpr int kL2Bytes = 53, kProducts = 1270, kBlockCycles = 400;  // a cycle; a block's ends
+    cycles = rounds * (p.in_dim * S::kRows * 2 / kL2Bytes + products / kProducts + kBlockCycles);
+  }
   if (rounds > best->max_rounds || cycles >= best->cycles) return;
   best->cycles = cycles;
   best->launch = launch<T, S, kNorms, After>;
@@ -419,7 +438,9 @@ template <typename T, typename After>
 bool launch_best(const LinearKernelParams& params, const After& after, const Card& card,
                  cudaStream_t stream) {
   const LinearParams& p = params.linear;
-  const bool alone = p.norm_weight == nullptr && !kAppends<After>;  // wgmma could take it
+  constexpr int64_t kAloneRows = 320;  // without a norm: wgmma takes more of them, or two rounds
+  const bool alone = p.norm_weight == nullptr && !kAppends<After>;
+  if (alone && p.rows > kAloneRows) return false;
   Choice<After> best{alone ? 2 : INT64_MAX};
   if constexpr (std::is_same_v<After, Nothing>) {
     consider<T, Mid<2, 1, After>, false>(p, card, &best);
