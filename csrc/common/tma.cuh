@@ -79,14 +79,16 @@ __device__ __forceinline__ void fence_copies() {
 #endif
 }
 
-__device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
-               "r"(bytes)
+// Barriers are also known by their addresses, which loops work out once.
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Barriers are also known by their addresses, which loops work out once.
+__device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  arrive_expecting(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), bytes);
+}
+
 __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -135,22 +137,21 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
 
 // The same of a matrix: 64 columns from `column` on of the rows from `row` on.
 __device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, int column, int row,
-                                          uint64_t* barrier) {
+                                          uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
       "%3}], [%4];" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
 
 // The same of a map of pairs: from place `row` of its order on, a multiple of 16.
 __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap* map, int column, int row,
-                                           uint64_t* barrier) {
+                                           uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
       "%3, %3, %4}], [%5];" ::"r"(to),
-      "l"(map), "r"(column), "r"(0), "r"(row / 16),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      "l"(map), "r"(column), "r"(0), "r"(row / 16), "r"(barrier)
       : "memory");
 }
 

@@ -33,6 +33,7 @@ struct Tile {
   static constexpr int kTurnRows = std::min(kRows, 32);  // turned from wgmma's layout at once
   static constexpr int kTurn = kTurnRows * 64;
   static constexpr int kTurned = std::min(kRows, 2 * kTurnRows);  // the same of packed outputs
+  static constexpr bool kAddsPacked = kTurned == kRows;  // a residual has a place beside them
   static constexpr int kStageBytes = (kWeightRows + kRows) * kLineBytes;
   static constexpr int kStages = std::min(
       kMaxStages, (kMaxShared / kPerSm - 1024 * (kPerSm + 1) - kGroups * kTurn * 4) / kStageBytes);
@@ -93,23 +94,29 @@ struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
 };
 
-// By one thread: fills the weights' half of the ring, or that of x, in the order of sum_held.
+// By one thread: fills the weights' half of the ring, or that of x once the kernels before this one
+// have ended, in the order of sum_held.
 template <typename Of, bool kWeights>
 __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid, bool pairs,
                                              const CUtensorMap* map, char* ring,
                                              Barriers* barriers) {
   const int rows = kWeights ? grid.tile_rows : Of::kRows;
-  const uint32_t base = shared_address(ring) + (kWeights ? 0 : Of::kWeightRows * kLineBytes);
+  uint32_t base = shared_address(ring) + (kWeights ? 0 : Of::kWeightRows * kLineBytes);
+  uint32_t full = shared_address(barriers->full), empty = shared_address(barriers->empty);
+  asm volatile("" : "+r"(base), "+r"(full), "+r"(empty));  // not worked out a block of K
   RingPosition<Of::kStages> at;
   for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
-    const int row = kWeights ? first_w_row(grid, tile) : first_x_row(grid, tile, Of::kRows);
+    int row = kWeights ? first_w_row(grid, tile) : first_x_row(grid, tile, Of::kRows);
+    if (!kWeights && tile == work.tile) {
+      asm volatile("" : "+r"(row));  // worked out before
+      wait_for_prior_grid();
+    }
     const auto load = [&](int block) {
-      uint64_t* full = &barriers->full[at.stage];
-      wait_barrier(&barriers->empty[at.stage], at.parity ^ 1);
-      arrive_expecting(full, rows * kLineBytes);
-      const uint32_t to = base + at.stage * Of::kStageBytes;
-      kWeights&& pairs ? copy_pairs(to, map, block * kBlockK, row, full)
-                       : copy_rows(to, map, block * kBlockK, row, full);
+      const uint32_t barrier = full + at.stage * 8, to = base + at.stage * Of::kStageBytes;
+      wait_barrier(empty + at.stage * 8, at.parity ^ 1);
+      arrive_expecting(barrier, rows * kLineBytes);
+      kWeights&& pairs ? copy_pairs(to, map, block * kBlockK, row, barrier)
+                       : copy_rows(to, map, block * kBlockK, row, barrier);
       at.advance();
     };
     const int beside = Of::kTurns && grid.split == 1 ? 1 : Of::kHeld;
@@ -247,13 +254,13 @@ class Multiplier {
 
   // Whether outputs are whole chunks of 8, and a residual has room where all of them are turned.
   __device__ __forceinline__ bool packs() const {
-    return params_.out_aligned && (!p_.residual || Of::kTurned == Of::kRows) &&
-           p_.out_dtype == p_.dtype && p_.out_dim % 8 == 0;
+    return params_.out_aligned && (Of::kAddsPacked || !p_.residual) && p_.out_dtype == p_.dtype &&
+           p_.out_dim % 8 == 0;
   }
 
   // Asks for the residual of a tile that is to be packed, into the place where it will be turned.
   __device__ __forceinline__ void load_residual(int tile, float* turn) const {
-    if (!p_.residual || !packs()) return;
+    if (!Of::kAddsPacked || !p_.residual || !packs()) return;
     if (tile != work_.tile) sync_group();  // the last tile is read
     const int thread = threadIdx.x % kGroup, chunk = thread % 8, col = group_ * 64 + chunk * 8;
     const int64_t w_row = first_w_row(grid_, tile);
@@ -293,7 +300,7 @@ class Multiplier {
 #pragma unroll
     for (int first = 0; first < Of::kRows; first += kTurned) {
       if (first >= rows) break;
-      if (p_.residual) wait_copies<0>();
+      if (Of::kAddsPacked && p_.residual) wait_copies<0>();
       sync_group();  // the last rows are read; what is to be added is there
       if (params_.silu_mul) {
 #pragma unroll
@@ -309,7 +316,7 @@ class Multiplier {
           const int k = first / 8 + j;
           const uint32_t at = place((j + matrix / 2) * 8 + matrix_row, warp * 2 + matrix % 2);
           uint32_t more[4] = {};  // as those that take its place
-          if (Of::kTurned == Of::kRows && p_.residual) load_matrices_transposed(more, at);
+          if (Of::kAddsPacked && p_.residual) load_matrices_transposed(more, at);
           store_matrices_transposed(at, word(k, 0, more[0]), word(k, 1, more[1]),
                                     word(k + 1, 0, more[2]), word(k + 1, 1, more[3]));
         }
@@ -330,7 +337,7 @@ class Multiplier {
   __device__ __forceinline__ void store_appended(float (&total)[Of::kRows / 8][4], int tile,
                                                  const AppendKvParams& after,
                                                  const RowPlaces<kWarpSize>* places, float* turn) {
-    static_assert(Of::kGroups == 1 && Of::kTurned == Of::kRows);
+    static_assert(Of::kGroups == 1 && Of::kAddsPacked);
     int thread = threadIdx.x % kGroup;
     asm volatile("" : "+r"(thread));
     const int warp = thread / kWarpSize, matrix = thread % kWarpSize / 8, matrix_row = thread % 8;
@@ -461,7 +468,7 @@ class Multiplier {
       low += half == 0 ? bias.x : bias.y;
       high += half == 0 ? bias.x : bias.y;
     }
-    if (p_.residual) {
+    if (Of::kAddsPacked && p_.residual) {
       const float2 more = unpack<T>(residual);
       low += more.x;
       high += more.y;

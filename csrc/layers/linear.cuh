@@ -93,10 +93,11 @@ struct Card {
 // Aligned rows, fast where they or the weights are few; more of them, without a norm, silu_mul of a
 // multiple of 8 columns; any; float32. Each launches on the current device.
 constexpr int kPieceRows = 16;  // that the decode kernel takes at once
+constexpr int kSmallRows = 8;   // that launch_small takes, but where they append
 void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
                           const Card& card, cudaStream_t stream);
-// Aligned rows of a small model's layer, asked first: a piece of them, and more. False: not of such
+// Aligned rows of a small model's layer, asked first: few of them, and more. False: not of such
 // rows or weights.
 bool launch_small(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 bool launch_small_append(const LinearKernelParams& p, const AppendKvParams& append,

@@ -56,7 +56,6 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
       load_operand<Of, true>(work, grid, params.silu_mul, &w_map, ring, &barriers);
     }
     if (warp == kLoader + 1 && lane == 0) {
-      wait_for_prior_grid();
       load_operand<Of, false>(work, grid, false, &x_map, ring, &barriers);
     }
     if constexpr (kAppends<After>) {
@@ -218,7 +217,7 @@ void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t s
 bool launch_hopper_append(const LinearKernelParams& p, const AppendKvParams& append,
                           cudaStream_t stream) {
   using Of = Tile<1, 64, 2, true>;
-  constexpr int64_t kLeastRows = 128;  // fewer are faster in pieces
+  constexpr int64_t kLeastRows = 64;  // fewer are faster in pieces
   const LinearParams& linear = p.linear;
   if (linear.norm_weight || linear.rows <= kLeastRows || linear.in_dim < kParts * kBlockK ||
       linear.in_dim * linear.out_dim > kSmallWeights || append.head_dim != kAppendedHead ||

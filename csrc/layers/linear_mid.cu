@@ -1,6 +1,6 @@
-// The linears of a small model's layer for 17 rows and more, of whole blocks of K: too few rows for
-// tiles of wgmma to fill the card, too many to be read anew by every 8 weight rows (order of the
-// sum: linear.cuh).
+// The linears of a small model's layer for 9 rows and more (17, where they append), of whole blocks
+// of K: too few rows for tiles of wgmma to fill the card, too many to be read anew by every 8
+// weight rows (order of the sum: linear.cuh).
 //
 // A block owns up to 64 weight rows (of pairs the low and the high ones, as fragments hold them:
 // pairs.cuh) and a piece of 16 or 32 rows of x; pieces are the grid's second axis. Each of its 8
@@ -418,7 +418,7 @@ void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
   const int64_t products = p.in_dim * S::kRows * S::kCols;
   int64_t cycles;
   if constexpr (kPairs<After>) {
-    constexpr int kProducts = 137, kBesideCycles = 1800;  // a cycle
+    constexpr int kProducts = 137, kBesideCycles = 2200;  // a cycle
     constexpr int kBlockCycles = kAppends<After> ? 5400 : 2500;
     // Of a multiprocessor, and of a block beside what it asks for: 1 KB is the system's.
     const int shared = card.max_shared + 1024, own = 1024 + S::kStaticBytes;
@@ -441,7 +441,7 @@ bool launch_best(const LinearKernelParams& params, const After& after, const Car
   constexpr int64_t kAloneRows = 320;  // without a norm: wgmma takes more of them, or two rounds
   const bool alone = p.norm_weight == nullptr && !kAppends<After>;
   if (alone && p.rows > kAloneRows) return false;
-  Choice<After> best{alone ? 2 : INT64_MAX};
+  Choice<After> best{alone || p.rows <= kPieceRows ? 2 : INT64_MAX};
   if constexpr (std::is_same_v<After, Nothing>) {
     consider<T, Mid<2, 1, After>, false>(p, card, &best);
     consider<T, Mid<2, 2, After>, false>(p, card, &best);
@@ -452,6 +452,7 @@ bool launch_best(const LinearKernelParams& params, const After& after, const Car
     consider<T, Mid<2, kWide, After>, true>(p, card, &best);
     consider<T, Mid<4, kWide, After>, true>(p, card, &best);
     consider<T, Mid<4, 2, After>, true>(p, card, &best);
+    if constexpr (!kAppends<After>) consider<T, Mid<2, 2, After>, true>(p, card, &best);
   }
   if (best.launch == nullptr) return false;
   best.launch(params, after, stream);
@@ -463,7 +464,7 @@ bool launch_type(const LinearKernelParams& p, const After& after, const Card& ca
                  cudaStream_t stream) {
   const LinearParams& linear = p.linear;
   const bool whole = linear.in_dim > 0 && linear.in_dim % kBlockK == 0;
-  if (linear.rows <= kPieceRows || !whole) return false;
+  if (linear.rows <= (kAppends<After> ? kPieceRows : kSmallRows) || !whole) return false;
   return linear.dtype == DType::kFloat16 ? launch_best<__half>(p, after, card, stream)
                                          : launch_best<__nv_bfloat16>(p, after, card, stream);
 }

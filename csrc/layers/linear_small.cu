@@ -31,7 +31,7 @@ struct Small {
   static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
   static constexpr int kSteps = kSteps_;        // blocks of K of a part, at most
   // Fragments of weight rows; with a norm and an activation, one row's products cost little more.
-  static constexpr int kTiles = std::is_same_v<After, SiluMul> && kRowTiles == 1 ? 2 : 1;
+  static constexpr int kTiles = std::is_same_v<After, SiluMul> ? 2 : 1;
   static constexpr int kHalves = kPairs<After> ? 2 : 1;  // of a fragment, low and high rows
   static constexpr int kUnit = 8 * kTiles;               // weight rows of a block, or pairs
   static constexpr int kRows = 8 * kRowTiles, kCols = kUnit * kHalves;
@@ -299,8 +299,8 @@ bool launch_form(const LinearKernelParams& p, const After& after, const Card& ca
                  cudaStream_t stream) {
   const LinearParams& linear = p.linear;
   const int64_t k = linear.in_dim;
-  if (linear.rows > kPieceRows || k <= 0 || k % kBlockK != 0 || k > kMaxSteps * kStepK)
-    return false;
+  constexpr int kMostRows = kAppends<After> ? kPieceRows : kSmallRows;
+  if (linear.rows > kMostRows || k <= 0 || k % kBlockK != 0 || k > kMaxSteps * kStepK) return false;
   const auto of_rows = [&](auto* tag, auto row_tiles) {
     using T = std::remove_pointer_t<decltype(tag)>;
     constexpr int kRowTiles = decltype(row_tiles)::value;
@@ -309,8 +309,10 @@ bool launch_form(const LinearKernelParams& p, const After& after, const Card& ca
                : launch<T, Small<kRowTiles, kMaxSteps, After>, kNorms>(p, after, card, stream);
   };
   const auto of_type = [&](auto* tag) {
-    return linear.rows <= 8 ? of_rows(tag, std::integral_constant<int, 1>{})
-                            : of_rows(tag, std::integral_constant<int, 2>{});
+    if constexpr (kAppends<After>) {
+      if (linear.rows > 8) return of_rows(tag, std::integral_constant<int, 2>{});
+    }
+    return of_rows(tag, std::integral_constant<int, 1>{});
   };
   return linear.dtype == DType::kFloat16 ? of_type(static_cast<__half*>(nullptr))
                                          : of_type(static_cast<__nv_bfloat16*>(nullptr));
