@@ -117,12 +117,10 @@ void rms_norm_cuda(const RmsNormParams& p, int device, uintptr_t stream) {
       if (aligned && p.dim <= 4 * kStep) {
         const auto kernel =
             p.dim <= 2 * kStep ? rms_norm_rows_kernel<T, 2> : rms_norm_rows_kernel<T, 4>;
-        prefer_shared(kernel);
         const KernelShape shape{(p.rows + kRowWarps - 1) / kRowWarps, kRowWarps * kWarpSize};
         return launch_kernel("rms_norm", kernel, shape, as_stream(stream), true, p);
       }
     }
-    prefer_shared(rms_norm_kernel<T>);
     launch_kernel("rms_norm", rms_norm_kernel<T>, {p.rows, kThreads}, as_stream(stream), true, p,
                   aligned);
   });

@@ -41,10 +41,6 @@ struct Mid {
   // A block of K in shared memory: weight rows, rows of x, and that of the norm's weight.
   static constexpr int kNormRow = kCols + kRows;
   static constexpr int kSlot = (kNormRow + 1) * kRowChunks;  // chunks
-  // Of squares, and of pairs' ends and rows' places.
-  static constexpr int kStaticBytes =
-      kRows * kParts * 4 +
-      (kAppends<After> ? kRows * kUnit * sizeof(PairEnd) + sizeof(RowPlaces<kRows>) : 0);
   static_assert(kRows * kCols * 4 <= kSlot * 16, "sums of a part reuse the first of its slots");
 };
 
@@ -401,7 +397,6 @@ KernelShape shape_of(const LinearParams& p) {
 template <typename T, typename S, bool kNorms, typename After>
 void launch(const LinearKernelParams& p, const After& after, cudaStream_t stream) {
   const auto kernel = mid_kernel<T, S, kNorms, After>;
-  prefer_shared(kernel);
   launch_kernel("linear", kernel, shape_of<S, After>(p.linear), stream, p.linear.early, p, after);
 }
 
@@ -420,9 +415,12 @@ void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
   if constexpr (kPairs<After>) {
     constexpr int kProducts = 137, kBesideCycles = 2200;  // a cycle
     constexpr int kBlockCycles = kAppends<After> ? 5400 : 2500;
-    // Of a multiprocessor, and of a block beside what it asks for: 1 KB is the system's.
-    const int shared = card.max_shared + 1024, own = 1024 + S::kStaticBytes;
-    const bool fit = 2 * (shape.shared_bytes + own) <= shared;
+    // What a block has beside what it asks for; a multiprocessor has the system's part of one more.
+    constexpr int kSystem = 1024, kSquares = S::kRows * kParts * 4;
+    constexpr int kEnds =
+        kAppends<After> ? S::kRows * S::kUnit * sizeof(PairEnd) + sizeof(RowPlaces<S::kRows>) : 0;
+    const bool fit =
+        2 * (shape.shared_bytes + kSystem + kSquares + kEnds) <= card.max_shared + kSystem;
     cycles = ceil_div(blocks, (fit ? 2 : 1) * card.num_sms) *
              (products / kProducts + kBlockCycles + (fit && rounds > 1) * kBesideCycles);
   } else {

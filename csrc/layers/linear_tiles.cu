@@ -236,7 +236,6 @@ template <typename T>
 void launch(const LinearKernelParams& p, cudaStream_t stream) {
   const auto kernel = tiles_kernel<T>;
   const int shared_bytes = kStages * kStageChunks * 16;
-  prefer_shared(kernel);
   const auto tiles_of = [](int64_t extent) { return (extent + kTile - 1) / kTile; };
   const int64_t tiles = tiles_of(p.linear.rows) * tiles_of(p.linear.out_dim);
   launch_kernel("linear", kernel, {tiles, kThreads, shared_bytes}, stream, true, p);
