@@ -141,7 +141,7 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
   const LinearParams& p = params.linear;
   const int64_t unit = params.silu_mul ? 16 : 8;      // of weight rows
   constexpr int kL2Bytes = 53, kMemoryBytes = 13;     // a cycle, for a multiprocessor
-  constexpr int kLeastCycles = 350, kRowCycles = 45;  // of a block of K, to store a row of a tile
+  constexpr int kLeastCycles = 200, kRowCycles = 45;  // of a block of K, to store a row of a tile
   constexpr int kFullCycles = 2000;   // there is no room for the next kernel to start early
   constexpr int kSplitCycles = 8000;  // for a cluster to start, and to meet
   // To add parts of many rows, and for the products to begin again, where nothing hides it.
@@ -160,8 +160,10 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
     int64_t tile_rows = Of::kWeightRows;
     if (split > 1 && (parts > Of::kMaxSplitParts || tiles_of(tile_rows) * split > slots)) continue;
     const int64_t rounds = ceil_div(tiles_of(tile_rows) * split, slots);
-    if (split == 1 && Of::kPerSm == 1) {  // equal shares of the weights for all
-      const int64_t shares = std::max<int64_t>(rounds * slots / row_tiles, 1);
+    const bool few = tiles_of(tile_rows) <= card.num_sms;
+    if (split == 1 && (Of::kPerSm == 1 || few)) {  // equal shares of the weights for all
+      const int64_t places = few ? card.num_sms : rounds * slots;
+      const int64_t shares = std::max<int64_t>(places / row_tiles, 1);
       tile_rows = std::min(ceil_div(ceil_div(p.out_dim, shares), unit) * unit, tile_rows);
     }
     const int64_t tiles = tiles_of(tile_rows);

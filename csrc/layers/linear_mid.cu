@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
 
 template <typename After>
 struct Choice {
-  int64_t max_rounds;  // blocks of a multiprocessor
+  int64_t max_waves;  // of blocks that the card holds
   int64_t cycles = INT64_MAX;
   void (*launch)(const LinearKernelParams& p, const After& after, cudaStream_t stream) = nullptr;
 };
@@ -409,25 +409,26 @@ void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
   constexpr int kStatic = 20 << 10, kMaxPieces = 65535;  // bytes at most; of a grid
   const KernelShape shape = shape_of<S, After>(p);
   if (shape.shared_bytes + kStatic > card.max_shared || shape.rows > kMaxPieces) return;
+  // What a block has beside what it asks for; a multiprocessor has the system's part of one more.
+  constexpr int kSystem = 1024, kSquares = S::kRows * kParts * 4;
+  constexpr int kEnds =
+      kAppends<After> ? S::kRows * S::kUnit * sizeof(PairEnd) + sizeof(RowPlaces<S::kRows>) : 0;
+  const bool two =
+      2 * (shape.shared_bytes + kSystem + kSquares + kEnds) <= card.max_shared + kSystem;
   const int64_t blocks = shape.blocks * shape.rows, rounds = ceil_div(blocks, card.num_sms);
+  const int64_t waves = two ? ceil_div(rounds, 2) : rounds;
   const int64_t products = p.in_dim * S::kRows * S::kCols;
   int64_t cycles;
   if constexpr (kPairs<After>) {
     constexpr int kProducts = 137, kBesideCycles = 2200;  // a cycle
     constexpr int kBlockCycles = kAppends<After> ? 5400 : 2500;
-    // What a block has beside what it asks for; a multiprocessor has the system's part of one more.
-    constexpr int kSystem = 1024, kSquares = S::kRows * kParts * 4;
-    constexpr int kEnds =
-        kAppends<After> ? S::kRows * S::kUnit * sizeof(PairEnd) + sizeof(RowPlaces<S::kRows>) : 0;
-    const bool fit =
-        2 * (shape.shared_bytes + kSystem + kSquares + kEnds) <= card.max_shared + kSystem;
-    cycles = ceil_div(blocks, (fit ? 2 : 1) * card.num_sms) *
-             (products / kProducts + kBlockCycles + (fit && rounds > 1) * kBesideCycles);
+    cycles =
+        waves * (products / kProducts + kBlockCycles + (two && rounds > 1 ? kBesideCycles : 0));
   } else {
     constexpr int kL2Bytes = 53, kProducts = 1270, kBlockCycles = 400;  // a cycle; a block's ends
     cycles = rounds * (p.in_dim * S::kRows * 2 / kL2Bytes + products / kProducts + kBlockCycles);
   }
-  if (rounds > best->max_rounds || cycles >= best->cycles) return;
+  if (waves > best->max_waves || cycles >= best->cycles) return;
   best->cycles = cycles;
   best->launch = launch<T, S, kNorms, After>;
 }
@@ -436,10 +437,11 @@ template <typename T, typename After>
 bool launch_best(const LinearKernelParams& params, const After& after, const Card& card,
                  cudaStream_t stream) {
   const LinearParams& p = params.linear;
-  constexpr int64_t kAloneRows = 320;  // without a norm: wgmma takes more of them, or two rounds
+  constexpr int64_t kAloneRows = 320;  // without a norm: wgmma takes more of them, or of waves
   const bool alone = p.norm_weight == nullptr && !kAppends<After>;
   if (alone && p.rows > kAloneRows) return false;
-  Choice<After> best{alone || p.rows <= kPieceRows ? 2 : INT64_MAX};
+  const int64_t alone_waves = has_hopper_kernel() ? 1 : 2;
+  Choice<After> best{alone ? alone_waves : p.rows <= kPieceRows ? 1 : INT64_MAX};
   if constexpr (std::is_same_v<After, Nothing>) {
     consider<T, Mid<2, 1, After>, false>(p, card, &best);
     consider<T, Mid<2, 2, After>, false>(p, card, &best);
