@@ -10,6 +10,9 @@
 // for its next tile while the last one is stored. For silu_mul 8 rows of gate and 8 of up lie by
 // turns in a tile: a tensor copy puts them so.
 //
+// Where a head has 64 dimensions a tile of 64 x 64 of q, k and v is one, and goes where append_kv
+// would have put it: two more warps look up where its rows belong, while it is multiplied.
+//
 // With few tiles of long rows a cluster shares the parts of K, and its blocks' sums meet in
 // distributed shared memory, part by part. Which shape and grid a call gets: `consider`.
 #include <cooperative_groups.h>
@@ -135,7 +138,8 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
 
 // Takes a tile shape where it promises to be faster than the best so far. A block of K takes as
 // long as its bytes come from L2, as its products take, or as a warpgroup takes from one to the
-// next; all of them as long as the weights take to leave memory. All in cycles, as measured.
+// next; all of them as long as the weights take to leave memory. All in cycles, as measured but for
+// kLeastCycles, which is counted.
 template <typename T, typename Of>
 void consider(const LinearKernelParams& params, const Card& card, Choice* best) {
   const LinearParams& p = params.linear;

@@ -106,6 +106,20 @@ def test_slot_base_inert_rows_and_strides(ops):
     assert fused["q_out"][6:].isnan().all()
 
 
+@pytest.mark.parametrize("k", [576, 1152])
+@pytest.mark.parametrize("rows", [[1] * 70, [5] * 40, [0, 100, 3, 50, 8]])
+def test_many_normed_rows_of_heads_that_are_tiles(ops, rows, k):
+    """Rows of no request too, and of pages and positions that are none."""
+    contexts = [(7 * i) % 50 for i in range(len(rows))]
+    case = make_case(contexts, rows, k=k, inert=5) | {"norm_weight": None}
+    case["bias"] = kit.randn(len(case["weight"]), seed=7, dtype=torch.bfloat16)
+    assert not check(ops, case)["status"].any()
+    case["block_table"][1, 0] = 10**6
+    case["position"][sum(rows) - 1] = 10**6
+    fused = check(ops, case)
+    assert fused["status"].nonzero().numel() == 2 and fused["q_out"][-5:].isnan().all()
+
+
 def test_bad_rows_are_refused_as_append_kv_refuses_them(ops):
     """A page outside the cache, a negative length, a position past the table, bad row_start."""
     case = make_case([3, 10, 4, 6], [2, 2, 2, 2])

@@ -129,6 +129,40 @@ def test_norm_and_activation_agree_with_the_cpu(dtype, rows, dim):
             assert kit.relative_error(out, expected) <= kit.TOLERANCE[dtype], name
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (576, 1536), (960, 576), (3072, 576)])
+def test_many_rows_of_a_small_model_have_the_bits_of_few(dtype, n, k):
+    """Tiles of wgmma that share the weights in every way, with a residual and without."""
+    x, norm_weight, weight, _ = (t.cuda() for t in inputs(1280, n, k, dtype))
+    residual = kit.randn(1280, n, seed=4, dtype=dtype).cuda()
+    calls = {
+        "out": lambda at, out: tlt_ext.linear_rows(x[at], weight, out, residual=residual[at]),
+        "plain": lambda at, out: tlt_ext.linear_rows(x[at], weight, out),
+        "gated": lambda at, out: tlt_ext.linear_silu_mul(x[at], weight, out[:, : n // 2]),
+        "normed": lambda at, out: run("norm, linear_silu_mul", x[at], norm_weight, weight, out),
+    }
+    for name, call in calls.items():
+        few, many = torch.zeros_like(residual), torch.zeros_like(residual)
+        for first in range(0, 1280, 8):
+            call(slice(first, first + 8), few[first : first + 8])
+        for rows in (9, 16, 40, 96, 161, 256, 321, 448, 640, 1280):
+            many.fill_(float("nan"))
+            many[:, n // 2 :] = 0 if name in ("gated", "normed") else float("nan")
+            call(slice(rows), many[:rows])
+            assert torch.equal(many[:rows], few[:rows]), (name, rows)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", [8, 576, 1024, 1032, 2048, 2056])
+def test_norms_of_aligned_rows_have_the_bits_of_others(dtype, dim):
+    x, weight = 4 * kit.randn(13, dim, seed=0, dtype=dtype), kit.randn(dim, seed=1, dtype=dtype)
+    out, other = (torch.zeros(13, dim + more, dtype=dtype, device="cuda") for more in (8, 1))
+    for into in (out, other):
+        tlt_ext.rms_norm(x.cuda(), weight.cuda(), into[:, :dim])
+        assert not into[:, dim:].any()
+    assert torch.equal(out[:, :dim], other[:, :dim])
+
+
 @pytest.mark.parametrize("rows", [3, 40])
 def test_graph_replays_read_new_inputs_and_allocate_nothing(rows):
     x, norm_weight, weight, _ = (t.cuda() for t in inputs(rows, 960, 576, torch.bfloat16))
