@@ -42,7 +42,7 @@ struct Tile {
   // A block starts with kStartRegisters a thread; those that multiply take what the others give.
   static constexpr int kStartRegisters = 65536 / (kPerSm * kThreads) / 8 * 8;
   static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 232 : 160;
-  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : 40;
+  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : kGroups == 2 ? 40 : 48;
   static_assert(kGroups * kRegisters + kLoadRegisters <= (kGroups + 1) * kStartRegisters,
                 "a warpgroup would wait for registers forever");
   static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");

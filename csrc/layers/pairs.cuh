@@ -56,15 +56,27 @@ __device__ __forceinline__ void find_places(const AppendKvParams& p, int64_t fir
   const int lane = threadIdx.x % kWarpSize;
   if (lane < rows) places->request[lane] = -1;
   __syncwarp();
-  for (int64_t request = lane; request < s.num_requests; request += kWarpSize) {
-    int64_t begin, end;
-    if (!rows_of(s, request, &begin, &end)) {
-      if (reports) report_on_device(s, request, kStatusBadLength);
-      continue;
+  constexpr int kAhead = 4;  // requests of a lane whose rows are asked for at once
+  for (int64_t first = lane; first < s.num_requests; first += kAhead * kWarpSize) {
+    int64_t begin[kAhead] = {}, end[kAhead] = {};
+    bool valid[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t request = first + i * kWarpSize;
+      valid[i] = request >= s.num_requests || rows_of(s, request, &begin[i], &end[i]);
     }
-    end = min(end, first_row + rows);
-    for (int64_t row = max(begin, first_row); row < end; ++row) {
-      places->request[row - first_row] = static_cast<int32_t>(request);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t request = first + i * kWarpSize;
+      if (!valid[i]) {
+        if (reports) report_on_device(s, request, kStatusBadLength);
+        continue;
+      }
+      const int64_t last = min(end[i], first_row + rows);
+#pragma unroll 1
+      for (int64_t row = max(begin[i], first_row); row < last; ++row) {
+        places->request[row - first_row] = static_cast<int32_t>(request);
+      }
     }
   }
   __syncwarp();

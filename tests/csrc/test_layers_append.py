@@ -107,7 +107,7 @@ def test_slot_base_inert_rows_and_strides(ops):
 
 
 @pytest.mark.parametrize("k", [576, 1152])
-@pytest.mark.parametrize("rows", [[1] * 70, [5] * 40, [0, 100, 3, 50, 8]])
+@pytest.mark.parametrize("rows", [[1] * 150, [5] * 40, [0, 100, 3, 50, 8]])
 def test_many_normed_rows_of_heads_that_are_tiles(ops, rows, k):
     """Rows of no request too, and of pages and positions that are none."""
     contexts = [(7 * i) % 50 for i in range(len(rows))]
