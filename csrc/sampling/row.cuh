@@ -44,28 +44,31 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return y;
 }
 
-// Raw bits of a group.
-template <typename T>
+// Raw bits of a group, or of fewer ids.
+template <typename T, int kIds = kGroup>
 struct Raw {
-  uint32_t word[sizeof(T) * kGroup / 4];
+  uint32_t word[sizeof(T) * kIds / 4];
 };
 
-__device__ __forceinline__ void expand(const Raw<float>& raw, float (&x)[kGroup]) {
+template <int kIds>
+__device__ __forceinline__ void expand(const Raw<float, kIds>& raw, float (&x)[kIds]) {
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) x[i] = as_float(raw.word[i]);
+  for (int i = 0; i < kIds; ++i) x[i] = as_float(raw.word[i]);
 }
 
-__device__ __forceinline__ void expand(const Raw<__nv_bfloat16>& raw, float (&x)[kGroup]) {
+template <int kIds>
+__device__ __forceinline__ void expand(const Raw<__nv_bfloat16, kIds>& raw, float (&x)[kIds]) {
 #pragma unroll
-  for (int i = 0; i < kGroup; i += 2) {
+  for (int i = 0; i < kIds; i += 2) {
     x[i] = as_float(raw.word[i / 2] << 16);
     x[i + 1] = as_float(raw.word[i / 2] & 0xffff0000u);
   }
 }
 
-__device__ __forceinline__ void expand(const Raw<__half>& raw, float (&x)[kGroup]) {
+template <int kIds>
+__device__ __forceinline__ void expand(const Raw<__half, kIds>& raw, float (&x)[kIds]) {
 #pragma unroll
-  for (int i = 0; i < kGroup; i += 2) {
+  for (int i = 0; i < kIds; i += 2) {
     const uint32_t word = raw.word[i / 2];
     x[i] = __half2float(__ushort_as_half(static_cast<unsigned short>(word & 0xffffu)));
     x[i + 1] = __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16)));
@@ -73,24 +76,31 @@ __device__ __forceinline__ void expand(const Raw<__half>& raw, float (&x)[kGroup
 }
 
 // The largest logit of a group; NaN if one is.
-__device__ __forceinline__ float largest_of(const Raw<float>& raw) {
+template <int kIds>
+__device__ __forceinline__ float largest_of(const Raw<float, kIds>& raw) {
   float most = as_float(raw.word[0]);
 #pragma unroll
-  for (int i = 1; i < kGroup; ++i) most = max_nan(most, as_float(raw.word[i]));
+  for (int i = 1; i < kIds; ++i) most = max_nan(most, as_float(raw.word[i]));
   return most;
 }
 
-__device__ __forceinline__ float largest_of(const Raw<__nv_bfloat16>& raw) {
-  const auto pair = [&](int i) { return *reinterpret_cast<const __nv_bfloat162*>(&raw.word[i]); };
-  const __nv_bfloat162 most =
-      __hmax2_nan(__hmax2_nan(pair(0), pair(1)), __hmax2_nan(pair(2), pair(3)));
+template <typename Pair, typename T, int kIds>
+__device__ __forceinline__ float largest_of_pairs(const Raw<T, kIds>& raw) {
+  const auto pair = [&](int i) { return *reinterpret_cast<const Pair*>(&raw.word[i]); };
+  Pair most = pair(0);
+#pragma unroll
+  for (int i = 1; i < kIds / 2; ++i) most = __hmax2_nan(most, pair(i));
   return max_nan(__low2float(most), __high2float(most));
 }
 
-__device__ __forceinline__ float largest_of(const Raw<__half>& raw) {
-  const auto pair = [&](int i) { return *reinterpret_cast<const __half2*>(&raw.word[i]); };
-  const __half2 most = __hmax2_nan(__hmax2_nan(pair(0), pair(1)), __hmax2_nan(pair(2), pair(3)));
-  return max_nan(__low2float(most), __high2float(most));
+template <int kIds>
+__device__ __forceinline__ float largest_of(const Raw<__nv_bfloat16, kIds>& raw) {
+  return largest_of_pairs<__nv_bfloat162>(raw);
+}
+
+template <int kIds>
+__device__ __forceinline__ float largest_of(const Raw<__half, kIds>& raw) {
+  return largest_of_pairs<__half2>(raw);
 }
 
 template <typename T>
@@ -112,18 +122,27 @@ struct RowData {
         vocab_size(static_cast<int32_t>(vocab)),
         aligned(reinterpret_cast<uintptr_t>(logits) % 16 == 0) {}
 
-  // The bits of ids first .. first + kGroup - 1; ids past the vocabulary are not read: -inf.
-  __device__ __forceinline__ Raw<T> load(int32_t first) const {
-    constexpr int kWords = sizeof(Raw<T>) / 4;
-    Raw<T> raw;
-    if (aligned && first + kGroup <= vocab_size) {
+  // The bits of ids first .. first + kIds - 1, a multiple of kIds; ids past the vocabulary are not
+  // read: -inf.
+  template <int kIds = kGroup>
+  __device__ __forceinline__ Raw<T, kIds> load(int32_t first) const {
+    constexpr int kWords = sizeof(Raw<T, kIds>) / 4;
+    Raw<T, kIds> raw;
+    if (aligned && first + kIds <= vocab_size) {
+      if constexpr (kWords == 1) {
+        raw.word[0] = __ldg(reinterpret_cast<const uint32_t*>(logits + first));
+      } else if constexpr (kWords == 2) {
+        const uint2 v = __ldg(reinterpret_cast<const uint2*>(logits + first));
+        raw = {v.x, v.y};
+      } else {
 #pragma unroll
-      for (int i = 0; i < kWords; i += 4) {
-        const uint4 v = __ldg(reinterpret_cast<const uint4*>(logits + first) + i / 4);
-        raw.word[i] = v.x;
-        raw.word[i + 1] = v.y;
-        raw.word[i + 2] = v.z;
-        raw.word[i + 3] = v.w;
+        for (int i = 0; i < kWords; i += 4) {
+          const uint4 v = __ldg(reinterpret_cast<const uint4*>(logits + first) + i / 4);
+          raw.word[i] = v.x;
+          raw.word[i + 1] = v.y;
+          raw.word[i + 2] = v.z;
+          raw.word[i + 3] = v.w;
+        }
       }
       return raw;
     }
@@ -213,11 +232,12 @@ struct Row : RowData<T> {
   __device__ bool is_bad(float largest) const { return !(scaled(largest) < INFINITY); }
 
   // Makes -inf of logits that are NaN or +inf once scaled.
-  __device__ void drop_bad(Raw<T>& raw) const {
-    float x[kGroup];
+  template <int kIds>
+  __device__ void drop_bad(Raw<T, kIds>& raw) const {
+    float x[kIds];
     expand(raw, x);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kIds; ++i) {
       if (!is_bad(x[i])) continue;
       if constexpr (sizeof(T) == 4) {
         raw.word[i] = kNegInfBits<T>;
@@ -229,7 +249,8 @@ struct Row : RowData<T> {
   }
 
   // Cleaned logits and the largest; true if one was bad.
-  __device__ __forceinline__ bool clean(Raw<T> raw, float (&x)[kGroup], float* largest) const {
+  template <int kIds>
+  __device__ __forceinline__ bool clean(Raw<T, kIds> raw, float (&x)[kIds], float* largest) const {
     *largest = largest_of(raw);
     const bool bad = is_bad(*largest);
     if (bad) {

@@ -8,10 +8,6 @@
 
 namespace tlt {
 
-constexpr int kTreeWarps = 16;
-constexpr int kTreeThreads = kTreeWarps * kWarpSize;
-constexpr int kTileIds = kGroup;                 // of a lane
-constexpr int32_t kTile = kWarpSize * kTileIds;  // of a warp
 // Candidates that a warp holds: the best K, and one more a lane.
 constexpr int kListRows = (kMaxTopK + kWarpSize - 1) / kWarpSize + 1;
 TLT_HD int list_capacity(int top_k) {
@@ -103,18 +99,18 @@ class WarpList {
 };
 
 // Reads past the nearest cache, so that a later read finds what was written in between.
-__device__ __forceinline__ uint4 load_shared_cache(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
+__device__ __forceinline__ uint32_t load_shared_cache(const int32_t* from) {
+  uint32_t word;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(word) : "l"(from));
+  return word;
 }
 
 // A lane's ids of a tile, in registers.
-template <typename T>
+template <typename T, int kTileIds>
 class DraftTile {
  public:
+  static constexpr int32_t kTile = kWarpSize * kTileIds;  // of a warp
+
   // Makes the noise of a tile for a likely draw, ahead of the wait for what comes before: nothing
   // that is read here needs to be right, as `draw` compares it with what is.
   __device__ __forceinline__ void guess(const ExpandTreeParams& p, const Draw& likely,
@@ -122,13 +118,13 @@ class DraftTile {
     likely_request_low_ = likely.key.request_low;
     likely_request_high_ = likely.key.request_high;
     likely_position_ = likely.position;
-    guessed_ = first + kTileIds <= p.draft_vocab &&
-               (p.d2t == nullptr || reinterpret_cast<uintptr_t>(p.d2t) % sizeof(uint4) == 0);
+    guessed_ = first + kTileIds <= p.draft_vocab;
     if (!guessed_) return;
     if (p.d2t != nullptr) {
-      const uint4* const from = reinterpret_cast<const uint4*>(p.d2t + first);
-      const uint4 low = load_shared_cache(from), high = load_shared_cache(from + 1);
-      likely_id_ = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < kTileIds; ++i) {
+        likely_id_.word[i] = load_shared_cache(p.d2t + first + i);
+      }
     }
     make_words(p, likely, likely_id_, first);
   }
@@ -138,14 +134,14 @@ class DraftTile {
                                         int32_t first) {
     const RowData<float> ids(p.d2t, 0, 0, row.vocab_size);
     first_ = first;
-    raw_ = row.load(first);
-    if (p.d2t != nullptr) ids_ = ids.load(first);
+    raw_ = row.template load<kTileIds>(first);
+    if (p.d2t != nullptr) ids_ = ids.load<kTileIds>(first);
   }
 
   // Makes values of what was fetched: logits / T. Returns status bits.
   __device__ __forceinline__ int32_t prepare(const ExpandTreeParams& p, const Row<T>& row) {
     int32_t status = kStatusOk;
-    float x[kGroup];
+    float x[kTileIds];
     if (row.clean(raw_, x, &largest_)) status |= kStatusNanDraft;
     largest_ = row.scaled(largest_);
 #pragma unroll
@@ -246,10 +242,12 @@ class DraftTile {
 
  private:
   __device__ __forceinline__ void make_words(const ExpandTreeParams& p, const Draw& noise,
-                                             const Raw<float>& ids, int32_t first) {
-    if (p.d2t != nullptr) {
+                                             const Raw<float, kTileIds>& ids, int32_t first) {
+    if (p.d2t != nullptr || kTileIds < 4) {
 #pragma unroll
-      for (int i = 0; i < kTileIds; ++i) word_[i] = noise.word(ids.word[i]);
+      for (int i = 0; i < kTileIds; ++i) {
+        word_[i] = noise.word(p.d2t != nullptr ? ids.word[i] : static_cast<uint32_t>(first + i));
+      }
       return;
     }
 #pragma unroll
@@ -260,8 +258,8 @@ class DraftTile {
     }
   }
 
-  Raw<T> raw_;
-  Raw<float> ids_, likely_id_;
+  Raw<T, kTileIds> raw_;
+  Raw<float, kTileIds> ids_, likely_id_;
   uint32_t likely_request_low_, likely_request_high_;
   int32_t likely_position_;
   bool guessed_ = false;

@@ -30,26 +30,33 @@ constexpr int kMaxChildren = 8192;
 constexpr int kMaxCollected = 4096;             // entries of lists that the first block takes in
 constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
 constexpr int kQueue = 4;                       // entries of each that it holds
-static_assert(2 * kWave <= kTreeWarps);
 
-using TreeTeam = Team<kTreeThreads>;
+// Warps of a block, and ids that a lane has of a warp's tile. Where few ids a lane are enough, so
+// are small blocks: a warp is done sooner, and a block finds room beside another kernel's.
+struct Many {
+  static constexpr int kWarps = 16, kIds = kGroup;
+};
+struct Few {
+  static constexpr int kWarps = 8, kIds = 4;
+};
+constexpr int kMostWarps = kMostBlocks * Many::kWarps;  // of a team
 
 struct Child {
-  float value;    // then its score
-  int32_t token;  // then its frontier row
+  float value;  // then its score
+  int32_t token;
 };
 
 // Whether all lists of a team lie in its first block, or each in its own.
-TLT_HD bool collects(int team, int top_k) { return team * kTreeWarps * top_k <= kMaxCollected; }
+TLT_HD bool collects(int team_warps, int top_k) { return team_warps * top_k <= kMaxCollected; }
 
 // Dynamic shared memory: the warps' candidates, the lists that are merged, the children.
 struct Layout {
   int candidates, lists;  // entries
   int children;
 
-  TLT_HD Layout(int team, int frontier_rows, int top_k)
-      : candidates(kTreeWarps * list_capacity(top_k)),
-        lists((collects(team, top_k) ? team : 1) * kTreeWarps * top_k),
+  TLT_HD Layout(int team, int warps, int frontier_rows, int top_k)
+      : candidates(warps * list_capacity(top_k)),
+        lists((collects(team * warps, top_k) ? team : 1) * warps * top_k),
         children(frontier_rows * top_k) {}
   TLT_HD int bytes() const {
     return static_cast<int>((candidates + lists) * sizeof(Candidate) + children * sizeof(Child));
@@ -57,9 +64,9 @@ struct Layout {
 };
 
 struct Shared {
-  float largest[kMostBlocks * kTreeWarps];                // of every warp of the team
-  int64_t mass[kMostBlocks * kTreeWarps];                 // from here on only in the first block
-  int32_t count[kMaxFrontier], offset[kMaxFrontier + 1];  // children of a row, and before it
+  float largest[kMostWarps];    // of every warp of the team
+  int64_t mass[kMostWarps];     // from here on only in the first block
+  int32_t count[kMaxFrontier];  // children of a row
   int32_t parent[kMaxFrontier], depth[kMaxFrontier];
   float parent_score[kMaxFrontier], max[kMaxFrontier], log_sum[kMaxFrontier];
   alignas(16) uint8_t ancestors[kMaxFrontier * kMaxDepth];
@@ -100,8 +107,8 @@ __device__ FrontierRow frontier_row(const ExpandTreeParams& p, int64_t b, int64_
 struct Deal {
   int rows, slices;
 
-  __device__ Deal(const TreeTeam& team, int rows)
-      : rows(rows), slices(min(kMaxSlices, team.size() * kTreeWarps / rows)) {}
+  __device__ Deal(int team_warps, int rows)
+      : rows(rows), slices(min(kMaxSlices, team_warps / rows)) {}
   // The warp that has a slice of a row.
   __device__ int warp(int row, int slice) const { return slice * rows + row; }
 };
@@ -148,50 +155,42 @@ __device__ void merge_lists(const Deal& deal, int row, int top_k, ListOf&& list_
   if (lane == 0) *count = k;
 }
 
-// The first block's last act: closes gaps between the rows' children, scores and links them, and
-// ranks the next frontier.
+// The first block's last act: scores and links the children, and ranks the next frontier. A row's
+// children have top_k places, of which the first `count` are taken.
 __device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t begin,
                                 const Shared& shared, Child* children) {
-  const int t = threadIdx.x;
   const int rows = static_cast<int>(p.frontier_rows), top_k = static_cast<int>(p.top_k);
   const int64_t first = b * p.nodes.capacity + begin;
   const bool perturbed = p.score_temperature > 0.0f;
   const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
-  const int total = shared.offset[rows];
-  for (int base = 0; base < rows * top_k; base += kTreeThreads) {
-    const int i = base + t, f = min(i / top_k, rows - 1);
-    const bool valid = i < rows * top_k && i - f * top_k < shared.count[f];
-    const Child child = children[valid ? i : 0];
-    __syncthreads();  // a child moves down, past those that were read before
-    if (valid) {
-      const int to = shared.offset[f] + i - f * top_k;
+  const auto before = [&](int row) {  // children of the rows before
+    int32_t sum = 0;
+    for (int f = 0; f < row; ++f) sum += shared.count[f];
+    return sum;
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * top_k; i += static_cast<int>(blockDim.x)) {
+    const int f = i / top_k, k = i - f * top_k;
+    const Child child = children[i];
+    float score = NAN;  // of an empty place: neither above nor equal to any
+    if (k < shared.count[f]) {
       const float log_prob =
           add_rn(mul_rn(add_rn(child.value, -shared.max[f]), inverse), -shared.log_sum[f]);
-      const float score = add_rn(shared.parent_score[f], fminf(log_prob, 0.0f));
-      children[to] = {score, f};
-      p.nodes.token[first + to] = child.token;
-      p.nodes.score[first + to] = score;
-      p.nodes.parent[first + to] = shared.parent[f];
-      p.nodes.depth[first + to] = shared.depth[f] + 1;
+      score = add_rn(shared.parent_score[f], fminf(log_prob, 0.0f));
+      const int64_t to = first + before(f) + k;
+      p.nodes.token[to] = child.token;
+      p.nodes.score[to] = score;
+      p.nodes.parent[to] = shared.parent[f];
+      p.nodes.depth[to] = shared.depth[f] + 1;
     }
-    __syncthreads();
+    children[i].value = score;
   }
-  for (int i = t; i < max(total, top_k); i += kTreeThreads) {
-    int rank = i;  // past the children: an empty place
-    const Child child = i < total ? children[i] : Child{};
-    if (i < total) {
-      rank = 0;
-      for (int j = 0; j < total; ++j) {
-        const float other = children[j].value;
-        rank += other > child.value || (other == child.value && j < i);
-      }
-    }
-    if (rank >= top_k) continue;
+  __syncthreads();
+  const auto advance = [&](int rank, int32_t node, int f) {  // f: the row that it came from, or -1
     const int64_t out = b * top_k + rank;
-    const int f = child.token;
-    p.next_frontier[out] = i < total ? begin + i : -1;
-    p.next_row[out] = i < total ? static_cast<int32_t>(b * rows + f) : 0;
-    const int in_flight = i < total && p.frontier_ancestors != nullptr ? shared.depth[f] : 0;
+    p.next_frontier[out] = node;
+    p.next_row[out] = f < 0 ? 0 : static_cast<int32_t>(b * rows + f);
+    const int in_flight = f < 0 || p.frontier_ancestors == nullptr ? 0 : shared.depth[f];
     uint64_t low = 0, high = 0;
     if (in_flight > 0) {  // its parent's, then the slot of its parent
       const int own = in_flight - 1, bits = 8 * (own % 8);
@@ -202,8 +201,26 @@ __device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t be
       high = own < 8 ? 0 : (parents[1] & below) | slot;
     }
     write_ancestors(p.next_ancestors + out * kMaxDepth, low, high);
+  };
+  const int total = before(rows);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * top_k + top_k; i += static_cast<int>(blockDim.x)) {
+    const int f = i / top_k, k = i - f * top_k;
+    if (f == rows) {
+      if (k >= total) advance(k, -1, -1);
+      continue;
+    }
+    if (k >= shared.count[f]) continue;
+    const float mine = children[i].value;
+    int rank = 0;
+#pragma unroll 4
+    for (int j = 0; j < rows * top_k; ++j) {
+      const float other = children[j].value;
+      rank += other > mine || (other == mine && j < i);
+    }
+    if (rank < top_k) advance(rank, begin + before(f) + k, f);
   }
-  if (t == 0 && begin > 0) p.nodes.count[b] = begin + total;
+  if (threadIdx.x == 0 && begin > 0) p.nodes.count[b] = begin + total;
 }
 
 // What a request and one of its frontier rows say, by one load of a warp: lane l has word l.
@@ -257,7 +274,8 @@ class Inherited {
     int i = threadIdx.x;
     if (i < size_) shared.ancestors[i] = first_;
 #pragma unroll 1
-    for (i += kTreeThreads; i < size_; i += kTreeThreads) shared.ancestors[i] = from_[i];
+    for (i += static_cast<int>(blockDim.x); i < size_; i += static_cast<int>(blockDim.x))
+      shared.ancestors[i] = from_[i];
   }
 
  private:
@@ -266,40 +284,41 @@ class Inherited {
   uint8_t first_ = 0;
 };
 
-template <typename T>
-__global__ void __launch_bounds__(kTreeThreads, 1)
+template <typename T, typename Size>
+__global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::kWarps)
     expand_kernel(const __grid_constant__ ExpandTreeParams p) {
   extern __shared__ Candidate memory[];
   __shared__ Shared shared;
-  TreeTeam team;
+  constexpr int kWarps = Size::kWarps, kIds = Size::kIds;
+  Team<kWarps * kWarpSize> team;
   team.arrive();
   const int top_k = static_cast<int>(p.top_k), rows = static_cast<int>(p.frontier_rows);
-  const Layout layout(team.size(), rows, top_k);
+  const Layout layout(team.size(), kWarps, rows, top_k);
   Candidate* const lists = memory + layout.candidates;
   Child* const children = reinterpret_cast<Child*>(lists + layout.lists);  // [rows, top_k]
-  const bool collected = collects(team.size(), top_k);
+  const bool collected = collects(team.size() * kWarps, top_k);
   const int64_t b = team.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int team_warp = team.rank() * kTreeWarps + warp;
+  const int team_warp = team.rank() * kWarps + warp;
   const int32_t columns = static_cast<int32_t>(
       p.d2t != nullptr || p.draft_vocab < p.vocab_size ? p.draft_vocab : p.vocab_size);
   const bool perturbed = p.score_temperature > 0.0f;
   const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
   // Where a warp of the team leaves its list.
   const auto list_of = [&](int of) {
-    return collected ? lists + of * top_k
-                     : team.remote(lists, of / kTreeWarps) + of % kTreeWarps * top_k;
+    return collected ? lists + of * top_k : team.remote(lists, of / kWarps) + of % kWarps * top_k;
   };
 
 #pragma unroll 1
   for (int wave = 0; wave < rows; wave += kWave) {
-    const Deal deal(team, min(kWave, rows - wave));
+    const Deal deal(team.size() * kWarps, min(kWave, rows - wave));
     const int mine = team_warp % deal.rows, slice = team_warp / deal.rows;
     const bool works = slice < deal.slices;
     const RowData<T> data(p.draft_logits, p.logits_stride, b * rows + wave + mine, columns);
-    const int32_t step = deal.slices * kTile, begin = slice * kTile + lane * kGroup;
-    const int32_t end = works ? columns + lane * kGroup : 0;  // the same for all lanes of a tile
-    DraftTile<T> tile;
+    using Tile = DraftTile<T, kIds>;
+    const int32_t step = deal.slices * Tile::kTile, begin = slice * Tile::kTile + lane * kIds;
+    const int32_t end = works ? columns + lane * kIds : 0;  // the same for all lanes of a tile
+    Tile tile;
     if (wave == 0) {  // nothing so far was a read that counts
       const volatile float* const temperature = p.temperature + b;
       if (begin < end && *temperature >= kMinTemperature) {
@@ -375,30 +394,51 @@ __global__ void __launch_bounds__(kTreeThreads, 1)
     team.arrive();
     if (team.rank() != 0 && collected && wave + kWave >= rows) return;  // nobody reads its memory
     team.wait();
-    if (team.rank() == 0 && warp < deal.rows) {
-      merge_lists(deal, warp, top_k, list_of, children + (wave + warp) * top_k,
-                  &shared.count[wave + warp]);
-    }
-    const int r = warp - kWave;
-    if (team.rank() == 0 && r >= 0 && r < deal.rows) {
+    for (int i = team.rank() == 0 ? warp : 2 * deal.rows; i < 2 * deal.rows; i += kWarps) {
+      if (i < deal.rows) {
+        const int row = wave + i;
+        merge_lists(deal, i, top_k, list_of, children + row * top_k, &shared.count[row]);
+        continue;
+      }
+      const int row = i - deal.rows;
       int64_t total = 0;
-      for (int i = lane; i < deal.slices; i += kWarpSize) total += shared.mass[deal.warp(r, i)];
+      for (int k = lane; k < deal.slices; k += kWarpSize) total += shared.mass[deal.warp(row, k)];
       total = warp_reduce(total, Sum());
       if (lane == 0) {
-        shared.log_sum[wave + r] = log_f32(mul_rn(static_cast<float>(total), 0x1p-40f));
+        shared.log_sum[wave + row] = log_f32(mul_rn(static_cast<float>(total), 0x1p-40f));
       }
     }
     if (!collected) team.sync();  // the lists were read
   }
   if (team.rank() != 0) return;
   __syncthreads();
-  for (int f = threadIdx.x; f <= rows; f += kTreeThreads) {
-    int32_t before = 0;
-    for (int g = 0; g < f; ++g) before += shared.count[g];
-    shared.offset[f] = before;
-  }
-  __syncthreads();
   append_children(p, b, shared.begin, shared, children);
+}
+
+// Tiles of a row.
+template <typename T, typename Size>
+int64_t tiles_of(const ExpandTreeParams& p) {
+  constexpr int64_t kTile = DraftTile<T, Size::kIds>::kTile;
+  return (p.draft_vocab + kTile - 1) / kTile;
+}
+
+// As many blocks a request as have work and as run at once.
+template <typename T, typename Size>
+TeamShape expand_shape(const char* op, const ExpandTreeParams& p) {
+  const auto kernel = expand_kernel<T, Size>;
+  const auto shape_of = [&](unsigned team) -> TeamShape {
+    const Layout layout(static_cast<int>(team), Size::kWarps, static_cast<int>(p.frontier_rows),
+                        static_cast<int>(p.top_k));
+    return {p.num_requests, Size::kWarps * kWarpSize, layout.bytes(), team, true};
+  };
+  const int64_t slices = std::min<int64_t>(tiles_of<T, Size>(p), kMaxSlices);
+  const int64_t warps = std::min<int64_t>(p.frontier_rows, kWave) * slices;
+  unsigned team = 1;
+  if (has_hopper_code(op, kernel)) {
+    while (team < kMostBlocks && team * Size::kWarps < warps) team *= 2;
+  }
+  while (team > 1 && max_active_teams(op, kernel, shape_of(team)) < p.num_requests) team /= 2;
+  return shape_of(team);
 }
 
 }  // namespace
@@ -413,18 +453,12 @@ void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    const auto kernel = expand_kernel<T>;
-    const bool hopper = has_hopper_code(op, kernel);
-    const auto shape_of = [&](unsigned team) -> TeamShape {
-      const Layout layout(static_cast<int>(team), static_cast<int>(p.frontier_rows),
-                          static_cast<int>(p.top_k));
-      return {p.num_requests, kTreeThreads, layout.bytes(), team, true};
-    };
-    TeamShape shape = shape_of(hopper ? kMostBlocks : 1);
-    while (shape.team > 1 && max_active_teams(op, kernel, shape) < p.num_requests) {
-      shape = shape_of(shape.team / 2);
+    const TeamShape few = expand_shape<T, Few>(op, p);
+    const int64_t warps = std::min<int64_t>(p.frontier_rows, kWave) * tiles_of<T, Few>(p);
+    if (warps <= few.team * Few::kWarps) {  // each has one tile at most
+      return launch_teams(op, expand_kernel<T, Few>, few, as_stream(stream), p);
     }
-    launch_teams(op, kernel, shape, as_stream(stream), p);
+    launch_teams(op, expand_kernel<T, Many>, expand_shape<T, Many>(op, p), as_stream(stream), p);
   });
 }
 
