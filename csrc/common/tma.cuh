@@ -105,6 +105,17 @@ __device__ __forceinline__ void arrive_copied(uint64_t* barrier) {
                : "memory");
 }
 
+// Counts up to `most`, then from 0 again; ordered after the accesses that this thread knows of.
+// Returns the count before.
+__device__ __forceinline__ uint32_t count_up(uint32_t* counter, uint32_t most) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.cta.shared.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(counter))), "r"(most)
+               : "memory");
+  return before;
+}
+
 __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"

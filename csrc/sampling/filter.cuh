@@ -51,15 +51,17 @@ __device__ inline SelectScratch& select_scratch() {
 }
 
 // A bit for each of a thread's ids of a row that is kept in shared memory: the last has the lowest.
+template <typename T>
 struct IdBits {
-  static constexpr int kWords = kSlots * kGroup / 32;
+  static constexpr int kOfStep = kStepGroups * kGroup;
+  static constexpr int kWords = kDepth<T> * kOfStep / 32;
   uint32_t word[kWords] = {};
 
-  // Adds a group, whose first id has the highest bit of eight.
-  __device__ __forceinline__ void push(uint32_t eight) {
+  // Adds a step, whose first id has the highest bit.
+  __device__ __forceinline__ void push(uint32_t step) {
 #pragma unroll
-    for (int i = kWords - 1; i > 0; --i) word[i] = __funnelshift_l(word[i - 1], word[i], kGroup);
-    word[0] = word[0] << kGroup | eight;
+    for (int i = kWords - 1; i > 0; --i) word[i] = __funnelshift_l(word[i - 1], word[i], kOfStep);
+    word[0] = word[0] << kOfStep | step;
   }
   __device__ __forceinline__ int count() const {
     int count = 0;
@@ -139,7 +141,7 @@ class Filter {
 
   // The token that top-p alone leaves, starting from the winner over all ids.
   __device__ Choice descend(Choice choice, float top_p, float sum, const Draw& draw) {
-    IdBits bits;
+    IdBits<T> bits;
     bool few = false;
     while (true) {
       const auto is_before = [=](int32_t id, float x) {
@@ -172,12 +174,16 @@ class Filter {
   // Calls f(id, logit, scaled) on this thread's ids; NaN and +inf come as -inf.
   template <typename F>
   __device__ void for_each(F&& f) {
-    scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
-      float x[kGroup];
-      expand(raw, x);
+    scanner_.for_each_step(row_, [&](int32_t first, const Raw<T>(&raw)[kStepGroups]) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (first + i < row_.vocab_size) f(first + i, x[i], row_.scaled(x[i]));
+      for (int group = 0; group < kStepGroups; ++group) {
+        float x[kGroup];
+        expand(raw[group], x);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          const int32_t id = first + group * kApart + i;
+          if (id < row_.vocab_size) f(id, x[i], row_.scaled(x[i]));
+        }
       }
     });
   }
@@ -193,27 +199,31 @@ class Filter {
   __device__ Race race_groups(Kept&& kept, const Draw& draw) {
     Race race;
     race.reached = scanner_.known_score(kept);
-    scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
-      float x[kGroup], largest[1] = {kNegInf};
-      expand(raw, x);
+    scanner_.for_each_step(row_, [&](int32_t first, const Raw<T>(&raw)[kStepGroups]) {
+      float x[kStepGroups][kGroup], largest[kStepGroups];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (!kept(first + i, x[i])) x[i] = kNegInf;
-        largest[0] = fmaxf(largest[0], x[i]);
+      for (int group = 0; group < kStepGroups; ++group) {
+        largest[group] = kNegInf;
+        expand(raw[group], x[group]);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if (!kept(first + group * kApart + i, x[group][i])) x[group][i] = kNegInf;
+          largest[group] = fmaxf(largest[group], x[group][i]);
+        }
       }
-      const auto again = [&](int, float (&same)[kGroup]) {
+      const auto again = [&](int group, float (&same)[kGroup]) {
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) same[i] = x[i];
+        for (int i = 0; i < kGroup; ++i) same[i] = x[group][i];
       };
-      Words<1> words;
-      race.run(row_, largest, first, 0, draw, words, false, again, [](float) {});
+      Words<kStepGroups> words;
+      race.run(row_, largest, first, kApart, draw, words, false, again, [](float) {});
     });
     return race;
   }
 
   // The same of ids that have a bit, which are those that `kept` names. First ids come first.
   template <typename Kept>
-  __device__ Race race_bits(Kept&& kept, IdBits bits, const Draw& draw) {
+  __device__ Race race_bits(Kept&& kept, IdBits<T> bits, const Draw& draw) {
     Race race;
     race.reached = scanner_.known_score(kept);
     while (bits.any()) {
@@ -238,31 +248,41 @@ class Filter {
 
   // This thread's mass before a token that has the logit `bound`, and the bits of the ids.
   template <typename IsBefore>
-  __device__ float look(IsBefore&& is_before, float bound, IdBits& bits) {
+  __device__ float look(IsBefore&& is_before, float bound, IdBits<T>& bits) {
     float before = 0.0f;
-    bits = IdBits{};
-    scanner_.for_each_group(row_, [&](int32_t first, const Raw<T>& raw) {
-      uint32_t eight = 0;
-      if (largest_of(raw) >= bound) {
-        float x[kGroup];
-        expand(raw, x);
+    bits = IdBits<T>{};
+    scanner_.for_each_step(row_, [&](int32_t first, const Raw<T>(&raw)[kStepGroups]) {
+      uint32_t have = 0;
+      float largest = kNegInf;
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          if (!is_before(first + i, x[i])) continue;
-          eight |= 0x80u >> i;
-          before += row_.exp_of(x[i], shift_);
-        }
+      for (int group = 0; group < kStepGroups; ++group) {
+        largest = fmaxf(largest, largest_of(raw[group]));
       }
-      bits.push(eight);
+      if (largest >= bound) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int group = 0; group < kStepGroups; ++group) {
+          float x[kGroup];
+          expand(raw[group], x);
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) {
+            const bool has = is_before(first + group * kApart + i, x[i]);
+            have = have << 1 | (has ? 1u : 0u);
+            sum += has ? row_.exp_of(x[i], shift_) : 0.0f;
+          }
+        }
+        before += sum;
+      }
+      bits.push(have);
     });
     return before;
   }
 
   // The same where the ids are among those that have a bit.
   template <typename IsBefore>
-  __device__ float narrow(IsBefore&& is_before, IdBits& bits) {
+  __device__ float narrow(IsBefore&& is_before, IdBits<T>& bits) {
     float before = 0.0f;
-    for (IdBits left = bits; left.any();) {
+    for (IdBits<T> left = bits; left.any();) {
       const int place = left.first();
       left.drop(place);
       float x;
@@ -330,6 +350,7 @@ class Filter {
     return prefix;
   }
 
+  static constexpr int32_t kApart = Scanner<T>::kApart;
   Team<kThreads>& team_;
   const Scanner<T>& scanner_;
   const Row<T>& row_;

@@ -26,12 +26,12 @@ struct NodeResult {
 static_assert(sizeof(NodeResult) == kNodeBytes);
 
 // The token of the only row that a team draws, whose copies were started. With a filter all of the
-// team must take part, and wait for each other before they leave; else its first warp is enough.
+// team must take part, and wait for each other before they leave; else one warp is enough.
 template <typename T>
 __device__ __forceinline__ NodeResult draw_row(Team<kThreads>& team, Scanner<T>& scanner,
                                                const Row<T>& row, const Setting& setting,
                                                const Draw& draw, bool want_filtered) {
-  const Tell tell = setting.has_filter() ? Tell::kAll : Tell::kFirstWarp;
+  const Tell tell = setting.has_filter() ? Tell::kAll : Tell::kServer;
   const RowResult result = scanner.score(row, !row.greedy, draw, tell);
   return {resolve(team, scanner, row, result, setting, draw, want_filtered), result.bad};
 }
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   const Setting setting(static_cast<int32_t>(top_k.get()), as_float(top_p.get()), p.vocab_size);
   const bool want_filtered = p.filtered_logprobs != nullptr, filters = setting.has_filter();
   const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered);
-  if (team.thread() == 0) {
+  if (scanner.reports()) {
     p.tokens[i] = result.drawn.token;
     p.logprobs[i] = result.drawn.logprob;
     if (want_filtered) p.filtered_logprobs[i] = result.drawn.filtered_logprob;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   const Setting setting(owner.top_k, owner.top_p, p.vocab_size);
   const bool want_filtered = p.filtered_logprobs != nullptr, filters = setting.has_filter();
   const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered);
-  if (team.thread() == 0) static_cast<NodeResult*>(p.workspace)[i] = result;
+  if (scanner.reports()) static_cast<NodeResult*>(p.workspace)[i] = result;
   if (filters) scanner.leave();
 }
 
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
     under_way = 0;
     favourites.find<T>(tree, temperature, data_of, draw_at, [&] { scanner.start(data_of(0)); });
   }
-  walk(p, b, tree, team.thread() == 0, tree_status, [&](int node, int32_t* status) {
+  walk(p, b, tree, scanner.reports(), tree_status, [&](int node, int32_t* status) {
     const RowData<T> data = data_of(node);
     const Row<T> row(data, temperature);
     if (node != under_way) scanner.start(data);

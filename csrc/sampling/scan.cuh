@@ -1,16 +1,15 @@
 // A team of blocks reads one row of logits, once.
 //
-// A row is cut into steps of kStep ids, a cut that depends on the vocabulary alone, and the steps
-// are dealt to the team's warps in turn. All copies of a row start at once and land in shared
-// memory, each in slots that only its own warp reads, so no barrier of the block stands between
-// them and the work; there the row stays for top-k and top-p, or the next row follows it step by
-// step. (A row that is too large goes through the slots as through a ring, and is read again from
-// memory.) On Hopper a step is one bulk copy: copies of threads that wait for room in the memory
-// pipe hold up all other accesses to shared memory.
+// A row is cut into steps of kStep ids, a cut that depends on the vocabulary alone. A block has a
+// run of them and takes a round at a time: a step for each of its warps. All rounds of a row are
+// asked for at once and land in shared memory in their order; there the row stays for top-k and
+// top-p, or the next row follows it round by round. (A row that is too large goes through the
+// rounds' places as through a ring, and is read again from memory.) On Hopper a round is one bulk
+// copy, and one warp asks for all: a warp that asks waits until the memory pipe has room, and those
+// that compute must not.
 //
-// All warps must know a good score before they test ids against it. So the first steps of all warps
-// are copied ahead of the others, and while they are under way each warp makes the noise of its
-// own.
+// All warps must know a good score before they test ids against it: the best of the first round,
+// whose noise is made while it is under way.
 //
 // A step leaves its largest logit and the sum of 2^(logit * c - largest * c), c = log2(e) / T. That
 // sum and the sum over steps have one order for a given vocabulary: a tree over a lane's ids, a
@@ -45,7 +44,10 @@ constexpr int depth_of(bool hopper) {  // steps a warp holds
 template <typename T>
 constexpr int kDepth = kSlots / (kStepGroups * kParts<T>);  // the same on the card
 
-TLT_HD int32_t ceil_div(int64_t n, int64_t by) { return static_cast<int32_t>((n + by - 1) / by); }
+template <typename N>
+TLT_HD N ceil_div(N n, int32_t by) {
+  return (n + by - 1) / by;
+}
 
 struct alignas(8) StepSum {
   float max;  // largest logit; -FLT_MAX if none is above it
@@ -63,11 +65,11 @@ struct alignas(16) WarpBest {
   __device__ float score() const { return from_ascending(static_cast<uint32_t>(key >> 32)); }
 };
 
-// Whom `Scanner::score` tells a row's result. The first warp of the team always has all of it.
+// Whom `Scanner::score` tells a row's result. Threads that serve the team always have all of it.
 enum class Tell {
-  kFirstWarp,  // and nobody else: the last row
-  kWinner,     // every thread has the winner
-  kAll,        // every thread has all
+  kServer,  // and nobody else: the last row
+  kWinner,  // every thread has the winner
+  kAll,     // every thread has all
 };
 
 // Whether the sums of two rows in turn have their own memory, so that one row's are folded while
@@ -88,7 +90,7 @@ TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int6
   const int64_t steps = ceil_div(vocab_size, kStep);
   const int64_t most = depth_of<T>(hopper);
   const auto shape_of = [&](unsigned team) -> TeamShape {
-    const int64_t rounds = ceil_div(steps, team * kWarps);
+    const int64_t rounds = ceil_div(ceil_div(steps, team), kWarps);
     const int64_t depth = rounds < most ? rounds : most;
     const int64_t slots = depth * kStepGroups * kParts<T> * kThreads * sizeof(uint4);
     const int64_t sums = (in_turn(steps, rounds, most) ? 2 : 1) * steps * sizeof(StepSum);
@@ -112,15 +114,17 @@ class Scanner {
   // `shared` is what row_launch asks for.
   __device__ Scanner(Team<kThreads>& team, uint4* shared, int64_t vocab_size)
       : team_(team),
-        num_warps_(team.size() * kWarps),
-        num_steps_(ceil_div(vocab_size, kStep)),
-        first_step_(threadIdx.x / kWarpSize * team.size() + team.rank()),  // blocks get as many
-        rounds_(ceil_div(num_steps_, num_warps_)),
+        num_steps_(ceil_div(static_cast<int32_t>(vocab_size), kStep)),
+        first_step_(team.rank() * ceil_div(num_steps_, team.size()) + threadIdx.x / kWarpSize),
+        end_(min((team.rank() + 1) * ceil_div(num_steps_, team.size()), num_steps_)),
+        rounds_(ceil_div(ceil_div(num_steps_, team.size()), kWarps)),
+        shared_(shared),
         slots_(shared + threadIdx.x / kWarpSize * kStepSlots + threadIdx.x % kWarpSize * kParts<T>),
         sums_(reinterpret_cast<StepSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
                                                       kParts<T> * kThreads)) {
     if (threadIdx.x < 2) scratch().reached[threadIdx.x] = ascending(kNegInf);
-    if (threadIdx.x % kWarpSize < kDepth<T>) {
+    if (warp_serves() && threadIdx.x % kWarpSize < kDepth<T>) {
+      scratch().taken[threadIdx.x % kWarpSize] = 0;
       init_barrier(landed(threadIdx.x % kWarpSize), kArrivals);
       fence_barriers();
       fence_copies();
@@ -132,18 +136,20 @@ class Scanner {
   // Starts the copies of a row. All threads of the block call it.
   __device__ __forceinline__ void start(const RowData<T>& row) {
     drain();
-    stage(row, first_step_, 0);
-    __syncthreads();  // the other steps of any warp come after all first ones
+    if (ready_ || !kBulk) __syncthreads();  // nobody reads the row before
+    under_way_ = min(rounds_, kDepth<T>);
+    const int lane = threadIdx.x % kWarpSize;
+    if (warp_serves() && lane < under_way_) ask(row, lane, lane);
 #pragma unroll 1
-    for (int i = 1; i < kDepth<T>; ++i) stage(row, first_step_ + i * num_warps_, i);
+    for (int round = 0; round < under_way_; ++round) fill(row, round, round);
   }
 
   // Waits for copies that nobody asked for after all; before the end there must be none.
   __device__ __forceinline__ void drain() {
+    if (under_way_ > 0) meet();
 #pragma unroll 1
-    for (int place = 0; started_ >> place != 0; ++place) {
-      if (started_ >> place & 1) await(place);
-    }
+    for (int place = 0; place < under_way_; ++place) await(place);
+    under_way_ = 0;
   }
 
   // Whether a row fits, so that it may be looked at again, or a next row may follow it.
@@ -160,8 +166,7 @@ class Scanner {
   // then keeps_row() must hold, and the next call must be for that row.
   __device__ __forceinline__ RowResult score(const Row<T>& row, bool noisy, const Draw& draw,
                                              Tell tell, const RowData<T>& next, bool has_next) {
-    if (!ready_) team_.wait();  // all blocks run, with their scratch set
-    ready_ = true;
+    meet();
     Scratch& shared = scratch();
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) shared.reached[turn_ ^ 1] = ascending(kNegInf);  // of no row right now
@@ -172,8 +177,8 @@ class Scanner {
     Words<kStepGroups> words;
     if (noisy) {
       words.make(draw, first_id(first_step_, 0), kWarpSize * kGroup);
-      if (first_step_ < num_steps_) {
-        await(0);
+      await(0);
+      if (first_step_ < end_) {
         float x[kGroup], largest;
         row.clean(RowData<T>::read(slots_), x, &largest);
         raise(Race::sure_score(row, x, words.of[0]));
@@ -182,27 +187,30 @@ class Scanner {
     }
     Race race;
     bool bad = false;
+    RowData<T> source = row;  // of the copies that follow
+    if (has_next) source = next;
     StepSum* to = team_.remote(sums_of(turn_), 0) + first_step_;
     int32_t step = first_step_;
-    int place = 0;
-    const auto take_step = [&](bool made) {
+    int round = 0, place = 0;
+    const auto take_round = [&](bool made) {
       if (!made) await(place);
-      race.reached = fmaxf(race.reached, from_ascending(as_volatile(shared.reached[turn_])));
-      const StepSum sum = score_step(row, step, slots_ + place * kStageSlots, noisy, draw, race,
-                                     words, made, &bad, raise);
-      if (lane == 0) *to = sum;
-      if (has_next) {
-        stage(next, step, place);
-      } else {
-        stage(row, step + kDepth<T> * num_warps_, place);
+      if (step < end_) {
+        race.reached = fmaxf(race.reached, from_ascending(as_volatile(shared.reached[turn_])));
+        const StepSum sum = score_step(row, step, slots_ + place * kStageSlots, noisy, draw, race,
+                                       words, made, &bad, raise);
+        if (lane == 0) *to = sum;
       }
+      const int follows = has_next ? round : round + kDepth<T>;
+      if (follows < rounds_) pass_on(source, follows, place);
       place = place + 1 == kDepth<T> ? 0 : place + 1;
-      to += num_warps_;
-      step += num_warps_;
+      to += kWarps;
+      step += kWarps;
+      ++round;
     };
-    if (noisy && step < num_steps_) take_step(true);
+    if (noisy) take_round(true);
 #pragma unroll 1
-    while (step < num_steps_) take_step(false);
+    while (round < rounds_) take_round(false);
+    under_way_ = has_next ? rounds_ : 0;
     const uint64_t mine = race.token < 0 ? 0 : rank_key(race.score, race.token);
     const WarpBest best = best_of_warp({mine, race.logit, bad});
     if (lane < team_.size()) {
@@ -210,14 +218,14 @@ class Scanner {
     }
     team_.sync();
     RowResult result{};
-    const bool first = team_.rank() == 0 && warp == 0;
-    if (first || tell != Tell::kFirstWarp) {
+    const bool serves = team_.rank() == 0 && warp_serves();
+    if (serves || tell != Tell::kServer) {
       const WarpBest winner = best_of_team();
       result = {0.0f, 0.0f, winner.logit, winner.token(), winner.bad || winner.key == 0};
     }
-    if (first) fold_sums(row, &result);
+    if (serves) fold_sums(row, &result);
     if (tell == Tell::kAll) {
-      if (first && lane < team_.size()) *team_.remote(&shared.result, lane) = result;
+      if (serves && lane < team_.size()) *team_.remote(&shared.result, lane) = result;
       team_.sync();
       result = shared.result;
     } else if (tell == Tell::kWinner && !in_turn(num_steps_, rounds_, kDepth<T>)) {
@@ -225,6 +233,11 @@ class Scanner {
     }
     turn_ ^= 1;
     return result;
+  }
+
+  // The thread that writes what the team found.
+  __device__ bool reports() const {
+    return team_.rank() == 0 && threadIdx.x == (kWarps - 1) * kWarpSize;
   }
 
   // The last call: a block's shared memory stays until all have read it.
@@ -239,7 +252,7 @@ class Scanner {
   __device__ float known_score(Kept&& kept) const {
     const WarpBest* const best = scratch().best[turn_ ^ 1];
     float known = kNegInf;
-    for (int warp = threadIdx.x % kWarpSize; warp < num_warps_; warp += kWarpSize) {
+    for (int warp = threadIdx.x % kWarpSize; warp < num_warps(); warp += kWarpSize) {
       const WarpBest winner = best[warp];
       if (winner.key != 0 && kept(winner.token(), winner.logit)) {
         known = fmaxf(known, winner.score());
@@ -252,30 +265,35 @@ class Scanner {
   // the last id.
   __device__ __forceinline__ int32_t id_at(int place, float* logit) const {
     constexpr int kOfSlot = sizeof(uint4) / sizeof(T);
-    const int steps = (num_steps_ - 1 - first_step_) / num_warps_ + 1;  // that have an id
+    const int steps = (end_ - 1 - first_step_) / kWarps + 1;  // that have an id
     const int group = steps * kStepGroups - 1 - place / kGroup;
     const int at = kGroup - 1 - place % kGroup;
     const uint4* const slot = slots_ + group / kStepGroups * kStageSlots +
                               group % kStepGroups * kGroupSlots + at / kOfSlot;
     *logit = as_float32(reinterpret_cast<const T*>(slot)[at % kOfSlot]);
-    return first_id(first_step_ + group / kStepGroups * num_warps_, group % kStepGroups) + at;
+    return first_id(first_step_ + group / kStepGroups * kWarps, group % kStepGroups) + at;
   }
 
-  // Calls f(first id, bits) on this thread's groups of the row scored last; NaN and +inf come as
-  // -inf. All lanes of a warp take part in every call.
+  // Calls f(first id, bits of the groups) on this thread's steps of the row scored last, whose
+  // groups are kApart ids apart; NaN and +inf come as -inf. All lanes of a warp take part in every
+  // call.
+  static constexpr int32_t kApart = kWarpSize * kGroup;
   template <typename F>
-  __device__ void for_each_group(const Row<T>& row, F&& f) const {
-    const bool kept = rounds_ <= kDepth<T>;
+  __device__ __forceinline__ void for_each_step(const Row<T>& row, F&& f) const {
     const uint4* slot = slots_;
 #pragma unroll 1
-    for (int32_t step = first_step_; step < num_steps_; step += num_warps_, slot += kStageSlots) {
-#pragma unroll 1
+    for (int32_t step = first_step_; step < end_; step += kWarps, slot += kStageSlots) {
+      Raw<T> raw[kStepGroups];
+#pragma unroll
       for (int group = 0; group < kStepGroups; ++group) {
-        const int32_t first = first_id(step, group);
-        Raw<T> raw = kept ? RowData<T>::read(slot + group * kGroupSlots) : row.load(first);
-        if (!kept && row.is_bad(largest_of(raw))) row.drop_bad(raw);  // else it is clean
-        f(first, raw);
+        if (keeps_row()) {
+          raw[group] = RowData<T>::read(slot + group * kGroupSlots);
+          continue;  // it is clean
+        }
+        raw[group] = row.load(first_id(step, group));
+        if (row.is_bad(largest_of(raw[group]))) row.drop_bad(raw[group]);
       }
+      f(first_id(step, 0), raw);
     }
   }
 
@@ -284,17 +302,15 @@ class Scanner {
   static constexpr int kStepSlots = kStepGroups * kGroupSlots;  // of a warp
   static constexpr int kStageSlots = kWarps * kStepSlots;       // of a step of each warp
   static_assert(kDepth<T> <= kWarpSize);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  static constexpr int kArrivals = kWarpSize;  // of a step: each lane copies its own ids
-#else
-  static constexpr int kArrivals = 1;
-#endif
+  static constexpr bool kBulk = kSlots == slots_of(true);  // else each lane copies its own ids
+  static constexpr int kArrivals = kBulk ? 1 : kThreads;   // of a round
 
   struct Scratch {
     uint32_t reached[2];                  // a score that the row reaches; rows take turns
     WarpBest best[2][kMaxTeam * kWarps];  // of the team
     RowResult result;
-    uint64_t landed[kDepth<T>][kWarps];  // barriers of the steps that a warp holds
+    uint64_t landed[kDepth<T>];  // barriers of the rounds that the block holds
+    uint32_t taken[kDepth<T>];   // warps that are done with them
   };
   __device__ static Scratch& scratch() {
     __shared__ Scratch shared;
@@ -309,47 +325,77 @@ class Scanner {
     const int32_t lane = threadIdx.x % kWarpSize;
     return step * kStep + (group * kWarpSize + lane) * kGroup;
   }
-  __device__ static uint64_t* landed(int place) {
-    return &scratch().landed[place][threadIdx.x / kWarpSize];
+  __device__ static uint64_t* landed(int place) { return &scratch().landed[place]; }
+
+  // The warp of a block that asks for copies, and in the first block folds the sums: the last,
+  // which has a step less where they do not come out even.
+  __device__ static bool warp_serves() { return threadIdx.x / kWarpSize == kWarps - 1; }
+
+  // All blocks run, with their scratch set.
+  __device__ __forceinline__ void meet() {
+    if (!ready_) team_.wait();
+    ready_ = true;
   }
 
-  // Starts copying a step to the place that this warp has read, if the row has it.
-  __device__ __forceinline__ void stage(const RowData<T>& row, int32_t step, int place) {
-    if (step >= num_steps_) return;
-    uint4* const slot = slots_ + place * kStageSlots;
-    started_ |= 1u << place;
-    __syncwarp();
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#pragma unroll 1
-    for (int group = 0; group < kStepGroups; ++group) {
-      row.stage(first_id(step, group), slot + group * kGroupSlots);
-    }
-    arrive_copied(landed(place));
-#else
-    const int32_t first = step * kStep, here = min(row.vocab_size - first, kStep);
-    const int32_t copied = row.aligned ? here / kGroup * kGroup : 0;
-    if (threadIdx.x % kWarpSize == 0) {
-      arrive_expecting(landed(place), copied * sizeof(T));
-      if (copied > 0) {
-        copy_bytes(shared_address(slot), row.logits + first, copied * sizeof(T), landed(place));
+  // Ids of a round that a bulk copy brings, from its first on.
+  __device__ __forceinline__ int32_t copied(const RowData<T>& row, int round) const {
+    const int32_t first = block_first() + round * kWarps;
+    const int32_t ids = min(min(first + kWarps, end_) * kStep, row.vocab_size) - first * kStep;
+    return row.aligned ? max(ids, 0) / kGroup * kGroup : 0;
+  }
+  __device__ int32_t block_first() const { return first_step_ - threadIdx.x / kWarpSize; }
+
+  // Asks for a round. The lanes of a warp may ask for one each: the lower lanes' come first.
+  __device__ __forceinline__ void ask(const RowData<T>& row, int round, int place) const {
+    if constexpr (kBulk) {
+      const int32_t bytes = copied(row, round) * static_cast<int32_t>(sizeof(T));
+      arrive_expecting(landed(place), bytes);
+      if (bytes > 0) {
+        const T* const from = row.logits + (block_first() + round * kWarps) * kStep;
+        copy_bytes(shared_address(shared_ + place * kStageSlots), from, bytes, landed(place));
       }
     }
-    if (copied == kStep) return;
+  }
+
+  // Each lane brings what it will read of a round and no bulk copy brings.
+  __device__ __forceinline__ void fill(const RowData<T>& row, int round, int place) const {
+    const int32_t step = first_step_ + round * kWarps;
+    if (kBulk && row.aligned && step != num_steps_ - 1) return;
+    const int32_t from = (block_first() + round * kWarps) * kStep + copied(row, round);
 #pragma unroll 1
-    for (int group = 0; group < kStepGroups; ++group) {  // each lane writes what it will read
+    for (int group = 0; group < (step < end_ ? kStepGroups : 0); ++group) {
       const int32_t id = first_id(step, group);
-      if (id >= first + copied) RowData<T>::write(row.load(id), slot + group * kGroupSlots);
+      uint4* const slot = slots_ + place * kStageSlots + group * kGroupSlots;
+      if constexpr (!kBulk) {
+        row.stage(id, slot);
+      } else if (id >= from) {
+        RowData<T>::write(row.load(id), slot);
+      }
     }
-    fence_copies();
-#endif
+    if constexpr (kBulk) {
+      fence_copies();
+    } else {
+      arrive_copied(landed(place));
+    }
+  }
+
+  // Brings a round to a place that this warp has read: the last warp that has asks for it.
+  __device__ __forceinline__ void pass_on(const RowData<T>& row, int round, int place) const {
+    fill(row, round, place);
+    if constexpr (kBulk) {
+      __syncwarp();
+      if (threadIdx.x % kWarpSize != 0) return;
+      if (count_up(&scratch().taken[place], kWarps - 1) == kWarps - 1) ask(row, round, place);
+    }
   }
 
   // Waits for what was copied to a place last.
   __device__ __forceinline__ void await(int place) {
     wait_barrier(landed(place), phases_ >> place & 1);
     phases_ ^= 1u << place;
-    started_ &= ~(1u << place);
   }
+
+  __device__ int num_warps() const { return team_.size() * kWarps; }  // of the team
 
   // The race comes ahead of the sum, which needs the registers that words are in.
   template <typename Raise>
@@ -414,7 +460,7 @@ class Scanner {
     return {key, __shfl_sync(kFullWarp, mine.logit, owner), __any_sync(kFullWarp, mine.bad)};
   }
 
-  // Folds the steps' sums. By the team's first warp.
+  // Folds the steps' sums. By the warp of the first block that serves.
   __device__ void fold_sums(const Row<T>& row, RowResult* result) const {
     const StepSum* const sums = sums_of(turn_);
     const int lane = threadIdx.x % kWarpSize;
@@ -450,7 +496,7 @@ class Scanner {
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       const int warp = i * kWarpSize + threadIdx.x % kWarpSize;
-      part[i] = warp < num_warps_ ? best[warp] : WarpBest{};
+      part[i] = warp < num_warps() ? best[warp] : WarpBest{};
     }
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
@@ -467,13 +513,14 @@ class Scanner {
   }
 
   Team<kThreads>& team_;
-  const int num_warps_;  // of the team
-  const int32_t num_steps_, first_step_;
-  const int rounds_;  // steps that a warp takes
-  uint4* const slots_;
-  StepSum* const sums_;                // [1 or 2, num_steps]
-  uint32_t started_ = 0, phases_ = 0;  // a bit a place: a copy is under way; its barrier's parity
-  int turn_ = 0;                       // of the row that is scored next
+  const int32_t num_steps_;         // of the row
+  const int32_t first_step_, end_;  // of this warp, and where the block's end
+  const int rounds_;
+  uint4 *const shared_, *const slots_;  // of the block, and this thread's
+  StepSum* const sums_;                 // [1 or 2, num_steps]
+  uint32_t phases_ = 0;                 // parities of the places' barriers, a bit each
+  int under_way_ = 0;                   // places whose copies nobody waited for yet
+  int turn_ = 0;                        // of the row that is scored next
   bool ready_ = false;
 };
 

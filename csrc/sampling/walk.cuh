@@ -107,8 +107,8 @@ struct Favourites {
   unsigned long long rank[kMaxTreeRows];  // of the best child; 0 without one
   int32_t child[kMaxTreeRows];            // the first that has it, or kNobody
 
-  // Calls `meanwhile`, which ends with a barrier or begins with one, while the logits are on their
-  // way. All threads of a block of kMaxTreeRows or more call it.
+  // Calls `meanwhile` while the logits are on their way. All threads of a block of kMaxTreeRows or
+  // more call it.
   template <typename T, typename DataOf, typename DrawAt, typename F>
   __device__ __forceinline__ void find(const TreeRows& tree, float temperature, DataOf&& data_of,
                                        DrawAt&& draw_at, F&& meanwhile) {
@@ -124,6 +124,7 @@ struct Favourites {
     T logit{};
     if (valid) logit = data.logits[token];
     meanwhile();
+    __syncthreads();
     unsigned long long mine = 0;
     if (valid) {
       const Row<T> row(data, temperature);
@@ -144,15 +145,31 @@ struct Step {
   int child;    // the node that carries it, -1 if none was drafted
 };
 
-__device__ __forceinline__ bool is_stop_id(const VerifyParams& p, int64_t b, int32_t token) {
-  const int32_t* stop = p.stop_ids + b * p.stop_stride;
-  bool found = false;
-  for (int64_t base = 0; base < p.num_stop_ids && !found; base += kWarpSize) {
-    const int64_t i = base + threadIdx.x % kWarpSize;
-    found = __any_sync(kFullWarp, i < p.num_stop_ids && stop[i] == token);
+// The stop ids of a request, the first of which a lane each keeps.
+class StopIds {
+ public:
+  __device__ StopIds(const VerifyParams& p, int64_t b) : p_(p), b_(b), first_(at(0)) {}
+
+  // Called by whole warps.
+  __device__ bool has(int32_t token) const {
+    bool found = __any_sync(kFullWarp, first_ == token);
+#pragma unroll 1
+    for (int base = kWarpSize; base < p_.num_stop_ids && !found; base += kWarpSize) {
+      found = __any_sync(kFullWarp, at(base) == token);
+    }
+    return found;
   }
-  return found;
-}
+
+ private:
+  __device__ int32_t at(int base) const {
+    const int i = base + threadIdx.x % kWarpSize;
+    return i < p_.num_stop_ids ? p_.stop_ids[b_ * p_.stop_stride + i] : -1;  // no token
+  }
+
+  const VerifyParams& p_;
+  const int64_t b_;
+  const int32_t first_;
+};
 
 // Token `i` of a request, drawn at `node`.
 __device__ __forceinline__ void write_step(const VerifyParams& p, int64_t b, int64_t i, int node,
@@ -180,14 +197,15 @@ __device__ __forceinline__ void write_end(const VerifyParams& p, int64_t b, cons
 template <typename F>
 __device__ void walk(const VerifyParams& p, int64_t b, const TreeRows& tree, bool reports,
                      int32_t status, F&& next) {
-  const int64_t limit = max(p.limit[b], 0);
-  const int64_t most = limit < p.max_emitted ? limit : p.max_emitted;
-  int64_t count = 0;
+  const int32_t limit = max(p.limit[b], 0);
+  const auto most = static_cast<int32_t>(min(int64_t{limit}, p.max_emitted));
+  const StopIds stop_ids(p, b);
+  int32_t count = 0;
   int32_t finish = kRunning;
   for (int node = tree.num_rows > 0 ? 0 : -1; node >= 0 && count < most; ++count) {
     const Step step = next(node, &status);
     if (reports) write_step(p, b, count, node, step.drawn);
-    if (is_stop_id(p, b, step.drawn.token)) {
+    if (stop_ids.has(step.drawn.token)) {
       finish = kStopId;
       ++count;
       break;
