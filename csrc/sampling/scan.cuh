@@ -1,12 +1,4 @@
-// A team of blocks reads one row of logits, once.
-//
-// A row is cut into steps of kStep ids, a cut that depends on the vocabulary alone. A block has a
-// run of them and takes a round at a time: a step for each of its warps. All rounds of a row are
-// asked for at once and land in shared memory in their order; there the row stays for top-k and
-// top-p, or the next row follows it round by round. (A row that is too large goes through the
-// rounds' places as through a ring, and is read again from memory.) On Hopper a round is one bulk
-// copy, and one warp asks for all: a warp that asks waits until the memory pipe has room, and those
-// that compute must not.
+// A team of blocks reads one row of logits, once, in rounds that rounds.cuh brings.
 //
 // All warps must know a good score before they test ids against it: the best of the first round,
 // whose noise is made while it is under way.
@@ -18,36 +10,9 @@
 // sum.
 #pragma once
 
-#include "common/tma.cuh"
-#include "sampling/row.cuh"
+#include "sampling/rounds.cuh"
 
 namespace tlt {
-
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kStepGroups = 2;  // that a lane takes of a step
-constexpr int32_t kStep = kWarpSize * kGroup * kStepGroups;
-
-// Shared memory that holds a row, in slots of 16 bytes a thread: 192 KiB a block on Hopper.
-constexpr int slots_of(bool hopper) { return hopper ? 24 : 8; }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kSlots = slots_of(false);
-#else
-constexpr int kSlots = slots_of(true);
-#endif
-
-template <typename T>
-constexpr int kParts = static_cast<int>(sizeof(Raw<T>) / sizeof(uint4));  // slots of a group
-template <typename T>
-constexpr int depth_of(bool hopper) {  // steps a warp holds
-  return slots_of(hopper) / (kStepGroups * kParts<T>);
-}
-template <typename T>
-constexpr int kDepth = kSlots / (kStepGroups * kParts<T>);  // the same on the card
-
-template <typename N>
-TLT_HD N ceil_div(N n, int32_t by) {
-  return (n + by - 1) / by;
-}
 
 struct alignas(8) StepSum {
   float max;  // largest logit; -FLT_MAX if none is above it
@@ -109,51 +74,21 @@ TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int6
 }
 
 template <typename T>
-class Scanner {
+class Scanner : public Rounds<T> {
+  using Rows = Rounds<T>;
+
  public:
+  using Rows::await, Rows::first_id, Rows::keeps_row, Rows::meet, Rows::num_warps, Rows::pass_on,
+      Rows::warp_serves;
+
   // `shared` is what row_launch asks for.
   __device__ Scanner(Team<kThreads>& team, uint4* shared, int64_t vocab_size)
-      : team_(team),
-        num_steps_(ceil_div(static_cast<int32_t>(vocab_size), kStep)),
-        first_step_(team.rank() * ceil_div(num_steps_, team.size()) + threadIdx.x / kWarpSize),
-        end_(min((team.rank() + 1) * ceil_div(num_steps_, team.size()), num_steps_)),
-        rounds_(ceil_div(ceil_div(num_steps_, team.size()), kWarps)),
-        shared_(shared),
-        slots_(shared + threadIdx.x / kWarpSize * kStepSlots + threadIdx.x % kWarpSize * kParts<T>),
+      : Rows(team, shared, vocab_size),
         sums_(reinterpret_cast<StepSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
                                                       kParts<T> * kThreads)) {
     if (threadIdx.x < 2) scratch().reached[threadIdx.x] = ascending(kNegInf);
-    if (warp_serves() && threadIdx.x % kWarpSize < kDepth<T>) {
-      scratch().taken[threadIdx.x % kWarpSize] = 0;
-      init_barrier(landed(threadIdx.x % kWarpSize), kArrivals);
-      fence_barriers();
-      fence_copies();
-    }
-    __syncwarp();
     team_.arrive();  // before any copy is under way: an arrival waits for this thread's memory
   }
-
-  // Starts the copies of a row. All threads of the block call it.
-  __device__ __forceinline__ void start(const RowData<T>& row) {
-    drain();
-    if (ready_ || !kBulk) __syncthreads();  // nobody reads the row before
-    under_way_ = min(rounds_, kDepth<T>);
-    const int lane = threadIdx.x % kWarpSize;
-    if (warp_serves() && lane < under_way_) ask(row, lane, lane);
-#pragma unroll 1
-    for (int round = 0; round < under_way_; ++round) fill(row, round, round);
-  }
-
-  // Waits for copies that nobody asked for after all; before the end there must be none.
-  __device__ __forceinline__ void drain() {
-    if (under_way_ > 0) meet();
-#pragma unroll 1
-    for (int place = 0; place < under_way_; ++place) await(place);
-    under_way_ = 0;
-  }
-
-  // Whether a row fits, so that it may be looked at again, or a next row may follow it.
-  __device__ bool keeps_row() const { return rounds_ <= kDepth<T>; }
 
   // What the row amounts to whose copies were started; without noise the winner is the largest
   // logit.
@@ -261,56 +196,11 @@ class Scanner {
     return warp_max(known);
   }
 
-  // Where keeps_row(), one of this thread's ids of the row scored last, and its logit; place 0 is
-  // the last id.
-  __device__ __forceinline__ int32_t id_at(int place, float* logit) const {
-    constexpr int kOfSlot = sizeof(uint4) / sizeof(T);
-    const int steps = (end_ - 1 - first_step_) / kWarps + 1;  // that have an id
-    const int group = steps * kStepGroups - 1 - place / kGroup;
-    const int at = kGroup - 1 - place % kGroup;
-    const uint4* const slot = slots_ + group / kStepGroups * kStageSlots +
-                              group % kStepGroups * kGroupSlots + at / kOfSlot;
-    *logit = as_float32(reinterpret_cast<const T*>(slot)[at % kOfSlot]);
-    return first_id(first_step_ + group / kStepGroups * kWarps, group % kStepGroups) + at;
-  }
-
-  // Calls f(first id, bits of the groups) on this thread's steps of the row scored last, whose
-  // groups are kApart ids apart; NaN and +inf come as -inf. All lanes of a warp take part in every
-  // call.
-  static constexpr int32_t kApart = kWarpSize * kGroup;
-  template <typename F>
-  __device__ __forceinline__ void for_each_step(const Row<T>& row, F&& f) const {
-    const uint4* slot = slots_;
-#pragma unroll 1
-    for (int32_t step = first_step_; step < end_; step += kWarps, slot += kStageSlots) {
-      Raw<T> raw[kStepGroups];
-#pragma unroll
-      for (int group = 0; group < kStepGroups; ++group) {
-        if (keeps_row()) {
-          raw[group] = RowData<T>::read(slot + group * kGroupSlots);
-          continue;  // it is clean
-        }
-        raw[group] = row.load(first_id(step, group));
-        if (row.is_bad(largest_of(raw[group]))) row.drop_bad(raw[group]);
-      }
-      f(first_id(step, 0), raw);
-    }
-  }
-
  private:
-  static constexpr int kGroupSlots = kParts<T> * kWarpSize;
-  static constexpr int kStepSlots = kStepGroups * kGroupSlots;  // of a warp
-  static constexpr int kStageSlots = kWarps * kStepSlots;       // of a step of each warp
-  static_assert(kDepth<T> <= kWarpSize);
-  static constexpr bool kBulk = kSlots == slots_of(true);  // else each lane copies its own ids
-  static constexpr int kArrivals = kBulk ? 1 : kThreads;   // of a round
-
   struct Scratch {
     uint32_t reached[2];                  // a score that the row reaches; rows take turns
     WarpBest best[2][kMaxTeam * kWarps];  // of the team
     RowResult result;
-    uint64_t landed[kDepth<T>];  // barriers of the rounds that the block holds
-    uint32_t taken[kDepth<T>];   // warps that are done with them
   };
   __device__ static Scratch& scratch() {
     __shared__ Scratch shared;
@@ -319,83 +209,6 @@ class Scanner {
   __device__ static uint32_t as_volatile(const uint32_t& x) {
     return *static_cast<const volatile uint32_t*>(&x);
   }
-
-  // Of a step, the lane's `group`.
-  __device__ __forceinline__ static int32_t first_id(int32_t step, int group) {
-    const int32_t lane = threadIdx.x % kWarpSize;
-    return step * kStep + (group * kWarpSize + lane) * kGroup;
-  }
-  __device__ static uint64_t* landed(int place) { return &scratch().landed[place]; }
-
-  // The warp of a block that asks for copies, and in the first block folds the sums: the last,
-  // which has a step less where they do not come out even.
-  __device__ static bool warp_serves() { return threadIdx.x / kWarpSize == kWarps - 1; }
-
-  // All blocks run, with their scratch set.
-  __device__ __forceinline__ void meet() {
-    if (!ready_) team_.wait();
-    ready_ = true;
-  }
-
-  // Ids of a round that a bulk copy brings, from its first on.
-  __device__ __forceinline__ int32_t copied(const RowData<T>& row, int round) const {
-    const int32_t first = block_first() + round * kWarps;
-    const int32_t ids = min(min(first + kWarps, end_) * kStep, row.vocab_size) - first * kStep;
-    return row.aligned ? max(ids, 0) / kGroup * kGroup : 0;
-  }
-  __device__ int32_t block_first() const { return first_step_ - threadIdx.x / kWarpSize; }
-
-  // Asks for a round. The lanes of a warp may ask for one each: the lower lanes' come first.
-  __device__ __forceinline__ void ask(const RowData<T>& row, int round, int place) const {
-    if constexpr (kBulk) {
-      const int32_t bytes = copied(row, round) * static_cast<int32_t>(sizeof(T));
-      arrive_expecting(landed(place), bytes);
-      if (bytes > 0) {
-        const T* const from = row.logits + (block_first() + round * kWarps) * kStep;
-        copy_bytes(shared_address(shared_ + place * kStageSlots), from, bytes, landed(place));
-      }
-    }
-  }
-
-  // Each lane brings what it will read of a round and no bulk copy brings.
-  __device__ __forceinline__ void fill(const RowData<T>& row, int round, int place) const {
-    const int32_t step = first_step_ + round * kWarps;
-    if (kBulk && row.aligned && step != num_steps_ - 1) return;
-    const int32_t from = (block_first() + round * kWarps) * kStep + copied(row, round);
-#pragma unroll 1
-    for (int group = 0; group < (step < end_ ? kStepGroups : 0); ++group) {
-      const int32_t id = first_id(step, group);
-      uint4* const slot = slots_ + place * kStageSlots + group * kGroupSlots;
-      if constexpr (!kBulk) {
-        row.stage(id, slot);
-      } else if (id >= from) {
-        RowData<T>::write(row.load(id), slot);
-      }
-    }
-    if constexpr (kBulk) {
-      fence_copies();
-    } else {
-      arrive_copied(landed(place));
-    }
-  }
-
-  // Brings a round to a place that this warp has read: the last warp that has asks for it.
-  __device__ __forceinline__ void pass_on(const RowData<T>& row, int round, int place) const {
-    fill(row, round, place);
-    if constexpr (kBulk) {
-      __syncwarp();
-      if (threadIdx.x % kWarpSize != 0) return;
-      if (count_up(&scratch().taken[place], kWarps - 1) == kWarps - 1) ask(row, round, place);
-    }
-  }
-
-  // Waits for what was copied to a place last.
-  __device__ __forceinline__ void await(int place) {
-    wait_barrier(landed(place), phases_ >> place & 1);
-    phases_ ^= 1u << place;
-  }
-
-  __device__ int num_warps() const { return team_.size() * kWarps; }  // of the team
 
   // The race comes ahead of the sum, which needs the registers that words are in.
   template <typename Raise>
@@ -512,16 +325,10 @@ class Scanner {
     return sums_ + (in_turn(num_steps_, rounds_, kDepth<T>) ? turn * num_steps_ : 0);
   }
 
-  Team<kThreads>& team_;
-  const int32_t num_steps_;         // of the row
-  const int32_t first_step_, end_;  // of this warp, and where the block's end
-  const int rounds_;
-  uint4 *const shared_, *const slots_;  // of the block, and this thread's
-  StepSum* const sums_;                 // [1 or 2, num_steps]
-  uint32_t phases_ = 0;                 // parities of the places' barriers, a bit each
-  int under_way_ = 0;                   // places whose copies nobody waited for yet
-  int turn_ = 0;                        // of the row that is scored next
-  bool ready_ = false;
+  using Rows::team_, Rows::num_steps_, Rows::first_step_, Rows::end_, Rows::rounds_, Rows::slots_,
+      Rows::under_way_, Rows::ready_, Rows::kStageSlots, Rows::kGroupSlots;
+  StepSum* const sums_;  // [1 or 2, num_steps]
+  int turn_ = 0;         // of the row that is scored next
 };
 
 }  // namespace tlt
