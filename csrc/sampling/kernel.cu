@@ -177,6 +177,7 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
   const Setting setting(p.sampling, b, p.vocab_size);
   const float temperature = p.sampling.temperature[b];
   const NoiseKey key = target_key(p.sampling, p.sampling.request[b]);
+  const Ends ends(p, b);
   const int32_t tree_status = tree.load(p, b);
   const bool want_filtered = p.filtered_logprobs != nullptr;
   const auto data_of = [&](int node) {
@@ -187,11 +188,11 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
   };
   int under_way = kNobody;  // the node whose row is being copied
   const bool foresees = !setting.has_filter() && scanner.keeps_row();
-  if (foresees && tree.num_rows > 0 && p.limit[b] > 0) {
+  if (foresees && tree.num_rows > 0 && ends.limit > 0) {
     under_way = 0;
     favourites.find<T>(tree, temperature, data_of, draw_at, [&] { scanner.start(data_of(0)); });
   }
-  walk(p, b, tree, scanner.reports(), tree_status, [&](int node, int32_t* status) {
+  walk(p, b, tree, ends, scanner.reports(), tree_status, [&](int node, int32_t* status) {
     const RowData<T> data = data_of(node);
     const Row<T> row(data, temperature);
     if (node != under_way) scanner.start(data);

@@ -144,8 +144,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   Scanner<T> scanner(team, shared, p.vocab_size);
   const int64_t b = team.item();
   const Setting setting(p.sampling, b, p.vocab_size);
+  const Ends ends(p, b);
   const int32_t tree_status = tree.load(p, b);
-  walk(p, b, tree, team.rank() == 0 && threadIdx.x == 0, tree_status,
+  walk(p, b, tree, ends, team.rank() == 0 && threadIdx.x == 0, tree_status,
        [&](int node, int32_t* status) {
          const int64_t at = tree.first + node;
          const int32_t position = p.position[at] + 1;

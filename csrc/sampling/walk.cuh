@@ -171,6 +171,14 @@ class StopIds {
   const int32_t first_;
 };
 
+// What ends a walk. Asked for ahead of the tree, it is there when it is needed.
+struct Ends {
+  int32_t limit;
+  StopIds stop_ids;
+
+  __device__ Ends(const VerifyParams& p, int64_t b) : limit(p.limit[b]), stop_ids(p, b) {}
+};
+
 // Token `i` of a request, drawn at `node`.
 __device__ __forceinline__ void write_step(const VerifyParams& p, int64_t b, int64_t i, int node,
                                            const Drawn& drawn) {
@@ -195,17 +203,16 @@ __device__ __forceinline__ void write_end(const VerifyParams& p, int64_t b, cons
 // Emits tokens along the path on which next(node, &status) leads, up to a stop id, the limit or the
 // width of the outputs. `reports`: this thread writes.
 template <typename F>
-__device__ void walk(const VerifyParams& p, int64_t b, const TreeRows& tree, bool reports,
-                     int32_t status, F&& next) {
-  const int32_t limit = max(p.limit[b], 0);
+__device__ void walk(const VerifyParams& p, int64_t b, const TreeRows& tree, const Ends& ends,
+                     bool reports, int32_t status, F&& next) {
+  const int32_t limit = max(ends.limit, 0);
   const auto most = static_cast<int32_t>(min(int64_t{limit}, p.max_emitted));
-  const StopIds stop_ids(p, b);
   int32_t count = 0;
   int32_t finish = kRunning;
   for (int node = tree.num_rows > 0 ? 0 : -1; node >= 0 && count < most; ++count) {
     const Step step = next(node, &status);
     if (reports) write_step(p, b, count, node, step.drawn);
-    if (stop_ids.has(step.drawn.token)) {
+    if (ends.stop_ids.has(step.drawn.token)) {
       finish = kStopId;
       ++count;
       break;
