@@ -1,7 +1,7 @@
 // Device helpers of the kernels that rank and reduce over rows of logits.
 //
 // A *team* is the thread blocks that share one item: a cluster on Hopper, a single block elsewhere.
-// Its reductions have one fixed order (lanes, warps, blocks), and every thread gets the result.
+// Its reductions have one fixed order, and every thread gets the result.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -104,27 +104,19 @@ class Team {
   __device__ int thread() const { return rank_ * kThreads + threadIdx.x; }
   __device__ int threads() const { return size_ * kThreads; }
 
+  // Each warp leaves its part with all blocks ahead of one barrier, and folds those of all warps.
   template <typename V, typename Op>
   __device__ V reduce(V v, V identity, Op op) {
-    __shared__ V of_warp[kWarps];
-    __shared__ V of_block[2];  // used in turn: a slot is written again one barrier after its reads
-    __shared__ V of_team;
+    __shared__ V of_warp[2][kMaxTeam * kWarps];  // used in turn: read one barrier ahead of a write
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     v = warp_reduce(v, op);
-    if (lane == 0) of_warp[warp] = v;
-    __syncthreads();
-    if (warp == 0) {
-      v = warp_reduce(lane < kWarps ? of_warp[lane] : identity, op);
-      if (lane == 0) of_block[turn_] = v;
-    }
+    if (lane < size_) remote(of_warp[turn_], lane)[rank_ * kWarps + warp] = v;
     sync();
-    if (warp == 0) {
-      v = warp_reduce(lane < size_ ? *remote(&of_block[turn_], lane) : identity, op);
-      if (lane == 0) of_team = v;
-    }
+    v = identity;
+#pragma unroll 1
+    for (int i = lane; i < size_ * kWarps; i += kWarpSize) v = op(v, of_warp[turn_][i]);
     turn_ ^= 1;
-    __syncthreads();
-    return of_team;
+    return warp_reduce(v, op);
   }
 
   template <typename V>
