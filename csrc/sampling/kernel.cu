@@ -31,7 +31,7 @@ template <typename T>
 __device__ __forceinline__ NodeResult draw_row(Team<kThreads>& team, Scanner<T>& scanner,
                                                const Row<T>& row, const Setting& setting,
                                                const Draw& draw, bool want_filtered) {
-  const Tell tell = setting.has_filter() ? Tell::kAll : Tell::kServer;
+  const Tell tell = setting.has_filter() ? Tell::kAll : Tell::kReporter;
   const RowResult result = scanner.score(row, !row.greedy, draw, tell);
   return {resolve(team, scanner, row, result, setting, draw, want_filtered), result.bad};
 }

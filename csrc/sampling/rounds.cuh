@@ -4,9 +4,9 @@
 // run of them and takes a round at a time: a step for each of its warps. All rounds of a row are
 // asked for at once and land in shared memory in their order; there the row stays for top-k and
 // top-p, or the next row follows it round by round. (A row that is too large goes through the
-// rounds' places as through a ring, and is read again from memory.) On Hopper a round is one bulk
-// copy, and one warp asks for all: a warp that asks waits until the memory pipe has room, and those
-// that compute must not.
+// rounds' places as through a ring, and is read again from memory.) On Hopper a round is a bulk
+// copy for each four warps, of which one asks for all: a warp that asks waits until the memory pipe
+// has room, and those that compute must not.
 #pragma once
 
 #include "common/tma.cuh"
@@ -15,6 +15,7 @@
 namespace tlt {
 
 constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kShareWarps = 4;  // whose steps of a round come together
 constexpr int kStepGroups = 2;  // that a lane takes of a step
 constexpr int32_t kStep = kWarpSize * kGroup * kStepGroups;
 
@@ -50,13 +51,12 @@ class Rounds {
         first_step_(team.rank() * ceil_div(num_steps_, team.size()) + threadIdx.x / kWarpSize),
         end_(min((team.rank() + 1) * ceil_div(num_steps_, team.size()), num_steps_)),
         rounds_(ceil_div(ceil_div(num_steps_, team.size()), kWarps)),
-        shared_(shared),
         slots_(shared + threadIdx.x / kWarpSize * kStepSlots +
                threadIdx.x % kWarpSize * kParts<T>) {
     const int lane = threadIdx.x % kWarpSize;
-    if (warp_serves() && lane < kDepth<T>) {
-      scratch().taken[lane] = 0;
-      init_barrier(&scratch().landed[lane], kArrivals);
+    if (warp_asks() && lane < kDepth<T>) {
+      *taken(lane) = 0;
+      init_barrier(landed(lane), kArrivals);
       fence_barriers();
       fence_copies();
     }
@@ -69,7 +69,7 @@ class Rounds {
     if (ready_ || !kBulk) __syncthreads();  // nobody reads the row before
     under_way_ = min(rounds_, kDepth<T>);
     const int lane = threadIdx.x % kWarpSize;
-    if (warp_serves() && lane < under_way_) ask(row, lane, lane);
+    if (warp_asks() && lane < under_way_) ask(row, lane, lane);
 #pragma unroll 1
     for (int round = 0; round < under_way_; ++round) fill(row, round, round);
   }
@@ -127,16 +127,13 @@ class Rounds {
   static constexpr int kStageSlots = kWarps * kStepSlots;       // of a step of each warp
   static_assert(kDepth<T> <= kWarpSize);
   static constexpr bool kBulk = kSlots == slots_of(true);  // else each lane copies its own ids
-  static constexpr int kArrivals = kBulk ? 1 : kThreads;   // of a round
+  static constexpr int kArrivals = kBulk ? 1 : kShareWarps * kWarpSize;
 
   // Of a step, the lane's `group`.
   __device__ __forceinline__ static int32_t first_id(int32_t step, int group) {
     const int32_t lane = threadIdx.x % kWarpSize;
     return step * kStep + (group * kWarpSize + lane) * kGroup;
   }
-  // The warp of a block that asks for copies, and in the first block folds the sums: the last,
-  // which has a step less where they do not come out even.
-  __device__ static bool warp_serves() { return threadIdx.x / kWarpSize == kWarps - 1; }
 
   // All blocks run, with their scratch set.
   __device__ __forceinline__ void meet() {
@@ -152,7 +149,8 @@ class Rounds {
     if constexpr (kBulk) {
       __syncwarp();
       if (threadIdx.x % kWarpSize != 0) return;
-      if (count_up(&scratch().taken[place], kWarps - 1) == kWarps - 1) ask(row, round, place);
+      constexpr uint32_t kLast = kShareWarps - 1;
+      if (count_up(taken(place), kLast) == kLast) ask(row, round, place);
     }
   }
 
@@ -166,29 +164,39 @@ class Rounds {
   const int32_t num_steps_;         // of the row
   const int32_t first_step_, end_;  // of this warp, and where the block's end
   const int rounds_;
-  uint4 *const shared_, *const slots_;  // of the block, and this thread's
-  uint32_t phases_ = 0;                 // parities of the places' barriers, a bit each
-  int under_way_ = 0;                   // places whose copies nobody waited for yet
+  uint4* const slots_;
+  uint32_t phases_ = 0;  // parities of the places' barriers, a bit each
+  int under_way_ = 0;    // places whose copies nobody waited for yet
   bool ready_ = false;
 
  private:
+  static constexpr int kShares = kWarps / kShareWarps;
   struct Scratch {
-    uint64_t landed[kDepth<T>];  // barriers of the rounds that the block holds
-    uint32_t taken[kDepth<T>];   // warps that are done with them
+    uint64_t landed[kDepth<T>][kShares];  // barriers of the shares' rounds
+    uint32_t taken[kDepth<T>][kShares];   // warps that are done with them
   };
   __device__ static Scratch& scratch() {
     __shared__ Scratch shared;
     return shared;
   }
-  __device__ static uint64_t* landed(int place) { return &scratch().landed[place]; }
 
-  // Ids of a round that a bulk copy brings, from its first on.
+  // A share: four warps of the block, and this one's place among them. One asks for its copies,
+  // that of another scheduler in each share.
+  __device__ static int share() { return threadIdx.x / (kShareWarps * kWarpSize); }
+  __device__ static int warp_of_share() { return threadIdx.x / kWarpSize % kShareWarps; }
+  __device__ static bool warp_asks() { return warp_of_share() == share() % kShareWarps; }
+  __device__ static uint64_t* landed(int place) { return &scratch().landed[place][share()]; }
+  __device__ static uint32_t* taken(int place) { return &scratch().taken[place][share()]; }
+
+  // The share's first step of a round, and ids that a bulk copy brings from there on.
+  __device__ __forceinline__ int32_t first_of(int round) const {
+    return first_step_ - warp_of_share() + round * kWarps;
+  }
   __device__ __forceinline__ int32_t copied(const RowData<T>& row, int round) const {
-    const int32_t first = block_first() + round * kWarps;
-    const int32_t ids = min(min(first + kWarps, end_) * kStep, row.vocab_size) - first * kStep;
+    const int32_t first = first_of(round), end = min(first + kShareWarps, end_);
+    const int32_t ids = min(end * kStep, row.vocab_size) - first * kStep;
     return row.aligned ? max(ids, 0) / kGroup * kGroup : 0;
   }
-  __device__ int32_t block_first() const { return first_step_ - threadIdx.x / kWarpSize; }
 
   // Asks for a round. The lanes of a warp may ask for one each: the lower lanes' come first.
   __device__ __forceinline__ void ask(const RowData<T>& row, int round, int place) const {
@@ -196,8 +204,10 @@ class Rounds {
       const int32_t bytes = copied(row, round) * static_cast<int32_t>(sizeof(T));
       arrive_expecting(landed(place), bytes);
       if (bytes > 0) {
-        const T* const from = row.logits + (block_first() + round * kWarps) * kStep;
-        copy_bytes(shared_address(shared_ + place * kStageSlots), from, bytes, landed(place));
+        const int lane = threadIdx.x % kWarpSize;
+        const uint4* const to = slots_ - warp_of_share() * kStepSlots - lane * kParts<T>;
+        copy_bytes(shared_address(to + place * kStageSlots), row.logits + first_of(round) * kStep,
+                   bytes, landed(place));
       }
     }
   }
@@ -206,7 +216,7 @@ class Rounds {
   __device__ __forceinline__ void fill(const RowData<T>& row, int round, int place) const {
     const int32_t step = first_step_ + round * kWarps;
     if (kBulk && row.aligned && step != num_steps_ - 1) return;
-    const int32_t from = (block_first() + round * kWarps) * kStep + copied(row, round);
+    const int32_t from = first_of(round) * kStep + copied(row, round);
 #pragma unroll 1
     for (int group = 0; group < (step < end_ ? kStepGroups : 0); ++group) {
       const int32_t id = first_id(step, group);

@@ -30,11 +30,11 @@ struct alignas(16) WarpBest {
   __device__ float score() const { return from_ascending(static_cast<uint32_t>(key >> 32)); }
 };
 
-// Whom `Scanner::score` tells a row's result. Threads that serve the team always have all of it.
+// Whom `Scanner::score` tells a row's result. The warp that reports always has all of it.
 enum class Tell {
-  kServer,  // and nobody else: the last row
-  kWinner,  // every thread has the winner
-  kAll,     // every thread has all
+  kReporter,  // and nobody else: the last row
+  kWinner,    // every thread has the winner
+  kAll,       // every thread has all
 };
 
 // Whether the sums of two rows in turn have their own memory, so that one row's are folded while
@@ -78,8 +78,7 @@ class Scanner : public Rounds<T> {
   using Rows = Rounds<T>;
 
  public:
-  using Rows::await, Rows::first_id, Rows::keeps_row, Rows::meet, Rows::num_warps, Rows::pass_on,
-      Rows::warp_serves;
+  using Rows::await, Rows::first_id, Rows::keeps_row, Rows::meet, Rows::num_warps, Rows::pass_on;
 
   // `shared` is what row_launch asks for.
   __device__ Scanner(Team<kThreads>& team, uint4* shared, int64_t vocab_size)
@@ -153,14 +152,14 @@ class Scanner : public Rounds<T> {
     }
     team_.sync();
     RowResult result{};
-    const bool serves = team_.rank() == 0 && warp_serves();
-    if (serves || tell != Tell::kServer) {
+    const bool reports = team_.rank() == 0 && warp == kWarps - 1;
+    if (reports || tell != Tell::kReporter) {
       const WarpBest winner = best_of_team();
       result = {0.0f, 0.0f, winner.logit, winner.token(), winner.bad || winner.key == 0};
     }
-    if (serves) fold_sums(row, &result);
+    if (reports) fold_sums(row, &result);
     if (tell == Tell::kAll) {
-      if (serves && lane < team_.size()) *team_.remote(&shared.result, lane) = result;
+      if (reports && lane < team_.size()) *team_.remote(&shared.result, lane) = result;
       team_.sync();
       result = shared.result;
     } else if (tell == Tell::kWinner && !in_turn(num_steps_, rounds_, kDepth<T>)) {
@@ -170,7 +169,8 @@ class Scanner : public Rounds<T> {
     return result;
   }
 
-  // The thread that writes what the team found.
+  // The thread that writes what the team found. It is of the last warp of the first block, which
+  // has a step less than others where they do not come out even, and so folds the sums.
   __device__ bool reports() const {
     return team_.rank() == 0 && threadIdx.x == (kWarps - 1) * kWarpSize;
   }
@@ -273,7 +273,7 @@ class Scanner : public Rounds<T> {
     return {key, __shfl_sync(kFullWarp, mine.logit, owner), __any_sync(kFullWarp, mine.bad)};
   }
 
-  // Folds the steps' sums. By the warp of the first block that serves.
+  // Folds the steps' sums. By the warp that reports.
   __device__ void fold_sums(const Row<T>& row, RowResult* result) const {
     const StepSum* const sums = sums_of(turn_);
     const int lane = threadIdx.x % kWarpSize;
