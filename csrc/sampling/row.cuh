@@ -378,7 +378,7 @@ struct Race {
       if (!__any_sync(kFullWarp, hopeful[group])) continue;
       float x[kGroup];
       again(group, x);
-      compete(row, x, words.of[group], most[group], first + group * apart);
+      compete(row, x, words.of[group], first + group * apart);
     }
     const float best = warp_max(score);
     if (best > reached) raise(reached = best);
@@ -402,14 +402,16 @@ struct Race {
   }
 
  private:
-  // Exact scores of the ids that may win, one a lane at a time.
+  // Exact scores of the ids that may win by their own logit, one a lane at a time: few, where the
+  // group's largest logit let them pass.
   template <typename T>
   __device__ __forceinline__ void compete(const Row<T>& row, const float (&x)[kGroup],
-                                          const uint32_t (&word)[kGroup], uint32_t most,
-                                          int32_t first) {
+                                          const uint32_t (&word)[kGroup], int32_t first) {
     uint32_t left = 0;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) left |= word[i] <= most ? 1u << i : 0u;
+    for (int i = 0; i < kGroup; ++i) {
+      left |= word[i] <= __float2uint_rz(reach(row, x[i])) ? 1u << i : 0u;
+    }
     while (__any_sync(kFullWarp, left != 0)) {
       const int at = left == 0 ? 0 : __ffs(left) - 1;
       float logit = x[0];
