@@ -18,7 +18,7 @@ from driver.drafter import Drafter
 from driver.model import TargetModel
 
 MAX_GRAD_NORM = 1.0
-IN_FLIGHT = 2  # steps that are queued at most: more would delay a stop, fewer leave gaps
+IN_FLIGHT = 2  # steps that are queued beside a rollout: more would delay a stop, fewer leave gaps
 WARM_UPS = 2  # steps before a capture, which load kernels and grow scratch memory
 
 # (gradients, tokens of this rank) -> tokens of all.
@@ -36,9 +36,16 @@ class Bin:
         tokens: entries.
         target: the policy.
         rejected_weight: of entries that predict a token which no draft held.
+        in_flight: steps that are queued at most.
     """
 
-    def __init__(self, tokens: int, target: TargetModel, rejected_weight: float = 1.0) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        target: TargetModel,
+        rejected_weight: float = 1.0,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
         self.tokens, self.target, self.rejected_weight = tokens, target, rejected_weight
         self.fixed = target.device.type == "cuda"
         # Documents; two more are padding. Attention launches blocks for as many of full length.
@@ -53,7 +60,7 @@ class Bin:
         # Each step in flight has its own copies on the host.
         self._staged = [
             [torch.zeros_like(x, device="cpu", pin_memory=self.fixed) for x in self.small()]
-            for _ in range(IN_FLIGHT)
+            for _ in range(in_flight)
         ]
         self._turn = 0
 
@@ -85,7 +92,7 @@ class Bin:
         split = used = sum(p.length for p in old)
         if self.fixed and old:
             split = max(share, used) if new else rows
-        self._turn = (self._turn + 1) % IN_FLIGHT
+        self._turn = (self._turn + 1) % len(self._staged)
         numbers, weight, _ = self._staged[self._turn]
         numbers.zero_()
         weight.fill_(1.0)

@@ -191,7 +191,7 @@ class Run:
     def finish_bubble(self) -> None:
         """What the spot trainer does with the end of the bubble."""
         if self.rollout.spot is not None:
-            self.rollout.spot.finish()
+            self.rollout.spot.train_on()
 
     def update_policy(self, step: Experience) -> dict[str, float]:
         self.world.enter("update_actor")
@@ -207,6 +207,8 @@ class Run:
         """The new policy into the engine, in place: the step is done."""
         self.step += 1
         self.version += 1
+        if self.rollout.spot is not None:
+            self.rollout.spot.take_over()
         self.rollout.update_weights(self.policy.state_dict(), self.version)
 
     def evaluate(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +69,11 @@ class SpotTrainer:
         self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed, config.spill_tokens)
         if cache.features is not None:
             self.buffer.reserve(cache.features.flatten(0, 1))
-        self.bin = Bin(config.tokens_per_step, target, drafter_config.rejected_weight)
+        most = max(IN_FLIGHT, config.final_steps)
+        self.bin = Bin(config.tokens_per_step, target, drafter_config.rejected_weight, most)
+        self._in_flight = IN_FLIGHT  # steps that may be queued
+        # Of the final steps: hundreds of small kernels, which need not queue behind large ones.
+        self._stream = torch.cuda.Stream(target.device, priority=-1) if self.bin.fixed else None
         objective = Objective(drafter_config.loss, drafter_config.feature_loss)
         self.lr = config.lr or drafter_config.lr
         self.step = DraftStep(drafter, self.bin, objective, drafter_config.unroll, self.lr)
@@ -153,16 +158,34 @@ class SpotTrainer:
         self.ready.swap()
 
     def finish(self) -> None:
-        """Ends the bubble, before the policy is updated: final steps, new vocabulary, swap."""
+        """Ends the bubble at once."""
+        self.train_on()
+        self.take_over()
+
+    def train_on(self) -> None:
+        """Ends the bubble but for the final steps, which a GPU makes beside what comes next.
+
+        That must leave the engine's weights and the documents as they are, until `take_over`.
+        """
         self.stop()
-        if self.config.mode == "off":
+        if self.config.mode in ("off", "coordinated"):  # there it is over with the last rank
             return
-        if self.config.mode != "coordinated":  # there the bubble is over with the last rank
-            self._measure()
+        self._measure()
+        self._in_flight = max(IN_FLIGHT, self.config.final_steps)
+        with self._aside():
             for _ in range(self.config.final_steps):
                 if not self.attempt():
                     break
+
+    def take_over(self) -> None:
+        """Waits for the final steps; new vocabulary, swap. The target has its old weights still."""
+        self._settle()
+        self._in_flight = IN_FLIGHT
         self.stop()
+        if self.config.mode == "off":
+            return
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
         if self.steps:
             self.rebuild_vocabulary()
             self.swap()
@@ -170,6 +193,12 @@ class SpotTrainer:
             self.checkpoints.collect(wait=False)
             self.checkpoints.copies.prepare(self._state())
         self.teachers.keep(self.target_version)
+
+    def _aside(self) -> AbstractContextManager[object]:
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
 
     def start(self) -> None:
         """Trains in a thread, in the partition where there is one, until `stop`."""
@@ -233,7 +262,7 @@ class SpotTrainer:
             False where there is no data yet.
         """
         begin = time.perf_counter()
-        self.reports.settle(IN_FLIGHT - 1)
+        self.reports.settle(self._in_flight - 1)
         beside = self.beside if self.thread.here else None
         rows = self.bin.tokens if beside is None else beside.rows
         with self.buffer.lock:

@@ -104,6 +104,25 @@ def test_captured_steps_train_as_steps_op_by_op(policy):
     torch.testing.assert_close(results[0][1], results[1][1], rtol=0.1, atol=5e-3)
 
 
+def test_final_steps_beside_large_kernels_train_as_alone(policy):
+    """All are queued at once, each with documents of its own on the host."""
+    results, large = [], torch.randn(4096, 4096, device="cuda")
+    for beside in (False, True):
+        spot = trainer(policy, "spot.final_steps=6")
+        fill(spot)
+        steps(spot, 2)
+        version = spot.runner.version
+        spot.train_on()
+        if beside:
+            for _ in range(100):
+                large = torch.mm(large, large).mul_(1e-3)
+        spot.take_over()
+        assert spot.steps == 8 and spot.runner.version == version + 1
+        results.append((spot.metrics()["drafter/loss"], spot.drafter.fc.weight.clone()))
+    assert results[0][0] == pytest.approx(results[1][0], rel=2e-2)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0.1, atol=5e-3)
+
+
 def test_a_captured_step_that_is_not_finite_changes_nothing(policy):
     spot = trainer(policy)
     fill(spot)
