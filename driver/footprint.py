@@ -168,10 +168,14 @@ def layer_bytes(
     # Query, keys and values, the result.
     shared_too = (3 if apart else 2) * query + 2 * shared
     attention = size * (shared_too if on_card else 5 * query) + FLOAT * spec.num_heads
-    if spec.qk_norm:
-        attention += size * (query + shared)
+    if spec.qk_norm:  # their inputs are views of all three
+        attention += size * (query + 2 * shared)
+    # Weights are laid side by side for one product.
+    width = query + 2 * shared + 2 * spec.intermediate_size
+    weights = size * spec.hidden_size * width
     mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
-    return tokens * (2 * 2 * size * spec.hidden_size + attention + mlp)  # of a norm: both sides
+    norms = 2 * 2 * size * spec.hidden_size  # both sides
+    return tokens * (norms + attention + mlp) + weights
 
 
 def update_bytes(

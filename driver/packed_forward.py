@@ -105,16 +105,26 @@ def _layer(
 ) -> Tensor:
     attention, mlp = layer.self_attn, layer.mlp
     x = _norm(layer.input_layernorm, hidden)  # [T, H]
-    heads = (len(x), -1, attention.head_dim)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (project(x).view(heads) for project in projections)  # [T, heads, head_dim]
+    widths = [part.out_features // attention.head_dim for part in projections]
+    qkv = _project(x, *projections).unflatten(-1, (-1, attention.head_dim))
+    q, k, v = qkv.split(widths, 1)  # [T, heads, head_dim]
     if hasattr(attention, "q_norm"):
         q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
     q, k = _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
-    attended = attend(q, k, v, documents, attention.scaling)  # [T, heads, head_dim]
+    # A view of `v` would keep what the other two were before they were turned.
+    attended = attend(q, k, v.contiguous(), documents, attention.scaling)  # [T, heads, head_dim]
     hidden = hidden + attention.o_proj(attended.flatten(1))
     x = _norm(layer.post_attention_layernorm, hidden)  # [T, H]
-    return hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+    gate_up = _project(x, mlp.gate_proj, mlp.up_proj)
+    return hidden + mlp.down_proj(_SwiGlu.apply(gate_up))
+
+
+def _project(x: Tensor, *parts: nn.Linear) -> Tensor:
+    """[T, H] through all parts, side by side: one product, as the gradient of x is then."""
+    weight = torch.cat([part.weight for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    return F.linear(x, weight, bias)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> Tensor:
@@ -194,6 +204,26 @@ class _RmsNorm(torch.autograd.Function):
         with torch.enable_grad():
             out = F.rms_norm(x, weight.shape, weight, ctx.eps)
         return *torch.autograd.grad(out, (x, weight), grad), None
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up of [T, 2 I], gate first; its gradient is written side by side, as one."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        gated = F.silu(gate)
+        ctx.save_for_backward(gate_up, gated)
+        return gated * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        gate_up, gated = ctx.saved_tensors
+        out = torch.empty_like(gate_up)
+        (gate, up), (out_gate, out_up) = gate_up.chunk(2, -1), out.chunk(2, -1)
+        torch.mul(grad, gated, out=out_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=out_gate)
+        return out
 
 
 class _Rotate(torch.autograd.Function):

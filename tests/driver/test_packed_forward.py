@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from driver import packed_forward as module
-from driver.packed_forward import Documents, _norm, _Rotate, attend, packed_forward
+from driver.packed_forward import Documents, _norm, _Rotate, _SwiGlu, attend, packed_forward
 from tests import kit
 from tests.driver.hugging_face import FAMILIES, TRAINED
 
@@ -105,6 +105,13 @@ def test_rotation_turns_and_its_gradient_turns_back():
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
     assert_close(out, torch.cat((turned.real, turned.imag), -1))
     assert torch.autograd.gradcheck(lambda x: _Rotate.apply(x, angle.cos(), angle.sin()), x)
+
+
+def test_gradient_of_a_gated_pair_is_written_as_one():
+    pair = kit.randn(7, 10, seed=7).double().requires_grad_()
+    gate, up = pair.chunk(2, -1)
+    assert_close(_SwiGlu.apply(pair), F.silu(gate) * up)
+    assert torch.autograd.gradcheck(_SwiGlu.apply, pair)
 
 
 def test_docstring_examples():
