@@ -194,13 +194,22 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
+        ctx.eps, rstd = eps, None
+        if x.is_cuda:  # its own gradient would make the norm again
+            out, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, None, eps)
+        else:
+            out = F.rms_norm(x, weight.shape, None, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return out.mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        x, weight, rstd = ctx.saved_tensors
+        if rstd is not None:
+            x, grad = x.contiguous(), grad.contiguous()
+            fused = torch.ops.aten._fused_rms_norm_backward
+            return *fused(grad, x, weight.shape, rstd, weight, [True, True]), None
+        x, weight = (saved.detach().requires_grad_() for saved in (x, weight))
         with torch.enable_grad():
             out = F.rms_norm(x, weight.shape, weight, ctx.eps)
         return *torch.autograd.grad(out, (x, weight), grad), None
