@@ -26,7 +26,7 @@ FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 
 # On Hopper a linear of more rows appends at the end of its large tiles, which read rows normed by
 # a launch before: where a head is a tile, and the weights are few (csrc/layers/linear_hopper.cu).
-WIDE_ROWS, WIDE_HEAD, WIDE_WEIGHTS = 128, 64, 4 << 20
+WIDE_ROWS, WIDE_HEAD, WIDE_WEIGHTS = 224, 64, 4 << 20
 
 
 def fuses(rows: int, weights: int) -> bool:

@@ -20,7 +20,7 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
   // rows, from what all have kept.
   __device__ __forceinline__ void run(int rank) {
     const ClusterCuts<kDim> cuts(tile_keys(p_, r_, row_ + num_rows_));
-    if (Memory::kKeeps > 1 && warp_ == kWarps - 1) place_partials(cuts);
+    if (Memory::kKeeps > 1 && warp_ == kWarps - 1) place_partials(rank, cuts);
     if (rank < cuts.blocks) {
       const KeyRange keys = cluster_keys(rank, cuts);
       this->consume(this->source_of(keys));
@@ -90,7 +90,7 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
     const Memory& shared;
     uint32_t softmax_at, value_at;  // in a part
 
-    // Where the part of a partial is; past the last one, where another is.
+    // Where the part of a partial is; past the last one, where anything is.
     __device__ __forceinline__ uint32_t part(int i) const {
       if constexpr (Memory::kKeeps > 1) return shared.place[i];
       return remote_address(shared.parts, i);
@@ -106,10 +106,11 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
     __device__ __forceinline__ float2 value(int i, int) const { return value_of(part(i)); }
   };
 
-  // Writes down where the partials are, and how many, before anybody waits for them.
-  __device__ __forceinline__ void place_partials(const ClusterCuts<kDim>& cuts) {
+  // Writes down where the partials are, and how many, before anybody waits for them. Past the last
+  // one a block reads its own: were it the last one's again, all blocks would queue for one.
+  __device__ __forceinline__ void place_partials(int rank, const ClusterCuts<kDim>& cuts) {
     const int partials = cuts.partials();
-    const int at = cuts.place_of(max(0, min(lane_, partials - 1)));
+    const int at = lane_ < partials ? cuts.place_of(lane_) : rank * Memory::kKeeps;
     shared_.place[lane_] = remote_address(&shared_.parts[at % Memory::kKeeps], at / Memory::kKeeps);
     if (lane_ == 0) shared_.partials = partials;
   }

@@ -97,17 +97,12 @@ void allow_shared(const char* op, void (*kernel)(Params...), int bytes) {
   });
 }
 
-// One split of the cache for all kernels that start early or share memory: another would wait until
-// a multiprocessor is empty.
-template <typename... Params>
-void prefer_shared(const char* op, void (*kernel)(Params...)) {
-  recall(op, reinterpret_cast<const void*>(kernel), 0, [&](int known) {
-    if (known >= 0) return known;
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                    cudaSharedmemCarveoutMaxShared),
-               op);
-    return 1;
-  });
+// One split of the cache of a layer's kernels: another would wait until an SM is empty.
+template <typename Kernel>
+void prefer_shared(Kernel kernel) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             "cudaFuncSetAttribute");
 }
 
 // A launch and its attributes.
@@ -119,7 +114,6 @@ struct LaunchConfig {
   LaunchConfig(const char* op, void (*kernel)(Params...), const KernelShape& shape,
                cudaStream_t stream, bool early) {
     allow_shared(op, kernel, shape.shared_bytes);
-    if (early || shape.shared_bytes > 0) prefer_shared(op, kernel);
     if (shape.cluster > kPortableCluster) {
       check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                  op);

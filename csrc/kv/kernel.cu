@@ -293,6 +293,7 @@ void append_kv_cuda(const AppendKvParams& p, int device, uintptr_t stream) {
     const KernelShape shape{blocks_for(chunks, kChunkThreads), kChunkThreads, 0, 1, requests};
     const auto kernel = p.dtype == DType::kFloat16 ? append_chunks_kernel<__half>
                                                    : append_chunks_kernel<__nv_bfloat16>;
+    prefer_shared(kernel);
     return launch_kernel("append_kv", kernel, shape, as_stream(stream), true, p);
   }
   const KernelShape shape{blocks_for(rows * heads, kWarps), kThreads, 0, 1, requests};

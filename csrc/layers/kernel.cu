@@ -1,9 +1,8 @@
 // rms_norm: out[r, i] = x[r, i] / sqrt(mean(x[r]^2) + eps) * weight[i].
 // silu_mul: out[r, i] = silu(x[r, i]) * x[r, dim + i].
 //
-// One block owns one row of the norm, or one warp a short one, so its bits never depend on how many
-// rows there are; the order of its sum is in device.cuh (float32: the CPU's). The second read of x
-// hits L1; a warp holds its row. One thread
+// One block owns one row of the norm, so its bits never depend on how many rows there are; the
+// order of its sum is in device.cuh (float32: the CPU's). The second read of x hits L1. One thread
 // owns one 16-byte chunk of the activation. Both move what they read and write once: 2 (norm) and 3
 // (activation) times rows * dim elements. Rows that are not 16-byte aligned go element by element,
 // in the same order. Any dim; float32, float16, bfloat16.
@@ -15,7 +14,6 @@ namespace tlt {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowWarps = 4;  // rows of a block, where each is a warp's
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -38,51 +36,6 @@ __global__ void __launch_bounds__(kThreads)
     Chunk<T> chunk = load_chunk(x, k, dim, aligned);
     norm_chunk(chunk, scale, load_chunk(weight, k, dim, aligned));
     store_chunk(out, k, dim, aligned, chunk);
-  }
-}
-
-// Aligned 16-bit rows of at most kSteps * 512 elements: x and the weight are asked for at once, and
-// stay in registers as the sum of squares takes them.
-template <typename T, int kSteps>
-__global__ void __launch_bounds__(kRowWarps* kWarpSize)
-    rms_norm_rows_kernel(const RmsNormParams p) {
-  launch_dependents();
-  constexpr int kStep = kParts * kBlockK;
-  const int dim = static_cast<int>(p.dim), lane = threadIdx.x % kWarpSize;
-  const int64_t row = int64_t{blockIdx.x} * kRowWarps + threadIdx.x / kWarpSize;
-  const T* from = static_cast<const T*>(p.x) + row * p.x_stride;
-  const auto place = [&](int step, int h) { return first_of_part(lane) + step * kStep + h * 32; };
-  wait_for_prior_grid();
-  if (row >= p.rows) return;
-  Chunk<T> x[kSteps][2], weight[kSteps][2];
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) x[i][h] = load_split(from, place(i, h), dim);
-  }
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      weight[i][h] = load_split(static_cast<const T*>(p.weight), place(i, h), dim);
-    }
-  }
-  float sum[2][4] = {};
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    if (i * kStep >= dim) break;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) add_squares(sum[h], x[i][h]);
-  }
-  const float scale = norm_scale<T>(fold_parts(squares_of(sum)), dim, p.eps);
-  T* out = static_cast<T*>(p.out) + row * p.out_stride;
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      norm_chunk(x[i][h], scale, weight[i][h]);
-      store_split(out, place(i, h), dim, x[i][h]);
-    }
   }
 }
 
@@ -112,15 +65,6 @@ void rms_norm_cuda(const RmsNormParams& p, int device, uintptr_t stream) {
     const bool aligned = is_aligned(p.x, p.x_stride * kBytes, p.dim * kBytes) &&
                          is_aligned(p.out, p.out_stride * kBytes, p.dim * kBytes) &&
                          is_aligned(p.weight, 0, 0);
-    if constexpr (sizeof(T) == 2) {
-      constexpr int64_t kStep = kParts * kBlockK;
-      if (aligned && p.dim <= 4 * kStep) {
-        const auto kernel =
-            p.dim <= 2 * kStep ? rms_norm_rows_kernel<T, 2> : rms_norm_rows_kernel<T, 4>;
-        const KernelShape shape{(p.rows + kRowWarps - 1) / kRowWarps, kRowWarps * kWarpSize};
-        return launch_kernel("rms_norm", kernel, shape, as_stream(stream), true, p);
-      }
-    }
     launch_kernel("rms_norm", rms_norm_kernel<T>, {p.rows, kThreads}, as_stream(stream), true, p,
                   aligned);
   });

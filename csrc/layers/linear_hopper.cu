@@ -121,6 +121,7 @@ template <typename T, typename Of, typename After>
 void launch_before(const After& after, const LinearKernelParams& p, const Grid& grid,
                    cudaStream_t stream) {
   const auto kernel = hopper_kernel<T, Of, After>;
+  prefer_shared(kernel);
   const LinearParams& linear = p.linear;
   const KernelShape shape{grid.blocks, Of::kThreads, Of::kSharedBytes,
                           static_cast<unsigned>(grid.split)};

@@ -397,6 +397,7 @@ KernelShape shape_of(const LinearParams& p) {
 template <typename T, typename S, bool kNorms, typename After>
 void launch(const LinearKernelParams& p, const After& after, cudaStream_t stream) {
   const auto kernel = mid_kernel<T, S, kNorms, After>;
+  prefer_shared(kernel);
   launch_kernel("linear", kernel, shape_of<S, After>(p.linear), stream, p.linear.early, p, after);
 }
 

@@ -287,6 +287,7 @@ bool launch(const LinearKernelParams& p, const After& after, const Card& card,
   const int64_t blocks = (units + unit - 1) / unit;
   if (blocks > S::kPerSm * sms) return false;
   const auto kernel = small_kernel<T, S, kNorms, After>;
+  prefer_shared(kernel);
   launch_kernel("linear", kernel, {blocks, kThreads<After>}, stream, p.linear.early, p, after,
                 static_cast<int>(unit));
   return true;

@@ -246,7 +246,7 @@ def test_few_rows_or_few_weights_are_fused(llama, monkeypatch):
     assert model.fuses(8, large) and not model.fuses(9, large)
     assert model.fuses(160, small) and not model.fuses(161, small)
     assert not model.appends_wide(640, small)  # on a CPU, and what is older than Hopper
-    assert appends_wide(129, 960 * 576, 64) and not appends_wide(128, 960 * 576, 64)
+    assert appends_wide(225, 960 * 576, 64) and not appends_wide(224, 960 * 576, 64)
     assert not appends_wide(640, 960 * 576, 128) and not appends_wide(640, 4608 * 3584, 64)
 
 
