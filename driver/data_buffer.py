@@ -128,6 +128,7 @@ class DataBuffer:
         self.kept: list[Document] = []  # longest first
         self.seen_tokens: Counter[int] = Counter()
         self.dropped = 0  # documents that gave way
+        self._on_device = 0  # tokens of those that are not spilled
         self.lock = threading.RLock()  # held, too, while the rows of pieces are copied out
         self.read: torch.cuda.Event | None = None  # behind the last such copies
         self._host: HostRing | None = None
@@ -163,17 +164,16 @@ class DataBuffer:
                 self.dropped += 1
                 return
             self.fresh.append(document)
-            while self._on_device() > self.capacity:
+            self._on_device += len(document)
+            while self._on_device > self.capacity:
                 self._give_way()
-
-    def _on_device(self) -> int:
-        return sum(len(d) for d in self.fresh + self.kept if not d.spilled)
 
     def _give_way(self) -> None:
         """Moves one document to host memory, or drops it."""
         mine = [d for d in self.fresh[:-1] if not d.spilled]
         documents = self.fresh if mine else self.kept
         victim = mine[0] if mine else [d for d in self.kept if not d.spilled][-1]
+        self._on_device -= len(victim)
         if len(victim) > self.spill:
             documents.remove(victim)
             self.dropped += 1
@@ -205,11 +205,12 @@ class DataBuffer:
                     budget -= len(document)
                     self.kept.append(document)
             self.fresh = []
+            self._on_device = sum(len(d) for d in self.kept if not d.spilled)
 
     def clear(self) -> None:
         """Drops every document; token counts stay."""
         with self.lock:
-            self.fresh, self.kept = [], []
+            self.fresh, self.kept, self._on_device = [], [], 0
 
     def sample(self, tokens: int, draw: int, most: int = 1 << 30) -> list[Piece]:
         """Draws a training batch.

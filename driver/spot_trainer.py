@@ -119,10 +119,12 @@ class SpotTrainer:
         """Takes a finished sequence's features out of the cache before its pages are freed."""
         if self.config.mode == "off":
             return
-        # Page by page: few indices, all of this while the device waits for the next passes.
+        # Page by page: few indices. Nothing here waits for the device, which waits for the next
+        # passes.
         count = sequence.context_len
         pages = sequence.pages[: pages_for(count, self.cache.page_size)]
-        index = torch.tensor(pages, dtype=torch.int64, device=self.cache.features.device)
+        index = torch.tensor(pages, dtype=torch.int64, pin_memory=self.bin.fixed)
+        index = index.to(self.cache.features.device, non_blocking=True)
         features = self.cache.features.index_select(0, index).flatten(0, 1)[:count].clone()
         tokens = torch.from_numpy(np.array(sequence.tokens[: count + 1]))
         self.buffer.add(
