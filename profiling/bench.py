@@ -222,16 +222,16 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
 
 # Seconds that `all --quick` gives each benchmark of a card: eight minutes, the warm start there.
 QUICK_SECONDS = {
-    "attention": 29,
-    "decode": 47,
-    "drafter": 112,
-    "graphs": 64,
-    "grpo": 71,
+    "attention": 30,
+    "decode": 44,
+    "drafter": 122,
+    "graphs": 66,
+    "grpo": 65,
     "identity": 30,
     "layers": 7,
-    "loop": 7,
-    "ngram": 9,
-    "rollout": 88,
+    "loop": 8,
+    "ngram": 10,
+    "rollout": 80,
     "sampling": 8,
     "step": 7,
 }
