@@ -214,9 +214,9 @@ class Bandit:
             pass_s = max(pass_s, 1e-9)
             self._rewards[self._window].append(accept * full / pass_s)
             self._pulls[self._window] += 1
+            self._closed += 1  # the arm's own windows age by it too
             seen = self._seen.get(self._window, Seen(self._closed))
             share, left = min(1.0, self._passes / self.config.window_passes), self._left(seen)
-            self._closed += 1
             self._seen[self._window] = Seen(
                 self._closed,
                 left * seen.weight + share,

@@ -33,7 +33,7 @@ def play(bandit, speed, batch, passes, usable=lambda arm: True):
     return chosen
 
 
-def test_every_arm_is_tried_then_the_best_median_wins():
+def test_every_arm_is_tried_then_the_best_wins():
     bandit = make()
     speed = {OFF: 10, NGRAM: 15, LEARNED: 12}
     chosen = play(bandit, speed, batch=1, passes=40)
@@ -118,6 +118,14 @@ def test_windows_of_the_next_bucket_move_an_arm_more_than_an_old_one_of_its_own(
     assert bandit.choose(8, lambda arm: True) == LEARNED  # not at once
     play(bandit, {NGRAM: 40}, 4, passes=400, usable=lambda arm: arm == NGRAM)
     assert bandit.choose(8, lambda arm: True) == NGRAM
+
+
+def test_an_arm_s_own_windows_age_while_no_other_runs():
+    """Else the arm that always runs would never forget what it once gave."""
+    bandit = make()
+    play(bandit, {NGRAM: 16}, batch=1, passes=4000, usable=lambda arm: arm == NGRAM)
+    play(bandit, {NGRAM: 4}, batch=1, passes=1600, usable=lambda arm: arm == NGRAM)
+    assert 4 < bandit._accept(1, NGRAM) < 7  # 200 windows: a quarter of the old is left
 
 
 def test_ucb_gives_the_best_arm_two_windows_too():
