@@ -180,6 +180,8 @@ class Run:
                 if rollout.spot is not None and rollout.spot.checkpoints is not None:
                     rollout.spot.checkpoints.clear()  # of a start that got to no checkpoint
                 adopt_drafter(rollout.spot, drafter_state(source), note)
+            if rollout.spot is not None:
+                rollout.spot.prepare()
         return run
 
     # ---- the phases of a step -------------------------------------------------------------------

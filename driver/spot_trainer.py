@@ -85,7 +85,7 @@ class SpotTrainer:
         self._measured = False
         self.spans = Spans("drafter")
         self.target_version = self.steps = self.tokens_seen = 0
-        self.busy_s = 0.0  # spent in micro-steps in the step that ended
+        self.busy_s = 0.0  # that the host spent on micro-steps in the step that ended
         self._spent_s = 0.0  # and since
         self.reports = StepReports()
         self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
@@ -114,6 +114,15 @@ class SpotTrainer:
         return self.config.mode
 
     # ---- what the engine and the loop call ------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Makes the graph that the first rollout would wait for, with a drafter that was trained.
+
+        Its documents are of one policy: the steps of a run that starts or goes on have no others.
+        """
+        alone = self.config.mode not in ("off", "coordinated")
+        if self.bin.fixed and alone and self.steps:
+            self.capture(0, None)
 
     def on_finish(self, sequence: Sequence) -> None:
         """Takes a finished sequence's features out of the cache before its pages are freed."""

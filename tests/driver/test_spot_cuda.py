@@ -1,6 +1,7 @@
 """The spot trainer on a GPU: captured steps, a partition beside the tail, features that spill."""
 
 import time
+from copy import deepcopy
 
 import pytest
 import torch
@@ -119,6 +120,32 @@ def test_final_steps_beside_large_kernels_train_as_alone(policy):
         spot.take_over()
         assert spot.steps == 8 and spot.runner.version == version + 1
         results.append((spot.metrics()["drafter/loss"], spot.drafter.fc.weight.clone()))
+    assert results[0][0] == pytest.approx(results[1][0], rel=2e-2)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0.1, atol=5e-3)
+
+
+def test_a_graph_made_at_the_start_changes_nothing_and_serves_the_first_step(policy):
+    """Before a document was recorded, with the drafter of another run."""
+    taught = trainer(policy)
+    fill(taught)
+    steps(taught, 3)
+    results = []
+    for early in (False, True):
+        spot = trainer(policy)
+        spot.load_state_dict(deepcopy(taught.state_dict()))
+        before = [x.clone() for x in spot.drafter.state_dict().values()]
+        moments = [x.clone() for s in spot.step.optimizer.state.values() for x in s.values()]
+        if early:
+            spot.prepare()
+        assert len(spot.step._graphs) == early
+        after = [x for s in spot.step.optimizer.state.values() for x in s.values()]
+        assert all(map(torch.equal, moments, after))
+        assert all(map(torch.equal, before, spot.drafter.state_dict().values()))
+        assert spot.step.acceptance == taught.step.acceptance
+        fill(spot, seed=1)
+        losses = steps(spot, 3)
+        assert len(spot.step._graphs) == 1
+        results.append((losses, spot.drafter.fc.weight.clone()))
     assert results[0][0] == pytest.approx(results[1][0], rel=2e-2)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=0.1, atol=5e-3)
 

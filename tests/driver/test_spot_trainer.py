@@ -250,6 +250,54 @@ def run_serial(seed_documents=(1, 2, 3)) -> dict[str, torch.Tensor]:
     return weights(parts)
 
 
+@pytest.mark.parametrize(
+    ("mode", "trained", "fixed", "made"),
+    [
+        ("serial", True, True, True),
+        ("overlapped", True, True, True),
+        ("serial", True, False, False),  # on a CPU
+        ("serial", False, True, False),
+        ("coordinated", True, True, False),
+        ("off", True, True, False),
+    ],
+)
+def test_a_trained_drafter_s_first_graph_is_made_at_the_start(
+    parts, monkeypatch, mode, trained, fixed, made
+):
+    trainer, calls = parts.trainer(mode=mode), []
+    monkeypatch.setattr(trainer.step, "capture", lambda *place: calls.append(place))
+    trainer.steps, trainer.bin.fixed = int(trained), fixed
+    trainer.prepare()
+    assert [place[:2] for place in calls] == [(0, trainer.bin.tokens)] * made
+    assert all(place[3] is None for place in calls)  # no policy went before
+
+
+def test_final_steps_are_taken_over_later_and_one_that_fails_is_a_warning(parts, monkeypatch):
+    trainer = parts.trainer(final_steps=3)
+    fill(trainer, parts)
+    old = {name: value.clone() for name, value in parts.runner.weights.items()}
+    trainer.train_on()
+    assert trainer.steps == 3 and parts.runner.version == 1 and equal(old, parts.runner.weights)
+    trainer.take_over()
+    assert parts.runner.version == 2 and not equal(old, parts.runner.weights)
+    run, calls = trainer.step.run, []
+
+    def fails_at_the_second(*where):
+        calls.append(where)
+        if len(calls) == 2:
+            raise RuntimeError("planted")
+        run(*where)
+
+    monkeypatch.setattr(trainer.step, "run", fails_at_the_second)
+    trainer.train_on()
+    assert len(calls) == 2 and trainer.steps == 4
+    with pytest.warns(UserWarning, match="a micro-step failed .*planted"):
+        trainer.take_over()
+    assert parts.runner.version == 3 and trainer.error is None
+    trainer.finish()
+    assert trainer.steps == 7
+
+
 def test_serial_training_is_decided_by_its_seed_and_data():
     assert equal(run_serial(), run_serial())
     assert not equal(run_serial(), run_serial((1, 3, 2)))
