@@ -1,4 +1,4 @@
-"""Rewards: computed in processes of their own while the rollout goes on, or in this one behind it.
+"""Rewards: computed in processes of their own while the rollout goes on, or in this one.
 
 A reward function is a user's code: it may raise, hang or take its process down with it. Each of
 these ends in one line that names the sample, or counts the sample as 0, as configured.
@@ -23,7 +23,7 @@ Job = tuple[int, Prompt, str]  # index of the response, its prompt, its text
 
 
 class RewardWorkers:
-    """Scores responses as they finish; with no workers when they are collected.
+    """Scores responses as they finish; with no workers when `score` or `collect` is called.
 
     Args:
         task: whose `reward` is called; it is pickled into each worker.
@@ -74,7 +74,7 @@ class RewardWorkers:
             if self.config.workers:
                 self._turn(0.05)
             else:
-                self.score()
+                self._score(self._waiting.popleft())
         values = [self._values[i] for i in range(count)]
         self._values.clear()
         return values

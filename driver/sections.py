@@ -164,7 +164,7 @@ class RewardConfig(Section):
     """Where rewards are computed, and what a sample that cannot be scored means."""
 
     prefix: ClassVar[str] = "reward"
-    workers: int = setting(0, low=0)  # processes beside the rollout; 0: in this one, after it
+    workers: int = setting(0, low=0)  # processes beside the rollout; 0: in this one
     timeout_s: float = setting(60.0, above=0)  # of one sample; a worker's start counts too
     on_error: str = setting("stop", words=("stop", "zero"))
 

@@ -3,6 +3,8 @@
 import pytest
 
 from driver.config import load_config
+from driver.errors import UserError
+from driver.rollout.graphs import nothing
 from driver.rollout.plan import BucketPlan, GraphCost
 from driver.run import Run
 from driver.strategy import OFF
@@ -63,3 +65,55 @@ def test_work_beside_passes_changes_nothing(start):
         assert alone.drawn == list(range((1 + step) * per_step))
         assert beside.drawn == list(range(2 * per_step))
         assert len(beside.collector._ahead) == (1 - step) * per_step
+
+
+@pytest.mark.filterwarnings("ignore:dynamic sampling")
+def test_groups_that_are_replaced_take_the_prompts_drawn_ahead(start, monkeypatch):
+    """Dynamic sampling: those of the next step are the next ones, and its own are drawn behind."""
+    words = ("engine.strategies=off", "grpo.max_refills=1", "run.steps=3")
+    alone, beside = start(*words), with_device(start(*words))
+    per_step = beside.config.grpo.prompts_per_step
+    for run in (alone, beside):  # every other group has equal rewards
+        reward = run.task.reward
+        monkeypatch.setattr(
+            run.task,
+            "reward",
+            lambda p, text, reward=reward: reward(p, text) * (int(p.id.split("/")[-1]) % 2),
+        )
+    for step in range(2):
+        wanted, got = (run.collector.gather(step) for run in (alone, beside))
+        assert got == wanted and got.refills == 1 and len(got.prompts) > per_step
+        drawn = beside.collector.prompts_drawn
+        assert alone.drawn == list(range(drawn))
+        assert beside.drawn == list(range(drawn + len(beside.collector._ahead)))
+        # The second step is not the last: it has drawn ahead again, from where it ended.
+        assert list(beside.collector._ahead) == list(range(drawn, drawn + per_step))
+
+
+def test_workers_get_each_response_once_it_has_ended(start):
+    alone = start("engine.strategies=off")
+    beside = with_device(start("engine.strategies=off", "reward.workers=1"))
+    jobs = []
+    for run in (alone, beside):
+        workers, mine = run.collector.workers, []
+        workers.submit = lambda *job, mine=mine: mine.append(job)
+        workers.collect = lambda count: [0.0] * count
+        run.collector.gather(0)
+        jobs.append(sorted(mine, key=lambda job: job[0]))
+    assert jobs[0] == jobs[1] and len(jobs[0]) == len(beside.collector._submitted)
+
+
+def test_a_reward_that_fails_beside_passes_names_its_sample(start, monkeypatch):
+    run = with_device(start("engine.strategies=off"))
+    engine, each = run.rollout.engine, run.config.grpo.samples_per_prompt
+    on_finish = engine.on_finish
+
+    def fails(prompt, text):
+        raise ValueError("no such unit")
+
+    with monkeypatch.context() as planted, pytest.raises(UserError, match="ValueError: no such"):
+        planted.setattr(run.task, "reward", fails)
+        run.collector.gather(0)
+    assert engine.on_finish == on_finish and engine.aside is nothing
+    step = run.collector.gather(1)  # nothing is left in flight
+    assert len(step.rewards) == each * run.config.grpo.prompts_per_step
