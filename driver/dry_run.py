@@ -119,7 +119,8 @@ def read_words(argv: Sequence[str]) -> tuple[Words, Config]:
 def check_fits(parts: Footprint, limit_gb: float) -> None:
     """Refuses, with the numbers, what does not fit."""
     if limit_gb and parts.peak > limit_gb * 1e9:
-        largest = max(parts.always.items(), key=lambda item: item[1])
+        held = parts.always | parts.phases[parts.largest]
+        largest = max(held.items(), key=lambda item: item[1])
         raise UserError(
             f"wanted {parts.peak / 1e9:.2f} GB in {parts.largest!r}, got {limit_gb:.2f} GB:"
             f" {(parts.peak / 1e9 - limit_gb):.2f} GB short. The largest part is {largest[0]},"
