@@ -153,7 +153,7 @@ class TargetModel:
         self.dtype = dtype or spec.dtype
         self.max_rows = max_rows
         self._hopper = self.device.type == "cuda" and (
-            torch.cuda.get_device_capability(self.device) >= (9, 0) and self.dtype.itemsize == 2
+            torch.cuda.get_device_capability(self.device) == (9, 0) and self.dtype.itemsize == 2
         )
         self.feature_layers = tuple(feature_layers) or default_feature_layers(spec.num_layers)
         for layer in self.feature_layers:
