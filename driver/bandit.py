@@ -1,4 +1,4 @@
-"""Bucketed-Epsilon-Greedy bandit: which strategy a batch of a given size runs."""
+"""Which strategy a batch of a given size runs: a bandit a bucket, epsilon-greedy or by UCB."""
 
 from __future__ import annotations
 
