@@ -86,9 +86,12 @@ def test_a_norm_is_rounded_before_its_weight(dtype, device):
 
 @pytest.mark.parametrize("device", kit.DEVICES)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_gradient_of_a_norm_is_that_of_float64(dtype, device):
+@pytest.mark.parametrize("strided", [False, True])
+def test_gradient_of_a_norm_is_that_of_float64(strided, dtype, device):
+    """Of queries and keys too, which lie in rows with the values, as their gradients may."""
     norm = make_model("llama", dtype).model.norm.to(device)
-    x, grad = (kit.randn(70, 32, seed=seed).to(device, dtype) for seed in (3, 4))
+    shape, heads = ((14, 7, 32), slice(1, 6)) if strided else ((14, 5, 32), slice(None))
+    x, grad = (kit.randn(*shape, seed=seed).to(device, dtype)[:, heads] for seed in (3, 4))
     x.requires_grad_()
     got = torch.autograd.grad(_norm(norm, x), (x, norm.weight), grad)
     exact, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
@@ -107,8 +110,9 @@ def test_rotation_turns_and_its_gradient_turns_back():
     assert torch.autograd.gradcheck(lambda x: _Rotate.apply(x, angle.cos(), angle.sin()), x)
 
 
-def test_gradient_of_a_gated_pair_is_written_as_one():
-    pair = kit.randn(7, 10, seed=7).double().requires_grad_()
+@pytest.mark.parametrize("device", kit.DEVICES)
+def test_gradient_of_a_gated_pair_is_written_as_one(device):
+    pair = kit.randn(7, 10, seed=7).to(device).double().requires_grad_()
     gate, up = pair.chunk(2, -1)
     assert_close(_SwiGlu.apply(pair), F.silu(gate) * up)
     assert torch.autograd.gradcheck(_SwiGlu.apply, pair)
