@@ -104,7 +104,8 @@ class Team {
   __device__ int thread() const { return rank_ * kThreads + threadIdx.x; }
   __device__ int threads() const { return size_ * kThreads; }
 
-  // Each warp leaves its part with all blocks ahead of one barrier, and folds those of all warps.
+  // Each warp leaves its part with all blocks, kMaxTeam at most, ahead of one barrier, and folds
+  // those of all warps.
   template <typename V, typename Op>
   __device__ V reduce(V v, V identity, Op op) {
     __shared__ V of_warp[2][kMaxTeam * kWarps];  // used in turn: read one barrier ahead of a write

@@ -76,14 +76,6 @@ __device__ __forceinline__ Chunk<T> load_split(const T* row, int k, int dim) {
 }
 
 template <typename T>
-__device__ __forceinline__ void store_split(T* row, int k, int dim, const Chunk<T>& chunk) {
-  if (k < dim) *reinterpret_cast<uint2*>(row + k) = make_uint2(chunk.word[0], chunk.word[1]);
-  if (k + 16 < dim) {
-    *reinterpret_cast<uint2*>(row + k + 16) = make_uint2(chunk.word[2], chunk.word[3]);
-  }
-}
-
-template <typename T>
 __device__ __forceinline__ Chunk<T> load_split_pieces(const T* row, int k, int dim) {
   const uint4 low = load_pieces(row, k, min(dim, k + 4)).raw;
   const uint4 high = load_pieces(row, k + 16, min(dim, k + 20)).raw;
@@ -286,10 +278,7 @@ __device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const 
   for (int r = 0; r < kRows; ++r) squares[r] = squares_of(sum[r]);
 }
 
-// Where a lane's elements of a row lie whose parts are the rows of a fragment, and what squares_of
-// gives of them, added for all lanes.
-__device__ __forceinline__ int first_of_part(int lane) { return lane / 4 * kBlockK + lane % 4 * 4; }
-
+// What squares_of gives of the parts of a row, a row of the fragment each, added for all lanes.
 __device__ __forceinline__ float fold_parts(float squares) {
   const int lane = threadIdx.x % kWarpSize;
   float sum = __shfl_sync(kFullWarp, squares, lane / 4 * 4 + lane / 8);
@@ -315,7 +304,7 @@ __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligne
     return fold(squares, 16);
   } else {
     float squares[1];  // of a part to a row of the fragment
-    sum_squares<1>({row}, {dim}, 0, dim, first_of_part(lane), aligned, squares);
+    sum_squares<1>({row}, {dim}, 0, dim, lane / 4 * kBlockK + lane % 4 * 4, aligned, squares);
     return fold_parts(squares[0]);
   }
 }

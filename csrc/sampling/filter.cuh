@@ -55,6 +55,7 @@ template <typename T>
 struct IdBits {
   static constexpr int kOfStep = kStepGroups * kGroup;
   static constexpr int kWords = kDepth<T> * kOfStep / 32;
+  static_assert(kWords * 32 == kDepth<T> * kOfStep);
   uint32_t word[kWords] = {};
 
   // Adds a step, whose first id has the highest bit.

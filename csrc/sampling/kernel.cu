@@ -7,7 +7,7 @@
 // small kernel follows the tree through them; else a team a request walks the tree and reads only
 // the rows that it visits, and while it scores one, the row of the only child that it can go to.
 //
-// Moves rows * vocab_size logits, once. Limits: 2^22 ids; 128 rows a request.
+// Moves rows * vocab_size logits, once. Limits: 2^19 ids; 128 rows a request.
 #include "sampling/filter.cuh"
 #include "sampling/op.h"
 #include "sampling/walk.cuh"
