@@ -15,6 +15,12 @@
 
 namespace tlt {
 
+// Of integers that are not negative.
+template <typename N, typename By>
+TLT_HD N ceil_div(N n, By by) {
+  return (n + by - 1) / by;
+}
+
 #if defined(__CUDA_ARCH__)
 TLT_HD float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 TLT_HD float add_rn(float a, float b) { return __fadd_rn(a, b); }

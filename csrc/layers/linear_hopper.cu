@@ -152,7 +152,6 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
   // To add parts of many rows, and for the products to begin again, where nothing hides it.
   constexpr int kAddCycles =
       Of::kRows == 128 && !Of::kTurns ? kParts * (Of::kRows * Of::kGroups + 200 / Of::kHeld) : 0;
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t row_tiles = ceil_div(p.rows, Of::kRows), num_blocks = ceil_div(p.in_dim, kBlockK);
   if (Of::kTurns && num_blocks < kParts) return;  // each part begins anew
   const int64_t memory_cycles = 2 * p.in_dim * p.out_dim / (kMemoryBytes * card.num_sms);
@@ -230,7 +229,7 @@ bool launch_hopper_append(const LinearKernelParams& p, const AppendKvParams& app
       !has_whole_chunks(append) || !has_hopper_kernel()) {
     return false;
   }
-  const int row_tiles = static_cast<int>((linear.rows + Of::kRows - 1) / Of::kRows);
+  const int row_tiles = static_cast<int>(ceil_div(linear.rows, Of::kRows));
   const int tiles = static_cast<int>(linear.out_dim / kAppendedHead) * row_tiles;
   const Grid grid = {kAppendedHead, row_tiles, tiles, tiles, 1};
   linear.dtype == DType::kFloat16 ? launch_before<__half, Of>(append, p, grid, stream)

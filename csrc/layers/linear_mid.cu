@@ -383,15 +383,13 @@ struct Choice {
   void (*launch)(const LinearKernelParams& p, const After& after, cudaStream_t stream) = nullptr;
 };
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 template <typename S, typename After>
 KernelShape shape_of(const LinearParams& p) {
   const int64_t units = p.out_dim / (kPairs<After> ? 2 : 1);
-  const int64_t pieces = (p.rows + S::kRows - 1) / S::kRows;
+  const int64_t pieces = ceil_div(p.rows, S::kRows);
   const int64_t slots = std::max<int64_t>(p.in_dim / kBlockK, kParts);  // sums have one each
-  return {(units + S::kUnit - 1) / S::kUnit, kThreads<After>,
-          static_cast<int>(slots * S::kSlot * 16), 1, static_cast<unsigned>(pieces)};
+  return {ceil_div(units, S::kUnit), kThreads<After>, static_cast<int>(slots * S::kSlot * 16), 1,
+          static_cast<unsigned>(pieces)};
 }
 
 template <typename T, typename S, bool kNorms, typename After>

@@ -13,6 +13,16 @@
 
 namespace tlt {
 
+// f(j, c) for each sum d[j][c] of a lane, of kRows rows of b.
+template <int kRows, typename F>
+__device__ __forceinline__ void for_each_sum(F&& f) {
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) f(j, c);
+  }
+}
+
 template <typename T, bool kAdd = true>
 __device__ __forceinline__ void multiply_64(float (&d)[2][4], uint64_t a, uint64_t b) {
   if constexpr (std::is_same_v<T, __half>) {

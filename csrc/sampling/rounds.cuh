@@ -36,11 +36,6 @@ constexpr int depth_of(bool hopper) {  // steps a warp holds
 template <typename T>
 constexpr int kDepth = kSlots / (kStepGroups * kParts<T>);  // the same on the card
 
-template <typename N>
-TLT_HD N ceil_div(N n, int32_t by) {
-  return (n + by - 1) / by;
-}
-
 template <typename T>
 class Rounds {
  public:
@@ -171,6 +166,7 @@ class Rounds {
 
  private:
   static constexpr int kShares = kWarps / kShareWarps;
+  static_assert(kShares * kShareWarps == kWarps);
   struct Scratch {
     uint64_t landed[kDepth<T>][kShares];  // barriers of the shares' rounds
     uint32_t taken[kDepth<T>][kShares];   // warps that are done with them

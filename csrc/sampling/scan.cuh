@@ -10,6 +10,7 @@
 // sum.
 #pragma once
 
+#include "sampling/race.cuh"
 #include "sampling/rounds.cuh"
 
 namespace tlt {
@@ -78,7 +79,7 @@ class Scanner : public Rounds<T> {
   using Rows = Rounds<T>;
 
  public:
-  using Rows::await, Rows::first_id, Rows::keeps_row, Rows::meet, Rows::num_warps, Rows::pass_on;
+  using Rows::kApart;
 
   // `shared` is what row_launch asks for.
   __device__ Scanner(Team<kThreads>& team, uint4* shared, int64_t vocab_size)
@@ -110,7 +111,7 @@ class Scanner : public Rounds<T> {
     };
     Words<kStepGroups> words;
     if (noisy) {
-      words.make(draw, first_id(first_step_, 0), kWarpSize * kGroup);
+      words.make(draw, first_id(first_step_, 0), kApart);
       await(0);
       if (first_step_ < end_) {
         float x[kGroup], largest;
@@ -242,8 +243,7 @@ class Scanner : public Rounds<T> {
     }
     const auto again = [&](int group, float (&x)[kGroup]) { expand(raw[group], x); };
     if (noisy) {
-      race.run(row, largest, first_id(step, 0), kWarpSize * kGroup, draw, words, made, again,
-               raise);
+      race.run(row, largest, first_id(step, 0), kApart, draw, words, made, again, raise);
     } else {
 #pragma unroll
       for (int group = 0; group < kStepGroups; ++group) {
@@ -325,6 +325,7 @@ class Scanner : public Rounds<T> {
     return sums_ + (in_turn(num_steps_, rounds_, kDepth<T>) ? turn * num_steps_ : 0);
   }
 
+  using Rows::await, Rows::first_id, Rows::meet, Rows::num_warps, Rows::pass_on;
   using Rows::team_, Rows::num_steps_, Rows::first_step_, Rows::end_, Rows::rounds_, Rows::slots_,
       Rows::under_way_, Rows::ready_, Rows::kStageSlots, Rows::kGroupSlots;
   StepSum* const sums_;  // [1 or 2, num_steps]

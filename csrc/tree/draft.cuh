@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/status.h"
-#include "sampling/row.cuh"
+#include "sampling/race.cuh"
 #include "tree/params.h"
 
 namespace tlt {

@@ -17,6 +17,7 @@
 #include "common/mma.cuh"
 #include "tree/ancestors.cuh"
 #include "tree/draft.cuh"
+#include "tree/frontier.cuh"
 #include "tree/op.h"
 
 namespace tlt {
@@ -40,6 +41,7 @@ struct Few {
   static constexpr int kWarps = 8, kIds = 4;
 };
 constexpr int kMostWarps = kMostBlocks * Many::kWarps;  // of a team
+static_assert(kWave <= Few::kWarps, "the first block has a warp of each row of a wave");
 
 struct Child {
   float value;  // then its score
@@ -72,36 +74,6 @@ struct Shared {
   alignas(16) uint8_t ancestors[kMaxFrontier * kMaxDepth];
   int32_t begin;  // nodes before this level's; 0 if there is no room for them
 };
-
-// A frontier row and its parent.
-struct FrontierRow {
-  int64_t index;  // in draft_logits
-  int32_t parent, depth;
-  float parent_score;
-  bool active;
-  int32_t status;
-};
-
-__device__ bool has_room(const ExpandTreeParams& p, int64_t count) {
-  return count >= 1 && count + p.frontier_rows * p.top_k <= p.nodes.capacity;
-}
-
-__device__ FrontierRow frontier_row(const ExpandTreeParams& p, int64_t b, int64_t f, int32_t parent,
-                                    int32_t count) {
-  FrontierRow row{b * p.frontier_rows + f, parent, 0, 0.0f, false, kStatusOk};
-  if (parent < 0) return row;
-  row.status = kStatusBadLength;
-  if (!has_room(p, count)) return row;
-  row.status = kStatusBadTree;
-  if (parent >= count) return row;
-  const int64_t at = b * p.nodes.capacity + parent;
-  row.depth = p.nodes.depth[at];
-  row.parent_score = p.nodes.score[at];
-  if (row.depth < 0 || row.depth >= kMaxDepth || isnan(row.parent_score)) return row;
-  row.status = kStatusOk;
-  row.active = true;
-  return row;
-}
 
 // How the team's warps are dealt to the rows of a wave: warp w works on row w % rows.
 struct Deal {
@@ -221,41 +193,6 @@ __device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t be
     if (rank < top_k) advance(rank, begin + before(f) + k, f);
   }
   if (threadIdx.x == 0 && begin > 0) p.nodes.count[b] = begin + total;
-}
-
-// What a request and one of its frontier rows say, by one load of a warp: lane l has word l.
-class FrontierWords {
- public:
-  __device__ FrontierWords(const ExpandTreeParams& p, int64_t b, int64_t f) {
-    const int lane = threadIdx.x % kWarpSize;
-    const void* from = reinterpret_cast<const uint32_t*>(p.request + b) + lane % 2;
-    if (lane == 2) from = p.root_position + b;
-    if (lane == 3) from = p.temperature + b;
-    if (lane == 4) from = p.nodes.count + b;
-    if (lane == 5) from = p.frontier + b * p.frontier_rows + f;
-    word_ = *static_cast<const volatile uint32_t*>(from);
-  }
-  __device__ int64_t request() const {
-    return static_cast<int64_t>(static_cast<uint64_t>(at(1)) << 32 | at(0));
-  }
-  __device__ int32_t root_position() const { return static_cast<int32_t>(at(2)); }
-  __device__ float temperature() const { return as_float(at(3)); }
-  __device__ int32_t count() const { return static_cast<int32_t>(at(4)); }
-  __device__ int32_t parent() const { return static_cast<int32_t>(at(5)); }
-
- private:
-  __device__ uint32_t at(int lane) const { return __shfl_sync(kFullWarp, word_, lane); }
-  uint32_t word_;
-};
-
-// The noise that a level most likely draws: of the depth that its drafter slots tell.
-__device__ __forceinline__ Draw likely_draw(const ExpandTreeParams& p, int64_t b) {
-  const volatile int64_t* const request = p.request + b;
-  const volatile int32_t* const root_position = p.root_position + b;
-  const int64_t depth =
-      p.frontier_ancestors == nullptr ? 0 : 1 + p.slot_base / max(p.frontier_rows, int64_t{1});
-  return {p.round_keys, noise_key(p.seed, *request, NoiseDomain::kTarget),
-          *root_position + static_cast<int32_t>(depth) + 1};
 }
 
 // The frontier's ancestors on their way to shared memory: asked for early, stored when they are
@@ -419,7 +356,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::
 template <typename T, typename Size>
 int64_t tiles_of(const ExpandTreeParams& p) {
   constexpr int64_t kTile = DraftTile<T, Size::kIds>::kTile;
-  return (p.draft_vocab + kTile - 1) / kTile;
+  return ceil_div(p.draft_vocab, kTile);
 }
 
 // As many blocks a request as have work and as run at once.

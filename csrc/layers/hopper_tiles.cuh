@@ -1,0 +1,143 @@
+// Tiles of the wgmma kernel (linear_hopper.cu), who takes which, and the loads.
+#pragma once
+
+#include <algorithm>
+
+#include "common/tma.cuh"
+#include "layers/linear.cuh"
+#include "layers/pairs.cuh"
+
+namespace tlt {
+
+constexpr int kGroup = 4 * kWarpSize;  // threads of a warpgroup
+constexpr int kLineBytes = kBlockK * 2;
+constexpr int kMaxStages = 10;
+constexpr int kMaxShared = 227 * 1024;
+
+template <int kGroups_, int kRows_, int kHeld_, bool kTurns_ = false>
+struct Tile {
+  static constexpr int kGroups = kGroups_;  // that multiply
+  static constexpr int kRows = kRows_;      // of x
+  static constexpr int kHeld = kHeld_;      // parts of K summed side by side
+  // Of two parts one is multiplied while the other is added, and their blocks do not alternate.
+  static constexpr bool kTurns = kTurns_;
+  static_assert(!kTurns || kHeld == 2);
+  static constexpr int kPerSm = kGroups == 1 ? 2 : 1;  // blocks that fit beside each other
+  static constexpr int kWeightRows = 64 * kGroups;
+  static constexpr int kThreads = (kGroups + 1) * kGroup;
+  static constexpr int kSums = kWeightRows * kRows;
+  static constexpr int kTurnRows = std::min(kRows, 32);  // turned from wgmma's layout at once
+  static constexpr int kTurn = kTurnRows * 64;
+  static constexpr int kTurned = std::min(kRows, 2 * kTurnRows);  // the same of packed outputs
+  static constexpr bool kAddsPacked = kTurned == kRows;  // a residual has a place beside them
+  static constexpr int kStageBytes = (kWeightRows + kRows) * kLineBytes;
+  static constexpr int kStages = std::min(
+      kMaxStages, (kMaxShared / kPerSm - 1024 * (kPerSm + 1) - kGroups * kTurn * 4) / kStageBytes);
+  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kTurn * 4;
+  static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, where a cluster shares
+  // A block starts with kStartRegisters a thread; those that multiply take what the others give.
+  static constexpr int kStartRegisters = 65536 / (kPerSm * kThreads) / 8 * 8;
+  static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 232 : 160;
+  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : kGroups == 2 ? 40 : 48;
+  static_assert(kGroups * kRegisters + kLoadRegisters <= (kGroups + 1) * kStartRegisters,
+                "a warpgroup would wait for registers forever");
+  static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
+};
+
+constexpr int kAppendedHead = 64;  // dimensions of a head that is a tile
+constexpr int kPlacesBarrier = 5;  // where those that find rows' places meet those that multiply
+
+struct Grid {
+  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where they are gates and ups
+  int row_tiles, tiles, blocks;
+  int split;  // blocks of a cluster that share the parts of a tile
+};
+
+// First rows of a tile; those of the same weights are neighbours.
+__device__ __forceinline__ int first_x_row(const Grid& g, int tile, int rows) {
+  return tile % g.row_tiles * rows;
+}
+
+__device__ __forceinline__ int first_w_row(const Grid& g, int tile) {
+  return tile / g.row_tiles * g.tile_rows;
+}
+
+// What a block does: parts [begin, end) of tiles `tile`, `tile + step`, ...
+struct Work {
+  int num_blocks, begin, end, tile, step;
+  __device__ Work(const LinearParams& p, const Grid& grid)
+      : num_blocks(num_blocks_of(p)), tile(blockIdx.x / grid.split), step(gridDim.x / grid.split) {
+    const int parts = (kParts + grid.split - 1) / grid.split;
+    begin = static_cast<int>(blockIdx.x % grid.split) * parts;
+    end = min(begin + parts, kParts);
+  }
+};
+
+// A place in the ring, and the phase of its barriers.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct Barriers {
+  uint64_t full[kMaxStages], empty[kMaxStages];
+};
+
+// By one thread: fills the weights' half of the ring, or that of x once the kernels before this one
+// have ended, in the order of sum_tile and sum_held.
+template <typename Of, bool kWeights>
+__device__ __forceinline__ void load_operand(const Work& work, const Grid& grid, bool pairs,
+                                             const CUtensorMap* map, char* ring,
+                                             Barriers* barriers) {
+  const int rows = kWeights ? grid.tile_rows : Of::kRows;
+  uint32_t base = shared_address(ring) + (kWeights ? 0 : Of::kWeightRows * kLineBytes);
+  uint32_t full = shared_address(barriers->full), empty = shared_address(barriers->empty);
+  asm volatile("" : "+r"(base), "+r"(full), "+r"(empty));  // not worked out a block of K
+  RingPosition<Of::kStages> at;
+  for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
+    int row = kWeights ? first_w_row(grid, tile) : first_x_row(grid, tile, Of::kRows);
+    if (!kWeights && tile == work.tile) {
+      asm volatile("" : "+r"(row));  // worked out before
+      wait_for_prior_grid();
+    }
+    const auto load = [&](int block) {
+      const uint32_t barrier = full + at.stage * 8, to = base + at.stage * Of::kStageBytes;
+      wait_barrier(empty + at.stage * 8, at.parity ^ 1);
+      arrive_expecting(barrier, rows * kLineBytes);
+      kWeights&& pairs ? copy_pairs(to, map, block * kBlockK, row, barrier)
+                       : copy_rows(to, map, block * kBlockK, row, barrier);
+      at.advance();
+    };
+    const int beside = Of::kTurns && grid.split == 1 ? 1 : Of::kHeld;
+    for (int first = work.begin; first < work.end; first += beside) {
+      const int held = min(beside, work.end - first);
+      for (int block = first; block < work.num_blocks; block += kParts) {
+        const int end = min(block + held, work.num_blocks);
+#pragma unroll 1
+        for (int i = block; i < end; ++i) load(i);
+      }
+    }
+  }
+}
+
+// By one warp: where 32 rows of x from `first` on belong, and their angles to L1.
+__device__ __forceinline__ void find_appended(const AppendKvParams& after, int first, int rows,
+                                              bool reports, RowPlaces<kWarpSize>* places) {
+  const int lane = threadIdx.x % kWarpSize;
+  find_places(after, first, rows, reports, places);
+  if (lane >= rows || places->request[lane] < 0 || places->at[lane].status) return;
+  const float* angles = after.cos_sin + places->at[lane].position * after.cos_sin_stride;
+#pragma unroll
+  for (int i = 0; i < kAppendedHead; i += 32) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(angles + i));
+  }
+}
+
+}  // namespace tlt
