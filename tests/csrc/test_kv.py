@@ -11,6 +11,10 @@ from tlt_ext import Status
 NAN = float("nan")
 
 
+# On a GPU 16-bit heads that are not normed go by aligned chunks of 8, all else by element.
+WIDTHS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
@@ -92,25 +96,31 @@ def test_append_kv_may_norm_one_of_the_two(ops):
     check_append(ops, case | {"k_norm": 1 + kit.randn(16, seed=0)})
 
 
-def test_append_kv_with_slot_base(ops):
-    case = append_case([3, 10], [4, 2])
+@WIDTHS
+def test_append_kv_with_slot_base(ops, dtype):
+    case = append_case([3, 10], [4, 2], dtype=dtype)
     check_append(ops, case | {"slot_base": ints(6, 0)})
 
 
-def test_append_kv_positions_may_repeat_in_a_tree(ops):
-    case = append_case([3, 10], [4, 2])
+@WIDTHS
+def test_append_kv_positions_may_repeat_in_a_tree(ops, dtype):
+    case = append_case([3, 10], [4, 2], dtype=dtype)
     check_append(ops, case | {"position": ints(3, 4, 4, 5, 10, 11)})
 
 
-def test_append_kv_strided_and_in_place(ops):
+@WIDTHS
+@pytest.mark.parametrize(("offset", "stride"), [(3, 20), (8, 20), (3, 24), (8, 24)])
+def test_append_kv_strided_and_in_place(ops, offset, stride, dtype):
     """qkv rows inside a larger array, q_out the q part of qkv, caches with strides of their own."""
-    plain = append_case([3, 10], [4, 2])
+    plain = append_case([3, 10], [4, 2], dtype=dtype)
     case = dict(plain)
-    case["qkv"] = torch.full((8, 200), NAN)[1:7, 3:163].copy_(plain["qkv"])
+    wide = torch.full((8, 200), NAN, dtype=dtype)
+    case["qkv"] = wide[1:7, offset : offset + 160].copy_(plain["qkv"])
     case["q_out"] = case["qkv"][:, : 6 * 16].unflatten(-1, (6, 16))
     pages = plain["k_cache"].shape[0]
-    case["k_cache"] = torch.full((pages, 2, 5, 20), NAN)[..., :16].transpose(1, 2)
-    case["v_cache"] = torch.full((pages, 5, 4, 16), NAN)[:, :, ::2]
+    k_cache = torch.full((pages, 2, 5, stride), NAN, dtype=dtype)
+    case["k_cache"] = k_cache[..., :16].transpose(1, 2)
+    case["v_cache"] = torch.full((pages, 5, 4, 16), NAN, dtype=dtype)[:, :, ::2]
     case["cos_sin"] = torch.full((14, 20), NAN)[:, :16].copy_(plain["cos_sin"])
     ops.append_kv(**plain)
     ops.append_kv(**case)
@@ -119,12 +129,13 @@ def test_append_kv_strided_and_in_place(ops):
         assert kit.same_bits(case[name], plain[name])
 
 
-def test_append_kv_row_equals_a_batch_of_one(ops):
-    case = append_case([3, 10], [4, 2], head_dim=64)
+@WIDTHS
+def test_append_kv_row_equals_a_batch_of_one(ops, dtype):
+    case = append_case([3, 10], [4, 2], head_dim=64, dtype=dtype)
     ops.append_kv(**case)
     for row in range(6):
         request = int(row >= 4)
-        alone = append_case([3, 10], [4, 2], head_dim=64)
+        alone = append_case([3, 10], [4, 2], head_dim=64, dtype=dtype)
         alone |= {name: alone[name][row : row + 1] for name in ("qkv", "q_out", "position")}
         alone |= {n: alone[n][request : request + 1] for n in ("block_table", "status")}
         alone |= {"context_len": alone["position"].clone(), "row_start": ints(0, 1)}
@@ -137,9 +148,10 @@ def test_append_kv_row_equals_a_batch_of_one(ops):
 
 
 @pytest.mark.sanitize
-def test_append_kv_leaves_padded_rows_alone(ops):
+@WIDTHS
+def test_append_kv_leaves_padded_rows_alone(ops, dtype):
     """Fault 26: rows past row_start's end; fault 25: no request at all."""
-    case = append_case([3, 10], [4, 2])
+    case = append_case([3, 10], [4, 2], dtype=dtype)
     case["row_start"][:] = ints(0, 4, 4)
     case["block_table"][1] = -7
     case["position"][4:] = 2**31 - 1
@@ -150,6 +162,7 @@ def test_append_kv_leaves_padded_rows_alone(ops):
     ops.append_kv(**case | {n: case[n][:0] for n in names} | {"row_start": ints(0)})
 
 
+@WIDTHS
 @pytest.mark.parametrize(
     ("name", "index", "value", "status"),
     [
@@ -164,8 +177,8 @@ def test_append_kv_leaves_padded_rows_alone(ops):
         ("block_table", (0, 0), 2**31 - 1, Status.BAD_PAGE),
     ],
 )
-def test_append_kv_reports_and_skips_bad_rows(ops, name, index, value, status):
-    case = append_case([3, 10], [1, 2]) | {"slot_base": ints(0, 0)}
+def test_append_kv_reports_and_skips_bad_rows(ops, name, index, value, status, dtype):
+    case = append_case([3, 10], [1, 2], dtype=dtype) | {"slot_base": ints(0, 0)}
     case["cos_sin"] = rope_table(14, 16)
     case[name][index] = value
     ops.append_kv(**case)
@@ -176,9 +189,10 @@ def test_append_kv_reports_and_skips_bad_rows(ops, name, index, value, status):
     assert torch.equal(written, ~case["v_cache"].isnan().all(-1).all(-1))
 
 
+@WIDTHS
 @pytest.mark.parametrize("row_start", [[0, 5, 3], [-1, 4, 6], [0, 4, 7]])
-def test_append_kv_reports_row_start_outside_the_rows(ops, row_start):
-    case = append_case([3, 10], [4, 2])
+def test_append_kv_reports_row_start_outside_the_rows(ops, row_start, dtype):
+    case = append_case([3, 10], [4, 2], dtype=dtype)
     ops.append_kv(**case | {"row_start": ints(*row_start)})
     assert (case["status"] == Status.BAD_LENGTH).any()
 

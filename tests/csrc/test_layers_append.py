@@ -10,12 +10,22 @@ from tests.csrc.paged import make_batch
 NAN = float("nan")
 
 
-def make_case(contexts, rows, *, heads=(9, 3), head_dim=64, k=576, dtype=torch.bfloat16, inert=0):
+def make_case(
+    contexts,
+    rows,
+    *,
+    heads=(9, 3),
+    head_dim=64,
+    k=576,
+    dtype=torch.bfloat16,
+    inert=0,
+    page_size=16,
+):
     """Arguments of the fused op; `inert` rows belong to no request."""
     num_heads, kv_heads = heads
-    batch = make_batch(contexts, rows, 16)
+    batch = make_batch(contexts, rows, page_size)
     num_rows, width = batch.num_rows + inert, (num_heads + 2 * kv_heads) * head_dim
-    cache = torch.full((batch.num_pages, 16, kv_heads, head_dim), NAN, dtype=dtype)
+    cache = torch.full((batch.num_pages, page_size, kv_heads, head_dim), NAN, dtype=dtype)
     starts = zip(contexts, rows, strict=True)
     position = [c + i for c, r in starts for i in range(r)] + [0] * inert
     angles = kit.randn(max(contexts) + max(rows) + 1, head_dim // 2, seed=5)
@@ -106,13 +116,14 @@ def test_slot_base_inert_rows_and_strides(ops):
     assert fused["q_out"][6:].isnan().all()
 
 
-@pytest.mark.parametrize("k", [576, 1152])
-@pytest.mark.parametrize("rows", [[1] * 150, [5] * 40, [0, 100, 3, 50, 8]])
-def test_many_normed_rows_of_heads_that_are_tiles(ops, rows, k):
-    """Rows of no request too, and of pages and positions that are none."""
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("k", "page_size"), [(576, 16), (1152, 32), (576, 128)])
+@pytest.mark.parametrize("rows", [[1] * 150, [5] * 40, [0, 100, 3, 50, 8], [0, 1] * 150])
+def test_many_normed_rows_of_heads_that_are_tiles(ops, rows, k, page_size, dtype):
+    """Rows of no request too, and of pages and positions that are none; more than 256 requests."""
     contexts = [(7 * i) % 50 for i in range(len(rows))]
-    case = make_case(contexts, rows, k=k, inert=5) | {"norm_weight": None}
-    case["bias"] = kit.randn(len(case["weight"]), seed=7, dtype=torch.bfloat16)
+    case = make_case(contexts, rows, k=k, inert=5, page_size=page_size, dtype=dtype)
+    case |= {"norm_weight": None, "bias": kit.randn(len(case["weight"]), seed=7, dtype=dtype)}
     assert not check(ops, case)["status"].any()
     case["block_table"][1, 0] = 10**6
     case["position"][sum(rows) - 1] = 10**6
