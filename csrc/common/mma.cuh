@@ -57,6 +57,7 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
                : "memory");
 }
 
+// 16 bytes of shared memory.
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
