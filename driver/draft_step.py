@@ -57,10 +57,10 @@ class Bin:
         self.numbers = torch.zeros(3, tokens, dtype=torch.int64, device=device)  # ids, position, ..
         self.weight = torch.zeros(tokens, device=device)
         self.offsets = torch.zeros(self.most + 3, dtype=torch.int32, device=device)
-        # Each step in flight has its own copies on the host.
+        # Each step in flight has its own copies on the host; on the CPU no step is.
         self._staged = [
             [torch.zeros_like(x, device="cpu", pin_memory=self.fixed) for x in self.small()]
-            for _ in range(in_flight)
+            for _ in range(in_flight if self.fixed else 1)
         ]
         self._turn = 0
 
