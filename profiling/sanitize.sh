@@ -5,8 +5,7 @@
 #   profiling/sanitize.sh memcheck        # one
 #
 # Runs every op on CuPy arrays and the tests marked `sanitize`, with arrays that end where their
-# memory ends. Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything. Not run on
-# a card yet.
+# memory ends. Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
