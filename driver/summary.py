@@ -12,6 +12,7 @@ from driver.memory import CARD_MEMORY, peak_memory_gb
 from driver.phases import PHASES, StepTimes
 from driver.run import Run
 from driver.run_folder import read_jsonl
+from driver.warm import begun_from
 
 ENDS = 5  # steps averaged at each end of the run
 
@@ -27,6 +28,7 @@ def summarize(run: Run) -> dict[str, Any]:
     spot = run.rollout.spot
     return {
         "preset": run.config.preset,
+        "warm_start": begun_from(run.config),
         "steps": run.step,
         "reward": _ends(rewards),
         "heldout_accuracy": {

@@ -3,7 +3,8 @@
 The policy imitates worked responses (`driver.warmup`), samples responses of its own, and the
 drafter learns from the features recorded of these and of as many worked ones. Both lie in
 `<run.root>/warm/`, in a checkpoint that `driver.train` finds again by the settings that made it,
-and that `model.path=` and `driver.generate model=` take.
+and that `model.path=` and `driver.generate model=` take. The same settings make the same bits on
+cards of one kind; the fingerprints that it ends with show whether two machines have the same.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from driver.assemble import Rollout, build_rollout, find_model, load_policy, spec_of, stop_ids
 from driver.bandit import OFF, Bandit
 from driver.command import run_command
 from driver.config import Config, load_config
+from driver.deterministic import deterministic
 from driver.errors import UserError
 from driver.phases import Phases
 from driver.rollout.request import Request, SamplingParams, request_id
@@ -79,6 +83,40 @@ def warm_folder(config: Config) -> Path:
     return root / "warm" / f"{Path(config.preset).stem}-{digest}"
 
 
+def fingerprint(state: Mapping[str, Tensor]) -> str:
+    """Eight hex digits of all bits of a module's state.
+
+    Example:
+        >>> fingerprint({"weight": torch.zeros(2)}) == fingerprint({"weight": torch.zeros(2)})
+        True
+    """
+    digest = hashlib.blake2b(digest_size=4)
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    """Of the policy and the drafter of a warm start; {} where the folder holds none that tells."""
+    path = folder / REPORT
+    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return report["fingerprint"] if "fingerprint" in report else {}
+
+
+def begun_from(config: Config) -> dict[str, str]:
+    """The fingerprints of the warm start that a run of these settings begins from."""
+    found = whole_checkpoints(warm_folder(config)) if config.warmup.keep else []
+    return fingerprints(found[-1].path if found else Path(config.model.path).expanduser())
+
+
+def told(folder: Path) -> str:
+    """A warm start as words: where it lies, and its fingerprints."""
+    return ", ".join(
+        [str(folder), *(f"{part} {mark}" for part, mark in fingerprints(folder).items())]
+    )
+
+
 def warm_start(config: Config, note: Note) -> Checkpoint:
     """The warm start of these settings, made where there is none yet.
 
@@ -92,7 +130,7 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     folder = warm_folder(config)
     found = whole_checkpoints(folder)
     if found:
-        note(f"warm start: {found[-1].path}")
+        note(f"warm start: {told(found[-1].path)}")
         return found[-1]
     if not config.warmup.steps:
         raise UserError("warmup.steps: 0 makes no warm start; set it, or warmup.keep=false")
@@ -104,6 +142,7 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
             policy, tokenizer, task, config.warmup, config.run.seed, _progress(config, note)
         )
     report: dict[str, Any] = {"loss": [losses[0], float(np.mean(losses[-20:]))]}
+    marks = {"policy": fingerprint(policy.state_dict())}
     states: dict[str, Any] = {}
     if config.warmup.drafter_steps:
         spec = spec_of(policy)
@@ -114,7 +153,9 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
         warming = Warming(config, task, tokenizer, rollout, rollout.spot, params, note)
         report |= warming.run(phases)
         states["spot"] = rollout.spot.state_dict()
+        marks["drafter"] = fingerprint(states["spot"]["drafter"])
 
+    report["fingerprint"] = marks
     report["seconds"] = {name: round(value, 2) for name, value in phases.summary().items()}
 
     def write_policy(path: Path) -> None:
@@ -176,7 +217,10 @@ class Warming:
         for line in sampled.lines():
             self.note(line)
         with phases("drafter"):
-            report["drafter_loss"] = self.train()
+            with deterministic(self.rollout.target.device):
+                losses = self.train()
+            self.spot.swap()
+            report["drafter_loss"] = [losses[0], losses[-1]]
         with phases("check"):
             report["accept_length"] = self.accept_length()
         for strategy, length in report["accept_length"].items():
@@ -229,8 +273,10 @@ class Warming:
         )
 
     def train(self) -> list[float]:
-        """The drafter's steps; first loss and the last ones' mean."""
+        """The drafter's steps; the losses that were told."""
         steps, spot = self.config.warmup.drafter_steps, self.spot
+        # Which response ended first may follow from when the host looked.
+        spot.buffer.fresh.sort(key=lambda document: document.tokens.tolist())
         losses = []
         for step in range(steps):
             spot.set_lr(self.config.drafter.lr * lr_share(step, steps))
@@ -243,8 +289,7 @@ class Warming:
                     f" top-1 {last['drafter/top1']:.3f}"
                 )
         spot.set_lr(spot.lr)
-        spot.swap()
-        return [losses[0], losses[-1]]
+        return losses
 
     def accept_length(self) -> dict[str, float]:
         """Of each strategy with the learned drafter, on prompts that nothing was trained on."""
@@ -297,7 +342,7 @@ def main(argv: Sequence[str]) -> None:
     config = load_config(argv)
     kept = warm_start(config, lambda line: (sys.stdout.write(line + "\n"), sys.stdout.flush()))
     sys.stdout.write((kept.path / REPORT).read_text(encoding="utf-8"))
-    sys.stdout.write(f"{kept.path}\n")
+    sys.stdout.write(f"{told(kept.path)}\n")
 
 
 if __name__ == "__main__":

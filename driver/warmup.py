@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from driver.deterministic import deterministic
 from driver.errors import UserError
 from driver.logprobs import token_logprobs
 from driver.master_weights import MasterWeights
@@ -39,6 +40,7 @@ def warm_up(
 
     The loss is the mean cross-entropy over response tokens, the end token included; prompts are not
     learned. AdamW on float32 masters, a short linear ramp, then a cosine down to a tenth of `lr`.
+    Every addition has one order: cards of one kind make the same weights, bit for bit.
 
     Args:
         model: trained in place.
@@ -62,17 +64,18 @@ def warm_up(
     optimizer = torch.optim.AdamW(weights.masters, lr=config.lr, betas=(0.9, 0.98))
     losses = []
     model.train()
-    for step, batch in enumerate(demonstrations(tokenizer, task, config, seed)):
-        tokens = sum(len(row.tokens) for row in batch)
-        total = torch.zeros((), device=model.device)
-        for row in batch:
-            loss = cross_entropy(model, row.to(model.device)) / tokens
-            loss.backward()
-            weights.collect_gradients()
-            total += loss.detach()
-        weights.step(optimizer, MAX_GRAD_NORM, config.lr * lr_share(step, config.steps))
-        losses.append(float(total))
-        progress(step + 1, losses[-1])
+    with deterministic(model.device):
+        for step, batch in enumerate(demonstrations(tokenizer, task, config, seed)):
+            tokens = sum(len(row.tokens) for row in batch)
+            total = torch.zeros((), device=model.device)
+            for row in batch:
+                loss = cross_entropy(model, row.to(model.device)) / tokens
+                loss.backward()
+                weights.collect_gradients()
+                total += loss.detach()
+            weights.step(optimizer, MAX_GRAD_NORM, config.lr * lr_share(step, config.steps))
+            losses.append(float(total))
+            progress(step + 1, losses[-1])
     model.eval()
     return losses
 

@@ -1,17 +1,21 @@
 """The warm start: made once, found again, and what loads it."""
 
+import contextlib
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from driver import warm
+from driver import warm, warmup
 from driver.config import load_config
+from driver.data_buffer import DataBuffer
 from driver.errors import UserError
 from driver.generate import Generator, Options
 from driver.run import Run
+from driver.spot_trainer import SpotTrainer
 from driver.strategy import Strategy
+from tests import kit
 
 WORDS = [
     "preset=tiny",
@@ -56,7 +60,9 @@ def test_it_is_made_once_and_found_by_its_settings(config, made):
     assert any("drafter step 12/12" in line for line in lines)
     again = []
     assert warm.warm_start(config, again.append) == checkpoint
-    assert again == [f"warm start: {checkpoint.path}"]
+    marks = warm.fingerprints(checkpoint.path)
+    told = f"{checkpoint.path}, policy {marks['policy']}, drafter {marks['drafter']}"
+    assert again == [f"warm start: {told}"]
     assert checkpoint.path.parent == warm.warm_folder(config)
     for other in (
         replace(config, run=replace(config.run, seed=1)),
@@ -83,11 +89,82 @@ def test_the_report_says_what_was_measured(made):
     assert {"policy", "rollout", "drafter", "check"} <= set(report["seconds"])
 
 
-def test_the_same_seed_makes_the_same(config, made, tmp_path):
+def test_the_same_seed_makes_the_same(config, made, tmp_path, monkeypatch):
+    """Also where responses end in another order: when the host looks decides it."""
+    add = DataBuffer.add
+
+    def add_in_front(buffer, document):
+        add(buffer, document)
+        buffer.fresh.insert(0, buffer.fresh.pop())
+
+    monkeypatch.setattr(DataBuffer, "add", add_in_front)
     elsewhere = replace(config, run=replace(config.run, root=str(tmp_path)))
     again = warm.warm_start(elsewhere, lambda line: None)
     mine, theirs = (c.state("spot")["drafter"] for c in (made[0], again))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert warm.fingerprints(made[0].path) == warm.fingerprints(again.path)
+
+
+def test_all_that_learns_does_so_in_one_order(config, tmp_path, monkeypatch):
+    """What is deterministic on a card only: each backward pass is inside."""
+    inside, passes = [], []
+
+    @contextlib.contextmanager
+    def noted(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    for module in (warm, warmup):
+        monkeypatch.setattr(module, "deterministic", noted)
+    for owner, name in ((warmup, "cross_entropy"), (SpotTrainer, "micro_step")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, c=call, n=name: passes.append((n, len(inside))) or c(*a)
+        )
+    warm.warm_start(replace(config, run=replace(config.run, root=str(tmp_path))), lambda line: None)
+    assert set(passes) == {("cross_entropy", 1), ("micro_step", 1)}
+
+
+def test_a_fingerprint_is_of_all_bits():
+    state = {"a": torch.zeros(3, dtype=torch.bfloat16), "b": torch.tensor(1), "c": torch.ones(2)}
+    mark = warm.fingerprint(state)
+    assert len(mark) == 8
+    assert warm.fingerprint(dict(reversed(state.items()))) == mark
+    assert warm.fingerprint({**state, "a": -state["a"]}) != mark  # equal numbers, another bit
+    assert warm.fingerprint({"z": state["a"], "b": state["b"], "c": state["c"]}) != mark
+
+
+def test_a_run_knows_what_it_begins_from(config, made, tmp_path):
+    marks = warm.fingerprints(made[0].path)
+    assert set(marks) == {"policy", "drafter"}
+    assert warm.begun_from(config) == marks
+    assert warm.begun_from(load_config([f"model.path={made[0].path}"])) == marks
+    assert warm.begun_from(load_config([])) == {}
+    (tmp_path / warm.REPORT).write_text("{}")  # of an earlier version
+    assert warm.begun_from(load_config([f"model.path={tmp_path}"])) == {}
+
+
+@kit.gpu
+@kit.needs_gpu
+def test_two_of_a_card_are_the_same_bits(tmp_path):
+    """Documents of several blocks of FlashAttention, whose gradients would meet in any order."""
+    words = [
+        *(word for word in WORDS if not word.startswith("model.")),
+        "run.device=cuda",
+        "model.dtype=bfloat16",
+        "model.max_position=4096",
+        "task.difficulty=2",
+        "sampling.max_new_tokens=600",
+        "engine.prefill_chunk=256",
+        "warmup.batch=16",
+        "warmup.drafter_tokens=2048",
+    ]
+    marks = [
+        warm.fingerprints(warm.warm_start(load_config(run), lambda line: None).path)
+        for run in ([*words, f"run.root={tmp_path / name}"] for name in "ab")
+    ]
+    assert marks[0] == marks[1]
 
 
 def test_drafter_learns_from_sampled_and_worked_responses(config, made):
