@@ -1,4 +1,5 @@
-// Device-side helpers that several families share: storage types, status words, warp folds.
+// Device-side helpers that several families share: storage types, status words, barriers, warp
+// folds.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,6 +30,13 @@ __device__ __forceinline__ __half as_storage<__half>(float v) {
 template <>
 __device__ __forceinline__ __nv_bfloat16 as_storage<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
+}
+
+// Waits for `kThreads` threads, whole warps, at barrier `kId`, wherever in the code each of them
+// does. Barrier 0 is that of __syncthreads, to which all threads of a block must come at one place.
+template <int kId, int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
 // Butterfly folds: every lane ends with the same bits, since a + b and b + a are equal.

@@ -25,13 +25,7 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Waits for `kThreads` threads, whole warps, at barrier `kId`; 0 is __syncthreads.
-template <int kId, int kThreads>
-__device__ __forceinline__ void sync_threads() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
-}
-
-// The same without waiting: for others that do.
+// As sync_threads without waiting: for others that do.
 template <int kId, int kThreads>
 __device__ __forceinline__ void arrive_threads() {
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");

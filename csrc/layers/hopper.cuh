@@ -69,7 +69,7 @@ class Multiplier {
   __device__ __forceinline__ void sum_parts() {
     float acc[Of::kHeld][Of::kRows / 8][4];
     sum_held(acc, work_.begin);
-    asm volatile("bar.sync 1, %0;" ::"n"(Of::kGroups * kGroup) : "memory");  // the ring is read
+    sync_threads<1, Of::kGroups * kGroup>();  // the ring is read
     float* sums = reinterpret_cast<float*>(ring_) + group_ * 64;
     const int first = first_place<Of::kWeightRows>(threadIdx.x % kGroup);
 #pragma unroll

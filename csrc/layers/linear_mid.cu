@@ -11,19 +11,13 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/wgmma.cuh"
 #include "layers/decode.cuh"
-#include "layers/pairs.cuh"
+#include "layers/finishers.cuh"
 
 namespace tlt {
 namespace {
 
-constexpr int kMultipliers = kParts * kWarpSize;
-constexpr int kFinishers = 2 * kWarpSize;  // of the appending form: they find where sums go
 constexpr int kRowChunks = kBlockK / 8;
-
-template <typename After>
-constexpr int kThreads = kMultipliers + kAppends<After> * kFinishers;
 
 // Where the two sums of a pair of a row go, and what becomes of them.
 struct PairEnd {
@@ -79,7 +73,7 @@ __device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvP
     if (position[i] < 0 || position[i] >= after.max_position) continue;  // the row has no place
     angle[i] = angle_of(after, position[i], at.i);
   }
-  sync_threads<2, kFinishers>();
+  sync_threads<kFinishersBarrier, kFinishers>();
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const int row = row_of(i);
@@ -114,7 +108,7 @@ __device__ __forceinline__ void add_four(float (&sum)[4], const uint4& v, bool w
 }
 
 template <typename T, typename S, bool kNorms, typename After>
-__global__ void __launch_bounds__(kThreads<After>, 2)
+__global__ void __launch_bounds__(kBlockThreads<After>, 2)
     mid_kernel(const __grid_constant__ LinearKernelParams params,
                const __grid_constant__ After after) {
   extern __shared__ uint4 shared[];
@@ -252,7 +246,7 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
           if (t == g / 2) reinterpret_cast<float*>(squares[(i + j) * 8 + g])[warp] = of_part;
         }
       }
-      sync_threads<1, kMultipliers>();
+      sync_threads<kMultipliersBarrier, kMultipliers>();
 #pragma unroll
       for (int i = 0; i < S::kRowTiles; ++i) {
         const float4 low = squares[i * 8 + g][0], high = squares[i * 8 + g][1];
@@ -304,7 +298,7 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
         }
       }
     }
-    __syncthreads();
+    sync_sums<After>();
     if constexpr (!kAppends<After>) {
       if (!ends_here) return;
       const auto four_sums = [&](int col, float (&sum)[4]) {
@@ -347,10 +341,10 @@ __global__ void __launch_bounds__(kThreads<After>, 2)
     }
   } else if constexpr (kAppends<After>) {
     find_ends<T, S>(p, after, first_row, rows, begin, count, ends);
-    __syncthreads();  // the sums are there, and the grids before have ended
+    sync_sums<After>();  // and the grids before have ended
   }
   if constexpr (kAppends<After>) {
-    for (int i = threadIdx.x; i < rows * S::kUnit; i += kThreads<After>) {
+    for (int i = threadIdx.x; i < rows * S::kUnit; i += kBlockThreads<After>) {
       const PairEnd& end = ends[i];
       if (end.low == nullptr) continue;
       const int row = i / S::kUnit, pair = i % S::kUnit, col = pair / 8 * 16 + pair % 8;
@@ -388,8 +382,8 @@ KernelShape shape_of(const LinearParams& p) {
   const int64_t units = p.out_dim / (kPairs<After> ? 2 : 1);
   const int64_t pieces = ceil_div(p.rows, S::kRows);
   const int64_t slots = std::max<int64_t>(p.in_dim / kBlockK, kParts);  // sums have one each
-  return {ceil_div(units, S::kUnit), kThreads<After>, static_cast<int>(slots * S::kSlot * 16), 1,
-          static_cast<unsigned>(pieces)};
+  return {ceil_div(units, S::kUnit), kBlockThreads<After>, static_cast<int>(slots * S::kSlot * 16),
+          1, static_cast<unsigned>(pieces)};
 }
 
 template <typename T, typename S, bool kNorms, typename After>

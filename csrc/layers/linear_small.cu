@@ -12,19 +12,13 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/wgmma.cuh"
 #include "layers/decode.cuh"
-#include "layers/pairs.cuh"
+#include "layers/finishers.cuh"
 
 namespace tlt {
 namespace {
 
-constexpr int kMultipliers = kParts * kWarpSize;
-constexpr int kFinishers = 2 * kWarpSize;  // of the appending form: places first, then the end
 constexpr int kStepK = kParts * kBlockK;
-
-template <typename After>
-constexpr int kThreads = kMultipliers + kAppends<After> * kFinishers;
 
 template <int kRowTiles_, int kSteps_, typename After>
 struct Small {
@@ -93,7 +87,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
     if (position[i] < 0 || position[i] >= after.max_position) continue;  // the row has no place
     angle[i] = angle_of(after, position[i], at.i);
   }
-  sync_threads<2, kFinishers>();
+  sync_threads<kFinishersBarrier, kFinishers>();
   PairOut<T> out[kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
@@ -101,7 +95,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
     if (!has_pair || row >= rows || places.request[row] < 0) continue;
     out[i] = pair_out<T>(after, row, at, places.at[row]);
   }
-  __syncthreads();  // the sums are there, and the grids before have ended
+  sync_sums<AppendKvParams>();  // and the grids before have ended
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     if (out[i].low == nullptr) continue;
@@ -116,7 +110,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
 }
 
 template <typename T, typename S, bool kNorms, typename After>
-__global__ void __launch_bounds__(kThreads<After>, S::kPerSm)
+__global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
     small_kernel(const __grid_constant__ LinearKernelParams params,
                  const __grid_constant__ After after, const int unit) {
   __shared__ float sums[kParts * S::kRows * S::kCols];
@@ -217,7 +211,7 @@ __global__ void __launch_bounds__(kThreads<After>, S::kPerSm)
       const float of_part = squares_of(sum[i]);
       if (t == g / 2) squares[warp][i * 8 + g] = of_part;
     }
-    sync_threads<1, kMultipliers>();
+    sync_threads<kMultipliersBarrier, kMultipliers>();
 #pragma unroll
     for (int i = 0; i < S::kRowTiles; ++i) {
       float part[kParts];
@@ -264,7 +258,7 @@ __global__ void __launch_bounds__(kThreads<After>, S::kPerSm)
       }
     }
   }
-  __syncthreads();
+  sync_sums<After>();
   if (!ends) return;
   if constexpr (std::is_same_v<After, SiluMul>) {
     const float gate = tile_sum<S>(sums, out_row, low_col(out_col));
@@ -288,7 +282,7 @@ bool launch(const LinearKernelParams& p, const After& after, const Card& card,
   if (blocks > S::kPerSm * sms) return false;
   const auto kernel = small_kernel<T, S, kNorms, After>;
   prefer_shared(kernel);
-  launch_kernel("linear", kernel, {blocks, kThreads<After>}, stream, p.linear.early, p, after,
+  launch_kernel("linear", kernel, {blocks, kBlockThreads<After>}, stream, p.linear.early, p, after,
                 static_cast<int>(unit));
   return true;
 }
