@@ -17,6 +17,7 @@ from driver.phases import PHASES, StepTimes
 from driver.run_folder import read_jsonl
 from driver.strategy import parse_strategies
 
+OTHER_START = "another warm start, or speculation changed a token: no ratios"
 NO_DRAFTER = ("drafter.enabled=false", "spot.mode=off")
 TRL = "trl"
 
@@ -149,6 +150,8 @@ def identical_steps(one: ArmRun, other: ArmRun) -> int:
 def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
     """A run over plain decoding with the same seed, over the steps that both have.
 
+    There is no ratio of runs whose first steps already have other responses.
+
     `amdahl` is the step ratio that the rollout ratio makes when nothing else changes: with share g
     of generation in off's step and generation s times as fast, 1 / (1 - g + g / s).
 
@@ -156,6 +159,9 @@ def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
         run: any arm.
         off: the arm without speculation.
     """
+    equal = {"identical_steps": identical_steps(run, off)}
+    if not equal["identical_steps"]:
+        return equal
     count = min(len(run.records), len(off.records))
     mine, plain = run.times[:count], off.times[:count]
 
@@ -169,8 +175,18 @@ def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
         "rollout_over_off": round(rollout, 4),
         "amdahl": round(1 / (1 - share + share / rollout), 4),
         "amdahl_limit": round(1 / (1 - share), 4),
-        "identical_steps": identical_steps(run, off),
+        **equal,
     }
+
+
+def over_peer(peer: ArmRun, ours: ArmRun) -> float:
+    """Seconds of a peer's token over those of ours, over the steps that both have."""
+    count = min(len(peer.records), len(ours.records))
+
+    def token_s(run: ArmRun) -> float:
+        return sum(t.total for t in run.times[:count]) / sum(map(sum, run.lengths[:count]))
+
+    return token_s(peer) / token_s(ours)
 
 
 def curves(runs: Sequence[ArmRun]) -> dict[str, Any]:

@@ -4,13 +4,15 @@ The words are a run's. Model, prompts and their order, rewards, stop ids, length
 learning rate are those of `driver.train`; generation is that of transformers, and weights of half
 precision are trained as they are, without float32 masters. It leaves
 `metrics.jsonl`, `rollouts.jsonl` and `summary.json` in the run's folder, as far as the benchmark
-reads them, after every step. Needs trl and datasets, and what these import: pyarrow, pandas, dill,
-multiprocess, xxhash.
+reads them, after every step; where it is stopped, `summary.json` says what it was at. Needs trl and
+datasets, and what these import: pyarrow, pandas, dill, multiprocess, xxhash.
 """
 
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +30,8 @@ from driver.storage import write_text
 from driver.tasks import Prompt, Task, make_task
 
 MICRO_BATCH = 8  # most responses of a forward pass of the update
+GENERATION, REWARDS = "generation", "rewards"
+TOLD_PASSES = 256  # of a generation, between two lines
 
 
 @dataclass
@@ -52,25 +56,86 @@ class Recorded:
             rollouts.append({"step": i + 1, "lengths": self.lengths[i]})
         return metrics, rollouts
 
-    def write(self, folder: Path) -> None:
-        """The records so far: a run that its time limit ends leaves whole steps."""
+    def write(self, folder: Path, stopped: str = "") -> None:
+        """The records so far: a run that its time limit ends leaves whole steps.
+
+        Args:
+            folder: of the run.
+            stopped: what it was at, where it came to no end.
+        """
         for name, lines in zip(("metrics", "rollouts"), self.lines(), strict=True):
             write_text(folder / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        write_text(folder / "summary.json", json.dumps({"steps": len(self.seconds)}))
+        summary: dict[str, Any] = {"steps": len(self.seconds)}
+        write_text(
+            folder / "summary.json", json.dumps(summary | ({"stopped": stopped} if stopped else {}))
+        )
+
+
+class Watch:
+    """Says how far a step is.
+
+    Args:
+        recorded: of the steps.
+        say: takes a line.
+    """
+
+    def __init__(self, recorded: Recorded, say: Callable[[str], None]) -> None:
+        self.recorded, self.say = recorded, say
+        self.phase, self.passes, self.begin = "start", 0, now()
+
+    def enter(self, phase: str) -> None:
+        self.phase, self.passes, self.begin = phase, 0, now()
+
+    def on_pass(self, *_: Any) -> None:
+        """A forward pass of the policy begins; in a generation, a token of every response."""
+        self.passes += 1
+        if self.phase == GENERATION and self.passes % TOLD_PASSES == 0:
+            self.say(self.where())
+
+    def where(self) -> str:
+        """What the step is at, as of the host's clock."""
+        step, seconds = len(self.recorded.seconds) + 1, time.perf_counter() - self.begin
+        return f"step {step}: {self.phase}, {self.passes} passes in {seconds:.1f} s"
+
+    def generated(self) -> str:
+        """What the step's generation came to."""
+        seen = self.recorded
+        lengths, seconds = seen.lengths[-1], seen.gen_s[-1]
+        return (
+            f"step {len(seen.gen_s)}: generation ended, {sum(lengths)} tokens in {seconds:.1f} s,"
+            f" longest {max(lengths)}, reward {seen.rewards[-1]:.3f}"
+        )
+
+    def around(self, phase: str, call: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
+        """`call` as a phase of the step, its seconds appended to `into`; the update follows it."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.enter(phase)
+            out = call(*args, **kwargs)
+            into.append(now() - self.begin)
+            if phase == REWARDS:
+                self.say(self.generated())
+            self.enter("update")
+            return out
+
+        return wrapped
 
 
 class StepClock(TrainerCallback):
     """Notes the seconds of each optimizer step, generation included, and has them written."""
 
-    def __init__(self, recorded: Recorded, folder: Path) -> None:
-        self.recorded, self.folder, self.begin = recorded, folder, 0.0
+    def __init__(self, recorded: Recorded, folder: Path, say: Callable[[str], None]) -> None:
+        self.recorded, self.folder, self.say, self.begin = recorded, folder, say, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.begin = now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.recorded.seconds.append(now() - self.begin)
-        self.recorded.write(self.folder)
+        seen = self.recorded
+        seen.seconds.append(now() - self.begin)
+        seen.write(self.folder)
+        seconds, rest = seen.seconds[-1], seen.seconds[-1] - seen.gen_s[len(seen.seconds) - 1]
+        self.say(f"step {len(seen.seconds)}: ended after {seconds:.1f} s, update {rest:.1f} s")
 
 
 def now() -> float:
@@ -78,19 +143,6 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def timed(call: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
-    """`call`, its seconds appended to `into`."""
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        begin = now()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            into.append(now() - begin)
-
-    return wrapped
 
 
 def reward_function(
@@ -148,8 +200,8 @@ def trainer_config(config: Config, output: Path) -> Any:
     )
 
 
-def train(config: Config, folder: Path) -> None:
-    """Runs the steps; their records go to `folder`."""
+def train(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    """Runs the steps; their records go to `folder`, lines of progress to `say`."""
     import pyarrow
     from datasets import Dataset
     from trl import GRPOTrainer
@@ -165,8 +217,12 @@ def train(config: Config, folder: Path) -> None:
         tokenizer.add_bos_token = False
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.eos_token_id not in stops:  # it would end a response as well
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stops[0])
     rows = [{"prompt": p.text, "prompt_id": p.id} for p in prompts.values()]
     seen = Recorded()
+    watch = Watch(seen, say)
+    policy.register_forward_pre_hook(watch.on_pass)
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=reward_function(task, prompts, tokenizer, stops, seen),
@@ -174,18 +230,25 @@ def train(config: Config, folder: Path) -> None:
         # A fingerprint of our own: to hash the table some versions pickle what cannot be.
         train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="prompts"),
         processing_class=tokenizer,
-        callbacks=[StepClock(seen, folder)],
+        callbacks=[StepClock(seen, folder, say)],
     )
-    trainer._generate = timed(trainer._generate, seen.gen_s)
-    trainer._calculate_rewards = timed(trainer._calculate_rewards, seen.reward_s)
-    trainer.train()
+    trainer._generate = watch.around(GENERATION, trainer._generate, seen.gen_s)
+    rewards = watch.around(REWARDS, trainer._calculate_rewards, seen.reward_s)
+    trainer._calculate_rewards = rewards
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` may send a second one
+        seen.write(folder, watch.where())
+        say(f"stopped in {watch.where()}")
+        raise
 
 
 def main(argv: Sequence[str]) -> None:
     config = load_config(argv)
     folder = Path(config.run.root) / config.run.name
     folder.mkdir(parents=True, exist_ok=True)
-    train(config, folder)
+    train(config, folder, lambda line: (sys.stdout.write(line + "\n"), sys.stdout.flush()))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@ system, `trl` is TRL's GRPO trainer with generation of transformers on the same 
 `median_us` is a step's time without evaluations and checkpoints; parts are means over the steps.
 `--quick` runs `off` and `full` for four steps with one seed, without evaluations; with `--steps N`
 it makes whole runs of that length, which later ones may go on from.
+
+With `--set sampling.max_new_tokens=1024` responses end earlier than the preset's, for `trl`, whose
+steps would take minutes. Such runs have a folder of their own below `--runs`, cases of their own
+("full seed 0, 1024 tokens") and, for targets, `over_trl_hf_x` only; the warm start is the preset's.
 """
 
 from __future__ import annotations
@@ -25,16 +29,18 @@ from driver.config import load_config
 from driver.dry_run import prompt_tokens, shape_folder
 from driver.footprint import empty_policy, footprint
 from driver.memory import CARD_MEMORY
-from driver.warm import warm_start
+from driver.run_checkpoint import whole_checkpoints
+from driver.warm import warm_folder, warm_start
 from profiling.bench import Bench, say
 from profiling.grpo_arms import (
+    OTHER_START,
     TRL,
     ArmRun,
     against_off,
     arm_words,
     curves,
     finished_steps,
-    identical_steps,
+    over_peer,
 )
 
 PRESET = ["preset=h100"]
@@ -43,6 +49,7 @@ WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
 RHYTHM = ["run.eval_every=0", "run.checkpoint_every=5", "run.keep_checkpoints=1"]
 STEPS, QUICK_STEPS = 20, 4
 SEVERAL_SEEDS = ("off", "full")
+LIMIT = "sampling.max_new_tokens"
 TRL_STEPS = 2
 TRL_NEEDS = ("trl", "datasets", "dill", "multiprocess")
 
@@ -70,6 +77,9 @@ def run(bench: Bench) -> None:
     if bench.quick and not chosen.steps:  # in a folder of its own: a whole run could not go on
         words, chosen.runs = [*words, "run.eval_prompts=0"], chosen.runs / "quick"
     chosen.steps = chosen.steps or (QUICK_STEPS if bench.quick else STEPS)
+    limit = other_limit(words)
+    if limit:
+        words, chosen.runs = [*words, "run.eval_prompts=0"], chosen.runs / f"{limit}-tokens"
     known = arm_words(load_config(words), chosen.static)
     for arm in arms:
         if arm not in known and arm != TRL:
@@ -88,7 +98,18 @@ def run(bench: Bench) -> None:
         (run.arm, run.seed): memory_of(run, folder_of(chosen.runs, run.arm, run.seed))
         for run in found
     }
-    merge(bench, found, memory)
+    merge(bench, found, memory, limit)
+
+
+def warm_words(words: Sequence[str]) -> list[str]:
+    """The warm start of these settings: its responses are as long as the preset's."""
+    return [word for word in words if not word.startswith(f"{LIMIT}=")]
+
+
+def other_limit(words: Sequence[str]) -> int:
+    """Tokens of a response at most, where that is not the preset's limit; 0 where it is."""
+    limit, own = (load_config(w).sampling.max_new_tokens for w in (words, warm_words(words)))
+    return 0 if limit == own else limit
 
 
 def folder_of(runs: Path, arm: str, seed: int) -> Path:
@@ -103,10 +124,12 @@ def make_runs(
 ) -> None:
     """Brings every run to its end, or as far as the time allows."""
     deadline = time.monotonic() + chosen.seconds
+    start = warm_words(words)
     # In a process of its own: what it takes of a card's memory goes with it.
-    if not ended([sys.executable, "-m", "driver.warm", *words], chosen.seconds):
+    make = [sys.executable, "-m", "driver.warm", *start]
+    if not whole_checkpoints(warm_folder(load_config(start))) and not ended(make, chosen.seconds):
         return say("no time left for the warm start")
-    warmed = warm_start(load_config(words), say).path
+    warmed = warm_start(load_config(start), say).path
     for arm, seed in jobs:
         folder = folder_of(chosen.runs, arm, seed)
         steps = min(chosen.steps, TRL_STEPS) if arm == TRL else chosen.steps
@@ -175,41 +198,61 @@ def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:
 
 
 def merge(
-    bench: Bench, runs: list[ArmRun], memory: Mapping[tuple[str, int], dict[str, float]]
+    bench: Bench,
+    runs: list[ArmRun],
+    memory: Mapping[tuple[str, int], dict[str, float]],
+    limit: int = 0,
 ) -> None:
     """A row for each run, ratios to plain decoding with the same seed, the targets.
 
     Args:
         bench: takes them.
-        runs: what is there.
+        runs: what is there, all of one limit.
         memory: of each run by arm and seed.
+        limit: tokens of a response, where that is not the preset's limit; 0 = it is.
     """
     off = {run.seed: run for run in runs if run.arm == "off"}
     ratios = {}
     for run in runs:
+        case = f"{run.arm} seed {run.seed}" + (f", {limit} tokens" if limit else "")
         found = {}
         if run.seed in off and run.arm != TRL:
             ratios[run.arm, run.seed] = found = against_off(run, off[run.seed])
+            if not found["identical_steps"]:
+                say(f"{case}: {OTHER_START}")
         median = statistics.median(t.total for t in run.times)
         found = {**found, **memory[run.arm, run.seed]}
-        bench.add_row(f"{run.arm} seed {run.seed}", 1e6 * median, **run.row(), **found)
-    bench.files["curves"] = curves(runs)
-    full = [run for run in runs if run.arm == "full"]
-    compared = [ratios[run.arm, run.seed] for run in full if run.seed in off]
+        bench.add_row(case, 1e6 * median, **run.row(), **found)
+    full = {run.seed: run for run in runs if run.arm == "full"}
+    peers = [run for run in runs if run.arm == TRL and run.seed in full]
+    if peers:
+        over = statistics.median(over_peer(run, full[run.seed]) for run in peers)
+        bench.got["over_trl_hf_x"] = round(over, 2)
+    if not limit:
+        bench.files["curves"] = curves(runs)
+        book_full(
+            bench, list(full.values()), [ratios["full", seed] for seed in full if seed in off]
+        )
+
+
+def book_full(bench: Bench, full: list[ArmRun], ratios: list[dict[str, float | int]]) -> None:
+    """The targets of the full system.
+
+    Args:
+        bench: takes them.
+        full: its runs.
+        ratios: to plain decoding, of those whose seed it has too.
+    """
+    compared = [found for found in ratios if found["identical_steps"]]
     if compared:
         bench.got |= {
             f"{name}_x": round(statistics.median(r[name] for r in compared), 3)
             for name in ("step_over_off", "rollout_over_off")
         }
-        bench.got["identical_reward_steps"] = min(
-            identical_steps(run, off[run.seed]) for run in full if run.seed in off
-        )
+    if ratios:
+        bench.got["identical_reward_steps"] = min(found["identical_steps"] for found in ratios)
     if full:
         bench.got["unaccounted_share"] = max(run.unaccounted_share for run in full)
         gains = [run.heldout_gain_points for run in full if run.heldout_gain_points is not None]
         if gains:
             bench.got["heldout_gain_points"] = round(statistics.mean(gains), 2)
-    peers = [run for run in runs if run.arm == TRL]
-    if peers and full:
-        ours = full[0].seconds() / full[0].tokens()
-        bench.got["over_trl_hf_x"] = round(peers[0].seconds() / peers[0].tokens() / ours, 2)

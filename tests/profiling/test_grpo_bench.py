@@ -19,7 +19,9 @@ from profiling.grpo_arms import (
     curves,
     finished_steps,
     identical_steps,
+    over_peer,
 )
+from profiling.results import joined, targets_of
 
 WORDS = [
     "preset=tiny",
@@ -113,14 +115,17 @@ def test_arms_are_configurations():
 def runs(tmp_path_factory):
     """Both arms for two steps, `full` stopped behind its first and gone on with."""
     root = tmp_path_factory.mktemp("runs")
-    words = [*WORDS, f"run.root={root}"]
+    preset = root / "small.yaml"
+    preset.write_text(to_yaml(load_config(WORDS)))
+    words = [f"preset={preset}", f"run.root={root}"]
 
-    def bench(*options):
-        out = Bench("grpo", math.nan, settings=words, options=[*options, f"--runs={root}/grpo"])
+    def bench(*options, more=()):
+        settings = [*words, *more]
+        out = Bench("grpo", math.nan, settings=settings, options=[*options, f"--runs={root}/grpo"])
         grpo.run(out)
         return out
 
-    bench.folder = root / "grpo"
+    bench.folder, bench.words = root / "grpo", words
     bench("--arms=full", "--seeds=0", "--steps=1")
     return bench, bench("--arms=off,full", "--seeds=0", "--steps=2")
 
@@ -143,7 +148,7 @@ def test_arms_run_resume_and_merge(runs, monkeypatch):
     commands = []
     monkeypatch.setattr(grpo, "ended", lambda command, left: commands.append(command) or True)
     again = bench("--arms=off,full", "--seeds=0", "--steps=2")
-    assert [command[2] for command in commands] == ["driver.warm"]
+    assert commands == []
     assert again.rows == result.rows
     assert bench("--arms=off,full", "--seeds=0", "--steps=3", "--merge").rows == result.rows
 
@@ -152,14 +157,79 @@ def test_the_command_writes_the_result(runs, tmp_path, monkeypatch):
     bench, _ = runs
     monkeypatch.setattr(grpo, "NEEDS_CUDA", False, raising=False)
     options = ["--arms", "off,full", "--seeds", "0", "--merge", "--runs", str(bench.folder)]
-    assert main(["grpo", *options, "--out", str(tmp_path), "--set", "preset=tiny"]) == 0
+    settings = [word for setting in bench.words for word in ("--set", setting)]
+    assert main(["grpo", *options, "--out", str(tmp_path), *settings]) == 0
     result = json.loads((tmp_path / "cpu" / "grpo.json").read_text())
-    assert result["meta"]["command"].startswith("python -m profiling.bench grpo --set preset=tiny")
+    assert result["meta"]["command"].startswith("python -m profiling.bench grpo --set preset=")
     assert " ".join(options) in result["meta"]["command"]
     got = {target["name"]: target["got"] for target in result["targets"]}
     assert got["identical_reward_steps"] == 2 and got["over_trl_hf_x"] is None
     written = json.loads((tmp_path / "cpu" / "grpo-curves.json").read_text())
     assert len(written["full"]["0"]["reward"]) == 2
+
+
+def test_another_limit_has_runs_cases_and_one_target_of_its_own(runs, tmp_path, monkeypatch):
+    """From the preset's warm start; nothing of the whole length is gone on with or replaced."""
+    bench, whole = runs
+    commands = []
+    monkeypatch.setattr(grpo, "ended", lambda command, left: commands.append(command) or True)
+    monkeypatch.setattr(grpo, "trl_command", lambda words: ["trl", *words])
+    short = ["sampling.max_new_tokens=8"]
+    assert bench("--arms=full,trl", "--seeds=0", "--steps=2", more=short).rows == []
+    folder = bench.folder / "8-tokens"
+    for command, arm in zip(commands, ("full", "trl"), strict=True):  # no driver.warm
+        assert {*short, f"run.root={folder}", f"run.name={arm}-0", "run.steps=2"} < set(command)
+        assert "run.resume=true" not in command
+        (config,) = (word for word in command if word.startswith("model.path="))
+    assert config.removeprefix("model.path=").startswith(str(bench.folder.parent / "warm/small-"))
+
+    lines = [record(i, 1.0, 1.0, seconds) for i, seconds in ((1, 2.0), (2, 2.0))]
+    ours, peer = arm_run("full", lines), arm_run("trl", [record(1, 9.0, 1.0, 30.0)])
+    out = Bench("grpo", math.nan)
+    grpo.merge(out, [ours, peer], {("full", 0): {}, ("trl", 0): {}}, 8)
+    assert [row["case"] for row in out.rows] == ["full seed 0, 8 tokens", "trl seed 0, 8 tokens"]
+    assert out.got == {"over_trl_hf_x": 15.0} and out.files == {}
+    old, new = (
+        {
+            "meta": {"command": name, "commit": "c"},
+            "rows": of.rows,
+            "targets": targets_of("grpo", of.got),
+        }
+        for name, of in (("old", whole), ("new", out))
+    )
+    both = joined(old, new)
+    assert both["rows"] == [*whole.rows, *out.rows]
+    got = {target["name"]: target["got"] for target in both["targets"]}
+    assert got == {**whole.got, "over_trl_hf_x": 15.0}
+
+
+def test_a_limit_is_another_one_where_it_is_not_the_preset_s():
+    assert grpo.other_limit(["preset=h100", "sampling.max_new_tokens=4096"]) == 0
+    assert grpo.other_limit(["preset=h100", "sampling.max_new_tokens=1024"]) == 1024
+    assert grpo.other_limit(["preset=h100", "sampling.temperature=0.5"]) == 0
+
+
+def test_runs_of_two_warm_starts_have_no_ratio(capsys):
+    """Loud: the count of equal steps is there, and 0; a later difference is a count only."""
+    lines = [record(i + 1, 8.0, 2.0, 10.0, reward=r) for i, r in enumerate((0.1, 0.2))]
+    fast = [record(i + 1, 1.0, 1.0, 2.0, reward=r) for i, r in enumerate((0.1, 0.2))]
+    off, memory = arm_run("off", lines), {(arm, 0): {} for arm in ("off", "ngram", "full")}
+    for first, lengths in ((fast[0] | {"critic/rewards/mean": 0.3}, None), (fast[0], [[9, 9]] * 2)):
+        bench = Bench("grpo", math.nan)
+        runs = [off, *(arm_run(arm, [first, fast[1]], lengths) for arm in ("ngram", "full"))]
+        grpo.merge(bench, runs, memory)
+        said = capsys.readouterr().out
+        for arm, row in zip(("ngram", "full"), bench.rows[1:], strict=True):
+            assert row["identical_steps"] == 0 and "step_over_off" not in row
+            assert f"{arm} seed 0: another warm start, or speculation changed a token: no" in said
+        assert bench.got["identical_reward_steps"] == 0
+        assert "step_over_off_x" not in bench.got
+    bench = Bench("grpo", math.nan)
+    grpo.merge(
+        bench, [off, arm_run("full", [fast[0], {**fast[1], "critic/rewards/mean": 0}])], memory
+    )
+    assert (bench.got["identical_reward_steps"], bench.got["step_over_off_x"]) == (1, 5.0)
+    assert "no ratios" not in capsys.readouterr().out
 
 
 def test_memory_stands_beside_its_prediction(tmp_path):
@@ -199,23 +269,58 @@ def test_a_peer_that_is_missing_costs_its_own_row(monkeypatch, capsys):
 def test_peer_over_ours_is_by_token():
     ours = arm_run("full", [record(1, 1.0, 1.0, 2.0)], [[10, 10]])
     peer = arm_run("trl", [record(1, 9.0, 1.0, 10.0)], [[5, 5]])
+    other = ArmRun("full", 1, [record(1, 1.0, 1.0, 200.0)], [[1]], [])
     bench = Bench("grpo", math.nan)
-    grpo.merge(bench, [ours, peer], {("full", 0): {}, ("trl", 0): {}})
-    assert bench.got["over_trl_hf_x"] == 10.0
+    memory = {("full", 0): {}, ("full", 1): {}, ("trl", 0): {}}
+    grpo.merge(bench, [other, ours, peer], memory)
+    assert bench.got["over_trl_hf_x"] == 10.0  # of the same seed
+    longer = arm_run("full", [*ours.records, record(2, 1.0, 1.0, 50.0)], [[10, 10], [1, 1]])
+    assert over_peer(peer, longer) == 10.0  # over the steps that both have
     assert set(curves([ours, peer])) == {"full", "trl"}
 
 
 def test_peer_s_records_are_there_after_every_step(tmp_path):
+    said = []
     seen = trl_arm.Recorded(rewards=[0.5, 1.0], lengths=[[3], [4]])
-    clock = trl_arm.StepClock(seen, tmp_path)
+    clock = trl_arm.StepClock(seen, tmp_path, said.append)
     for step in (1, 2):
         clock.on_step_begin()
         seen.gen_s.append(0.0)
         seen.reward_s.append(0.0)
         clock.on_step_end()
         assert finished_steps(tmp_path) == step
+        assert said[-1].startswith(f"step {step}: ended after 0.0 s, update 0.0 s")
     run = ArmRun.read("trl", 0, tmp_path)
     assert run.rewards == [0.5, 1.0] and run.lengths == [[3], [4]]
+
+
+def test_peer_says_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(trl_arm, "TOLD_PASSES", 2)
+    seen, said = trl_arm.Recorded(), []
+    watch = trl_arm.Watch(seen, said.append)
+
+    def generate():
+        for _ in range(5):
+            watch.on_pass()
+        return "tokens"
+
+    def reward():
+        seen.lengths.append([5, 2])
+        seen.rewards.append(0.5)
+
+    assert watch.around(trl_arm.GENERATION, generate, seen.gen_s)() == "tokens"
+    assert [line.partition(" in ")[0] for line in said] == [
+        "step 1: generation, 2 passes",
+        "step 1: generation, 4 passes",
+    ]
+    watch.around(trl_arm.REWARDS, reward, seen.reward_s)()
+    assert said[-1] == "step 1: generation ended, 7 tokens in 0.0 s, longest 5, reward 0.500"
+    watch.on_pass()
+    assert watch.where() == "step 1: update, 1 passes in 0.0 s"
+    seen.write(tmp_path, watch.where())  # as where it is stopped
+    assert finished_steps(tmp_path) == 0
+    assert "update, 1 passes" in json.loads((tmp_path / "summary.json").read_text())["stopped"]
+    assert ArmRun.read("trl", 0, tmp_path) is None
 
 
 def test_peer_notes_rewards_without_the_end_token():
