@@ -24,10 +24,6 @@ from driver.rollout.workspace import Workspace
 # hides, for they are on their way meanwhile, and by themselves they are read faster.
 FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 
-# On Hopper a linear of more rows appends at the end of its large tiles, which read rows normed by
-# a launch before: where a head is a tile, and the weights are few (csrc/layers/linear_hopper.cu).
-WIDE_ROWS, WIDE_HEAD, WIDE_WEIGHTS = 224, 64, 4 << 20
-
 
 def fuses(rows: int, weights: int) -> bool:
     """Whether, on a GPU, a linear of so many rows and weights norms its rows itself, or appends."""
@@ -39,18 +35,12 @@ def norms(rows: int, weights: int) -> bool:
     return fuses(rows, weights) and weights <= LARGE_WEIGHTS
 
 
-def appends_wide(rows: int, weights: int, head_dim: int) -> bool:
-    """Whether, on Hopper, a linear of so many normed rows and weights appends what it makes."""
-    return rows > WIDE_ROWS and weights <= WIDE_WEIGHTS and head_dim == WIDE_HEAD
-
-
 def layer_launches(spec: ModelSpec, rows: int) -> int:
     """Launches of a layer on a GPU, at most: attention's are two, but one for few short rows."""
     heads = spec.num_heads + 2 * spec.num_kv_heads
     qkv = heads * spec.head_dim * spec.hidden_size
     appended = fuses(rows, qkv) and not spec.qk_norm
-    wide = appends_wide(rows, qkv, spec.head_dim)
-    normed = not wide and (appended or norms(rows, qkv))
+    normed = appended or norms(rows, qkv)
     gated = norms(rows, 2 * spec.intermediate_size * spec.hidden_size)
     return 6 + (not normed) + (not appended) + (not gated)
 
@@ -152,9 +142,6 @@ class TargetModel:
         self.device = torch.device(device)
         self.dtype = dtype or spec.dtype
         self.max_rows = max_rows
-        self._hopper = self.device.type == "cuda" and (
-            torch.cuda.get_device_capability(self.device) == (9, 0) and self.dtype.itemsize == 2
-        )
         self.feature_layers = tuple(feature_layers) or default_feature_layers(spec.num_layers)
         for layer in self.feature_layers:
             if not 0 <= layer < spec.num_layers:
@@ -305,10 +292,6 @@ class TargetModel:
         """Whether a linear of so many rows should norm its rows itself, or append what it makes."""
         return self.device.type == "cpu" or fuses(rows, weight.numel())
 
-    def appends_wide(self, rows: int, weight: Tensor) -> bool:
-        """Whether a linear of so many rows, normed before or not at all, should append."""
-        return self._hopper and appends_wide(rows, weight.numel(), self.spec.head_dim)
-
     def norm_for(
         self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, between: Tensor
     ) -> dict[str, Tensor | float]:
@@ -326,17 +309,12 @@ class TargetModel:
         """q of the rows, rotated, into `q`; k and v into the cache."""
         heads = {"num_heads": self.spec.num_heads, "num_kv_heads": self.spec.num_kv_heads}
         linear, eps = {"bias": layer.qkv_bias, "early": True}, self.spec.rms_norm_eps
-        rows, normed = len(hidden), self._normed[: len(hidden)]
-        wide = self.appends_wide(rows, layer.qkv)
-        if not self.spec.qk_norm and (wide or self.fuses(rows, layer.qkv)):
-            x, norm = hidden, {"norm_weight": layer.input_norm, "eps": eps}
-            if wide:
-                tlt_ext.rms_norm(hidden, layer.input_norm, normed, eps=eps)
-                x, norm = normed, {}
+        if not self.spec.qk_norm and self.fuses(len(hidden), layer.qkv):
+            norm = {"norm_weight": layer.input_norm, "eps": eps}
             return tlt_ext.linear_append(
-                x, layer.qkv, q, *cache, **heads, **norm, **linear, placed=True
+                hidden, layer.qkv, q, *cache, **heads, **norm, **linear, placed=True
             )
-        qkv = self._qkv[:rows]
+        qkv = self._qkv[: len(hidden)]
         read = self.norm_for(hidden, layer.input_norm, layer.qkv, eps, self._normed)
         tlt_ext.linear_rows(**read, weight=layer.qkv, out=qkv, **linear)
         tlt_ext.append_kv(

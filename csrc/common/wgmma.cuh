@@ -25,12 +25,6 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// As sync_threads without waiting: for others that do.
-template <int kId, int kThreads>
-__device__ __forceinline__ void arrive_threads() {
-  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
-}
-
 // A matrix in shared memory of which each block of 8 rows follows the one before; `address` must be
 // the same in all lanes. Kept in two words, so that an offset is one addition in uniform registers.
 struct SharedMatrix {

@@ -162,42 +162,6 @@ class Multiplier {
     }
   }
 
-  // Puts a tile, which is a head of 64 dimensions of q, k or v, where append_kv would have put it.
-  __device__ __forceinline__ void store_appended(float (&total)[Of::kRows / 8][4], int tile,
-                                                 const AppendKvParams& after,
-                                                 const RowPlaces<kWarpSize>* places, float* turn) {
-    static_assert(Of::kGroups == 1 && Of::kAddsPacked);
-    static_assert(Of::kRows == 2 * kWarpSize, "a row for each lane of the two warps that are left");
-    int thread = threadIdx.x % kGroup;
-    asm volatile("" : "+r"(thread));
-    const int warp = thread / kWarpSize, matrix = thread % kWarpSize / 8, matrix_row = thread % 8;
-    const int w_row = first_w_row(grid_, tile), x_row = first_x_row(grid_, tile, Of::kRows);
-    const int rows = min(static_cast<int>(p_.rows) - x_row, Of::kRows);
-    const uint32_t base = shared_address(turn);
-    const float2 bias = load_bias(w_row, thread);
-#pragma unroll
-    for (int j = 0; j < Of::kRows / 8; j += 2) {
-      store_matrices_transposed(
-          turned_place(base, (j + matrix / 2) * 8 + matrix_row, warp * 2 + matrix % 2),
-          packed(total[j], 0, bias, 0), packed(total[j], 1, bias, 0),
-          packed(total[j + 1], 0, bias, 0), packed(total[j + 1], 1, bias, 0));
-    }
-    sync_threads<kPlacesBarrier, kGroup + Of::kRows>();  // places are known, too
-    constexpr int kChunks = kAppendedHead / 2 / 8;
-#pragma unroll 2
-    for (int i = thread; i < rows * kChunks; i += kGroup) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      const RowPlaces<kWarpSize>& at = places[row / kWarpSize];
-      if (at.request[row % kWarpSize] < 0) continue;
-      const RowPlace& place = at.at[row % kWarpSize];
-      const HeadPair pair = {w_row / kAppendedHead, chunk * 8};
-      store_pairs(pair_out<T>(after, x_row + row, pair, place), kAppendedHead / 2,
-                  load_shared(turned_place(base, row, chunk)),
-                  load_shared(turned_place(base, row, chunk + kChunks)),
-                  after.cos_sin + place.position * after.cos_sin_stride + pair.i);
-    }
-  }
-
   // Stores a tile's sums, kTurnRows rows at a time turned through shared memory.
   __device__ __forceinline__ void store_tile(const float (&total)[Of::kRows / 8][4], int tile,
                                              float* turn) {

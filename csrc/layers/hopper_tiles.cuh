@@ -5,7 +5,6 @@
 
 #include "common/tma.cuh"
 #include "layers/linear.cuh"
-#include "layers/pairs.cuh"
 
 namespace tlt {
 
@@ -44,13 +43,10 @@ struct Tile {
   static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
 };
 
-constexpr int kAppendedHead = 64;  // dimensions of a head that is a tile
-constexpr int kPlacesBarrier = 5;  // where those that find rows' places meet those that multiply
-
 struct Grid {
-  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where they are gates and ups
   int row_tiles, tiles, blocks;
-  int split;  // blocks of a cluster that share the parts of a tile
+  int split;      // blocks of a cluster that share the parts of a tile
+  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where they are gates and ups
 };
 
 // First rows of a tile; those of the same weights are neighbours.
@@ -124,19 +120,6 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
         for (int i = block; i < end; ++i) load(i);
       }
     }
-  }
-}
-
-// By one warp: where 32 rows of x from `first` on belong, and their angles to L1.
-__device__ __forceinline__ void find_appended(const AppendKvParams& after, int first, int rows,
-                                              bool reports, RowPlaces<kWarpSize>* places) {
-  const int lane = threadIdx.x % kWarpSize;
-  find_places(after, first, rows, reports, places);
-  if (lane >= rows || places->request[lane] < 0 || places->at[lane].status) return;
-  const float* angles = after.cos_sin + places->at[lane].position * after.cos_sin_stride;
-#pragma unroll
-  for (int i = 0; i < kAppendedHead; i += 32) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(angles + i));
   }
 }
 

@@ -84,7 +84,6 @@ void linear_append_cuda(const LinearParams& linear, const AppendKvParams& append
       "on a CUDA device");
   const Card card = card_of(device);
   if (launch_small_append(p, append, card, as_stream(stream))) return;
-  if (launch_hopper_append(p, append, as_stream(stream))) return;
   if (launch_mid_append(p, append, card, as_stream(stream))) return;
   launch_decode_append(p, append, card, as_stream(stream));
 }

@@ -107,9 +107,6 @@ bool launch_mid_append(const LinearKernelParams& p, const AppendKvParams& append
                        cudaStream_t stream);
 bool has_hopper_kernel();  // whether this build and the current device have the next one
 void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
-// Aligned rows without a norm; false: not so many, or not of such weights or heads.
-bool launch_hopper_append(const LinearKernelParams& p, const AppendKvParams& append,
-                          cudaStream_t stream);
 void launch_tiles(const LinearKernelParams& p, cudaStream_t stream);
 void launch_float32(const LinearKernelParams& p, cudaStream_t stream);
 void launch_float32_append(const LinearKernelParams& p, const AppendKvParams& append,

@@ -10,9 +10,6 @@
 // for its next tile while the last one is stored. For silu_mul 8 rows of gate and 8 of up lie by
 // turns in a tile: a tensor copy puts them so.
 //
-// Where a head has 64 dimensions a tile of 64 x 64 of q, k and v is one, and goes where append_kv
-// would have put it: two more warps look up where its rows belong, while it is multiplied.
-//
 // With few tiles of long rows a cluster shares the parts of K, and its blocks' sums meet in
 // distributed shared memory, part by part. Which shape and grid a call gets: `consider`.
 #include <cooperative_groups.h>
@@ -24,16 +21,14 @@
 namespace tlt {
 namespace {
 
-template <typename T, typename Of, typename After>
+template <typename T, typename Of>
 __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
     hopper_kernel(const __grid_constant__ LinearKernelParams params,
-                  const __grid_constant__ After after, const __grid_constant__ Grid grid,
-                  const __grid_constant__ CUtensorMap w_map,
+                  const __grid_constant__ Grid grid, const __grid_constant__ CUtensorMap w_map,
                   const __grid_constant__ CUtensorMap x_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char memory[];
   __shared__ Barriers barriers;
-  __shared__ RowPlaces<kWarpSize> places[kAppends<After> ? Of::kRows / kWarpSize : 1];
   char* ring = memory + (1024 - shared_address(memory) % 1024) % 1024;
   launch_dependents();
   const LinearParams& p = params.linear;
@@ -61,16 +56,6 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
     if (warp == kLoader + 1 && lane == 0) {
       load_operand<Of, false>(work, grid, false, &x_map, ring, &barriers);
     }
-    if constexpr (kAppends<After>) {
-      const int nth = warp - kLoader - 2;
-      if (nth >= 0) {
-        if (!p.placed) wait_for_prior_grid();
-        const int first = first_x_row(grid, work.tile, Of::kRows) + nth * kWarpSize;
-        const int rows = min(static_cast<int>(p.rows) - first, kWarpSize);
-        find_appended(after, first, rows, first_w_row(grid, work.tile) == 0, &places[nth]);
-        arrive_threads<kPlacesBarrier, kGroup + Of::kRows>();
-      }
-    }
     __syncwarp();
     if (grid.split > 1) cluster.sync();
   } else {
@@ -88,11 +73,6 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
       for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
         float total[Of::kRows / 8][4];
         wait_for_prior_grid();
-        if constexpr (kAppends<After>) {  // a tile a block
-          multiplier.sum_tile(total);
-          multiplier.store_appended(total, tile, after, places, turn);
-          break;
-        }
         multiplier.load_residual(tile, turn);
         multiplier.sum_tile(total);
         if (multiplier.packs()) {
@@ -117,24 +97,18 @@ struct Choice {
   void (*launch)(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream);
 };
 
-template <typename T, typename Of, typename After>
-void launch_before(const After& after, const LinearKernelParams& p, const Grid& grid,
-                   cudaStream_t stream) {
-  const auto kernel = hopper_kernel<T, Of, After>;
+template <typename T, typename Of>
+void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) {
+  const auto kernel = hopper_kernel<T, Of>;
   prefer_shared(kernel);
   const LinearParams& linear = p.linear;
   const KernelShape shape{grid.blocks, Of::kThreads, Of::kSharedBytes,
                           static_cast<unsigned>(grid.split)};
   const auto map_weights = p.silu_mul ? make_pair_map : make_row_map;
-  launch_kernel("linear", kernel, shape, stream, linear.early, p, after, grid,
+  launch_kernel("linear", kernel, shape, stream, linear.early, p, grid,
                 map_weights(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride,
                             grid.tile_rows),
                 make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
-}
-
-template <typename T, typename Of>
-void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) {
-  launch_before<T, Of>(Nothing{}, p, grid, stream);
 }
 
 // Takes a tile shape where it promises to be faster than the best so far. A block of K takes as
@@ -182,8 +156,9 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
                            (Of::kPerSm == 1 ? kFullCycles : 0) + (split > 1 ? kSplitCycles : 0);
     if (cycles >= best->cycles) continue;
     best->cycles = cycles;
-    best->grid = {static_cast<int>(tile_rows), static_cast<int>(row_tiles), static_cast<int>(tiles),
-                  static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)), split};
+    best->grid = {static_cast<int>(row_tiles), static_cast<int>(tiles),
+                  static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)), split,
+                  static_cast<int>(tile_rows)};
     best->launch = launch<T, Of>;
   }
 }
@@ -209,32 +184,13 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
 
 bool has_hopper_kernel() {
   cudaFuncAttributes code;  // code for other cards is empty, without barriers
-  check_cuda(cudaFuncGetAttributes(&code, hopper_kernel<__half, Tile<2, 64, 4>, Nothing>),
-             "linear");
+  check_cuda(cudaFuncGetAttributes(&code, hopper_kernel<__half, Tile<2, 64, 4>>), "linear");
   return code.sharedSizeBytes > 0;
 }
 
 void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
   p.linear.dtype == DType::kFloat16 ? launch_best<__half>(p, card, stream)
                                     : launch_best<__nv_bfloat16>(p, card, stream);
-}
-
-bool launch_hopper_append(const LinearKernelParams& p, const AppendKvParams& append,
-                          cudaStream_t stream) {
-  using Of = Tile<1, 64, 2, true>;
-  constexpr int64_t kLeastRows = 64;  // fewer are faster in pieces
-  const LinearParams& linear = p.linear;
-  if (linear.norm_weight || linear.rows <= kLeastRows || linear.in_dim < kParts * kBlockK ||
-      linear.in_dim * linear.out_dim > kSmallWeights || append.head_dim != kAppendedHead ||
-      !has_whole_chunks(append) || !has_hopper_kernel()) {
-    return false;
-  }
-  const int row_tiles = static_cast<int>(ceil_div(linear.rows, Of::kRows));
-  const int tiles = static_cast<int>(linear.out_dim / kAppendedHead) * row_tiles;
-  const Grid grid = {kAppendedHead, row_tiles, tiles, tiles, 1};
-  linear.dtype == DType::kFloat16 ? launch_before<__half, Of>(append, p, grid, stream)
-                                  : launch_before<__nv_bfloat16, Of>(append, p, grid, stream);
-  return true;
 }
 
 }  // namespace tlt

@@ -235,7 +235,7 @@ class DraftRunner:
         places = (self.k, self.v, self.target.cos_sin, *(rows[name] for name in names))
         heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
         heads["slot_base"] = rows.get("slot_base")
-        if self.target.fuses(count, weight) or self.target.appends_wide(count, weight):
+        if self.target.fuses(count, weight):
             tlt_ext.linear_append(joined, weight, q, *places, **heads, early=True)
         else:
             qkv = joined.new_empty(count, len(weight))

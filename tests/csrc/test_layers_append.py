@@ -119,7 +119,7 @@ def test_slot_base_inert_rows_and_strides(ops):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("k", "page_size"), [(576, 16), (1152, 32), (576, 128)])
 @pytest.mark.parametrize("rows", [[1] * 150, [5] * 40, [0, 100, 3, 50, 8], [0, 1] * 150])
-def test_many_normed_rows_of_heads_that_are_tiles(ops, rows, k, page_size, dtype):
+def test_many_rows_without_a_norm(ops, rows, k, page_size, dtype):
     """Rows of no request too, and of pages and positions that are none; more than 256 requests."""
     contexts = [(7 * i) % 50 for i in range(len(rows))]
     case = make_case(contexts, rows, k=k, inert=5, page_size=page_size, dtype=dtype)

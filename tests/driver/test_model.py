@@ -3,10 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-import tlt_ext
 from driver.checkpoint import ModelSpec, read_weights
 from driver.errors import UserError
-from driver.model import RowBatch, TargetModel, appends_wide, default_feature_layers
+from driver.model import RowBatch, TargetModel, default_feature_layers
 from driver.rollout.kv_cache import KvCache
 from tests.driver.hugging_face import VARIANTS, logits_of, random_model, save_model
 from tests.kit import generator, relative_error, same_bits
@@ -226,18 +225,6 @@ def test_ops_one_by_one_have_the_bits_of_fused_ones(llama, monkeypatch, dtype):
     assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
 
 
-def test_rows_normed_before_an_append_have_the_bits_of_those_normed_inside(llama, monkeypatch):
-    """What a layer runs on Hopper where rows are many and heads have 64 dimensions."""
-    model, ids, normed = load(llama[1], dtype=torch.bfloat16), token_ids(21), []
-    fused = [x.clone() for x in Sequences(model).rows([ids], want_features=True)]
-    monkeypatch.setattr(model, "appends_wide", lambda rows, weight: True)
-    rms_norm = tlt_ext.rms_norm
-    monkeypatch.setattr("tlt_ext.rms_norm", lambda *a, **k: normed.append(rms_norm(*a, **k)))
-    wide = Sequences(model).rows([ids], want_features=True)
-    assert all(same_bits(a, b) for a, b in zip(fused, wide, strict=True))
-    assert len(normed) == len(model.layers)
-
-
 def test_few_rows_or_few_weights_are_fused(llama, monkeypatch):
     model = load(llama[1])
     small, large = (torch.empty(shape, device="meta") for shape in ((3072, 576), (4608, 3584)))
@@ -245,9 +232,6 @@ def test_few_rows_or_few_weights_are_fused(llama, monkeypatch):
     monkeypatch.setattr(model, "device", torch.device("cuda"))
     assert model.fuses(8, large) and not model.fuses(9, large)
     assert model.fuses(160, small) and not model.fuses(161, small)
-    assert not model.appends_wide(640, small)  # on a CPU, and what is older than Hopper
-    assert appends_wide(225, 960 * 576, 64) and not appends_wide(224, 960 * 576, 64)
-    assert not appends_wide(640, 960 * 576, 128) and not appends_wide(640, 4608 * 3584, 64)
 
 
 @pytest.mark.parametrize(("wide", "inside"), [(49152, True), (37888, False)])
