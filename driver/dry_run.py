@@ -4,7 +4,7 @@ Memory by part (`driver.footprint`), the time of a step by phase from bytes, FLO
 what the machine can do at most, and a refusal where the memory does not suffice. `model.path=` may
 be a folder with nothing but a `config.json`. Further words: `memory_gb=` (of the card; default is
 the one that is there), `prompt_tokens=` (of the longest prompt, where there is no tokenizer) and
-`mean_tokens=` (of a response).
+`mean_tokens=` (of a response). A run on a card is refused by the same numbers.
 """
 
 from __future__ import annotations
@@ -114,6 +114,22 @@ def read_words(argv: Sequence[str]) -> tuple[Words, Config]:
         if not 0 <= value < math.inf:
             raise UserError(f"{name}: wanted a number from 0 on, got {value}")
     return words, load_config([word for word in argv if word not in mine])
+
+
+def check_run(config: Config, folder: Path | None) -> None:
+    """Refuses a run for which its card has too little memory, before any of it is taken.
+
+    Args:
+        config: of the run.
+        folder: of the model; None = the tiny one.
+
+    Raises:
+        UserError: as of a dry run, with the same numbers.
+    """
+    limit_gb = memory_gb(config.run.device)
+    if limit_gb:
+        policy = empty_policy(config, folder)
+        check_fits(footprint(config, policy, prompt_tokens(config, folder)), limit_gb)
 
 
 def check_fits(parts: Footprint, limit_gb: float) -> None:

@@ -35,6 +35,7 @@ from driver.collector import Collector, Experience
 from driver.config import Config
 from driver.coordinator import Coordinator
 from driver.draft_checkpoint import DraftCheckpoints
+from driver.dry_run import check_run
 from driver.errors import UserError, after_error
 from driver.memory import memory_metrics
 from driver.phases import Phases
@@ -96,6 +97,8 @@ class Run:
             check_capture(config.capture, config.run.steps)
             task = make_task(**asdict(config.task))
             source = find_model(config, note)
+            if config.run.device != "cpu":
+                check_run(config, source)
             folder = RunFolder(config) if world.rank == 0 else None
         try:
             return Run._build(config, note, world, phases, task, source, folder)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from driver import dry_run
+from driver import dry_run, run
 from driver.config import load_config
 from driver.errors import UserError
 from driver.footprint import empty_policy
@@ -51,6 +51,20 @@ def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
     assert lines[0] == "Qwen2ForCausalLM, 7615.6 M parameters, bfloat16"
     assert "    float32 masters          30.462" in lines
     dry_run.dry_run([*words[:2], "memory_gb=600"], lines.append)
+
+
+def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "use_device", lambda device: None)
+    monkeypatch.setattr(dry_run, "memory_gb", lambda device: 0.25)
+    words, refusals = ["run.device=cuda", "model.dtype=bfloat16", f"run.root={tmp_path}"], []
+    for start in (lambda: dry_run.dry_run(words, lambda line: None), lambda: main(words)):
+        with pytest.raises(UserError, match=r"wanted .* GB in .*, got 0\.25 GB:") as refusal:
+            start()
+        refusals.append(str(refusal.value))
+    assert refusals[0] == refusals[1]
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(dry_run, "memory_gb", lambda device: 80.0)
+    dry_run.check_run(load_config(words), None)
 
 
 def test_checkpointing_and_less_to_hold_make_it_smaller(seven_b):
