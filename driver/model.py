@@ -24,6 +24,9 @@ from driver.rollout.workspace import Workspace
 # hides, for they are on their way meanwhile, and by themselves they are read faster.
 FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 
+# Without a norm an append inside a linear saves one launch, which costs less than it for more rows.
+APPENDED_ROWS = 64
+
 
 def fuses(rows: int, weights: int) -> bool:
     """Whether, on a GPU, a linear of so many rows and weights norms its rows itself, or appends."""
@@ -33,6 +36,11 @@ def fuses(rows: int, weights: int) -> bool:
 def norms(rows: int, weights: int) -> bool:
     """Whether, on a GPU, a linear that does not append norms its rows itself."""
     return fuses(rows, weights) and weights <= LARGE_WEIGHTS
+
+
+def appends(rows: int) -> bool:
+    """Whether a linear of so many rows, fused but without a norm, appends what it makes."""
+    return rows <= APPENDED_ROWS
 
 
 def layer_launches(spec: ModelSpec, rows: int) -> int:

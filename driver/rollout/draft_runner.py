@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tlt_ext
 from driver.drafter import DraftSpec
-from driver.model import TargetModel
+from driver.model import TargetModel, appends
 from driver.rollout.draft_arrays import Levels, NewRows
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
@@ -235,7 +235,7 @@ class DraftRunner:
         places = (self.k, self.v, self.target.cos_sin, *(rows[name] for name in names))
         heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
         heads["slot_base"] = rows.get("slot_base")
-        if self.target.fuses(count, weight):
+        if appends(count) and self.target.fuses(count, weight):
             tlt_ext.linear_append(joined, weight, q, *places, **heads, early=True)
         else:
             qkv = joined.new_empty(count, len(weight))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from driver.checkpoint import ModelSpec
-from driver.model import LARGE_WEIGHTS, fuses, layer_launches
+from driver.model import LARGE_WEIGHTS, appends, fuses, layer_launches
 from driver.strategy import OFF, Strategy
 
 # Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (profiling/README.md).
@@ -50,8 +50,11 @@ class GraphCost:
             return target + 7
         if strategy.needs_drafter:
             widest = max(2 * spec.intermediate_size, spec.vocab_size) * spec.hidden_size
-            few = fuses(cell.batch * strategy.top_k, 2 * spec.intermediate_size * spec.hidden_size)
-            first, level = (14, 9) if few and widest <= LARGE_WEIGHTS else (17, 12)
+            drafted, late = cell.batch * strategy.top_k, cell.batch * (strategy.levels + 1)
+            few = fuses(drafted, 2 * spec.intermediate_size * spec.hidden_size)
+            first, level = (17, 12)
+            if few and widest <= LARGE_WEIGHTS:
+                first, level = 14 + (not appends(late)), 9 + (not appends(drafted))
             matched = 4 if strategy.kind == "hybrid" else 0  # a long catch-up appends in two
             return target + first + level * (strategy.depth - 1) + matched
         return target

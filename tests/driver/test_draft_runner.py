@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tlt_ext
+from driver import model
 from driver.draft_loss import DraftBatch, Teacher, unroll
 from driver.rollout import draft_runner
 from driver.rollout.request import Request, SamplingParams
@@ -118,16 +119,20 @@ def test_rows_that_all_attend_give_the_same_last(parts, monkeypatch, lengths):
 
 
 def test_many_rows_go_op_by_op_with_the_same_bits(parts, monkeypatch):
-    drawn = []
-    for fuses in (True, False):
+    drawn, apart, append_kv = [], [], tlt_ext.append_kv
+    monkeypatch.setattr(tlt_ext, "append_kv", lambda *a, **k: apart.append(append_kv(*a, **k)))
+    for fuses, appended_rows, many in ((True, 64, False), (True, 0, True), (False, 64, True)):
         sequences = [
             sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21))
         ]
         monkeypatch.setattr(parts.target, "fuses", lambda *_, fuses=fuses: fuses)
+        monkeypatch.setattr(model, "APPENDED_ROWS", appended_rows)
         recorder = Recorder(parts, monkeypatch)
+        apart.clear()
         parts.propose(sequences, Strategy("learned", 4, 3, 12))
+        assert bool(apart) == many
         drawn.append([out for _, _, out in recorder.levels] + recorder.logits)
-    assert all(same_bits(fused, apart) for fused, apart in zip(*drawn, strict=True))
+    assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(*drawn, strict=True))
 
 
 def test_every_node_of_a_tree_equals_the_chain_of_its_path(parts, monkeypatch):

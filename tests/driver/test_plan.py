@@ -82,6 +82,8 @@ def test_the_largest_is_captured_first():
         (1, "ngram:4,1,5", 195),
         (1, "learned:4,2,8", 229),
         (1, "hybrid:4,2,8", 233),
+        (13, "learned:4,1,5", 230),  # 65 new entries
+        (65, "learned:4,1,5", 263),  # and levels of as many
     ],
 )
 def test_the_memory_model_counts_launches(batch, strategy, nodes):
