@@ -59,6 +59,7 @@ class ArmRun:
     records: list[dict[str, Any]]
     lengths: list[list[int]]  # of all responses of each step
     heldout: list[float]  # before the first step, after the last
+    policy: str = ""  # fingerprint of the warm start's, where the run came to its end
 
     @staticmethod
     def read(arm: str, seed: int, folder: Path) -> ArmRun | None:
@@ -69,7 +70,8 @@ class ArmRun:
             return None
         rollouts = read_jsonl(folder / "rollouts.jsonl")
         heldout = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-        return ArmRun(arm, seed, records, [line["lengths"] for line in rollouts], heldout)
+        lengths = [line["lengths"] for line in rollouts]
+        return ArmRun(arm, seed, records, lengths, heldout, warmed_policy(folder))
 
     @property
     def times(self) -> list[StepTimes]:
@@ -117,6 +119,8 @@ class ArmRun:
         out["reward_first"], out["reward_last"] = self.rewards[0], self.rewards[-1]
         if len(self.heldout) > 1:
             out["heldout_before"], out["heldout_after"] = self.heldout[0], self.heldout[-1]
+        if self.policy:
+            out["policy"] = self.policy
         return out | self._why(count)
 
     def _why(self, count: int) -> dict[str, float]:
@@ -202,6 +206,14 @@ def curves(runs: Sequence[ArmRun]) -> dict[str, Any]:
             "parts": {name: round(value, 4) for name, value in parts.items()},
         }
     return out
+
+
+def warmed_policy(folder: Path) -> str:
+    """Fingerprint of the policy that a run began with; empty where its summary has none."""
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {}
+    begun = summary["warm_start"] if "warm_start" in summary else {}
+    return begun["policy"] if "policy" in begun else ""
 
 
 def finished_steps(folder: Path) -> int:

@@ -9,6 +9,7 @@ from driver.config import load_config, to_yaml
 from driver.errors import UserError
 from driver.memory import CARD_MEMORY
 from driver.phases import PHASES, StepTimes
+from driver.warm import fingerprints
 from profiling import grpo_figures, trl_arm
 from profiling.bench import Bench, main
 from profiling.benches import grpo
@@ -134,6 +135,8 @@ def test_arms_run_resume_and_merge(runs, monkeypatch):
     bench, result = runs
     assert [row["case"] for row in result.rows] == ["off seed 0", "full seed 0"]
     assert all(row["steps"] == 2 for row in result.rows)
+    (warmed,) = (bench.folder.parent / "warm").glob("small-*/step-*")
+    assert {row["policy"] for row in result.rows} == {fingerprints(warmed)["policy"]}
     assert result.got["identical_reward_steps"] == 2
     assert result.rows[0]["step_over_off"] == 1.0
     assert result.got["step_over_off_x"] == pytest.approx(result.rows[1]["step_over_off"], abs=1e-3)
