@@ -91,7 +91,7 @@ def run(bench: Bench) -> None:
         if bench.wanted(arm) and (seed == seeds[0] or arm in SEVERAL_SEEDS)
     ]
     if not chosen.merge:
-        make_runs(jobs, words, known, chosen)
+        make_runs(jobs, words, known, chosen, warm_words(words))
     runs = [ArmRun.read(arm, seed, folder_of(chosen.runs, arm, seed)) for arm, seed in jobs]
     found = [run for run in runs if run is not None]
     memory = {
@@ -121,10 +121,19 @@ def make_runs(
     words: list[str],
     known: dict[str, list[str]],
     chosen: argparse.Namespace,
+    start: list[str] | None = None,
 ) -> None:
-    """Brings every run to its end, or as far as the time allows."""
+    """Brings every run to its end, or as far as the time allows.
+
+    Args:
+        jobs: arms and seeds.
+        words: the settings that all have.
+        known: arm -> its settings over those.
+        chosen: options of the command.
+        start: settings of the warm start; None = `words`.
+    """
     deadline = time.monotonic() + chosen.seconds
-    start = warm_words(words)
+    start = start or words
     # In a process of its own: what it takes of a card's memory goes with it.
     make = [sys.executable, "-m", "driver.warm", *start]
     if not whole_checkpoints(warm_folder(load_config(start))) and not ended(make, chosen.seconds):

@@ -252,7 +252,7 @@ def test_the_warmed_policy_and_rl_from_it(tmp_path, monkeypatch):
         bench.rows, bench.only = [], "adaptive"
         bench.options = [f"--runs={tmp_path}/rl", f"--steps={steps}", "--seconds=600"]
         drafter.run(bench)
-    assert len(commands) == 8 and sum("run.resume=true" in c for c in commands) == 3
+    assert len(commands) == 6 and sum("run.resume=true" in c for c in commands) == 3
     rows = {row["case"]: row for row in bench.rows}
     assert list(rows) == ["RL, frozen", "RL, serial", "RL, overlapped"]
     assert all(row["steps"] == row["equal_steps"] == 2 for row in rows.values())
