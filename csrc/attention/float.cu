@@ -100,10 +100,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
 void tree_attention_float_cuda(const TreeAttentionParams& p, uintptr_t stream) {
   const Sequences& s = p.sequences;
   const int64_t pairs = (s.num_rows + s.num_requests - 1) / s.num_requests * p.num_heads;
-  const dim3 grid(static_cast<unsigned>((pairs + kWarps - 1) / kWarps),
-                  static_cast<unsigned>(s.num_requests));
-  attend_float_kernel<<<grid, kWarps * kWarpSize, 0, as_stream(stream)>>>(p);
-  check_cuda(cudaGetLastError(), "tree_attention");
+  const KernelShape shape{(pairs + kWarps - 1) / kWarps, kWarps * kWarpSize, 0, 1,
+                          static_cast<unsigned>(s.num_requests)};
+  launch_kernel("tree_attention", attend_float_kernel, shape, as_stream(stream), false, p);
 }
 
 }  // namespace tlt

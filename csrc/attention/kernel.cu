@@ -247,6 +247,7 @@ void launch(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
 void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int device,
                          uintptr_t stream) {
   const DeviceGuard guard(device);
+  grid_axis("tree_attention", "requests", p.sequences.num_requests);
   if (p.dtype == DType::kFloat32) return tree_attention_float_cuda(p, stream);
   const Sequences& s = p.sequences;
   AttentionPlan plan = plan_attention({s.num_requests, s.num_rows, p.num_heads, p.num_kv_heads,

@@ -62,23 +62,33 @@ struct KernelShape {
   unsigned layers = 1;   // of rows: its third
 };
 
-// What is known of a kernel, by (kernel, device, cluster), for every place that asks: -1 at first,
-// then what `f` makes of what was known.
+// The second and third axes of a grid have less room than the first: refuses what has more.
+inline unsigned grid_axis(const char* op, const char* what, int64_t count) {
+  constexpr int64_t kMost = 65535;
+  if (count > kMost) {
+    throw std::invalid_argument(std::string(op) + ": expected at most " + std::to_string(kMost) +
+                                " " + what + " on a CUDA device, got " + std::to_string(count));
+  }
+  return static_cast<unsigned>(count);
+}
+
+// What is known of a kernel, by (kernel, device, cluster, bytes of shared memory), for every place
+// that asks: -1 at first, then what `f` makes of what was known.
 template <typename F>
-int recall(const char* op, const void* kernel, unsigned cluster, F&& f) {
+int recall(const char* op, const void* kernel, unsigned cluster, int shared_bytes, F&& f) {
   static std::mutex mutex;
-  static std::map<std::tuple<const void*, int, unsigned>, int> known;
+  static std::map<std::tuple<const void*, int, unsigned, int>, int> known;
   int device = 0;
   check_cuda(cudaGetDevice(&device), op);
   const std::lock_guard<std::mutex> lock(mutex);
-  int& value = known.try_emplace({kernel, device, cluster}, -1).first->second;
+  int& value = known.try_emplace({kernel, device, cluster, shared_bytes}, -1).first->second;
   return value = f(value);
 }
 
 // Whether the code that runs on the current card has clusters and launches that start early.
 template <typename... Params>
 bool has_hopper_code(const char* op, void (*kernel)(Params...)) {
-  return recall(op, reinterpret_cast<const void*>(kernel), 0, [&](int known) {
+  return recall(op, reinterpret_cast<const void*>(kernel), 0, 0, [&](int known) {
     if (known >= 0) return known;
     cudaFuncAttributes code;
     check_cuda(cudaFuncGetAttributes(&code, kernel), op);
@@ -89,7 +99,7 @@ bool has_hopper_code(const char* op, void (*kernel)(Params...)) {
 // Lets a kernel have dynamic shared memory, from then on: graphs hold launches that have more.
 template <typename... Params>
 void allow_shared(const char* op, void (*kernel)(Params...), int bytes) {
-  recall(op, reinterpret_cast<const void*>(kernel), 0, [&](int most) {
+  recall(op, reinterpret_cast<const void*>(kernel), 0, 0, [&](int most) {
     if (bytes <= std::max(most, 0)) return most;
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                op);
@@ -98,11 +108,16 @@ void allow_shared(const char* op, void (*kernel)(Params...), int bytes) {
 }
 
 // One split of the cache of a layer's kernels: another would wait until an SM is empty.
-template <typename Kernel>
-void prefer_shared(Kernel kernel) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  cudaSharedmemCarveoutMaxShared),
-             "cudaFuncSetAttribute");
+template <typename... Params>
+void prefer_shared(const char* op, void (*kernel)(Params...)) {
+  recall(op, reinterpret_cast<const void*>(kernel), 0, 0, [&](int known) {
+    if (known < 0) {
+      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared),
+                 op);
+    }
+    return 1;
+  });
 }
 
 // A launch and its attributes.

@@ -159,7 +159,8 @@ void launch_teams(const char* op, void (*kernel)(Params...), const TeamShape& sh
 // of 132 multiprocessors may hold 15 clusters of 8, and one of few multiprocessors none of 16.
 template <typename... Params>
 int64_t max_active_teams(const char* op, void (*kernel)(Params...), const TeamShape& shape) {
-  return recall(op, reinterpret_cast<const void*>(kernel), shape.team, [&](int known) {
+  const auto* of = reinterpret_cast<const void*>(kernel);
+  return recall(op, of, shape.team, shape.shared_bytes, [&](int known) {
     if (known >= 0) return known;
     int teams = 0;
     const LaunchConfig launch(op, kernel, shape.of(op, kernel), nullptr, shape.early);

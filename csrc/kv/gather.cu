@@ -81,21 +81,20 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void gather_new_rows_cuda(const GatherNewRowsParams& p, int device, uintptr_t stream) {
+  constexpr const char* op = "gather_new_rows";
   const DeviceGuard guard(device);
-  const int64_t requests = p.sequences.num_requests;
+  const unsigned requests = grid_axis(op, "requests", p.sequences.num_requests);
   if (requests == 0) {
-    check_cuda(cudaMemsetAsync(p.row_start, 0, sizeof(int32_t), as_stream(stream)),
-               "gather_new_rows");
+    check_cuda(cudaMemsetAsync(p.row_start, 0, sizeof(int32_t), as_stream(stream)), op);
     return;
   }
   dispatch_word({address(p.features), p.page_bytes, p.slot_bytes, address(p.rows), p.row_bytes,
                  p.feature_bytes},
                 [&](auto* tag) {
                   using Word = std::remove_pointer_t<decltype(tag)>;
-                  const dim3 grid(static_cast<unsigned>(p.most), static_cast<unsigned>(requests));
-                  gather_kernel<Word><<<grid, kThreads, 0, as_stream(stream)>>>(p);
+                  const KernelShape shape{p.most, kThreads, 0, 1, requests};
+                  launch_kernel(op, gather_kernel<Word>, shape, as_stream(stream), false, p);
                 });
-  check_cuda(cudaGetLastError(), "gather_new_rows");
 }
 
 }  // namespace tlt

@@ -286,14 +286,14 @@ void append_kv_cuda(const AppendKvParams& p, int device, uintptr_t stream) {
   const Sequences& s = p.sequences;
   const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
   const int64_t rows = (s.num_rows + s.num_requests - 1) / s.num_requests;
-  const auto requests = static_cast<unsigned>(s.num_requests);
+  const unsigned requests = grid_axis("append_kv", "requests", s.num_requests);
   const bool normed = p.q_norm != nullptr || p.k_norm != nullptr;
   if (!normed && has_whole_chunks(p) && p.qkv_stride % 8 == 0 && address(p.qkv) % 16 == 0) {
     const int64_t chunks = rows * heads * (p.head_dim / 16);
     const KernelShape shape{blocks_for(chunks, kChunkThreads), kChunkThreads, 0, 1, requests};
     const auto kernel = p.dtype == DType::kFloat16 ? append_chunks_kernel<__half>
                                                    : append_chunks_kernel<__nv_bfloat16>;
-    prefer_shared(kernel);
+    prefer_shared("append_kv", kernel);
     return launch_kernel("append_kv", kernel, shape, as_stream(stream), true, p);
   }
   const KernelShape shape{blocks_for(rows * heads, kWarps), kThreads, 0, 1, requests};
@@ -306,7 +306,7 @@ void append_kv_cuda(const AppendKvParams& p, int device, uintptr_t stream) {
 void commit_path_cuda(const CommitPathParams& p, int device, uintptr_t stream) {
   constexpr const char* op = "commit_path";
   const DeviceGuard guard(device);
-  const auto requests = static_cast<unsigned>(p.sequences.num_requests);
+  const unsigned requests = grid_axis(op, "requests", p.sequences.num_requests);
   const int64_t element = p.element_bytes, feature = p.feature_element_bytes;
   const auto bytes = [&](const LayeredCache& c) {
     return std::array<int64_t, 5>{address(c.layer.data), c.layer_stride * element,
@@ -331,15 +331,17 @@ void commit_path_cuda(const CommitPathParams& p, int device, uintptr_t stream) {
 }
 
 void copy_pages_cuda(const CopyPagesParams& p, int device, uintptr_t stream) {
+  constexpr const char* op = "copy_pages";
   const DeviceGuard guard(device);
+  const unsigned pages = grid_axis(op, "pages", p.count);
+  const unsigned layers = grid_axis(op, "layers", p.num_layers);
   dispatch_word(
       {address(p.cache), p.layer_bytes, p.page_stride_bytes, p.page_bytes}, [&](auto* tag) {
         using Word = std::remove_pointer_t<decltype(tag)>;
-        const dim3 grid(blocks_for(p.page_bytes / sizeof(Word), kThreads),
-                        static_cast<unsigned>(p.count), static_cast<unsigned>(p.num_layers));
-        copy_kernel<Word><<<grid, kThreads, 0, as_stream(stream)>>>(p);
+        const KernelShape shape{
+            blocks_for(p.page_bytes / sizeof(Word), kThreads), kThreads, 0, 1, pages, layers};
+        launch_kernel(op, copy_kernel<Word>, shape, as_stream(stream), false, p);
       });
-  check_cuda(cudaGetLastError(), "copy_pages");
 }
 
 }  // namespace tlt

@@ -119,4 +119,22 @@ __device__ __forceinline__ void store_added(const LinearParams& p, int64_t at, f
   }
 }
 
+// Four neighbours, from a multiple of four on, of an array of 16-bit or, where `wide`, of float32
+// elements, as they lie there.
+template <typename T>
+__device__ __forceinline__ uint4 load_four(const void* from, int64_t at, bool wide) {
+  if (wide) return *reinterpret_cast<const uint4*>(static_cast<const float*>(from) + at);
+  const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const T*>(from) + at);
+  return make_uint4(words.x, words.y, 0, 0);
+}
+
+template <typename T>
+__device__ __forceinline__ void add_four(float (&sum)[4], const uint4& v, bool wide) {
+  const float2 low = unpack<T>(v.x), high = unpack<T>(v.y);
+  sum[0] += wide ? __uint_as_float(v.x) : low.x;
+  sum[1] += wide ? __uint_as_float(v.y) : low.y;
+  sum[2] += wide ? __uint_as_float(v.z) : high.x;
+  sum[3] += wide ? __uint_as_float(v.w) : high.y;
+}
+
 }  // namespace tlt

@@ -27,4 +27,58 @@ __device__ __forceinline__ void sync_sums() {
   }
 }
 
+// Where the two sums of a pair of a row go, and what becomes of them.
+struct PairEnd {
+  void* low;  // null: nowhere
+  float2 angle, bias;
+  int zero, turns;
+};
+
+// By the finishers of a block of S::kRows rows from `first_row` on, of which there are `rows`, and
+// of `count` pairs from `begin` on: fills `ends`, [S::kRows, S::kUnit], while the others multiply.
+template <typename T, typename S>
+__device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvParams& after,
+                                          int first_row, int rows, int begin, int count,
+                                          PairEnd* ends) {
+  __shared__ RowPlaces<S::kRows> places;
+  const int thread = threadIdx.x - kMultipliers, half = static_cast<int>(after.head_dim / 2);
+  const int pair = thread % S::kUnit;
+  const HeadPair at = head_pair(after, begin + min(pair, count - 1));
+  float2 bias = {};
+  if (p.bias) {
+    const T* from = static_cast<const T*>(p.bias) + low_row(after, at);
+    bias = make_float2(as_float32(from[0]), as_float32(from[half]));
+  }
+  if (!p.placed) wait_for_prior_grid();
+  // Rows' positions are asked for beside their places, angles before those are known to all.
+  constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
+  const auto row_of = [&](int turn) { return (thread + turn * kFinishers) / S::kUnit; };
+  int32_t position[kTurns];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    position[i] = row_of(i) < rows ? after.position[first_row + row_of(i)] : -1;
+  }
+  if (thread < kWarpSize) find_places(after, first_row, rows, blockIdx.x == 0, &places);
+  float2 angle[kTurns] = {};
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    if (position[i] < 0 || position[i] >= after.max_position) continue;  // the row has no place
+    angle[i] = angle_of(after, position[i], at.i);
+  }
+  sync_threads<kFinishersBarrier, kFinishers>();
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int row = row_of(i);
+    if (row >= rows) continue;
+    PairEnd end = {nullptr, angle[i], bias, 0, 0};
+    if (pair < count && places.request[row] >= 0) {
+      const PairOut<T> out = pair_out<T>(after, first_row + row, at, places.at[row]);
+      end.low = out.low;
+      end.zero = out.zero;
+      end.turns = out.turns;
+    }
+    ends[row * S::kUnit + pair] = end;
+  }
+}
+
 }  // namespace tlt

@@ -85,6 +85,7 @@ void linear_append_cuda(const LinearParams& linear, const AppendKvParams& append
   const Card card = card_of(device);
   if (launch_small_append(p, append, card, as_stream(stream))) return;
   if (launch_mid_append(p, append, card, as_stream(stream))) return;
+  grid_axis(op, "pieces of 16 rows", (linear.rows + kPieceRows - 1) / kPieceRows);
   launch_decode_append(p, append, card, as_stream(stream));
 }
 

@@ -338,7 +338,7 @@ template <typename T, typename D, bool kNorms, typename After>
 void launch(const LinearKernelParams& p, const After& after, const Card& card,
             cudaStream_t stream) {
   const auto kernel = decode_kernel<T, D, kNorms, After>;
-  prefer_shared(kernel);
+  prefer_shared("linear", kernel);
   // Two blocks a multiprocessor where there are 16 weight rows for each, one where there are not,
   // so that all read the same; blocks of 16 rows where those are too few, then of 8.
   const int64_t out_dim = p.linear.out_dim, pieces = (p.linear.rows + D::kRows - 1) / D::kRows;

@@ -100,7 +100,7 @@ struct Choice {
 template <typename T, typename Of>
 void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) {
   const auto kernel = hopper_kernel<T, Of>;
-  prefer_shared(kernel);
+  prefer_shared("linear", kernel);
   const LinearParams& linear = p.linear;
   const KernelShape shape{grid.blocks, Of::kThreads, Of::kSharedBytes,
                           static_cast<unsigned>(grid.split)};
@@ -183,9 +183,14 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
 }  // namespace
 
 bool has_hopper_kernel() {
-  cudaFuncAttributes code;  // code for other cards is empty, without barriers
-  check_cuda(cudaFuncGetAttributes(&code, hopper_kernel<__half, Tile<2, 64, 4>>), "linear");
-  return code.sharedSizeBytes > 0;
+  const auto* kernel = reinterpret_cast<const void*>(hopper_kernel<__half, Tile<2, 64, 4>>);
+  const int has = recall("linear", kernel, 0, 0, [&](int known) {
+    if (known >= 0) return known;
+    cudaFuncAttributes code;  // code for other cards is empty, without barriers
+    check_cuda(cudaFuncGetAttributes(&code, kernel), "linear");
+    return code.sharedSizeBytes > 0 ? 1 : 0;
+  });
+  return has == 1;
 }
 
 void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {

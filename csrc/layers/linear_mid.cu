@@ -19,13 +19,6 @@ namespace {
 
 constexpr int kRowChunks = kBlockK / 8;
 
-// Where the two sums of a pair of a row go, and what becomes of them.
-struct PairEnd {
-  void* low;  // null: nowhere
-  float2 angle, bias;
-  int zero, turns;
-};
-
 template <int kRowTiles_, int kTiles_, typename After>
 struct Mid {
   static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
@@ -41,70 +34,6 @@ struct Mid {
 // A row's chunks lie in the order chunk ^ row, so that 8 rows of a matrix are in different banks.
 __device__ __forceinline__ int chunk_of(int row, int chunk) {
   return row * kRowChunks + (chunk ^ row % 8);
-}
-
-// By the finishers: fills `ends`, while the others multiply.
-template <typename T, typename S>
-__device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvParams& after,
-                                          int first_row, int rows, int begin, int count,
-                                          PairEnd* ends) {
-  __shared__ RowPlaces<S::kRows> places;
-  const int thread = threadIdx.x - kMultipliers, half = static_cast<int>(after.head_dim / 2);
-  const int pair = thread % S::kUnit;
-  const HeadPair at = head_pair(after, begin + min(pair, count - 1));
-  float2 bias = {};
-  if (p.bias) {
-    const T* from = static_cast<const T*>(p.bias) + low_row(after, at);
-    bias = make_float2(as_float32(from[0]), as_float32(from[half]));
-  }
-  if (!p.placed) wait_for_prior_grid();
-  // Rows' positions are asked for beside their places, angles before those are known to all.
-  constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
-  const auto row_of = [&](int turn) { return (thread + turn * kFinishers) / S::kUnit; };
-  int32_t position[kTurns];
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    position[i] = row_of(i) < rows ? after.position[first_row + row_of(i)] : -1;
-  }
-  if (thread < kWarpSize) find_places(after, first_row, rows, blockIdx.x == 0, &places);
-  float2 angle[kTurns] = {};
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    if (position[i] < 0 || position[i] >= after.max_position) continue;  // the row has no place
-    angle[i] = angle_of(after, position[i], at.i);
-  }
-  sync_threads<kFinishersBarrier, kFinishers>();
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    const int row = row_of(i);
-    if (row >= rows) continue;
-    PairEnd end = {nullptr, angle[i], bias, 0, 0};
-    if (pair < count && places.request[row] >= 0) {
-      const PairOut<T> out = pair_out<T>(after, first_row + row, at, places.at[row]);
-      end.low = out.low;
-      end.zero = out.zero;
-      end.turns = out.turns;
-    }
-    ends[row * S::kUnit + pair] = end;
-  }
-}
-
-// Four neighbours, from a multiple of four on, of an array of 16-bit or, where `wide`, of float32
-// elements, as they lie there.
-template <typename T>
-__device__ __forceinline__ uint4 load_four(const void* from, int64_t at, bool wide) {
-  if (wide) return *reinterpret_cast<const uint4*>(static_cast<const float*>(from) + at);
-  const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const T*>(from) + at);
-  return make_uint4(words.x, words.y, 0, 0);
-}
-
-template <typename T>
-__device__ __forceinline__ void add_four(float (&sum)[4], const uint4& v, bool wide) {
-  const float2 low = unpack<T>(v.x), high = unpack<T>(v.y);
-  sum[0] += wide ? __uint_as_float(v.x) : low.x;
-  sum[1] += wide ? __uint_as_float(v.y) : low.y;
-  sum[2] += wide ? __uint_as_float(v.z) : high.x;
-  sum[3] += wide ? __uint_as_float(v.w) : high.y;
 }
 
 template <typename T, typename S, bool kNorms, typename After>
@@ -389,7 +318,7 @@ KernelShape shape_of(const LinearParams& p) {
 template <typename T, typename S, bool kNorms, typename After>
 void launch(const LinearKernelParams& p, const After& after, cudaStream_t stream) {
   const auto kernel = mid_kernel<T, S, kNorms, After>;
-  prefer_shared(kernel);
+  prefer_shared("linear", kernel);
   launch_kernel("linear", kernel, shape_of<S, After>(p.linear), stream, p.linear.early, p, after);
 }
 

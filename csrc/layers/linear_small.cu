@@ -281,7 +281,7 @@ bool launch(const LinearKernelParams& p, const After& after, const Card& card,
   const int64_t blocks = (units + unit - 1) / unit;
   if (blocks > S::kPerSm * sms) return false;
   const auto kernel = small_kernel<T, S, kNorms, After>;
-  prefer_shared(kernel);
+  prefer_shared("linear", kernel);
   launch_kernel("linear", kernel, {blocks, kBlockThreads<After>}, stream, p.linear.early, p, after,
                 static_cast<int>(unit));
   return true;

@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 template <typename T>
 void launch(const LinearKernelParams& p, cudaStream_t stream) {
   const auto kernel = tiles_kernel<T>;
-  prefer_shared(kernel);
+  prefer_shared("linear", kernel);
   const int shared_bytes = kStages * kStageChunks * 16;
   const auto tiles_of = [](int64_t extent) { return (extent + kTile - 1) / kTile; };
   const int64_t tiles = tiles_of(p.linear.rows) * tiles_of(p.linear.out_dim);
