@@ -9,7 +9,7 @@ BYTES = 4  # of a trained number, its gradient, each of its moments
 
 
 def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
-    """Bytes of features, spilled features, weights, gradients, optimizer, bin.
+    """Bytes of features, spilled features, weights, gradients, optimizer, average, bin.
 
     Args:
         spot: that made a step.
@@ -34,6 +34,7 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
         for state in spot.step.optimizer.state.values()
         for name in ("exp_avg", "exp_avg_sq")
     ]
+    average = spot.step.average.values.values() if spot.config.average else ()
     entry = row if spot.bin.fixed else 4 * target.spec.hidden_size * BYTES
     return {
         "features": (rows * row, held["device"]),
@@ -41,6 +42,7 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
         "weights": (whole, sum(w.nbytes for w in copies)),
         "gradients": (BYTES * trained, sum(w.grad.nbytes for w in weights if w.grad is not None)),
         "optimizer": (2 * BYTES * trained, sum(moments)),
+        "average": (BYTES * trained if spot.config.average else 0, sum(w.nbytes for w in average)),
         # Besides: three int64, a weight.
         "bin": (spot.bin.tokens * (entry + 28), spot.bin.num_bytes),
     }

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from driver.data_buffer import Piece
 from driver.draft_attention import HALF, Documents, flash_works
+from driver.draft_average import WeightAverage
 from driver.draft_loss import DraftBatch, Objective, Teacher, unrolled_loss
 from driver.drafter import Drafter
 from driver.model import TargetModel
@@ -170,10 +171,17 @@ class DraftStep:
         objective: the loss.
         unroll: steps.
         lr: learning rate.
+        horizon: steps that the weights are averaged over; 0 = no average.
     """
 
     def __init__(
-        self, drafter: Drafter, bin: Bin, objective: Objective, unroll: int, lr: float
+        self,
+        drafter: Drafter,
+        bin: Bin,
+        objective: Objective,
+        unroll: int,
+        lr: float,
+        horizon: int = 0,
     ) -> None:
         self.drafter, self.bin, self.objective, self.unroll = drafter, bin, objective, unroll
         device = bin.target.device
@@ -186,6 +194,7 @@ class DraftStep:
             fused=True,
             capturable=bin.fixed,
         )
+        self.average = WeightAverage(drafter, horizon)
         self.acceptance = torch.zeros((), device=device)  # of the last step
         self.report = torch.zeros(4, device=device)  # loss, acceptance, top-1, was it finite
         self._idle = torch.zeros((), device=device)  # 1 while a graph is made: nothing changes
@@ -217,11 +226,13 @@ class DraftStep:
         return means
 
     def update(self, means: Tensor | None) -> None:
-        """Clips and applies the gradients; writes the report."""
-        norm = clip_grad_norm_(self.drafter.trainable(), MAX_GRAD_NORM)
-        finite = norm.isfinite()
-        self.optimizer.found_inf = torch.maximum((~finite).float(), self._idle)
+        """Clips and applies the gradients, averages the weights; writes the report."""
+        weights = self.drafter.trainable()
+        finite = clip_grad_norm_(weights, MAX_GRAD_NORM).isfinite()
+        skipped = torch.maximum((~finite).float(), self._idle)
+        self.optimizer.found_inf = skipped
         self.optimizer.step()
+        self.average.update(self.optimizer.state[weights[0]]["step"], skipped)
         self.report[3].copy_(finite)
         if means is not None:
             self.report[:3].copy_(torch.where(finite, means, self.report[:3]))

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from driver.drafter import Drafter
 from driver.rollout.draft_runner import DraftRunner
 
 
 class ReadyWeights:
-    """A copy of what is trained, handed to the runner under a new version, between passes only.
+    """A copy of what was learned, handed to the runner under a new version, between passes only.
 
     The training thread publishes, the rollout swaps: it takes the newest if that is complete by
     then, and waits for nothing.
 
     Args:
-        drafter: what is trained.
-        runner: its twin at inference.
+        weights: gives a drafter's state as it is by now.
+        runner: what drafts.
     """
 
-    def __init__(self, drafter: Drafter, runner: DraftRunner) -> None:
-        self.drafter, self.runner = drafter, runner
+    def __init__(self, weights: Callable[[], Mapping[str, Tensor]], runner: DraftRunner) -> None:
+        self.weights, self.runner = weights, runner
         # Weights, whether all are finite, when both are there. What is not taken stays until
         # something newer takes its place: older weights never follow newer ones.
         self._ready: tuple[dict[str, Tensor], Tensor, torch.cuda.Event | None] | None = None
@@ -32,7 +32,7 @@ class ReadyWeights:
 
     def publish(self) -> None:
         """Copies the weights as they are after what was queued so far."""
-        state = {name: value.clone() for name, value in self.drafter.state_dict().items()}
+        state = {name: value.clone() for name, value in self.weights().items()}
         finite = torch.stack([value.isfinite().all() for value in state.values()]).all()
         event = None
         if finite.is_cuda:

@@ -285,7 +285,8 @@ def _drafter_parts(config: Config, parts: Parts) -> dict[str, int]:
     return {
         "drafter KV pages": held_bytes(runner.k, runner.v),
         "drafter": held_bytes(drafter) + held_bytes(runner.weights, runner.d2t),
-        "drafter's optimizer": 3 * trained,  # two moments and the gradients
+        # Two moments, the gradients, the average of the weights.
+        "drafter's optimizer": (3 + (config.spot.average > 0)) * trained,
         "data buffer": 0 if config.spot.mode == "off" else config.spot.buffer_tokens * feature,
         # Features of a step's entries; besides, three int64 and a weight.
         "training bin": config.spot.tokens_per_step * (entry + 3 * 8 + FLOAT),

@@ -296,6 +296,7 @@ class SpotConfig(Section):
     spill_tokens: int = setting(0, low=0)  # more of them, in host memory
     keep_long: float = setting(0.25, low=0, high=1)  # share taken from the previous step
     final_steps: int = setting(8, low=0)  # steps in what is left of the bubble
+    average: int = setting(64, low=0)  # micro-steps whose mean weights draft; 0: the last ones'
     swap_every: int = setting(8, low=1)  # micro-steps between two versions of the drafter
     checkpoint_every: int = setting(0, low=0)  # micro-steps; 0: with the run's checkpoints only
 

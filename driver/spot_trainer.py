@@ -76,7 +76,8 @@ class SpotTrainer:
         self._stream = torch.cuda.Stream(target.device, priority=-1) if self.bin.fixed else None
         objective = Objective(drafter_config.loss, drafter_config.feature_loss)
         self.lr = config.lr or drafter_config.lr
-        self.step = DraftStep(drafter, self.bin, objective, drafter_config.unroll, self.lr)
+        unroll, horizon = drafter_config.unroll, config.average
+        self.step = DraftStep(drafter, self.bin, objective, unroll, self.lr, horizon)
         self.checkpoints: DraftCheckpoints | None = None
         self.beside: Beside | None = None  # how it trains beside the tail
         self.overlap: Overlap | None = None  # what was measured of that
@@ -89,7 +90,7 @@ class SpotTrainer:
         self._spent_s = 0.0  # and since
         self.reports = StepReports()
         self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
-        self.ready = ReadyWeights(drafter, runner)
+        self.ready = ReadyWeights(self.step.average.state_dict, runner)
         self.thread = StepThread(self.attempt, self._settle, self._fail)
         self._passes = 0  # of tails
         self.error: BaseException | None = None  # why it pauses
@@ -410,11 +411,11 @@ class SpotTrainer:
         next micro-step.
         """
         self.stop()
-        return self._state() | {"drafter": self.drafter.state_dict()}
+        return self._state() | {"drafter": self.step.average.state_dict()}
 
     def _state(self) -> dict[str, Any]:
         """The same without the head, which is the target's."""
-        drafter = self.drafter.state_dict()
+        drafter = self.step.average.state_dict()
         del drafter["lm_head.weight"]
         return {
             "drafter": drafter,
@@ -424,6 +425,7 @@ class SpotTrainer:
             "acceptance": float(self.reports.last.get("drafter/acceptance", 0.0)),
             "tokens_seen": self.tokens_seen,
             "seen_tokens": dict(self.buffer.seen_tokens),
+            **({"trained": self.step.average.trained} if self.config.average else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -431,7 +433,8 @@ class SpotTrainer:
         self.stop()
         self.ready.drop()
         head = {"lm_head.weight": self.drafter.lm_head.weight}
-        self.drafter.load_state_dict(head | state["drafter"])
+        trained = state["trained"] if "trained" in state else {}  # what drafts is trained itself
+        self.step.average.load(head | state["drafter"], trained)
         self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
         self.step.acceptance.fill_(state["acceptance"])
@@ -440,7 +443,7 @@ class SpotTrainer:
         self.buffer.seen_tokens.update(state["seen_tokens"])
         self.drafter.refresh_head(self.target.head)
         if state["version"]:
-            self.runner.load(self.drafter.state_dict(), state["version"])
+            self.runner.load(self.step.average.state_dict(), state["version"])
 
     def resume(self) -> int:
         """Goes on from its own newest checkpoint where that is newer; the micro-steps gained."""

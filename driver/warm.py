@@ -314,12 +314,16 @@ class Warming:
 
 
 def _for_warmth(config: Config) -> Config:
-    """The run's engine, with a spot trainer that holds all it is shown and waits to be asked."""
+    """The run's engine, with a spot trainer that holds all it is shown and waits to be asked.
+
+    Its rate falls, so its last weights need no average.
+    """
     responses = 2 * config.warmup.responses
     spot = replace(
         config.spot,
         mode="serial",
         every=NEVER,
+        average=0,
         tokens_per_step=config.warmup.drafter_tokens,
         buffer_tokens=responses * 2 * config.sampling.max_new_tokens,
     )

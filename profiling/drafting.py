@@ -143,6 +143,7 @@ class Study:
             "spot.mode=serial",
             f"spot.every={NEVER}",
             "spot.keep_long=0",
+            "spot.average=0",  # the rate falls to zero
             f"spot.tokens_per_step={sizes.bin}",
             f"spot.buffer_tokens={2 * sizes.rounds * shown * sizes.tokens}",
             *self.words,

@@ -186,6 +186,7 @@ def test_a_trainer_goes_on_from_its_own_newer_checkpoint(tmp_path):
         trainer.checkpoints._thread and trainer.checkpoints._thread.join()
         if step == 7:
             wanted = {name: value.clone() for name, value in parts.drafter.state_dict().items()}
+            average = {name: w.clone() for name, w in trainer.step.average.values.items()}
     trainer.finish()
     saved = torch.load(tmp_path / "step-00000008.pt", weights_only=True)
     assert "lm_head.weight" not in saved["drafter"]
@@ -200,6 +201,8 @@ def test_a_trainer_goes_on_from_its_own_newer_checkpoint(tmp_path):
     assert resumed.resume() == 4 and resumed.steps == 8
     got = again.drafter.state_dict()
     assert all(same_bits(value, got[name]) for name, value in wanted.items())
+    got = resumed.step.average.values
+    assert all(same_bits(value, got[name]) for name, value in average.items())
     assert resumed.resume() == 0
 
 

@@ -40,11 +40,11 @@ class Late:
 
 @pytest.fixture
 def ready():
-    return ReadyWeights(Numbered(), Runner())
+    return ReadyWeights(Numbered().state_dict, Runner())
 
 
 def publish(ready, step, event=None):
-    ready.drafter.step = step
+    ready.weights.__self__.step = step
     ready.publish()
     state, finite, _ = ready._ready
     ready._ready = (state, finite, event)
@@ -62,7 +62,7 @@ def test_what_is_not_complete_stays_until_something_newer_comes(ready):
 
 def test_weights_published_during_a_swap_are_not_lost_to_older_ones(ready):
     def newer():
-        ready.drafter.step = 2
+        ready.weights.__self__.step = 2
         ready.publish()
 
     trainer = threading.Thread(target=newer)

@@ -48,6 +48,11 @@ def fill(spot, lengths=(40, 90, 7, 150, 30), seed=0) -> None:
         spot.buffer.add(document(spot, length, 100 * seed + index))
 
 
+def learned(spot) -> list[torch.Tensor]:
+    """The drafter with the weights that are trained, and their average."""
+    return [*spot.drafter.state_dict().values(), *spot.step.average.values.values()]
+
+
 def steps(spot, count: int) -> list[float]:
     losses = []
     for _ in range(count):
@@ -100,9 +105,15 @@ def test_captured_steps_train_as_steps_op_by_op(policy):
         fill(spot, (60, 120, 33, 80), seed=1)
         losses += steps(spot, 5)
         assert len(spot.step._graphs) == (2 if captured else 0)
-        results.append((losses, spot.drafter.fc.weight.clone()))
+        spot.swap()
+        average = spot.step.average.values["fc.weight"].clone()
+        assert not torch.equal(average, spot.drafter.fc.weight)
+        got = spot.runner.weights["fc"]
+        assert torch.equal(got, average.to(got.dtype))
+        results.append((losses, spot.drafter.fc.weight.clone(), average))
     assert results[0][0] == pytest.approx(results[1][0], rel=2e-2)
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=0.1, atol=5e-3)
+    for one, other in zip(results[0][1:], results[1][1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=5e-3)
 
 
 def test_final_steps_beside_large_kernels_train_as_alone(policy):
@@ -133,14 +144,14 @@ def test_a_graph_made_at_the_start_changes_nothing_and_serves_the_first_step(pol
     for early in (False, True):
         spot = trainer(policy)
         spot.load_state_dict(deepcopy(taught.state_dict()))
-        before = [x.clone() for x in spot.drafter.state_dict().values()]
+        before = [x.clone() for x in learned(spot)]
         moments = [x.clone() for s in spot.step.optimizer.state.values() for x in s.values()]
         if early:
             spot.prepare()
         assert len(spot.step._graphs) == early
         after = [x for s in spot.step.optimizer.state.values() for x in s.values()]
         assert all(map(torch.equal, moments, after))
-        assert all(map(torch.equal, before, spot.drafter.state_dict().values()))
+        assert all(map(torch.equal, before, learned(spot)))
         assert spot.step.acceptance == taught.step.acceptance
         fill(spot, seed=1)
         losses = steps(spot, 3)
@@ -154,21 +165,20 @@ def test_a_captured_step_that_is_not_finite_changes_nothing(policy):
     spot = trainer(policy)
     fill(spot)
     steps(spot, 2)
-    before = {name: value.clone() for name, value in spot.drafter.state_dict().items()}
+    before = [x.clone() for x in learned(spot)]
     moments = [s["exp_avg"].clone() for s in spot.step.optimizer.state.values()]
     for held in spot.buffer.fresh:
         held.features[3] = float("nan")
     assert spot.micro_step()
     with pytest.warns(UserWarning, match="gradient is not finite"):
         spot.stop()
-    after = spot.drafter.state_dict()
-    assert all(kit.same_bits(value, after[name]) for name, value in before.items())
+    assert all(map(kit.same_bits, before, learned(spot)))
     for old, state in zip(moments, spot.step.optimizer.state.values(), strict=True):
         assert kit.same_bits(old, state["exp_avg"])
     spot.buffer.clear()
     fill(spot, seed=3)
     steps(spot, 2)
-    assert all(bool(v.isfinite().all()) for v in spot.drafter.state_dict().values())
+    assert all(bool(v.isfinite().all()) for v in learned(spot))
 
 
 def test_captured_steps_go_on_with_a_state_that_was_taken_over(policy):

@@ -84,9 +84,11 @@ from driver.run import Run
 whole = Run.sync_weights
 def checked(self):
     whole(self)
-    drafter = [float(w.double().sum()) for w in self.rollout.spot.drafter.parameters()]
+    spot = self.rollout.spot
+    learned = [*spot.drafter.parameters(), *spot.step.average.values.values()]
+    drafter = [float(w.double().sum()) for w in learned]
     policy = [float(w.double().sum()) for w in self.policy.parameters()]
-    mine = (drafter, policy, self.rollout.spot.runner.version, self.collector.prompts_drawn)
+    mine = (drafter, policy, spot.runner.version, self.collector.prompts_drawn)
     everywhere = self.world.gather(mine)
     assert all(other == everywhere[0] for other in everywhere), everywhere
 Run.sync_weights = checked
