@@ -117,7 +117,7 @@ def read_words(argv: Sequence[str]) -> tuple[Words, Config]:
 
 
 def check_run(config: Config, folder: Path | None) -> None:
-    """Refuses a run for which its card has too little memory, before any of it is taken.
+    """Refuses a run on a card that has too little memory for it, before any of it is taken.
 
     Args:
         config: of the run.
@@ -127,9 +127,11 @@ def check_run(config: Config, folder: Path | None) -> None:
         UserError: as of a dry run, with the same numbers.
     """
     limit_gb = memory_gb(config.run.device)
-    if limit_gb:
-        policy = empty_policy(config, folder)
-        check_fits(footprint(config, policy, prompt_tokens(config, folder)), limit_gb)
+    if not limit_gb or not config.run.check_memory:
+        return
+    policy, prompt_len = empty_policy(config, folder), prompt_tokens(config, folder)
+    check_context(prompt_len, config.sampling.max_new_tokens, spec_of(policy).max_position)
+    check_fits(footprint(config, policy, prompt_len), limit_gb)
 
 
 def check_fits(parts: Footprint, limit_gb: float) -> None:
@@ -141,7 +143,8 @@ def check_fits(parts: Footprint, limit_gb: float) -> None:
             f"wanted {parts.peak / 1e9:.2f} GB in {parts.largest!r}, got {limit_gb:.2f} GB:"
             f" {(parts.peak / 1e9 - limit_gb):.2f} GB short. The largest part is {largest[0]},"
             f" {largest[1] / 1e9:.2f} GB; smaller: engine.num_pages, engine.max_batch,"
-            " grpo.micro_batch_tokens, spot.buffer_tokens, grpo.checkpointing=true"
+            " grpo.micro_batch_tokens, spot.buffer_tokens, grpo.checkpointing=true; where responses"
+            " stay far below sampling.max_new_tokens, run.check_memory=false starts it anyway"
         )
 
 

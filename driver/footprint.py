@@ -29,7 +29,10 @@ from driver.strategy import MAX_DRAFTED, parse_strategies
 FLOAT = 4
 STATE_WORDS = 128  # 32-bit words of a request in the engine's state, besides its block table
 CHUNK_ARRAYS = 2  # float arrays of a chunk of logits that are alive at once: logits, probabilities
-CONTEXT, GRAPHS = "CUDA context", "graphs"
+# As wide as the hidden state: what an entry of an unroll step of the drafter saves for its backward
+# pass, counted in the code (queries, results, norms, sums), not measured on a card.
+STEP_WIDTHS = 20
+CONTEXT, GRAPHS, STEP = "CUDA context", "graphs", "drafter's captured step"
 CONTEXT_BYTES = 600 << 20  # a CUDA context with its libraries' workspaces: no tensor of ours
 
 
@@ -93,8 +96,8 @@ class Footprint:
 
     @property
     def torch_peak(self) -> int:
-        """The same without what torch does not count: the context and the graphs' executables."""
-        return self.peak - sum(self.always.get(part, 0) for part in (CONTEXT, GRAPHS))
+        """The same without what torch does not count: the context, and what graphs hold."""
+        return self.peak - sum(self.always.get(part, 0) for part in (CONTEXT, GRAPHS, STEP))
 
     @property
     def largest(self) -> str:
@@ -257,7 +260,7 @@ def _engine_parts(
     }
     if cache.features is not None:
         held["feature pages"] = held_bytes(cache.features)
-        held |= _drafter_parts(config, parts)
+        held |= _drafter_parts(config, parts, prompt_len)
     if config.run.device != "cpu" and engine.graphs != "false":
         cost = GraphCost(spec, engine.loop != "false")
         limits = engine.max_batch, engine.spec_max_batch
@@ -274,7 +277,7 @@ def _engine_parts(
     return held
 
 
-def _drafter_parts(config: Config, parts: Parts) -> dict[str, int]:
+def _drafter_parts(config: Config, parts: Parts, prompt_len: int) -> dict[str, int]:
     target, drafter, runner = parts.target, parts.drafter, parts.runner
     with torch.device("meta"):
         runner.load(drafter.state_dict(), version=1)
@@ -282,15 +285,24 @@ def _drafter_parts(config: Config, parts: Parts) -> dict[str, int]:
     on_card = config.run.device != "cpu"
     feature = target.feature_size * target.dtype.itemsize
     entry = feature if on_card else target.feature_size * FLOAT
-    return {
+    longest = prompt_len + config.sampling.max_new_tokens
+    recorded = int(_responses(config) * longest * (1 + config.spot.keep_long))
+    trains = config.spot.mode != "off"
+    held = {
         "drafter KV pages": held_bytes(runner.k, runner.v),
         "drafter": held_bytes(drafter) + held_bytes(runner.weights, runner.d2t),
         # Two moments, the gradients, the average of the weights.
         "drafter's optimizer": (3 + (config.spot.average > 0)) * trained,
-        "data buffer": 0 if config.spot.mode == "off" else config.spot.buffer_tokens * feature,
+        "data buffer": trains * min(config.spot.buffer_tokens, recorded) * feature,
         # Features of a step's entries; besides, three int64 and a weight.
         "training bin": config.spot.tokens_per_step * (entry + 3 * 8 + FLOAT),
     }
+    if trains and on_card:
+        # It keeps what it saves for its backward pass.
+        saved = 4 * drafter.spec.intermediate_size + STEP_WIDTHS * drafter.spec.hidden_size
+        entries = config.spot.tokens_per_step * config.drafter.unroll
+        held[STEP] = entries * saved * target.dtype.itemsize
+    return held
 
 
 def table(parts: Footprint) -> Sequence[str]:

@@ -151,8 +151,8 @@ class Identity:
         assert spot is not None
         if self.options.drafter != "nan":
             return teach(spot, self.options.train_steps if self.options.drafter == "trained" else 0)
-        for parameter in spot.drafter.trainable():
-            parameter.data.fill_(float("nan"))
+        for weight in (*spot.drafter.trainable(), *spot.step.average.values.values()):
+            weight.data.fill_(float("nan"))
         spot.runner.load(spot.drafter.state_dict(), spot.runner.version + 1)  # no swap takes NaN
 
     # ---- report ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from driver.rollout.workspace import Workspace
 # hides, for they are on their way meanwhile, and by themselves they are read faster.
 FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 
-# Without a norm an append inside a linear saves one launch, which costs less than it for more rows.
+# Without a norm an append inside a linear saves one launch; of more rows the launch costs less.
 APPENDED_ROWS = 64
 
 

@@ -77,6 +77,7 @@ class RunConfig(Section):
     resume: bool = False
     timeout_s: float = setting(600.0, above=0)  # several ranks: how long one waits for another
     samples_logged: int = setting(4, low=0)  # a step
+    check_memory: bool = True  # refuse what does not fit a card if all responses are of full length
 
     def __post_init__(self) -> None:
         super().__post_init__()

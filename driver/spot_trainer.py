@@ -384,7 +384,11 @@ class SpotTrainer:
     # ---- records --------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of the metrics file."""
+        """Under the names of the metrics file.
+
+        Loss, acceptance and top-1 are of the weights that are trained; drafts are made with their
+        average, and are better.
+        """
         if not self.running:
             self.reports.settle(0)
         out = {

@@ -38,6 +38,7 @@ from driver.tasks import Task, make_task
 from driver.warmup import demonstration, lr_share, warm_up
 
 REPORT = "warm.json"
+PROCEDURE = 2  # one more whenever the same settings make another warm start
 # Prompts of the train split that neither RL nor the policy's warm-up comes to.
 FIRST_INDEX = 1 << 39
 NOTES = 10  # lines of a training's progress
@@ -77,7 +78,7 @@ def warm_folder(config: Config) -> Path:
         del parts["model"][name]
     del parts["warmup"]["workers"]
     parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
-    key = json.dumps([parts, config.run.seed], sort_keys=True).encode()
+    key = json.dumps([PROCEDURE, parts, config.run.seed], sort_keys=True).encode()
     digest = hashlib.blake2b(key, digest_size=4).hexdigest()
     root = Path(config.run.root).expanduser()
     return root / "warm" / f"{Path(config.preset).stem}-{digest}"

@@ -62,12 +62,14 @@ struct KernelShape {
   unsigned layers = 1;   // of rows: its third
 };
 
-// The second and third axes of a grid have less room than the first: refuses what has more.
+constexpr int64_t kGridAxis = 65535;  // of the second and third axes of a grid, at most
+
+// Refuses what has no room there.
 inline unsigned grid_axis(const char* op, const char* what, int64_t count) {
-  constexpr int64_t kMost = 65535;
-  if (count > kMost) {
-    throw std::invalid_argument(std::string(op) + ": expected at most " + std::to_string(kMost) +
-                                " " + what + " on a CUDA device, got " + std::to_string(count));
+  if (count > kGridAxis) {
+    throw std::invalid_argument(std::string(op) + ": expected at most " +
+                                std::to_string(kGridAxis) + " " + what + " on a CUDA device, got " +
+                                std::to_string(count));
   }
   return static_cast<unsigned>(count);
 }

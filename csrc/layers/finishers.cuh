@@ -13,7 +13,7 @@ constexpr int kFinishers = 2 * kWarpSize;
 template <typename After>
 constexpr int kBlockThreads = kMultipliers + kAppends<After> * kFinishers;
 
-// The barriers of the multipliers, and of the finishers, alone; 0 is __syncthreads.
+// Barriers of the multipliers, of the finishers, and of both; 0 is that of __syncthreads.
 constexpr int kMultipliersBarrier = 1, kFinishersBarrier = 2, kSumsBarrier = 3;
 
 // Waits until the sums are there, and known where they go. Finishers and multipliers come to it at

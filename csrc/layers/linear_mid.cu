@@ -328,9 +328,9 @@ void launch(const LinearKernelParams& p, const After& after, cudaStream_t stream
 // little more than one, but what does not fit beside them as much again: all as measured.
 template <typename T, typename S, bool kNorms, typename After>
 void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
-  constexpr int kStatic = 20 << 10, kMaxPieces = 65535;  // bytes at most; of a grid
+  constexpr int kStatic = 20 << 10;  // bytes at most
   const KernelShape shape = shape_of<S, After>(p);
-  if (shape.shared_bytes + kStatic > card.max_shared || shape.rows > kMaxPieces) return;
+  if (shape.shared_bytes + kStatic > card.max_shared || shape.rows > kGridAxis) return;
   // What a block has beside what it asks for; a multiprocessor has the system's part of one more.
   constexpr int kSystem = 1024, kSquares = S::kRows * kParts * 4;
   constexpr int kEnds =

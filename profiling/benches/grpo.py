@@ -31,7 +31,7 @@ from driver.footprint import empty_policy, footprint
 from driver.memory import CARD_MEMORY
 from driver.run_checkpoint import whole_checkpoints
 from driver.warm import warm_folder, warm_start
-from profiling.bench import Bench, say
+from profiling.bench import STOPPING_S, Bench, say
 from profiling.grpo_arms import (
     OTHER_START,
     TRL,
@@ -173,6 +173,16 @@ def trl_command(words: list[str]) -> list[str] | None:
     return [sys.executable, "-m", "profiling.trl_arm", *words]
 
 
+def end(process: subprocess.Popen) -> None:
+    """Asks a process to end, and ends it where it does not."""
+    process.terminate()
+    try:
+        process.wait(STOPPING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def ended(command: list[str], seconds: float) -> bool:
     """Runs a command; False where the time was up, which leaves its last checkpoint.
 
@@ -183,12 +193,10 @@ def ended(command: list[str], seconds: float) -> bool:
     try:
         code = process.wait(None if math.isinf(seconds) else seconds)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        process.wait()
+        end(process)
         return False
     except BaseException:
-        process.terminate()
-        process.wait()
+        end(process)
         raise
     if code:
         raise SystemExit(f"exit code {code}: {' '.join(command)}")

@@ -1,4 +1,4 @@
-"""More requests, pairs or rows than the second axis of a CUDA grid has room for: 65,535."""
+"""More requests, pages or pieces of rows than an axis of a CUDA grid has room for: 65,535."""
 
 import numpy as np
 import pytest
