@@ -27,6 +27,35 @@ __device__ __forceinline__ void sync_sums() {
   }
 }
 
+// A finisher's row, of those that it has in turns: one of S::kRows.
+template <typename S>
+__device__ __forceinline__ int finished_row(int turn) {
+  return (static_cast<int>(threadIdx.x) - kMultipliers + turn * kFinishers) / S::kUnit;
+}
+
+// Positions of a finisher's rows, from `first_row` on, of which there are `rows`; -1: no row.
+template <typename S, typename Position, int kTurns>
+__device__ __forceinline__ void find_positions(const AppendKvParams& after, int first_row, int rows,
+                                               Position (&position)[kTurns]) {
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int row = finished_row<S>(i);
+    position[i] = row < rows ? after.position[first_row + row] : -1;
+  }
+}
+
+// Angles of pair `pair` of a head at these positions; of one that is none the row has no place.
+template <typename Position, int kTurns>
+__device__ __forceinline__ void find_angles(const AppendKvParams& after,
+                                            const Position (&position)[kTurns], int pair,
+                                            float2 (&angle)[kTurns]) {
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    if (position[i] < 0 || position[i] >= after.max_position) continue;
+    angle[i] = angle_of(after, position[i], pair);
+  }
+}
+
 // Where the two sums of a pair of a row go, and what becomes of them.
 struct PairEnd {
   void* low;  // null: nowhere
@@ -52,23 +81,15 @@ __device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvP
   if (!p.placed) wait_for_prior_grid();
   // Rows' positions are asked for beside their places, angles before those are known to all.
   constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
-  const auto row_of = [&](int turn) { return (thread + turn * kFinishers) / S::kUnit; };
   int32_t position[kTurns];
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    position[i] = row_of(i) < rows ? after.position[first_row + row_of(i)] : -1;
-  }
+  find_positions<S>(after, first_row, rows, position);
   if (thread < kWarpSize) find_places(after, first_row, rows, blockIdx.x == 0, &places);
   float2 angle[kTurns] = {};
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    if (position[i] < 0 || position[i] >= after.max_position) continue;  // the row has no place
-    angle[i] = angle_of(after, position[i], at.i);
-  }
+  find_angles(after, position, at.i, angle);
   sync_threads<kFinishersBarrier, kFinishers>();
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    const int row = row_of(i);
+    const int row = finished_row<S>(i);
     if (row >= rows) continue;
     PairEnd end = {nullptr, angle[i], bias, 0, 0};
     if (pair < count && places.request[row] >= 0) {

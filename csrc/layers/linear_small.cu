@@ -65,15 +65,11 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
   constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
   const int pair = thread % S::kUnit;
   const bool has_pair = pair < count;
-  const auto row_of = [&](int turn) { return (thread + turn * kFinishers) / S::kUnit; };
   const HeadPair at = head_pair(after, begin + (has_pair ? pair : 0));
   if (!p.placed) wait_for_prior_grid();
   // A row's position is asked for beside its place, angles before that is known to all.
   int64_t position[kTurns];
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    position[i] = row_of(i) < rows ? after.position[row_of(i)] : -1;
-  }
+  find_positions<S>(after, 0, rows, position);
   float bias[2] = {};
   if (p.bias) {
     const T* from = static_cast<const T*>(p.bias) + low_row(after, at);
@@ -82,16 +78,12 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
   }
   if (thread < kWarpSize) find_places(after, 0, rows, blockIdx.x == 0, &places);
   float2 angle[kTurns] = {};
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    if (position[i] < 0 || position[i] >= after.max_position) continue;  // the row has no place
-    angle[i] = angle_of(after, position[i], at.i);
-  }
+  find_angles(after, position, at.i, angle);
   sync_threads<kFinishersBarrier, kFinishers>();
   PairOut<T> out[kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    const int row = row_of(i);
+    const int row = finished_row<S>(i);
     if (!has_pair || row >= rows || places.request[row] < 0) continue;
     out[i] = pair_out<T>(after, row, at, places.at[row]);
   }
@@ -99,8 +91,8 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     if (out[i].low == nullptr) continue;
-    float low = tile_sum<S>(sums, row_of(i), low_col(pair));
-    float high = tile_sum<S>(sums, row_of(i), low_col(pair) + 8);
+    float low = tile_sum<S>(sums, finished_row<S>(i), low_col(pair));
+    float high = tile_sum<S>(sums, finished_row<S>(i), low_col(pair) + 8);
     if (p.bias) {
       low += bias[0];
       high += bias[1];
