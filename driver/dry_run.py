@@ -117,21 +117,19 @@ def read_words(argv: Sequence[str]) -> tuple[Words, Config]:
 
 
 def check_run(config: Config, folder: Path | None) -> None:
-    """Refuses a run on a card that has too little memory for it, before any of it is taken.
+    """Refuses a run whose responses its model, or whose memory its card, has no room for.
 
     Args:
         config: of the run.
         folder: of the model; None = the tiny one.
 
     Raises:
-        UserError: as of a dry run, with the same numbers.
+        UserError: as of a dry run, with the same numbers, before anything is taken.
     """
-    limit_gb = memory_gb(config.run.device)
-    if not limit_gb or not config.run.check_memory:
-        return
     policy, prompt_len = empty_policy(config, folder), prompt_tokens(config, folder)
     check_context(prompt_len, config.sampling.max_new_tokens, spec_of(policy).max_position)
-    check_fits(footprint(config, policy, prompt_len), limit_gb)
+    if config.run.check_memory:
+        check_fits(footprint(config, policy, prompt_len), memory_gb(config.run.device))
 
 
 def check_fits(parts: Footprint, limit_gb: float) -> None:

@@ -386,8 +386,7 @@ class SpotTrainer:
     def metrics(self) -> dict[str, float]:
         """Under the names of the metrics file.
 
-        Loss, acceptance and top-1 are of the weights that are trained; drafts are made with their
-        average, and are better.
+        Loss, acceptance and top-1 are of the weights that are trained, not of their average.
         """
         if not self.running:
             self.reports.settle(0)

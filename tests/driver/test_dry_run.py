@@ -65,12 +65,11 @@ def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_pat
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(dry_run, "memory_gb", lambda device: 80.0)
     dry_run.check_run(load_config(words), None)
-    with pytest.raises(
-        UserError, match="context"
-    ):  # before memory, which more of it would not mend
-        dry_run.check_run(load_config([*words, "sampling.max_new_tokens=20000000"]), None)
-    unchecked = [*words, "sampling.max_new_tokens=20000000", "run.check_memory=false"]
-    dry_run.check_run(load_config(unchecked), None)
+    monkeypatch.setattr(dry_run, "memory_gb", lambda device: 0.25)
+    words += ["run.check_memory=false"]
+    dry_run.check_run(load_config(words), None)
+    with pytest.raises(UserError, match=r"exceed the context of 1024"):
+        dry_run.check_run(load_config([*words, "sampling.max_new_tokens=1020"]), None)
 
 
 def test_checkpointing_and_less_to_hold_make_it_smaller(seven_b):
