@@ -22,6 +22,7 @@ else:
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 TARGETS_CARD = "h100-80gb-hbm3"  # the card that `targets.toml` speaks of
+ANY_CARD = "two_gpu"  # the table that speaks of two of whichever card
 CPU = "cpu"  # the folder of results that need no card
 
 
@@ -125,9 +126,9 @@ def known_targets(folder: Path = RESULTS) -> list[Target]:
     """
     found = []
     for table, wanted_of in all_targets().items():
-        card = folder / (CPU if table == CPU else TARGETS_CARD)
-        paths = [card / f"{table}.json", card / "quick" / f"{table}.json"]
-        results = [load(path) for path in paths if path.exists()]
+        card = {CPU: CPU, ANY_CARD: "*"}.get(table, TARGETS_CARD)
+        paths = [*folder.glob(f"{card}/{table}.json"), *folder.glob(f"{card}/quick/{table}.json")]
+        results = [load(path) for path in paths]
         results.sort(key=lambda result: result["meta"]["date"])
         got: dict[str, tuple[float, dict[str, Any]]] = {}
         for result in results:

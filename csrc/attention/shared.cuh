@@ -43,7 +43,7 @@ struct Shared {
 // Waits for the warps that compute and those that load.
 template <int kWarps>
 __device__ __forceinline__ void sync_block() {
-  sync_threads<1, (kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize>();
+  meet_threads<1, (kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize>();
 }
 
 }  // namespace tlt

@@ -32,11 +32,17 @@ __device__ __forceinline__ __nv_bfloat16 as_storage<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
-// Waits for `kThreads` threads, whole warps, at barrier `kId`, wherever in the code each of them
-// does. Barrier 0 is that of __syncthreads, to which all threads of a block must come at one place.
+// Waits for `kThreads` threads, whole warps, at barrier `kId`, to which all of them come at one
+// place of the code. Barrier 0 is that of __syncthreads.
 template <int kId, int kThreads>
 __device__ __forceinline__ void sync_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+// The same of threads that come to it at different places.
+template <int kId, int kThreads>
+__device__ __forceinline__ void meet_threads() {
+  asm volatile("barrier.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
 // Butterfly folds: every lane ends with the same bits, since a + b and b + a are equal.

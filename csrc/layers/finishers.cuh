@@ -21,7 +21,7 @@ constexpr int kMultipliersBarrier = 1, kFinishersBarrier = 2, kSumsBarrier = 3;
 template <typename After>
 __device__ __forceinline__ void sync_sums() {
   if constexpr (kAppends<After>) {
-    sync_threads<kSumsBarrier, kBlockThreads<After>>();
+    meet_threads<kSumsBarrier, kBlockThreads<After>>();
   } else {
     __syncthreads();
   }

@@ -1,8 +1,10 @@
 """Whole training steps on two GPUs of one host against one GPU, and against `off` on two.
 
 Each arm is a run of its own under torchrun, on the same prompts, from one warm start; `median_us`
-is a step without evaluation, the first one left out. With the coordinator off the drafter stays as
-the warm start made it. Wants two cards; `--set preset=...` and the like change what is trained.
+is a step without evaluation, the first one left out; parts are means over the same steps, on the
+first rank, whose wait for the others is in `update_drafter` with the coordinator and in `gather`
+without. With the coordinator off the drafter stays as the warm start made it. Wants two cards;
+`--set preset=...` and the like change what is trained.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ SHOWN = {
     "bubble_used_share": "ranks/bubble_used_share",
     "memory_gb": "ranks/max_memory_allocated_gb",
     "accept_length": "spec/accept_length",
-    **{f"{phase}_s": f"timing_s/{phase}" for phase in PHASES},
+    **{f"{phase}_s": f"timing_s/{phase}" for phase in (*PHASES, "gather", "log")},
 }
 
 
@@ -73,7 +75,7 @@ def run(bench: Bench) -> None:
         later = [record for record in records if record["step"] > 1]
         seconds[arm] = statistics.median(record["timing_s/step"] for record in later)
         more = {
-            name: round(statistics.median(record[key] for record in later), 4)
+            name: round(statistics.fmean(record[key] for record in later), 4)
             for name, key in SHOWN.items()
             if all(record.get(key) is not None for record in later)
         }
