@@ -166,7 +166,7 @@ def sizes_of(device: torch.device) -> list[int]:
 def measure_overlaps(
     spot: SpotTrainer, decode: Callable[[], float | None], budget: float
 ) -> tuple[float, dict[Overlap, Beside]]:
-    """Trains beside decoding in partitions of each size, by steps that count.
+    """Times steps of training beside decoding, in partitions of each size.
 
     Each size has steps as long as a stop allows. The one that would train most within the budget is
     then held to it by rests between its steps, and measured again.

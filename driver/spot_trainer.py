@@ -356,13 +356,18 @@ class SpotTrainer:
     # ---- overlap --------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Chooses a partition, once, by micro-steps that train; no request runs meanwhile."""
+        """Chooses a partition, once; no request runs meanwhile.
+
+        Its micro-steps see one rollout's documents over and over, so they have a rate of zero.
+        """
         wanted = self.bin.fixed and self.config.mode in ("auto", "overlapped")
         if not wanted or self._measured or not self.buffer.num_tokens:
             return
         if self.decode() is None:
             return  # its graphs come with the next rollout
         self._measured = True
+        seen = self.tokens_seen
+        self.set_lr(0.0)
         try:
             budget = self.config.slowdown
             self.serial_step_s, found = measure_overlaps(self, self.decode, budget)
@@ -374,6 +379,9 @@ class SpotTrainer:
                 stacklevel=3,
             )
             return
+        finally:
+            self.set_lr(self.lr)
+            self.tokens_seen = seen
         self.measured = list(found)
         best = choose_overlap(self.measured, self.bin.tokens / self.serial_step_s, budget)
         if best is None and self.config.mode == "overlapped":

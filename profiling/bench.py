@@ -222,18 +222,18 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
 
 # Seconds that `all --quick` gives each benchmark of a card: eight minutes, the warm start there.
 QUICK_SECONDS = {
-    "attention": 30,
-    "decode": 44,
-    "drafter": 122,
-    "graphs": 66,
-    "grpo": 65,
-    "identity": 30,
-    "layers": 7,
-    "loop": 8,
-    "ngram": 10,
-    "rollout": 80,
-    "sampling": 8,
-    "step": 7,
+    "attention": 29,
+    "decode": 42,
+    "drafter": 118,
+    "graphs": 74,
+    "grpo": 72,
+    "identity": 36,
+    "layers": 8,
+    "loop": 12,
+    "ngram": 6,
+    "rollout": 70,
+    "sampling": 7,
+    "step": 6,
 }
 STOPPING_S = 20  # until a benchmark that was told to end has written its rows
 

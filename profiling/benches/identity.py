@@ -5,7 +5,7 @@ bf16 through the captured and looped passes of a run; only the oracle draws its 
 so its passes are launched op by op. Requests sample by turns greedily, cold, plainly and filtered,
 and end at odd times. `median_us` is an arm's time for a token.
 
-`--quick` compares a twentieth of the tokens that the targets ask for, which can refute a target and
+`--quick` compares a fortieth of the tokens that the targets ask for, which can refute a target and
 not confirm it. `--seconds N` leaves out rounds that would end later.
 """
 
@@ -51,7 +51,7 @@ class Size:
 
 
 FULL = Size(TOKENS, batch=256, requests=1024, longest=512, train_steps=100)
-QUICK = Size(TOKENS // 20, batch=128, requests=288, longest=256, train_steps=30)
+QUICK = Size(TOKENS // 40, batch=128, requests=144, longest=256, train_steps=30)
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:

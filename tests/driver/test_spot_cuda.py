@@ -266,6 +266,25 @@ def test_a_partition_trains_beside_the_tail_and_changes_no_token(policy):
     spot.finish()
 
 
+def test_steps_that_only_measure_teach_nothing(policy):
+    rollout = make_rollout(
+        policy, *WORDS, "engine.graphs=true", "engine.strategies=off", "spot.mode=overlapped",
+        "spot.final_steps=0",
+    )  # fmt: skip
+    spot = rollout.spot
+    rollout.engine.generate(requests(count=8, new=60, stop=()))
+    before = [weight.detach().clone() for weight in spot.drafter.trainable()]
+    seen = spot.tokens_seen
+    spot.finish()
+    assert spot.measured and spot.tokens_seen == seen
+    assert all(map(torch.equal, before, spot.drafter.trainable()))
+    spot.start_step(0)
+    fill(spot)
+    assert spot.micro_step() and spot.micro_step()
+    torch.cuda.synchronize()
+    assert not all(map(torch.equal, before, spot.drafter.trainable()))
+
+
 def test_a_stop_waits_for_the_step_in_flight_alone(policy):
     """However busy the machine is: what is on the device when a stop comes is counted, not timed.
 
