@@ -43,7 +43,12 @@ OPS = (
 
 
 def op_places() -> dict[str, str]:
-    """Where each op of this build can run: "cpu" or "cpu, cuda"."""
+    """Where each op of this build can run: "cpu" or "cpu, cuda".
+
+    Example:
+        >>> "cpu" in op_places()["sample"]
+        True
+    """
     cuda = set(_C.cuda_ops())
     return {op.__name__: "cpu, cuda" if op.__name__ in cuda else "cpu" for op in OPS}
 

@@ -103,10 +103,18 @@ def tree_attention(
 
     Example:
         A request with one committed slot 0 and a tree in flight: the root (row 0, slot 1) and two
-        siblings (slots 2 and 3). Row 2 attends to slots 0, 1 and 3.
+        siblings (slots 2 and 3). Row 2 attends to slots 0, 1 and 3; with q = 0 its out is the mean
+        of their values.
 
-        >>> position = [1, 2, 2]; ancestors[1, 0] = ancestors[2, 0] = 0
-        >>> tree_attention(q, k, v, out, [0, 3], [1], position, table, status, ancestors=ancestors)
+        >>> import numpy as np
+        >>> q, out = np.zeros((2, 3, 1, 8), np.float32)
+        >>> k, v = np.zeros((2, 1, 4, 1, 8), np.float32)   # one page of 4 slots
+        >>> v[0, :, 0] = np.float32([[1], [2], [4], [8]])
+        >>> tree_attention(q, k, v, out, row_start=np.int32([0, 3]), context_len=np.int32([1]),
+        ...                position=np.int32([1, 2, 2]), block_table=np.int32([[0]]),
+        ...                status=np.zeros(1, np.int32), ancestors=np.zeros((3, 16), np.uint8))
+        >>> print(out[:, 0, 0].round(3))
+        [1.5   2.333 3.667]
 
     Source: Dao et al., "FlashAttention" (2022), for the softmax over blocks; Miao et al.,
     "SpecInfer" (2024), for tree attention.

@@ -39,10 +39,22 @@ def current_stream(array: Array, stream: int | None) -> int:
 
 
 def num_threads() -> int:
-    """How many threads the CPU kernels use."""
+    """How many threads the CPU kernels use.
+
+    Example:
+        >>> num_threads() >= 1
+        True
+    """
     return _C.num_threads()
 
 
 def set_num_threads(count: int) -> None:
-    """Sets how many threads the CPU kernels use; 0 means every core this process may run on."""
+    """Sets how many threads the CPU kernels use; 0 means every core this process may run on.
+
+    Example:
+        >>> set_num_threads(2)
+        >>> num_threads()
+        2
+        >>> set_num_threads(0)
+    """
     _C.set_num_threads(count)

@@ -32,8 +32,13 @@ def draft_inputs(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> draft_inputs([[3.0, 4.0]], [0], [[0.0, 2.0]], ones, ones, out, eps=0.0)
-        >>> out   # [[0.849, 1.131, 0.0, 1.414]]
+        >>> import numpy as np
+        >>> ones, out = np.float32([1, 1]), np.zeros((1, 4), np.float32)
+        >>> draft_inputs(embedding=np.float32([[3, 4]]), ids=np.int32([0]),
+        ...              hidden=np.float32([[0, 2]]), input_norm=ones, hidden_norm=ones, out=out,
+        ...              eps=0.0)
+        >>> print(out.round(3))
+        [[0.849 1.131 0.    1.414]]
 
     Source: Li et al., "EAGLE-3" (2025).
     Reference: `tests/reference.py::draft_inputs`.
@@ -93,8 +98,20 @@ def draft_level_inputs(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> draft_level_inputs(embedding, [[7, 4, 9]], [[2, -1]], [[0, 0]], [10], hidden, ...,
-        ...                    depth=0, eps=1e-6)   # embeddings of 9 and 7, positions 10 and 10
+        The inputs of nodes 2 (token 1) and, in place of the inert entry, 0 (token 0):
+
+        >>> import numpy as np
+        >>> ones, hidden = np.float32([1, 1]), np.float32([[0, 2], [3, 4]])
+        >>> out, hidden_out = np.zeros((2, 4), np.float32), np.zeros((2, 2), np.float32)
+        >>> position = np.zeros(2, np.int32)
+        >>> draft_level_inputs(np.float32([[3, 4], [5, 0]]), node_token=np.int32([[0, 1, 1]]),
+        ...                    frontier=np.int32([[2, -1]]), row=np.int32([[1, 0]]),
+        ...                    root_position=np.int32([10]), hidden=hidden, input_norm=ones,
+        ...                    hidden_norm=ones, out=out, hidden_out=hidden_out, position=position,
+        ...                    depth=0, eps=0.0)
+        >>> print(out.round(3), position)
+        [[1.414 0.    0.849 1.131]
+         [0.849 1.131 0.    1.414]] [10 10]
 
     Source: Li et al., "EAGLE-2" (2024) and "EAGLE-3" (2025).
     Reference: `tests/reference.py::draft_inputs`.

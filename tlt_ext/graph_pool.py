@@ -42,12 +42,13 @@ class GraphPool:
         ValueError: an argument is out of range.
 
     Example:
-        >>> graph = torch.cuda.CUDAGraph(keep_graph=True)   # a pass captured into it
-        >>> pool = GraphPool()
-        >>> pool.add("off b1", [graph.raw_cuda_graph()], control, loop=True)
-        >>> arm_passes(control, ring, limit=64)
-        >>> pool.launch("off b1")   # up to 64 passes
-        >>> ring.wait(timeout_s=1.0)
+        On a GPU, with a pass captured into `graph`, a `torch.cuda.CUDAGraph(keep_graph=True)`:
+
+        >>> pool = GraphPool()  # doctest: +SKIP
+        >>> pool.add("off b1", [graph.raw_cuda_graph()], control, loop=True)  # doctest: +SKIP
+        >>> arm_passes(control, ring, limit=64)  # doctest: +SKIP
+        >>> pool.launch("off b1")  # up to 64 passes  # doctest: +SKIP
+        >>> ring.wait(timeout_s=1.0)  # doctest: +SKIP
 
     Source: conditional nodes of CUDA graphs, CUDA C++ Programming Guide.
     """

@@ -52,10 +52,9 @@ class PassRing:
         RuntimeError: there is no pinned memory.
 
     Example:
-        >>> ring = PassRing(64, max_batch=1)
-        >>> arm_passes(control, ring, limit=64)
-        >>> advance_batch(..., control, ring, lookahead=1)   # as many as the loop makes
-        >>> ring.collect(0, ring.sequence, 1)   # [([17, 4, 9], [-0.1, -2.3, -0.7], [2, 1], 0, 0)]
+        >>> ring = PassRing(64, max_batch=2)   # `advance_batch` fills it, `collect` reads it
+        >>> ring.sequence, ring.tokens.shape
+        (0, (64, 2, 17))
 
     Source: design of this package.
     """
@@ -162,8 +161,11 @@ def arm_passes(
         ValueError: a layout, shape or value is wrong.
 
     Example:
-        >>> arm_passes(control, ring, limit=8)
-        >>> control[Control.GO], control[Control.LIMIT]   # 1, 8
+        >>> import numpy as np
+        >>> control = np.zeros(8, np.int32)
+        >>> arm_passes(control, PassRing(8, max_batch=1), limit=8)
+        >>> print(control[Control.GO], control[Control.LIMIT])
+        1 8
 
     Source: design of this package.
     """
@@ -222,9 +224,20 @@ def advance_batch(
     Example:
         A request of ten committed slots emitted 7 and 8, and goes on:
 
-        >>> advance_batch([[7, 8]], logprobs, [2], [0], status, [12], [0], tokens, last_token,
-        ...               remaining, num_new, [16], control, ring, lookahead=4)
-        >>> tokens[0, 11:13], last_token, control[Control.GO]   # [7, 8], [8], 1
+        >>> import numpy as np
+        >>> tokens, control = np.zeros((1, 32), np.int32), np.zeros(8, np.int32)
+        >>> last_token, num_new = np.zeros((2, 1), np.int32)
+        >>> ring = PassRing(8, max_batch=1)
+        >>> arm_passes(control, ring, limit=8)
+        >>> advance_batch(emitted=np.int32([[7, 8]]), logprobs=np.float32([[-0.5, -0.25]]),
+        ...               num_emitted=np.int32([2]), finish=np.int32([0]), status=np.int32([0]),
+        ...               context_len=np.int32([12]), slot=np.int32([0]), tokens=tokens,
+        ...               last_token=last_token, remaining=np.int32([10]), num_new=num_new,
+        ...               granted=np.int32([16]), control=control, ring=ring, lookahead=4)
+        >>> print(tokens[0, 11:13], last_token, control[Control.GO])
+        [7 8] [8] 1
+        >>> ring.collect(0, ring.sequence, 1)
+        [([7, 8], [-0.5, -0.25], [2], 0, 0)]
 
     Source: design of this package.
     Reference: `tests/reference.py::advance_batch`.

@@ -68,8 +68,15 @@ def append_kv(
     Example:
         One row at position 5 of a request with pages [7, 2] of 4 slots: slot 5 is page 2, offset 1.
 
-        >>> append_kv(qkv, q, k, v, cos_sin, [0, 1], [5], [5], [[7, 2]], status,
-        ...           num_heads=1, num_kv_heads=1)   # writes k[2, 1] and v[2, 1]
+        >>> import numpy as np
+        >>> qkv = np.arange(3 * 8, dtype=np.float32)[None]
+        >>> q, (k, v) = np.zeros((1, 1, 8), np.float32), np.zeros((2, 8, 4, 1, 8), np.float32)
+        >>> cos_sin = np.float32([4 * [0] + 4 * [1]] * 6)   # a quarter turn at each position
+        >>> append_kv(qkv, q, k, v, cos_sin, row_start=np.int32([0, 1]), context_len=np.int32([5]),
+        ...           position=np.int32([5]), block_table=np.int32([[7, 2]]),
+        ...           status=np.zeros(1, np.int32), num_heads=1, num_kv_heads=1)
+        >>> print(k[2, 1], v[2, 1])
+        [[-12. -13. -14. -15.   8.   9.  10.  11.]] [[16. 17. 18. 19. 20. 21. 22. 23.]]
 
     Source: Su et al., "RoFormer" (2021), in the half-split pairing of Hugging Face models.
     Reference: `tests/reference.py::append_kv`.
@@ -139,8 +146,15 @@ def commit_path(
     Example:
         Ten committed slots, path [0, 2]: slot 10 stays, slot 12 moves to 11.
 
-        >>> commit_path(k, v, None, None, [0, 4], [[0, 2]], [2], context_len, table, status)
-        >>> context_len   # [12]
+        >>> import numpy as np
+        >>> k, v = np.zeros((2, 1, 1, 16, 1, 8), np.float32)   # one layer, one page of 16 slots
+        >>> k[0, 0, 10:14, 0, 0] = 1, 2, 3, 4
+        >>> context_len = np.int32([10])
+        >>> commit_path(k, v, None, None, row_start=np.int32([0, 4]), path=np.int32([[0, 2]]),
+        ...             num_emitted=np.int32([2]), context_len=context_len,
+        ...             block_table=np.int32([[0]]), status=np.zeros(1, np.int32))
+        >>> print(k[0, 0, 10:12, 0, 0], context_len)
+        [1. 3.] [12]
 
     Source: design of this package.
     Reference: `tests/reference.py::commit_path`.
@@ -178,7 +192,11 @@ def copy_pages(
         ValueError: a device, layout or shape is wrong.
 
     Example:
-        >>> copy_pages(k_cache, [3, 3], [5, 6])   # pages 5 and 6 become page 3, in every layer
+        >>> import numpy as np
+        >>> cache = np.float32([[[0], [1], [2], [3]]])   # one layer, four pages
+        >>> copy_pages(cache, np.int32([1, 1]), np.int32([2, 3]))
+        >>> print(cache.ravel())
+        [0. 1. 1. 1.]
 
     Source: Kwon et al., "PagedAttention" (2023), for copy on write of shared pages.
     Reference: `tests/reference.py::copy_pages`.
@@ -236,11 +254,20 @@ def gather_new_rows(
         ValueError: a device, layout or shape is wrong.
 
     Example:
-        Two new entries of a request with ten committed slots, after token 5 came 6, 7:
+        Two new entries of a request with ten committed slots:
 
-        >>> gather_new_rows(features, tokens, [0], [10], [2], table, status, row_start, ids,
-        ...                 position, first, last, rows)
-        >>> position[:2], ids[:2], first, last, row_start   # [8, 9], [6, 7], [8], [1], [0, 2]
+        >>> import numpy as np
+        >>> features = np.arange(16, dtype=np.float32).reshape(1, 16, 1)
+        >>> tokens = 100 + np.arange(16, dtype=np.int32)[None]
+        >>> row_start, ids, position = np.zeros((3, 2), np.int32)
+        >>> first, last = np.zeros((2, 1), np.int32)
+        >>> rows = np.zeros((2, 1), np.float32)
+        >>> gather_new_rows(features, tokens, slot=np.int32([0]), context_len=np.int32([10]),
+        ...                 num_new=np.int32([2]), block_table=np.int32([[0]]),
+        ...                 status=np.zeros(1, np.int32), row_start=row_start, ids=ids,
+        ...                 position=position, first=first, last=last, rows=rows)
+        >>> print(position, rows.ravel(), ids, first, last, row_start)
+        [8 9] [8. 9.] [109 110] [8] [1] [0 2]
 
     Source: design of this package; the pairing is that of Li et al., "EAGLE" (2024).
     Reference: `tests/reference.py::gather_new_rows`.

@@ -41,9 +41,11 @@ def linear_rows(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> x = np.array([[1.0, 2.0]], dtype=np.float32)
-        >>> weight = np.array([[3.0, 4.0], [5.0, 6.0]], dtype=np.float32)
-        >>> linear_rows(x, weight, out)   # out = [[11, 17]]
+        >>> import numpy as np
+        >>> x, out = np.float32([[1, 2]]), np.zeros((1, 2), np.float32)
+        >>> linear_rows(x, np.float32([[3, 4], [5, 6]]), out)
+        >>> print(out)
+        [[11. 17.]]
 
     Source: the layout of `torch.nn.Linear`; the order of the sum is in `csrc/layers/dot.h`, of
     16-bit types on a GPU in `csrc/layers/linear.cuh`.
@@ -80,9 +82,11 @@ def linear_silu_mul(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> x = np.array([[1.0]], dtype=np.float32)
-        >>> weight = np.array([[1.0], [2.0]], dtype=np.float32)   # silu(1) = 0.7311
-        >>> linear_silu_mul(x, weight, out)   # out = [[1.4621]]
+        >>> import numpy as np
+        >>> x, out = np.float32([[1]]), np.zeros((1, 1), np.float32)
+        >>> linear_silu_mul(x, np.float32([[1], [2]]), out)
+        >>> print(out.round(4))   # silu(1) = 0.7311, times 2
+        [[1.4621]]
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), SwiGLU.
     Reference: `tests/reference.py::silu_mul` of `linear_rows`.
@@ -109,8 +113,11 @@ def rms_norm(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> x = np.array([[3.0, 4.0]], dtype=np.float32)   # rms = sqrt(12.5)
-        >>> rms_norm(x, np.ones(2, np.float32), out, eps=0.0)   # out = [[0.8485, 1.1314]]
+        >>> import numpy as np
+        >>> x, out = np.float32([[3, 4]]), np.zeros((1, 2), np.float32)
+        >>> rms_norm(x, np.float32([1, 1]), out, eps=0.0)
+        >>> print(out.round(4))   # over sqrt(12.5)
+        [[0.8485 1.1314]]
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     Reference: `tests/reference.py::rms_norm`.
@@ -133,8 +140,11 @@ def silu_mul(x: Array, out: Array, *, stream: int | None = None) -> None:
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> x = np.array([[1.0, 2.0]], dtype=np.float32)   # silu(1) = 0.7311
-        >>> silu_mul(x, out)   # out = [[1.4621]]
+        >>> import numpy as np
+        >>> x, out = np.float32([[1, 2]]), np.zeros((1, 1), np.float32)
+        >>> silu_mul(x, out)
+        >>> print(out.round(4))   # silu(1) = 0.7311, times 2
+        [[1.4621]]
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), SwiGLU.
     Reference: `tests/reference.py::silu_mul`.
@@ -200,9 +210,18 @@ def linear_append(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> x = np.array([[3.0, 4.0]], dtype=np.float32)
-        >>> linear_append(x, weight, q, k, v, cos_sin, [0, 1], [5], [5], [[7, 2]], status,
-        ...     num_heads=1, num_kv_heads=1)   # pages of 4 slots: writes k[2, 1], v[2, 1]
+        The row of `append_kv`'s example, unturned (cosines 1, sines 0):
+
+        >>> import numpy as np
+        >>> x, weight = np.float32([[3, 4]]), np.ones((3 * 8, 2), np.float32)
+        >>> q, (k, v) = np.zeros((1, 1, 8), np.float32), np.zeros((2, 8, 4, 1, 8), np.float32)
+        >>> cos_sin = np.float32([4 * [1] + 4 * [0]] * 6)
+        >>> linear_append(x, weight, q, k, v, cos_sin, row_start=np.int32([0, 1]),
+        ...               context_len=np.int32([5]), position=np.int32([5]),
+        ...               block_table=np.int32([[7, 2]]), status=np.zeros(1, np.int32),
+        ...               num_heads=1, num_kv_heads=1)
+        >>> print(q[0], k[2, 1])
+        [[7. 7. 7. 7. 7. 7. 7. 7.]] [[7. 7. 7. 7. 7. 7. 7. 7.]]
 
     Source: `linear_rows`, then `append_kv`.
     Reference: `tests/reference.py::append_kv` of `linear_rows`.

@@ -70,9 +70,20 @@ def ngram_propose(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> # tokens [[1, 2, 3, 4], [9, 2, 3, 0]], length [4, 3], group_slots [[1, 0]], slot [1],
-        >>> # context_len [2]: 2, 3 was followed by 4, so nodes are 3 (the root) and 4, whose score
-        >>> # is log(4 / 5)
+        The request's 2, 3 was followed by 4 in the other sequence: below the root, 3, comes 4.
+
+        >>> import numpy as np
+        >>> node_token, node_parent, node_depth = np.zeros((3, 1, 2), np.int32)
+        >>> node_score, node_count = np.zeros((1, 2), np.float32), np.zeros(1, np.int32)
+        >>> ngram_propose(tokens=np.int32([[1, 2, 3, 4], [9, 2, 3, 0]]), length=np.int32([4, 3]),
+        ...               group_slots=np.int32([[1, 0]]), slot=np.int32([1]),
+        ...               context_len=np.int32([2]), node_token=node_token,
+        ...               node_parent=node_parent, node_score=node_score, node_depth=node_depth,
+        ...               node_count=node_count, temperature=np.float32([0]),
+        ...               request=np.int64([0]), status=np.zeros(1, np.int32), seed=0, depth=1,
+        ...               top_k=1)
+        >>> print(node_token, node_parent, node_score.round(2))   # log(4 / 5)
+        [[3 4]] [[-1  0]] [[ 0.   -0.22]]
 
     Source: prompt lookup decoding, Saxena (2023); suffix trees over earlier rollouts, Oliaro et
         al., "SuffixDecoding" (2024); weights and noise are this project's.

@@ -61,9 +61,13 @@ def sample(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> logits = np.array([[0.0, 2.0, 1.0]], np.float32)
-        >>> sample(logits, zero, top_k, one, request, position, tokens, logprobs, status, seed=0)
-        >>> tokens, logprobs   # temperature 0: [1], [-0.4076]
+        >>> import numpy as np
+        >>> tokens, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
+        >>> sample(np.float32([[0, 2, 1]]), temperature=np.float32([0]), top_k=np.int32([0]),
+        ...        top_p=np.float32([1]), request=np.int64([0]), position=np.int32([0]),
+        ...        tokens=tokens, logprobs=logprobs, status=np.zeros(1, np.int32), seed=0)
+        >>> print(tokens, logprobs.round(4))   # temperature 0: of the logits as they are
+        [1] [-0.4076]
 
     Source: Gumbel-max sampling; the noise is Philox 4x32-10 (Salmon et al., SC'11).
     Reference: `tests/reference.py::sample`.
@@ -153,7 +157,21 @@ def verify_tree(
 
     Example:
         Greedy target, root with children 5 and 7 (rows 1, 2); the target says 7, then 3:
-        emitted = [7, 3], path = [0, 2], num_emitted = 2, finish = 0.
+
+        >>> import numpy as np
+        >>> logits = np.zeros((3, 8), np.float32)
+        >>> logits[0, 7] = logits[2, 3] = 1
+        >>> emitted, path = np.zeros((2, 1, 17), np.int32)
+        >>> num_emitted, finish = np.zeros((2, 1), np.int32)
+        >>> verify_tree(
+        ...     logits, tokens=np.int32([1, 5, 7]), parents=np.int32([-1, 0, 0]),
+        ...     position=np.int32([4, 5, 5]), row_start=np.int32([0, 3]),
+        ...     temperature=np.float32([0]), top_k=np.int32([0]), top_p=np.float32([1]),
+        ...     request=np.int64([0]), stop_ids=np.int32([[-1]]), limit=np.int32([17]),
+        ...     emitted=emitted, logprobs=np.zeros((1, 17), np.float32), num_emitted=num_emitted,
+        ...     path=path, finish=finish, status=np.zeros(1, np.int32), seed=0)
+        >>> print(emitted[0, :2], path[0, :2], num_emitted, finish)
+        [7 3] [0 2] [2] [0]
 
     Source: speculative decoding with shared Gumbel noise; exact for any draft.
     Reference: `tests/reference.py::verify_tree`.
@@ -235,8 +253,23 @@ def verify_rejection(
         ValueError: a device, layout, shape or value is wrong, or draft_probs is missing.
 
     Example:
-        Target (.5, .5), draft (.8, .2), child 0: accepted with probability .5 / .8 = .625, else
-        the residual (0, .3) gives token 1. Token 0: .8 * .625 = .5, as it should be.
+        A chain of drafts 0 and 1. The target is (.5, .5) at the root: child 0, drawn with .4 from
+        the draft, is accepted always. It is (1, 0) at row 1: child 1 never is, and the residual
+        (.6, 0) gives token 0.
+
+        >>> import numpy as np
+        >>> emitted, path = np.zeros((2, 1, 17), np.int32)
+        >>> num_emitted, finish = np.zeros((2, 1), np.int32)
+        >>> verify_rejection(
+        ...     np.float32([[0, 0], [99, -99], [0, 0]]), np.float32([[0.4, 0.6]] * 3),
+        ...     tokens=np.int32([1, 0, 1]), parents=np.int32([-1, 0, 1]),
+        ...     position=np.int32([4, 5, 6]), row_start=np.int32([0, 3]),
+        ...     temperature=np.float32([1]), top_k=np.int32([0]), top_p=np.float32([1]),
+        ...     request=np.int64([0]), stop_ids=np.int32([[-1]]), limit=np.int32([17]),
+        ...     emitted=emitted, logprobs=np.zeros((1, 17), np.float32), num_emitted=num_emitted,
+        ...     path=path, finish=finish, status=np.zeros(1, np.int32), seed=0)
+        >>> print(emitted[0, :2], path[0, :2], num_emitted, finish)
+        [0 0] [0 1] [2] [0]
 
     Source: Leviathan et al. (2023); Chen et al. (2023); multi-round: Miao et al., "SpecInfer".
     Reference: `tests/reference.py::verify_rejection`.

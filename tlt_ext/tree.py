@@ -61,7 +61,7 @@ def expand_tree(
             index); -1 where there are fewer.
         next_row: [B, K] int32 out, the row of `draft_logits` that each came from; 0 where inert.
         next_ancestors: [B, K, 16] uint8 out, in-flight drafter slots of each one's ancestors: those
-            of its parent, then the parent's own, `slot_base + f`. None in the first level.
+            of its parent, then the parent's own, `slot_base + f`; no ancestors in the first level.
         temperature: [B] float32; 0 = greedy.
         request: [B] int64, noise key of each request.
         root_position: [B] int32, absolute position of the root.
@@ -83,8 +83,19 @@ def expand_tree(
         ValueError: a device, layout, shape or value is wrong, or C < 1 + F * K.
 
     Example:
-        >>> # root 5, T = 0, logits [[1, 3, 2]], K = 2: appends tokens 1 and 2 with
-        >>> # scores -0.41 and -1.41, next_frontier [[1, 2]], next_row [[0, 0]]
+        The first level below the root, token 5:
+
+        >>> import numpy as np
+        >>> node_token, node_parent, node_depth = np.int32([[[5, 0, 0]], [[-1, 0, 0]], [[0, 0, 0]]])
+        >>> node_score, node_count = np.zeros((1, 3), np.float32), np.int32([1])
+        >>> next_frontier, next_row = np.zeros((2, 1, 2), np.int32)
+        >>> expand_tree(np.float32([[1, 3, 2]]), np.int32([[0]]), node_token, node_parent,
+        ...             node_score, node_depth, node_count, next_frontier, next_row,
+        ...             next_ancestors=np.zeros((1, 2, 16), np.uint8), temperature=np.float32([0]),
+        ...             request=np.int64([0]), root_position=np.int32([4]),
+        ...             status=np.zeros(1, np.int32), seed=0, slot_base=0, vocab_size=3)
+        >>> print(node_token, node_parent, node_score.round(2), next_frontier)
+        [[5 1 2]] [[-1  0  0]] [[ 0.   -0.41 -1.41]] [[1 2]]
 
     Source: Gumbel-top-k sampling, Kool et al. (2019); dynamic draft trees, Li et al., "EAGLE-2"
         (2024); the shared noise is this project's.
@@ -158,8 +169,19 @@ def select_nodes(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        >>> # nodes 0 (root), 1: score -1, 2: score -3, 3: child of 1, score -2; num_verify = 3
-        >>> # source = [0, 1, 3], parents = [-1, 0, 1], row_start = [0, 3]
+        The best three of nodes 0 (the root), 1, 2 and 3 (a child of 1):
+
+        >>> import numpy as np
+        >>> tokens, parents, position, source = np.zeros((4, 3), np.int32)
+        >>> row_start = np.zeros(2, np.int32)
+        >>> select_nodes(node_token=np.int32([[5, 1, 2, 6]]), node_parent=np.int32([[-1, 0, 0, 1]]),
+        ...              node_score=np.float32([[0, -1, -3, -2]]),
+        ...              node_depth=np.int32([[0, 1, 1, 2]]), node_count=np.int32([4]),
+        ...              root_position=np.int32([4]), tokens=tokens, parents=parents,
+        ...              position=position, ancestors=np.zeros((3, 16), np.uint8), source=source,
+        ...              row_start=row_start, num_verify=3)
+        >>> print(source, tokens, parents, position, row_start)
+        [0 1 3] [5 1 6] [-1  0  1] [4 5 6] [0 3]
 
     Source: Li et al., "EAGLE-2" (2024), re-ranking.
     Reference: `tests/reference.py::select_nodes`.
