@@ -32,6 +32,7 @@
 namespace tlt {
 namespace {
 
+constexpr const char* kOp = "tree_attention";
 constexpr int kClusterWarps = 4;  // that compute
 
 // Makes the barriers of a ring; the same code for sm_80, which has none.
@@ -184,8 +185,7 @@ CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
 }
 
 template <typename T, int kDim, int kWarps>
-void launch_attend(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
-  const bool hopper = is_hopper();
+void launch_attend(const Launch& l, const AttentionPlan& plan, bool hopper, cudaStream_t stream) {
   const int bytes =
       hopper ? sizeof(Shared<kDim, kWarps, true>) : sizeof(Shared<kDim, kWarps, false>);
   const KernelShape shape{l.p.num_kv_heads * plan.row_blocks,
@@ -195,7 +195,7 @@ void launch_attend(const Launch& l, const AttentionPlan& plan, cudaStream_t stre
                           static_cast<unsigned>(l.p.sequences.num_requests),
                           static_cast<unsigned>(l.partials.items)};
   // Early, as the merge: both wait before they read what others wrote.
-  launch_kernel("tree_attention", attend_kernel<T, kDim, kWarps>, shape, stream, true, l);
+  launch_kernel(kOp, attend_kernel<T, kDim, kWarps>, shape, stream, true, l);
 }
 
 template <typename T, int kDim>
@@ -208,36 +208,37 @@ void launch_merge(const Launch& l, cudaStream_t stream) {
   const int64_t turns = (rows * l.p.num_kv_heads + l.merge_rows - 1) / l.merge_rows;
   const KernelShape shape{turns, warps * kWarpSize, bytes, 1,
                           static_cast<unsigned>(s.num_requests)};
-  launch_kernel("tree_attention", merge_kernel<T, kDim>, shape, stream, true, l);
+  launch_kernel(kOp, merge_kernel<T, kDim>, shape, stream, true, l);
 }
 
 // False where the card has no such clusters.
 template <typename T, int kDim>
 bool launch_clusters(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
-  constexpr const char* op = "tree_attention";
   const auto kernel = cluster_kernel<T, kDim>;
   const int bytes = sizeof(Shared<kDim, kClusterWarps, true, true>);
   const int threads = (kClusterWarps + kProducerWarps) * kWarpSize;
-  if (!has_hopper_code(op, kernel)) return false;
-  if (max_active_teams(op, kernel, {1, threads, bytes, kClusterBlocks, true}) < 1) return false;
+  if (max_active_teams(kOp, kernel, {1, threads, bytes, kClusterBlocks, true}) < 1) return false;
   const KernelShape shape{kClusterBlocks,
                           threads,
                           bytes,
                           kClusterBlocks,
                           static_cast<unsigned>(l.p.sequences.num_requests),
                           static_cast<unsigned>(l.p.num_kv_heads * plan.row_blocks)};
-  launch_kernel(op, kernel, shape, stream, true, l);
+  launch_kernel(kOp, kernel, shape, stream, true, l);
   return true;
 }
 
 template <typename T, int kDim>
-void launch(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
+void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
+  // A build has code of the same architectures for all kernels.
+  const bool hopper = has_hopper_code(kOp, cluster_kernel<T, kDim>);
+  if (hopper) l.maps = {map_of(l.p, l.p.k), map_of(l.p, l.p.v)};
   const bool shares = l.partials.acc != nullptr;
-  if (shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
+  if (hopper && shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
   if (plan.warps == 4) {
-    launch_attend<T, kDim, 4>(l, plan, stream);
+    launch_attend<T, kDim, 4>(l, plan, hopper, stream);
   } else {
-    launch_attend<T, kDim, 8>(l, plan, stream);
+    launch_attend<T, kDim, 8>(l, plan, hopper, stream);
   }
   if (shares) launch_merge<T, kDim>(l, stream);
 }
@@ -247,7 +248,7 @@ void launch(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
 void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int device,
                          uintptr_t stream) {
   const DeviceGuard guard(device);
-  grid_axis("tree_attention", "requests", p.sequences.num_requests);
+  grid_axis(kOp, "requests", p.sequences.num_requests);
   if (p.dtype == DType::kFloat32) return tree_attention_float_cuda(p, stream);
   const Sequences& s = p.sequences;
   AttentionPlan plan = plan_attention({s.num_requests, s.num_rows, p.num_heads, p.num_kv_heads,
@@ -264,7 +265,6 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
            static_cast<int>(plan.merge_rows),
            plan.items > 1 ? 2 : 0,  // four warps or one
            {}};
-  if (is_hopper()) l.maps = {map_of(p, p.k), map_of(p, p.v)};
   l.partials = {nullptr, nullptr, 1, 0};
   if (workspace != nullptr && plan.items > 1) {
     const int64_t partials = plan.partials * s.num_rows * p.num_heads;

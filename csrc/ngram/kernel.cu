@@ -82,9 +82,10 @@ __global__ void __launch_bounds__(kThreads) propose_kernel(const NgramProposePar
 void ngram_propose_cuda(const NgramProposeParams& p, int device, uintptr_t stream) {
   constexpr const char* op = "ngram_propose";
   const DeviceGuard guard(device);
-  if (is_hopper()) {
-    return launch_teams(op, propose_kernel<kTeamThreads>,
-                        {p.num_requests, kTeamThreads, 0, kMaxTeam, false}, as_stream(stream), p);
+  const auto kernel = propose_kernel<kTeamThreads>;
+  if (has_hopper_code(op, kernel)) {
+    return launch_teams(op, kernel, {p.num_requests, kTeamThreads, 0, kMaxTeam, false},
+                        as_stream(stream), p);
   }
   propose_kernel<kAloneThreads>
       <<<static_cast<unsigned>(p.num_requests), kAloneThreads, 0, as_stream(stream)>>>(p);
