@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,9 +45,20 @@ def workspace(rows: int, vocab_size: int) -> torch.Tensor | None:
     return torch.full((size,), 0xA5, dtype=torch.uint8, device=DEVICE)
 
 
-def free_memory() -> int | None:
-    """Bytes free on the card; None under pytest-xdist, whose other processes take and give them."""
-    return None if "PYTEST_XDIST_WORKER" in os.environ else torch.cuda.mem_get_info()[0]
+def assert_takes_no_memory(work: Callable[[], None], tries: int = 3) -> None:
+    """Asserts that `work` leaves the card's free memory as it is.
+
+    Other processes of a card take some too: what takes it itself does so at every try. Those of
+    pytest-xdist never rest, so that under it nothing is asserted.
+    """
+    for _ in range(tries):
+        before = torch.cuda.mem_get_info()[0]
+        work()
+        torch.cuda.synchronize()
+        taken = before - torch.cuda.mem_get_info()[0]
+        if taken <= 0 or "PYTEST_XDIST_WORKER" in os.environ:
+            return
+    raise AssertionError(f"{taken} bytes taken, and some at each of {tries} tries")
 
 
 def to_cpu(arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

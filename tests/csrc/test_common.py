@@ -4,7 +4,9 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
+from tests import kit
 from tlt_ext import _C
 
 
@@ -53,3 +55,19 @@ def test_gumbel_matches_its_formula_in_both_tails():
         u = (word + 0.5) / 2.0**32
         expected = -math.log(-math.log1p(-u))
         assert _C.gumbel(word) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("free", "found"), [([9, 9], False), ([9, 8, 8, 9], False), ([9, 8, 8, 7, 7, 6], True)]
+)
+def test_memory_that_is_taken_at_every_try_is_found(monkeypatch, free, found):
+    """The check of other tests; what is free before and after each try."""
+    left = iter(free)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(left), 9))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    if found:
+        with pytest.raises(AssertionError, match="1 bytes taken, and some at each of 3 tries"):
+            kit.assert_takes_no_memory(lambda: None)
+    else:
+        kit.assert_takes_no_memory(lambda: None)

@@ -173,13 +173,16 @@ def test_graph_replays_read_new_inputs_and_allocate_nothing(rows):
             run(op, x, norm_weight, weight, outs[op])
     expected = {op: torch.zeros_like(out) for op, out in outs.items()}
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(), kit.free_memory()
-    for replay in range(1000):
-        if replay % 100 == 0:
-            x.copy_(kit.randn(rows, 576, seed=replay, dtype=torch.bfloat16))
-        graph.replay()
-    torch.cuda.synchronize()
-    assert (torch.cuda.memory_allocated(), kit.free_memory()) == before
+    held = torch.cuda.memory_allocated()
+
+    def replay():
+        for turn in range(1000):
+            if turn % 100 == 0:
+                x.copy_(kit.randn(rows, 576, seed=turn, dtype=torch.bfloat16))
+            graph.replay()
+
+    kit.assert_takes_no_memory(replay)
+    assert torch.cuda.memory_allocated() == held
     for op in OPS:
         run(op, x, norm_weight, weight, expected[op])
         assert kit.same_bits(outs[op], expected[op])

@@ -47,24 +47,26 @@ def test_replays_equal_eager_calls_and_allocate_nothing(name, dtype):
         op(**arrays, **options)
     changed = set()
     held = torch.cuda.memory_allocated()
-    free = kit.free_memory()
-    for turn in range(1000):
-        if turn % 50 == 0:
-            given = {n: a.clone() for n, a in pristine.items()}
-            vary(given, turn // 50)
-        if turn % 50 == 0 or turn % 50 == 49:
+
+    def replay():
+        for turn in range(1000):
+            if turn % 50 == 0:
+                given = {n: a.clone() for n, a in pristine.items()}
+                vary(given, turn // 50)
+            if turn % 50 == 0 or turn % 50 == 49:
+                for n, array in arrays.items():
+                    array.copy_(given[n])
+            graph.replay()
+            if turn % 50 != 49:
+                continue
+            replayed = {n: a.cpu() for n, a in arrays.items()}
             for n, array in arrays.items():
                 array.copy_(given[n])
-        graph.replay()
-        if turn % 50 != 49:
-            continue
-        replayed = {n: a.cpu() for n, a in arrays.items()}
-        for n, array in arrays.items():
-            array.copy_(given[n])
-        op(**arrays, **options)
-        for n, array in arrays.items():
-            assert kit.same_bits(replayed[n], array), n
-        changed |= {n for n, a in replayed.items() if not kit.same_bits(a, given[n])}
+            op(**arrays, **options)
+            for n, array in arrays.items():
+                assert kit.same_bits(replayed[n], array), n
+            changed.update(n for n, a in replayed.items() if not kit.same_bits(a, given[n]))
+
+    kit.assert_takes_no_memory(replay)
     assert changed
     assert torch.cuda.memory_allocated() == held
-    assert kit.free_memory() == free
