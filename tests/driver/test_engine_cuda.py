@@ -1,12 +1,20 @@
-"""The rollout engine on a GPU: the CPU's tokens in float32, and its own exactly in bfloat16."""
+"""The rollout engine on a GPU: the CPU's tokens in float32, and its own exactly in bfloat16.
+
+The commands that run it too, on the tiny model or on a small random checkpoint.
+"""
 
 import pytest
 import torch
 
-from driver import identity
+from driver import generate as generate_command
+from driver import identity, tiny
+from driver import train as train_command
+from driver.collector import Collector
+from driver.run_folder import read_jsonl
 from tests import kit
-from tests.driver.hugging_face import random_model
+from tests.driver.hugging_face import random_model, save_model
 from tests.driver.test_engine import STRATEGIES, generate, make_rollout, requests, same
+from tests.driver.test_train import share_of_ones
 
 pytestmark = [kit.gpu, kit.needs_gpu]
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -47,3 +55,44 @@ def test_identity_command_on_the_tiny_model():
     check = identity.Identity(options)
     check.run()
     assert check.identical, check.table()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A random model's folder, with a tokenizer."""
+    folder = tmp_path / "model"
+    sizes = {**SHAPE, "vocab_size": len(tiny.VOCABULARY)}
+    save_model(folder, "llama-tied-llama3", **sizes, eos_token_id=1, pad_token_id=0)
+    tiny.build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["ngram:4,1,5", "learned:4,2,8"])
+def test_generate_command_on_a_checkpoint(checkpoint, capsys, strategy):
+    words = [f"model={checkpoint}", "prompt=1 + 1 =", f"strategy={strategy}", "max_new_tokens=48"]
+    generate_command.main([*words, "device=cuda", "dtype=bfloat16", "train_seconds=1"])
+    assert "tokens and log-probs equal: yes" in capsys.readouterr().out
+
+
+def test_train_command_on_a_checkpoint(checkpoint, tmp_path, monkeypatch):
+    """Two steps, whose rewards a random model would not earn."""
+    monkeypatch.setattr(Collector, "rewards", share_of_ones)
+    train_command.main(
+        [
+            "preset=smollm2",
+            f"model.path={checkpoint}",
+            "model.dtype=bfloat16",
+            f"run.root={tmp_path}",
+            "run.name=card",
+            "run.device=cuda",
+            "run.steps=2",
+            "run.eval_prompts=2",
+            "sampling.max_new_tokens=24",
+            "grpo.samples_per_prompt=4",
+        ]
+    )
+    records = read_jsonl(tmp_path / "card" / "metrics.jsonl")[1:]
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert record["actor/grad_norm"] > 0 and record["drafter/version"] > 0
+        assert record["sampling/sampling_logp_difference/max"] < 0.5

@@ -1,13 +1,20 @@
-"""What a pass asks of torch, each a kernel launch of its own where passes are graphs."""
+"""Kernel launches of a pass where passes are graphs: a layer's, and those that are torch's."""
 
 import collections
+from dataclasses import replace
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tlt_ext
 from driver.drafter import Drafter
+from driver.model import RowBatch, TargetModel, layer_launches
 from driver.rollout.draft_runner import DraftRunner
+from driver.rollout.kv_cache import KvCache
 from driver.rollout.request import Request, SamplingParams
+from profiling.benches.step import SPECS, random_weights
+from tests import kit
 from tests.driver.hugging_face import random_model
 from tests.driver.test_engine import Choose, make_rollout
 
@@ -64,3 +71,56 @@ def test_a_pass_is_made_of_ops(strategy, few_rows, wanted):
     engine.program.run = counted
     engine.generate([Request(0, 0, (1, 2, 3), SamplingParams(max_new_tokens=12))])
     assert seen[-1] == (strategy, wanted)
+
+
+def step_launches(spec, requests, slots):
+    """Nodes of a captured decode step, one row a request, of tables with room for `slots`."""
+    model = TargetModel(spec, random_weights(spec), device="cuda", max_rows=requests)
+    pages = slots // 16
+    kv = KvCache.allocate(spec, num_pages=requests * pages, page_size=16, device="cuda")
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    batch = RowBatch(
+        row_start=torch.arange(requests + 1, **ints),
+        context_len=torch.full((requests,), 40, **ints),
+        position=torch.full((requests,), 40, **ints),
+        block_table=torch.arange(requests * pages, **ints).view(requests, pages),
+        ancestors=None,
+        status=torch.zeros(requests, **ints),
+    )
+    ids = torch.zeros(requests, **ints)
+    model.forward(ids, batch, kv)  # loads kernels and grows scratch memory
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        model.forward(ids, batch, kv)
+    pool = tlt_ext.GraphPool()
+    pool.add("step", [graph.raw_cuda_graph()], torch.zeros(8, **ints), loop=False)
+    return pool.usage()["step"].nodes
+
+
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+    reason="counted on a card with clusters",
+)
+@pytest.mark.parametrize(
+    ("shape", "requests", "slots", "launches"),
+    [
+        ("smollm2", 1, 1024, 5),
+        ("smollm2", 16, 1024, 6),
+        ("qwen2_7b_4_layers", 1, 1024, 6),
+        ("qwen2_7b_4_layers", 1, 8192, 7),
+        ("qwen2_7b_4_layers", 16, 1024, 9),
+    ],
+)
+def test_launches_of_a_layer(shape, requests, slots, launches):
+    """Five where a request decodes a small model: norm, q, k, v and append; attention; output;
+    norm, gate and up; down.
+
+    Attention is one launch on a card with clusters, for few requests with short tables, and else
+    two. A norm before large weights is one of its own. So is the append of a large model's q, k
+    and v above eight rows, and then the norm before them.
+    """
+    spec = replace(SPECS[shape], vocab_size=256)
+    one, two = (step_launches(replace(spec, num_layers=n), requests, slots) for n in (1, 2))
+    assert two - one == launches <= layer_launches(spec, requests)
