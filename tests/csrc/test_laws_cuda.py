@@ -104,11 +104,16 @@ def test_a_million_samples(vocab):
 def test_a_million_verified_trees(vocab):
     """Whatever was drafted; and the same tokens as `sample`."""
     logits = rows_of(vocab)
-    children = torch.multinomial(law_of(logits), MILLION, replacement=True).int().cuda()
+    law = law_of(logits)
+    children = torch.multinomial(law, MILLION, replacement=True).int().cuda()
     tokens, counts = verified(tlt_ext.verify_tree, logits, children)
-    kit.assert_law(tokens, law_of(logits))
+    kit.assert_law(tokens, law)
     assert torch.equal(tokens, sampled(logits))
     assert torch.equal(counts == 2, tokens == children.cpu())
+    best = law.argmax()
+    kept = torch.rand(MILLION, generator=kit.generator(vocab)) < law[best]
+    with pytest.raises(AssertionError):  # fault 18: a draft that was refused is drawn again
+        kit.assert_law(torch.where(kept, best.int(), tokens), law)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
