@@ -4,8 +4,9 @@
 #   profiling/sanitize.sh                 # all four
 #   profiling/sanitize.sh memcheck        # one
 #
-# Runs every op on CuPy arrays and the tests marked `sanitize`, with arrays that end where their
-# memory ends. Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything.
+# Runs every op on CuPy arrays and the tests marked `sanitize`, which reach every kernel that the
+# card's dispatch can choose, not each of its instances, with arrays that end where their memory
+# ends. Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

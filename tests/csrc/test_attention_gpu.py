@@ -18,13 +18,16 @@ ROWS = [1, 2, 4, 5, 8, 16, 17, 33, 64]
 BATCHES = [1, 3, 8, 32, 128]
 CUTS = [0, 16, 32, 64, 128, 192, 1024, 1536, 4096, 8192, 9216]  # steps, tiles, pages, all splits
 ROOTS = sorted({max(0, cut + d) for cut in CUTS for d in (-17, -16, -15, -1, 0, 1, 15, 16, 17)})
-SHAPES = {  # heads, kv heads, head_dim, page size, dtype
+SHAPES = {  # heads, kv heads, head_dim, page size, dtype; groups of 1 to 8
     "32/8x128": (32, 8, 128, 16, torch.bfloat16),
     "14/2x64": (14, 2, 64, 64, torch.float16),
     "9/3x64": (9, 3, 64, 32, torch.bfloat16),
     "8/1x128": (8, 1, 128, 128, torch.float16),
     "4/4x128": (4, 4, 128, 16, torch.bfloat16),
     "28/4x128": (28, 4, 128, 32, torch.bfloat16),
+    "4/2x64": (4, 2, 64, 128, torch.float16),
+    "10/2x128": (10, 2, 128, 64, torch.bfloat16),
+    "12/2x64": (12, 2, 64, 16, torch.float16),
 }
 
 
@@ -225,15 +228,23 @@ def test_equals_reference(shape, tree):
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_equals_the_cpu_op(dtype):
-    case = make_case([700, 20], [16, 5], (8, 2, 64, 16, dtype))
-    out, lse, _ = attend(case)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("contexts", "rows"),
+    [([700, 20], [16, 5]), ([40] * 8, [2] * 8), ([100], [17])],
+    ids=["one launch", "four warps and a merge", "eight warps and a merge"],
+)
+def test_equals_the_cpu_op(contexts, rows, head_dim, dtype):
+    """Each kernel of 16-bit attention, sharing keys and not."""
+    case = make_case(contexts, rows, (8, 2, head_dim, 16, dtype))
     cpu = {name: x if x is None else x.cpu() for name, x in case.items()}
     host = {"out": torch.empty_like(cpu["q"]), "lse": torch.empty(cpu["q"].shape[:2])}
-    tlt_ext.tree_attention(**cpu, **host, status=torch.zeros(2, dtype=torch.int32))
+    tlt_ext.tree_attention(**cpu, **host, status=torch.zeros(len(rows), dtype=torch.int32))
     tolerance = kit.TOLERANCE[dtype]
-    assert kit.relative_error(out, host["out"]) <= tolerance
-    assert kit.relative_error(lse, host["lse"]) <= tolerance
+    for share in (True, False):
+        out, lse, _ = attend(case, share=share)
+        assert kit.relative_error(out, host["out"]) <= tolerance
+        assert kit.relative_error(lse, host["lse"]) <= tolerance
 
 
 @pytest.mark.parametrize("share", [False, True])

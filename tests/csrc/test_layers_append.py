@@ -101,6 +101,14 @@ def test_odd_heads(ops, heads, head_dim, k):
     check(ops, make_case([5, 0], [3, 2], heads=heads, head_dim=head_dim, k=k))
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("rows", [[3, 2], [20, 17]])
+@pytest.mark.parametrize("k", [64, 72])
+def test_few_and_more_rows_of_a_small_model(ops, rows, k):
+    """A whole block of K and not, which on a GPU are kernels of their own."""
+    check(ops, make_case([5, 0], rows, heads=(2, 1), k=k))
+
+
 def test_many_tiles_a_block(ops):
     check(ops, make_case([5, 0], [9, 2], heads=(100, 20), head_dim=128, k=136))
     check(ops, make_case([5, 0], [3, 2], heads=(100, 20), head_dim=128, k=136))

@@ -10,6 +10,7 @@ pytestmark = [kit.gpu, kit.needs_gpu]
 
 ROWS = [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 100, 128, 160, 300, 512]
 HALVES = [torch.float16, torch.bfloat16]
+SANITIZE = pytest.mark.sanitize
 # Odd N and K, fewer blocks of K than parts, small and wide models, K longer than shared memory. Of
 # N so large that the decode kernel leaves all but few rows to wgmma, whose tiles are shared out in
 # every way: one tile a block and several, one block a multiprocessor and two, parts over a cluster.
@@ -59,7 +60,7 @@ def test_bits_do_not_depend_on_rows_or_on_the_row_index(op, dtype, n, k):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("rows", [1, 7, 16, pytest.param(40, marks=pytest.mark.sanitize)])
+@pytest.mark.parametrize("rows", [1, 16, *(pytest.param(n, marks=SANITIZE) for n in (7, 40))])
 def test_linear_ops_agree_with_the_cpu(op, dtype, rows):
     """float32 has the CPU's bits; 16-bit types differ by the order of the sum alone."""
     for n, k in [(37, 100), (129, 577), (960, 576)]:
@@ -74,6 +75,24 @@ def test_linear_ops_agree_with_the_cpu(op, dtype, rows):
             assert kit.same_bits(out, expected)
         else:
             assert kit.relative_error(out, expected) <= kit.TOLERANCE[dtype]
+
+
+@SANITIZE
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("op", ["linear_rows", "linear_silu_mul"])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [(1040, 64, 72), (1040, 64, 1032), (160, 144, 3592)],
+    ids=["two warpgroups", "turns", "clusters"],
+)
+def test_wgmma_agrees_with_the_cpu(rows, n, k, op, dtype):
+    """More rows than the decode kernel takes, of no whole number of blocks of K."""
+    x, norm_weight, weight, _ = inputs(rows, n, k, dtype)
+    expected = torch.zeros(rows, n, dtype=dtype)
+    out = torch.zeros_like(expected, device="cuda")
+    run(op, x, norm_weight, weight, expected)
+    run(op, x.cuda(), norm_weight, weight.cuda(), out)
+    assert kit.relative_error(out, expected) <= kit.TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -107,7 +126,7 @@ def test_rows_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k):
                 assert wide[:, :offset].isnan().all() and wide[:, offset + n :].isnan().all()
 
 
-@pytest.mark.sanitize
+@SANITIZE
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 577), (5, 1536)])
 def test_norm_and_activation_agree_with_the_cpu(dtype, rows, dim):

@@ -78,7 +78,7 @@ def sample_once(logits, rng_seed, vocab_size, filtered):
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("spread", [0.01, 3.0, 300.0])
-@pytest.mark.parametrize("vocab", [1, 7, 2048, 2049, 8193, 128257])
+@pytest.mark.parametrize("vocab", [1, 7, 2048, 2049, 8193, 128257, 262_144])
 def test_sample_has_the_bits_of_the_cpu(monkeypatch, vocab, spread, dtype, filtered):
     """Tokens and status bit for bit; log-probs within float32 rounding of the CPU's exact sums."""
     rows = 48 if vocab < 100_000 else 12
@@ -96,10 +96,21 @@ def test_sample_has_the_bits_of_the_cpu(monkeypatch, vocab, spread, dtype, filte
         torch.testing.assert_close(gpu[name], cpu[name], rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("op", [tlt_ext.verify_tree, tlt_ext.verify_rejection])
-@pytest.mark.parametrize("vocab", [5, 3000])
-def test_verification_has_the_bits_of_the_cpu(monkeypatch, vocab, op):
-    """Emitted tokens, paths, finish words and status of random and broken trees."""
+@pytest.mark.parametrize(
+    ("op", "vocab"),
+    [
+        (tlt_ext.verify_tree, 5),
+        (tlt_ext.verify_tree, 3000),
+        (tlt_ext.verify_tree, 262_144),
+        (tlt_ext.verify_rejection, 5),
+        (tlt_ext.verify_rejection, 3000),
+    ],
+)
+def test_verification_has_the_bits_of_the_cpu(monkeypatch, op, vocab):
+    """Emitted tokens, paths, finish words and status of random and broken trees.
+
+    The last five ids are drafted, and together five times as likely as all others.
+    """
     rng = random.Random(vocab)
     for case in range(12):
         tokens, parents, position, row_start = [], [], [], [0]
@@ -107,24 +118,24 @@ def test_verification_has_the_bits_of_the_cpu(monkeypatch, vocab, op):
             size = rng.choice([0, 1, 9, 40])
             for node in range(size):
                 parents.append(rng.randint(max(0, node - 4), node - 1) if node else -1)
-                tokens.append(rng.randrange(5))
+                tokens.append(vocab - 1 - rng.randrange(5))
                 position.append(node)
                 if rng.random() < 0.05:
                     parents[-1], tokens[-1] = rng.choice([-2, node, 2**31 - 1]), -1
             row_start.append(len(tokens))
         logits = kit.randn(len(tokens), vocab, seed=case, dtype=rng.choice(kit.DTYPES))
-        logits[:, :5] += 8.0
-        draft = torch.softmax(logits.float() + kit.randn(len(tokens), vocab, seed=99), -1)
+        logits[:, -5:] += math.log(vocab)
         options = {
             "position": torch.tensor(position, dtype=torch.int32),
             "temperature": rng.choice([0.0, 0.7, 1.0]),
             "top_k": rng.choice([0, 3]),
             "top_p": rng.choice([1.0, 0.8]),
-            "stop_ids": [4],
+            "stop_ids": [vocab - 1],
             "limit": rng.choice([0, 2, 17]),
         }
         if op is tlt_ext.verify_rejection:
             options["deterministic"] = case % 3 == 0
+            draft = torch.softmax(logits.float() + kit.randn(len(tokens), vocab, seed=99), -1)
             options["draft_probs"] = None if options["deterministic"] else draft
 
         def run(logits=logits, links=(tokens, parents, row_start), options=options):
@@ -264,7 +275,7 @@ def test_nothing_is_written_outside_the_outputs():
     store[4].fill_(1)
     position = torch.zeros(2, **ints)
     tlt_ext.expand_tree(
-        kit.randn(2, 5000, seed=0).cuda(),
+        kit.randn(2, 10_000, seed=0).cuda(),
         torch.zeros(2, 1, **ints),
         *store,
         out(2, 20),
@@ -276,7 +287,7 @@ def test_nothing_is_written_outside_the_outputs():
         torch.zeros(2, **ints),
         seed=0,
         slot_base=0,
-        vocab_size=5000,
+        vocab_size=10_000,
     )
     packed = [out(60), out(60), out(60), out(60, 16, dtype=torch.uint8), out(60), out(3)]
     tlt_ext.select_nodes(*store, position, *packed, num_verify=30)
