@@ -34,8 +34,9 @@ class GraphPool:
 
     Args:
         device: index of the CUDA device.
-        budget_bytes: most device memory that the graphs are charged with together, the least
-            recently used giving way; 0 = no limit but the device's.
+        budget_bytes: most device memory that the graphs are charged with together, those of the
+            lowest priority giving way, the least recently used first; 0 = no limit but the
+            device's.
 
     Raises:
         GraphError: there is no CUDA in this build or on this machine.
@@ -69,11 +70,12 @@ class GraphPool:
         control: Array,
         *,
         loop: bool,
+        priority: int = 0,
         stream: int | None = None,
     ) -> list[str]:
         """Makes an executable graph; an earlier one of the same key goes first.
 
-        Waits for `stream`. Graphs that are running are never evicted.
+        Waits for `stream`. Graphs that are running, or of a higher priority, are never evicted.
 
         Args:
             key: its name.
@@ -82,6 +84,7 @@ class GraphPool:
             control: int32 [8] on the device; the loop's word is read from it.
             loop: whether they are a loop's body; it may hold kernels, copies, memsets and such
                 graphs, no events and no allocations.
+            priority: it gives way to graphs of the same one or a higher one.
             stream: CUDA stream; default is the array library's current one.
 
         Returns:
@@ -91,7 +94,8 @@ class GraphPool:
             GraphError: the graph cannot be made, or does not fit; the caller may run without it.
             TypeError, ValueError: an argument is wrong.
         """
-        gone = self._pool.add(key, graphs, control, loop, current_stream(control, stream))
+        stream = current_stream(control, stream)
+        gone = self._pool.add(key, graphs, control, loop, priority, stream)
         self._control[key] = control
         for other in gone:
             self._control.pop(other, None)

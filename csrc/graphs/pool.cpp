@@ -107,6 +107,7 @@ int64_t free_bytes() {
 
 struct GraphPool::Entry {
   std::string key;
+  int priority;
   Executable executable;
   Event launched;  // recorded after each launch
   GraphUsage usage;
@@ -142,13 +143,17 @@ struct GraphPool::State {
     return bytes;
   }
 
-  // Drops the least recently used graph that is not running; false where there is none.
-  bool evict(std::vector<std::string>* gone) {
-    const auto idle = std::find_if(entries.begin(), entries.end(),
-                                   [](const Entry& entry) { return !entry.in_flight(); });
-    if (idle == entries.end()) return false;
-    gone->push_back(idle->key);
-    entries.erase(idle);
+  // Drops a graph that is not running, for one of this priority: none of a higher one, the least
+  // recently used of the lowest. False where there is none.
+  bool evict(int priority, std::vector<std::string>* gone) {
+    auto least = entries.end();
+    for (auto entry = entries.begin(); entry != entries.end(); ++entry) {
+      const int most = least == entries.end() ? priority : least->priority - 1;
+      if (entry->priority <= most && !entry->in_flight()) least = entry;
+    }
+    if (least == entries.end()) return false;
+    gone->push_back(least->key);
+    entries.erase(least);
     return true;
   }
 };
@@ -219,12 +224,15 @@ std::vector<std::string> GraphPool::add(const std::string& key, const GraphSourc
     throw GraphError("GraphPool: this driver cannot loop inside a graph; it needs CUDA 12.4");
   }
   if (contains(key)) remove(key);
-  Entry entry{key, {}, new_event(), {}};
+  Entry entry{key, source.priority, {}, new_event(), {}};
   const int64_t nodes = count_nodes(source), budget = state_->budget;
   const int64_t wanted = nodes * kNodeBytes + kGraphBytes + (source.loop ? kLoopBytes : 0);
   entry.usage = {wanted, 0, 0, nodes, 0, source.loop};
   std::vector<std::string> gone;
-  while (budget > 0 && state_->charged() + wanted > budget && state_->evict(&gone)) continue;
+  while (budget > 0 && state_->charged() + wanted > budget &&
+         state_->evict(source.priority, &gone)) {
+    continue;
+  }
   if (budget > 0 && state_->charged() + wanted > budget) {
     throw GraphError("GraphPool: '" + key + "' needs " + std::to_string(wanted) +
                      " bytes, the budget is " + std::to_string(budget) + " with " +
@@ -236,7 +244,7 @@ std::vector<std::string> GraphPool::add(const std::string& key, const GraphSourc
       entry.executable = instantiate(graph.get(), as_stream(stream), &entry.usage);
       break;
     } catch (const GraphMemoryError&) {
-      if (!state_->evict(&gone)) throw;
+      if (!state_->evict(source.priority, &gone)) throw;
     }
   }
   state_->entries.push_back(std::move(entry));
@@ -247,7 +255,7 @@ void GraphPool::update(const std::string& key, const std::vector<uintptr_t>& par
                        const Tensor& control) {
   const DeviceGuard guard(state_->device);
   Entry& entry = *state_->at("update", key);
-  const GraphSource source{parts, control, entry.usage.loop};
+  const GraphSource source{parts, control, entry.usage.loop, entry.priority};
   check_source(source);
   check_graph(cudaEventSynchronize(entry.launched.get()), "update");
   const Graph graph = compose(source);

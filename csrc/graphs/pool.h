@@ -28,11 +28,13 @@ struct GraphUsage {
 };
 
 // What one executable is made of: captured graphs (cudaGraph_t), run in this order; with `loop`
-// again and again until control[GO], int32 on the device, is 0.
+// again and again until control[GO], int32 on the device, is 0. It gives way before those of a
+// higher priority.
 struct GraphSource {
   const std::vector<uintptr_t>& parts;
   const Tensor& control;
   bool loop;
+  int priority;
 };
 
 // All calls come from one thread.

@@ -29,7 +29,7 @@ from driver.rollout.graphs import PassGraphs, nothing
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.pages import PagePool, pages_for
 from driver.rollout.passes import PassProgram
-from driver.rollout.plan import BucketPlan, GraphCost
+from driver.rollout.plan import BucketPlan, GraphCost, listed
 from driver.rollout.prefill import Prefill
 from driver.rollout.proposers import Proposer
 from driver.rollout.request import Request, Response
@@ -126,6 +126,13 @@ class RolloutEngine:
             GraphCost(self.model.spec, loop),
             budget,
         )
+        if plan.dropped:
+            warnings.warn(
+                f"engine.graph_mib={config.graph_mib}: too little for the graphs of"
+                f" {listed(plan.dropped)}; such speculation is not chosen, plain decoding runs"
+                " without a graph, slower",
+                stacklevel=3,
+            )
         return PassGraphs(plan, self.program, self.state, self.ring, loop, budget)
 
     # ---- the rollout ----------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import torch
 
 import tlt_ext
 from driver.rollout.passes import PassProgram
-from driver.rollout.plan import BucketPlan, Cell
+from driver.rollout.plan import BucketPlan, Cell, listed
 from driver.rollout.state import BatchState
-from driver.strategy import Strategy
+from driver.strategy import OFF, Strategy
 
 PROFILE_PASSES = 8  # that give the step time of a graph
 POLL_S = 1.0  # between looks at the device's error state
@@ -61,7 +61,7 @@ class PassGraphs:
         budget_bytes: int = 0,
     ) -> None:
         self.plan, self.program, self.state, self.ring = plan, program, state, ring
-        self.loop = loop
+        self.loop, self.budget_bytes = loop, budget_bytes
         self.failed = ""  # why nothing more is captured
         self.capture_s = 0.0
         self._tried: set[Cell] = set()
@@ -126,7 +126,8 @@ class PassGraphs:
     def capture(self) -> None:
         """Captures what can run by now and was not captured; call while no request runs.
 
-        Running out of memory leaves the rest to be launched op by op, with a warning.
+        Running out of memory leaves the rest to be launched op by op, with a warning; what gave way
+        to others is named in one, too.
         """
         usable = {
             kind for kind, p in self.program.proposers.items() if p.on_device and p.usable()
@@ -151,7 +152,22 @@ class PassGraphs:
                     stacklevel=2,
                 )
                 break
+        self._forget_evicted()
         self.capture_s += time.perf_counter() - begun
+
+    def _forget_evicted(self) -> None:
+        """Warns of the graphs that the pool dropped for others: the plan was too hopeful."""
+        gone = [cell for cell in self._captured if str(cell) not in self._pool]
+        for cell in gone:
+            del self._captured[cell]
+        if gone:
+            budget = f"engine.graph_mib={self.budget_bytes >> 20} or "
+            warnings.warn(
+                f"CUDA graphs: {budget if self.budget_bytes else ''}the device's memory is too"
+                f" little; {listed(gone)} gave way: such speculation is not chosen, plain decoding"
+                " runs without a graph, slower",
+                stacklevel=3,
+            )
 
     def _time(self, cell: Cell) -> float:
         """Seconds of a pass over inert rows."""
@@ -172,17 +188,21 @@ class PassGraphs:
             finally:
                 graph.capture_end()
         main.wait_stream(self._stream)
-        parts = [graph.raw_cuda_graph()]
-        gone = self._pool.add(str(cell), parts, self.state.control, loop=self.loop)
+        self._pool.add(
+            str(cell),
+            [graph.raw_cuda_graph()],
+            self.state.control,
+            loop=self.loop,
+            priority=int(cell.strategy == OFF),  # the dense phase must not lose by the tail
+        )
         self._captured[cell] = graph
-        for evicted in [c for c in self._captured if str(c) in gone]:  # the plan was too hopeful
-            del self._captured[evicted]
 
     def metrics(self) -> dict[str, float]:
         """Under the names of the metrics file."""
         usage = self._pool.usage()
         return {
             "graphs/count": len(usage),
-            "graphs/settled_mib": sum(u.charged_bytes for u in usage.values()) / 2**20,
+            "graphs/charged_mib": sum(u.charged_bytes for u in usage.values()) / 2**20,
+            "graphs/settled_mib": sum(u.settled_bytes for u in usage.values()) / 2**20,
             "graphs/peak_mib": max((u.peak_bytes for u in usage.values()), default=0) / 2**20,
         }

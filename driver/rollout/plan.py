@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from driver.checkpoint import ModelSpec
+from driver.drafter import DraftSpec
 from driver.model import LARGE_WEIGHTS, appends, fuses, layer_launches
 from driver.strategy import OFF, Strategy
 
 # Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (profiling/README.md).
 NODE_BYTES, GRAPH_BYTES, LOOP_BYTES = 2700, 40 << 10, 128 << 10
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,19 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.strategy} x {self.batch}"
+
+
+def listed(cells: Iterable[Cell]) -> str:
+    """Cells in words, by strategy.
+
+    Example:
+        >>> listed([Cell(1, OFF), Cell(2, OFF)])
+        'off x 1, 2'
+    """
+    batches: dict[Strategy, list[int]] = {}
+    for cell in cells:
+        batches.setdefault(cell.strategy, []).append(cell.batch)
+    return "; ".join(f"{strategy} x {', '.join(map(str, b))}" for strategy, b in batches.items())
 
 
 @dataclass(frozen=True)
@@ -60,8 +75,29 @@ class GraphCost:
         return target
 
     def bytes_of(self, cell: Cell) -> int:
-        """Predicted device memory."""
+        """Predicted device memory of the executable."""
         return self.nodes(cell) * NODE_BYTES + GRAPH_BYTES + self.loop * LOOP_BYTES
+
+
+def draft_bytes(cells: Iterable[Cell], spec: DraftSpec, number_bytes: int) -> int:
+    """Predicted device memory that learned drafts of graphs lie in, besides the executables.
+
+    These are static arrays of features, for each batch and depth, and the temporaries of the widest
+    level, which all graphs share: what its layer works in, and its logits.
+
+    Args:
+        cells: that are captured.
+        spec: of the drafter.
+        number_bytes: of a feature or an activation.
+    """
+    learned = [cell for cell in cells if cell.strategy.needs_drafter]
+    new_rows = {(cell.batch, cell.strategy.levels + 1) for cell in learned}
+    entries = sum(batch * most for batch, most in new_rows)
+    widest = max((cell.batch * cell.strategy.top_k for cell in learned), default=0)
+    # Hidden states before and after, their norms, inputs of two widths; queries and their results.
+    layer = 7 * spec.hidden_size + 2 * spec.num_heads * spec.head_dim + spec.intermediate_size
+    features = 3 * spec.hidden_size * number_bytes
+    return entries * features + widest * (layer * number_bytes + FLOAT_BYTES * spec.draft_vocab)
 
 
 def plain_buckets(max_batch: int) -> list[int]:
@@ -95,11 +131,12 @@ class BucketPlan:
         spec_buckets: batch sizes of speculation, rising; those past `spec_max_batch` are cut to it.
         max_rows: most rows of a speculative pass.
         cost: the memory model.
-        budget_bytes: device memory for graphs; 0 = no limit.
+        budget_bytes: device memory for the executables; 0 = no limit.
 
     Attributes:
         cells: what is captured, largest first, so that the memory of one serves the next.
-        dropped: what did not fit.
+        dropped: what the budget had no memory for.
+        predicted_bytes: of the executables.
 
     Example:
         >>> plan = BucketPlan(8, 2, [Strategy.parse("ngram:4,1,5")], [1, 2], 64, cost)
@@ -120,18 +157,15 @@ class BucketPlan:
     ) -> None:
         top = min(spec_max_batch, max_batch)
         sizes = sorted({min(size, top) for size in (*spec_buckets, top)} - {0})
+        arms = sorted(set(strategies) - {OFF}, key=lambda s: (s.num_verify, s))
+        speculative = [Cell(size, strategy) for size in sizes for strategy in arms]
         wanted = [Cell(size, OFF) for size in plain_buckets(max_batch)]
-        wanted += [
-            Cell(size, strategy)
-            for size in sizes
-            for strategy in sorted(set(strategies) - {OFF}, key=lambda s: (s.num_verify, s))
-        ]
+        wanted += [cell for cell in speculative if cell.rows <= max_rows]
         self.dropped: list[Cell] = []
         kept, bytes_left = [], budget_bytes
         for cell in wanted:
             need = cost.bytes_of(cell)
-            too_wide = cell.strategy != OFF and cell.rows > max_rows
-            if too_wide or (budget_bytes and need > bytes_left):
+            if budget_bytes and need > bytes_left:
                 self.dropped.append(cell)
                 continue
             bytes_left -= need

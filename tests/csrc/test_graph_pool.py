@@ -137,9 +137,17 @@ class Bigram:
         return self.ring.collect(begin, self.ring.sequence, self.batch)
 
 
-def add(pool: GraphPool, key: str, graphs: list[torch.cuda.CUDAGraph], model: Bigram, loop: bool):
+def add(
+    pool: GraphPool,
+    key: str,
+    graphs: list[torch.cuda.CUDAGraph],
+    model: Bigram,
+    loop: bool,
+    priority: int = 0,
+):
     """Adds graphs, which must live that long and no longer."""
-    return pool.add(key, [graph.raw_cuda_graph() for graph in graphs], model.control, loop=loop)
+    parts = [graph.raw_cuda_graph() for graph in graphs]
+    return pool.add(key, parts, model.control, loop=loop, priority=priority)
 
 
 def bigram(batch=3, passes=64, **options) -> Bigram:
@@ -331,6 +339,24 @@ def test_the_least_recently_used_graphs_give_way(loop):
     small = GraphPool(budget_bytes=charged - 1)
     with pytest.raises(GraphError, match=f"'x' needs {charged} bytes, the budget is {charged - 1}"):
         add(small, "x", graphs, model, loop)
+
+
+@pytest.mark.parametrize("loop", [pytest.param(False, marks=on_gpu)])
+def test_graphs_give_way_by_priority_first(loop):
+    model = bigram()
+    graphs = many_nodes(model, 100)
+    pool = GraphPool()
+    add(pool, "first", graphs, model, loop)
+    pool = GraphPool(budget_bytes=3 * pool.usage()["first"].charged_bytes)
+    for key, priority in {"first": 1, "small": 0, "other": 0}.items():
+        assert add(pool, key, graphs, model, loop, priority) == []
+    assert add(pool, "late", graphs, model, loop, priority=0) == ["small"]
+    assert add(pool, "high", graphs, model, loop, priority=1) == ["other"]
+    assert add(pool, "higher", graphs, model, loop, priority=1) == ["late"]
+    with pytest.raises(GraphError, match="'low' needs"):  # not for the like of it
+        add(pool, "low", graphs, model, loop, priority=0)
+    assert list(pool.usage()) == ["first", "high", "higher"]
+    assert add(pool, "last", graphs, model, loop, priority=1) == ["first"]
 
 
 @pytest.mark.parametrize("loop", [pytest.param(True, marks=loops)])

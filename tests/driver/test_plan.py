@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.rollout.plan import BucketPlan, Cell, GraphCost, plain_buckets
+from driver.drafter import DraftSpec
+from driver.rollout.plan import (
+    BucketPlan,
+    Cell,
+    GraphCost,
+    draft_bytes,
+    listed,
+    plain_buckets,
+)
 from driver.strategy import OFF, Strategy
 from profiling.benches.step import SPECS
 
@@ -50,7 +58,8 @@ def test_a_pass_larger_than_the_buffers_is_not_planned():
     plan = make(max_rows=128)
     assert plan.find(4, ARMS[2]) == Cell(4, ARMS[2])
     assert plan.find(5, ARMS[2]) is None
-    assert Cell(8, ARMS[2]) in plan.dropped
+    assert Cell(8, ARMS[2]) not in plan.cells
+    assert plan.dropped == []  # no memory would help
 
 
 def test_no_arm_without_memory():
@@ -64,6 +73,26 @@ def test_no_arm_without_memory():
             assert all(plan.find(n, OFF) for n in range(1, 17))  # plain decoding comes first
         for cell in plan.dropped:
             assert plan.find(cell.batch, cell.strategy) != cell
+
+
+def test_cells_in_words():
+    plan = make(spec=2, budget=sum(COST.bytes_of(Cell(n, OFF)) for n in (1, 2, 4, 8, 12, 16)))
+    words = "ngram:4,1,5 x 1, 2; learned:4,2,8 x 1, 2; hybrid:4,4,16 x 1, 2; learned:8,4,32 x 1, 2"
+    assert listed(plan.dropped) == words
+    assert listed([]) == ""
+
+
+def test_drafts_take_arrays_of_their_own_and_share_temporaries():
+    spec = DraftSpec.of(SPEC, draft_vocab=1000)
+    plain, ngram = Cell(8, OFF), Cell(8, ARMS[0])
+    assert draft_bytes([plain, ngram], spec, 2) == 0
+    small, wide = Cell(2, ARMS[1]), Cell(2, Strategy.parse("learned:4,4,16"))
+    features = 2 * 5 * 3 * 576 * 2  # requests x entries x width x bytes
+    row = 2 * (7 * 576 + 2 * 576 + 1536) + 4 * 1000
+    assert draft_bytes([small, plain], spec, 2) == features + 2 * 2 * row
+    assert draft_bytes([small, wide], spec, 2) == features + 2 * 4 * row  # both of depth 4
+    deep = Cell(2, ARMS[2])
+    assert draft_bytes([deep, small], spec, 2) == features * (5 + 9) // 5 + 2 * 4 * row
 
 
 def test_the_largest_is_captured_first():
