@@ -20,9 +20,8 @@ from driver.assemble import Parts, build_parts, longest_request, spec_of
 from driver.checkpoint import ModelSpec
 from driver.config import Config
 from driver.packed_forward import LONG_TOKENS
-from driver.rollout.engine import HISTORY
 from driver.rollout.pages import pages_for
-from driver.rollout.plan import BucketPlan, GraphCost
+from driver.rollout.plan import BucketPlan, GraphCost, draft_bytes
 from driver.rollout.token_store import TokenStore
 from driver.strategy import MAX_DRAFTED, parse_strategies
 
@@ -249,7 +248,7 @@ def _engine_parts(
         parts = build_parts(config, spec, policy.state_dict(), longest, "meta")
         target, cache = parts.target, parts.cache
         max_len = min(spec.max_position, cache.num_pages * cache.page_size)
-        store = TokenStore(HISTORY * engine.max_batch, max_len, torch.device("meta"))
+        store = TokenStore(engine.history * engine.max_batch, max_len, torch.device("meta"))
     weights = held_bytes(target.state_dict())
     words = STATE_WORDS + pages_for(max_len + MAX_DRAFTED, engine.page_size)
     held = {
@@ -274,6 +273,9 @@ def _engine_parts(
             engine.graph_mib << 20,
         )
         held[GRAPHS] = plan.predicted_bytes
+        if parts.runner is not None:
+            size = target.dtype.itemsize
+            held["drafts in graphs"] = draft_bytes(plan.cells, parts.runner.spec, size)
     return held
 
 

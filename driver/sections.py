@@ -197,6 +197,9 @@ class EngineConfig(Section):
     score_temperature: float = setting(1.0, low=0, high=100)  # of nodes' ranks; 0: without noise
     invariant: bool = True  # the only mode there is: equal bits for a row in any batch or tree
     prefill_chunk: int = setting(256, low=1, high=8192)
+    # Token rows, times max_batch. Those that no request runs in keep the newest responses, for
+    # n-gram drafts of their prompts: those of the previous epoch only if an epoch fits.
+    history: int = setting(4, low=1)
     graphs: str = setting("auto", words=("auto", "true", "false"))  # passes as CUDA graphs
     loop: str = setting("auto", words=("auto", "true", "false"))  # many passes a launch
     graph_mib: int = setting(0, low=0)  # device memory for graphs; 0: no limit

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from driver.sections import EngineConfig
 
 HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
-HISTORY = 4  # rows of the token store for each running request
 RING_PASSES = 128  # twice the most of a burst: one is read while the next runs
 FINISH = (None, "stop", "length")
 
@@ -91,7 +90,7 @@ class RolloutEngine:
         device, size = cache.k.device, cache.page_size
         max_len = min(model.spec.max_position, cache.num_pages * size)
         max_pages = pages_for(max_len + MAX_DRAFTED, size)
-        store = TokenStore(HISTORY * config.max_batch, max_len, device)
+        store = TokenStore(config.history * config.max_batch, max_len, device)
         share = config.draft_temperature
         self.state = BatchState(config.max_batch, max_pages, size, store, device, share)
         ring = tlt_ext.PassRing(

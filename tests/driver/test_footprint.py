@@ -83,7 +83,7 @@ def predicted(*words):
     "words",
     [
         [],
-        ["model.dtype=bfloat16", "drafter.draft_vocab=16"],
+        ["model.dtype=bfloat16", "drafter.draft_vocab=16", "engine.history=2"],
         ["drafter.enabled=false", "engine.strategies=off ngram:4,1,5", "engine.num_pages=50"],
     ],
 )
