@@ -8,8 +8,12 @@ and eight timed passes of up to 8,192 rows would take longer than all else. `med
 that the captures took, `setup_s` what came before; `graphs_mib` what the device's free memory fell
 by meanwhile, `buffers_mib` the target's static arrays, which graphs work in and whose size is that
 of the largest captured pass (prefill, which is not captured, goes in smaller chunks here), `mib`
-both: the targets compare these.
-`predicted_over_charged` is the plan's memory model against what the pool books.
+both: the targets compare these. `settled_mib` is what it fell by while executables were made.
+
+`predicted_over_settled` is what the plan predicts of the executables against that, and
+`predicted_over_measured` the whole prediction, arrays and temporaries of drafts and the buffers
+included, against `mib`, which kernels loaded meanwhile are part of too. The model shares
+temporaries, so it says nothing of `naive`.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import torch
 from driver.assemble import Rollout
 from driver.footprint import held_bytes
 from driver.rollout.graphs import PassGraphs
-from driver.rollout.plan import BucketPlan, Cell, GraphCost, plain_buckets
+from driver.rollout.plan import BucketPlan, Cell, GraphCost, draft_bytes, plain_buckets
 from driver.strategy import parse_strategies
 from profiling.bench import Bench, say
 from profiling.subjects import QWEN2_7B, of_shape
@@ -51,7 +55,8 @@ WORDS = [
     "engine.graphs=true",
 ]
 CASES = ("single", "ours", "naive")  # the longest last
-SHOWN = ("mib", "graphs_mib", "buffers_mib", "count", "setup_s", "predicted_over_charged")
+SHOWN = ("mib", "graphs_mib", "settled_mib", "buffers_mib", "count", "setup_s")
+PREDICTED = ("predicted_over_settled", "predicted_over_measured")  # of all cases but naive
 
 
 class Unrun(PassGraphs):
@@ -116,22 +121,27 @@ def measure(case: str) -> dict[str, Any]:
     torch.cuda.empty_cache()
     metrics = graphs.metrics()
     fell = free - torch.cuda.mem_get_info()[0]
-    return {
+    cell: dict[str, Any] = {
         "mib": (fell + buffers) / 2**20,
         "graphs_mib": fell / 2**20,
+        "settled_mib": metrics["graphs/settled_mib"],
         "buffers_mib": buffers / 2**20,
         "count": metrics["graphs/count"],
         "capture_s": graphs.capture_s,
         "setup_s": setup_s,
-        "predicted_over_charged": graphs.plan.predicted_bytes
-        / 2**20
-        / max(1e-9, metrics["graphs/settled_mib"]),
         "failed": graphs.failed,
     }
+    if case != "naive" and not graphs.failed:
+        assert rollout.spot is not None
+        executables = graphs.plan.predicted_bytes
+        drafts = draft_bytes(graphs.plan.cells, rollout.spot.runner.spec, target.dtype.itemsize)
+        cell["predicted_over_settled"] = executables / 2**20 / cell["settled_mib"]
+        cell["predicted_over_measured"] = (executables + drafts + buffers) / (fell + buffers)
+    return cell
 
 
 def add_row(bench: Bench, case: str, cell: dict[str, Any]) -> None:
-    shown = {name: round(cell[name], 3) for name in SHOWN}
+    shown = {name: round(cell[name], 3) for name in (*SHOWN, *PREDICTED) if name in cell}
     bench.add_row(case, 1e6 * cell["capture_s"], **shown, failed=cell["failed"])
 
 

@@ -77,6 +77,19 @@ def test_decode_measures_passes_of_the_whole_batch(subject, monkeypatch):
     assert bench.got["spec_over_plain_b1_x"] > 0
 
 
+def test_a_pass_s_cost_is_that_of_the_depth_4_strategy_that_decodes_fastest():
+    def cell(pass_us, tokens_per_s):
+        more = {"host_share": 0.0, "over_off": 1.0}
+        return {"pass_us": pass_us, "tokens_per_s": tokens_per_s, **more}
+
+    got = {(1, "off"): cell(100.0, 10.0), (1, "learned:6,1,7"): cell(110.0, 90.0)}
+    chain, tree = ((1, strategy) for strategy in decode.DEPTH4)
+    for pair, cost in (((40.0, 50.0), 1.6), ((50.0, 40.0), 1.3)):
+        bench = Bench("decode", math.nan)
+        decode.book_warmed(bench, got | {chain: cell(130.0, pair[0]), tree: cell(160.0, pair[1])})
+        assert bench.got["pass_cost_over_plain_b1_x"] == cost
+
+
 def test_a_shape_takes_the_acceptance_of_another(monkeypatch):
     monkeypatch.setattr(decode, "TOKENS", {8: 6})
     words = [*WORDS, "model.dtype=bfloat16", "drafter.draft_vocab=128"]
@@ -257,11 +270,11 @@ def test_graph_memory_is_booked_only_where_all_was_captured():
         return {
             "mib": mib,
             "graphs_mib": mib - 1.0,
+            "settled_mib": mib - 2.0,
             "buffers_mib": 1.0,
             "count": 3,
             "capture_s": 0.5,
             "setup_s": 9.0,
-            "predicted_over_charged": 1.0,
             "failed": failed,
         }
 
@@ -273,6 +286,9 @@ def test_graph_memory_is_booked_only_where_all_was_captured():
     assert bench.got == {}
     graphs.add_row(bench, "naive", cell(550, "out of memory"))
     assert bench.rows[0]["median_us"] == 5e5 and bench.rows[0]["failed"] == "out of memory"
+    assert "predicted_over_measured" not in bench.rows[0]
+    graphs.add_row(bench, "ours", cell(110) | {"predicted_over_measured": 0.9})
+    assert bench.rows[1]["predicted_over_measured"] == 0.9
 
 
 def test_graphs_of_which_only_the_memory_counts_are_not_run(subject, monkeypatch):
