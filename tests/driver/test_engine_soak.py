@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from driver.rollout import engine
+from driver.rollout.scheduler import Scheduler
 from tests import kit
 from tests.driver.hugging_face import random_model
 from tests.driver.test_engine import STRATEGIES, generate, make_rollout, requests, same
@@ -43,23 +45,39 @@ def random_jobs(rng, seed):
     ]
 
 
+def arrivals(rng):
+    """A scheduler whose waiting requests arrive at random, beside others that run."""
+
+    class Arrivals(Scheduler):
+        def _admit_first(self, admission):
+            here = not self.running or rng.random() < 0.5
+            return here and super()._admit_first(admission)
+
+    return Arrivals
+
+
 @pytest.mark.parametrize("device", kit.DEVICES)
-def test_soak(device, request):
-    """`--soak N` makes N passes instead of a few hundred."""
+def test_soak(device, request, monkeypatch):
+    """`--soak N` makes N passes instead of a few hundred.
+
+    `generate` takes a fixed set of requests, so arriving late is waiting though there is room.
+    """
     rollout, plain = make(device), make(device, "engine.graphs=false")
     store, passes, seed, held = rollout.engine.state.store, 0, 0, None
     while passes < request.config.getoption("--soak"):
         rng = random.Random(seed)
         jobs, page_limit = random_jobs(rng, seed), rng.choice(PAGE_LIMITS[device])
-        got = generate(
-            rollout,
-            jobs,
-            "off",
-            *STRATEGIES,
-            seed=seed,
-            page_limit=page_limit,
-            horizon=rng.choice(HORIZONS),
-        )
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "Scheduler", arrivals(rng))
+            got = generate(
+                rollout,
+                jobs,
+                "off",
+                *STRATEGIES,
+                seed=seed,
+                page_limit=page_limit,
+                horizon=rng.choice(HORIZONS),
+            )
         assert same(got, generate(plain, jobs)), f"round {seed}"
         assert len(store._free) + len(store._past) == len(store.tokens)
         # Where pages are short, prefixes that nobody runs with give way too.
