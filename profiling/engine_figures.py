@@ -85,7 +85,7 @@ def plot_pulls(name: str, pulls: Sequence[tuple[int, str, int]], path: Path) -> 
         )
         for bucket in buckets:
             below[bucket] += share[bucket]
-    axes.legend(frameon=False, loc="upper right")
+    figure.legend(frameon=False, loc="outside right upper")  # bars fill the axes
     figure.savefig(path)
 
 
