@@ -92,8 +92,7 @@ class Coordinator:
             if few or self.spot.error is not None:
                 time.sleep(POLL_S)
                 continue
-            if self.spot.steps == 0:
-                self.spot.rebuild_vocabulary()
+            self.spot.first_vocabulary()
             store.set(self._key(f"group/{group}"), json.dumps(ranks))
             self._train(ranks)
             group += 1

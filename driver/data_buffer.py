@@ -207,6 +207,12 @@ class DataBuffer:
             self.fresh = []
             self._on_device = sum(len(d) for d in self.kept if not d.spilled)
 
+    def drop_kept(self) -> None:
+        """Drops the documents of the step before."""
+        with self.lock:
+            self._on_device -= sum(len(d) for d in self.kept if not d.spilled)
+            self.kept = []
+
     def clear(self) -> None:
         """Drops every document; token counts stay."""
         with self.lock:

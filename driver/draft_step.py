@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -197,7 +197,7 @@ class DraftStep:
         self.average = WeightAverage(drafter, horizon)
         self.acceptance = torch.zeros((), device=device)  # of the last step
         self.report = torch.zeros(4, device=device)  # loss, acceptance, top-1, was it finite
-        self._idle = torch.zeros((), device=device)  # 1 while a graph is made: nothing changes
+        self._idle = torch.zeros((), device=device)  # 1: steps change nothing
         self.failed_capture = False
         self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
@@ -205,6 +205,16 @@ class DraftStep:
     def set_lr(self, lr: float) -> None:
         """Of the next steps."""
         self.lr.fill_(lr)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Steps of the block change no weight, no average and nothing of the optimizer."""
+        before = self._idle.clone()
+        self._idle.fill_(1.0)
+        try:
+            yield
+        finally:
+            self._idle.copy_(before)
 
     def backward(self, batch: DraftBatch | None) -> Tensor | None:
         """Gradients of a batch, zero where there is none; the loss's means."""
@@ -305,24 +315,23 @@ class DraftStep:
         """On the current stream; raises RuntimeError where it cannot be captured."""
         batch = (split, [rows], now, before)
         kept = [x.clone() for x in (*self.bin.small(), self.report, self.acceptance)]
-        self._idle.fill_(1.0)
         self.bin.numbers.zero_()
         self.bin.offsets.fill_(rows)[0] = 0
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         try:
-            for _ in range(WARM_UPS):
-                self.update(self.backward(self.bin.batch(*batch)))
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-            try:
-                self.update(self.backward(self.bin.batch(*batch)))
-            finally:
-                graph.capture_end()
+            with self.idle():
+                for _ in range(WARM_UPS):
+                    self.update(self.backward(self.bin.batch(*batch)))
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+                try:
+                    self.update(self.backward(self.bin.batch(*batch)))
+                finally:
+                    graph.capture_end()
             self._graphs[split, rows, where] = graph
         finally:
-            self._idle.fill_(0.0)
             for x, value in zip(
                 (*self.bin.small(), self.report, self.acceptance), kept, strict=True
             ):

@@ -18,7 +18,7 @@ from driver.draft_step import IN_FLIGHT, Bin, DraftStep, Reduce
 from driver.draft_swap import ReadyWeights
 from driver.drafter import Drafter
 from driver.model import TargetModel
-from driver.partition import Beside, Overlap, choose_overlap, measure_overlaps
+from driver.partition import STOP_S, Beside, Overlap, choose_overlap, measure_overlaps
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.kv_cache import KvCache
 from driver.rollout.pages import pages_for
@@ -198,8 +198,9 @@ class SpotTrainer:
             return
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        if self.steps:
+        if self.buffer.seen_tokens:  # before the law of what is kept is written down over it
             self.rebuild_vocabulary()
+        if self.steps:
             self.swap()
         if self.checkpoints is not None:
             self.checkpoints.collect(wait=False)
@@ -281,8 +282,8 @@ class SpotTrainer:
             pieces = self.buffer.sample(rows, self.steps, self.bin.most)
             if not pieces and reduce is None:
                 return False
-            if self.steps == 0 and reduce is None:
-                self.rebuild_vocabulary()
+            if reduce is None:
+                self.first_vocabulary()
             place = self.target_version, self.share(rows), rows
             loaded = self.bin.load(pieces, *place) if pieces else None
             if any(piece.document.spilled for piece in pieces) and self.bin.fixed:
@@ -346,6 +347,11 @@ class SpotTrainer:
     def _fail(self, error: BaseException) -> None:
         self.error = error
 
+    def first_vocabulary(self) -> None:
+        """Before the first step of all, unless documents are kept with a law over the one there."""
+        if self.steps == 0 and self.teachers.previous is None:
+            self.rebuild_vocabulary()
+
     def rebuild_vocabulary(self) -> None:
         """Drafts the tokens seen most often in rollouts, then the lowest ids."""
         spec = self.drafter.spec
@@ -358,7 +364,7 @@ class SpotTrainer:
     def _measure(self) -> None:
         """Chooses a partition, once; no request runs meanwhile.
 
-        Its micro-steps see one rollout's documents over and over, so they have a rate of zero.
+        Its micro-steps see one rollout's documents over and over, so they change nothing.
         """
         wanted = self.bin.fixed and self.config.mode in ("auto", "overlapped")
         if not wanted or self._measured or not self.buffer.num_tokens:
@@ -366,11 +372,10 @@ class SpotTrainer:
         if self.decode() is None:
             return  # its graphs come with the next rollout
         self._measured = True
-        seen = self.tokens_seen
-        self.set_lr(0.0)
+        budget, counters = self.config.slowdown, (self.steps, self.tokens_seen)
         try:
-            budget = self.config.slowdown
-            self.serial_step_s, found = measure_overlaps(self, self.decode, budget)
+            with self.step.idle():
+                self.serial_step_s, found = measure_overlaps(self, self.decode, budget)
         except Exception as error:  # whatever it is, there is another way to train
             self.beside = None
             warnings.warn(
@@ -380,12 +385,18 @@ class SpotTrainer:
             )
             return
         finally:
-            self.set_lr(self.lr)
-            self.tokens_seen = seen
+            self.steps, self.tokens_seen = counters
         self.measured = list(found)
         best = choose_overlap(self.measured, self.bin.tokens / self.serial_step_s, budget)
         if best is None and self.config.mode == "overlapped":
             best = min(self.measured, key=lambda overlap: overlap.slowdown)
+            warnings.warn(
+                f"spot trainer: no partition keeps to spot.slowdown={budget:g}, stops in"
+                f" {1e3 * STOP_S:.0f} ms and trains more than between passes; spot.mode=overlapped"
+                f" takes {best.sms} multiprocessors, which slow decoding {best.slowdown:.2f} times"
+                f" and stop in {1e3 * best.stop_s:.0f} ms",
+                stacklevel=3,
+            )
         self.overlap = best
         self.beside = None if best is None else found[best]
 
@@ -443,6 +454,7 @@ class SpotTrainer:
         """Takes over a saved state; the target must hold its policy already."""
         self.stop()
         self.ready.drop()
+        vocabulary = self.drafter.d2t.clone()
         head = {"lm_head.weight": self.drafter.lm_head.weight}
         trained = state["trained"] if "trained" in state else {}  # what drafts is trained itself
         self.step.average.load(head | state["drafter"], trained)
@@ -453,6 +465,8 @@ class SpotTrainer:
         self.buffer.seen_tokens.clear()
         self.buffer.seen_tokens.update(state["seen_tokens"])
         self.drafter.refresh_head(self.target.head)
+        if not torch.equal(vocabulary, self.drafter.d2t):
+            self.buffer.drop_kept()  # their teacher's law is over the other one
         if state["version"]:
             self.runner.load(self.step.average.state_dict(), state["version"])
 

@@ -274,10 +274,13 @@ def test_steps_that_only_measure_teach_nothing(policy):
     spot = rollout.spot
     rollout.engine.generate(requests(count=8, new=60, stop=()))
     before = [weight.detach().clone() for weight in spot.drafter.trainable()]
-    seen = spot.tokens_seen
+    average = {name: value.clone() for name, value in spot.step.average.values.items()}
     spot.finish()
-    assert spot.measured and spot.tokens_seen == seen
+    assert spot.measured and spot.tokens_seen == spot.steps == 0
     assert all(map(torch.equal, before, spot.drafter.trainable()))
+    assert all(
+        torch.equal(average[name], value) for name, value in spot.step.average.values.items()
+    )
     spot.start_step(0)
     fill(spot)
     assert spot.micro_step() and spot.micro_step()

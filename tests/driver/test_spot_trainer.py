@@ -74,6 +74,56 @@ def test_features_of_t_go_with_token_t_plus_1_and_learn_token_t_plus_2(variant):
     assert batch.left.tolist() == [*range(9, 0, -1), 3, 2, 1]
 
 
+def test_idle_steps_change_nothing(parts):
+    """Neither weights, nor the average that drafts, nor the optimizer's moments and counts."""
+    trainer = parts.trainer(average=4)
+    fill(trainer, parts)
+    assert trainer.micro_step() and trainer.micro_step()
+
+    def state() -> list[torch.Tensor]:
+        kept = trainer._state()
+        of_steps = kept["optimizer"]["state"].values()
+        tensors = [*kept["drafter"].values(), *kept["trained"].values()]
+        return [x.clone() for x in (*tensors, *(v for step in of_steps for v in step.values()))]
+
+    before = state()
+    with trainer.step.idle():
+        for _ in range(5):
+            assert trainer.micro_step()
+    assert all(map(torch.equal, before, state()))
+    assert trainer.micro_step()
+    assert not any(map(torch.equal, before[-3:], state()[-3:]))
+
+
+def test_a_teacher_s_law_is_over_the_vocabulary_that_is_drafted(parts):
+    """Documents are kept of a rollout without a micro-step; the next one says other tokens."""
+    trainer = parts.trainer(final_steps=0)
+    fill(trainer, parts)
+    trainer.finish()
+    trainer.start_step(0)
+    assert trainer.buffer.kept and trainer.steps == 0
+    trainer.buffer.seen_tokens.update(dict.fromkeys(range(parts.drafter.spec.vocab_size), 1000))
+    fill(trainer, parts, seeds=(4,))
+    assert trainer.micro_step()
+    assert same_bits(trainer.teachers.previous.head, parts.drafter.lm_head.weight.detach())
+
+
+def test_a_state_with_another_vocabulary_costs_the_kept_documents(parts):
+    trainer, other = parts.trainer(), build_parts().trainer()
+    fill(trainer, parts)
+    trainer.finish()
+    trainer.start_step(0)
+    fill(trainer, parts, seeds=(4,))
+    trainer.load_state_dict(trainer.state_dict())
+    assert trainer.buffer.kept
+    other.buffer.seen_tokens.update(range(other.drafter.spec.vocab_size // 2))
+    other.rebuild_vocabulary()
+    held = trainer.buffer.num_tokens
+    trainer.load_state_dict(other.state_dict())
+    assert not trainer.buffer.kept and len(trainer.buffer.fresh) == 1
+    assert 0 < trainer.buffer.num_tokens < held
+
+
 def test_a_finished_sequence_becomes_a_document(parts):
     trainer = parts.trainer()
     parts.cache.features.copy_(
