@@ -28,6 +28,8 @@ from driver.rollout.stats import RolloutStats
 from driver.tasks import Prompt, Task
 from driver.world import World, split_by_length
 
+RANKS_SHOWN = 8  # each of so many has metrics of its own
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -153,7 +155,6 @@ class Collector:
             rewards = self.rewards(own, responses, self._submitted)
         seconds = time.perf_counter() - began
         if self.coordinator is not None:
-            self.world.enter("drafter training")
             with self.phases("update_drafter"):
                 self.coordinator.finished()
         return self._together(prompts, shares, responses, rewards, seconds)
@@ -179,6 +180,7 @@ class Collector:
         """What all ranks drew, in the order of the prompts."""
         each = self.config.grpo.samples_per_prompt
         stats = self.rollout.engine.stats if responses else RolloutStats()
+        self.world.enter("gather")
         with self.phases("gather"):
             parts = self.world.gather((responses, rewards, stats, seconds))
         self.stats.add(RolloutStats.side_by_side([part[2] for part in parts], self.world.rank))
@@ -317,12 +319,21 @@ class Collector:
             "ranks/count": float(self.world.size),
             "ranks/idle_share": sum(idle) / max(longest * self.world.size, 1e-9),
         }
-        memory = self.world.gather(memory_metrics().get(CARD_MEMORY))
+        mine = [] if self.coordinator is None else self.coordinator.changes
+        trained_s = 0.0 if self.coordinator is None else self.coordinator.trained_s
+        told = self.world.gather((memory_metrics().get(CARD_MEMORY), trained_s, mine))
+        memory = [part[0] for part in told]
         if None not in memory:
             out["ranks/max_memory_allocated_gb"] = max(memory)
+        if self.world.size <= RANKS_SHOWN:
+            for rank, seconds in enumerate(idle):
+                out[f"ranks/{rank}/idle_share"] = seconds / max(longest, 1e-9)
+                if memory[rank] is not None:
+                    out[f"ranks/{rank}/max_memory_allocated_gb"] = memory[rank]
         if self.coordinator is not None:
             # The micro-step that the last rank's end interrupts is no use of the bubble.
-            trained = map(min, self.world.gather(self.coordinator.trained_s), idle)
+            trained = map(min, (part[1] for part in told), idle)
             out["ranks/bubble_used_share"] = sum(trained) / max(sum(idle), 1e-9)
-            self.rank_states = self.world.gather(self.coordinator.changes)
+            states = self.rank_states or [[] for _ in told]
+            self.rank_states = [a + b for a, (_, _, b) in zip(states, told, strict=True)]
         return out

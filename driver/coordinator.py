@@ -20,6 +20,7 @@ from driver.spot_trainer import SpotTrainer
 from driver.world import World, share_state, sum_over
 
 POLL_S = 0.002
+WAITS, TRAINS = "the wait for the last rank", "drafter training"  # phases
 BUSY, IDLE, TRAINING, UPDATE = "busy", "idle", "training", "update"
 
 
@@ -39,8 +40,7 @@ class Coordinator:
     def __init__(self, world: World, spot: SpotTrainer, min_ranks: int = 1) -> None:
         assert world.store is not None
         self.world, self.spot, self.min_ranks = world, spot, min_ranks
-        self.changes: list[tuple[float, str]] = []  # (wall clock, state from then on)
-        self._step_begins = 0  # in `changes`
+        self.changes: list[tuple[float, str]] = []  # (wall clock, state from then on), of the step
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._round, self._idle_since = "", 0.0
         self._handed_out = 0  # micro-steps that every rank has the result of
@@ -50,14 +50,13 @@ class Coordinator:
         self._round = f"{step}.{refill}"
         self._idle_since = 0.0
         if refill == 0:
-            self._step_begins = len(self.changes)
+            self.changes = []
         self._become(BUSY)
 
     @property
     def trained_s(self) -> float:
         """Seconds that this rank trained in the step."""
-        changes = self.changes[self._step_begins :]
-        spans = zip(changes, changes[1:], strict=False)
+        spans = zip(self.changes, self.changes[1:], strict=False)
         return sum(end - begin for (begin, state), (end, _) in spans if state == TRAINING)
 
     def finished(self) -> None:
@@ -67,6 +66,7 @@ class Coordinator:
             UserError: a rank is lost.
         """
         self._become(IDLE)
+        self.world.enter(WAITS)
         self._idle_since = time.monotonic()
         store = self.world.store
         first = store.add(self._key("finished"), 1) == 1
@@ -75,6 +75,8 @@ class Coordinator:
             leader = self._lead() if first else self._follow()
         self._become(IDLE)
         if self.world.share(self.spot.steps, leader) != self._handed_out:
+            if self.world.rank == leader:
+                self.spot.renew()  # one vocabulary and one version for all
             with self.world.meeting():
                 self._hand_out(leader, None)
         self._handed_out = self.spot.steps
@@ -114,6 +116,8 @@ class Coordinator:
     def _train(self, ranks: list[int]) -> None:
         """Micro-steps of a group until its leader, the first of them, ends it."""
         self._become(TRAINING)
+        self.world.enter(TRAINS)
+        self.world.beat()
         group = self._group(ranks)
         if len(ranks) > 1:
             self._hand_out(ranks[0], group)
@@ -123,21 +127,25 @@ class Coordinator:
             if self._micro_step(stop, group):
                 break
         self._become(IDLE)
+        self.world.enter(WAITS)
 
     def _micro_step(self, stop: bool, group: dist.ProcessGroup | None) -> bool:
-        """One step of the group; whether it was the last."""
+        """One step of the group, if any; whether the group ends."""
         if group is None:  # as a single rank trains: captured, and a failure is a warning
-            return not self.spot.attempt() or stop
-        told = torch.zeros(3, device=self.world.device)  # ranks with data, tokens, leader's stop
+            self.world.beat()
+            return stop or not self.spot.attempt()
+        told = torch.zeros(3, dtype=torch.int64)  # ranks with data, tokens, leader's stop
         reduced = False
 
         def reduce(gradients: list[torch.Tensor], tokens: int) -> int:
             nonlocal reduced
             reduced = True
-            told.copy_(torch.tensor([float(tokens > 0), float(tokens), float(stop)]))
-            sum_over([*gradients, told], group)
+            self.world.beat()
+            told.copy_(torch.tensor([tokens > 0, tokens, stop]))
+            dist.all_reduce(told, group=group)  # on the host: there a lost rank can be named
+            sum_over(gradients, group)
             for gradient in gradients:
-                gradient /= told[0].clamp_min(1)
+                gradient /= max(1, int(told[0]))
             return int(told[1])
 
         try:

@@ -268,8 +268,6 @@ class Run:
             self.folder.log_rollout(self.step, self.lengths, self.trace)
             self.folder.log_samples(self.step, self._samples(step))
             self.folder.log_step(self.step, self.last_metrics)
-            if self.collector.rank_states:
-                self.folder.write_ranks(self.collector.rank_states)
         self.phases.add("log", time.perf_counter() - begin)
 
     def _samples(self, step: Experience) -> list[Sample]:
@@ -302,6 +300,8 @@ class Run:
                 self.writer.save(write, self._states())
                 self.saved_step = self.step
             self.phases.timeline.write(self.folder.timeline, timelines[1:])
+            if self.collector.rank_states:
+                self.folder.write_ranks(self.collector.rank_states)
 
     def _states(self) -> dict[str, Any]:
         spot = self.rollout.spot

@@ -121,8 +121,7 @@ class SpotTrainer:
 
         Its documents are of one policy: the steps of a run that starts or goes on have no others.
         """
-        alone = self.config.mode not in ("off", "coordinated")
-        if self.bin.fixed and alone and self.steps:
+        if self.bin.fixed and self.config.mode != "off" and self.steps:
             self.capture(0, None)
 
     def on_finish(self, sequence: Sequence) -> None:
@@ -198,10 +197,8 @@ class SpotTrainer:
             return
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        if self.buffer.seen_tokens:  # before the law of what is kept is written down over it
-            self.rebuild_vocabulary()
-        if self.steps:
-            self.swap()
+        if self.config.mode != "coordinated":  # there one rank does it for all
+            self.renew()
         if self.checkpoints is not None:
             self.checkpoints.collect(wait=False)
             self.checkpoints.copies.prepare(self._state())
@@ -230,6 +227,16 @@ class SpotTrainer:
                 f" the drafter paused, drafts go on with version {self.runner.version}",
                 stacklevel=2,
             )
+
+    def renew(self) -> None:
+        """A vocabulary of what was seen by now, and the weights as they are to the runner.
+
+        Before the law of what is kept is written down over that vocabulary.
+        """
+        if self.buffer.seen_tokens:
+            self.rebuild_vocabulary()
+        if self.steps:
+            self.swap()
 
     def close(self) -> None:
         """Ends its threads; the last checkpoint is whole."""

@@ -37,7 +37,7 @@ class World:
     ) -> None:
         self.rank, self.size, self.device, self.timeout_s = rank, size, device, timeout_s
         self.store: dist.Store | None = None
-        self._meetings = 0
+        self._meetings = self._beats = 0
         self._phase = "load"
 
     @staticmethod
@@ -101,9 +101,17 @@ class World:
 
     def enter(self, phase: str) -> None:
         """Notes what this rank does now, for a message that may have to name it."""
-        self._phase = phase
+        self._phase, self._beats = phase, 0
+        self._tell()
+
+    def beat(self) -> None:
+        """Notes that this rank got on with a phase in which others wait for it."""
+        self._beats += 1
+        self._tell()
+
+    def _tell(self) -> None:
         if self.store is not None:
-            self.store.set(f"at/{self.rank}", f"{self._meetings} {phase}")
+            self.store.set(f"at/{self.rank}", f"{self._meetings} {self._beats} {self._phase}")
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
@@ -120,8 +128,7 @@ class World:
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # this rank's own
             raise
         except (RuntimeError, ValueError) as error:
-            lost = [place for meetings, place in self._places() if meetings < self._meetings]
-            who = ", ".join(lost) or "a rank that had come"
+            who = ", ".join(self._lost()) or "a rank that had come"
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"{who} was lost or did not answer in run.timeout_s={self.timeout_s:g}, rank"
@@ -131,19 +138,27 @@ class World:
 
     def where(self) -> str:
         """What each rank did last, for the message of a run that is stopped from outside."""
-        places = ", ".join(place for _, place in self._places())
+        places = ", ".join(place for *_, place in self._places())
         return f"stopped: {places}; torchrun says which one failed, if one did"
 
-    def _places(self) -> list[tuple[int, str]]:
-        """Of each rank, how many meetings it has come to, and its number and phase."""
+    def _lost(self) -> list[str]:
+        """Ranks that have not come; where all have, those that got on least of those that work."""
+        places = self._places()
+        late = [place for meetings, _, place in places if meetings < self._meetings]
+        working = [(beats, place) for _, beats, place in places if beats]
+        least = min(working, default=(0, ""))[0]
+        return late or [place for beats, place in working if beats == least]
+
+    def _places(self) -> list[tuple[int, int, str]]:
+        """Of each rank its meetings, its beats, and its number and phase."""
         places = []
         for rank in range(self.size):
-            key, found = f"at/{rank}", "0 load"
+            key, found = f"at/{rank}", "0 0 load"
             with contextlib.suppress(RuntimeError):  # the store may be gone too
                 if self.store is not None and self.store.check([key]):
                     found = self.store.get(key).decode()
-            meetings, _, phase = found.partition(" ")
-            places.append((int(meetings), f"rank {rank} (in {phase})"))
+            meetings, beats, phase = found.split(" ", 2)
+            places.append((int(meetings), int(beats), f"rank {rank} (in {phase})"))
         return places
 
     # ---- exchange -------------------------------------------------------------------------------
@@ -189,7 +204,7 @@ class World:
 def share_state(
     state: Any, source: int, device: str, group: dist.ProcessGroup | None = None
 ) -> Any:
-    """A state of rank `source`; its tensors travel from device to device.
+    """A state of rank `source`; its tensors travel from device to device, those of a dtype as one.
 
     Pickled, tensors of a card would be made on the card that they left.
 
@@ -209,7 +224,15 @@ def share_state(
     dist.broadcast_object_list(box, src=source, group=group)
     if dist.get_rank() != source:
         state = _each_tensor(box[0], lambda x: torch.empty_like(x, device=device))
-    _each_tensor(state, lambda x: dist.broadcast(x, source, group=group))
+    tensors: list[Tensor] = []
+    _each_tensor(state, tensors.append)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.broadcast(flat, source, group=group)
+        if dist.get_rank() != source:
+            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                tensor.copy_(part.view_as(tensor))
     return state
 
 

@@ -39,10 +39,10 @@ RATIOS = {"step_over_one_gpu_x": "one GPU", "step_over_off_two_gpu_x": "two GPUs
 SHOWN = {
     "idle_share": "ranks/idle_share",
     "bubble_used_share": "ranks/bubble_used_share",
-    "memory_gb": "ranks/max_memory_allocated_gb",
     "accept_length": "spec/accept_length",
     **{f"{phase}_s": f"timing_s/{phase}" for phase in (*PHASES, "gather", "log")},
 }
+TOKENS = "drafter/tokens_seen"
 
 
 def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
@@ -54,6 +54,12 @@ def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return read_jsonl(folder / "run" / "metrics.jsonl")
+
+
+def of_ranks(count: int) -> dict[str, str]:
+    """What each rank has of its own, as `SHOWN`."""
+    own = {"idle_share": "idle_share", "memory_gb": "max_memory_allocated_gb"}
+    return {f"{a}_{rank}": f"ranks/{rank}/{b}" for rank in range(count) for a, b in own.items()}
 
 
 def lacks() -> str:
@@ -72,14 +78,17 @@ def run(bench: Bench) -> None:
         steps = QUICK_STEPS if bench.quick else STEPS
         with tempfile.TemporaryDirectory() as folder:
             records = train([*words, *own], ranks, steps, Path(folder))
-        later = [record for record in records if record["step"] > 1]
-        seconds[arm] = statistics.median(record["timing_s/step"] for record in later)
+        first, *later = [record for record in records if record["step"] > 0]
+        steps_s = [record["timing_s/step"] for record in later]
+        seconds[arm] = statistics.median(steps_s)
         more = {
             name: round(statistics.fmean(record[key] for record in later), 4)
-            for name, key in SHOWN.items()
+            for name, key in (SHOWN | of_ranks(ranks)).items()
             if all(record.get(key) is not None for record in later)
         }
-        trained = records[-1].get("drafter/tokens_seen", 0)
+        more["spread"] = round((max(steps_s) - min(steps_s)) / seconds[arm], 4)
+        # After the first step, whose drafter may come from a warm start.
+        trained = later[-1].get(TOKENS, 0) - first.get(TOKENS, 0)
         bench.add_row(arm, 1e6 * seconds[arm], ranks=ranks, drafter_tokens=trained, **more)
         if arm == BOTH and "bubble_used_share" in more:
             bench.got["bubble_used_share"] = more["bubble_used_share"]

@@ -117,14 +117,17 @@ def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks):
 
 def test_no_more_of_the_bubble_is_used_than_there_was():
     """A rank trained on for .3 s after the last one's end, which itself trained for .1 s then."""
-    answers = iter([[None, None], [2.3, 0.1], [[], []]])  # card's memory, seconds trained, states
+    told = [(None, 2.3, [(0.0, "busy")]), (None, 0.1, [])]  # card's memory, seconds trained, states
     collector = object.__new__(Collector)
-    collector.world = SimpleNamespace(size=2, gather=lambda _: next(answers))
+    collector.world = SimpleNamespace(size=2, gather=lambda _: told)
+    collector.rank_states = []
     collector.coordinator = SimpleNamespace(trained_s=0.0, changes=[])
     collector.rank_seconds = [1.0, 3.0]
     metrics = collector.rank_metrics()
     assert metrics["ranks/bubble_used_share"] == 1.0
     assert metrics["ranks/idle_share"] == pytest.approx(2 / 6)
+    assert metrics["ranks/0/idle_share"] == pytest.approx(2 / 3)
+    assert collector.rank_states == [[(0.0, "busy")], []]
 
 
 LAST_IS_SLOW = """
@@ -179,6 +182,43 @@ def test_a_lost_rank_is_named_with_its_phase(tmp_path, where, how, phase):
     assert code != 0
     assert time.monotonic() - begin < 150
     assert f"rank 1 (in {phase})" in log, log[-3000:]
+
+
+STEP_HANGS = """
+from driver.spot_trainer import SpotTrainer
+from driver.world import World
+micro_step, gather, roll_out = SpotTrainer.micro_step, World.gather, collector.Collector.roll_out
+def step(self, reduce=None):
+    if RANK == {hangs} and self.steps > 2:
+        time.sleep(900)
+    return micro_step(self, reduce)
+def slow(self, prompts, requests):
+    if RANK == {slow}:
+        time.sleep(4)
+    return roll_out(self, prompts, requests)
+def gathered(self, value):
+    if RANK == {gathers} and self._phase == "gather":
+        time.sleep(900)
+    return gather(self, value)
+SpotTrainer.micro_step, World.gather, collector.Collector.roll_out = step, gathered, slow
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slow", "hangs", "gathers", "named"),
+    [
+        (2, 1, 0, -1, "rank 0 (in drafter training)"),  # alone, while the other is at work
+        (3, 2, 1, -1, "rank 1 (in drafter training)"),  # of a group of two
+        (2, 1, -1, 1, "rank 1 (in gather)"),
+    ],
+)
+def test_a_rank_that_hangs_behind_its_rollout_is_named(
+    tmp_path, ranks, slow, hangs, gathers, named
+):
+    script = STEP_HANGS.format(slow=slow, hangs=hangs, gathers=gathers)
+    code, log = finish(start(tmp_path, ranks, "run.timeout_s=8", script=script), tmp_path)
+    assert code != 0 and named in log, log[-3000:]
+    assert "a rank that had come" not in log
 
 
 def test_torchrun_restarts_a_run_from_its_last_checkpoint(tmp_path):

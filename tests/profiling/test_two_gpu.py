@@ -16,6 +16,8 @@ def test_every_arm_runs_and_the_targets_follow(monkeypatch):
     assert set(rows) == set(two_gpu.ARMS)
     assert rows["one GPU"]["ranks"] == 1 and "idle_share" not in rows["one GPU"]
     assert 0 <= rows["two GPUs"]["idle_share"] < 1
+    both = [rows["two GPUs"][f"idle_share_{rank}"] for rank in range(2)]
+    assert rows["two GPUs"]["idle_share"] == pytest.approx(sum(both) / 2, abs=1e-3)
     assert rows["two GPUs"]["drafter_tokens"] > 0
     assert rows["two GPUs, coordinator off"]["drafter_tokens"] == 0
     assert "accept_length" not in rows["two GPUs, off"]
