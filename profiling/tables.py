@@ -111,8 +111,8 @@ def targets_table(targets: Sequence[Target]) -> list[str]:
     """Every target, met or not."""
     states = [target.state for target in targets]
     out = [
-        f"{states.count('met')} of {len(targets)} targets are met, {states.count('unmet')} are not,"
-        f" {states.count('missing')} have no result yet.",
+        f"{len(targets)} targets: {states.count('met')} met, {states.count('unmet')} not,"
+        f" {states.count('missing')} without a result yet.",
         "",
         "<details><summary>All targets</summary>",
         "",

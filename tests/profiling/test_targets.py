@@ -91,7 +91,7 @@ def test_a_table_names_card_driver_cuda_torch_and_commit(known):
     text = "x\n<!-- results: targets -->\nold\n<!-- end of results -->\ny"
     out = tables.filled(text, results.known_targets(known))
     assert "old" not in out and out.startswith("x\n<!--") and out.endswith("-->\ny")
-    assert "1 of 3 targets are met, 1 are not, 1 have no result yet." in out
+    assert "3 targets: 1 met, 1 not, 1 without a result yet." in out
     assert "| fake: `b_x` | at least 2.00 × | 1.50 × | unmet |" in out
     assert "NVIDIA H100 80GB HBM3, driver 580.1, CUDA 13.0, torch 2.11.0, commit abc1234" in out
     assert tables.filled(out, results.known_targets(known)) == out
