@@ -47,11 +47,12 @@ def check_capture(config: CaptureConfig, steps: int) -> None:
 
 @contextmanager
 def capture_op(config: CaptureConfig, step: int, folder: Path) -> Iterator[None]:
-    """Saves calls of `config.op` while the block runs, if `step` is the one asked for.
+    """Saves calls of `config.op` that Python makes while the block runs.
 
     At most `config.calls` of them, evenly spread over the block, with every array as it was before
-    the call; of caches only the pages that the call's requests own, renumbered. Calls that are
-    recorded into a CUDA graph have no values yet and are passed on.
+    the call; of caches only the pages that the call's requests own, renumbered. A CUDA graph makes
+    its calls unseen, so the engine's are to stand aside (`PassRunner.op_by_op`). Calls that are
+    recorded into one have no values yet and are passed on.
 
     Args:
         config: `capture.*`.
@@ -65,9 +66,6 @@ def capture_op(config: CaptureConfig, step: int, folder: Path) -> Iterator[None]
         >>> with capture_op(config.capture, 3, folder):  # doctest: +SKIP
         ...     engine.generate(requests)
     """
-    if not config.op or step != config.step:
-        yield
-        return
     op = getattr(tlt_ext, config.op)
     kept: list[tuple[int, dict[str, Any]]] = []
     count, stride = 0, 1
@@ -92,9 +90,7 @@ def capture_op(config: CaptureConfig, step: int, folder: Path) -> Iterator[None]
         setattr(tlt_ext, config.op, op)
     if not kept:
         warnings.warn(
-            f"capture.op={config.op}: step {step} called it from no Python code; passes that run"
-            " as CUDA graphs are not seen",
-            stacklevel=3,
+            f"capture.op={config.op}: step {step} called it from no Python code", stacklevel=3
         )
     folder.mkdir(parents=True, exist_ok=True)
     for index, arguments in kept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,10 +159,17 @@ class Collector:
                 self.coordinator.finished()
         return self._together(prompts, shares, responses, rewards, seconds)
 
-    def _capturing(self, step: int) -> contextlib.AbstractContextManager[None]:
-        if self.captures is None:
-            return contextlib.nullcontext()
-        return capture_op(self.config.capture, step + 1, self.captures)
+    @contextlib.contextmanager
+    def _capturing(self, step: int) -> Iterator[None]:
+        """Saves inputs of an op where they are wanted of this step; no graph hides them."""
+        if self.captures is None or not self.config.capture.is_due(step + 1):
+            yield
+            return
+        with (
+            self.rollout.engine.runner.op_by_op(),
+            capture_op(self.config.capture, step + 1, self.captures),
+        ):
+            yield
 
     def _shares(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Indices of the prompts of each rank, by how long their responses were last time."""

@@ -352,6 +352,10 @@ class CaptureConfig(Section):
     step: int = setting(1, low=1)
     calls: int = setting(8, low=1)  # at most, spread over the step
 
+    def is_due(self, step: int) -> bool:
+        """Whether inputs are saved in this step."""
+        return bool(self.op) and step == self.step
+
 
 def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
     words = limits.get("words")

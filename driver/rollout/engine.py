@@ -357,7 +357,8 @@ class RolloutEngine:
             if proposer is not None:
                 proposer.passed(sequence, counts[-1])
                 sequence.served_by(burst.version)
-        if burst.strategy == self._wanted:  # else another window is open by now
+        # Else another window is open by now, or passes take longer than they will.
+        if burst.strategy == self._wanted and not self.runner.graphs_aside:
             self.bandit.record(burst.total, burst.elapsed_s, burst.passes, burst.request_passes)
         self.stats.book(burst, burst.begun_s - started)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ import numpy as np
 import tlt_ext
 from driver.rollout.graphs import PassGraphs, nothing, wait_for
 from driver.rollout.passes import PassProgram
+from driver.rollout.plan import Cell
 from driver.rollout.state import BatchState
 from driver.strategy import OFF, Strategy
 
@@ -95,23 +97,36 @@ class PassRunner:
     ) -> None:
         self.program, self.state, self.ring, self.graphs = program, state, ring, graphs
         self.longest = ring.passes // 2  # the other half is still read when the next burst runs
+        self.graphs_aside = False  # though there are some
 
     def prepare(self) -> None:
         """Makes the graphs that can be made by now; call while no request runs."""
         if self.graphs is not None:
             self.graphs.capture()
 
+    @contextmanager
+    def op_by_op(self) -> Iterator[None]:
+        """Graphs stand aside while the block runs: Python makes every call, for the same tokens.
+
+        Those to come are made before it, by calls that are no pass's. Call while no request runs.
+        """
+        self.prepare()
+        self.graphs_aside = self.graphs is not None
+        try:
+            yield
+        finally:
+            self.graphs_aside = False
+
     def most_passes(self, count: int, strategy: Strategy) -> int:
         """Passes that can be made without the host in between."""
-        graph = self.graphs is not None and self.graphs.find(count, strategy)
-        return self.longest if graph else 1
+        return self.longest if self._cell(count, strategy) else 1
 
     def spare(self, count: int, strategy: Strategy) -> int:
         """Requests that may end without the host: those that leave no smaller graph to change to.
 
         Their rows are inert then, which costs nothing, as a graph runs all rows of its bucket.
         """
-        cell = None if self.graphs is None else self.graphs.find(count, strategy)
+        cell = self._cell(count, strategy)
         return 1 if cell is None else count - self.graphs.plan.below(cell)
 
     def step_s(self, count: int, strategy: Strategy) -> float | None:
@@ -161,7 +176,7 @@ class PassRunner:
             RuntimeError: the device failed.
         """
         begin = self.ring.sequence
-        cell = None if self.graphs is None else self.graphs.find(count, strategy)
+        cell = self._cell(count, strategy)
         version, rows = self.program.version(strategy), None
         if cell is None:
             meanwhile()
@@ -181,6 +196,12 @@ class PassRunner:
         return Burst(
             strategy, version, self.ring, begin, end, count, unbroken, begun, elapsed, rows
         )
+
+    def _cell(self, count: int, strategy: Strategy) -> Cell | None:
+        """The graph that makes the passes; None: they are launched op by op."""
+        if self.graphs is None or self.graphs_aside:
+            return None
+        return self.graphs.find(count, strategy)
 
     def _ended(self, begin: int, end: int, count: int) -> bool:
         records = np.arange(begin, end) % self.ring.passes

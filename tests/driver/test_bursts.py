@@ -55,7 +55,8 @@ class LatePool(Pool):
         self.queued, wait = None, graphs.ring.wait
 
         def run_and_wait(timeout_s):
-            self.run()
+            if self.queued is not None:  # else passes were made op by op
+                self.run()
             return wait(timeout_s)
 
         graphs.ring.wait = run_and_wait
@@ -143,6 +144,43 @@ def test_the_gate_in_mid_rollout(policy, plain, pool):
     for seed in range(3):
         assert same(generate(rollout, requests(), *ARMS, seed=seed, horizon=6), plain)
         assert rollout.engine.stats.switches > 3
+
+
+class Told(Choose):
+    """Counts what the bandit is told."""
+
+    told = 0
+
+    def record(self, *_):
+        self.told += 1
+
+
+@pytest.mark.parametrize("strategy", ["off", "learned:4,3,12", "hybrid:4,3,12"])
+def test_graphs_stand_aside_and_come_back(policy, plain, strategy):
+    """Op by op: the same tokens in passes that Python makes, of which the bandit hears nothing."""
+    rollout = looping(policy)
+    engine, pool = rollout.engine, rollout.engine.runner.graphs._pool
+    generate(rollout, requests(), strategy, horizon=64)
+    launches = pool.launches
+    with engine.runner.op_by_op():
+        engine.bandit = Told(strategy, horizon=64)
+        assert same(engine.generate(requests(), record=False), plain)
+    assert pool.launches == launches and engine.bandit.told == 0
+    assert engine.stats.bursts == engine.stats.target_passes
+    assert (engine.stats.spec_passes > 0) == (strategy != "off")
+    engine.bandit = Told(strategy, horizon=64)
+    assert same(engine.generate(requests(), record=False), plain)
+    assert engine.stats.bursts < engine.stats.target_passes
+    assert pool.launches > launches and engine.bandit.told == engine.stats.bursts
+
+
+def test_an_engine_without_graphs_goes_on_learning_op_by_op(policy, plain):
+    engine = make_rollout(policy).engine
+    engine.bandit = Told("off")
+    with pytest.raises(RuntimeError), engine.runner.op_by_op():
+        assert same(engine.generate(requests(), record=False), plain)
+        raise RuntimeError
+    assert engine.bandit.told == engine.stats.bursts > 0 and not engine.runner.graphs_aside
 
 
 def drafter_kv(rollout, *menu, jobs=None, on_pass=None, **options):

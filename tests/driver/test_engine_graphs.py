@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from driver.capture import capture_op
+from driver.config import CaptureConfig
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.plan import GraphCost
 from driver.strategy import OFF, Strategy
@@ -88,6 +90,25 @@ def test_the_host_wakes_for_bursts_not_for_passes(looped):
     generate(looped, requests(count=1, new=60, stop=()), "off", horizon=64)
     assert looped.engine.stats.target_passes == 60
     assert looped.engine.stats.bursts <= 3
+
+
+@pytest.mark.parametrize(("strategy", "rows"), [("off", 1), ("learned:4,3,12", 12)])
+def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, strategy, rows):
+    """Graphs are on and hide none of them: op by op for the step, in one launch a burst again."""
+    config = CaptureConfig(op="tree_attention", step=3, calls=16)
+    with looped.engine.runner.op_by_op(), capture_op(config, 3, tmp_path):
+        assert same(generate(looped, jobs(), strategy, horizon=64), plain)
+    assert looped.engine.stats.bursts == looped.engine.stats.target_passes
+    calls = [torch.load(path)["arguments"] for path in sorted(tmp_path.iterdir())]
+    sizes = [call["row_start"].diff().tolist() for call in calls]
+    decode = [
+        size
+        for size, call in zip(sizes, calls, strict=True)
+        if call["context_len"].min() > 0 and set(size) == {rows}
+    ]
+    assert len(decode) > len(calls) / 2 and all(len(size) <= 8 for size in decode)
+    assert same(generate(looped, jobs(), strategy, horizon=64), plain)
+    assert looped.engine.stats.bursts < looped.engine.stats.target_passes
 
 
 @pytest.mark.parametrize("strategy", ["off", *STRATEGIES])
