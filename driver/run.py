@@ -84,6 +84,7 @@ class Run:
         world = World.join(config.run.device, config.run.timeout_s)
         config = _for_rank(config, world)
         phases = Phases(world.rank, world.size)
+        phases.timeline.align(world.share(phases.timeline.started_unix_s))
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         with phases("load"):

@@ -52,13 +52,22 @@ class Timeline:
 
     def __init__(self, rank: int = 0, ranks: int = 1, max_bytes: int = MAX_BYTES) -> None:
         self.rank, self.max_bytes = rank, max_bytes // ranks
-        self.started = time.perf_counter()
+        self.started, self.started_unix_s = time.perf_counter(), time.time()
         self.every = 1  # steps from one that is kept to the next
         self._events: list[Event] = []  # of the step that goes on; other threads append
         self._steps: list[tuple[int, str]] = []  # (step, its events as JSON)
         self._size = 0
         self._tracks = list(TRACKS)
         self._thinned = 0  # steps that lost some of their events
+
+    def align(self, unix_s: float) -> None:
+        """Counts from where another rank does, as far as the clocks of their hosts agree.
+
+        Args:
+            unix_s: `started_unix_s` of that rank. Earlier events keep their times.
+        """
+        self.started += unix_s - self.started_unix_s
+        self.started_unix_s = unix_s
 
     def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None:
         """Adds an event of the step that goes on; any thread may.
@@ -85,7 +94,7 @@ class Timeline:
         self._take(step, [Event("train", f"{STEP} {step}", begin, length, {STEP: step}), *events])
 
     def resume(self, path: Path, last_step: int) -> None:
-        """Takes over what an earlier process wrote; this one's events follow it in time.
+        """Takes over what an earlier process wrote; new events follow those of all its ranks.
 
         Args:
             path: its `trace.json`; need not exist.
@@ -94,28 +103,25 @@ class Timeline:
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             events = [
-                _read(event)
-                for event in saved["traceEvents"]
-                if event["ph"] == "X" and event["pid"] == self.rank
+                (event["pid"], _read(event)) for event in saved["traceEvents"] if event["ph"] == "X"
             ]
         except FileNotFoundError:
             return
         except (OSError, ValueError, LookupError, TypeError):
             warnings.warn(f"{path} cannot be read: the timeline starts anew", stacklevel=2)
             return
-        steps: list[tuple[int, list[Event]]] = []
-        for event in events:
-            if event.name.startswith(f"{STEP} "):
-                steps.append((event.args[STEP], []))
-            if steps and steps[-1][0] <= last_step:
-                steps[-1][1].append(event)
-        kept = [(step, chunk) for step, chunk in steps if chunk]
+        mine: dict[int, list[Event]] = defaultdict(list)
+        step, end = last_step + 1, 0.0
+        for rank, event in events:  # one rank after the other, each step after its own event
+            step = event.args[STEP] if event.name.startswith(f"{STEP} ") else step
+            if step <= last_step:
+                end = max(end, event.begin_s + event.length_s)
+                if rank == self.rank:
+                    mine[step].append(event)
         self.every = saved["otherData"]["every"]
-        for step, chunk in kept:
+        for step, chunk in mine.items():
             self._take(step, chunk)
-        # Shifts this process's clock to where the earlier one's ended.
-        ends = (event.begin_s + event.length_s for _, chunk in kept for event in chunk)
-        self.started -= max(ends, default=0.0)
+        self.started -= end  # the clock goes on from where the earlier one's ended, on every rank
 
     def text(self) -> str:
         """What this rank has for the file: its events, and the names of its tracks.

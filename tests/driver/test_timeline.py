@@ -116,6 +116,27 @@ def test_a_resumed_run_goes_on_after_the_checkpoint(tmp_path):
     assert events[-1]["ts"] >= before == 4e6
 
 
+def test_ranks_are_aligned_by_the_wall_clock_and_stay_so(tmp_path, monkeypatch):
+    """Both clocks of rank 1 begin elsewhere; what happens to both at once is shown at once."""
+    path = tmp_path / "trace.json"
+    for at, step in ((1000.0, 1), (2000.0, 2)):  # the second run resumes the first
+        ranks = []
+        for rank, late in ((0, 0.0), (1, 7.0)):
+            monkeypatch.setattr(time, "time", lambda wall=at + late: wall)
+            monkeypatch.setattr(time, "perf_counter", lambda own=30.0 * rank: own)
+            ranks.append(Timeline(rank, 2))
+            ranks[rank].align(ranks[0].started_unix_s)
+            if step > 1:
+                ranks[rank].resume(path, last_step=1)
+        for timeline, own in zip(ranks, (20.0, 43.0), strict=True):  # both at the wall's at + 20
+            timeline.add("train", "gather", own, own + 2 + timeline.rank)
+            timeline.end_step(step)
+        ranks[0].write(path, [ranks[1].text()])
+    _, events = read(path)
+    gathers = [(e["pid"], e["ts"] / 1e6) for e in events if e["name"] == "gather"]
+    assert gathers == [(0, 20), (0, 43), (1, 20), (1, 43)]  # rank 1's end, 23, and 20 more
+
+
 def test_a_damaged_timeline_is_started_anew_with_a_warning(tmp_path):
     (tmp_path / "trace.json").write_text('{"traceEvents": [')
     timeline = Timeline()

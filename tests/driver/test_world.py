@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,13 +96,23 @@ Run.sync_weights = checked
 """
 
 
+LAST_CLOCK_IS_LATE = """
+from driver import run
+phases = run.Phases
+def late(rank, ranks):
+    time.sleep(2 * (rank == ranks - 1))
+    return phases(rank, ranks)
+run.Phases = late
+"""
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks):
     """Tokens and rewards are those of one rank to the bit in the first step, where the policy is
     the same; afterwards it differs by the order in which gradients are added up. Two ranks do not
-    divide three prompts."""
+    divide three prompts. The timeline shows what all come to at one time, whenever each began."""
     folder, expected = alone
-    records = run(tmp_path, ranks, script=SAME_EVERYWHERE)
+    records = run(tmp_path, ranks, script=SAME_EVERYWHERE + LAST_CLOCK_IS_LATE)
     assert tokens(tmp_path)[0] == tokens(folder)[0]
     for key in ("critic/rewards/mean", "response_length/mean", "frac_reward_zero_std"):
         assert records[1][key] == expected[1][key], key
@@ -113,6 +124,13 @@ def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks):
     )
     assert records[2]["ranks/count"] == ranks
     assert 0 <= records[2]["ranks/idle_share"] < 1
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    ends = defaultdict(list)
+    for event in events:
+        if event["name"] == "gather":
+            ends[event["pid"]].append((event["ts"] + event["dur"]) / 1e6)
+    assert len(ends) == ranks and len(ends[0]) == 2
+    assert all(mine == pytest.approx(ends[0], abs=0.5) for mine in ends.values())
 
 
 def test_no_more_of_the_bubble_is_used_than_there_was():
