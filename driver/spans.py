@@ -21,7 +21,7 @@ def nvtx_range(name: str) -> AbstractContextManager[object]:
         name: as Nsight shows it.
 
     Example:
-        >>> with nvtx_range("profile_target"):
+        >>> with nvtx_range("tlt/rollout/verify"):
         ...     pass
     """
     return contextlib.nullcontext() if nvtx is None else nvtx.annotate(name)
