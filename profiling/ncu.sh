@@ -6,7 +6,7 @@
 #   profiling/ncu.sh replay runs/tiny/captures          # inputs of a real run
 #
 # Only what the benchmark runs inside the range `profile_target` is looked at, one call a case.
-# Writes profiling/out/<op>.ncu-rep and .csv. Not run on a card yet; its parser is tested.
+# Writes profiling/out/<op>.ncu-rep and .csv. Run on an H100 for attention (6ecb0d9): a table of 6 launches.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
