@@ -1,8 +1,9 @@
 """`python -m profiling.simulate`: a step of RL on 8 to 1,024 GPUs, with and without speculation.
 
 Replays response lengths on data-parallel ranks with a cost model of one pass by batch and strategy.
-The model is measured where `results/<card>/decode.json` has the 7B shape; what it lacks is a
-roofline over the measured ceilings, and the output says which. What is assumed:
+The model is measured where `results/<card>/decode.json` has the 7B shape, for ranks of one GPU;
+what it lacks is a roofline over the measured copy bandwidth, and the output says which, and what
+the numbers are that nothing measured. What else is assumed:
 
 * a step's requests are split evenly, longest last known only to the simulator; ranks do not help
   each other, so the slowest decides the rollout, and all wait;
@@ -27,9 +28,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from driver.errors import UserError
 from driver.strategy import OFF, Strategy
 from profiling.results import RESULTS, TARGETS_CARD, load
-from profiling.workload import AcceptHistogram, trace_lengths
+from profiling.workload import trace_lengths
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 # Step-time ratios of the published system on 1, 2, 4 and 8 nodes of 8 GPUs, 7B: never fitted to.
@@ -39,17 +41,18 @@ SHAPE_ROWS = "qwen2_7b_shape"
 
 @dataclass(frozen=True)
 class Machine:
-    """What the roofline and the update are made of.
+    """What the roofline and the update are made of; `ASSUMED` names what was not measured.
 
     Attributes:
         parameters: of the policy.
         kv_bytes: of the cache, a token.
-        bytes_per_s: copy bandwidth of a GPU.
+        bytes_per_s: copy bandwidth of a GPU, as measured.
         flops: bf16 FLOP/s that a large product reaches.
         update_share: of `flops`, reached by log-probs and update.
-        overhead_s: of a pass, beside bytes and FLOPs.
-        draft_share: a drafted level's time over the target's own pass, at one request.
-        trained_tokens_per_s: drafter training of one idle GPU.
+        overhead_s: of a pass by roofline, beside bytes and FLOPs.
+        draft_share: a drafted level's time over the target's own pass, at one request, by roofline.
+        trained_tokens_per_s: drafter training of one idle GPU: 6 FLOPs for each of the drafter's
+            290 M numbers and each of 3 unroll steps, at `update_share` of `flops`.
     """
 
     parameters: float = 7.6e9
@@ -59,7 +62,10 @@ class Machine:
     update_share: float = 0.4
     overhead_s: float = 3e-4
     draft_share: float = 0.04
-    trained_tokens_per_s: float = 2e5
+    trained_tokens_per_s: float = 4.6e4
+
+
+ASSUMED = ("flops", "update_share", "overhead_s", "draft_share", "trained_tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,13 @@ class Arm:
 
     strategy: Strategy
     accept_length: float
+
+
+# What a 7B might have, as said before anything was measured.
+ASSUMED_ARMS = (
+    Arm(Strategy.parse("learned:4,1,5"), 2.2),
+    Arm(Strategy.parse("learned:6,4,24"), 3.2),
+)
 
 
 class CostModel:
@@ -199,8 +212,13 @@ def simulate(
     )
 
 
-def load_model(machine: Machine, assumed: Sequence[Arm]) -> tuple[CostModel, str]:
-    """The measured model where there is one, else the roofline; and a line that says which."""
+def load_model(machine: Machine, gpus_per_rank: int = 1) -> tuple[CostModel, str]:
+    """The measured model where there is one, else the roofline; and a line that says which.
+
+    Args:
+        machine: of the roofline.
+        gpus_per_rank: more than one leave of what was measured the accept lengths.
+    """
     for folder in (RESULTS / TARGETS_CARD, RESULTS / TARGETS_CARD / "quick"):
         path = folder / "decode.json"
         if not path.exists():
@@ -213,11 +231,14 @@ def load_model(machine: Machine, assumed: Sequence[Arm]) -> tuple[CostModel, str
                 measured[int(batch[1:]), arm] = row["median_us"] * 1e-6
                 if arm != OFF:
                     arms[arm] = Arm(arm, row["accept_length"])
+        if measured and gpus_per_rank == 1:
+            source = f"passes and a small policy's accept lengths as measured: {path}"
+            return CostModel(machine, list(arms.values()), measured), source
         if measured:
-            return CostModel(machine, list(arms.values()), measured), f"passes measured: {path}"
-    return CostModel(
-        machine, assumed
-    ), "passes by roofline, accept lengths assumed (no decode.json)"
+            source = f"passes by roofline: those measured are of ranks of one GPU ({path})"
+            return CostModel(machine, list(arms.values())), source
+    source = "passes by roofline, accept lengths assumed (no decode.json)"
+    return CostModel(machine, ASSUMED_ARMS), source
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -225,18 +246,6 @@ def read_lengths(path: Path) -> list[int]:
     file = path / "rollouts.jsonl" if path.is_dir() else path
     lines = file.read_text(encoding="utf-8").splitlines()
     return list(json.loads(lines[-1])["lengths"])
-
-
-def recorded_arms() -> list[Arm]:
-    """The warmed policy's acceptance where it is committed, else what is assumed of a 7B."""
-    path = RESULTS / TARGETS_CARD / "decode-accept.json"
-    if path.exists():
-        counts = json.loads(path.read_text(encoding="utf-8"))
-        return [
-            Arm(Strategy.parse(name), AcceptHistogram(each).accept_length)
-            for name, each in counts.items()
-        ]
-    return [Arm(Strategy.parse("learned:4,1,5"), 2.2), Arm(Strategy.parse("learned:6,4,24"), 3.2)]
 
 
 def count(text: str) -> int:
@@ -251,6 +260,22 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
+def arms_of(text: str) -> list[Arm]:
+    """Strategies with accept lengths, for example `learned:4,1,5=2.2 learned:4,4,16=3.2`."""
+    arms = []
+    for part in text.split():
+        strategy, _, length = part.partition("=")
+        try:
+            arms.append(Arm(Strategy.parse(strategy), float(length)))
+            if not arms[-1].accept_length >= 1:
+                raise ValueError
+        except (ValueError, UserError) as error:
+            raise argparse.ArgumentTypeError(
+                f"wanted STRATEGY=LENGTH, a length from 1 on, got {part!r}"
+            ) from error
+    return arms
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m profiling.simulate", description=__doc__)
     parser.add_argument("--gpus", type=counts, default=GPUS, help="numbers, by commas")
@@ -260,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cap", type=count, default=32768)
     parser.add_argument("--lengths", type=Path, help="a run, or its rollouts.jsonl, instead")
     parser.add_argument("--gpus-per-rank", type=count, default=1)
+    parser.add_argument("--accept", type=arms_of, help="STRATEGY=LENGTH .., instead of those found")
     parser.add_argument("--json", type=Path, help="where to write the numbers too")
     options = parser.parse_args(argv)
     say = sys.stdout.write
@@ -272,8 +298,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         parser.error(f"{options.lengths}: holds no response lengths ({error})")
     machine = Machine()
-    model, source = load_model(machine, recorded_arms())
-    say(f"{source}; {', '.join(f'{a.strategy} {a.accept_length:.2f}' for a in model.arms)}\n")
+    model, source = load_model(machine, options.gpus_per_rank)
+    if options.accept:
+        model.arms = [model.arms[0], *options.accept]
+    say(f"{source}\n")
+    arms = ", ".join(f"{a.strategy} {a.accept_length:.2f}" for a in model.arms)
+    say(f"accept lengths{' as given' if options.accept else ''}: {arms}\n")
+    say(f"assumed: {', '.join(f'{name} {getattr(machine, name):g}' for name in ASSUMED)}\n")
     mean = sum(lengths) / len(lengths)
     say(f"{len(lengths)} responses, longest {max(lengths)}, mean {mean:.0f}\n")
     say("   GPUs    off s  rollout    idle    spec s    idle       ratio  published  drafter tok\n")
@@ -294,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f" {trained:12.2e}\n"
         )
     if options.json:
-        result = {"source": source, "machine": asdict(machine), "rows": rows}
+        result = {"source": source, "machine": asdict(machine), "assumed": ASSUMED, "rows": rows}
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

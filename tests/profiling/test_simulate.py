@@ -92,11 +92,34 @@ def test_the_command_prints_a_line_for_each_size_and_reads_a_run(tmp_path, capsy
     assert all(row["ratio"] >= 1 for row in rows)
 
 
+def printed_by(capsys, *words):
+    sim.main(["--gpus", "8", "--requests", "64", *words])
+    return capsys.readouterr().out
+
+
+def test_what_was_measured_and_what_is_assumed_is_printed(capsys, monkeypatch, tmp_path):
+    one, several = printed_by(capsys), printed_by(capsys, "--gpus-per-rank", "4")
+    assert "passes and a small policy's accept lengths as measured: " in one
+    assert "passes by roofline: those measured are of ranks of one GPU" in several
+    for text in (one, several):
+        assert "assumed: flops 6e+14, update_share 0.4, overhead_s 0.0003, " in text
+    monkeypatch.setattr(sim, "RESULTS", tmp_path)
+    assert "passes by roofline, accept lengths assumed" in printed_by(capsys)
+
+
+def test_other_accept_lengths_may_be_given(capsys):
+    out = printed_by(capsys, "--accept", "learned:4,1,5=2.2 learned:4,4,16=3.2")
+    assert "accept lengths as given: off 1.00, learned:4,1,5 2.20, learned:4,4,16 3.20" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--gpus", "8,0"], "--gpus: wanted a number from 1 on, got '0'"),
         (["--requests", "many"], "--requests: wanted a number from 1 on"),
+        (["--accept", "learned:4,1,5"], "--accept: wanted STRATEGY=LENGTH"),
+        (["--accept", "learned:4,1=2"], "got 'learned:4,1=2'"),
+        (["--accept", "off=1 learned:4,1,5=0"], "a length from 1 on, got 'learned:4,1,5=0'"),
         (["--lengths", "nowhere.jsonl"], "nowhere.jsonl: holds no response lengths"),
         (["--lengths", "README.md"], "README.md: holds no response lengths"),
     ],
