@@ -34,6 +34,9 @@ class Pool:
     def __init__(self, graphs):
         self.graphs, self.launches = graphs, 0
 
+    def __contains__(self, name):
+        return True  # none gives way to others
+
     def launch(self, name):
         self.launches += 1
         self.make_passes(name)
