@@ -16,7 +16,7 @@ from driver.capture import capture_op
 from driver.config import Config
 from driver.coordinator import Coordinator
 from driver.errors import UserError
-from driver.grpo import check_rewards, dynamic_sampling
+from driver.grpo import dynamic_sampling
 from driver.memory import CARD_MEMORY, memory_metrics
 from driver.phases import Phases
 from driver.prompt_lengths import PromptLengths
@@ -93,6 +93,7 @@ class Collector:
 
         With `grpo.max_refills` groups of equal rewards are replaced by groups of further prompts,
         at most that many times (DAPO's dynamic sampling); all that was drawn is in the metrics.
+        Cut responses that `grpo.truncated=mask` leaves out have no say in it.
 
         Args:
             step: its number.
@@ -104,27 +105,33 @@ class Collector:
         rounds: list[Experience] = []
 
         def draw(refill: int, missing: int) -> list[tuple[int, list[float]]]:
+            first, each = sum(len(r.prompts) for r in rounds), grpo.samples_per_prompt
             rounds.append(self._draw(step, refill, missing))
-            rewards, each = rounds[-1].rewards, grpo.samples_per_prompt
-            first = sum(len(r.prompts) for r in rounds[:-1])
-            return [(first + g, rewards[g * each : (g + 1) * each]) for g in range(missing)]
+            scored = list(zip(rounds[-1].responses, rounds[-1].rewards, strict=True))
+            groups = [scored[g * each : (g + 1) * each] for g in range(missing)]
+            return [
+                (first + g, [reward for r, reward in group if self._is_learned_from(r)])
+                for g, group in enumerate(groups)
+            ]
 
         if grpo.max_refills:
             groups = dynamic_sampling(draw, grpo.prompts_per_step, grpo.max_refills)
         else:
             groups = [group for group, _ in draw(0, grpo.prompts_per_step)]
         responses = [response for r in rounds for response in r.responses]
-        masked = grpo.truncated == "mask"
         return Experience(
             [prompt for r in rounds for prompt in r.prompts],
             responses,
             [reward for r in rounds for reward in r.rewards],
             [
-                i // grpo.samples_per_prompt in groups and not (masked and r.finish == "length")
+                i // grpo.samples_per_prompt in groups and self._is_learned_from(r)
                 for i, r in enumerate(responses)
             ],
             len(rounds) - 1,
         )
+
+    def _is_learned_from(self, response: Response) -> bool:
+        return response.finish != "length" or self.config.grpo.truncated == "train"
 
     def _draw(self, step: int, refill: int, count: int) -> Experience:
         """Responses to the next `count` prompts: siblings side by side."""
@@ -288,13 +295,7 @@ class Collector:
         for i, response in enumerate(responses):
             if i not in submitted:
                 self.workers.submit(i, prompts[i // each], self.text(response))
-        return self._checked(self.workers.collect(len(responses)), len(responses))
-
-    def _checked(self, values: Sequence[float], count: int) -> list[float]:
-        try:
-            return check_rewards(values, count)
-        except ValueError as error:
-            raise UserError(f"task {self.task.name}: {error}") from error
+        return self.workers.collect(len(responses))
 
     def evaluate(self, count: int) -> float:
         """Mean reward of one response to each of the first prompts of the eval split.

@@ -155,7 +155,7 @@ def dynamic_sampling(
 
     Args:
         draw: `draw(refill, missing)` generates `missing` groups in round `refill` (0 first) and
-            gives each with the raw rewards of its responses.
+            gives each with the raw rewards of those of its responses that can be learned from.
         wanted: groups to return.
         max_refills: bound on the rounds after the first.
 
@@ -172,7 +172,7 @@ def dynamic_sampling(
     kept: list[Group] = []
     for refill in range(max_refills + 1):
         drawn = draw(refill, wanted - len(kept))
-        kept += [group for group, rewards in drawn if min(rewards) != max(rewards)]
+        kept += [group for group, rewards in drawn if len(set(rewards)) > 1]
         if len(kept) >= wanted:
             return kept[:wanted]
     warnings.warn(

@@ -100,8 +100,8 @@ class PolicyTrainer:
             responses: of this step; siblings share `request.group`. Sampled with top-k and top-p
                 off.
             rewards: raw reward of each response.
-            keep: which responses enter the loss (all by default); the others still count in their
-                group's baseline.
+            keep: which responses are learned from (all by default): the update is that of a batch
+                without the others, which are in the metrics of rewards and lengths only.
 
         Returns:
             Metrics by their names in the log.
@@ -129,7 +129,12 @@ class PolicyTrainer:
                     minibatches = [list(batches) for batches in minibatches]
         with spans("update_actor") as training:
             shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
-            advantages = grpo.group_advantages(shaped, groups, self.cfg.advantage)  # [N]
+            learned = torch.tensor(kept, dtype=torch.int64)  # [K]
+            advantages = torch.zeros(len(responses))  # [N]
+            # A response that is left out is in no sibling's baseline either.
+            advantages[learned] = grpo.group_advantages(
+                shaped[learned], groups[learned], self.cfg.advantage
+            )
             lengths = [[len(responses[i].token_ids) for i in part] for part in parts]
             denominators = [
                 grpo.loss_denominator(some, self.loss_norm, max_length) for some in lengths
@@ -301,14 +306,14 @@ class PolicyTrainer:
 
     def _logprob_metrics(self, minibatches: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         sums = torch.zeros(3, dtype=torch.float64)  # tokens, |difference|, entropy
-        largest = 0.0
+        largest = torch.zeros((), dtype=torch.float64)
         for batch in (batch for part in minibatches for batch in part):
             difference = (batch.old_logprobs - batch.rollout_logprobs).abs()  # [M]
             parts = (len(difference), difference.sum(), batch.entropy.sum())
             sums += torch.tensor([float(part) for part in parts], dtype=torch.float64)
-            largest = max(largest, difference.max().item())
+            largest = torch.maximum(largest, difference.max().cpu())  # keeps a NaN
         tokens, distance, entropy = self._over_ranks(sums).tolist()
-        largest = max(self.world.gather(largest))
+        largest = torch.stack(self.world.gather(largest)).max().item()
         if not tokens:
             return {}
         mean, alarm = distance / tokens, self._logp_alarm()

@@ -1,11 +1,13 @@
 """Rewards: computed in processes of their own while the rollout goes on, or in this one.
 
-A reward function is a user's code: it may raise, hang or take its process down with it. Each of
-these ends in one line that names the sample, or counts the sample as 0, as configured.
+A reward function is a user's code: it may raise, hang, take its process down with it or return what
+is no number. Each of these ends in one line that names the sample, or counts the sample as 0, as
+configured.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
 import time
@@ -13,6 +15,7 @@ import warnings
 from collections import deque
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from numbers import Real
 from typing import Any
 
 from driver.errors import UserError
@@ -40,7 +43,7 @@ class RewardWorkers:
         self.config = config
         self._task = task
         self._waiting: deque[Job] = deque()
-        self._values: dict[int, Any] = {}
+        self._values: dict[int, float] = {}
         self._workers: list[_Worker] = []
 
     def submit(self, index: int, prompt: Prompt, text: str) -> None:
@@ -58,14 +61,14 @@ class RewardWorkers:
         if self.config.workers:
             self._turn(0.0)
 
-    def collect(self, count: int) -> list[Any]:
+    def collect(self, count: int) -> list[float]:
         """Waits for the responses 0 .. count - 1 and forgets them.
 
         Args:
             count: responses submitted since the last call.
 
         Returns:
-            What `task.reward` gave for each, in order.
+            What `task.reward` gave for each, in order: finite numbers.
 
         Raises:
             UserError: a sample failed and `reward.on_error=stop`.
@@ -129,6 +132,8 @@ class RewardWorkers:
     def _take(self, job: Job, value: Any, error: str) -> None:
         """Notes a reward, or what kept it from being computed."""
         index, prompt, _ = job
+        if not error and not (isinstance(value, Real) and math.isfinite(value)):
+            error = f"wanted a finite number, got {value!r}"
         if error:
             message = f"reward of response {index} to prompt {prompt.id}: {error}"
             if self.config.on_error == "stop":
@@ -136,7 +141,7 @@ class RewardWorkers:
                 raise UserError(f"{message}; reward.on_error=zero would count it as 0")
             warnings.warn(f"{message}; counted as 0", stacklevel=4)
             value = 0.0
-        self._values[index] = value
+        self._values[index] = float(value)
 
 
 class _Worker:

@@ -1,6 +1,7 @@
 """The policy trainer on tiny random models, against padded batches and its own resume."""
 
 import copy
+import math
 import warnings
 from dataclasses import dataclass, fields, replace
 
@@ -178,15 +179,19 @@ def test_gradient_does_not_depend_on_responses_per_micro_batch_fault_41(size):
     assert_close([p.grad for p in trainer.masters], wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce", "dapo"])
 def test_responses_left_out_leave_the_gradient_and_the_denominator_fault_42(advantage):
-    # A whole group is left out, so that the others' baselines stay.
+    """The baseline and the spread of their siblings too: a group is left out in part, one whole."""
     model = make_model(torch.float64)
     responses = make_responses(model, num=12)
     rewards = [*REWARDS, 1.0, 0.0, 1.0, 0.0]
+    keep = [True, True, False, True, *[True] * 4, *[False] * 4]
     cfg = Cfg(advantage=advantage)
-    got, _ = update_gradients(model, responses, rewards, cfg, keep=[True] * 8 + [False] * 4)
-    wanted, _ = update_gradients(model, responses[:8], REWARDS, cfg)
+    got, _ = update_gradients(model, responses, rewards, cfg, keep)
+    left = [i for i, kept in enumerate(keep) if kept]
+    wanted, _ = update_gradients(
+        model, [responses[i] for i in left], [rewards[i] for i in left], cfg
+    )
     assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -489,10 +494,12 @@ def test_a_gradient_that_is_not_finite_skips_the_update():
     before = copy.deepcopy(model.state_dict())
     bad = [replace(responses[0], logprobs=[float("nan")] * len(responses[0].logprobs))]
     with pytest.warns(UserWarning) as caught:
-        PolicyTrainer(model, Cfg()).update(bad + responses[1:], REWARDS)
+        metrics = PolicyTrainer(model, Cfg()).update(bad + responses[1:], REWARDS)
     messages = " ".join(str(w.message) for w in caught)
     assert "gradient is not finite" in messages
     assert "sampling_logp_difference" in messages
+    difference = [metrics[f"sampling/sampling_logp_difference/{x}"] for x in ("mean", "max")]
+    assert all(map(math.isnan, difference))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 

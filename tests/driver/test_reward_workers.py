@@ -1,5 +1,6 @@
 """Rewards in processes of their own, and without: no failure of one stops a run unnamed."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from driver.errors import UserError
 from driver.reward_workers import RewardWorkers
 from driver.sections import RewardConfig
 from driver.tasks import Prompt
+from driver.tasks.sums import SumsTask
 
 
 @dataclass
@@ -27,6 +29,17 @@ class Moody:
         if response == "die":
             os._exit(3)
         return len(response) + int(prompt.answer)
+
+
+class MoodySums(SumsTask):
+    """Sums whose rewards for the second training prompt end as `fate` says."""
+
+    def __init__(self, fate):
+        super().__init__()
+        self.fate = fate
+
+    def reward(self, prompt, response):
+        return Moody().reward(prompt, self.fate if prompt.id == "sums/train/1" else response)
 
 
 def score(texts, workers=2, **config):
@@ -80,6 +93,29 @@ def test_an_evaluation_is_scored_the_same_way(count):
     with pytest.warns(UserWarning, match="response 2 to prompt moody/eval/1: .*counted as 0"):
         assert collector.rewards(prompts, ["a", "bb", "raise", "c"]) == [1, 2, 0, 2]
     collector.workers.close()
+
+
+@pytest.mark.parametrize(
+    ("fate", "reason"),
+    [("die", "its worker died with exit code 3"), ("hang", "no answer in reward.timeout_s=5")],
+)
+def test_a_run_ends_with_the_sample_s_name_or_counts_it(tmp_path, monkeypatch, fate, reason):
+    from driver.run_folder import read_jsonl
+    from tests.driver.test_train import run
+
+    monkeypatch.setattr("driver.run.make_task", lambda **_: MoodySums(fate))
+    words = ["run.steps=1", "run.eval_prompts=0", "warmup.steps=0", "grpo.samples_per_prompt=2"]
+    words += ["reward.workers=2", "reward.timeout_s=5"]
+    failed = f"response [23] to prompt sums/train/1: {reason}"
+    with pytest.raises(UserError, match=failed):
+        run(tmp_path, "stop", *words)
+    assert not (tmp_path / "stop").exists() and not multiprocessing.active_children()
+    with pytest.warns(UserWarning, match=f"{failed}; counted as 0"):
+        counted = run(tmp_path, "zero", *words, "reward.on_error=zero")
+    samples = read_jsonl(counted.folder.path / "samples.jsonl")
+    rewards = {sample["prompt_id"]: sample["reward"] for sample in samples}
+    assert [rewards[f"sums/train/{i}"] > 0 for i in range(3)] == [True, False, True]
+    assert counted.step == 1 and not multiprocessing.active_children()
 
 
 def test_ctrl_c_is_not_the_workers_to_answer():

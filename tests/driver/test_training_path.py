@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from driver import tiny
+from driver import grpo, tiny
 from driver.collector import Collector
 from driver.config import load_config
 from driver.errors import UserError
@@ -77,6 +77,17 @@ def recomputed(run, response):
     return law.gather(-1, torch.tensor(response.token_ids)[:, None])[:, 0]
 
 
+def caught_gradients(trainer):
+    """The gradient of each update from here on, none of which changes the policy."""
+    gradients = []
+    trainer._optimizer_step = lambda lr: (
+        gradients.append([m.grad.clone() for m in trainer.masters])
+        or trainer.optimizer.zero_grad()
+        or torch.zeros(())
+    )
+    return gradients
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_checkpoint_trains(variant, tmp_path, start):
     """Two steps of a random checkpoint: log-probs of its speculative rollouts are those of the
@@ -122,18 +133,42 @@ def test_first_ratio_is_one_at_any_temperature_faults_43_and_44(
     assert metrics["sampling/sampling_logp_difference/max"] < difference
 
 
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 0.0), ("bfloat16", 1e-3)])
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_the_first_minibatch_starts_from_the_policy_that_sampled_fault_43(
+    start, monkeypatch, temperature, dtype, off
+):
+    """Its old log-probs are of a pass of their own, before the update: the ratio can be wrong."""
+    words = [f"sampling.temperature={temperature}", f"model.dtype={dtype}"]
+    run = start(*words, "grpo.minibatches=2", "grpo.micro_batch_tokens=64", "grpo.lr=1e-2")
+    farthest, loss = [], grpo.policy_loss
+    monkeypatch.setattr(
+        grpo,
+        "policy_loss",
+        lambda new, old, *args, **settings: (
+            farthest.append((new - old).detach().exp().sub(1).abs().max().item())
+            or loss(new, old, *args, **settings)
+        ),
+    )
+    step = run.gather()
+    order = sorted(range(12), key=lambda i: step.responses[i].request.id)
+    first, second = (
+        len(list(run.trainer._micro_batches(step.responses, part)))
+        for part in (order[:6], order[6:])
+    )
+    run.update_policy(step)
+    assert len(farthest) == first + second and first > 1
+    assert max(farthest[:first]) <= off
+    assert min(farthest[first:]) > off  # that policy has moved
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
 def test_rollouts_give_one_gradient_however_they_are_packed_faults_39_41_47(start, advantage):
     run = start(f"grpo.advantage={advantage}", "sampling.max_new_tokens=12")
     step = run.gather()
     assert {r.finish for r in step.responses} == {"stop", "length"}
-    gradients = []
     trainer = run.trainer
-    trainer._optimizer_step = lambda lr: (
-        gradients.append([m.grad.clone() for m in trainer.masters])
-        or trainer.optimizer.zero_grad()
-        or torch.zeros(())
-    )
+    gradients = caught_gradients(trainer)
     for budget in (1, 40, 80, 1024):
         trainer.cfg = replace(trainer.cfg, micro_batch_tokens=budget)
         run.update_policy(step)
@@ -157,6 +192,40 @@ def test_cut_responses_stay_out_of_the_loss_fault_42(start):
     run.trainer._micro_batches = noted
     run.update_policy(step)
     assert sorted(seen) == [i for i, c in enumerate(cut) if not c]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
+def test_the_gradient_is_that_of_a_batch_without_cut_responses_fault_42(start, advantage):
+    run = start("grpo.truncated=mask", f"grpo.advantage={advantage}")
+    step = replace(run.gather(), rewards=[float(i) for i in range(12)])
+    assert any(1 < sum(step.keep[i : i + 4]) < 4 for i in range(0, 12, 4))
+    left = [i for i, kept in enumerate(step.keep) if kept]
+    without = replace(
+        step,
+        responses=[step.responses[i] for i in left],
+        rewards=[step.rewards[i] for i in left],
+        keep=[True] * len(left),
+    )
+    gradients = caught_gradients(run.trainer)
+    for one in (step, without):
+        run.update_policy(one)
+    assert all(g.abs().sum() > 0 for g in gradients[0] if g.dim() > 1)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:dynamic sampling")
+def test_cut_responses_do_not_make_a_group_worth_learning_from_fault_42(start, monkeypatch):
+    """A group whose other responses have equal rewards would not have been kept without them."""
+    monkeypatch.setattr(
+        Collector,
+        "rewards",
+        lambda self, p, responses, submitted: [float(r.finish == "stop") for r in responses],
+    )
+    for truncated, learned in (("train", True), ("mask", False)):
+        run = start(
+            f"grpo.truncated={truncated}", "grpo.max_refills=1", "sampling.max_new_tokens=12"
+        )
+        assert any(run.gather().keep) == learned
 
 
 def test_equal_prompts_of_a_step_are_groups_of_their_own_fault_45(start, monkeypatch):
@@ -212,9 +281,20 @@ def test_rewards_that_are_no_numbers_stop_the_step_fault_51(start, monkeypatch, 
     run = start()
     monkeypatch.undo()  # the real rewards
     monkeypatch.setattr(run.task, "reward", lambda prompt, text: value)
-    wanted = rf"task sums: rewards\[0\]: wanted a finite number, {message}"
+    wanted = f"response [0-3] to prompt sums/train/0: wanted a finite number, {message}"
     with pytest.raises(UserError, match=wanted):
         run.gather()
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), [1.0]])
+def test_rewards_that_are_no_numbers_count_as_configured_fault_51(start, monkeypatch, value):
+    run = start("reward.on_error=zero")
+    monkeypatch.undo()
+    bad = run.task.prompt("train", 1)
+    monkeypatch.setattr(run.task, "reward", lambda p, text: value if p == bad else 0.5)
+    with pytest.warns(UserWarning, match=f"prompt {bad.id}: wanted a finite number.*counted as 0"):
+        step = run.gather()
+    assert step.rewards == [0.5] * 4 + [0.0] * 4 + [0.5] * 4
 
 
 def test_a_limit_shorter_than_any_answer_warns_fault_52(start):
