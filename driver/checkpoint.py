@@ -116,6 +116,18 @@ class ModelSpec:
             raise UserError(f"{where}: a value has the wrong type ({error})") from error
 
 
+def read_rope(config: Mapping[str, Any], where: str = "config.json") -> RopeSpec:
+    """The rotary embedding that a `config.json` asks for.
+
+    Args:
+        config, where: as of `ModelSpec.from_config`.
+
+    Raises:
+        UserError: a key is malformed, or asks for something unsupported.
+    """
+    return _Reader(config, where).rope()
+
+
 class _Reader:
     """Reads one config with every refusal naming the file and the key."""
 

@@ -1,7 +1,7 @@
 """The exported drafter: what serving loaders ask for, by name, and the same drafts read back."""
 
 import json
-from dataclasses import asdict
+import re
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from driver import export
 from driver.collector import Collector
+from driver.draft_folder import check_drafter, drafter_config, read_drafter, write_drafter
 from driver.errors import UserError
-from driver.export import check_drafter, drafter_config, read_drafter, write_drafter
 from driver.rollout.draft_runner import DraftRunner
 from tests.driver.drafting import SEED, Parts, build_parts
 from tests.driver.test_train import run, share_of_ones
@@ -93,6 +93,16 @@ def test_names_and_keys_are_those_of_the_serving_loaders(parts, tmp_path):
         (lambda c, t: c.update(hidden_size=7), "hidden_size is 7, the target's"),
         (lambda c, t: c.update(max_position_embeddings=8), "fewer than the target's"),
         (lambda c, t: c.pop("eagle_config"), "no three layers"),
+        (lambda c, t: c["eagle_config"].update(use_aux_hidden_state=False), "aux_hidden_state off"),
+        (
+            lambda c, t: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 1, 99]),
+            r"layers \[0, 1, 99\] of a target",
+        ),
+        (lambda c, t: c.pop("rms_norm_eps"), "rms_norm_eps is missing"),
+        (lambda c, t: c.update(rms_norm_eps=0.5), "rms_norm_eps is 0.5, the target's"),
+        (lambda c, t: c.update(hidden_act="gelu"), "hidden_act is 'gelu', wanted 'silu'"),
+        (lambda c, t: c.pop("rope_theta"), "rope_theta is missing"),
+        (lambda c, t: c.pop("rope_scaling") and c.pop("rope_parameters"), "RoPE is RopeSpec"),
     ],
 )
 def test_what_a_loader_would_miss_is_named(parts, tmp_path, damage, message):
@@ -115,15 +125,30 @@ def test_a_half_written_file_is_one_line(parts, tmp_path):
         check_drafter(tmp_path)
 
 
-def test_the_command_measures_what_it_wrote(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Collector, "rewards", share_of_ones)
-    trained = run(tmp_path, "run", "run.steps=2", "drafter.draft_vocab=20")
-    checkpoint = trained.folder.path / "checkpoints" / "step-000002"
-    options = export.Options(str(checkpoint), str(tmp_path / "out"), "learned:4,2,8", prompts=3)
-    words = [f"{key}={value}" for key, value in asdict(options).items()]
+def train(root, *words):
+    """A checkpoint of a short run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collector, "rewards", share_of_ones)
+        trained = run(root, "run", "run.steps=2", "drafter.draft_vocab=20", *words)
+    return trained.folder.path / "checkpoints" / "step-000002"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("runs"))
+
+
+def command(checkpoint, out):
+    return [f"drafter={checkpoint}", f"out={out}", "strategy=learned:4,2,8", "prompts=3"]
+
+
+def test_the_command_measures_what_it_wrote(checkpoint, tmp_path, capsys):
+    words = command(checkpoint, tmp_path / "out")
     export.main(words)
     out = capsys.readouterr().out
-    assert "15 tensors, all that the loaders ask for" in out
+    assert "15 tensors and 17 keys, all that the loaders ask for" in out
+    for line in ("lm_head.weight +20x32", 'model_type +"llama"', "draft_vocab_size +20"):
+        assert re.search(f"^{line}$", out, flags=re.M), line
     assert "sums: accept length" in out and "multiplication: accept length" in out
     page = (tmp_path / "out" / "README.md").read_text()
     assert "| sums | yes |" in page and "| multiplication | no |" in page
@@ -132,12 +157,34 @@ def test_the_command_measures_what_it_wrote(tmp_path, capsys, monkeypatch):
     with pytest.raises(UserError, match="task.name=sum: unknown task"):
         export.main([*words, f"out={tmp_path / 'none'}", "unseen=sum"])
     assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match="unseen=sums: the drafter was trained on it"):
+        export.main([*words, "unseen=sums"])
     with pytest.raises(UserError, match="wanted learned"):
         export.main([*words, "strategy=off"])
     with pytest.raises(UserError, match="nowhere: wanted a checkpoint with a trained drafter"):
         export.main(["drafter=nowhere", "out=x"])
     with pytest.raises(UserError, match="drafter: missing"):
         export.main(["out=x"])
+
+
+def test_a_drafter_that_was_read_back_wrong_is_found(checkpoint, tmp_path, monkeypatch):
+    """Its tokens are right as any drafter's are."""
+    read = export.read_drafter
+
+    def wrong(*args):
+        state = read(*args)
+        return state | {"d2t": state["d2t"].flip(0)}
+
+    monkeypatch.setattr(export, "read_drafter", wrong)
+    with pytest.raises(UserError, match="sums: accept length .* when the drafter was read back"):
+        export.main(command(checkpoint, tmp_path / "out"))
+
+
+def test_a_task_that_was_trained_on_is_not_the_unseen_one(tmp_path, capsys):
+    checkpoint = train(tmp_path, "task.name=multiplication", "warmup.steps=0")
+    export.main(command(checkpoint, tmp_path / "out"))
+    out = capsys.readouterr().out
+    assert "multiplication: accept length" in out and "addition: accept length" in out
 
 
 def test_what_lies_in_the_way_is_left_alone(parts, tmp_path):
