@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import warnings
 from collections import Counter, deque
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -113,7 +114,7 @@ class DataBuffer:
     and as whole as the batch allows.
 
     Nothing blocks when full. The step's oldest document moves to host memory, where it overwrites
-    the oldest there; without room it is dropped. Kept documents give way last.
+    the oldest there; without room it is dropped, which is told once. Kept documents give way last.
 
     Args:
         capacity: tokens held where the features were recorded.
@@ -161,7 +162,7 @@ class DataBuffer:
         with self.lock:
             self.seen_tokens.update(document.tokens.tolist())
             if len(document) > self.capacity:
-                self.dropped += 1
+                self._note_dropped()
                 return
             self.fresh.append(document)
             self._on_device += len(document)
@@ -176,7 +177,7 @@ class DataBuffer:
         self._on_device -= len(victim)
         if len(victim) > self.spill:
             documents.remove(victim)
-            self.dropped += 1
+            self._note_dropped()
             return
         self.reserve(victim.features)
         assert self._host is not None
@@ -184,8 +185,17 @@ class DataBuffer:
             for held in (self.fresh, self.kept):
                 if gone in held:
                     held.remove(gone)
-                    self.dropped += 1
+                    self._note_dropped()
         documents[documents.index(victim)] = self._host.put(victim, self.read)
+
+    def _note_dropped(self) -> None:
+        if not self.dropped:
+            warnings.warn(
+                f"spot trainer: its buffer of {self.capacity} tokens (spot.buffer_tokens) is full:"
+                " from here on documents give way to newer ones",
+                stacklevel=3,
+            )
+        self.dropped += 1
 
     def most_seen(self, count: int, vocab_size: int) -> Tensor:
         """int64 [count], rising: the tokens seen most often, then the lowest ids."""

@@ -2,9 +2,12 @@
 
 import threading
 
+import pytest
 import torch
 
 from driver.data_buffer import DataBuffer, Document
+
+pytestmark = pytest.mark.filterwarnings("ignore:spot trainer. its buffer")
 
 
 def document(length: int, token: int = 1) -> Document:

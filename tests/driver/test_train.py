@@ -6,18 +6,23 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from driver import draft_checkpoint
 from driver import run as run_module
 from driver.collector import Collector
 from driver.config import load_config
 from driver.errors import UserError
 from driver.phases import PHASES
 from driver.progress import Progress
+from driver.rollout.draft_runner import DraftRunner
 from driver.run import Run
 from driver.run_folder import RunFolder, read_jsonl
+from driver.spot_trainer import SpotTrainer
 from driver.storage import storage_errors
 from driver.summary import summary_lines
 from driver.train import train
@@ -44,6 +49,7 @@ WORDS = [
     "spot.tokens_per_step=64",
     "spot.final_steps=2",
 ]
+LEARNED = ["bandit.policy=static", "bandit.static=learned:4,2,8"]  # once there is a drafter
 KILL = """
 import os, signal, sys
 from driver import collector, run
@@ -97,6 +103,16 @@ def history(folder: Path):
     steps = [[r["step"], *(r.get(key) for key in keys)] for r in records]
     lengths = [[r["step"], r["lengths"]] for r in read_jsonl(folder / "rollouts.jsonl")]
     return steps, lengths, read_jsonl(folder / "samples.jsonl")
+
+
+def rolled_out(folder: Path):
+    """Per step: reward, lengths of all responses, text and reward of some."""
+    steps, lengths, samples = history(folder)
+    told = defaultdict(list)
+    for sample in samples:
+        told[sample["step"]].append(sample)
+    rewards = {step: reward for step, reward, *_ in steps}
+    return [[step, rewards[step], some, told[step]] for step, some in lengths]
 
 
 def test_a_run_leaves_its_records(unbroken):
@@ -248,6 +264,79 @@ def test_a_disk_that_is_full_ends_a_run_that_does_not_wait_for_it(
 def test_overlapped_training_changes_no_token(unbroken, tmp_path):
     other = run(tmp_path, "overlapped", "run.steps=5", "spot.mode=overlapped")
     assert history(other.folder.path) == history(unbroken.folder.path)
+
+
+def drafts_and_weights_of_nan(patch, root):
+    load, step = DraftRunner.load, SpotTrainer.micro_step
+
+    def broken_load(self, state, version):
+        load(self, state, version)
+        for tensor in self.weights.values():
+            tensor.fill_(float("nan"))
+
+    def broken_step(self, *args):
+        if self.runner.version:  # weights that are not finite would not have been swapped in
+            self.drafter.fc.weight.data.fill_(float("nan"))
+        return step(self, *args)
+
+    patch.setattr(DraftRunner, "load", broken_load)
+    patch.setattr(SpotTrainer, "micro_step", broken_step)
+    return []
+
+
+def a_killed_thread(patch, root):
+    step, killed = SpotTrainer.micro_step, []
+
+    def once(self, *args):
+        if self.thread.here and not killed:
+            killed.append(True)
+            raise SystemExit("killed")
+        return step(self, *args)
+
+    patch.setattr(SpotTrainer, "micro_step", once)
+    return ["spot.mode=overlapped"]
+
+
+def a_full_buffer(patch, root):
+    return ["spot.buffer_tokens=64"]
+
+
+def a_full_disk(patch, root):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    patch.setattr(draft_checkpoint, "os", SimpleNamespace(fsync=full))  # of the drafter's alone
+    return ["spot.checkpoint_every=1"]
+
+
+def a_half_written_checkpoint(patch, root):
+    words = ["spot.checkpoint_every=1"]
+    folder = run(root, "fault", "run.steps=1", *LEARNED, *words).folder.path / "drafter"
+    newest = max(folder.glob("step-*.pt"))
+    newest.write_bytes(newest.read_bytes()[:100])
+    return [*words, "run.resume=true"]
+
+
+FAULTS = {
+    drafts_and_weights_of_nan: "gradient is not finite: step skipped",
+    a_killed_thread: "micro-step failed .SystemExit: killed.; training of the drafter paused",
+    a_full_buffer: "its buffer of 64 tokens .* is full",
+    a_full_disk: "drafter checkpoint not written .*No space left on device",
+    a_half_written_checkpoint: "step-.*cannot be read .*the one before is taken",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_the_drafter_is_a_warning_and_changes_no_token(
+    unbroken, tmp_path, monkeypatch, fault
+):
+    words = fault(monkeypatch, tmp_path)
+    with pytest.warns(UserWarning, match=FAULTS[fault]):
+        faulty = run(tmp_path, "fault", "run.steps=2", *LEARNED, *words)
+    assert rolled_out(faulty.folder.path) == rolled_out(unbroken.folder.path)[:2]
+    spot = faulty.rollout.spot
+    assert spot.steps > 0 and spot.runner.version > 0
+    assert faulty.collector.stats.spec_passes > 0  # of the last step, with that drafter
 
 
 def test_reward_workers_change_no_reward(unbroken, tmp_path):
