@@ -26,6 +26,7 @@ from driver.strategy import OFF, Strategy
 from profiling.bench import Bench
 from profiling.subjects import Subject, fix_bandit
 
+SWAP_EVERY = 8  # steps, where a drafter is trained while it drafts
 NEVER = 10**9  # passes between two steps of the spot trainer: it trains when it is told to
 
 
@@ -49,6 +50,7 @@ class Sizes:
         (0.6, 1.0),
     )  # fmt: skip
     tail: int = 2048  # tokens of the longest request of a rollout
+    swap: int = 4 * SWAP_EVERY  # passes between two swaps of a drafter that is trained meanwhile
 
 
 class PassLog:
@@ -204,14 +206,38 @@ class Study:
         spot.swap()
         return seconds / (made - warm)
 
-    def draft(self, strategy: str) -> PassLog:
+    def draft(self, strategy: str, record: bool = False) -> PassLog:
         """Drafts for the prompts that were not learned from."""
         fix_bandit(self.rollout, policy="static", static=strategy)
         requests, batch = self.requests(True), self.sizes.batch
         with logged(self.rollout) as log:
             for first in range(0, len(requests), batch):
-                self.rollout.engine.generate(requests[first : first + batch], record=False)
+                self.rollout.engine.generate(requests[first : first + batch], record=record)
         return log
+
+    def draft_and_train(self, strategy: str, trained: SpotTrainer) -> PassLog:
+        """The same while a copy of a trained drafter goes on learning, and is swapped in.
+
+        It learns the documents that are held, at a tenth of the rate. The engine has its drafter
+        until `trained` swaps.
+        """
+        spot, engine = self.learner(self.sizes.unroll), self.rollout.engine
+        spot.drafter.load_state_dict(trained.drafter.state_dict())
+        spot.set_lr(self.drafter_config.lr / 10)
+        spot.config = replace(
+            spot.config,
+            every=max(1, self.sizes.swap // SWAP_EVERY),
+            swap_every=SWAP_EVERY,
+            tail_batch=self.sizes.batch,
+        )
+        hooks = engine.on_pass, engine.on_finish
+        engine.on_pass, engine.on_finish = spot.on_pass, None
+        try:
+            spot.swap()
+            return self.draft(strategy, record=True)
+        finally:
+            engine.on_pass, engine.on_finish = hooks
+            spot.stop()
 
     def groups(self, name: str, log: PassLog, column: int, edges: Sequence[int]) -> None:
         """A row for each group of passes."""

@@ -69,7 +69,7 @@ SHAPE_WORDS = ["run.device=cuda", "model.dtype=bfloat16", "drafter.draft_vocab=1
 UNROLLS = {1: "EAGLE-like", 3: "HASS-like", 7: "EAGLE-3"}
 FIRST_TOP_K = [1, 4, 8]
 POSITIONS = [0, 32, 64, 128, 256, 512, 1024]  # of the root in its response
-SINCE = [0, 8, 32, 128]  # passes since the drafter was swapped
+SINCE = [0, 1, 2, 4, 8, 16]  # passes since the drafter was swapped
 MEASURED_ROWS = 4096  # positions of the first draft's acceptance
 WARMED_STRATEGIES = [  # at most 64 nodes
     "learned:4,4,16",
@@ -267,13 +267,12 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
             proposers["learned"] = runner
         bench.got["accept_length_smollm2_gsm8k_t1"] = round(shared, 4)
         bench.got["shared_noise_over_target_only_x"] = round(shared / blind, 4)
-        columns = {
-            "position": (0, POSITIONS),
-            "batch": (1, [1, 2, 4, 8, 16, 32]),
-            "passes since a swap": (2, SINCE),
-        }
-        for name, (column, edges) in columns.items():
-            study.groups(name, log, column, edges)
+        study.groups("position", log, 0, POSITIONS)
+        study.groups("batch", log, 1, [1, 2, 4, 8, 16, 32])
+        log = study.draft_and_train(strategy, main)
+        study.row(f"{strategy}, swapped every {sizes.swap} passes", log)
+        study.groups("passes since a swap", log, 2, SINCE)
+        main.swap()
 
     def nodes() -> None:
         for way in sizes.ways:

@@ -32,7 +32,7 @@ WORDS = [
 ]
 SMALL = Sizes(
     prompts=16, held_out=8, rounds=1, tokens=24, batch=4, bin=64, steps=6, family_steps=4, unroll=2,
-    strategies=("learned:2,2,5",), ways=((1.0, 0.0), (0.5, 1.0)),
+    strategies=("learned:2,2,5",), ways=((1.0, 0.0), (0.5, 1.0)), swap=8,
 )  # fmt: skip
 
 
@@ -78,6 +78,10 @@ def test_the_benchmark_runs_whole_on_the_cpu(monkeypatch):
         assert cases[name]["accept_length"] >= 1.0 and cases[name]["step_us"] > 0
     assert cases["learned:2,2,5, shared noise"]["passes"] > 0
     assert {"position 0-31", "batch 2-3", "drafts at 0.5, ranks at 1"} <= cases.keys()
+    since = [case for case in cases if case.startswith("passes since a swap")]
+    assert since == [f"passes since a swap {few}" for few in ("0-0", "1-1", "2-3", "4-7")]
+    # Swaps came: passes of the same number since one are of several.
+    assert cases[since[0]]["passes"] > 2 and cases["learned:2,2,5, swapped every 8 passes"]
     assert {"mix, 0 of kept long ones", "mix, 0.25 of kept long ones"} <= cases.keys()
     assert {f"missed tokens weigh {weight}" for weight in (1, 2, 4)} <= cases.keys()
     assert cases["first draft, 8 children"]["shared_noise"] > 0.05
