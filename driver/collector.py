@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from driver.grpo import dynamic_sampling
 from driver.memory import CARD_MEMORY, memory_metrics
 from driver.phases import Phases
 from driver.prompt_lengths import PromptLengths
+from driver.rebalance import Rebalancer
 from driver.reward_workers import RewardWorkers
 from driver.rollout.graphs import nothing
 from driver.rollout.request import Request, Response, SamplingParams, request_id
@@ -74,6 +75,9 @@ class Collector:
         self.config, self.world, self.phases = config, world, phases
         self.task, self.tokenizer, self.rollout, self.params = task, tokenizer, rollout, params
         self.workers, self.coordinator, self.captures = workers, coordinator, captures
+        self.rebalancer: Rebalancer | None = None
+        if config.spot.rebalance and world.size > 1:
+            self.rebalancer = Rebalancer(world, config.spot.rebalance, config.engine.max_batch)
         self.prompts_drawn = 0  # from the training split
         self.stats = RolloutStats()  # of the step, all ranks together
         self.rank_seconds: list[float] = []  # of each rank, in the step's rollouts and rewards
@@ -84,6 +88,7 @@ class Collector:
         # scored (place, prompt, sequence), and prompts of the next step, from the first on.
         self._ended: deque[tuple[int, Prompt, Running]] = deque()
         self._submitted: set[int] = set()  # places of those that the reward workers have
+        self._places: list[int] = []  # of all responses; those handed to other ranks leave gaps
         self._ahead: dict[int, Prompt] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}  # their ids
         self._most_ahead = 0
@@ -138,33 +143,31 @@ class Collector:
         first = self.prompts_drawn
         self.prompts_drawn += count
         prompts = [self._prompt(first + i) for i in range(count)]
-        shares = self._shares(prompts)
-        mine = shares[self.world.rank]
-        own = [prompts[i] for i in mine]
-        requests = [
-            Request(
-                request_id("train", step, prompts[i].id, s, refill),
-                first + i,
-                ids,
-                self.params,
-            )
-            for i, ids in zip(mine, map(self._ids, own), strict=True)
-            for s in range(self.config.grpo.samples_per_prompt)
-        ]
+        samples = range(self.config.grpo.samples_per_prompt)
+        ids = [[request_id("train", step, p.id, s, refill) for s in samples] for p in prompts]
+        requests = []
+        for i in self._shares(prompts)[self.world.rank]:
+            prompt_ids = self._ids(prompts[i])
+            requests += [Request(id, first + i, prompt_ids, self.params) for id in ids[i]]
         self.world.enter("gen")
         began = time.perf_counter()
         if self.coordinator is not None:
             self.coordinator.start(step, refill)
+        if self.rebalancer is not None:
+            self.rebalancer.start(step, refill)
+        groups = dict(enumerate(prompts, first))
         with self.phases("gen"), self._capturing(step):
-            responses = self.roll_out(own, requests)
+            responses = self.roll_out(groups, requests)
+        stats = self.rollout.engine.stats if requests else RolloutStats()
         self.world.enter("reward")
         with self.phases("reward"):
-            rewards = self.rewards(own, responses, self._submitted)
+            own = [groups[response.request.group] for response in responses]
+            rewards = self.rewards(own, responses, self._places)
         seconds = time.perf_counter() - began
         if self.coordinator is not None:
             with self.phases("update_drafter"):
                 self.coordinator.finished()
-        return self._together(prompts, shares, responses, rewards, seconds)
+        return self._together(prompts, ids, responses, rewards, stats, seconds)
 
     @contextlib.contextmanager
     def _capturing(self, step: int) -> Iterator[None]:
@@ -186,14 +189,13 @@ class Collector:
     def _together(
         self,
         prompts: list[Prompt],
-        shares: list[list[int]],
+        ids: list[list[int]],
         responses: list[Response],
         rewards: list[float],
+        stats: RolloutStats,
         seconds: float,
     ) -> Experience:
-        """What all ranks drew, in the order of the prompts."""
-        each = self.config.grpo.samples_per_prompt
-        stats = self.rollout.engine.stats if responses else RolloutStats()
+        """What all ranks drew, in the order of the prompts, whichever rank finished it."""
         self.world.enter("gather")
         with self.phases("gather"):
             parts = self.world.gather((responses, rewards, stats, seconds))
@@ -202,44 +204,59 @@ class Collector:
             before + part[3] for before, part in zip(self.rank_seconds, parts, strict=True)
         ]
         whole = Experience(prompts)
-        place = {i: (r, k) for r, share in enumerate(shares) for k, i in enumerate(share)}
-        for i, prompt in enumerate(prompts):
-            rank, k = place[i]
-            siblings = slice(k * each, (k + 1) * each)
-            whole.responses.extend(parts[rank][0][siblings])
-            whole.rewards.extend(parts[rank][1][siblings])
-            lengths = [len(r.token_ids) for r in parts[rank][0][siblings]]
-            self.lengths.note(prompt.text, lengths)
+        found = {
+            response.request.id: (response, reward)
+            for part in parts
+            for response, reward in zip(part[0], part[1], strict=True)
+        }
+        for prompt, siblings in zip(prompts, ids, strict=True):
+            drawn = [found[id] for id in siblings]
+            whole.responses.extend(response for response, _ in drawn)
+            whole.rewards.extend(reward for _, reward in drawn)
+            self.lengths.note(prompt.text, [len(response.token_ids) for response, _ in drawn])
         return whole
 
-    def roll_out(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[Response]:
-        """One response a request, in order; spot trainer and rewards use the tail."""
+    def roll_out(
+        self, prompts: Mapping[int, Prompt], requests: Sequence[Request]
+    ) -> list[Response]:
+        """The responses that this rank finished; spot trainer and rewards use the tail.
+
+        Args:
+            prompts: of all ranks, by the group of their requests.
+            requests: of this rank.
+
+        Returns:
+            In the order of the requests, those of other ranks' requests behind.
+        """
         self._ended.clear()
-        self._submitted = set()
+        self._submitted, self._places = set(), []
         if not requests:
             return []
         engine = self.rollout.engine
         on_finish = engine.on_finish
-        each = len(requests) // len(prompts)
-        index = {request.id: i for i, request in enumerate(requests)}
+        place = {request.id: i for i, request in enumerate(requests)}
 
         def ended(sequence: Running) -> None:
             if on_finish is not None:
                 on_finish(sequence)
-            at = index[sequence.request.id]
-            self._ended.append((at, prompts[at // each], sequence))
+            at = place.setdefault(sequence.request.id, len(place))
+            self._ended.append((at, prompts[sequence.request.group], sequence))
             if self.config.reward.workers:
                 self._work_ahead()  # they begin at once
 
         engine.on_finish, engine.aside = ended, self._work_ahead
+        engine.rebalancer = self.rebalancer
         try:
-            return engine.generate(requests)
+            responses = engine.generate(requests)
         except BaseException:
             if self.rollout.spot is not None:
                 self.rollout.spot.stop()  # its thread must not outlive the rollout
             raise
         finally:
-            engine.on_finish, engine.aside = on_finish, nothing
+            engine.on_finish, engine.aside, engine.rebalancer = on_finish, nothing, None
+        responses.sort(key=lambda response: place[response.request.id])
+        self._places = [place[response.request.id] for response in responses]
+        return responses
 
     def _work_ahead(self) -> bool:
         """Scores a response, or else draws a prompt of the next step; False: there is neither."""
@@ -282,19 +299,21 @@ class Collector:
         self,
         prompts: Sequence[Prompt],
         responses: Sequence[Response],
-        submitted: Container[int] = (),
+        places: Sequence[int] = (),
     ) -> list[float]:
         """One reward a response, in order.
 
         Args:
             prompts: of the responses.
             responses: siblings side by side.
-            submitted: places of those that the reward workers have already.
+            places: of the responses, some of which the reward workers have already; () = as they
+                come, and the workers have none.
         """
         each = len(responses) // max(1, len(prompts))
-        for i, response in enumerate(responses):
-            if i not in submitted:
-                self.workers.submit(i, prompts[i // each], self.text(response))
+        submitted = self._submitted if places else ()
+        for i, place in enumerate(places or range(len(responses))):
+            if place not in submitted:
+                self.workers.submit(place, prompts[i // each], self.text(responses[i]))
         return self.workers.collect(len(responses))
 
     def evaluate(self, count: int) -> float:
@@ -327,6 +346,8 @@ class Collector:
             "ranks/count": float(self.world.size),
             "ranks/idle_share": sum(idle) / max(longest * self.world.size, 1e-9),
         }
+        if self.rebalancer is not None:
+            out["ranks/handed_over"] = float(self.stats.adopted)
         mine = [] if self.coordinator is None else self.coordinator.changes
         trained_s = 0.0 if self.coordinator is None else self.coordinator.trained_s
         told = self.world.gather((memory_metrics().get(CARD_MEMORY), trained_s, mine))

@@ -50,7 +50,7 @@ class RewardWorkers:
         """Queues a response; returns at once.
 
         Args:
-            index: place of its reward in what `collect` returns.
+            index: its place, by which `collect` orders the rewards.
             prompt: that it answers.
             text: of the response.
 
@@ -62,13 +62,13 @@ class RewardWorkers:
             self._turn(0.0)
 
     def collect(self, count: int) -> list[float]:
-        """Waits for the responses 0 .. count - 1 and forgets them.
+        """Waits for `count` responses and forgets them.
 
         Args:
             count: responses submitted since the last call.
 
         Returns:
-            What `task.reward` gave for each, in order: finite numbers.
+            What `task.reward` gave for each, in the order of their places: finite numbers.
 
         Raises:
             UserError: a sample failed and `reward.on_error=stop`.
@@ -78,7 +78,7 @@ class RewardWorkers:
                 self._turn(0.05)
             else:
                 self._score(self._waiting.popleft())
-        values = [self._values[i] for i in range(count)]
+        values = [self._values[i] for i in sorted(self._values)]
         self._values.clear()
         return values
 

@@ -291,6 +291,9 @@ class SpotConfig(Section):
     # With several ranks anything but off means coordinated: idle ranks train, busy ones do not.
     mode: str = setting("serial", words=("auto", "overlapped", "serial", "coordinated", "off"))
     min_ranks: int = setting(1, low=1)  # coordinated: idle ranks that make a training group
+    # Several ranks: one with at most so many requests left hands them to another, which recomputes
+    # their KV and finishes them with the same tokens; 0: never.
+    rebalance: int = setting(0, low=0)
     slowdown: float = setting(1.03, low=1)  # of decoding that overlapped training may cost
     lr: float = setting(0.0, low=0)  # 0: drafter.lr
     tail_batch: int = setting(8, low=1)  # train when at most this many requests are active

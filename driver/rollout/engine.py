@@ -43,6 +43,7 @@ from driver.spans import Spans
 from driver.strategy import MAX_DRAFTED, OFF, Strategy, parse_strategies
 
 if TYPE_CHECKING:
+    from driver.rebalance import Rebalancer
     from driver.sections import EngineConfig
 
 HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
@@ -80,6 +81,7 @@ class RolloutEngine:
         self.bandit, self.proposers = bandit, proposers
         self.on_pass, self.on_finish = on_pass, on_finish
         self.aside: Callable[[], bool] = nothing  # does a piece of work beside passes, if any
+        self.rebalancer: Rebalancer | None = None  # hands requests to other ranks, takes theirs
         self.target_version = 0
         self.page_limit: int | None = None  # use fewer pages than there are (tests of preemption)
         self.stats = RolloutStats()
@@ -137,7 +139,9 @@ class RolloutEngine:
     # ---- the rollout ----------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], record: bool = True) -> list[Response]:
-        """Responses in the order of the requests.
+        """Responses in the order of the requests, then those of requests taken from other ranks.
+
+        Requests that another rank took have none here.
 
         Args:
             requests: all of them; they join the batch as slots and pages allow.
@@ -159,7 +163,7 @@ class RolloutEngine:
         )
         sequences = scheduler.add(requests)
         strategy, before = OFF, self.state.store.changes
-        while scheduler.unfinished:
+        while self._unfinished(scheduler):
             self._admit(scheduler)
             previous, strategy = strategy, self._choose(scheduler)
             limit = self._make_room(scheduler, strategy)
@@ -168,9 +172,10 @@ class RolloutEngine:
             self._make_passes(scheduler, batch, strategy, limit, record, started)
         if not record:
             self.state.store.clear(since=before)
-        self._account(scheduler, sequences)
+        ended = [s for s in (*sequences, *scheduler.adopted) if s.finish]
+        self._account(scheduler, sequences, ended)
         self.stats.elapsed_s = time.perf_counter() - started
-        return [self._response(sequence) for sequence in sequences]
+        return [self._response(sequence) for sequence in ended]
 
     def forget(self) -> None:
         """Drops the finished responses that n-gram drafts look at."""
@@ -207,7 +212,7 @@ class RolloutEngine:
             if not burst.unbroken:
                 break
             self._pause(scheduler, burst, record)
-            if not self._goes_on(burst):
+            if not self._goes_on(scheduler, burst):
                 break
             limit = self._most_passes(scheduler, strategy)
             read = functools.partial(self._read, scheduler, batch, burst, started)
@@ -216,8 +221,10 @@ class RolloutEngine:
             self._retire(scheduler, batch, record)
             self._pause(scheduler, burst, record)
 
-    def _goes_on(self, burst: Burst) -> bool:
+    def _goes_on(self, scheduler: Scheduler, burst: Burst) -> bool:
         """Whether another may follow at once: wanted still, and it needs nothing of the host."""
+        if self.rebalancer is not None and self.rebalancer.due(scheduler):
+            return False
         same_drafter = self.program.version(burst.strategy) == burst.version
         return burst.captured and same_drafter and burst.strategy == self._wanted
 
@@ -245,6 +252,13 @@ class RolloutEngine:
             self.on_pass(len(scheduler.running) + len(scheduler.waiting), burst.passes)
 
     # ---- between bursts -------------------------------------------------------------------------
+
+    def _unfinished(self, scheduler: Scheduler) -> bool:
+        """Whether requests are left, those of other ranks included."""
+        if self.rebalancer is not None:
+            for sequence in self.rebalancer.exchange(scheduler):
+                self.state.store.give_back(sequence, keep=False)
+        return scheduler.unfinished
 
     def _admit(self, scheduler: Scheduler) -> None:
         admission = scheduler.admit()
@@ -374,8 +388,11 @@ class RolloutEngine:
 
     # ---- the end --------------------------------------------------------------------------------
 
-    def _account(self, scheduler: Scheduler, sequences: list[Running]) -> None:
+    def _account(
+        self, scheduler: Scheduler, sequences: list[Running], ended: list[Running]
+    ) -> None:
         stats = self.stats
+        stats.adopted = len(scheduler.adopted)
         stats.preemptions = scheduler.preemptions
         stats.prefilled_tokens = self.prefill.rows
         stats.recomputed_tokens = self.prefill.recomputed
@@ -383,13 +400,13 @@ class RolloutEngine:
         once = sum(len(prompt) - 1 for prompt in {s.request.prompt_ids for s in ran})
         stats.reprefilled_tokens = stats.prefilled_tokens - once - stats.recomputed_tokens
         # Responses that met what should not be; a bad draft costs nothing.
-        flagged = [s.status & ~HARMLESS for s in sequences if s.status & ~HARMLESS]
+        flagged = [s.status & ~HARMLESS for s in ended if s.status & ~HARMLESS]
         stats.flagged = len(flagged)
         if flagged:
             bits = functools.reduce(operator.or_, flagged)
             seen = ", ".join(bit.name for bit in tlt_ext.Status if bit & bits)
             warnings.warn(
-                f"{len(flagged)} of {len(sequences)} responses are flagged ({seen}): the target's"
+                f"{len(flagged)} of {len(ended)} responses are flagged ({seen}): the target's"
                 " weights or caches are damaged",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""Commits what is known of new requests: prompts, and own tokens of those that were preempted."""
+"""Commits what is known of new requests: prompts, and own tokens of those that had begun."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Prefill:
         self.model, self.cache, self.chunk = model, cache, chunk
         self.device = cache.k.device
         self.rows = 0  # that went through, for whatever reason
-        self.recomputed = 0  # of them, for preempted requests
+        self.recomputed = 0  # of them, for requests that had begun
 
     def admit(self, admission: Admission) -> None:
-        """Computes new prefixes and preempted requests, then copies partial pages."""
+        """Computes new prefixes and requests that had begun, then copies partial pages."""
         jobs = [(list(prompt[:-1]), prefix.pages) for prompt, prefix in admission.prefixes]
         for sequence in admission.recompute:
             jobs.append((sequence.tokens[:-1], sequence.pages))

@@ -76,7 +76,7 @@ class Prefix:
 class Admission:
     """What to compute for the requests just admitted, in this order."""
 
-    recompute: list[Sequence] = field(default_factory=list)  # were preempted: own tokens again
+    recompute: list[Sequence] = field(default_factory=list)  # have emitted before: own tokens again
     prefixes: list[tuple[tuple[int, ...], Prefix]] = field(default_factory=list)  # (prompt, pages)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from page, to page)
 
@@ -105,6 +105,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
+        self.adopted: list[Sequence] = []  # begun by another engine, finished here
         self.preemptions = 0
         self._spent: list[Prefix] = []
 
@@ -255,14 +256,31 @@ class Scheduler:
     def preempt_youngest(self) -> Sequence:
         """Takes the youngest request out of the batch; it is recomputed later, same tokens."""
         sequence = self.running.pop()
-        self.pool.release(sequence.pages)
-        sequence.pages = []
-        sequence.context_len = sequence.draft_len = 0
+        self._vacate(sequence)
         if sequence.num_emitted == 0:
             self._prefix_of(sequence).waiting += 1
         self.waiting.appendleft(sequence)
         self.preemptions += 1
         return sequence
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.context_len = sequence.draft_len = 0
+
+    def hand_over(self) -> list[Sequence]:
+        """Takes the running requests out for good: another engine finishes them, same tokens."""
+        taken, self.running = self.running, []
+        for sequence in taken:
+            self._vacate(sequence)
+        return taken
+
+    def adopt(self, sequences: Iterable[Sequence]) -> None:
+        """Queues requests that another engine handed over, with what they emitted there."""
+        for sequence in sequences:
+            assert sequence.num_emitted and not sequence.pages
+            self.adopted.append(sequence)
+            self.waiting.append(sequence)
 
     def retire(self) -> list[Sequence]:
         """Removes finished requests from the batch and frees their pages."""

@@ -25,7 +25,7 @@ class RolloutStats:
     target_passes: int = 0
     emitted: int = 0
     prefilled_tokens: int = 0  # rows that went through prefill, for whatever reason
-    recomputed_tokens: int = 0  # of them, for preempted requests
+    recomputed_tokens: int = 0  # of them, for requests preempted or taken from other ranks
     reprefilled_tokens: int = 0  # of them, neither that nor a prompt's first time: the gate's share
     spec_passes: int = 0
     spec_request_passes: int = 0
@@ -39,6 +39,7 @@ class RolloutStats:
     switch_s: float = 0.0
     catchup_s: float = 0.0  # of the drafter with what it missed, the device's part included
     preemptions: int = 0
+    adopted: int = 0  # requests taken from other ranks
     flagged: int = 0  # responses whose status word was not 0
     elapsed_s: float = 0.0
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # (seconds, active, arm)

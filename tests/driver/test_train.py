@@ -354,8 +354,7 @@ def test_dynamic_sampling_replaces_equal_groups_and_resumes(tmp_path):
 
     def often_equal(self, prompts, responses, submitted=False):
         rewards = share_of_ones(self, prompts, responses)
-        each = len(responses) // len(prompts)
-        return [0.0] * each + rewards[each:]
+        return [r * (p != prompts[0]) for p, r in zip(prompts, rewards, strict=True)]
 
     words = ["grpo.max_refills=2", "grpo.advantage=dapo", "grpo.clip_high=0.28"]
     with pytest.MonkeyPatch.context() as patch:

@@ -140,6 +140,7 @@ def test_no_more_of_the_bubble_is_used_than_there_was():
     collector.world = SimpleNamespace(size=2, gather=lambda _: told)
     collector.rank_states = []
     collector.coordinator = SimpleNamespace(trained_s=0.0, changes=[])
+    collector.rebalancer = None
     collector.rank_seconds = [1.0, 3.0]
     metrics = collector.rank_metrics()
     assert metrics["ranks/bubble_used_share"] == 1.0
