@@ -8,9 +8,9 @@ system, `trl` is TRL's GRPO trainer with generation of transformers on the same 
 `--quick` runs `off` and `full` for four steps with one seed, without evaluations; with `--steps N`
 it makes whole runs of that length, which later ones may go on from.
 
-With `--set sampling.max_new_tokens=1024` responses end earlier than the preset's, for `trl`, whose
+With `--set sampling.max_new_tokens=512` responses end earlier than the preset's, for `trl`, whose
 steps would take minutes. Such runs have a folder of their own below `--runs`, cases of their own
-("full seed 0, 1024 tokens") and, for targets, `over_trl_hf_x` only; the warm start is the preset's.
+("full seed 0, 512 tokens") and, for targets, `over_trl_hf_x` only; the warm start is the preset's.
 """
 
 from __future__ import annotations
