@@ -229,10 +229,7 @@ class SpotTrainer:
             )
 
     def renew(self) -> None:
-        """A vocabulary of what was seen by now, and the weights as they are to the runner.
-
-        Before the law of what is kept is written down over that vocabulary.
-        """
+        """A vocabulary of what was seen by now, and the weights as they are to the runner."""
         if self.buffer.seen_tokens:
             self.rebuild_vocabulary()
         if self.steps:
@@ -361,10 +358,16 @@ class SpotTrainer:
 
     def rebuild_vocabulary(self) -> None:
         """Drafts the tokens seen most often in rollouts, then the lowest ids."""
-        spec = self.drafter.spec
+        spec, before = self.drafter.spec, self.drafter.d2t.clone()
         if spec.draft_vocab < spec.vocab_size:
             self.drafter.set_vocabulary(self.buffer.most_seen(spec.draft_vocab, spec.vocab_size))
             self.drafter.refresh_head(self.target.head)
+            self._forget_kept(before)
+
+    def _forget_kept(self, vocabulary: torch.Tensor) -> None:
+        """Drops the kept documents, whose teacher's law is over this d2t, if another is there."""
+        if not torch.equal(vocabulary, self.drafter.d2t):
+            self.buffer.drop_kept()
 
     # ---- overlap --------------------------------------------------------------------------------
 
@@ -472,8 +475,7 @@ class SpotTrainer:
         self.buffer.seen_tokens.clear()
         self.buffer.seen_tokens.update(state["seen_tokens"])
         self.drafter.refresh_head(self.target.head)
-        if not torch.equal(vocabulary, self.drafter.d2t):
-            self.buffer.drop_kept()  # their teacher's law is over the other one
+        self._forget_kept(vocabulary)
         if state["version"]:
             self.runner.load(self.step.average.state_dict(), state["version"])
 

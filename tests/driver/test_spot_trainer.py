@@ -124,6 +124,22 @@ def test_a_state_with_another_vocabulary_costs_the_kept_documents(parts):
     assert 0 < trainer.buffer.num_tokens < held
 
 
+def test_a_renewed_vocabulary_costs_the_kept_documents(parts):
+    """A leader renews it behind each refill of a step, whose documents have the old teacher."""
+    trainer = parts.trainer()
+    fill(trainer, parts)
+    trainer.finish()
+    trainer.start_step(0)
+    trainer.renew()
+    assert trainer.buffer.kept
+    unseen = [
+        t for t in range(parts.drafter.spec.vocab_size) if t not in trainer.buffer.seen_tokens
+    ]
+    trainer.buffer.seen_tokens.update(dict.fromkeys(unseen, 1000))
+    trainer.renew()
+    assert not trainer.buffer.kept
+
+
 def test_a_finished_sequence_becomes_a_document(parts):
     trainer = parts.trainer()
     parts.cache.features.copy_(
