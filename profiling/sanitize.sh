@@ -23,8 +23,11 @@ run() {
   # By itself synccheck has room for as many barriers as instructions make some, not lanes.
   local sanitizer=(compute-sanitizer --tool "$1" --num-cuda-barriers 256 --error-exitcode 9
     --print-limit 20)
+  local left_out=()
+  # What the others put into kernels fails in the body of a conditional node.
+  if [ "$1" != memcheck ]; then left_out=(-k "not several_graphs"); fi
   "${sanitizer[@]}" "$python" -m tests.csrc.plain_arrays cupy &&
-    "${sanitizer[@]}" "$python" -m pytest -q -x -m "sanitize and gpu" tests/csrc
+    "${sanitizer[@]}" "$python" -m pytest -q -x -m "sanitize and gpu" "${left_out[@]}" tests/csrc
 }
 
 # Side by side: most of each tool's time is one core's, importing torch.

@@ -106,7 +106,7 @@ def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, stra
         for size, call in zip(sizes, calls, strict=True)
         if call["context_len"].min() > 0 and set(size) == {rows}
     ]
-    assert len(decode) > len(calls) / 2 and all(len(size) <= 8 for size in decode)
+    assert decode and all(len(size) <= 8 for size in decode)  # the drafter's calls are others
     assert same(generate(looped, jobs(), strategy, horizon=64), plain)
     assert looped.engine.stats.bursts < looped.engine.stats.target_passes
 

@@ -178,7 +178,7 @@ def test_without_gsm8k_the_rest_runs(monkeypatch, capsys):
 
 
 def memory_over_predicted(*words):
-    """Part -> what was asked of the allocator over the prediction."""
+    """Part -> what the allocator gave and what was asked of it, over the prediction."""
     # Wide against a bin's copies on the host.
     words = [*WORDS, "model.hidden_size=64", *words]
     subject = of_checkpoint("tiny", words, warmed=False, note=lambda line: None)
@@ -186,7 +186,8 @@ def memory_over_predicted(*words):
     compare(bench, subject, replace(SMALL, bin=256))
     assert not bench.failed
     rows = {row["case"]: row for row in bench.rows if row["case"].startswith("memory")}
-    return {case: row["requested_over_predicted"] for case, row in rows.items()}
+    kinds = ("allocated_over_predicted", "requested_over_predicted")
+    return {case: [row[kind] for kind in kinds] for case, row in rows.items()}
 
 
 def test_memory_is_what_was_predicted(monkeypatch):
@@ -202,15 +203,16 @@ def test_memory_is_what_was_predicted(monkeypatch):
     found = memory_over_predicted()
     names = ("weights", "bin", "gradients", "optimizer", "handed over", "features")
     assert list(found) == [f"memory, {name}" for name in names]
-    for case, ratio in found.items():
-        assert ratio == pytest.approx(1, abs=0.1), case
+    for case, ratios in found.items():
+        assert ratios == pytest.approx([1, 1], abs=0.1), case
 
 
 @kit.gpu
 @kit.needs_gpu
 def test_memory_of_a_card_is_what_was_predicted():
-    for case, ratio in memory_over_predicted("run.device=cuda", "model.dtype=bfloat16").items():
-        assert ratio == pytest.approx(1, abs=0.1), case
+    """A block that is taken over whole differs in one of the two from what was asked for."""
+    for case, ratios in memory_over_predicted("run.device=cuda", "model.dtype=bfloat16").items():
+        assert min(abs(ratio - 1) for ratio in ratios) < 0.1, case
 
 
 def test_the_task_of_the_drafter_is_not_that_of_the_warm_start():
