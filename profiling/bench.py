@@ -222,16 +222,16 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
 
 # Seconds that `all --quick` gives each benchmark of a card: eight minutes, the warm start there.
 QUICK_SECONDS = {
-    "attention": 29,
+    "attention": 28,
     "decode": 42,
-    "drafter": 118,
-    "graphs": 74,
-    "grpo": 72,
-    "identity": 36,
+    "drafter": 108,
+    "graphs": 72,
+    "grpo": 84,
+    "identity": 34,
     "layers": 8,
-    "loop": 12,
+    "loop": 17,
     "ngram": 6,
-    "rollout": 70,
+    "rollout": 68,
     "sampling": 7,
     "step": 6,
 }

@@ -102,21 +102,40 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """What one result says of a target; `meta` is that result's."""
+
+    value: float
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Target:
-    """One line of `targets.toml` and the newest figure for it; `meta` is that result's."""
+    """One line of `targets.toml` and the newest figure for it, if there is one.
+
+    `elsewhere` are the newest figures of cards that it does not speak of, by the card's name.
+    """
 
     table: str
     name: str
     wanted: dict[str, float]
-    got: float | None
-    meta: dict[str, Any]
+    figure: Figure | None
+    elsewhere: dict[str, Figure]
+
+    @property
+    def got(self) -> float | None:
+        return self.figure.value if self.figure else None
 
     @property
     def state(self) -> str:
         """met, unmet, or missing where nothing was measured."""
-        if self.got is None:
+        return self.state_of(self.figure)
+
+    def state_of(self, figure: Figure | None) -> str:
+        """The same of a figure of any card."""
+        if figure is None:
             return "missing"
-        return "met" if is_met(self.wanted, self.got) else "unmet"
+        return "met" if is_met(self.wanted, figure.value) else "unmet"
 
 
 def known_targets(folder: Path = RESULTS) -> list[Target]:
@@ -124,18 +143,26 @@ def known_targets(folder: Path = RESULTS) -> list[Target]:
 
     A figure that the newer result lacks is taken from the older one.
     """
+    cards = [path.name for path in folder.iterdir() if path.is_dir()]
     found = []
     for table, wanted_of in all_targets().items():
-        card = {CPU: CPU, ANY_CARD: "*"}.get(table, TARGETS_CARD)
-        paths = [*folder.glob(f"{card}/{table}.json"), *folder.glob(f"{card}/quick/{table}.json")]
-        results = [load(path) for path in paths]
-        results.sort(key=lambda result: result["meta"]["date"])
-        got: dict[str, tuple[float, dict[str, Any]]] = {}
-        for result in results:
-            for target in result["targets"]:
-                if target["got"] is not None:
-                    got[target["name"]] = (target["got"], result["meta"])
+        own = {CPU: [CPU], ANY_CARD: cards}.get(table, [TARGETS_CARD])
+        got = _newest(folder, own, table)
+        others = [_newest(folder, [card], table) for card in sorted({*cards} - {*own, CPU})]
         for name, wanted in wanted_of.items():
-            value, meta = got.get(name, (None, {}))
-            found.append(Target(table, name, wanted, value, meta))
+            elsewhere = {f[name].meta["card"]: f[name] for f in others if name in f}
+            found.append(Target(table, name, wanted, got.get(name), elsewhere))
     return found
+
+
+def _newest(folder: Path, cards: Sequence[str], table: str) -> dict[str, Figure]:
+    """Target -> its newest figure of some cards."""
+    paths = [folder / card / part / f"{table}.json" for card in cards for part in ("", "quick")]
+    results = [load(path) for path in paths if path.exists()]
+    results.sort(key=lambda result: result["meta"]["date"])
+    return {
+        target["name"]: Figure(target["got"], result["meta"])
+        for result in results
+        for target in result["targets"]
+        if target["got"] is not None
+    }

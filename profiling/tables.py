@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiling.results import Target, known_targets
+from profiling.results import Figure, Target, known_targets
 from profiling.targets import wanted_text
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -104,34 +104,60 @@ def ops_table(targets: Sequence[Target]) -> list[str]:
             got = figure(target.name, target.got)
             wanted = _wanted(target)
         out.append(f"| {case.op} | {case.source} | {case.text} | {got} | {wanted} |")
-    return [*out, "", *provenance(shown)]
+    return [*out, "", *provenance([(target.table, target.figure) for target in shown])]
 
 
 def targets_table(targets: Sequence[Target]) -> list[str]:
-    """Every target, met or not."""
-    states = [target.state for target in targets]
+    """Every target, met or not, and what other cards have for it."""
+    cards = sorted({card for target in targets for card in target.elsewhere})
+    heads = [f"one {card.removeprefix('NVIDIA ')}" for card in cards]
     out = [
-        f"{len(targets)} targets: {states.count('met')} met, {states.count('unmet')} not,"
-        f" {states.count('missing')} without a result yet.",
+        f"{len(targets)} targets: {_counted([target.state for target in targets])}.",
+        *(
+            f"Beside them, {head}: {_counted(_states(targets, card))}."
+            for head, card in zip(heads, cards, strict=True)
+        ),
         "",
         "<details><summary>All targets</summary>",
         "",
-        "| target | wanted | got | |",
-        "|---|---|---|---|",
+        "| " + " | ".join(["target", "wanted", "got", "", *heads]) + " |",
+        "|---" * (4 + len(cards)) + "|",
     ]
     for target in targets:
-        name = f"{target.table}: `{target.name}`"
-        got = figure(target.name, target.got)
-        out.append(f"| {name} | {_wanted(target)} | {got} | {target.state} |")
-    return [*out, "", *provenance(targets), "", "</details>"]
+        cells = [f"{target.table}: `{target.name}`", _wanted(target)]
+        cells += [figure(target.name, target.got), target.state]
+        for card in cards:
+            other = target.elsewhere.get(card)
+            cells.append(
+                f"{figure(target.name, other.value)}, {target.state_of(other)}" if other else ""
+            )
+        out.append("| " + " | ".join(cells) + " |")
+    figures = [(t.table, figure) for t in targets for figure in (t.figure, *t.elsewhere.values())]
+    return [*out, "", *provenance(figures), "", "</details>"]
+
+
+def _states(targets: Sequence[Target], card: str) -> list[str]:
+    """Of the targets that a card of another kind has figures for."""
+    return [t.state_of(t.elsewhere[card]) for t in targets if card in t.elsewhere]
+
+
+def _counted(states: Sequence[str]) -> str:
+    """How many are met and how many are not: "3 met, 1 not, 1 without a result yet"."""
+    out = f"{states.count('met')} met, {states.count('unmet')} not"
+    missing = states.count("missing")
+    return out + (f", {missing} without a result yet" if missing else "")
 
 
 TABLES = {"ops": ops_table, "targets": targets_table}
 
 
-def provenance(targets: Sequence[Target]) -> list[str]:
-    """A line for each result behind a table: card, driver, CUDA, torch, commit, date."""
-    lines = [f"* {target.table}: {_made_by(target.meta)}" for target in targets if target.meta]
+def provenance(figures: Sequence[tuple[str, Figure | None]]) -> list[str]:
+    """A line for each result behind a table: card, driver, CUDA, torch, commit, date.
+
+    Args:
+        figures: with the tables of their targets.
+    """
+    lines = [f"* {table}: {_made_by(figure.meta)}" for table, figure in figures if figure]
     return list(dict.fromkeys(lines))
 
 

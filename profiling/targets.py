@@ -1,7 +1,8 @@
 """`python -m profiling.targets`: every target of `targets.toml`, wanted, got, met or not.
 
-Figures are the newest of `results/` on the card that the targets speak of; those of `[cpu]` need no
-card. A target without a figure is missing, and counts as unmet.
+Figures are the newest of `results/` on the card that the targets speak of, and beside them those of
+other cards; those of `[cpu]` need no card. A target without a figure is missing, and counts as
+unmet.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ def lines(targets: list[Target], unmet: bool = False) -> list[str]:
         got = "-" if target.got is None else f"{target.got:g}"
         mark = target.state if target.state == "met" else target.state.upper()
         text = f"  {mark:8}{target.name:40}{wanted_text(target.wanted):>16}  got {got:8}"
-        if target.meta:
-            text += f"  {target.meta['date'][:10]} {target.meta['commit']}"
+        if target.figure:
+            text += f"  {target.figure.meta['date'][:10]} {target.figure.meta['commit']}"
+        for card, figure in target.elsewhere.items():
+            text += f"  {card} {figure.value:g} {target.state_of(figure)}"
         out.append(text.rstrip())
     count = Counter(target.state for target in targets)
     out.append(

@@ -66,13 +66,23 @@ def test_the_newer_figure_counts_and_an_older_one_fills_in(known):
     write(known, "quick/fake.json", newer)
     a, b, c = results.known_targets(known)
     assert (a.got, a.state) == (9.0, "unmet")
-    assert (b.got, b.meta["date"]) == (1.5, META["date"])
+    assert (b.got, b.figure.meta["date"]) == (1.5, META["date"])
     assert c.state == "missing"
 
 
-def test_results_of_another_card_do_not_count(known):
+def test_results_of_another_card_do_not_count_and_are_told(known, capsys):
     (known / results.TARGETS_CARD).rename(known / "h200")
-    assert {target.state for target in results.known_targets(known)} == {"missing"}
+    found = results.known_targets(known)
+    assert {target.state for target in found} == {"missing"}
+    assert found[1].elsewhere[META["card"]].value == 1.5
+    targets.main(["--results", str(known)])
+    assert f"got -         {META['card']} 6 met" in capsys.readouterr().out
+    out = tables.targets_table(found)
+    assert out[:2] == [
+        "3 targets: 0 met, 0 not, 3 without a result yet.",
+        "Beside them, one H100 80GB HBM3: 1 met, 1 not.",
+    ]
+    assert "| fake: `b_x` | at least 2.00 × | - | missing | 1.50 ×, unmet |" in out
 
 
 def test_the_real_files_are_read():
