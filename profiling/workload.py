@@ -49,32 +49,18 @@ def trace_lengths(
     return [min(cap, max(1, round(math.exp(law.inv_cdf(u))))) for u in uniforms]
 
 
-@dataclass
-class AcceptHistogram:
-    """How many tokens a request emits in one speculative pass: counts[n - 1] passes emitted n."""
+def accept_length(counts: Sequence[int]) -> float:
+    """Mean that a request emits in a speculative pass, the target's own token included.
 
-    counts: list[int]
+    Args:
+        counts: `counts[n - 1]` passes emitted n tokens; where nothing was counted the mean is 1.0.
 
-    @staticmethod
-    def of(emitted: Iterable[int], depth: int) -> AcceptHistogram:
-        """Counts passes of a strategy of `depth` levels by what they emitted."""
-        seen = Counter(emitted)
-        return AcceptHistogram([seen[n] for n in range(1, depth + 2)])
-
-    @property
-    def accept_length(self) -> float:
-        """Mean emitted, the target's own token included; 1.0 where nothing was counted."""
-        total = sum(self.counts)
-        weighted = sum(n * count for n, count in enumerate(self.counts, 1))
-        return weighted / total if total else 1.0
-
-    def rates(self) -> list[float]:
-        """Chance that level d is accepted when level d - 1 was."""
-        reached = [sum(self.counts[d:]) for d in range(len(self.counts))]
-        return [
-            after / before if before else 0.0
-            for before, after in zip(reached, reached[1:], strict=False)
-        ]
+    Example:
+        >>> accept_length([1, 0, 1])
+        2.0
+    """
+    total = sum(counts)
+    return sum(n * count for n, count in enumerate(counts, 1)) / total if total else 1.0
 
 
 @dataclass(frozen=True)
@@ -115,9 +101,9 @@ class Recorder:
     ) -> None:
         assert self._chosen is not None
         batch, strategy = self._chosen
-        told = emitted, elapsed_s, passes, request_passes
-        self.windows.append(Window(batch, str(strategy), passes, emitted, elapsed_s, told[3]))
-        self.bandit.record(*told)
+        window = Window(batch, str(strategy), passes, emitted, elapsed_s, request_passes)
+        self.windows.append(window)
+        self.bandit.record(emitted, elapsed_s, passes, request_passes)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from driver.strategy import OFF, Strategy
 from profiling.bench import Bench, say
 from profiling.results import RESULTS, TARGETS_CARD
 from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
-from profiling.workload import AcceptHistogram
+from profiling.workload import accept_length
 
 PRESET = ["preset=h100"]
 SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
@@ -108,8 +108,8 @@ def measure(
     """Decodes with one strategy; counts passes in which all of the batch runs.
 
     Returns:
-        `pass_us`, `tokens_per_s`, `accept_length`, `counts` (of `AcceptHistogram`), `host_share`
-        of the whole rollout after its first pass began.
+        `pass_us`, `tokens_per_s`, `accept_length`, `counts` (for
+        `workload.accept_length`), `host_share` of the whole rollout after its first pass began.
     """
     tokens = next(count for most, count in TOKENS.items() if batch <= most)
     tokens = SYNTHETIC_TOKENS if synthetic else tokens
@@ -184,7 +184,7 @@ def grid(
                 if strategy not in accepts:
                     say(f"{case}: no recorded acceptance; run the warmed policy first")
                     continue
-                got["accept_length"] = AcceptHistogram(accepts[strategy]).accept_length
+                got["accept_length"] = accept_length(accepts[strategy])
                 got["tokens_per_s"] = 1e6 * batch * got["accept_length"] / got["pass_us"]
                 more["synthetic"] = True
             off = out.get((batch, str(OFF)))

@@ -110,15 +110,6 @@ class Chart:
             f"{escape(text)}</span>"
         )
 
-    def level(self, y: float, text: str) -> None:
-        """A horizontal line with a label."""
-        at = self._at_y(y)
-        self._shapes.append(f'<path class="mark" d="M0 {at:.1f}H{SIZE}"/>')
-        self._texts.append(
-            f'<span class="note right above" style="left:100%;top:{at / SIZE:.2%}">'
-            f"{escape(text)}</span>"
-        )
-
     def html(self) -> str:
         """The chart as a `<figure>`."""
         grid, labels = [], []
