@@ -116,16 +116,13 @@ class ModelSpec:
             raise UserError(f"{where}: a value has the wrong type ({error})") from error
 
 
-def read_rope(config: Mapping[str, Any], where: str = "config.json") -> RopeSpec:
-    """The rotary embedding that a `config.json` asks for.
-
-    Args:
-        config, where: as of `ModelSpec.from_config`.
+def read_rope(config: Mapping[str, Any]) -> RopeSpec:
+    """The rotary embedding that the content of a `config.json` asks for.
 
     Raises:
         UserError: a key is malformed, or asks for something unsupported.
     """
-    return _Reader(config, where).rope()
+    return _Reader(config, "config.json").rope()
 
 
 class _Reader:

@@ -40,7 +40,6 @@ class DraftCheckpoints:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder, self.keep = folder, keep
         self.stall_s = 0.0  # the longest that `save` held its caller up
-        self.written = 0
         self.copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -84,7 +83,6 @@ class DraftCheckpoints:
                     scratch.unlink(missing_ok=True)
                 for _, old in self._whole()[: -self.keep]:
                     old.unlink()
-            self.written += 1
         except Exception as error:  # kept for `collect`
             self._error = error
 

@@ -62,7 +62,6 @@ class Progress:
 
     Args:
         steps: of the whole run.
-        done: finished before this process started.
         console: where to; a file or pipe gets plain lines and no bar.
 
     Example:
@@ -71,7 +70,7 @@ class Progress:
         ...     progress.step(1, {"critic/rewards/mean": 0.5})
     """
 
-    def __init__(self, steps: int, done: int = 0, console: Console | None = None) -> None:
+    def __init__(self, steps: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._bar = Bar(
             TextColumn("{task.description}"),
@@ -83,7 +82,7 @@ class Progress:
             disable=not self.console.is_terminal,
             transient=True,
         )
-        self._task = self._bar.add_task("steps", total=steps, completed=done)
+        self._task = self._bar.add_task("steps", total=steps)
 
     def __enter__(self) -> Progress:
         self._bar.start()

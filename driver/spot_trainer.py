@@ -49,8 +49,6 @@ class SpotTrainer:
         config: when and how much.
         drafter_config: unroll steps and learning rate.
         seed: of the data order.
-        decode: makes plain passes while no request runs, for measuring; seconds of one, or None
-            where passes are not captured.
     """
 
     def __init__(
@@ -62,10 +60,12 @@ class SpotTrainer:
         config: SpotConfig,
         drafter_config: DrafterConfig,
         seed: int,
-        decode: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.drafter, self.runner, self.target, self.cache = drafter, runner, target, cache
-        self.config, self.decode = config, decode
+        self.config = config
+        # Makes plain passes while no request runs, for measuring: seconds of one, None where passes
+        # are not captured. The engine's, which is built later.
+        self.decode: Callable[[], float | None] = lambda: None
         self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed, config.spill_tokens)
         if cache.features is not None:
             self.buffer.reserve(cache.features.flatten(0, 1))
