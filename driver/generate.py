@@ -20,7 +20,7 @@ from driver.command import read_options, run_command
 from driver.config import load_config
 from driver.errors import UserError
 from driver.rollout.request import Request, Response, SamplingParams, request_id
-from driver.strategy import Strategy, parse_strategies
+from driver.strategy import OFF, Strategy, parse_strategies
 from driver.warm import adopt_drafter, drafter_state
 
 WARM_SAMPLES = 8  # responses a drafter without a past learns from
@@ -69,7 +69,7 @@ class Generator:
                 f"sampling.top_k={options.top_k}",
                 f"sampling.top_p={options.top_p}",
                 f"sampling.max_new_tokens={options.max_new_tokens}",
-                f"engine.strategies=off {self.strategy if self.strategy.speculative else ''}",
+                f"engine.strategies=off {self.strategy if self.strategy != OFF else ''}",
                 f"engine.max_batch={WARM_SAMPLES}",
                 "bandit.policy=static",
                 "spot.tokens_per_step=512",
@@ -120,7 +120,7 @@ class Generator:
         spot = self.rollout.spot
         assert spot is not None
         started = time.perf_counter()
-        self._fix(Strategy("off"))
+        self._fix(OFF)
         self.rollout.engine.generate([self.request(1 + i) for i in range(WARM_SAMPLES)])
         spot.start_step(0)
         began = time.perf_counter()
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> None:
     fast, speed = generator.run(generator.strategy)
     stats = generator.rollout.engine.stats
     out(generator.tokenizer.decode(fast.token_ids, skip_special_tokens=True) + "\n\n")
-    plain, plain_speed = generator.run(Strategy("off"))
+    plain, plain_speed = generator.run(OFF)
     accept = "" if stats.accept_length is None else f", accept length {stats.accept_length:.2f}"
     passes = generator.rollout.engine.stats.target_passes
     out(f"{generator.strategy!s:<16}{speed:8.1f} tokens/s, {stats.target_passes} passes{accept}\n")

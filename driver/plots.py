@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from driver.phases import PHASES, StepTimes
 from driver.storage import storage_errors
-from driver.strategy import Strategy
+from driver.strategy import OFF, Strategy
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -236,7 +236,7 @@ def _bins(longest: int) -> np.ndarray:
 def strategy_colors(texts: Iterable[str]) -> dict[str, str]:
     """A colour for each strategy that occurs, `off` first, then by kind and size."""
     strategies = sorted({Strategy.parse(text) for text in texts}, key=lambda s: (s.kind, s))
-    colors = {"off": "#c9ccd1"} if Strategy("off") in strategies else {}
+    colors = {"off": "#c9ccd1"} if OFF in strategies else {}
     for kind, hue in _HUES.items():
         of_kind = [strategy for strategy in strategies if strategy.kind == kind]
         shades = LinearSegmentedColormap.from_list(kind, hue)

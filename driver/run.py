@@ -28,7 +28,6 @@ from driver.assemble import (
     stop_ids,
     use_device,
 )
-from driver.bandit import OFF
 from driver.capture import check_capture
 from driver.checkpoint_writer import CheckpointWriter
 from driver.collector import Collector, Experience
@@ -43,6 +42,7 @@ from driver.policy_trainer import PolicyTrainer
 from driver.reward_workers import RewardWorkers
 from driver.run_checkpoint import Checkpoint
 from driver.run_folder import RunFolder, Sample
+from driver.strategy import OFF
 from driver.tasks import Task, make_task
 from driver.warm import adopt_drafter, drafter_state, sampling_params, warm_start
 from driver.warmup import warm_up

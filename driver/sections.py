@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from driver.errors import UserError
-from driver.strategy import Strategy, parse_strategies
+from driver.strategy import OFF, Strategy, parse_strategies
 
 LEAST_SCORE_TEMPERATURE = 1e-6  # of `tlt_ext.expand_tree`
 
@@ -217,7 +217,7 @@ class EngineConfig(Section):
             )
         if not self.invariant:
             raise UserError("engine.invariant: wanted true; there is no other mode yet")
-        if Strategy("off") not in parsed:
+        if OFF not in parsed:
             raise UserError("engine.strategies: 'off' is missing; plain decoding is always an arm")
 
 

@@ -67,11 +67,6 @@ class Strategy:
         return f"{self.kind}:{self.depth},{self.top_k},{self.num_verify}"
 
     @property
-    def speculative(self) -> bool:
-        """Whether a pass drafts anything."""
-        return self.kind != "off"
-
-    @property
     def needs_drafter(self) -> bool:
         """Whether the learned model drafts."""
         return self.kind in ("learned", "hybrid")

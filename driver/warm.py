@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from driver.assemble import Rollout, build_rollout, find_model, load_policy, spec_of, stop_ids
-from driver.bandit import OFF, Bandit
+from driver.bandit import Bandit
 from driver.command import run_command
 from driver.config import Config, load_config
 from driver.deterministic import deterministic
@@ -33,7 +33,7 @@ from driver.phases import Phases
 from driver.rollout.request import Request, SamplingParams, request_id
 from driver.run_checkpoint import Checkpoint, earlier_versions, save_checkpoint, whole_checkpoints
 from driver.spot_trainer import SpotTrainer
-from driver.strategy import Strategy, parse_strategies
+from driver.strategy import OFF, Strategy, parse_strategies
 from driver.tasks import Task, make_task
 from driver.warmup import demonstration, lr_share, warm_up
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from driver.bandit import OFF, Bandit
+from driver.bandit import Bandit
 from driver.errors import UserError
 from driver.sections import BanditConfig
-from driver.strategy import Strategy
+from driver.strategy import OFF, Strategy
 
 NGRAM = Strategy.parse("ngram:4,1,5")
 LEARNED = Strategy.parse("learned:4,2,8")

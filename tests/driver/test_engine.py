@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from driver.assemble import build_rollout, spec_of
-from driver.bandit import OFF
 from driver.config import load_config
 from driver.errors import UserError
 from driver.rollout import proposers
 from driver.rollout.proposers import OracleProposer
 from driver.rollout.request import Request, SamplingParams
-from driver.strategy import Strategy
+from driver.strategy import OFF, Strategy
 from tests.driver.hugging_face import random_model
 from tlt_ext import _C
 

@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from driver import run_checkpoint
-from driver.bandit import OFF, Bandit
+from driver.bandit import Bandit
 from driver.config import load_config
 from driver.errors import UserError
 from driver.run_checkpoint import latest_checkpoint, save_checkpoint, whole_checkpoints
 from driver.run_folder import RunFolder, Sample, read_jsonl
 from driver.sections import BanditConfig
+from driver.strategy import OFF
 
 SAMPLE = Sample("t-1", "1+1=", "<b>2</b>\nüñ", 1.0, 3, "stop")
 

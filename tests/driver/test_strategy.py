@@ -18,8 +18,6 @@ def test_parse_reads_each_number_into_its_place():
         4,
         32,
     )
-    assert strategy.speculative
-    assert not Strategy.parse("off").speculative
 
 
 @pytest.mark.parametrize(
