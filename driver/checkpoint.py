@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from driver.errors import UserError
+from driver.strategy import MAX_DEPTH
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAX_DRAFT_DEPTH = 16  # levels of a draft tree, as the ops allow
 # The numbers that each supported type of RoPE scaling needs.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -260,7 +260,7 @@ def rope_table(spec: ModelSpec) -> Tensor:
         spec: the model; `rope`, `head_dim` and `max_position` count.
 
     Returns:
-        float32 [max_position + MAX_DRAFT_DEPTH, head_dim]: (cos | sin) of half a head's angles.
+        float32 [max_position + MAX_DEPTH, head_dim]: (cos | sin) of half a head's angles.
 
     Example:
         >>> rope_table(spec)[0]     # position 0 turns nothing: ones, then zeros
@@ -279,7 +279,7 @@ def rope_table(spec: ModelSpec) -> Tensor:
         keep = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / rope.factor
     # Drafted rows may lie past the last position; they are never followed there, only computed.
-    positions = spec.max_position + MAX_DRAFT_DEPTH
+    positions = spec.max_position + MAX_DEPTH
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
     return torch.cat((angle.cos(), angle.sin()), dim=1)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-from driver.rollout.tree import MAX_DEPTH, NodeStore
-from driver.strategy import Strategy
+from driver.rollout.tree import NodeStore
+from driver.strategy import MAX_DEPTH, Strategy
 
 
 class Levels:

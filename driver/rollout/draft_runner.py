@@ -21,8 +21,8 @@ from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
 from driver.rollout.state import Batch
 from driver.rollout.token_store import TokenStore
-from driver.rollout.tree import MAX_DEPTH, NodeStore, Tree
-from driver.strategy import Strategy
+from driver.rollout.tree import NodeStore, Tree
+from driver.strategy import MAX_DEPTH, Strategy
 
 CATCH_UP_ROWS = 4096  # entries written at once when requests lag
 

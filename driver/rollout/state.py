@@ -15,7 +15,8 @@ from torch import Tensor
 from driver.errors import UserError
 from driver.rollout.scheduler import Sequence
 from driver.rollout.token_store import GROUP_SLOTS, TokenStore
-from driver.rollout.tree import MAX_DEPTH, Tree
+from driver.rollout.tree import Tree
+from driver.strategy import MAX_DEPTH
 
 MAX_EMITTED = MAX_DEPTH + 1  # tokens of a request in one pass
 MAX_STOP_IDS = 16  # of a request

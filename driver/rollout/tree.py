@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-
-MAX_DEPTH = 16
+from driver.strategy import MAX_DEPTH
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import shutil
 import pytest
 import torch
 
-from driver.checkpoint import MAX_DRAFT_DEPTH, ModelSpec, RopeSpec, read_weights, rope_table
+from driver.checkpoint import ModelSpec, RopeSpec, read_weights, rope_table
 from driver.errors import UserError
+from driver.strategy import MAX_DEPTH
 from tests.driver.hugging_face import LLAMA3_ROPE, VARIANTS, random_model, save_model
 
 CONFIG = {
@@ -49,7 +50,7 @@ def test_rope_table_equals_transformers(variant, tmp_path):
     config["architectures"] = [type(model).__name__]
     spec = ModelSpec.from_config(config)
     # Drafted rows may lie past the last position.
-    positions = torch.arange(spec.max_position + MAX_DRAFT_DEPTH)
+    positions = torch.arange(spec.max_position + MAX_DEPTH)
     cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])
     half = spec.head_dim // 2
     expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=1)
