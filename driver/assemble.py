@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from driver.rollout.proposers import HybridProposer, NgramProposer, Proposer
 from driver.sections import EngineConfig
 from driver.spans import Sink
 from driver.spot_trainer import SpotTrainer
-from driver.strategy import Strategy, parse_strategies
+from driver.strategy import OFF, Strategy, parse_strategies
 from driver.tasks import Task
 from driver.weights import check_checkpoint, resolve_model
 
@@ -49,6 +49,12 @@ class Rollout:
         self.engine.spans.sink = sink
         if self.spot is not None:
             self.spot.spans.sink = sink
+
+    def fix(self, strategy: Strategy) -> None:
+        """Has the engine decode by one strategy wherever that can run."""
+        engine = self.engine
+        config = replace(engine.bandit.config, policy="static", static=str(strategy))
+        engine.bandit = Bandit([OFF, strategy], config, engine.config.spec_max_batch)
 
     def update_weights(self, state: dict[str, torch.Tensor], version: int) -> None:
         """Copies a new policy in place; whatever depended on the old one is dropped."""

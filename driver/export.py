@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from driver.assemble import build_rollout, load_policy, longest_prompt, spec_of, stop_ids
-from driver.bandit import Bandit
 from driver.checkpoint import ModelSpec, read_json
 from driver.command import read_options, run_command
 from driver.config import Config, load_config
@@ -37,9 +36,9 @@ from driver.draft_folder import (
 from driver.drafter import DraftSpec
 from driver.errors import UserError
 from driver.model import default_feature_layers
-from driver.rollout.request import Request, Response, SamplingParams, request_id
+from driver.rollout.request import Request, SamplingParams, request_id
 from driver.storage import storage_errors
-from driver.strategy import Strategy
+from driver.strategy import OFF, Strategy
 from driver.tasks import Task, make_task
 from driver.warm import drafter_state
 
@@ -107,7 +106,7 @@ class _Bench:
             ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
             requests.append(Request(request_id("eval", 0, prompt.id, 0), i, tuple(ids), params))
         lengths, strategy = [], Strategy.parse(self.options.strategy)
-        plain = self._generate(requests, Strategy("off"))
+        plain = self._generate(requests, OFF)
         for version, state in enumerate(self.drafters, 1):
             self.rollout.engine.proposers["learned"].load(state, version)
             if self._generate(requests, strategy) != plain:
@@ -121,11 +120,8 @@ class _Bench:
         return Measurement(task.name, lengths[0], sum(map(len, plain)), seen)
 
     def _generate(self, requests: Sequence[Request], strategy: Strategy) -> list[list[int]]:
-        fixed = replace(self.config.bandit, policy="static", static=str(strategy))
-        arms = [Strategy("off"), *({strategy} - {Strategy("off")})]
-        engine = self.rollout.engine
-        engine.bandit = Bandit(arms, fixed, self.config.engine.spec_max_batch)
-        responses: list[Response] = engine.generate(requests, record=False)
+        self.rollout.fix(strategy)
+        responses = self.rollout.engine.generate(requests, record=False)
         return [response.token_ids for response in responses]
 
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from driver.assemble import Rollout, build_rollout, find_model, load_policy, spec_of
-from driver.bandit import Bandit
 from driver.command import read_options, run_command
 from driver.config import load_config
 from driver.errors import UserError
 from driver.rollout.request import Request, Response, SamplingParams, request_id
-from driver.strategy import OFF, Strategy, parse_strategies
+from driver.strategy import OFF, Strategy
 from driver.warm import adopt_drafter, drafter_state
 
 WARM_SAMPLES = 8  # responses a drafter without a past learns from
@@ -77,11 +76,11 @@ class Generator:
         )
         policy, self.tokenizer = load_policy(config, find_model(config, _report))
         spec = spec_of(policy)
-        ids = tuple(self._encode(options.prompt))
+        self.ids = self._encode(options.prompt)
         self.params = SamplingParams(
             options.temperature, options.top_k, options.top_p, options.max_new_tokens, spec.eos_ids
         )
-        longest = min(len(ids) + options.max_new_tokens, spec.max_position)
+        longest = min(len(self.ids) + options.max_new_tokens, spec.max_position)
         state = drafter_state(Path(options.model).expanduser())
         if state is not None:
             weights = state["drafter"]
@@ -93,23 +92,19 @@ class Generator:
                     intermediate_size=len(weights["midlayer.mlp.gate_proj.weight"]),
                 ),
             )
-        self.config = config
         self.rollout: Rollout = build_rollout(config, spec, policy.state_dict(), longest)
-        self.ids = ids
         adopt_drafter(self.rollout.spot, state, _report)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> tuple[int, ...]:
         """The prompt in the model's chat form, where it has one."""
-        if self.tokenizer.chat_template is None:
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-        else:
+        if self.tokenizer.chat_template is not None:
             text = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
             )
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             raise UserError("prompt: empty; give it some text")
-        return ids
+        return tuple(ids)
 
     def request(self, sample: int) -> Request:
         key = request_id("eval", self.options.seed, "prompt", sample)
@@ -120,7 +115,7 @@ class Generator:
         spot = self.rollout.spot
         assert spot is not None
         started = time.perf_counter()
-        self._fix(OFF)
+        self.rollout.fix(OFF)
         self.rollout.engine.generate([self.request(1 + i) for i in range(WARM_SAMPLES)])
         spot.start_step(0)
         began = time.perf_counter()
@@ -129,14 +124,9 @@ class Generator:
         spot.swap()
         return spot.steps, time.perf_counter() - started
 
-    def _fix(self, strategy: Strategy) -> None:
-        arms = parse_strategies(self.config.engine.strategies)
-        fixed = replace(self.config.bandit, policy="static", static=str(strategy))
-        self.rollout.engine.bandit = Bandit(arms, fixed, spec_max_batch=WARM_SAMPLES)
-
     def run(self, strategy: Strategy) -> tuple[Response, float]:
         """The prompt's response and its tokens per second, prefill included."""
-        self._fix(strategy)
+        self.rollout.fix(strategy)
         self.rollout.engine.forget()
         started = time.perf_counter()
         (response,) = self.rollout.engine.generate([self.request(0)], record=False)

@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from driver.assemble import Rollout, build_rollout, find_model, load_policy, spec_of, stop_ids
-from driver.bandit import Bandit
 from driver.command import run_command
 from driver.config import Config, load_config
 from driver.deterministic import deterministic
@@ -33,7 +32,7 @@ from driver.phases import Phases
 from driver.rollout.request import Request, SamplingParams, request_id
 from driver.run_checkpoint import Checkpoint, earlier_versions, save_checkpoint, whole_checkpoints
 from driver.spot_trainer import SpotTrainer
-from driver.strategy import OFF, Strategy, parse_strategies
+from driver.strategy import OFF, parse_strategies
 from driver.tasks import Task, make_task
 from driver.warmup import demonstration, lr_share, warm_up
 
@@ -238,7 +237,7 @@ class Warming:
     def sample(self) -> Sampled:
         """Responses of the policy's own, whose features the spot trainer keeps."""
         count = self.config.warmup.responses
-        self._fix(OFF)
+        self.rollout.fix(OFF)
         responses = self.rollout.engine.generate(self.requests(FIRST_INDEX, count))
         lengths = np.array([len(r.token_ids) for r in responses])
         right = np.array(
@@ -299,16 +298,10 @@ class Warming:
         out = {}
         for strategy in parse_strategies(self.config.engine.strategies):
             if strategy.needs_drafter:
-                self._fix(strategy)
+                self.rollout.fix(strategy)
                 self.rollout.engine.generate(requests, record=False)
                 out[str(strategy)] = self.rollout.engine.stats.accept_length or 1.0
         return out
-
-    def _fix(self, strategy: Strategy) -> None:
-        engine = self.config.engine
-        fixed = replace(self.config.bandit, policy="static", static=str(strategy))
-        arms = parse_strategies(engine.strategies)
-        self.rollout.engine.bandit = Bandit(arms, fixed, engine.spec_max_batch)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
