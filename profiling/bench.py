@@ -55,6 +55,11 @@ class Bench:
     got: dict[str, float] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
+    @property
+    def words(self) -> list[str]:
+        """The configuration of a benchmark of the whole system: its preset under `settings`."""
+        return ["preset=h100", *self.settings]
+
     def wanted(self, case: str) -> bool:
         return re.search(self.only, case) is not None
 

@@ -18,7 +18,6 @@ from profiling.bench import Bench
 from profiling.benches.grpo import folder_of
 from profiling.grpo_arms import ArmRun, identical_steps
 
-PRESET = ["preset=h100"]
 SEED = 0
 STEPS, LEAST_STEPS, LAST_STEPS = 80, 30, 10  # of a run, for the target, and those it compares
 ARMS = {"frozen": "off", "serial": "serial", "overlapped": "overlapped"}  # -> spot.mode
@@ -45,10 +44,10 @@ RL_WORDS = [
 ]
 
 
-def warm_words(settings: Sequence[str]) -> list[str]:
+def warm_words(words: Sequence[str]) -> list[str]:
     """The warm start that all benchmarks share: its task is the preset's, whatever drafts are
     made for elsewhere."""
-    return [*PRESET, *(word for word in settings if not word.startswith("task."))]
+    return [word for word in words if not word.startswith("task.")]
 
 
 def arm_words(settings: Sequence[str]) -> dict[str, list[str]]:

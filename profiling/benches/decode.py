@@ -29,7 +29,6 @@ from profiling.results import RESULTS, TARGETS_CARD
 from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 from profiling.workload import accept_length
 
-PRESET = ["preset=h100"]
 SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 QUICK_BATCHES = [1, 32]  # of the targets
@@ -231,10 +230,9 @@ def book_warmed(bench: Bench, got: dict[tuple[int, str], dict[str, Any]]) -> Non
 
 def run(bench: Bench) -> None:
     batches = QUICK_BATCHES if bench.quick else BATCHES
-    words = [*PRESET, *bench.settings]
     accepts = recorded_accepts()
     if bench.wanted("warmed"):
-        subject = of_checkpoint("warmed", words, warmed=True, note=say)
+        subject = of_checkpoint("warmed", bench.words, warmed=True, note=say)
         got = grid(bench, subject, batches, STRATEGIES)
         book_warmed(bench, got)
         if not bench.quick:
@@ -243,11 +241,11 @@ def run(bench: Bench) -> None:
         bench.files["accept"] = accepts
         del subject
     if bench.wanted("smollm2") and not bench.quick:
-        plain = of_checkpoint("smollm2", words, warmed=False, note=say)
+        plain = of_checkpoint("smollm2", bench.words, warmed=False, note=say)
         grid(bench, plain, batches, ["ngram:6,1,7"])
         del plain
     if bench.wanted("qwen2_7b_shape"):
-        shape = of_shape("qwen2_7b_shape", [*words, *SHAPE_WORDS], QWEN2_7B, "cuda")
+        shape = of_shape("qwen2_7b_shape", [*bench.words, *SHAPE_WORDS], QWEN2_7B, "cuda")
         got = grid(bench, shape, batches, STRATEGIES[1:], accepts)
         if (1, "off") in got:
             read_us = shape.num_bytes / bench.copy_gb_per_s / 1e3

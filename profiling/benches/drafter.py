@@ -320,7 +320,7 @@ def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
     """RL with each kind of drafter, as far as the time allows, and what the runs show."""
     if chosen.seconds is None:
         chosen.seconds = 0.0 if bench.quick else math.inf
-    words, known = drafter_runs.warm_words(bench.settings), drafter_runs.arm_words(bench.settings)
+    words, known = drafter_runs.warm_words(bench.words), drafter_runs.arm_words(bench.settings)
     if chosen.seconds:
         try:
             make_runs([(arm, drafter_runs.SEED) for arm in known], words, known, chosen)
@@ -348,7 +348,7 @@ def run(bench: Bench) -> None:
     chosen, sizes = options(bench.options), QUICK if bench.quick else FULL
     if wanted(bench, "warmed"):
         with bench.part("warmed"):
-            words = drafter_runs.warm_words(bench.settings)
+            words = drafter_runs.warm_words(bench.words)
             warmed(bench, of_checkpoint("warmed", words, warmed=True, note=say, longest=False))
     if wanted(bench, "adaptive"):
         with bench.part("adaptive"):

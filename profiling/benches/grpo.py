@@ -43,7 +43,6 @@ from profiling.grpo_arms import (
     over_peer,
 )
 
-PRESET = ["preset=h100"]
 # The warm start is made once, for all arms and seeds.
 WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
 RHYTHM = ["run.eval_every=0", "run.checkpoint_every=5", "run.keep_checkpoints=1"]
@@ -73,7 +72,7 @@ def run(bench: Bench) -> None:
         ","
     )
     seeds = [int(s) for s in (chosen.seeds or ("0" if bench.quick else "0,1,2")).split(",")]
-    words = [*PRESET, *bench.settings]
+    words = bench.words
     if bench.quick and not chosen.steps:  # in a folder of its own: a whole run could not go on
         words, chosen.runs = [*words, "run.eval_prompts=0"], chosen.runs / "quick"
     chosen.steps = chosen.steps or (QUICK_STEPS if bench.quick else STEPS)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from driver.comparison import ORACLE, Arm, Comparison, sibling_requests, teach
 from driver.strategy import OFF
 from profiling.bench import Bench, say
-from profiling.benches.decode import PRESET, SHAPE_WORDS
+from profiling.benches.decode import SHAPE_WORDS
 from profiling.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape
 
 TOKENS = 1_000_000  # that each target's arm must have compared
@@ -150,20 +150,20 @@ def run_subject(
 
 
 def run(bench: Bench) -> None:
-    size, words = QUICK if bench.quick else FULL, [*PRESET, *bench.settings]
+    size = QUICK if bench.quick else FULL
     end = time.perf_counter() + options(bench.options).seconds
 
     def wanted(subject: str, arms: dict[str, float]) -> bool:
         return any(bench.wanted(f"{subject} {arm}") for arm in arms)
 
     if wanted("smollm2", SMOLLM2_ARMS):
-        smollm2 = of_checkpoint("smollm2", [*words, *SMOLLM2_WORDS], warmed=False, note=say)
+        smollm2 = of_checkpoint("smollm2", [*bench.words, *SMOLLM2_WORDS], warmed=False, note=say)
         half = (end - time.perf_counter()) / 2
         run_subject(bench, smollm2, SMOLLM2_ARMS, size, train=True, seconds=half)
         del smollm2
         gc.collect()  # engine and spot trainer hold each other, and 5 GB of the card
     if wanted("qwen2_7b_shape", SHAPE_ARMS):
-        shape_words = [*words, *SHAPE_WORDS, "spot.mode=off"]
+        shape_words = [*bench.words, *SHAPE_WORDS, "spot.mode=off"]
         shape = of_shape("qwen2_7b_shape", shape_words, QWEN2_7B, "cuda")
         left = end - time.perf_counter()
         run_subject(bench, shape, SHAPE_ARMS, size, train=False, seconds=left)

@@ -43,7 +43,6 @@ from profiling.bench import Bench, say
 from profiling.subjects import Subject, fix_bandit, of_checkpoint
 from profiling.workload import Recording, Window, trace_lengths
 
-PRESET = ["preset=h100"]
 STATIC = [
     "ngram:6,1,7",
     "ngram:15,1,16",  # what of a hybrid's gain long chains alone have
@@ -323,7 +322,7 @@ def compare_hugging_face(bench: Bench, subject: Subject, lengths: list[int], our
 
 
 def run(bench: Bench) -> None:
-    subject = of_checkpoint("warmed", [*PRESET, *bench.settings], warmed=True, note=say)
+    subject = of_checkpoint("warmed", bench.words, warmed=True, note=say)
     lengths = trace_lengths()
     arms = Arms(bench, subject, lengths)
     try:

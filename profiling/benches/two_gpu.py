@@ -23,7 +23,7 @@ from driver.phases import PHASES
 from driver.run_folder import read_jsonl
 from driver.warm import warm_start
 from profiling.bench import Bench, say
-from profiling.benches.grpo import PRESET, WARMED, ended
+from profiling.benches.grpo import WARMED, ended
 
 STEPS, QUICK_STEPS = 8, 4
 LIMIT_S = 540  # of one arm
@@ -68,7 +68,7 @@ def lacks() -> str:
 
 def run(bench: Bench) -> None:
     seconds = {}
-    words = [*PRESET, *bench.settings]
+    words = bench.words
     arms = {arm: ARMS[arm] for arm in ARMS if bench.wanted(arm)}
     if arms and load_config(words).warmup.keep:
         # In a process of its own: what it takes of a card's memory goes with it.

@@ -217,11 +217,12 @@ def test_memory_of_a_card_is_what_was_predicted():
 
 def test_the_task_of_the_drafter_is_not_that_of_the_warm_start():
     settings = ["task.path=/gsm8k", "run.root=/keep", "grpo.lr=1e-4"]
-    warm = load_config(drafter_runs.warm_words(settings))
+    start = drafter_runs.warm_words(Bench("drafter", 0.0, settings=settings).words)
+    warm = load_config(start)
     assert warm.task == load_config(["preset=h100"]).task
     assert load_config([*drafter.WORDS, *settings]).task.path == "/gsm8k"
     for arm, words in drafter_runs.arm_words(settings).items():
-        config = load_config([*drafter_runs.warm_words(settings), *WARMED, *words])
+        config = load_config([*start, *WARMED, *words])
         assert (config.grpo.lr, config.spot.mode) == (1e-4, drafter_runs.ARMS[arm])
         assert config.run.root == "/keep" and config.warmup.drafter_steps == 0
 
