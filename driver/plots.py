@@ -52,7 +52,7 @@ def plot_rewards(records: Records, path: Path) -> None:
     Example:
         >>> plot_rewards([{"step": 1, "critic/rewards/mean": 0.5}], Path("r.png"))  # doctest: +SKIP
     """
-    figure, axes = _figure("Reward by step", "step", "mean reward, share correct")
+    figure, axes = new_figure("Reward by step", "step", "mean reward, share correct")
     steps, train = _series(records, TRAIN_REWARD)
     if train:
         axes.plot(steps, train, color=_BLUE, alpha=0.35, linewidth=1, marker=".", label="train")
@@ -79,7 +79,7 @@ def plot_lengths(lengths: Sequence[int], limit: int, path: Path) -> None:
     Example:
         >>> plot_lengths([3, 5, 40], 64, Path("lengths.png"))  # doctest: +SKIP
     """
-    figure, axes = _figure("Response lengths", "response length (tokens)", "responses")
+    figure, axes = new_figure("Response lengths", "response length (tokens)", "responses")
     if lengths:
         longest = max(lengths)
         axes.hist(lengths, bins=_bins(longest), color=_BLUE, alpha=0.7)
@@ -113,7 +113,7 @@ def plot_active(passes: Sequence[tuple[float, int, str]], path: Path) -> None:
         >>> plot_active([(0.0, 8, "off"), (1.5, 2, "ngram:4,1,5"), (2.0, 0, "off")],
         ...             Path("active.png"))  # doctest: +SKIP
     """
-    figure, axes = _figure("Active requests in one rollout", "time (s)", "active requests")
+    figure, axes = new_figure("Active requests in one rollout", "time (s)", "active requests")
     shown = [text for _, _, text in passes[:-1]]
     colors = strategy_colors(shown)
     for text, color in colors.items():
@@ -148,7 +148,9 @@ def plot_accept_length(records: Records, path: Path) -> None:
         >>> plot_accept_length([{"step": 1, "spec/accept_length": 2.1}], Path("a.png"))
         ... # doctest: +SKIP
     """
-    figure, axes = _figure("Accept length by step", "step", "tokens emitted per speculative pass")
+    figure, axes = new_figure(
+        "Accept length by step", "step", "tokens emitted per speculative pass"
+    )
     steps, values = _series(records, ACCEPT_LENGTH)
     if values:
         axes.plot(steps, values, color=_BLUE, linewidth=1.8, marker=".", label="accept length")
@@ -171,7 +173,7 @@ def plot_step_times(records: Records, path: Path) -> None:
         >>> plot_step_times([{"step": 1, "timing_s/gen": 2.0, "timing_s/step": 2.5}], Path("t.png"))
         ... # doctest: +SKIP
     """
-    figure, axes = _figure("Where a step's time goes", "step", "seconds")
+    figure, axes = new_figure("Where a step's time goes", "step", "seconds")
     timed = [r for r in records if r["step"] > 0 and _present(r, "timing_s/step")]
     steps, times = [r["step"] for r in timed], [StepTimes.of(r) for r in timed]
     below = np.zeros(len(steps))
@@ -199,7 +201,7 @@ def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]], path: Path) ->
     Example:
         >>> plot_ranks({"0": [(0.0, "busy"), (2.0, "idle")]}, Path("r.png"))  # doctest: +SKIP
     """
-    figure, axes = _figure("What each rank did", "seconds since the first rollout", "rank")
+    figure, axes = new_figure("What each rank did", "seconds since the first rollout", "rank")
     ends = [changes[-1][0] for changes in states.values() if changes]
     for rank, changes in states.items():
         for (begin, state), (end, _) in zip(changes, changes[1:], strict=False):
@@ -246,8 +248,8 @@ def strategy_colors(texts: Iterable[str]) -> dict[str, str]:
     return colors
 
 
-def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    """A figure of its own: no global state of pyplot."""
+def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    """An empty figure of one chart, in the style of all, without global state of pyplot."""
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -15,10 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from driver.plots import plot_active, strategy_colors
+from driver.plots import new_figure, plot_active, strategy_colors
 from driver.strategy import Strategy
 from profiling.results import CPU, RESULTS, TARGETS_CARD, tell_drawn
 
@@ -36,16 +33,6 @@ def speeds(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int
         subject: {strategy: sorted(points) for strategy, points in of.items()}
         for subject, of in out.items()
     }
-
-
-def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def plot_speeds(subject: str, curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
@@ -72,7 +59,7 @@ def plot_pulls(name: str, pulls: Sequence[tuple[int, str, int]], path: Path) -> 
     colors = strategy_colors({strategy for _, strategy, _ in pulls})
     below = dict.fromkeys(buckets, 0.0)
     for strategy in sorted(colors, key=lambda text: (text != "off", Strategy.parse(text))):
-        share = {b: 0.0 for b in buckets}
+        share = dict.fromkeys(buckets, 0.0)
         for bucket, arm, count in pulls:
             if arm == strategy:
                 share[bucket] = count / total[bucket]

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from driver.plots import PHASE_COLORS
-from profiling.engine_figures import new_figure
+from driver.plots import PHASE_COLORS, new_figure
 from profiling.results import RESULTS, TARGETS_CARD, tell_drawn
 
 COLORS = {
