@@ -53,14 +53,6 @@ class DraftSpec:
         )
 
 
-def trained_numbers(spec: DraftSpec) -> int:
-    """Numbers that are trained: all but the head."""
-    hidden, attention = spec.hidden_size, spec.num_heads * spec.head_dim
-    projections = 2 * hidden * (attention + 2 * spec.num_kv_heads * spec.head_dim)
-    layer = projections + attention * hidden + 3 * hidden * spec.intermediate_size
-    return 3 * hidden * hidden + layer + 4 * hidden
-
-
 class RmsNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

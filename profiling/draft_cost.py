@@ -12,8 +12,8 @@ from torch import Tensor
 
 from driver.assemble import build_drafter
 from driver.draft_loss import DraftBatch
-from driver.draft_memory import training_memory
 from driver.spot_trainer import SpotTrainer
+from profiling.draft_memory import training_memory
 from profiling.drafting import Study, loaded_batch
 from profiling.workload import trace_lengths
 

@@ -8,9 +8,9 @@ import torch
 
 from driver.data_buffer import DataBuffer, Document
 from driver.draft_loss import DraftBatch, Teacher, unrolled_loss
-from driver.draft_memory import training_memory
 from driver.drafter import Drafter
 from driver.partition import STOP_S, sizes_of
+from profiling.draft_memory import training_memory
 from tests import kit
 from tests.driver.hugging_face import random_model
 from tests.driver.test_engine import generate, make_rollout, requests, same

@@ -12,7 +12,6 @@ import torch
 from driver.bandit import Bandit
 from driver.data_buffer import Document, Piece
 from driver.draft_loss import DraftBatch
-from driver.draft_memory import training_memory
 from driver.draft_step import Bin
 from driver.rollout.engine import RolloutEngine
 from driver.rollout.request import Request, SamplingParams
@@ -21,6 +20,7 @@ from driver.sections import BanditConfig, EngineConfig, SpotConfig
 from driver.spot_trainer import SpotTrainer
 from driver.step_thread import StepThread
 from driver.strategy import Strategy
+from profiling.draft_memory import training_memory
 from tests.driver.drafting import PAGE, SEED, Parts, build_parts
 from tests.kit import same_bits
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from driver.drafter import trained_numbers
+from driver.drafter import DraftSpec
 from driver.spot_trainer import SpotTrainer
 
 BYTES = 4  # of a trained number, its gradient, each of its moments
+
+
+def trained_numbers(spec: DraftSpec) -> int:
+    """Numbers that are trained: all but the head."""
+    hidden, attention = spec.hidden_size, spec.num_heads * spec.head_dim
+    projections = 2 * hidden * (attention + 2 * spec.num_kv_heads * spec.head_dim)
+    layer = projections + attention * hidden + 3 * hidden * spec.intermediate_size
+    return 3 * hidden * hidden + layer + 4 * hidden
 
 
 def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
