@@ -111,6 +111,8 @@ class Coordinator:
                 return int(store.get(self._key("leader")))
             if self.world.rank in ranks:
                 self._train(ranks)
+            else:
+                self._group(ranks)
             group += 1
 
     def _train(self, ranks: list[int]) -> None:
@@ -167,15 +169,18 @@ class Coordinator:
             self.spot.load_state_dict(state)
 
     def _group(self, ranks: list[int]) -> dist.ProcessGroup | None:
+        """The group of these ranks; None = there is but one.
+
+        Every rank asks for every group in one order, a busy one when it comes to it: torch numbers
+        them, and only members wait for each other.
+        """
         if len(ranks) == 1:
             return None
         key = tuple(sorted(ranks))
         if key not in self._groups:
             backend = "cpu:gloo,cuda:nccl" if self.world.device.startswith("cuda") else "gloo"
             wait = datetime.timedelta(seconds=self.world.timeout_s)
-            self._groups[key] = dist.new_group(
-                list(key), timeout=wait, backend=backend, use_local_synchronization=True
-            )
+            self._groups[key] = dist.new_group(list(key), timeout=wait, backend=backend)
         return self._groups[key]
 
     def _idle(self) -> list[int]:
