@@ -4,7 +4,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "common/tensor.h"
 
@@ -17,8 +20,13 @@ struct type_caster<tlt::Tensor> {
 
   bool load(handle source, bool) {
     if (source.is_none()) return true;
-    capsule_ = export_dlpack(source);
-    if (!capsule_) return false;
+    try {
+      capsule_ = export_dlpack(source);
+    } catch (error_already_set& error) {
+      if (!error.matches(PyExc_BufferError)) throw;
+      throw std::invalid_argument("an array cannot be exported: " +
+                                  str(error.value()).cast<std::string>());
+    }
     const auto* managed =
         static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule_.ptr(), "dltensor"));
     if (managed == nullptr) throw error_already_set();
@@ -40,6 +48,10 @@ struct type_caster<tlt::Tensor> {
                             std::to_string(array.dtype.code) + ", " +
                             std::to_string(array.dtype.bits) + " bits)");
     }
+    if (reinterpret_cast<uintptr_t>(value.data) % tlt::bytes_of(value.dtype) != 0) {
+      throw std::invalid_argument(std::string("an array of ") + tlt::name_of(value.dtype) +
+                                  " is not aligned to its elements");
+    }
     return true;
   }
 
@@ -54,7 +66,9 @@ struct type_caster<tlt::Tensor> {
         return reinterpret_steal<object>(checked(PyObject_CallOneArg(to_dlpack, source.ptr())));
       }
     }
-    if (!hasattr(source, "__dlpack__")) return {};
+    if (!hasattr(source, "__dlpack__")) {
+      throw tlt::DTypeError(std::string("wanted an array that exports DLPack, got ") + type_name);
+    }
     const auto device = source.attr("__dlpack_device__")().cast<tuple>();
     if (device[0].cast<int>() == kDLCUDA) return source.attr("__dlpack__")(arg("stream") = -1);
     return source.attr("__dlpack__")();

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import tlt_ext
 from tests import kit
 from tlt_ext import _C
 
@@ -55,6 +56,25 @@ def test_gumbel_matches_its_formula_in_both_tails():
         u = (word + 0.5) / 2.0**32
         expected = -math.log(-math.log1p(-u))
         assert _C.gumbel(word) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "match"),
+    [
+        ([[1.0, 2.0]], TypeError, "wanted an array that exports DLPack, got list"),
+        (np.broadcast_to(np.float32(1), (1, 2)), ValueError, "cannot be exported: .*readonly"),
+        (np.ones((1, 2), ">f4"), ValueError, "cannot be exported: .*byte order"),
+        (
+            np.zeros(9, np.uint8)[1:].view(np.float32)[None],
+            ValueError,
+            "an array of float32 is not aligned to its elements",
+        ),
+    ],
+)
+def test_what_cannot_be_read_as_an_array_is_one_line(x, error, match):
+    with pytest.raises(error, match=match) as caught:
+        tlt_ext.silu_mul(x, np.zeros((1, 1), np.float32))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
