@@ -174,7 +174,7 @@ def _override(key: str, text: str) -> dict[str, Any]:
     section, _, name = key.partition(".")
     if declared is str:
         return {section: {name: text}}
-    if key == "engine.strategies":
+    if key in ("engine.strategies", "bandit.map"):
         return {section: {name: split_strategies(text)}}
     if typing.get_origin(declared) is list and not text.startswith("["):
         text = f"[{text}]"

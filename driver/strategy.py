@@ -122,10 +122,12 @@ def split_strategies(text: str) -> list[str]:
     Example:
         >>> split_strategies("[off, ngram:4,1,5, learned:8,4,32]")
         ['off', 'ngram:4,1,5', 'learned:8,4,32']
+        >>> split_strategies("1=learned:8,4,32, 4=ngram:4,1,5")
+        ['1=learned:8,4,32', '4=ngram:4,1,5']
     """
     bare = re.sub(r"[\[\]'\"]", "", text).strip(" ,;")
-    # An item starts with a letter, a number inside an item with a digit.
-    return re.split(r"[,;\s]+(?=[^\d,;\s])", bare) if bare else []
+    # An item starts with a letter or a batch and "=", a number inside an item with a digit.
+    return re.split(r"[,;\s]+(?=\d+=|[^\d,;\s])", bare) if bare else []
 
 
 def parse_strategies(texts: Iterable[str]) -> tuple[Strategy, ...]:

@@ -37,6 +37,8 @@ def test_lists_with_and_without_brackets():
     config = load_config(["engine.strategies=[off,ngram:2,1,3]", "bandit.buckets=1,2,32"])
     assert config.engine.strategies == ["off", "ngram:2,1,3"]
     assert config.bandit.buckets == [1, 2, 32]
+    mapped = load_config(["bandit.map=4=learned:8,4,32,16=ngram:4,1,5"]).bandit
+    assert mapped.map == ["4=learned:8,4,32", "16=ngram:4,1,5"]
     assert load_config(["drafter.feature_layers=[]"]).drafter.feature_layers == []
 
 
