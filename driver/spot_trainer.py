@@ -466,7 +466,7 @@ class SpotTrainer:
         self.ready.drop()
         vocabulary = self.drafter.d2t.clone()
         head = {"lm_head.weight": self.drafter.lm_head.weight}
-        trained = state["trained"] if "trained" in state else {}  # what drafts is trained itself
+        trained = state.get("trained", {})  # none: what drafts is trained itself
         self.step.average.load(head | state["drafter"], trained)
         self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]

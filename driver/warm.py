@@ -30,7 +30,7 @@ from driver.deterministic import deterministic
 from driver.errors import UserError
 from driver.phases import Phases
 from driver.rollout.request import Request, SamplingParams, request_id
-from driver.run_checkpoint import Checkpoint, earlier_versions, save_checkpoint, whole_checkpoints
+from driver.run_checkpoint import Checkpoint, earlier_versions, latest_checkpoint, save_checkpoint
 from driver.spot_trainer import SpotTrainer
 from driver.strategy import OFF, parse_strategies
 from driver.tasks import Task, make_task
@@ -101,13 +101,13 @@ def fingerprints(folder: Path) -> dict[str, str]:
     """Of the policy and the drafter of a warm start; {} where the folder holds none that tells."""
     path = folder / REPORT
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return report["fingerprint"] if "fingerprint" in report else {}
+    return report.get("fingerprint", {})
 
 
 def begun_from(config: Config) -> dict[str, str]:
     """The fingerprints of the warm start that a run of these settings begins from."""
-    found = whole_checkpoints(warm_folder(config)) if config.warmup.keep else []
-    return fingerprints(found[-1].path if found else Path(config.model.path).expanduser())
+    found = latest_checkpoint(warm_folder(config)) if config.warmup.keep else None
+    return fingerprints(found.path if found else Path(config.model.path).expanduser())
 
 
 def told(folder: Path) -> str:
@@ -128,10 +128,10 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
         Its checkpoint, with `warm.json`, what was measured of it.
     """
     folder = warm_folder(config)
-    found = whole_checkpoints(folder)
-    if found:
-        note(f"warm start: {told(found[-1].path)}")
-        return found[-1]
+    found = latest_checkpoint(folder)
+    if found is not None:
+        note(f"warm start: {told(found.path)}")
+        return found
     if not config.warmup.steps:
         raise UserError("warmup.steps: 0 makes no warm start; set it, or warmup.keep=false")
     task = make_task(**asdict(config.task))

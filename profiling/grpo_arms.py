@@ -212,8 +212,7 @@ def warmed_policy(folder: Path) -> str:
     """Fingerprint of the policy that a run began with; empty where its summary has none."""
     path = folder / "summary.json"
     summary = json.loads(path.read_text()) if path.exists() else {}
-    begun = summary["warm_start"] if "warm_start" in summary else {}
-    return begun["policy"] if "policy" in begun else ""
+    return summary.get("warm_start", {}).get("policy", "")
 
 
 def finished_steps(folder: Path) -> int:

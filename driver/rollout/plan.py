@@ -178,7 +178,7 @@ class BucketPlan:
 
     def find(self, batch: int, strategy: Strategy) -> Cell | None:
         """The smallest planned graph of the strategy that holds the batch; None: there is none."""
-        buckets = self._buckets[strategy] if strategy in self._buckets else []
+        buckets = self._buckets.get(strategy, [])
         index = bisect_left(buckets, batch)
         return Cell(buckets[index], strategy) if index < len(buckets) else None
 
