@@ -332,7 +332,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}  # it is no mapping
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path}: cannot be read as safetensors ({error}); copy the file again"

@@ -179,7 +179,7 @@ def _override(key: str, text: str) -> dict[str, Any]:
     if typing.get_origin(declared) is list and not text.startswith("["):
         text = f"[{text}]"
     try:
-        return {section: {name: yaml.load(text, _Loader)}}  # noqa: S506 (a SafeLoader)
+        return {section: {name: yaml.load(text, _Loader)}}  # a SafeLoader
     except yaml.YAMLError:
         raise UserError(f"{key}: cannot read the value {text!r}") from None
 
@@ -214,7 +214,7 @@ def _read_preset(preset: str) -> dict[str, Any]:
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"preset={preset}: unknown; {hint}there are {', '.join(names)}")
     try:
-        tree = yaml.load(source.read_text(encoding="utf-8"), _Loader) or {}  # noqa: S506
+        tree = yaml.load(source.read_text(encoding="utf-8"), _Loader) or {}
     except OSError as error:
         raise UserError(f"preset={preset}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:

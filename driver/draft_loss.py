@@ -147,7 +147,7 @@ def unrolled_loss(
     batch: DraftBatch,
     cos_sin: Tensor,
     steps: int,
-    objective: Objective = Objective(),  # noqa: B008 (frozen)
+    objective: Objective = Objective(),  # frozen
     acceptance: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The objective against the target's law, weighted over entries and unroll steps.

@@ -116,7 +116,7 @@ class Rebalancer:
         self._senders.remove(rank)
         count = int(self._write_once(f"from/{rank}", NO_MORE))
         parcels = [self.store.get(_parcel(rank, i)) for i in range(count)]
-        scheduler.adopt(pickle.loads(parcel) for parcel in parcels)  # noqa: S301 (a rank's own)
+        scheduler.adopt(pickle.loads(parcel) for parcel in parcels)  # a rank's own
 
     def _close(self, scheduler: Scheduler) -> None:
         self._over = True
