@@ -9,6 +9,7 @@ share of it that the best strategy of each bucket would have saved, after one ro
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,6 @@ def evaluate(bench: Bench, recording: Recording) -> None:
             regret_first=round(sum(r[0].regret for r in runs) / len(runs), 4),
             regret=round(sum(r[-1].regret for r in runs) / len(runs), 4),
         )
-        counted = sum((one.pulls for one in runs[0]), start=type(runs[0][0].pulls)())
+        counted = sum((one.pulls for one in runs[0]), start=Counter())
         pulls[name] = [[b, s, n] for (b, s), n in sorted(counted.items())]
     bench.files["pulls"] = pulls

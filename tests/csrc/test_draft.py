@@ -7,7 +7,6 @@ import tlt_ext
 from tests import kit, reference
 
 NAN, NOBODY, EPS = float("nan"), -77, 1e-5
-WEIGHTS = ("embedding", "hidden", "input_norm", "hidden_norm")
 
 
 def ints(*values):

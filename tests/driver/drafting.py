@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from driver.checkpoint import ModelSpec
+from driver.assemble import spec_of
 from driver.data_buffer import Document
 from driver.drafter import Drafter, DraftSpec
 from driver.model import TargetModel
@@ -83,12 +83,6 @@ class Parts:
             hook.remove()
         chosen = [states[i] for i in (*self.target.feature_layers, -1)]
         return torch.cat([state.view(len(tokens), -1) for state in chosen], -1)
-
-
-def spec_of(model: PreTrainedModel) -> ModelSpec:
-    return ModelSpec.from_config(
-        {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    )
 
 
 def build_parts(

@@ -2,8 +2,9 @@
 
 import torch
 
+from driver.assemble import spec_of
 from driver.drafter import Drafter, DraftSpec
-from tests.driver.drafting import build_parts, spec_of
+from tests.driver.drafting import build_parts
 from tests.driver.hugging_face import random_model
 from tests.kit import randn
 
