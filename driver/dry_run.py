@@ -3,8 +3,9 @@
 Memory by part (`driver.footprint`), the time of a step by phase from bytes, FLOPs and launches over
 what the machine can do at most, and a refusal where the memory does not suffice. `model.path=` may
 be a folder with nothing but a `config.json`. Further words: `memory_gb=` (of the card; default is
-the one that is there), `prompt_tokens=` (of the longest prompt, where there is no tokenizer) and
-`mean_tokens=` (of a response). A run on a card is refused by the same numbers.
+the one that is there), `prompt_tokens=` (of the longest prompt, where there is no tokenizer),
+`mean_tokens=` (of a response) and `ranks=` (of which each may hold a part of the optimizer,
+`grpo.shard`). A run on a card is refused by the same numbers.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Words:
     memory_gb: float = 0.0
     prompt_tokens: int = 0
     mean_tokens: int = 0
+    ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,14 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     policy = empty_policy(config, folder)
     prompt_len = words.prompt_tokens or prompt_tokens(config, folder)
     check_context(prompt_len, config.sampling.max_new_tokens, spec_of(policy).max_position)
-    parts = footprint(config, policy, prompt_len)
+    ranks = words.ranks or 1
+    parts = footprint(config, policy, prompt_len, ranks)
     numbers = sum(p.numel() for p in policy.parameters())
     say(f"{type(policy).__name__}, {numbers / 1e6:.1f} M parameters, {config.model.dtype}")
     for line in table(parts):
         say(line)
     other = replace(config.grpo, checkpointing=not config.grpo.checkpointing)
-    flipped = footprint(replace(config, grpo=other), policy, prompt_len)
+    flipped = footprint(replace(config, grpo=other), policy, prompt_len, ranks)
     state = str(other.checkpointing).lower()
     say(f"  with grpo.checkpointing={state}: peak {flipped.peak / 1e9:.3f}")
     most = config.sampling.max_new_tokens
@@ -116,12 +119,13 @@ def read_words(argv: Sequence[str]) -> tuple[Words, Config]:
     return words, load_config([word for word in argv if word not in mine])
 
 
-def check_run(config: Config, folder: Path | None) -> None:
+def check_run(config: Config, folder: Path | None, ranks: int = 1) -> None:
     """Refuses a run whose responses its model, or whose memory its card, has no room for.
 
     Args:
         config: of the run.
         folder: of the model; None = the tiny one.
+        ranks: of the run.
 
     Raises:
         UserError: as of a dry run, with the same numbers, before anything is taken.
@@ -129,7 +133,8 @@ def check_run(config: Config, folder: Path | None) -> None:
     policy, prompt_len = empty_policy(config, folder), prompt_tokens(config, folder)
     check_context(prompt_len, config.sampling.max_new_tokens, spec_of(policy).max_position)
     if config.run.check_memory:
-        check_fits(footprint(config, policy, prompt_len), memory_gb(config.run.device))
+        parts = footprint(config, policy, prompt_len, ranks)
+        check_fits(parts, memory_gb(config.run.device))
 
 
 def check_fits(parts: Footprint, limit_gb: float) -> None:

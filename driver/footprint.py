@@ -104,16 +104,19 @@ class Footprint:
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
 
-def footprint(config: Config, policy: PreTrainedModel, prompt_len: int) -> Footprint:
+def footprint(
+    config: Config, policy: PreTrainedModel, prompt_len: int, ranks: int = 1
+) -> Footprint:
     """The memory of a run.
 
     Args:
         config: of the run.
         policy: from `empty_policy`.
         prompt_len: tokens of the longest prompt.
+        ranks: that may share the optimizer.
 
     Returns:
-        Bytes on `run.device`.
+        Bytes on `run.device`, of one rank.
 
     Example:
         >>> config = load_config(["preset=tiny"])
@@ -121,7 +124,7 @@ def footprint(config: Config, policy: PreTrainedModel, prompt_len: int) -> Footp
         'update, layers'
     """
     spec = spec_of(policy)
-    always = _policy_parts(config, policy) | _engine_parts(config, policy, spec, prompt_len)
+    always = _policy_parts(config, policy, ranks) | _engine_parts(config, policy, spec, prompt_len)
     on_card = config.run.device != "cpu"
     if on_card:
         always[CONTEXT] = CONTEXT_BYTES
@@ -229,10 +232,11 @@ def chunk_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
     return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT * rows, share)
 
 
-def _policy_parts(config: Config, policy: PreTrainedModel) -> dict[str, int]:
-    numbers = sum(p.numel() for p in policy.parameters())
+def _policy_parts(config: Config, policy: PreTrainedModel, ranks: int) -> dict[str, int]:
+    sharers = ranks if config.grpo.shard else 1
+    numbers = sum(-(-len(p) // sharers) * p[0].numel() for p in policy.parameters())
     parts = {"policy": held_bytes(policy)}
-    if is_half(policy.dtype):
+    if is_half(policy.dtype) or sharers > 1:
         parts["float32 masters"] = FLOAT * numbers
     parts["Adam"] = 2 * FLOAT * numbers
     if config.grpo.kl_coef:

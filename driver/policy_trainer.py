@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class PolicyTrainer:
             if load_reference is None:
                 raise ValueError(f"grpo.kl_coef={cfg.kl_coef} needs a reference model to load")
             self.reference = load_reference().eval().requires_grad_(False)
-        self.weights = MasterWeights(model)
+        self.weights = MasterWeights(model, self.world, cfg.shard)
         self.params, self.masters = self.weights.params, self.weights.masters
         # Norms and biases are not pulled towards zero.
         decay = [p for p in self.masters if p.dim() > 1]
@@ -188,17 +188,25 @@ class PolicyTrainer:
         return seen, shares
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model's own weights that a resumed run needs."""
+        """Everything but the model's own weights that a resumed run needs, whatever its ranks.
+
+        All ranks call it together: each may hold a part.
+        """
+        optimizer, saved = self.optimizer.state_dict(), self.weights.saved
+        with self.weights.together():
+            moments = _each_moment(optimizer["state"], saved)
+            masters = [saved(master.detach()) for master in self.weights.copies]
         return {
             "step": self.step,
-            "optimizer": self.optimizer.state_dict(),
-            "masters": [m.detach() for m in self.weights.copies],
+            "optimizer": optimizer | {"state": moments},
+            "masters": masters,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; the model's weights are loaded by the caller beforehand."""
         self.step = state["step"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        moments = _each_moment(state["optimizer"]["state"], self.weights.part)
+        self.optimizer.load_state_dict(state["optimizer"] | {"state": moments})
         copies = self.weights.copies
         if len(copies) != len(state["masters"]):
             raise ValueError(
@@ -207,7 +215,7 @@ class PolicyTrainer:
             )
         with torch.no_grad():
             for master, saved in zip(copies, state["masters"], strict=True):
-                master.copy_(saved)
+                master.copy_(self.weights.part(saved))
 
     def _micro_batches(
         self, responses: Sequence[Response], part: Sequence[int]
@@ -273,7 +281,7 @@ class PolicyTrainer:
                 with_old, some = self.backward(batches, advantages, denominator)
                 seen.append(with_old)
                 shares += some
-                self._sum_gradients()
+                self.weights.sum_gradients()
                 norms.append(self._optimizer_step(lr))
             minibatches = seen
         sums = torch.zeros(5, dtype=torch.float64)  # tokens, loss, KL, clipped, reference KL
@@ -292,13 +300,6 @@ class PolicyTrainer:
         if self.reference is not None:
             metrics["actor/ref_kl"] = ref_kl / tokens
         return minibatches, metrics
-
-    def _sum_gradients(self) -> None:
-        if self.world.size > 1:
-            for master in self.masters:
-                if master.grad is None:  # this rank had no micro-batch
-                    master.grad = torch.zeros_like(master)
-            self.world.sum_([master.grad for master in self.masters])
 
     def _over_ranks(self, values: Tensor) -> Tensor:
         """The sum of every rank's values, float64 on the CPU."""
@@ -348,6 +349,16 @@ def has_own_old_logprobs(cfg: GrpoConfig) -> bool:
     """
     early = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     return cfg.epochs == 1 and cfg.minibatches == 1 and not early
+
+
+def _each_moment(
+    state: Mapping[int, Mapping[str, Tensor]], change: Callable[[Tensor], Tensor]
+) -> dict[int, dict[str, Tensor]]:
+    """An optimizer's state with its moments changed; its counts of steps are numbers."""
+    return {
+        index: {name: change(value) if value.dim() else value for name, value in of.items()}
+        for index, of in state.items()
+    }
 
 
 def _check_responses(responses: Sequence[Response]) -> None:

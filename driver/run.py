@@ -99,7 +99,7 @@ class Run:
             task = make_task(**asdict(config.task))
             source = find_model(config, note)
             if config.run.device != "cpu":
-                check_run(config, source)
+                check_run(config, source, world.size)
             folder = RunFolder(config) if world.rank == 0 else None
         try:
             return Run._build(config, note, world, phases, task, source, folder)
@@ -293,23 +293,24 @@ class Run:
         On a card the step waits until it is copied; `end_checkpoint` waits until it is written.
         """
         timelines = self.world.gather(self.phases.timeline.text())
-        if self.folder is None:
-            return
         with self.phases("checkpoint"):
             if self.saved_step != self.step:
-                write = functools.partial(self._write, self.step, self._kept_tokenizer)
-                self.writer.save(write, self._states())
+                learned = self.trainer.state_dict()  # of all ranks: each may hold a part
+                if self.folder is not None:
+                    write = functools.partial(self._write, self.step, self._kept_tokenizer)
+                    self.writer.save(write, self._states(learned))
                 self.saved_step = self.step
-            self.phases.timeline.write(self.folder.timeline, timelines[1:])
-            if self.collector.rank_states:
-                self.folder.write_ranks(self.collector.rank_states)
+            if self.folder is not None:
+                self.phases.timeline.write(self.folder.timeline, timelines[1:])
+                if self.collector.rank_states:
+                    self.folder.write_ranks(self.collector.rank_states)
 
-    def _states(self) -> dict[str, Any]:
+    def _states(self, learned: dict[str, Any]) -> dict[str, Any]:
         spot = self.rollout.spot
         return {
             "policy": self.policy.state_dict(),
             "states": {
-                "trainer": self.trainer.state_dict(),
+                "trainer": learned,
                 "bandit": self.rollout.bandit.state_dict(),
                 "spot": spot.state_dict() if spot else None,
                 "counters": {

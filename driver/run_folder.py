@@ -306,7 +306,8 @@ def _choose(run: RunConfig, preset: str) -> Path:
 def _check_same(config: Config, saved: Path) -> None:
     """A resumed run keeps its settings, all but `capture` and the rhythm and length of `run`.
 
-    `spot.mode` follows from the number of ranks, which may be another; it changes no token.
+    `spot.mode` and `grpo.shard` follow from the number of ranks, which may be another; they change
+    no token of a policy.
     """
     before = dataclasses.asdict(load_config([f"preset={saved}"]))
     now = dataclasses.asdict(config)
@@ -314,7 +315,8 @@ def _check_same(config: Config, saved: Path) -> None:
         if section in ("preset", "capture"):
             continue
         for name, value in values.items():
-            fixed = name == "seed" if section == "run" else (section, name) != ("spot", "mode")
+            free = (section, name) in (("spot", "mode"), ("grpo", "shard"))
+            fixed = name == "seed" if section == "run" else not free
             if fixed and before[section][name] != value:
                 raise UserError(
                     f"{section}.{name}: {value} now, {before[section][name]} in {saved}; a resumed"

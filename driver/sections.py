@@ -330,6 +330,7 @@ class GrpoConfig(Section):
     minibatches: int = setting(1, low=1)
     micro_batch_tokens: int = setting(1024, low=1)
     checkpointing: bool = False  # recompute each layer in the backward pass: less memory
+    shard: bool = False  # each of several ranks holds a part of masters and optimizer: less memory
     max_grad_norm: float = setting(1.0, above=0)
     is_cap: float = setting(2.0, above=0)  # truncated importance weight
     weight_decay: float = setting(0.0, low=0)

@@ -184,21 +184,23 @@ class World:
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Adds up each tensor over the ranks, in place; all ranks get the same bits."""
         if self.size > 1:
-            with self.meeting():
-                self._wait_for_all()
+            with self.together():
                 sum_over(tensors, None)
 
     def copy_(self, tensors: Iterable[Tensor]) -> None:
         """Gives every rank the values of rank 0, in place."""
         if self.size > 1:
-            with self.meeting():
-                self._wait_for_all()
+            with self.together():
                 for tensor in tensors:
                     dist.broadcast(tensor, 0)
 
-    def _wait_for_all(self) -> None:
-        """On the host: cards that wait for a lost one are ended by NCCL before they can name it."""
-        dist.all_reduce(torch.zeros(1))
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A meeting in which cards exchange something."""
+        with self.meeting():
+            # On the host: cards that wait for a lost one are ended by NCCL before they can name it.
+            dist.all_reduce(torch.zeros(1))
+            yield
 
 
 def share_state(

@@ -51,6 +51,8 @@ def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
     assert lines[0] == "Qwen2ForCausalLM, 7615.6 M parameters, bfloat16"
     assert "    float32 masters          30.462" in lines
     dry_run.dry_run([*words[:2], "memory_gb=620"], lines.append)
+    dry_run.dry_run([*words[:2], "memory_gb=540", "ranks=8", "grpo.shard=true"], lines.append)
+    assert "    float32 masters           3.808" in lines
 
 
 def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_path, monkeypatch):

@@ -43,6 +43,7 @@ class Cfg:
     weight_decay: float = 0.0
     entropy_coef: float = 0.0
     checkpointing: bool = False
+    shard: bool = False
 
 
 def test_configuration_has_what_the_trainer_reads():

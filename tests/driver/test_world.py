@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -106,13 +107,14 @@ run.Phases = late
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "parted"), [(2, "false"), (3, "true")])
+def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks, parted):
     """Tokens and rewards are those of one rank to the bit in the first step, where the policy is
     the same; afterwards it differs by the order in which gradients are added up. Two ranks do not
     divide three prompts. The timeline shows what all come to at one time, whenever each began."""
     folder, expected = alone
-    records = run(tmp_path, ranks, script=SAME_EVERYWHERE + LAST_CLOCK_IS_LATE)
+    words = [f"grpo.shard={parted}"]
+    records = run(tmp_path, ranks, *words, script=SAME_EVERYWHERE + LAST_CLOCK_IS_LATE)
     assert tokens(tmp_path)[0] == tokens(folder)[0]
     for key in ("critic/rewards/mean", "response_length/mean", "frac_reward_zero_std"):
         assert records[1][key] == expected[1][key], key
@@ -131,6 +133,35 @@ def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks):
             ends[event["pid"]].append((event["ts"] + event["dur"]) / 1e6)
     assert len(ends) == ranks and len(ends[0]) == 2
     assert all(mine == pytest.approx(ends[0], abs=0.5) for mine in ends.values())
+
+
+HOLDS_A_PART = """
+from driver.policy_trainer import PolicyTrainer
+update = PolicyTrainer.update
+def checked_update(self, *args):
+    out = update(self, *args)
+    held = sum(m["exp_avg"].to_local().numel() for m in self.optimizer.state.values())
+    every = sum(p.numel() for p in self.params)
+    assert 0.3 < held / every < 0.37, (held, every)
+    return out
+PolicyTrainer.update = checked_update
+"""
+
+
+def test_ranks_that_hold_parts_of_the_optimizer_learn_the_same(tmp_path):
+    """Three do not divide the rows; two that hold all of it, or parts, go on from there alike."""
+    half, parted = "model.dtype=bfloat16", "grpo.shard=true"
+    plain = run(tmp_path / "plain", 3, half)
+    shared = run(tmp_path / "parts", 3, half, parted, script=SAME_EVERYWHERE + HOLDS_A_PART)
+    for mine, theirs in zip(shared[1:], plain[1:], strict=True):
+        for key in ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+    shutil.copytree(tmp_path / "parts", tmp_path / "again")
+    more = [half, "run.resume=true", "run.steps=3"]
+    parts = run(tmp_path / "parts", 2, parted, *more, script=SAME_EVERYWHERE)
+    whole = run(tmp_path / "again", 2, *more, script=SAME_EVERYWHERE)
+    for key in ("critic/rewards/mean", "actor/grad_norm", "actor/entropy"):
+        assert parts[-1][key] == pytest.approx(whole[-1][key], rel=1e-4, abs=1e-6), key
 
 
 def test_no_more_of_the_bubble_is_used_than_there_was():
