@@ -78,11 +78,16 @@ class Config:
 
     def __post_init__(self) -> None:
         arms = parse_strategies(self.engine.strategies)
-        if self.bandit.policy == "static" and Strategy.parse(self.bandit.static) not in arms:
-            raise UserError(
-                f"bandit.static: {self.bandit.static!r} is not among engine.strategies"
-                f" ({' '.join(map(str, arms))}); add it there"
-            )
+        chosen = {
+            "static": [Strategy.parse(self.bandit.static)],
+            "map": self.bandit.strategy_map().values(),
+        }
+        for arm in chosen.get(self.bandit.policy, []):
+            if arm not in arms:
+                raise UserError(
+                    f"bandit.{self.bandit.policy}: '{arm}' is not among engine.strategies"
+                    f" ({' '.join(map(str, arms))}); add it there"
+                )
         learned = [str(arm) for arm in arms if arm.needs_drafter]
         if learned and not self.drafter.enabled:
             raise UserError(

@@ -118,6 +118,8 @@ class PolicyTrainer:
         # By request id: the cut into minibatches must not depend on which response finished first.
         kept.sort(key=lambda i: responses[i].request.id)
         metrics = _response_metrics(responses, raw, groups)
+        if self.cfg.advantage != "reinforce":  # whose baseline is the batch's
+            _warn_of_equal_rewards(metrics["frac_reward_zero_std"])
 
         spans, device = Spans("update"), self._device()
         with spans("old_log_prob") as fixing:
@@ -400,12 +402,6 @@ def _response_metrics(
             "be right: raise sampling.max_new_tokens",
             stacklevel=3,
         )
-    if zero_std >= NEAR_ONE:
-        warnings.warn(
-            f"{zero_std:.0%} of the groups have equal rewards, so nothing can be learned from "
-            "them: the task is too hard or too easy for this policy",
-            stacklevel=3,
-        )
     return {
         "critic/rewards/mean": raw.mean().item(),
         "response_length/mean": sum(lengths) / len(lengths),
@@ -414,3 +410,12 @@ def _response_metrics(
         "response_length/clip_ratio": clip_ratio,
         "frac_reward_zero_std": zero_std,
     }
+
+
+def _warn_of_equal_rewards(share: float) -> None:
+    if share >= NEAR_ONE:
+        warnings.warn(
+            f"{share:.0%} of the groups have equal rewards, so nothing can be learned from them:"
+            " the task is too hard or too easy for this policy",
+            stacklevel=3,
+        )

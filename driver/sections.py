@@ -343,8 +343,11 @@ class GrpoConfig(Section):
                 f"grpo.minibatches: wanted at most the {responses} responses of a step,"
                 f" got {self.minibatches}"
             )
-        if self.advantage == "rloo" and self.samples_per_prompt < 2:
-            raise UserError("grpo.samples_per_prompt: rloo leaves one out; wanted at least 2")
+        if self.advantage != "reinforce" and self.samples_per_prompt < 2:
+            raise UserError(
+                f"grpo.samples_per_prompt: {self.advantage} compares responses to one prompt;"
+                " wanted at least 2, or grpo.advantage=reinforce"
+            )
 
 
 @dataclass(frozen=True)

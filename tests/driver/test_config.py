@@ -109,6 +109,10 @@ def test_yaml_round_trip(tmp_path):
             ["bandit.policy=static", "bandit.static=ngram:9,1,3"],
             r"^bandit.static: 'ngram:9,1,3' is not among engine.strategies",
         ),
+        (
+            ["bandit.policy=map", "bandit.map=1=off, 4=ngram:9,1,3"],
+            r"^bandit.map: 'ngram:9,1,3' is not among engine.strategies",
+        ),
         (["drafter.enabled=false"], r"^engine.strategies: 'learned:.*needs a drafter"),
         (
             ["drafter.enabled=false", "engine.strategies=off hybrid:4,4,16"],
@@ -117,8 +121,9 @@ def test_yaml_round_trip(tmp_path):
         (["grpo.minibatches=257"], r"^grpo.minibatches: wanted at most the 256 responses"),
         (
             ["grpo.advantage=rloo", "grpo.samples_per_prompt=1"],
-            r"^grpo.samples_per_prompt: rloo leaves one out",
+            r"^grpo.samples_per_prompt: rloo compares responses to one prompt",
         ),
+        (["grpo.samples_per_prompt=1"], r"^grpo.samples_per_prompt: grpo compares .*reinforce$"),
         (["preset=tiyn"], r"^preset=tiyn: unknown; did you mean tiny\? there are"),
         (["preset=/nowhere/x.yaml"], r"^preset=/nowhere/x.yaml: cannot be read"),
     ],

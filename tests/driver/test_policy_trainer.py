@@ -476,6 +476,16 @@ def test_warns_when_nearly_no_group_can_teach_fault_52():
     assert metrics["actor/grad_norm"] == 0.0
 
 
+def test_equal_rewards_in_a_group_teach_where_the_batch_is_the_baseline():
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*equal rewards")
+        metrics = PolicyTrainer(model, Cfg(advantage="reinforce")).update(
+            make_responses(model), [1.0] * 4 + [0.0] * 4
+        )
+    assert metrics["actor/grad_norm"] > 0.0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_alarm_when_the_engine_holds_stale_weights_fault_53(dtype):
     model = make_model(dtype)
