@@ -20,6 +20,7 @@ from driver.spot_trainer import SpotTrainer
 from driver.world import World, share_state, sum_over
 
 POLL_S = 0.002
+KEPT_GROUPS = 16  # for another step: a card's memory holds their channels
 WAITS, TRAINS = "the wait for the last rank", "drafter training"  # phases
 BUSY, IDLE, TRAINING, UPDATE = "busy", "idle", "training", "update"
 
@@ -51,6 +52,7 @@ class Coordinator:
         self._idle_since = 0.0
         if refill == 0:
             self.changes = []
+        self._drop_groups()
         self._become(BUSY)
 
     @property
@@ -177,11 +179,20 @@ class Coordinator:
         if len(ranks) == 1:
             return None
         key = tuple(sorted(ranks))
-        if key not in self._groups:
+        group = self._groups.pop(key, None)
+        if group is None:
             backend = "cpu:gloo,cuda:nccl" if self.world.device.startswith("cuda") else "gloo"
             wait = datetime.timedelta(seconds=self.world.timeout_s)
-            self._groups[key] = dist.new_group(list(key), timeout=wait, backend=backend)
-        return self._groups[key]
+            group = dist.new_group(list(key), timeout=wait, backend=backend)
+        self._groups[key] = group  # behind all others
+        return group
+
+    def _drop_groups(self) -> None:
+        """Those that were asked for longest ago; every rank is here and has asked for the same."""
+        for key in list(self._groups)[:-KEPT_GROUPS]:
+            group = self._groups.pop(key)
+            if self.world.rank in key:
+                dist.destroy_process_group(group)
 
     def _idle(self) -> list[int]:
         store = self.world.store

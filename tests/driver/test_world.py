@@ -206,6 +206,8 @@ def test_idle_ranks_train_the_drafter_until_the_last_one_is_done(tmp_path):
 
 
 ANOTHER_IS_SLOW = """
+from driver import coordinator
+coordinator.KEPT_GROUPS = 1
 generate = collector.Collector.roll_out
 def slow(self, prompts, requests):
     slow.calls += 1
@@ -218,11 +220,11 @@ collector.Collector.roll_out = slow
 
 
 def test_other_ranks_train_together_in_each_step(tmp_path):
-    """Ranks 0 and 1, then 0 and 2, then 1 and 2: each has been in another number of groups."""
-    words = ["run.steps=3", "spot.min_ranks=2", "run.timeout_s=60"]
+    """Ranks 0 and 1, then 0 and 2, then 1 and 2, then as at first, a group that was dropped."""
+    words = ["run.steps=4", "spot.min_ranks=2", "run.timeout_s=60"]
     records = run(tmp_path, 3, *words, script=ANOTHER_IS_SLOW + SAME_EVERYWHERE)
     seen = [record["drafter/tokens_seen"] for record in records[1:]]
-    assert 0 < seen[0] < seen[1] < seen[2]
+    assert 0 < seen[0] < seen[1] < seen[2] < seen[3]
 
 
 DIES = """
