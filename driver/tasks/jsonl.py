@@ -108,7 +108,7 @@ def read_jsonl(path: Path) -> list[tuple[str, str]]:
         driver.errors.UserError: missing.jsonl: cannot be read (No such file or directory)
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors mark their files
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
     except OSError as error:

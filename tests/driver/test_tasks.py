@@ -198,7 +198,8 @@ def test_jsonl_splits(word_problems):
 
 
 def test_jsonl_folder_has_its_own_test_file(tmp_path):
-    (tmp_path / "train.jsonl").write_text("\n".join(line(f"train {n}") for n in range(3)))
+    lines = "\n".join(line(f"train {n}") for n in range(3))
+    (tmp_path / "train.jsonl").write_text(lines, encoding="utf-8-sig")
     (tmp_path / "test.jsonl").write_text(line("held out"))
     task = make_task("jsonl", path=str(tmp_path), shots=0)
     assert "train 2" in task.prompt("train", 2).text
