@@ -81,6 +81,21 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
+def newest_first(results: Path, bench: str, file: str = "") -> list[Path]:
+    """A benchmark's files on the targets' card, of a whole and a quick run, the newer one's first.
+
+    Args:
+        results: folder of all cards.
+        bench: its name.
+        file: that it wrote beside its result; "" = the result itself.
+    """
+    own = f"{bench}.json"
+    runs = [results / TARGETS_CARD / part for part in ("", "quick")]
+    runs = [folder for folder in runs if (folder / own).exists()]
+    runs.sort(key=lambda folder: load(folder / own)["meta"]["date"], reverse=True)
+    return [path for folder in runs if (path := folder / (file or own)).exists()]
+
+
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Two results of parts of one benchmark as one; what both have is the new one's.
 

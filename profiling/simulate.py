@@ -30,7 +30,7 @@ from pathlib import Path
 
 from driver.errors import UserError
 from driver.strategy import OFF, Strategy
-from profiling.results import RESULTS, TARGETS_CARD, load
+from profiling.results import RESULTS, load, newest_first
 from profiling.workload import trace_lengths
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -219,10 +219,7 @@ def load_model(machine: Machine, gpus_per_rank: int = 1) -> tuple[CostModel, str
         machine: of the roofline.
         gpus_per_rank: more than one leave of what was measured the accept lengths.
     """
-    for folder in (RESULTS / TARGETS_CARD, RESULTS / TARGETS_CARD / "quick"):
-        path = folder / "decode.json"
-        if not path.exists():
-            continue
+    for path in newest_first(RESULTS, "decode"):
         measured, arms = {}, {}
         for row in load(path)["rows"]:
             subject, batch, strategy = row["case"].split(" ", 2)

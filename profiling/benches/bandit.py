@@ -17,7 +17,7 @@ from driver.bandit import Bandit
 from driver.config import BanditConfig
 from driver.strategy import Strategy
 from profiling.bench import Bench
-from profiling.results import RESULTS, TARGETS_CARD
+from profiling.results import RESULTS, newest_first
 from profiling.workload import Recording, Replay, replay, trace_lengths, work_of
 
 NEEDS_CUDA = False
@@ -28,9 +28,7 @@ SEEDS = 5
 
 def recording_path() -> Path | None:
     """The newer of the whole and the quick recording; None: neither is there."""
-    paths = [RESULTS / TARGETS_CARD / part / "rollout-recording.json" for part in ("", "quick")]
-    found = [path for path in paths if path.exists()]
-    return max(found, key=lambda path: path.stat().st_mtime) if found else None
+    return next(iter(newest_first(RESULTS, "rollout", "rollout-recording.json")), None)
 
 
 def policies(recording: Recording) -> dict[str, BanditConfig]:

@@ -25,7 +25,7 @@ from driver.rollout.runner import Burst, PassRunner
 from driver.rollout.state import MAX_EMITTED
 from driver.strategy import OFF, Strategy
 from profiling.bench import Bench, say
-from profiling.results import RESULTS, TARGETS_CARD
+from profiling.results import RESULTS, newest_first
 from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 from profiling.workload import accept_length
 
@@ -204,11 +204,8 @@ def grid(
 
 def recorded_accepts() -> dict[str, list[int]]:
     """The committed histogram of the warmed policy; {} where there is none."""
-    for folder in (RESULTS / TARGETS_CARD, RESULTS / TARGETS_CARD / "quick"):
-        path = folder / "decode-accept.json"
-        if path.exists():
-            return json.loads(path.read_text())
-    return {}
+    paths = newest_first(RESULTS, "decode", "decode-accept.json")
+    return json.loads(paths[0].read_text()) if paths else {}
 
 
 def book_warmed(bench: Bench, got: dict[tuple[int, str], dict[str, Any]]) -> None:

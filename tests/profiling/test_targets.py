@@ -70,6 +70,14 @@ def test_the_newer_figure_counts_and_an_older_one_fills_in(known):
     assert c.state == "missing"
 
 
+def test_the_newer_of_two_runs_is_read_first(known):
+    write(known, "fake-log.json", {})
+    write(known, "quick/fake.json", result(date="2026-11-28T09:00"))
+    found = results.newest_first(known, "fake")
+    assert [path.parent.name for path in found] == ["quick", results.TARGETS_CARD]
+    assert len(results.newest_first(known, "fake", "fake-log.json")) == 1
+
+
 def test_results_of_another_card_do_not_count_and_are_told(known, capsys):
     (known / results.TARGETS_CARD).rename(known / "h200")
     found = results.known_targets(known)
