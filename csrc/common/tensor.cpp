@@ -36,7 +36,7 @@ const char* name_of(DType dtype) {
     case DType::kOther:
       break;
   }
-  return "an unsupported dtype";
+  return "None";  // no array: those of other dtypes are refused where they are read
 }
 
 int64_t bytes_of(DType dtype) {

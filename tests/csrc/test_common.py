@@ -62,6 +62,7 @@ def test_gumbel_matches_its_formula_in_both_tails():
     ("x", "error", "match"),
     [
         ([[1.0, 2.0]], TypeError, "wanted an array that exports DLPack, got list"),
+        (None, TypeError, "silu_mul: x: expected dtype float32 .*, got None"),
         (np.broadcast_to(np.float32(1), (1, 2)), ValueError, "cannot be exported: .*readonly"),
         (np.ones((1, 2), ">f4"), ValueError, "cannot be exported: .*byte order"),
         (
