@@ -92,9 +92,14 @@ def test_the_host_wakes_for_bursts_not_for_passes(looped):
     assert looped.engine.stats.bursts <= 3
 
 
-@pytest.mark.parametrize(("strategy", "rows"), [("off", 1), ("learned:4,3,12", 12)])
-def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, strategy, rows):
-    """Graphs are on and hide none of them: op by op for the step, in one launch a burst again."""
+@pytest.mark.parametrize(
+    ("strategy", "rows", "share"), [("off", 1, 0.5), ("learned:4,3,12", 12, 0.25)]
+)
+def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, strategy, rows, share):
+    """Graphs are on and hide none of them: op by op for the step, in one launch a burst again.
+
+    The others are of prompts and of the drafter.
+    """
     config = CaptureConfig(op="tree_attention", step=3, calls=16)
     with looped.engine.runner.op_by_op(), capture_op(config, 3, tmp_path):
         assert same(generate(looped, jobs(), strategy, horizon=64), plain)
@@ -106,7 +111,7 @@ def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, stra
         for size, call in zip(sizes, calls, strict=True)
         if call["context_len"].min() > 0 and set(size) == {rows}
     ]
-    assert decode and all(len(size) <= 8 for size in decode)  # the drafter's calls are others
+    assert len(decode) > share * len(calls) and all(len(size) <= 8 for size in decode)
     assert same(generate(looped, jobs(), strategy, horizon=64), plain)
     assert looped.engine.stats.bursts < looped.engine.stats.target_passes
 

@@ -148,6 +148,24 @@ PolicyTrainer.update = checked_update
 """
 
 
+TAKES_OVER = """
+import torch
+from driver.policy_trainer import PolicyTrainer
+load = PolicyTrainer.load_state_dict
+def checked_load(self, state):
+    load(self, state)
+    again = self.state_dict()
+    if RANK == 0:
+        kept = [s["masters"] + [s["optimizer"]["state"][i][name]
+                for i in range(len(self.params)) for name in ("exp_avg", "exp_avg_sq")]
+                for s in (state, again)]
+        assert all(map(torch.equal, *kept)) and len(kept[0]) == 3 * len(self.params)
+        halves = [master.to(p.dtype) for p, master in zip(self.params, state["masters"])]
+        assert all(map(torch.equal, self.params, halves))
+PolicyTrainer.load_state_dict = checked_load
+"""
+
+
 def test_ranks_that_hold_parts_of_the_optimizer_learn_the_same(tmp_path):
     """Three do not divide the rows; two that hold all of it, or parts, go on from there alike."""
     half, parted = "model.dtype=bfloat16", "grpo.shard=true"
@@ -158,8 +176,8 @@ def test_ranks_that_hold_parts_of_the_optimizer_learn_the_same(tmp_path):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
     shutil.copytree(tmp_path / "parts", tmp_path / "again")
     more = [half, "run.resume=true", "run.steps=3"]
-    parts = run(tmp_path / "parts", 2, parted, *more, script=SAME_EVERYWHERE)
-    whole = run(tmp_path / "again", 2, *more, script=SAME_EVERYWHERE)
+    parts = run(tmp_path / "parts", 2, parted, *more, script=SAME_EVERYWHERE + TAKES_OVER)
+    whole = run(tmp_path / "again", 2, *more, script=SAME_EVERYWHERE + TAKES_OVER)
     for key in ("critic/rewards/mean", "actor/grad_norm", "actor/entropy"):
         assert parts[-1][key] == pytest.approx(whole[-1][key], rel=1e-4, abs=1e-6), key
 
@@ -211,6 +229,7 @@ coordinator.KEPT_GROUPS = 1
 generate = collector.Collector.roll_out
 def slow(self, prompts, requests):
     slow.calls += 1
+    assert len(self.coordinator._groups) <= coordinator.KEPT_GROUPS
     if RANK == (-slow.calls) % 3:
         time.sleep(2)
     return generate(self, prompts, requests)
