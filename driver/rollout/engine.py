@@ -6,8 +6,8 @@ speculation on or off moves no KV, and the strategy decides how many passes are 
 
 The host admits requests, grants pages and chooses a strategy; then the device makes passes by
 itself (`passes.py`, `runner.py`) until pages run short or so many requests have ended that there is
-something to decide; the rows of those that ended are inert. What a burst of passes emitted is read
-while the next one runs, where nobody ended.
+something to decide; the rows of those that ended are inert. What a burst of passes emitted is read,
+and who ended in it is retired, while the next one runs.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from driver.sections import EngineConfig
 
 HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
+VACANT = 1 / 8  # of the places, before the host wakes to let waiting requests in
 RING_PASSES = 128  # twice the most of a burst: one is read while the next runs
 FINISH = (None, "stop", "length")
 
@@ -87,6 +88,7 @@ class RolloutEngine:
         self.stats = RolloutStats()
         self.spans = Spans("rollout")
         self._wanted = OFF  # what the bandit chose last
+        self._left: list[Running] = []  # ended, with features to take and pages to free
         self.spec_max_rows = config.spec_max_rows or model.max_rows
         self.prefill = Prefill(model, cache, config.prefill_chunk)
         device, size = cache.k.device, cache.page_size
@@ -153,6 +155,7 @@ class RolloutEngine:
         """
         for sequence in self.state.sequences:  # of a rollout that an error ended
             self.state.store.give_back(sequence, keep=False)
+        self._left.clear()
         self.runner.prepare()
         started = time.perf_counter()
         self.stats = RolloutStats()
@@ -170,6 +173,7 @@ class RolloutEngine:
             switched = strategy != previous and self.stats.bursts > 0  # the first one starts
             batch = self._fill(scheduler.running, strategy, switched)
             self._make_passes(scheduler, batch, strategy, limit, record, started)
+        self._settle(scheduler)
         if not record:
             self.state.store.clear(since=before)
         ended = [s for s in (*sequences, *scheduler.adopted) if s.finish]
@@ -204,25 +208,29 @@ class RolloutEngine:
         """Bursts until there is something to decide that needs to know what they emitted.
 
         A burst that nothing but its limit ended is followed by the same again at once, and read
-        while that runs. Should the bandit then want another strategy, the device is asked to stop.
+        while that runs; what is done for who ended is queued behind it, and their rows are inert.
+        Should the bandit then want another strategy, the device is asked to stop.
         """
-        count, ends, read = len(batch), self._ends(scheduler, strategy), nothing
+        count, ends = len(batch), self._ends(scheduler, strategy)
+        read = functools.partial(self._settle, scheduler)
         while True:
             burst = self.runner.run(count, strategy, limit, ends, lambda r=read: self._beside(r))
             if not burst.unbroken:
                 break
-            self._pause(scheduler, burst, record)
+            self._pause(scheduler, burst, record, burst.ended)
             if not self._goes_on(scheduler, burst):
                 break
-            limit = self._most_passes(scheduler, strategy)
-            read = functools.partial(self._read, scheduler, batch, burst, started)
+            limit, ends = self._most_passes(scheduler, strategy), ends - burst.ended
+            read = functools.partial(self._read, scheduler, batch, burst, record, started)
         self._harvest(batch, burst, started)
+        self._retire(scheduler, batch, record)
         if not burst.unbroken:
-            self._retire(scheduler, batch, record)
             self._pause(scheduler, burst, record)
 
     def _goes_on(self, scheduler: Scheduler, burst: Burst) -> bool:
         """Whether another may follow at once: wanted still, and it needs nothing of the host."""
+        if scheduler.waiting and burst.ended:  # there is a place
+            return False
         if self.rebalancer is not None and self.rebalancer.due(scheduler):
             return False
         same_drafter = self.program.version(burst.strategy) == burst.version
@@ -234,22 +242,30 @@ class RolloutEngine:
             pass
         return stop
 
-    def _read(self, scheduler: Scheduler, batch: Batch, burst: Burst, started: float) -> bool:
+    def _read(
+        self, scheduler: Scheduler, batch: Batch, burst: Burst, record: bool, started: float
+    ) -> bool:
         """Reads a burst while the next one runs, and grants pages for the one after that.
+
+        Pages of who ended are others' once the device has been granted them, which takes them from
+        the inert row, too.
 
         Returns:
             Whether the one that runs is to stop.
         """
         self._harvest(batch, burst, started)
+        self._retire(scheduler, batch, record)
+        self._settle(scheduler)
         if self._choose(scheduler) != burst.strategy:
             return True
         if self._grow_ahead(scheduler, burst.strategy):
             self.state.grant()  # queued behind what runs
         return False
 
-    def _pause(self, scheduler: Scheduler, burst: Burst, record: bool) -> None:
+    def _pause(self, scheduler: Scheduler, burst: Burst, record: bool, ended: int = 0) -> None:
         if record and self.on_pass is not None:
-            self.on_pass(len(scheduler.running) + len(scheduler.waiting), burst.passes)
+            left = len(scheduler.running) + len(scheduler.waiting) - ended
+            self.on_pass(left, burst.passes)
 
     # ---- between bursts -------------------------------------------------------------------------
 
@@ -262,6 +278,9 @@ class RolloutEngine:
 
     def _admit(self, scheduler: Scheduler) -> None:
         admission = scheduler.admit()
+        if self._left and scheduler.waiting and len(scheduler.running) < self.config.max_batch:
+            self._settle(scheduler)  # it is pages that they wait for
+            admission += scheduler.admit()
         if admission:
             with self.spans("prefill"):
                 self.prefill.admit(admission)
@@ -290,11 +309,12 @@ class RolloutEngine:
         """Grows every request's pages, for as many passes as returned at most.
 
         Pages are granted ahead, so that the device need not stop for them; with requests waiting
-        for pages no more than a page each. It may well run short: then it stops.
+        for pages, not for places, no more than a page each. It may well run short: then it stops.
         """
         lookahead = self.program.lookahead(strategy)
         if self._grow_ahead(scheduler, strategy) or scheduler.grow(lookahead):
             return self._most_passes(scheduler, strategy)
+        self._settle(scheduler)
         scheduler.take_back(lookahead)
         while not scheduler.grow(lookahead):
             if len(scheduler.running) > 1:
@@ -311,7 +331,7 @@ class RolloutEngine:
         most, lookahead = self._most_passes(scheduler, strategy), self.program.lookahead(strategy)
         for passes in (2 * most, most):
             ahead = passes * (strategy.levels + 1)
-            if scheduler.waiting:
+            if scheduler.waiting and len(scheduler.running) < self.config.max_batch:
                 ahead = min(ahead, self.cache.page_size)
             if scheduler.grow(lookahead, ahead):
                 return True
@@ -323,10 +343,10 @@ class RolloutEngine:
 
     def _ends(self, scheduler: Scheduler, strategy: Strategy) -> int:
         """Requests that may end before the host has something to decide."""
-        if scheduler.waiting:  # for the first place that there is
-            return 1
         count = len(scheduler.running)
         spare, over = self.runner.spare(count, strategy), count - self.config.spec_max_batch
+        if scheduler.waiting:  # those that come are let in some at a time
+            spare = min(spare, max(1, int(count * VACANT)))
         return min(spare, over) if over > 0 else spare
 
     def _fill(self, running: list[Running], strategy: Strategy, switched: bool) -> Batch:
@@ -355,6 +375,8 @@ class RolloutEngine:
         rows = self.ring.collect(burst.begin, burst.end, len(batch))
         proposer = None if burst.strategy == OFF else self.proposers[burst.strategy.kind]
         for sequence, row in zip(batch.sequences, rows, strict=True):
+            if sequence.finish:  # in an earlier burst
+                continue
             tokens, logprobs, counts, end, bits = row
             sequence.status |= bits
             if counts[-1] == 0:  # only damaged pages or lengths do this; a loop would not end
@@ -377,14 +399,29 @@ class RolloutEngine:
         self.stats.book(burst, burst.begun_s - started)
 
     def _retire(self, scheduler: Scheduler, batch: Batch, record: bool) -> None:
-        done = [sequence for sequence in scheduler.running if sequence.finish]
+        done = scheduler.retire()
         if done:  # n-gram drafts look at all of it, whoever drafted for it
             self.state.store.advance(batch.store_row, batch.context_len)
         for sequence in done:
             self.state.store.give_back(sequence, keep=True)
-            if record and self.on_finish is not None:
-                self.on_finish(sequence)
-        scheduler.retire()
+        if record and self.on_finish is not None:
+            self._left += done
+        else:
+            scheduler.release(done)
+
+    def _settle(self, scheduler: Scheduler) -> bool:
+        """Takes what is to be had of requests that ended, and frees their pages.
+
+        It is done beside passes, where it costs no time, unless their pages are wanted at once.
+
+        Returns:
+            False: no passes that run are to stop for it.
+        """
+        for sequence in self._left:
+            self.on_finish(sequence)
+        scheduler.release(self._left)
+        self._left.clear()
+        return False
 
     # ---- the end --------------------------------------------------------------------------------
 

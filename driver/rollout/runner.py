@@ -43,6 +43,11 @@ class Burst:
         return self.end - self.begin
 
     @cached_property
+    def ended(self) -> int:
+        """Requests that ended in them."""
+        return int(np.count_nonzero(self.ring.finish[self._records, : self.count]))
+
+    @cached_property
     def emitted(self) -> np.ndarray:
         """int32 [passes, count], tokens; 0 where a request had ended."""
         return self.ring.num_emitted[self._records, : self.count]
@@ -190,9 +195,7 @@ class PassRunner:
                 elapsed = self.graphs.burst(cell, limit, ends, meanwhile)
             begun = time.perf_counter() - elapsed  # the device may have had a prefill to finish
         end = self.ring.sequence
-        unbroken = self.ring.reason == tlt_ext.StopReason.LIMIT and not (
-            ends > 1 and self._ended(begin, end, count)
-        )
+        unbroken = self.ring.reason == tlt_ext.StopReason.LIMIT
         return Burst(
             strategy, version, self.ring, begin, end, count, unbroken, begun, elapsed, rows
         )
@@ -202,7 +205,3 @@ class PassRunner:
         if self.graphs is None or self.graphs_aside:
             return None
         return self.graphs.find(count, strategy)
-
-    def _ended(self, begin: int, end: int, count: int) -> bool:
-        records = np.arange(begin, end) % self.ring.passes
-        return bool(self.ring.finish[records, :count].any())

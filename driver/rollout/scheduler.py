@@ -83,6 +83,13 @@ class Admission:
     def __bool__(self) -> bool:
         return bool(self.recompute or self.prefixes or self.copies)
 
+    def __add__(self, later: Admission) -> Admission:
+        return Admission(
+            self.recompute + later.recompute,
+            self.prefixes + later.prefixes,
+            self.copies + later.copies,
+        )
+
 
 class Scheduler:
     """Continuous batching over a fixed set of requests.
@@ -283,11 +290,14 @@ class Scheduler:
             self.waiting.append(sequence)
 
     def retire(self) -> list[Sequence]:
-        """Removes finished requests from the batch and frees their pages."""
+        """Removes finished requests from the batch; they keep their pages until `release`."""
         done = [s for s in self.running if s.finish]
         if done:
             self.running = [s for s in self.running if not s.finish]
-            for sequence in done:
-                self.pool.release(sequence.pages)
-                sequence.pages = []
         return done
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Frees the pages of requests that were retired."""
+        for sequence in sequences:
+            self.pool.release(sequence.pages)
+            sequence.pages = []

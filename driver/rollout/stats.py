@@ -96,6 +96,12 @@ class RolloutStats:
             return None
         return self.spec_emitted / self.spec_request_passes
 
+    @property
+    def host_share(self) -> float:
+        """Of one rollout on one rank: share of the time since its first pass without a pass."""
+        since = self.elapsed_s - self.trace[0][0]
+        return max(0.0, 1.0 - self.passes_s / since)
+
     def accept_by_quarter(self) -> list[float]:
         """Accept length of each quarter of the speculative request-passes since the rollout began.
 

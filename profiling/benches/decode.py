@@ -124,15 +124,13 @@ def measure(
         engine.runner = clock.inner
     if not clock.stretches:
         raise RuntimeError(f"{strategy} did not run at batch {batch}")
-    stats = engine.stats
-    since = stats.elapsed_s - stats.trace[0][0]
     passes, emitted, seconds = (sum(column) for column in zip(*clock.stretches, strict=True))
     return {
         "pass_us": 1e6 * statistics.median(s / n for n, _, s in clock.stretches),
         "tokens_per_s": emitted / seconds,
         "accept_length": emitted / passes / batch,
         "counts": clock.counts[1 : arm.levels + 2].tolist(),
-        "host_share": max(0.0, 1.0 - stats.passes_s / since),
+        "host_share": engine.stats.host_share,
     }
 
 

@@ -17,6 +17,9 @@ Hugging Face is timed over `HF_STEPS` tokens and extrapolated: `generate` holds 
 longest request ends, so its time is that many steps at the price of the first, which is less than
 the price of later ones; continuous batching makes all tokens of the trace at its measured rate.
 
+Arms marked `queued` have `QUEUED` times as many requests as places: who ends makes room for another.
+`host_share` is the part of the time since the first pass in which none ran.
+
 `rollout-recording.json` keeps what every strategy did at every batch size, adapted, for `bench
 bandit`; `rollout-recording-warm.json` with the drafter of the warm start. `--quick` makes one round
 and leaves out what no target needs.
@@ -55,6 +58,7 @@ BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
 LEARNING = {"bandit": "beg", "ucb": "ucb"}
 ADAPTED = ", adapted"
 ADAPT_S = 2.0  # of training, which is what some 25 steps of `preset=h100` spend on it
+QUEUED = 4
 ROUNDS = 3
 WARM_TOKENS = 32  # of each request, in a quick run's first rollout, which is not counted
 HF_STEPS = 32  # tokens of each request
@@ -76,8 +80,8 @@ def engine_words(lengths: list[int], *more: str) -> list[str]:
 class Arms:
     """The rollout's arms: what each sets, and what its rounds took."""
 
-    def __init__(self, bench: Bench, subject: Subject, lengths: list[int]) -> None:
-        self.bench, self.subject, self.lengths = bench, subject, lengths
+    def __init__(self, bench: Bench, subject: Subject, lengths: list[int], label: str = "") -> None:
+        self.bench, self.subject, self.lengths, self.label = bench, subject, lengths, label
         self.times: dict[str, list[float]] = {}
         self.stats: dict[str, RolloutStats] = {}
         self.windows: dict[str, list[Window]] = {}
@@ -120,7 +124,7 @@ class Arms:
         for name, times in self.times.items():
             stats = self.stats[name]
             self.bench.add_row(
-                name,
+                name + self.label,
                 1e6 * self.seconds(name),
                 spread=round((max(times) - min(times)) / self.seconds(name), 4),
                 tokens_per_s=round(stats.emitted / self.seconds(name), 1),
@@ -128,8 +132,10 @@ class Arms:
                 accept_length=round(stats.accept_length or 1.0, 3),
                 target_passes=stats.target_passes,
                 switches=stats.switches,
+                host_share=round(stats.host_share, 4),
             )
-        self.bench.files["trace"] = {n: thinned(s) for n, s in self.stats.items()}
+        curves = {n + self.label: thinned(s) for n, s in self.stats.items()}
+        self.bench.files["trace"] = self.bench.files.get("trace", {}) | curves
 
 
 def thinned(stats: RolloutStats) -> list[list[Any]]:
@@ -153,11 +159,21 @@ def replay_arms(arms: Arms, *words: str) -> None:
     compare(arms, rollout, ["off", "bandit"] if bench.quick else every)
     adapt(rollout, subject, lengths)
     compare(arms, rollout, [*STATIC, "map", "bandit"] if bench.quick else every, ADAPTED)
+    if not bench.quick:
+        replay_queued(bench, subject, rollout, trace_lengths(QUEUED * len(lengths)))
     del rollout
     if not bench.quick:
         words = (*words, "engine.loop=false")
         unlooped = subject.rollout(*engine_words(lengths, *words), longest=longest)
         arms.run("bandit, no loop", unlooped, policy="beg")
+
+
+def replay_queued(bench: Bench, subject: Subject, rollout: Rollout, lengths: list[int]) -> None:
+    """Rows of more requests than the engine has places."""
+    arms = Arms(bench, subject, lengths, ", queued")
+    arms.run("off", rollout, policy="static", static="off")
+    arms.run("bandit", rollout, policy="beg")
+    arms.add_rows()
 
 
 def compare(arms: Arms, rollout: Rollout, names: list[str], suffix: str = "") -> None:

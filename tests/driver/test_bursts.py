@@ -205,7 +205,7 @@ def test_the_drafter_misses_nothing_that_others_emitted(policy, rollout):
     """Faults 29, 30, 34: its cache is the same bits as if it had drafted in every pass."""
     always = drafter_kv(looping(policy), "learned:4,3,12")
     for seed in range(3):
-        mixed = drafter_kv(rollout, *ARMS, seed=seed, horizon=5)
+        mixed = drafter_kv(rollout, *ARMS, seed=seed, horizon=2)
         shared = {i: min(len(kv), len(always[i])) for i, kv in mixed.items()}
         assert sum(shared.values()) > 150
         assert all(same_bits(mixed[i][:n], always[i][:n]) for i, n in shared.items())
@@ -218,7 +218,7 @@ def test_the_drafter_catches_up_on_chains_longer_than_its_depth(policy, others):
     always = drafter_kv(looping(policy), "learned:4,3,12", jobs=jobs)
     rollout = looping(policy)
     engine, runner = rollout.engine, rollout.spot.runner
-    got = drafter_kv(rollout, "hybrid:2,1,17", *others, jobs=jobs, horizon=4, seed=1)
+    got = drafter_kv(rollout, "hybrid:2,1,17", *others, jobs=jobs, horizon=2, seed=1)
     assert engine.ring.num_emitted.max() > 8  # a chain, followed far
     assert (runner.late_rows > 0) == bool(others)
     shared = {i: min(len(kv), len(always[i])) for i, kv in got.items()}
@@ -286,13 +286,20 @@ def test_graphs_on_a_cpu_are_refused_where_asked_for(policy):
         make_rollout(policy, "engine.graphs=true")
 
 
+def one_by_one(count=8, first=9, apart=3):
+    """Requests that end one after the other."""
+    jobs = requests(count=count, stop=())
+    limits = [first + apart * i for i in range(count)]
+    return [
+        replace(job, params=replace(job.params, max_new_tokens=limit))
+        for job, limit in zip(jobs, limits, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
 def test_several_requests_end_before_the_host_looks(policy, strategy):
     """Eight requests that end one by one: it wakes where a smaller graph can take over."""
-    jobs = [
-        replace(job, params=replace(job.params, max_new_tokens=9 + 3 * i))
-        for i, job in enumerate(requests(count=8, stop=()))
-    ]
+    jobs = one_by_one()
     wanted = generate(make_rollout(policy), jobs)
     rollout = looping(policy)
     assert same(generate(rollout, jobs, strategy, horizon=64), wanted)
@@ -304,20 +311,16 @@ def test_several_requests_end_before_the_host_looks(policy, strategy):
     request_passes = sum(actives)
     assert stats.spec_request_passes == (0 if strategy == "off" else request_passes)
     assert stats.emitted == sum(job.params.max_new_tokens for job in jobs)
-    one_by_one = looping(policy, loop=False)
-    assert same(generate(one_by_one, jobs, strategy, horizon=64), wanted)
-    assert one_by_one.engine.stats.target_passes == stats.target_passes
-    assert one_by_one.engine.stats.spec_request_passes == stats.spec_request_passes
+    unlooped = looping(policy, loop=False)
+    assert same(generate(unlooped, jobs, strategy, horizon=64), wanted)
+    assert unlooped.engine.stats.target_passes == stats.target_passes
+    assert unlooped.engine.stats.spec_request_passes == stats.spec_request_passes
 
 
 def test_speculation_starts_as_soon_as_it_may(policy):
     """Six requests may speculate; plain passes of eight know no graph between eight and four."""
     rollout = looping(policy, "engine.spec_max_batch=6")
-    jobs = [
-        replace(job, params=replace(job.params, max_new_tokens=9 + 3 * i))
-        for i, job in enumerate(requests(count=8, stop=()))
-    ]
-    generate(rollout, jobs, "learned:4,3,12", horizon=64)
+    generate(rollout, one_by_one(), "learned:4,3,12", horizon=64)
     trace = rollout.engine.stats.trace
     assert max(active for _, active, arm in trace if arm != "off") == 6
     assert min(active for _, active, arm in trace if arm == "off") == 7
@@ -326,11 +329,7 @@ def test_speculation_starts_as_soon_as_it_may(policy):
 def test_what_waits_takes_the_first_place(policy):
     """A request that ends while others wait wakes the host: all eight rows stay in use."""
     rollout = looping(policy)
-    jobs = [
-        replace(job, params=replace(job.params, max_new_tokens=5 + 4 * i))
-        for i, job in enumerate(requests(count=12, stop=()))
-    ]
-    generate(rollout, jobs, "off", horizon=64)
+    generate(rollout, one_by_one(12, first=5, apart=4), "off", horizon=64)
     actives = [active for _, active, _ in rollout.engine.stats.trace]
     assert actives[: 5 + 4 * 4] == [8] * 21  # until the fifth ends, after which nobody waits
 
@@ -370,6 +369,98 @@ def test_the_next_burst_is_launched_before_the_last_one_is_read(
     bursts = late.engine.stats.bursts
     assert bursts == -(-late.engine.stats.target_passes // 5)  # pages were there in time
     assert log == ["fill", "launch", *["launch", "collect"] * (bursts - 1), "collect"]
+
+
+def recorded(rollout, jobs, strategy, monkeypatch, horizon=1, page_limit=None):
+    """Responses; of each request its tokens, their features, and whether passes were under way."""
+    engine, found = rollout.engine, {}
+    pool = getattr(engine.runner.graphs, "_pool", None)
+
+    def take(sequence):
+        rows = engine.cache.features[sequence.pages].flatten(0, 1)[: sequence.context_len]
+        beside = pool is not None and getattr(pool, "queued", None) is not None
+        found[sequence.request.id] = sequence.tokens[:], rows.clone(), beside
+
+    engine.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "on_finish", take)
+        patch.setattr(engine, "page_limit", page_limit)
+        engine.bandit = Choose(strategy, horizon=horizon)
+        return engine.generate(jobs), found
+
+
+def assert_recorded(got, wanted):
+    assert same(got[0], wanted[0]) and got[1].keys() == wanted[1].keys()
+    for request, (tokens, rows, _) in got[1].items():
+        assert tokens == wanted[1][request][0] and same_bits(rows, wanted[1][request][1])
+
+
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
+def test_who_ends_is_seen_to_beside_the_next_burst(policy, late, strategy, monkeypatch):
+    """Rows are filled anew for a smaller graph alone, and features are those of passes op by op."""
+    jobs = one_by_one()
+    wanted = recorded(make_rollout(policy), jobs, strategy, monkeypatch)
+    late.engine.runner.prepare()
+    log = log_of(late, monkeypatch)
+    got = recorded(late, jobs, strategy, monkeypatch, horizon=3)
+    assert_recorded(got, wanted)
+    assert sum(beside for _, _, beside in got[1].values()) == len(jobs) - 1  # all but the last
+    assert log.count("fill") == 4  # 8, 4, 2 and 1 rows
+    assert late.engine.stats.bursts > 8
+
+
+@pytest.mark.parametrize("pool", [Pool, LatePool])
+@pytest.mark.parametrize("limit", [19, 24, 32, 48])
+def test_features_where_pages_are_short(policy, pool, limit, monkeypatch):
+    """Three times as many requests as rows: who ended holds pages that others wait for."""
+    jobs = one_by_one(24, first=3, apart=1)
+    wanted = recorded(make_rollout(policy), jobs, "learned:4,3,12", monkeypatch)
+    rollout = looping(policy, pool=pool)
+    short = {"horizon": 3, "page_limit": limit}
+    assert_recorded(recorded(rollout, jobs, "learned:4,3,12", monkeypatch, **short), wanted)
+
+
+def test_the_last_one_gets_the_pages_at_once(policy, monkeypatch):
+    """Of seventeen pages eight are full when the other request ends, which has the rest."""
+    jobs = one_by_one(2, first=60, apart=-29)
+    wanted = recorded(make_rollout(policy), jobs, "off", monkeypatch)
+    rollout = looping(policy, pool=LatePool)
+    got = recorded(rollout, jobs, "off", monkeypatch, horizon=64, page_limit=17)
+    assert_recorded(got, wanted)
+    assert rollout.engine.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("pool", [Pool, LatePool])
+@pytest.mark.parametrize("limit", range(24, 40, 3))
+def test_pages_of_who_ended_go_to_the_others(policy, pool, limit):
+    jobs = one_by_one()
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy, pool=pool)
+    got = generate(rollout, jobs, "learned:4,3,12", page_limit=limit, horizon=3)
+    assert same(got, wanted) and rollout.engine.stats.flagged == 0
+
+
+def test_those_that_wait_are_let_in_some_at_a_time(policy, monkeypatch):
+    """Sixteen rows: the host wakes for two places, which costs less than a wake for each."""
+    words = ["engine.max_batch=16", "engine.spec_max_batch=16", "engine.num_pages=0"]
+    jobs = one_by_one(40, first=6, apart=1)
+    wanted = generate(make_rollout(policy, *words), jobs)
+    rollout = looping(policy, *words, pool=LatePool)
+    rollout.engine.runner.prepare()
+    log = log_of(rollout, monkeypatch)
+    assert same(generate(rollout, jobs, "off", horizon=64), wanted)
+    assert log.count("fill") <= 1 + (40 - 16) / 2 + 5  # then 16, 8, 4, 2 and 1 rows
+    actives = [active for _, active, _ in rollout.engine.stats.trace]
+    assert min(actives[:30]) >= 15
+
+
+def test_a_place_is_taken_by_the_next_burst(policy):
+    """Though fewer ended in this one than the host would wake for."""
+    words = ["engine.max_batch=16", "engine.spec_max_batch=16", "engine.num_pages=0"]
+    rollout = looping(policy, *words, pool=LatePool)
+    generate(rollout, one_by_one(24, first=6, apart=4), "off", horizon=3)
+    actives = "".join("-" if active < 16 else "#" for _, active, _ in rollout.engine.stats.trace)
+    assert 3 <= actives.count("#-") and "#---" not in actives[: 4 * 8]
 
 
 def test_two_bursts_fit_the_ring(policy, monkeypatch):

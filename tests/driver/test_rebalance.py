@@ -141,7 +141,7 @@ def look(rank):
 def end(rank):
     for sequence in rank[1].running:
         sequence.finish = "stop"
-    rank[1].retire()
+    rank[1].release(rank[1].retire())
     return look(rank)
 
 
@@ -227,7 +227,9 @@ def test_every_request_ends_once_whoever_is_fast(ranks, seed):
             time.sleep(1e-4 * chance.random())
             for sequence in scheduler.running:
                 sequence.finish = "stop" if chance.random() < 0.2 else None
-            ended += [sequence.request.id for sequence in scheduler.retire()]
+            done = scheduler.retire()
+            scheduler.release(done)
+            ended += [sequence.request.id for sequence in done]
 
     with ThreadPoolExecutor(4) as pool:
         ended = list(pool.map(roll_out, made, chances))

@@ -56,7 +56,7 @@ def test_prompts_at_page_boundaries(length):
     assert bool(admission.copies) == ((length - 1) % 4 != 0)
     assert made.grow(1)
     sequence.finish = "stop"
-    made.retire()
+    made.release(made.retire())
     assert made.pool.num_free == 64
 
 
@@ -139,7 +139,7 @@ def test_no_page_is_lost_under_random_load():
                 sequence.context_len += 1
                 if sequence.remaining == 0:
                     sequence.finish = "length"
-            made.retire()
+            made.release(made.retire())
             passes += 1
             assert passes < 2000
         assert made.pool.num_free == made.pool.num_pages

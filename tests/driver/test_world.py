@@ -37,18 +37,23 @@ FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 """
 
 
+def rank_env() -> dict[str, str]:
+    """A rank's environment: it finds the tree as well as what this process finds."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
 def start(folder: Path, ranks: int, *words: str, script: str = "", restarts: int = 0):
     """torchrun of a training script; its output goes to `folder/log`."""
     file = folder / "script.py"
     file.write_text(PRELUDE + script + "\nrun_command(main)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", str(file)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (folder / "log").open("w") as log:
         return subprocess.Popen(
             [*command, *WORDS, f"run.root={folder}", "run.name=run", "run.steps=2", *words],
             cwd=ROOT,
-            env=env,
+            env=rank_env(),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -366,10 +371,8 @@ def test_a_state_with_tensors_reaches_every_rank_of_a_group(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SHARES)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--nproc-per-node=3", str(file)], env=env, capture_output=True, timeout=120
-    )
+    command += ["--nproc-per-node=3", str(file)]
+    done = subprocess.run(command, env=rank_env(), capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 

@@ -150,6 +150,19 @@ def test_rollout_arms_emit_the_trace_and_nothing_else(arms):
     assert set(rows) == names
 
 
+def test_more_requests_than_places(subject, monkeypatch):
+    monkeypatch.setattr(rollout, "STATIC", ["ngram:4,1,5"])
+    monkeypatch.setattr(rollout, "BUCKETS", [1, 2, 4])
+    bench, lengths = Bench("rollout", math.nan), [9, 4, 7, 3, 8, 5, 6, 2]
+    made = subject.rollout(*rollout.engine_words(lengths, "engine.max_batch=2"), longest=200)
+    rollout.replay_queued(bench, subject, made, lengths)
+    assert [row["case"] for row in bench.rows] == [
+        "off, queued", "bandit, first, queued", "bandit, queued",
+    ]  # fmt: skip
+    assert all(0 <= row["host_share"] < 1 and row["over_off"] > 0 for row in bench.rows)
+    assert max(active for _, active, _ in bench.files["trace"]["off, queued"]) == 2
+
+
 def test_rollout_books_its_targets_and_a_recording(arms):
     wanted = {"trace_over_off_x", "bandit_over_best_static_x", "never_below_off_x", "switch_ms"}
     assert wanted <= set(arms.bench.got)

@@ -7,7 +7,7 @@ import pytest
 from profiling.bench import Bench
 from profiling.benches import two_gpu
 from tests.driver.test_train import WORDS
-from tests.driver.test_world import PRELUDE, ROOT
+from tests.driver.test_world import PRELUDE, rank_env
 
 SECOND_IS_SLOW = """
 generate = collector.Collector.roll_out
@@ -20,8 +20,8 @@ run_command(main)
 
 
 def test_every_arm_runs_and_the_targets_follow(monkeypatch, tmp_path):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name, value in rank_env().items():
+        monkeypatch.setenv(name, value)
     script = tmp_path / "script.py"
     script.write_text(PRELUDE + SECOND_IS_SLOW)
     started = subprocess.run
