@@ -17,7 +17,7 @@ Hugging Face is timed over `HF_STEPS` tokens and extrapolated: `generate` holds 
 longest request ends, so its time is that many steps at the price of the first, which is less than
 the price of later ones; continuous batching makes all tokens of the trace at its measured rate.
 
-Arms marked `queued` have `QUEUED` times as many requests as places: who ends makes room for another.
+Arms marked `queued` have `QUEUED` times as many requests as places: who ends makes room for others.
 `host_share` is the part of the time since the first pass in which none ran.
 
 `rollout-recording.json` keeps what every strategy did at every batch size, adapted, for `bench
