@@ -49,6 +49,9 @@ SYNTHETIC_TOKENS = 48  # where nothing is accepted, these are as many passes
 MAX_ROWS = 1280  # of a pass, as preset=h100 has; a case with more is left out
 
 
+Cells = dict[tuple[int, str], dict[str, Any]]  # (batch, strategy) -> what was measured
+
+
 class PassClock:
     """Stands where the engine's runner does: times passes in which all of a batch runs.
 
@@ -140,8 +143,8 @@ def grid(
     batches: Sequence[int],
     strategies: Sequence[str],
     accepts: dict[str, list[int]] | None = None,
-    *words: str,
-) -> dict[tuple[int, str], dict[str, Any]]:
+    known: Cells | None = None,
+) -> Cells:
     """A row for every batch and strategy, `off` first.
 
     Args:
@@ -150,7 +153,7 @@ def grid(
         batches: sizes.
         strategies: besides `off`.
         accepts: counts by strategy, where the subject's own acceptance means nothing.
-        words: settings of the engine.
+        known: cells that have their rows.
 
     Returns:
         (batch, strategy) -> what was measured, `over_off` among it.
@@ -164,14 +167,14 @@ def grid(
         f"engine.strategies={listed}",
         f"bandit.buckets={list(batches)}",
         "engine.num_pages=0",
-        *words,
         longest=max(TOKENS.values()) + 512,
     )
-    out: dict[tuple[int, str], dict[str, Any]] = {}
+    out = dict(known or {})
     for batch in batches:
         for strategy in ["off", *strategies]:
             case = f"{subject.name} b{batch} {strategy}"
-            if not bench.wanted(case) or batch * Strategy.parse(strategy).num_verify > MAX_ROWS:
+            fits = batch * Strategy.parse(strategy).num_verify <= MAX_ROWS
+            if (batch, strategy) in out or not fits or not bench.wanted(case):
                 continue
             synthetic = accepts is not None
             got = measure(rollout, subject, strategy, batch, synthetic=synthetic)
@@ -206,7 +209,7 @@ def recorded_accepts() -> dict[str, list[int]]:
     return json.loads(paths[0].read_text()) if paths else {}
 
 
-def book_warmed(bench: Bench, got: dict[tuple[int, str], dict[str, Any]]) -> None:
+def book_warmed(bench: Bench, got: Cells) -> None:
     """The targets that the warmed policy decides."""
     off = got.get((1, "off"))
     if off:
@@ -231,7 +234,7 @@ def run(bench: Bench) -> None:
         got = grid(bench, subject, batches, STRATEGIES)
         book_warmed(bench, got)
         if not bench.quick:
-            got |= grid(bench, subject, [1], sweep())
+            got = grid(bench, subject, [1], sweep(), known=got)
         accepts |= {s: cell["counts"] for (b, s), cell in got.items() if b == 1 and s != "off"}
         bench.files["accept"] = accepts
         del subject

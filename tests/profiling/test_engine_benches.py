@@ -72,6 +72,10 @@ def test_decode_measures_passes_of_the_whole_batch(subject, monkeypatch):
             assert 1 <= cell["accept_length"] <= Strategy.parse(strategy).levels + 1
         assert len(cell["counts"]) == Strategy.parse(strategy).levels + 1
         assert sum(cell["counts"]) >= batch
+    cases = [row["case"] for row in bench.rows]
+    more = decode.grid(bench, subject, [1], ["learned:2,2,5", "learned:3,1,4"], known=got)
+    assert [row["case"] for row in bench.rows] == [*cases, "tiny b1 learned:3,1,4"]
+    assert more.keys() == got.keys() | {(1, "learned:3,1,4")}
     decode.book_warmed(bench, got)
     assert bench.got["smollm2_b1_us"] == pytest.approx(got[1, "off"]["pass_us"], abs=0.1)
     assert bench.got["spec_over_plain_b1_x"] > 0
