@@ -20,6 +20,7 @@ from driver.strategy import Strategy
 from profiling.results import CPU, RESULTS, TARGETS_CARD, tell_drawn
 
 CASE = re.compile(r"(?P<subject>\S+) b(?P<batch>\d+) (?P<strategy>\S+)")
+MARKERS = "os^Dv<>P"
 
 
 def speeds(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
@@ -35,16 +36,17 @@ def speeds(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int
     }
 
 
-def plot_speeds(subject: str, curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
+def plot_speeds(title: str, curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
     """Tokens a second of a request against the batch, a line for each strategy."""
-    figure, axes = new_figure(subject, "batch", "tokens/s of a request")
+    figure, axes = new_figure(title, "batch", "tokens/s of a request")
     # Sweeps have one batch; a line needs two.
     shown = {s: points for s, points in curves.items() if len(points) > 1 or s == "off"}
     colors = strategy_colors(shown)
-    for strategy, points in shown.items():
+    for index, (strategy, points) in enumerate(shown.items()):
         batches, rates = zip(*points, strict=True)
         each = [rate / batch for batch, rate in points]
-        axes.plot(batches, each, marker="o", markersize=4, label=strategy, color=colors[strategy])
+        how = {"color": colors[strategy], "marker": MARKERS[index % len(MARKERS)]}
+        axes.plot(batches, each, markersize=5, label=strategy, **how)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.legend(frameon=False)
@@ -85,9 +87,13 @@ def draw(folder: Path, pulls_folder: Path) -> list[Path]:
         return json.loads(path.read_text()) if path.exists() else None
 
     if decode := read(folder / "decode.json"):
+        synthetic = {row["case"].split()[0] for row in decode["rows"] if "synthetic" in row}
         for subject, curves in speeds(decode["rows"]).items():
             made.append(figures / f"speed-{subject}.png")
-            plot_speeds(subject, curves, made[-1])
+            title = (
+                f"{subject}, acceptance of the warmed policy" if subject in synthetic else subject
+            )
+            plot_speeds(title, curves, made[-1])
     for arm, trace in (read(folder / "rollout-trace.json") or {}).items():
         made.append(figures / f"active-{re.sub('[^a-z0-9]+', '-', arm)}.png")
         plot_active([(at, active, strategy) for at, active, strategy in trace], made[-1])
