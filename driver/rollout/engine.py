@@ -278,8 +278,8 @@ class RolloutEngine:
 
     def _admit(self, scheduler: Scheduler) -> None:
         admission = scheduler.admit()
-        if self._left and scheduler.waiting and len(scheduler.running) < self.config.max_batch:
-            self._settle(scheduler)  # it is pages that they wait for
+        if self._left and scheduler.lacks_pages:
+            self._settle(scheduler)
             admission += scheduler.admit()
         if admission:
             with self.spans("prefill"):
@@ -331,7 +331,7 @@ class RolloutEngine:
         most, lookahead = self._most_passes(scheduler, strategy), self.program.lookahead(strategy)
         for passes in (2 * most, most):
             ahead = passes * (strategy.levels + 1)
-            if scheduler.waiting and len(scheduler.running) < self.config.max_batch:
+            if scheduler.lacks_pages:
                 ahead = min(ahead, self.cache.page_size)
             if scheduler.grow(lookahead, ahead):
                 return True
@@ -412,7 +412,7 @@ class RolloutEngine:
     def _settle(self, scheduler: Scheduler) -> bool:
         """Takes what is to be had of requests that ended, and frees their pages.
 
-        It is done beside passes, where it costs no time, unless their pages are wanted at once.
+        It is done beside passes, unless their pages are wanted at once.
 
         Returns:
             False: no passes that run are to stop for it.

@@ -163,6 +163,11 @@ class Scheduler:
     def unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def lacks_pages(self) -> bool:
+        """Whether it is pages, not places, that requests wait for."""
+        return bool(self.waiting) and len(self.running) < self.max_batch
+
     def admit(self) -> Admission:
         """Moves waiting requests into the batch while slots and pages last.
 
@@ -271,8 +276,7 @@ class Scheduler:
         return sequence
 
     def _vacate(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.pages)
-        sequence.pages = []
+        self.release([sequence])
         sequence.context_len = sequence.draft_len = 0
 
     def hand_over(self) -> list[Sequence]:
@@ -297,7 +301,7 @@ class Scheduler:
         return done
 
     def release(self, sequences: Iterable[Sequence]) -> None:
-        """Frees the pages of requests that were retired."""
+        """Frees the pages of requests that run no more."""
         for sequence in sequences:
             self.pool.release(sequence.pages)
             sequence.pages = []

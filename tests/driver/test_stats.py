@@ -53,6 +53,12 @@ def test_a_burst_counts_in_each_quarter_by_its_share():
     assert booked([(LEARNED, 60, 1, 300), (LEARNED, 20, 1, 20)]).accept_by_quarter() == [5, 5, 5, 1]
 
 
+def test_the_host_s_share_is_of_the_time_since_the_first_pass():
+    stats = RolloutStats(elapsed_s=5.0, passes_s=3.0, trace=[(1.0, 2, "off"), (2.0, 1, "off")])
+    assert stats.host_share == 0.25
+    assert RolloutStats(elapsed_s=1.0, passes_s=2.0, trace=[(0.0, 1, "off")]).host_share == 0.0
+
+
 def test_quarters_without_speculation():
     assert booked([(OFF, 5, 2, 10)]).accept_by_quarter() == []
     assert "spec/accept_length_q1" not in booked([(OFF, 5, 2, 10)]).metrics()
