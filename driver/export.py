@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driver.assemble import build_rollout, load_policy, longest_prompt, spec_of, stop_ids
-from driver.checkpoint import ModelSpec, read_json
-from driver.command import read_options, run_command
-from driver.config import Config, load_config
-from driver.draft_folder import (
+from .common.errors import UserError
+from .common.storage import storage_errors
+from .config.command import read_options, run_command
+from .config.load import Config, load_config
+from .config.strategy import OFF, Strategy
+from .drafter.eagle3 import (
     CONFIG,
     KEYS,
     KIND,
@@ -33,14 +34,13 @@ from driver.draft_folder import (
     read_drafter,
     write_drafter,
 )
-from driver.drafter import DraftSpec
-from driver.errors import UserError
-from driver.model import default_feature_layers
-from driver.rollout.request import Request, SamplingParams, request_id
-from driver.storage import storage_errors
-from driver.strategy import OFF, Strategy
-from driver.tasks import Task, make_task
-from driver.warm import drafter_state
+from .model.drafter import DraftSpec
+from .model.spec import ModelSpec, read_json
+from .model.target import default_feature_layers
+from .rollout.request import Request, SamplingParams, request_id
+from .run.assemble import build_rollout, load_policy, longest_prompt, spec_of, stop_ids
+from .run.warm_start import drafter_state
+from .tasks import Task, make_task
 
 CARD = "README.md"
 UNSEEN = ("multiplication", "addition")  # the first that the drafter was not trained on

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from driver.assemble import Rollout, build_rollout, find_model, load_policy, spec_of
-from driver.command import read_options, run_command
-from driver.config import load_config
-from driver.errors import UserError
-from driver.rollout.request import Request, Response, SamplingParams, request_id
-from driver.strategy import OFF, Strategy
-from driver.warm import adopt_drafter, drafter_state
+from .common.errors import UserError
+from .config.command import read_options, run_command
+from .config.load import load_config
+from .config.strategy import OFF, Strategy
+from .rollout.request import Request, Response, SamplingParams, request_id
+from .run.assemble import Rollout, build_rollout, find_model, load_policy, spec_of
+from .run.warm_start import adopt_drafter, drafter_state
 
 WARM_SAMPLES = 8  # responses a drafter without a past learns from
 

@@ -11,7 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from driver.assemble import (
+from .common.errors import UserError
+from .config.command import read_options, run_command
+from .config.load import Config, load_config
+from .config.strategy import OFF, parse_strategies
+from .policy.warmup import warm_up
+from .rollout.request import Request
+from .run.assemble import (
     build_rollout,
     check_context,
     find_model,
@@ -20,8 +26,7 @@ from driver.assemble import (
     spec_of,
     stop_ids,
 )
-from driver.command import read_options, run_command
-from driver.comparison import (
+from .run.comparison import (
     MIXED,
     ORACLE,
     PREEMPT,
@@ -31,12 +36,7 @@ from driver.comparison import (
     sibling_requests,
     teach,
 )
-from driver.config import Config, load_config
-from driver.errors import UserError
-from driver.rollout.request import Request
-from driver.strategy import OFF, parse_strategies
-from driver.tasks import make_task
-from driver.warmup import warm_up
+from .tasks import make_task
 
 PREFILL_CHUNK, MAX_ROWS = 256, 8192  # the engine's default, and its most
 ROUND_FACTOR = 2  # requests of a round over the batch, so that slots are refilled in mid-rollout

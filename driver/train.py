@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from driver.command import run_command
-from driver.config import Config, load_config
-from driver.dry_run import dry_run
-from driver.errors import UserError, after_error
-from driver.progress import Progress
-from driver.run import Run
-from driver.summary import summary_lines, write_plots, write_summary
-from driver.world import World
+from .common.errors import UserError, after_error
+from .common.world import World
+from .config.command import run_command
+from .config.load import Config, load_config
+from .records.progress import Progress
+from .run.dry_run import dry_run
+from .run.run import Run
+from .run.summary import summary_lines, write_plots, write_summary
 
 DRY_RUN = "--dry-run"
 

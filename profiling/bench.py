@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
-from profiling import benches, timing
-from profiling.results import CPU, RESULTS, ROOT, card_folder, joined, load, targets_of
+from profiling import benches
+from profiling.rig import timing
+from profiling.rig.results import CPU, RESULTS, ROOT, card_folder, joined, load, targets_of
 
 
 @dataclass

@@ -88,7 +88,7 @@ int main() {
 
 def test_a_span_of_python_is_a_range(seen):
     pytest.importorskip("nvtx")
-    code = "from driver.spans import Spans\nwith Spans('rollout')('verify'): pass"
+    code = "from driver.common.spans import Spans\nwith Spans('rollout')('verify'): pass"
     assert seen(sys.executable, "-c", code) == ["+tlt/rollout/verify", "-"]
 
 
@@ -97,7 +97,7 @@ def test_a_span_of_python_is_a_range(seen):
 def test_a_launcher_s_range_is_inside_the_one_that_ncu_looks_at(seen):
     code = """
 import torch, tlt_ext
-from profiling.timing import run_in_profile_range
+from profiling.rig.timing import run_in_profile_range
 x, out = torch.ones(1, 8, device="cuda"), torch.empty(1, 4, device="cuda")
 run_in_profile_range({"ours": [lambda: tlt_ext.silu_mul(x, out)]})
 """

@@ -9,9 +9,9 @@ import pytest
 
 import tlt_ext
 from driver import generate, identity
-from driver.command import read_options
-from driver.config import load_config
-from driver.dry_run import read_words
+from driver.config.command import read_options
+from driver.config.load import load_config
+from driver.run.dry_run import read_words
 from driver.train import DRY_RUN
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ def linear_rows(
     The order of the sum depends on K alone, so a row has the same bits alone, in a batch and in a
     prefill. The weights are read once for every 64 rows. float32 has the same bits on CPU and GPU.
     With `norm_weight` it has the bits of `rms_norm` before it, without the array between them; on a
-    GPU that pays while rows and weights are few (`driver/model.py`).
+    GPU that pays while rows and weights are few (`driver/model/target.py`).
 
     Args:
         x: [rows, K], float32, float16 or bfloat16; rows may be strided.

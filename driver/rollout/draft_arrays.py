@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-from driver.rollout.tree import NodeStore
-from driver.strategy import MAX_DEPTH, Strategy
+
+from ..config.strategy import MAX_DEPTH, Strategy
+from .tree import NodeStore
 
 
 class Levels:

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-from driver.drafter import DraftSpec
-from driver.model import TargetModel, appends
-from driver.rollout.draft_arrays import Levels, NewRows
-from driver.rollout.kv_cache import KvCache
-from driver.rollout.scheduler import Sequence
-from driver.rollout.state import Batch
-from driver.rollout.token_store import TokenStore
-from driver.rollout.tree import NodeStore, Tree
-from driver.strategy import MAX_DEPTH, Strategy
+
+from ..config.strategy import MAX_DEPTH, Strategy
+from ..model.drafter import DraftSpec
+from ..model.kv_cache import KvCache
+from ..model.target import TargetModel, appends
+from .draft_arrays import Levels, NewRows
+from .scheduler import Sequence
+from .state import Batch
+from .token_store import TokenStore
+from .tree import NodeStore, Tree
 
 CATCH_UP_ROWS = 4096  # entries written at once when requests lag
 
@@ -66,7 +67,7 @@ class DraftRunner:
         """Swaps weights in place; every request's drafter KV is rewritten on its next draft.
 
         Args:
-            state: tensors in the EAGLE-3 layout (`driver.drafter.Drafter.state_dict`).
+            state: tensors in the EAGLE-3 layout (`driver.model.drafter.Drafter.state_dict`).
             version: stamped on what is drafted from here on.
         """
         layer = "midlayer.self_attn."

@@ -22,29 +22,30 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 import tlt_ext
-from driver.bandit import Bandit
-from driver.errors import UserError
-from driver.model import TargetModel
-from driver.rollout.graphs import PassGraphs, nothing
-from driver.rollout.kv_cache import KvCache
-from driver.rollout.pages import PagePool, pages_for
-from driver.rollout.passes import PassProgram
-from driver.rollout.plan import BucketPlan, GraphCost, listed
-from driver.rollout.prefill import Prefill
-from driver.rollout.proposers import Proposer
-from driver.rollout.request import Request, Response
-from driver.rollout.runner import Burst, PassRunner
-from driver.rollout.scheduler import Scheduler
-from driver.rollout.scheduler import Sequence as Running
-from driver.rollout.state import MAX_EMITTED, Batch, BatchState
-from driver.rollout.stats import RolloutStats
-from driver.rollout.token_store import TokenStore
-from driver.spans import Spans
-from driver.strategy import MAX_DRAFTED, OFF, Strategy, parse_strategies
+
+from ..common.errors import UserError
+from ..common.spans import Spans
+from ..config.strategy import MAX_DRAFTED, OFF, Strategy, parse_strategies
+from ..model.kv_cache import KvCache
+from ..model.target import TargetModel
+from .bandit import Bandit
+from .graphs import PassGraphs, nothing
+from .pages import PagePool, pages_for
+from .passes import PassProgram
+from .plan import BucketPlan, GraphCost, listed
+from .prefill import Prefill
+from .proposers import Proposer
+from .request import Request, Response
+from .runner import Burst, PassRunner
+from .scheduler import Scheduler
+from .scheduler import Sequence as Running
+from .state import MAX_EMITTED, Batch, BatchState
+from .stats import RolloutStats
+from .token_store import TokenStore
 
 if TYPE_CHECKING:
-    from driver.rebalance import Rebalancer
-    from driver.sections import EngineConfig
+    from ..config.sections import EngineConfig
+    from .rebalance import Rebalancer
 
 HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
 VACANT = 1 / 8  # of the places, before the host wakes to let waiting requests in

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import torch
 
 import tlt_ext
-from driver.rollout.passes import PassProgram
-from driver.rollout.plan import BucketPlan, Cell, listed
-from driver.rollout.state import BatchState
-from driver.strategy import OFF, Strategy
+
+from ..config.strategy import OFF, Strategy
+from .passes import PassProgram
+from .plan import BucketPlan, Cell, listed
+from .state import BatchState
 
 PROFILE_PASSES = 8  # that give the step time of a graph
 POLL_S = 1.0  # between looks at the device's error state

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tlt_ext
-from driver.model import RowBatch, TargetModel
-from driver.rollout.kv_cache import KvCache
-from driver.rollout.proposers import Proposer
-from driver.rollout.state import Batch, BatchState
-from driver.rollout.tree import Tree
-from driver.spans import Spans
-from driver.strategy import OFF, Strategy
+
+from ..common.spans import Spans
+from ..config.strategy import OFF, Strategy
+from ..model.kv_cache import KvCache
+from ..model.target import RowBatch, TargetModel
+from .proposers import Proposer
+from .state import Batch, BatchState
+from .tree import Tree
 
 
 class PassProgram:

@@ -6,10 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from driver.checkpoint import ModelSpec
-from driver.drafter import DraftSpec
-from driver.model import LARGE_WEIGHTS, appends, fuses, layer_launches
-from driver.strategy import OFF, Strategy
+from ..config.strategy import OFF, Strategy
+from ..model.drafter import DraftSpec
+from ..model.spec import ModelSpec
+from ..model.target import LARGE_WEIGHTS, appends, fuses, layer_launches
 
 # Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (profiling/README.md).
 NODE_BYTES, GRAPH_BYTES, LOOP_BYTES = 2700, 40 << 10, 128 << 10

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-from driver.model import RowBatch, TargetModel
-from driver.rollout.kv_cache import KvCache
-from driver.rollout.scheduler import Admission
+
+from ..model.kv_cache import KvCache
+from ..model.target import RowBatch, TargetModel
+from .scheduler import Admission
 
 MAX_ROWS = 128  # of a request in one pass
 

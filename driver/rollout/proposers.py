@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 import tlt_ext
-from driver.rollout.draft_runner import DraftRunner
-from driver.rollout.scheduler import Sequence
-from driver.rollout.state import Batch
-from driver.rollout.token_store import TokenStore
-from driver.rollout.tree import NodeStore, Tree
-from driver.strategy import Strategy
+
+from ..config.strategy import Strategy
+from .draft_runner import DraftRunner
+from .scheduler import Sequence
+from .state import Batch
+from .token_store import TokenStore
+from .tree import NodeStore, Tree
 
 MIN_MATCH = 8  # tokens that must agree before a match is followed instead of the drafter
 

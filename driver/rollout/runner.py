@@ -11,11 +11,12 @@ from functools import cached_property
 import numpy as np
 
 import tlt_ext
-from driver.rollout.graphs import PassGraphs, nothing, wait_for
-from driver.rollout.passes import PassProgram
-from driver.rollout.plan import Cell
-from driver.rollout.state import BatchState
-from driver.strategy import OFF, Strategy
+
+from ..config.strategy import OFF, Strategy
+from .graphs import PassGraphs, nothing, wait_for
+from .passes import PassProgram
+from .plan import Cell
+from .state import BatchState
 
 
 @dataclass(frozen=True)

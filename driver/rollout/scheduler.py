@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from driver.errors import UserError
-from driver.rollout.pages import PagePool, pages_for
-from driver.rollout.request import Request
+from ..common.errors import UserError
+from .pages import PagePool, pages_for
+from .request import Request
 
 
 @dataclass(eq=False)

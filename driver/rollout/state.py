@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driver.errors import UserError
-from driver.rollout.scheduler import Sequence
-from driver.rollout.token_store import GROUP_SLOTS, TokenStore
-from driver.rollout.tree import Tree
-from driver.strategy import MAX_DEPTH
+from ..common.errors import UserError
+from ..config.strategy import MAX_DEPTH
+from .scheduler import Sequence
+from .token_store import GROUP_SLOTS, TokenStore
+from .tree import Tree
 
 MAX_EMITTED = MAX_DEPTH + 1  # tokens of a request in one pass
 MAX_STOP_IDS = 16  # of a request

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from driver.strategy import OFF
+from ..config.strategy import OFF
 
 if TYPE_CHECKING:
-    from driver.rollout.runner import Burst
+    from .runner import Burst
 
 QUARTERS = 4
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from driver.rollout.scheduler import Sequence
+from .scheduler import Sequence
 
 GROUP_SLOTS = 32  # sequences of one prompt that a request looks at
 

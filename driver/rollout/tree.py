@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-from driver.strategy import MAX_DEPTH
+
+from ..config.strategy import MAX_DEPTH
 
 
 @dataclass(frozen=True)

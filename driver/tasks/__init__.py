@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 
-from driver.errors import UserError
-from driver.tasks.base import Prompt, Split, Task
+from ..common.errors import UserError
+from .base import Prompt, Split, Task
 
 __all__ = ["TASK_NAMES", "Prompt", "Split", "Task", "make_task"]
 
@@ -52,27 +52,27 @@ def make_task(
     """
     # Each import stays in its branch: a task's dependencies load only with it.
     if name == "sums":
-        from driver.tasks.sums import SumsTask
+        from .sums import SumsTask
 
         return SumsTask(difficulty)
     if name == "puzzles":
-        from driver.tasks.puzzles import PuzzlesTask
+        from .puzzles import PuzzlesTask
 
         return PuzzlesTask(difficulty)
     if name == "questions":
-        from driver.tasks.questions import QuestionsTask
+        from .questions import QuestionsTask
 
         return QuestionsTask()
     if name in ("addition", "multiplication"):
-        from driver.tasks.fewshot import FewShotTask
+        from .fewshot import FewShotTask
 
         return FewShotTask(name, digits, shots)
     if name == "jsonl":
-        from driver.tasks.jsonl import JsonlTask
+        from .jsonl import JsonlTask
 
         return JsonlTask(path, shots)
     if name == "reasoning_gym":
-        from driver.tasks.reasoning_gym import ReasoningGymTask
+        from .reasoning_gym import ReasoningGymTask
 
         return ReasoningGymTask(dataset)
     near = difflib.get_close_matches(name, TASK_NAMES, n=1)

@@ -6,7 +6,7 @@ import operator
 import random
 import re
 
-from driver.tasks.base import Prompt, Split, generator, held_out, prompt_id
+from .base import Prompt, Split, generator, held_out, prompt_id
 
 _OPERATIONS = {"addition": ("+", operator.add), "multiplication": ("*", operator.mul)}
 # ASCII digits only: int() would also read the digits of other scripts.

@@ -7,8 +7,8 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
-from driver.errors import UserError
-from driver.tasks.base import HELD_OUT_ONE_IN, Prompt, Split, prompt_id
+from ..common.errors import UserError
+from .base import HELD_OUT_ONE_IN, Prompt, Split, prompt_id
 
 _MARK = "####"
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
@@ -105,7 +105,7 @@ def read_jsonl(path: Path) -> list[tuple[str, str]]:
     Example:
         >>> read_jsonl(Path("missing.jsonl"))
         Traceback (most recent call last):
-        driver.errors.UserError: missing.jsonl: cannot be read (No such file or directory)
+        driver.common.errors.UserError: missing.jsonl: cannot be read (No such file or directory)
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors mark their files

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from driver.tasks import countdown, stories
-from driver.tasks.base import Prompt, Split, generator, held_out, prompt_id
+from . import countdown, stories
+from .base import Prompt, Split, generator, held_out, prompt_id
 
 # Share of each kind.
 MIX = {"sum": 0.2, "story": 0.15, "easy": 0.1, "near": 0.25, "far": 0.25, "wide": 0.05}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from driver.tasks.base import Prompt, Split, prompt_id
+from .base import Prompt, Split, prompt_id
 
 SUBJECTS = (
     "the tides", "a bicycle", "bread", "the printing press", "rain", "chess", "a compass",

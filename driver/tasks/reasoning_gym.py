@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from driver.errors import UserError
-from driver.tasks.base import HELD_OUT_ONE_IN, Prompt, Split, held_out, prompt_id
+from ..common.errors import UserError
+from .base import HELD_OUT_ONE_IN, Prompt, Split, held_out, prompt_id
 
 # Items that one index may choose from until one is in its split: (7/8)^64 leaves 0.02 % without.
 _TRIES = 64

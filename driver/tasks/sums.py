@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from driver.tasks.base import Prompt, Split, generator, held_out, prompt_id
+from .base import Prompt, Split, generator, held_out, prompt_id
 
 # P(addend > k) = k ** -TAIL up to the cap: half of the prompts add 2, one in 23 adds all 24.
 TAIL = 1.0

@@ -13,12 +13,12 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from driver.bandit import Bandit
-from driver.config import BanditConfig
-from driver.strategy import Strategy
+from driver.config.load import BanditConfig
+from driver.config.strategy import Strategy
+from driver.rollout.bandit import Bandit
 from profiling.bench import Bench
-from profiling.results import RESULTS, newest_first
-from profiling.workload import Recording, Replay, replay, trace_lengths, work_of
+from profiling.rig.results import RESULTS, newest_first
+from profiling.rig.workload import Recording, Replay, replay, trace_lengths, work_of
 
 NEEDS_CUDA = False
 LATER = 5

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from driver.assemble import Rollout
+from driver.config.strategy import OFF, Strategy
 from driver.rollout.graphs import nothing
 from driver.rollout.runner import Burst, PassRunner
 from driver.rollout.state import MAX_EMITTED
-from driver.strategy import OFF, Strategy
+from driver.run.assemble import Rollout
 from profiling.bench import Bench, say
-from profiling.results import RESULTS, newest_first
-from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
-from profiling.workload import accept_length
+from profiling.rig.results import RESULTS, newest_first
+from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
+from profiling.rig.workload import accept_length
 
 SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]

@@ -30,17 +30,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driver.config import load_config
-from driver.data_buffer import DataBuffer
-from driver.draft_checkpoint import DraftCheckpoints
-from driver.draft_loss import unroll
-from driver.spot_trainer import SpotTrainer
-from profiling import drafter_runs
+from driver.config.load import load_config
+from driver.drafter.buffer import DataBuffer
+from driver.drafter.checkpoint import DraftCheckpoints
+from driver.drafter.loss import unroll
+from driver.drafter.trainer import SpotTrainer
 from profiling.bench import Bench, say
 from profiling.benches.grpo import make_runs
-from profiling.draft_cost import memory, packing
-from profiling.draft_overlap import OF_TARGETS, overlap
-from profiling.drafting import (
+from profiling.rig.results import ROOT
+from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
+from profiling.studies import drafter_runs
+from profiling.studies.draft_cost import memory, packing
+from profiling.studies.draft_overlap import OF_TARGETS, overlap
+from profiling.studies.drafting import (
     Sizes,
     Study,
     TargetOnly,
@@ -50,8 +52,6 @@ from profiling.drafting import (
     log_row,
     logged,
 )
-from profiling.results import ROOT
-from profiling.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 WORDS = [

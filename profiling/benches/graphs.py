@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from driver.assemble import Rollout
-from driver.footprint import held_bytes
+from driver.common.host_copies import held_bytes
+from driver.config.strategy import parse_strategies
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.plan import BucketPlan, Cell, GraphCost, draft_bytes, plain_buckets
-from driver.strategy import parse_strategies
+from driver.run.assemble import Rollout
 from profiling.bench import Bench, say
-from profiling.subjects import QWEN2_7B, of_shape
+from profiling.rig.subjects import QWEN2_7B, of_shape
 
 MAX_BATCH, SPEC_BATCH, SPEC_ROWS = 256, 32, 1024
 STRATEGIES = [

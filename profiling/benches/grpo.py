@@ -25,14 +25,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from driver.config import load_config
-from driver.dry_run import prompt_tokens, shape_folder
-from driver.footprint import empty_policy, footprint
-from driver.memory import CARD_MEMORY
-from driver.run_checkpoint import whole_checkpoints
-from driver.warm import warm_folder, warm_start
+from driver.common.memory import CARD_MEMORY
+from driver.config.load import load_config
+from driver.records.checkpoint import whole_checkpoints
+from driver.run.dry_run import prompt_tokens, shape_folder
+from driver.run.footprint import empty_policy, footprint
+from driver.run.warm_start import warm_folder, warm_start
 from profiling.bench import STOPPING_S, Bench, say
-from profiling.grpo_arms import (
+from profiling.studies.grpo_arms import (
     OTHER_START,
     TRL,
     ArmRun,
@@ -169,7 +169,7 @@ def trl_command(words: list[str]) -> list[str] | None:
     if missing:
         say(f"trl: not run, {', '.join(missing)} missing: pip install {' '.join(TRL_NEEDS)}")
         return None
-    return [sys.executable, "-m", "profiling.trl_arm", *words]
+    return [sys.executable, "-m", "profiling.peers.trl", *words]
 
 
 def end(process: subprocess.Popen) -> None:

@@ -18,11 +18,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from driver.comparison import ORACLE, Arm, Comparison, sibling_requests, teach
-from driver.strategy import OFF
+from driver.config.strategy import OFF
+from driver.run.comparison import ORACLE, Arm, Comparison, sibling_requests, teach
 from profiling.bench import Bench, say
 from profiling.benches.decode import SHAPE_WORDS
-from profiling.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape
+from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape
 
 TOKENS = 1_000_000  # that each target's arm must have compared
 SMOLLM2_WORDS = ["task.name=questions", "drafter.draft_vocab=8192"]

@@ -37,14 +37,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from driver.assemble import Rollout
-from driver.config import load_config
+from driver.config.load import load_config
 from driver.rollout.request import Request
 from driver.rollout.stats import RolloutStats
-from profiling import timing
+from driver.run.assemble import Rollout
 from profiling.bench import Bench, say
-from profiling.subjects import Subject, fix_bandit, of_checkpoint
-from profiling.workload import Recording, Window, trace_lengths
+from profiling.rig import timing
+from profiling.rig.subjects import Subject, fix_bandit, of_checkpoint
+from profiling.rig.workload import Recording, Window, trace_lengths
 
 STATIC = [
     "ngram:6,1,7",

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driver.checkpoint import ModelSpec
-from driver.model import RowBatch, TargetModel
-from driver.rollout.kv_cache import KvCache
-from profiling import timing
+from driver.model.kv_cache import KvCache
+from driver.model.spec import ModelSpec
+from driver.model.target import RowBatch, TargetModel
 from profiling.bench import Bench
+from profiling.rig import timing
 
 CONTEXT = 512  # tokens of each request
 PAGE_SIZE = 16

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from driver.config import load_config
-from driver.phases import PHASES
-from driver.run_folder import read_jsonl
-from driver.warm import warm_start
+from driver.config.load import load_config
+from driver.records.folder import read_jsonl
+from driver.records.phases import PHASES
+from driver.run.warm_start import warm_start
 from profiling.bench import Bench, say
 from profiling.benches.grpo import WARMED, ended
 

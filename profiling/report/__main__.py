@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from driver.command import run_command
-from driver.errors import UserError
-from driver.storage import storage_errors
+from driver.common.errors import UserError
+from driver.common.storage import storage_errors
+from driver.config.command import run_command
 from profiling.report.data import read_run
 from profiling.report.page import render
 

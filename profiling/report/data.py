@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from driver.errors import UserError
-from driver.strategy import Strategy
+from driver.common.errors import UserError
+from driver.config.strategy import Strategy
 
 Record = dict[str, Any]
 Point = tuple[float, float]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from driver.plots import strategy_colors
+from driver.records.plots import strategy_colors
 from profiling.report.chart import Chart, Point, legend, short
 from profiling.report.data import MAX_PASSES, Record, RunData, is_number
 

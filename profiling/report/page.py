@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from driver.strategy import Strategy
+from driver.config.strategy import Strategy
 from profiling.report import figures
 from profiling.report.chart import short
 from profiling.report.data import Record, RunData, is_number

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from driver.assemble import spec_of
-from driver.data_buffer import Document
-from driver.drafter import Drafter, DraftSpec
-from driver.model import TargetModel
+from driver.config.sections import DrafterConfig, SpotConfig
+from driver.config.strategy import Strategy
+from driver.drafter.buffer import Document
+from driver.drafter.trainer import SpotTrainer
+from driver.model.drafter import Drafter, DraftSpec
+from driver.model.kv_cache import KvCache
+from driver.model.target import TargetModel
 from driver.rollout.draft_runner import DraftRunner
-from driver.rollout.kv_cache import KvCache
 from driver.rollout.scheduler import Sequence
 from driver.rollout.state import Batch, BatchState
 from driver.rollout.token_store import TokenStore
 from driver.rollout.tree import Tree
-from driver.sections import DrafterConfig, SpotConfig
-from driver.spot_trainer import SpotTrainer
-from driver.strategy import Strategy
+from driver.run.assemble import spec_of
 from tests.driver.hugging_face import random_model
 from tests.kit import randn
 

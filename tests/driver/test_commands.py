@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from driver import export, generate, identity, train
-from driver.command import read_options, run_command
-from driver.errors import UserError
+from driver.common.errors import UserError
+from driver.config.command import read_options, run_command
 from tests.driver.hugging_face import save_model
 
 SMALL = ["model.hidden_size=32", "model.num_layers=1", "model.head_dim=16", "warmup.steps=1"]
@@ -101,7 +101,7 @@ def test_a_broken_line_in_a_task_file(capsys, monkeypatch, root, tmp_path):
 
 
 def test_a_prompt_longer_than_the_context(capsys, monkeypatch, root):
-    monkeypatch.setattr("driver.run.warm_up", None)  # it is seen before the warm-up
+    monkeypatch.setattr("driver.run.run.warm_up", None)  # it is seen before the warm-up
     words = [f"run.root={root}", *SMALL, "model.max_position=8", "sampling.max_new_tokens=4"]
     line = fails(capsys, monkeypatch, train.main, *words)
     assert "context of 8" in line

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from driver import export
-from driver.collector import Collector
-from driver.draft_folder import check_drafter, drafter_config, read_drafter, write_drafter
-from driver.errors import UserError
+from driver.common.errors import UserError
+from driver.drafter.eagle3 import check_drafter, drafter_config, read_drafter, write_drafter
 from driver.rollout.draft_runner import DraftRunner
+from driver.run.collector import Collector
 from tests.driver.drafting import SEED, Parts, build_parts
-from tests.driver.test_train import run, share_of_ones
+from tests.driver.run.test_run import run, share_of_ones
 from tests.kit import same_bits
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from profiling import attention_peers as peers
+from profiling.peers import attention as peers
 from tests import kit
 
 

@@ -10,7 +10,8 @@ import types
 
 import pytest
 
-from profiling import bench, benches, results, timing
+from profiling import bench, benches
+from profiling.rig import results, timing
 
 FAKE = types.SimpleNamespace(name="fake")
 WANTED = {"low_us": {"at_most": 2.0}, "high_x": {"at_least": 3.0}, "absent": {"at_least": 0.0}}

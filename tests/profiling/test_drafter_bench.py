@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from driver.config import load_config
-from driver.partition import Overlap
-from driver.spot_trainer import SpotTrainer
-from profiling import draft_cost, draft_overlap, drafter_figures, drafter_runs, drafting
+from driver.config.load import load_config
+from driver.drafter.partition import Overlap
+from driver.drafter.trainer import SpotTrainer
 from profiling.bench import Bench
 from profiling.benches import drafter, grpo
 from profiling.benches.drafter import compare
 from profiling.benches.grpo import WARMED
-from profiling.drafting import Sizes, Study, first_acceptance
-from profiling.subjects import of_checkpoint
+from profiling.figures import drafter as drafter_figures
+from profiling.rig.subjects import of_checkpoint
+from profiling.studies import draft_cost, draft_overlap, drafter_runs, drafting
+from profiling.studies.drafting import Sizes, Study, first_acceptance
 from tests import kit
 
 WORDS = [

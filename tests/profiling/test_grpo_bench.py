@@ -5,15 +5,17 @@ import math
 
 import pytest
 
-from driver.config import load_config, to_yaml
-from driver.errors import UserError
-from driver.memory import CARD_MEMORY
-from driver.phases import PHASES, StepTimes
-from driver.warm import fingerprints
-from profiling import grpo_figures, trl_arm
+from driver.common.errors import UserError
+from driver.common.memory import CARD_MEMORY
+from driver.config.load import load_config, to_yaml
+from driver.records.phases import PHASES, StepTimes
+from driver.run.warm_start import fingerprints
 from profiling.bench import Bench, main
 from profiling.benches import grpo
-from profiling.grpo_arms import (
+from profiling.figures import grpo as grpo_figures
+from profiling.peers import trl as trl_arm
+from profiling.rig.results import joined, targets_of
+from profiling.studies.grpo_arms import (
     ArmRun,
     against_off,
     arm_words,
@@ -22,7 +24,6 @@ from profiling.grpo_arms import (
     identical_steps,
     over_peer,
 )
-from profiling.results import joined, targets_of
 
 WORDS = [
     "preset=tiny",

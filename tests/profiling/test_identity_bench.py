@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from driver.comparison import Arm, Comparison
+from driver.run.comparison import Arm, Comparison
 from profiling.bench import Bench
 from profiling.benches import identity
 from profiling.benches.decode import SHAPE_WORDS
-from profiling.results import all_targets
-from profiling.subjects import of_checkpoint, of_shape
+from profiling.rig.results import all_targets
+from profiling.rig.subjects import of_checkpoint, of_shape
 from tests.profiling.test_engine_benches import TINY_SHAPE, WORDS
 
 SIZE = identity.Size(tokens=250, batch=4, requests=12, longest=24, train_steps=3)

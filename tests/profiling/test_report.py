@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from driver.errors import UserError
+from driver.common.errors import UserError
 from profiling.report import __main__ as report
 from profiling.report import chart, data, figures
 from profiling.report.data import read_run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from profiling import resources
+from profiling.kernels import resources
 
 REPORT = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_ZN3tlt6kernelEv' for 'sm_90a'

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from profiling import ncu_table
+from profiling.kernels import ncu_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "profiling").glob("*.sh"))

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from driver.strategy import OFF, Strategy
-from profiling import simulate as sim
-from profiling.simulate import Arm, CostModel, Machine, rank_seconds, simulate
-from profiling.workload import trace_lengths
+from driver.config.strategy import OFF, Strategy
+from profiling.rig.workload import trace_lengths
+from profiling.studies import simulate as sim
+from profiling.studies.simulate import Arm, CostModel, Machine, rank_seconds, simulate
 
 TREE = Strategy.parse("learned:4,1,5")
 FREE_CACHE = Machine(kv_bytes=0.0, overhead_s=0.0)

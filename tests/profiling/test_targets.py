@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from profiling import compare, results, tables, targets
+from profiling.rig import compare, results, tables, targets
 
 META = {
     "card": "NVIDIA H100 80GB HBM3",
@@ -102,7 +102,7 @@ def test_the_real_files_are_read():
 def test_the_readme_s_tables_are_those_of_the_results():
     text = tables.README.read_text(encoding="utf-8")
     assert [match["name"] for match in tables.MARKED.finditer(text)] == list(tables.TABLES)
-    assert tables.main(["--check"]) == 0, "run python -m profiling.tables"
+    assert tables.main(["--check"]) == 0, "run python -m profiling.rig.tables"
 
 
 def test_a_table_names_card_driver_cuda_torch_and_commit(known):

@@ -6,8 +6,8 @@ import pytest
 
 from profiling.bench import Bench
 from profiling.benches import two_gpu
-from tests.driver.test_train import WORDS
-from tests.driver.test_world import PRELUDE, rank_env
+from tests.driver.run.test_run import WORDS
+from tests.driver.run.test_world import PRELUDE, rank_env
 
 SECOND_IS_SLOW = """
 generate = collector.Collector.roll_out

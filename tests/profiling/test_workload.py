@@ -5,12 +5,12 @@ import statistics
 
 import pytest
 
-from driver.bandit import Bandit
-from driver.config import BanditConfig
-from driver.strategy import Strategy
+from driver.config.load import BanditConfig
+from driver.config.strategy import Strategy
+from driver.rollout.bandit import Bandit
 from profiling.bench import Bench
 from profiling.benches import bandit as bandit_bench
-from profiling.workload import (
+from profiling.rig.workload import (
     Recorder,
     Recording,
     Window,

@@ -1,0 +1,1 @@
+"""What every part of the driver uses: errors, storage, spans, memory, ranks."""

@@ -1,0 +1,118 @@
+"""Copies of a state in host memory, for a thread that writes them while the state changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = {int, float, str}
+
+Place = tuple[str | int, ...]  # of a tensor in a state: keys and indices, from the outside in
+
+
+class HostCopies:
+    """Room for the tensors of a state, kept from copy to copy; pinned for those of a GPU.
+
+    Tensors that are one, such as tied weights, stay one.
+
+    Example:
+        >>> live = {"w": torch.ones(2), "steps": 3}
+        >>> copy, wait = HostCopies().take(live)
+        >>> wait()
+        >>> live["w"].zero_(), copy
+        (tensor([0., 0.]), {'w': tensor([1., 1.]), 'steps': 3})
+    """
+
+    def __init__(self) -> None:
+        self.room: dict[Place, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all room."""
+        return sum(room.nbytes for room in self.room.values())
+
+    def prepare(self, state: Any) -> None:
+        """Makes room for the copies of a state, which is slow where it is pinned.
+
+        What has room keeps it: only tensors that are new, such as an optimizer's once it has made a
+        step, cost anything.
+        """
+        self._each(state, self._room, {})
+
+    def take(self, state: Any) -> tuple[Any, Callable[[], None]]:
+        """Copies a state, on a GPU behind what its stream has been given.
+
+        Args:
+            state: tensors, numbers, strings, None, and lists and dicts of these.
+
+        Returns:
+            The copy, good until the next is taken, and what waits until it is whole.
+        """
+
+        def copied(path: Place, value: Tensor) -> Tensor:
+            return self._room(path, value).copy_(value.detach(), non_blocking=True)
+
+        copy = self._each(state, copied, {})
+        if not torch.cuda.is_available():
+            return copy, lambda: None
+        event = torch.cuda.Event()
+        event.record()
+        return copy, event.synchronize
+
+    def _each(
+        self,
+        value: Any,
+        change: Callable[[Place, Tensor], Tensor],
+        seen: dict[tuple[Any, ...], Tensor],
+        path: Place = (),
+    ) -> Any:
+        """The same with other tensors; counts of tens of thousands of tokens go as a whole."""
+        if isinstance(value, Tensor):
+            place = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            if place not in seen or not value.numel():
+                seen[place] = change(path, value)
+            return seen[place]
+        if isinstance(value, Mapping):
+            if PLAIN.issuperset(map(type, value.values())):
+                return dict(value)
+            return {k: self._each(item, change, seen, (*path, k)) for k, item in value.items()}
+        if isinstance(value, list):
+            return [self._each(item, change, seen, (*path, i)) for i, item in enumerate(value)]
+        return value
+
+    def _room(self, path: Place, value: Tensor) -> Tensor:
+        room = self.room.get(path)
+        if room is None or room.shape != value.shape or room.dtype != value.dtype:
+            room = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            self.room[path] = room
+        return room
+
+
+def held_bytes(*things: Any) -> int:
+    """Bytes of the tensors that objects hold, each storage once.
+
+    Example:
+        >>> x = torch.zeros(8)
+        >>> held_bytes(x, [x[:4]])
+        32
+    """
+    storages: dict[int, int] = {}
+    todo = list(things)
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+        elif isinstance(thing, nn.Module):
+            todo += [*thing.parameters(), *thing.buffers()]
+        elif isinstance(thing, Mapping):
+            todo += thing.values()
+        elif isinstance(thing, list | tuple):
+            todo += thing
+        elif is_dataclass(thing) and not isinstance(thing, type):
+            todo += vars(thing).values()
+    return sum(storages.values())

@@ -1,0 +1,87 @@
+"""Named stretches of time: NVTX ranges for Nsight, and events of the run's timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Protocol
+
+try:
+    import nvtx
+except ImportError:  # Nsight then sees the ranges of the native core only
+    nvtx = None
+
+
+def nvtx_range(name: str) -> AbstractContextManager[object]:
+    """An NVTX range of this very name; does nothing where the package `nvtx` is missing.
+
+    Args:
+        name: as Nsight shows it.
+
+    Example:
+        >>> with nvtx_range("tlt/rollout/verify"):
+        ...     pass
+    """
+    return contextlib.nullcontext() if nvtx is None else nvtx.annotate(name)
+
+
+class Sink(Protocol):
+    """Who keeps finished spans (`driver.records.timeline.Timeline`)."""
+
+    def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None: ...
+
+
+class Spans:
+    """Spans of one part of the system, each an NVTX range `tlt/<part>/<step>`.
+
+    Args:
+        part: for example "rollout".
+        sink: keeps begin and end of each, by `time.perf_counter`; None: NVTX only.
+
+    Example:
+        >>> spans = Spans("rollout")
+        >>> with spans("verify", rows=64):
+        ...     pass
+    """
+
+    def __init__(self, part: str, sink: Sink | None = None) -> None:
+        self.part, self.sink = part, sink
+
+    def __call__(self, step: str, **args: object) -> Span:
+        """A context manager around one step.
+
+        Args:
+            step: its name within the part.
+            args: shown with the event in the timeline.
+        """
+        return Span(self, step, args)
+
+
+class Span:
+    """One step while it runs; afterwards `seconds` is its length."""
+
+    __slots__ = ("_spans", "_step", "_args", "_range", "_begin", "seconds")
+
+    def __init__(self, spans: Spans, step: str, args: dict[str, object]) -> None:
+        self._spans, self._step, self._args = spans, step, args
+        self.seconds = 0.0
+
+    def __enter__(self) -> Span:
+        self._range = nvtx_range(f"tlt/{self._spans.part}/{self._step}")
+        self._range.__enter__()
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        end = time.perf_counter()
+        self._range.__exit__(kind, error, trace)
+        self.seconds = end - self._begin
+        if self._spans.sink is not None:
+            self._spans.sink.add(self._spans.part, self._step, self._begin, end, **self._args)

@@ -1,0 +1,136 @@
+"""Small durable-write helpers that run folders and checkpoints share."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from .errors import UserError
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turns a full or unwritable disk into one line for the user; other errors pass.
+
+    Args:
+        path: what the line names.
+
+    Raises:
+        UserError: the file system refused a write below.
+
+    Example:
+        >>> with storage_errors(Path("/dev/null/x")):
+        ...     Path("/dev/null/x").mkdir()
+        Traceback (most recent call last):
+        driver.common.errors.UserError: /dev/null/x: cannot be written (Not a directory); ...
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # torch writes through a stream of its own, and hides the system's reason.
+        hides = ("inline_container", "iostream error")
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in hides):
+            raise
+        hidden = "the file stayed incomplete" if isinstance(error, RuntimeError) else str(error)
+        reason = getattr(error, "strerror", None) or hidden
+        raise UserError(
+            f"{path}: cannot be written ({reason}); free space or name another place"
+        ) from error
+
+
+class FolderLock:
+    """Keeps a second process out of a folder until it is closed or its process is gone.
+
+    A file system that knows no locks has none.
+
+    Args:
+        path: an existing folder.
+
+    Raises:
+        UserError: another one holds it.
+
+    Example:
+        >>> lock = FolderLock(Path("runs/tiny"))  # doctest: +SKIP
+    """
+
+    _handle: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise UserError(
+                f"{path}: another run is at work there; wait for its end or choose another run.name"
+            ) from None
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Lets others in."""
+        if self._handle is not None:
+            os.close(self._handle)
+        self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file whole: after a crash it holds the old text or the new.
+
+    Args:
+        path: the file.
+        text: its new content.
+
+    Raises:
+        UserError: the file system refused.
+
+    Example:
+        >>> write_text(Path("summary.json"), "{}")  # doctest: +SKIP
+    """
+    scratch = path.with_name(f".{path.name}.tmp")
+    with storage_errors(path):
+        try:
+            with scratch.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def sync_path(path: Path) -> None:
+    """Forces a file's content, or a folder's list of names, to the disk.
+
+    Args:
+        path: a file or folder.
+
+    Example:
+        >>> sync_path(Path("."))
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Forces a folder, with all it holds, to the disk.
+
+    Args:
+        folder: a folder of plain files and folders.
+
+    Example:
+        >>> sync_tree(Path("runs"))  # doctest: +SKIP
+    """
+    for path in [*folder.rglob("*"), folder]:
+        sync_path(path)

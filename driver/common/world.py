@@ -1,0 +1,301 @@
+"""The processes of a run: one, or as many as torchrun started, on torch's own distributed stack.
+
+Every rank knows everything that a step learns from; what is split between them is work. The store
+that torchrun keeps also tells where each rank is, so that one that is lost is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import UserError
+
+T = TypeVar("T")
+
+BUCKET = 1 << 24  # elements reduced at once
+
+
+class World:
+    """This process among its peers; alone unless `join` found others.
+
+    Args:
+        rank, size: of this process, and how many there are.
+        device: where this rank works.
+        timeout_s: how long it waits for the others.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, device: str = "cpu", timeout_s: float = 600.0
+    ) -> None:
+        self.rank, self.size, self.device, self.timeout_s = rank, size, device, timeout_s
+        self.store: dist.Store | None = None
+        self._meetings = self._beats = 0
+        self._phase = "load"
+
+    @staticmethod
+    def join(device: str, timeout_s: float) -> World:
+        """Meets the ranks that torchrun started; alone where it started none.
+
+        Args:
+            device: `cpu`, or `cuda` for the card of this rank's number.
+            timeout_s: how long a rank waits for the others before it gives them up.
+
+        Raises:
+            UserError: the cards do not suffice, or the others never came.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return World(device=device)
+        if not {"RANK", "LOCAL_RANK"} <= os.environ.keys():  # a job manager may set the size alone
+            raise UserError(f"WORLD_SIZE={size}, but no RANK and LOCAL_RANK: start with torchrun")
+        rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        if device.startswith("cuda"):
+            if local >= torch.cuda.device_count():
+                raise UserError(
+                    f"rank {rank} wants card {local}, there are {torch.cuda.device_count()};"
+                    " lower --nproc-per-node"
+                )
+            device = f"cuda:{local}"
+            torch.cuda.set_device(local)
+        world = World(rank, size, device, timeout_s)
+        wait = datetime.timedelta(seconds=timeout_s)
+        try:
+            store, *_ = next(dist.rendezvous("env://", rank, size, timeout=wait))
+            # The store outlives a restart; where the last attempt's ranks were must not be found.
+            attempt = dist.PrefixStore(f"attempt/{World.restarts()}", store)
+            backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+            dist.init_process_group(
+                backend, timeout=wait, store=attempt, rank=rank, world_size=size
+            )
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"rank {rank} of {size}: the others did not come ({error})") from error
+        world.store = dist.PrefixStore("tlt", attempt)
+        world.store.set_timeout(2 * wait)  # who leads gives up first, and is not blamed itself
+        world.enter("load")
+        return world
+
+    @staticmethod
+    def is_first() -> bool:
+        """Whether this process speaks for the run; known before `join`."""
+        return os.environ.get("RANK", "0") == "0"
+
+    @staticmethod
+    def restarts() -> int:
+        """How often torchrun started the ranks again after one was lost."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    def leave(self) -> None:
+        """Ends the meeting; not after an error, when the others may be gone."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    # ---- who is where ---------------------------------------------------------------------------
+
+    def enter(self, phase: str) -> None:
+        """Notes what this rank does now, for a message that may have to name it."""
+        self._phase, self._beats = phase, 0
+        self._tell()
+
+    def beat(self) -> None:
+        """Notes that this rank got on with a phase in which others wait for it."""
+        self._beats += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.store is not None:
+            self.store.set(f"at/{self.rank}", f"{self._meetings} {self._beats} {self._phase}")
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """All ranks come together here; one that does not is named.
+
+        Raises:
+            UserError: a rank is lost or late.
+        """
+        phase = self._phase
+        self._meetings += 1
+        self.enter(phase)
+        try:
+            yield
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # this rank's own
+            raise
+        except (RuntimeError, ValueError) as error:
+            who = ", ".join(self._lost()) or "a rank that had come"
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"{who} was lost or did not answer in run.timeout_s={self.timeout_s:g}, rank"
+                f" {self.rank} waited for it after {phase} ({reason}): the run stops here;"
+                " run.resume=true goes on from its last checkpoint"
+            ) from error
+
+    def where(self) -> str:
+        """What each rank did last, for the message of a run that is stopped from outside."""
+        places = ", ".join(place for *_, place in self._places())
+        return f"stopped: {places}; torchrun says which one failed, if one did"
+
+    def _lost(self) -> list[str]:
+        """Ranks that have not come; where all have, those that got on least of those that work."""
+        places = self._places()
+        late = [place for meetings, _, place in places if meetings < self._meetings]
+        working = [(beats, place) for _, beats, place in places if beats]
+        least = min(working, default=(0, ""))[0]
+        return late or [place for beats, place in working if beats == least]
+
+    def _places(self) -> list[tuple[int, int, str]]:
+        """Of each rank its meetings, its beats, and its number and phase."""
+        places = []
+        for rank in range(self.size):
+            key, found = f"at/{rank}", "0 0 load"
+            with contextlib.suppress(RuntimeError):  # the store may be gone too
+                if self.store is not None and self.store.check([key]):
+                    found = self.store.get(key).decode()
+            meetings, beats, phase = found.split(" ", 2)
+            places.append((int(meetings), int(beats), f"rank {rank} (in {phase})"))
+        return places
+
+    # ---- exchange -------------------------------------------------------------------------------
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of the ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self.meeting():
+            dist.all_gather_object(values, value)  # through the host, whatever the device
+        return values
+
+    def share(self, value: T, source: int = 0) -> T:
+        """The value of rank `source`."""
+        if self.size == 1:
+            return value
+        box = [value]
+        with self.meeting():
+            dist.broadcast_object_list(box, src=source)
+        return box[0]
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Adds up each tensor over the ranks, in place; all ranks get the same bits."""
+        if self.size > 1:
+            with self.together():
+                sum_over(tensors, None)
+
+    def copy_(self, tensors: Iterable[Tensor]) -> None:
+        """Gives every rank the values of rank 0, in place."""
+        if self.size > 1:
+            with self.together():
+                for tensor in tensors:
+                    dist.broadcast(tensor, 0)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A meeting in which cards exchange something."""
+        with self.meeting():
+            # On the host: cards that wait for a lost one are ended by NCCL before they can name it.
+            dist.all_reduce(torch.zeros(1))
+            yield
+
+
+def share_state(
+    state: Any, source: int, device: str, group: dist.ProcessGroup | None = None
+) -> Any:
+    """A state of rank `source`; its tensors travel from device to device, those of a dtype as one.
+
+    Pickled, tensors of a card would be made on the card that they left.
+
+    Args:
+        state: tensors, numbers, strings, None, and lists and dicts of these; of other ranks unused.
+        source: by its number among all ranks.
+        device: where this rank wants the tensors.
+        group: None = all ranks.
+
+    Returns:
+        The state, on every rank of the group.
+    """
+    box = [None]
+    if dist.get_rank() == source:
+        state = _each_tensor(state, lambda x: x.detach().to(device).contiguous())
+        box = [_each_tensor(state, lambda x: x.to("meta"))]
+    dist.broadcast_object_list(box, src=source, group=group)
+    if dist.get_rank() != source:
+        state = _each_tensor(box[0], lambda x: torch.empty_like(x, device=device))
+    tensors: list[Tensor] = []
+    _each_tensor(state, tensors.append)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.broadcast(flat, source, group=group)
+        if dist.get_rank() != source:
+            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+    return state
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _each_tensor(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_each_tensor(item, change) for item in value)
+    return value
+
+
+def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Adds up each tensor over the ranks of a group, in place, many at a time.
+
+    Args:
+        tensors: of one dtype and device, the same shapes on every rank.
+        group: None = all ranks.
+    """
+    bucket: list[Tensor] = []
+
+    def reduce() -> None:
+        flat = torch.cat([t.reshape(-1) for t in bucket])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+        bucket.clear()
+
+    for tensor in tensors:
+        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
+            reduce()
+        bucket.append(tensor)
+    if bucket:
+        reduce()
+
+
+def split_by_length(expected: Sequence[float], parts: int) -> list[list[int]]:
+    """Splits items into parts of nearly equal number and nearly equal expected length.
+
+    Longest first, each to the part with the least so far that has room. The number decides before
+    the length: a rank's batch is what its memory was planned for.
+
+    Args:
+        expected: length of each item.
+        parts: with fewer items the last ones are empty.
+
+    Returns:
+        Indices of each part, rising; sizes differ by one at most.
+
+    Example:
+        >>> split_by_length([9, 1, 5, 4, 2], 2)
+        [[0, 1, 4], [2, 3]]
+    """
+    count, extra = divmod(len(expected), parts)
+    room = [count + (part < extra) for part in range(parts)]
+    load = [0.0] * parts
+    chosen: list[list[int]] = [[] for _ in range(parts)]
+    for item in sorted(range(len(expected)), key=lambda i: (-expected[i], i)):
+        free = [part for part in range(parts) if len(chosen[part]) < room[part]]
+        part = min(free, key=lambda p: (load[p], p))
+        chosen[part].append(item)
+        load[part] += expected[item]
+    return [sorted(part) for part in chosen]

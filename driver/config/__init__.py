@@ -1,0 +1,1 @@
+"""Settings: sections with their limits, strategies, the command line."""

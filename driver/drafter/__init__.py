@@ -1,0 +1,1 @@
+"""The drafter's training: buffer, loss, steps, spot trainer, coordination of ranks."""

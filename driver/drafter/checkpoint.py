@@ -1,0 +1,132 @@
+"""Checkpoints of the drafter that the rollout does not wait for."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common.host_copies import HostCopies
+from ..common.storage import storage_errors, sync_path
+
+_FILE = re.compile(r"step-(\d+)\.pt")
+
+
+class DraftCheckpoints:
+    """Writes states whole or not at all, from a thread of its own.
+
+    `save` copies the tensors (on a GPU into pinned memory that it keeps, queued behind what runs)
+    and returns; the rest is the thread's. A checkpoint that is asked for while one is being written
+    is left out, its state not even made.
+    What goes wrong there is a warning of `collect`: training and rollout go on.
+
+    Args:
+        folder: of the files; made when the first is written.
+        keep: files left at most.
+
+    Example:
+        >>> checkpoints = DraftCheckpoints(Path("runs/tiny/drafter"))
+        >>> checkpoints.save(lambda: {"weight": torch.ones(2)}, 8)  # doctest: +SKIP
+        True
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+        self.stall_s = 0.0  # the longest that `save` held its caller up
+        self.copies = HostCopies()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(self, state: Callable[[], Mapping[str, Any]], step: int) -> bool:
+        """Copies a state and has it written.
+
+        Args:
+            state: gives tensors, numbers, strings, None, and lists and dicts of these.
+            step: its number.
+
+        Returns:
+            False where the one before is still being written: this one is left out.
+        """
+        begin = time.perf_counter()
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        copy, wait = self.copies.take(state())
+        self._thread = threading.Thread(
+            target=self._write, args=(copy, step, wait), name="draft-checkpoint", daemon=True
+        )
+        self._thread.start()
+        self.stall_s = max(self.stall_s, time.perf_counter() - begin)
+        return True
+
+    def _write(self, state: Any, step: int, wait: Callable[[], None]) -> None:
+        final = self.folder / f"step-{step:08d}.pt"
+        scratch = self.folder / f".new-{final.name}"
+        try:
+            wait()
+            with storage_errors(final):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    with scratch.open("wb") as file:
+                        torch.save(state, file)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    os.replace(scratch, final)
+                    sync_path(self.folder)
+                finally:
+                    scratch.unlink(missing_ok=True)
+                for _, old in self._whole()[: -self.keep]:
+                    old.unlink()
+        except Exception as error:  # kept for `collect`
+            self._error = error
+
+    def collect(self, wait: bool = True) -> None:
+        """What went wrong in the thread is a warning here.
+
+        Args:
+            wait: for its end; else what it still does is left to the next call.
+        """
+        if self._thread is not None and (wait or not self._thread.is_alive()):
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            warnings.warn(
+                f"drafter checkpoint not written ({error}); training and rollout go on",
+                stacklevel=2,
+            )
+
+    def clear(self) -> None:
+        """Removes what an earlier run left that is not gone on with."""
+        with storage_errors(self.folder):
+            for _, path in self._whole():
+                path.unlink()
+
+    def latest(self) -> tuple[int, dict[str, Any]] | None:
+        """Step and state of the newest checkpoint that can be read.
+
+        One that was half-written by a killed process is no checkpoint; a damaged one is passed over
+        with a warning.
+        """
+        for scratch in self.folder.glob(".new-step-*"):
+            scratch.unlink(missing_ok=True)
+        for step, path in reversed(self._whole()):
+            try:
+                return step, torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # unpickling a damaged file raises nearly anything
+                warnings.warn(
+                    f"{path}: cannot be read ({type(error).__name__}): the one before is taken",
+                    stacklevel=2,
+                )
+        return None
+
+    def _whole(self) -> list[tuple[int, Path]]:
+        """Steps and files, by rising step."""
+        matches = [(_FILE.fullmatch(path.name), path) for path in self.folder.glob("step-*.pt")]
+        return sorted((int(match[1]), path) for match, path in matches if match)

@@ -1,0 +1,236 @@
+"""A drafter as a folder in the EAGLE-3 layout that serving engines load: written, read, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..common.errors import UserError
+from ..common.storage import storage_errors
+from ..model.drafter import DraftSpec
+from ..model.spec import ModelSpec, read_json, read_rope
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+KIND = "LlamaForCausalLMEagle3"
+# What a loader reads of `config.json`: a key, and its value where there is only one.
+KEYS: dict[str, Any] = {
+    "architectures": [KIND],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "hidden_size": None,
+    "intermediate_size": None,
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": None,
+    "draft_vocab_size": None,
+    "max_position_embeddings": None,
+    "rms_norm_eps": None,
+    "rope_theta": None,
+    "eagle_config": None,
+}
+
+
+def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Every tensor of an exported drafter: its shape, and for the maps its dtype.
+
+    Args:
+        config: the folder's `config.json`.
+
+    Returns:
+        Name to (shape, dtype); weights are listed as float32 and may be of any float dtype.
+
+    Source: the EAGLE-3 draft layout that vLLM and SGLang load.
+    """
+    hidden, middle, size = (
+        config[k] for k in ("hidden_size", "intermediate_size", "draft_vocab_size")
+    )
+    heads, kv, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (size, hidden),
+        "midlayer.self_attn.q_proj.weight": (heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads * dim),
+        "midlayer.mlp.gate_proj.weight": (middle, hidden),
+        "midlayer.mlp.up_proj.weight": (middle, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, middle),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+    }
+    return {
+        **{name: (shape, torch.float32) for name, shape in shapes.items()},
+        "d2t": ((size,), torch.int64),
+        "t2d": ((config["vocab_size"],), torch.bool),
+    }
+
+
+def drafter_config(
+    shape: DraftSpec, target: Mapping[str, Any], layers: Sequence[int], dtype: torch.dtype
+) -> dict[str, Any]:
+    """The `config.json` of a drafter.
+
+    Args:
+        shape: of the drafter.
+        target: the policy's `config.json`; what concerns positions is taken from it, so that the
+            drafter reaches as far as its target.
+        layers: whose outputs feed the drafter.
+        dtype: of the weights.
+    """
+    rope = {k: target[k] for k in ("rope_parameters", "rope_theta", "rope_scaling") if k in target}
+    parameters = rope.get("rope_parameters") or {}
+    if "rope_theta" in parameters:  # older loaders look for it here
+        rope.setdefault("rope_theta", parameters["rope_theta"])
+    if parameters.get("rope_type", "default") != "default":
+        rope.setdefault("rope_scaling", parameters)
+    ends = {k: target[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in target}
+    return {
+        "architectures": [KIND],
+        "model_type": "llama",
+        "attention_bias": False,
+        "draft_vocab_size": shape.draft_vocab,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(layers),
+            "use_aux_hidden_state": True,
+        },
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": target["max_position_embeddings"],
+        "num_attention_heads": shape.num_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": shape.num_kv_heads,
+        "rms_norm_eps": shape.rms_eps,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": shape.vocab_size,
+        **rope,
+        **ends,
+    }
+
+
+def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Writes weights and configuration.
+
+    Args:
+        folder: made if it is not there.
+        state: of `driver.model.drafter.Drafter`.
+        config: from `drafter_config`.
+
+    Raises:
+        UserError: the file system refused.
+    """
+    dtype = getattr(torch, config["torch_dtype"])
+    tensors = {
+        name: (value.to(dtype) if value.is_floating_point() else value).contiguous()
+        for name, value in state.items()
+    }
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_drafter(folder: Path, target: ModelSpec | None = None) -> dict[str, Tensor]:
+    """Reads an exported drafter, checked by name, shape and content.
+
+    Args:
+        folder: that `write_drafter` wrote, or an EAGLE-3 drafter from elsewhere.
+        target: the model that it is to draft for; None = not checked against one.
+
+    Returns:
+        A state for `driver.model.drafter.Drafter` and `DraftRunner.load`.
+
+    Raises:
+        UserError: what is missing, unknown, misshapen or of another model, by name.
+    """
+    problems = check_drafter(folder, target)
+    if problems:
+        raise UserError(f"{folder}: {'; '.join(problems)}")
+    return load_file(folder / WEIGHTS)
+
+
+def check_drafter(folder: Path, target: ModelSpec | None = None) -> list[str]:
+    """What a serving loader would miss in a drafter's folder; [] where all is there.
+
+    Args:
+        folder: of the drafter.
+        target: the model that it is to draft for.
+
+    Raises:
+        UserError: a file is missing or unreadable.
+    """
+    config = read_json(folder / CONFIG)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder / WEIGHTS}: cannot be read ({error})") from error
+    problems = _config_problems(config, target)
+    if problems:
+        return problems
+    expected = expected_tensors(config)
+    problems += [f"tensor {name} is missing" for name in expected.keys() - tensors.keys()]
+    problems += [f"tensor {name} is unknown" for name in tensors.keys() - expected.keys()]
+    for name in expected.keys() & tensors.keys():
+        shape, dtype = expected[name]
+        value = tensors[name]
+        same_kind = value.is_floating_point() if dtype.is_floating_point else value.dtype == dtype
+        if tuple(value.shape) != shape or not same_kind:
+            problems.append(f"tensor {name}: wanted {list(shape)}, got {list(value.shape)}")
+    if not problems:
+        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        if not torch.equal(tensors["t2d"].nonzero()[:, 0], ids.sort().values):
+            problems.append("t2d does not mark the tokens that d2t names")
+    return sorted(problems)
+
+
+def _config_problems(config: Mapping[str, Any], target: ModelSpec | None) -> list[str]:
+    problems = [f"config.json: {key} is missing" for key in KEYS if key not in config]
+    problems += [
+        f"config.json: {key} is {config[key]!r}, wanted {value!r}"
+        for key, value in KEYS.items()
+        if value is not None and key in config and config[key] != value
+    ]
+    eagle = config.get("eagle_config") or {}
+    layers = eagle.get("eagle_aux_hidden_state_layer_ids", [])
+    if len(layers) != 3:
+        problems.append("config.json: eagle_config names no three layers")
+    if not eagle.get("use_aux_hidden_state", True):
+        problems.append("config.json: eagle_config turns use_aux_hidden_state off")
+    if target is None or problems:
+        return problems
+    wanted = {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "head_dim": target.head_dim,
+        "rms_norm_eps": target.rms_norm_eps,
+    }
+    problems += [
+        f"config.json: {key} is {config[key]}, the target's {value}"
+        for key, value in wanted.items()
+        if config[key] != value
+    ]
+    if read_rope(config) != target.rope:
+        problems.append(f"config.json: RoPE is {read_rope(config)}, the target's {target.rope}")
+    if config["max_position_embeddings"] < target.max_position:  # its RoPE would be clamped
+        problems.append(
+            f"config.json: max_position_embeddings is {config['max_position_embeddings']},"
+            f" fewer than the target's {target.max_position}"
+        )
+    if not all(layer in range(target.num_layers) for layer in layers):
+        problems.append(f"config.json: layers {layers} of a target that has {target.num_layers}")
+    return problems

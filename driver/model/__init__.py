@@ -1,0 +1,1 @@
+"""Models as the engine runs them: description, weights, target, drafter, KV cache."""

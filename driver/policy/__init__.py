@@ -1,0 +1,1 @@
+"""The policy's training: advantages, loss, packed forward pass, optimizer, warm-up."""

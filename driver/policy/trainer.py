@@ -1,0 +1,421 @@
+"""The learning side of a step: responses and rewards in, one GRPO update of the policy out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.deterministic import deterministic
+from ..common.spans import Spans
+from ..common.world import World, split_by_length
+from ..rollout.request import Response
+from . import grpo
+from .logprobs import token_logprobs
+from .master_weights import MasterWeights
+from .micro_batch import MicroBatch, build_micro_batch
+from .packed_forward import packed_forward
+from .packing import pack
+
+if TYPE_CHECKING:
+    from ..config.load import GrpoConfig
+
+NEAR_ONE = 0.95
+# Mean |trainer - rollout| log-prob beyond which the two cannot hold the same weights.
+LOGP_ALARM_FLOAT32 = 0.01
+LOGP_ALARM_HALF = 0.1
+# DAPO's share of the length limit over which its overlong penalty grows.
+OVERLONG_SHARE = 0.2
+
+
+class PolicyTrainer:
+    """GRPO updates of a causal language model, in place: views of its parameters stay valid.
+
+    The optimizer works on float32 masters: the parameters themselves, or copies where the model is
+    of half precision.
+
+    Args:
+        model: a module like `transformers.LlamaForCausalLM` with sdpa attention.
+        cfg: the `grpo.*` part of the configuration.
+        load_reference: makes the reference policy; called only when `cfg.kl_coef` is not 0.
+        world: ranks that share the work of each update; all of them call it with the same
+            responses and end with the same policy.
+
+    Raises:
+        ValueError: `kl_coef` is set and there is no way to load a reference.
+
+    Example:
+        >>> trainer = PolicyTrainer(model, cfg.grpo)                # doctest: +SKIP
+        >>> metrics = trainer.update(responses, rewards)            # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: GrpoConfig,
+        load_reference: Callable[[], nn.Module] | None = None,
+        world: World | None = None,
+    ):
+        self.world = world or World()
+        # Dropout would train another policy than the one that sampled.
+        self.model = model.eval()
+        self.cfg = cfg
+        self.step = 0
+        self.reference: nn.Module | None = None
+        if cfg.kl_coef:
+            if load_reference is None:
+                raise ValueError(f"grpo.kl_coef={cfg.kl_coef} needs a reference model to load")
+            self.reference = load_reference().eval().requires_grad_(False)
+        self.weights = MasterWeights(model, self.world, cfg.shard)
+        self.params, self.masters = self.weights.params, self.weights.masters
+        # Norms and biases are not pulled towards zero.
+        decay = [p for p in self.masters if p.dim() > 1]
+        plain = [p for p in self.masters if p.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decay, "weight_decay": cfg.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=cfg.lr,
+            fused=self._device().type == "cuda",  # one pass over what it reads and writes
+        )
+        self.own_old_logprobs = has_own_old_logprobs(cfg)
+        self.loss_norm = cfg.loss_norm
+        if self.loss_norm == "auto":
+            self.loss_norm = "constant" if cfg.advantage == "dr_grpo" else "tokens"
+
+    def update(
+        self,
+        responses: Sequence[Response],
+        rewards: Sequence[float],
+        keep: Sequence[bool] | None = None,
+    ) -> dict[str, float]:
+        """Train on one step's responses.
+
+        Args:
+            responses: of this step; siblings share `request.group`. Sampled with top-k and top-p
+                off.
+            rewards: raw reward of each response.
+            keep: which responses are learned from (all by default): the update is that of a batch
+                without the others, which are in the metrics of rewards and lengths only.
+
+        Returns:
+            Metrics by their names in the log.
+
+        Raises:
+            ValueError: no responses, rewards that do not match them, repeated request ids, an empty
+                prompt, or responses sampled with filters on.
+        """
+        raw = torch.tensor(grpo.check_rewards(rewards, len(responses)), dtype=torch.float64)  # [N]
+        _check_responses(responses)
+        groups = torch.tensor([r.request.group for r in responses])  # [N]
+        max_length = max(r.request.params.max_new_tokens for r in responses)
+        kept = [i for i in range(len(responses)) if keep is None or keep[i]]
+        # By request id: the cut into minibatches must not depend on which response finished first.
+        kept.sort(key=lambda i: responses[i].request.id)
+        metrics = _response_metrics(responses, raw, groups)
+        if self.cfg.advantage != "reinforce":  # whose baseline is the batch's
+            _warn_of_equal_rewards(metrics["frac_reward_zero_std"])
+
+        spans, device = Spans("update"), self._device()
+        with spans("old_log_prob") as fixing:
+            parts = _cut(kept, self.cfg.minibatches)
+            with deterministic(device):
+                fixed = self._with_fixed_logprobs
+                minibatches = [map(fixed, self._micro_batches(responses, part)) for part in parts]
+                if not self.own_old_logprobs:  # else each is made while the device has the last
+                    minibatches = [list(batches) for batches in minibatches]
+        with spans("update_actor") as training:
+            shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
+            learned = torch.tensor(kept, dtype=torch.int64)  # [K]
+            advantages = torch.zeros(len(responses))  # [N]
+            # A response that is left out is in no sibling's baseline either.
+            advantages[learned] = grpo.group_advantages(
+                shaped[learned], groups[learned], self.cfg.advantage
+            )
+            lengths = [[len(responses[i].token_ids) for i in part] for part in parts]
+            denominators = [
+                grpo.loss_denominator(some, self.loss_norm, max_length) for some in lengths
+            ]
+            with deterministic(device):
+                minibatches, trained = self._train(minibatches, advantages.to(device), denominators)
+            metrics |= self._logprob_metrics(minibatches) | trained
+        self.step += 1
+        metrics["timing_s/old_log_prob"] = fixing.seconds
+        metrics["timing_s/update_actor"] = training.seconds
+        return metrics
+
+    def backward(
+        self, batches: Iterable[MicroBatch], advantages: Tensor, denominator: int
+    ) -> tuple[list[MicroBatch], list[grpo.PolicyLoss]]:
+        """Add the gradient of one optimizer minibatch to the masters.
+
+        Args:
+            batches: the minibatch, or this rank's part of it, cut in any way. The log-probs found
+                here are the old ones of a batch that has none.
+            advantages: float32 [N], of all responses of the step.
+            denominator: of the whole minibatch, from `grpo.loss_denominator`.
+
+        Returns:
+            The micro-batches with old log-probs, and the share of each.
+        """
+        seen, shares = [], []
+        for batch in batches:
+            logprobs, entropy = self._logprobs(self.model, batch, self.cfg.entropy_coef > 0)
+            if batch.old_logprobs is None:
+                batch = replace(batch, old_logprobs=logprobs.detach(), entropy=entropy.detach())
+            share = grpo.policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                batch.rollout_logprobs,
+                advantages[batch.owner],  # [M]
+                torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
+                denominator=denominator,
+                clip_low=self.cfg.clip_low,
+                clip_high=self.cfg.clip_high,
+                is_cap=self.cfg.is_cap,
+                ref_logprobs=batch.ref_logprobs,
+                kl_coef=self.cfg.kl_coef if self.cfg.kl_in == "loss" else 0.0,
+                entropy=entropy,
+                entropy_coef=self.cfg.entropy_coef,
+            )
+            share.loss.backward()
+            self.weights.collect_gradients()
+            seen.append(batch)
+            shares.append(replace(share, loss=share.loss.detach()))
+        return seen, shares
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the model's own weights that a resumed run needs, whatever its ranks.
+
+        All ranks call it together: each may hold a part.
+        """
+        optimizer, saved = self.optimizer.state_dict(), self.weights.saved
+        with self.weights.together():
+            moments = _each_moment(optimizer["state"], saved)
+            masters = [saved(master.detach()) for master in self.weights.copies]
+        return {
+            "step": self.step,
+            "optimizer": optimizer | {"state": moments},
+            "masters": masters,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`; the model's weights are loaded by the caller beforehand."""
+        self.step = state["step"]
+        moments = _each_moment(state["optimizer"]["state"], self.weights.part)
+        self.optimizer.load_state_dict(state["optimizer"] | {"state": moments})
+        copies = self.weights.copies
+        if len(copies) != len(state["masters"]):
+            raise ValueError(
+                f"masters: wanted {len(copies)} tensors, got {len(state['masters'])}; "
+                "the checkpoint is of a model of another dtype"
+            )
+        with torch.no_grad():
+            for master, saved in zip(copies, state["masters"], strict=True):
+                master.copy_(self.weights.part(saved))
+
+    def _micro_batches(
+        self, responses: Sequence[Response], part: Sequence[int]
+    ) -> Iterator[MicroBatch]:
+        lengths = [len(responses[i].request.prompt_ids) + len(responses[i].token_ids) for i in part]
+        # By tokens, not by rows, which may be one or two.
+        mine = split_by_length(lengths, self.world.size)[self.world.rank]
+        for row in pack([lengths[i] for i in mine], self.cfg.micro_batch_tokens):
+            yield build_micro_batch(responses, [part[mine[i]] for i in row], self._device())
+
+    @torch.no_grad()
+    def _with_fixed_logprobs(self, batch: MicroBatch) -> MicroBatch:
+        if not self.own_old_logprobs:
+            # The same packing serves the update, so its first ratio is exactly 1.
+            old, entropy = self._logprobs(self.model, batch)  # [M], [M]
+            batch = replace(batch, old_logprobs=old, entropy=entropy)
+        if self.reference is not None:
+            ref, _ = self._logprobs(self.reference, batch)  # [M]
+            batch = replace(batch, ref_logprobs=ref)
+        return batch
+
+    def _logprobs(
+        self, model: nn.Module, batch: MicroBatch, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        hidden = packed_forward(model, batch.input_ids, batch.documents, self.cfg.checkpointing)
+        hidden = hidden[batch.rows]  # [M, H]
+        head = model.get_output_embeddings().weight  # [V, H]
+        return token_logprobs(hidden, head, batch.tokens, batch.temperature, entropy_grad)
+
+    def _shaped_rewards(
+        self,
+        responses: Sequence[Response],
+        raw: Tensor,
+        minibatches: Sequence[Iterable[MicroBatch]],
+        max_length: int,
+    ) -> Tensor:
+        shaped = raw.clone()  # [N]
+        if self.cfg.advantage == "dapo":
+            lengths = torch.tensor([len(r.token_ids) for r in responses])  # [N]
+            buffer = max(1, round(OVERLONG_SHARE * max_length))
+            shaped += grpo.overlong_penalty(lengths, max_length, buffer)  # [N]
+        if self.reference is not None and self.cfg.kl_in == "reward":
+            penalty = torch.zeros_like(shaped)  # [N]
+            for batch in (b for part in minibatches for b in part):
+                k1 = grpo.kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")  # [M]
+                penalty.index_add_(0, batch.owner.cpu(), k1.double().cpu())  # [N]
+            shaped -= self.cfg.kl_coef * self._over_ranks(penalty)  # [N]
+        return shaped
+
+    def _train(
+        self,
+        minibatches: Sequence[Iterable[MicroBatch]],
+        advantages: Tensor,
+        denominators: Sequence[int],
+    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """The micro-batches with old log-probs, and metrics. The card is waited for at the end."""
+        lr = self.cfg.lr * min(1.0, (self.step + 1) / max(1, self.cfg.warmup_steps))
+        shares: list[grpo.PolicyLoss] = []
+        norms: list[Tensor] = []
+        for _ in range(self.cfg.epochs):
+            seen = []
+            for batches, denominator in zip(minibatches, denominators, strict=True):
+                with_old, some = self.backward(batches, advantages, denominator)
+                seen.append(with_old)
+                shares += some
+                self.weights.sum_gradients()
+                norms.append(self._optimizer_step(lr))
+            minibatches = seen
+        sums = torch.zeros(5, dtype=torch.float64)  # tokens, loss, KL, clipped, reference KL
+        for s in shares:
+            parts = (s.tokens, s.pg_loss, s.ppo_kl, s.clipped, s.ref_kl)
+            sums += torch.tensor([float(part) for part in parts], dtype=torch.float64)
+        tokens, pg_loss, ppo_kl, clipped, ref_kl = self._over_ranks(sums).tolist()
+        tokens = max(1, tokens)
+        metrics = {
+            "actor/pg_loss": pg_loss / max(1, len(norms)),
+            "actor/ppo_kl": ppo_kl / tokens,
+            "actor/pg_clipfrac": clipped / tokens,
+            "actor/grad_norm": float(sum(norms)) / max(1, len(norms)),
+            "actor/lr": lr,
+        }
+        if self.reference is not None:
+            metrics["actor/ref_kl"] = ref_kl / tokens
+        return minibatches, metrics
+
+    def _over_ranks(self, values: Tensor) -> Tensor:
+        """The sum of every rank's values, float64 on the CPU."""
+        return torch.stack(self.world.gather(values)).sum(0)
+
+    def _logprob_metrics(self, minibatches: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+        sums = torch.zeros(3, dtype=torch.float64)  # tokens, |difference|, entropy
+        largest = torch.zeros((), dtype=torch.float64)
+        for batch in (batch for part in minibatches for batch in part):
+            difference = (batch.old_logprobs - batch.rollout_logprobs).abs()  # [M]
+            parts = (len(difference), difference.sum(), batch.entropy.sum())
+            sums += torch.tensor([float(part) for part in parts], dtype=torch.float64)
+            largest = torch.maximum(largest, difference.max().cpu())  # keeps a NaN
+        tokens, distance, entropy = self._over_ranks(sums).tolist()
+        largest = torch.stack(self.world.gather(largest)).max().item()
+        if not tokens:
+            return {}
+        mean, alarm = distance / tokens, self._logp_alarm()
+        if not mean <= alarm:  # NaN alarms too
+            warnings.warn(
+                f"sampling_logp_difference: rollout and trainer log-probs differ by {mean:.3g} in"
+                f" the mean (alarm at {alarm}): the engine does not hold the trainer's weights",
+                stacklevel=3,
+            )
+        return {
+            "actor/entropy": entropy / tokens,
+            "sampling/sampling_logp_difference/mean": mean,
+            "sampling/sampling_logp_difference/max": largest,
+        }
+
+    def _optimizer_step(self, lr: float) -> Tensor:
+        return self.weights.step(self.optimizer, self.cfg.max_grad_norm, lr)
+
+    def _logp_alarm(self) -> float:
+        half = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.params)
+        return LOGP_ALARM_HALF if half else LOGP_ALARM_FLOAT32
+
+    def _device(self) -> torch.device:
+        return self.params[0].device
+
+
+def has_own_old_logprobs(cfg: GrpoConfig) -> bool:
+    """Whether the one update of a step finds the old log-probs itself, without a pass before it.
+
+    It starts from the policy that sampled, so its own log-probs are the old ones: the ratio is 1,
+    and only its gradient counts. KL in the reward has to know them before.
+    """
+    early = cfg.kl_coef > 0 and cfg.kl_in == "reward"
+    return cfg.epochs == 1 and cfg.minibatches == 1 and not early
+
+
+def _each_moment(
+    state: Mapping[int, Mapping[str, Tensor]], change: Callable[[Tensor], Tensor]
+) -> dict[int, dict[str, Tensor]]:
+    """An optimizer's state with its moments changed; its counts of steps are numbers."""
+    return {
+        index: {name: change(value) if value.dim() else value for name, value in of.items()}
+        for index, of in state.items()
+    }
+
+
+def _check_responses(responses: Sequence[Response]) -> None:
+    if not responses:
+        raise ValueError("responses: wanted at least one, got none")
+    if len({r.request.id for r in responses}) != len(responses):
+        raise ValueError("responses: request ids must differ, got a repeated one")
+    for response in responses:
+        request = response.request
+        if not request.prompt_ids:
+            raise ValueError(f"request {request.id}: wanted prompt_ids, got an empty prompt")
+        if len(response.logprobs) != len(response.token_ids):
+            raise ValueError(
+                f"request {request.id}: wanted one log-prob per token, got "
+                f"{len(response.logprobs)} for {len(response.token_ids)} tokens"
+            )
+        if request.params.top_k != 0 or request.params.top_p != 1.0:
+            raise ValueError(
+                f"request {request.id}: training samples with top_k=0 and top_p=1, got "
+                f"top_k={request.params.top_k} top_p={request.params.top_p}"
+            )
+
+
+def _cut(items: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """Nearly equal runs of `items`, none empty."""
+    bounds = [len(items) * i // parts for i in range(parts + 1)]
+    return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+
+
+def _response_metrics(
+    responses: Sequence[Response], raw: Tensor, groups: Tensor
+) -> dict[str, float]:
+    lengths = [len(r.token_ids) for r in responses]
+    clip_ratio = sum(r.finish == "length" for r in responses) / len(responses)
+    zero_std = grpo.zero_std_groups(raw, groups).double().mean().item()
+    if clip_ratio >= NEAR_ONE:
+        warnings.warn(
+            f"{clip_ratio:.0%} of the responses were cut at the length limit, so hardly any can "
+            "be right: raise sampling.max_new_tokens",
+            stacklevel=3,
+        )
+    return {
+        "critic/rewards/mean": raw.mean().item(),
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/min": float(min(lengths)),
+        "response_length/clip_ratio": clip_ratio,
+        "frac_reward_zero_std": zero_std,
+    }
+
+
+def _warn_of_equal_rewards(share: float) -> None:
+    if share >= NEAR_ONE:
+        warnings.warn(
+            f"{share:.0%} of the groups have equal rewards, so nothing can be learned from them:"
+            " the task is too hard or too easy for this policy",
+            stacklevel=3,
+        )

@@ -1,0 +1,154 @@
+"""Supervised warm-up: the policy imitates a task's worked responses for a few hundred steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.deterministic import deterministic
+from ..common.errors import UserError
+from ..config.sections import WarmupConfig
+from ..rollout.request import Request, Response, SamplingParams
+from ..tasks import Task
+from .logprobs import token_logprobs
+from .master_weights import MasterWeights
+from .micro_batch import MicroBatch, build_micro_batch
+from .packed_forward import packed_forward
+from .packing import pack
+
+RAMP_STEPS = 20
+FINAL_LR_SHARE = 0.1
+MAX_GRAD_NORM = 1.0
+# Warm-up reads the train split from here on, far from the prompts that RL starts with.
+FIRST_INDEX = 1 << 40
+
+
+def warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    config: WarmupConfig,
+    seed: int,
+    progress: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[float]:
+    """Trains the model in place on demonstrations of the train split.
+
+    The loss is the mean cross-entropy over response tokens, the end token included; prompts are not
+    learned. AdamW on float32 masters, a short linear ramp, then a cosine down to a tenth of `lr`.
+    Every addition has one order: cards of one kind make the same weights, bit for bit.
+
+    Args:
+        model: trained in place.
+        tokenizer: with an end token.
+        task: its `demonstration` must not be None.
+        config: steps, batch, lr, tokens of a packed row, workers.
+        seed: decides which prompts are shown; the same seed gives the same weights.
+        progress: called after each step with the steps done and the step's loss.
+
+    Returns:
+        The loss of each step.
+
+    Raises:
+        UserError: the task has no demonstrations.
+
+    Example:
+        >>> losses = warm_up(model, tokenizer, task, WarmupConfig(steps=200), 0)  # doctest: +SKIP
+    """
+    demonstration(tokenizer, task, FIRST_INDEX)  # a task without any is refused here
+    weights = MasterWeights(model)
+    optimizer = torch.optim.AdamW(weights.masters, lr=config.lr, betas=(0.9, 0.98))
+    losses = []
+    model.train()
+    with deterministic(model.device):
+        for step, batch in enumerate(demonstrations(tokenizer, task, config, seed)):
+            tokens = sum(len(row.tokens) for row in batch)
+            total = torch.zeros((), device=model.device)
+            for row in batch:
+                loss = cross_entropy(model, row.to(model.device)) / tokens
+                loss.backward()
+                weights.collect_gradients()
+                total += loss.detach()
+            weights.step(optimizer, MAX_GRAD_NORM, config.lr * lr_share(step, config.steps))
+            losses.append(float(total))
+            progress(step + 1, losses[-1])
+    model.eval()
+    return losses
+
+
+def lr_share(step: int, steps: int) -> float:
+    """A short linear ramp, then a cosine down to `FINAL_LR_SHARE`."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return min(1.0, (step + 1) / RAMP_STEPS) * max(FINAL_LR_SHARE, cosine)
+
+
+def demonstrations(
+    tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmupConfig, seed: int
+) -> Iterator[list[MicroBatch]]:
+    """The packed rows of each step, made ahead by `config.workers` processes.
+
+    Args:
+        tokenizer: with an end token.
+        task: its `demonstration` must not be None.
+        config: steps, batch and tokens of a row.
+        seed: decides which prompts are shown.
+
+    Returns:
+        Rows on the CPU, step by step.
+    """
+    steps = _Steps(tokenizer, task, config, FIRST_INDEX * (seed + 1))
+    return iter(DataLoader(steps, batch_size=None, num_workers=config.workers))
+
+
+def demonstration(tokenizer: PreTrainedTokenizerBase, task: Task, index: int) -> Response:
+    """The worked response to a prompt of the train split, as if it had been sampled.
+
+    Raises:
+        UserError: the task has no demonstrations.
+    """
+    prompt = task.prompt("train", index)
+    worked = task.demonstration(prompt)
+    if worked is None:
+        raise UserError(f"task.name={task.name}: has no demonstrations; set warmup.steps=0")
+    ids = tuple(tokenizer.encode(prompt.text, add_special_tokens=False))
+    tokens = [*tokenizer.encode(worked, add_special_tokens=False), tokenizer.eos_token_id]
+    request = Request(index, index, ids, SamplingParams(max_new_tokens=len(tokens)))
+    return Response(request, tokens, [0.0] * len(tokens), "stop")
+
+
+def cross_entropy(model: PreTrainedModel, row: MicroBatch) -> Tensor:
+    """Summed over the response tokens of a packed row, []; one chunk of logits is held at a time.
+
+    Args:
+        model: of any family that `packed_forward` knows.
+        row: on the model's device.
+    """
+    hidden = packed_forward(model, row.input_ids, row.documents)  # [T, H]
+    head = model.get_output_embeddings().weight  # [V, H]
+    return -token_logprobs(hidden[row.rows], head, row.tokens, 1.0)[0].sum()
+
+
+class _Steps(Dataset):
+    """What each step shows."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmupConfig, first: int
+    ) -> None:
+        self.tokenizer, self.task, self.config, self.first = tokenizer, task, config, first
+
+    def __len__(self) -> int:
+        return self.config.steps
+
+    def __getitem__(self, step: int) -> list[MicroBatch]:
+        batch = self.config.batch
+        first = self.first + step * batch
+        shown = [demonstration(self.tokenizer, self.task, first + i) for i in range(batch)]
+        lengths = [len(r.request.prompt_ids) + len(r.token_ids) for r in shown]
+        return [
+            build_micro_batch(shown, row, torch.device("cpu"))
+            for row in pack(lengths, self.config.micro_batch_tokens)
+        ]

@@ -1,0 +1,1 @@
+"""What a run leaves: folder, metrics, checkpoints, timeline, plots, progress."""

@@ -1,0 +1,226 @@
+"""Checkpoints that are whole or absent: written beside, synced, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common.errors import UserError
+from ..common.storage import storage_errors, sync_path, sync_tree
+from ..model.fetch import check_checkpoint
+
+_FOLDER = re.compile(r"step-(\d+)")
+_MARK = "checkpoint.json"  # written last
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk.
+
+    Args:
+        path: a Hugging Face model folder (`model.path=` takes it) with `state/` beside the weights.
+        step: the last finished step.
+
+    Example:
+        >>> Checkpoint(Path("runs/tiny/checkpoints/step-000010"), 10).step
+        10
+    """
+
+    path: Path
+    step: int
+
+    def check_policy(self) -> None:
+        """Checks the policy's files without reading its tensors.
+
+        Raises:
+            UserError: one is missing or cut short.
+
+        Example:
+            >>> Checkpoint(Path("step-000010"), 10).check_policy()  # doctest: +SKIP
+        """
+        try:
+            check_checkpoint(self.path)
+        except UserError as error:
+            raise UserError(f"{error}; or {self._remedy}") from None
+
+    @property
+    def _remedy(self) -> str:
+        return f"remove {self.path} to resume from the checkpoint before it"
+
+    def state(self, name: str) -> Any:
+        """Reads one state that `save_checkpoint` was given.
+
+        Args:
+            name: its key there, for example "trainer".
+
+        Returns:
+            The object, tensors on the CPU.
+
+        Raises:
+            UserError: it is missing or cannot be read.
+
+        Example:
+            >>> Checkpoint(Path("step-000010"), 10).state("bandit")  # doctest: +SKIP
+        """
+        path = self.path / "state" / f"{name}.pt"
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # unpickling a damaged file raises nearly anything
+            raise UserError(
+                f"{path}: cannot be read ({type(error).__name__}); {self._remedy}"
+            ) from error
+
+    def restore(self, name: str, load: Callable[[Any], None]) -> None:
+        """Hands one state to who takes it over.
+
+        Args:
+            name: its key, for example "trainer".
+            load: takes it over.
+
+        Raises:
+            UserError: it cannot be read, or lacks something that is kept by now.
+
+        Example:
+            >>> Checkpoint(Path("step-000010"), 10).restore("bandit", bandit.load_state_dict)
+            ... # doctest: +SKIP
+        """
+        with earlier_versions(
+            f"{self.path}: state/{name}.pt",
+            f"it cannot be resumed, model.path={self.path} starts a new run from its policy",
+        ):
+            load(self.state(name))
+
+
+@contextlib.contextmanager
+def earlier_versions(what: str, remedy: str) -> Iterator[None]:
+    """Names what a state lacks that the block takes over.
+
+    Args:
+        what: the state.
+        remedy: for the user.
+
+    Raises:
+        UserError: it lacks something that is kept by now.
+
+    Example:
+        >>> with earlier_versions("bandit.pt", "retrain"):
+        ...     {}["seen"]
+        Traceback (most recent call last):
+        driver.common.errors.UserError: bandit.pt lacks 'seen', an earlier version wrote it; retrain
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise UserError(f"{what} lacks {error}, an earlier version wrote it; {remedy}") from error
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    write_policy: Callable[[Path], None],
+    states: Mapping[str, Any],
+    keep: int,
+) -> Checkpoint:
+    """Saves one checkpoint and drops the oldest beyond `keep`.
+
+    Args:
+        folder: holds the checkpoints.
+        step: the last finished step; a whole checkpoint of it is left as it is.
+        write_policy: writes the policy's Hugging Face files into the folder it is given.
+        states: name -> tensors, numbers, strings, None, and lists and dicts of these.
+        keep: whole checkpoints left afterwards, at least 1.
+
+    Returns:
+        The new checkpoint.
+
+    Raises:
+        UserError: the disk is full or unwritable; nothing half-written stays.
+
+    Example:
+        >>> save_checkpoint(Path("ckpt"), 3, model.save, {"bandit": {}}, 2)  # doctest: +SKIP
+    """
+    final = folder / f"step-{step:06d}"
+    if (final / _MARK).exists():  # a run resumed here and saved before it made a step
+        return Checkpoint(final, step)
+    scratch = folder / f".new-{final.name}"
+    with storage_errors(final):
+        clean_checkpoints(folder)
+        try:
+            (scratch / "state").mkdir(parents=True)
+            write_policy(scratch)
+            for name, state in states.items():
+                torch.save(state, scratch / "state" / f"{name}.pt")
+            (scratch / _MARK).write_text(json.dumps({"step": step}), encoding="utf-8")
+            sync_tree(scratch)
+            if final.exists():  # copied here in part, or by an earlier version
+                shutil.rmtree(final)
+            os.rename(scratch, final)
+            sync_path(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        for old in whole_checkpoints(folder)[:-keep]:
+            gone = folder / f".gone-{old.path.name}"  # a half-deleted one must not look whole
+            os.rename(old.path, gone)
+            shutil.rmtree(gone)
+    return Checkpoint(final, step)
+
+
+def whole_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoints that were finished, oldest first; half-written ones are ignored.
+
+    Args:
+        folder: holds the checkpoints; need not exist.
+
+    Returns:
+        Checkpoints by rising step.
+
+    Example:
+        >>> whole_checkpoints(Path("/nowhere"))
+        []
+    """
+    found = []
+    for path in folder.glob("step-*"):
+        match = _FOLDER.fullmatch(path.name)
+        if match and (path / _MARK).exists():
+            found.append(Checkpoint(path, int(match[1])))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def latest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The newest whole checkpoint, or None.
+
+    Args:
+        folder: holds the checkpoints; need not exist.
+
+    Returns:
+        The checkpoint of the highest step.
+
+    Example:
+        >>> latest_checkpoint(Path("/nowhere")) is None
+        True
+    """
+    whole = whole_checkpoints(folder)
+    return whole[-1] if whole else None
+
+
+def clean_checkpoints(folder: Path) -> None:
+    """Removes what a killed process left behind.
+
+    Args:
+        folder: holds the checkpoints; need not exist.
+
+    Example:
+        >>> clean_checkpoints(Path("/nowhere"))
+    """
+    for pattern in (".new-step-*", ".gone-step-*"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,363 @@
+"""`runs/<name>/`: everything a run leaves on disk, and how it is picked up again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
+
+from ..common.errors import UserError, after_error
+from ..common.storage import FolderLock, storage_errors, write_text
+from ..config.load import Config, RunConfig, load_config, to_yaml
+from . import checkpoint as run_checkpoint
+from .checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response for people to read.
+
+    Args:
+        prompt_id, prompt, response: as the task and the tokenizer give them.
+        reward: of the response.
+        num_tokens: of the response, EOS included.
+        finish: "stop" or "length".
+    """
+
+    prompt_id: str
+    prompt: str
+    response: str
+    reward: float
+    num_tokens: int
+    finish: str
+
+
+class RunFolder:
+    """Metrics, samples, checkpoints and summary of one run.
+
+    `metrics.jsonl` (one object a step), the same values under `tensorboard/`, `rollouts.jsonl`,
+    `samples.jsonl` and `samples.txt`, `config.yaml`, `summary.json`, `trace.json`,
+    `checkpoints/step-NNNNNN/`, `plots/`.
+
+    Args:
+        config: decides the place (`run.root`, `run.name`) and whether to resume.
+
+    Raises:
+        UserError: the folder is taken or in use, cannot be written, or holds nothing to resume.
+
+    Example:
+        >>> folder = RunFolder(load_config([]))  # doctest: +SKIP
+        >>> folder.log_step(1, {"critic/rewards/mean": 0.5})  # doctest: +SKIP
+    """
+
+    TIMELINE = "trace.json"
+
+    def __init__(self, config: Config) -> None:
+        self.path = _choose(config.run, config.preset)
+        self._checkpoints = self.path / "checkpoints"
+        self._keep = config.run.keep_checkpoints
+        if config.run.resume:
+            _check_same(config, self.path / "config.yaml")
+        with storage_errors(self.path):
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path)  # two at once would cut each other's records
+            (self.path / "plots").mkdir(exist_ok=True)
+            run_checkpoint.clean_checkpoints(self._checkpoints)
+        self.resumed = run_checkpoint.latest_checkpoint(self._checkpoints)
+        done = self.resumed.step if self.resumed else -1
+        with storage_errors(self.path):
+            write_text(self.path / "config.yaml", to_yaml(config))
+            kept = _cut(self.path / "metrics.jsonl", done)
+            _cut(self.path / "rollouts.jsonl", done)
+            _write_sample_text(self.path / "samples.txt", _cut(self.path / "samples.jsonl", done))
+            self._metrics = _append(self.path / "metrics.jsonl")
+            self._rollouts = _append(self.path / "rollouts.jsonl")
+            self._samples = _append(self.path / "samples.jsonl")
+            self._sample_text = _append(self.path / "samples.txt")
+            # TensorBoard's own purging goes by file names; what was kept is written anew instead.
+            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+            self._board = SummaryWriter(self.path / "tensorboard")
+            for record in kept:
+                self._show_on_board(record["step"], record)
+
+    @property
+    def plots(self) -> Path:
+        """Folder of the figures."""
+        return self.path / "plots"
+
+    @property
+    def timeline(self) -> Path:
+        """The file of the run's timeline."""
+        return self.path / self.TIMELINE
+
+    def log_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Appends one step to `metrics.jsonl` and to TensorBoard.
+
+        Args:
+            step: rising; 0 is before training.
+            values: name -> number; NaN and infinities become null, which any JSON reader takes.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+
+        Example:
+            >>> folder.log_step(1, {"critic/rewards/mean": float("nan")})  # doctest: +SKIP
+        """
+        plain = {name: float(value) for name, value in values.items()}
+        with storage_errors(self.path / "metrics.jsonl"):
+            _write_line(self._metrics, {"step": step, **plain})
+            self._show_on_board(step, plain)
+            self._board.flush()
+
+    def _show_on_board(self, step: int, values: Mapping[str, float | None]) -> None:
+        shown = [
+            Summary.Value(tag=name, simple_value=math.nan if value is None else value)
+            for name, value in values.items()
+            if name != "step"
+        ]
+        # One event for all: a hundred of them take as long as the rest of a step's records.
+        self._board.file_writer.add_summary(Summary(value=shown), step)
+
+    def log_rollout(
+        self, step: int, lengths: Sequence[int], passes: Sequence[tuple[float, int, str]]
+    ) -> None:
+        """Appends a rollout to `rollouts.jsonl`: how long its responses were, and its tail.
+
+        Args:
+            step: rising.
+            lengths: tokens of each response.
+            passes: (seconds since the start, active requests, strategy) of each pass and of the
+                end; passes like the one before are left out.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+
+        Example:
+            >>> folder.log_rollout(1, [3, 5], [(0.0, 2, "off"), (0.1, 0, "off")])  # doctest: +SKIP
+        """
+        active = [
+            [round(at, 6), count, strategy]
+            for (at, count, strategy), before in zip(passes, [None, *passes], strict=False)
+            if before is None or before[1:] != (count, strategy)
+        ]
+        with storage_errors(self.path / "rollouts.jsonl"):
+            _write_line(self._rollouts, {"step": step, "lengths": lengths, "active": active})
+
+    def log_samples(self, step: int, samples: Iterable[Sample]) -> None:
+        """Appends responses to `samples.jsonl` and, readable, to `samples.txt`.
+
+        Args:
+            step: the step they were sampled in.
+            samples: a few.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+
+        Example:
+            >>> sample = Sample("t-1", "1+1=", "2", 1.0, 2, "stop")
+            >>> folder.log_samples(1, [sample])  # doctest: +SKIP
+        """
+        with storage_errors(self.path / "samples.jsonl"):
+            for sample in samples:
+                record = {"step": step, **dataclasses.asdict(sample)}
+                _write_line(self._samples, record)
+                self._sample_text.write(_sample_text(record))
+            self._sample_text.flush()
+
+    def save_checkpoint(
+        self, step: int, write_policy: Callable[[Path], None], states: Mapping[str, Any]
+    ) -> Checkpoint:
+        """Saves a whole checkpoint after `step`, keeping the last `run.keep_checkpoints`.
+
+        Args:
+            step: the last finished step, already logged.
+            write_policy, states: see `driver.records.checkpoint.save_checkpoint`.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            UserError: the disk is full or unwritable; nothing half-written stays.
+
+        Example:
+            >>> folder.save_checkpoint(3, model.save, {"bandit": {}})  # doctest: +SKIP
+        """
+        return run_checkpoint.save_checkpoint(
+            self._checkpoints, step, write_policy, states, self._keep
+        )
+
+    def write_ranks(self, states: Sequence[Sequence[tuple[float, str]]]) -> None:
+        """Replaces `ranks.json`: rank -> [[seconds since the first entry, state from then on]].
+
+        Args:
+            states: of each rank, by the wall clock.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+        """
+        start = min(at for rank in states for at, _ in rank)
+        relative = {
+            str(rank): [[round(at - start, 4), state] for at, state in changes]
+            for rank, changes in enumerate(states)
+        }
+        write_text(self.path / "ranks.json", json.dumps(relative))
+
+    def rank_states(self) -> dict[str, list[tuple[float, str]]]:
+        """What `write_ranks` wrote last."""
+        return json.loads((self.path / "ranks.json").read_text(encoding="utf-8"))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes `summary.json` whole.
+
+        Args:
+            summary: JSON values; NaN and infinities become null.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+
+        Example:
+            >>> folder.write_summary({"tokens": 10})  # doctest: +SKIP
+        """
+        write_text(self.path / "summary.json", json.dumps(_json_safe(summary), indent=2) + "\n")
+
+    def discard(self) -> None:
+        """Removes the folder of a run that failed before its first step; others stay."""
+        with after_error():
+            self.close()
+        logged = (self.path / "metrics.jsonl").stat().st_size > 0
+        if not logged and self.resumed is None:
+            shutil.rmtree(self.path)
+
+    def close(self) -> None:
+        """Closes the files; what was logged is on disk already."""
+        with storage_errors(self.path), contextlib.ExitStack() as files:
+            files.callback(self._lock.close)
+            for file in (self._metrics, self._rollouts, self._samples, self._sample_text):
+                files.callback(file.close)
+            files.callback(self._board.close)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The whole objects of a JSONL file; a last line cut short by a crash is left out.
+
+    Args:
+        path: the file; need not exist.
+
+    Returns:
+        One dict a line.
+
+    Raises:
+        UserError: a line in the middle is not a JSON object.
+
+    Example:
+        >>> read_jsonl(Path("/nowhere"))
+        []
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return []
+    records = []
+    # A whole line ends in a newline, so what follows the last one was cut short.
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise UserError(f"{path}:{number}: not a JSON object; mend or remove the line")
+        records.append(record)
+    return records
+
+
+def _choose(run: RunConfig, preset: str) -> Path:
+    """The run's folder: the named one, or the preset's name, numbered."""
+    root, stem = Path(run.root).expanduser(), Path(preset).stem
+    if run.name:
+        path = root / run.name
+        if run.resume and not (path / "config.yaml").exists():
+            raise UserError(f"run.resume: {path} holds no run; check run.root and run.name")
+        if not run.resume and path.is_dir() and any(path.iterdir()):
+            raise UserError(
+                f"run.name: {path} holds a run already; set run.resume=true to go on with it,"
+                " or choose another name"
+            )
+        return path
+    taken, number = [], 1
+    while (path := root / (stem if number == 1 else f"{stem}-{number}")).exists():
+        taken.append(path)
+        number += 1
+    if not run.resume:
+        return path
+    if not taken:
+        raise UserError(f"run.resume: no run {stem} under {root}; name one with run.name")
+    return taken[-1]
+
+
+def _check_same(config: Config, saved: Path) -> None:
+    """A resumed run keeps its settings, all but `capture` and the rhythm and length of `run`.
+
+    `spot.mode` and `grpo.shard` follow from the number of ranks, which may be another; they change
+    no token of a policy.
+    """
+    before = dataclasses.asdict(load_config([f"preset={saved}"]))
+    now = dataclasses.asdict(config)
+    for section, values in now.items():
+        if section in ("preset", "capture"):
+            continue
+        for name, value in values.items():
+            free = (section, name) in (("spot", "mode"), ("grpo", "shard"))
+            fixed = name == "seed" if section == "run" else not free
+            if fixed and before[section][name] != value:
+                raise UserError(
+                    f"{section}.{name}: {value} now, {before[section][name]} in {saved}; a resumed"
+                    " run keeps its settings: repeat them, or start a run of another name"
+                )
+
+
+def _cut(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Drops what was logged after the checkpoint, so that it is logged once."""
+    kept = [record for record in read_jsonl(path) if record["step"] <= last_step]
+    if path.exists():
+        write_text(path, "".join(json.dumps(_json_safe(record)) + "\n" for record in kept))
+    return kept
+
+
+def _append(path: Path) -> TextIO:
+    return path.open("a", encoding="utf-8")
+
+
+def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
+    file.write(json.dumps(_json_safe(record)) + "\n")
+    file.flush()
+
+
+def _json_safe(value: Any) -> Any:
+    """NaN and infinities are no JSON: null in their place."""
+    if isinstance(value, Mapping):
+        return {key: _json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_safe(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _sample_text(record: Mapping[str, Any]) -> str:
+    head = (
+        f"step {record['step']}  {record['prompt_id']}  reward {record['reward']}"
+        f"  {record['num_tokens']} tokens ({record['finish']})"
+    )
+    return f"=== {head}\n{record['prompt']}\n--- response\n{record['response']}\n\n"
+
+
+def _write_sample_text(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    if path.exists():
+        write_text(path, "".join(map(_sample_text, records)))

@@ -1,0 +1,105 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.spans import Spans
+from .timeline import Timeline
+
+# Phases of a step, as the records name them; what is left is `other` and `unaccounted`.
+PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "update_drafter")
+# Booked in a step's record but no part of training.
+APART = ("load", "warmup", "eval", "checkpoint", "plots")
+
+
+class Phases:
+    """Seconds by phase, of the current step and of the whole run; each is a span of `train`.
+
+    Args:
+        rank, ranks: of this process, and how many there are.
+
+    Example:
+        >>> phases = Phases()
+        >>> with phases("gen"):
+        ...     pass
+        >>> list(phases.end_step(1))
+        ['timing_s/gen', 'timing_s/step']
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.timeline = Timeline(rank, ranks)
+        self.started = self._step_started = time.perf_counter()
+        self.total: dict[str, float] = defaultdict(float)
+        self._step: dict[str, float] = defaultdict(float)
+        self._spans = Spans("train", self.timeline)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        with self._spans(name) as span:
+            yield
+        self.add(name, span.seconds)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Books time measured elsewhere."""
+        self.total[name] += seconds
+        self._step[name] += seconds
+
+    def add_ended(self, phases: Mapping[str, float]) -> None:
+        """Books phases measured elsewhere that followed one another and end now.
+
+        Args:
+            phases: name -> seconds, in their order.
+        """
+        begin = time.perf_counter() - sum(phases.values())
+        for name, seconds in phases.items():
+            self.add(name, seconds)
+            self.timeline.add("train", name, begin, begin + seconds)
+            begin += seconds
+
+    def end_step(self, step: int) -> dict[str, float]:
+        """`timing_s/<phase>` of the step that ends here, and `timing_s/step` itself."""
+        now = time.perf_counter()
+        out = {f"timing_s/{name}": seconds for name, seconds in self._step.items()}
+        out["timing_s/step"] = now - self._step_started
+        self._step.clear()
+        self._step_started = now
+        self.timeline.end_step(step)
+        return out
+
+    def summary(self) -> dict[str, float]:
+        """Seconds by phase, the wall time, and the share of it that no phase covers."""
+        wall = time.perf_counter() - self.started
+        covered = sum(self.total.values())
+        return {**self.total, "wall": wall, "unaccounted_share": max(0.0, 1 - covered / wall)}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step: each phase, the rest that is booked, and what nothing accounts for."""
+
+    phases: dict[str, float]
+    other: float
+    unaccounted: float
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> StepTimes:
+        """From a line of `metrics.jsonl`."""
+        booked = {
+            name.removeprefix("timing_s/"): value
+            for name, value in record.items()
+            if name.startswith("timing_s/")
+        }
+        step = booked.pop("step") - sum(booked.pop(name, 0.0) for name in APART)
+        phases = {name: booked.pop(name, 0.0) for name in PHASES}
+        other = sum(booked.values())
+        return StepTimes(phases, other, step - other - sum(phases.values()))
+
+    @property
+    def total(self) -> float:
+        return sum(self.phases.values()) + self.other + self.unaccounted

@@ -1,0 +1,121 @@
+"""What a person sees while a run goes on: a bar at the bottom, one line a step above it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+
+from .phases import StepTimes
+
+STEP = "timing_s/step"
+# Metric -> its short name and format in the line of a step; absent ones are left out.
+COLUMNS = {
+    "critic/rewards/mean": ("reward", "{:.3f}"),
+    "eval/accuracy": ("held-out", "{:.3f}"),
+    "response_length/mean": ("length", "{:.0f}"),
+    "response_length/max": ("max", "{:.0f}"),
+    "spec/accept_length": ("accept", "{:.2f}"),
+    "actor/pg_loss": ("loss", "{:+.4f}"),
+    "actor/entropy": ("entropy", "{:.3f}"),
+    "drafter/loss": ("drafter", "{:.3f}"),
+    "perf/throughput": ("tok/s", "{:.0f}"),
+    STEP: ("s", "{:.1f}"),
+}
+
+
+def step_line(step: int, values: Mapping[str, float]) -> str:
+    """The line of one step.
+
+    Args:
+        step: its number.
+        values: the metrics that go to `metrics.jsonl`.
+
+    Returns:
+        Name and value of those of `COLUMNS` that are there.
+
+    Example:
+        >>> step_line(3, {"critic/rewards/mean": 0.5, "timing_s/step": 2.0})
+        'step 3  reward 0.500  s 2.0'
+    """
+    if STEP in values:  # the first one's holds the warm-up, others' evaluations and checkpoints
+        values = {**values, STEP: StepTimes.of(values).total}
+    cells = [
+        f"{name} {form.format(values[metric])}"
+        for metric, (name, form) in COLUMNS.items()
+        if metric in values
+    ]
+    return "  ".join([f"step {step}", *cells])
+
+
+class Progress:
+    """A progress bar for the command line.
+
+    Args:
+        steps: of the whole run.
+        console: where to; a file or pipe gets plain lines and no bar.
+
+    Example:
+        >>> with Progress(steps=2) as progress:  # doctest: +SKIP
+        ...     progress.note("warm-up")
+        ...     progress.step(1, {"critic/rewards/mean": 0.5})
+    """
+
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("steps", total=steps)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def note(self, text: str) -> None:
+        """Shows a line that is not a step's.
+
+        Args:
+            text: plain; brackets are no markup.
+
+        Example:
+            >>> progress.note("converting weights")  # doctest: +SKIP
+        """
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows a finished step and moves the bar there.
+
+        Args:
+            step: its number.
+            values: the step's metrics.
+
+        Example:
+            >>> progress.step(1, {"critic/rewards/mean": 0.5})  # doctest: +SKIP
+        """
+        self.note(step_line(step, values))
+        self._bar.update(self._task, completed=step)

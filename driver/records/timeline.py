@@ -1,0 +1,203 @@
+"""`trace.json`: where the time of a run went, for chrome://tracing and ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..common.storage import write_text
+
+MAX_BYTES = 20_000_000
+TRACKS = ("train", "rollout", "drafter")  # in this order; others follow
+STEP = "step"
+
+_json = functools.lru_cache(maxsize=4096, typed=True)(json.dumps)
+
+
+class Event(NamedTuple):
+    """What happened on a track; seconds since the timeline's start."""
+
+    part: str
+    name: str
+    begin_s: float
+    length_s: float
+    args: dict[str, Any]
+
+
+class Timeline:
+    """Events of a run in Chrome's trace format, in bounded space whatever the run's length.
+
+    All events of a step are kept or none: when those kept outgrow the limit, every second step
+    goes, and from then on only every second one is taken in. A step that alone would take more than
+    an eighth of the limit keeps every k-th of its frequent events. What was thinned is in
+    `otherData`.
+
+    Args:
+        rank: the process of a distributed run; its number is the event's `pid`.
+        ranks: of the run; they share the file and its limit.
+        max_bytes: of the file.
+
+    Example:
+        >>> timeline = Timeline()
+        >>> timeline.add("rollout", "verify", 0.25, 0.5, active=3)
+        >>> timeline.end_step(1)
+        >>> timeline.write(Path("trace.json"))  # doctest: +SKIP
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1, max_bytes: int = MAX_BYTES) -> None:
+        self.rank, self.max_bytes = rank, max_bytes // ranks
+        self.started, self.started_unix_s = time.perf_counter(), time.time()
+        self.every = 1  # steps from one that is kept to the next
+        self._events: list[Event] = []  # of the step that goes on; other threads append
+        self._steps: list[tuple[int, str]] = []  # (step, its events as JSON)
+        self._size = 0
+        self._tracks = list(TRACKS)
+        self._thinned = 0  # steps that lost some of their events
+
+    def align(self, unix_s: float) -> None:
+        """Counts from where another rank does, as far as the clocks of their hosts agree.
+
+        Args:
+            unix_s: `started_unix_s` of that rank. Earlier events keep their times.
+        """
+        self.started += unix_s - self.started_unix_s
+        self.started_unix_s = unix_s
+
+    def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None:
+        """Adds an event of the step that goes on; any thread may.
+
+        Args:
+            part: the track.
+            name: of the event.
+            begin, end: by `time.perf_counter`.
+            args: shown when the event is selected.
+        """
+        self._events.append(Event(part, name, begin - self.started, end - begin, args))
+
+    def end_step(self, step: int) -> None:
+        """Closes the step; events from here on are the next one's.
+
+        Args:
+            step: its number, rising.
+        """
+        events, self._events = self._events, []
+        if step % self.every or not events:
+            return
+        begin = min(event.begin_s for event in events)
+        length = max(event.begin_s + event.length_s for event in events) - begin
+        self._take(step, [Event("train", f"{STEP} {step}", begin, length, {STEP: step}), *events])
+
+    def resume(self, path: Path, last_step: int) -> None:
+        """Takes over what an earlier process wrote; new events follow those of all its ranks.
+
+        Args:
+            path: its `trace.json`; need not exist.
+            last_step: later steps are left out.
+        """
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            events = [
+                (event["pid"], _read(event)) for event in saved["traceEvents"] if event["ph"] == "X"
+            ]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, LookupError, TypeError):
+            warnings.warn(f"{path} cannot be read: the timeline starts anew", stacklevel=2)
+            return
+        mine: dict[int, list[Event]] = defaultdict(list)
+        step, end = last_step + 1, 0.0
+        for rank, event in events:  # one rank after the other, each step after its own event
+            step = event.args[STEP] if event.name.startswith(f"{STEP} ") else step
+            if step <= last_step:
+                end = max(end, event.begin_s + event.length_s)
+                if rank == self.rank:
+                    mine[step].append(event)
+        self.every = saved["otherData"]["every"]
+        for step, chunk in mine.items():
+            self._take(step, chunk)
+        self.started -= end  # the clock goes on from where the earlier one's ended, on every rank
+
+    def text(self) -> str:
+        """What this rank has for the file: its events, and the names of its tracks.
+
+        Example:
+            >>> '"rank 1"' in Timeline(rank=1, ranks=2).text()
+            True
+        """
+        names = [self._name("process_name", 0, f"rank {self.rank}")]
+        names += [self._name("thread_name", tid, part) for tid, part in enumerate(self._tracks)]
+        return ",\n".join([*map(json.dumps, names), *(text for _, text in self._steps)])
+
+    def write(self, path: Path, others: Sequence[str] = ()) -> None:
+        """Replaces the file.
+
+        Args:
+            path: of `trace.json`.
+            others: `text()` of the other ranks.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+        """
+        other = json.dumps({"every": self.every, "thinned_steps": self._thinned})
+        body = ",\n".join([self.text(), *others])
+        write_text(path, f'{{"otherData": {other}, "traceEvents": [\n{body}\n]}}\n')
+
+    def _to_text(self, events: Iterable[Event]) -> str:
+        """As JSON, put together by hand: a step has thousands of events of a few names."""
+        lines = []
+        for part, name, begin, length, args in events:
+            shown = ",".join(f"{_json(key)}:{_json(value)}" for key, value in args.items())
+            lines.append(
+                f'{{"name":{_json(name)},"cat":{_json(part)},"ph":"X","pid":{self.rank},'
+                f'"tid":{self._track(part)},"ts":{1e6 * begin:.1f},"dur":{1e6 * length:.1f},'
+                f'"args":{{{shown}}}}}'
+            )
+        return ",\n".join(lines)
+
+    def _track(self, part: str) -> int:
+        if part not in self._tracks:
+            self._tracks.append(part)
+        return self._tracks.index(part)
+
+    def _name(self, kind: str, tid: int, name: str) -> dict[str, Any]:
+        args = {"name": name}
+        return {"name": kind, "ph": "M", "pid": self.rank, "tid": tid, "args": args}
+
+    def _take(self, step: int, events: list[Event]) -> None:
+        text, stride = self._to_text(events), 1
+        while len(text) > self.max_bytes // 8 and stride <= len(events):
+            stride *= 2
+            text = self._to_text(_every(events, stride))
+        self._thinned += stride > 1
+        self._steps.append((step, text))
+        self._size += len(text)
+        while self._size > 0.98 * self.max_bytes and len(self._steps) > 1:
+            self.every *= 2
+            self._steps = [kept for kept in self._steps if kept[0] % self.every == 0]
+            self._size = sum(len(text) for _, text in self._steps)
+
+
+def _read(event: dict[str, Any]) -> Event:
+    begin, length = event["ts"] / 1e6, event["dur"] / 1e6
+    return Event(event["cat"], event["name"], begin, length, event.get("args", {}))
+
+
+def _every(events: list[Event], stride: int) -> list[Event]:
+    """Every `stride`-th event of each name that occurs often; the others all, where that helps."""
+    count = Counter(event.name for event in events)
+    most = max(count.values())
+    if stride > most:  # a step of very many names
+        return events[:: stride // most]
+    seen: dict[str, int] = defaultdict(int)
+    kept = []
+    for event in events:
+        if count[event.name] < 100 or seen[event.name] % stride == 0:
+            kept.append(event)
+        seen[event.name] += 1
+    return kept

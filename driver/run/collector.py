@@ -1,0 +1,368 @@
+"""What a step learns from: prompts, rollouts of them on every rank, rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ..common.errors import UserError
+from ..common.memory import CARD_MEMORY, memory_metrics
+from ..common.world import World, split_by_length
+from ..config.load import Config
+from ..drafter.coordinator import Coordinator
+from ..policy.grpo import dynamic_sampling
+from ..records.phases import Phases
+from ..rollout.graphs import nothing
+from ..rollout.rebalance import Rebalancer
+from ..rollout.request import Request, Response, SamplingParams, request_id
+from ..rollout.scheduler import Sequence as Running
+from ..rollout.stats import RolloutStats
+from ..tasks import Prompt, Task
+from ..tasks.workers import RewardWorkers
+from .assemble import Rollout
+from .capture import capture_op
+from .prompt_lengths import PromptLengths
+
+RANKS_SHOWN = 8  # each of so many has metrics of its own
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What a step learns from: prompts, the responses to each side by side, their rewards."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    responses: list[Response] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    keep: list[bool] = field(default_factory=list)  # which responses enter the loss
+    refills: int = 0
+
+
+class Collector:
+    """Draws prompts, rolls them out, scores them; each rank does its share and knows the whole.
+
+    Args:
+        config: of the run.
+        world: the ranks.
+        phases: of the step.
+        task: where prompts and rewards come from.
+        tokenizer: of the policy.
+        rollout: this rank's engine.
+        params: of every request.
+        workers: that score responses, beside the rollout where there are any.
+        coordinator: of the bubble; None = there is only this rank.
+        captures: folder of captured ops; None = this rank captures none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        phases: Phases,
+        task: Task,
+        tokenizer: Tokenizer,
+        rollout: Rollout,
+        params: SamplingParams,
+        workers: RewardWorkers,
+        coordinator: Coordinator | None,
+        captures: Path | None,
+    ) -> None:
+        self.config, self.world, self.phases = config, world, phases
+        self.task, self.tokenizer, self.rollout, self.params = task, tokenizer, rollout, params
+        self.workers, self.coordinator, self.captures = workers, coordinator, captures
+        self.rebalancer: Rebalancer | None = None
+        if config.spot.rebalance and world.size > 1:
+            self.rebalancer = Rebalancer(world, config.spot.rebalance, config.engine.max_batch)
+        self.prompts_drawn = 0  # from the training split
+        self.stats = RolloutStats()  # of the step, all ranks together
+        self.rank_seconds: list[float] = []  # of each rank, in the step's rollouts and rewards
+        # Of each rank, (wall clock, what it does from then on) since the run began.
+        self.rank_states: list[list[tuple[float, str]]] = []
+        self.lengths = PromptLengths()
+        # What the host does while the device makes passes: responses that ended and are to be
+        # scored (place, prompt, sequence), and prompts of the next step, from the first on.
+        self._ended: deque[tuple[int, Prompt, Running]] = deque()
+        self._submitted: set[int] = set()  # places of those that the reward workers have
+        self._places: list[int] = []  # of all responses; those handed to other ranks leave gaps
+        self._ahead: dict[int, Prompt] = {}
+        self._encoded: dict[str, tuple[int, ...]] = {}  # their ids
+        self._most_ahead = 0
+
+    def gather(self, step: int) -> Experience:
+        """The rollouts and rewards of a step.
+
+        With `grpo.max_refills` groups of equal rewards are replaced by groups of further prompts,
+        at most that many times (DAPO's dynamic sampling); all that was drawn is in the metrics.
+        Cut responses that `grpo.truncated=mask` leaves out have no say in it.
+
+        Args:
+            step: its number.
+        """
+        grpo = self.config.grpo
+        self.stats = RolloutStats()
+        self.rank_seconds = [0.0] * self.world.size
+        self._most_ahead = grpo.prompts_per_step if step + 1 < self.config.run.steps else 0
+        rounds: list[Experience] = []
+
+        def draw(refill: int, missing: int) -> list[tuple[int, list[float]]]:
+            first, each = sum(len(r.prompts) for r in rounds), grpo.samples_per_prompt
+            rounds.append(self._draw(step, refill, missing))
+            scored = list(zip(rounds[-1].responses, rounds[-1].rewards, strict=True))
+            groups = [scored[g * each : (g + 1) * each] for g in range(missing)]
+            return [
+                (first + g, [reward for r, reward in group if self._is_learned_from(r)])
+                for g, group in enumerate(groups)
+            ]
+
+        if grpo.max_refills:
+            groups = dynamic_sampling(draw, grpo.prompts_per_step, grpo.max_refills)
+        else:
+            groups = [group for group, _ in draw(0, grpo.prompts_per_step)]
+        responses = [response for r in rounds for response in r.responses]
+        return Experience(
+            [prompt for r in rounds for prompt in r.prompts],
+            responses,
+            [reward for r in rounds for reward in r.rewards],
+            [
+                i // grpo.samples_per_prompt in groups and self._is_learned_from(r)
+                for i, r in enumerate(responses)
+            ],
+            len(rounds) - 1,
+        )
+
+    def _is_learned_from(self, response: Response) -> bool:
+        return response.finish != "length" or self.config.grpo.truncated == "train"
+
+    def _draw(self, step: int, refill: int, count: int) -> Experience:
+        """Responses to the next `count` prompts: siblings side by side."""
+        first = self.prompts_drawn
+        self.prompts_drawn += count
+        prompts = [self._prompt(first + i) for i in range(count)]
+        samples = range(self.config.grpo.samples_per_prompt)
+        ids = [[request_id("train", step, p.id, s, refill) for s in samples] for p in prompts]
+        requests = []
+        for i in self._shares(prompts)[self.world.rank]:
+            prompt_ids = self._ids(prompts[i])
+            requests += [Request(id, first + i, prompt_ids, self.params) for id in ids[i]]
+        self.world.enter("gen")
+        began = time.perf_counter()
+        if self.coordinator is not None:
+            self.coordinator.start(step, refill)
+        if self.rebalancer is not None:
+            self.rebalancer.start(step, refill)
+        groups = dict(enumerate(prompts, first))
+        with self.phases("gen"), self._capturing(step):
+            responses = self.roll_out(groups, requests)
+        stats = self.rollout.engine.stats if requests else RolloutStats()
+        self.world.enter("reward")
+        with self.phases("reward"):
+            own = [groups[response.request.group] for response in responses]
+            rewards = self.rewards(own, responses, self._places)
+        seconds = time.perf_counter() - began
+        if self.coordinator is not None:
+            with self.phases("update_drafter"):
+                self.coordinator.finished()
+        return self._together(prompts, ids, responses, rewards, stats, seconds)
+
+    @contextlib.contextmanager
+    def _capturing(self, step: int) -> Iterator[None]:
+        """Saves inputs of an op where they are wanted of this step; no graph hides them."""
+        if self.captures is None or not self.config.capture.is_due(step + 1):
+            yield
+            return
+        with (
+            self.rollout.engine.runner.op_by_op(),
+            capture_op(self.config.capture, step + 1, self.captures),
+        ):
+            yield
+
+    def _shares(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Indices of the prompts of each rank, by how long their responses were last time."""
+        expected = self.lengths.expected([prompt.text for prompt in prompts])
+        return split_by_length(expected, self.world.size)
+
+    def _together(
+        self,
+        prompts: list[Prompt],
+        ids: list[list[int]],
+        responses: list[Response],
+        rewards: list[float],
+        stats: RolloutStats,
+        seconds: float,
+    ) -> Experience:
+        """What all ranks drew, in the order of the prompts, whichever rank finished it."""
+        self.world.enter("gather")
+        with self.phases("gather"):
+            parts = self.world.gather((responses, rewards, stats, seconds))
+        self.stats.add(RolloutStats.side_by_side([part[2] for part in parts], self.world.rank))
+        self.rank_seconds = [
+            before + part[3] for before, part in zip(self.rank_seconds, parts, strict=True)
+        ]
+        whole = Experience(prompts)
+        found = {
+            response.request.id: (response, reward)
+            for part in parts
+            for response, reward in zip(part[0], part[1], strict=True)
+        }
+        for prompt, siblings in zip(prompts, ids, strict=True):
+            drawn = [found[id] for id in siblings]
+            whole.responses.extend(response for response, _ in drawn)
+            whole.rewards.extend(reward for _, reward in drawn)
+            self.lengths.note(prompt.text, [len(response.token_ids) for response, _ in drawn])
+        return whole
+
+    def roll_out(
+        self, prompts: Mapping[int, Prompt], requests: Sequence[Request]
+    ) -> list[Response]:
+        """The responses that this rank finished; spot trainer and rewards use the tail.
+
+        Args:
+            prompts: of all ranks, by the group of their requests.
+            requests: of this rank.
+
+        Returns:
+            In the order of the requests, those of other ranks' requests behind.
+        """
+        self._ended.clear()
+        self._submitted, self._places = set(), []
+        if not requests:
+            return []
+        engine = self.rollout.engine
+        on_finish = engine.on_finish
+        place = {request.id: i for i, request in enumerate(requests)}
+
+        def ended(sequence: Running) -> None:
+            if on_finish is not None:
+                on_finish(sequence)
+            at = place.setdefault(sequence.request.id, len(place))
+            self._ended.append((at, prompts[sequence.request.group], sequence))
+            if self.config.reward.workers:
+                self._work_ahead()  # they begin at once
+
+        engine.on_finish, engine.aside = ended, self._work_ahead
+        engine.rebalancer = self.rebalancer
+        try:
+            responses = engine.generate(requests)
+        except BaseException:
+            if self.rollout.spot is not None:
+                self.rollout.spot.stop()  # its thread must not outlive the rollout
+            raise
+        finally:
+            engine.on_finish, engine.aside, engine.rebalancer = on_finish, nothing, None
+        responses.sort(key=lambda response: place[response.request.id])
+        self._places = [place[response.request.id] for response in responses]
+        return responses
+
+    def _work_ahead(self) -> bool:
+        """Scores a response, or else draws a prompt of the next step; False: there is neither."""
+        if self._ended:
+            at, prompt, sequence = self._ended.popleft()
+            ids = sequence.tokens[len(sequence.request.prompt_ids) :]
+            self.workers.submit(at, prompt, self._decode(ids, sequence.finish))
+            self._submitted.add(at)
+            self.workers.score()
+            return True
+        if len(self._ahead) >= self._most_ahead:
+            return False
+        index = self.prompts_drawn + len(self._ahead)
+        prompt = self._ahead[index] = self.task.prompt("train", index)
+        if self.world.size == 1:  # else other ranks may serve it
+            self._encoded[prompt.id] = self.encode(prompt)
+        return True
+
+    def _prompt(self, index: int) -> Prompt:
+        return self._ahead.pop(index, None) or self.task.prompt("train", index)
+
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        return self._encoded.pop(prompt.id, None) or self.encode(prompt)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
+        if not ids:
+            raise UserError(f"prompt {prompt.id} of task {self.task.name} has no tokens")
+        return tuple(ids)
+
+    def text(self, response: Response) -> str:
+        """The response as the task sees it, without its end token."""
+        return self._decode(response.token_ids, response.finish)
+
+    def _decode(self, ids: Sequence[int], finish: str) -> str:
+        ids = ids[:-1] if finish == "stop" else ids
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def rewards(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[Response],
+        places: Sequence[int] = (),
+    ) -> list[float]:
+        """One reward a response, in order.
+
+        Args:
+            prompts: of the responses.
+            responses: siblings side by side.
+            places: of the responses, some of which the reward workers have already; () = as they
+                come, and the workers have none.
+        """
+        each = len(responses) // max(1, len(prompts))
+        submitted = self._submitted if places else ()
+        for i, place in enumerate(places or range(len(responses))):
+            if place not in submitted:
+                self.workers.submit(place, prompts[i // each], self.text(responses[i]))
+        return self.workers.collect(len(responses))
+
+    def evaluate(self, count: int) -> float:
+        """Mean reward of one response to each of the first prompts of the eval split.
+
+        Sampled as in training, with the same noise each time, so two evaluations differ by the
+        policy alone.
+
+        Args:
+            count: prompts.
+        """
+        self.world.enter("eval")
+        mine = range(self.world.rank, count, self.world.size)
+        prompts = [self.task.prompt("eval", i) for i in mine]
+        requests = [
+            Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.params)
+            for i, p in zip(mine, prompts, strict=True)
+        ]
+        responses = self.rollout.engine.generate(requests, record=False) if requests else []
+        rewards = self.rewards(prompts, responses)
+        return sum(sum(part) for part in self.world.gather(rewards)) / count
+
+    def rank_metrics(self) -> dict[str, float]:
+        """How well the ranks were used in the step's rollouts; {} where there is only one."""
+        if self.world.size == 1:
+            return {}
+        longest = max(self.rank_seconds)
+        idle = [longest - seconds for seconds in self.rank_seconds]
+        out = {
+            "ranks/count": float(self.world.size),
+            "ranks/idle_share": sum(idle) / max(longest * self.world.size, 1e-9),
+        }
+        if self.rebalancer is not None:
+            out["ranks/handed_over"] = float(self.stats.adopted)
+        mine = [] if self.coordinator is None else self.coordinator.changes
+        trained_s = 0.0 if self.coordinator is None else self.coordinator.trained_s
+        told = self.world.gather((memory_metrics().get(CARD_MEMORY), trained_s, mine))
+        memory = [part[0] for part in told]
+        if None not in memory:
+            out["ranks/max_memory_allocated_gb"] = max(memory)
+        if self.world.size <= RANKS_SHOWN:
+            for rank, seconds in enumerate(idle):
+                out[f"ranks/{rank}/idle_share"] = seconds / max(longest, 1e-9)
+                if memory[rank] is not None:
+                    out[f"ranks/{rank}/max_memory_allocated_gb"] = memory[rank]
+        if self.coordinator is not None:
+            # The micro-step that the last rank's end interrupts is no use of the bubble.
+            trained = map(min, (part[1] for part in told), idle)
+            out["ranks/bubble_used_share"] = sum(trained) / max(sum(idle), 1e-9)
+            states = self.rank_states or [[] for _ in told]
+            self.rank_states = [a + b for a, (_, _, b) in zip(states, told, strict=True)]
+        return out

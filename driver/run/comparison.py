@@ -1,0 +1,294 @@
+"""Runs the same requests with plain decoding and with speculation, and counts what is equal."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from tlt_ext import _C
+
+from ..common.errors import UserError
+from ..config.strategy import OFF, Strategy
+from ..drafter.trainer import SpotTrainer
+from ..rollout.bandit import UNDECIDED
+from ..rollout.proposers import OracleProposer
+from ..rollout.request import Request, Response, SamplingParams, request_id
+from ..rollout.stats import RolloutStats
+from .assemble import Rollout
+
+ORACLE, MIXED, PREEMPT = "oracle", "mixed", "preempt"
+SHOWN = 5  # first divergences of an arm that are described
+GOLDEN = 0.6180339887  # its multiples spread evenly over the unit interval
+# Sampling parameters cycle through the requests of a round: greedy, cold, plain, filtered.
+LAWS = ((1.0, 0, 1.0), (0.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 0, 1.0), (1.0, 20, 1.0), (0.8, 50, 0.9))
+
+
+def oracle_strategy(text: str) -> Strategy:
+    """`oracle:depth,top_k,num_verify`, which no configuration takes."""
+    try:
+        return replace(Strategy.parse(text.replace(ORACLE, "ngram", 1)), kind=ORACLE)
+    except UserError:
+        raise UserError(f"strategies: {text!r}: wanted oracle:depth,top_k,num_verify") from None
+
+
+@dataclass
+class Arm:
+    """What one way to decode did over all rounds.
+
+    Attributes:
+        name: a strategy, an oracle's, `mixed` (another one at every pass) or `preempt` (the same
+            with too few pages).
+        part: of each round's requests that it is given.
+    """
+
+    name: str
+    part: float = 1.0
+    tokens: int = 0
+    equal_tokens: int = 0
+    equal_lengths: int = 0
+    equal_bits: int = 0
+    responses: int = 0
+    passes: int = 0
+    spec_passes: int = 0
+    spec_emitted: int = 0
+    spec_request_passes: int = 0
+    seconds: float = 0.0
+    preemptions: int = 0
+    divergences: list[str] = field(default_factory=list)
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The one of every pass; None: they alternate."""
+        if self.name in (MIXED, PREEMPT):
+            return None
+        if self.name.startswith(ORACLE):
+            return oracle_strategy(self.name)
+        return Strategy.parse(self.name)
+
+    @property
+    def token_share(self) -> float:
+        """Of the tokens, how many are equal."""
+        return self.equal_tokens / self.tokens
+
+    @property
+    def length_share(self) -> float:
+        return self.equal_lengths / self.responses
+
+    @property
+    def bit_share(self) -> float:
+        """Of the log-probs, how many have equal bits."""
+        return self.equal_bits / self.tokens
+
+    @property
+    def worst_share(self) -> float:
+        return min(self.token_share, self.length_share, self.bit_share)
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens of a request in a speculative pass; None where nothing was speculated."""
+        if not self.spec_request_passes:
+            return None
+        return self.spec_emitted / self.spec_request_passes
+
+
+def compare(arm: Arm, wanted: Sequence[Response], got: Sequence[Response]) -> list[tuple[int, int]]:
+    """Books equal tokens, lengths and log-prob bits.
+
+    Returns:
+        (response index, token index) of each first divergence.
+    """
+    first = []
+    for index, (a, b) in enumerate(zip(wanted, got, strict=True)):
+        count = min(len(a.token_ids), len(b.token_ids))
+        same = np.equal(a.token_ids[:count], b.token_ids[:count])
+        bits = [np.array(r.logprobs[:count], dtype=np.float32).view(np.int32) for r in (a, b)]
+        equal_lengths = len(a.token_ids) == len(b.token_ids)
+        arm.responses += 1
+        arm.tokens += max(len(a.token_ids), len(b.token_ids))
+        arm.equal_tokens += int(same.sum())
+        arm.equal_lengths += equal_lengths and a.finish == b.finish
+        arm.equal_bits += int((bits[0] == bits[1]).sum())
+        if not same.all():
+            first.append((index, int(same.argmin())))
+        elif not equal_lengths:
+            first.append((index, count))
+    return first
+
+
+def sibling_requests(
+    prompts: Sequence[tuple[str, tuple[int, ...]]],
+    round_index: int,
+    max_new_tokens: int,
+    stop_ids: tuple[int, ...],
+    spread: float = 0.0,
+) -> list[Request]:
+    """Two requests of each prompt under the sampling laws by turns.
+
+    Args:
+        prompts: (id, token ids) of each.
+        round_index: another one has other noise.
+        max_new_tokens: the largest limit.
+        stop_ids: end a response.
+        spread: limits are `1 - spread` to 1 times the largest, so that requests end at odd times.
+    """
+    out, count = [], 2 * len(prompts)
+    for i in range(count):
+        name, ids = prompts[i // 2]
+        limit = math.ceil(max_new_tokens * (1 - spread * (i * GOLDEN % 1)))
+        params = SamplingParams(*LAWS[i % len(LAWS)], limit, stop_ids)
+        group = round_index * count + i // 2
+        out.append(Request(request_id("eval", round_index, name, i), group, ids, params))
+    return out
+
+
+def teach(spot: SpotTrainer, steps: int) -> None:
+    """Trains the drafter on what was recorded so far, and hands it to the engine."""
+    spot.start_step(0)
+    for _ in range(steps):
+        spot.micro_step()
+    spot.swap()
+
+
+class Comparison:
+    """Rounds of the same requests through `off` and every arm.
+
+    Args:
+        rollout: the engine; its rows and pages must suffice for every arm.
+        arms: what is compared to `off`.
+        requests: number of a round -> its requests.
+        learn: called after `off`'s first round, which is recorded.
+        seed: of the run, and of what `mixed` and the oracle choose.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        arms: Sequence[Arm],
+        requests: Callable[[int], list[Request]],
+        learn: Callable[[], None],
+        seed: int,
+    ) -> None:
+        self.rollout, self.arms = rollout, list(arms)
+        self.requests, self.learn, self.seed = requests, learn, seed
+        self.off = Arm(str(OFF))
+        self.rounds = 0
+        drafted = [arm.strategy for arm in arms]
+        self._menu = [OFF, *(s for s in drafted if s is not None and s.kind != ORACLE)]
+        self._random = random.Random(seed)
+
+    def run(
+        self,
+        tokens: int,
+        seconds: float = math.inf,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Rounds until `off` has emitted the tokens asked for, or the next would take too long.
+
+        Args:
+            tokens: wanted.
+            seconds: at most, where more than one round is made.
+            note: takes lines of progress.
+        """
+        begin = time.perf_counter()
+        while self.off.tokens < tokens:
+            spent = time.perf_counter() - begin
+            if self.rounds and spent * (1 + 1 / self.rounds) > seconds:
+                break
+            self._round()
+            note(f"{self.off.tokens} of {tokens} tokens")
+
+    def _round(self) -> None:
+        requests, first = self.requests(self.rounds), self.rounds == 0
+        wanted = self._generate(self.off, requests, record=first)
+        compare(self.off, wanted, wanted)
+        if first:
+            self.learn()
+        answers = {r.request.id: r.token_ids for r in wanted}
+        vocab_size = self.rollout.target.spec.vocab_size
+        oracle = OracleProposer(answers, vocab_size, self.seed + self.rounds)
+        self.rollout.engine.proposers[ORACLE] = oracle
+        for arm in self.arms:
+            count = math.ceil(arm.part * len(requests))
+            got = self._generate(arm, requests[:count])
+            for index, place in compare(arm, wanted[:count], got):
+                if len(arm.divergences) < SHOWN:
+                    arm.divergences.append(self._describe(wanted[index], got[index], place))
+        self.rounds += 1
+
+    def _generate(self, arm: Arm, requests: list[Request], record: bool = False) -> list[Response]:
+        """One rollout with a fixed strategy, or with another one at every pass."""
+        engine = self.rollout.engine
+        engine.bandit = _Fixed(arm.strategy, self._menu, self._random)
+        engine.forget()
+        engine.runner.prepare()  # graphs are not the arm's time
+        if arm.name == PREEMPT:
+            longest = max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests)
+            engine.page_limit = -(-longest // engine.cache.page_size) + 3
+        started = time.perf_counter()
+        try:
+            out = engine.generate(requests, record=record)
+        finally:
+            engine.page_limit = None
+        arm.seconds += time.perf_counter() - started
+        self._book(arm, engine.stats)
+        return out
+
+    def _book(self, arm: Arm, stats: RolloutStats) -> None:
+        arm.passes += stats.target_passes
+        arm.spec_passes += stats.spec_passes
+        arm.spec_emitted += stats.spec_emitted
+        arm.spec_request_passes += stats.spec_request_passes
+        arm.preemptions += stats.preemptions
+        if arm.strategy not in (OFF, None) and stats.target_passes and not stats.spec_passes:
+            # It would look as if speculation had been compared.
+            raise UserError(
+                f"{arm.name}: no pass of it drafted anything; its prompts are too short"
+            )
+
+    def _describe(self, a: Response, b: Response, place: int) -> str:
+        """Where two responses part, and by how much the target preferred off's token."""
+        request = a.request
+        head = f"request {request.id} token {place}"
+        if place >= min(len(a.token_ids), len(b.token_ids)):
+            return f"{head}: lengths {len(a.token_ids)} and {len(b.token_ids)}"
+        x, y = a.token_ids[place], b.token_ids[place]
+        context = [*request.prompt_ids, *a.token_ids[:place]]
+        logits = self.rollout.engine.next_logits(context)
+        margin = float(
+            self._score(logits, request, len(context), x)
+            - self._score(logits, request, len(context), y)
+        )
+        return f"{head}: {x} and {y}, score margin {margin:.3g}"
+
+    def _score(self, logits: torch.Tensor, request: Request, position: int, token: int) -> float:
+        temperature = request.params.temperature
+        if temperature == 0:
+            return float(logits[token])
+        low, high = request.id & 0xFFFFFFFF, request.id >> 32
+        words = _C.philox(
+            [token >> 2, position, low, high], [self.seed & 0xFFFFFFFF, self.seed >> 32]
+        )
+        return float(logits[token]) / temperature + _C.gumbel(words[token & 3])
+
+
+class _Fixed:
+    """Stands where the bandit does: one strategy, or a random one at every pass."""
+
+    def __init__(
+        self, strategy: Strategy | None, menu: Sequence[Strategy], generator: random.Random
+    ) -> None:
+        self.strategy, self.menu, self.random = strategy, menu, generator
+        self.horizon = UNDECIDED if strategy else 1  # passes between two choices
+
+    def choose(self, batch: int, usable: Callable[[Strategy], bool]) -> Strategy:
+        strategy = self.strategy or self.random.choice(list(self.menu))
+        return strategy if usable(strategy) else OFF
+
+    def record(self, *_: float) -> None:
+        pass

@@ -1,0 +1,298 @@
+"""How much memory a run takes, by part, before any of it is taken.
+
+What lies there for the whole run is built on torch's meta device by the code that a run uses, and
+its tensors are counted; what an update saves for its backward pass follows from the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..common.host_copies import held_bytes
+from ..config.load import Config
+from ..config.strategy import MAX_DRAFTED, parse_strategies
+from ..model import tiny
+from ..model.spec import ModelSpec
+from ..policy import logprobs
+from ..policy.packed_forward import LONG_TOKENS
+from ..rollout.pages import pages_for
+from ..rollout.plan import BucketPlan, GraphCost, draft_bytes
+from ..rollout.token_store import TokenStore
+from .assemble import Parts, build_parts, longest_request, spec_of
+
+FLOAT = 4
+STATE_WORDS = 128  # 32-bit words of a request in the engine's state, besides its block table
+CHUNK_ARRAYS = 2  # float arrays of a chunk of logits that are alive at once: logits, probabilities
+# As wide as the hidden state: what an entry of an unroll step of the drafter saves for its backward
+# pass, counted in the code (queries, results, norms, sums), not measured on a card.
+STEP_WIDTHS = 20
+CONTEXT, GRAPHS, STEP = "CUDA context", "graphs", "drafter's captured step"
+CONTEXT_BYTES = 600 << 20  # a CUDA context with its libraries' workspaces: no tensor of ours
+
+
+def empty_policy(config: Config, folder: Path | None) -> PreTrainedModel:
+    """The policy on the meta device: shapes without memory.
+
+    Args:
+        config: `model.*`.
+        folder: with a `config.json`; None = the tiny model.
+    """
+    dtype = getattr(torch, config.model.dtype)
+    with torch.device("meta"):
+        if folder is None:
+            return tiny.build_policy(config.model, config.run.seed)
+        shape = AutoConfig.from_pretrained(folder)
+        return AutoModelForCausalLM.from_config(shape, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by part.
+
+    Attributes:
+        always: what lies there from the start to the end.
+        phases: phase -> what it needs on top; one at a time.
+    """
+
+    always: dict[str, int]
+    phases: dict[str, dict[str, int]]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once."""
+        return sum(self.always.values()) + sum(self.phases[self.largest].values())
+
+    @property
+    def torch_peak(self) -> int:
+        """The same without what torch does not count: the context, and what graphs hold."""
+        return self.peak - sum(self.always.get(part, 0) for part in (CONTEXT, GRAPHS, STEP))
+
+    @property
+    def largest(self) -> str:
+        """The phase that decides the peak."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+
+def footprint(
+    config: Config, policy: PreTrainedModel, prompt_len: int, ranks: int = 1
+) -> Footprint:
+    """The memory of a run.
+
+    Args:
+        config: of the run.
+        policy: from `empty_policy`.
+        prompt_len: tokens of the longest prompt.
+        ranks: that may share the optimizer.
+
+    Returns:
+        Bytes on `run.device`, of one rank.
+
+    Example:
+        >>> config = load_config(["preset=tiny"])
+        >>> footprint(config, empty_policy(config, None), 20).largest
+        'update, layers'
+    """
+    spec = spec_of(policy)
+    always = _policy_parts(config, policy, ranks) | _engine_parts(config, policy, spec, prompt_len)
+    on_card = config.run.device != "cpu"
+    if on_card:
+        always[CONTEXT] = CONTEXT_BYTES
+    numbers = sum(p.numel() for p in policy.parameters())
+    tokens, longest = row_tokens(config, prompt_len), prompt_len + config.sampling.max_new_tokens
+    gradients = {"gradients": FLOAT * numbers}
+    apart = longest >= LONG_TOKENS
+    phases = update_bytes(spec, tokens, policy.dtype, config.grpo.checkpointing, on_card, apart)
+    if longest * _responses(config) > tokens * config.grpo.minibatches:
+        # Those of the micro-batches before.
+        phases = {phase: gradients | needs for phase, needs in phases.items()}
+    ended = gradients | ({"half-precision ones": always["policy"]} if is_half(policy.dtype) else {})
+    phases |= {"update, its end": ended, "optimizer": gradients}
+    return Footprint(always, phases)
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def row_tokens(config: Config, prompt_len: int) -> int:
+    """Most tokens of a packed row of an update."""
+    longest = prompt_len + config.sampling.max_new_tokens
+    return min(max(config.grpo.micro_batch_tokens, longest), _responses(config) * longest)
+
+
+def _responses(config: Config) -> int:
+    return config.grpo.prompts_per_step * config.grpo.samples_per_prompt
+
+
+def layer_bytes(
+    spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool = True, apart: bool = False
+) -> int:
+    """What one layer of the policy saves for its backward pass.
+
+    Args:
+        spec: of the policy.
+        tokens: of the packed row.
+        dtype: of the policy.
+        on_card: attention of a card shares keys and values among heads, and has one copy less of
+            its result.
+        apart: unless long documents have a call of their own there.
+    """
+    size, query = dtype.itemsize, spec.num_heads * spec.head_dim
+    shared = spec.num_kv_heads * spec.head_dim
+    # Query, keys and values, the result.
+    shared_too = (3 if apart else 2) * query + 2 * shared
+    attention = size * (shared_too if on_card else 5 * query) + FLOAT * spec.num_heads
+    if spec.qk_norm:  # their inputs are views of all three
+        attention += size * (query + 2 * shared)
+    # Weights are laid side by side for one product.
+    width = query + 2 * shared + 2 * spec.intermediate_size
+    weights = size * spec.hidden_size * width
+    mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
+    norms = 2 * 2 * size * spec.hidden_size  # both sides
+    return tokens * (norms + attention + mlp) + weights
+
+
+def update_bytes(
+    spec: ModelSpec,
+    tokens: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    on_card: bool = True,
+    apart: bool = False,
+) -> dict[str, dict[str, int]]:
+    """What a micro-batch takes, at the two moments that can be its largest.
+
+    Args:
+        spec, tokens, dtype, on_card, apart: as of `layer_bytes`.
+        checkpointing: each layer's input only is kept, and one layer whole while it is made again.
+
+    Returns:
+        When all is saved and the logits are made; and when the layers' backward passes begin.
+    """
+    size, layer = dtype.itemsize, layer_bytes(spec, tokens, dtype, on_card, apart)
+    inputs = spec.num_layers * tokens * size * spec.hidden_size
+    kept = inputs if checkpointing else spec.num_layers * layer
+    ends = tokens * 2 * size * spec.hidden_size  # what the final norm reads, rows with logits
+    head = spec.vocab_size * spec.hidden_size
+    return {
+        "update, logits": {
+            "activations": kept + ends,
+            "logits chunk": chunk_bytes(spec, tokens, dtype),
+            "gradients of the head": FLOAT * head + tokens * size * spec.hidden_size,
+        },
+        "update, layers": {
+            "activations": kept + (layer if checkpointing else 0),
+            "backward": backward_bytes(spec, tokens, dtype),
+            "gradient of the head": size * head,
+        },
+    }
+
+
+def backward_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
+    """Gradients alive inside one layer's backward pass: three widths of the MLP, two streams."""
+    return tokens * dtype.itemsize * (3 * spec.intermediate_size + 2 * spec.hidden_size)
+
+
+def chunk_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
+    """Of one chunk of rows: logits and probabilities, or their slope and its share of the head's
+    gradient."""
+    rows = min(tokens, max(1, logprobs.CHUNK_LOGITS // spec.vocab_size))
+    share = dtype.itemsize * rows + FLOAT * spec.hidden_size
+    return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT * rows, share)
+
+
+def _policy_parts(config: Config, policy: PreTrainedModel, ranks: int) -> dict[str, int]:
+    sharers = ranks if config.grpo.shard else 1
+    numbers = sum(-(-len(p) // sharers) * p[0].numel() for p in policy.parameters())
+    parts = {"policy": held_bytes(policy)}
+    if is_half(policy.dtype) or sharers > 1:
+        parts["float32 masters"] = FLOAT * numbers
+    parts["Adam"] = 2 * FLOAT * numbers
+    if config.grpo.kl_coef:
+        parts["reference"] = parts["policy"]
+    return parts
+
+
+def _engine_parts(
+    config: Config, policy: PreTrainedModel, spec: ModelSpec, prompt_len: int
+) -> dict[str, int]:
+    engine, longest = config.engine, longest_request(config, spec, prompt_len)
+    with torch.device("meta"):
+        parts = build_parts(config, spec, policy.state_dict(), longest, "meta")
+        target, cache = parts.target, parts.cache
+        max_len = min(spec.max_position, cache.num_pages * cache.page_size)
+        store = TokenStore(engine.history * engine.max_batch, max_len, torch.device("meta"))
+    weights = held_bytes(target.state_dict())
+    words = STATE_WORDS + pages_for(max_len + MAX_DRAFTED, engine.page_size)
+    held = {
+        "engine weights": weights,
+        "engine buffers": held_bytes(vars(target)) - weights,
+        "engine state": held_bytes(vars(store)) + FLOAT * engine.max_batch * words,
+        "KV pages": held_bytes(cache.k, cache.v),
+    }
+    if cache.features is not None:
+        held["feature pages"] = held_bytes(cache.features)
+        held |= _drafter_parts(config, parts, prompt_len)
+    if config.run.device != "cpu" and engine.graphs != "false":
+        cost = GraphCost(spec, engine.loop != "false")
+        limits = engine.max_batch, engine.spec_max_batch
+        arms = parse_strategies(engine.strategies)
+        plan = BucketPlan(
+            *limits,
+            arms,
+            config.bandit.buckets,
+            engine.spec_max_rows or target.max_rows,
+            cost,
+            engine.graph_mib << 20,
+        )
+        held[GRAPHS] = plan.predicted_bytes
+        if parts.runner is not None:
+            size = target.dtype.itemsize
+            held["drafts in graphs"] = draft_bytes(plan.cells, parts.runner.spec, size)
+    return held
+
+
+def _drafter_parts(config: Config, parts: Parts, prompt_len: int) -> dict[str, int]:
+    target, drafter, runner = parts.target, parts.drafter, parts.runner
+    with torch.device("meta"):
+        runner.load(drafter.state_dict(), version=1)
+    trained = held_bytes(drafter.trainable())
+    on_card = config.run.device != "cpu"
+    feature = target.feature_size * target.dtype.itemsize
+    entry = feature if on_card else target.feature_size * FLOAT
+    longest = prompt_len + config.sampling.max_new_tokens
+    recorded = int(_responses(config) * longest * (1 + config.spot.keep_long))
+    trains = config.spot.mode != "off"
+    held = {
+        "drafter KV pages": held_bytes(runner.k, runner.v),
+        "drafter": held_bytes(drafter) + held_bytes(runner.weights, runner.d2t),
+        # Two moments, the gradients, the average of the weights.
+        "drafter's optimizer": (3 + (config.spot.average > 0)) * trained,
+        "data buffer": trains * min(config.spot.buffer_tokens, recorded) * feature,
+        # Features of a step's entries; besides, three int64 and a weight.
+        "training bin": config.spot.tokens_per_step * (entry + 3 * 8 + FLOAT),
+    }
+    if trains and on_card:
+        # It keeps what it saves for its backward pass.
+        saved = 4 * drafter.spec.intermediate_size + STEP_WIDTHS * drafter.spec.hidden_size
+        entries = config.spot.tokens_per_step * config.drafter.unroll
+        held[STEP] = entries * saved * target.dtype.itemsize
+    return held
+
+
+def table(parts: Footprint) -> Sequence[str]:
+    """The parts as lines, in 10^9 bytes."""
+    lines = ["memory, GB (10^9 bytes)", "  for the whole run"]
+    lines += [f"    {name:<22}{size / 1e9:>9.3f}" for name, size in parts.always.items()]
+    lines.append(f"    {'together':<22}{sum(parts.always.values()) / 1e9:>9.3f}")
+    lines.append("  on top, one phase at a time")
+    for phase, needs in parts.phases.items():
+        inner = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in needs.items())
+        lines.append(f"    {phase:<22}{sum(needs.values()) / 1e9:>9.3f}  ({inner})")
+    lines.append(f"  peak{'':<20}{parts.peak / 1e9:>9.3f}  (in {parts.largest})")
+    return lines

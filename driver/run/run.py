@@ -1,0 +1,398 @@
+"""The state of one training run: its parts, its step counter, what each phase of a step does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ..common.errors import UserError, after_error
+from ..common.memory import memory_metrics
+from ..common.world import World
+from ..config.load import Config
+from ..config.strategy import OFF
+from ..drafter.checkpoint import DraftCheckpoints
+from ..drafter.coordinator import Coordinator
+from ..policy.trainer import PolicyTrainer
+from ..policy.warmup import warm_up
+from ..records.checkpoint import Checkpoint
+from ..records.checkpoint_writer import CheckpointWriter
+from ..records.folder import RunFolder, Sample
+from ..records.phases import Phases
+from ..tasks import Task, make_task
+from ..tasks.workers import RewardWorkers
+from .assemble import (
+    Rollout,
+    build_rollout,
+    check_context,
+    find_model,
+    load_policy,
+    longest_prompt,
+    longest_request,
+    spec_of,
+    stop_ids,
+    use_device,
+)
+from .capture import check_capture
+from .collector import Collector, Experience
+from .dry_run import check_run
+from .warm_start import adopt_drafter, drafter_state, sampling_params, warm_start
+
+
+@dataclass
+class Run:
+    """Everything a training loop touches; `driver/train.py` gives the order."""
+
+    config: Config
+    world: World
+    folder: RunFolder | None  # None: rank 0 keeps the records
+    phases: Phases
+    task: Task
+    tokenizer: Tokenizer
+    policy: PreTrainedModel
+    trainer: PolicyTrainer
+    rollout: Rollout
+    collector: Collector
+    writer: CheckpointWriter
+    step: int = 0  # finished steps
+    saved_step: int = -1  # of the last checkpoint
+    version: int = 0  # of the policy in the engine
+    evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out accuracy
+    tokens: int = 0  # emitted in training rollouts
+    target_passes: int = 0
+    trace: list[tuple[float, int, str]] = field(default_factory=list)  # of the last rollout
+    lengths: list[int] = field(default_factory=list)  # responses of the last rollout
+    correct: list[int] = field(default_factory=list)  # lengths of all correct responses
+    last_metrics: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def start(config: Config, note: Callable[[str], None]) -> Run:
+        """Opens the run folder, makes or loads the policy, warms it up, builds the rest.
+
+        A start that fails leaves no folder behind, so that the next try may use its name.
+        """
+        world = World.join(config.run.device, config.run.timeout_s)
+        config = _for_rank(config, world)
+        phases = Phases(world.rank, world.size)
+        phases.timeline.align(world.share(phases.timeline.started_unix_s))
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        with phases("load"):
+            # What shows as mistyped by now fails before the run folder is made.
+            use_device(config.run.device)
+            if config.sampling.top_k or config.sampling.top_p < 1:
+                raise UserError(
+                    "sampling.top_k and sampling.top_p: training samples the policy's own law;"
+                    " leave them at 0 and 1"
+                )
+            check_capture(config.capture, config.run.steps)
+            task = make_task(**asdict(config.task))
+            source = find_model(config, note)
+            if config.run.device != "cpu":
+                check_run(config, source, world.size)
+            folder = RunFolder(config) if world.rank == 0 else None
+        try:
+            return Run._build(config, note, world, phases, task, source, folder)
+        except BaseException:
+            if folder is not None:
+                with after_error():
+                    folder.discard()
+            raise
+
+    @staticmethod
+    def _build(
+        config: Config,
+        note: Callable[[str], None],
+        world: World,
+        phases: Phases,
+        task: Task,
+        source: Path | None,
+        folder: RunFolder | None,
+    ) -> Run:
+        saved = world.share(folder.resumed if folder else None)
+        if config.warmup.keep and (saved is None or config.grpo.kl_coef):
+            world.enter("warmup")
+            with phases("warmup"):  # one rank makes it, all use it
+                source = world.share(warm_start(config, note).path if folder else None)
+                gc.collect()  # its engine refers to itself, and holds a card's memory
+        with phases("load"):
+            if folder is not None and config.run.resume and saved is None:
+                note(f"{folder.path} holds no whole checkpoint: starting over")
+            if saved is not None:
+                saved.check_policy()
+            policy, tokenizer = load_policy(config, saved.path if saved else source)
+            spec, prompt_len = spec_of(policy), longest_prompt(task, tokenizer)
+            check_context(prompt_len, config.sampling.max_new_tokens, spec.max_position)
+        if saved is None and config.warmup.steps and not config.warmup.keep:
+            note(f"supervised warm-up: {config.warmup.steps} steps")
+            with phases("warmup"):
+                losses = warm_up(policy, tokenizer, task, config.warmup, config.run.seed)
+            note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+            world.copy_(p.detach() for p in policy.parameters())  # cards do not agree to the bit
+        with phases("load"):
+            params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, tokenizer))
+            longest = longest_request(config, spec, prompt_len)
+            rollout = build_rollout(config, spec, policy.state_dict(), longest)
+            rollout.watch(phases.timeline)
+            alone = rollout.spot is not None and folder is not None and world.size == 1
+            if alone and config.spot.checkpoint_every:
+                rollout.spot.checkpoints = DraftCheckpoints(folder.path / "drafter")
+            trainer = PolicyTrainer(
+                policy, config.grpo, lambda: load_policy(config, source)[0], world
+            )
+            coordinator = None
+            if rollout.spot is not None and config.spot.mode == "coordinated":
+                coordinator = Coordinator(world, rollout.spot, config.spot.min_ranks)
+            collector = Collector(
+                config,
+                world,
+                phases,
+                task,
+                tokenizer,
+                rollout,
+                params,
+                RewardWorkers(task, config.reward),
+                coordinator,
+                folder.path / "captures" if folder else None,
+            )
+            run = Run(
+                config,
+                world,
+                folder,
+                phases,
+                task,
+                tokenizer,
+                policy,
+                trainer,
+                rollout,
+                collector,
+                CheckpointWriter(beside=config.run.device != "cpu"),
+            )
+            if saved is not None:
+                run._restore(saved)
+            else:
+                if rollout.spot is not None and rollout.spot.checkpoints is not None:
+                    rollout.spot.checkpoints.clear()  # of a start that got to no checkpoint
+                adopt_drafter(rollout.spot, drafter_state(source), note)
+            if rollout.spot is not None:
+                rollout.spot.prepare()
+        return run
+
+    # ---- the phases of a step -------------------------------------------------------------------
+
+    def gather(self) -> Experience:
+        """The step's rollouts, of all ranks, and their rewards."""
+        return self.collector.gather(self.step)
+
+    def finish_bubble(self) -> None:
+        """What the spot trainer does with the end of the bubble."""
+        if self.rollout.spot is not None:
+            self.rollout.spot.train_on()
+
+    def update_policy(self, step: Experience) -> dict[str, float]:
+        self.world.enter("update_actor")
+        metrics = self.trainer.update(step.responses, step.rewards, step.keep)
+        if self.config.grpo.max_refills:
+            metrics["dynamic_sampling/refills"] = step.refills
+            metrics["dynamic_sampling/kept"] = sum(step.keep) / len(step.keep)
+        parts = ("old_log_prob", "update_actor")
+        self.phases.add_ended({part: metrics.pop(f"timing_s/{part}") for part in parts})
+        return metrics
+
+    def sync_weights(self) -> None:
+        """The new policy into the engine, in place: the step is done."""
+        self.step += 1
+        self.version += 1
+        if self.rollout.spot is not None:
+            self.rollout.spot.take_over()
+        self.rollout.update_weights(self.policy.state_dict(), self.version)
+
+    def evaluate(self) -> None:
+        """Held-out accuracy of the policy as it is."""
+        count = self.config.run.eval_prompts
+        if count == 0 or self.step in self.evaluations:
+            return
+        with self.phases("eval"):
+            self.evaluations[self.step] = self.collector.evaluate(count)
+        if self.step == 0 and self.folder is not None:  # later ones are in their step's record
+            self.folder.log_step(0, {"eval/accuracy": self.evaluations[0]})
+
+    def close(self, whole: bool) -> None:
+        """Ends what works beside the run, and its records.
+
+        Args:
+            whole: whether the run came to its end.
+        """
+        with contextlib.ExitStack() as ends:  # from the last to the first, whichever of them fail
+            if self.folder is not None:
+                ends.callback(self.folder.close if whole else self.folder.discard)
+            if whole:
+                ends.callback(self.world.leave)
+            ends.callback(self.writer.collect)
+            if self.rollout.spot is not None:
+                ends.callback(self.rollout.spot.close)
+            ends.callback(self.collector.workers.close)
+
+    # ---- records --------------------------------------------------------------------------------
+
+    def log(self, metrics: dict[str, float], step: Experience) -> None:
+        """Books the step that just ended; `self.step` counts it already."""
+        begin = time.perf_counter()
+        self.writer.collect(wait=False)  # a full disk ends the run
+        stats = self.collector.stats
+        self.tokens += stats.emitted
+        self.target_passes += stats.target_passes
+        self.trace = [*stats.trace, (stats.elapsed_s, 0, str(OFF))]
+        self.lengths = [len(r.token_ids) for r in step.responses]
+        self.correct += [n for n, r in zip(self.lengths, step.rewards, strict=True) if r >= 1.0]
+        metrics = {**metrics, **stats.metrics(), **self.rollout.bandit.metrics()}
+        metrics |= self.rollout.engine.metrics()
+        metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
+        if self.rollout.spot is not None:
+            metrics |= self.rollout.spot.metrics()
+        metrics |= memory_metrics()
+        if self.step in self.evaluations:
+            metrics["eval/accuracy"] = self.evaluations[self.step]
+        metrics |= self.collector.rank_metrics()
+        self.last_metrics = metrics | self.phases.end_step(self.step)
+        if self.folder is not None:
+            self.folder.log_rollout(self.step, self.lengths, self.trace)
+            self.folder.log_samples(self.step, self._samples(step))
+            self.folder.log_step(self.step, self.last_metrics)
+        self.phases.add("log", time.perf_counter() - begin)
+
+    def _samples(self, step: Experience) -> list[Sample]:
+        """The first response to each of the first prompts."""
+        each = self.config.grpo.samples_per_prompt
+        count = min(self.config.run.samples_logged, len(step.prompts))
+        firsts = zip(
+            step.prompts[:count], step.responses[::each], step.rewards[::each], strict=False
+        )
+        return [
+            Sample(p.id, p.text, self.collector.text(r), reward, len(r.token_ids), r.finish)
+            for p, r, reward in firsts
+        ]
+
+    def is_due(self, every: int) -> bool:
+        """At every `every`-th step and at the last; with 0 at the last only."""
+        return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
+
+    def checkpoint(self) -> None:
+        """Saves everything a resumed run needs; whole or absent.
+
+        On a card the step waits until it is copied; `end_checkpoint` waits until it is written.
+        """
+        timelines = self.world.gather(self.phases.timeline.text())
+        with self.phases("checkpoint"):
+            if self.saved_step != self.step:
+                learned = self.trainer.state_dict()  # of all ranks: each may hold a part
+                if self.folder is not None:
+                    write = functools.partial(self._write, self.step, self._kept_tokenizer)
+                    self.writer.save(write, self._states(learned))
+                self.saved_step = self.step
+            if self.folder is not None:
+                self.phases.timeline.write(self.folder.timeline, timelines[1:])
+                if self.collector.rank_states:
+                    self.folder.write_ranks(self.collector.rank_states)
+
+    def _states(self, learned: dict[str, Any]) -> dict[str, Any]:
+        spot = self.rollout.spot
+        return {
+            "policy": self.policy.state_dict(),
+            "states": {
+                "trainer": learned,
+                "bandit": self.rollout.bandit.state_dict(),
+                "spot": spot.state_dict() if spot else None,
+                "counters": {
+                    "version": self.version,
+                    "prompts_drawn": self.collector.prompts_drawn,
+                    "tokens": self.tokens,
+                    "target_passes": self.target_passes,
+                    "evaluations": self.evaluations,
+                },
+            },
+        }
+
+    def _write(self, step: int, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
+        def write_policy(path: Path) -> None:
+            self.policy.save_pretrained(path, state_dict=saved["policy"])
+            tokenizer.save_pretrained(path)
+
+        self.folder.save_checkpoint(step, write_policy, saved["states"])
+
+    @functools.cached_property
+    def _kept_tokenizer(self) -> Tokenizer:
+        """Of the writer alone: a tokenizer that encodes meanwhile cannot be saved."""
+        return copy.deepcopy(self.tokenizer)
+
+    def end_checkpoint(self) -> None:
+        """Waits until the last checkpoint is on the disk.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        with self.phases("checkpoint"):
+            self.writer.collect()
+
+    def _restore(self, saved: Checkpoint) -> None:
+        self.step = self.saved_step = saved.step
+        self.phases.timeline.resume(saved.path.parents[1] / RunFolder.TIMELINE, self.step)
+        saved.restore("trainer", self.trainer.load_state_dict)
+        saved.restore("bandit", self.rollout.bandit.load_state_dict)
+        saved.restore("counters", self._restore_counters)
+        self.rollout.engine.target_version = self.version
+        spot = self.rollout.spot
+        if spot is not None:
+            saved.restore("spot", spot.load_state_dict)
+            spot.resume()
+            spot.target_version = self.version
+
+    def _restore_counters(self, counters: dict[str, Any]) -> None:
+        self.version, self.tokens = counters["version"], counters["tokens"]
+        self.target_passes = counters["target_passes"]
+        self.collector.prompts_drawn = counters["prompts_drawn"]
+        self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
+
+
+def _went_before(config: Config, world: World) -> bool:
+    """Whether torchrun restarts a run that got as far as its folder."""
+    folder = Path(config.run.root).expanduser() / (config.run.name or Path(config.preset).stem)
+    return world.restarts() > 0 and (folder / "config.yaml").exists()
+
+
+def _for_rank(config: Config, world: World) -> Config:
+    """The configuration with what follows from the number of ranks.
+
+    Raises:
+        UserError: more ranks than prompts, or a mode that needs several.
+    """
+    if world.size == 1:
+        if config.spot.mode == "coordinated":
+            raise UserError(
+                "spot.mode=coordinated: wanted several ranks, got one; start them with torchrun, or"
+                " choose serial, overlapped or auto"
+            )
+        return config
+    if world.size > config.grpo.prompts_per_step:
+        raise UserError(
+            f"{world.size} ranks for grpo.prompts_per_step={config.grpo.prompts_per_step}: each"
+            " needs one prompt; raise it or lower --nproc-per-node"
+        )
+    mode = "off" if config.spot.mode == "off" else "coordinated"
+    return replace(
+        config,
+        run=replace(
+            config.run, device=world.device, resume=config.run.resume or _went_before(config, world)
+        ),
+        spot=replace(config.spot, mode=mode),
+    )

@@ -1,0 +1,149 @@
+"""What a finished run says of itself: summary.json, figures, a few closing lines."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+
+from ..common.memory import CARD_MEMORY, peak_memory_gb
+from ..records import plots
+from ..records.folder import read_jsonl
+from ..records.phases import PHASES, StepTimes
+from .run import Run
+from .warm_start import begun_from
+
+ENDS = 5  # steps averaged at each end of the run
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """The numbers of `summary.json`: of the whole run, but for seconds, memory and correct lengths,
+    which are of this process.
+    """
+    records = read_jsonl(run.folder.path / "metrics.jsonl")
+    rewards = [r["critic/rewards/mean"] for r in records if r["step"] > 0]
+    accepts = [a for r in records if (a := r.get("spec/accept_length")) is not None]
+    heldout = [run.evaluations[step] for step in sorted(run.evaluations)]
+    spot = run.rollout.spot
+    return {
+        "preset": run.config.preset,
+        "warm_start": begun_from(run.config),
+        "steps": run.step,
+        "reward": _ends(rewards),
+        "heldout_accuracy": {
+            "before": heldout[0] if heldout else None,
+            "after": heldout[-1] if heldout else None,
+        },
+        "correct_length": {f"p{q}": _percentile(run.correct, q) for q in (50, 75, 99, 100)},
+        "clip_ratio": statistics.mean(
+            r["response_length/clip_ratio"] for r in records if r["step"] > 0
+        )
+        if rewards
+        else None,
+        "tokens": run.tokens,
+        "target_passes": run.target_passes,
+        "accept_length": _ends(accepts),
+        "drafter_version": spot.runner.version if spot else 0,
+        "arms": run.rollout.bandit.metrics(),
+        "reprefilled_tokens": sum(r.get("spec/reprefilled_tokens", 0) for r in records),
+        "peak_memory_gb": peak_memory_gb(),
+        "card_memory_gb": max((r[CARD_MEMORY] for r in records if CARD_MEMORY in r), default=None),
+        "tokens_per_s": _throughput(records),
+        "step_s": _step_seconds(records),
+        "wall_s": run.phases.summary(),
+    }
+
+
+def _throughput(records: list[dict[str, Any]]) -> float | None:
+    """Tokens a second of generation, the median of the steps."""
+    rates = [r["perf/throughput"] for r in records if r["step"] > 0]
+    return statistics.median(rates) if rates else None
+
+
+def _step_seconds(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds of each phase of a step, of what no phase covers, and of the step."""
+    times = [StepTimes.of(r) for r in records if r["step"] > 0]
+    if not times:
+        return {}
+    out = {name: statistics.median(t.phases[name] for t in times) for name in PHASES}
+    out["unaccounted"] = statistics.median(t.unaccounted for t in times)
+    return out | {"step": statistics.median(t.total for t in times)}
+
+
+def _ends(values: list[float]) -> dict[str, float | None]:
+    """First, last, and the means of the first and the last few."""
+    if not values:
+        return {"first": None, "last": None, "first_mean": None, "last_mean": None}
+    return {
+        "first": values[0],
+        "last": values[-1],
+        "first_mean": statistics.mean(values[:ENDS]),
+        "last_mean": statistics.mean(values[-ENDS:]),
+    }
+
+
+def _percentile(values: list[int], share: int) -> float | None:
+    return float(np.percentile(values, share)) if values else None
+
+
+def write_plots(run: Run) -> None:
+    """The figures of the run folder."""
+    records = read_jsonl(run.folder.path / "metrics.jsonl")
+    folder = run.folder.plots
+    plots.plot_rewards(records, folder / "reward.png")
+    plots.plot_accept_length(records, folder / "accept_length.png")
+    plots.plot_step_times(records, folder / "step_times.png")
+    if run.lengths:  # a run resumed at its end keeps the figures of its last rollout
+        plots.plot_lengths(run.lengths, run.config.sampling.max_new_tokens, folder / "lengths.png")
+        plots.plot_active(run.trace, folder / "active.png")
+    if run.collector.rank_states:
+        plots.plot_ranks(run.folder.rank_states(), folder / "ranks.png")
+
+
+def write_summary(run: Run) -> None:
+    run.folder.write_summary(summarize(run))
+
+
+def summary_lines(run: Run) -> list[str]:
+    """The closing lines of the command."""
+    summary = summarize(run)
+    reward, accept = summary["reward"], summary["accept_length"]
+    held = summary["heldout_accuracy"]
+    lines = [
+        f"reward {_show(reward['first_mean'])} -> {_show(reward['last_mean'])}"
+        f" (means of {ENDS} steps), held-out {_show(held['before'])} -> {_show(held['after'])}",
+        f"accept length {_show(accept['first_mean'])} -> {_show(accept['last_mean'])},"
+        f" {summary['tokens']} tokens in {summary['target_passes']} target passes,"
+        f" drafter version {summary['drafter_version']}",
+        f"wall {summary['wall_s']['wall']:.0f} s, peak memory {summary['peak_memory_gb']:.2f} GB,"
+        f" of the card {_show(summary['card_memory_gb'])} GB",
+        *_time_lines(summary["step_s"], summary["wall_s"]),
+        "arm (bucket/strategy)          windows   tokens/s",
+    ]
+    arms = summary["arms"]
+    for key in arms:
+        if key.endswith("/pulls"):
+            name = key.removeprefix("spec/arm/").removesuffix("/pulls")
+            rate = arms[key.removesuffix("pulls") + "reward"]
+            lines.append(f"  {name:<28} {arms[key]:>7}   {rate:>8.0f}")
+    return [*lines, f"see {run.folder.path}/ (summary.json, metrics.jsonl, plots, samples.txt)"]
+
+
+def _time_lines(step_s: dict[str, float], wall_s: dict[str, float]) -> list[str]:
+    """The table of where the time went: of a step, of the whole run."""
+    wall = wall_s["wall"]
+    lines = ["phase                  s a step    s in all   of wall"]
+    rows = {name: seconds for name, seconds in wall_s.items() if name != "unaccounted_share"}
+    del rows["wall"]
+    rows["unaccounted"] = wall_s["unaccounted_share"] * wall
+    for name, seconds in rows.items():
+        each = f"{step_s[name]:.3f}" if name in step_s else "-"
+        lines.append(f"  {name:<19}{each:>10}{seconds:>12.1f}{seconds / wall:>10.1%}")
+    each = f"{step_s['step']:.3f}" if step_s else "-"
+    lines.append(f"  {'together':<19}{each:>10}{wall:>12.1f}")
+    return lines
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,332 @@
+"""A warm start: a warmed-up policy and its drafter, made once and kept.
+
+The policy imitates worked responses (`driver.policy.warmup`) and samples responses of its own. The
+drafter learns from the features recorded of these and of as many worked ones. Both are saved in
+`<run.root>/warm/`, as a checkpoint that `driver.train` finds by the settings that made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..common.deterministic import deterministic
+from ..common.errors import UserError
+from ..config.load import Config
+from ..config.strategy import OFF, parse_strategies
+from ..drafter.trainer import SpotTrainer
+from ..policy.warmup import demonstration, lr_share, warm_up
+from ..records.checkpoint import Checkpoint, earlier_versions, latest_checkpoint, save_checkpoint
+from ..records.phases import Phases
+from ..rollout.request import Request, SamplingParams, request_id
+from ..tasks import Task, make_task
+from .assemble import Rollout, build_rollout, find_model, load_policy, spec_of, stop_ids
+
+REPORT = "warm.json"
+PROCEDURE = 2  # one more whenever the same settings make another warm start
+# Prompts of the train split that neither RL nor the policy's warm-up comes to.
+FIRST_INDEX = 1 << 39
+NOTES = 10  # lines of a training's progress
+NEVER = 1 << 40  # passes between two steps of the spot trainer in the tail
+CHECKED = 32  # responses whose accept length is measured
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the warmed policy's own responses are like: the shares of right and of cut ones, and
+    lengths in tokens."""
+
+    responses: int
+    accuracy: float
+    cut: float
+    p50: float
+    p99: float
+    longest: int
+    correct_p50: float
+    correct_p99: float
+
+    def lines(self) -> list[str]:
+        return [
+            f"accuracy {self.accuracy:.3f}, {self.cut:.1%} cut at the limit, {self.responses}"
+            " responses",
+            f"lengths p50 {self.p50:.0f}, p99 {self.p99:.0f}, longest {self.longest};"
+            f" correct ones p50 {self.correct_p50:.0f}, p99 {self.correct_p99:.0f}",
+        ]
+
+
+def warm_folder(config: Config) -> Path:
+    """Where the warm start of these settings lies: whatever decides it is in the name."""
+    parts = {name: asdict(getattr(config, name)) for name in ("model", "warmup", "task")}
+    for name in ("cache", "wheel"):
+        del parts["model"][name]
+    del parts["warmup"]["workers"]
+    parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
+    key = json.dumps([PROCEDURE, parts, config.run.seed], sort_keys=True).encode()
+    digest = hashlib.blake2b(key, digest_size=4).hexdigest()
+    root = Path(config.run.root).expanduser()
+    return root / "warm" / f"{Path(config.preset).stem}-{digest}"
+
+
+def fingerprint(state: Mapping[str, Tensor]) -> str:
+    """Eight hex digits of all bits of a module's state.
+
+    Example:
+        >>> fingerprint({"weight": torch.zeros(2)}) == fingerprint({"weight": torch.zeros(2)})
+        True
+    """
+    digest = hashlib.blake2b(digest_size=4)
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    """Of the policy and the drafter of a warm start; {} where the folder holds none that tells."""
+    path = folder / REPORT
+    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return report.get("fingerprint", {})
+
+
+def begun_from(config: Config) -> dict[str, str]:
+    """The fingerprints of the warm start that a run of these settings begins from."""
+    found = latest_checkpoint(warm_folder(config)) if config.warmup.keep else None
+    return fingerprints(found.path if found else Path(config.model.path).expanduser())
+
+
+def told(folder: Path) -> str:
+    """A warm start as words: where it lies, and its fingerprints."""
+    return ", ".join(
+        [str(folder), *(f"{part} {mark}" for part, mark in fingerprints(folder).items())]
+    )
+
+
+def warm_start(config: Config, note: Note) -> Checkpoint:
+    """The warm start of these settings, made where there is none yet.
+
+    Args:
+        config: `warmup.*`, `model.*`, `task.*`, `drafter.*`, `sampling.*`, `run.seed`.
+        note: takes lines of progress.
+
+    Returns:
+        Its checkpoint, with `warm.json`, what was measured of it.
+    """
+    folder = warm_folder(config)
+    found = latest_checkpoint(folder)
+    if found is not None:
+        note(f"warm start: {told(found.path)}")
+        return found
+    if not config.warmup.steps:
+        raise UserError("warmup.steps: 0 makes no warm start; set it, or warmup.keep=false")
+    task = make_task(**asdict(config.task))
+    policy, tokenizer = load_policy(config, find_model(config, note))
+    phases = Phases()
+    with phases("policy"):
+        losses = warm_up(
+            policy, tokenizer, task, config.warmup, config.run.seed, _progress(config, note)
+        )
+    report: dict[str, Any] = {"loss": [losses[0], float(np.mean(losses[-20:]))]}
+    marks = {"policy": fingerprint(policy.state_dict())}
+    states: dict[str, Any] = {}
+    if config.warmup.drafter_steps:
+        spec = spec_of(policy)
+        params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, tokenizer))
+        longest = min(spec.max_position, 2 * params.max_new_tokens)
+        rollout = build_rollout(_for_warmth(config), spec, policy.state_dict(), longest)
+        assert rollout.spot is not None
+        warming = Warming(config, task, tokenizer, rollout, rollout.spot, params, note)
+        report |= warming.run(phases)
+        states["spot"] = rollout.spot.state_dict()
+        marks["drafter"] = fingerprint(states["spot"]["drafter"])
+
+    report["fingerprint"] = marks
+    report["seconds"] = {name: round(value, 2) for name, value in phases.summary().items()}
+
+    def write_policy(path: Path) -> None:
+        policy.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        (path / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    return save_checkpoint(folder, 0, write_policy, states, keep=1)
+
+
+def drafter_state(folder: Path | None) -> dict[str, Any] | None:
+    """The drafter's part of a checkpoint; None where the folder holds none."""
+    if folder is None or not (folder / "state" / "spot.pt").exists():
+        return None
+    return Checkpoint(folder, 0).state("spot")
+
+
+def adopt_drafter(spot: SpotTrainer | None, state: dict[str, Any] | None, note: Note) -> None:
+    """Goes on with the drafter of the checkpoint that the policy came from, where it fits."""
+    if spot is None or state is None:
+        return
+    have = {name: value.shape for name, value in state["drafter"].items()}
+    want = {name: value.shape for name, value in spot.drafter.state_dict().items()}
+    if have == want:
+        with earlier_versions("the checkpoint's drafter", "remove its state/spot.pt to start anew"):
+            spot.load_state_dict(state)
+    else:
+        note("the checkpoint's drafter has another shape (drafter.*): starting a new one")
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """The sampling of training responses, stop ids not yet known."""
+    s = config.sampling
+    return SamplingParams(s.temperature, s.top_k, s.top_p, s.max_new_tokens)
+
+
+class Warming:
+    """The drafter's warm-up on a policy that is in the engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: Rollout,
+        spot: SpotTrainer,
+        params: SamplingParams,
+        note: Note,
+    ) -> None:
+        self.config, self.task, self.tokenizer = config, task, tokenizer
+        self.rollout, self.spot, self.params, self.note = rollout, spot, params, note
+
+    def run(self, phases: Phases) -> dict[str, Any]:
+        """Samples, learns, measures."""
+        with phases("rollout"):
+            sampled = self.sample()
+            self.show()
+        report: dict[str, Any] = {"sampled": asdict(sampled)}
+        for line in sampled.lines():
+            self.note(line)
+        with phases("drafter"):
+            with deterministic(self.rollout.target.device):
+                losses = self.train()
+            self.spot.swap()
+            report["drafter_loss"] = [losses[0], losses[-1]]
+        with phases("check"):
+            report["accept_length"] = self.accept_length()
+        for strategy, length in report["accept_length"].items():
+            self.note(f"accept length {length:.2f} with {strategy}")
+        return report
+
+    def requests(self, first: int, count: int) -> list[Request]:
+        prompts = [self.task.prompt("train", first + i) for i in range(count)]
+        return [
+            Request(request_id("train", 0, p.id, 0), i, self._encode(p.text), self.params)
+            for i, p in enumerate(prompts)
+        ]
+
+    def sample(self) -> Sampled:
+        """Responses of the policy's own, whose features the spot trainer keeps."""
+        count = self.config.warmup.responses
+        self.rollout.fix(OFF)
+        responses = self.rollout.engine.generate(self.requests(FIRST_INDEX, count))
+        lengths = np.array([len(r.token_ids) for r in responses])
+        right = np.array(
+            [
+                self.task.reward(
+                    self.task.prompt("train", FIRST_INDEX + i),
+                    self.tokenizer.decode(r.token_ids[:-1] if r.finish == "stop" else r.token_ids),
+                )
+                for i, r in enumerate(responses)
+            ]
+        )
+        correct = lengths[right >= 1.0] if (right >= 1.0).any() else np.zeros(1)
+        return Sampled(
+            count,
+            float(right.mean()),
+            float(np.mean([r.finish == "length" for r in responses])),
+            *(float(np.percentile(lengths, q)) for q in (50, 99)),
+            int(lengths.max()),
+            *(float(np.percentile(correct, q)) for q in (50, 99)),
+        )
+
+    def show(self) -> None:
+        """As many worked responses through the prefill: their features cost no decoding."""
+        one = replace(self.params, max_new_tokens=1)
+        first, count = FIRST_INDEX + self.config.warmup.responses, self.config.warmup.responses
+        shown = [demonstration(self.tokenizer, self.task, first + i) for i in range(count)]
+        self.rollout.engine.generate(
+            [
+                replace(r.request, prompt_ids=(*r.request.prompt_ids, *r.token_ids), params=one)
+                for r in shown
+                if len(r.token_ids) <= self.params.max_new_tokens
+            ]
+        )
+
+    def train(self) -> list[float]:
+        """The drafter's steps; the losses that were told."""
+        steps, spot = self.config.warmup.drafter_steps, self.spot
+        # Which response ended first may follow from when the host looked.
+        spot.buffer.fresh.sort(key=lambda document: document.tokens.tolist())
+        losses = []
+        for step in range(steps):
+            spot.set_lr(self.config.drafter.lr * lr_share(step, steps))
+            spot.micro_step()
+            if step % max(1, steps // NOTES) == 0 or step == steps - 1:
+                last = spot.metrics()
+                losses.append(last["drafter/loss"])
+                self.note(
+                    f"drafter step {step + 1}/{steps}: loss {losses[-1]:.3f},"
+                    f" top-1 {last['drafter/top1']:.3f}"
+                )
+        spot.set_lr(spot.lr)
+        return losses
+
+    def accept_length(self) -> dict[str, float]:
+        """Of each strategy with the learned drafter, on prompts that nothing was trained on."""
+        first = FIRST_INDEX + 2 * self.config.warmup.responses
+        requests = self.requests(first, min(CHECKED, self.config.engine.spec_max_batch))
+        out = {}
+        for strategy in parse_strategies(self.config.engine.strategies):
+            if strategy.needs_drafter:
+                self.rollout.fix(strategy)
+                self.rollout.engine.generate(requests, record=False)
+                out[str(strategy)] = self.rollout.engine.stats.accept_length or 1.0
+        return out
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _for_warmth(config: Config) -> Config:
+    """The run's engine, with a spot trainer that holds all it is shown and waits to be asked.
+
+    Its rate falls, so its last weights need no average.
+    """
+    responses = 2 * config.warmup.responses
+    spot = replace(
+        config.spot,
+        mode="serial",
+        every=NEVER,
+        average=0,
+        tokens_per_step=config.warmup.drafter_tokens,
+        buffer_tokens=responses * 2 * config.sampling.max_new_tokens,
+    )
+    return replace(config, spot=spot)
+
+
+def _progress(config: Config, note: Note) -> Callable[[int, float], None]:
+    steps, started = config.warmup.steps, time.perf_counter()
+    note(f"supervised warm-up: {steps} steps")
+
+    def progress(step: int, loss: float) -> None:
+        if step % max(1, steps // NOTES) == 0 or step == steps:
+            seconds = time.perf_counter() - started
+            note(f"step {step}/{steps}: loss {loss:.3f}, {seconds:.0f} s")
+
+    return progress

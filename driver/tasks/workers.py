@@ -1,0 +1,202 @@
+"""Rewards: computed in processes of their own while the rollout goes on, or in this one.
+
+A reward function is a user's code: it may raise, hang, take its process down with it or return what
+is no number. Each of these ends in one line that names the sample, or counts the sample as 0, as
+configured.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import signal
+import time
+import warnings
+from collections import deque
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from numbers import Real
+from typing import Any
+
+from ..common.errors import UserError
+from ..config.sections import RewardConfig
+from . import Prompt, Task
+
+Job = tuple[int, Prompt, str]  # index of the response, its prompt, its text
+
+
+class RewardWorkers:
+    """Scores responses as they finish; with no workers when `score` or `collect` is called.
+
+    Args:
+        task: whose `reward` is called; it is pickled into each worker.
+        config: number of workers, time-out (of a worker's answer), what a failure means.
+
+    Example:
+        >>> workers = RewardWorkers(task, RewardConfig(workers=2))
+        >>> workers.submit(0, prompt, "42")
+        >>> workers.collect(1)
+        [1.0]
+    """
+
+    def __init__(self, task: Task, config: RewardConfig) -> None:
+        self.config = config
+        self._task = task
+        self._waiting: deque[Job] = deque()
+        self._values: dict[int, float] = {}
+        self._workers: list[_Worker] = []
+
+    def submit(self, index: int, prompt: Prompt, text: str) -> None:
+        """Queues a response; returns at once.
+
+        Args:
+            index: its place, by which `collect` orders the rewards.
+            prompt: that it answers.
+            text: of the response.
+
+        Raises:
+            UserError: an earlier sample failed and `reward.on_error=stop`.
+        """
+        self._waiting.append((index, prompt, text))
+        if self.config.workers:
+            self._turn(0.0)
+
+    def collect(self, count: int) -> list[float]:
+        """Waits for `count` responses and forgets them.
+
+        Args:
+            count: responses submitted since the last call.
+
+        Returns:
+            What `task.reward` gave for each, in the order of their places: finite numbers.
+
+        Raises:
+            UserError: a sample failed and `reward.on_error=stop`.
+        """
+        while len(self._values) < count:
+            if self.config.workers:
+                self._turn(0.05)
+            else:
+                self._score(self._waiting.popleft())
+        values = [self._values[i] for i in sorted(self._values)]
+        self._values.clear()
+        return values
+
+    def score(self) -> None:
+        """Scores what waits, in this process, where there are no workers to do it."""
+        while self._waiting and not self.config.workers:
+            self._score(self._waiting.popleft())
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are doing."""
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+        self._waiting.clear()
+        self._values.clear()
+
+    def _turn(self, seconds: float) -> None:
+        """Hands out what waits and takes in what is done, for at most `seconds`."""
+        idle = [worker for worker in self._workers if worker.job is None]
+        while self._waiting and (idle or len(self._workers) < self.config.workers):
+            if not idle:
+                idle.append(_Worker(self._task))
+                self._workers.append(idle[0])
+            idle.pop().start(self._waiting.popleft(), self.config.timeout_s)
+        busy = {worker.pipe: worker for worker in self._workers if worker.job is not None}
+        for pipe in wait(list(busy), seconds):
+            worker = busy[pipe]
+            job, (value, error) = worker.finish()
+            if not worker.process.is_alive():
+                self._retire(worker)
+            self._take(job, value, error)
+        for worker in busy.values():
+            if worker.job is not None and time.monotonic() > worker.deadline:
+                self._retire(worker)
+                self._take(
+                    worker.job, None, f"no answer in reward.timeout_s={self.config.timeout_s:g}"
+                )
+
+    def _score(self, job: Job) -> None:
+        """In this process."""
+        try:
+            value, error = self._task.reward(*job[1:]), ""
+        except Exception as failure:
+            value, error = None, _reason(failure)
+        self._take(job, value, error)
+
+    def _retire(self, worker: _Worker) -> None:
+        worker.end()
+        self._workers.remove(worker)
+
+    def _take(self, job: Job, value: Any, error: str) -> None:
+        """Notes a reward, or what kept it from being computed."""
+        index, prompt, _ = job
+        if not error and not (isinstance(value, Real) and math.isfinite(value)):
+            error = f"wanted a finite number, got {value!r}"
+        if error:
+            message = f"reward of response {index} to prompt {prompt.id}: {error}"
+            if self.config.on_error == "stop":
+                self.close()
+                raise UserError(f"{message}; reward.on_error=zero would count it as 0")
+            warnings.warn(f"{message}; counted as 0", stacklevel=4)
+            value = 0.0
+        self._values[index] = float(value)
+
+
+class _Worker:
+    """One process and the sample it works on."""
+
+    def __init__(self, task: Task) -> None:
+        # Not forked: the parent has threads and may hold a CUDA context.
+        context = multiprocessing.get_context("spawn")
+        self.pipe, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child, task), daemon=True)
+        # Ctrl-C reaches the whole group: it is the run's, and a worker inherits what is blocked.
+        resource_tracker.ensure_running()  # its own start would unblock it
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        child.close()
+        self.job: Job | None = None
+        self.deadline = 0.0
+
+    def start(self, job: Job, timeout_s: float) -> None:
+        self.job, self.deadline = job, time.monotonic() + timeout_s
+        try:
+            self.pipe.send(job[1:])
+        except OSError:
+            pass  # it died between two samples: `finish` reads the end of the pipe
+
+    def finish(self) -> tuple[Job, tuple[Any, str]]:
+        """The sample that was worked on, its reward and what went wrong."""
+        assert self.job is not None
+        job, self.job = self.job, None
+        try:
+            return job, self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return job, (None, f"its worker died with exit code {self.process.exitcode}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, task: Task) -> None:
+    while True:
+        try:
+            prompt, text = pipe.recv()
+        except EOFError:  # the run is over
+            return
+        try:
+            pipe.send((task.reward(prompt, text), ""))
+        except Exception as error:  # the sample's failure, told to the run
+            pipe.send((None, _reason(error)))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

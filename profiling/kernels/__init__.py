@@ -1,0 +1,1 @@
+"""Kernel-level tools: resources, replay, Nsight and sanitizer scripts."""

@@ -1,0 +1,1 @@
+"""The measuring rig: timing, results, targets, tables, workloads."""

@@ -1,0 +1,183 @@
+"""Where measured numbers lie, and how they meet what `targets.toml` wants.
+
+`results/<card>/<bench>.json` holds a whole benchmark, `results/<card>/quick/<bench>.json` one of
+`--quick`; what is shown of a figure is the newer of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+TARGETS_CARD = "h100-80gb-hbm3"  # the card that `targets.toml` speaks of
+ANY_CARD = "two_gpu"  # the table that speaks of two of whichever card
+CPU = "cpu"  # the folder of results that need no card
+
+
+def card_folder(card: str) -> str:
+    """A folder's name for a card: "NVIDIA H100 80GB HBM3" -> "h100-80gb-hbm3"."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia")).strip("-")
+
+
+def tell_drawn(paths: Sequence[Path], folder: Path) -> None:
+    """Names the figures that a command drew of a results folder, or says that there are none."""
+    lines = [str(path) for path in paths] or [f"{folder}: holds no results to draw"]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def all_targets() -> dict[str, dict[str, dict[str, float]]]:
+    """Table -> name -> `{"at_most": x}` or `{"at_least": x}`, in the order of the file."""
+    return tomllib.loads((ROOT / "targets.toml").read_text())
+
+
+def is_met(wanted: dict[str, float], got: float | None) -> bool:
+    """Whether a figure reaches its target; one that is missing does not."""
+    if got is None:
+        return False
+    return got <= wanted["at_most"] if "at_most" in wanted else got >= wanted["at_least"]
+
+
+def targets_of(name: str, got: dict[str, float]) -> list[dict[str, Any]]:
+    """The targets of a benchmark's table, in its order, with what was got."""
+    table = all_targets().get(name, {})
+    unknown = set(got) - set(table)
+    if unknown:
+        raise ValueError(f"no such target in [{name}]: {', '.join(sorted(unknown))}")
+    return [
+        {
+            "name": target,
+            "wanted": wanted,
+            "got": got.get(target),
+            "met": is_met(wanted, got.get(target)),
+        }
+        for target, wanted in table.items()
+    ]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """One result file: `meta`, `rows`, `targets`.
+
+    Raises:
+        ValueError: it is not such a file; the message is one line.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(result, dict) or not {"meta", "rows", "targets"} <= set(result):
+        raise ValueError(f"{path}: wanted an object with meta, rows and targets")
+    return result
+
+
+def newest_first(results: Path, bench: str, file: str = "") -> list[Path]:
+    """A benchmark's files on the targets' card, of a whole and a quick run, the newer one's first.
+
+    Args:
+        results: folder of all cards.
+        bench: its name.
+        file: that it wrote beside its result; "" = the result itself.
+    """
+    own = f"{bench}.json"
+    runs = [results / TARGETS_CARD / part for part in ("", "quick")]
+    runs = [folder for folder in runs if (folder / own).exists()]
+    runs.sort(key=lambda folder: load(folder / own)["meta"]["date"], reverse=True)
+    return [path for folder in runs if (path := folder / (file or own)).exists()]
+
+
+def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Two results of parts of one benchmark as one; what both have is the new one's.
+
+    Args:
+        old, new: results of one card; the command and commit of both are kept.
+    """
+    cases = {row["case"] for row in new["rows"]}
+    rows = [row for row in old["rows"] if row["case"] not in cases] + new["rows"]
+    before = {target["name"]: target for target in old["targets"]}
+    targets = [
+        before[target["name"]] if target["got"] is None and target["name"] in before else target
+        for target in new["targets"]
+    ]
+    both = {
+        name: mark.join(dict.fromkeys([*old["meta"][name].split(mark), new["meta"][name]]))
+        for name, mark in (("command", " && "), ("commit", ", "))
+    }
+    return {"meta": new["meta"] | both, "rows": rows, "targets": targets}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one result says of a target; `meta` is that result's."""
+
+    value: float
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of `targets.toml` and the newest figure for it, if there is one.
+
+    `elsewhere` are the newest figures of cards that it does not speak of, by the card's name.
+    """
+
+    table: str
+    name: str
+    wanted: dict[str, float]
+    figure: Figure | None
+    elsewhere: dict[str, Figure]
+
+    @property
+    def got(self) -> float | None:
+        return self.figure.value if self.figure else None
+
+    @property
+    def state(self) -> str:
+        """met, unmet, or missing where nothing was measured."""
+        return self.state_of(self.figure)
+
+    def state_of(self, figure: Figure | None) -> str:
+        """The same of a figure of any card."""
+        if figure is None:
+            return "missing"
+        return "met" if is_met(self.wanted, figure.value) else "unmet"
+
+
+def known_targets(folder: Path = RESULTS) -> list[Target]:
+    """Every target in the order of the file, with the newest figure of its card.
+
+    A figure that the newer result lacks is taken from the older one.
+    """
+    cards = [path.name for path in folder.iterdir() if path.is_dir()]
+    found = []
+    for table, wanted_of in all_targets().items():
+        own = {CPU: [CPU], ANY_CARD: cards}.get(table, [TARGETS_CARD])
+        got = _newest(folder, own, table)
+        others = [_newest(folder, [card], table) for card in sorted({*cards} - {*own, CPU})]
+        for name, wanted in wanted_of.items():
+            elsewhere = {f[name].meta["card"]: f[name] for f in others if name in f}
+            found.append(Target(table, name, wanted, got.get(name), elsewhere))
+    return found
+
+
+def _newest(folder: Path, cards: Sequence[str], table: str) -> dict[str, Figure]:
+    """Target -> its newest figure of some cards."""
+    paths = [folder / card / part / f"{table}.json" for card in cards for part in ("", "quick")]
+    results = [load(path) for path in paths if path.exists()]
+    results.sort(key=lambda result: result["meta"]["date"])
+    return {
+        target["name"]: Figure(target["got"], result["meta"])
+        for result in results
+        for target in result["targets"]
+        if target["got"] is not None
+    }

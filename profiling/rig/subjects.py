@@ -1,0 +1,171 @@
+"""The models that the engine's benchmarks run: the warmed policy, plain SmolLM2, a 7B shape."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from driver.config.load import load_config
+from driver.config.strategy import parse_strategies
+from driver.model.spec import ModelSpec
+from driver.rollout.bandit import Bandit
+from driver.rollout.request import Request, SamplingParams, request_id
+from driver.run.assemble import Rollout, build_rollout, find_model, load_policy, spec_of, stop_ids
+from driver.run.warm_start import adopt_drafter, drafter_state, warm_start
+from driver.tasks import make_task
+from profiling.rig.workload import Recorder
+
+Note = Callable[[str], None]
+PROMPT_LEN = 64  # of a model that has no text
+
+# Qwen2.5-7B by its published configuration.
+QWEN2_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=False,
+    eos_token_id=151643,
+)
+
+
+@dataclass
+class Subject:
+    """A policy with a drafter, ready to be put into an engine.
+
+    `words` are the settings it was made with; `prompts` gives the ids of the first n prompts.
+    """
+
+    name: str
+    words: list[str]
+    spec: ModelSpec
+    weights: dict[str, Tensor]
+    stops: tuple[int, ...]
+    prompts: Callable[[int], list[tuple[int, ...]]]
+    drafter: dict | None = None  # a checkpoint's; None: random weights
+    policy: PreTrainedModel | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights that a plain pass reads: all but an embedding that is no head."""
+        names = set(self.weights)
+        if not self.spec.tie_word_embeddings:
+            names.discard("model.embed_tokens.weight")
+        else:
+            names.discard("lm_head.weight")
+        return sum(self.weights[name].nbytes for name in names)
+
+    def rollout(self, *words: str, longest: int) -> Rollout:
+        """An engine of its own, the drafter in it.
+
+        Args:
+            words: `key=value` settings over the subject's own.
+            longest: tokens of the longest request.
+        """
+        config = load_config([*self.words, *words])
+        rollout = build_rollout(config, self.spec, self.weights, longest)
+        if rollout.spot is not None:
+            adopt_drafter(rollout.spot, self.drafter, lambda line: None)
+            if not rollout.spot.runner.version:
+                rollout.spot.swap()  # random weights draft as fast as trained ones
+        return rollout
+
+    def requests(self, limits: Sequence[int], *, stop: bool, round: int = 0) -> list[Request]:
+        """One request a prompt, each with its own limit of new tokens.
+
+        Args:
+            limits: of the requests.
+            stop: whether the model's end tokens end a response.
+            round: another one asks for other noise.
+        """
+        params = SamplingParams(stop_ids=self.stops if stop else ())
+        return [
+            Request(
+                request_id("eval", round, f"{self.name}/{i}", 0),
+                i,
+                ids,
+                replace(params, max_new_tokens=limit),
+            )
+            for i, (ids, limit) in enumerate(zip(self.prompts(len(limits)), limits, strict=True))
+        ]
+
+
+def fix_bandit(rollout: Rollout, **settings: Any) -> Recorder:
+    """Gives the engine a fresh bandit that chooses by these settings, and records it.
+
+    Args:
+        rollout: its bandit's other settings stay.
+        settings: of `BanditConfig`, `policy` among them.
+    """
+    engine = rollout.engine
+    arms = parse_strategies(engine.config.strategies)
+    config = replace(engine.bandit.config, **settings)
+    bandit = Bandit(arms, config, engine.config.spec_max_batch, engine.program.seed)
+    bandit.step_s = engine.runner.step_s
+    engine.bandit = recorder = Recorder(bandit)
+    return recorder
+
+
+def of_checkpoint(
+    name: str, words: list[str], *, warmed: bool, note: Note, longest: bool = True
+) -> Subject:
+    """SmolLM2, or whatever `words` say, as it comes or with its warm start.
+
+    Args:
+        name: of the subject.
+        words: settings.
+        warmed: whether with its warm start.
+        note: takes lines of progress.
+        longest: prompts with the longest worked responses among many first; else as they come.
+    """
+    config = load_config(words)
+    folder = warm_start(config, note).path if warmed else find_model(config, note)
+    policy, tokenizer = load_policy(config, folder)
+    task, spec = make_task(**asdict(config.task)), spec_of(policy)
+
+    @functools.cache
+    def prompts(count: int) -> list[tuple[int, ...]]:
+        drawn = [task.prompt("eval", i) for i in range(4 * count if longest else count)]
+        if longest:
+            drawn.sort(key=lambda p: -len(task.demonstration(p) or ""))
+        return [tuple(tokenizer.encode(p.text, add_special_tokens=False)) for p in drawn[:count]]
+
+    return Subject(
+        name,
+        words,
+        spec,
+        policy.state_dict(),
+        stop_ids(spec, task, tokenizer),
+        prompts,
+        drafter_state(folder) if warmed else None,
+        policy,
+    )
+
+
+def of_shape(name: str, words: list[str], shape: Qwen2Config, device: str) -> Subject:
+    """Random weights and random prompts: only times mean something."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    spec = spec_of(empty)
+    draw = torch.Generator(device).manual_seed(0)
+    weights = {}
+    for tensor_name, value in empty.state_dict().items():
+        weight = torch.empty(value.shape, dtype=torch.bfloat16, device=device)
+        weights[tensor_name] = weight.normal_(0, 0.02, generator=draw)
+
+    def prompts(count: int) -> list[tuple[int, ...]]:
+        ids = torch.randint(1000, (count, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
+        return [tuple(row) for row in ids.tolist()]
+
+    return Subject(name, words, spec, weights, (), prompts)

@@ -1,0 +1,1 @@
+"""Studies that make several runs or longer measurements."""

@@ -1,0 +1,56 @@
+"""Memory of the drafter's training by part, predicted from its settings and held."""
+
+from __future__ import annotations
+
+from driver.drafter.trainer import SpotTrainer
+from driver.model.drafter import DraftSpec
+
+BYTES = 4  # of a trained number, its gradient, each of its moments
+
+
+def trained_numbers(spec: DraftSpec) -> int:
+    """Numbers that are trained: all but the head."""
+    hidden, attention = spec.hidden_size, spec.num_heads * spec.head_dim
+    projections = 2 * hidden * (attention + 2 * spec.num_kv_heads * spec.head_dim)
+    layer = projections + attention * hidden + 3 * hidden * spec.intermediate_size
+    return 3 * hidden * hidden + layer + 4 * hidden
+
+
+def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
+    """Bytes of features, spilled features, weights, gradients, optimizer, average, bin.
+
+    Args:
+        spot: that made a step.
+
+    Returns:
+        Part -> (predicted from shapes, settings and the tokens in the buffer; held by now).
+
+    Example:
+        >>> training_memory(spot)["optimizer"]  # doctest: +SKIP
+        (1703936, 1703936)
+    """
+    target, held, shape = spot.target, spot.buffer.num_bytes, spot.drafter.spec
+    row = 4 * target.spec.hidden_size * target.embedding.element_size()
+    rows = sum(len(d) - 1 for d in spot.buffer.fresh + spot.buffer.kept if not d.spilled)
+    trained = trained_numbers(shape)
+    # The head has the target's precision on a card; ids of the draft vocabulary, a flag each token.
+    head = shape.draft_vocab * shape.hidden_size * spot.drafter.lm_head.weight.element_size()
+    whole = BYTES * trained + head + 8 * shape.draft_vocab + shape.vocab_size
+    weights, copies = spot.drafter.trainable(), spot.drafter.state_dict().values()
+    moments = [
+        state[name].nbytes
+        for state in spot.step.optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    average = spot.step.average.values.values() if spot.config.average else ()
+    entry = row if spot.bin.fixed else 4 * target.spec.hidden_size * BYTES
+    return {
+        "features": (rows * row, held["device"]),
+        "spilled": (spot.config.spill_tokens * row if held["host"] else 0, held["host"]),
+        "weights": (whole, sum(w.nbytes for w in copies)),
+        "gradients": (BYTES * trained, sum(w.grad.nbytes for w in weights if w.grad is not None)),
+        "optimizer": (2 * BYTES * trained, sum(moments)),
+        "average": (BYTES * trained if spot.config.average else 0, sum(w.nbytes for w in average)),
+        # Besides: three int64, a weight.
+        "bin": (spot.bin.tokens * (entry + 28), spot.bin.num_bytes),
+    }

@@ -1,0 +1,117 @@
+"""RL with a drafter that is frozen, trained between passes or beside them: the runs' settings, and
+what their records say.
+
+All arms begin at one warm start with one seed. Speculation changes no token, so every step of every
+arm has the same responses, and two accept lengths of a step differ by the drafter alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from driver.records.plots import ACCEPT_LENGTH
+from driver.rollout.stats import QUARTERS
+from profiling.bench import Bench
+from profiling.benches.grpo import folder_of
+from profiling.studies.grpo_arms import ArmRun, identical_steps
+
+SEED = 0
+STEPS, LEAST_STEPS, LAST_STEPS = 80, 30, 10  # of a run, for the target, and those it compares
+ARMS = {"frozen": "off", "serial": "serial", "overlapped": "overlapped"}  # -> spot.mode
+STRATEGY = "learned:8,4,32"
+# Small steps, every pass speculative, and a policy that moves. Steps are a quarter of the preset's
+# and responses end at 768 tokens, so that an arm's steps take about a minute.
+RL_WORDS = [
+    "run.eval_prompts=0",
+    "run.checkpoint_every=40",
+    "sampling.max_new_tokens=768",
+    f"engine.strategies=off {STRATEGY}",
+    "engine.max_batch=64",
+    "engine.spec_max_batch=64",
+    "engine.spec_max_rows=0",
+    "engine.num_pages=0",
+    "bandit.policy=static",
+    f"bandit.static={STRATEGY}",
+    "bandit.buckets=[1,4,16,64]",
+    "spot.every=8",
+    "spot.tokens_per_step=2048",
+    "grpo.prompts_per_step=16",
+    "grpo.samples_per_prompt=4",
+    "grpo.lr=5e-5",
+]
+
+
+def warm_words(words: Sequence[str]) -> list[str]:
+    """The warm start that all benchmarks share: its task is the preset's, whatever drafts are
+    made for elsewhere."""
+    return [word for word in words if not word.startswith("task.")]
+
+
+def arm_words(settings: Sequence[str]) -> dict[str, list[str]]:
+    """Arm -> its settings over those of the warm start; what `settings` name stays theirs."""
+    named = {word.partition("=")[0] for word in settings}
+    small = [word for word in RL_WORDS if word.partition("=")[0] not in named]
+    return {arm: [*small, f"spot.mode={mode}"] for arm, mode in ARMS.items()}
+
+
+def read_arms(runs: Path) -> dict[str, ArmRun]:
+    """Arm -> what there is of its run."""
+    found = {arm: ArmRun.read(arm, SEED, folder_of(runs, arm, SEED)) for arm in ARMS}
+    return {arm: run for arm, run in found.items() if run is not None}
+
+
+def quarters(record: Mapping[str, Any]) -> list[float] | None:
+    """Accept length of each quarter of a step's request-passes; None where too few were made."""
+    found = [record.get(f"{ACCEPT_LENGTH}_q{number}") for number in range(1, QUARTERS + 1)]
+    return None if None in found else found
+
+
+def curves(arms: Mapping[str, ArmRun]) -> dict[str, Any]:
+    """What the figure shows of each arm, a list by step."""
+    return {
+        arm: {
+            "accept_length": [record.get(ACCEPT_LENGTH) for record in run.records],
+            "quarters": [quarters(record) for record in run.records],
+            "reward": run.rewards,
+        }
+        for arm, run in arms.items()
+    }
+
+
+def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
+    """A row for each arm over the steps that all have; the target, where these are enough."""
+    arms = read_arms(runs)
+    if not arms:
+        return
+    count = min(len(run.records) for run in arms.values())
+    lengths = {arm: _last_mean(run.records[:count]) for arm, run in arms.items()}
+    for arm, run in arms.items():
+        by_quarter = [found for r in run.records[:count] if (found := quarters(r)) is not None]
+        means = [round(statistics.fmean(q), 4) for q in zip(*by_quarter, strict=True)]
+        more: dict[str, Any] = {f"q{number}": mean for number, mean in enumerate(means, 1)}
+        if "frozen" in arms:
+            more["equal_steps"] = identical_steps(run, arms["frozen"])
+        bench.add_row(
+            f"RL, {arm}",
+            1e6 * statistics.median(times.total for times in run.times),
+            accept_length=round(lengths[arm], 4),
+            steps=count,
+            gen_s=round(run.seconds(lambda t: t.phases["gen"]) / len(run.records), 4),
+            reward_first=run.rewards[0],
+            reward_last=run.rewards[count - 1],
+            **more,
+        )
+    bench.files["rl"] = curves(arms)
+    trained = [length for arm, length in lengths.items() if arm != "frozen"]
+    if count >= LEAST_STEPS and trained and "frozen" in lengths:
+        ratio = max(trained) / lengths["frozen"]
+        bench.got["adaptive_over_frozen_accept_x"] = round(ratio, 4)
+
+
+def _last_mean(records: Sequence[Mapping[str, Any]]) -> float:
+    """Accept length of the last steps; 1 where nothing was speculated."""
+    found = [a for r in records[-LAST_STEPS:] if (a := r.get(ACCEPT_LENGTH)) is not None]
+    return statistics.fmean(found) if found else 1.0

@@ -1,0 +1,180 @@
+"""The bounded store of recorded documents."""
+
+import threading
+
+import pytest
+import torch
+
+from driver.drafter.buffer import DataBuffer, Document
+
+pytestmark = pytest.mark.filterwarnings("ignore:spot trainer. its buffer")
+
+
+def document(length: int, token: int = 1) -> Document:
+    return Document(torch.full((length,), token), torch.zeros(length - 1, 4), 0)
+
+
+def lengths(documents: list[Document]) -> list[int]:
+    return [len(d) for d in documents]
+
+
+def test_the_bound_holds_and_the_oldest_document_goes():
+    buffer = DataBuffer(100, 0.25, seed=0)
+    for length in (40, 30, 20, 25, 60):
+        buffer.add(document(length))
+        assert buffer.num_tokens <= 100
+    assert lengths(buffer.fresh) == [25, 60]
+
+
+def test_kept_documents_give_way_last_and_a_document_too_long_is_not_held():
+    buffer = DataBuffer(100, 1.0, seed=0)
+    buffer.add(document(50))
+    buffer.add(document(40))
+    buffer.start_step()
+    assert lengths(buffer.kept) == [50, 40]
+    buffer.add(document(45))  # the shorter of the kept ones goes, and no more
+    assert (lengths(buffer.kept), lengths(buffer.fresh)) == ([50], [45])
+    buffer.add(document(101))
+    assert buffer.num_tokens <= 100 and 101 not in lengths(buffer.fresh)
+
+
+def test_documents_without_an_entry_are_left_out():
+    buffer = DataBuffer(100, 0.25, seed=0)
+    buffer.add(document(2))
+    assert buffer.num_tokens == 0 and not buffer.seen_tokens
+    buffer.add(document(3))
+    assert buffer.sample(8, 0)[0].length == 1
+
+
+def test_a_step_keeps_the_longest_documents_within_its_share():
+    buffer = DataBuffer(200, 0.25, seed=0)
+    for length in (10, 60, 30, 20, 15):
+        buffer.add(document(length))
+    buffer.start_step()
+    assert (lengths(buffer.kept), buffer.fresh) == ([30, 20], [])
+    buffer.start_step()
+    assert buffer.num_tokens == 0
+
+
+def test_a_batch_mixes_long_documents_of_the_step_before():
+    buffer = DataBuffer(4000, 0.25, seed=0)
+    old = document(400)
+    buffer.add(old)
+    buffer.start_step()
+    for _ in range(40):
+        buffer.add(document(20))
+    pieces = buffer.sample(200, 0)
+    from_old = sum(p.length for p in pieces if p.document is old)
+    assert (from_old, sum(p.length for p in pieces)) == (50, 200)
+    assert len({id(p.document) for p in pieces}) == len(pieces)
+
+
+def test_only_old_documents_fill_the_batch_at_the_start_of_a_step():
+    buffer = DataBuffer(400, 0.5, seed=0)
+    buffer.add(document(100))
+    buffer.start_step()
+    assert sum(p.length for p in buffer.sample(60, 0)) == 60
+    assert DataBuffer(10, 0.5, seed=0).sample(60, 0) == []
+
+
+def test_crops_lie_inside_and_start_anywhere():
+    buffer = DataBuffer(400, 0.0, seed=0)
+    buffer.add(document(12))
+    starts = set()
+    for draw in range(200):
+        (piece,) = buffer.sample(4, draw)
+        assert piece.length == 4 and 0 <= piece.start <= 10 - 4
+        starts.add(piece.start)
+    assert starts == set(range(7))
+
+
+def test_the_number_of_the_draw_decides_it():
+    buffers = [DataBuffer(400, 0.0, seed=s) for s in (0, 0, 1)]
+    for buffer in buffers:
+        for length in range(5, 25):
+            buffer.add(document(length))
+    drawn = [
+        [[(len(p.document), p.start, p.length) for p in b.sample(50, draw)] for draw in range(3)]
+        for b in buffers
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1]
+
+
+def test_tokens_are_counted_over_all_documents():
+    buffer = DataBuffer(20, 0.0, seed=0)
+    buffer.add(document(10, token=7))
+    buffer.add(document(15, token=8))
+    buffer.clear()
+    assert buffer.seen_tokens == {7: 10, 8: 15} and buffer.num_tokens == 0
+
+
+def test_adding_never_waits_while_another_thread_draws():
+    buffer = DataBuffer(2000, 0.25, seed=0)
+    buffer.add(document(50))
+    stop = threading.Event()
+
+    def draw() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            assert sum(p.length for p in buffer.sample(100, number)) > 0
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for _ in range(500):
+        buffer.add(document(50))
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive() and buffer.num_tokens == 2000
+
+
+def numbered(length: int, number: int) -> Document:
+    rows = torch.arange(length - 1).float()[:, None].repeat(1, 4) + 1000 * number
+    return Document(torch.full((length,), number), rows, 0)
+
+
+def test_the_oldest_documents_move_to_host_memory_before_any_is_lost():
+    buffer = DataBuffer(100, 0.0, seed=0, spill=60)
+    for number in range(1, 6):
+        buffer.add(numbered(30, number))
+    assert [(int(d.tokens[0]), d.spilled) for d in buffer.fresh] == [
+        (1, True), (2, True), (3, False), (4, False), (5, False),
+    ]  # fmt: skip
+    assert buffer.dropped == 0 and buffer.num_tokens == 150
+    for document in buffer.fresh:
+        assert torch.equal(document.features, numbered(30, int(document.tokens[0])).features)
+    assert buffer.num_bytes == {"device": 3 * 29 * 16, "host": 60 * 16}
+    assert {p.document.spilled for p in buffer.sample(140, 0)} == {True, False}
+
+
+def test_host_memory_is_written_round_and_round():
+    """Whatever is still listed has its own rows, however lengths and wraps fall."""
+    buffer = DataBuffer(100, 0.5, seed=0, spill=90)
+    chance = torch.Generator().manual_seed(0)
+    wraps = 0
+    for number in range(1, 300):
+        before = buffer._host._head if buffer._host else 0
+        length = int(torch.randint(3, 70, (1,), generator=chance))
+        buffer.add(numbered(length, number))
+        wraps += buffer._host is not None and buffer._host._head < before
+        if number % 40 == 0:
+            buffer.start_step()
+        held = buffer.fresh + buffer.kept
+        assert sum(len(d) for d in held if not d.spilled) == buffer._on_device <= 100
+        assert sum(len(d) - 1 for d in held if d.spilled) <= 90
+        for document in held:
+            expected = numbered(len(document), int(document.tokens[0])).features
+            assert torch.equal(document.features, expected)
+    assert wraps > 20 and buffer.dropped > 100 and any(d.spilled for d in held)
+
+
+def test_a_bin_takes_no_more_pieces_than_it_has_room_for():
+    buffer = DataBuffer(400, 0.5, seed=0)
+    for _ in range(20):
+        buffer.add(document(10))
+    buffer.start_step()
+    for _ in range(20):
+        buffer.add(document(10))
+    pieces = buffer.sample(300, 0, most=6)
+    assert len(pieces) == 6 and sum(p.document in buffer.kept for p in pieces) == 3

@@ -1,0 +1,360 @@
+"""The unrolled forward against a plain loop, and the loss over packed pieces."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from driver.drafter import loss as draft_loss
+from driver.drafter.loss import (
+    STEP_WEIGHT,
+    DraftBatch,
+    Objective,
+    Teacher,
+    unroll,
+    unrolled_loss,
+)
+from driver.model.drafter import Drafter, DraftSpec
+from tests.kit import randn
+
+SPEC = DraftSpec(16, 4, 2, 4, 1e-5, vocab_size=30, intermediate_size=20, draft_vocab=9)
+MAX_POSITION = 64
+
+
+def make_drafter() -> Drafter:
+    drafter = Drafter(SPEC, 3).double()
+    with torch.no_grad():
+        for index, weight in enumerate(drafter.parameters()):
+            weight.add_(0.3 * randn(*weight.shape, seed=index).double())
+    return drafter
+
+
+def rope() -> torch.Tensor:
+    angles = torch.arange(MAX_POSITION).double()[:, None] * torch.tensor([1.0, 0.1]).double()
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+TEACHERS = [
+    Teacher(v, 1 + 0.1 * randn(16, seed=90 + v).double(), randn(9, 16, seed=80 + v).double())
+    for v in range(2)
+]
+
+
+def piece(length: int, seed: int, start: int = 0) -> DraftBatch:
+    return DraftBatch.of(
+        randn(length, 16, seed=seed).double(),
+        randn(length, 48, seed=seed + 1).double(),
+        randn(length, 16, seed=seed + 2).double(),
+        torch.arange(start, start + length),
+        (length,),
+        (TEACHERS[seed % 2],),
+    )
+
+
+def teacher_of(batch: DraftBatch) -> Teacher:
+    (span,) = batch.spans
+    return span[2]
+
+
+def pack(*pieces: DraftBatch) -> DraftBatch:
+    joined = {
+        name: torch.cat([getattr(p, name) for p in pieces])
+        for name in ("embedded", "features", "final", "position", "weight")
+    }
+    return DraftBatch.of(
+        **joined,
+        lengths=tuple(len(p.position) for p in pieces),
+        teachers=tuple(teacher_of(p) for p in pieces),
+    )
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + SPEC.rms_eps) * weight
+
+
+def rotate(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """One head vector [4] by one row of the table."""
+    cos, sin = row[:2], row[2:]
+    return torch.cat([x[:2] * cos - x[2:] * sin, x[2:] * cos + x[:2] * sin])
+
+
+def drafted_chain(drafter: Drafter, batch: DraftBatch, t: int, steps: int) -> list[torch.Tensor]:
+    """Hidden states of drafting `steps - 1` tokens after the committed entries 0 .. t.
+
+    What inference does, one entry and one head at a time: entry t from its features, then each
+    next entry from the drafter's own last output.
+    """
+    state, table = drafter.state_dict(), rope()
+    layer = "midlayer.self_attn."
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+    for s in range(t + steps):
+        hidden = state["fc.weight"] @ batch.features[s] if s <= t else outputs[-1]
+        embedded = norm(batch.embedded[s], state["midlayer.input_layernorm.weight"])
+        x = torch.cat([embedded, norm(hidden, state["midlayer.hidden_norm.weight"])])
+        row = table[batch.position[s]]
+        q = (state[f"{layer}q_proj.weight"] @ x).view(4, 4)
+        k = (state[f"{layer}k_proj.weight"] @ x).view(2, 4)
+        keys.append(torch.stack([rotate(head, row) for head in k]))
+        values.append((state[f"{layer}v_proj.weight"] @ x).view(2, 4))
+        if s < t:
+            continue
+        heads = []
+        for h in range(4):
+            past_k = torch.stack([key[h // 2] for key in keys])
+            past_v = torch.stack([value[h // 2] for value in values])
+            heads.append((past_k @ rotate(q[h], row) / 2).softmax(0) @ past_v)
+        hidden = hidden + state[f"{layer}o_proj.weight"] @ torch.cat(heads)
+        y = norm(hidden, state["midlayer.post_attention_layernorm.weight"])
+        gate = F.silu(state["midlayer.mlp.gate_proj.weight"] @ y)
+        up = state["midlayer.mlp.up_proj.weight"] @ y
+        outputs.append(hidden + state["midlayer.mlp.down_proj.weight"] @ (gate * up))
+    return outputs
+
+
+def test_unroll_equals_drafting_one_entry_at_a_time():
+    drafter, steps = make_drafter(), 4
+    pieces = [piece(7, 10), piece(5, 20, start=30)]
+    hidden = list(unroll(drafter, pack(*pieces), rope(), steps))
+    compared = 0
+    for begin, one in zip((0, 7), pieces, strict=True):
+        length = len(one.position)
+        for t in range(length):
+            chain = drafted_chain(drafter, one, t, min(steps, length - t))
+            for step, expected in enumerate(chain):
+                torch.testing.assert_close(
+                    hidden[step][begin + t], expected, rtol=1e-10, atol=1e-10
+                )
+                compared += 1
+    assert compared == (7 + 6 + 5 + 4) + (5 + 4 + 3 + 2)
+
+
+def test_loss_is_the_weighted_mean_over_entries_and_steps():
+    drafter, batch = make_drafter().requires_grad_(False), piece(3, 1)
+    loss, means = unrolled_loss(drafter, batch, rope(), 2)
+    total = weights = 0.0
+    for step, hidden in enumerate(unroll(drafter, batch, rope(), 2)):
+        for t in range(3 - step):
+            logits = drafter.lm_head(norm(hidden[t], drafter.norm.weight))
+            law = TEACHERS[1].law(batch.final[t + step], SPEC.rms_eps)
+            entropy = -(law * logits.log_softmax(-1)).sum()
+            total += STEP_WEIGHT**step * float(entropy)
+            weights += STEP_WEIGHT**step
+    assert float(loss) == pytest.approx(total / weights, rel=1e-12)
+    single, _ = unrolled_loss(drafter, batch, rope(), 1)
+    assert float(means[0]) == pytest.approx(float(single), rel=1e-12)
+
+
+def gradients(drafter: Drafter, batch: DraftBatch, steps: int) -> tuple[float, list[torch.Tensor]]:
+    loss, _ = unrolled_loss(drafter, batch, rope(), steps)
+    return float(loss.detach()), list(torch.autograd.grad(loss, drafter.trainable()))
+
+
+def test_packed_equals_single_documents_in_loss_and_gradient():
+    """Pieces of one and two entries too: those have no past at the later steps."""
+    drafter, steps = make_drafter(), 3
+    pieces = [piece(6, 1), piece(1, 2), piece(9, 3, start=17), piece(2, 4)]
+    weights = [
+        sum(STEP_WEIGHT**j * max(0, len(p.position) - j) for j in range(steps)) for p in pieces
+    ]
+    singles = [gradients(drafter, p, steps) for p in pieces]
+    loss, packed = gradients(drafter, pack(*pieces), steps)
+    share = [w / sum(weights) for w in weights]
+    assert loss == pytest.approx(sum(w * s[0] for w, s in zip(share, singles, strict=True)))
+    for index, grad in enumerate(packed):
+        expected = sum(w * s[1][index] for w, s in zip(share, singles, strict=True))
+        torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_documents_do_not_see_each_other():
+    drafter = make_drafter()
+    own, batches = piece(6, 1), [pack(piece(5, s), piece(6, 1), piece(4, s + 9)) for s in (2, 5)]
+    results = [list(unroll(drafter, batch, rope(), 3)) for batch in batches]
+    alone = list(unroll(drafter, own, rope(), 3))
+    for step in range(3):
+        first, second = (result[step][5 : 11 - step] for result in results)
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, alone[step][: 6 - step])
+
+
+def test_absolute_positions_decide_the_rotation():
+    """A crop keeps its positions; a rotation depends on distances, which a crop keeps too."""
+    drafter, near, far = make_drafter(), piece(6, 1), piece(6, 1, start=40)
+    jump = replace(near, position=torch.tensor([0, 1, 2, 13, 14, 15]))
+    states = [list(unroll(drafter, batch, rope(), 3))[2][:4] for batch in (near, far, jump)]
+    torch.testing.assert_close(states[0], states[1], rtol=1e-9, atol=1e-9)
+    assert (states[0] - states[2]).abs().max() > 1e-3
+
+
+def test_gradient_reaches_the_drafter_alone():
+    drafter, batch = make_drafter(), piece(6, 1)
+    for name in ("embedded", "features", "final"):
+        assert not getattr(batch, name).requires_grad
+    unrolled_loss(drafter, batch, rope(), 3)[0].backward()
+    assert drafter.lm_head.weight.grad is None
+    for name, weight in drafter.named_parameters():
+        assert name == "lm_head.weight" or float(weight.grad.abs().sum()) > 0, name
+
+
+def numbers(drafter: Drafter, batch: DraftBatch) -> tuple[float, float, float]:
+    """Mean KL, TV and entropy of the law at unroll step 0, entry by entry."""
+    kl = tv = entropy = 0.0
+    teacher = teacher_of(batch)
+    for t, hidden in enumerate(next(unroll(drafter, batch, rope(), 1))):
+        law = teacher.law(batch.final[t], SPEC.rms_eps)
+        draft = drafter.lm_head(norm(hidden, drafter.norm.weight)).softmax(-1)
+        kl += float((law * (law / draft).log()).sum())
+        tv += float((law - draft).abs().sum()) / 2
+        entropy -= float((law * law.log()).sum())
+    return tuple(x / len(batch.position) for x in (kl, tv, entropy))
+
+
+def test_each_loss_is_what_it_says():
+    drafter, batch = make_drafter().requires_grad_(False), piece(5, 3)
+    kl, tv, entropy = numbers(drafter, batch)
+    share = math.exp(-3 * 0.4)
+    expected = {
+        "soft_ce": kl + entropy,
+        "kl": kl,
+        "tv": tv,
+        "hybrid": share * kl + (1 - share) * tv,
+    }
+    for kind, value in expected.items():
+        loss, means = unrolled_loss(drafter, batch, rope(), 1, Objective(kind), acceptance=0.4)
+        assert float(loss) == pytest.approx(value, rel=1e-9), kind
+        assert means[:2].tolist() == pytest.approx([kl + entropy, 1 - tv], rel=1e-9)
+    near, _ = unrolled_loss(drafter, batch, rope(), 1, Objective("hybrid"), acceptance=1.0)
+    assert abs(float(near) - tv) < abs(float(loss) - tv)
+
+
+def plain_loss(drafter: Drafter, batch: DraftBatch, kind: str, acceptance: float) -> torch.Tensor:
+    """Of two unroll steps, left to autograd."""
+    total = weights = 0.0
+    for step, hidden in enumerate(unroll(drafter, batch, rope(), 2)):
+        for t in range(len(batch.position) - step):
+            law = teacher_of(batch).law(batch.final[t + step], SPEC.rms_eps)
+            logp = F.linear(
+                norm(hidden[t], drafter.norm.weight), drafter.lm_head.weight
+            ).log_softmax(-1)
+            distance = -(law * logp).sum()
+            if kind != "soft_ce":
+                distance = distance + (law * law.log()).sum()
+            variation = (law - logp.exp()).abs().sum() / 2
+            mixing = torch.tensor(acceptance, dtype=torch.float64)
+            loss = Objective(kind).combine(distance, variation, mixing)
+            total = total + STEP_WEIGHT**step * loss
+            weights += STEP_WEIGHT**step
+    return total / weights
+
+
+@pytest.mark.parametrize("kind", ["soft_ce", "kl", "tv", "hybrid"])
+def test_the_gradient_made_with_the_loss_is_the_plain_formula_s(kind):
+    drafter, batch = make_drafter(), piece(5, 3)
+    loss, _ = unrolled_loss(drafter, batch, rope(), 2, Objective(kind), 0.4)
+    plain = plain_loss(drafter, batch, kind, 0.4)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-9)
+    trained = drafter.trainable()
+    # Another factor than one reaches it, as where a loss is one of several.
+    for ours, theirs in zip(
+        torch.autograd.grad(3 * loss, trained), torch.autograd.grad(3 * plain, trained), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_without_a_share_may_hold_anything():
+    drafter, batch = make_drafter(), piece(5, 3)
+    silent = replace(batch, left=torch.tensor([5, 4, 3, 0, 0], dtype=torch.int32))
+    loss, means = unrolled_loss(drafter, silent, rope(), 1)
+    loss.backward()
+    wanted = [w.grad.clone() for w in drafter.trainable()]
+    silent.final[3:] = float("nan")
+    drafter.zero_grad()
+    other, others = unrolled_loss(drafter, silent, rope(), 1)
+    other.backward()
+    assert loss.item() == other.item() and torch.equal(means, others)
+    for w, grad in zip(drafter.trainable(), wanted, strict=True):
+        assert torch.equal(w.grad, grad)
+
+
+def test_the_feature_loss_pulls_towards_the_final_state():
+    drafter, batch = make_drafter().requires_grad_(False), piece(4, 6)
+    plain, _ = unrolled_loss(drafter, batch, rope(), 1)
+    loss, _ = unrolled_loss(drafter, batch, rope(), 1, Objective(feature_weight=0.5))
+    hidden = next(unroll(drafter, batch, rope(), 1))
+    distance = F.smooth_l1_loss(hidden, batch.final)
+    assert float(loss - plain) == pytest.approx(0.5 * float(distance), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["soft_ce", "tv", "hybrid"])
+def test_chunks_of_the_head_change_neither_loss_nor_gradient(kind, monkeypatch):
+    drafter, batch = make_drafter(), pack(piece(6, 1), piece(3, 2), piece(9, 3), piece(2, 5))
+    results = []
+    for chunk in (1 << 20, 9 * 4, 1):
+        monkeypatch.setattr(draft_loss, "CHUNK_LOGITS", chunk)
+        loss, _ = unrolled_loss(drafter, batch, rope(), 3, Objective(kind), 0.3)
+        results.append((loss.detach(), *torch.autograd.grad(loss, drafter.trainable())))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_the_teacher_s_law_is_made_once_for_all_steps(monkeypatch):
+    made, law = [], Teacher.law
+    monkeypatch.setattr(
+        Teacher, "law", lambda self, final, eps: (made.append(len(final)), law(self, final, eps))[1]
+    )
+    monkeypatch.setattr(draft_loss, "CHUNK_LOGITS", 9 * 4)
+    loss, _ = unrolled_loss(make_drafter(), pack(piece(6, 1), piece(5, 2)), rope(), 3)
+    loss.backward()
+    assert made == [4, 2, 4, 1]  # of two policies, four rows a chunk
+
+
+def test_each_piece_learns_from_the_policy_that_recorded_it():
+    drafter, pieces = make_drafter(), [piece(4, 1), piece(3, 2), piece(5, 4), piece(2, 3)]
+    batch = pack(*pieces)
+    assert [(b, e, t.version) for b, e, t in batch.spans] == [(0, 4, 1), (4, 12, 0), (12, 14, 1)]
+    loss, _ = unrolled_loss(drafter, batch, rope(), 1)
+    wrong = replace(batch, spans=((0, 14, TEACHERS[0]),))
+    assert loss.item() != unrolled_loss(drafter, wrong, rope(), 1)[0].item()
+
+
+def test_padding_changes_neither_loss_nor_gradient():
+    drafter, one = make_drafter(), pack(piece(6, 1), piece(4, 3))
+    pad = 7
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x.new_zeros(pad, *x.shape[1:])])
+
+    names = ("embedded", "features", "final", "position", "weight")
+    batch = DraftBatch.of(
+        **{name: padded(getattr(one, name)) for name in names},
+        lengths=(6, 4, pad),
+        teachers=(TEACHERS[1],) * 3,
+    )
+    batch = replace(batch, left=padded(one.left))
+    (loss, grads), (other, others) = (gradients(drafter, b, 3) for b in (one, batch))
+    assert loss == pytest.approx(other, rel=1e-12)
+    for a, b in zip(grads, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_weight_goes_with_what_is_predicted_at_every_step():
+    """Tripling the weight of one token is seeing three times each draft of it."""
+    drafter, batch = make_drafter().requires_grad_(False), piece(5, 1)
+    heavy = replace(batch, weight=torch.tensor([1.0, 1, 1, 3, 1]))
+    plain = only = weights = 0.0
+    for step, hidden in enumerate(unroll(drafter, batch, rope(), 3)):
+        for t in range(5 - step):
+            logits = drafter.lm_head(norm(hidden[t], drafter.norm.weight))
+            law = TEACHERS[1].law(batch.final[t + step], SPEC.rms_eps)
+            value = -float((law * logits.log_softmax(-1)).sum()) * STEP_WEIGHT**step
+            plain += value
+            weights += STEP_WEIGHT**step
+            if t + step == 3:
+                only += 2 * value
+                weights += 2 * STEP_WEIGHT**step
+    loss, _ = unrolled_loss(drafter, heavy, rope(), 3)
+    assert float(loss) == pytest.approx((plain + only) / weights, rel=1e-9)

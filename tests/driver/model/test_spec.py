@@ -1,0 +1,162 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+from driver.common.errors import UserError
+from driver.config.strategy import MAX_DEPTH
+from driver.model.spec import ModelSpec, RopeSpec, read_weights, rope_table
+from tests.driver.hugging_face import LLAMA3_ROPE, VARIANTS, random_model, save_model
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+}
+
+
+def qwen2(**changes):
+    return {**CONFIG, "architectures": ["Qwen2ForCausalLM"], **changes}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    return save_model(folder, "llama-bias-linear"), folder
+
+
+def test_defaults_of_a_short_config():
+    spec = ModelSpec.from_config(CONFIG)
+    assert (spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps) == (6, 8, 1e-6)
+    assert (spec.rope, spec.dtype, spec.eos_ids) == (RopeSpec(), torch.float32, ())
+    assert not (spec.qkv_bias or spec.output_bias or spec.qk_norm or spec.tie_word_embeddings)
+    spec = ModelSpec.from_config(qwen2(torch_dtype="bfloat16", eos_token_id=4))
+    assert (spec.qkv_bias, spec.output_bias) == (True, False)
+    assert (spec.dtype, spec.eos_ids) == (torch.bfloat16, (4,))
+    spec = ModelSpec.from_config({**CONFIG, "architectures": ["Qwen3ForCausalLM"]})
+    assert spec.head_dim == 128 and spec.qk_norm
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_rope_table_equals_transformers(variant, tmp_path):
+    model = random_model(variant)
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = [type(model).__name__]
+    spec = ModelSpec.from_config(config)
+    # Drafted rows may lie past the last position.
+    positions = torch.arange(spec.max_position + MAX_DEPTH)
+    cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])
+    half = spec.head_dim // 2
+    expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=1)
+    assert rope_table(spec).shape == expected.shape
+    assert (rope_table(spec) - expected).abs().max() < 2e-5
+
+
+def test_old_and_new_layout_of_rope_give_one_spec():
+    old = {key: value for key, value in LLAMA3_ROPE.items() if "theta" not in key}
+    old["type"] = old.pop("rope_type")
+    new = ModelSpec.from_config({**CONFIG, "rope_parameters": LLAMA3_ROPE})
+    assert new.rope == RopeSpec("llama3", 500.0, 4.0, 1.0, 4.0, 64)
+    assert ModelSpec.from_config({**CONFIG, "rope_scaling": old, "rope_theta": 500.0}) == new
+    plain = ModelSpec.from_config({**CONFIG, "rope_scaling": None, "rope_theta": 7e4})
+    assert plain.rope == RopeSpec(theta=7e4)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; there are Ll"),
+        ({"architectures": None}, "architecture not named is not supported"),
+        ({"vocab_size": None}, "vocab_size: wanted a positive integer, got None"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers: wanted a positive integer, got '4'"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads: wanted a divisor of 6 heads, got 4"),
+        ({"architectures": "LlamaForCausalLM2"}, "architecture LlamaForCausalLM2 is not supported"),
+        ({"rope_scaling": [1]}, r"rope_scaling: wanted an object, got \[1\]"),
+        ({"head_dim": 7}, "head_dim: wanted a multiple of 8 up to 256, got 7"),
+        ({"mlp_bias": True}, "mlp_bias=true is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"dtype": "float64"}, "dtype 'float64' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention' is not"),
+        ({"use_sliding_window": True, "max_window_layers": 2}, "sliding-window attention is not"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "RoPE type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "RoPE type 'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' wants factor > 0, got None"),
+        (
+            {"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
+            "wants high_freq_factor > low_freq_factor",
+        ),
+        ({"rope_parameters": {"full_attention": {}}}, "RoPE that differs by layer"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial RoPE is not supported"),
+        ({"partial_rotary_factor": 0.25}, "partial RoPE is not supported"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(config, match):
+    with pytest.raises(UserError, match=f"^here: .*{match}"):
+        ModelSpec.from_config({**CONFIG, **config}, where="here")
+
+
+def test_a_sliding_window_that_is_not_in_use_is_accepted():
+    full = ["full_attention"] * 4
+    for unused in [
+        {"use_sliding_window": False, "sliding_window": 128},
+        {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 4},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 128, "layer_types": full},
+    ]:
+        assert ModelSpec.from_config(qwen2(**unused)).num_layers == 4
+
+
+def test_end_ids_come_from_the_generation_config_first(sharded, tmp_path):
+    model, folder = sharded
+    assert ModelSpec.from_folder(folder).eos_ids == (3, 5)
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert ModelSpec.from_folder(tmp_path).eos_ids == (7,)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert ModelSpec.from_folder(tmp_path).eos_ids == (3, 5)
+
+
+def test_shards_are_read_by_their_index(sharded):
+    model, folder = sharded
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    weights = read_weights(folder)
+    saved = dict(model.named_parameters())
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in saved.items())
+
+
+def test_folders_that_cannot_be_read_are_refused_by_name(sharded, tmp_path):
+    folder = tmp_path / "model"
+    with pytest.raises(UserError, match=f"model folder {folder}: does not exist"):
+        ModelSpec.from_folder(folder)
+    folder.mkdir()
+    with pytest.raises(UserError, match="config.json: cannot be read"):
+        ModelSpec.from_folder(folder)
+    with pytest.raises(UserError, match="has neither model.safetensors nor model.safetensors.ind"):
+        read_weights(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="config.json: wanted a JSON object, got list"):
+        ModelSpec.from_folder(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(UserError, match="index.json: has no weight_map"):
+        read_weights(folder)
+    index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    with pytest.raises(UserError, match="model-1.safetensors: cannot be read as safetensors"):
+        read_weights(folder)
+    shard = sorted(sharded[1].glob("model-*.safetensors"))[0]
+    shutil.copy(shard, folder / "model-1.safetensors")
+    with pytest.raises(UserError, match="lacks a, which model.safetensors.index.json promises"):
+        read_weights(folder)
+    (folder / "model.safetensors").write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(UserError, match="model.safetensors: cannot be read as safetensors"):
+        read_weights(folder)

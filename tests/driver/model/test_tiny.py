@@ -1,0 +1,171 @@
+"""The tiny policy: tokenizer, model folder, warm-up."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from driver.common.errors import UserError
+from driver.config.load import load_config
+from driver.config.sections import ModelConfig, WarmupConfig
+from driver.model.tiny import CHARACTERS, VOCABULARY, build_policy, build_tokenizer
+from driver.policy.warmup import cross_entropy, demonstration, demonstrations, warm_up
+from driver.tasks import Prompt, make_task
+
+SHAPE = ModelConfig(hidden_size=64, num_layers=2, head_dim=64, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_tokenizer_round_trip(tokenizer):
+    assert len(tokenizer) == len(VOCABULARY) == 32
+    assert tokenizer.decode(tokenizer.encode(CHARACTERS)) == CHARACTERS
+    for index in range(50):
+        task = make_task("sums")
+        prompt = task.prompt("train", index)
+        text = prompt.text + task.demonstration(prompt)
+        ids = tokenizer.encode(text)
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("") == []
+    assert tokenizer.encode("a7") == [tokenizer.unk_token_id, tokenizer.encode("7")[0]]
+    specials = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    assert len(specials) == 3
+
+
+def test_folder_loads_in_transformers(tmp_path, tokenizer):
+    model = build_policy(SHAPE, seed=0)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    loaded, loaded_tokenizer = (
+        kind.from_pretrained(tmp_path) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    assert torch.equal(weights(loaded), weights(model))
+    assert loaded.config.eos_token_id == loaded_tokenizer.eos_token_id == tokenizer.eos_token_id
+    assert loaded.config.pad_token_id == loaded_tokenizer.pad_token_id
+    assert loaded_tokenizer.get_vocab() == tokenizer.get_vocab()
+    text = "57+7*2=64+7*1=71"
+    assert loaded_tokenizer.encode(text) == tokenizer.encode(text)
+    assert loaded_tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_preset_fits_the_kernels_and_the_longest_demonstration(tokenizer):
+    config = load_config(["preset=tiny"])
+    assert config.model.head_dim in (64, 128)
+    assert config.model.num_heads > config.model.num_kv_heads  # grouped queries are exercised
+    task, longest = make_task("sums"), 0
+    for index in range(2000):
+        prompt = task.prompt("train", index)
+        longest = max(longest, len(tokenizer.encode(task.demonstration(prompt))) + 1)
+    assert longest < config.sampling.max_new_tokens
+    assert longest + 8 < config.model.max_position
+
+
+def test_policy_follows_its_seed_alone():
+    torch.manual_seed(1)
+    model = build_policy(SHAPE, seed=0)
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator was left alone
+    torch.manual_seed(2)
+    assert torch.equal(weights(build_policy(SHAPE, seed=0)), weights(model))
+    assert not torch.equal(weights(build_policy(SHAPE, seed=1)), weights(model))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_warm_up_lowers_the_loss_and_follows_its_seed(tokenizer):
+    task, config = make_task("sums"), WarmupConfig(steps=30, batch=8, lr=3e-3)
+
+    def train(seed):
+        model, seen = build_policy(SHAPE, seed=0), []
+        losses = warm_up(model, tokenizer, task, config, seed, lambda *step: seen.append(step))
+        assert seen == list(enumerate(losses, 1))
+        assert not model.training
+        return model, losses
+
+    model, losses = train(0)
+    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
+    again, same = train(0)
+    assert same == losses
+    assert torch.equal(weights(again), weights(model))
+    assert train(1)[1] != losses
+
+
+def test_only_response_and_end_token_are_learned(tokenizer):
+    task, config = make_task("sums"), WarmupConfig(steps=3, batch=4, micro_batch_tokens=1 << 20)
+    shown = [demonstration(tokenizer, task, (1 << 40) * 6 + i) for i in range(12)]
+    for step, (row,) in enumerate(demonstrations(tokenizer, task, config, seed=5)):
+        responses = {tuple(r.token_ids) for r in shown[4 * step : 4 * step + 4]}
+        ends = (row.tokens == tokenizer.eos_token_id).nonzero()[:, 0] + 1
+        assert {tuple(t.tolist()) for t in row.tokens.tensor_split(ends)[:-1]} == responses
+        assert torch.equal(row.input_ids[0, row.rows[:-1] + 1], row.tokens[:-1])
+    prompt = task.prompt("train", 7)
+    response = demonstration(tokenizer, task, 7)
+    text = prompt.text + task.demonstration(prompt)
+    assert tokenizer.decode([*response.request.prompt_ids, *response.token_ids]) == text + "<eos>"
+
+
+@pytest.mark.parametrize("chunk_logits", [1, 7 * 32, 1 << 28])
+def test_packing_and_chunks_do_not_change_the_gradient(tokenizer, monkeypatch, chunk_logits):
+    task, model = make_task("sums"), build_policy(SHAPE, seed=0).double()
+
+    def gradient(micro_batch_tokens):
+        config = WarmupConfig(steps=1, batch=12, micro_batch_tokens=micro_batch_tokens)
+        (rows,) = demonstrations(tokenizer, task, config, seed=0)
+        model.zero_grad()
+        losses = [cross_entropy(model, row) for row in rows]
+        sum(losses).backward()
+        return len(rows), sum(losses), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    count, whole_loss, whole = gradient(1 << 20)
+    assert count == 1
+    monkeypatch.setattr("driver.policy.logprobs.CHUNK_LOGITS", chunk_logits)
+    count, alone_loss, alone = gradient(1)
+    assert count == 12
+    torch.testing.assert_close(alone_loss, whole_loss, rtol=1e-9, atol=0)
+    torch.testing.assert_close(alone, whole, rtol=1e-7, atol=1e-9)
+
+
+def test_workers_make_the_same_rows(tokenizer):
+    task = make_task("sums")
+    here, beside = (
+        demonstrations(tokenizer, task, WarmupConfig(steps=4, batch=8, workers=workers), seed=0)
+        for workers in (0, 2)
+    )
+    for mine, theirs in zip(here, beside, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a.input_ids, b.input_ids)
+            assert torch.equal(a.rows, b.rows)
+
+
+def test_a_half_precision_model_learns_through_float32_masters(tokenizer):
+    """Steps of 1e-4 are far below bfloat16's resolution of a weight of one."""
+    model = build_policy(SHAPE, seed=0).bfloat16()
+    before = weights(model)
+    config = WarmupConfig(steps=30, batch=8, lr=3e-3)
+    losses = warm_up(model, tokenizer, make_task("sums"), config, 0)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
+    exact = build_policy(SHAPE, seed=0).bfloat16().float()
+    same = warm_up(exact, tokenizer, make_task("sums"), config, 0)
+    assert losses[-1] == pytest.approx(same[-1], rel=0.1)
+    assert not torch.equal(weights(model), before)
+
+
+def test_warm_up_without_demonstrations(tokenizer):
+    class Silent:
+        name = "silent"
+        prompt = staticmethod(lambda split, index: Prompt("0", "1=", "1"))
+        demonstration = staticmethod(lambda prompt: None)
+
+    with pytest.raises(UserError, match="task.name=silent: has no demonstrations; set warmup.step"):
+        warm_up(build_policy(SHAPE, 0), tokenizer, Silent(), WarmupConfig(steps=1), 0)

@@ -1,0 +1,294 @@
+"""GRPO's maths on cases small enough to check by hand."""
+
+import doctest
+import itertools
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from driver.policy import grpo, packing
+from driver.rollout import request
+from driver.rollout.request import request_id
+
+KINDS = ["grpo", "dr_grpo", "rloo", "reinforce", "dapo"]
+
+
+def loss_of(new, old=None, rollout=None, advantage=1.0, mask=None, **options):
+    """`policy_loss` with what a test does not care about filled in."""
+    new = torch.as_tensor(new, dtype=torch.float64)
+    old = new.detach() if old is None else torch.as_tensor(old, dtype=torch.float64)
+    rollout = old if rollout is None else torch.as_tensor(rollout, dtype=torch.float64)
+    advantage = torch.as_tensor(advantage, dtype=torch.float64).expand(new.shape)
+    mask = torch.ones(new.shape, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
+    options = {"denominator": 1, "clip_low": 0.2, "clip_high": 0.3, "is_cap": 2.0} | options
+    return grpo.policy_loss(new, old, rollout, advantage, mask, **options)
+
+
+@pytest.mark.parametrize("module", [grpo, packing, request])
+def test_docstring_examples(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+# -- advantages
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        # Group 7 has rewards 1, 0, 0, 1: mean 1/2, population std 1/2. Group 2 has 3, 0: 3/2, 3/2.
+        (
+            "grpo",
+            [0.5 / 0.5001, -0.5 / 0.5001, 1.5 / 1.5001, -0.5 / 0.5001, 0.5 / 0.5001, -1.5 / 1.5001],
+        ),
+        ("dr_grpo", [0.5, -0.5, 1.5, -0.5, 0.5, -1.5]),
+        ("rloo", [2 / 3, -2 / 3, 3.0, -2 / 3, 2 / 3, -3.0]),
+        ("reinforce", [1 - 5 / 6, -5 / 6, 3 - 5 / 6, -5 / 6, 1 - 5 / 6, -5 / 6]),
+    ],
+)
+def test_advantages_by_hand(kind, wanted):
+    rewards = torch.tensor([1.0, 0.0, 3.0, 0.0, 1.0, 0.0])
+    groups = torch.tensor([7, 7, 2, 7, 7, 2])
+    assert_close(grpo.group_advantages(rewards, groups, kind), torch.tensor(wanted))
+
+
+def test_dapo_advantages_are_those_of_grpo():
+    rewards, groups = torch.rand(12), torch.arange(12) % 3
+    assert_close(
+        grpo.group_advantages(rewards, groups, "dapo"),
+        grpo.group_advantages(rewards, groups, "grpo"),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_advantage_is_zero_where_all_rewards_are_equal_fault_48(kind):
+    # The mean of ten 0.1 misses it by a rounding error, which 1 / (std + eps) would magnify.
+    rewards = torch.full((10,), 0.1, dtype=torch.float64)
+    assert sum(rewards.tolist()) / 10 != 0.1
+    advantages = grpo.group_advantages(rewards, torch.zeros(10, dtype=torch.long), kind)
+    assert advantages.tolist() == [0.0] * 10
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "dapo"])
+def test_an_equal_group_is_zero_beside_a_mixed_one_fault_48(kind):
+    rewards, groups = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1]), torch.tensor([0, 1, 0, 1, 0])
+    advantages = grpo.group_advantages(rewards, groups, kind)
+    assert (advantages == 0).tolist() == [True, False, True, False, True]
+    assert grpo.zero_std_groups(rewards, groups).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_one_and_empty_batches_are_finite(kind):
+    alone = grpo.group_advantages(torch.tensor([5.0]), torch.tensor([9]), kind)
+    assert alone.tolist() == [0.0]
+    empty = torch.zeros(0)
+    assert grpo.group_advantages(empty, empty.long(), kind).shape == (0,)
+    assert grpo.zero_std_groups(empty, empty.long()).shape == (0,)
+
+
+def test_groups_are_told_apart_by_id_fault_45():
+    # The same prompt twice: merged, the second group would get the advantage -1/4.
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    advantages = grpo.group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "dr_grpo")
+    assert advantages.tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_leave_one_out_is_finite_where_siblings_agree_fault_46():
+    # The odd one's siblings have no spread at all; it is not divided by.
+    advantages = grpo.group_advantages(
+        torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.zeros(4, dtype=torch.long), "rloo"
+    )
+    assert_close(advantages, torch.tensor([-1.0, 1 / 3, 1 / 3, 1 / 3]))
+
+
+def test_advantage_errors_name_the_argument():
+    with pytest.raises(ValueError, match="advantage: wanted one of .*got 'gae'"):
+        grpo.group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), "gae")
+    with pytest.raises(ValueError, match=r"groups: wanted shape \[N\].*got \[3\]"):
+        grpo.group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.long), "grpo")
+
+
+# -- rewards
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (None, "wanted a list of 2 numbers.*got None"),
+        (1.0, "wanted a list of 2 numbers.*got 1.0"),
+        ("ab", "wanted a list of 2 numbers.*got 'ab'"),
+        ([1.0], "wanted 2 numbers.*got 1"),
+        ([1.0, 2.0, 3.0], "wanted 2 numbers.*got 3"),
+        ([1.0, None], r"rewards\[1\]: wanted a finite number, got None"),
+        ([math.nan, 1.0], r"rewards\[0\]: wanted a finite number, got nan"),
+        ([1.0, math.inf], r"rewards\[1\]: wanted a finite number, got inf"),
+        ([1.0, "1"], r"rewards\[1\]: wanted a finite number, got '1'"),
+    ],
+)
+def test_bad_rewards_are_refused_fault_51(rewards, message):
+    with pytest.raises(ValueError, match=message):
+        grpo.check_rewards(rewards, 2)
+
+
+def test_good_rewards_become_floats():
+    assert grpo.check_rewards((r for r in (True, 2)), 2) == [1.0, 2.0]
+
+
+def test_overlong_penalty_is_linear_in_the_buffer():
+    lengths = torch.tensor([1, 80, 85, 100, 120])
+    assert grpo.overlong_penalty(lengths, 100, 20).tolist() == [0.0, 0.0, -0.25, -1.0, -1.0]
+
+
+def test_dynamic_sampling_is_bounded_and_warns_fault_49():
+    calls = []
+
+    def never_mixed(refill, missing):
+        calls.append((refill, missing))
+        return [("group", [1.0, 1.0])] * missing
+
+    with pytest.warns(UserWarning, match="only 0 of 4 groups have mixed rewards after 3 refills"):
+        assert grpo.dynamic_sampling(never_mixed, 4, 3) == []
+    assert calls == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+
+def test_dynamic_sampling_asks_only_for_what_is_missing():
+    rounds = {0: [("a", [0, 1]), ("b", [1, 1]), ("c", [0, 0])], 1: [("d", [1, 0]), ("e", [0, 1])]}
+    asked = []
+
+    def draw(refill, missing):
+        asked.append(missing)
+        return rounds[refill]
+
+    assert grpo.dynamic_sampling(draw, 3, 5) == ["a", "d", "e"]
+    assert asked == [3, 2]
+
+
+# -- loss
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped", "slope"),
+    [
+        (1.0, 2.0, -2.0, 0, -2.0),
+        (1.5, 1.0, -1.3, 1, 0.0),  # clip_high
+        (0.5, 1.0, -0.5, 0, -0.5),  # below 1 a good token may always rise
+        (0.5, -1.0, 0.8, 1, 0.0),  # clip_low
+        (1.5, -1.0, 1.5, 0, 1.5),  # above 1 a bad token may always fall
+    ],
+)
+def test_clip_by_hand(ratio, advantage, loss, clipped, slope):
+    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    share = loss_of(new, old=[0.0], advantage=advantage)
+    share.loss.backward()
+    assert share.loss.item() == pytest.approx(loss)
+    assert share.clipped.item() == clipped
+    assert new.grad.item() == pytest.approx(slope)
+    assert share.ppo_kl.item() == pytest.approx(-math.log(ratio))
+
+
+@pytest.mark.parametrize(("weight", "wanted"), [(0.5, 0.5), (1.0, 1.0), (1.9, 1.9), (4.0, 2.0)])
+def test_importance_weight_is_truncated_and_has_no_gradient(weight, wanted):
+    new = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    share = loss_of(new, rollout=[-1.0 - math.log(weight)])
+    share.loss.backward()
+    assert share.loss.item() == pytest.approx(-wanted)
+    assert new.grad.item() == pytest.approx(-wanted)
+
+
+def test_nan_outside_the_mask_reaches_neither_loss_nor_gradient_fault_50():
+    nan = math.nan
+    new = torch.tensor([-1.0, nan, -2.0, nan], dtype=torch.float64, requires_grad=True)
+    share = loss_of(
+        new,
+        old=[-1.0, nan, -2.0, 0.0],
+        rollout=[-1.0, 0.0, -2.0, nan],
+        advantage=[1.0, nan, 1.0, 1.0],
+        mask=[True, False, True, False],
+        ref_logprobs=torch.tensor([-1.0, nan, -1.0, nan]),
+        kl_coef=0.1,
+    )
+    share.loss.backward()
+    assert share.loss.item() == pytest.approx(-2.0 + 0.1 * 0.5)
+    assert_close(new.grad, torch.tensor([-1.0, 0.0, -1.1, 0.0], dtype=torch.float64))
+    assert share.tokens == 2
+    assert all(torch.isfinite(t) for t in (share.ppo_kl, share.clipped, share.ref_kl))
+
+
+@pytest.mark.parametrize("norm", ["tokens", "constant"])
+def test_masked_out_responses_leave_the_denominator_fault_42(norm):
+    assert grpo.loss_denominator([3, 5], norm, 10) < grpo.loss_denominator([3, 5, 10], norm, 10)
+    assert grpo.loss_denominator([], norm, 10) == 1
+
+
+def test_constant_denominator_does_not_depend_on_lengths_fault_47():
+    cuts = [[3, 5, 1, 10], [1, 1, 1, 1], [10, 10, 10, 10]]
+    assert {grpo.loss_denominator(lengths, "constant", 10) for lengths in cuts} == {40}
+
+
+def test_shares_of_any_cut_add_up_fault_41():
+    torch.manual_seed(1)
+    new, old, rollout, advantage = torch.randn(4, 12, dtype=torch.float64)
+    whole = loss_of(new, old, rollout, advantage, denominator=12)
+    for size in (1, 2, 5, 12):
+        parts = [
+            loss_of(*(t[i : i + size] for t in (new, old, rollout, advantage)), denominator=12)
+            for i in range(0, 12, size)
+        ]
+        assert_close(sum(p.loss for p in parts), whole.loss)
+        assert_close(sum(p.ppo_kl for p in parts), whole.ppo_kl)
+        assert sum(p.tokens for p in parts) == 12
+
+
+# -- KL
+
+
+def exact_kl_gradients(kind):
+    """Mean gradient of an estimator in the loss, beside those of the reverse and the forward KL."""
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    ref = torch.log_softmax(torch.tensor([1.0, 0.5, -0.2], dtype=torch.float64), 0)
+    logp = torch.log_softmax(logits, 0)
+    probs = logp.detach().exp()
+    estimate = (probs * grpo.kl_estimate(logp, ref, kind)).sum()
+    got = torch.autograd.grad(estimate, logits, retain_graph=True)[0]
+    true = (logp.exp() * (logp - ref)).sum()
+    forward = (ref.exp() * (ref - logp)).sum()
+    return got, *(torch.autograd.grad(kl, logits, retain_graph=True)[0] for kl in (true, forward))
+
+
+def test_only_k2_has_the_gradient_of_the_reverse_kl():
+    k1, reverse, forward = exact_kl_gradients("k1")
+    assert_close(k1, torch.zeros_like(k1))
+    assert_close(exact_kl_gradients("k2")[0], reverse)
+    assert_close(exact_kl_gradients("k3")[0], forward)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(kind):
+    logp = torch.log_softmax(torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64), 0)
+    ref = torch.log_softmax(torch.tensor([1.0, 0.5, -0.2], dtype=torch.float64), 0)
+    mean = (logp.exp() * grpo.kl_estimate(logp, ref, kind)).sum()
+    assert_close(mean, (logp.exp() * (logp - ref)).sum())
+
+
+def test_k3_is_logged_and_never_in_the_loss():
+    ref = torch.tensor([-2.0], dtype=torch.float64)
+    share = loss_of([-1.0], ref_logprobs=ref, kl_coef=0.0)
+    assert share.loss.item() == -1.0
+    assert share.ref_kl.item() == pytest.approx(math.exp(-1.0) + 1.0 - 1.0)
+
+
+# -- request ids
+
+
+def test_request_ids_are_62_bits_stable_and_distinct():
+    fields = itertools.product(
+        ("train", "eval"), (0, 1, 12), ("p1", "p11", "1"), (0, 1, 2, 12), (0, 1)
+    )
+    ids = [request_id(*f) for f in fields]
+    assert len(set(ids)) == len(ids) == 144
+    assert all(0 <= i < 2**62 for i in ids)
+    assert max(ids) > 2**61
+    assert request_id("train", 3, "sums-17", 5) == 4364255885317449466

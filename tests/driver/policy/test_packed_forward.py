@@ -1,0 +1,181 @@
+"""The training pass against the models' own, document by document, and its pieces by themselves."""
+
+import copy
+import doctest
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from driver.policy import packed_forward as module
+from driver.policy.packed_forward import Documents, _norm, _Rotate, _SwiGlu, attend, packed_forward
+from tests import kit
+from tests.driver.hugging_face import FAMILIES, TRAINED
+
+LENGTHS = [5, 1, 17, 9]
+
+
+def make_model(family, dtype=torch.float32, **options):
+    config, model = FAMILIES[family]
+    torch.manual_seed(0)
+    made = model(config(vocab_size=61, **TRAINED, **options))
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "norm" in name or "bias" in name:
+                weight += 0.3 * torch.randn_like(weight)
+    return made.to(dtype).eval()
+
+
+def own_pass(model, ids):
+    """The model's pass over each document by itself."""
+    hidden = [
+        model.base_model(input_ids=part, use_cache=False).last_hidden_state[0]
+        for part in ids.split(LENGTHS, 1)
+    ]
+    return torch.cat(hidden)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(61, (1, sum(LENGTHS)), generator=kit.generator(0))
+
+
+@pytest.mark.parametrize("options", [{}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_the_models_own_pass_and_gradient(family, options, ids):
+    own, packed = make_model(family, **options), make_model(family, **options)
+    weight = kit.randn(sum(LENGTHS), 32, seed=1)
+    wanted = own_pass(own, ids)
+    (wanted * weight).sum().backward()
+    for checkpointing in (False, True):
+        packed.zero_grad()
+        got = packed_forward(packed, ids, Documents.of(LENGTHS), checkpointing)
+        assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        (got * weight).sum().backward()
+        for (name, a), (_, b) in zip(
+            packed.base_model.named_parameters(), own.base_model.named_parameters(), strict=True
+        ):
+            assert (a.grad - b.grad).norm() <= 1e-5 * b.grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_about_as_near_to_float64_as_the_models_own(family, ids):
+    own = make_model(family, torch.bfloat16)
+    wanted = own_pass(copy.deepcopy(own).double(), ids)
+    with torch.no_grad():
+        errors = [
+            (got.double() - wanted).norm()
+            for got in (packed_forward(own, ids, Documents.of(LENGTHS)), own_pass(own, ids))
+        ]
+    assert errors[0] <= 1.25 * errors[1]
+
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_is_rounded_before_its_weight(dtype, device):
+    """As the engine's is: another law would show in every log-prob of half precision."""
+    norm = make_model("llama", dtype).model.norm.to(device)
+    x = kit.randn(300, 32, seed=2).to(device, dtype)
+    same = _norm(norm, x) == norm(x)
+    assert same.all() if device == "cpu" else same.double().mean() > 0.999
+    at_once = F.rms_norm(x, (32,), norm.weight, norm.variance_epsilon)
+    assert (at_once == norm(x)).double().mean() < 0.9
+
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("strided", [False, True])
+def test_gradient_of_a_norm_is_that_of_float64(strided, dtype, device):
+    """Of queries and keys too, which lie in rows with the values, as their gradients may."""
+    norm = make_model("llama", dtype).model.norm.to(device)
+    shape, heads = ((14, 7, 32), slice(1, 6)) if strided else ((14, 5, 32), slice(None))
+    x, grad = (kit.randn(*shape, seed=seed).to(device, dtype)[:, heads] for seed in (3, 4))
+    x.requires_grad_()
+    got = torch.autograd.grad(_norm(norm, x), (x, norm.weight), grad)
+    exact, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    out = F.rms_norm(exact, (32,), weight, norm.variance_epsilon)
+    wanted = torch.autograd.grad(out, (exact, weight), grad.double())
+    for one, other in zip(got, wanted, strict=True):
+        assert (one - other).norm() <= kit.TOLERANCE[dtype] * other.norm()
+
+
+def test_rotation_turns_and_its_gradient_turns_back():
+    angle = kit.randn(6, 1, 4, seed=5).double()
+    x = kit.randn(6, 3, 8, seed=6).double().requires_grad_()
+    out = _Rotate.apply(x, angle.cos(), angle.sin())
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    assert_close(out, torch.cat((turned.real, turned.imag), -1))
+    assert torch.autograd.gradcheck(lambda x: _Rotate.apply(x, angle.cos(), angle.sin()), x)
+
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+def test_gradient_of_a_gated_pair_is_written_as_one(device):
+    pair = kit.randn(7, 10, seed=7).to(device).double().requires_grad_()
+    gate, up = pair.chunk(2, -1)
+    assert_close(_SwiGlu.apply(pair), F.silu(gate) * up)
+    assert torch.autograd.gradcheck(_SwiGlu.apply, pair)
+
+
+def test_docstring_examples():
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "spans"),
+    [
+        ([1023, 5], [1028]),  # too short to hold up anybody
+        ([1024, 512, 511, 900], [1536, 1411]),
+        ([2000], [2000]),
+        ([2000, 1000], [3000]),
+        ([20, 5, 3000], [20 + 5 + 3000]),  # not in front
+    ],
+)
+def test_long_documents_in_front_are_a_span_of_their_own(lengths, spans):
+    documents = Documents.of(lengths)
+    assert [span.tokens for span in documents.spans if span.tokens] == spans
+    assert [n for span in documents.spans for n in span.bounds.diff().tolist()] == lengths
+    assert max(span.longest for span in documents.spans) == max(lengths)
+
+
+def test_spans_are_attended_one_by_one():
+    """The path of a card, with the CPU's attention for the kernel."""
+    lengths = [1030, 600, 400, 3]
+    q, k, v = (kit.randn(sum(lengths), n, 8, seed=n) for n in (4, 2, 2))
+    seen = []
+
+    def kernel(span, q, k, v, scale):
+        seen.append(span.longest)
+        return attend(q, k, v, Documents.of(span.bounds.diff().tolist()), scale)
+
+    wanted = attend(q, k, v, Documents.of(lengths), 0.3)
+    got = module._by_spans(kernel, q, k, v, Documents.of(lengths), 0.3)
+    assert seen == [1030, 400] and torch.equal(got, wanted)
+
+
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.parametrize("kv_heads", [9, 3, 1])
+def test_heads_of_a_card_share_keys_and_values(kv_heads):
+    """Values and gradients, in the order that deterministic training asks for."""
+    lengths = [1100, 600, 300, 1, 64, 129]
+    documents = Documents.of(lengths)
+    assert [span.tokens for span in documents.spans] == [1700, 494]
+    made = [kit.randn(sum(lengths), n, 64, seed=n) for n in (9, kv_heads, kv_heads, 9)]
+
+    def results(device, dtype):
+        q, k, v, grad = (x.bfloat16().to(device, dtype) for x in made)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        at = [replace(span, bounds=span.bounds.to(device)) for span in documents.spans]
+        out = attend(*inputs, replace(documents, spans=tuple(at)), 0.125)
+        return [x.cpu() for x in (out, *torch.autograd.grad(out, inputs, grad))]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        got, again = results("cuda", torch.bfloat16), results("cuda", torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, same, exact in zip(got, again, results("cpu", torch.float64), strict=True):
+        assert torch.equal(one, same)
+        assert (one - exact).norm() <= kit.TOLERANCE[torch.bfloat16] * exact.norm()

@@ -1,0 +1,614 @@
+"""The policy trainer on tiny random models, against padded batches and its own resume."""
+
+import copy
+import math
+import warnings
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from driver.common.world import World
+from driver.config.sections import GrpoConfig
+from driver.policy import grpo, packed_forward
+from driver.policy.micro_batch import build_micro_batch
+from driver.policy.packing import pack
+from driver.policy.trainer import PolicyTrainer
+from driver.rollout.request import Request, Response, SamplingParams
+from tests import kit
+from tests.driver.hugging_face import FAMILIES, TRAINED
+
+EOS, PAD, VOCAB, LIMIT = 0, 0, 29, 24
+
+
+@dataclass(frozen=True)
+class Cfg:
+    """The fields of `GrpoConfig` that the trainer reads, open to values that no run may set."""
+
+    advantage: str = "grpo"
+    lr: float = 1e-3
+    warmup_steps: int = 0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    kl_in: str = "loss"
+    loss_norm: str = "auto"
+    epochs: int = 1
+    minibatches: int = 1
+    micro_batch_tokens: int = 1024
+    max_grad_norm: float = 1.0
+    is_cap: float = 2.0
+    weight_decay: float = 0.0
+    entropy_coef: float = 0.0
+    checkpointing: bool = False
+    shard: bool = False
+
+
+def test_configuration_has_what_the_trainer_reads():
+    assert {f.name for f in fields(Cfg)} <= {f.name for f in fields(GrpoConfig)}
+
+
+def make_model(dtype=torch.float32, family="llama", tied=True, seed=0):
+    config, model = FAMILIES[family]
+    torch.manual_seed(seed)
+    return model(config(vocab_size=VOCAB, tie_word_embeddings=tied, **TRAINED)).to(dtype)
+
+
+def plain_logprobs(model, response):
+    """The response's log-probs by an ordinary forward pass over it alone."""
+    prompt, params = response.request.prompt_ids, response.request.params
+    ids = torch.tensor([[*prompt, *response.token_ids]])
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    logp = torch.log_softmax(logits / params.temperature, -1)
+    return logp.gather(-1, torch.tensor(response.token_ids).unsqueeze(-1)).squeeze(-1)
+
+
+def make_responses(model, num=8, temperature=1.0, seed=0):
+    """Ragged responses of random tokens in groups of four, end tokens among and after them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high, count=1):
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    params = SamplingParams(temperature=temperature, max_new_tokens=LIMIT, stop_ids=(EOS,))
+    responses = []
+    for index in range(num):
+        request = Request(
+            id=draw(0, 2**62)[0],
+            group=index // 4,
+            prompt_ids=tuple(draw(1, VOCAB, 3 + index // 4)),
+            params=params,
+        )
+        cut = index % 4 == 3
+        tokens = draw(0, VOCAB, LIMIT if cut else draw(1, 12)[0]) + ([] if cut else [EOS])
+        response = Response(request, tokens, [0.0] * len(tokens), "length" if cut else "stop")
+        with torch.no_grad():
+            logprobs = plain_logprobs(model, response).tolist()
+        responses.append(replace(response, logprobs=logprobs))
+    return responses
+
+
+REWARDS = [1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def exact_norm(module):
+    return lambda x: F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def padded_gradients(model, responses, rewards, cfg, norm, old=None):
+    """The same update's gradient from one right-padded batch and a mask from lengths."""
+    model = copy.deepcopy(model).double()
+    for norm_of in (m for m in model.modules() if hasattr(m, "variance_epsilon")):
+        norm_of.forward = exact_norm(norm_of)  # its own is float32 in any model
+    prompts = [r.request.prompt_ids for r in responses]
+    lengths = torch.tensor([len(r.token_ids) for r in responses])
+    width = max(len(p) + n for p, n in zip(prompts, lengths.tolist(), strict=True))
+    ids = torch.full((len(responses), width), PAD)
+    attention = torch.zeros_like(ids)
+    tokens = torch.full((len(responses), LIMIT), PAD)
+    rollout = torch.full((len(responses), LIMIT), torch.nan, dtype=torch.float64)
+    places = torch.zeros_like(tokens)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        whole = torch.tensor([*prompt, *response.token_ids])
+        count = len(response.token_ids)
+        ids[row, : len(whole)], attention[row, : len(whole)] = whole, 1
+        tokens[row, :count] = torch.tensor(response.token_ids)
+        rollout[row, :count] = torch.tensor(response.logprobs)
+        places[row, :count] = torch.arange(len(prompt) - 1, len(whole) - 1)
+    temperature = responses[0].request.params.temperature
+    logits = model(input_ids=ids, attention_mask=attention).logits / temperature
+    logp = torch.log_softmax(logits, -1)[torch.arange(len(ids))[:, None], places]
+    logp = logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    groups = torch.tensor([r.request.group for r in responses])
+    advantages = grpo.group_advantages(torch.tensor(rewards), groups, cfg.advantage).double()
+    denominator = int(lengths.sum()) if norm == "tokens" else LIMIT * len(responses)
+    share = grpo.policy_loss(
+        logp,
+        logp.detach(),
+        rollout,
+        advantages[:, None].expand_as(logp),
+        torch.arange(LIMIT) < lengths[:, None],
+        denominator=denominator,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        is_cap=cfg.is_cap,
+    )
+    share.loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def update_gradients(model, responses, rewards, cfg, keep=None):
+    """The gradient that reaches the optimizer, before clipping, by catching it there."""
+    trainer = PolicyTrainer(copy.deepcopy(model), cfg)
+    caught = []
+    trainer._optimizer_step = lambda lr: (
+        caught.extend(p.grad.clone() for p in trainer.masters) or torch.zeros(())
+    )
+    metrics = trainer.update(responses, rewards, keep)
+    return caught, metrics
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
+def test_gradient_is_that_of_the_padded_batch_for_every_packing_fault_41(family, advantage):
+    model = make_model(torch.float64, family, tied=family == "llama")
+    responses = make_responses(model)
+    norm = "constant" if advantage == "dr_grpo" else "tokens"
+    wanted = padded_gradients(model, responses, REWARDS, Cfg(advantage=advantage), norm)
+    assert sum(g.abs().sum() for g in wanted) > 0.1
+    for budget in (1, 30, 60, 1024):
+        cfg = Cfg(advantage=advantage, micro_batch_tokens=budget)
+        got, _ = update_gradients(model, responses, REWARDS, cfg)
+        # Advantages and rollout log-probs are float32.
+        assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_gradient_does_not_depend_on_responses_per_micro_batch_fault_41(size):
+    model = make_model(torch.float64)
+    responses = make_responses(model)
+    trainer = PolicyTrainer(model, Cfg())
+    advantages = torch.tensor(REWARDS)
+    whole = trainer._with_fixed_logprobs(build_micro_batch(responses, range(8), "cpu"))
+    trainer.backward([whole], advantages, 1)
+    wanted = [p.grad.clone() for p in trainer.masters]
+    trainer.optimizer.zero_grad()
+    parts = [build_micro_batch(responses, range(i, i + size), "cpu") for i in range(0, 8, size)]
+    trainer.backward([trainer._with_fixed_logprobs(p) for p in parts], advantages, 1)
+    assert_close([p.grad for p in trainer.masters], wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce", "dapo"])
+def test_responses_left_out_leave_the_gradient_and_the_denominator_fault_42(advantage):
+    """The baseline and the spread of their siblings too: a group is left out in part, one whole."""
+    model = make_model(torch.float64)
+    responses = make_responses(model, num=12)
+    rewards = [*REWARDS, 1.0, 0.0, 1.0, 0.0]
+    keep = [True, True, False, True, *[True] * 4, *[False] * 4]
+    cfg = Cfg(advantage=advantage)
+    got, _ = update_gradients(model, responses, rewards, cfg, keep)
+    left = [i for i, kept in enumerate(keep) if kept]
+    wanted, _ = update_gradients(
+        model, [responses[i] for i in left], [rewards[i] for i in left], cfg
+    )
+    assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_ratio_is_exactly_one_at_the_first_update_fault_43(temperature):
+    model = make_model()
+    responses = make_responses(model, temperature=temperature)
+    _, metrics = update_gradients(model, responses, REWARDS, Cfg(micro_batch_tokens=60))
+    assert metrics["actor/ppo_kl"] == 0.0
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"advantage": "dapo"}, {"entropy_coef": 0.1}, {"kl_coef": 0.1}, {"is_cap": 0.9}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_the_update_s_own_logprobs_are_the_old_ones(dtype, options):
+    """With one update a step: the same policy and the same log as after a pass of their own."""
+    model, reference = make_model(dtype), make_model(dtype, seed=5)
+    responses = make_responses(model, temperature=0.7)
+    cfg, found = Cfg(lr=1e-2, micro_batch_tokens=60, **options), []
+    for own_pass in (False, True):
+        trainer = PolicyTrainer(copy.deepcopy(model), cfg, lambda: reference)
+        assert trainer.own_old_logprobs
+        trainer.own_old_logprobs = not own_pass
+        passes, forward = [], trainer._logprobs
+        trainer._logprobs = lambda of, *a, seen=passes, do=forward: seen.append(of) or do(of, *a)
+        metrics = trainer.update(responses, REWARDS)
+        rows = len(list(trainer._micro_batches(responses, range(8))))
+        assert rows > 1 and passes.count(trainer.model) == rows * (1 + own_pass)
+        assert metrics["actor/ppo_kl"] == 0.0 and metrics["actor/pg_clipfrac"] == 0.0
+        timeless = {name: x for name, x in metrics.items() if not name.startswith("timing")}
+        found.append((timeless, trainer.params))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"epochs": 2}, {"minibatches": 2}, {"kl_coef": 0.1, "kl_in": "reward"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_old_logprobs_have_a_pass_of_their_own_where_they_are_not_the_update_s(options):
+    model = make_model()
+    trainer = PolicyTrainer(model, Cfg(**options), lambda: make_model(seed=5))
+    responses, fixed = make_responses(model), []
+    train = trainer._train
+    trainer._train = lambda batches, *a: fixed.extend(batches) or train(batches, *a)
+    trainer.update(responses, REWARDS)
+    assert all(batch.old_logprobs is not None for part in fixed for batch in part)
+
+
+def test_every_sampled_token_and_no_other_is_trained_on_fault_39_and_40():
+    # End ids within, at the end, and missing: the packed row is the plain concatenation.
+    model = make_model()
+    responses = make_responses(model)
+    batch = build_micro_batch(responses, range(8), "cpu")
+    joined = [t for r in responses for t in (*r.request.prompt_ids, *r.token_ids)]
+    assert batch.input_ids.tolist() == [joined]
+    assert batch.tokens.tolist() == [t for r in responses for t in r.token_ids]
+    assert batch.input_ids[0, batch.rows + 1].tolist() == batch.tokens.tolist()
+    assert batch.owner.bincount().tolist() == [len(r.token_ids) for r in responses]
+    assert (batch.tokens == EOS).sum() >= 6
+
+
+def test_packed_documents_do_not_see_each_other():
+    model = make_model()
+    trainer = PolicyTrainer(model, Cfg())
+    responses = make_responses(model)
+    other = replace(responses[0], token_ids=[3] * len(responses[0].token_ids))
+    with torch.no_grad():
+        logprobs = [
+            trainer._logprobs(model, build_micro_batch([first, responses[1]], [0, 1], "cpu"))[0]
+            for first in (responses[0], other)
+        ]
+    count = len(responses[1].token_ids)
+    assert torch.equal(logprobs[0][-count:], logprobs[1][-count:])
+    assert not torch.equal(logprobs[0][:-count], logprobs[1][:-count])
+    assert_close(logprobs[0][-count:].tolist(), responses[1].logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_packing_keeps_each_document_once_within_the_budget():
+    lengths = [5, 30, 1, 7, 7, 12, 40, 3]
+    for budget in (1, 12, 40, 1000):
+        rows = pack(lengths, budget)
+        assert sorted(i for row in rows for i in row) == list(range(8))
+        assert all(len(row) == 1 or sum(lengths[i] for i in row) <= budget for row in rows)
+    assert pack([], 10) == []
+
+
+def test_checkpointing_changes_no_gradient(monkeypatch):
+    plain, frugal = make_model(), make_model()
+    responses = make_responses(plain)
+    calls, layer = [], packed_forward._layer
+    monkeypatch.setattr(packed_forward, "_layer", lambda *a: calls.append(a[0]) or layer(*a))
+    for model, checkpointing in ((plain, False), (frugal, True)):
+        PolicyTrainer(model, Cfg(checkpointing=checkpointing)).update(responses, REWARDS)
+    for a, b in zip(plain.parameters(), frugal.parameters(), strict=True):
+        assert torch.equal(a, b)
+    # Once, and again in the backward pass.
+    assert calls.count(plain.model.layers[0]) == 1 and calls.count(frugal.model.layers[0]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # the responses grow stale
+def test_entropy_bonus_makes_the_policy_less_sure():
+    entropies = []
+    for coef in (0.0, 1.0):
+        model = make_model()
+        trainer = PolicyTrainer(model, Cfg(entropy_coef=coef, lr=1e-2))
+        responses = make_responses(model)
+        for _ in range(5):
+            metrics = trainer.update(responses, REWARDS)
+        entropies.append(metrics["actor/entropy"])
+    assert entropies[1] > entropies[0]
+
+
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # they are another model's
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_tokens_make_equal_policies_on_a_card(dtype):
+    """And its log-probs are as near to float64 as the CPU's: float32 in another order, not TF32."""
+    model = make_model(dtype).cuda()
+    responses = make_responses(make_model())
+    states = []
+    for _ in range(2):
+        again = copy.deepcopy(model)
+        PolicyTrainer(again, Cfg(lr=1e-2)).update(responses, REWARDS)
+        states.append([p.detach() for p in again.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    found = {}
+    with torch.no_grad():
+        cpu, exact = make_model(dtype), make_model(dtype).double()
+        for name, one in {"card": model, "cpu": cpu, "exact": exact}.items():
+            batch = build_micro_batch(responses, range(8), one.device)
+            found[name] = PolicyTrainer(one, Cfg())._logprobs(one, batch)[0].cpu().double()
+    error = {name: (found[name] - found["exact"]).norm() for name in ("card", "cpu")}
+    assert error["card"] < 2 * error["cpu"]
+
+
+def test_update_does_not_depend_on_finishing_order():
+    model = make_model()
+    responses = make_responses(model)
+    cfg = Cfg(minibatches=3, epochs=2)
+    states = []
+    for order in (range(8), [5, 2, 7, 0, 3, 6, 1, 4]):
+        trainer = PolicyTrainer(copy.deepcopy(model), cfg)
+        trainer.update([responses[i] for i in order], [REWARDS[i] for i in order])
+        states.append(trainer.model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_later_minibatches_are_off_policy():
+    model = make_model()
+    responses = make_responses(model)
+    trainer = PolicyTrainer(
+        model, Cfg(minibatches=2, epochs=2, lr=1e-2, clip_low=0.01, clip_high=0.01)
+    )
+    metrics = trainer.update(responses, REWARDS)
+    assert metrics["actor/ppo_kl"] != 0.0
+    assert metrics["actor/pg_clipfrac"] > 0.0
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce", "dapo"])
+def test_updates_make_rewarded_responses_likelier(advantage):
+    model = make_model()
+    responses = make_responses(model)
+    trainer = PolicyTrainer(model, Cfg(advantage=advantage, lr=3e-3))
+    with warnings.catch_warnings():
+        # The same responses again and again: the policy moves away from them on purpose.
+        warnings.filterwarnings("ignore", "sampling_logp_difference")
+        for _ in range(5):
+            trainer.update(responses, REWARDS)
+    change = [
+        (plain_logprobs(model, r).sum() - sum(r.logprobs)).item() / len(r.token_ids)
+        for r in responses
+    ]
+    good = [c for c, reward in zip(change, REWARDS, strict=True) if reward == 1.0]
+    bad = [c for c, reward in zip(change, REWARDS, strict=True) if reward == 0.0]
+    assert min(good) > max(bad)
+
+
+def test_metrics_have_the_names_of_the_log():
+    model = make_model()
+    responses = make_responses(model)
+    metrics = PolicyTrainer(model, Cfg(lr=4e-3, warmup_steps=4)).update(responses, REWARDS)
+    lengths = [len(r.token_ids) for r in responses]
+    assert set(metrics) == {
+        "critic/rewards/mean",
+        *(f"response_length/{x}" for x in ("mean", "max", "min", "clip_ratio")),
+        *(f"actor/{x}" for x in ("pg_loss", "entropy", "ppo_kl", "pg_clipfrac", "grad_norm", "lr")),
+        "timing_s/old_log_prob",
+        "timing_s/update_actor",
+        "sampling/sampling_logp_difference/mean",
+        "sampling/sampling_logp_difference/max",
+        "frac_reward_zero_std",
+    }
+    assert metrics["critic/rewards/mean"] == pytest.approx(3.5 / 8)
+    assert metrics["response_length/mean"] == sum(lengths) / 8
+    assert metrics["response_length/max"] == LIMIT
+    assert metrics["response_length/min"] == min(lengths)
+    assert metrics["response_length/clip_ratio"] == 0.25
+    assert metrics["frac_reward_zero_std"] == 0.0
+    assert metrics["actor/lr"] == pytest.approx(1e-3)
+    assert 0 < metrics["actor/entropy"] < torch.tensor(float(VOCAB)).log()
+
+
+# -- KL
+
+
+def test_no_kl_loads_no_reference():
+    def load():
+        raise AssertionError("the reference was loaded")
+
+    assert PolicyTrainer(make_model(), Cfg(kl_coef=0.0), load).reference is None
+    with pytest.raises(ValueError, match="kl_coef=0.1 needs a reference model"):
+        PolicyTrainer(make_model(), Cfg(kl_coef=0.1))
+
+
+def test_kl_in_the_loss_pulls_towards_the_reference():
+    model, reference = make_model(), make_model()
+    with torch.no_grad():
+        model.lm_head.weight += 0.2 * torch.randn_like(model.lm_head.weight)
+    responses = make_responses(model)
+    trainer = PolicyTrainer(model, Cfg(kl_coef=1.0, lr=3e-3), lambda: reference)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(equal rewards|sampling_logp_difference)")
+        kls = [trainer.update(responses, [0.0] * 8)["actor/ref_kl"] for _ in range(6)]
+    assert 0 < kls[-1] < 0.7 * kls[0]
+
+
+def test_kl_in_the_reward_changes_advantages_and_not_the_reward_metric():
+    model, reference = make_model(), make_model(seed=5)
+    responses = make_responses(model)
+    cfg = Cfg(kl_coef=0.1, kl_in="reward", advantage="reinforce")
+    trainer = PolicyTrainer(copy.deepcopy(model), cfg, lambda: reference)
+    seen = {}
+    train = trainer._train
+    trainer._train = lambda batches, advantages, limit: (
+        seen.update(advantages=advantages) or train(batches, advantages, limit)
+    )
+    metrics = trainer.update(responses, REWARDS)
+    with torch.no_grad():
+        k1 = [
+            (plain_logprobs(model, r) - plain_logprobs(reference, r)).sum().item()
+            for r in responses
+        ]
+    shaped = torch.tensor([r - 0.1 * k for r, k in zip(REWARDS, k1, strict=True)])
+    assert_close(seen["advantages"], shaped - shaped.mean(), rtol=1e-4, atol=1e-4)
+    assert metrics["critic/rewards/mean"] == pytest.approx(3.5 / 8)
+
+
+def test_dapo_punishes_overlong_responses_before_the_advantage():
+    model = make_model()
+    responses = make_responses(model)[:4]  # the last is cut at the limit
+    trainer = PolicyTrainer(model, Cfg(advantage="dapo"))
+    raw = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    assert trainer._shaped_rewards(responses, raw, [], LIMIT).tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert raw.tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+# -- warnings
+
+
+def test_warns_when_nearly_all_responses_are_cut_fault_52():
+    model = make_model()
+    responses = [replace(r, finish="length") for r in make_responses(model)]
+    with pytest.warns(UserWarning, match="100% of the responses were cut at the length limit"):
+        PolicyTrainer(model, Cfg()).update(responses, REWARDS)
+
+
+def test_warns_when_nearly_no_group_can_teach_fault_52():
+    model = make_model()
+    trainer = PolicyTrainer(model, Cfg())
+    with pytest.warns(UserWarning, match="100% of the groups have equal rewards"):
+        metrics = trainer.update(make_responses(model), [1.0] * 4 + [0.0] * 4)
+    assert metrics["frac_reward_zero_std"] == 1.0
+    assert metrics["actor/grad_norm"] == 0.0
+
+
+def test_equal_rewards_in_a_group_teach_where_the_batch_is_the_baseline():
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*equal rewards")
+        metrics = PolicyTrainer(model, Cfg(advantage="reinforce")).update(
+            make_responses(model), [1.0] * 4 + [0.0] * 4
+        )
+    assert metrics["actor/grad_norm"] > 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alarm_when_the_engine_holds_stale_weights_fault_53(dtype):
+    model = make_model(dtype)
+    responses = make_responses(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PolicyTrainer(copy.deepcopy(model), Cfg()).update(responses, REWARDS)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1.2)
+    with pytest.warns(UserWarning, match="does not hold the trainer's weights"):
+        PolicyTrainer(model, Cfg()).update(responses, REWARDS)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update():
+    model = make_model()
+    responses = make_responses(model)
+    before = copy.deepcopy(model.state_dict())
+    bad = [replace(responses[0], logprobs=[float("nan")] * len(responses[0].logprobs))]
+    with pytest.warns(UserWarning) as caught:
+        metrics = PolicyTrainer(model, Cfg()).update(bad + responses[1:], REWARDS)
+    messages = " ".join(str(w.message) for w in caught)
+    assert "gradient is not finite" in messages
+    assert "sampling_logp_difference" in messages
+    difference = [metrics[f"sampling/sampling_logp_difference/{x}"] for x in ("mean", "max")]
+    assert all(map(math.isnan, difference))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# -- state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resume_continues_bit_for_bit(dtype, tmp_path):
+    model = make_model(dtype)
+    steps = [make_responses(model, seed=s) for s in (1, 2)]
+    unbroken = PolicyTrainer(copy.deepcopy(model), Cfg(warmup_steps=3))
+    broken = PolicyTrainer(copy.deepcopy(model), Cfg(warmup_steps=3))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "sampling_logp_difference")
+        unbroken.update(steps[0], REWARDS)
+        broken.update(steps[0], REWARDS)
+        torch.save(broken.state_dict(), tmp_path / "trainer.pt")
+        resumed = PolicyTrainer(copy.deepcopy(broken.model), Cfg(warmup_steps=3))
+        resumed.load_state_dict(torch.load(tmp_path / "trainer.pt"))
+        last = [t.update(steps[1], REWARDS)["actor/lr"] for t in (unbroken, resumed)]
+    assert last == [pytest.approx(1e-3 * 2 / 3)] * 2
+    for a, b in zip(unbroken.masters, resumed.masters, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(unbroken.params, resumed.params, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_state_of_another_dtype_is_refused():
+    state = PolicyTrainer(make_model(torch.bfloat16), Cfg()).state_dict()
+    with pytest.raises(ValueError, match="masters: wanted 0 tensors, got"):
+        PolicyTrainer(make_model(), Cfg()).load_state_dict(state)
+
+
+def test_half_precision_parameters_follow_float32_masters_in_place():
+    # Steps far below half a unit in the last place: without masters the weights would never move.
+    model = make_model(torch.bfloat16)
+    storage = [p.data_ptr() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer = PolicyTrainer(model, Cfg(lr=1e-5, max_grad_norm=100.0))
+    responses = make_responses(model)
+    for _ in range(3):
+        trainer.update(responses, REWARDS)
+    assert all(m.dtype == torch.float32 for m in trainer.masters)
+    moved = [not torch.equal(m, b.float()) for m, b in zip(trainer.masters, before, strict=True)]
+    assert all(moved)
+    assert [p.data_ptr() for p in model.parameters()] == storage
+    for param, master in zip(model.parameters(), trainer.masters, strict=True):
+        assert torch.equal(param, master.bfloat16())
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: replace(r, logprobs=r.logprobs[:-1]), "wanted one log-prob per token"),
+        (lambda r: replace(r, request=replace(r.request, prompt_ids=())), "got an empty prompt"),
+        (
+            lambda r: replace(r, request=replace(r.request, params=SamplingParams(top_k=5))),
+            "training samples with top_k=0 and top_p=1, got top_k=5",
+        ),
+        (
+            lambda r: replace(r, request=replace(r.request, params=SamplingParams(top_p=0.9))),
+            "training samples with top_k=0 and top_p=1, got top_k=0 top_p=0.9",
+        ),
+    ],
+)
+def test_bad_responses_are_refused(change, message):
+    model = make_model()
+    responses = make_responses(model)
+    with pytest.raises(ValueError, match=message):
+        PolicyTrainer(model, Cfg()).update([change(responses[0]), *responses[1:]], REWARDS)
+
+
+def test_missing_and_repeated_responses_are_refused():
+    model = make_model()
+    responses = make_responses(model)
+    trainer = PolicyTrainer(model, Cfg())
+    with pytest.raises(ValueError, match="wanted at least one"):
+        trainer.update([], [])
+    with pytest.raises(ValueError, match="request ids must differ"):
+        trainer.update([responses[0], responses[0]], [0.0, 1.0])
+    with pytest.raises(ValueError, match="wanted 8 numbers, one per response, got 1"):
+        trainer.update(responses, [1.0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 9])
+def test_ranks_share_the_tokens_of_an_update_evenly(ranks):
+    """Whatever is packed is packed once; rows themselves may be fewer than the ranks."""
+    model = make_model()
+    responses, part = make_responses(model), [7, 0, 2, 5, 4, 1, 6, 3]
+    seen, tokens = [], []
+    for rank in range(ranks):
+        trainer = PolicyTrainer(model, Cfg(), world=World(rank, ranks))
+        rows = list(trainer._micro_batches(responses, part))
+        seen += [i for row in rows for i in row.owner.unique().tolist()]
+        tokens.append(sum(row.input_ids.shape[1] for row in rows))
+    assert sorted(seen) == list(range(8))
+    longest = max(len(r.request.prompt_ids) + len(r.token_ids) for r in responses)
+    assert max(tokens) - min(tokens) <= longest

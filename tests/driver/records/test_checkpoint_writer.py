@@ -1,0 +1,137 @@
+"""Checkpoints of a run that is not held up by them: what they hold, and what can go wrong there."""
+
+import doctest
+import threading
+
+import pytest
+import torch
+
+from driver.common import host_copies
+from driver.common.errors import UserError
+from driver.common.host_copies import HostCopies
+from driver.records import checkpoint_writer
+from driver.records.checkpoint import latest_checkpoint, save_checkpoint
+from driver.records.checkpoint_writer import CheckpointWriter
+from tests.driver.records.test_folder import full_disk, names, states, write_policy
+from tests.kit import gpu, needs_gpu
+
+
+def write_into(folder, step):
+    """What a run has written of a state; `seen` says from which thread."""
+
+    def write(state):
+        write.seen.append(threading.current_thread())
+        save_checkpoint(folder, step, write_policy, state, keep=2)
+
+    write.seen = []
+    return write
+
+
+@pytest.mark.parametrize("module", [checkpoint_writer, host_copies])
+def test_docstring_examples(module):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
+
+
+def test_what_is_written_is_what_was_there_and_nobody_waits(tmp_path):
+    """The disk is slow; the next step changes the state meanwhile, counters in lists too."""
+    go, writer, live = threading.Event(), CheckpointWriter(beside=True), states(1)
+    write = write_into(tmp_path, 1)
+    writer.save(lambda state: (go.wait(30), write(state)), live)
+    live["trainer"]["moment"].fill_(-1.0)
+    live["bandit"]["arms"].append(7)
+    writer.collect(wait=False)
+    assert latest_checkpoint(tmp_path) is None and not write.seen
+    go.set()
+    writer.collect()
+    saved = latest_checkpoint(tmp_path)
+    assert torch.equal(saved.state("trainer")["moment"], states(1)["trainer"]["moment"])
+    assert saved.state("bandit") == {"arms": [1, None]}
+    assert write.seen[0] is not threading.current_thread()
+
+
+def test_the_next_waits_for_the_one_before(tmp_path):
+    order, writer, go = [], CheckpointWriter(beside=True), threading.Event()
+    writer.save(lambda state: (go.wait(30), order.append(state["n"])), {"n": 1})
+    threading.Timer(0.2, go.set).start()
+    writer.save(lambda state: order.append(state["n"]), {"n": 2})
+    writer.collect()
+    assert order == [1, 2]
+
+
+def test_without_a_thread_nothing_is_copied(tmp_path):
+    writer, state, seen = CheckpointWriter(beside=False), states(1), []
+    writer.save(seen.append, state)
+    assert seen[0] is state and not writer._copies.room
+
+
+def test_a_state_too_large_for_the_machine_is_written_at_once(monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_host_bytes", lambda: 100)
+    writer, state, seen = CheckpointWriter(beside=True), {"w": torch.zeros(7)}, []
+    with pytest.warns(UserWarning, match="0.0 GB are more than 25% of this machine's memory"):
+        writer.save(seen.append, state)
+    assert seen[0] is state
+
+
+def test_a_container_s_limit_counts(monkeypatch, tmp_path):
+    limits = [tmp_path / "memory.max", tmp_path / "not there"]
+    monkeypatch.setattr(checkpoint_writer, "LIMITS", limits)
+    limits[0].write_text("max\n")
+    whole = checkpoint_writer._host_bytes()
+    assert whole > 1 << 28
+    limits[0].write_text("1000000\n")
+    assert checkpoint_writer._host_bytes() == 1_000_000
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_one_before(tmp_path, wait):
+    writer = CheckpointWriter(beside=True)
+    writer.save(write_into(tmp_path, 1), states(1))
+    writer.collect()
+    with full_disk(1000):
+        writer.save(write_into(tmp_path, 2), states(2))
+        writer._thread.join()
+    with pytest.raises(UserError, match="step-000002: cannot be written"):
+        writer.collect(wait)
+    assert names(tmp_path) == ["step-000001"]
+    writer.collect()  # told once
+    writer.save(write_into(tmp_path, 3), states(3))
+    writer.collect()
+    assert latest_checkpoint(tmp_path).step == 3
+
+
+def test_the_one_before_that_failed_is_told_by_the_next(tmp_path):
+    writer = CheckpointWriter(beside=True)
+    with full_disk(1000):
+        writer.save(write_into(tmp_path, 1), states(1))
+        writer._thread.join()
+    with pytest.raises(UserError, match="step-000001: cannot be written"):
+        writer.save(write_into(tmp_path, 2), states(2))
+
+
+def test_tied_weights_stay_one_and_room_is_kept():
+    weight, copies = torch.ones(4, 2), HostCopies()
+    state = {"embed": weight, "head": weight.view(4, 2), "part": weight[:2], "none": torch.zeros(0)}
+    first, _ = copies.take(state)
+    assert first["embed"] is first["head"] and first["part"] is not first["embed"]
+    assert first["embed"].data_ptr() != weight.data_ptr()
+    room = {place: x.data_ptr() for place, x in copies.room.items()}
+    weight.fill_(2.0)
+    second, _ = copies.take(state)
+    assert {place: x.data_ptr() for place, x in copies.room.items()} == room
+    assert torch.equal(second["head"], weight) and torch.equal(second["part"], weight[:2])
+    assert copies.num_bytes == 4 * (8 + 4)
+
+
+@gpu
+@needs_gpu
+def test_a_copy_of_a_card_is_in_the_order_of_its_stream():
+    writer, live, seen = CheckpointWriter(beside=True), {"w": torch.zeros(1 << 20).cuda()}, []
+    for step in range(3):
+        torch.cuda._sleep(1_000_000)
+        live["w"].fill_(step)
+        writer.save(lambda state: seen.append(state["w"].clone()), live)
+        assert all(room.is_pinned() for room in writer._copies.room.values())
+        live["w"].fill_(-1.0)
+        writer.collect()
+        assert torch.equal(seen[-1], torch.full((1 << 20,), float(step)))

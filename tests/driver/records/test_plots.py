@@ -1,0 +1,122 @@
+import io
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from driver.common.errors import UserError
+from driver.records import plots
+from driver.records.progress import Progress, step_line
+
+RECORDS = [
+    {"step": step, plots.TRAIN_REWARD: step / 10, plots.ACCEPT_LENGTH: 1 + step / 10}
+    for step in range(1, 9)
+]
+PASSES = [(0.0, 8, "off"), (1.0, 4, "ngram:4,1,5"), (1.5, 2, "learned:8,4,32"), (2.0, 0, "off")]
+TIMES = [
+    {"step": step, "timing_s/gen": 2.0 / step, "timing_s/update_actor": 0.5, "timing_s/step": 3.0}
+    for step in range(1, 9)
+]
+RANKS = {
+    "0": [(0.0, "busy"), (1.0, "training"), (3.0, "update"), (3.5, "busy")],
+    "1": [(0.0, "busy"), (3.0, "update"), (3.5, "busy")],
+}
+
+
+def pixels(path):
+    image = imread(path)[..., :3]
+    assert image.shape == (540, 960, 3)
+    return (image * 255).round().astype(int)
+
+
+def count(image, color):
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return int((abs(image - [red, green, blue]).max(axis=-1) <= 2).sum())
+
+
+@pytest.mark.parametrize(
+    ("draw", "drawn", "nothing"),
+    [
+        (plots.plot_rewards, (RECORDS,), ([],)),
+        (plots.plot_accept_length, (RECORDS,), ([{"step": 0}],)),
+        (plots.plot_step_times, (TIMES,), ([{"step": 0}],)),
+        (plots.plot_lengths, ([3, 5, 40, 64], 64), ([], 64)),
+        (plots.plot_active, (PASSES,), ([],)),
+        (plots.plot_ranks, (RANKS,), ({"0": [(0.0, "busy")]},)),
+    ],
+)
+def test_figures_show_their_data_and_say_when_there_is_none(tmp_path, draw, drawn, nothing):
+    draw(*drawn, tmp_path / "sub" / "data.png")
+    draw(*nothing, tmp_path / "empty.png")
+    data, empty = pixels(tmp_path / "sub" / "data.png"), pixels(tmp_path / "empty.png")
+
+    def colored(image):
+        return int((np.ptp(image, axis=-1) > 30).sum())
+
+    assert colored(empty) == 0
+    assert (empty < 128).any()
+    assert colored(data) > 1000
+
+
+def test_rewards_leave_gaps_for_null_and_absent_values(tmp_path):
+    records = [*RECORDS, {"step": 9, plots.TRAIN_REWARD: None}, {"step": 10}]
+    plots.plot_rewards(records, tmp_path / "gaps.png")
+    plots.plot_rewards(RECORDS, tmp_path / "whole.png")
+    assert (pixels(tmp_path / "gaps.png") == pixels(tmp_path / "whole.png")).all()
+    held_out = [{"step": 0, plots.HELD_OUT: 0.5}, {"step": 5, plots.HELD_OUT: 0.7}]
+    plots.plot_rewards(held_out, tmp_path / "held_out.png")
+    assert count(pixels(tmp_path / "held_out.png"), plots._ORANGE) > 300
+
+
+def test_each_strategy_covers_its_share_of_time_and_requests(tmp_path):
+    plots.plot_active(PASSES, tmp_path / "active.png")
+    image = pixels(tmp_path / "active.png")
+    colors = plots.strategy_colors([text for _, _, text in PASSES])
+    assert list(colors) == ["off", "ngram:4,1,5", "learned:8,4,32"]
+    areas = [count(image[80:], color) for color in colors.values()]  # below the legend's top
+    # 1 s x 8, 0.5 s x 4 and 0.5 s x 2 requests.
+    assert areas[1] / areas[2] == pytest.approx(2, rel=0.2)
+    assert areas[0] > 3 * areas[1]
+
+
+def test_colors_of_strategies_differ():
+    texts = [
+        "off",
+        "ngram:2,1,3",
+        "ngram:4,1,5",
+        "learned:4,1,5",
+        "learned:4,2,8",
+        "learned:8,4,32",
+        "hybrid:4,1,5",
+        "hybrid:4,4,16",
+    ]
+    assert len(set(plots.strategy_colors(texts).values())) == len(texts)
+
+
+def test_histogram_bins_hold_every_length_once():
+    for longest in (1, 7, 60, 61, 512, 6144):
+        bins = plots._bins(longest)
+        assert len(bins) <= 62
+        counts, _ = np.histogram(np.arange(1, longest + 1), bins)
+        assert counts.sum() == longest
+
+
+def test_an_unwritable_place_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="x.png: cannot be written"):
+        plots.plot_rewards(RECORDS, tmp_path / "file" / "x.png")
+
+
+def test_a_step_is_one_line_whatever_its_width():
+    out = io.StringIO()
+    with Progress(steps=2, console=Console(file=out, width=20)) as progress:
+        progress.note("[bold] stays")
+        progress.step(1, dict.fromkeys(RECORDS[0], 0.25) | {"timing_s/step": float("nan")})
+    assert out.getvalue().splitlines() == [
+        "[bold] stays",
+        "step 1  reward 0.250  accept 0.25  s nan",
+    ]
+    assert step_line(4, {}) == "step 4"
+    first = {"timing_s/step": 40.0, "timing_s/load": 1.0, "timing_s/warmup": 36.0}
+    assert step_line(1, first) == "step 1  s 3.0"  # what came before it is not its own

@@ -1,0 +1,576 @@
+"""Bursts of passes over buckets with inert rows, without a GPU: a loop in Python for a graph."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tlt_ext
+from driver.common.errors import UserError
+from driver.config.strategy import OFF, Strategy, parse_strategies
+from driver.rollout.bandit import Bandit, Seen
+from driver.rollout.graphs import PassGraphs
+from driver.rollout.pages import pages_for
+from driver.rollout.plan import BucketPlan, GraphCost
+from tests.driver.hugging_face import random_model
+from tests.driver.rollout.test_engine import (
+    STRATEGIES,
+    Choose,
+    generate,
+    looping_requests,
+    make_rollout,
+    requests,
+    same,
+)
+from tests.kit import same_bits
+
+ARMS = ["off", *STRATEGIES]
+
+
+class Pool:
+    """Stands where `tlt_ext.GraphPool` does."""
+
+    def __init__(self, graphs):
+        self.graphs, self.launches = graphs, 0
+
+    def __contains__(self, name):
+        return True  # none gives way to others
+
+    def launch(self, name):
+        self.launches += 1
+        self.make_passes(name)
+
+    def make_passes(self, name):
+        graphs = self.graphs
+        (cell,) = [c for c in graphs.plan.cells if str(c) == name]
+        rows = graphs.state.rows(cell.batch)
+        graphs.program.run(rows, cell.strategy)
+        while graphs.loop and graphs.state.control[tlt_ext.Control.GO]:
+            graphs.program.run(rows, cell.strategy)
+
+
+class LatePool(Pool):
+    """A device that begins when it is waited for, and sees later what is uploaded meanwhile."""
+
+    def __init__(self, graphs):
+        super().__init__(graphs)
+        self.queued, wait = None, graphs.ring.wait
+
+        def run_and_wait(timeout_s):
+            if self.queued is not None:  # else passes were made op by op
+                self.run()
+            return wait(timeout_s)
+
+        graphs.ring.wait = run_and_wait
+
+    def launch(self, name):
+        assert self.queued is None
+        self.launches += 1
+        batch = self.graphs.state.rows(self.graphs.state.max_batch)
+        self.arrays = [batch.granted, batch.block_table]
+        self.queued = name, [array.clone() for array in self.arrays]
+
+    def run(self):
+        (name, before), self.queued = self.queued, None
+        after = [array.clone() for array in self.arrays]
+        for array, value in zip(self.arrays, before, strict=True):
+            array.copy_(value)
+        self.make_passes(name)
+        for array, value in zip(self.arrays, after, strict=True):
+            array.copy_(value)
+
+
+class Loops(PassGraphs):
+    """Graphs whose passes run op by op, over all rows of their bucket."""
+
+    def __init__(self, engine, plan, loop, pool):
+        self.plan, self.program, self.state, self.ring = (
+            plan, engine.program, engine.state, engine.ring,
+        )  # fmt: skip
+        self.loop, self.failed, self.capture_s, self.step_s = loop, "", 0.0, {}
+        self._tried, self._captured, self._pool = set(), {}, pool(self)
+
+    def _capture(self, cell):
+        self._captured[cell] = cell
+
+
+def looping(policy, *words, loop=True, budget=0, pool=Pool):
+    rollout = make_rollout(policy, f"engine.strategies={' '.join(ARMS)}", *words)
+    rollout.spot.swap()
+    engine = rollout.engine
+    plan = BucketPlan(
+        engine.config.max_batch,
+        engine.config.spec_max_batch,
+        parse_strategies(ARMS),
+        rollout.bandit.config.buckets,
+        engine.model.max_rows,
+        GraphCost(engine.model.spec),
+        budget,
+    )
+    engine.runner.graphs = Loops(engine, plan, loop, pool)
+    return rollout
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return random_model("llama-tied-llama3")
+
+
+@pytest.fixture(scope="module")
+def rollout(policy):
+    return looping(policy)
+
+
+@pytest.fixture(scope="module")
+def plain(policy):
+    return generate(make_rollout(policy), requests())
+
+
+@pytest.mark.parametrize("pool", [Pool, LatePool])
+@pytest.mark.parametrize("loop", [True, False])
+@pytest.mark.parametrize("horizon", [1, 5, 64])
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
+def test_a_burst_emits_what_its_passes_would(policy, plain, strategy, horizon, loop, pool):
+    """Faults 23, 25, 26: twelve requests in a batch of eight, buckets of 1, 2, 4 and 8 rows."""
+    rollout = looping(policy, loop=loop, pool=pool)
+    assert same(generate(rollout, requests(), strategy, horizon=horizon), plain)
+    stats = rollout.engine.stats
+    assert (stats.bursts == stats.target_passes) == (horizon == 1)
+    assert stats.reprefilled_tokens == 0
+
+
+@pytest.mark.parametrize("pool", [Pool, LatePool])
+def test_the_gate_in_mid_rollout(policy, plain, pool):
+    """Fault 34, and 31: what the drafter missed in bursts of plain passes is caught up."""
+    rollout = looping(policy, pool=pool)
+    for seed in range(3):
+        assert same(generate(rollout, requests(), *ARMS, seed=seed, horizon=6), plain)
+        assert rollout.engine.stats.switches > 3
+
+
+class Told(Choose):
+    """Counts what the bandit is told."""
+
+    told = 0
+
+    def record(self, *_):
+        self.told += 1
+
+
+@pytest.mark.parametrize("strategy", ["off", "learned:4,3,12", "hybrid:4,3,12"])
+def test_graphs_stand_aside_and_come_back(policy, plain, strategy):
+    """Op by op: the same tokens in passes that Python makes, of which the bandit hears nothing."""
+    rollout = looping(policy)
+    engine, pool = rollout.engine, rollout.engine.runner.graphs._pool
+    generate(rollout, requests(), strategy, horizon=64)
+    launches = pool.launches
+    with engine.runner.op_by_op():
+        engine.bandit = Told(strategy, horizon=64)
+        assert same(engine.generate(requests(), record=False), plain)
+    assert pool.launches == launches and engine.bandit.told == 0
+    assert engine.stats.bursts == engine.stats.target_passes
+    assert (engine.stats.spec_passes > 0) == (strategy != "off")
+    engine.bandit = Told(strategy, horizon=64)
+    assert same(engine.generate(requests(), record=False), plain)
+    assert engine.stats.bursts < engine.stats.target_passes
+    assert pool.launches > launches and engine.bandit.told == engine.stats.bursts
+
+
+def test_an_engine_without_graphs_goes_on_learning_op_by_op(policy, plain):
+    engine = make_rollout(policy).engine
+    engine.bandit = Told("off")
+    with pytest.raises(RuntimeError), engine.runner.op_by_op():
+        assert same(engine.generate(requests(), record=False), plain)
+        raise RuntimeError
+    assert engine.bandit.told == engine.stats.bursts > 0 and not engine.runner.graphs_aside
+
+
+def drafter_kv(rollout, *menu, jobs=None, on_pass=None, **options):
+    """The drafter's keys and values of each finished request, by request."""
+    engine, runner, found = rollout.engine, rollout.spot.runner, {}
+    size = engine.cache.page_size
+
+    def take(sequence):
+        slots = [sequence.pages[t // size] * size + t % size for t in range(sequence.draft_len)]
+        rows = [cache.flatten(0, 1)[slots] for cache in (runner.k, runner.v)]
+        found[sequence.request.id] = torch.cat(rows, -1)
+
+    engine.bandit, engine.on_pass, engine.on_finish = Choose(*menu, **options), on_pass, take
+    engine.generate(jobs or requests(new=40, stop=()))
+    return found
+
+
+def test_the_drafter_misses_nothing_that_others_emitted(policy, rollout):
+    """Faults 29, 30, 34: its cache is the same bits as if it had drafted in every pass."""
+    always = drafter_kv(looping(policy), "learned:4,3,12")
+    for seed in range(3):
+        mixed = drafter_kv(rollout, *ARMS, seed=seed, horizon=2)
+        shared = {i: min(len(kv), len(always[i])) for i, kv in mixed.items()}
+        assert sum(shared.values()) > 150
+        assert all(same_bits(mixed[i][:n], always[i][:n]) for i, n in shared.items())
+
+
+@pytest.mark.parametrize("others", [(), ("learned:3,1,4",), ("off", "ngram:6,4,16")])
+def test_the_drafter_catches_up_on_chains_longer_than_its_depth(policy, others):
+    """Alone within its passes; an arm that holds fewer entries than a chain has, before them."""
+    jobs = looping_requests()
+    always = drafter_kv(looping(policy), "learned:4,3,12", jobs=jobs)
+    rollout = looping(policy)
+    engine, runner = rollout.engine, rollout.spot.runner
+    got = drafter_kv(rollout, "hybrid:2,1,17", *others, jobs=jobs, horizon=2, seed=1)
+    assert engine.ring.num_emitted.max() > 8  # a chain, followed far
+    assert (runner.late_rows > 0) == bool(others)
+    shared = {i: min(len(kv), len(always[i])) for i, kv in got.items()}
+    assert sum(shared.values()) > 500
+    assert all(same_bits(got[i][:n], always[i][:n]) for i, n in shared.items())
+    assert engine.stats.flagged == 0
+
+
+def test_pages_are_granted_ahead(rollout):
+    """One request alone: the host wakes for the ring's length, not for each page."""
+    generate(rollout, requests(count=1, new=60, stop=()), "off", horizon=64)
+    assert rollout.engine.stats.target_passes == 60
+    assert rollout.engine.stats.bursts == 1
+
+
+@pytest.mark.parametrize("limit", range(24, 40, 3))
+def test_pages_that_run_short_in_mid_burst(policy, rollout, limit):
+    jobs = requests(count=8, new=40, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    assert same(generate(rollout, jobs, *ARMS, seed=limit, page_limit=limit, horizon=64), wanted)
+
+
+def test_an_arm_the_plan_lacks_is_not_chosen(policy, plain):
+    rollout = looping(policy, budget=1 << 20)
+    graphs = rollout.engine.runner.graphs
+    assert {c.strategy for c in graphs.plan.cells} == {OFF}
+    assert same(generate(rollout, requests(), "learned:8,4,32", horizon=64), plain)
+    assert rollout.engine.stats.spec_passes == 0
+
+
+def test_capture_out_of_memory_is_a_warning_and_the_same_tokens(policy, plain, monkeypatch):
+    rollout = looping(policy)
+    graphs = rollout.engine.runner.graphs
+    capture = graphs._capture
+
+    def fail(cell):
+        if len(graphs._captured) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        capture(cell)
+
+    monkeypatch.setattr(graphs, "_capture", fail)
+    with pytest.warns(UserWarning, match=r"x 8 could not be captured \(CUDA out"):
+        assert same(generate(rollout, requests(), *ARMS, horizon=3), plain)
+    assert rollout.engine.stats.spec_passes > 0
+    rollout.engine.forget()
+    assert same(generate(rollout, requests(), "learned:3,1,4", horizon=3), plain)
+    assert rollout.engine.stats.bursts == rollout.engine.stats.target_passes  # op by op
+
+
+def test_the_drafter_s_graphs_come_with_the_drafter(policy):
+    rollout = looping(policy)
+    graphs, runner = rollout.engine.runner.graphs, rollout.spot.runner
+    runner.version, version = 0, runner.version
+    generate(rollout, requests(count=2), *ARMS, horizon=8)
+    assert {c.strategy.kind for c in graphs._captured} == {"off", "ngram"}
+    assert rollout.engine.runner.step_s(2, Strategy.parse("learned:4,3,12")) is None
+    runner.version = version
+    generate(rollout, requests(count=2), *ARMS, horizon=8)
+    assert len(graphs._captured) == len(graphs.plan.cells)
+    assert rollout.bandit.step_s(2, Strategy.parse("learned:4,3,12")) > 0
+
+
+def test_graphs_on_a_cpu_are_refused_where_asked_for(policy):
+    with pytest.raises(UserError, match="engine.graphs=true: CUDA graphs need run.device=cuda"):
+        make_rollout(policy, "engine.graphs=true")
+
+
+def one_by_one(count=8, first=9, apart=3):
+    """Requests that end one after the other."""
+    jobs = requests(count=count, stop=())
+    limits = [first + apart * i for i in range(count)]
+    return [
+        replace(job, params=replace(job.params, max_new_tokens=limit))
+        for job, limit in zip(jobs, limits, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
+def test_several_requests_end_before_the_host_looks(policy, strategy):
+    """Eight requests that end one by one: it wakes where a smaller graph can take over."""
+    jobs = one_by_one()
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy)
+    assert same(generate(rollout, jobs, strategy, horizon=64), wanted)
+    stats = rollout.engine.stats
+    assert stats.bursts == 4  # 8, 4, 2 and 1 rows
+    actives = [active for _, active, _ in stats.trace]
+    assert actives == sorted(actives, reverse=True) and len(set(actives)) > 5
+    assert len(actives) == stats.target_passes
+    request_passes = sum(actives)
+    assert stats.spec_request_passes == (0 if strategy == "off" else request_passes)
+    assert stats.emitted == sum(job.params.max_new_tokens for job in jobs)
+    unlooped = looping(policy, loop=False)
+    assert same(generate(unlooped, jobs, strategy, horizon=64), wanted)
+    assert unlooped.engine.stats.target_passes == stats.target_passes
+    assert unlooped.engine.stats.spec_request_passes == stats.spec_request_passes
+
+
+def test_speculation_starts_as_soon_as_it_may(policy):
+    """Six requests may speculate; plain passes of eight know no graph between eight and four."""
+    rollout = looping(policy, "engine.spec_max_batch=6")
+    generate(rollout, one_by_one(), "learned:4,3,12", horizon=64)
+    trace = rollout.engine.stats.trace
+    assert max(active for _, active, arm in trace if arm != "off") == 6
+    assert min(active for _, active, arm in trace if arm == "off") == 7
+
+
+def test_what_waits_takes_the_first_place(policy):
+    """A request that ends while others wait wakes the host: all eight rows stay in use."""
+    rollout = looping(policy)
+    generate(rollout, one_by_one(12, first=5, apart=4), "off", horizon=64)
+    actives = [active for _, active, _ in rollout.engine.stats.trace]
+    assert actives[: 5 + 4 * 4] == [8] * 21  # until the fifth ends, after which nobody waits
+
+
+# ---- one burst after the other ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def late(policy):
+    return looping(policy, pool=LatePool)
+
+
+def log_of(rollout, monkeypatch):
+    """Names of what the engine does from here on, in their order."""
+    log, engine = [], rollout.engine
+
+    def watch(thing, name):
+        call = getattr(thing, name)
+        monkeypatch.setattr(thing, name, lambda *a, **more: log.append(name) or call(*a, **more))
+
+    watch(engine.runner.graphs._pool, "launch")
+    watch(engine.ring, "collect")
+    watch(engine.ring, "request_stop")
+    watch(engine.state, "fill")
+    return log
+
+
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
+def test_the_next_burst_is_launched_before_the_last_one_is_read(
+    policy, late, strategy, monkeypatch
+):
+    jobs = requests(count=1, new=70, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    late.engine.runner.prepare()
+    log = log_of(late, monkeypatch)
+    assert same(generate(late, jobs, strategy, horizon=5), wanted)
+    bursts = late.engine.stats.bursts
+    assert bursts == -(-late.engine.stats.target_passes // 5)  # pages were there in time
+    assert log == ["fill", "launch", *["launch", "collect"] * (bursts - 1), "collect"]
+
+
+def recorded(rollout, jobs, strategy, monkeypatch, horizon=1, page_limit=None):
+    """Responses; of each request its tokens, their features, and whether passes were under way."""
+    engine, found = rollout.engine, {}
+    pool = getattr(engine.runner.graphs, "_pool", None)
+
+    def take(sequence):
+        rows = engine.cache.features[sequence.pages].flatten(0, 1)[: sequence.context_len]
+        beside = pool is not None and getattr(pool, "queued", None) is not None
+        found[sequence.request.id] = sequence.tokens[:], rows.clone(), beside
+
+    engine.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "on_finish", take)
+        patch.setattr(engine, "page_limit", page_limit)
+        engine.bandit = Choose(strategy, horizon=horizon)
+        return engine.generate(jobs), found
+
+
+def assert_recorded(got, wanted):
+    assert same(got[0], wanted[0]) and got[1].keys() == wanted[1].keys()
+    for request, (tokens, rows, _) in got[1].items():
+        assert tokens == wanted[1][request][0] and same_bits(rows, wanted[1][request][1])
+
+
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
+def test_who_ends_is_seen_to_beside_the_next_burst(policy, late, strategy, monkeypatch):
+    """Rows are filled anew for a smaller graph alone, and features are those of passes op by op."""
+    jobs = one_by_one()
+    wanted = recorded(make_rollout(policy), jobs, strategy, monkeypatch)
+    late.engine.runner.prepare()
+    log = log_of(late, monkeypatch)
+    got = recorded(late, jobs, strategy, monkeypatch, horizon=3)
+    assert_recorded(got, wanted)
+    assert sum(beside for _, _, beside in got[1].values()) == len(jobs) - 1  # all but the last
+    assert log.count("fill") == 4  # 8, 4, 2 and 1 rows
+    assert late.engine.stats.bursts > 8
+
+
+@pytest.mark.parametrize("pool", [Pool, LatePool])
+@pytest.mark.parametrize("limit", [19, 24, 32, 48])
+def test_features_where_pages_are_short(policy, pool, limit, monkeypatch):
+    """Three times as many requests as rows: who ended holds pages that others wait for."""
+    jobs = one_by_one(24, first=3, apart=1)
+    wanted = recorded(make_rollout(policy), jobs, "learned:4,3,12", monkeypatch)
+    rollout = looping(policy, pool=pool)
+    short = {"horizon": 3, "page_limit": limit}
+    assert_recorded(recorded(rollout, jobs, "learned:4,3,12", monkeypatch, **short), wanted)
+
+
+def test_the_last_one_gets_the_pages_at_once(policy, monkeypatch):
+    """Of seventeen pages eight are full when the other request ends, which has the rest."""
+    jobs = one_by_one(2, first=60, apart=-29)
+    wanted = recorded(make_rollout(policy), jobs, "off", monkeypatch)
+    rollout = looping(policy, pool=LatePool)
+    got = recorded(rollout, jobs, "off", monkeypatch, horizon=64, page_limit=17)
+    assert_recorded(got, wanted)
+    assert rollout.engine.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("pool", [Pool, LatePool])
+@pytest.mark.parametrize("limit", [28, 31, 35, 39])
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12"])
+def test_pages_of_who_ended_go_to_the_others(policy, pool, limit, strategy):
+    """With them the inert row loses them, into which its passes would write on."""
+    jobs = one_by_one(first=3, apart=6)
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy, pool=pool)
+    got = generate(rollout, jobs, strategy, page_limit=limit, horizon=3)
+    assert same(got, wanted) and rollout.engine.stats.flagged == 0
+
+
+def test_those_that_wait_are_let_in_some_at_a_time(policy, monkeypatch):
+    """Sixteen rows: the host wakes for two places, which costs less than a wake for each."""
+    words = ["engine.max_batch=16", "engine.spec_max_batch=16", "engine.num_pages=0"]
+    jobs = one_by_one(40, first=6, apart=1)
+    wanted = generate(make_rollout(policy, *words), jobs)
+    rollout = looping(policy, *words, pool=LatePool)
+    rollout.engine.runner.prepare()
+    log = log_of(rollout, monkeypatch)
+    assert same(generate(rollout, jobs, "off", horizon=64), wanted)
+    assert log.count("fill") <= 1 + (40 - 16) / 2 + 5  # then 16, 8, 4, 2 and 1 rows
+    actives = [active for _, active, _ in rollout.engine.stats.trace]
+    assert min(actives[:30]) >= 15
+
+
+def test_a_place_is_taken_by_the_next_burst(policy):
+    """Though fewer ended in this one than the host would wake for."""
+    words = ["engine.max_batch=16", "engine.spec_max_batch=16", "engine.num_pages=0"]
+    rollout = looping(policy, *words, pool=LatePool)
+    generate(rollout, one_by_one(24, first=6, apart=4), "off", horizon=3)
+    actives = "".join("-" if active < 16 else "#" for _, active, _ in rollout.engine.stats.trace)
+    assert 3 <= actives.count("#-") and "#---" not in actives[: 4 * 8]
+
+
+def test_two_bursts_fit_the_ring(policy, monkeypatch):
+    """The longest there are, one of them unread, round and round."""
+    monkeypatch.setattr("driver.rollout.engine.RING_PASSES", 16)
+    jobs = requests(count=2, new=70, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy, pool=LatePool)
+    assert same(generate(rollout, jobs, "off", horizon=64), wanted)
+    assert rollout.engine.stats.bursts == 9
+
+
+class Script(Choose):
+    """One strategy after the other, each for a window of its own."""
+
+    def choose(self, batch, usable):
+        return self.menu[0]
+
+    def record(self, *window):
+        self.windows.append((self.menu[0], *window))
+        if len(self.menu) > 1:
+            self.menu.pop(0)
+
+
+@pytest.mark.parametrize("pool, loop", [(LatePool, True), (LatePool, False), (Pool, False)])
+def test_a_burst_that_is_not_wanted_stops(policy, pool, loop, monkeypatch):
+    """One pass of it was on its way; the bandit does not take it for the next arm's."""
+    jobs = requests(count=1, new=40, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy, pool=pool, loop=loop)
+    engine, bandit = rollout.engine, Script("off", "ngram:6,4,16", "off", horizon=5)
+    engine.runner.prepare()
+    log, engine.bandit, bandit.windows = log_of(rollout, monkeypatch), bandit, []
+    assert same(engine.generate(jobs, record=False), wanted)
+    arms = [arm for _, _, arm in engine.stats.trace]
+    assert arms[:14] == ["off"] * 6 + ["ngram:6,4,16"] * 6 + ["off"] * 2
+    windows = [(str(arm), passes) for arm, _, _, passes, _ in bandit.windows]
+    assert windows[:3] == [("off", 5), ("ngram:6,4,16", 5), ("off", 5)]
+    assert log[: 2 if loop else 6] == ["fill", *["launch"] * (1 if loop else 5)]
+    assert log.index("launch", 2) < log.index("collect") < log.index("request_stop")
+
+
+def test_a_new_drafter_takes_over_between_bursts(policy):
+    """Faults 29, 30: its cache is written anew, and a burst is its drafter's who made it."""
+    strategy = "learned:4,3,12"
+
+    def worse(rollout):
+        runner, state = rollout.spot.runner, rollout.spot.drafter.state_dict()
+        state["midlayer.hidden_norm.weight"] = 0.5 * state["midlayer.hidden_norm.weight"]
+        runner.load(state, runner.version + 1)
+
+    old, new, swapped = (looping(policy, pool=LatePool) for _ in range(3))
+    worse(new)
+    one = requests(count=1, new=40, stop=())
+    before, after = (drafter_kv(rollout, strategy, jobs=one) for rollout in (old, new))
+    swaps = iter([lambda: worse(swapped)])
+    taken = drafter_kv(
+        swapped, strategy, jobs=one, horizon=5, on_pass=lambda *_: next(swaps, lambda: None)()
+    )
+    for i, kv in taken.items():
+        n = min(len(kv), len(after[i]), len(before[i]))
+        assert same_bits(kv[:n], after[i][:n]) and not same_bits(kv[:n], before[i][:n])
+    assert [s.drafter_versions for s in swapped.engine.state.sequences] == [[1, 2]]
+
+
+def test_an_error_of_the_host_leaves_nothing_in_flight(policy, late, monkeypatch):
+    jobs = requests(count=1, new=40, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    with monkeypatch.context() as patch:
+        patch.setattr(late.engine, "_harvest", None)
+        with pytest.raises(TypeError):
+            generate(late, jobs, "off", horizon=5)
+    assert late.engine.runner.graphs._pool.queued is None
+    assert same(generate(late, jobs, "off", horizon=5), wanted)
+
+
+# ---- short pools --------------------------------------------------------------------------------
+
+
+def test_an_arm_without_room_gives_way_to_one_that_has(policy):
+    """The bandit learns of no passes that others made, and waits for no room that never comes."""
+    large, small = Strategy.parse("learned:8,4,32"), Strategy.parse("ngram:4,1,5")
+    jobs = requests(count=4, new=60, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    rollout = looping(policy, pool=LatePool)
+    engine, config = rollout.engine, replace(rollout.bandit.config, epsilon=0.0, window_passes=4)
+    engine.bandit = bandit = Bandit([OFF, large, small], config, spec_max_batch=8)
+    bandit.step_s = lambda batch, arm: 1.0
+    known = {large: 6.0, small: 2.0}  # tokens of a request in a pass
+    bandit._seen |= {(4, arm): Seen(0, 99.0, 99 * accept, 99.0) for arm, accept in known.items()}
+    engine.page_limit = 56  # 4 requests of 60 tokens and 32 rows of each: some 70
+    try:
+        assert same(engine.generate(jobs, record=False), wanted)
+    finally:
+        engine.page_limit = None
+    arms = Counter(arm for _, _, arm in engine.stats.trace)
+    assert arms[str(large)] > 5 and arms[str(small)] > 5
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_pool_that_holds_all_to_their_end_pushes_nobody_out(policy, rollout, count):
+    """Who is accepted less gives back what was granted ahead."""
+    jobs = requests(count=count, new=70, stop=())
+    wanted = generate(make_rollout(policy), jobs)
+    pages = sum(pages_for(len(job.prompt_ids) - 1 + 70, 4) for job in jobs)
+    for strategy in ("hybrid:4,3,12", "hybrid:2,1,17", "learned:8,4,32", "ngram:6,4,16"):
+        for horizon in (1, 5, 64):
+            got = generate(rollout, jobs, strategy, horizon=horizon, page_limit=pages)
+            assert same(got, wanted)
+            assert rollout.engine.stats.preemptions == 0
+            assert rollout.engine.stats.spec_passes > 0

@@ -1,0 +1,126 @@
+"""Kernel launches of a pass where passes are graphs: a layer's, and those that are torch's."""
+
+import collections
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tlt_ext
+from driver.model.drafter import Drafter
+from driver.model.kv_cache import KvCache
+from driver.model.target import RowBatch, TargetModel, layer_launches
+from driver.rollout.draft_runner import DraftRunner
+from driver.rollout.request import Request, SamplingParams
+from profiling.benches.step import SPECS, random_weights
+from tests import kit
+from tests.driver.hugging_face import random_model
+from tests.driver.rollout.test_engine import Choose, make_rollout
+
+# Calls that compute nothing: views, and memory that a graph's pool hands out while it is captured.
+FREE = {"view", "slice", "select", "split", "split_with_sizes", "unbind", "expand", "as_strided",
+        "unsqueeze", "squeeze", "_unsafe_view", "detach", "t", "alias", "empty", "new_empty",
+        "empty_like", "_local_scalar_dense"}  # fmt: skip
+
+
+class TorchCalls(TorchDispatchMode):
+    """Counts the calls that compute something, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.partition(".")[0]
+        self.counts[name] += name not in FREE
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "few_rows", "wanted"),
+    [
+        ("off", 0, {"index_select": 1}),  # the embedding
+        # The roots into the node store, its counts; the last entry's rows, or its hidden state.
+        ("learned:5,3,12", 64, {"index_select": 2, "copy_": 1, "fill_": 1}),
+        ("learned:5,3,12", 0, {"index_select": 3, "copy_": 1, "fill_": 1, "sub": 1}),
+        # The store's lengths on top.
+        (
+            "hybrid:5,3,12",
+            64,
+            {"index_select": 2, "copy_": 1, "fill_": 1, "add": 1, "index_copy_": 1},
+        ),
+    ],
+)
+def test_a_pass_is_made_of_ops(strategy, few_rows, wanted):
+    """Whatever the depth: a level is ops alone, and features are recorded without a copy."""
+    engine = make_rollout(random_model("llama-tied-llama3")).engine
+    for proposer in engine.proposers.values():
+        if isinstance(proposer, DraftRunner):
+            proposer.load(Drafter(proposer.spec).state_dict(), 1)
+            proposer.few_rows = few_rows
+    engine.bandit = Choose(strategy)
+    run, seen = engine.program.run, []
+
+    def counted(batch, chosen):
+        with TorchCalls() as calls:
+            rows = run(batch, chosen)
+        seen.append((str(chosen), +calls.counts))
+        return rows
+
+    engine.program.run = counted
+    engine.generate([Request(0, 0, (1, 2, 3), SamplingParams(max_new_tokens=12))])
+    assert seen[-1] == (strategy, wanted)
+
+
+def step_launches(spec, requests, slots):
+    """Nodes of a captured decode step, one row a request, of tables with room for `slots`."""
+    model = TargetModel(spec, random_weights(spec), device="cuda", max_rows=requests)
+    pages = slots // 16
+    kv = KvCache.allocate(spec, num_pages=requests * pages, page_size=16, device="cuda")
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    batch = RowBatch(
+        row_start=torch.arange(requests + 1, **ints),
+        context_len=torch.full((requests,), 40, **ints),
+        position=torch.full((requests,), 40, **ints),
+        block_table=torch.arange(requests * pages, **ints).view(requests, pages),
+        ancestors=None,
+        status=torch.zeros(requests, **ints),
+    )
+    ids = torch.zeros(requests, **ints)
+    model.forward(ids, batch, kv)  # loads kernels and grows scratch memory
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        model.forward(ids, batch, kv)
+    pool = tlt_ext.GraphPool()
+    pool.add("step", [graph.raw_cuda_graph()], torch.zeros(8, **ints), loop=False)
+    return pool.usage()["step"].nodes
+
+
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+    reason="counted on a card with clusters",
+)
+@pytest.mark.parametrize(
+    ("shape", "requests", "slots", "launches"),
+    [
+        ("smollm2", 1, 1024, 5),
+        ("smollm2", 16, 1024, 6),
+        ("qwen2_7b_4_layers", 1, 1024, 6),
+        ("qwen2_7b_4_layers", 1, 8192, 7),
+        ("qwen2_7b_4_layers", 16, 1024, 9),
+    ],
+)
+def test_launches_of_a_layer(shape, requests, slots, launches):
+    """Five where a request decodes a small model: norm, q, k, v and append; attention; output;
+    norm, gate and up; down.
+
+    Attention is one launch on a card with clusters, for few requests with short tables, and else
+    two. A norm before large weights is one of its own. So is the append of a large model's q, k
+    and v above eight rows, and then the norm before them.
+    """
+    spec = replace(SPECS[shape], vocab_size=256)
+    one, two = (step_launches(replace(spec, num_layers=n), requests, slots) for n in (1, 2))
+    assert two - one == launches <= layer_launches(spec, requests)

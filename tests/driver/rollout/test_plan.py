@@ -1,0 +1,122 @@
+"""Every batch maps to a graph, and nothing is planned without memory for it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from driver.config.strategy import OFF, Strategy
+from driver.model.drafter import DraftSpec
+from driver.rollout.plan import (
+    BucketPlan,
+    Cell,
+    GraphCost,
+    draft_bytes,
+    listed,
+    plain_buckets,
+)
+from profiling.benches.step import SPECS
+
+ARMS = [
+    Strategy.parse(s) for s in ("ngram:4,1,5", "learned:4,2,8", "learned:8,4,32", "hybrid:4,4,16")
+]
+SPEC = SPECS["smollm2"]
+COST = GraphCost(SPEC)
+
+
+def make(max_batch=16, spec=8, buckets=(1, 2, 4, 8, 16), max_rows=10**6, budget=0):
+    return BucketPlan(max_batch, spec, ARMS, buckets, max_rows, COST, budget)
+
+
+@given(max_batch=st.integers(1, 300), spec=st.integers(0, 300), data=st.data())
+def test_every_batch_has_a_bucket_that_holds_it(max_batch, spec, data):
+    plan = make(max_batch, spec)
+    batch = data.draw(st.integers(1, max_batch))
+    cell = plan.find(batch, OFF)
+    assert cell in plan.cells and batch <= cell.batch <= max_batch
+    assert cell.batch < 2 * batch  # rows computed for nobody
+    for arm in ARMS:
+        found = plan.find(batch, arm)
+        assert (found is not None) == (batch <= min(spec, max_batch))
+        assert found is None or (found in plan.cells and batch <= found.batch <= spec)
+
+
+@given(size=st.integers(1, 1000))
+def test_plain_buckets_rise_to_the_largest_batch(size):
+    buckets = plain_buckets(size)
+    assert buckets == sorted(set(buckets)) and buckets[0] == 1 and buckets[-1] == size
+
+
+def test_speculation_s_buckets_are_cut_to_its_largest_batch():
+    plan = make(spec=6)
+    assert [plan.find(n, ARMS[0]).batch for n in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]
+    assert plan.find(7, ARMS[0]) is None
+    assert make(spec=0).find(1, ARMS[0]) is None
+
+
+def test_a_pass_larger_than_the_buffers_is_not_planned():
+    """fault 22: a tree of many nodes for a batch that has no room for it."""
+    plan = make(max_rows=128)
+    assert plan.find(4, ARMS[2]) == Cell(4, ARMS[2])
+    assert plan.find(5, ARMS[2]) is None
+    assert Cell(8, ARMS[2]) not in plan.cells
+    assert plan.dropped == []  # no memory would help
+
+
+def test_no_arm_without_memory():
+    for budget in range(100_000, 4_000_000, 130_000):
+        plan = make(budget=budget)
+        assert plan.predicted_bytes == sum(COST.bytes_of(c) for c in plan.cells)
+        assert plan.predicted_bytes <= budget
+        assert not set(plan.cells) & set(plan.dropped)
+        assert len(plan.cells) + len(plan.dropped) == len(make().cells)
+        if any(c.strategy != OFF for c in plan.cells):
+            assert all(plan.find(n, OFF) for n in range(1, 17))  # plain decoding comes first
+        for cell in plan.dropped:
+            assert plan.find(cell.batch, cell.strategy) != cell
+
+
+def test_cells_in_words():
+    plan = make(spec=2, budget=sum(COST.bytes_of(Cell(n, OFF)) for n in (1, 2, 4, 8, 12, 16)))
+    words = "ngram:4,1,5 x 1, 2; learned:4,2,8 x 1, 2; hybrid:4,4,16 x 1, 2; learned:8,4,32 x 1, 2"
+    assert listed(plan.dropped) == words
+    assert listed([]) == ""
+
+
+def test_drafts_take_arrays_of_their_own_and_share_temporaries():
+    spec = DraftSpec.of(SPEC, draft_vocab=1000)
+    plain, ngram = Cell(8, OFF), Cell(8, ARMS[0])
+    assert draft_bytes([plain, ngram], spec, 2) == 0
+    small, wide = Cell(2, ARMS[1]), Cell(2, Strategy.parse("learned:4,4,16"))
+    features = 2 * 5 * 3 * 576 * 2  # requests x entries x width x bytes
+    row = 2 * (7 * 576 + 2 * 576 + 1536) + 4 * 1000
+    assert draft_bytes([small, plain], spec, 2) == features + 2 * 2 * row
+    assert draft_bytes([small, wide], spec, 2) == features + 2 * 4 * row  # both of depth 4
+    deep = Cell(2, ARMS[2])
+    assert draft_bytes([deep, small], spec, 2) == features * (5 + 9) // 5 + 2 * 4 * row
+
+
+def test_the_largest_is_captured_first():
+    cells = make().cells
+    assert [c.rows for c in cells] == sorted((c.rows for c in cells), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("batch", "strategy", "nodes"),
+    [
+        (1, "off", 188),
+        (160, "off", 188),
+        (161, "off", 218),
+        (576, "off", 218),
+        (577, "off", 278),
+        (1, "ngram:4,1,5", 195),
+        (1, "learned:4,2,8", 229),
+        (1, "hybrid:4,2,8", 233),
+        (13, "learned:4,1,5", 230),  # 65 new entries
+        (65, "learned:4,1,5", 263),  # and levels of as many
+    ],
+)
+def test_the_memory_model_counts_launches(batch, strategy, nodes):
+    """As profiling/README.md counts them, of 30 layers."""
+    cell = Cell(batch, Strategy.parse(strategy))
+    assert COST.nodes(cell) == nodes
+    assert COST.bytes_of(cell) - GraphCost(SPEC, loop=False).bytes_of(cell) == 128 << 10

@@ -1,0 +1,145 @@
+"""Pages are never lost, prefixes are shared, and the youngest gives way."""
+
+import random
+
+import pytest
+
+from driver.common.errors import UserError
+from driver.rollout.pages import PagePool, pages_for
+from driver.rollout.request import Request, SamplingParams
+from driver.rollout.scheduler import Scheduler
+
+
+def request(number, prompt, new=8):
+    return Request(number, number, tuple(prompt), SamplingParams(max_new_tokens=new))
+
+
+def scheduler(pages=64, page_size=4, max_batch=8, max_position=256):
+    return Scheduler(PagePool(pages), page_size, max_batch, max_position)
+
+
+def test_page_pool_counts_holders():
+    pool = PagePool(4)
+    pages = pool.allocate(3)
+    assert pool.allocate(2) is None
+    pool.share(pages[:1])
+    pool.release(pages)
+    assert pool.num_free == 3
+    pool.release(pages[:1])
+    assert pool.num_free == 4
+    with pytest.raises(ValueError, match="is free already"):
+        pool.release(pages[:1])
+    with pytest.raises(ValueError, match="cannot be shared"):
+        pool.share(pages)
+
+
+def test_siblings_share_whole_prompt_pages_and_copy_the_partial_one():
+    made = scheduler()
+    prompt = range(11)  # 10 committed slots: two whole pages of 4 and half a page
+    siblings = made.add([request(i, prompt) for i in range(3)])
+    admission = made.admit()
+    assert len(admission.prefixes) == 1 and len(admission.copies) == 3
+    assert len({tuple(s.pages[:2]) for s in siblings}) == 1
+    assert len({s.pages[2] for s in siblings}) == 3
+    assert all(s.context_len == 10 for s in siblings)
+    made.release_spent()
+    assert made.pool.num_free == 64 - 2 - 3  # the prefix's own partial page is free again
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 8, 9])
+def test_prompts_at_page_boundaries(length):
+    made = scheduler()
+    (sequence,) = made.add([request(0, range(length))])
+    admission = made.admit()
+    made.release_spent()
+    assert sequence.context_len == length - 1
+    assert bool(admission.copies) == ((length - 1) % 4 != 0)
+    assert made.grow(1)
+    sequence.finish = "stop"
+    made.release(made.retire())
+    assert made.pool.num_free == 64
+
+
+def test_growth_is_all_or_nothing():
+    made = scheduler(pages=6, page_size=4)
+    made.add([request(0, range(5)), request(1, range(6))])
+    made.admit()
+    made.release_spent()
+    held = [list(s.pages) for s in made.running]
+    assert not made.grow(100)
+    assert [s.pages for s in made.running] == held
+
+
+def test_what_was_granted_ahead_is_taken_back():
+    """Siblings keep the pages that they share, and what there is room for can be granted."""
+    made = scheduler(pages=12, page_size=4)
+    pair = made.add([request(i, range(10), new=20) for i in range(2)])  # 9 slots: 2 pages and 1
+    made.admit()
+    made.release_spent()
+    shared = pair[0].pages[:2]
+    pair[0].pages += made.pool.allocate(8)  # all that there are
+    assert made.has_room(19) and not made.has_room(20)  # 5 pages of its own for each, not 6
+    assert not made.grow(19)
+    made.take_back(1)
+    assert [s.pages[:2] for s in pair] == [shared, shared]
+    assert [len(s.pages) for s in pair] == [3, 3] and made.pool.num_free == 8
+    assert made.grow(19) and not made.has_room(20)
+
+
+def test_the_youngest_is_preempted_and_recomputed():
+    made = scheduler(pages=12, page_size=4)
+    old, young = made.add([request(0, range(5)), request(1, range(6))])
+    made.admit()
+    made.release_spent()
+    young.tokens += [7, 8, 9]
+    young.context_len += 3
+    assert made.preempt_youngest() is young
+    assert young.context_len == 0 and young.pages == []
+    admission = made.admit()
+    assert admission.recompute == [young]
+    assert len(young.pages) == pages_for(len(young.tokens), 4)
+    assert made.running == [old, young]
+
+
+def test_requests_that_can_never_run_are_refused():
+    made = scheduler(pages=4, page_size=4, max_position=64)
+    with pytest.raises(UserError, match="prompt of 64 tokens does not fit the context of 64"):
+        made.add([request(0, range(64))])
+    with pytest.raises(UserError, match="exceed the context of 64; at most 4 new tokens fit"):
+        made.add([request(0, range(60))])
+    with pytest.raises(UserError, match="engine.num_pages=4: one request of 18 tokens needs 6"):
+        made.add([request(0, range(10))])
+    with pytest.raises(UserError, match="prompt is empty"):
+        made.add([request(0, [])])
+
+
+def test_no_page_is_lost_under_random_load():
+    for seed in range(20):
+        rng = random.Random(seed)
+        made = scheduler(pages=rng.randint(14, 40), page_size=4, max_batch=5)
+        prompts = [range(rng.randint(1, 20)) for _ in range(4)]
+        made.add([request(i, rng.choice(prompts), new=rng.randint(1, 20)) for i in range(25)])
+        passes = 0
+        while made.unfinished:
+            admission = made.admit()
+            for sequence in admission.recompute:
+                sequence.context_len = len(sequence.tokens) - 1
+            made.release_spent()
+            assert made.running
+            while not made.grow(rng.choice([1, 6])):
+                made.take_back(1)
+                if len(made.running) > 1:
+                    made.preempt_youngest()
+                elif not made.evict_prefixes() and made.grow(1):
+                    break
+            for sequence in made.running:
+                held = len(sequence.pages) * 4
+                assert sequence.context_len + 1 <= held
+                sequence.tokens.append(1)
+                sequence.context_len += 1
+                if sequence.remaining == 0:
+                    sequence.finish = "length"
+            made.release(made.retire())
+            passes += 1
+            assert passes < 2000
+        assert made.pool.num_free == made.pool.num_pages

@@ -1,0 +1,138 @@
+"""What the host does while the device makes passes: rewards, and prompts of the next step."""
+
+import pytest
+
+from driver.common.errors import UserError
+from driver.config.load import load_config
+from driver.config.strategy import OFF
+from driver.rollout.graphs import nothing
+from driver.rollout.plan import BucketPlan, GraphCost
+from driver.run.run import Run
+from tests.driver.rollout.test_bursts import LatePool, Loops
+from tests.driver.run.test_run import WORDS
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts runs of two steps of the tiny model whose every response has a reward of its own."""
+    runs = []
+
+    def make(*words):
+        root = [f"run.root={tmp_path}", f"run.name=run-{len(runs)}", "run.steps=2"]
+        config = load_config([*WORDS, "warmup.steps=0", *root, *words])
+        run = Run.start(config, lambda line: None)
+        runs.append(run)
+        run.drawn = []
+        prompt = run.task.prompt
+
+        def draw(split, index):
+            run.drawn.append(index)
+            return prompt(split, index)
+
+        monkeypatch.setattr(run.task, "prompt", draw)
+        monkeypatch.setattr(
+            run.task, "reward", lambda p, text: sum(map(ord, text)) + int(p.id.split("/")[-1]) / 64
+        )
+        return run
+
+    yield make
+    for run in runs:
+        run.close(whole=True)
+
+
+def with_device(run):
+    """Passes are made by a device that the host has work beside."""
+    engine = run.rollout.engine
+    buckets, cost = run.rollout.bandit.config.buckets, GraphCost(engine.model.spec)
+    rows = engine.model.max_rows
+    plan = BucketPlan(engine.config.max_batch, engine.config.max_batch, [OFF], buckets, rows, cost)
+    engine.runner.graphs = Loops(engine, plan, True, LatePool)
+    return run
+
+
+def test_work_beside_passes_changes_nothing(start):
+    """Every response is scored in its place, every prompt is drawn once and in its turn."""
+    words = "engine.strategies=off"
+    alone, beside = start(words), with_device(start(words))
+    per_step = beside.config.grpo.prompts_per_step
+    for step in range(2):
+        wanted, got = (run.collector.gather(step) for run in (alone, beside))
+        assert got == wanted
+        assert len(set(got.rewards)) > len(got.rewards) / 2
+        # Those that ended with the last burst are left.
+        assert 0 < len(beside.collector._submitted) < len(got.rewards)
+        assert not alone.collector._submitted
+        assert alone.drawn == list(range((1 + step) * per_step))
+        assert beside.drawn == list(range(2 * per_step))
+        assert len(beside.collector._ahead) == (1 - step) * per_step
+
+
+def test_no_graph_makes_the_passes_of_a_captured_step(start):
+    """The op's calls are saved from passes launched op by op; the next step's are graphs again."""
+    words = ("engine.strategies=off", "run.steps=3")
+    plain = with_device(start(*words))
+    captured = with_device(start(*words, "capture.op=tree_attention", "capture.step=2"))
+    pools = [run.rollout.engine.runner.graphs._pool for run in (plain, captured)]
+    folder = captured.folder.path / "captures"
+    for step in range(3):
+        before = [pool.launches for pool in pools]
+        wanted, got = (run.collector.gather(step) for run in (plain, captured))
+        assert got == wanted
+        launched, rest = (p.launches - b for p, b in zip(pools, before, strict=True))
+        assert launched > 0 and rest == (0 if step == 1 else launched)
+        assert folder.exists() == (step > 0)
+    names = [path.name for path in folder.iterdir()]
+    assert 1 < len(names) <= 8
+    assert all(name.startswith("tree_attention-000002-") for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:dynamic sampling")
+def test_groups_that_are_replaced_take_the_prompts_drawn_ahead(start, monkeypatch):
+    """Dynamic sampling: those of the next step are the next ones, and its own are drawn behind."""
+    words = ("engine.strategies=off", "grpo.max_refills=1", "run.steps=3")
+    alone, beside = start(*words), with_device(start(*words))
+    per_step = beside.config.grpo.prompts_per_step
+    for run in (alone, beside):  # every other group has equal rewards
+        reward = run.task.reward
+        monkeypatch.setattr(
+            run.task,
+            "reward",
+            lambda p, text, reward=reward: reward(p, text) * (int(p.id.split("/")[-1]) % 2),
+        )
+    for step in range(2):
+        wanted, got = (run.collector.gather(step) for run in (alone, beside))
+        assert got == wanted and got.refills == 1 and len(got.prompts) > per_step
+        drawn = beside.collector.prompts_drawn
+        assert alone.drawn == list(range(drawn))
+        assert beside.drawn == list(range(drawn + len(beside.collector._ahead)))
+        # The second step is not the last: it has drawn ahead again, from where it ended.
+        assert list(beside.collector._ahead) == list(range(drawn, drawn + per_step))
+
+
+def test_workers_get_each_response_once_it_has_ended(start):
+    alone = start("engine.strategies=off")
+    beside = with_device(start("engine.strategies=off", "reward.workers=1"))
+    jobs = []
+    for run in (alone, beside):
+        workers, mine = run.collector.workers, []
+        workers.submit = lambda *job, mine=mine: mine.append(job)
+        workers.collect = lambda count: [0.0] * count
+        run.collector.gather(0)
+        jobs.append(sorted(mine, key=lambda job: job[0]))
+    assert jobs[0] == jobs[1] and len(jobs[0]) == len(beside.collector._submitted)
+
+
+def test_a_reward_that_fails_beside_passes_names_its_sample(start, monkeypatch):
+    run = with_device(start("engine.strategies=off"))
+    engine, each = run.rollout.engine, run.config.grpo.samples_per_prompt
+    on_finish = engine.on_finish
+
+    def fails(prompt, text):
+        raise ValueError("no such unit")
+
+    with monkeypatch.context() as planted, pytest.raises(UserError, match="ValueError: no such"):
+        planted.setattr(run.task, "reward", fails)
+        run.collector.gather(0)
+    assert engine.on_finish == on_finish and engine.aside is nothing
+    step = run.collector.gather(1)  # nothing is left in flight
+    assert len(step.rewards) == each * run.config.grpo.prompts_per_step

@@ -1,0 +1,184 @@
+"""`--dry-run`: what it says, that it refuses, and that it makes nothing."""
+
+import json
+
+import pytest
+
+from driver.common.errors import UserError
+from driver.config.load import load_config
+from driver.run import dry_run, run
+from driver.run.footprint import empty_policy
+from driver.train import main
+from tests.driver.hugging_face import save_model
+
+# Qwen2.5-7B by its published configuration.
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def seven_b(tmp_path):
+    """A folder with nothing but a shape."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return f"model.path={tmp_path}"
+
+
+def test_the_command_reports_and_makes_no_run(tmp_path, capsys):
+    main(["--dry-run", f"run.root={tmp_path}", "memory_gb=4"])
+    text = capsys.readouterr().out
+    for part in ("policy", "Adam", "KV pages", "data buffer", "logits chunk", "update_actor"):
+        assert part in text
+    assert "with grpo.checkpointing=true: peak" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
+    lines = []
+    words = ["preset=h100", seven_b, "memory_gb=80"]
+    wanted = r"wanted \d{3}\.\d\d GB in 'update, layers', got 80\.00.* largest part is activations"
+    with pytest.raises(UserError, match=wanted):
+        dry_run.dry_run(words, lines.append)
+    assert lines[0] == "Qwen2ForCausalLM, 7615.6 M parameters, bfloat16"
+    assert "    float32 masters          30.462" in lines
+    dry_run.dry_run([*words[:2], "memory_gb=620"], lines.append)
+    dry_run.dry_run([*words[:2], "memory_gb=540", "ranks=8", "grpo.shard=true"], lines.append)
+    assert "    float32 masters           3.808" in lines
+
+
+def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "use_device", lambda device: None)
+    monkeypatch.setattr(dry_run, "memory_gb", lambda device: 0.25)
+    words, refusals = ["run.device=cuda", "model.dtype=bfloat16", f"run.root={tmp_path}"], []
+    for start in (lambda: dry_run.dry_run(words, lambda line: None), lambda: main(words)):
+        with pytest.raises(UserError, match=r"wanted .* GB in .*, got 0\.25 GB:") as refusal:
+            start()
+        refusals.append(str(refusal.value))
+    assert refusals[0] == refusals[1]
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(dry_run, "memory_gb", lambda device: 80.0)
+    dry_run.check_run(load_config(words), None)
+    monkeypatch.setattr(dry_run, "memory_gb", lambda device: 0.25)
+    words += ["run.check_memory=false"]
+    dry_run.check_run(load_config(words), None)
+    with pytest.raises(UserError, match=r"exceed the context of 1024"):
+        dry_run.check_run(load_config([*words, "sampling.max_new_tokens=1020"]), None)
+
+
+def test_checkpointing_and_less_to_hold_make_it_smaller(seven_b):
+    def peak(*words):
+        config = load_config(["preset=h100", seven_b, *words])
+        policy = empty_policy(config, dry_run.shape_folder(config))
+        return dry_run.footprint(config, policy, 256).peak
+
+    whole = peak()
+    for word in (
+        "grpo.checkpointing=true",
+        "engine.num_pages=4096",
+        "grpo.micro_batch_tokens=8192",
+        "spot.buffer_tokens=8192",
+        "drafter.enabled=false engine.strategies=off",
+    ):
+        assert peak(*word.split(" ")) < whole
+    assert peak("grpo.kl_coef=0.1") > whole
+
+
+def test_a_whole_checkpoint_is_measured_by_its_own_tokenizer(tmp_path):
+    save_model(tmp_path, "qwen3")
+    config = load_config([f"model.path={tmp_path}"])
+    assert dry_run.prompt_tokens(config, tmp_path) == dry_run.PROMPT_TOKENS  # it has none
+    assert dry_run.prompt_tokens(load_config([]), None) < 20
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["memory_gb=much"], "memory_gb: wanted float, got 'much'"),
+        (["mean_tokens=-5"], "mean_tokens: wanted a number from 0 on, got -5"),
+        (["mean_tokens=9999"], "mean_tokens: wanted at most sampling.max_new_tokens=192"),
+        (["prompt_tokens=-5"], "prompt_tokens: wanted a number from 0 on"),
+        (["memory_gb=.inf"], "memory_gb: wanted a number from 0 on, got inf"),
+        (["run.stepps=1"], "run.stepps: unknown key"),
+        (["sampling.max_new_tokens=5000"], "exceed the context of 1024"),
+    ],
+)
+def test_mistakes(words, message):
+    with pytest.raises(UserError, match=message):
+        dry_run.dry_run(words, lambda line: None)
+
+
+@pytest.mark.parametrize("text", ["x", "{}", '{"architectures": ["GPT2LMHeadModel"]}'])
+def test_a_damaged_or_foreign_shape_is_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="config.json|architecture"):
+        dry_run.dry_run([f"model.path={tmp_path}"], lambda line: None)
+
+
+def test_seconds_follow_bytes_and_flops():
+    config = load_config(["engine.max_batch=256"])
+    policy = empty_policy(config, None)
+    numbers = sum(p.numel() for p in policy.parameters())
+    slow = dry_run.Ceilings(1e9, 1e12, 0.0, "")
+    seconds = dry_run.step_seconds(config, policy, 10, 48, slow)
+    # A step's policy is read and written once.
+    assert seconds["update_weights"] == pytest.approx(2 * 4 * numbers / 1e9, rel=1e-3)
+    tokens = 256 * 58
+    attention = 4 * 3 * 4 * 64 * 58 / 2
+    once = tokens * (2 * numbers + attention) / 1e12
+    for words, passes in [([], 0), (["grpo.epochs=2"], 1), (["grpo.kl_coef=0.1"], 1)]:
+        words = load_config(["engine.max_batch=256", *words])
+        before = dry_run.step_seconds(words, policy, 10, 48, slow)["old_log_prob"]
+        assert before == pytest.approx(passes * once)
+    twice = dry_run.step_seconds(config, policy, 10, 48, dry_run.Ceilings(5e8, 5e11, 0.0, ""))
+    assert sum(twice.values()) == pytest.approx(2 * sum(seconds.values()))
+    # The tail: as many passes as the longest response has tokens, each reads the weights.
+    assert seconds["gen"] > max(dry_run.tail_lengths(256, 48, 192)) * 4 * numbers / 1e9
+
+
+def test_a_small_model_is_bound_by_its_launches():
+    config = load_config([])
+    policy = empty_policy(config, None)
+    limits = dry_run.Ceilings(1e15, 1e18, 1e-3, "")
+    passes = max(dry_run.tail_lengths(256, 48, 192)) * 2  # 256 responses, 128 at once
+    seconds = dry_run.step_seconds(config, policy, 10, 48, limits)["gen"]
+    assert 0.4 * passes < seconds / (1e-3 * (6 * 3 + 7)) <= passes
+
+
+def test_ceilings_are_those_of_results(monkeypatch, tmp_path):
+    config = load_config(["run.device=cuda"])
+    monkeypatch.setattr(dry_run, "RESULTS", tmp_path)
+    monkeypatch.setattr(dry_run.torch.cuda, "is_available", lambda: False)
+    assert dry_run.ceilings(config) == dry_run.STATED["cuda"]
+    folder = tmp_path / "card"
+    folder.mkdir()
+    layers = {"meta": {"card": "X", "copy_gb_per_s": 1234.5}, "rows": []}
+    rows = [{"case": f"loop of {n} kernels b1", "median_us": 10.0 + 2 * n} for n in (30, 300)]
+    (folder / "layers.json").write_text(json.dumps(layers))
+    (folder / "loop.json").write_text(json.dumps({"meta": {"card": "X"}, "rows": rows}))
+    got = dry_run.ceilings(config)
+    assert (got.bytes_per_s, got.launch_s) == (1234.5e9, pytest.approx(2e-6))
+    assert got.source.startswith("measured: copy of 1234 GB/s, 2.00 us a kernel; else stated")
+
+
+def test_lengths_have_the_mean_that_was_asked_for_and_a_tail():
+    lengths = dry_run.tail_lengths(256, 100, 10_000)
+    assert sum(lengths) / 256 == pytest.approx(100, rel=0.05)
+    assert max(lengths) > 6 * sorted(lengths)[128]
+    assert max(dry_run.tail_lengths(256, 100, 300)) == 300
+
+
+def test_requests_beyond_the_batch_wait():
+    small, large = load_config(["engine.max_batch=8"]), load_config(["engine.max_batch=256"])
+    policy = empty_policy(small, None)
+    limits = dry_run.Ceilings(1e9, 1e15, 0.0, "")
+    few, all_ = (dry_run.step_seconds(c, policy, 10, 48, limits)["gen"] for c in (small, large))
+    assert few > 3 * all_

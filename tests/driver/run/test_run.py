@@ -1,0 +1,372 @@
+"""The whole loop on a very small model: it runs, resumes to the same tokens, leaves records."""
+
+import json
+import operator
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from driver.common.errors import UserError
+from driver.common.storage import storage_errors
+from driver.config.load import load_config
+from driver.drafter import checkpoint as draft_checkpoint
+from driver.drafter.trainer import SpotTrainer
+from driver.records.folder import RunFolder, read_jsonl
+from driver.records.phases import PHASES
+from driver.records.progress import Progress
+from driver.rollout.draft_runner import DraftRunner
+from driver.run import run as run_module
+from driver.run.collector import Collector
+from driver.run.run import Run
+from driver.run.summary import summary_lines
+from driver.train import train
+
+REWARDS = Collector.rewards
+WORDS = [
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.head_dim=16",
+    "model.intermediate_size=64",
+    "warmup.steps=12",
+    "warmup.batch=16",
+    "run.eval_prompts=4",
+    "run.eval_every=2",
+    "run.checkpoint_every=2",
+    "grpo.prompts_per_step=3",
+    "grpo.samples_per_prompt=4",
+    "grpo.lr=3e-3",
+    "sampling.max_new_tokens=24",
+    "engine.strategies=off ngram:4,1,5 learned:4,2,8",
+    "engine.page_size=8",
+    "spot.tokens_per_step=64",
+    "spot.final_steps=2",
+]
+LEARNED = ["bandit.policy=static", "bandit.static=learned:4,2,8"]  # once there is a drafter
+KILL = """
+import os, signal, sys
+from driver.run import collector
+from driver.run import run
+from driver.train import main
+from tests.driver.run.test_run import share_of_ones
+
+collector.Collector.rewards = share_of_ones
+if sys.argv.pop(1) == "beside":
+    run.CheckpointWriter = lambda beside, kind=run.CheckpointWriter: kind(beside=True)
+
+whole = run.Run.checkpoint
+def checkpoint(self):
+    if self.step == 4:  # in the middle of the second checkpoint, policy written, states not
+        save = self.policy.save_pretrained
+        kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        self.policy.save_pretrained = lambda *a, **k: (save(*a, **k), kill())
+    whole(self)
+run.Run.checkpoint = checkpoint
+main(sys.argv[1:])
+"""
+
+
+def share_of_ones(self, prompts, responses, submitted=False):
+    """Rewards that differ within every group: a model this small gets no sum right, and without a
+    gradient a run that restores nothing looks like one that restores all."""
+    texts = [self.text(response) for response in responses]
+    return [text.count("1") / (1 + len(text)) for text in texts]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mixed_rewards():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collector, "rewards", share_of_ones)
+        yield
+
+
+def run(root: Path, name: str, *words: str):
+    config = load_config([*WORDS, f"run.root={root}", f"run.name={name}", *words])
+    return train(config, Progress(config.run.steps))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("runs"), "whole", "run.steps=5")
+
+
+def history(folder: Path):
+    """Per step: reward, lengths and held-out accuracy; and every sample text."""
+    keys = ["critic/rewards/mean", "response_length/mean", "response_length/max", "eval/accuracy"]
+    records = read_jsonl(folder / "metrics.jsonl")
+    steps = [[r["step"], *(r.get(key) for key in keys)] for r in records]
+    lengths = [[r["step"], r["lengths"]] for r in read_jsonl(folder / "rollouts.jsonl")]
+    return steps, lengths, read_jsonl(folder / "samples.jsonl")
+
+
+def rolled_out(folder: Path):
+    """Per step: reward, lengths of all responses, text and reward of some."""
+    steps, lengths, samples = history(folder)
+    told = defaultdict(list)
+    for sample in samples:
+        told[sample["step"]].append(sample)
+    rewards = {step: reward for step, reward, *_ in steps}
+    return [[step, rewards[step], some, told[step]] for step, some in lengths]
+
+
+def test_a_run_leaves_its_records(unbroken):
+    folder = unbroken.folder.path
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 5
+    assert summary["tokens"] > 0 and summary["target_passes"] > 0
+    assert summary["drafter_version"] > 0
+    assert summary["reprefilled_tokens"] == 0
+    assert summary["peak_memory_gb"] > 0.05
+    assert summary["wall_s"]["unaccounted_share"] < 0.03
+    assert set(summary["heldout_accuracy"]) == {"before", "after"}
+    for step in read_jsonl(folder / "metrics.jsonl")[1:]:
+        assert step["actor/grad_norm"] > 0 and step["frac_reward_zero_std"] < 0.5
+    timeline = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    names = {(event["cat"], event["name"]) for event in timeline if event["ph"] == "X"}
+    for phase in ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "step 5"):
+        assert ("train", phase) in names
+    assert names >= {("rollout", step) for step in ("prefill", "draft", "verify")}
+    assert ("drafter", "micro_step") in names
+    rollouts = read_jsonl(folder / "rollouts.jsonl")
+    assert [r["step"] for r in rollouts] == [1, 2, 3, 4, 5]
+    assert all(len(r["lengths"]) == 12 and r["active"][-1][1] == 0 for r in rollouts)
+    step_s = summary["step_s"]
+    assert summary["tokens_per_s"] > 0 and step_s["unaccounted"] < 0.1 * step_s["step"]
+    assert sum(step_s[name] for name in PHASES) == pytest.approx(step_s["step"], rel=0.3)
+    table = "\n".join(summary_lines(unbroken))
+    for part in ("gen", "update_actor", "warmup", "unaccounted", "together"):
+        assert re.search(rf"^  {part} +[-\d.]+ +\d+\.\d", table, flags=re.M), part
+    for name in ("reward", "accept_length", "lengths", "active", "step_times"):
+        assert (folder / "plots" / f"{name}.png").stat().st_size > 5000
+    record = read_jsonl(folder / "metrics.jsonl")[-1]
+    for key in (
+        "critic/rewards/mean",
+        "response_length/clip_ratio",
+        "actor/pg_loss",
+        "actor/entropy",
+        "timing_s/gen",
+        "timing_s/update_weights",
+        "timing_s/step",
+        "perf/throughput",
+        "sampling/sampling_logp_difference/mean",
+        "frac_reward_zero_std",
+        "spec/target_passes",
+        "drafter/version",
+        "eval/accuracy",  # the last step is evaluated, due or not
+    ):
+        assert key in record, key
+
+
+def test_a_finished_run_resumed_keeps_its_figures(unbroken):
+    folder = unbroken.folder.path
+    figures = {path.name: path.read_bytes() for path in (folder / "plots").iterdir()}
+    before = history(folder)
+    run(folder.parent, "whole", "run.steps=5", "run.resume=true")
+    assert history(folder) == before
+    for name in ("lengths.png", "active.png"):
+        assert (folder / "plots" / name).read_bytes() == figures[name]
+
+
+def test_rollout_and_trainer_agree_on_log_probs(unbroken):
+    for record in read_jsonl(unbroken.folder.path / "metrics.jsonl")[1:]:
+        assert record["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+def test_strategies_change_no_reward(unbroken, tmp_path):
+    """The full system against plain decoding, step by step."""
+    plain = run(tmp_path, "off", "run.steps=5", "engine.strategies=off", "drafter.enabled=false")
+    assert history(plain.folder.path) == history(unbroken.folder.path)
+
+
+def test_a_run_that_starts_over_leaves_no_older_drafter(tmp_path):
+    words = ["run.steps=0", "run.eval_prompts=0", "spot.checkpoint_every=1"]
+    folder = run(tmp_path, "run", *words).folder.path
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "drafter").mkdir(exist_ok=True)
+    (folder / "drafter" / "step-00009999.pt").write_bytes(b"of a start that got to no checkpoint")
+    run(tmp_path, "run", *words, "run.resume=true")
+    assert not list((folder / "drafter").iterdir())
+
+
+@pytest.mark.parametrize("part", ["folder", "rollout.spot", "collector.workers"])
+def test_what_stopped_a_run_is_told_whatever_fails_behind_it(tmp_path, monkeypatch, part):
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    def stopped(self):
+        monkeypatch.setattr(type(operator.attrgetter(part)(self)), "close", full)
+        raise UserError("the task has no more prompts")
+
+    monkeypatch.setattr(Run, "evaluate", stopped)
+    with (
+        pytest.raises(UserError, match="the task has no more prompts"),
+        pytest.warns(UserWarning, match="ending the run failed too .*No space left on device"),
+    ):
+        run(tmp_path, "stopped", "warmup.steps=0")
+    assert not (tmp_path / "stopped").exists()
+
+
+@pytest.mark.parametrize("writer", ["at-once", "beside"])
+def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path, writer):
+    words = [writer, *WORDS, f"run.root={tmp_path}", "run.name=killed", "run.steps=5"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILL, *words], cwd=Path(__file__).parents[3], capture_output=True
+    )
+    assert killed.returncode == -9
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    assert (checkpoints / "step-000002").exists() and not (checkpoints / "step-000004").exists()
+    resumed = run(tmp_path, "killed", "run.steps=5", "run.resume=true")
+    assert history(resumed.folder.path) == history(unbroken.folder.path)
+    assert resumed.tokens == unbroken.tokens
+
+
+@pytest.fixture
+def written_beside(monkeypatch):
+    """Runs whose checkpoints are written as on a card."""
+    kind = run_module.CheckpointWriter
+    monkeypatch.setattr(run_module, "CheckpointWriter", lambda beside: kind(beside=True))
+
+
+def test_a_checkpoint_written_beside_is_the_one_written_at_once(unbroken, written_beside, tmp_path):
+    """Steps go on while they are written; the last is on the disk when the run ends."""
+    beside = run(tmp_path, "beside", "run.steps=5")
+    assert beside.writer.beside and beside.writer._thread is None
+    assert history(beside.folder.path) == history(unbroken.folder.path)
+    whole, other = (r.folder.path / "checkpoints" for r in (unbroken, beside))
+    assert [p.name for p in sorted(whole.iterdir())] == [p.name for p in sorted(other.iterdir())]
+    for step in whole.iterdir():
+        files = [p.relative_to(step) for p in step.rglob("*") if p.is_file()]
+        assert sorted(files) == sorted(
+            p.relative_to(other / step.name) for p in (other / step.name).rglob("*") if p.is_file()
+        )
+        for name in ("model.safetensors", "config.json", "tokenizer.json", "state/trainer.pt"):
+            assert (step / name).read_bytes() == (other / step.name / name).read_bytes(), name
+
+
+def test_a_disk_that_is_full_ends_a_run_that_does_not_wait_for_it(
+    written_beside, tmp_path, monkeypatch
+):
+    def full(self, step, *args):
+        with storage_errors(self.path / f"step-{step}"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", full)
+    with pytest.raises(UserError, match="step-2: cannot be written .No space left on device"):
+        run(tmp_path, "full", "run.steps=5")
+
+
+def test_overlapped_training_changes_no_token(unbroken, tmp_path):
+    other = run(tmp_path, "overlapped", "run.steps=5", "spot.mode=overlapped")
+    assert history(other.folder.path) == history(unbroken.folder.path)
+
+
+def drafts_and_weights_of_nan(patch, root):
+    load, step = DraftRunner.load, SpotTrainer.micro_step
+
+    def broken_load(self, state, version):
+        load(self, state, version)
+        for tensor in self.weights.values():
+            tensor.fill_(float("nan"))
+
+    def broken_step(self, *args):
+        if self.runner.version:  # weights that are not finite would not have been swapped in
+            self.drafter.fc.weight.data.fill_(float("nan"))
+        return step(self, *args)
+
+    patch.setattr(DraftRunner, "load", broken_load)
+    patch.setattr(SpotTrainer, "micro_step", broken_step)
+    return []
+
+
+def a_killed_thread(patch, root):
+    step, killed = SpotTrainer.micro_step, []
+
+    def once(self, *args):
+        if self.thread.here and not killed:
+            killed.append(True)
+            raise SystemExit("killed")
+        return step(self, *args)
+
+    patch.setattr(SpotTrainer, "micro_step", once)
+    return ["spot.mode=overlapped"]
+
+
+def a_full_buffer(patch, root):
+    return ["spot.buffer_tokens=64"]
+
+
+def a_full_disk(patch, root):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    patch.setattr(draft_checkpoint, "os", SimpleNamespace(fsync=full))  # of the drafter's alone
+    return ["spot.checkpoint_every=1"]
+
+
+def a_half_written_checkpoint(patch, root):
+    words = ["spot.checkpoint_every=1"]
+    folder = run(root, "fault", "run.steps=1", *LEARNED, *words).folder.path / "drafter"
+    newest = max(folder.glob("step-*.pt"))
+    newest.write_bytes(newest.read_bytes()[:100])
+    return [*words, "run.resume=true"]
+
+
+FAULTS = {
+    drafts_and_weights_of_nan: "gradient is not finite: step skipped",
+    a_killed_thread: "micro-step failed .SystemExit: killed.; training of the drafter paused",
+    a_full_buffer: "its buffer of 64 tokens .* is full",
+    a_full_disk: "drafter checkpoint not written .*No space left on device",
+    a_half_written_checkpoint: "step-.*cannot be read .*the one before is taken",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_the_drafter_is_a_warning_and_changes_no_token(
+    unbroken, tmp_path, monkeypatch, fault
+):
+    words = fault(monkeypatch, tmp_path)
+    with pytest.warns(UserWarning, match=FAULTS[fault]):
+        faulty = run(tmp_path, "fault", "run.steps=2", *LEARNED, *words)
+    assert rolled_out(faulty.folder.path) == rolled_out(unbroken.folder.path)[:2]
+    spot = faulty.rollout.spot
+    assert spot.steps > 0 and spot.runner.version > 0
+    assert faulty.collector.stats.spec_passes > 0  # of the last step, with that drafter
+
+
+def test_reward_workers_change_no_reward(unbroken, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collector, "rewards", REWARDS)
+        here = run(tmp_path, "here", "run.steps=2")
+        beside = run(tmp_path, "beside", "run.steps=2", "reward.workers=2")
+    assert history(here.folder.path) == history(beside.folder.path)
+    assert beside.collector.workers._workers == []  # closed with the run
+
+
+def test_dynamic_sampling_replaces_equal_groups_and_resumes(tmp_path):
+    """Groups of the first prompt of each draw are made equal; they are drawn again and not learned
+    from, and the next step goes on behind all the prompts that were drawn."""
+
+    def often_equal(self, prompts, responses, submitted=False):
+        rewards = share_of_ones(self, prompts, responses)
+        return [r * (p != prompts[0]) for p, r in zip(prompts, rewards, strict=True)]
+
+    words = ["grpo.max_refills=2", "grpo.advantage=dapo", "grpo.clip_high=0.28"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collector, "rewards", often_equal)
+        with pytest.warns(UserWarning, match="only 2 of 3 groups have mixed rewards"):
+            whole = run(tmp_path, "whole", "run.steps=3", *words)
+            run(tmp_path, "broken", "run.steps=2", *words)
+            resumed = run(tmp_path, "broken", "run.steps=3", "run.resume=true", *words)
+    assert whole.collector.prompts_drawn == resumed.collector.prompts_drawn == 3 * (3 + 1 + 1)
+    assert history(whole.folder.path)[0] == history(resumed.folder.path)[0]
+    record = read_jsonl(whole.folder.path / "metrics.jsonl")[-1]
+    assert record["dynamic_sampling/refills"] == 2
+    assert record["dynamic_sampling/kept"] == pytest.approx(2 / 5)
+    assert record["actor/grad_norm"] > 0

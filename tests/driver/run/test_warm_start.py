@@ -1,0 +1,232 @@
+"""The warm start: made once, found again, and what loads it."""
+
+import contextlib
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from driver.common.errors import UserError
+from driver.config.load import load_config
+from driver.config.strategy import Strategy
+from driver.drafter.buffer import DataBuffer
+from driver.drafter.trainer import SpotTrainer
+from driver.generate import Generator, Options
+from driver.policy import warmup
+from driver.run import warm_start as warm
+from driver.run.run import Run
+from tests import kit
+
+WORDS = [
+    "preset=tiny",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.intermediate_size=64",
+    "task.name=puzzles",
+    "sampling.max_new_tokens=100",
+    "engine.strategies=off learned:4,2,8",
+    "engine.max_batch=8",
+    "warmup.steps=4",
+    "warmup.batch=4",
+    "warmup.keep=true",
+    "warmup.drafter_steps=12",
+    "warmup.drafter_tokens=128",
+    "warmup.responses=6",
+    "drafter.draft_vocab=24",
+    "run.eval_prompts=0",
+    "run.steps=0",
+    "run.threads=1",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def config(root):
+    return load_config([*WORDS, f"run.root={root}", "run.name=run"])
+
+
+@pytest.fixture(scope="module")
+def made(config):
+    lines = []
+    return warm.warm_start(config, lines.append), lines
+
+
+def test_it_is_made_once_and_found_by_its_settings(config, made):
+    checkpoint, lines = made
+    assert any("drafter step 12/12" in line for line in lines)
+    again = []
+    assert warm.warm_start(config, again.append) == checkpoint
+    marks = warm.fingerprints(checkpoint.path)
+    told = f"{checkpoint.path}, policy {marks['policy']}, drafter {marks['drafter']}"
+    assert again == [f"warm start: {told}"]
+    assert checkpoint.path.parent == warm.warm_folder(config)
+    for other in (
+        replace(config, run=replace(config.run, seed=1)),
+        replace(config, warmup=replace(config.warmup, lr=1e-3)),
+        replace(config, task=replace(config.task, difficulty=2)),
+    ):
+        assert warm.warm_folder(other) != warm.warm_folder(config)
+    same = replace(
+        config,
+        warmup=replace(config.warmup, workers=3),
+        model=replace(config.model, cache="/elsewhere"),
+        run=replace(config.run, steps=9),
+    )
+    assert warm.warm_folder(same) == warm.warm_folder(config)
+
+
+def test_the_report_says_what_was_measured(made):
+    report = json.loads((made[0].path / warm.REPORT).read_text())
+    assert report["sampled"]["responses"] == 6
+    assert 0 < report["sampled"]["longest"] <= 100
+    assert set(report["accept_length"]) == {"learned:4,2,8"}
+    assert report["accept_length"]["learned:4,2,8"] >= 1
+    assert report["drafter_loss"][1] < report["drafter_loss"][0]
+    assert {"policy", "rollout", "drafter", "check"} <= set(report["seconds"])
+
+
+def test_the_same_seed_makes_the_same(config, made, tmp_path, monkeypatch):
+    """Also where responses end in another order: when the host looks decides it."""
+    add = DataBuffer.add
+
+    def add_in_front(buffer, document):
+        add(buffer, document)
+        buffer.fresh.insert(0, buffer.fresh.pop())
+
+    monkeypatch.setattr(DataBuffer, "add", add_in_front)
+    elsewhere = replace(config, run=replace(config.run, root=str(tmp_path)))
+    again = warm.warm_start(elsewhere, lambda line: None)
+    mine, theirs = (c.state("spot")["drafter"] for c in (made[0], again))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert warm.fingerprints(made[0].path) == warm.fingerprints(again.path)
+
+
+def test_all_that_learns_does_so_in_one_order(config, tmp_path, monkeypatch):
+    """What is deterministic on a card only: each backward pass is inside."""
+    inside, passes = [], []
+
+    @contextlib.contextmanager
+    def noted(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    for module in (warm, warmup):
+        monkeypatch.setattr(module, "deterministic", noted)
+    for owner, name in ((warmup, "cross_entropy"), (SpotTrainer, "micro_step")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, c=call, n=name: passes.append((n, len(inside))) or c(*a)
+        )
+    warm.warm_start(replace(config, run=replace(config.run, root=str(tmp_path))), lambda line: None)
+    assert set(passes) == {("cross_entropy", 1), ("micro_step", 1)}
+
+
+def test_a_fingerprint_is_of_all_bits():
+    state = {"a": torch.zeros(3, dtype=torch.bfloat16), "b": torch.tensor(1), "c": torch.ones(2)}
+    mark = warm.fingerprint(state)
+    assert len(mark) == 8
+    assert warm.fingerprint(dict(reversed(state.items()))) == mark
+    assert warm.fingerprint({**state, "a": -state["a"]}) != mark  # equal numbers, another bit
+    assert warm.fingerprint({"z": state["a"], "b": state["b"], "c": state["c"]}) != mark
+
+
+def test_a_run_knows_what_it_begins_from(config, made, tmp_path):
+    marks = warm.fingerprints(made[0].path)
+    assert set(marks) == {"policy", "drafter"}
+    assert warm.begun_from(config) == marks
+    assert warm.begun_from(load_config([f"model.path={made[0].path}"])) == marks
+    assert warm.begun_from(load_config([])) == {}
+    (tmp_path / warm.REPORT).write_text("{}")  # of an earlier version
+    assert warm.begun_from(load_config([f"model.path={tmp_path}"])) == {}
+
+
+@kit.gpu
+@kit.needs_gpu
+def test_two_of_a_card_are_the_same_bits(tmp_path):
+    """Documents of several blocks of FlashAttention, whose gradients would meet in any order."""
+    words = [
+        *(word for word in WORDS if not word.startswith("model.")),
+        "run.device=cuda",
+        "model.dtype=bfloat16",
+        "model.max_position=4096",
+        "task.difficulty=2",
+        "sampling.max_new_tokens=600",
+        "engine.prefill_chunk=256",
+        "warmup.batch=16",
+        "warmup.drafter_tokens=2048",
+    ]
+    marks = [
+        warm.fingerprints(warm.warm_start(load_config(run), lambda line: None).path)
+        for run in ([*words, f"run.root={tmp_path / name}"] for name in "ab")
+    ]
+    assert marks[0] == marks[1]
+
+
+def test_drafter_learns_from_sampled_and_worked_responses(config, made):
+    state = made[0].state("spot")
+    assert state["version"] == 1
+    assert state["steps"] == 12
+    sampled = 6
+    shown = state["seen_tokens"][1]  # worked responses keep their end token, <eos>
+    assert shown > 0
+    assert sum(state["seen_tokens"].values()) > 100 * sampled
+
+
+def test_a_run_starts_from_it_with_its_drafter(config, made):
+    run = Run.start(config, lambda line: None)
+    kept = made[0].state("spot")
+    assert run.rollout.spot.runner.version == kept["version"]
+    drafter = run.rollout.spot.drafter.state_dict()
+    assert all(torch.equal(drafter[name], kept["drafter"][name]) for name in drafter)
+    run.folder.discard()
+
+
+def test_a_drafter_of_another_shape_is_left_out(config, made, root):
+    words = [w for w in WORDS if not w.startswith(("drafter", "warmup"))]
+    words += ["warmup.steps=0", f"run.root={root}", "run.name=other", f"model.path={made[0].path}"]
+    lines = []
+    run = Run.start(load_config(words), lines.append)  # draft_vocab: the whole vocabulary
+    assert run.rollout.spot.runner.version == 0
+    assert any("another shape" in line for line in lines)
+    run.folder.discard()
+
+
+def test_a_drafter_of_an_earlier_version_is_named_with_what_it_lacks(made):
+    state = made[0].state("spot")
+    del state["acceptance"]
+    options = Options(model=str(made[0].path), strategy="learned:4,2,8")
+    spot = Generator(options).rollout.spot
+    with pytest.raises(UserError, match="drafter lacks 'acceptance', an earlier version wrote it"):
+        warm.adopt_drafter(spot, state, print)
+
+
+def test_generate_takes_it(made):
+    options = Options(
+        model=str(made[0].path), prompt="3+4=\n", strategy="learned:4,2,8", max_new_tokens=12
+    )
+    generator = Generator(options)
+    fast, _ = generator.run(Strategy.parse(options.strategy))
+    assert generator.rollout.engine.stats.spec_passes > 0
+    plain, _ = generator.run(Strategy("off"))
+    assert (fast.token_ids, fast.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def test_refusals(config):
+    with pytest.raises(UserError, match="warmup.drafter_steps: needs warmup.keep=true and warmup"):
+        load_config(["warmup.drafter_steps=3"])
+    none = replace(config, warmup=replace(config.warmup, steps=0, drafter_steps=0))
+    with pytest.raises(UserError, match="warmup.steps: 0 makes no warm start"):
+        warm.warm_start(none, lambda line: None)
+
+
+def test_the_preset_fits_its_card_and_its_task():
+    config = load_config(["preset=h100"])
+    assert config.warmup.keep
+    assert config.sampling.max_new_tokens == 4096
+    assert config.engine.num_pages * config.engine.page_size * 28_000 < 16e9  # bytes of KV

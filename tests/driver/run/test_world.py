@@ -1,0 +1,498 @@
+"""Several ranks: real processes under torchrun on Gloo, and the rules that need none."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from driver.common.errors import UserError
+from driver.common.world import World, split_by_length
+from driver.config.load import load_config
+from driver.records.folder import read_jsonl
+from driver.records.progress import Progress
+from driver.run.assemble import use_device
+from driver.run.collector import Collector
+from driver.run.run import Run, _for_rank
+from driver.train import train
+from tests.driver.run.test_run import WORDS
+
+ROOT = Path(__file__).parents[3]
+PRELUDE = """
+import os, sys, time
+from driver.run import collector
+from driver.train import main
+from driver.config.command import run_command
+from tests.driver.run.test_run import share_of_ones
+collector.Collector.rewards = share_of_ones
+RANK = int(os.environ.get("RANK", 0))
+FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+"""
+
+
+def rank_env() -> dict[str, str]:
+    """A rank's environment: it finds the tree as well as what this process finds."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def start(folder: Path, ranks: int, *words: str, script: str = "", restarts: int = 0):
+    """torchrun of a training script; its output goes to `folder/log`."""
+    file = folder / "script.py"
+    file.write_text(PRELUDE + script + "\nrun_command(main)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", str(file)]
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            [*command, *WORDS, f"run.root={folder}", "run.name=run", "run.steps=2", *words],
+            cwd=ROOT,
+            env=rank_env(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def finish(process: subprocess.Popen, folder: Path, timeout: float = 240) -> tuple[int, str]:
+    try:
+        code = process.wait(timeout)
+    finally:
+        process.kill()
+    return code, (folder / "log").read_text()
+
+
+def run(folder: Path, ranks: int, *words: str, **options) -> list[dict]:
+    folder.mkdir(exist_ok=True)
+    code, log = finish(start(folder, ranks, *words, **options), folder)
+    assert code == 0, log[-3000:]
+    return read_jsonl(folder / "run" / "metrics.jsonl")
+
+
+def tokens(folder: Path) -> list[list[int]]:
+    """Lengths of every response of every step: equal tokens have equal lengths."""
+    records = read_jsonl(folder / "run" / "rollouts.jsonl")
+    return [record["lengths"] for record in records]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run(folder, 1)
+
+
+SAME_EVERYWHERE = """
+from driver.run.run import Run
+whole = Run.sync_weights
+def checked(self):
+    whole(self)
+    spot = self.rollout.spot
+    learned = [*spot.drafter.parameters(), *spot.step.average.values.values()]
+    drafter = [float(w.double().sum()) for w in learned]
+    policy = [float(w.double().sum()) for w in self.policy.parameters()]
+    mine = (drafter, policy, spot.runner.version, self.collector.prompts_drawn)
+    everywhere = self.world.gather(mine)
+    assert all(other == everywhere[0] for other in everywhere), everywhere
+Run.sync_weights = checked
+"""
+
+
+LAST_CLOCK_IS_LATE = """
+from driver.run import run
+phases = run.Phases
+def late(rank, ranks):
+    time.sleep(2 * (rank == ranks - 1))
+    return phases(rank, ranks)
+run.Phases = late
+"""
+
+
+@pytest.mark.parametrize(("ranks", "parted"), [(2, "false"), (3, "true")])
+def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks, parted):
+    """Tokens and rewards are those of one rank to the bit in the first step, where the policy is
+    the same; afterwards it differs by the order in which gradients are added up. Two ranks do not
+    divide three prompts. The timeline shows what all come to at one time, whenever each began."""
+    folder, expected = alone
+    words = [f"grpo.shard={parted}"]
+    records = run(tmp_path, ranks, *words, script=SAME_EVERYWHERE + LAST_CLOCK_IS_LATE)
+    assert tokens(tmp_path)[0] == tokens(folder)[0]
+    for key in ("critic/rewards/mean", "response_length/mean", "frac_reward_zero_std"):
+        assert records[1][key] == expected[1][key], key
+    for key in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        assert records[1][key] == pytest.approx(expected[1][key], rel=1e-4, abs=1e-6), key
+    assert records[1]["sampling/sampling_logp_difference/max"] < 1e-3
+    assert records[2]["critic/rewards/mean"] == pytest.approx(
+        expected[2]["critic/rewards/mean"], abs=0.05
+    )
+    assert records[2]["ranks/count"] == ranks
+    assert 0 <= records[2]["ranks/idle_share"] < 1
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    ends = defaultdict(list)
+    for event in events:
+        if event["name"] == "gather":
+            ends[event["pid"]].append((event["ts"] + event["dur"]) / 1e6)
+    assert len(ends) == ranks and len(ends[0]) == 2
+    assert all(mine == pytest.approx(ends[0], abs=0.5) for mine in ends.values())
+
+
+HOLDS_A_PART = """
+from driver.policy.trainer import PolicyTrainer
+update = PolicyTrainer.update
+def checked_update(self, *args):
+    out = update(self, *args)
+    held = sum(m["exp_avg"].to_local().numel() for m in self.optimizer.state.values())
+    every = sum(p.numel() for p in self.params)
+    assert 0.3 < held / every < 0.37, (held, every)
+    return out
+PolicyTrainer.update = checked_update
+"""
+
+
+TAKES_OVER = """
+import torch
+from driver.policy.trainer import PolicyTrainer
+load = PolicyTrainer.load_state_dict
+def checked_load(self, state):
+    load(self, state)
+    again = self.state_dict()
+    if RANK == 0:
+        kept = [s["masters"] + [s["optimizer"]["state"][i][name]
+                for i in range(len(self.params)) for name in ("exp_avg", "exp_avg_sq")]
+                for s in (state, again)]
+        assert all(map(torch.equal, *kept)) and len(kept[0]) == 3 * len(self.params)
+        halves = [master.to(p.dtype) for p, master in zip(self.params, state["masters"])]
+        assert all(map(torch.equal, self.params, halves))
+PolicyTrainer.load_state_dict = checked_load
+"""
+
+
+def test_ranks_that_hold_parts_of_the_optimizer_learn_the_same(tmp_path):
+    """Three do not divide the rows; two that hold all of it, or parts, go on from there alike."""
+    half, parted = "model.dtype=bfloat16", "grpo.shard=true"
+    plain = run(tmp_path / "plain", 3, half)
+    shared = run(tmp_path / "parts", 3, half, parted, script=SAME_EVERYWHERE + HOLDS_A_PART)
+    for mine, theirs in zip(shared[1:], plain[1:], strict=True):
+        for key in ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+    shutil.copytree(tmp_path / "parts", tmp_path / "again")
+    more = [half, "run.resume=true", "run.steps=3"]
+    parts = run(tmp_path / "parts", 2, parted, *more, script=SAME_EVERYWHERE + TAKES_OVER)
+    whole = run(tmp_path / "again", 2, *more, script=SAME_EVERYWHERE + TAKES_OVER)
+    for key in ("critic/rewards/mean", "actor/grad_norm", "actor/entropy"):
+        assert parts[-1][key] == pytest.approx(whole[-1][key], rel=1e-4, abs=1e-6), key
+
+
+def test_no_more_of_the_bubble_is_used_than_there_was():
+    """A rank trained on for .3 s after the last one's end, which itself trained for .1 s then."""
+    told = [(None, 2.3, [(0.0, "busy")]), (None, 0.1, [])]  # card's memory, seconds trained, states
+    collector = object.__new__(Collector)
+    collector.world = SimpleNamespace(size=2, gather=lambda _: told)
+    collector.rank_states = []
+    collector.coordinator = SimpleNamespace(trained_s=0.0, changes=[])
+    collector.rebalancer = None
+    collector.rank_seconds = [1.0, 3.0]
+    metrics = collector.rank_metrics()
+    assert metrics["ranks/bubble_used_share"] == 1.0
+    assert metrics["ranks/idle_share"] == pytest.approx(2 / 6)
+    assert metrics["ranks/0/idle_share"] == pytest.approx(2 / 3)
+    assert collector.rank_states == [[(0.0, "busy")], []]
+
+
+LAST_IS_SLOW = """
+generate = collector.Collector.roll_out
+def slow(self, prompts, requests):
+    if RANK == 2:
+        time.sleep(6)
+    return generate(self, prompts, requests)
+collector.Collector.roll_out = slow
+"""
+
+
+def test_idle_ranks_train_the_drafter_until_the_last_one_is_done(tmp_path):
+    records = run(tmp_path, 3, script=LAST_IS_SLOW + SAME_EVERYWHERE)
+    for record in records[1:]:
+        assert record["drafter/version"] >= 1 and record["drafter/tokens_seen"] > 0
+        # Two of three ranks were idle for the time that the third slept, and trained in it.
+        assert record["ranks/idle_share"] > 0.3
+        assert 0.5 < record["ranks/bubble_used_share"] <= 1
+    assert records[2]["drafter/tokens_seen"] > records[1]["drafter/tokens_seen"]
+    assert (tmp_path / "run" / "plots" / "ranks.png").stat().st_size > 5000
+    states = json.loads((tmp_path / "run" / "ranks.json").read_text())
+    for rank in ("0", "1"):
+        assert "training" in {state for _, state in states[rank]}
+    assert "training" not in {state for _, state in states["2"]}
+
+
+ANOTHER_IS_SLOW = """
+from driver.drafter import coordinator
+coordinator.KEPT_GROUPS = 1
+generate = collector.Collector.roll_out
+def slow(self, prompts, requests):
+    slow.calls += 1
+    assert len(self.coordinator._groups) <= coordinator.KEPT_GROUPS
+    if RANK == (-slow.calls) % 3:
+        time.sleep(2)
+    return generate(self, prompts, requests)
+slow.calls = 0
+collector.Collector.roll_out = slow
+"""
+
+
+def test_other_ranks_train_together_in_each_step(tmp_path):
+    """Ranks 0 and 1, then 0 and 2, then 1 and 2, then as at first, a group that was dropped."""
+    words = ["run.steps=4", "spot.min_ranks=2", "run.timeout_s=60"]
+    records = run(tmp_path, 3, *words, script=ANOTHER_IS_SLOW + SAME_EVERYWHERE)
+    seen = [record["drafter/tokens_seen"] for record in records[1:]]
+    assert 0 < seen[0] < seen[1] < seen[2] < seen[3]
+
+
+DIES = """
+whole = collector.Collector.{where}
+def dying(self, *args, **kwargs):
+    if RANK == 1 and self.prompts_drawn > {drawn} and FIRST:
+        {how}
+    return whole(self, *args, **kwargs)
+collector.Collector.{where} = dying
+"""
+KILLED = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "phase"),
+    [
+        ("roll_out", KILLED, "gen"),
+        ("roll_out", "time.sleep(900)", "gen"),
+        ("rewards", KILLED, "reward"),
+    ],
+)
+def test_a_lost_rank_is_named_with_its_phase(tmp_path, where, how, phase):
+    script = DIES.format(where=where, how=how, drawn=3)
+    begin = time.monotonic()
+    process = start(tmp_path, 2, "run.timeout_s=8", "run.checkpoint_every=1", script=script)
+    code, log = finish(process, tmp_path)
+    assert code != 0
+    assert time.monotonic() - begin < 150
+    assert f"rank 1 (in {phase})" in log, log[-3000:]
+
+
+STEP_HANGS = """
+from driver.drafter.trainer import SpotTrainer
+from driver.common.world import World
+micro_step, gather, roll_out = SpotTrainer.micro_step, World.gather, collector.Collector.roll_out
+def step(self, reduce=None):
+    if RANK == {hangs} and self.steps > 2:
+        time.sleep(900)
+    return micro_step(self, reduce)
+def slow(self, prompts, requests):
+    if RANK == {slow}:
+        time.sleep(4)
+    return roll_out(self, prompts, requests)
+def gathered(self, value):
+    if RANK == {gathers} and self._phase == "gather":
+        time.sleep(900)
+    return gather(self, value)
+SpotTrainer.micro_step, World.gather, collector.Collector.roll_out = step, gathered, slow
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slow", "hangs", "gathers", "named"),
+    [
+        (2, 1, 0, -1, "rank 0 (in drafter training)"),  # alone, while the other is at work
+        (3, 2, 1, -1, "rank 1 (in drafter training)"),  # of a group of two
+        (2, 1, -1, 1, "rank 1 (in gather)"),
+    ],
+)
+def test_a_rank_that_hangs_behind_its_rollout_is_named(
+    tmp_path, ranks, slow, hangs, gathers, named
+):
+    script = STEP_HANGS.format(slow=slow, hangs=hangs, gathers=gathers)
+    code, log = finish(start(tmp_path, ranks, "run.timeout_s=8", script=script), tmp_path)
+    assert code != 0 and named in log, log[-3000:]
+    assert "a rank that had come" not in log
+
+
+def test_torchrun_restarts_a_run_from_its_last_checkpoint(tmp_path):
+    """The third step's rollout dies once; its tokens are then those of an unbroken run."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = ("run.steps=3", "run.checkpoint_every=1")
+    run(whole, 2, *words)
+    script = DIES.format(where="roll_out", how=KILLED, drawn=6)
+    run(broken, 2, *words, script=script, restarts=1)
+    assert tokens(broken) == tokens(whole)
+    assert "starting over" not in (broken / "log").read_text()
+
+
+def test_a_restart_resumes_only_what_had_begun(monkeypatch, tmp_path):
+    """A first attempt that failed before its folder was made leaves nothing to go on with."""
+    config = load_config([*WORDS, f"run.root={tmp_path}", "run.name=run"])
+    world = World(rank=0, size=2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not _for_rank(config, world).run.resume
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    assert _for_rank(config, world).run.resume
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not _for_rank(config, world).run.resume
+
+
+def test_more_ranks_than_prompts_are_refused(tmp_path):
+    code, log = finish(start(tmp_path, 2, "grpo.prompts_per_step=1"), tmp_path)
+    assert code != 0
+    assert "2 ranks for grpo.prompts_per_step=1: each needs one prompt" in log
+
+
+SHARES = """
+import torch, torch.distributed as dist
+from driver.common.world import World, share_state
+world = World.join("cpu", 60)
+weights = torch.arange(6.0).view(2, 3)
+state = {"w": weights.t(), "on": torch.tensor([True, False]), "step": torch.tensor(3),
+         "groups": [{"betas": (0.9, 0.95), "lr": torch.tensor(0.5)}], "seen": {7: 2}, "none": None}
+pair = dist.new_group([0, 2], use_local_synchronization=True) if world.rank != 1 else None
+for source, group in ((2, None), (0, pair)):
+    if world.rank == 1 and source == 0:
+        continue
+    got = share_state(state if world.rank == source else {"w": "unused"}, source, "cpu", group)
+    assert got["w"].equal(weights.t()) and got["on"].tolist() == [True, False], got
+    assert got["on"].dtype == torch.bool and int(got["step"]) == 3 and got["step"].dim() == 0
+    assert got["groups"][0]["betas"] == (0.9, 0.95) and float(got["groups"][0]["lr"]) == 0.5
+    assert got["seen"] == {7: 2} and got["none"] is None
+world.leave()
+"""
+
+
+def test_a_state_with_tensors_reaches_every_rank_of_a_group(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SHARES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=3", str(file)]
+    done = subprocess.run(command, env=rank_env(), capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
+FAULTY = """
+from driver.drafter.trainer import SpotTrainer
+def broken(self, reduce=None):
+    raise RuntimeError("kernel on fire")
+if RANK == 0:
+    SpotTrainer.micro_step = broken
+generate = collector.Collector.roll_out
+def slow(self, prompts, requests):
+    if RANK == 1:
+        time.sleep(3)
+    return generate(self, prompts, requests)
+collector.Collector.roll_out = slow
+"""
+
+
+BROKEN_SHARE = """
+from driver.drafter.step import DraftStep
+def broken(self, batch):
+    raise RuntimeError("kernel on fire")
+if RANK == 1:
+    DraftStep.backward = broken
+"""
+
+
+def test_a_rank_whose_steps_fail_holds_no_group_up(tmp_path):
+    """Its drafter is the others' again when the bubble is over."""
+    run(tmp_path, 3, "run.timeout_s=60", script=BROKEN_SHARE + LAST_IS_SLOW + SAME_EVERYWHERE)
+    assert "micro-step failed (RuntimeError: kernel on fire)" in (tmp_path / "log").read_text()
+
+
+def test_a_failed_step_of_the_idle_rank_costs_the_drafter_only(tmp_path):
+    records = run(tmp_path, 2, script=FAULTY)
+    assert records[2]["drafter/tokens_seen"] == 0
+    assert "micro-step failed (RuntimeError: kernel on fire)" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "seen", "match"),
+    [
+        (RuntimeError("Connection reset\nby peer"), UserError, r"was lost .*\(Connection reset\)"),
+        (torch.AcceleratorError("illegal address"), torch.AcceleratorError, "illegal address"),
+        (torch.OutOfMemoryError("out"), torch.OutOfMemoryError, "out"),
+    ],
+)
+def test_what_a_meeting_died_of_is_told(error, seen, match):
+    """A fault of this rank's own card is not called the loss of another."""
+    with pytest.raises(seen, match=match), World(rank=0, size=2).meeting():
+        raise error
+
+
+def test_one_process_needs_no_meeting(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    world = World.join("cpu", 1.0)
+    assert (world.rank, world.size, world.device) == (0, 1, "cpu")
+    value = torch.ones(3)
+    world.sum_([value])
+    assert value.tolist() == [1, 1, 1]
+    assert world.gather("a") == ["a"] and world.share(5) == 5
+    world.leave()
+
+
+def test_a_rank_without_a_card_says_so(monkeypatch):
+    for key, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "99"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match="rank 1 wants card 99, there are"):
+        World.join("cuda", 1.0)
+
+
+def test_a_card_named_by_number_becomes_the_current_one(monkeypatch):
+    """Streams and events are taken of the current one."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cuda:1", "cuda", "cpu"):
+        use_device(device)
+    assert chosen == [1, 0]
+    with pytest.raises(UserError, match="run.device=cuda:2: torch sees 2 CUDA devices"):
+        use_device("cuda:2")
+
+
+def test_ranks_without_a_number_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="no RANK and LOCAL_RANK: start with torchrun"):
+        World.join("cpu", 1.0)
+
+
+def test_one_rank_alone_cannot_be_coordinated(tmp_path):
+    config = load_config([*WORDS, f"run.root={tmp_path}", "spot.mode=coordinated"])
+    with pytest.raises(UserError, match="spot.mode=coordinated: wanted several ranks, got one"):
+        Run.start(config, print)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_every_item_goes_to_one_part_and_sizes_are_even(parts):
+    expected = [float(7 * i % 13) for i in range(20)]
+    split = split_by_length(expected, parts)
+    assert sorted(i for part in split for i in part) == list(range(20))
+    assert max(map(len, split)) - min(map(len, split)) <= 1
+
+
+def test_a_prompt_that_returns_is_expected_to_be_as_long_as_before(tmp_path):
+    """Its id is new in each epoch, its text is not."""
+    questions = tmp_path / "train.jsonl"
+    line = '{"question": "Say %d", "answer": "#### %d"}\n'
+    questions.write_text("".join(line % (i, i) for i in range(8)))
+    words = ["task.name=jsonl", f"task.path={questions}", "task.shots=3", "warmup.steps=0"]
+    words += ["run.steps=2", "run.eval_prompts=0", "grpo.prompts_per_step=4"]
+    made = train(load_config([*WORDS, *words, f"run.root={tmp_path}"]), Progress(2))
+    assert len(made.collector.lengths._means) == 4  # of eight drawn
+
+
+def test_fewer_items_than_parts_leave_the_last_ones_empty():
+    assert split_by_length([3.0, 5.0], 4) == [[1], [0], [], []]
+
+
+def test_long_responses_are_spread():
+    split = split_by_length([100, 1, 1, 100, 1, 1, 100, 1, 1], 3)
+    assert [sum(i % 3 == 0 for i in part) for part in split] == [1, 1, 1]

@@ -1,0 +1,69 @@
+"""Two cards under torchrun, on NCCL: the same learning, an idle card that trains, a lost one."""
+
+import pytest
+import torch
+
+from tests import kit
+from tests.driver.run.test_world import DIES, KILLED, SAME_EVERYWHERE, finish, run, start, tokens
+
+pytestmark = [
+    kit.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+WORDS = [
+    "run.device=cuda",
+    "model.dtype=bfloat16",
+    "model.hidden_size=128",
+    "model.head_dim=64",
+    "engine.page_size=16",
+    "spot.tokens_per_step=256",
+]
+SECOND_IS_SLOW = """
+generate = collector.Collector.roll_out
+def slow(self, prompts, requests):
+    if RANK == 1:
+        time.sleep(6)
+    return generate(self, prompts, requests)
+collector.Collector.roll_out = slow
+"""
+
+
+def test_two_cards_learn_what_one_does(tmp_path):
+    """Tokens of the first step to the bit; later policies differ by the order of additions."""
+    one, two = (run(tmp_path / f"{n}", n, *WORDS, script=SAME_EVERYWHERE) for n in (1, 2))
+    assert tokens(tmp_path / "2")[0] == tokens(tmp_path / "1")[0]
+    for key in ("critic/rewards/mean", "response_length/mean"):
+        assert two[1][key] == one[1][key], key
+    for key in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        assert two[1][key] == pytest.approx(one[1][key], rel=2e-2, abs=1e-3), key
+    assert two[1]["sampling/sampling_logp_difference/mean"] < 0.1
+    assert two[2]["ranks/count"] == 2
+
+
+def test_two_cards_that_hold_parts_of_the_optimizer_learn_the_same(tmp_path):
+    whole, parts = (
+        run(tmp_path / word, 2, *WORDS, f"grpo.shard={word}", script=SAME_EVERYWHERE)
+        for word in ("false", "true")
+    )
+    assert tokens(tmp_path / "true")[0] == tokens(tmp_path / "false")[0]
+    for key in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        assert parts[1][key] == pytest.approx(whole[1][key], rel=1e-4, abs=1e-6), key
+
+
+def test_an_idle_card_trains_captured_steps_and_both_draft_with_them(tmp_path):
+    records = run(tmp_path, 2, *WORDS, "run.steps=3", script=SECOND_IS_SLOW + SAME_EVERYWHERE)
+    for record in records[1:]:
+        assert 0.5 < record["ranks/bubble_used_share"] <= 1 and record["ranks/idle_share"] > 0.2
+    # Op by op a step takes 20 ms and more: 300 in the time that the other card sleeps.
+    seen = [record["drafter/tokens_seen"] for record in records[1:]]
+    assert seen[2] - seen[1] > 1000 * 64
+    log = (tmp_path / "log").read_text()
+    assert "could not be captured" not in log and "micro-step failed" not in log
+
+
+@pytest.mark.parametrize("how", [KILLED, "time.sleep(900)"])
+def test_a_lost_card_is_named(tmp_path, how):
+    script = DIES.format(where="roll_out", how=how, drawn=3)
+    words = (*WORDS, "run.timeout_s=30", "run.checkpoint_every=1")
+    code, log = finish(start(tmp_path, 2, *words, script=script), tmp_path)
+    assert code != 0 and "rank 1 (in gen)" in log, log[-3000:]

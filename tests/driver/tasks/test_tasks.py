@@ -1,0 +1,336 @@
+"""Tasks: pure prompts, disjoint splits, rewards on odd texts, broken files."""
+
+import dataclasses
+import inspect
+import itertools
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from driver.common.errors import UserError
+from driver.config.sections import TaskConfig
+from driver.tasks import Prompt, make_task
+from driver.tasks.jsonl import final_number, read_jsonl
+from driver.tasks.sums import SLIP_RATE
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+GENERATED = [
+    ("sums", {}),
+    ("sums", {"difficulty": 3}),
+    ("addition", {"digits": 1}),
+    ("addition", {"digits": 2, "shots": 0}),
+    ("multiplication", {"digits": 2}),
+]
+
+
+def line(question: str = "1+1?", answer: str = "Two.\n#### 2") -> str:
+    return json.dumps({"question": question, "answer": answer})
+
+
+@pytest.fixture
+def word_problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text("\n".join(line(f"Item {n:02d}?", f"Count.\n#### {n + 1}") for n in range(32)))
+    return path
+
+
+@pytest.fixture
+def fake_gym(monkeypatch):
+    """Stands in for the optional package: item `n` asks for n squared, and scores like it."""
+
+    class Squares:
+        def __getitem__(self, n):
+            return {"question": f"{n}*{n}?", "answer": str(n * n), "metadata": {"n": n}}
+
+        def score_answer(self, answer, entry):
+            return 1.0 if answer == str(entry["metadata"]["n"] ** 2) else 0.01
+
+    def create_dataset(name, seed, size):
+        if name != "squares":
+            raise ValueError(f"Dataset '{name}' not registered")
+        return Squares()
+
+    module = types.SimpleNamespace(create_dataset=create_dataset)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+
+
+def question(task, prompt: Prompt) -> str:
+    """The problem of a prompt, without the shots before it."""
+    return prompt.text.rpartition("\n")[2] if task.name != "sums" else prompt.text
+
+
+@pytest.mark.parametrize(("name", "options"), GENERATED)
+def test_prompt_is_a_pure_function_of_split_and_index(name, options):
+    task, again = make_task(name, **options), make_task(name, **options)
+    forward = [task.prompt("train", i) for i in range(50)]
+    assert [again.prompt("train", i) for i in reversed(range(50))] == forward[::-1]
+    assert len({prompt.id for prompt in forward}) == 50
+    assert task.prompt("train", 1 << 60).text  # any index
+
+
+@pytest.mark.parametrize(("name", "options"), GENERATED)
+def test_no_eval_problem_is_ever_trained_on(name, options):
+    task = make_task(name, **options)
+    held = {question(task, task.prompt("eval", i)) for i in range(300)}
+    shown = "\n".join(task.prompt("train", i).text for i in range(300))
+    assert len(held) > 5
+    assert not any(problem in shown.replace("=", "=\n").split("\n") for problem in held)
+
+
+@pytest.mark.parametrize(("name", "options"), [task for task in GENERATED if task[0] != "sums"])
+def test_demonstration_earns_the_reward(name, options):
+    task = make_task(name, **options)
+    for index in range(200):
+        prompt = task.prompt("train", index)
+        assert task.reward(prompt, task.demonstration(prompt)) == 1.0
+
+
+def test_sums_demonstrations_count_on_and_slip_at_their_rate():
+    task, slips, steps = make_task("sums"), 0, 0
+    for index in range(2000):
+        prompt = task.prompt("train", index)
+        worked = task.demonstration(prompt)
+        assert worked == task.demonstration(prompt)
+        sides = [eval(side) for side in (prompt.text + worked).split("=")]
+        errors = [after - before for before, after in itertools.pairwise(sides)]
+        assert set(errors) <= {-1, 0, 1}
+        assert len(errors) == int(prompt.text.removesuffix("=").partition("+")[2])
+        assert task.reward(prompt, worked) == (sum(errors) == 0)
+        slips, steps = slips + sum(error != 0 for error in errors), steps + len(errors)
+    assert slips / steps == pytest.approx(SLIP_RATE, abs=0.02)
+
+
+def test_sums_lengths_have_a_heavy_tail():
+    task = make_task("sums")
+    prompts = [task.prompt("train", index) for index in range(4000)]
+    lengths = sorted(len(task.demonstration(prompt)) + 1 for prompt in prompts)
+    median, p99 = lengths[2000], lengths[3960]
+    assert p99 >= 8 * median
+    assert lengths[-1] <= 160  # fits in the limit of the tiny preset
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("579+2=580+1=581", 1),
+        ("581", 1),
+        ("1+1=581", 1),  # the steps are not judged
+        ("579+2=580+1=580", 0),
+        ("579+2=580+1=581 ", 0),
+        ("579+2=580+1=581=", 0),
+        ("579+2=580+1=0581", 0),
+        ("579+2=580+1=-581", 0),
+        ("579+2=580+1", 0),
+        ("581=582", 0),
+        ("", 0),
+        ("=", 0),
+        ("<b>581</b>", 0),
+        ("\u0665\u0668\u0661", 0),  # digits of other scripts
+        ("\uff15\uff18\uff11", 0),
+    ],
+)
+def test_sums_reward(response, reward):
+    assert make_task("sums").reward(Prompt("0", "578+3=", "581"), response) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("7", 1),
+        (" 7\n1+1=2", 1),
+        ("\n7", 1),
+        ("007", 1),
+        ("7 apples", 1),
+        ("<b>7</b>", 1),  # the first integer of the line
+        ("77", 0),
+        ("-7", 0),
+        ("6 or 7", 0),
+        ("the answer is\n7", 0),
+        ("", 0),
+        ("<html></html>", 0),
+        ("\u0667", 0),
+        ("\uff17", 0),
+        ("9" * 100_000, 0),
+    ],
+)
+def test_few_shot_reward(response, reward):
+    task = make_task("addition", digits=1)
+    assert task.reward(Prompt("0", "3+4=", "7"), response) == reward
+
+
+def test_few_shot_reward_of_zero():
+    task = make_task("multiplication", digits=1)
+    prompt = Prompt("0", "0*4=", "0")
+    assert task.reward(prompt, "0") == task.reward(prompt, "-0") == 1
+    assert task.reward(prompt, "40") == 0
+
+
+@pytest.mark.parametrize(("digits", "low", "high"), [(1, 0, 9), (3, 100, 999)])
+def test_few_shot_form(digits, low, high):
+    task = make_task("multiplication", digits=digits, shots=5)
+    for index in range(100):
+        *shots, last = task.prompt("eval", index).text.split("\n")
+        assert len(shots) == 5
+        assert last not in {shot[: shot.index("=") + 1] for shot in shots}
+        a, b = last.removesuffix("=").split("*")
+        assert low <= int(a) <= high and low <= int(b) <= high
+        for shot in shots:
+            a, _, rest = shot.partition("*")
+            b, _, c = rest.partition("=")
+            assert int(a) * int(b) == int(c)
+
+
+def test_jsonl_splits(word_problems):
+    task = make_task("jsonl", path=str(word_problems), shots=2)
+    train = [task.prompt("train", i) for i in range(60)]
+    held = [task.prompt("eval", i) for i in range(60)]
+    last = {p.text.rpartition("Question: ")[2] for p in train}
+    held_last = {p.text.rpartition("Question: ")[2] for p in held}
+    assert (len(last), len(held_last)) == (26, 4)
+    assert not last & held_last
+    assert not any(question in prompt.text for question in held_last for prompt in train)
+    assert len({p.id for p in train}) == 60  # a second pass over the file has ids of its own
+    assert task.prompt("train", 0).text.count("Answer:") == 3
+    assert task.reward(train[0], task.demonstration(train[0])) == 1
+
+
+def test_jsonl_folder_has_its_own_test_file(tmp_path):
+    lines = "\n".join(line(f"train {n}") for n in range(3))
+    (tmp_path / "train.jsonl").write_text(lines, encoding="utf-8-sig")
+    (tmp_path / "test.jsonl").write_text(line("held out"))
+    task = make_task("jsonl", path=str(tmp_path), shots=0)
+    assert "train 2" in task.prompt("train", 2).text
+    assert "held out" in task.prompt("eval", 7).text
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("9 * 2 = 18\n#### 18", 1),
+        ("#### 18.0", 1),
+        ("#### $18 a day", 1),
+        ("####18\n\nQuestion: more? #### 19", 1),
+        ("18", 0),
+        ("#### -18", 0),
+        ("#### 1,8", 1),
+        ("#### 180", 0),
+        ("####\n19", 0),
+        ("#### \u0661\u0668", 0),
+        ("#### eighteen", 0),
+        ("<p>#### </p>18", 0),
+        ("", 0),
+    ],
+)
+def test_jsonl_reward(word_problems, response, reward):
+    task = make_task("jsonl", path=str(word_problems))
+    assert task.reward(Prompt("0", "", "#### 18"), response) == reward
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ('{"question": "a", ', "not JSON"),
+        ('["question", "answer"]', "wanted an object"),
+        ('{"question": "a"}', "no text under 'answer'"),
+        ('{"question": 3, "answer": "#### 3"}', "no text under 'question'"),
+        (line(answer="just 3"), "no number behind ####"),
+        (line(answer="#### three"), "no number behind ####"),
+        ("[" * 100_000, "not JSON"),
+        ('{"question": "\\ud800", "answer": "#### 2"}', "half a letter"),
+    ],
+)
+def test_broken_line_is_named(tmp_path, bad, message):
+    path = tmp_path / "broken.jsonl"
+    path.write_text("\n".join([line()] * 9 + ["", bad, line()]))
+    with pytest.raises(UserError, match=rf"broken\.jsonl:11: {message}"):
+        make_task("jsonl", path=str(path))
+
+
+def test_unusable_files(tmp_path):
+    with pytest.raises(UserError, match="task.path: empty"):
+        make_task("jsonl")
+    with pytest.raises(UserError, match="none.jsonl: cannot be read .No such file"):
+        make_task("jsonl", path=str(tmp_path / "none.jsonl"))
+    with pytest.raises(UserError, match="train.jsonl: cannot be read"):
+        make_task("jsonl", path=str(tmp_path))
+    short = tmp_path / "short.jsonl"
+    short.write_text(line())
+    with pytest.raises(UserError, match="1 lines; wanted at least 8"):
+        make_task("jsonl", path=str(short))
+    short.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8"):
+        make_task("jsonl", path=str(short))
+    short.write_text("\n".join([line()] * 8))
+    with pytest.raises(UserError, match="7 training lines; wanted more than task.shots"):
+        make_task("jsonl", path=str(short), shots=7)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder beside the repository")
+def test_gsm8k():
+    assert len(read_jsonl(GSM8K / "test.jsonl")) == 1319
+    task = make_task("jsonl", path=str(GSM8K))
+    for index in range(1319):
+        prompt = task.prompt("eval", index)
+        assert task.reward(prompt, task.demonstration(prompt)) == 1
+    assert final_number(task.prompt("eval", 0).answer) == 18
+
+
+def test_reasoning_gym(fake_gym):
+    task = make_task("reasoning_gym", dataset="squares")
+    train = [task.prompt("train", i) for i in range(40)]
+    held = [task.prompt("eval", i) for i in range(40)]
+    assert not {p.text for p in train} & {p.text for p in held}
+    assert make_task("reasoning_gym", dataset="squares").prompt("eval", 3) == held[3]
+    for prompt in (*train, *held):
+        assert task.reward(prompt, f" {prompt.answer}\nmore") == 1.0
+        assert task.reward(prompt, "x") == 0.01
+    with pytest.raises(UserError, match="task.dataset=cubes: .*not registered"):
+        make_task("reasoning_gym", dataset="cubes")
+
+
+def test_reasoning_gym_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match=r"pip install 'tlt-ext\[gym\]'"):
+        make_task("reasoning_gym", dataset="squares")
+    with pytest.raises(UserError, match="task.dataset: empty"):
+        make_task("reasoning_gym")
+
+
+def test_reasoning_gym_with_too_few_problems(monkeypatch):
+    class One:
+        def __getitem__(self, n):
+            return {"question": "always the same", "answer": "1"}
+
+    module = types.SimpleNamespace(create_dataset=lambda name, seed, size: One())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+    task = make_task("reasoning_gym", dataset="one")
+    with pytest.raises(UserError, match="too few problems"):
+        for split in ("train", "eval"):
+            task.prompt(split, 0)
+
+
+def test_options_are_the_fields_of_the_configuration():
+    options = inspect.signature(make_task).parameters
+    fields = {field.name: field.default for field in dataclasses.fields(TaskConfig)}
+    assert list(options) == list(fields)
+    assert all(options[key].default == fields[key] for key in fields if key != "name")
+
+
+def test_mistakes():
+    with pytest.raises(UserError, match="task.name=sum: unknown task; did you mean sums"):
+        make_task("sum")
+    with pytest.raises(ValueError, match="split: wanted train or eval, got 'test'"):
+        make_task("sums").prompt("test", 0)
+    with pytest.raises(ValueError, match="index: wanted at least 0, got -1"):
+        make_task("sums").prompt("train", -1)
+
+
+def test_open_questions_have_no_right_answer():
+    task = make_task("questions")
+    prompts = [task.prompt("eval", i) for i in range(60)]
+    assert prompts == [task.prompt("eval", i) for i in range(60)]
+    assert len({p.id for p in prompts}) == 60 and len({p.text for p in prompts}) == 56
+    assert task.reward(prompts[0], "42") == 0.0 and task.demonstration(prompts[0]) is None
