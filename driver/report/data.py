@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from driver.common.errors import UserError
-from driver.config.strategy import Strategy
+from ..common.errors import UserError
+from ..config.strategy import Strategy
 
 Record = dict[str, Any]
 Point = tuple[float, float]

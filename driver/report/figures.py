@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from driver.records.plots import strategy_colors
-from profiling.report.chart import Chart, Point, legend, short
-from profiling.report.data import MAX_PASSES, Record, RunData, is_number
+from ..records.plots import strategy_colors
+from .chart import Chart, Point, legend, short
+from .data import MAX_PASSES, Record, RunData, is_number
 
 PHASES = {  # in the order of a step, bottom to top
     "gen": "#3f7fe0",

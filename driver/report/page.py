@@ -9,10 +9,10 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from driver.config.strategy import Strategy
-from profiling.report import figures
-from profiling.report.chart import short
-from profiling.report.data import Record, RunData, is_number
+from ..config.strategy import Strategy
+from . import figures
+from .chart import short
+from .data import Record, RunData, is_number
 
 ENDS = 5  # steps averaged at each end of a run
 MAX_TEXT = 3000  # characters of a prompt or a response
@@ -34,7 +34,7 @@ def render(runs: Sequence[RunData]) -> str:
         >>> "<h1>" in render([RunData("tiny", Path("runs/tiny"))])  # doctest: +SKIP
         True
     """
-    style = resources.files("profiling.report").joinpath("style.css").read_text(encoding="utf-8")
+    style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     names = " · ".join(run.name for run in runs)
     sections = [
         _missing(runs),

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from profiling.report.__main__ import main
-from tests.profiling.runs import HOSTILE, write_run
+from driver.report.__main__ import main
+from tests.driver.report.runs import HOSTILE, write_run
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 VIEWS = {

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from driver.common.errors import UserError
-from profiling.report import __main__ as report
-from profiling.report import chart, data, figures
-from profiling.report.data import read_run
-from profiling.report.page import render
-from tests.profiling.runs import write_run
+from driver.report import __main__ as report
+from driver.report import chart, data, figures
+from driver.report.data import read_run
+from driver.report.page import render
+from tests.driver.report.runs import write_run
 
 SECTIONS = (
     "Reward",
@@ -129,7 +129,7 @@ def test_the_command_writes_beside_the_run_and_names_what_is_no_run(tmp_path, ca
 
 
 def test_a_user_s_mistake_is_one_line(tmp_path):
-    command = [sys.executable, "-m", "profiling.report", str(tmp_path / "nowhere")]
+    command = [sys.executable, "-m", "driver.report", str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert (

@@ -1,7 +1,7 @@
-"""`python -m profiling.report runs/A [runs/B ...]`: one HTML page that opens from disk.
+"""`python -m driver.report runs/A [runs/B ...]`: one HTML page that opens from disk.
 
-    python -m profiling.report runs/tiny                       # writes runs/tiny/report.html
-    python -m profiling.report runs/off runs/tree --out compare.html
+    python -m driver.report runs/tiny                       # writes runs/tiny/report.html
+    python -m driver.report runs/off runs/tree --out compare.html
 
 Settings, reward, step times, the long tail, response lengths, drafting, strategies, memory and
 samples, of one run or of several side by side. What is missing or damaged is named on the page.
@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from driver.common.errors import UserError
-from driver.common.storage import storage_errors
-from driver.config.command import run_command
-from profiling.report.data import read_run
-from profiling.report.page import render
+from ..common.errors import UserError
+from ..common.storage import storage_errors
+from ..config.command import run_command
+from .data import read_run
+from .page import render
 
 MAX_RUNS = 4  # colours of the page
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
     """Writes the page."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.report", description=__doc__, formatter_class=form
+        prog="python -m driver.report", description=__doc__, formatter_class=form
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, help="default: report.html in the first run's folder")

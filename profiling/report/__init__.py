@@ -1,1 +1,0 @@
-"""One HTML page about one run, or several side by side: `python -m profiling.report runs/A`."""
