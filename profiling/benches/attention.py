@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 import tlt_ext
-from profiling.bench import Bench, say
 from profiling.peers import attention as peers
 from profiling.peers.attention import tree_of
 from profiling.rig import timing
+from profiling.rig.bench import Bench, say
 
 HEADS = {"32/8x128": (32, 8, 128), "28/4x128": (28, 4, 128), "14/2x64": (14, 2, 64)}
 HEADS["9/3x64"] = (9, 3, 64)

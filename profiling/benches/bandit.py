@@ -16,7 +16,7 @@ from pathlib import Path
 from driver.config.load import BanditConfig
 from driver.config.strategy import Strategy
 from driver.rollout.bandit import Bandit
-from profiling.bench import Bench
+from profiling.rig.bench import Bench
 from profiling.rig.results import RESULTS, newest_first
 from profiling.rig.workload import Recording, Replay, replay, trace_lengths, work_of
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from driver.identity import Identity, Options
-from profiling.bench import Bench
+from profiling.rig.bench import Bench
 
 NEEDS_CUDA = False
 RUN = "tiny run"

@@ -24,7 +24,7 @@ from driver.rollout.graphs import nothing
 from driver.rollout.runner import Burst, PassRunner
 from driver.rollout.state import MAX_EMITTED
 from driver.run.assemble import Rollout
-from profiling.bench import Bench, say
+from profiling.rig.bench import Bench, say
 from profiling.rig.results import RESULTS, newest_first
 from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 from profiling.rig.workload import accept_length

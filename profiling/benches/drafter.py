@@ -35,8 +35,7 @@ from driver.drafter.buffer import DataBuffer
 from driver.drafter.checkpoint import DraftCheckpoints
 from driver.drafter.loss import unroll
 from driver.drafter.trainer import SpotTrainer
-from profiling.bench import Bench, say
-from profiling.benches.grpo import make_runs
+from profiling.rig.bench import Bench, say
 from profiling.rig.results import ROOT
 from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 from profiling.studies import drafter_runs
@@ -52,6 +51,7 @@ from profiling.studies.drafting import (
     log_row,
     logged,
 )
+from profiling.studies.grpo_runs import make_runs
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 WORDS = [
@@ -323,7 +323,8 @@ def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
     words, known = drafter_runs.warm_words(bench.words), drafter_runs.arm_words(bench.settings)
     if chosen.seconds:
         try:
-            make_runs([(arm, drafter_runs.SEED) for arm in known], words, known, chosen)
+            jobs = [(arm, drafter_runs.SEED) for arm in known]
+            make_runs(jobs, words, known, chosen.runs, chosen.steps, chosen.seconds)
         except SystemExit as error:
             say(f"RL: {error}")  # costs its own rows
     drafter_runs.adaptive_over_frozen(bench, chosen.runs)

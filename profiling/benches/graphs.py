@@ -31,7 +31,7 @@ from driver.config.strategy import parse_strategies
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.plan import BucketPlan, Cell, GraphCost, draft_bytes, plain_buckets
 from driver.run.assemble import Rollout
-from profiling.bench import Bench, say
+from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import QWEN2_7B, of_shape
 
 MAX_BATCH, SPEC_BATCH, SPEC_ROWS = 256, 32, 1024

@@ -16,22 +16,16 @@ steps would take minutes. Such runs have a folder of their own below `--runs`, c
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from driver.common.memory import CARD_MEMORY
 from driver.config.load import load_config
-from driver.records.checkpoint import whole_checkpoints
 from driver.run.dry_run import prompt_tokens, shape_folder
 from driver.run.footprint import empty_policy, footprint
-from driver.run.warm_start import warm_folder, warm_start
-from profiling.bench import STOPPING_S, Bench, say
+from profiling.rig.bench import Bench, say
 from profiling.studies.grpo_arms import (
     OTHER_START,
     TRL,
@@ -39,18 +33,12 @@ from profiling.studies.grpo_arms import (
     against_off,
     arm_words,
     curves,
-    finished_steps,
     over_peer,
 )
+from profiling.studies.grpo_runs import SEVERAL_SEEDS, folder_of, make_runs
 
-# The warm start is made once, for all arms and seeds.
-WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
-RHYTHM = ["run.eval_every=0", "run.checkpoint_every=5", "run.keep_checkpoints=1"]
 STEPS, QUICK_STEPS = 20, 4
-SEVERAL_SEEDS = ("off", "full")
 LIMIT = "sampling.max_new_tokens"
-TRL_STEPS = 2
-TRL_NEEDS = ("trl", "datasets", "dill", "multiprocess")
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:
@@ -90,7 +78,8 @@ def run(bench: Bench) -> None:
         if bench.wanted(arm) and (seed == seeds[0] or arm in SEVERAL_SEEDS)
     ]
     if not chosen.merge:
-        make_runs(jobs, words, known, chosen, warm_words(words))
+        start = warm_words(words)
+        make_runs(jobs, words, known, chosen.runs, chosen.steps, chosen.seconds, start)
     runs = [ArmRun.read(arm, seed, folder_of(chosen.runs, arm, seed)) for arm, seed in jobs]
     found = [run for run in runs if run is not None]
     memory = {
@@ -109,97 +98,6 @@ def other_limit(words: Sequence[str]) -> int:
     """Tokens of a response at most, where that is not the preset's limit; 0 where it is."""
     limit, own = (load_config(w).sampling.max_new_tokens for w in (words, warm_words(words)))
     return 0 if limit == own else limit
-
-
-def folder_of(runs: Path, arm: str, seed: int) -> Path:
-    return runs / f"{arm}-{seed}"
-
-
-def make_runs(
-    jobs: Sequence[tuple[str, int]],
-    words: list[str],
-    known: dict[str, list[str]],
-    chosen: argparse.Namespace,
-    start: list[str] | None = None,
-) -> None:
-    """Brings every run to its end, or as far as the time allows.
-
-    Args:
-        jobs: arms and seeds.
-        words: the settings that all have.
-        known: arm -> its settings over those.
-        chosen: options of the command.
-        start: settings of the warm start; None = `words`.
-    """
-    deadline = time.monotonic() + chosen.seconds
-    start = start or words
-    # In a process of its own: what it takes of a card's memory goes with it.
-    make = [sys.executable, "-m", "driver.warm", *start]
-    if not whole_checkpoints(warm_folder(load_config(start))) and not ended(make, chosen.seconds):
-        return say("no time left for the warm start")
-    warmed = warm_start(load_config(start), say).path
-    for arm, seed in jobs:
-        folder = folder_of(chosen.runs, arm, seed)
-        steps = min(chosen.steps, TRL_STEPS) if arm == TRL else chosen.steps
-        if finished_steps(folder) >= steps:
-            continue
-        base = [*words, *WARMED, *RHYTHM, f"model.path={warmed}", f"run.steps={steps}"]
-        base += [f"run.root={chosen.runs}", f"run.name={folder.name}", f"run.seed={seed}"]
-        if arm == TRL:
-            command = trl_command(base)
-            if command is None:
-                continue
-        else:
-            resume = ["run.resume=true"] if (folder / "config.yaml").exists() else []
-            command = [sys.executable, "-m", "driver.train", *base, *known[arm], *resume]
-        left = deadline - time.monotonic()
-        say(f"--- {arm}, seed {seed}" + ("" if left > 0 else ": no time left"))
-        try:
-            if left <= 0 or not ended(command, left):
-                return
-        except SystemExit as error:
-            if arm != TRL:
-                raise
-            say(f"trl: left out, {error}")  # a peer that cannot run here costs its own row
-
-
-def trl_command(words: list[str]) -> list[str] | None:
-    """None, and a line that says why, where TRL cannot run."""
-    missing = [name for name in TRL_NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        say(f"trl: not run, {', '.join(missing)} missing: pip install {' '.join(TRL_NEEDS)}")
-        return None
-    return [sys.executable, "-m", "profiling.peers.trl", *words]
-
-
-def end(process: subprocess.Popen) -> None:
-    """Asks a process to end, and ends it where it does not."""
-    process.terminate()
-    try:
-        process.wait(STOPPING_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def ended(command: list[str], seconds: float) -> bool:
-    """Runs a command; False where the time was up, which leaves its last checkpoint.
-
-    Raises:
-        SystemExit: it failed.
-    """
-    process = subprocess.Popen(command)
-    try:
-        code = process.wait(None if math.isinf(seconds) else seconds)
-    except subprocess.TimeoutExpired:
-        end(process)
-        return False
-    except BaseException:
-        end(process)
-        raise
-    if code:
-        raise SystemExit(f"exit code {code}: {' '.join(command)}")
-    return True
 
 
 def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from driver.config.strategy import OFF
 from driver.run.comparison import ORACLE, Arm, Comparison, sibling_requests, teach
-from profiling.bench import Bench, say
 from profiling.benches.decode import SHAPE_WORDS
+from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape
 
 TOKENS = 1_000_000  # that each target's arm must have compared

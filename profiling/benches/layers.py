@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 import tlt_ext
-from profiling.bench import Bench
 from profiling.rig import timing
+from profiling.rig.bench import Bench
 
 QWEN2_7B = [(4608, 3584), (3584, 3584), (37888, 3584), (18944, 3584), (3584, 18944)]
 SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]

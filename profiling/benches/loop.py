@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 import tlt_ext
-from profiling.bench import Bench, say
 from profiling.rig import timing
+from profiling.rig.bench import Bench, say
 
 PASSES = 64
 KERNELS = [0, 30, 300]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 import tlt_ext
-from profiling.bench import Bench
 from profiling.rig import timing
+from profiling.rig.bench import Bench
 
 INT = {"dtype": torch.int32, "device": "cuda"}
 VOCAB, PERIOD = 50_000, 8

@@ -41,8 +41,8 @@ from driver.config.load import load_config
 from driver.rollout.request import Request
 from driver.rollout.stats import RolloutStats
 from driver.run.assemble import Rollout
-from profiling.bench import Bench, say
 from profiling.rig import timing
+from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import Subject, fix_bandit, of_checkpoint
 from profiling.rig.workload import Recording, Window, trace_lengths
 

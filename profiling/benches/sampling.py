@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 import tlt_ext
-from profiling.bench import Bench, say
 from profiling.rig import timing
+from profiling.rig.bench import Bench, say
 
 VOCAB = 151_936
 DRAFT_VOCAB = 16_384

@@ -14,8 +14,8 @@ from torch import Tensor
 from driver.model.kv_cache import KvCache
 from driver.model.spec import ModelSpec
 from driver.model.target import RowBatch, TargetModel
-from profiling.bench import Bench
 from profiling.rig import timing
+from profiling.rig.bench import Bench
 
 CONTEXT = 512  # tokens of each request
 PAGE_SIZE = 16

@@ -22,8 +22,8 @@ from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.phases import PHASES
 from driver.run.warm_start import warm_start
-from profiling.bench import Bench, say
-from profiling.benches.grpo import WARMED, ended
+from profiling.rig.bench import Bench, say
+from profiling.studies.grpo_runs import WARMED, ended
 
 STEPS, QUICK_STEPS = 8, 4
 LIMIT_S = 540  # of one arm

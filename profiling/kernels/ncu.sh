@@ -8,7 +8,7 @@
 # Only what the benchmark runs inside the range `profile_target` is looked at, one call a case.
 # Writes profiling/out/<op>.ncu-rep and .csv. Run on an H100 for attention (6ecb0d9): a table of 6 launches.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 if [ $# -lt 1 ]; then
   sed -n '2,8s/^# \{0,1\}//p' "$0"

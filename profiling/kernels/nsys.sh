@@ -6,7 +6,7 @@
 #
 # Writes profiling/out/run.nsys-rep and prints what the ranges and kernels took. Not run on a card yet.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 if ! command -v nsys >/dev/null; then
   echo "nsys.sh: no nsys: it comes with the CUDA toolkit, package cuda-nsight-systems-13-0" >&2

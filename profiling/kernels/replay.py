@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-from profiling.bench import Bench, say
 from profiling.rig import timing
+from profiling.rig.bench import Bench, say
 
 CPU_ROUNDS = 20
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)

@@ -8,7 +8,7 @@
 # card's dispatch can choose, not each of its instances, with arrays that end where their memory
 # ends. Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 if ! command -v compute-sanitizer >/dev/null; then
   echo "sanitize.sh: no compute-sanitizer: it comes with the CUDA toolkit, package cuda-sanitizer-13-0" >&2

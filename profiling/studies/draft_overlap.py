@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from driver.drafter.partition import Overlap
 from driver.rollout.request import Request
 from driver.run.assemble import Rollout
-from profiling.bench import Bench
+from profiling.rig.bench import Bench
 from profiling.rig.subjects import Subject, fix_bandit
 from profiling.rig.workload import trace_lengths
 

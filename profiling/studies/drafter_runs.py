@@ -14,9 +14,9 @@ from typing import Any
 
 from driver.records.plots import ACCEPT_LENGTH
 from driver.rollout.stats import QUARTERS
-from profiling.bench import Bench
-from profiling.benches.grpo import folder_of
+from profiling.rig.bench import Bench
 from profiling.studies.grpo_arms import ArmRun, identical_steps
+from profiling.studies.grpo_runs import folder_of
 
 SEED = 0
 STEPS, LEAST_STEPS, LAST_STEPS = 80, 30, 10  # of a run, for the target, and those it compares

@@ -23,7 +23,7 @@ from driver.rollout.request import Request
 from driver.rollout.runner import Burst
 from driver.rollout.tree import Tree
 from driver.run.assemble import Rollout, build_drafter
-from profiling.bench import Bench
+from profiling.rig.bench import Bench
 from profiling.rig.subjects import Subject, fix_bandit
 
 SWAP_EVERY = 8  # steps, where a drafter is trained while it drafts

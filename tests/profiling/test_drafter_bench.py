@@ -13,14 +13,14 @@ from torch.nn import Parameter
 from driver.config.load import load_config
 from driver.drafter.partition import Overlap
 from driver.drafter.trainer import SpotTrainer
-from profiling.bench import Bench
-from profiling.benches import drafter, grpo
+from profiling.benches import drafter
 from profiling.benches.drafter import compare
-from profiling.benches.grpo import WARMED
 from profiling.figures import drafter as drafter_figures
+from profiling.rig.bench import Bench
 from profiling.rig.subjects import of_checkpoint
-from profiling.studies import draft_cost, draft_overlap, drafter_runs, drafting
+from profiling.studies import draft_cost, draft_overlap, drafter_runs, drafting, grpo_runs
 from profiling.studies.drafting import Sizes, Study, first_acceptance
+from profiling.studies.grpo_runs import WARMED
 from tests import kit
 
 WORDS = [
@@ -248,7 +248,7 @@ def test_the_warmed_policy_and_rl_from_it(tmp_path, monkeypatch):
         importlib.import_module(command[2]).main(command[3:])
         return True
 
-    monkeypatch.setattr(grpo, "ended", in_process)
+    monkeypatch.setattr(grpo_runs, "ended", in_process)
     drafter.run(bench)  # in a quick run no RL is made unless it may take time
     cases = {row["case"]: row for row in bench.rows}
     ranked = "warmed learned:2,2,5, drafts at 0.6, ranks at 1"

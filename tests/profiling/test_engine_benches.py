@@ -11,13 +11,13 @@ from transformers import Qwen2Config
 from driver.config.load import load_config
 from driver.config.strategy import Strategy, parse_strategies
 from driver.rollout.plan import BucketPlan, GraphCost
-from profiling.bench import Bench
 from profiling.benches import decode, graphs, rollout
 from profiling.benches.step import SPECS
 from profiling.figures import drafter as drafter_figures
 from profiling.figures import engine as engine_figures
 from profiling.figures import grpo as grpo_figures
 from profiling.rig import timing
+from profiling.rig.bench import Bench
 from profiling.rig.subjects import fix_bandit, of_checkpoint, of_shape
 
 WORDS = [

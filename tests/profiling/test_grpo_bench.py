@@ -10,11 +10,13 @@ from driver.common.memory import CARD_MEMORY
 from driver.config.load import load_config, to_yaml
 from driver.records.phases import PHASES, StepTimes
 from driver.run.warm_start import fingerprints
-from profiling.bench import Bench, main
+from profiling.bench import main
 from profiling.benches import grpo
 from profiling.figures import grpo as grpo_figures
 from profiling.peers import trl as trl_arm
+from profiling.rig.bench import Bench
 from profiling.rig.results import joined, targets_of
+from profiling.studies import grpo_runs
 from profiling.studies.grpo_arms import (
     ArmRun,
     against_off,
@@ -102,7 +104,7 @@ def test_arms_are_configurations():
     config = load_config(["preset=h100"])
     known = arm_words(config)
     for words in known.values():
-        load_config(["preset=h100", *grpo.WARMED, *grpo.RHYTHM, *words])
+        load_config(["preset=h100", *grpo_runs.WARMED, *grpo_runs.RHYTHM, *words])
     assert known["static"][-1] == "bandit.static=learned:4,1,5"
     assert known["ngram"][0] == "engine.strategies=off ngram:6,1,7"
     assert known["full"] == []
@@ -150,7 +152,7 @@ def test_arms_run_resume_and_merge(runs, monkeypatch):
     }
     # What has come to its end is not run again.
     commands = []
-    monkeypatch.setattr(grpo, "ended", lambda command, left: commands.append(command) or True)
+    monkeypatch.setattr(grpo_runs, "ended", lambda command, left: commands.append(command) or True)
     again = bench("--arms=off,full", "--seeds=0", "--steps=2")
     assert commands == []
     assert again.rows == result.rows
@@ -176,8 +178,8 @@ def test_another_limit_has_runs_cases_and_one_target_of_its_own(runs, tmp_path, 
     """From the preset's warm start; nothing of the whole length is gone on with or replaced."""
     bench, whole = runs
     commands = []
-    monkeypatch.setattr(grpo, "ended", lambda command, left: commands.append(command) or True)
-    monkeypatch.setattr(grpo, "trl_command", lambda words: ["trl", *words])
+    monkeypatch.setattr(grpo_runs, "ended", lambda command, left: commands.append(command) or True)
+    monkeypatch.setattr(grpo_runs, "trl_command", lambda words: ["trl", *words])
     short = ["sampling.max_new_tokens=8"]
     assert bench("--arms=full,trl", "--seeds=0", "--steps=2", more=short).rows == []
     folder = bench.folder / "8-tokens"
@@ -264,8 +266,8 @@ def test_figures_are_drawn(runs, tmp_path):
 
 
 def test_a_peer_that_is_missing_costs_its_own_row(monkeypatch, capsys):
-    monkeypatch.setattr(grpo.importlib.util, "find_spec", lambda name: None)
-    assert grpo.trl_command([]) is None
+    monkeypatch.setattr(grpo_runs.importlib.util, "find_spec", lambda name: None)
+    assert grpo_runs.trl_command([]) is None
     assert "trl, datasets, dill, multiprocess missing: pip install trl" in capsys.readouterr().out
     monkeypatch.undo()
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from driver.run.comparison import Arm, Comparison
-from profiling.bench import Bench
 from profiling.benches import identity
 from profiling.benches.decode import SHAPE_WORDS
+from profiling.rig.bench import Bench
 from profiling.rig.results import all_targets
 from profiling.rig.subjects import of_checkpoint, of_shape
 from tests.profiling.test_engine_benches import TINY_SHAPE, WORDS

@@ -10,7 +10,8 @@ import pytest
 from profiling.kernels import ncu_table
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((ROOT / "profiling").glob("*.sh"))
+FOLDER = ROOT / "profiling" / "kernels"
+SCRIPTS = sorted(FOLDER.glob("*.sh"))
 PERCENT = "avg.pct_of_peak_sustained"
 RAW = "\n".join(
     (
@@ -75,14 +76,14 @@ def test_a_report_without_launches_is_one_line(tmp_path, capsys, text, reason):
 def test_scripts_parse_and_say_how_they_are_called(script):
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
-    assert f"profiling/{script.name}" in script.read_text().partition("\nset -")[0]
+    assert f"profiling/kernels/{script.name}" in script.read_text().partition("\nset -")[0]
 
 
 def run_script(name, *words, tools):
     path = os.pathsep.join([*map(str, tools), "/usr/bin", "/bin"])
     environment = {"PATH": path, "PYTHON": sys.executable, "HOME": "/tmp"}
     return subprocess.run(
-        ["bash", str(ROOT / "profiling" / name), *words],
+        ["bash", str(FOLDER / name), *words],
         env=environment,
         capture_output=True,
         text=True,

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from profiling.bench import Bench
 from profiling.benches import two_gpu
+from profiling.rig.bench import Bench
 from tests.driver.run.test_run import WORDS
 from tests.driver.run.test_world import PRELUDE, rank_env
 

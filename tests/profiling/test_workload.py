@@ -8,8 +8,8 @@ import pytest
 from driver.config.load import BanditConfig
 from driver.config.strategy import Strategy
 from driver.rollout.bandit import Bandit
-from profiling.bench import Bench
 from profiling.benches import bandit as bandit_bench
+from profiling.rig.bench import Bench
 from profiling.rig.workload import (
     Recorder,
     Recording,

@@ -1,0 +1,100 @@
+"""Makes training runs of several arms and seeds from one warm start, each in its own process."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from driver.config.load import load_config
+from driver.records.checkpoint import whole_checkpoints
+from driver.run.warm_start import warm_folder, warm_start
+from profiling.rig.bench import run_within, say
+from profiling.studies.grpo_arms import TRL, finished_steps
+
+# The warm start is made once, for all arms and seeds.
+WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
+RHYTHM = ["run.eval_every=0", "run.checkpoint_every=5", "run.keep_checkpoints=1"]
+SEVERAL_SEEDS = ("off", "full")
+TRL_STEPS = 2
+TRL_NEEDS = ("trl", "datasets", "dill", "multiprocess")
+
+
+def folder_of(runs: Path, arm: str, seed: int) -> Path:
+    return runs / f"{arm}-{seed}"
+
+
+def make_runs(
+    jobs: Sequence[tuple[str, int]],
+    words: list[str],
+    known: Mapping[str, list[str]],
+    runs: Path,
+    steps: int,
+    seconds: float = math.inf,
+    start: list[str] | None = None,
+) -> None:
+    """Makes every run to its end, or as far as the time allows; finished runs are kept.
+
+    Args:
+        jobs: arms and seeds.
+        words: settings of all runs.
+        known: arm -> its settings over those.
+        runs: the folder of the runs.
+        steps: of each run.
+        seconds: for all runs together.
+        start: settings of the warm start; None = `words`.
+    """
+    deadline = time.monotonic() + seconds
+    start = start or words
+    # In its own process, so that its card memory is freed.
+    make = [sys.executable, "-m", "driver.warm", *start]
+    if not whole_checkpoints(warm_folder(load_config(start))) and not ended(make, seconds):
+        return say("no time left for the warm start")
+    warmed = warm_start(load_config(start), say).path
+    for arm, seed in jobs:
+        folder = folder_of(runs, arm, seed)
+        count = min(steps, TRL_STEPS) if arm == TRL else steps
+        if finished_steps(folder) >= count:
+            continue
+        base = [*words, *WARMED, *RHYTHM, f"model.path={warmed}", f"run.steps={count}"]
+        base += [f"run.root={runs}", f"run.name={folder.name}", f"run.seed={seed}"]
+        if arm == TRL:
+            command = trl_command(base)
+            if command is None:
+                continue
+        else:
+            resume = ["run.resume=true"] if (folder / "config.yaml").exists() else []
+            command = [sys.executable, "-m", "driver.train", *base, *known[arm], *resume]
+        left = deadline - time.monotonic()
+        say(f"--- {arm}, seed {seed}" + ("" if left > 0 else ": no time left"))
+        try:
+            if left <= 0 or not ended(command, left):
+                return
+        except SystemExit as error:
+            if arm != TRL:
+                raise
+            say(f"trl: left out, {error}")  # a peer that cannot run here costs its own row
+
+
+def trl_command(words: Sequence[str]) -> list[str] | None:
+    """The command of TRL's arm; None, and a line with the reason, where TRL is not installed."""
+    missing = [name for name in TRL_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        say(f"trl: not run, {', '.join(missing)} missing: pip install {' '.join(TRL_NEEDS)}")
+        return None
+    return [sys.executable, "-m", "profiling.peers.trl", *words]
+
+
+def ended(command: list[str], seconds: float = math.inf) -> bool:
+    """Runs a command; False where the time was up, which leaves its last checkpoint.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    code = run_within(command, None if math.isinf(seconds) else seconds)
+    if code:
+        raise SystemExit(f"exit code {code}: {' '.join(command)}")
+    return code is not None
