@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 
+from driver.common.errors import UserError
 from profiling import benches
 from profiling.rig import timing
 from profiling.rig.bench import Bench, Stopped, output_of, run_within, say
 from profiling.rig.results import CPU, RESULTS, ROOT, card_folder, joined, load, targets_of
+from profiling.rig.warm import find_warm_start, make_warm_start
 
 
 def meta(command: str, commit: str) -> dict[str, Any]:
@@ -64,6 +66,11 @@ def current_commit() -> str:
 def needs_cuda(module: ModuleType) -> bool:
     """A benchmark says `NEEDS_CUDA = False` where it measures the CPU."""
     return getattr(module, "NEEDS_CUDA", True)
+
+
+def needs_warm_start(module: ModuleType) -> bool:
+    """Whether a benchmark runs the warmed policy (`NEEDS_WARM_START = True`)."""
+    return getattr(module, "NEEDS_WARM_START", False)
 
 
 def lacks(module: ModuleType) -> str:
@@ -131,7 +138,7 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
     return bench.failed
 
 
-# Seconds that `all --quick` gives each benchmark of a card: eight minutes, the warm start there.
+# Seconds that `all --quick` gives each benchmark of a card: eight minutes after the warm start.
 QUICK_SECONDS = {
     "attention": 28,
     "decode": 42,
@@ -148,23 +155,49 @@ QUICK_SECONDS = {
 }
 
 
-def run_all(modules: dict[str, ModuleType], options: list[str]) -> int:
-    """Runs the benchmarks that this machine has the device for, each in a process of its own.
+def warm_start_first(words: list[str]) -> tuple[str, bool]:
+    """Makes the warm start where there is none; a line about it, and whether it failed."""
+    begin = time.perf_counter()
+    try:
+        if found := find_warm_start(words):
+            return f"skipped: it is in {found}", False
+        say("--- warm start")
+        made = make_warm_start(words)
+    except (SystemExit, TimeoutError, UserError) as error:
+        return f"FAILED: {error}", True
+    return f"{time.perf_counter() - begin:6.0f} s  made in {made}", False
 
-    A benchmark that fails, or is stopped at its limit of a quick run, costs its own numbers only.
+
+def run_all(modules: dict[str, ModuleType], settings: list[str], options: list[str]) -> int:
+    """Runs the benchmarks that this machine has the device for, each in its own process.
+
+    The warm start is made first, within its own limit; without it the benchmarks that need it are
+    left out. A benchmark that fails, or is stopped at its limit of a quick run, costs its own
+    numbers only.
+
+    Args:
+        modules: name -> benchmark.
+        settings: `key=value` words of `--set`.
+        options: the words of the command, which each benchmark takes.
     """
-    lines = []
+    modules = {n: m for n, m in modules.items() if needs_cuda(m) == torch.cuda.is_available()}
+    left_out = {name: reason for name, module in modules.items() if (reason := lacks(module))}
+    needing = [n for n, m in modules.items() if needs_warm_start(m) and n not in left_out]
+    text, failed = "skipped: no benchmark that runs here needs it", False
+    if needing:
+        text, failed = warm_start_first(["preset=h100", *settings])
+    if failed:
+        left_out |= dict.fromkeys(needing, "it needs the warm start")
+    lines = [(failed, f"warm start   {text}")]
     limits = QUICK_SECONDS if "--quick" in options else {}
-    for name, module in modules.items():
-        if needs_cuda(module) != torch.cuda.is_available():
-            continue
-        if reason := lacks(module):
-            lines.append((0, f"{name:12} left out: {reason}"))
+    for name in modules:
+        if name in left_out:
+            lines.append((False, f"{name:12} left out: {left_out[name]}"))
             continue
         say(f"--- {name}")
         begin = time.perf_counter()
         command = [sys.executable, "-m", "profiling.bench", name, *options]
-        code = run_within(command, limits.get(name))
+        code = run_within(command, limits.get(name, math.inf))
         seconds = time.perf_counter() - begin
         ended = "written"
         if code is None:
@@ -174,7 +207,7 @@ def run_all(modules: dict[str, ModuleType], options: list[str]) -> int:
         lines.append((code != 0, f"{name:12} {seconds:6.0f} s  {ended}"))
     for _, line in lines:
         say(line)
-    return 0 if lines and not any(code for code, _ in lines) else 1
+    return 0 if modules and not any(failed for failed, _ in lines) else 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -197,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = names if args.name == "all" else [args.name]
     modules = {name: importlib.import_module(f"profiling.benches.{name}") for name in wanted}
     if args.name == "all":
-        return run_all(modules, [word for word in argv if word != "all"])
+        return run_all(modules, args.set, [word for word in argv if word != "all"])
     module = modules[args.name]
     if args.options and not hasattr(module, "options"):
         parser.error(f"{args.name} does not take {' '.join(args.options)}")

@@ -29,6 +29,7 @@ from profiling.rig.results import RESULTS, newest_first
 from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 from profiling.rig.workload import accept_length
 
+NEEDS_WARM_START = True
 SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 QUICK_BATCHES = [1, 32]  # of the targets

@@ -38,6 +38,7 @@ from driver.drafter.trainer import SpotTrainer
 from profiling.rig.bench import Bench, say
 from profiling.rig.results import ROOT
 from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
+from profiling.rig.warm import warm_words
 from profiling.studies import drafter_runs
 from profiling.studies.draft_cost import memory, packing
 from profiling.studies.draft_overlap import OF_TARGETS, overlap
@@ -53,6 +54,7 @@ from profiling.studies.drafting import (
 )
 from profiling.studies.grpo_runs import make_runs
 
+NEEDS_WARM_START = True
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 WORDS = [
     "preset=smollm2",
@@ -320,7 +322,7 @@ def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
     """RL with each kind of drafter, as far as the time allows, and what the runs show."""
     if chosen.seconds is None:
         chosen.seconds = 0.0 if bench.quick else math.inf
-    words, known = drafter_runs.warm_words(bench.words), drafter_runs.arm_words(bench.settings)
+    words, known = warm_words(bench.words), drafter_runs.arm_words(bench.settings)
     if chosen.seconds:
         try:
             jobs = [(arm, drafter_runs.SEED) for arm in known]
@@ -349,7 +351,7 @@ def run(bench: Bench) -> None:
     chosen, sizes = options(bench.options), QUICK if bench.quick else FULL
     if wanted(bench, "warmed"):
         with bench.part("warmed"):
-            words = drafter_runs.warm_words(bench.words)
+            words = warm_words(bench.words)
             warmed(bench, of_checkpoint("warmed", words, warmed=True, note=say, longest=False))
     if wanted(bench, "adaptive"):
         with bench.part("adaptive"):

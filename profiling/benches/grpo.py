@@ -26,6 +26,7 @@ from driver.config.load import load_config
 from driver.run.dry_run import prompt_tokens, shape_folder
 from driver.run.footprint import empty_policy, footprint
 from profiling.rig.bench import Bench, say
+from profiling.rig.warm import warm_words
 from profiling.studies.grpo_arms import (
     OTHER_START,
     TRL,
@@ -38,7 +39,7 @@ from profiling.studies.grpo_arms import (
 from profiling.studies.grpo_runs import SEVERAL_SEEDS, folder_of, make_runs
 
 STEPS, QUICK_STEPS = 20, 4
-LIMIT = "sampling.max_new_tokens"
+NEEDS_WARM_START = True
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:
@@ -78,8 +79,7 @@ def run(bench: Bench) -> None:
         if bench.wanted(arm) and (seed == seeds[0] or arm in SEVERAL_SEEDS)
     ]
     if not chosen.merge:
-        start = warm_words(words)
-        make_runs(jobs, words, known, chosen.runs, chosen.steps, chosen.seconds, start)
+        make_runs(jobs, words, known, chosen.runs, chosen.steps, chosen.seconds)
     runs = [ArmRun.read(arm, seed, folder_of(chosen.runs, arm, seed)) for arm, seed in jobs]
     found = [run for run in runs if run is not None]
     memory = {
@@ -87,11 +87,6 @@ def run(bench: Bench) -> None:
         for run in found
     }
     merge(bench, found, memory, limit)
-
-
-def warm_words(words: Sequence[str]) -> list[str]:
-    """The warm start of these settings: its responses are as long as the preset's."""
-    return [word for word in words if not word.startswith(f"{LIMIT}=")]
 
 
 def other_limit(words: Sequence[str]) -> int:

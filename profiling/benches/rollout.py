@@ -46,6 +46,7 @@ from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import Subject, fix_bandit, of_checkpoint
 from profiling.rig.workload import Recording, Window, trace_lengths
 
+NEEDS_WARM_START = True
 STATIC = [
     "ngram:6,1,7",
     "ngram:15,1,16",  # what of a hybrid's gain long chains alone have

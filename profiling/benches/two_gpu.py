@@ -21,10 +21,11 @@ import torch
 from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.phases import PHASES
-from driver.run.warm_start import warm_start
 from profiling.rig.bench import Bench, say
-from profiling.studies.grpo_runs import WARMED, ended
+from profiling.rig.warm import make_warm_start
+from profiling.studies.grpo_runs import WARMED
 
+NEEDS_WARM_START = True
 STEPS, QUICK_STEPS = 8, 4
 LIMIT_S = 540  # of one arm
 # Arm -> ranks and its words.
@@ -71,9 +72,7 @@ def run(bench: Bench) -> None:
     words = bench.words
     arms = {arm: ARMS[arm] for arm in ARMS if bench.wanted(arm)}
     if arms and load_config(words).warmup.keep:
-        # In a process of its own: what it takes of a card's memory goes with it.
-        ended([sys.executable, "-m", "driver.warm", *words], LIMIT_S)
-        words += [*WARMED, f"model.path={warm_start(load_config(words), say).path}"]
+        words += [*WARMED, f"model.path={make_warm_start(words)}"]
     for arm, (ranks, own) in arms.items():
         steps = QUICK_STEPS if bench.quick else STEPS
         with tempfile.TemporaryDirectory() as folder:

@@ -114,11 +114,11 @@ class Stopped(KeyboardInterrupt):
     """SIGTERM, which unlike Ctrl-C reaches only this process and not those that it started."""
 
 
-def run_within(command: list[str], seconds: float | None) -> int | None:
+def run_within(command: list[str], seconds: float = math.inf) -> int | None:
     """Runs a command; its exit code, or None where it was stopped because the time was up."""
     process = subprocess.Popen(command)
     try:
-        return process.wait(seconds)
+        return process.wait(None if math.isinf(seconds) else seconds)
     except (subprocess.TimeoutExpired, Stopped) as error:
         process.terminate()
         if isinstance(error, Stopped):

@@ -19,6 +19,7 @@ from driver.rollout.request import Request, SamplingParams, request_id
 from driver.run.assemble import Rollout, build_rollout, find_model, load_policy, spec_of, stop_ids
 from driver.run.warm_start import adopt_drafter, drafter_state, warm_start
 from driver.tasks import make_task
+from profiling.rig.warm import warm_words
 from profiling.rig.workload import Recorder
 
 Note = Callable[[str], None]
@@ -130,7 +131,10 @@ def of_checkpoint(
         longest: prompts with the longest worked responses among many first; else as they come.
     """
     config = load_config(words)
-    folder = warm_start(config, note).path if warmed else find_model(config, note)
+    if warmed:
+        folder = warm_start(load_config(warm_words(words)), note).path
+    else:
+        folder = find_model(config, note)
     policy, tokenizer = load_policy(config, folder)
     task, spec = make_task(**asdict(config.task)), spec_of(policy)
 

@@ -44,12 +44,6 @@ RL_WORDS = [
 ]
 
 
-def warm_words(words: Sequence[str]) -> list[str]:
-    """The warm start that all benchmarks share: its task is the preset's, whatever drafts are
-    made for elsewhere."""
-    return [word for word in words if not word.startswith("task.")]
-
-
 def arm_words(settings: Sequence[str]) -> dict[str, list[str]]:
     """Arm -> its settings over those of the warm start; what `settings` name stays theirs."""
     named = {word.partition("=")[0] for word in settings}

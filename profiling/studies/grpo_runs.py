@@ -9,10 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from driver.config.load import load_config
-from driver.records.checkpoint import whole_checkpoints
-from driver.run.warm_start import warm_folder, warm_start
 from profiling.rig.bench import run_within, say
+from profiling.rig.warm import make_warm_start
 from profiling.studies.grpo_arms import TRL, finished_steps
 
 # The warm start is made once, for all arms and seeds.
@@ -34,7 +32,6 @@ def make_runs(
     runs: Path,
     steps: int,
     seconds: float = math.inf,
-    start: list[str] | None = None,
 ) -> None:
     """Makes every run to its end, or as far as the time allows; finished runs are kept.
 
@@ -45,15 +42,12 @@ def make_runs(
         runs: the folder of the runs.
         steps: of each run.
         seconds: for all runs together.
-        start: settings of the warm start; None = `words`.
     """
     deadline = time.monotonic() + seconds
-    start = start or words
-    # In its own process, so that its card memory is freed.
-    make = [sys.executable, "-m", "driver.warm", *start]
-    if not whole_checkpoints(warm_folder(load_config(start))) and not ended(make, seconds):
-        return say("no time left for the warm start")
-    warmed = warm_start(load_config(start), say).path
+    try:
+        warmed = make_warm_start(words, seconds)
+    except TimeoutError as error:
+        return say(f"no run is made: {error}")
     for arm, seed in jobs:
         folder = folder_of(runs, arm, seed)
         count = min(steps, TRL_STEPS) if arm == TRL else steps
@@ -94,7 +88,7 @@ def ended(command: list[str], seconds: float = math.inf) -> bool:
     Raises:
         SystemExit: it failed.
     """
-    code = run_within(command, None if math.isinf(seconds) else seconds)
+    code = run_within(command, seconds)
     if code:
         raise SystemExit(f"exit code {code}: {' '.join(command)}")
     return code is not None

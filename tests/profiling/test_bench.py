@@ -11,7 +11,7 @@ import types
 import pytest
 
 from profiling import bench, benches
-from profiling.rig import results, timing
+from profiling.rig import results, timing, warm
 
 FAKE = types.SimpleNamespace(name="fake")
 WANTED = {"low_us": {"at_most": 2.0}, "high_x": {"at_least": 3.0}, "absent": {"at_least": 0.0}}
@@ -119,8 +119,62 @@ def test_what_was_measured_before_an_early_end_is_kept(cpu_bench, tmp_path, end)
 
 def test_what_lacks_something_is_left_out_of_all(cpu_bench, capsys):
     cpu_bench.lacks = lambda: "no such file"
-    assert bench.run_all({"fake": cpu_bench}, []) == 0
+    assert bench.run_all({"fake": cpu_bench}, [], []) == 0
     assert "fake         left out: no such file" in capsys.readouterr().out
+
+
+@pytest.fixture
+def two_benches(cpu_bench, monkeypatch):
+    """`fake`, and `warmed`, which needs the warm start; what `run_all` does, in order."""
+    warmed = types.ModuleType("profiling.benches.warmed")
+    warmed.NEEDS_CUDA, warmed.NEEDS_WARM_START = False, True
+    done = []
+    monkeypatch.setattr(bench, "run_within", lambda command, seconds: done.append(command[3]) or 0)
+    monkeypatch.setattr(bench, "find_warm_start", lambda words: None)
+    monkeypatch.setattr(bench, "make_warm_start", lambda words: done.append("warm start"))
+    return {"fake": cpu_bench, "warmed": warmed}, done
+
+
+def test_the_warm_start_is_made_once_before_all_benchmarks(two_benches, capsys):
+    modules, done = two_benches
+    assert bench.run_all(modules | {"again": modules["warmed"]}, [], []) == 0
+    assert done == ["warm start", "fake", "warmed", "again"]
+    assert bench.run_all({"fake": modules["fake"]}, [], []) == 0
+    assert "warm start   skipped: no benchmark that runs here needs it" in capsys.readouterr().out
+
+
+def test_a_warm_start_that_is_there_is_not_made(two_benches, monkeypatch, tmp_path, capsys):
+    modules, done = two_benches
+    monkeypatch.setattr(bench, "find_warm_start", lambda words: tmp_path)
+    assert bench.run_all(modules, [], []) == 0 and done == ["fake", "warmed"]
+    assert f"warm start   skipped: it is in {tmp_path}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [TimeoutError("its limit"), SystemExit("exit code 2")])
+def test_without_a_warm_start_the_rest_runs(two_benches, monkeypatch, capsys, error):
+    def fail(words):
+        raise error
+
+    modules, done = two_benches
+    monkeypatch.setattr(bench, "make_warm_start", fail)
+    assert bench.run_all(modules, [], []) == 1 and done == ["fake"]
+    shown = capsys.readouterr().out
+    assert f"warm start   FAILED: {error}" in shown
+    assert "warmed       left out: it needs the warm start" in shown
+
+
+def test_the_warm_start_is_the_one_that_every_benchmark_finds(monkeypatch, tmp_path):
+    """Settings of other prompts and lengths do not make another one; the limit is its own."""
+    limits = []
+    monkeypatch.setattr(warm, "run_within", lambda command, seconds: limits.append(command[3:]))
+    start = ["preset=h100", f"run.root={tmp_path}"]
+    for more in ([], ["task.path=gsm8k", "task.name=jsonl"], ["sampling.max_new_tokens=512"]):
+        with pytest.raises(TimeoutError, match="stopped at its limit of 600 s"):
+            warm.make_warm_start([*start, *more])
+    assert limits == [start] * 3
+    monkeypatch.setattr(warm, "run_within", lambda command, seconds: 3)
+    with pytest.raises(SystemExit, match="the warm start failed with exit code 3"):
+        warm.make_warm_start(start)
 
 
 def test_a_quick_run_of_all_ends_within_eight_minutes():

@@ -18,6 +18,7 @@ from profiling.benches.drafter import compare
 from profiling.figures import drafter as drafter_figures
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import of_checkpoint
+from profiling.rig.warm import warm_words
 from profiling.studies import draft_cost, draft_overlap, drafter_runs, drafting, grpo_runs
 from profiling.studies.drafting import Sizes, Study, first_acceptance
 from profiling.studies.grpo_runs import WARMED
@@ -218,7 +219,7 @@ def test_memory_of_a_card_is_what_was_predicted():
 
 def test_the_task_of_the_drafter_is_not_that_of_the_warm_start():
     settings = ["task.path=/gsm8k", "run.root=/keep", "grpo.lr=1e-4"]
-    start = drafter_runs.warm_words(Bench("drafter", 0.0, settings=settings).words)
+    start = warm_words(Bench("drafter", 0.0, settings=settings).words)
     warm = load_config(start)
     assert warm.task == load_config(["preset=h100"]).task
     assert load_config([*drafter.WORDS, *settings]).task.path == "/gsm8k"
