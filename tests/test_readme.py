@@ -1,4 +1,4 @@
-"""Every path and command in the README exists."""
+"""Every path, link and command in the documents exists."""
 
 import importlib.util
 import re
@@ -16,29 +16,56 @@ from driver.train import DRY_RUN
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.S)
-LINES = [
-    part.strip() for block in BLOCKS for line in block.splitlines() for part in line.split("&&")
-]
-COMMANDS = [shlex.split(line, comments=True) for line in LINES]
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "profiling" / "README.md"]
+    if path.name != "THIRD_PARTY_NOTICES.md"
+}
+PATH = re.compile(r"`((?:csrc|tlt_ext|driver|tests|profiling|docs|examples)/[\w/.-]*)`")
+INLINE = re.compile(r"`python -m ([\w.]+)")
 
 
-def test_nothing_is_left_to_fill_in():
-    assert "@@" not in README
+def commands(text):
+    """The commands of the text's bash blocks, as lists of words."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    return [shlex.split(part, comments=True) for part in parts]
 
 
-def test_links_point_to_files():
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+COMMANDS = [words for text in DOCUMENTS.values() for words in commands(text) if "-m" in words]
+by_document = pytest.mark.parametrize("name", DOCUMENTS)
 
 
-def test_paths_in_code_exist():
-    names = re.findall(r"`((?:csrc|tlt_ext|driver|tests|profiling)/[\w/.]*)`", README)
-    assert [name for name in names if not (ROOT / name).exists()] == []
+@by_document
+def test_nothing_is_left_to_fill_in(name):
+    assert "@@" not in DOCUMENTS[name]
 
 
-@pytest.mark.parametrize("words", [c for c in COMMANDS if "-m" in c], ids=" ".join)
+@by_document
+def test_links_point_to_files(name):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", DOCUMENTS[name])
+    assert [link for link in links if not ((ROOT / name).parent / link).exists()] == []
+
+
+@by_document
+def test_paths_in_code_exist(name):
+    assert [path for path in PATH.findall(DOCUMENTS[name]) if not (ROOT / path).exists()] == []
+
+
+@by_document
+def test_modules_named_in_text_exist(name):
+    modules = set(INLINE.findall(DOCUMENTS[name]))
+    assert [module for module in modules if not importlib.util.find_spec(module)] == []
+
+
+def test_the_checks_read_something():
+    """The documents have links, paths and commands in the form that the checks look for."""
+    assert len(COMMANDS) > 10
+    assert PATH.search(README) and INLINE.search(DOCUMENTS["profiling/README.md"])
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_modules_exist_and_take_their_words(words):
     module, *rest = words[words.index("-m") + 1 :]
     assert importlib.util.find_spec(module)
@@ -62,7 +89,8 @@ def test_the_example_for_other_engines_runs(capsys):
 
 
 def test_every_op_is_in_the_table():
-    table = README.partition("<!-- results: ops -->")[2].partition("<!-- end of results -->")[0]
+    benchmarks = DOCUMENTS["docs/benchmarks.md"]
+    table = benchmarks.partition("<!-- results: ops -->")[2].partition("<!-- end of results")[0]
     assert not [op.__name__ for op in tlt_ext.OPS if f"`{op.__name__}`" not in table]
 
 

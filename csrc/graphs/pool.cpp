@@ -14,7 +14,7 @@ namespace tlt {
 namespace {
 
 constexpr const char* kName = "GraphPool";
-// What executables take, as measured (profiling/README.md).
+// What executables take, as measured (docs/notes/graphs.md).
 constexpr int64_t kNodeBytes = 2700, kGraphBytes = 40 << 10, kLoopBytes = 128 << 10;
 constexpr int kLoopDriver = 12040;  // the first whose conditional nodes we rely on
 

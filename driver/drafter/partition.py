@@ -1,7 +1,7 @@
 """A share of a GPU's multiprocessors for training beside the tail, and what it costs decoding.
 
 A stream of low priority slows decoding to a multiple; a green context with a few multiprocessors
-costs it some percent (`profiling/README.md`), nearly as much with few of them as with many: a
+costs it some percent (`docs/notes/drafter.md`), nearly as much with few of them as with many: a
 kernel of the tail ends with its slowest block, on however many multiprocessors blocks are slow. So
 what keeps training to its budget is the share of the time that it runs, and on how many
 multiprocessors it then trains most is measured where it runs.

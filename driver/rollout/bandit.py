@@ -48,7 +48,7 @@ class Bandit:
 
     Random arms are those whose value is near the best; of all arms with probability epsilon once
     more, since an arm that was hopeless gets better as the drafter learns. The best arm, once it is
-    known, runs for two windows at once: it wakes the host less often (profiling/README.md).
+    known, runs for two windows at once: it wakes the host less often (docs/notes/rollout.md).
 
     Args:
         arms: strategies, `off` among them.

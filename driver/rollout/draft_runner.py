@@ -38,7 +38,7 @@ class DraftRunner:
         seed: run seed of the keyed noise.
         score_temperature: how drafted nodes are ranked (`tlt_ext.expand_tree`). At 0, cumulative
             log-probability, the noise that chose a node counts for nothing in its rank.
-            `profiling/README.md` has what it does to accept lengths.
+            `docs/notes/drafter.md` has what it does to accept lengths.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from ..model.drafter import DraftSpec
 from ..model.spec import ModelSpec
 from ..model.target import LARGE_WEIGHTS, appends, fuses, layer_launches
 
-# Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (profiling/README.md).
+# Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (docs/notes/graphs.md).
 NODE_BYTES, GRAPH_BYTES, LOOP_BYTES = 2700, 40 << 10, 128 << 10
 FLOAT_BYTES = 4
 

@@ -21,9 +21,8 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
-TARGETS_CARD = "h100-80gb-hbm3"  # the card that `targets.toml` speaks of
-ANY_CARD = "two_gpu"  # the table that speaks of two of whichever card
-CPU = "cpu"  # the folder of results that need no card
+TARGETS_CARD = "h200"  # the card that the targets are for
+CPU = "cpu"  # the table, and the folder of results, that need no card
 
 
 def card_folder(card: str) -> str:
@@ -126,16 +125,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Target:
-    """One line of `targets.toml` and the newest figure for it, if there is one.
-
-    `elsewhere` are the newest figures of cards that it does not speak of, by the card's name.
-    """
+    """One line of `targets.toml` and the newest figure for it, if there is one."""
 
     table: str
     name: str
     wanted: dict[str, float]
     figure: Figure | None
-    elsewhere: dict[str, Figure]
 
     @property
     def got(self) -> float | None:
@@ -144,13 +139,9 @@ class Target:
     @property
     def state(self) -> str:
         """met, unmet, or missing where nothing was measured."""
-        return self.state_of(self.figure)
-
-    def state_of(self, figure: Figure | None) -> str:
-        """The same of a figure of any card."""
-        if figure is None:
+        if self.figure is None:
             return "missing"
-        return "met" if is_met(self.wanted, figure.value) else "unmet"
+        return "met" if is_met(self.wanted, self.figure.value) else "unmet"
 
 
 def known_targets(folder: Path = RESULTS) -> list[Target]:
@@ -158,21 +149,18 @@ def known_targets(folder: Path = RESULTS) -> list[Target]:
 
     A figure that the newer result lacks is taken from the older one.
     """
-    cards = [path.name for path in folder.iterdir() if path.is_dir()]
     found = []
     for table, wanted_of in all_targets().items():
-        own = {CPU: [CPU], ANY_CARD: cards}.get(table, [TARGETS_CARD])
-        got = _newest(folder, own, table)
-        others = [_newest(folder, [card], table) for card in sorted({*cards} - {*own, CPU})]
-        for name, wanted in wanted_of.items():
-            elsewhere = {f[name].meta["card"]: f[name] for f in others if name in f}
-            found.append(Target(table, name, wanted, got.get(name), elsewhere))
+        measured = _newest(folder / (CPU if table == CPU else TARGETS_CARD), table)
+        found += [
+            Target(table, name, wanted, measured.get(name)) for name, wanted in wanted_of.items()
+        ]
     return found
 
 
-def _newest(folder: Path, cards: Sequence[str], table: str) -> dict[str, Figure]:
-    """Target -> its newest figure of some cards."""
-    paths = [folder / card / part / f"{table}.json" for card in cards for part in ("", "quick")]
+def _newest(card: Path, table: str) -> dict[str, Figure]:
+    """Target -> its newest figure in the folder of a card."""
+    paths = [card / part / f"{table}.json" for part in ("", "quick")]
     results = [load(path) for path in paths if path.exists()]
     results.sort(key=lambda result: result["meta"]["date"])
     return {

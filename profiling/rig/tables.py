@@ -1,7 +1,7 @@
-"""`python -m profiling.rig.tables`: writes the README's tables from `results/`.
+"""`python -m profiling.rig.tables`: writes the tables of README and docs from `results/`.
 
-Each table stands between `<!-- results: NAME -->` and `<!-- end of results -->`; the lines between
-are replaced. `--check` writes nothing and exits 1 where they differ.
+A table stands between `<!-- results: NAME -->` and `<!-- end of results -->`. The lines between the
+markers are replaced. `--check` writes nothing and exits 1 if a document differs.
 """
 
 from __future__ import annotations
@@ -13,25 +13,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiling.rig.results import Figure, Target, known_targets
+from profiling.rig.results import Target, known_targets
 from profiling.rig.targets import wanted_text
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 MARKED = re.compile(
     r"(?P<begin><!-- results: (?P<name>\w+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
 )
-UNITS = {"us": "µs", "ms": "ms", "seconds": "s", "gb": "GB", "points": "points"}
+UNITS = {"us": "µs", "ms": "ms", "s": "s", "seconds": "s", "gb": "GB", "points": "points"}
+EQUAL_SHARES = ("identity", "equal", "drafter", "_responses_32k", "_arrivals")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table of ops: a measured case, or none yet."""
+    """One line of the table of ops, with or without a measured case."""
 
     op: str
     source: str
     text: str = ""
     target: str = ""  # its name in `targets.toml`
 
+
+HEADLINES = (
+    ("GRPO step, full system over plain decoding", "grpo", "step_over_off_x"),
+    ("its rollout, over plain decoding", "grpo", "rollout_over_off_x"),
+    ("steps with equal rewards and lengths, of 20", "grpo", "identical_reward_steps"),
+    ("time a token over TRL with transformers", "grpo", "over_trl_hf_x"),
+    ("128 requests with a long tail, over plain decoding", "rollout", "trace_over_off_x"),
+    ("the same over transformers, static cache, compiled", "rollout", "over_hf_generate_x"),
+    ("tokens a second at 1 request, over plain decoding", "decode", "spec_over_plain_b1_x"),
+    ("at 32 requests", "decode", "spec_over_plain_b32_x"),
+    ("equal tokens, trained drafter, bf16", "identity", "smollm2_trained_drafter"),
+    ("attention, 32 requests of 4k keys", "attention", "decode_b32_kv4k_of_copy"),
+)
 
 OPS = (
     Case(
@@ -81,20 +96,34 @@ def figure(name: str, value: float | None) -> str:
         return "-"
     if "_of_copy" in name:
         return f"{100 * value:.3g} % of copy"
-    if name.endswith(("identity", "equal", "drafter")):
+    if name.endswith("_x"):
+        return f"{value:.2f} ×"
+    if name.endswith(EQUAL_SHARES):
         return f"{100 * value:.7g} %"  # one token of a million must show
     if name.endswith("_of_weight_read") or "share" in name:
         return f"{100 * value:.3g} %"
-    if name.endswith("_x"):
-        return f"{value:.2f} ×"
     unit = UNITS.get(name.rpartition("_")[2], "")
-    return f"{value:.3g} {unit}".rstrip()
+    number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{number} {unit}".rstrip()
+
+
+def headlines_table(targets: Sequence[Target]) -> list[str]:
+    """The results that the README shows; exact commands are in the table of all targets."""
+    by_name = {(target.table, target.name): target for target in targets}
+    shown = [(text, by_name[table, name]) for text, table, name in HEADLINES]
+    cards = {target.figure.meta["card"] for _, target in shown if target.figure}
+    out = [f"| {', '.join(sorted(cards))} | measured | commit | command |", "|---|---|---|---|"]
+    for text, target in shown:
+        commit = target.figure.meta["commit"] if target.figure else ""
+        command = f"`python -m profiling.bench {target.table}`"
+        out.append(f"| {text} | {figure(target.name, target.got)} | {commit} | {command} |")
+    return out
 
 
 def ops_table(targets: Sequence[Target]) -> list[str]:
-    """The ops with one measured case or more each."""
+    """The ops with their measured cases."""
     by_name = {target.name: target for target in targets}
-    out = ["| op | source | case | measured | wanted |", "|---|---|---|---|---|"]
+    out = ["| op | source | case | measured | target |", "|---|---|---|---|---|"]
     shown = []
     for case in OPS:
         got = wanted = ""
@@ -104,60 +133,34 @@ def ops_table(targets: Sequence[Target]) -> list[str]:
             got = figure(target.name, target.got)
             wanted = _wanted(target)
         out.append(f"| {case.op} | {case.source} | {case.text} | {got} | {wanted} |")
-    return [*out, "", *provenance([(target.table, target.figure) for target in shown])]
+    return [*out, "", *provenance(shown)]
 
 
 def targets_table(targets: Sequence[Target]) -> list[str]:
-    """Every target, met or not, and what other cards have for it."""
-    cards = sorted({card for target in targets for card in target.elsewhere})
-    heads = [f"one {card.removeprefix('NVIDIA ')}" for card in cards]
+    """Every target and what was measured."""
+    states = [target.state for target in targets]
     out = [
-        f"{len(targets)} targets: {_counted([target.state for target in targets])}.",
-        *(
-            f"Beside them, {head}: {_counted(_states(targets, card))}."
-            for head, card in zip(heads, cards, strict=True)
-        ),
+        f"{len(targets)} targets: {states.count('met')} met, {states.count('unmet')} not met,"
+        f" {states.count('missing')} not measured.",
         "",
-        "<details><summary>All targets</summary>",
-        "",
-        "| " + " | ".join(["target", "wanted", "got", "", *heads]) + " |",
-        "|---" * (4 + len(cards)) + "|",
+        "| target | wanted | measured | |",
+        "|---|---|---|---|",
     ]
     for target in targets:
-        cells = [f"{target.table}: `{target.name}`", _wanted(target)]
-        cells += [figure(target.name, target.got), target.state]
-        for card in cards:
-            other = target.elsewhere.get(card)
-            cells.append(
-                f"{figure(target.name, other.value)}, {target.state_of(other)}" if other else ""
-            )
-        out.append("| " + " | ".join(cells) + " |")
-    figures = [(t.table, figure) for t in targets for figure in (t.figure, *t.elsewhere.values())]
-    return [*out, "", *provenance(figures), "", "</details>"]
+        state = {"unmet": "not met", "missing": "not measured"}.get(target.state, target.state)
+        out.append(
+            f"| {target.table}: `{target.name}` | {_wanted(target)} |"
+            f" {figure(target.name, target.got)} | {state} |"
+        )
+    return [*out, "", *provenance(targets)]
 
 
-def _states(targets: Sequence[Target], card: str) -> list[str]:
-    """Of the targets that a card of another kind has figures for."""
-    return [t.state_of(t.elsewhere[card]) for t in targets if card in t.elsewhere]
+TABLES = {"headlines": headlines_table, "ops": ops_table, "targets": targets_table}
 
 
-def _counted(states: Sequence[str]) -> str:
-    """How many are met and how many are not: "3 met, 1 not, 1 without a result yet"."""
-    out = f"{states.count('met')} met, {states.count('unmet')} not"
-    missing = states.count("missing")
-    return out + (f", {missing} without a result yet" if missing else "")
-
-
-TABLES = {"ops": ops_table, "targets": targets_table}
-
-
-def provenance(figures: Sequence[tuple[str, Figure | None]]) -> list[str]:
-    """A line for each result behind a table: card, driver, CUDA, torch, commit, date.
-
-    Args:
-        figures: with the tables of their targets.
-    """
-    lines = [f"* {table}: {_made_by(figure.meta)}" for table, figure in figures if figure]
+def provenance(targets: Sequence[Target]) -> list[str]:
+    """A line for each result behind a table: card, driver, CUDA, torch, commit, date, command."""
+    lines = [f"* {t.table}: {_made_by(t.figure.meta)}" for t in targets if t.figure]
     return list(dict.fromkeys(lines))
 
 
@@ -181,19 +184,19 @@ def _wanted(target: Target) -> str:
 
 
 def filled(text: str, targets: Sequence[Target]) -> str:
-    """The text with every marked table written anew.
+    """The text with every marked table replaced.
 
     Args:
-        text: of the README.
-        targets: with what they got.
+        text: of a document.
+        targets: with their figures.
 
     Raises:
-        ValueError: a marker names no table.
+        ValueError: a marker names an unknown table.
     """
 
     def table(match: re.Match[str]) -> str:
         if match["name"] not in TABLES:
-            raise ValueError(f"no table {match['name']}: there are {', '.join(TABLES)}")
+            raise ValueError(f"unknown table {match['name']}: use one of {', '.join(TABLES)}")
         lines = "\n".join(TABLES[match["name"]](targets))
         return f"{match['begin']}\n{lines}\n\n{match['end']}"
 
@@ -203,17 +206,22 @@ def filled(text: str, targets: Sequence[Target]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m profiling.rig.tables", description=__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 where it differs"
+        "--check", action="store_true", help="write nothing; exit 1 if a table differs"
     )
     args = parser.parse_args(argv)
-    before = README.read_text(encoding="utf-8")
-    after = filled(before, known_targets())
-    if args.check:
+    differs = []
+    for path in DOCUMENTS:
+        before = path.read_text(encoding="utf-8")
+        after = filled(before, known_targets())
         if before != after:
-            sys.stderr.write("README.md differs from results: run python -m profiling.rig.tables\n")
-        return int(before != after)
-    README.write_text(after, encoding="utf-8")
-    sys.stdout.write("README.md is as the results are\n")
+            differs.append(path.relative_to(ROOT).as_posix())
+            if not args.check:
+                path.write_text(after, encoding="utf-8")
+    if args.check and differs:
+        files = " and ".join(differs)
+        sys.stderr.write(f"{files}: tables differ: run python -m profiling.rig.tables\n")
+        return 1
+    sys.stdout.write(f"written: {', '.join(differs) or 'nothing to change'}\n")
     return 0
 
 

@@ -1,8 +1,7 @@
-"""`python -m profiling.rig.targets`: every target of `targets.toml`, wanted, got, met or not.
+"""`python -m profiling.rig.targets`: every target of `targets.toml`, its figure and its state.
 
-Figures are the newest of `results/` on the card that the targets speak of, and beside them those of
-other cards; those of `[cpu]` need no card. A target without a figure is missing, and counts as
-unmet.
+Figures are the newest of `results/` on the card that the targets are for; those of `[cpu]` need no
+card. A target without a figure is missing and counts as unmet.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ def lines(targets: list[Target], unmet: bool = False) -> list[str]:
         text = f"  {mark:8}{target.name:40}{wanted_text(target.wanted):>16}  got {got:8}"
         if target.figure:
             text += f"  {target.figure.meta['date'][:10]} {target.figure.meta['commit']}"
-        for card, figure in target.elsewhere.items():
-            text += f"  {card} {figure.value:g} {target.state_of(figure)}"
         out.append(text.rstrip())
     count = Counter(target.state for target in targets)
     out.append(

@@ -234,7 +234,8 @@ def test_a_file_that_is_no_result_is_named(tmp_path):
 
 
 def test_folders_are_named_after_cards():
-    assert results.card_folder("NVIDIA H100 80GB HBM3") == results.TARGETS_CARD
+    assert results.card_folder("NVIDIA H200") == results.TARGETS_CARD
+    assert results.card_folder("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
 
 
 def test_without_a_ceiling_there_is_no_share_of_it(capsys):

@@ -121,11 +121,12 @@ def test_targets_are_met_by_enough_equal_tokens_only():
     def row(case, tokens, share=1.0):
         return {"case": case, "tokens": tokens, "equal_tokens": share, "equal_bits": 1.0}
 
-    assert {*identity.TARGETS.values(), "logprobs_bit_equal"} == set(all_targets()["identity"])
+    measured = {*identity.TARGETS.values(), "logprobs_bit_equal"}
+    assert measured <= set(all_targets()["identity"])
     bench = Bench("identity", math.nan)
     bench.rows = [row(case, identity.TOKENS) for case in identity.TARGETS]
     identity.book(bench)
-    assert bench.got == dict.fromkeys(all_targets()["identity"], 1.0)
+    assert bench.got == dict.fromkeys(measured, 1.0)
     half = Bench("identity", math.nan, known=bench.rows[:2])
     half.rows = bench.rows[2:]
     identity.book(half)

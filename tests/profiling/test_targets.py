@@ -1,4 +1,4 @@
-"""Targets against results, the README's tables, and the comparison of two results."""
+"""Targets against results, the tables of the documents, and the comparison of two results."""
 
 import copy
 import json
@@ -8,7 +8,7 @@ import pytest
 from profiling.rig import compare, results, tables, targets
 
 META = {
-    "card": "NVIDIA H100 80GB HBM3",
+    "card": "NVIDIA H200",
     "driver": "580.1",
     "cuda": "13.0",
     "torch": "2.11.0",
@@ -78,19 +78,17 @@ def test_the_newer_of_two_runs_is_read_first(known):
     assert len(results.newest_first(known, "fake", "fake-log.json")) == 1
 
 
-def test_results_of_another_card_do_not_count_and_are_told(known, capsys):
-    (known / results.TARGETS_CARD).rename(known / "h200")
-    found = results.known_targets(known)
-    assert {target.state for target in found} == {"missing"}
-    assert found[1].elsewhere[META["card"]].value == 1.5
-    targets.main(["--results", str(known)])
-    assert f"got -         {META['card']} 6 met" in capsys.readouterr().out
-    out = tables.targets_table(found)
-    assert out[:2] == [
-        "3 targets: 0 met, 0 not, 3 without a result yet.",
-        "Beside them, one H100 80GB HBM3: 1 met, 1 not.",
-    ]
-    assert "| fake: `b_x` | at least 2.00 × | - | missing | 1.50 ×, unmet |" in out
+def test_results_of_another_card_do_not_count(known):
+    (known / results.TARGETS_CARD).rename(known / "h100-80gb-hbm3")
+    assert {target.state for target in results.known_targets(known)} == {"missing"}
+
+
+def test_targets_of_the_cpu_are_read_from_its_folder(known, monkeypatch):
+    monkeypatch.setattr(results, "all_targets", lambda: {"cpu": WANTED["fake"]})
+    assert {target.state for target in results.known_targets(known)} == {"missing"}
+    (known / results.TARGETS_CARD).rename(known / "cpu")
+    (known / "cpu" / "fake.json").rename(known / "cpu" / "cpu.json")
+    assert [target.state for target in results.known_targets(known)] == ["met", "unmet", "missing"]
 
 
 def test_the_real_files_are_read():
@@ -99,21 +97,35 @@ def test_the_real_files_are_read():
     assert any(target.state == "met" for target in found)
 
 
-def test_the_readme_s_tables_are_those_of_the_results():
-    text = tables.README.read_text(encoding="utf-8")
-    assert [match["name"] for match in tables.MARKED.finditer(text)] == list(tables.TABLES)
+def test_the_documents_tables_are_those_of_the_results():
+    texts = [path.read_text(encoding="utf-8") for path in tables.DOCUMENTS]
+    found = [match["name"] for text in texts for match in tables.MARKED.finditer(text)]
+    assert found == list(tables.TABLES)
     assert tables.main(["--check"]) == 0, "run python -m profiling.rig.tables"
+
+
+def test_a_changed_table_is_found_and_written(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "page.md"
+    path.write_text("<!-- results: targets -->\nold\n<!-- end of results -->\n", encoding="utf-8")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "DOCUMENTS", (path,))
+    assert tables.main(["--check"]) == 1
+    assert capsys.readouterr().err.startswith("page.md: tables differ")
+    assert tables.main([]) == 0
+    assert "old" not in path.read_text(encoding="utf-8")
+    assert tables.main(["--check"]) == 0
 
 
 def test_a_table_names_card_driver_cuda_torch_and_commit(known):
     text = "x\n<!-- results: targets -->\nold\n<!-- end of results -->\ny"
     out = tables.filled(text, results.known_targets(known))
     assert "old" not in out and out.startswith("x\n<!--") and out.endswith("-->\ny")
-    assert "3 targets: 1 met, 1 not, 1 without a result yet." in out
-    assert "| fake: `b_x` | at least 2.00 × | 1.50 × | unmet |" in out
-    assert "NVIDIA H100 80GB HBM3, driver 580.1, CUDA 13.0, torch 2.11.0, commit abc1234" in out
+    assert "3 targets: 1 met, 1 not met, 1 not measured." in out
+    assert "| fake: `b_x` | at least 2.00 × | 1.50 × | not met |" in out
+    assert "| fake: `c_x` | at least 1.00 × | - | not measured |" in out
+    assert "NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0, commit abc1234" in out
     assert tables.filled(out, results.known_targets(known)) == out
-    with pytest.raises(ValueError, match="no table speed: there are ops, targets"):
+    with pytest.raises(ValueError, match="unknown table speed: use one of headlines, ops, targets"):
         tables.filled("<!-- results: speed -->\n<!-- end of results -->", [])
 
 
@@ -128,6 +140,10 @@ def test_a_table_names_card_driver_cuda_torch_and_commit(known):
         ("smollm2_oracle_drafter", 1 - 1e-6, "99.9999 %"),
         ("trace_over_off_x", 2.4, "2.40 ×"),
         ("tiny_run_rss_gb", 0.84, "0.84 GB"),
+        ("shared_noise_over_target_only_x", 1.56, "1.56 ×"),
+        ("late_arrivals", 1.0, "100 %"),
+        ("trace_s", 1.39, "1.39 s"),
+        ("qwen2_15b_b64_us", 1700.0, "1,700 µs"),
         ("reprefilled_tokens", 0, "0"),
         ("a_us", None, "-"),
     ],
@@ -157,7 +173,7 @@ def test_a_lower_ratio_is_worse_where_more_is_wanted(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda r: r["meta"].update(card="NVIDIA H200"), "other cards: NVIDIA H100 80GB HBM3 and"),
+        (lambda r: r["meta"].update(card="NVIDIA H100"), "other cards: NVIDIA H200 and"),
         (lambda r: [row.update(bench="x") for row in r["rows"]], "other benchmarks: fake and x"),
         (lambda r: r["rows"][0].pop("median_us"), "other schema: a row of the new file lacks"),
         (lambda r: r["targets"][0].pop("got"), "other schema: a target of the new file lacks"),

@@ -116,7 +116,7 @@ def test_the_largest_is_captured_first():
     ],
 )
 def test_the_memory_model_counts_launches(batch, strategy, nodes):
-    """As profiling/README.md counts them, of 30 layers."""
+    """As docs/notes/graphs.md counts them, of 30 layers."""
     cell = Cell(batch, Strategy.parse(strategy))
     assert COST.nodes(cell) == nodes
     assert COST.bytes_of(cell) - GraphCost(SPEC, loop=False).bytes_of(cell) == 128 << 10
