@@ -181,6 +181,14 @@ class World:
             dist.broadcast_object_list(box, src=source)
         return box[0]
 
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum of every rank's values, in the order of the ranks.
+
+        Args:
+            values: float64 on the CPU, of one shape on all ranks.
+        """
+        return torch.stack(self.gather(values)).sum(0)
+
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Adds up each tensor over the ranks, in place; all ranks get the same bits."""
         if self.size > 1:

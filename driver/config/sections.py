@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..common.errors import UserError
+from .estimators import ESTIMATORS
 from .strategy import OFF, Strategy, parse_strategies
 
 LEAST_SCORE_TEMPERATURE = 1e-6  # of `tlt_ext.expand_tree`
@@ -315,13 +316,13 @@ class GrpoConfig(Section):
     prefix: ClassVar[str] = "grpo"
     prompts_per_step: int = setting(8, low=1)
     samples_per_prompt: int = setting(8, low=1)
-    advantage: str = setting("grpo", words=("grpo", "dr_grpo", "rloo", "reinforce", "dapo"))
+    advantage: str = setting("grpo", words=tuple(ESTIMATORS))
     max_refills: int = setting(0, low=0)  # dynamic sampling: rounds that replace equal groups
     truncated: str = setting("train", words=("train", "mask"))  # responses cut at the limit
     lr: float = setting(1e-4, above=0)
     warmup_steps: int = setting(0, low=0)
     clip_low: float = setting(0.2, above=0, high=1)
-    clip_high: float = setting(0.2, above=0)
+    clip_high: float = setting(0.0, low=0)  # 0: that of the estimator: 0.28 for dapo, else 0.2
     kl_coef: float = setting(0.0, low=0)  # 0: no reference model
     kl_in: str = setting("loss", words=("loss", "reward"))
     entropy_coef: float = setting(0.0, low=0)
@@ -343,10 +344,11 @@ class GrpoConfig(Section):
                 f"grpo.minibatches: wanted at most the {responses} responses of a step,"
                 f" got {self.minibatches}"
             )
-        if self.advantage != "reinforce" and self.samples_per_prompt < 2:
+        if ESTIMATORS[self.advantage].needs_siblings and self.samples_per_prompt < 2:
+            others = [name for name, other in ESTIMATORS.items() if not other.needs_siblings]
             raise UserError(
                 f"grpo.samples_per_prompt: {self.advantage} compares responses to one prompt;"
-                " wanted at least 2, or grpo.advantage=reinforce"
+                f" wanted at least 2, or grpo.advantage={' or '.join(others)}"
             )
 
 

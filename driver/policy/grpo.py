@@ -5,36 +5,37 @@ Shapes: N responses, G groups, M tokens (any shape works where only M is written
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce", "dapo"]
-LossNorm = Literal["tokens", "constant"]
+from ..common.numbers import finite, shown
+from ..config.estimators import ESTIMATORS, Baseline, LossNorm
 
 STD_EPS = 1e-4
+# A log-ratio beyond this is clamped before `exp`: exp(10) = 22,026, and exp(89) is infinite.
+MAX_LOG_RATIO = 10.0
 
 Group = TypeVar("Group")
 
 
 def check_rewards(rewards: Iterable[float] | None, expected: int) -> list[float]:
-    """Return the rewards as floats, or say what the reward function did wrong.
+    """Check the rewards of a batch and return them as floats.
 
     Args:
-        rewards: what the task's reward function gave for one batch.
+        rewards: the return values of the task's reward function.
         expected: number of responses in the batch.
 
     Returns:
         `expected` finite floats.
 
     Raises:
-        ValueError: not a list, another length, or an entry that is no finite number.
+        ValueError: not a list, another length, or an entry that is not a finite number.
 
     Example:
         >>> check_rewards([1, 0.5], 2)
@@ -42,23 +43,28 @@ def check_rewards(rewards: Iterable[float] | None, expected: int) -> list[float]
     """
     if rewards is None or isinstance(rewards, (str, Real)):
         raise ValueError(
-            f"rewards: wanted a list of {expected} numbers, one per response, got {rewards!r}"
+            f"rewards: wanted a list of {expected} numbers, one per response, got {shown(rewards)}"
         )
     values = list(rewards)
     if len(values) != expected:
         raise ValueError(f"rewards: wanted {expected} numbers, one per response, got {len(values)}")
+    checked = []
     for index, value in enumerate(values):
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise ValueError(f"rewards[{index}]: wanted a finite number, got {value!r}")
-    return [float(value) for value in values]
+        number = finite(value)
+        if number is None:
+            raise ValueError(f"rewards[{index}]: wanted a finite number, got {shown(value)}")
+        checked.append(number)
+    return checked
 
 
-def zero_std_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Mark the groups whose rewards are all equal: they teach nothing.
+def zero_std_groups(rewards: Tensor, groups: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Mark the groups whose rewards are all equal; they have no reward gradient.
 
     Args:
         rewards: float [N], raw rewards of the task.
         groups: int64 [N], group id of each response.
+        kept: int64 [K], indices of the responses that are trained on (None: all). Only these are
+            compared, so a group with fewer than two of them is marked.
 
     Returns:
         bool [G], in ascending order of group id; its mean is the metric `frac_reward_zero_std`.
@@ -67,24 +73,30 @@ def zero_std_groups(rewards: Tensor, groups: Tensor) -> Tensor:
         >>> zero_std_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([3, 3, 8, 8]))
         tensor([False,  True])
     """
-    index, _ = _group_index(groups)
-    low, high = _group_range(rewards, index)
+    index, count = _group_index(groups)  # [N], [G]
+    chosen = slice(None) if kept is None else kept
+    low, high = _group_range(rewards[chosen], index[chosen], len(count))  # [G], [G]
     return low == high  # [G]
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, kind: AdvantageKind) -> Tensor:
-    """Turn rewards into advantages relative to a baseline made of sibling responses.
+def group_advantages(
+    rewards: Tensor, groups: Tensor, kind: str, penalty: Tensor | None = None
+) -> Tensor:
+    """Turn rewards into advantages relative to a baseline made of other responses.
 
     `grpo` and `dapo`: (r - mean) / (population std + 1e-4) of the group. `dr_grpo`: r - mean.
-    `rloo`: r - mean of the siblings, never divided by their spread, so it stays finite where
-    siblings agree; a group of one has no sibling and gets 0. `reinforce`: r - mean of the batch.
-    Where all rewards behind a baseline are equal the advantage is exactly 0, not a rounding error
-    over 1e-4.
+    `rloo`: r - mean of the siblings; a group of one has no sibling and gets 0. `reinforce`: r -
+    mean of the batch. Where all rewards behind a baseline are equal, the advantage is exactly 0 and
+    not a rounding error over 1e-4.
+
+    A penalty has the same baseline as the rewards but is never divided by a standard deviation: in
+    a group of equal rewards its coefficient would cancel.
 
     Args:
         rewards: float [N].
-        groups: int64 [N]; groups are told apart by this id alone, never by their prompt's text.
-        kind: the estimator.
+        groups: int64 [N]. This id alone identifies a group, not the text of its prompt.
+        kind: a name in `ESTIMATORS`.
+        penalty: float [N], subtracted from the normalised rewards, or None.
 
     Returns:
         float32 [N].
@@ -99,6 +111,8 @@ def group_advantages(rewards: Tensor, groups: Tensor, kind: AdvantageKind) -> Te
     Source: DeepSeekMath (arXiv 2402.03300), Dr. GRPO (2503.20783), RLOO (2402.14740), DAPO
     (2503.14476).
     """
+    if kind not in ESTIMATORS:
+        raise ValueError(f"advantage: wanted one of {', '.join(ESTIMATORS)}, got {kind!r}")
     if rewards.shape != groups.shape or rewards.dim() != 1:
         raise ValueError(
             f"groups: wanted shape [N] like rewards, got {list(groups.shape)} for rewards of "
@@ -106,24 +120,20 @@ def group_advantages(rewards: Tensor, groups: Tensor, kind: AdvantageKind) -> Te
         )
     if rewards.numel() == 0:
         return torch.zeros(0)  # [0]
-    if kind == "reinforce":
-        groups = torch.zeros_like(groups)  # [N] the batch is the one group
+    estimator = ESTIMATORS[kind]
+    if estimator.baseline == "batch":
+        groups = torch.zeros_like(groups)  # [N]
     values = rewards.double()  # [N]
     index, count = _group_index(groups)  # [N], [G]
-    total = torch.zeros_like(count).index_add_(0, index, values)  # [G]
-    centred = values - (total / count)[index]  # [N]
-    if kind in ("grpo", "dapo"):
-        variance = torch.zeros_like(count).index_add_(0, index, centred.square()) / count  # [G]
-        advantages = centred / (variance.sqrt() + STD_EPS)[index]  # [N]
-    elif kind == "rloo":
-        # r - (total - r) / (n - 1), written so that a group of one divides by 1.
-        advantages = centred * (count / (count - 1).clamp_min(1))[index]  # [N]
-    elif kind in ("dr_grpo", "reinforce"):
-        advantages = centred  # [N]
-    else:
-        raise ValueError(f"advantage: wanted one of {get_args(AdvantageKind)}, got {kind!r}")
-    low, high = _group_range(values, index)  # [G], [G]
-    return torch.where((low == high)[index], 0.0, advantages).float()  # [N]
+    advantages = _centred(values, index, count, estimator.baseline)  # [N]
+    if estimator.scaled:
+        variance = torch.zeros_like(count).index_add_(0, index, advantages.square()) / count  # [G]
+        advantages = advantages / (variance.sqrt() + STD_EPS)[index]  # [N]
+    low, high = _group_range(values, index, len(count))  # [G], [G]
+    advantages = torch.where((low == high)[index], 0.0, advantages)  # [N]
+    if penalty is not None:
+        advantages = advantages - _centred(penalty.double(), index, count, estimator.baseline)
+    return advantages.float()  # [N]
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
@@ -155,13 +165,13 @@ def dynamic_sampling(
 
     Args:
         draw: `draw(refill, missing)` generates `missing` groups in round `refill` (0 first) and
-            gives each with the raw rewards of those of its responses that can be learned from.
+            returns each with the raw rewards of those of its responses that are trained on.
         wanted: groups to return.
         max_refills: bound on the rounds after the first.
 
     Returns:
         Up to `wanted` groups whose rewards are not all equal; fewer, after a warning, when the
-        bound was met.
+        bound was reached.
 
     Example:
         >>> dynamic_sampling(lambda refill, missing: [("a", [0, 1])] * missing, 2, 3)
@@ -187,8 +197,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
     """Per-token estimate of KL(policy || reference) from tokens of the policy.
 
     k1 belongs in the reward (as a loss its gradient is zero in the mean), k2 in the loss (its
-    gradient is the reverse KL's), k3 in the log (low variance, but in the loss it would pull
-    towards the forward KL).
+    gradient is that of the reverse KL), k3 in the log (its variance is low, but in the loss its
+    gradient would be that of the forward KL). Tokens of another policy need the ratio of the two
+    policies as a weight. The log-ratio of k3 is clamped to +-`MAX_LOG_RATIO`.
 
     Args:
         logprobs: float [M], of the policy.
@@ -209,11 +220,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
         return log_ratio  # [M]
     if kind == "k2":
         return log_ratio.square() / 2  # [M]
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # [M]
     return torch.expm1(-log_ratio) + log_ratio  # [M]
 
 
 def loss_denominator(lengths: Iterable[int], norm: LossNorm, max_length: int) -> int:
-    """What the summed loss of a whole optimizer minibatch is divided by.
+    """Divisor of the summed loss of a whole optimizer minibatch.
 
     Args:
         lengths: response tokens of each response that is trained on, over all micro-batches.
@@ -241,8 +253,9 @@ class PolicyLoss:
     pg_loss: Tensor  # float32 [], the part of it that is neither KL nor entropy
     tokens: Tensor  # float32 [], their number
     ppo_kl: Tensor  # float32 [], sum of old - new log-probs
-    clipped: Tensor  # float32 [], number of tokens where the clip decides
+    clipped: Tensor  # float32 [], number of tokens whose loss is the clipped one
     ref_kl: Tensor  # float32 [], sum of k3
+    clamped: Tensor  # float32 [], number of tokens with a log-ratio beyond MAX_LOG_RATIO
 
 
 def policy_loss(
@@ -264,17 +277,18 @@ def policy_loss(
     """Clipped policy loss of one micro-batch, as its share of the optimizer minibatch.
 
     With ratio = exp(new - old), the loss of a token is max(-A ratio, -A clipped ratio), times the
-    truncated importance weight min(exp(old - rollout), is_cap), plus `kl_coef` times k2, minus
-    `entropy_coef` times the entropy.
-    Shares of micro-batches add up to the same gradient however the minibatch is cut, because
-    `denominator` is the whole's.
+    truncated importance weight min(exp(old - rollout), is_cap), plus `kl_coef` times k2 weighted by
+    the ratio (a constant in the gradient), minus `entropy_coef` times the entropy. Log-ratios are
+    clamped to +-`MAX_LOG_RATIO`.
+    The shares of micro-batches add up to the same gradient however the minibatch is cut, because
+    `denominator` belongs to the whole minibatch.
 
     Args:
         logprobs: float [M], of the policy being updated, with gradient.
         old_logprobs: float [M], of the step-start policy by the same code as `logprobs`.
         rollout_logprobs: float [M], of the step-start policy as the rollout engine computed them.
         advantages: float [M], each response's advantage at its tokens.
-        mask: bool [M], True at response tokens; what lies elsewhere, NaN too, is not read.
+        mask: bool [M], True at response tokens; values elsewhere, NaN included, are not read.
         denominator: from `loss_denominator`.
         clip_low, clip_high: reach of the ratio below and above 1.
         is_cap: bound of the importance weight.
@@ -297,21 +311,27 @@ def policy_loss(
     """
 
     def inside(x: Tensor) -> Tensor:
-        # Before any maths: a NaN that is only dropped afterwards still has the gradient 0 * NaN.
+        # Before any maths: a NaN that is dropped only afterwards still has the gradient 0 * NaN.
         return torch.where(mask, x, 0.0)  # [M]
 
     new, old, rollout = inside(logprobs), inside(old_logprobs), inside(rollout_logprobs)  # [M] each
     advantage = inside(advantages)  # [M]
-    ratio = (new - old).exp()  # [M]
+    log_ratio = new - old  # [M]
+    # An infinite ratio has the gradient 0 * inf = NaN in the clipped term.
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # [M]
     plain = -advantage * ratio  # [M]
     clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)  # [M]
     weight = (old - rollout).exp().clamp_max(is_cap)  # [M]
     pg_loss = (weight * torch.maximum(plain, clipped)).sum() / denominator  # []
     loss, ref_kl = pg_loss, new.new_zeros(())  # [], []
+    clamped = log_ratio.detach().abs() > MAX_LOG_RATIO  # [M]
     if ref_logprobs is not None:
         ref = inside(ref_logprobs)  # [M]
-        loss = loss + kl_coef * kl_estimate(new, ref, "k2").sum() / denominator  # []
-        ref_kl = kl_estimate(new.detach(), ref, "k3").sum()  # []
+        # The tokens are the old policy's; the ratio makes them an estimate of the new one's KL.
+        drawn = ratio.detach()  # [M]
+        loss = loss + kl_coef * (drawn * kl_estimate(new, ref, "k2")).sum() / denominator  # []
+        ref_kl = (drawn * kl_estimate(new.detach(), ref, "k3")).sum()  # []
+        clamped |= (new.detach() - ref).abs() > MAX_LOG_RATIO  # [M]
     if entropy is not None and entropy_coef:
         loss = loss - entropy_coef * inside(entropy).sum() / denominator  # []
     return PolicyLoss(
@@ -321,17 +341,29 @@ def policy_loss(
         ppo_kl=(old - new).detach().sum(),
         clipped=(clipped > plain).sum().float(),
         ref_kl=ref_kl,
+        clamped=clamped.sum().float(),
     )
 
 
 def _group_index(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Position of each response's group among the sorted ids, int64 [N], and sizes, float64 [G]."""
     _, index, count = groups.unique(return_inverse=True, return_counts=True)  # [N], [G]
     return index, count.double()
 
 
-def _group_range(rewards: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    num_groups = int(index.max()) + 1 if len(index) else 0
+def _group_range(rewards: Tensor, index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Lowest and highest reward of each group, [G] each; 0 and 0 for a group without responses."""
     empty = rewards.new_zeros(num_groups)  # [G]
     low = empty.scatter_reduce(0, index, rewards, "amin", include_self=False)  # [G]
     high = empty.scatter_reduce(0, index, rewards, "amax", include_self=False)  # [G]
     return low, high
+
+
+def _centred(values: Tensor, index: Tensor, count: Tensor, baseline: Baseline) -> Tensor:
+    """Values minus their baseline, float64 [N]."""
+    total = torch.zeros_like(count).index_add_(0, index, values)  # [G]
+    centred = values - (total / count)[index]  # [N]
+    if baseline == "siblings":
+        # v - (total - v) / (n - 1), written so that a group of one divides by 1.
+        centred = centred * (count / (count - 1).clamp_min(1))[index]  # [N]
+    return centred

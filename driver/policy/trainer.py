@@ -1,8 +1,7 @@
-"""The learning side of a step: responses and rewards in, one GRPO update of the policy out."""
+"""The training side of a step: responses and rewards in, one GRPO update of the policy out."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,12 @@ from torch import Tensor, nn
 from ..common.deterministic import deterministic
 from ..common.spans import Spans
 from ..common.world import World, split_by_length
+from ..config.estimators import ESTIMATORS
 from ..rollout.request import Response
 from . import grpo
 from .logprobs import token_logprobs
 from .master_weights import MasterWeights
+from .metrics import logprob_metrics, response_metrics, warn_of_equal_rewards
 from .micro_batch import MicroBatch, build_micro_batch
 from .packed_forward import packed_forward
 from .packing import pack
@@ -24,29 +25,25 @@ from .packing import pack
 if TYPE_CHECKING:
     from ..config.load import GrpoConfig
 
-NEAR_ONE = 0.95
-# Mean |trainer - rollout| log-prob beyond which the two cannot hold the same weights.
-LOGP_ALARM_FLOAT32 = 0.01
-LOGP_ALARM_HALF = 0.1
-# DAPO's share of the length limit over which its overlong penalty grows.
+# Share of the length limit over which DAPO's overlong penalty grows.
 OVERLONG_SHARE = 0.2
 
 
 class PolicyTrainer:
     """GRPO updates of a causal language model, in place: views of its parameters stay valid.
 
-    The optimizer works on float32 masters: the parameters themselves, or copies where the model is
-    of half precision.
+    The optimizer works on float32 masters: the parameters themselves, or copies of parameters in
+    half precision.
 
     Args:
         model: a module like `transformers.LlamaForCausalLM` with sdpa attention.
         cfg: the `grpo.*` part of the configuration.
-        load_reference: makes the reference policy; called only when `cfg.kl_coef` is not 0.
-        world: ranks that share the work of each update; all of them call it with the same
+        load_reference: returns the reference policy; called only when `cfg.kl_coef` is not 0.
+        world: ranks that share the work of each update. All ranks call `update` with the same
             responses and end with the same policy.
 
     Raises:
-        ValueError: `kl_coef` is set and there is no way to load a reference.
+        ValueError: `kl_coef` is set without `load_reference`.
 
     Example:
         >>> trainer = PolicyTrainer(model, cfg.grpo)                # doctest: +SKIP
@@ -61,7 +58,7 @@ class PolicyTrainer:
         world: World | None = None,
     ):
         self.world = world or World()
-        # Dropout would train another policy than the one that sampled.
+        # With dropout the trained policy would not be the one that sampled.
         self.model = model.eval()
         self.cfg = cfg
         self.step = 0
@@ -72,7 +69,7 @@ class PolicyTrainer:
             self.reference = load_reference().eval().requires_grad_(False)
         self.weights = MasterWeights(model, self.world, cfg.shard)
         self.params, self.masters = self.weights.params, self.weights.masters
-        # Norms and biases are not pulled towards zero.
+        # Weight decay applies to matrices only, not to norms and biases.
         decay = [p for p in self.masters if p.dim() > 1]
         plain = [p for p in self.masters if p.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -81,12 +78,13 @@ class PolicyTrainer:
                 {"params": plain, "weight_decay": 0.0},
             ],
             lr=cfg.lr,
-            fused=self._device().type == "cuda",  # one pass over what it reads and writes
+            fused=self._device().type == "cuda",  # one pass over memory
         )
         self.own_old_logprobs = has_own_old_logprobs(cfg)
-        self.loss_norm = cfg.loss_norm
-        if self.loss_norm == "auto":
-            self.loss_norm = "constant" if cfg.advantage == "dr_grpo" else "tokens"
+        self.estimator = ESTIMATORS[cfg.advantage]
+        auto = cfg.loss_norm == "auto"
+        self.loss_norm = self.estimator.loss_norm if auto else cfg.loss_norm
+        self.clip_high = cfg.clip_high if cfg.clip_high else self.estimator.clip_high
 
     def update(
         self,
@@ -97,11 +95,11 @@ class PolicyTrainer:
         """Train on one step's responses.
 
         Args:
-            responses: of this step; siblings share `request.group`. Sampled with top-k and top-p
-                off.
+            responses: of this step, sampled without top-k and top-p. Siblings share
+                `request.group`.
             rewards: raw reward of each response.
-            keep: which responses are learned from (all by default): the update is that of a batch
-                without the others, which are in the metrics of rewards and lengths only.
+            keep: which responses are trained on (None: all). The update is that of a batch without
+                the others. These count in the metrics of rewards and lengths only.
 
         Returns:
             Metrics by their names in the log.
@@ -117,9 +115,9 @@ class PolicyTrainer:
         kept = [i for i in range(len(responses)) if keep is None or keep[i]]
         # By request id: the cut into minibatches must not depend on which response finished first.
         kept.sort(key=lambda i: responses[i].request.id)
-        metrics = _response_metrics(responses, raw, groups)
-        if self.cfg.advantage != "reinforce":  # whose baseline is the batch's
-            _warn_of_equal_rewards(metrics["frac_reward_zero_std"])
+        trained_on = torch.tensor(kept, dtype=torch.int64)  # [K]
+        metrics = response_metrics(responses, raw, groups, trained_on)
+        warn_of_equal_rewards(raw, groups, trained_on, self.estimator.baseline)
 
         spans, device = Spans("update"), self._device()
         with spans("old_log_prob") as fixing:
@@ -127,15 +125,18 @@ class PolicyTrainer:
             with deterministic(device):
                 fixed = self._with_fixed_logprobs
                 minibatches = [map(fixed, self._micro_batches(responses, part)) for part in parts]
-                if not self.own_old_logprobs:  # else each is made while the device has the last
+                if not self.own_old_logprobs:  # else made one by one while the device is busy
                     minibatches = [list(batches) for batches in minibatches]
         with spans("update_actor") as training:
-            shaped = self._shaped_rewards(responses, raw, minibatches, max_length)  # [N]
-            learned = torch.tensor(kept, dtype=torch.int64)  # [K]
+            shaped = self._shaped_rewards(responses, raw, max_length)  # [N]
+            penalty = self._kl_penalty(minibatches, len(responses))  # [N] or None
             advantages = torch.zeros(len(responses))  # [N]
-            # A response that is left out is in no sibling's baseline either.
-            advantages[learned] = grpo.group_advantages(
-                shaped[learned], groups[learned], self.cfg.advantage
+            # A response that is not trained on does not count in a baseline either.
+            advantages[trained_on] = grpo.group_advantages(
+                shaped[trained_on],
+                groups[trained_on],
+                self.cfg.advantage,
+                None if penalty is None else penalty[trained_on],
             )
             lengths = [[len(responses[i].token_ids) for i in part] for part in parts]
             denominators = [
@@ -143,7 +144,8 @@ class PolicyTrainer:
             ]
             with deterministic(device):
                 minibatches, trained = self._train(minibatches, advantages.to(device), denominators)
-            metrics |= self._logprob_metrics(minibatches) | trained
+            done = [batch for part in minibatches for batch in part]
+            metrics |= logprob_metrics(done, self.params[0].dtype, self.world) | trained
         self.step += 1
         metrics["timing_s/old_log_prob"] = fixing.seconds
         metrics["timing_s/update_actor"] = training.seconds
@@ -155,8 +157,8 @@ class PolicyTrainer:
         """Add the gradient of one optimizer minibatch to the masters.
 
         Args:
-            batches: the minibatch, or this rank's part of it, cut in any way. The log-probs found
-                here are the old ones of a batch that has none.
+            batches: the minibatch, or this rank's part of it, cut in any way. A batch without old
+                log-probs gets the ones computed here.
             advantages: float32 [N], of all responses of the step.
             denominator: of the whole minibatch, from `grpo.loss_denominator`.
 
@@ -176,7 +178,7 @@ class PolicyTrainer:
                 torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
                 denominator=denominator,
                 clip_low=self.cfg.clip_low,
-                clip_high=self.cfg.clip_high,
+                clip_high=self.clip_high,
                 is_cap=self.cfg.is_cap,
                 ref_logprobs=batch.ref_logprobs,
                 kl_coef=self.cfg.kl_coef if self.cfg.kl_in == "loss" else 0.0,
@@ -190,9 +192,9 @@ class PolicyTrainer:
         return seen, shares
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model's own weights that a resumed run needs, whatever its ranks.
+        """State that a resumed run needs besides the model's weights; independent of the ranks.
 
-        All ranks call it together: each may hold a part.
+        All ranks must call it together, because each may hold a part.
         """
         optimizer, saved = self.optimizer.state_dict(), self.weights.saved
         with self.weights.together():
@@ -205,7 +207,11 @@ class PolicyTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; the model's weights are loaded by the caller beforehand."""
+        """Continue from `state_dict`; the caller has loaded the model's weights before.
+
+        Raises:
+            ValueError: the state belongs to a model of another dtype.
+        """
         self.step = state["step"]
         moments = _each_moment(state["optimizer"]["state"], self.weights.part)
         self.optimizer.load_state_dict(state["optimizer"] | {"state": moments})
@@ -223,7 +229,7 @@ class PolicyTrainer:
         self, responses: Sequence[Response], part: Sequence[int]
     ) -> Iterator[MicroBatch]:
         lengths = [len(responses[i].request.prompt_ids) + len(responses[i].token_ids) for i in part]
-        # By tokens, not by rows, which may be one or two.
+        # Ranks share tokens, not rows, because a step may have only one or two rows.
         mine = split_by_length(lengths, self.world.size)[self.world.rank]
         for row in pack([lengths[i] for i in mine], self.cfg.micro_batch_tokens):
             yield build_micro_batch(responses, [part[mine[i]] for i in row], self._device())
@@ -248,24 +254,25 @@ class PolicyTrainer:
         return token_logprobs(hidden, head, batch.tokens, batch.temperature, entropy_grad)
 
     def _shaped_rewards(
-        self,
-        responses: Sequence[Response],
-        raw: Tensor,
-        minibatches: Sequence[Iterable[MicroBatch]],
-        max_length: int,
+        self, responses: Sequence[Response], raw: Tensor, max_length: int
     ) -> Tensor:
-        shaped = raw.clone()  # [N]
-        if self.cfg.advantage == "dapo":
-            lengths = torch.tensor([len(r.token_ids) for r in responses])  # [N]
-            buffer = max(1, round(OVERLONG_SHARE * max_length))
-            shaped += grpo.overlong_penalty(lengths, max_length, buffer)  # [N]
-        if self.reference is not None and self.cfg.kl_in == "reward":
-            penalty = torch.zeros_like(shaped)  # [N]
-            for batch in (b for part in minibatches for b in part):
-                k1 = grpo.kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")  # [M]
-                penalty.index_add_(0, batch.owner.cpu(), k1.double().cpu())  # [N]
-            shaped -= self.cfg.kl_coef * self._over_ranks(penalty)  # [N]
-        return shaped
+        if not self.estimator.overlong_penalty:
+            return raw
+        lengths = torch.tensor([len(r.token_ids) for r in responses])  # [N]
+        buffer = max(1, round(OVERLONG_SHARE * max_length))
+        return raw + grpo.overlong_penalty(lengths, max_length, buffer)  # [N]
+
+    def _kl_penalty(
+        self, minibatches: Sequence[Iterable[MicroBatch]], num_responses: int
+    ) -> Tensor | None:
+        """`kl_coef` times the sum of k1 over each response, [N]; None unless `kl_in=reward`."""
+        if self.reference is None or self.cfg.kl_in != "reward":
+            return None
+        penalty = torch.zeros(num_responses, dtype=torch.float64)  # [N]
+        for batch in (b for part in minibatches for b in part):
+            k1 = grpo.kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")  # [M]
+            penalty.index_add_(0, batch.owner.cpu(), k1.double().cpu())  # [N]
+        return self.cfg.kl_coef * self.world.add_up(penalty)  # [N]
 
     def _train(
         self,
@@ -273,7 +280,7 @@ class PolicyTrainer:
         advantages: Tensor,
         denominators: Sequence[int],
     ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """The micro-batches with old log-probs, and metrics. The card is waited for at the end."""
+        """The micro-batches with old log-probs, and metrics; waits for the device at the end."""
         lr = self.cfg.lr * min(1.0, (self.step + 1) / max(1, self.cfg.warmup_steps))
         shares: list[grpo.PolicyLoss] = []
         norms: list[Tensor] = []
@@ -286,16 +293,17 @@ class PolicyTrainer:
                 self.weights.sum_gradients()
                 norms.append(self._optimizer_step(lr))
             minibatches = seen
-        sums = torch.zeros(5, dtype=torch.float64)  # tokens, loss, KL, clipped, reference KL
+        sums = torch.zeros(6, dtype=torch.float64)
         for s in shares:
-            parts = (s.tokens, s.pg_loss, s.ppo_kl, s.clipped, s.ref_kl)
+            parts = (s.tokens, s.pg_loss, s.ppo_kl, s.clipped, s.ref_kl, s.clamped)
             sums += torch.tensor([float(part) for part in parts], dtype=torch.float64)
-        tokens, pg_loss, ppo_kl, clipped, ref_kl = self._over_ranks(sums).tolist()
+        tokens, pg_loss, ppo_kl, clipped, ref_kl, clamped = self.world.add_up(sums).tolist()
         tokens = max(1, tokens)
         metrics = {
             "actor/pg_loss": pg_loss / max(1, len(norms)),
             "actor/ppo_kl": ppo_kl / tokens,
             "actor/pg_clipfrac": clipped / tokens,
+            "actor/logratio_clamped": clamped,
             "actor/grad_norm": float(sum(norms)) / max(1, len(norms)),
             "actor/lr": lr,
         }
@@ -303,60 +311,27 @@ class PolicyTrainer:
             metrics["actor/ref_kl"] = ref_kl / tokens
         return minibatches, metrics
 
-    def _over_ranks(self, values: Tensor) -> Tensor:
-        """The sum of every rank's values, float64 on the CPU."""
-        return torch.stack(self.world.gather(values)).sum(0)
-
-    def _logprob_metrics(self, minibatches: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
-        sums = torch.zeros(3, dtype=torch.float64)  # tokens, |difference|, entropy
-        largest = torch.zeros((), dtype=torch.float64)
-        for batch in (batch for part in minibatches for batch in part):
-            difference = (batch.old_logprobs - batch.rollout_logprobs).abs()  # [M]
-            parts = (len(difference), difference.sum(), batch.entropy.sum())
-            sums += torch.tensor([float(part) for part in parts], dtype=torch.float64)
-            largest = torch.maximum(largest, difference.max().cpu())  # keeps a NaN
-        tokens, distance, entropy = self._over_ranks(sums).tolist()
-        largest = torch.stack(self.world.gather(largest)).max().item()
-        if not tokens:
-            return {}
-        mean, alarm = distance / tokens, self._logp_alarm()
-        if not mean <= alarm:  # NaN alarms too
-            warnings.warn(
-                f"sampling_logp_difference: rollout and trainer log-probs differ by {mean:.3g} in"
-                f" the mean (alarm at {alarm}): the engine does not hold the trainer's weights",
-                stacklevel=3,
-            )
-        return {
-            "actor/entropy": entropy / tokens,
-            "sampling/sampling_logp_difference/mean": mean,
-            "sampling/sampling_logp_difference/max": largest,
-        }
-
     def _optimizer_step(self, lr: float) -> Tensor:
         return self.weights.step(self.optimizer, self.cfg.max_grad_norm, lr)
-
-    def _logp_alarm(self) -> float:
-        half = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.params)
-        return LOGP_ALARM_HALF if half else LOGP_ALARM_FLOAT32
 
     def _device(self) -> torch.device:
         return self.params[0].device
 
 
 def has_own_old_logprobs(cfg: GrpoConfig) -> bool:
-    """Whether the one update of a step finds the old log-probs itself, without a pass before it.
+    """Whether the update computes the old log-probs itself, without a forward pass before it.
 
-    It starts from the policy that sampled, so its own log-probs are the old ones: the ratio is 1,
-    and only its gradient counts. KL in the reward has to know them before.
+    The only update of a step starts from the policy that sampled, so its log-probs are the old ones
+    and the ratio is 1. KL in the reward needs them before the update.
     """
-    early = cfg.kl_coef > 0 and cfg.kl_in == "reward"
-    return cfg.epochs == 1 and cfg.minibatches == 1 and not early
+    before = cfg.kl_coef > 0 and cfg.kl_in == "reward"
+    return cfg.epochs == 1 and cfg.minibatches == 1 and not before
 
 
 def _each_moment(
     state: Mapping[int, Mapping[str, Tensor]], change: Callable[[Tensor], Tensor]
 ) -> dict[int, dict[str, Tensor]]:
-    """An optimizer's state with its moments changed; its counts of steps are numbers."""
+    """An optimizer's state with its moments changed; its step counts have no dimension."""
     return {
         index: {name: change(value) if value.dim() else value for name, value in of.items()}
         for index, of in state.items()
@@ -385,37 +360,6 @@ def _check_responses(responses: Sequence[Response]) -> None:
 
 
 def _cut(items: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """Nearly equal runs of `items`, none empty."""
+    """`items` in at most `parts` consecutive parts of nearly equal size, none empty."""
     bounds = [len(items) * i // parts for i in range(parts + 1)]
     return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
-
-
-def _response_metrics(
-    responses: Sequence[Response], raw: Tensor, groups: Tensor
-) -> dict[str, float]:
-    lengths = [len(r.token_ids) for r in responses]
-    clip_ratio = sum(r.finish == "length" for r in responses) / len(responses)
-    zero_std = grpo.zero_std_groups(raw, groups).double().mean().item()
-    if clip_ratio >= NEAR_ONE:
-        warnings.warn(
-            f"{clip_ratio:.0%} of the responses were cut at the length limit, so hardly any can "
-            "be right: raise sampling.max_new_tokens",
-            stacklevel=3,
-        )
-    return {
-        "critic/rewards/mean": raw.mean().item(),
-        "response_length/mean": sum(lengths) / len(lengths),
-        "response_length/max": float(max(lengths)),
-        "response_length/min": float(min(lengths)),
-        "response_length/clip_ratio": clip_ratio,
-        "frac_reward_zero_std": zero_std,
-    }
-
-
-def _warn_of_equal_rewards(share: float) -> None:
-    if share >= NEAR_ONE:
-        warnings.warn(
-            f"{share:.0%} of the groups have equal rewards, so nothing can be learned from them:"
-            " the task is too hard or too easy for this policy",
-            stacklevel=3,
-        )

@@ -7,7 +7,6 @@ configured.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import signal
 import time
@@ -15,10 +14,10 @@ import warnings
 from collections import deque
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from numbers import Real
 from typing import Any
 
 from ..common.errors import UserError
+from ..common.numbers import finite, shown
 from ..config.sections import RewardConfig
 from . import Prompt, Task
 
@@ -132,16 +131,16 @@ class RewardWorkers:
     def _take(self, job: Job, value: Any, error: str) -> None:
         """Notes a reward, or what kept it from being computed."""
         index, prompt, _ = job
-        if not error and not (isinstance(value, Real) and math.isfinite(value)):
-            error = f"wanted a finite number, got {value!r}"
+        number = finite(value)
+        if not error and number is None:
+            error = f"wanted a finite number, got {shown(value)}"
         if error:
             message = f"reward of response {index} to prompt {prompt.id}: {error}"
             if self.config.on_error == "stop":
                 self.close()
                 raise UserError(f"{message}; reward.on_error=zero would count it as 0")
             warnings.warn(f"{message}; counted as 0", stacklevel=4)
-            value = 0.0
-        self._values[index] = float(value)
+        self._values[index] = 0.0 if number is None else number
 
 
 class _Worker:

@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 
 from driver.common.storage import write_text
 from driver.config.command import run_command
+from driver.config.estimators import ESTIMATORS
 from driver.config.load import Config, load_config
 from driver.run.assemble import find_model, load_policy, spec_of, stop_ids
 from driver.tasks import Prompt, Task, make_task
@@ -183,7 +184,7 @@ def trainer_config(config: Config, output: Path) -> Any:
         lr_scheduler_type="constant",
         beta=grpo.kl_coef,
         epsilon=grpo.clip_low,
-        epsilon_high=grpo.clip_high,
+        epsilon_high=grpo.clip_high or ESTIMATORS[grpo.advantage].clip_high,
         num_iterations=grpo.epochs,
         loss_type="dapo",  # the mean over all tokens of the step
         max_grad_norm=grpo.max_grad_norm,

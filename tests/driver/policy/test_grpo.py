@@ -1,4 +1,4 @@
-"""GRPO's maths on cases small enough to check by hand."""
+"""GRPO's maths, mostly on cases small enough to check by hand."""
 
 import doctest
 import itertools
@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from driver.common import numbers
+from driver.config.estimators import ESTIMATORS, Estimator
 from driver.policy import grpo, packing
 from driver.rollout import request
 from driver.rollout.request import request_id
 
-KINDS = ["grpo", "dr_grpo", "rloo", "reinforce", "dapo"]
+KINDS = list(ESTIMATORS)
 
 
 def loss_of(new, old=None, rollout=None, advantage=1.0, mask=None, **options):
-    """`policy_loss` with what a test does not care about filled in."""
+    """`policy_loss` with defaults for the arguments that a test does not set."""
     new = torch.as_tensor(new, dtype=torch.float64)
     old = new.detach() if old is None else torch.as_tensor(old, dtype=torch.float64)
     rollout = old if rollout is None else torch.as_tensor(rollout, dtype=torch.float64)
@@ -26,7 +28,7 @@ def loss_of(new, old=None, rollout=None, advantage=1.0, mask=None, **options):
     return grpo.policy_loss(new, old, rollout, advantage, mask, **options)
 
 
-@pytest.mark.parametrize("module", [grpo, packing, request])
+@pytest.mark.parametrize("module", [grpo, packing, request, numbers])
 def test_docstring_examples(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
@@ -72,7 +74,7 @@ def test_advantage_is_zero_where_all_rewards_are_equal_fault_48(kind):
     assert advantages.tolist() == [0.0] * 10
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "dapo"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if ESTIMATORS[kind].needs_siblings])
 def test_an_equal_group_is_zero_beside_a_mixed_one_fault_48(kind):
     rewards, groups = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1]), torch.tensor([0, 1, 0, 1, 0])
     advantages = grpo.group_advantages(rewards, groups, kind)
@@ -89,7 +91,44 @@ def test_groups_of_one_and_empty_batches_are_finite(kind):
     assert grpo.zero_std_groups(empty, empty.long()).shape == (0,)
 
 
-def test_groups_are_told_apart_by_id_fault_45():
+def test_zero_std_groups_compare_the_responses_that_are_trained_on():
+    """Group 3 keeps two different rewards, 5 one response, 7 none, 9 two equal ones."""
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    groups = torch.tensor([3, 3, 5, 5, 7, 7, 9, 9, 9])
+    kept = torch.tensor([0, 1, 2, 6, 7])
+    assert grpo.zero_std_groups(rewards, groups, kept).tolist() == [False, True, True, True]
+    assert not grpo.zero_std_groups(rewards, groups).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_penalty_keeps_its_coefficient_in_groups_of_equal_rewards(kind):
+    """Normalised with the rewards, any coefficient would give the same advantages."""
+    rewards, groups = torch.full((4,), 0.1), torch.zeros(4, dtype=torch.long)
+    kl = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)
+    centred = torch.tensor([2.0, 1.0, 0.0, -3.0]) * (4 / 3 if kind == "rloo" else 1)
+    for coef in (0.001, 0.01, 0.1):
+        advantages = grpo.group_advantages(rewards, groups, kind, coef * kl)
+        assert_close(advantages, coef * centred)
+
+
+def test_a_penalty_is_added_to_the_normalised_rewards():
+    rewards, groups = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    penalty = torch.tensor([0.3, 0.1, 0.0, 0.0], dtype=torch.float64)
+    with_penalty = grpo.group_advantages(rewards, groups, "grpo", penalty)
+    without = grpo.group_advantages(rewards, groups, "grpo")
+    assert_close(with_penalty - without, torch.tensor([-0.1, 0.1, 0.0, 0.0]))
+
+
+def test_a_new_estimator_is_one_entry(monkeypatch):
+    monkeypatch.setitem(ESTIMATORS, "new", Estimator("siblings", scaled=True))
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.long)
+    centred = grpo.group_advantages(rewards, groups, "rloo").double()
+    spread = centred.square().mean().sqrt()
+    got = grpo.group_advantages(rewards, groups, "new")
+    assert_close(got, (centred / (spread + grpo.STD_EPS)).float())
+
+
+def test_groups_are_identified_by_id_fault_45():
     # The same prompt twice: merged, the second group would get the advantage -1/4.
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
     advantages = grpo.group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "dr_grpo")
@@ -126,6 +165,8 @@ def test_advantage_errors_name_the_argument():
         ([math.nan, 1.0], r"rewards\[0\]: wanted a finite number, got nan"),
         ([1.0, math.inf], r"rewards\[1\]: wanted a finite number, got inf"),
         ([1.0, "1"], r"rewards\[1\]: wanted a finite number, got '1'"),
+        ([10**400, 1.0], r"rewards\[0\]: wanted a finite number, got 1000"),
+        ([1.0, 10**5000], r"rewards\[1\]: wanted a finite number, got a value of type int"),
     ],
 )
 def test_bad_rewards_are_refused_fault_51(rewards, message):
@@ -154,16 +195,16 @@ def test_dynamic_sampling_is_bounded_and_warns_fault_49():
     assert calls == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
-def test_dynamic_sampling_asks_only_for_what_is_missing():
+def test_dynamic_sampling_draws_only_the_missing_groups():
     rounds = {0: [("a", [0, 1]), ("b", [1, 1]), ("c", [0, 0])], 1: [("d", [1, 0]), ("e", [0, 1])]}
-    asked = []
+    drawn = []
 
     def draw(refill, missing):
-        asked.append(missing)
+        drawn.append(missing)
         return rounds[refill]
 
     assert grpo.dynamic_sampling(draw, 3, 5) == ["a", "d", "e"]
-    assert asked == [3, 2]
+    assert drawn == [3, 2]
 
 
 # -- loss
@@ -217,6 +258,33 @@ def test_nan_outside_the_mask_reaches_neither_loss_nor_gradient_fault_50():
     assert all(torch.isfinite(t) for t in (share.ppo_kl, share.clipped, share.ref_kl))
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("shift", [100.0, -100.0, 1e4, -1e4])
+def test_extreme_log_ratios_stay_finite_and_are_counted(shift, advantage):
+    """exp(100) is infinite in float32: its gradient in the clipped term would be 0 * inf."""
+    new = torch.tensor([-1.0 + shift, -1.0], dtype=torch.float32, requires_grad=True)
+    old = torch.full((2,), -1.0)
+    share = grpo.policy_loss(
+        *(new, old, old, torch.full((2,), advantage), torch.tensor([True, True])),
+        denominator=1, clip_low=0.2, clip_high=0.2, is_cap=2.0, ref_logprobs=old, kl_coef=0.1,
+    )  # fmt: skip
+    share.loss.backward()
+    assert share.loss.isfinite() and new.grad.isfinite().all()
+    assert new.grad[1] == -advantage
+    assert 0 < share.ref_kl < math.exp(2 * grpo.MAX_LOG_RATIO)
+    assert share.clamped == 1
+
+
+def test_log_ratios_within_the_bound_are_not_clamped():
+    share = loss_of([-1.0, -9.0], old=[-9.0, -1.0], ref_logprobs=torch.tensor([-10.0, -0.5]))
+    assert share.clamped == 0
+    assert share.ppo_kl.item() == pytest.approx(0.0)
+    # k3 alone is clamped, where the reference is the one that is far away.
+    share = loss_of([-80.0], ref_logprobs=torch.tensor([-1.0]))
+    assert share.clamped == 1
+    assert share.ref_kl.item() == pytest.approx(math.expm1(10) - 10)
+
+
 @pytest.mark.parametrize("norm", ["tokens", "constant"])
 def test_masked_out_responses_leave_the_denominator_fault_42(norm):
     assert grpo.loss_denominator([3, 5], norm, 10) < grpo.loss_denominator([3, 5, 10], norm, 10)
@@ -246,7 +314,7 @@ def test_shares_of_any_cut_add_up_fault_41():
 
 
 def exact_kl_gradients(kind):
-    """Mean gradient of an estimator in the loss, beside those of the reverse and the forward KL."""
+    """Mean gradient of an estimator in the loss, and those of the reverse and the forward KL."""
     logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
     ref = torch.log_softmax(torch.tensor([1.0, 0.5, -0.2], dtype=torch.float64), 0)
     logp = torch.log_softmax(logits, 0)
@@ -275,9 +343,38 @@ def test_k1_and_k3_are_unbiased(kind):
 
 def test_k3_is_logged_and_never_in_the_loss():
     ref = torch.tensor([-2.0], dtype=torch.float64)
-    share = loss_of([-1.0], ref_logprobs=ref, kl_coef=0.0)
-    assert share.loss.item() == -1.0
-    assert share.ref_kl.item() == pytest.approx(math.exp(-1.0) + 1.0 - 1.0)
+    for coef in (0.0, 0.5):
+        new = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+        share = loss_of(new, ref_logprobs=ref, kl_coef=coef)
+        share.loss.backward()
+        assert share.ref_kl.item() == pytest.approx(math.exp(-1.0) + 1.0 - 1.0)
+        assert not share.ref_kl.requires_grad
+        # k2 = 1/2 with the slope 1; k3 would be exp(-1) with the slope 1 - exp(-1).
+        assert share.loss.item() == pytest.approx(-1.0 + coef / 2)
+        assert new.grad.item() == pytest.approx(-1.0 + coef)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.3, 1.0])
+def test_kl_in_the_loss_is_that_of_the_new_policy_from_tokens_of_the_old_one(distance):
+    """Exact means over all tokens: without the ratio both are biased once the policy has moved."""
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    ref = torch.log_softmax(torch.tensor([1.0, 0.5, -0.2], dtype=torch.float64), 0)
+    start = logits.detach() + distance * torch.tensor([1.0, -0.5, 0.7], dtype=torch.float64)
+    old = torch.log_softmax(start, 0)
+    loss, logged = 0.0, 0.0
+    for token in range(3):
+        new = torch.log_softmax(logits, 0)[token : token + 1]
+        at = slice(token, token + 1)
+        share = loss_of(new, old[at], advantage=0.0, ref_logprobs=ref[at], kl_coef=1.0)
+        loss, logged = (
+            loss + old[token].exp() * share.loss,
+            logged + old[token].exp() * share.ref_kl,
+        )
+    (got,) = torch.autograd.grad(loss, logits)
+    new = torch.log_softmax(logits, 0)
+    kl = (new.exp() * (new - ref)).sum()
+    assert_close(got, torch.autograd.grad(kl, logits, retain_graph=True)[0])
+    assert_close(logged, kl.detach())
 
 
 # -- request ids

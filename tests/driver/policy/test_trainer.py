@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from driver.common.world import World
+from driver.config.estimators import ESTIMATORS
 from driver.config.sections import GrpoConfig
 from driver.policy import grpo, packed_forward
 from driver.policy.micro_batch import build_micro_batch
@@ -25,13 +26,13 @@ EOS, PAD, VOCAB, LIMIT = 0, 0, 29, 24
 
 @dataclass(frozen=True)
 class Cfg:
-    """The fields of `GrpoConfig` that the trainer reads, open to values that no run may set."""
+    """The fields of `GrpoConfig` that the trainer reads, without the limits of their values."""
 
     advantage: str = "grpo"
     lr: float = 1e-3
     warmup_steps: int = 0
     clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_high: float = 0.0
     kl_coef: float = 0.0
     kl_in: str = "loss"
     loss_norm: str = "auto"
@@ -132,16 +133,16 @@ def padded_gradients(model, responses, rewards, cfg, norm, old=None):
         torch.arange(LIMIT) < lengths[:, None],
         denominator=denominator,
         clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
+        clip_high=cfg.clip_high or 0.2,
         is_cap=cfg.is_cap,
     )
     share.loss.backward()
     return [p.grad for p in model.parameters()]
 
 
-def update_gradients(model, responses, rewards, cfg, keep=None):
+def update_gradients(model, responses, rewards, cfg, keep=None, reference=None):
     """The gradient that reaches the optimizer, before clipping, by catching it there."""
-    trainer = PolicyTrainer(copy.deepcopy(model), cfg)
+    trainer = PolicyTrainer(copy.deepcopy(model), cfg, lambda: reference)
     caught = []
     trainer._optimizer_step = lambda lr: (
         caught.extend(p.grad.clone() for p in trainer.masters) or torch.zeros(())
@@ -180,7 +181,7 @@ def test_gradient_does_not_depend_on_responses_per_micro_batch_fault_41(size):
     assert_close([p.grad for p in trainer.masters], wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce", "dapo"])
+@pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_responses_left_out_leave_the_gradient_and_the_denominator_fault_42(advantage):
     """The baseline and the spread of their siblings too: a group is left out in part, one whole."""
     model = make_model(torch.float64)
@@ -314,10 +315,10 @@ def test_entropy_bonus_makes_the_policy_less_sure():
 
 @kit.gpu
 @kit.needs_gpu
-@pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # they are another model's
+@pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # of another model's responses
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_tokens_make_equal_policies_on_a_card(dtype):
-    """And its log-probs are as near to float64 as the CPU's: float32 in another order, not TF32."""
+    """Its log-probs are as close to float64 as the CPU's: float32 in another order, not TF32."""
     model = make_model(dtype).cuda()
     responses = make_responses(make_model())
     states = []
@@ -359,7 +360,7 @@ def test_later_minibatches_are_off_policy():
     assert metrics["actor/pg_clipfrac"] > 0.0
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce", "dapo"])
+@pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_updates_make_rewarded_responses_likelier(advantage):
     model = make_model()
     responses = make_responses(model)
@@ -387,6 +388,7 @@ def test_metrics_have_the_names_of_the_log():
         "critic/rewards/mean",
         *(f"response_length/{x}" for x in ("mean", "max", "min", "clip_ratio")),
         *(f"actor/{x}" for x in ("pg_loss", "entropy", "ppo_kl", "pg_clipfrac", "grad_norm", "lr")),
+        "actor/logratio_clamped",
         "timing_s/old_log_prob",
         "timing_s/update_actor",
         "sampling/sampling_logp_difference/mean",
@@ -400,6 +402,7 @@ def test_metrics_have_the_names_of_the_log():
     assert metrics["response_length/clip_ratio"] == 0.25
     assert metrics["frac_reward_zero_std"] == 0.0
     assert metrics["actor/lr"] == pytest.approx(1e-3)
+    assert metrics["actor/logratio_clamped"] == 0.0
     assert 0 < metrics["actor/entropy"] < torch.tensor(float(VOCAB)).log()
 
 
@@ -448,12 +451,50 @@ def test_kl_in_the_reward_changes_advantages_and_not_the_reward_metric():
     assert metrics["critic/rewards/mean"] == pytest.approx(3.5 / 8)
 
 
+@pytest.mark.parametrize("advantage", ESTIMATORS)
+@pytest.mark.filterwarnings("ignore:.*equal rewards")
+def test_kl_in_the_reward_keeps_its_coefficient_where_rewards_are_equal(advantage):
+    model, reference = make_model(torch.float64), make_model(torch.float64, seed=5)
+    responses, found = make_responses(model)[:3], []
+    for coef in (0.01, 0.1):
+        cfg = Cfg(kl_coef=coef, kl_in="reward", advantage=advantage)
+        found.append(update_gradients(model, responses, [1.0] * 3, cfg, reference=reference)[0])
+    assert sum(g.abs().sum() for g in found[0]) > 1e-3
+    assert_close(found[1], [10 * g for g in found[0]], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:.*equal rewards")
+def test_kl_is_either_in_the_loss_or_in_the_reward():
+    """Rewards are equal, so only the KL gives a gradient: k2's in the loss, or the penalty's."""
+    model, reference = make_model(torch.float64), make_model(torch.float64, seed=5)
+    responses = make_responses(model)
+    tokens = sum(len(r.token_ids) for r in responses)
+    exact = copy.deepcopy(model)
+    for norm_of in (m for m in exact.modules() if hasattr(m, "variance_epsilon")):
+        norm_of.forward = exact_norm(norm_of)
+    logprobs = [plain_logprobs(exact, r) for r in responses]
+    with torch.no_grad():
+        log_ratios = [
+            new - plain_logprobs(reference, r) for new, r in zip(logprobs, responses, strict=True)
+        ]
+    kl = torch.stack([log_ratio.sum() for log_ratio in log_ratios]).view(2, 4)
+    advantages = -0.1 * (kl - kl.mean(1, keepdim=True)).flatten()
+    pairs = list(zip(logprobs, log_ratios, strict=True))
+    in_loss = sum(0.1 * (ratio * new).sum() for new, ratio in pairs) / tokens
+    in_reward = sum(-a * new.sum() for a, new in zip(advantages, logprobs, strict=True)) / tokens
+    for place, loss in (("loss", in_loss), ("reward", in_reward)):
+        cfg = Cfg(kl_coef=0.1, kl_in=place, advantage="grpo")
+        got, _ = update_gradients(model, responses, [1.0] * 8, cfg, reference=reference)
+        wanted = torch.autograd.grad(loss, list(exact.parameters()), retain_graph=True)
+        assert_close(got, list(wanted), rtol=1e-4, atol=1e-6)
+
+
 def test_dapo_punishes_overlong_responses_before_the_advantage():
     model = make_model()
     responses = make_responses(model)[:4]  # the last is cut at the limit
     trainer = PolicyTrainer(model, Cfg(advantage="dapo"))
     raw = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    assert trainer._shaped_rewards(responses, raw, [], LIMIT).tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert trainer._shaped_rewards(responses, raw, LIMIT).tolist() == [1.0, 0.0, 1.0, 0.0]
     assert raw.tolist() == [1.0, 0.0, 1.0, 1.0]
 
 
@@ -467,7 +508,7 @@ def test_warns_when_nearly_all_responses_are_cut_fault_52():
         PolicyTrainer(model, Cfg()).update(responses, REWARDS)
 
 
-def test_warns_when_nearly_no_group_can_teach_fault_52():
+def test_warns_when_nearly_all_groups_have_equal_rewards_fault_52():
     model = make_model()
     trainer = PolicyTrainer(model, Cfg())
     with pytest.warns(UserWarning, match="100% of the groups have equal rewards"):
@@ -476,7 +517,32 @@ def test_warns_when_nearly_no_group_can_teach_fault_52():
     assert metrics["actor/grad_norm"] == 0.0
 
 
-def test_equal_rewards_in_a_group_teach_where_the_batch_is_the_baseline():
+@pytest.mark.parametrize("advantage", ESTIMATORS)
+def test_groups_are_judged_by_the_responses_that_are_trained_on(advantage):
+    """One response of each group is left: its advantage is 0 whatever the others' rewards were."""
+    model = make_model()
+    trainer = PolicyTrainer(model, Cfg(advantage=advantage))
+    keep = [True, False, False, False, False, False, True, False]
+    rewards = [1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.0]
+    with pytest.warns(UserWarning, match="fewer than two trained responses or equal rewards"):
+        metrics = trainer.update(make_responses(model), rewards, keep)
+    assert metrics["frac_reward_zero_std"] == 1.0
+    assert metrics["actor/grad_norm"] == 0.0
+
+
+def test_metrics_of_rewards_and_lengths_are_of_all_responses():
+    model = make_model()
+    responses, keep = make_responses(model), [True] * 3 + [False] + [True] * 3 + [False]
+    rewards = [1.0, 0.0, 0.5, 9.0, 0.0, 1.0, 1.0, 9.0]
+    whole = PolicyTrainer(copy.deepcopy(model), Cfg()).update(responses, rewards)
+    masked = PolicyTrainer(copy.deepcopy(model), Cfg()).update(responses, rewards, keep)
+    for name in ("critic/rewards/mean", *(n for n in whole if n.startswith("response_length/"))):
+        assert masked[name] == whole[name], name
+    assert masked["response_length/clip_ratio"] == 0.25
+    assert masked["actor/grad_norm"] != whole["actor/grad_norm"]
+
+
+def test_equal_rewards_in_a_group_give_a_gradient_where_the_batch_is_the_baseline():
     model = make_model()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*equal rewards")
@@ -484,6 +550,8 @@ def test_equal_rewards_in_a_group_teach_where_the_batch_is_the_baseline():
             make_responses(model), [1.0] * 4 + [0.0] * 4
         )
     assert metrics["actor/grad_norm"] > 0.0
+    with pytest.warns(UserWarning, match="the batch has equal rewards"):
+        PolicyTrainer(model, Cfg(advantage="reinforce")).update(make_responses(model), [1.0] * 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

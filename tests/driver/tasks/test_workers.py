@@ -28,6 +28,10 @@ class Moody:
             time.sleep(600)
         if response == "die":
             os._exit(3)
+        if response == "huge":
+            return 10**400  # an integer that is no float: math.isfinite raises OverflowError
+        if response == "long":
+            return 10**5000  # its repr raises ValueError
         return len(response) + int(prompt.answer)
 
 
@@ -72,6 +76,9 @@ def test_a_second_batch_does_not_see_the_first():
         (2, "raise", "ValueError: no such unit"),
         (2, "die", "its worker died with exit code 3"),
         (2, "hang", "no answer in reward.timeout_s=2"),
+        (0, "huge", r"wanted a finite number, got 1000\S+"),
+        (2, "huge", r"wanted a finite number, got 1000\S+"),
+        (0, "long", "wanted a finite number, got a value of type int"),
     ],
 )
 def test_a_failure_names_its_sample(workers, text, reason):

@@ -1,0 +1,43 @@
+"""Numbers that come from code of others, such as reward functions."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from numbers import Real
+from typing import Any
+
+
+def finite(value: Any) -> float | None:
+    """The value as a float, or None where it is not a finite real number.
+
+    Args:
+        value: anything. An integer beyond the range of a float is not finite.
+
+    Example:
+        >>> finite(True), finite("1"), finite(10**400)
+        (1.0, None, None)
+    """
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: Any) -> str:
+    """The value for an error message: at most a line, whatever its `repr` does.
+
+    Args:
+        value: anything.
+
+    Example:
+        >>> shown(10**400)
+        '100000000000000000...0000000000000000000'
+    """
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except Exception:  # its own `repr` fails, or the integer has too many digits for one
+        return f"a value of type {type(value).__name__}"
