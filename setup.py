@@ -17,6 +17,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 PORTABLE_ARCHS = "80-real;90a-real;90-virtual"
 MIN_CMAKE = (3, 26)
+PTXAS = re.compile(rb"^ptxas info|bytes stack frame")  # the lines of -Xptxas=-v
 
 
 def output_of(*command: str) -> str:
@@ -85,6 +86,20 @@ def check_compiler() -> None:
         sys.exit(f"tlt-ext: no C++ compiler{name}: install g++ 12 or newer, or set CXX")
 
 
+def run_logged(command: list[str], log: Path) -> int:
+    """Runs a command; what it prints goes to the log as well, ptxas' reports to the log only."""
+    with (
+        log.open("ab") as file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
+    ):
+        for line in process.stdout:
+            file.write(line)
+            if not PTXAS.search(line):
+                sys.stdout.buffer.write(line)
+                sys.stdout.flush()
+    return process.returncode
+
+
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         check_cmake()
@@ -112,11 +127,12 @@ class CMakeBuild(build_ext):
         # pip makes a new build environment each time: what CMake remembers of the last is stale.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         self.run_or_exit(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *args])
-        self.run_or_exit(["cmake", "--build", str(build)])
+        self.run_or_exit(["cmake", "--build", str(build)], build / "build.log")
 
     @staticmethod
-    def run_or_exit(command: list[str]) -> None:
-        if subprocess.run(command).returncode != 0:
+    def run_or_exit(command: list[str], log: Path | None = None) -> None:
+        code = run_logged(command, log) if log else subprocess.run(command).returncode
+        if code != 0:
             sys.exit(f"tlt-ext: {' '.join(command[:2])} failed; the compiler's message is above")
 
 

@@ -70,3 +70,12 @@ def test_a_wrong_mode_and_cuda_without_nvcc(build, monkeypatch, tmp_path):
         build["wanted_nvcc"]()
     monkeypatch.setenv("TLT_CUDA", "auto")
     assert build["wanted_nvcc"]() is None
+
+
+def test_the_log_keeps_the_report_of_ptxas_and_the_terminal_does_not(build, tmp_path, capfd):
+    lines = "[1/1] Building CUDA object x.cu.o\nptxas info    : 0 bytes gmem\nx.cu(1): error"
+    command = [program(tmp_path, "ninja", lines.replace("\n", "\\n"))]
+    assert build["run_logged"](command, tmp_path / "build.log") == 0
+    assert (tmp_path / "build.log").read_text() == lines
+    shown = capfd.readouterr().out
+    assert "ptxas" not in shown and "x.cu(1): error" in shown

@@ -1,11 +1,12 @@
-"""Registers, static shared memory and spills of every kernel, by the compiler alone: no GPU needed.
+"""Registers, static shared memory and spills of every kernel, from the log of the build.
 
-    python -m profiling.kernels.resources [--arch sm_90a] [--only layers]
+    python -m profiling.kernels.resources [--log build/.../build.log]
 
-Compiles each `.cu` of `csrc/` with `-Xptxas=-v` and prints one line a kernel. Exits 1 where a
-kernel spills registers for no reason listed in `SPILL_REASONS`. Dynamic shared memory is the
-launcher's choice and is not seen here; a stack frame without spills is an array that the source
-indexes at run time.
+`setup.py` compiles CUDA with `-Xptxas=-v` and keeps what the build prints in `build.log`. The
+command prints a line for each kernel. It exits with 1 where a kernel spills registers without a
+reason in `SPILL_REASONS`, and with 2 where the log lacks a source of `csrc/`. Dynamic shared memory
+is chosen at the launch and is not in the log. A stack frame without spills is an array that the
+source indexes at run time.
 """
 
 import argparse
@@ -13,15 +14,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHS = ["sm_80", "sm_90a"]
-# Flags that change the code of a kernel, as CMakeLists.txt has them.
-FLAGS = ["-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+LOGS = "build/temp*/cmake/build.log"
+FILTERS = ("cu++filt", "c++filt")
 
 # (regular expression over "<file>: <kernel> <arch>") -> why its spills are accepted.
 SPILL_REASONS: dict[str, str] = {
@@ -34,35 +33,34 @@ SPILL_REASONS: dict[str, str] = {
     r"kv/kernel\.cu: .*move_kernel<unsigned short>": "caches that are not aligned to 16 bytes",
 }
 
+# Ninja prints what it builds, then what the compiler printed for it.
+STEP = re.compile(r"^\[\d+/\d+\] (.*)$", re.MULTILINE)
+SOURCE = re.compile(r"Building CUDA object \S*?csrc/(\S+\.cu)\.o")
+KERNEL = re.compile(
+    r"Compiling entry function '(?P<name>[^']+)' for '(?P<arch>[^']+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ptxas says of one kernel; bytes, but for `registers`."""
+    """What ptxas reports of one kernel for one architecture; sizes are in bytes."""
 
     name: str
     arch: str
     registers: int
     shared: int
     stack: int
-    spill_stores: int
-    spill_loads: int
-
-    @property
-    def spills(self) -> bool:
-        return self.spill_stores > 0 or self.spill_loads > 0
+    spilled: int  # stores and loads
 
 
 def parse_ptxas(text: str) -> list[Kernel]:
-    """The kernels of one `-Xptxas=-v` report, names as the compiler mangled them."""
+    """The kernels of one `-Xptxas=-v` report, with mangled names."""
     kernels = []
-    pattern = re.compile(
-        r"Compiling entry function '(?P<name>[^']+)' for '(?P<arch>[^']+)'.*?"
-        r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-        r"(?P<loads>\d+) bytes spill loads.*?"
-        r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
-        re.DOTALL,
-    )
-    for match in pattern.finditer(text):
+    for match in KERNEL.finditer(text):
         shared = re.search(r"(\d+) bytes smem", match["rest"])
         kernels.append(
             Kernel(
@@ -71,26 +69,28 @@ def parse_ptxas(text: str) -> list[Kernel]:
                 int(match["registers"]),
                 int(shared[1]) if shared else 0,
                 int(match["stack"]),
-                int(match["stores"]),
-                int(match["loads"]),
+                int(match["stores"]) + int(match["loads"]),
             )
         )
     return kernels
 
 
-def find_tool(*names: str) -> str | None:
-    for name in names:
-        found = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
-        if found:
-            return found
-    return None
+def parse_log(text: str) -> dict[str, list[Kernel]]:
+    """Source below `csrc/` -> its kernels; of a source that was built twice the last report."""
+    _, *parts = STEP.split(text)
+    found = {}
+    for title, report in zip(parts[::2], parts[1::2], strict=True):
+        if match := SOURCE.match(title):
+            found[match[1]] = parse_ptxas(report)
+    return found
 
 
-def demangle(names: list[str]) -> list[str]:
-    """Readable names, without parameters and namespaces; as they are where no tool is found."""
-    tool = find_tool("cu++filt", "c++filt")
+def demangle(names: Sequence[str]) -> list[str]:
+    """Readable names without parameters and namespaces; unchanged where no tool is installed."""
+    tools = (shutil.which(t) or shutil.which(t, path="/usr/local/cuda/bin") for t in FILTERS)
+    tool = next(filter(None, tools), None)
     if tool is None or not names:
-        return names
+        return list(names)
     done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True)
     return [short_name(line) for line in done.stdout.splitlines()]
 
@@ -100,43 +100,21 @@ def short_name(name: str) -> str:
     return re.sub(r"\((?!\w+\)\d)[^()]*\)$", "", name)
 
 
-def compile_source(nvcc: str, source: Path, arch: str) -> list[Kernel]:
-    number = arch.removeprefix("sm_")
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [nvcc, *FLAGS, f"-gencode=arch=compute_{number},code={arch}", f"-I{ROOT / 'csrc'}"]
-            + ["-cubin", str(source), "-o", str(Path(folder) / "out.cubin")],
-            capture_output=True,
-            text=True,
-        )
-    if done.returncode != 0:
-        raise RuntimeError(f"{source.relative_to(ROOT)} for {arch}:\n{done.stderr}")
-    return parse_ptxas(done.stderr)
-
-
-def reason_for(label: str) -> str | None:
-    return next((why for pattern, why in SPILL_REASONS.items() if re.search(pattern, label)), None)
-
-
-def report(sources: list[Path], archs: list[str], nvcc: str) -> tuple[list[str], bool]:
+def report(found: Mapping[str, list[Kernel]]) -> tuple[list[str], bool]:
     """The lines of the table, and whether every spill has a reason."""
-    jobs = [(source, arch) for source in sources for arch in archs]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda job: compile_source(nvcc, *job), jobs))
-    lines = [f"{'registers':>9} {'shared':>7} {'stack':>6} {'spilled':>8}  kernel"]
-    fine = True
-    for (source, arch), kernels in zip(jobs, found, strict=True):
+    lines, fine = [f"{'registers':>9} {'shared':>7} {'stack':>6} {'spilled':>8}  kernel"], True
+    for source, kernels in sorted(found.items()):
         names = demangle([kernel.name for kernel in kernels])
-        for kernel, name in sorted(zip(kernels, names, strict=True), key=lambda pair: pair[1]):
-            label = f"{source.relative_to(ROOT / 'csrc')}: {name} {arch}"
-            note = ""
-            if kernel.spills:
-                why = reason_for(label)
+        for name, k in sorted(zip(names, kernels, strict=True), key=lambda p: (p[0], p[1].arch)):
+            label, note = f"{source}: {name} {k.arch}", ""
+            if k.spilled:
+                reasons = (
+                    why for pattern, why in SPILL_REASONS.items() if re.search(pattern, label)
+                )
+                why = next(reasons, None)
                 fine = fine and why is not None
                 note = f"  ({why})" if why else "  SPILLS"
-            spilled = kernel.spill_stores + kernel.spill_loads
-            figures = f"{kernel.registers:9} {kernel.shared:7} {kernel.stack:6} {spilled:8}"
-            lines.append(f"{figures}  {label}{note}")
+            lines.append(f"{k.registers:9} {k.shared:7} {k.stack:6} {k.spilled:8}  {label}{note}")
     return lines, fine
 
 
@@ -144,17 +122,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m profiling.kernels.resources", description=__doc__
     )
-    parser.add_argument("--arch", action="append", help=f"default: {' and '.join(ARCHS)}")
-    parser.add_argument("--only", default="", help="sources whose path matches")
+    parser.add_argument("--log", type=Path, help=f"default: the newest of {LOGS}")
     args = parser.parse_args(argv)
-    nvcc = find_tool("nvcc")
-    if nvcc is None:
-        sys.stderr.write("profiling.kernels.resources: no nvcc: put it on PATH\n")
+    logs = [args.log] if args.log else sorted(ROOT.glob(LOGS), key=lambda p: p.stat().st_mtime)
+    try:
+        if not logs:
+            raise ValueError(f"no {LOGS}: build first, with nvcc (pip install -e .)")
+        text = logs[-1].read_text(encoding="utf-8", errors="replace")
+        sources = {str(p.relative_to(ROOT / "csrc")) for p in (ROOT / "csrc").glob("*/*.cu")}
+        found = {source: of for source, of in parse_log(text).items() if source in sources}
+        if missing := sorted(sources - found.keys()):
+            what = f"{len(missing)} of {len(sources)} sources, {missing[0]} for one"
+            raise ValueError(f"{logs[-1]}: lacks {what}: remove build/ and build again")
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"profiling.kernels.resources: {error}\n")
         return 2
-    sources = [
-        path for path in sorted((ROOT / "csrc").glob("*/*.cu")) if re.search(args.only, str(path))
-    ]
-    lines, fine = report(sources, args.arch or ARCHS, nvcc)
+    lines, fine = report(found)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0 if fine else 1
 
