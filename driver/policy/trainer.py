@@ -23,7 +23,7 @@ from .packed_forward import packed_forward
 from .packing import pack
 
 if TYPE_CHECKING:
-    from ..config.load import GrpoConfig
+    from ..config.sections import GrpoConfig
 
 # Share of the length limit over which DAPO's overlong penalty grows.
 OVERLONG_SHARE = 0.2

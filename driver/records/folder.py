@@ -17,7 +17,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ..common.errors import UserError, after_error
 from ..common.storage import FolderLock, storage_errors, write_text
-from ..config.load import Config, RunConfig, load_config, to_yaml
+from ..config.load import Config, load_config, to_yaml
+from ..config.sections import RunConfig
 from . import checkpoint as run_checkpoint
 from .checkpoint import Checkpoint
 
@@ -309,7 +310,7 @@ def _check_same(config: Config, saved: Path) -> None:
     `spot.mode` and `grpo.shard` follow from the number of ranks, which may be another; they change
     no token of a policy.
     """
-    before = dataclasses.asdict(load_config([f"preset={saved}"]))
+    before = dataclasses.asdict(load_config([f"preset={saved}"], saved=True))
     now = dataclasses.asdict(config)
     for section, values in now.items():
         if section in ("preset", "capture"):
