@@ -118,7 +118,7 @@ LAST_CLOCK_IS_LATE = """
 from driver.run import run
 phases = run.Phases
 def late(rank, ranks):
-    time.sleep(2 * (rank == ranks - 1))
+    time.sleep(8 * (rank == ranks - 1))
     return phases(rank, ranks)
 run.Phases = late
 """
@@ -149,7 +149,7 @@ def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks, parted):
         if event["name"] == "gather":
             ends[event["pid"]].append((event["ts"] + event["dur"]) / 1e6)
     assert len(ends) == ranks and len(ends[0]) == 2
-    assert all(mine == pytest.approx(ends[0], abs=0.5) for mine in ends.values())
+    assert all(mine == pytest.approx(ends[0], abs=4) for mine in ends.values())
 
 
 HOLDS_A_PART = """
