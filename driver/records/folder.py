@@ -47,7 +47,7 @@ class RunFolder:
 
     `metrics.jsonl` (one object a step), the same values under `tensorboard/`, `rollouts.jsonl`,
     `samples.jsonl` and `samples.txt`, `config.yaml`, `summary.json`, `trace.json`,
-    `checkpoints/step-NNNNNN/`, `plots/`.
+    `checkpoints/step-NNNNNN/`, `plots/`; `reference/` with a KL after a warm-up.
 
     Args:
         config: decides the place (`run.root`, `run.name`) and whether to resume.
@@ -195,6 +195,20 @@ class RunFolder:
         return run_checkpoint.save_checkpoint(
             self._checkpoints, step, write_policy, states, self._keep
         )
+
+    def save_reference(self, write_policy: Callable[[Path], None]) -> None:
+        """Saves the reference policy of the KL, in place of that of an earlier start.
+
+        Args:
+            write_policy: see `driver.records.checkpoint.save_checkpoint`.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+
+        Example:
+            >>> folder.save_reference(model.save_pretrained)  # doctest: +SKIP
+        """
+        run_checkpoint.save_reference(self._checkpoints, write_policy)
 
     def write_ranks(self, states: Sequence[Sequence[tuple[float, str]]]) -> None:
         """Replaces `ranks.json`: rank -> [[seconds since the first entry, state from then on]].
