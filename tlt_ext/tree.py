@@ -158,9 +158,9 @@ def select_nodes(
             at the root. position: root_position + depth.
         ancestors: [B * num_verify, 16] uint8 out: entry j of a row at depth d, j < d, is the row
             within the request of its ancestor at depth j.
-        source: [B * num_verify] int32 out, store index of each row.
+        source: [B * num_verify] int32 out, store index of each row; -1 past row_start[B].
         row_start: [B + 1] int32 out: request b owns rows row_start[b] to row_start[b + 1] - 1.
-            Rows past row_start[B] hold nothing.
+            Rows past row_start[B] of the other outputs stay as they were.
         num_verify: most rows a request, 1 to 128.
         stream: CUDA stream; default is the array library's current one.
 

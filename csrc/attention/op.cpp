@@ -65,7 +65,7 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
     q_arg.fail("a multiple of the " + std::to_string(kv_heads) + " kv heads",
                std::to_string(heads) + " heads");
   }
-  out_arg.on(q).is_like("q", q).dense_last().shape({rows, heads, q.shape[2]});
+  out_arg.on(q).is_like("q", q).apart().shape({rows, heads, q.shape[2]});
   Arg(op, "position", position).on(q).is({DType::kInt32}).dense().shape({rows});
   const SequenceArgs args{row_start, context_len, block_table, status, &slot_base};
   const Sequences sequences =
@@ -75,7 +75,7 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
     arg.on(q).is({DType::kUInt8}).dense_last().shape({rows, kMaxDepth});
   }
   if (lse.defined()) {
-    Arg(op, "lse", lse).on(q).is({DType::kFloat32}).dense_last().shape({rows, heads});
+    Arg(op, "lse", lse).on(q).is({DType::kFloat32}).apart().shape({rows, heads});
   }
   if (workspace.defined()) {
     const Arg arg(op, "workspace", workspace);

@@ -39,7 +39,7 @@ void advance_batch(const AdvanceBatchArrays& a, PassRing& ring, int64_t lookahea
     Arg(op, name, *tensor).on(a.control).is({DType::kInt32}).dense().shape({batch});
   }
   const Arg tokens(op, "tokens", a.tokens);
-  tokens.on(a.control).is({DType::kInt32}).dense_last().shape({kAny, kAny});
+  tokens.on(a.control).is({DType::kInt32}).apart().shape({kAny, kAny});
   require(lookahead >= 0, op, "lookahead: expected 0 or more, got " + std::to_string(lookahead));
   const AdvanceBatchParams params{a.emitted.ptr<int32_t>(),
                                   a.logprobs.ptr<float>(),

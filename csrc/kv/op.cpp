@@ -19,7 +19,7 @@ AppendKvParams check_append(const char* op, const char* like_name, const Tensor&
               std::to_string(num_kv_heads));
   require(num_heads >= 1, op, "num_heads: expected 1 or more, got " + std::to_string(num_heads));
   const Arg q_arg(op, "q_out", q_out), table_arg(op, "cos_sin", cos_sin);
-  q_arg.on(like).is_like(like_name, like).dense_last().shape({rows, num_heads, head_dim});
+  q_arg.on(like).is_like(like_name, like).apart().shape({rows, num_heads, head_dim});
   table_arg.on(like).is({DType::kFloat32}).dense_last().shape({kAny, head_dim});
   Arg(op, "position", position).on(like).is({DType::kInt32}).dense().shape({rows});
   const SequenceArgs args{row_start, context_len, block_table, status, &slot_base};
@@ -75,9 +75,9 @@ void commit_path(const Tensor& k_cache, const Tensor& v_cache, const Tensor& fea
                  const Tensor& status, uintptr_t stream) {
   constexpr const char* op = "commit_path";
   const Arg k_arg(op, "k_cache", k_cache), v_arg(op, "v_cache", v_cache);
-  k_arg.is(kFloating).dense_last().shape({kAny, kAny, kAny, kAny, kAny});
+  k_arg.is(kFloating).apart().shape({kAny, kAny, kAny, kAny, kAny});
   const int64_t* shape = k_cache.shape;
-  v_arg.on(k_cache).is_like("k_cache", k_cache).dense_last();
+  v_arg.on(k_cache).is_like("k_cache", k_cache).apart();
   v_arg.shape({shape[0], shape[1], shape[2], shape[3], shape[4]});
   if (shape[2] < 1) k_arg.fail("a page size of 1 or more", std::to_string(shape[2]));
   require(features.defined() == feature_rows.defined(), op,
@@ -85,7 +85,7 @@ void commit_path(const Tensor& k_cache, const Tensor& v_cache, const Tensor& fea
   int64_t rows = INT32_MAX;  // without features no array is indexed by row
   if (features.defined()) {
     const Arg features_arg(op, "features", features), rows_arg(op, "feature_rows", feature_rows);
-    features_arg.on(k_cache).is(kFloating).dense_last().shape({shape[1], shape[2], kAny});
+    features_arg.on(k_cache).is(kFloating).apart().shape({shape[1], shape[2], kAny});
     rows_arg.on(k_cache).is_like("features", features).dense_last();
     rows_arg.shape({kAny, features.shape[2]});
     rows = feature_rows.shape[0];
@@ -179,7 +179,7 @@ void gather_new_rows(const Tensor& features, const Tensor& tokens, const Tensor&
                  std::to_string(ids.shape[0]));
   }
   const Arg rows_arg(op, "rows", rows);
-  rows_arg.on(features).is_like("features", features).dense_last();
+  rows_arg.on(features).is_like("features", features).apart();
   rows_arg.shape({ids.shape[0], features.shape[2]});
   const int64_t bytes = bytes_of(features.dtype);
   const GatherNewRowsParams params{features.ptr<char>(),

@@ -29,6 +29,7 @@ struct Wanted {
   const Tensor& tensor;
   DType dtype;
   std::vector<int64_t> shape;
+  bool written = false;
 };
 
 // Checks the logits and every other array: device, dtype, layout, shape, in this order.
@@ -40,7 +41,13 @@ void check_arrays(const char* op, const Tensor& logits, const std::vector<Wanted
   logits_arg.dense_last();
   for (const Wanted& w : others) {
     const Arg arg(op, w.name, w.tensor);
-    w.shape.size() == 1 ? arg.dense() : arg.dense_last();
+    if (w.shape.size() == 1) {
+      arg.dense();
+    } else if (w.written) {
+      arg.apart();
+    } else {
+      arg.dense_last();
+    }
   }
   logits_arg.shape({kAny, kAny});
   for (const Wanted& w : others) {
@@ -86,16 +93,19 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, uint64_t seed,
       {"top_p", a.top_p, DType::kFloat32, {num_requests}},
       {"request", a.request, DType::kInt64, {num_requests}},
       {"stop_ids", a.stop_ids, DType::kInt32, {num_requests, kAny}},
-      {"emitted", a.emitted, DType::kInt32, {num_requests, max_emitted}},
-      {"logprobs", a.logprobs, DType::kFloat32, {num_requests, max_emitted}},
+      {"emitted", a.emitted, DType::kInt32, {num_requests, max_emitted}, true},
+      {"logprobs", a.logprobs, DType::kFloat32, {num_requests, max_emitted}, true},
       {"num_emitted", a.num_emitted, DType::kInt32, {num_requests}},
-      {"path", a.path, DType::kInt32, {num_requests, max_emitted}},
+      {"path", a.path, DType::kInt32, {num_requests, max_emitted}, true},
       {"finish", a.finish, DType::kInt32, {num_requests}},
       {"status", a.status, DType::kInt32, {num_requests}},
   };
   if (a.filtered_logprobs.defined()) {
-    wanted.push_back(
-        {"filtered_logprobs", a.filtered_logprobs, DType::kFloat32, {num_requests, max_emitted}});
+    wanted.push_back({"filtered_logprobs",
+                      a.filtered_logprobs,
+                      DType::kFloat32,
+                      {num_requests, max_emitted},
+                      true});
   }
   if (wants_draft) {
     wanted.push_back({"draft_probs", a.draft_probs, DType::kFloat32, {num_rows, kAny}});

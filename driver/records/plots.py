@@ -252,12 +252,17 @@ def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     """An empty figure of one chart, in the style of all, without global state of pyplot."""
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = styled(figure.add_subplot())
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    return figure, axes
+
+
+def styled(axes: Axes) -> Axes:
+    """Axes with a light grid behind the data and without the upper and right edges."""
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return axes
 
 
 def _finish(

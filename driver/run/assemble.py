@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import tlt_ext
 
@@ -90,6 +91,7 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
             device does not exist.
     """
     use_device(config.run.device)
+    disable_progress_bar()  # a run shows its own progress
     if folder is None:
         policy = tiny.build_policy(config.model, config.run.seed)
         return policy.to(config.run.device), load_tokenizer(None)

@@ -654,6 +654,11 @@ def test_bad_responses_are_refused(change, message):
         PolicyTrainer(model, Cfg()).update([change(responses[0]), *responses[1:]], REWARDS)
 
 
+def test_a_model_in_float16_is_refused():
+    with pytest.raises(ValueError, match="got float16: gradients underflow"):
+        PolicyTrainer(make_model(torch.float16), Cfg())
+
+
 def test_missing_and_repeated_responses_are_refused():
     model = make_model()
     responses = make_responses(model)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from driver import report
 from driver.common.errors import UserError
-from driver.report import __main__ as report
 from driver.report import chart, data, figures
 from driver.report.data import read_run
 from driver.report.page import render
@@ -124,7 +124,7 @@ def test_the_command_writes_beside_the_run_and_names_what_is_no_run(tmp_path, ca
     assert "<h2>Reward</h2>" in (folder / "report.html").read_text(encoding="utf-8")
     with pytest.raises(UserError, match="nowhere: holds no run; wanted a folder with metrics"):
         report.main([str(tmp_path / "nowhere")])
-    with pytest.raises(UserError, match="5 runs: wanted at most 4 side by side"):
+    with pytest.raises(UserError, match="5 runs: at most 4 fit side by side"):
         report.main([str(folder)] * 5)
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from driver.report.__main__ import main
+from driver.report import main
 from tests.driver.report.runs import HOSTILE, write_run
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")

@@ -17,7 +17,7 @@ from driver.rollout.scheduler import Scheduler
 from tests.driver.rollout import test_engine
 from tests.driver.rollout.test_bursts import looping
 from tests.driver.rollout.test_engine import Choose, generate, make_rollout, requests, same
-from tests.driver.run.test_world import KILLED, finish, run, start
+from tests.driver.run.test_world import KILLED, launch, run
 
 policy, rollout, plain = test_engine.policy, test_engine.rollout, test_engine.plain  # fixtures
 
@@ -295,5 +295,5 @@ Scheduler.adopt = dies
 
 def test_a_receiver_that_dies_is_named(tmp_path):
     words = (*STAGGERED, "spot.rebalance=2", "run.timeout_s=8")
-    code, log = finish(start(tmp_path, 2, *words, script=TAIL + DIES), tmp_path)
+    code, log = launch(tmp_path, 2, *words, script=TAIL + DIES)
     assert code != 0 and "rank 1 (in gen)" in log, log[-3000:]

@@ -1,11 +1,10 @@
-"""Several ranks: real processes under torchrun on Gloo, and the rules that need none."""
+"""Several ranks: real processes on Gloo, some under torchrun, and the rules that need none."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from driver.run.assemble import use_device
 from driver.run.collector import Collector
 from driver.run.run import Run, _for_rank
 from driver.train import train
+from tests.driver.run.ranks import run_ranks
 from tests.driver.run.test_run import WORDS
 
 ROOT = Path(__file__).parents[3]
@@ -43,33 +43,45 @@ def rank_env() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def start(folder: Path, ranks: int, *words: str, script: str = "", restarts: int = 0):
-    """torchrun of a training script; its output goes to `folder/log`."""
-    file = folder / "script.py"
-    file.write_text(PRELUDE + script + "\nrun_command(main)\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", str(file)]
-    with (folder / "log").open("w") as log:
-        return subprocess.Popen(
-            [*command, *WORDS, f"run.root={folder}", "run.name=run", "run.steps=2", *words],
-            cwd=ROOT,
-            env=rank_env(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def finish(process: subprocess.Popen, folder: Path, timeout: float = 240) -> tuple[int, str]:
-    try:
-        code = process.wait(timeout)
-    finally:
-        process.kill()
+def launch(folder: Path, ranks: int, *words: str, script: str = "") -> tuple[int, str]:
+    """Exit code and output of a training script on ranks of the fork server."""
+    folder.mkdir(exist_ok=True)
+    code = run_ranks(whole_script(script), [*folder_words(folder), *words], ranks, folder / "log")
     return code, (folder / "log").read_text()
 
 
-def run(folder: Path, ranks: int, *words: str, **options) -> list[dict]:
+def torchrun(
+    folder: Path, ranks: int, *words: str, script: str = "", restarts: int = 0
+) -> tuple[int, str]:
+    """Exit code and output of a training script under torchrun itself."""
     folder.mkdir(exist_ok=True)
-    code, log = finish(start(folder, ranks, *words, **options), folder)
+    file = folder / "script.py"
+    file.write_text(whole_script(script))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", str(file)]
+    done = subprocess.run(
+        [*command, *folder_words(folder), *words],
+        cwd=ROOT,
+        env=rank_env(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout
+
+
+def whole_script(script: str) -> str:
+    return PRELUDE + script + "\nrun_command(main)\n"
+
+
+def folder_words(folder: Path) -> list[str]:
+    return [*WORDS, f"run.root={folder}", "run.name=run", "run.steps=2"]
+
+
+def run(folder: Path, ranks: int, *words: str, start=launch, **options) -> list[dict]:
+    """The records of a run that must succeed."""
+    code, log = start(folder, ranks, *words, **options)
     assert code == 0, log[-3000:]
     return read_jsonl(folder / "run" / "metrics.jsonl")
 
@@ -83,7 +95,7 @@ def tokens(folder: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return folder, run(folder, 1)
+    return folder, run(folder, 1, "grpo.kl_coef=0.1")
 
 
 SAME_EVERYWHERE = """
@@ -106,7 +118,7 @@ LAST_CLOCK_IS_LATE = """
 from driver.run import run
 phases = run.Phases
 def late(rank, ranks):
-    time.sleep(2 * (rank == ranks - 1))
+    time.sleep(8 * (rank == ranks - 1))
     return phases(rank, ranks)
 run.Phases = late
 """
@@ -118,13 +130,16 @@ def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks, parted):
     the same; afterwards it differs by the order in which gradients are added up. Two ranks do not
     divide three prompts. The timeline shows what all come to at one time, whenever each began."""
     folder, expected = alone
-    words = [f"grpo.shard={parted}"]
+    words = [f"grpo.shard={parted}", "grpo.kl_coef=0.1"]
     records = run(tmp_path, ranks, *words, script=SAME_EVERYWHERE + LAST_CLOCK_IS_LATE)
     assert tokens(tmp_path)[0] == tokens(folder)[0]
     for key in ("critic/rewards/mean", "response_length/mean", "frac_reward_zero_std"):
         assert records[1][key] == expected[1][key], key
     for key in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
         assert records[1][key] == pytest.approx(expected[1][key], rel=1e-4, abs=1e-6), key
+    assert expected[1]["actor/grad_norm"] > 0.01
+    assert records[1]["actor/ref_kl"] == expected[1]["actor/ref_kl"] == 0.0
+    assert records[2]["actor/ref_kl"] > 0
     assert records[1]["sampling/sampling_logp_difference/max"] < 1e-3
     assert records[2]["critic/rewards/mean"] == pytest.approx(
         expected[2]["critic/rewards/mean"], abs=0.05
@@ -137,7 +152,7 @@ def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks, parted):
         if event["name"] == "gather":
             ends[event["pid"]].append((event["ts"] + event["dur"]) / 1e6)
     assert len(ends) == ranks and len(ends[0]) == 2
-    assert all(mine == pytest.approx(ends[0], abs=0.5) for mine in ends.values())
+    assert all(mine == pytest.approx(ends[0], abs=4) for mine in ends.values())
 
 
 HOLDS_A_PART = """
@@ -179,6 +194,7 @@ def test_ranks_that_hold_parts_of_the_optimizer_learn_the_same(tmp_path):
     for mine, theirs in zip(shared[1:], plain[1:], strict=True):
         for key in ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+        assert mine["actor/grad_norm"] > 0.01
     shutil.copytree(tmp_path / "parts", tmp_path / "again")
     more = [half, "run.resume=true", "run.steps=3"]
     parts = run(tmp_path / "parts", 2, parted, *more, script=SAME_EVERYWHERE + TAKES_OVER)
@@ -263,20 +279,18 @@ KILLED = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize(
-    ("where", "how", "phase"),
+    ("start", "where", "how", "phase"),
     [
-        ("roll_out", KILLED, "gen"),
-        ("roll_out", "time.sleep(900)", "gen"),
-        ("rewards", KILLED, "reward"),
+        (torchrun, "roll_out", KILLED, "gen"),
+        (launch, "roll_out", "time.sleep(900)", "gen"),
+        (launch, "rewards", KILLED, "reward"),
     ],
 )
-def test_a_lost_rank_is_named_with_its_phase(tmp_path, where, how, phase):
+def test_a_lost_rank_is_named_with_its_phase(tmp_path, start, where, how, phase):
     script = DIES.format(where=where, how=how, drawn=3)
-    begin = time.monotonic()
-    process = start(tmp_path, 2, "run.timeout_s=8", "run.checkpoint_every=1", script=script)
-    code, log = finish(process, tmp_path)
+    words = ["run.timeout_s=8", "run.checkpoint_every=1"]
+    code, log = start(tmp_path, 2, *words, script=script)
     assert code != 0
-    assert time.monotonic() - begin < 150
     assert f"rank 1 (in {phase})" in log, log[-3000:]
 
 
@@ -312,7 +326,7 @@ def test_a_rank_that_hangs_behind_its_rollout_is_named(
     tmp_path, ranks, slow, hangs, gathers, named
 ):
     script = STEP_HANGS.format(slow=slow, hangs=hangs, gathers=gathers)
-    code, log = finish(start(tmp_path, ranks, "run.timeout_s=8", script=script), tmp_path)
+    code, log = launch(tmp_path, ranks, "run.timeout_s=8", script=script)
     assert code != 0 and named in log, log[-3000:]
     assert "a rank that had come" not in log
 
@@ -323,9 +337,10 @@ def test_torchrun_restarts_a_run_from_its_last_checkpoint(tmp_path):
     words = ("run.steps=3", "run.checkpoint_every=1")
     run(whole, 2, *words)
     script = DIES.format(where="roll_out", how=KILLED, drawn=6)
-    run(broken, 2, *words, script=script, restarts=1)
+    code, log = torchrun(broken, 2, *words, script=script, restarts=1)
+    assert code == 0, log[-3000:]
     assert tokens(broken) == tokens(whole)
-    assert "starting over" not in (broken / "log").read_text()
+    assert "starting over" not in log
 
 
 def test_a_restart_resumes_only_what_had_begun(monkeypatch, tmp_path):
@@ -342,7 +357,7 @@ def test_a_restart_resumes_only_what_had_begun(monkeypatch, tmp_path):
 
 
 def test_more_ranks_than_prompts_are_refused(tmp_path):
-    code, log = finish(start(tmp_path, 2, "grpo.prompts_per_step=1"), tmp_path)
+    code, log = launch(tmp_path, 2, "grpo.prompts_per_step=1")
     assert code != 0
     assert "2 ranks for grpo.prompts_per_step=1: each needs one prompt" in log
 
@@ -368,12 +383,8 @@ world.leave()
 
 
 def test_a_state_with_tensors_reaches_every_rank_of_a_group(tmp_path):
-    file = tmp_path / "script.py"
-    file.write_text(SHARES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=3", str(file)]
-    done = subprocess.run(command, env=rank_env(), capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    log = tmp_path / "log"
+    assert run_ranks(SHARES, [], 3, log) == 0, log.read_text()[-3000:]
 
 
 FAULTY = """

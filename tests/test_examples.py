@@ -1,0 +1,28 @@
+"""The examples run and print what their docstrings promise."""
+
+import runpy
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def run(name, monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    runpy.run_path(str(EXAMPLES / name))
+    return capsys.readouterr().out
+
+
+def test_generate_emits_equal_tokens_in_fewer_passes(monkeypatch, capsys):
+    speculative, plain, tokens, logprobs = run("generate.py", monkeypatch, capsys).splitlines()
+    assert int(speculative.split()[-2]) < int(plain.split()[-2])
+    assert (tokens, logprobs) == ("tokens equal: True", "log-probs equal: True")
+
+
+def test_train_tiny_prints_metrics_and_its_folder(monkeypatch, capsys, tmp_path):
+    words = ["preset=tiny", "run.steps=1", "run.eval_prompts=4", "warmup.steps=2"]
+    small = ["sampling.max_new_tokens=16", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=2"]
+    out = run("train_tiny.py", monkeypatch, capsys, *words, *small, f"run.root={tmp_path}")
+    assert "critic/rewards/mean" in out and "response_length/mean" in out
+    folder = Path(out.splitlines()[-1].removeprefix("the run's folder: "))
+    assert folder.parent == tmp_path and (folder / "summary.json").exists()
