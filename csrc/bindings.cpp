@@ -96,13 +96,12 @@ void bind_layers(py::module_& m) {
   m.def("rms_norm", &tlt::rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "stream"_a, NoGil());
   m.def("silu_mul", &tlt::silu_mul, "x"_a, "out"_a, "stream"_a, NoGil());
   m.def("linear_rows", &tlt::linear_rows, "x"_a, "weight"_a, "out"_a, "norm_weight"_a, "eps"_a,
-        "bias"_a, "residual"_a, "early"_a, "stream"_a, NoGil());
+        "bias"_a, "residual"_a, "pdl"_a, "stream"_a, NoGil());
   m.def("linear_silu_mul", &tlt::linear_silu_mul, "x"_a, "weight"_a, "out"_a, "norm_weight"_a,
-        "eps"_a, "early"_a, "stream"_a, NoGil());
+        "eps"_a, "pdl"_a, "stream"_a, NoGil());
   m.def("linear_append", &tlt::linear_append, "x"_a, "weight"_a, "q_out"_a, "k_cache"_a,
-        "v_cache"_a, "cos_sin"_a, "row_start"_a, "context_len"_a, "position"_a, "block_table"_a,
-        "status"_a, "num_heads"_a, "num_kv_heads"_a, "slot_base"_a, "norm_weight"_a, "eps"_a,
-        "bias"_a, "early"_a, "placed"_a, "stream"_a, NoGil());
+        "v_cache"_a, "cos_sin"_a, "rows"_a, "norm_weight"_a, "eps"_a, "bias"_a, "pdl"_a,
+        "pdl_tables"_a, "stream"_a, NoGil());
   m.def("dot_variants", [] {
     std::vector<std::string> names;
     for (const tlt::DotVariant& variant : tlt::dot_variants()) names.push_back(variant.name);
@@ -122,22 +121,18 @@ void bind_layers(py::module_& m) {
 
 void bind_kv(py::module_& m) {
   m.def("append_kv", &tlt::append_kv, "qkv"_a, "q_out"_a, "k_cache"_a, "v_cache"_a, "cos_sin"_a,
-        "row_start"_a, "context_len"_a, "position"_a, "block_table"_a, "status"_a, "num_heads"_a,
-        "num_kv_heads"_a, "slot_base"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "stream"_a, NoGil());
-  m.def("commit_path", &tlt::commit_path, "k_cache"_a, "v_cache"_a, "features"_a, "feature_rows"_a,
-        "row_start"_a, "path"_a, "num_emitted"_a, "context_len"_a, "block_table"_a, "status"_a,
-        "stream"_a, NoGil());
+        "rows"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "stream"_a, NoGil());
+  m.def("commit_path", &tlt::commit_path, "k_cache"_a, "v_cache"_a, "rows"_a, "path"_a,
+        "num_emitted"_a, "features"_a, "feature_rows"_a, "stream"_a, NoGil());
   m.def("copy_pages", &tlt::copy_pages, "cache"_a, "source"_a, "destination"_a, "stream"_a,
         NoGil());
-  m.def("gather_new_rows", &tlt::gather_new_rows, "features"_a, "tokens"_a, "slot"_a,
-        "context_len"_a, "num_new"_a, "block_table"_a, "status"_a, "row_start"_a, "ids"_a,
-        "position"_a, "first"_a, "last"_a, "rows"_a, "stream"_a, NoGil());
+  m.def("gather_new_rows", &tlt::gather_new_rows, "features"_a, "rows"_a, "table"_a, "num_new"_a,
+        "out"_a, "stream"_a, NoGil());
 }
 
 void bind_attention(py::module_& m) {
-  m.def("tree_attention", &tlt::tree_attention, "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
-        "row_start"_a, "context_len"_a, "position"_a, "block_table"_a, "status"_a, "ancestors"_a,
-        "slot_base"_a, "scale"_a, "lse"_a, "workspace"_a, "early"_a, "stream"_a, NoGil());
+  m.def("tree_attention", &tlt::tree_attention, "q"_a, "k_cache"_a, "v_cache"_a, "out"_a, "rows"_a,
+        "ancestors"_a, "scale"_a, "lse"_a, "workspace"_a, "pdl"_a, "stream"_a, NoGil());
   m.def("attention_workspace_bytes", &tlt::attention_workspace_bytes, "num_requests"_a,
         "num_rows"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "max_slots"_a);
 }
@@ -146,108 +141,66 @@ void bind_attention(py::module_& m) {
 
 void bind_sampling(py::module_& m) {
   using tlt::Tensor;
-  m.def("sampling_workspace_bytes", &tlt::sampling_workspace_bytes, "rows"_a, "vocab_size"_a);
+  m.def("sampling_workspace_bytes", &tlt::sampling_workspace_bytes, "rows"_a);
   m.def(
       "sample",
-      [](const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-         const Tensor& request, const Tensor& position, const Tensor& tokens,
-         const Tensor& logprobs, const Tensor& status, uint64_t seed,
-         std::optional<int64_t> vocab_size, const Tensor& filtered_logprobs,
-         const Tensor& workspace, uintptr_t stream) {
-        tlt::sample({logits, temperature, top_k, top_p, request, position, tokens, logprobs, status,
-                     filtered_logprobs, workspace},
-                    seed, vocab_size, stream);
+      [](const Tensor& logits, const tlt::SamplingArgs& sampling, const Tensor& position,
+         const Tensor& tokens, const Tensor& logprobs, const Tensor& status, uint64_t seed,
+         std::optional<int64_t> vocab_size, const Tensor& filtered_logprobs, uintptr_t stream) {
+        tlt::sample(logits, sampling, {position, tokens, logprobs, status, filtered_logprobs}, seed,
+                    vocab_size, stream);
       },
-      "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "request"_a, "position"_a, "tokens"_a,
-      "logprobs"_a, "status"_a, "seed"_a, "vocab_size"_a, "filtered_logprobs"_a, "workspace"_a,
-      "stream"_a, NoGil());
+      "logits"_a, "sampling"_a, "position"_a, "tokens"_a, "logprobs"_a, "status"_a, "seed"_a,
+      "vocab_size"_a, "filtered_logprobs"_a, "stream"_a, NoGil());
   m.def(
       "verify_tree",
-      [](const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& position,
-         const Tensor& row_start, const Tensor& temperature, const Tensor& top_k,
-         const Tensor& top_p, const Tensor& request, const Tensor& stop_ids, const Tensor& limit,
-         const Tensor& emitted, const Tensor& logprobs, const Tensor& num_emitted,
-         const Tensor& path, const Tensor& finish, const Tensor& status, uint64_t seed,
-         std::optional<int64_t> vocab_size, const Tensor& filtered_logprobs,
-         const Tensor& workspace, uintptr_t stream) {
-        const Tensor no_draft;
-        tlt::verify_tree({logits,
-                          no_draft,
-                          tokens,
-                          parents,
-                          position,
-                          row_start,
-                          temperature,
-                          top_k,
-                          top_p,
-                          request,
-                          stop_ids,
-                          limit,
-                          emitted,
-                          logprobs,
-                          num_emitted,
-                          path,
-                          finish,
-                          status,
-                          filtered_logprobs,
-                          workspace},
-                         seed, vocab_size, stream);
+      [](const Tensor& logits, const tlt::VerifyNodes& tree, const tlt::VerifyRows& rows,
+         const tlt::SamplingArgs& sampling, const tlt::VerifyOutputArgs& out,
+         const Tensor& stop_ids, const Tensor& limit, uint64_t seed,
+         std::optional<int64_t> vocab_size, const Tensor& workspace, uintptr_t stream) {
+        tlt::verify_tree({logits, tree, rows, sampling, out, stop_ids, limit}, seed, vocab_size,
+                         workspace, stream);
       },
-      "logits"_a, "tokens"_a, "parents"_a, "position"_a, "row_start"_a, "temperature"_a, "top_k"_a,
-      "top_p"_a, "request"_a, "stop_ids"_a, "limit"_a, "emitted"_a, "logprobs"_a, "num_emitted"_a,
-      "path"_a, "finish"_a, "status"_a, "seed"_a, "vocab_size"_a, "filtered_logprobs"_a,
-      "workspace"_a, "stream"_a, NoGil());
+      "logits"_a, "tree"_a, "rows"_a, "sampling"_a, "out"_a, "stop_ids"_a, "limit"_a, "seed"_a,
+      "vocab_size"_a, "workspace"_a, "stream"_a, NoGil());
   m.def(
       "verify_rejection",
-      [](const Tensor& logits, const Tensor& draft_probs, const Tensor& tokens,
-         const Tensor& parents, const Tensor& position, const Tensor& row_start,
-         const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& request,
-         const Tensor& stop_ids, const Tensor& limit, const Tensor& emitted, const Tensor& logprobs,
-         const Tensor& num_emitted, const Tensor& path, const Tensor& finish, const Tensor& status,
+      [](const Tensor& logits, const Tensor& draft_probs, const tlt::VerifyNodes& tree,
+         const tlt::VerifyRows& rows, const tlt::SamplingArgs& sampling,
+         const tlt::VerifyOutputArgs& out, const Tensor& stop_ids, const Tensor& limit,
          uint64_t seed, std::optional<int64_t> vocab_size, bool deterministic, uintptr_t stream) {
-        const Tensor none;
-        tlt::verify_rejection(
-            {logits,      draft_probs, tokens,  parents,  position, row_start, temperature,
-             top_k,       top_p,       request, stop_ids, limit,    emitted,   logprobs,
-             num_emitted, path,        finish,  status,   none,     none},
-            seed, vocab_size, deterministic, stream);
+        tlt::verify_rejection({logits, tree, rows, sampling, out, stop_ids, limit}, draft_probs,
+                              seed, vocab_size, deterministic, stream);
       },
-      "logits"_a, "draft_probs"_a, "tokens"_a, "parents"_a, "position"_a, "row_start"_a,
-      "temperature"_a, "top_k"_a, "top_p"_a, "request"_a, "stop_ids"_a, "limit"_a, "emitted"_a,
-      "logprobs"_a, "num_emitted"_a, "path"_a, "finish"_a, "status"_a, "seed"_a, "vocab_size"_a,
-      "deterministic"_a, "stream"_a, NoGil());
+      "logits"_a, "draft_probs"_a, "tree"_a, "rows"_a, "sampling"_a, "out"_a, "stop_ids"_a,
+      "limit"_a, "seed"_a, "vocab_size"_a, "deterministic"_a, "stream"_a, NoGil());
 }
 
 // ---- tree ---------------------------------------------------------------------------------------
 
 void bind_tree(py::module_& m) {
-  m.def("expand_tree", &tlt::expand_tree, "draft_logits"_a, "frontier"_a, "node_token"_a,
-        "node_parent"_a, "node_score"_a, "node_depth"_a, "node_count"_a, "next_frontier"_a,
-        "next_row"_a, "next_ancestors"_a, "temperature"_a, "request"_a, "root_position"_a,
-        "status"_a, "seed"_a, "d2t"_a, "frontier_ancestors"_a, "slot_base"_a, "score_temperature"_a,
-        "vocab_size"_a, "stream"_a, NoGil());
-  m.def("select_nodes", &tlt::select_nodes, "node_token"_a, "node_parent"_a, "node_score"_a,
-        "node_depth"_a, "node_count"_a, "root_position"_a, "tokens"_a, "parents"_a, "position"_a,
-        "ancestors"_a, "source"_a, "row_start"_a, "num_verify"_a, "stream"_a, NoGil());
+  m.def("expand_tree", &tlt::expand_tree, "draft_logits"_a, "nodes"_a, "frontier"_a, "next"_a,
+        "sampling"_a, "root_position"_a, "status"_a, "seed"_a, "vocab_size"_a, "slot_base"_a,
+        "d2t"_a, "score_temperature"_a, "stream"_a, NoGil());
+  m.def("select_nodes", &tlt::select_nodes, "nodes"_a, "tree"_a, "root_position"_a, "position"_a,
+        "row_start"_a, "source"_a, "num_verify"_a, "stream"_a, NoGil());
 }
 
 // ---- draft --------------------------------------------------------------------------------------
 
 void bind_draft(py::module_& m) {
-  m.def("draft_inputs", &tlt::draft_inputs, "embedding"_a, "ids"_a, "hidden"_a, "input_norm"_a,
-        "hidden_norm"_a, "out"_a, "eps"_a, "stream"_a, NoGil());
-  m.def("draft_level_inputs", &tlt::draft_level_inputs, "embedding"_a, "node_token"_a, "frontier"_a,
-        "row"_a, "root_position"_a, "hidden"_a, "input_norm"_a, "hidden_norm"_a, "out"_a,
-        "hidden_out"_a, "position"_a, "depth"_a, "eps"_a, "stream"_a, NoGil());
+  m.def("draft_inputs", &tlt::draft_inputs, "weights"_a, "ids"_a, "hidden"_a, "out"_a, "eps"_a,
+        "stream"_a, NoGil());
+  m.def("draft_level_inputs", &tlt::draft_level_inputs, "weights"_a, "nodes"_a, "frontier"_a,
+        "hidden"_a, "rows"_a, "out"_a, "hidden_out"_a, "depth"_a, "eps"_a, "stream"_a, NoGil());
 }
 
 // ---- ngram --------------------------------------------------------------------------------------
 
 void bind_ngram(py::module_& m) {
-  m.def("ngram_propose", &tlt::ngram_propose, "tokens"_a, "length"_a, "group_slots"_a, "slot"_a,
-        "context_len"_a, "node_token"_a, "node_parent"_a, "node_score"_a, "node_depth"_a,
-        "node_count"_a, "temperature"_a, "request"_a, "status"_a, "seed"_a, "depth"_a, "top_k"_a,
-        "max_ngram"_a, "min_ngram"_a, "keep_unmatched"_a, "stream"_a, NoGil());
+  m.def("ngram_propose", &tlt::ngram_propose, "table"_a, "nodes"_a, "sampling"_a, "context_len"_a,
+        "status"_a, "seed"_a, "depth"_a, "top_k"_a, "max_ngram"_a, "min_ngram"_a,
+        "keep_unmatched"_a, "stream"_a, NoGil());
 }
 
 // ---- graphs -------------------------------------------------------------------------------------
@@ -286,6 +239,7 @@ void bind_graph_pool(py::module_& m) {
              bool loop, int priority,
              uintptr_t stream) { return pool.add(key, {graphs, control, loop, priority}, stream); },
           "key"_a, "graphs"_a, "control"_a, "loop"_a, "priority"_a, "stream"_a, NoGil())
+      .def("update", &GraphPool::update, "key"_a, "graphs"_a, "control"_a, NoGil())
       .def("launch", &GraphPool::launch, "key"_a, "stream"_a, NoGil())
       .def("remove", &GraphPool::remove, "key"_a, NoGil())
       .def("__contains__", &GraphPool::contains, "key"_a)
@@ -303,7 +257,6 @@ void bind_graph_pool(py::module_& m) {
 void bind_graphs(py::module_& m) {
   using tlt::PassRing;
   using tlt::RingView;
-  using tlt::Tensor;
   py::class_<PassRing>(m, "PassRing")
       .def(py::init<int64_t, int64_t, int64_t, bool>(), "passes"_a, "max_batch"_a, "max_emitted"_a,
            "pinned"_a)
@@ -326,20 +279,8 @@ void bind_graphs(py::module_& m) {
         }
         return list;
       });
-  m.def(
-      "advance_batch",
-      [](const Tensor& emitted, const Tensor& logprobs, const Tensor& num_emitted,
-         const Tensor& finish, const Tensor& status, const Tensor& context_len, const Tensor& slot,
-         const Tensor& tokens, const Tensor& last_token, const Tensor& remaining,
-         const Tensor& num_new, const Tensor& granted, const Tensor& control, PassRing& ring,
-         int64_t lookahead, uintptr_t stream) {
-        tlt::advance_batch({emitted, logprobs, num_emitted, finish, status, context_len, slot,
-                            tokens, last_token, remaining, num_new, granted, control},
-                           ring, lookahead, stream);
-      },
-      "emitted"_a, "logprobs"_a, "num_emitted"_a, "finish"_a, "status"_a, "context_len"_a, "slot"_a,
-      "tokens"_a, "last_token"_a, "remaining"_a, "num_new"_a, "granted"_a, "control"_a, "ring"_a,
-      "lookahead"_a, "stream"_a, NoGil());
+  m.def("advance_batch", &tlt::advance_batch, "verified"_a, "table"_a, "requests"_a, "control"_a,
+        "ring"_a, "lookahead"_a, "stream"_a, NoGil());
   bind_graph_pool(m);
   m.def("arm_passes", &tlt::arm_passes, "control"_a, "ring"_a, "limit"_a, "ends"_a, "stream"_a,
         NoGil());

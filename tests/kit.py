@@ -1,6 +1,7 @@
 """What the tests share: tolerances, random inputs, comparisons."""
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import tlt_ext
+from tests.grouping import grouped
 
 # Largest ||out - reference|| / ||reference|| by dtype; the reference is float64 on the same inputs.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -37,11 +39,11 @@ def to_device(array):
     return moved.copy_(array)
 
 
-def workspace(rows: int, vocab_size: int) -> torch.Tensor | None:
-    """Scratch of the sampling ops on a GPU, full of garbage; None on the CPU."""
+def workspace(rows: int) -> torch.Tensor | None:
+    """Scratch of `verify_tree` on a GPU, full of garbage; None on the CPU."""
     if DEVICE == "cpu":
         return None
-    size = tlt_ext.sampling_workspace_bytes(rows, vocab_size)
+    size = tlt_ext.sampling_workspace_bytes(rows)
     return torch.full((size,), 0xA5, dtype=torch.uint8, device=DEVICE)
 
 
@@ -125,8 +127,8 @@ def assert_law(tokens: torch.Tensor, law: torch.Tensor) -> None:
 class Ops:
     """The ops of `tlt_ext` on a device, called with CPU tensors: `Ops("cuda").append_kv(**case)`.
 
-    The tensors go to the device with their strides and shared storage, and then hold what the op
-    wrote.
+    Arguments may be flat (`tests.grouping`). The tensors go to the device with their strides and
+    shared storage, and then hold what the op wrote.
     """
 
     def __init__(self, device: str) -> None:
@@ -139,6 +141,8 @@ class Ops:
         storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def move(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return type(x)(*map(move, x))
             if not isinstance(x, torch.Tensor):
                 return x
             storage = x.untyped_storage()
@@ -149,6 +153,8 @@ class Ops:
             whole = storages[place][1]
             return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
+        if inspect.isfunction(op):
+            options = grouped(op, options)
         if self.device == "cpu":
             return op(*args, **options)
         op(*map(move, args), **{name: move(x) for name, x in options.items()})

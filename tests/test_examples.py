@@ -4,6 +4,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -26,3 +28,12 @@ def test_train_tiny_prints_metrics_and_its_folder(monkeypatch, capsys, tmp_path)
     assert "critic/rewards/mean" in out and "response_length/mean" in out
     folder = Path(out.splitlines()[-1].removeprefix("the run's folder: "))
     assert folder.parent == tmp_path and (folder / "summary.json").exists()
+
+
+def test_ops_accepts_the_child_that_the_target_draws(monkeypatch, capsys):
+    try:
+        counts, tokens, status = run("ops.py", monkeypatch, capsys).strip("[]\n").split("] [")
+    finally:
+        torch.set_default_device(None)
+    assert (counts, status) == ("2, 1", "0, 0")
+    assert tokens.startswith("5, ")

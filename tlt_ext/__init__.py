@@ -10,6 +10,18 @@ from tlt_ext.common import Status, num_threads, set_num_threads
 from tlt_ext.draft import draft_inputs, draft_level_inputs
 from tlt_ext.graph_pool import GraphError, GraphPool, GraphUsage
 from tlt_ext.graphs import Control, PassRing, StopReason, advance_batch, arm_passes
+from tlt_ext.groups import (
+    DraftWeights,
+    Frontier,
+    NewRows,
+    Nodes,
+    Requests,
+    Rows,
+    Sampling,
+    TokenTable,
+    Tree,
+    VerifyOutput,
+)
 from tlt_ext.kv import append_kv, commit_path, copy_pages, gather_new_rows
 from tlt_ext.layers import linear_append, linear_rows, linear_silu_mul, rms_norm, silu_mul
 from tlt_ext.ngram import ngram_propose
@@ -55,13 +67,23 @@ def op_places() -> dict[str, str]:
 
 __all__ = [
     "Control",
+    "DraftWeights",
+    "Frontier",
     "GraphError",
     "GraphPool",
     "GraphUsage",
+    "NewRows",
+    "Nodes",
     "OPS",
     "PassRing",
+    "Requests",
+    "Rows",
+    "Sampling",
     "Status",
     "StopReason",
+    "TokenTable",
+    "Tree",
+    "VerifyOutput",
     "advance_batch",
     "append_kv",
     "arm_passes",

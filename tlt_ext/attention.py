@@ -2,6 +2,7 @@
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
+from tlt_ext.groups import Rows
 
 
 def attention_workspace_bytes(
@@ -47,18 +48,13 @@ def tree_attention(
     k_cache: Array,
     v_cache: Array,
     out: Array,
-    row_start: Array,
-    context_len: Array,
-    position: Array,
-    block_table: Array,
-    status: Array,
+    rows: Rows,
     *,
     ancestors: Array | None = None,
-    slot_base: Array | None = None,
     scale: float | None = None,
     lse: Array | None = None,
     workspace: Array | None = None,
-    early: bool = False,
+    pdl: bool = False,
     stream: int | None = None,
 ) -> None:
     """Writes softmax attention of each row over committed slots, its ancestors and itself.
@@ -76,25 +72,22 @@ def tree_attention(
             contiguous last axis; holds the rows in flight too (`append_kv`).
         v_cache: like k_cache.
         out: like q. Rows of no request are left alone.
-        row_start: int32 [requests + 1]; request b owns rows row_start[b] .. row_start[b + 1] - 1.
-        context_len: int32 [requests], committed slots.
-        position: int32 [rows], absolute; at most context_len + 16 in a tree, the row's slot in a
-            chain.
-        block_table: int32 [requests, max_pages].
-        status: int32 [requests], bits are ORed in. BAD_PAGE, BAD_LENGTH and BAD_TREE (ancestors not
-            rising, or not before the row) make the row's out 0 and its lse -inf.
-        ancestors: uint8 [rows, 16]; the row at depth d = position - context_len has its ancestors'
-            in-flight slots in entries 0 .. d - 1, in position order. None: a chain, where the row
-            at position p sits at slot p and attends to slots 0 .. p.
-        slot_base: int32 [requests], in-flight slot of the first row; None = 0.
+        rows: all fields. position: at most context_len + 16 in a tree, the row's slot in a chain.
+            status: BAD_PAGE, BAD_LENGTH and BAD_TREE (ancestors not rising, or not before the row)
+            make the row's out 0 and its lse -inf.
+        ancestors: uint8 [rows, 16], as in `Tree`; the depth of a row is position - context_len.
+            None: a chain, where the row at position p sits at slot p and attends to slots 0 .. p.
         scale: factor of the scores; None = 1 / sqrt(head_dim).
         lse: float32 [rows, num_heads] or None; log of the sum of exponentials, natural.
         workspace: uint8 [`attention_workspace_bytes`] on a GPU, or None. With it a small batch's
             keys are shared among the multiprocessors; the bits are the same. The CPU ignores it.
-        early: on a GPU the launch may read lengths, positions, ancestors, the table and committed
-            slots while the kernels before it on the stream still run. Pass True only where none of
-            those writes them, back to the last kernel that is not of this package, nor that one:
-            where one does, the launch may never end. For q and the slots in flight it waits.
+        pdl: programmatic dependent launch, on a GPU of compute capability 9.0 or higher (no effect
+            elsewhere): the launch may read `rows`, ancestors and committed slots of the cache
+            before the previous kernels on the stream end; it waits for them before it reads q and
+            the slots in flight. The caller promises that none of them writes what is read before
+            the wait: launches of this package overlap in chains, so those are all kernels back to,
+            and including, the last one of another library. If one of them does, results are wrong,
+            or the launch never ends.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -110,9 +103,10 @@ def tree_attention(
         >>> q, out = np.zeros((2, 3, 1, 8), np.float32)
         >>> k, v = np.zeros((2, 1, 4, 1, 8), np.float32)   # one page of 4 slots
         >>> v[0, :, 0] = np.float32([[1], [2], [4], [8]])
-        >>> tree_attention(q, k, v, out, row_start=np.int32([0, 3]), context_len=np.int32([1]),
-        ...                position=np.int32([1, 2, 2]), block_table=np.int32([[0]]),
-        ...                status=np.zeros(1, np.int32), ancestors=np.zeros((3, 16), np.uint8))
+        >>> rows = Rows(row_start=np.int32([0, 3]), position=np.int32([1, 2, 2]),
+        ...             status=np.zeros(1, np.int32), context_len=np.int32([1]),
+        ...             block_table=np.int32([[0]]))
+        >>> tree_attention(q, k, v, out, rows, ancestors=np.zeros((3, 16), np.uint8))
         >>> print(out[:, 0, 0].round(3))
         [1.5   2.333 3.667]
 
@@ -125,16 +119,11 @@ def tree_attention(
         k_cache,
         v_cache,
         out,
-        row_start,
-        context_len,
-        position,
-        block_table,
-        status,
+        rows,
         ancestors,
-        slot_base,
         scale,
         lse,
         workspace,
-        early,
+        pdl,
         current_stream(q, stream),
     )

@@ -2,14 +2,13 @@
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
+from tlt_ext.groups import DraftWeights, Frontier, Nodes, Rows
 
 
 def draft_inputs(
-    embedding: Array,
+    weights: DraftWeights,
     ids: Array,
     hidden: Array,
-    input_norm: Array,
-    hidden_norm: Array,
     out: Array,
     *,
     eps: float,
@@ -18,12 +17,10 @@ def draft_inputs(
     """Joins each row's embedding and hidden state, both RMS-normed with the bits of `rms_norm`.
 
     Args:
-        embedding: [vocab, dim], float32, float16 or bfloat16; rows may be strided.
+        weights: of any floating dtype.
         ids: int32 [rows]; an id outside the vocabulary counts as an embedding of zeros.
-        hidden: [rows, dim], dtype of embedding; rows may be strided.
-        input_norm: [dim], dtype of embedding: weight for the embedding.
-        hidden_norm: [dim], dtype of embedding: weight for the hidden state.
-        out: [rows, 2 * dim], dtype of embedding; rows may be strided; written.
+        hidden: [rows, dim], dtype of the weights; rows may be strided.
+        out: [rows, 2 * dim], dtype of the weights; rows may be strided; written.
         eps: added to the mean squares.
         stream: CUDA stream; default is the array library's current one.
 
@@ -34,61 +31,45 @@ def draft_inputs(
     Example:
         >>> import numpy as np
         >>> ones, out = np.float32([1, 1]), np.zeros((1, 4), np.float32)
-        >>> draft_inputs(embedding=np.float32([[3, 4]]), ids=np.int32([0]),
-        ...              hidden=np.float32([[0, 2]]), input_norm=ones, hidden_norm=ones, out=out,
-        ...              eps=0.0)
+        >>> draft_inputs(DraftWeights(np.float32([[3, 4]]), ones, ones), np.int32([0]),
+        ...              np.float32([[0, 2]]), out, eps=0.0)
         >>> print(out.round(3))
         [[0.849 1.131 0.    1.414]]
 
     Source: Li et al., "EAGLE-3" (2025).
     Reference: `tests/reference.py::draft_inputs`.
     """
-    _C.draft_inputs(
-        embedding,
-        ids,
-        hidden,
-        input_norm,
-        hidden_norm,
-        out,
-        eps,
-        current_stream(embedding, stream),
-    )
+    _C.draft_inputs(weights, ids, hidden, out, eps, current_stream(out, stream))
 
 
 def draft_level_inputs(
-    embedding: Array,
-    node_token: Array,
-    frontier: Array,
-    row: Array,
-    root_position: Array,
+    weights: DraftWeights,
+    nodes: Nodes,
+    frontier: Frontier,
     hidden: Array,
-    input_norm: Array,
-    hidden_norm: Array,
+    rows: Rows,
+    *,
     out: Array,
     hidden_out: Array,
-    position: Array,
-    *,
     depth: int,
     eps: float,
     stream: int | None = None,
 ) -> None:
     """The input rows of a tree's next level: `draft_inputs` of what `expand_tree` chose.
 
-    Row b * K + f takes the token of node `frontier[b, f]` and the hidden state of its parent.
+    Row b * K + f takes the token of node `frontier.node[b, f]` and the hidden state of its parent.
 
     Args:
-        embedding: [vocab, dim], float32, float16 or bfloat16; rows may be strided.
-        node_token: int32 [requests, capacity], the node store's tokens; rows may be strided.
-        frontier: int32 [requests, K], store index; inert (negative) entries count as the root.
-        row: int32 [requests, K], row of `hidden`; outside of it a hidden state of zeros.
-        root_position: int32 [requests].
-        hidden: [any, dim], dtype of embedding; rows may be strided.
-        input_norm: [dim], dtype of embedding.
-        hidden_norm: [dim], dtype of embedding.
-        out: [requests * K, 2 * dim], dtype of embedding; rows may be strided; written.
-        hidden_out: [requests * K, dim], dtype of embedding, other memory than hidden; written: the
-            rows taken, not normed (the layer's residual).
-        position: int32 [requests * K], written: `root_position[b] + depth`.
+        weights: of any floating dtype.
+        nodes: token, whose rows may be strided.
+        frontier: node and row, of width K; nodes that are inert (negative) count as the root, and a
+            row outside of `hidden` as a hidden state of zeros.
+        hidden: [any, dim], dtype of the weights; rows may be strided.
+        rows: context_len, the roots' positions; position, int32 [requests * K], is written:
+            `context_len[b] + depth`.
+        out: [requests * K, 2 * dim], dtype of the weights; rows may be strided; written.
+        hidden_out: [requests * K, dim], dtype of the weights, other memory than hidden; written:
+            the rows taken, not normed (the layer's residual).
         depth: of the rows' features, one less than that of their nodes.
         eps: added to the mean squares.
         stream: CUDA stream; default is the array library's current one.
@@ -104,11 +85,11 @@ def draft_level_inputs(
         >>> ones, hidden = np.float32([1, 1]), np.float32([[0, 2], [3, 4]])
         >>> out, hidden_out = np.zeros((2, 4), np.float32), np.zeros((2, 2), np.float32)
         >>> position = np.zeros(2, np.int32)
-        >>> draft_level_inputs(np.float32([[3, 4], [5, 0]]), node_token=np.int32([[0, 1, 1]]),
-        ...                    frontier=np.int32([[2, -1]]), row=np.int32([[1, 0]]),
-        ...                    root_position=np.int32([10]), hidden=hidden, input_norm=ones,
-        ...                    hidden_norm=ones, out=out, hidden_out=hidden_out, position=position,
-        ...                    depth=0, eps=0.0)
+        >>> nodes = Nodes(np.int32([[0, 1, 1]]), None, None, None, None)
+        >>> draft_level_inputs(DraftWeights(np.float32([[3, 4], [5, 0]]), ones, ones), nodes,
+        ...                    Frontier(node=np.int32([[2, -1]]), row=np.int32([[1, 0]])), hidden,
+        ...                    Rows(None, position, None, context_len=np.int32([10])), out=out,
+        ...                    hidden_out=hidden_out, depth=0, eps=0.0)
         >>> print(out.round(3), position)
         [[1.414 0.    0.849 1.131]
          [0.849 1.131 0.    1.414]] [10 10]
@@ -117,18 +98,14 @@ def draft_level_inputs(
     Reference: `tests/reference.py::draft_inputs`.
     """
     _C.draft_level_inputs(
-        embedding,
-        node_token,
+        weights,
+        nodes,
         frontier,
-        row,
-        root_position,
         hidden,
-        input_norm,
-        hidden_norm,
+        rows,
         out,
         hidden_out,
-        position,
         depth,
         eps,
-        current_stream(embedding, stream),
+        current_stream(out, stream),
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
+from tlt_ext.groups import Requests, TokenTable, VerifyOutput
 
 
 class Control(enum.IntEnum):
@@ -173,18 +174,9 @@ def arm_passes(
 
 
 def advance_batch(
-    emitted: Array,
-    logprobs: Array,
-    num_emitted: Array,
-    finish: Array,
-    status: Array,
-    context_len: Array,
-    slot: Array,
-    tokens: Array,
-    last_token: Array,
-    remaining: Array,
-    num_new: Array,
-    granted: Array,
+    verified: VerifyOutput,
+    table: TokenTable,
+    requests: Requests,
     control: Array,
     ring: PassRing,
     *,
@@ -198,20 +190,13 @@ def advance_batch(
     from here on, so that passes may go on without it: `verify_tree` emits nothing more.
 
     Args:
-        emitted: int32 [batch, E], rows may be strided.
-        logprobs: float32 [batch, E], rows may be strided.
-        num_emitted: int32 [batch].
-        finish: int32 [batch], not 0 where the request ended.
-        status: int32 [batch], bits are ORed in: BAD_LENGTH for a count outside 0 to E, a slot
-            outside `tokens` or a position outside its row; nothing is taken then.
-        context_len: int32 [batch], already advanced by `num_emitted`.
-        slot: int32 [batch], each request's row of `tokens`; negative = inert: nothing is taken and
-            it has no vote. Written: -1 where the request ended.
-        tokens: int32 [slots, length], by absolute position; written.
-        last_token: int32 [batch], written.
-        remaining: int32 [batch], decreased by the tokens taken, 0 where the request ended.
-        num_new: int32 [batch], written: the tokens taken.
-        granted: int32 [batch], KV slots that each request's pages hold.
+        verified: all fields but path and filtered_logprobs; finish is not 0 where a request ended.
+        table: tokens and slot. The tokens are written. The slot of a request that ended becomes -1;
+            where it is negative nothing is taken, and the request has no vote.
+        requests: all fields. context_len is already advanced by num_emitted. status: BAD_LENGTH for
+            a count outside 0 to E, a slot outside `tokens` or a position outside its row; nothing
+            is taken then. last_token and num_new (the tokens taken) are written, remaining is
+            decreased by the tokens taken, 0 where the request ended.
         control: int32 [8], updated; see `Control`.
         ring: takes the record; pinned where the arrays are on a GPU.
         lookahead: slots past `context_len` that a next pass may write.
@@ -229,11 +214,13 @@ def advance_batch(
         >>> last_token, num_new = np.zeros((2, 1), np.int32)
         >>> ring = PassRing(8, max_batch=1)
         >>> arm_passes(control, ring, limit=8)
-        >>> advance_batch(emitted=np.int32([[7, 8]]), logprobs=np.float32([[-0.5, -0.25]]),
-        ...               num_emitted=np.int32([2]), finish=np.int32([0]), status=np.int32([0]),
-        ...               context_len=np.int32([12]), slot=np.int32([0]), tokens=tokens,
-        ...               last_token=last_token, remaining=np.int32([10]), num_new=num_new,
-        ...               granted=np.int32([16]), control=control, ring=ring, lookahead=4)
+        >>> advance_batch(
+        ...     VerifyOutput(emitted=np.int32([[7, 8]]), logprobs=np.float32([[-0.5, -0.25]]),
+        ...                  num_emitted=np.int32([2]), finish=np.int32([0])),
+        ...     TokenTable(tokens, slot=np.int32([0])),
+        ...     Requests(context_len=np.int32([12]), status=np.int32([0]), last_token=last_token,
+        ...              remaining=np.int32([10]), num_new=num_new, granted=np.int32([16])),
+        ...     control, ring, lookahead=4)
         >>> print(tokens[0, 11:13], last_token, control[Control.GO])
         [7 8] [8] 1
         >>> ring.collect(0, ring.sequence, 1)
@@ -243,18 +230,9 @@ def advance_batch(
     Reference: `tests/reference.py::advance_batch`.
     """
     _C.advance_batch(
-        emitted,
-        logprobs,
-        num_emitted,
-        finish,
-        status,
-        context_len,
-        slot,
-        tokens,
-        last_token,
-        remaining,
-        num_new,
-        granted,
+        verified,
+        table,
+        requests,
         control,
         ring._ring,
         lookahead,

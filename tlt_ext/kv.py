@@ -10,6 +10,7 @@ is a slot minus `context_len[b]`. A row's *position* is where its token stands i
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
+from tlt_ext.groups import NewRows, Rows, TokenTable
 
 
 def append_kv(
@@ -18,15 +19,8 @@ def append_kv(
     k_cache: Array,
     v_cache: Array,
     cos_sin: Array,
-    row_start: Array,
-    context_len: Array,
-    position: Array,
-    block_table: Array,
-    status: Array,
+    rows: Rows,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    slot_base: Array | None = None,
     q_norm: Array | None = None,
     k_norm: Array | None = None,
     eps: float = 1e-6,
@@ -46,16 +40,9 @@ def append_kv(
         v_cache: like k_cache.
         cos_sin: float32 [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines;
             dimension i is paired with i + head_dim / 2.
-        row_start: int32 [requests + 1].
-        context_len: int32 [requests].
-        position: int32 [rows].
-        block_table: int32 [requests, max_pages].
-        status: int32 [requests], bits are ORed in: BAD_LENGTH for a position past cos_sin or a slot
-            past the table, BAD_PAGE for a page id outside the cache. Such a row writes no k and
-            v, and its q_out is 0.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        slot_base: int32 [requests], in-flight slot of the first row; None = 0.
+        rows: all fields. status: BAD_LENGTH for a position past cos_sin or a slot past the table,
+            BAD_PAGE for a page id outside the cache; such a row writes no k and v, and its q_out is
+            0.
         q_norm: [head_dim], dtype of qkv, or None.
         k_norm: [head_dim], dtype of qkv, or None.
         eps: added to the mean square.
@@ -72,9 +59,10 @@ def append_kv(
         >>> qkv = np.arange(3 * 8, dtype=np.float32)[None]
         >>> q, (k, v) = np.zeros((1, 1, 8), np.float32), np.zeros((2, 8, 4, 1, 8), np.float32)
         >>> cos_sin = np.float32([4 * [0] + 4 * [1]] * 6)   # a quarter turn at each position
-        >>> append_kv(qkv, q, k, v, cos_sin, row_start=np.int32([0, 1]), context_len=np.int32([5]),
-        ...           position=np.int32([5]), block_table=np.int32([[7, 2]]),
-        ...           status=np.zeros(1, np.int32), num_heads=1, num_kv_heads=1)
+        >>> rows = Rows(row_start=np.int32([0, 1]), position=np.int32([5]),
+        ...             status=np.zeros(1, np.int32), context_len=np.int32([5]),
+        ...             block_table=np.int32([[7, 2]]))
+        >>> append_kv(qkv, q, k, v, cos_sin, rows)
         >>> print(k[2, 1], v[2, 1])
         [[-12. -13. -14. -15.   8.   9.  10.  11.]] [[16. 17. 18. 19. 20. 21. 22. 23.]]
 
@@ -87,14 +75,7 @@ def append_kv(
         k_cache,
         v_cache,
         cos_sin,
-        row_start,
-        context_len,
-        position,
-        block_table,
-        status,
-        num_heads,
-        num_kv_heads,
-        slot_base,
+        rows,
         q_norm,
         k_norm,
         eps,
@@ -105,15 +86,12 @@ def append_kv(
 def commit_path(
     k_cache: Array,
     v_cache: Array,
-    features: Array | None,
-    feature_rows: Array | None,
-    row_start: Array,
+    rows: Rows,
+    *,
     path: Array,
     num_emitted: Array,
-    context_len: Array,
-    block_table: Array,
-    status: Array,
-    *,
+    features: Array | None = None,
+    feature_rows: Array | None = None,
     stream: int | None = None,
 ) -> None:
     """Moves the kept rows' keys, values and features to the next committed slots.
@@ -125,18 +103,16 @@ def commit_path(
         k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], float32, float16 or
             bfloat16, any strides with a contiguous last axis.
         v_cache: like k_cache.
-        features: [num_pages, page_size, dim], any floating dtype, or None.
-        feature_rows: [rows, dim], dtype of features: what the rows in flight recorded; None where
-            features is.
-        row_start: int32 [requests + 1].
+        rows: all fields but position and slot_base; context_len is updated. status: BAD_TREE for a
+            path that does not rise from 0 or leaves the request's rows, BAD_LENGTH for a length
+            outside its table, BAD_PAGE for a page id outside the cache; such a request is left
+            untouched.
         path: int32 [requests, P]: in-flight slots kept, rising from 0; the first `num_emitted[b]`
             entries are valid (`verify_tree` writes them).
         num_emitted: int32 [requests].
-        context_len: int32 [requests], updated.
-        block_table: int32 [requests, max_pages].
-        status: int32 [requests], bits are ORed in: BAD_TREE for a path that does not rise from 0 or
-            leaves the request's rows, BAD_LENGTH for a length outside its table, BAD_PAGE for
-            a page id outside the cache. Such a request is left untouched.
+        features: [num_pages, page_size, dim], any floating dtype, or None.
+        feature_rows: [rows, dim], dtype of features: what the rows in flight recorded; None where
+            features is.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -150,9 +126,10 @@ def commit_path(
         >>> k, v = np.zeros((2, 1, 1, 16, 1, 8), np.float32)   # one layer, one page of 16 slots
         >>> k[0, 0, 10:14, 0, 0] = 1, 2, 3, 4
         >>> context_len = np.int32([10])
-        >>> commit_path(k, v, None, None, row_start=np.int32([0, 4]), path=np.int32([[0, 2]]),
-        ...             num_emitted=np.int32([2]), context_len=context_len,
-        ...             block_table=np.int32([[0]]), status=np.zeros(1, np.int32))
+        >>> rows = Rows(row_start=np.int32([0, 4]), position=np.int32([10, 11, 11, 12]),
+        ...             status=np.zeros(1, np.int32), context_len=context_len,
+        ...             block_table=np.int32([[0]]))
+        >>> commit_path(k, v, rows, path=np.int32([[0, 2]]), num_emitted=np.int32([2]))
         >>> print(k[0, 0, 10:12, 0, 0], context_len)
         [1. 3.] [12]
 
@@ -162,14 +139,11 @@ def commit_path(
     _C.commit_path(
         k_cache,
         v_cache,
-        features,
-        feature_rows,
-        row_start,
+        rows,
         path,
         num_emitted,
-        context_len,
-        block_table,
-        status,
+        features,
+        feature_rows,
         current_stream(k_cache, stream),
     )
 
@@ -206,19 +180,11 @@ def copy_pages(
 
 def gather_new_rows(
     features: Array,
-    tokens: Array,
-    slot: Array,
-    context_len: Array,
-    num_new: Array,
-    block_table: Array,
-    status: Array,
-    row_start: Array,
-    ids: Array,
-    position: Array,
-    first: Array,
-    last: Array,
-    rows: Array,
+    rows: Rows,
+    table: TokenTable,
     *,
+    num_new: Array,
+    out: NewRows,
     stream: int | None = None,
 ) -> None:
     """Gathers what a drafter has to catch up on: features of a position beside the next token.
@@ -229,24 +195,14 @@ def gather_new_rows(
     Args:
         features: [num_pages, page_size, dim], float32, float16 or bfloat16, pages and slots may be
             strided.
-        tokens: int32 [slots, length], the token at each absolute position of a sequence.
-        slot: int32 [requests], each request's row of `tokens`; negative = no rows.
-        context_len: int32 [requests].
+        rows: all fields but slot_base; M is the most entries of a request. row_start and position,
+            int32 [requests * M], are written; position is t, and 0 in rows of no request. status:
+            BAD_LENGTH for a count that is negative, above M or above `context_len`, or a token
+            outside `tokens`, and there are no rows then; BAD_PAGE for a page id outside features,
+            BAD_LENGTH for a position past the block table, and that row is 0.
+        table: tokens and slot.
         num_new: int32 [requests].
-        block_table: int32 [requests, max_pages].
-        status: int32 [requests], bits are ORed in: BAD_LENGTH for a count that is negative, above
-            the request's share of `ids` or above `context_len`, or a token outside `tokens`, and
-            there are no rows then; BAD_PAGE for a page id outside features, BAD_LENGTH for a
-            position past the table, and that row is 0.
-        row_start: int32 [requests + 1], out.
-        ids: int32 [requests * M], out: the token of position t + 1; M is the most entries of a
-            request. Rows that belong to nobody, past `row_start[-1]`, are 0.
-        position: int32 [requests * M], out: t, 0 in rows that belong to nobody.
-        first: int32 [requests], out: position of the first entry (`context_len` where there is
-            none), which is the drafter's own committed length.
-        last: int32 [requests], out: row of the newest entry, 0 where there is none.
-        rows: [requests * M, dim], dtype of features, rows may be strided; out. Rows that belong to
-            nobody are left as they are.
+        out: written; ids holds the token of position t + 1.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -261,30 +217,15 @@ def gather_new_rows(
         >>> tokens = 100 + np.arange(16, dtype=np.int32)[None]
         >>> row_start, ids, position = np.zeros((3, 2), np.int32)
         >>> first, last = np.zeros((2, 1), np.int32)
-        >>> rows = np.zeros((2, 1), np.float32)
-        >>> gather_new_rows(features, tokens, slot=np.int32([0]), context_len=np.int32([10]),
-        ...                 num_new=np.int32([2]), block_table=np.int32([[0]]),
-        ...                 status=np.zeros(1, np.int32), row_start=row_start, ids=ids,
-        ...                 position=position, first=first, last=last, rows=rows)
-        >>> print(position, rows.ravel(), ids, first, last, row_start)
+        >>> out = NewRows(ids, first, last, features=np.zeros((2, 1), np.float32))
+        >>> rows = Rows(row_start, position, status=np.zeros(1, np.int32),
+        ...             context_len=np.int32([10]), block_table=np.int32([[0]]))
+        >>> gather_new_rows(features, rows, TokenTable(tokens, slot=np.int32([0])),
+        ...                 num_new=np.int32([2]), out=out)
+        >>> print(position, out.features.ravel(), ids, first, last, row_start)
         [8 9] [8. 9.] [109 110] [8] [1] [0 2]
 
     Source: design of this package; the pairing is that of Li et al., "EAGLE" (2024).
     Reference: `tests/reference.py::gather_new_rows`.
     """
-    _C.gather_new_rows(
-        features,
-        tokens,
-        slot,
-        context_len,
-        num_new,
-        block_table,
-        status,
-        row_start,
-        ids,
-        position,
-        first,
-        last,
-        rows,
-        current_stream(features, stream),
-    )
+    _C.gather_new_rows(features, rows, table, num_new, out, current_stream(features, stream))

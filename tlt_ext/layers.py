@@ -2,6 +2,7 @@
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
+from tlt_ext.groups import Rows
 
 
 def linear_rows(
@@ -13,7 +14,7 @@ def linear_rows(
     eps: float = 1e-6,
     bias: Array | None = None,
     residual: Array | None = None,
-    early: bool = False,
+    pdl: bool = False,
     stream: int | None = None,
 ) -> None:
     """Writes `x @ weight.T (+ bias) (+ residual)`, summed in float32 and rounded once.
@@ -31,9 +32,12 @@ def linear_rows(
         eps: of the norm.
         bias: [N], dtype of x.
         residual: [rows, N], dtype of out; may be out itself.
-        early: on a GPU the launch may begin, and read weights (of the norm, too) and bias, while
-            the kernels before it on the stream still run. Pass True only where none of those writes
-            them, back to the last kernel that is not of this package, nor that one.
+        pdl: programmatic dependent launch, on a GPU of compute capability 9.0 or higher (no effect
+            elsewhere): the launch may begin, and read the weights (the norm's, too) and the bias,
+            before the previous kernels on the stream end. The caller promises that none of those
+            writes them: launches of this package overlap in chains, so those are all kernels back
+            to, and including, the last one of another library. If one of them does, results are
+            wrong, and nothing reports it.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -51,9 +55,7 @@ def linear_rows(
     16-bit types on a GPU in `csrc/layers/linear.cuh`.
     Reference: `tests/reference.py::linear_rows`, of `rms_norm`.
     """
-    _C.linear_rows(
-        x, weight, out, norm_weight, eps, bias, residual, early, current_stream(x, stream)
-    )
+    _C.linear_rows(x, weight, out, norm_weight, eps, bias, residual, pdl, current_stream(x, stream))
 
 
 def linear_silu_mul(
@@ -63,7 +65,7 @@ def linear_silu_mul(
     *,
     norm_weight: Array | None = None,
     eps: float = 1e-6,
-    early: bool = False,
+    pdl: bool = False,
     stream: int | None = None,
 ) -> None:
     """`silu_mul` of `linear_rows(x)`: their bits, without the array (gate | up) between them.
@@ -74,7 +76,7 @@ def linear_silu_mul(
         out: [rows, N], dtype of x; rows may be strided; must not overlap x.
         norm_weight: [K], dtype of x, as in `linear_rows`.
         eps: of the norm.
-        early: as in `linear_rows`.
+        pdl: as in `linear_rows`.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -91,7 +93,7 @@ def linear_silu_mul(
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), SwiGLU.
     Reference: `tests/reference.py::silu_mul` of `linear_rows`.
     """
-    _C.linear_silu_mul(x, weight, out, norm_weight, eps, early, current_stream(x, stream))
+    _C.linear_silu_mul(x, weight, out, norm_weight, eps, pdl, current_stream(x, stream))
 
 
 def rms_norm(
@@ -159,20 +161,13 @@ def linear_append(
     k_cache: Array,
     v_cache: Array,
     cos_sin: Array,
-    row_start: Array,
-    context_len: Array,
-    position: Array,
-    block_table: Array,
-    status: Array,
+    rows: Rows,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    slot_base: Array | None = None,
     norm_weight: Array | None = None,
     eps: float = 1e-6,
     bias: Array | None = None,
-    early: bool = False,
-    placed: bool = False,
+    pdl: bool = False,
+    pdl_tables: bool = False,
     stream: int | None = None,
 ) -> None:
     """`append_kv` of `linear_rows(x)`: their bits, without the array (q | k | v) between them.
@@ -188,21 +183,14 @@ def linear_append(
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of x, as in `append_kv`.
         v_cache: like k_cache.
         cos_sin: float32 [max_position, head_dim]: cosines, then sines, as in `append_kv`.
-        row_start: int32 [requests + 1]; rows past the last are inert.
-        context_len: int32 [requests].
-        position: int32 [rows].
-        block_table: int32 [requests, max_pages].
-        status: int32 [requests], bits are ORed in, as in `append_kv`.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        slot_base: int32 [requests], in-flight slot of the first row; None = 0.
+        rows: all fields, as in `append_kv`.
         norm_weight: [K], dtype of x, as in `linear_rows`.
         eps: of the norm.
         bias: [(num_heads + 2 * num_kv_heads) * head_dim], dtype of x.
-        early: as in `linear_rows`.
-        placed: with `early`, the launch may read row_start, context_len, position, block_table,
-            slot_base and cos_sin, and set bits of status, as early as it reads the weights. Pass
-            True only where none of the kernels named there writes these.
+        pdl: as in `linear_rows`.
+        pdl_tables: with `pdl`, the launch may also read `rows` and cos_sin, and set bits of status,
+            before the previous kernels on the stream end. The promise of `pdl` then covers them,
+            too. If it is broken, rows may be written to slots of other requests.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -216,10 +204,10 @@ def linear_append(
         >>> x, weight = np.float32([[3, 4]]), np.ones((3 * 8, 2), np.float32)
         >>> q, (k, v) = np.zeros((1, 1, 8), np.float32), np.zeros((2, 8, 4, 1, 8), np.float32)
         >>> cos_sin = np.float32([4 * [1] + 4 * [0]] * 6)
-        >>> linear_append(x, weight, q, k, v, cos_sin, row_start=np.int32([0, 1]),
-        ...               context_len=np.int32([5]), position=np.int32([5]),
-        ...               block_table=np.int32([[7, 2]]), status=np.zeros(1, np.int32),
-        ...               num_heads=1, num_kv_heads=1)
+        >>> rows = Rows(row_start=np.int32([0, 1]), position=np.int32([5]),
+        ...             status=np.zeros(1, np.int32), context_len=np.int32([5]),
+        ...             block_table=np.int32([[7, 2]]))
+        >>> linear_append(x, weight, q, k, v, cos_sin, rows)
         >>> print(q[0], k[2, 1])
         [[7. 7. 7. 7. 7. 7. 7. 7.]] [[7. 7. 7. 7. 7. 7. 7. 7.]]
 
@@ -233,18 +221,11 @@ def linear_append(
         k_cache,
         v_cache,
         cos_sin,
-        row_start,
-        context_len,
-        position,
-        block_table,
-        status,
-        num_heads,
-        num_kv_heads,
-        slot_base,
+        rows,
         norm_weight,
         eps,
         bias,
-        early,
-        placed,
+        pdl,
+        pdl_tables,
         current_stream(x, stream),
     )

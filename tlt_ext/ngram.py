@@ -2,23 +2,16 @@
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
+from tlt_ext.groups import Nodes, Sampling, TokenTable
 
 
 def ngram_propose(
-    tokens: Array,
-    length: Array,
-    group_slots: Array,
-    slot: Array,
-    context_len: Array,
-    node_token: Array,
-    node_parent: Array,
-    node_score: Array,
-    node_depth: Array,
-    node_count: Array,
-    temperature: Array,
-    request: Array,
-    status: Array,
+    table: TokenTable,
+    nodes: Nodes,
+    sampling: Sampling,
     *,
+    context_len: Array,
+    status: Array,
     seed: int,
     depth: int,
     top_k: int,
@@ -29,7 +22,7 @@ def ngram_propose(
 ) -> None:
     """Drafts a tree of what followed the request's last tokens elsewhere in its group.
 
-    The token store is the index: nothing is built or kept between calls. A *match* is a place in a
+    The token table is the index: nothing is built or kept between calls. A *match* is a place in a
     sequence of the group whose tokens, counted back from it, equal the request's last `min_ngram`
     or more, and which has a token after it; its length is how many agree, `max_ngram` at most. The
     32 best matches are followed: longest first, then the earlier sequence in `group_slots`, then
@@ -42,18 +35,11 @@ def ngram_propose(
     total is the count of all its siblings with it. A negative token ends a continuation.
 
     Args:
-        tokens: [slots, L] int32, token at each absolute position, the prompt included. Rows are
-            read 16 bytes at once where L is a multiple of 4.
-        length: [slots] int32, how many tokens of each row are known. That of a request's own row
-            is not read: it is context_len + 1.
-        group_slots: [B, G] int32, rows that request b looks at, its own among them; -1 = none.
-            G at most 128, G * L at most 2^28.
-        slot: [B] int32, the request's own row; -1 makes the request inert: node_count 0.
+        table: all fields. Rows of tokens are read 16 bytes at once where L is a multiple of 4. G at
+            most 128, G * L at most 2^28. A slot of -1 makes the request inert: nodes.count 0.
+        nodes: written; C at least 1 + depth * min(top_k, 32).
+        sampling: temperature and request.
         context_len: [B] int32, position of the root, which is the request's last known token.
-        node_token, node_parent, node_depth: [B, C] int32; node_score: [B, C] float32; node_count:
-            [B] int32; all out, C at least 1 + depth * min(top_k, 32).
-        temperature: [B] float32.
-        request: [B] int64, noise key of each request.
         status: [B] int32, bits are ORed in. BAD_LENGTH: a slot or length outside the store; that
             sequence is left out, and a request whose own is so is inert.
         seed: the run's seed.
@@ -73,16 +59,15 @@ def ngram_propose(
         The request's 2, 3 was followed by 4 in the other sequence: below the root, 3, comes 4.
 
         >>> import numpy as np
-        >>> node_token, node_parent, node_depth = np.zeros((3, 1, 2), np.int32)
-        >>> node_score, node_count = np.zeros((1, 2), np.float32), np.zeros(1, np.int32)
-        >>> ngram_propose(tokens=np.int32([[1, 2, 3, 4], [9, 2, 3, 0]]), length=np.int32([4, 3]),
-        ...               group_slots=np.int32([[1, 0]]), slot=np.int32([1]),
-        ...               context_len=np.int32([2]), node_token=node_token,
-        ...               node_parent=node_parent, node_score=node_score, node_depth=node_depth,
-        ...               node_count=node_count, temperature=np.float32([0]),
-        ...               request=np.int64([0]), status=np.zeros(1, np.int32), seed=0, depth=1,
+        >>> token, parent, depth = np.zeros((3, 1, 2), np.int32)
+        >>> score, count = np.zeros((1, 2), np.float32), np.zeros(1, np.int32)
+        >>> table = TokenTable(tokens=np.int32([[1, 2, 3, 4], [9, 2, 3, 0]]), slot=np.int32([1]),
+        ...                    length=np.int32([4, 3]), group_slots=np.int32([[1, 0]]))
+        >>> ngram_propose(table, Nodes(token, parent, score, depth, count),
+        ...               Sampling(temperature=np.float32([0]), request=np.int64([0])),
+        ...               context_len=np.int32([2]), status=np.zeros(1, np.int32), seed=0, depth=1,
         ...               top_k=1)
-        >>> print(node_token, node_parent, node_score.round(2))   # log(4 / 5)
+        >>> print(token, parent, score.round(2))   # log(4 / 5)
         [[3 4]] [[-1  0]] [[ 0.   -0.22]]
 
     Source: prompt lookup decoding, Saxena (2023); suffix trees over earlier rollouts, Oliaro et
@@ -90,18 +75,10 @@ def ngram_propose(
     Reference: `tests/reference.py::ngram_propose`.
     """
     _C.ngram_propose(
-        tokens,
-        length,
-        group_slots,
-        slot,
+        table,
+        nodes,
+        sampling,
         context_len,
-        node_token,
-        node_parent,
-        node_score,
-        node_depth,
-        node_count,
-        temperature,
-        request,
         status,
         seed,
         depth,
@@ -109,5 +86,5 @@ def ngram_propose(
         max_ngram,
         min_ngram,
         keep_unmatched,
-        current_stream(tokens, stream),
+        current_stream(table.tokens, stream),
     )

@@ -8,43 +8,37 @@ in any batch, with or without speculation. Sampling parameters are per request: 
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
+from tlt_ext.groups import Rows, Sampling, Tree, VerifyOutput
 
 
-def sampling_workspace_bytes(rows: int, vocab_size: int) -> int:
-    """Bytes of scratch for `verify_tree` on a GPU: what each row draws.
+def sampling_workspace_bytes(rows: int) -> int:
+    """Bytes of scratch for `verify_tree` on a GPU, for so many rows of logits.
 
     Example:
-        >>> sampling_workspace_bytes(64, 151_936)
+        >>> sampling_workspace_bytes(64)
         1024
     """
-    return _C.sampling_workspace_bytes(rows, vocab_size)
+    return _C.sampling_workspace_bytes(rows)
 
 
 def sample(
     logits: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    request: Array,
+    sampling: Sampling,
+    *,
     position: Array,
     tokens: Array,
     logprobs: Array,
     status: Array,
-    *,
     seed: int,
     vocab_size: int | None = None,
     filtered_logprobs: Array | None = None,
-    workspace: Array | None = None,
     stream: int | None = None,
 ) -> None:
     """Draws one token a row: the argmax of `logits / temperature + keyed Gumbel noise`.
 
     Args:
         logits: [rows, >= vocab_size], float32, float16 or bfloat16; rows may be strided.
-        temperature: [rows] float32.
-        top_k: [rows] int32.
-        top_p: [rows] float32.
-        request: [rows] int64, the request's 62-bit id.
+        sampling: of each row.
         position: [rows] int32, absolute position of the token to be sampled.
         tokens: [rows] int32, out.
         logprobs: [rows] float32, out: `log_softmax(logits / temperature)` at the token, unfiltered.
@@ -52,8 +46,6 @@ def sample(
         seed: the run's 64-bit seed.
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
         filtered_logprobs: [rows] float32, out: the same over the ids that top-k and top-p keep.
-        workspace: [>= sampling_workspace_bytes(rows, vocab_size)] uint8, checked and left alone: a
-            row needs no scratch.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -63,9 +55,10 @@ def sample(
     Example:
         >>> import numpy as np
         >>> tokens, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
-        >>> sample(np.float32([[0, 2, 1]]), temperature=np.float32([0]), top_k=np.int32([0]),
-        ...        top_p=np.float32([1]), request=np.int64([0]), position=np.int32([0]),
-        ...        tokens=tokens, logprobs=logprobs, status=np.zeros(1, np.int32), seed=0)
+        >>> greedy = Sampling(temperature=np.float32([0]), request=np.int64([0]),
+        ...                   top_k=np.int32([0]), top_p=np.float32([1]))
+        >>> sample(np.float32([[0, 2, 1]]), greedy, position=np.int32([0]), tokens=tokens,
+        ...        logprobs=logprobs, status=np.zeros(1, np.int32), seed=0)
         >>> print(tokens, logprobs.round(4))   # temperature 0: of the logits as they are
         [1] [-0.4076]
 
@@ -74,10 +67,7 @@ def sample(
     """
     _C.sample(
         logits,
-        temperature,
-        top_k,
-        top_p,
-        request,
+        sampling,
         position,
         tokens,
         logprobs,
@@ -85,70 +75,47 @@ def sample(
         seed,
         vocab_size,
         filtered_logprobs,
-        workspace,
         current_stream(logits, stream),
     )
 
 
 def verify_tree(
     logits: Array,
-    tokens: Array,
-    parents: Array,
-    position: Array,
-    row_start: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    request: Array,
+    tree: Tree,
+    rows: Rows,
+    sampling: Sampling,
+    out: VerifyOutput,
+    *,
     stop_ids: Array,
     limit: Array,
-    emitted: Array,
-    logprobs: Array,
-    num_emitted: Array,
-    path: Array,
-    finish: Array,
-    status: Array,
-    *,
     seed: int,
     vocab_size: int | None = None,
-    filtered_logprobs: Array | None = None,
     workspace: Array | None = None,
     stream: int | None = None,
 ) -> None:
     """Follows the target's keyed samples through a draft tree and emits them.
 
-    At each node the token is what `sample` draws there, bit for bit, whatever was drafted; the walk
-    goes on at the first child that carries it, and ends without one, at a stop id, or at the limit.
-    Entries of the outputs past `num_emitted` are left as they were.
+    At each node the token is what `sample` draws there, bit for bit, whatever was drafted. The
+    path goes on at the first child that carries it; it ends without one, at a stop id, or at the
+    limit.
 
     Args:
         logits: [rows, >= vocab_size], float32, float16 or bfloat16: the target's, at each node.
-        tokens: [rows] int32, tokens of the nodes; each request's root first, then its drafts.
-        parents: [rows] int32, row of the parent within the request, -1 for the root.
-        position: [rows] int32, absolute position of the node itself.
-        row_start: [requests + 1] int32, rows of request b are row_start[b] .. row_start[b+1] - 1,
-            128 at most; a request without rows emits nothing.
-        temperature: [requests] float32.
-        top_k: [requests] int32.
-        top_p: [requests] float32.
-        request: [requests] int64, the request's 62-bit id.
+        tree: tokens and parents.
+        rows: row_start, position and status; 128 rows a request at most. A request without rows
+            emits nothing. status: BAD_TREE (a parent that is not an earlier row, never followed),
+            BAD_TOKEN (a draft outside the vocabulary), BAD_LENGTH (row_start out of range or too
+            many rows: nothing is emitted), NAN_LOGITS (at a row of the path).
+        sampling: of each request.
+        out: written.
         stop_ids: [requests, any] int32, -1 = unused.
         limit: [requests] int32, the most tokens to emit now; 0 emits nothing.
-        emitted: [requests, >= 17] int32, out.
-        logprobs: [requests, width of emitted] float32, out, as in `sample`.
-        num_emitted: [requests] int32, out.
-        path: [requests, width of emitted] int32, out: the rows visited, root first, one a token.
-        finish: [requests] int32, out: 0 running, 1 stop id emitted, 2 limit reached.
-        status: [requests] int32, bits are ORed in: BAD_TREE (a parent that is not an earlier row,
-            never followed), BAD_TOKEN (a draft outside the vocabulary), BAD_LENGTH (row_start out
-            of range or too many rows: nothing is emitted), NAN_LOGITS (at a visited row).
         seed: the run's 64-bit seed.
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
-        filtered_logprobs: [requests, width of emitted] float32, out, as in `sample`.
-        workspace: [>= sampling_workspace_bytes(rows, vocab_size)] uint8 scratch with which a GPU
-            draws the rows of one wave at once (64; of a small vocabulary as many as the card has
-            multiprocessors); without it, and of more rows, each request's walk draws at the rows
-            that it visits, one after another: same bits. The CPU needs none.
+        workspace: [>= sampling_workspace_bytes(rows)] uint8, scratch with which a GPU draws the
+            rows of one wave at once (64; of a small vocabulary as many as the card has
+            multiprocessors). Without it, and for the rows past the first wave, each request draws
+            along its path, one row after another; the bits are the same. The CPU needs none.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -164,12 +131,14 @@ def verify_tree(
         >>> emitted, path = np.zeros((2, 1, 17), np.int32)
         >>> num_emitted, finish = np.zeros((2, 1), np.int32)
         >>> verify_tree(
-        ...     logits, tokens=np.int32([1, 5, 7]), parents=np.int32([-1, 0, 0]),
-        ...     position=np.int32([4, 5, 5]), row_start=np.int32([0, 3]),
-        ...     temperature=np.float32([0]), top_k=np.int32([0]), top_p=np.float32([1]),
-        ...     request=np.int64([0]), stop_ids=np.int32([[-1]]), limit=np.int32([17]),
-        ...     emitted=emitted, logprobs=np.zeros((1, 17), np.float32), num_emitted=num_emitted,
-        ...     path=path, finish=finish, status=np.zeros(1, np.int32), seed=0)
+        ...     logits,
+        ...     Tree(tokens=np.int32([1, 5, 7]), parents=np.int32([-1, 0, 0])),
+        ...     Rows(row_start=np.int32([0, 3]), position=np.int32([4, 5, 5]),
+        ...          status=np.zeros(1, np.int32)),
+        ...     Sampling(temperature=np.float32([0]), request=np.int64([0]),
+        ...              top_k=np.int32([0]), top_p=np.float32([1])),
+        ...     VerifyOutput(emitted, np.zeros((1, 17), np.float32), num_emitted, finish, path),
+        ...     stop_ids=np.int32([[-1]]), limit=np.int32([17]), seed=0)
         >>> print(emitted[0, :2], path[0, :2], num_emitted, finish)
         [7 3] [0 2] [2] [0]
 
@@ -178,25 +147,14 @@ def verify_tree(
     """
     _C.verify_tree(
         logits,
-        tokens,
-        parents,
-        position,
-        row_start,
-        temperature,
-        top_k,
-        top_p,
-        request,
+        tree,
+        rows,
+        sampling,
+        out,
         stop_ids,
         limit,
-        emitted,
-        logprobs,
-        num_emitted,
-        path,
-        finish,
-        status,
         seed,
         vocab_size,
-        filtered_logprobs,
         workspace,
         current_stream(logits, stream),
     )
@@ -205,23 +163,13 @@ def verify_tree(
 def verify_rejection(
     logits: Array,
     draft_probs: Array | None,
-    tokens: Array,
-    parents: Array,
-    position: Array,
-    row_start: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    request: Array,
+    tree: Tree,
+    rows: Rows,
+    sampling: Sampling,
+    out: VerifyOutput,
+    *,
     stop_ids: Array,
     limit: Array,
-    emitted: Array,
-    logprobs: Array,
-    num_emitted: Array,
-    path: Array,
-    finish: Array,
-    status: Array,
-    *,
     seed: int,
     vocab_size: int | None = None,
     deterministic: bool = False,
@@ -230,19 +178,18 @@ def verify_rejection(
     """Classical rejection sampling of a draft tree: chain (one child a node) or multi-round.
 
     Child x is accepted with probability min(1, target(x) / draft(x)). A rejection replaces the
-    target law by the normalised max(target - draft, 0) and takes x out of the draft law; after the
-    last child the token is drawn from what is left. The emitted tokens follow the target's law if
-    the children were drawn from `draft_probs`, without replacement, in row order.
+    target distribution by the normalised max(target - draft, 0) and takes x out of the draft
+    distribution; after the last child the token is drawn from what is left. The emitted tokens
+    follow the target distribution if the children were drawn from `draft_probs`, without
+    replacement, in row order.
 
     Args:
         logits: [rows, >= vocab_size], float32, float16 or bfloat16: the target's, at each node.
-        draft_probs: [rows, >= vocab_size] float32: row n is the law that node n's children were
-            drawn from; None if deterministic.
-        tokens, parents, position, row_start, temperature, top_k, top_p, request, stop_ids, limit:
-            as in `verify_tree`.
-        emitted, logprobs, num_emitted, path, finish: out, as in `verify_tree`.
-        status: as in `verify_tree`, and NAN_DRAFT (a visited draft row with a NaN or an entry
-            outside [0, 1]: its children are ignored).
+        draft_probs: [rows, >= vocab_size] float32: row n is the distribution that node n's children
+            were drawn from; None if deterministic.
+        tree, sampling, out, stop_ids, limit: as in `verify_tree`.
+        rows: as in `verify_tree`. status: also NAN_DRAFT (a draft row of the path with a NaN or an
+            entry outside [0, 1]: its children are ignored).
         seed: the run's 64-bit seed.
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
         deterministic: children were chosen, not drawn (argmax, n-gram): each is a one-hot proposal.
@@ -262,12 +209,13 @@ def verify_rejection(
         >>> num_emitted, finish = np.zeros((2, 1), np.int32)
         >>> verify_rejection(
         ...     np.float32([[0, 0], [99, -99], [0, 0]]), np.float32([[0.4, 0.6]] * 3),
-        ...     tokens=np.int32([1, 0, 1]), parents=np.int32([-1, 0, 1]),
-        ...     position=np.int32([4, 5, 6]), row_start=np.int32([0, 3]),
-        ...     temperature=np.float32([1]), top_k=np.int32([0]), top_p=np.float32([1]),
-        ...     request=np.int64([0]), stop_ids=np.int32([[-1]]), limit=np.int32([17]),
-        ...     emitted=emitted, logprobs=np.zeros((1, 17), np.float32), num_emitted=num_emitted,
-        ...     path=path, finish=finish, status=np.zeros(1, np.int32), seed=0)
+        ...     Tree(tokens=np.int32([1, 0, 1]), parents=np.int32([-1, 0, 1])),
+        ...     Rows(row_start=np.int32([0, 3]), position=np.int32([4, 5, 6]),
+        ...          status=np.zeros(1, np.int32)),
+        ...     Sampling(temperature=np.float32([1]), request=np.int64([0]),
+        ...              top_k=np.int32([0]), top_p=np.float32([1])),
+        ...     VerifyOutput(emitted, np.zeros((1, 17), np.float32), num_emitted, finish, path),
+        ...     stop_ids=np.int32([[-1]]), limit=np.int32([17]), seed=0)
         >>> print(emitted[0, :2], path[0, :2], num_emitted, finish)
         [0 0] [0 1] [2] [0]
 
@@ -277,22 +225,12 @@ def verify_rejection(
     _C.verify_rejection(
         logits,
         draft_probs,
-        tokens,
-        parents,
-        position,
-        row_start,
-        temperature,
-        top_k,
-        top_p,
-        request,
+        tree,
+        rows,
+        sampling,
+        out,
         stop_ids,
         limit,
-        emitted,
-        logprobs,
-        num_emitted,
-        path,
-        finish,
-        status,
         seed,
         vocab_size,
         deterministic,

@@ -1,12 +1,8 @@
-"""Draft trees: grow a node store level by level, then keep the nodes worth verifying.
-
-A node store is five arrays, `node_token`, `node_parent`, `node_score`, `node_depth` [B, C] and
-`node_count` [B]. The caller writes entry 0, the root (the last emitted token; parent -1, score 0,
-depth 0), and sets the count to 1; `expand_tree` appends. Entries past the count are scratch.
-"""
+"""Draft trees: grow a node store level by level, then keep the nodes worth verifying."""
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
+from tlt_ext.groups import Frontier, Nodes, Sampling, Tree
 
 
 def tree_capacity(depth: int, top_k: int) -> int:
@@ -21,25 +17,17 @@ def tree_capacity(depth: int, top_k: int) -> int:
 
 def expand_tree(
     draft_logits: Array,
-    frontier: Array,
-    node_token: Array,
-    node_parent: Array,
-    node_score: Array,
-    node_depth: Array,
-    node_count: Array,
-    next_frontier: Array,
-    next_row: Array,
-    next_ancestors: Array,
-    temperature: Array,
-    request: Array,
+    nodes: Nodes,
+    frontier: Frontier,
+    next: Frontier,
+    sampling: Sampling,
+    *,
     root_position: Array,
     status: Array,
-    *,
     seed: int,
-    slot_base: int,
     vocab_size: int,
+    slot_base: int = 0,
     d2t: Array | None = None,
-    frontier_ancestors: Array | None = None,
     score_temperature: float = 0.0,
     stream: int | None = None,
 ) -> None:
@@ -52,28 +40,21 @@ def expand_tree(
 
     Args:
         draft_logits: [B * F, Vd], float32, float16 or bfloat16; row b * F + f belongs to
-            frontier[b, f]; rows may be strided.
-        frontier: [B, F] int32, store index of the nodes to expand; -1 = inert.
-        node_token, node_parent, node_depth: [B, C] int32; node_score: [B, C] float32;
-            node_count: [B] int32. New nodes go behind the count, in frontier order, then rank
-            order. C = `tree_capacity(depth, K)` always suffices.
-        next_frontier: [B, K] int32 out, the K new nodes of highest cumulative score (ties: lower
-            index); -1 where there are fewer.
-        next_row: [B, K] int32 out, the row of `draft_logits` that each came from; 0 where inert.
-        next_ancestors: [B, K, 16] uint8 out, in-flight drafter slots of each one's ancestors: those
-            of its parent, then the parent's own, `slot_base + f`; no ancestors in the first level.
-        temperature: [B] float32; 0 = greedy.
-        request: [B] int64, noise key of each request.
+            frontier.node[b, f]; rows may be strided.
+        nodes: new nodes go behind the count, in the order of the frontier, then of their ranks.
+        frontier: node and ancestors, those of `next` of the level before.
+        next: of width K, written: the K new nodes of highest cumulative score (ties: lower index).
+            ancestors: those of the parent, then the parent's own slot, `slot_base + f`; none in the
+            first level.
+        sampling: temperature and request.
         root_position: [B] int32, absolute position of the root.
         status: [B] int32. NAN_DRAFT: a NaN or +inf logit (never a child); BAD_TOKEN: a d2t entry
             outside the vocabulary (never a child); BAD_TREE: a frontier entry that is no node of
-            depth 0 to 15 (inert); BAD_LENGTH: node_count + F * K is outside 1..C (request inert).
+            depth 0 to 15 (inert); BAD_LENGTH: nodes.count + F * K is outside 1..C (request inert).
         seed: the run's seed.
-        slot_base: in-flight drafter slot of frontier row 0.
         vocab_size: the target's true vocabulary; without d2t, columns from there on are not read.
+        slot_base: in-flight drafter slot of frontier row 0.
         d2t: [Vd] int32, target id of each draft id; None = the same ids.
-        frontier_ancestors: [B, F, 16] uint8, `next_ancestors` of the level before; None in the
-            first level, where the root's drafter entry is committed.
         score_temperature: 0: score by log-softmax(draft logits / T); else by log-softmax of
             (draft logit / T + noise) / score_temperature, which ranks by what the noise favours.
         stream: CUDA stream; default is the array library's current one.
@@ -86,15 +67,16 @@ def expand_tree(
         The first level below the root, token 5:
 
         >>> import numpy as np
-        >>> node_token, node_parent, node_depth = np.int32([[[5, 0, 0]], [[-1, 0, 0]], [[0, 0, 0]]])
-        >>> node_score, node_count = np.zeros((1, 3), np.float32), np.int32([1])
-        >>> next_frontier, next_row = np.zeros((2, 1, 2), np.int32)
-        >>> expand_tree(np.float32([[1, 3, 2]]), np.int32([[0]]), node_token, node_parent,
-        ...             node_score, node_depth, node_count, next_frontier, next_row,
-        ...             next_ancestors=np.zeros((1, 2, 16), np.uint8), temperature=np.float32([0]),
-        ...             request=np.int64([0]), root_position=np.int32([4]),
-        ...             status=np.zeros(1, np.int32), seed=0, slot_base=0, vocab_size=3)
-        >>> print(node_token, node_parent, node_score.round(2), next_frontier)
+        >>> token, parent, depth = np.int32([[[5, 0, 0]], [[-1, 0, 0]], [[0, 0, 0]]])
+        >>> score, count = np.zeros((1, 3), np.float32), np.int32([1])
+        >>> node, row = np.zeros((2, 1, 2), np.int32)
+        >>> next = Frontier(node, row, ancestors=np.zeros((1, 2, 16), np.uint8))
+        >>> expand_tree(np.float32([[1, 3, 2]]), Nodes(token, parent, score, depth, count),
+        ...             Frontier(np.int32([[0]])), next,
+        ...             Sampling(temperature=np.float32([0]), request=np.int64([0])),
+        ...             root_position=np.int32([4]), status=np.zeros(1, np.int32), seed=0,
+        ...             vocab_size=3)
+        >>> print(token, parent, score.round(2), node)
         [[5 1 2]] [[-1  0  0]] [[ 0.   -0.41 -1.41]] [[1 2]]
 
     Source: Gumbel-top-k sampling, Kool et al. (2019); dynamic draft trees, Li et al., "EAGLE-2"
@@ -103,43 +85,29 @@ def expand_tree(
     """
     _C.expand_tree(
         draft_logits,
+        nodes,
         frontier,
-        node_token,
-        node_parent,
-        node_score,
-        node_depth,
-        node_count,
-        next_frontier,
-        next_row,
-        next_ancestors,
-        temperature,
-        request,
+        next,
+        sampling,
         root_position,
         status,
         seed,
-        d2t,
-        frontier_ancestors,
-        slot_base,
-        score_temperature,
         vocab_size,
+        slot_base,
+        d2t,
+        score_temperature,
         current_stream(draft_logits, stream),
     )
 
 
 def select_nodes(
-    node_token: Array,
-    node_parent: Array,
-    node_score: Array,
-    node_depth: Array,
-    node_count: Array,
-    root_position: Array,
-    tokens: Array,
-    parents: Array,
-    position: Array,
-    ancestors: Array,
-    source: Array,
-    row_start: Array,
+    nodes: Nodes,
+    tree: Tree,
     *,
+    root_position: Array,
+    position: Array,
+    row_start: Array,
+    source: Array,
     num_verify: int,
     stream: int | None = None,
 ) -> None:
@@ -151,16 +119,12 @@ def select_nodes(
     parent's plus one are left out. Rows are ordered by (depth, index), so parents come first.
 
     Args:
-        node_token, node_parent, node_depth: [B, C] int32; node_score: [B, C] float32;
-            node_count: [B] int32; 0 (or a count past C) gives the request no rows.
+        nodes: a count of 0 (or past C) gives the request no rows.
+        tree: of B * num_verify rows, written.
         root_position: [B] int32, absolute position of the root.
-        tokens, parents, position: [B * num_verify] int32 out. parents: row within the request, -1
-            at the root. position: root_position + depth.
-        ancestors: [B * num_verify, 16] uint8 out: entry j of a row at depth d, j < d, is the row
-            within the request of its ancestor at depth j.
-        source: [B * num_verify] int32 out, store index of each row; -1 past row_start[B].
-        row_start: [B + 1] int32 out: request b owns rows row_start[b] to row_start[b + 1] - 1.
-            Rows past row_start[B] of the other outputs stay as they were.
+        position: [B * num_verify] int32 out: root_position + depth.
+        row_start: [B + 1] int32 out, as in `Rows`. Rows past row_start[B] hold nothing.
+        source: [B * num_verify] int32 out, store index of each row.
         num_verify: most rows a request, 1 to 128.
         stream: CUDA stream; default is the array library's current one.
 
@@ -174,12 +138,12 @@ def select_nodes(
         >>> import numpy as np
         >>> tokens, parents, position, source = np.zeros((4, 3), np.int32)
         >>> row_start = np.zeros(2, np.int32)
-        >>> select_nodes(node_token=np.int32([[5, 1, 2, 6]]), node_parent=np.int32([[-1, 0, 0, 1]]),
-        ...              node_score=np.float32([[0, -1, -3, -2]]),
-        ...              node_depth=np.int32([[0, 1, 1, 2]]), node_count=np.int32([4]),
-        ...              root_position=np.int32([4]), tokens=tokens, parents=parents,
-        ...              position=position, ancestors=np.zeros((3, 16), np.uint8), source=source,
-        ...              row_start=row_start, num_verify=3)
+        >>> nodes = Nodes(token=np.int32([[5, 1, 2, 6]]), parent=np.int32([[-1, 0, 0, 1]]),
+        ...               score=np.float32([[0, -1, -3, -2]]), depth=np.int32([[0, 1, 1, 2]]),
+        ...               count=np.int32([4]))
+        >>> select_nodes(nodes, Tree(tokens, parents, ancestors=np.zeros((3, 16), np.uint8)),
+        ...              root_position=np.int32([4]), position=position, row_start=row_start,
+        ...              source=source, num_verify=3)
         >>> print(source, tokens, parents, position, row_start)
         [0 1 3] [5 1 6] [-1  0  1] [4 5 6] [0 3]
 
@@ -187,18 +151,12 @@ def select_nodes(
     Reference: `tests/reference.py::select_nodes`.
     """
     _C.select_nodes(
-        node_token,
-        node_parent,
-        node_score,
-        node_depth,
-        node_count,
+        nodes,
+        tree,
         root_position,
-        tokens,
-        parents,
         position,
-        ancestors,
-        source,
         row_start,
+        source,
         num_verify,
-        current_stream(node_token, stream),
+        current_stream(nodes.token, stream),
     )

@@ -13,7 +13,7 @@
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all in
 // index order. With very few, and short tables, a cluster does all of that in one launch, through
 // its blocks' shared memory. Otherwise a block folds its own. Launches start before the one before
-// them ends: they ask for keys to come into L2 (early, they copy those that are committed), wait,
+// them ends: they ask for keys to come into L2 (with pdl, they copy those that are committed), wait,
 // and read.
 //
 // Moves each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     give_registers<56>();
 #endif
-    if (!l.p.early) {
+    if (!l.p.pdl) {
       for_turns<Block, kRows>(l, kv_head, first, shared,
                               [](const Block& block) { block.prefetch(blockIdx.z); });
       wait_for_prior_grid();
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     take_registers<kWarps == 4 ? 200 : 224>();
 #endif
-    if (!l.p.early) {
+    if (!l.p.pdl) {
       wait_for_prior_grid();
       launch_dependents();  // only now, since the merge reads keys before it waits for this grid
     }
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__((kClusterWarps + kProducerWarps) * kWarpSize, 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     give_registers<56>();
 #endif
-    if (!l.p.early) {
+    if (!l.p.pdl) {
       for_turns<Block, kRows>(l, kv_head, first, shared,
                               [](const Block& block) { block.prefetch(blockIdx.x); });
       wait_for_prior_grid();
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__((kClusterWarps + kProducerWarps) * kWarpSize, 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     take_registers<200>();
 #endif
-    if (!l.p.early) wait_for_prior_grid();
+    if (!l.p.pdl) wait_for_prior_grid();
     for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
       block.run(blockIdx.x);
       release_ring();
@@ -176,14 +176,12 @@ CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
   const Sequences& s = p.sequences;
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   const int64_t lines = p.head_dim * 2 / kLine;
-  // A map needs an address. Of a cache without pages nothing is read: every request is BAD_PAGE.
-  const void* const data = s.num_pages > 0 ? cache.data : p.q;
-  return make_tensor_map(data,
-                         {kLine / 2, size(p.num_kv_heads), size(s.page_size), size(lines),
-                          size(std::max<int64_t>(s.num_pages, 1))},
-                         {size(2 * cache.head_stride), size(2 * cache.slot_stride), kLine,
-                          size(2 * cache.page_stride)},
-                         {kLine / 2, 1, kStep, 1, 1});
+  return make_tensor_map(
+      cache.data,
+      {kLine / 2, size(p.num_kv_heads), size(s.page_size), size(lines), size(s.num_pages)},
+      {size(2 * cache.head_stride), size(2 * cache.slot_stride), kLine,
+       size(2 * cache.page_stride)},
+      {kLine / 2, 1, kStep, 1, 1});
 }
 
 template <typename T, int kDim, int kWarps>

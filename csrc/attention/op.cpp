@@ -51,31 +51,29 @@ int64_t attention_workspace_bytes(int64_t num_requests, int64_t num_rows, int64_
 }
 
 void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                    const Tensor& out, const Tensor& row_start, const Tensor& context_len,
-                    const Tensor& position, const Tensor& block_table, const Tensor& status,
-                    const Tensor& ancestors, const Tensor& slot_base, std::optional<double> scale,
-                    const Tensor& lse, const Tensor& workspace, bool early, uintptr_t stream) {
+                    const Tensor& out, const RowsArgs& rows, const Tensor& ancestors,
+                    std::optional<double> scale, const Tensor& lse, const Tensor& workspace,
+                    bool pdl, uintptr_t stream) {
   constexpr const char* op = "tree_attention";
   const Arg q_arg(op, "q", q), out_arg(op, "out", out);
   q_arg.is(kFloating).dense_last().shape({kAny, kAny, kAny});
   check_caches(op, k_cache, v_cache, "q", q);
-  const int64_t rows = q.shape[0], heads = q.shape[1], kv_heads = k_cache.shape[2];
-  q_arg.shape({rows, heads, k_cache.shape[3]});
+  const int64_t num_rows = q.shape[0], heads = q.shape[1], kv_heads = k_cache.shape[2];
+  q_arg.shape({num_rows, heads, k_cache.shape[3]});
   if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0) {
     q_arg.fail("a multiple of the " + std::to_string(kv_heads) + " kv heads",
                std::to_string(heads) + " heads");
   }
-  out_arg.on(q).is_like("q", q).apart().shape({rows, heads, q.shape[2]});
-  Arg(op, "position", position).on(q).is({DType::kInt32}).dense().shape({rows});
-  const SequenceArgs args{row_start, context_len, block_table, status, &slot_base};
+  out_arg.on(q).is_like("q", q).dense_last().shape({num_rows, heads, q.shape[2]});
+  Arg(op, "position", rows.position).on(q).is({DType::kInt32}).dense().shape({num_rows});
   const Sequences sequences =
-      check_sequences(op, q, args, rows, k_cache.shape[0], k_cache.shape[1]);
+      check_sequences(op, q, rows, num_rows, k_cache.shape[0], k_cache.shape[1]);
   if (ancestors.defined()) {
     const Arg arg(op, "ancestors", ancestors);
-    arg.on(q).is({DType::kUInt8}).dense_last().shape({rows, kMaxDepth});
+    arg.on(q).is({DType::kUInt8}).dense_last().shape({num_rows, kMaxDepth});
   }
   if (lse.defined()) {
-    Arg(op, "lse", lse).on(q).is({DType::kFloat32}).apart().shape({rows, heads});
+    Arg(op, "lse", lse).on(q).is({DType::kFloat32}).dense_last().shape({num_rows, heads});
   }
   if (workspace.defined()) {
     const Arg arg(op, "workspace", workspace);
@@ -83,10 +81,10 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
   }
   if (q.is_cuda()) check_gpu_shapes(op, q, k_cache, v_cache, out);
   require(!scale || std::isfinite(*scale), op, "scale: expected a finite number");
-  if (rows == 0 || sequences.num_requests == 0) return;
+  if (num_rows == 0 || sequences.num_requests == 0) return;
   if (q.is_cuda() && q.dtype != DType::kFloat32 && workspace.defined()) {
     const int64_t wanted =
-        attention_workspace_bytes(sequences.num_requests, rows, heads, kv_heads, q.shape[2],
+        attention_workspace_bytes(sequences.num_requests, num_rows, heads, kv_heads, q.shape[2],
                                   sequences.max_pages * sequences.page_size);
     const bool fits =
         workspace.shape[0] >= wanted && reinterpret_cast<uintptr_t>(workspace.data) % kVector == 0;
@@ -100,7 +98,7 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
   const TreeAttentionParams params{q.data,
                                    out.data,
                                    lse.ptr<float>(),
-                                   position.ptr<int32_t>(),
+                                   rows.position.ptr<int32_t>(),
                                    ancestors.ptr<uint8_t>(),
                                    paged_cache(k_cache),
                                    paged_cache(v_cache),
@@ -116,7 +114,7 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
                                    ancestors.stride[0],
                                    static_cast<float>(softmax_scale),
                                    q.dtype,
-                                   early};
+                                   pdl};
   dispatch_device(
       op, q, [&] { tree_attention_cpu(params); },
       [&] { tree_attention_cuda(params, workspace.data, q.device.device_id, stream); });

@@ -4,15 +4,15 @@
 #include <optional>
 
 #include "attention/params.h"
+#include "common/groups.h"
 #include "common/tensor.h"
 
 namespace tlt {
 
 void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                    const Tensor& out, const Tensor& row_start, const Tensor& context_len,
-                    const Tensor& position, const Tensor& block_table, const Tensor& status,
-                    const Tensor& ancestors, const Tensor& slot_base, std::optional<double> scale,
-                    const Tensor& lse, const Tensor& workspace, bool early, uintptr_t stream);
+                    const Tensor& out, const RowsArgs& rows, const Tensor& ancestors,
+                    std::optional<double> scale, const Tensor& lse, const Tensor& workspace,
+                    bool pdl, uintptr_t stream);
 
 // Bytes of workspace that a launch of these shapes makes use of; 0: none.
 int64_t attention_workspace_bytes(int64_t num_requests, int64_t num_rows, int64_t num_heads,

@@ -21,7 +21,8 @@ struct TreeAttentionParams {
   int64_t lse_stride, ancestor_stride;
   float scale;
   DType dtype;
-  bool early;  // all but q and the rows in flight may be read before prior kernels end
+  bool pdl;  // programmatic dependent launch: all but q and the rows in flight are read before
+             // prior kernels end
 };
 
 }  // namespace tlt

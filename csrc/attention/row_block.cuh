@@ -35,8 +35,8 @@ class RowBlock {
   __device__ __forceinline__ void produce(int item) {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
-    const int old = p_.early ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
-    produce_tiles(source_of(keys), l_.loader_shift, old, p_.early && shares() ? kAheadKeys : 0,
+    const int old = p_.pdl ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
+    produce_tiles(source_of(keys), l_.loader_shift, old, p_.pdl && shares() ? kAheadKeys : 0,
                   &shared_.ring, &shared_.barriers, &place_, shared_.bad_from);
     sync_block<kWarps>();
   }
@@ -152,7 +152,7 @@ class RowBlock {
     return static_cast<int>(tail_begin(clamp_position(first)));
   }
 
-  // Asks for all queries and positions before it looks at any, or, early, finds out what it can
+  // Asks for all queries and positions before it looks at any, or, with pdl, finds out what it can
   // before there are queries; clears the totals meanwhile.
   __device__ __forceinline__ void read_queries(uint32_t flip, bool totals) {
     int position[2];
@@ -171,7 +171,7 @@ class RowBlock {
       if (totals) clear_total();
       find_ends(position);
     };
-    if (p_.early) meanwhile();
+    if (p_.pdl) meanwhile();
     wait_for_prior_grid();
     launch_dependents();
 #pragma unroll
@@ -183,7 +183,7 @@ class RowBlock {
         queries_.q[step][half + 2] = inside ? pairs[half][step * 8 + 4] : 0;
       }
     }
-    if (!p_.early) meanwhile();
+    if (!p_.pdl) meanwhile();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool good = queries_.end[half] != kNoRow;

@@ -79,7 +79,7 @@ int recall(const char* op, const void* kernel, unsigned cluster, int shared_byte
 }
 
 // Whether the code that runs on the current card is of sm_90 or later: clusters, tensor copies,
-// launches that start early. Asked of the code and not of the card, which also runs what was
+// programmatic dependent launch. Asked of the code and not of the card, which also runs what was
 // compiled for older ones. So a Hopper card tests the code for sm_80:
 //   TLT_CUDA_ARCHS=80-virtual pip install -e . && pytest -m gpu tests/csrc
 template <typename... Params>
@@ -123,7 +123,7 @@ struct LaunchConfig {
 
   template <typename... Params>
   LaunchConfig(const char* op, void (*kernel)(Params...), const KernelShape& shape,
-               cudaStream_t stream, bool early) {
+               cudaStream_t stream, bool pdl) {
     allow_shared(op, kernel, shape.shared_bytes);
     if (shape.cluster > kPortableCluster) {
       check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
@@ -139,7 +139,7 @@ struct LaunchConfig {
       attribute.id = cudaLaunchAttributeClusterDimension;
       attribute.val.clusterDim = {shape.cluster, 1, 1};
     }
-    if (early && has_hopper_code(op, kernel)) {  // code for an older card does not wait
+    if (pdl && has_hopper_code(op, kernel)) {  // code for an older card does not wait
       cudaLaunchAttribute& attribute = list[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -148,14 +148,13 @@ struct LaunchConfig {
   LaunchConfig(const LaunchConfig&) = delete;
 };
 
-// Launches a kernel. `early` (sm_90): it may begin while the kernels before it on the stream still
-// run, and waits for them itself (wait_for_prior_grid) before it uses what they read or write.
+// Launches a kernel. `pdl` (programmatic dependent launch, sm_90): it may begin before the previous
+// kernel on the stream ends, and waits itself (wait_for_prior_grid) before it uses what that wrote.
 // Every block of such a kernel must wait, so that its own end means the end of all before it.
 template <typename... Params, typename... Args>
 void launch_kernel(const char* op, void (*kernel)(Params...), const KernelShape& shape,
-                   cudaStream_t stream, bool early, const Args&... args) {
-  if (shape.blocks == 0 || shape.rows == 0 || shape.layers == 0) return;  // nothing to do
-  const LaunchConfig launch(op, kernel, shape, stream, early);
+                   cudaStream_t stream, bool pdl, const Args&... args) {
+  const LaunchConfig launch(op, kernel, shape, stream, pdl);
   check_cuda(cudaLaunchKernelEx(&launch.config, kernel, args...), op);
 }
 

@@ -5,6 +5,7 @@
 // through `rows_of` and `locate`, which bound every value before it becomes an address.
 #pragma once
 
+#include "common/groups.h"
 #include "common/math.h"
 #include "common/status.h"
 #include "common/tensor.h"
@@ -70,12 +71,8 @@ inline void report(const Sequences& s, int64_t request, int32_t bits) {
   if (bits != kStatusOk) __atomic_fetch_or(&s.status[request], bits, __ATOMIC_RELAXED);
 }
 
-// Checks the arguments above; every array must lie where `anchor` does.
-struct SequenceArgs {
-  const Tensor &row_start, &context_len, &block_table, &status;
-  const Tensor* slot_base;  // null, or a tensor that may be undefined
-};
-Sequences check_sequences(const char* op, const Tensor& anchor, const SequenceArgs& args,
+// Checks all fields of `rows` but the positions; every array must be on the device of `anchor`.
+Sequences check_sequences(const char* op, const Tensor& anchor, const RowsArgs& rows,
                           int64_t num_rows, int64_t num_pages, int64_t page_size);
 
 // Checks the two caches of a layer: k sets the shape, v follows; dtype of `like`.

@@ -139,7 +139,7 @@ struct TeamShape {
   int threads;  // of a block
   int shared_bytes;
   unsigned team;  // blocks an item where the card has clusters, else 1
-  bool early;     // see launch_kernel
+  bool pdl;       // see launch_kernel
 
   template <typename... Params>
   KernelShape of(const char* op, void (*kernel)(Params...)) const {
@@ -152,7 +152,7 @@ struct TeamShape {
 template <typename... Params>
 void launch_teams(const char* op, void (*kernel)(Params...), const TeamShape& shape,
                   cudaStream_t stream, const Params&... params) {
-  launch_kernel(op, kernel, shape.of(op, kernel), stream, shape.early, params...);
+  launch_kernel(op, kernel, shape.of(op, kernel), stream, shape.pdl, params...);
 }
 
 // How many teams of a kernel the current card runs at once. Clusters do not fit everywhere: a card
@@ -163,7 +163,7 @@ int64_t max_active_teams(const char* op, void (*kernel)(Params...), const TeamSh
   return recall(op, of, shape.team, shape.shared_bytes, [&](int known) {
     if (known >= 0) return known;
     int teams = 0;
-    const LaunchConfig launch(op, kernel, shape.of(op, kernel), nullptr, shape.early);
+    const LaunchConfig launch(op, kernel, shape.of(op, kernel), nullptr, shape.pdl);
     const cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, kernel, &launch.config);
     if (error == cudaErrorInvalidClusterSize ||
         (error != cudaSuccess && shape.team > kPortableCluster)) {

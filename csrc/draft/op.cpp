@@ -8,9 +8,9 @@ namespace tlt {
 namespace {
 
 // Checks what both ops share and fills it in; rows of `out` are the rows.
-DraftInputsParams check_inputs(const char* op, const Tensor& embedding, const Tensor& hidden,
-                               const Tensor& input_norm, const Tensor& hidden_norm,
-                               const Tensor& out, double eps) {
+DraftInputsParams check_inputs(const char* op, const DraftWeightsArgs& weights,
+                               const Tensor& hidden, const Tensor& out, double eps) {
+  const auto& [embedding, input_norm, hidden_norm] = weights;
   Arg(op, "embedding", embedding).is(kFloating).dense_last().shape({kAny, kAny});
   const int64_t dim = embedding.shape[1];
   const auto check = [&](const char* name, const Tensor& tensor) {
@@ -19,7 +19,7 @@ DraftInputsParams check_inputs(const char* op, const Tensor& embedding, const Te
   check("hidden", hidden).shape({kAny, dim});
   check("input_norm", input_norm).shape({dim});
   check("hidden_norm", hidden_norm).shape({dim});
-  check("out", out).apart().shape({kAny, 2 * dim});
+  check("out", out).shape({kAny, 2 * dim});
   require(eps >= 0, op, "eps: expected 0 or more, got " + std::to_string(eps));
   DraftInputsParams params{};
   params.embedding = embedding.data;
@@ -49,49 +49,49 @@ void dispatch(const char* op, const Tensor& like, const DraftInputsParams& param
 
 }  // namespace
 
-void draft_inputs(const Tensor& embedding, const Tensor& ids, const Tensor& hidden,
-                  const Tensor& input_norm, const Tensor& hidden_norm, const Tensor& out,
-                  double eps, uintptr_t stream) {
+void draft_inputs(const DraftWeightsArgs& weights, const Tensor& ids, const Tensor& hidden,
+                  const Tensor& out, double eps, uintptr_t stream) {
   constexpr const char* op = "draft_inputs";
-  DraftInputsParams params = check_inputs(op, embedding, hidden, input_norm, hidden_norm, out, eps);
+  DraftInputsParams params = check_inputs(op, weights, hidden, out, eps);
+  const Tensor& embedding = weights.embedding;
   Arg(op, "ids", ids).on(embedding).is({DType::kInt32}).dense().shape({params.rows});
   Arg(op, "hidden", hidden).shape({params.rows, params.dim});
   params.ids = ids.ptr<int32_t>();
   dispatch(op, embedding, params, stream);
 }
 
-void draft_level_inputs(const Tensor& embedding, const Tensor& node_token, const Tensor& frontier,
-                        const Tensor& row, const Tensor& root_position, const Tensor& hidden,
-                        const Tensor& input_norm, const Tensor& hidden_norm, const Tensor& out,
-                        const Tensor& hidden_out, const Tensor& position, int64_t depth, double eps,
+void draft_level_inputs(const DraftWeightsArgs& weights, const LevelNodes& nodes,
+                        const LevelFrontier& frontier, const Tensor& hidden, const LevelRows& rows,
+                        const Tensor& out, const Tensor& hidden_out, int64_t depth, double eps,
                         uintptr_t stream) {
   constexpr const char* op = "draft_level_inputs";
-  DraftInputsParams params = check_inputs(op, embedding, hidden, input_norm, hidden_norm, out, eps);
+  DraftInputsParams params = check_inputs(op, weights, hidden, out, eps);
+  const Tensor& embedding = weights.embedding;
   const auto ints = [&](const char* name, const Tensor& tensor) {
     return Arg(op, name, tensor).on(embedding).is({DType::kInt32});
   };
-  ints("frontier", frontier).dense().shape({kAny, kAny});
-  const int64_t requests = frontier.shape[0], width = frontier.shape[1];
-  ints("row", row).dense().shape({requests, width});
-  ints("node_token", node_token).dense_last().shape({requests, kAny});
-  ints("root_position", root_position).dense().shape({requests});
+  ints("frontier.node", frontier.node).dense().shape({kAny, kAny});
+  const int64_t requests = frontier.node.shape[0], width = frontier.node.shape[1];
+  ints("frontier.row", frontier.row).dense().shape({requests, width});
+  ints("nodes.token", nodes.token).dense_last().shape({requests, kAny});
+  ints("context_len", rows.context_len).dense().shape({requests});
   Arg(op, "out", out).shape({requests * width, 2 * params.dim});
   const Arg hidden_out_arg(op, "hidden_out", hidden_out);
-  hidden_out_arg.on(embedding).is_like("embedding", embedding).apart();
+  hidden_out_arg.on(embedding).is_like("embedding", embedding).dense_last();
   hidden_out_arg.shape({params.rows, params.dim});
-  ints("position", position).dense().shape({params.rows});
+  ints("position", rows.position).dense().shape({params.rows});
   require(hidden_out.data != hidden.data || params.rows == 0, op,
           "hidden_out: expected other memory than hidden, got the same");
   require(depth >= 0, op, "depth: expected 0 or more, got " + std::to_string(depth));
-  params.node_token = node_token.ptr<int32_t>();
-  params.frontier = frontier.ptr<int32_t>();
-  params.row = row.ptr<int32_t>();
-  params.root_position = root_position.ptr<int32_t>();
+  params.node_token = nodes.token.ptr<int32_t>();
+  params.frontier = frontier.node.ptr<int32_t>();
+  params.row = frontier.row.ptr<int32_t>();
+  params.root_position = rows.context_len.ptr<int32_t>();
   params.hidden_out = hidden_out.data;
-  params.position = position.ptr<int32_t>();
+  params.position = rows.position.ptr<int32_t>();
   params.width = width;
-  params.capacity = node_token.shape[1];
-  params.node_stride = node_token.stride[0];
+  params.capacity = nodes.token.shape[1];
+  params.node_stride = nodes.token.stride[0];
   params.hidden_out_stride = hidden_out.stride[0];
   params.depth = static_cast<int32_t>(depth);
   dispatch(op, embedding, params, stream);

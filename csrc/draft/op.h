@@ -2,19 +2,20 @@
 
 #include <cstdint>
 
-#include "common/tensor.h"
+#include "common/groups.h"
 #include "draft/params.h"
 
 namespace tlt {
 
-void draft_inputs(const Tensor& embedding, const Tensor& ids, const Tensor& hidden,
-                  const Tensor& input_norm, const Tensor& hidden_norm, const Tensor& out,
-                  double eps, uintptr_t stream);
+void draft_inputs(const DraftWeightsArgs& weights, const Tensor& ids, const Tensor& hidden,
+                  const Tensor& out, double eps, uintptr_t stream);
 
-void draft_level_inputs(const Tensor& embedding, const Tensor& node_token, const Tensor& frontier,
-                        const Tensor& row, const Tensor& root_position, const Tensor& hidden,
-                        const Tensor& input_norm, const Tensor& hidden_norm, const Tensor& out,
-                        const Tensor& hidden_out, const Tensor& position, int64_t depth, double eps,
+using LevelNodes = Part<NodesArgs, &NodesArgs::token>;
+using LevelFrontier = Part<FrontierArgs, &FrontierArgs::node, &FrontierArgs::row>;
+using LevelRows = Part<RowsArgs, &RowsArgs::position, &RowsArgs::context_len>;
+void draft_level_inputs(const DraftWeightsArgs& weights, const LevelNodes& nodes,
+                        const LevelFrontier& frontier, const Tensor& hidden, const LevelRows& rows,
+                        const Tensor& out, const Tensor& hidden_out, int64_t depth, double eps,
                         uintptr_t stream);
 
 void draft_inputs_cpu(const DraftInputsParams& params);

@@ -16,56 +16,62 @@ void check_control(const char* op, const Tensor& control, const PassRing& ring) 
 
 }  // namespace
 
-void advance_batch(const AdvanceBatchArrays& a, PassRing& ring, int64_t lookahead,
-                   uintptr_t stream) {
+void advance_batch(const PassOutput& verified, const AdvanceTokens& table, const RequestsArgs& requests,
+                   const Tensor& control, PassRing& ring, int64_t lookahead, uintptr_t stream) {
   constexpr const char* op = "advance_batch";
   const RingView& view = ring.view();
-  check_control(op, a.control, ring);
-  const Arg emitted(op, "emitted", a.emitted);
-  emitted.on(a.control).is({DType::kInt32}).dense_last().shape({kAny, kAny});
-  const int64_t batch = a.emitted.shape[0], width = a.emitted.shape[1];
+  check_control(op, control, ring);
+  const Arg emitted(op, "emitted", verified.emitted);
+  emitted.on(control).is({DType::kInt32}).dense_last().shape({kAny, kAny});
+  const int64_t batch = verified.emitted.shape[0], width = verified.emitted.shape[1];
   if (batch > view.max_batch || width > view.max_emitted) {
     emitted.fail("at most the ring's " + std::to_string(view.max_batch) + " rows of " +
                      std::to_string(view.max_emitted),
                  std::to_string(batch) + " of " + std::to_string(width));
   }
-  const Arg logprobs(op, "logprobs", a.logprobs);
-  logprobs.on(a.control).is({DType::kFloat32}).dense_last().shape({batch, width});
+  const Arg logprobs(op, "logprobs", verified.logprobs);
+  logprobs.on(control).is({DType::kFloat32}).dense_last().shape({batch, width});
   const std::pair<const char*, const Tensor*> of_request[] = {
-      {"num_emitted", &a.num_emitted}, {"finish", &a.finish},   {"status", &a.status},
-      {"context_len", &a.context_len}, {"slot", &a.slot},       {"last_token", &a.last_token},
-      {"remaining", &a.remaining},     {"num_new", &a.num_new}, {"granted", &a.granted}};
+      {"num_emitted", &verified.num_emitted},
+      {"finish", &verified.finish},
+      {"status", &requests.status},
+      {"context_len", &requests.context_len},
+      {"slot", &table.slot},
+      {"last_token", &requests.last_token},
+      {"remaining", &requests.remaining},
+      {"num_new", &requests.num_new},
+      {"granted", &requests.granted}};
   for (const auto& [name, tensor] : of_request) {
-    Arg(op, name, *tensor).on(a.control).is({DType::kInt32}).dense().shape({batch});
+    Arg(op, name, *tensor).on(control).is({DType::kInt32}).dense().shape({batch});
   }
-  const Arg tokens(op, "tokens", a.tokens);
-  tokens.on(a.control).is({DType::kInt32}).apart().shape({kAny, kAny});
+  const Arg tokens(op, "tokens", table.tokens);
+  tokens.on(control).is({DType::kInt32}).dense_last().shape({kAny, kAny});
   require(lookahead >= 0, op, "lookahead: expected 0 or more, got " + std::to_string(lookahead));
-  const AdvanceBatchParams params{a.emitted.ptr<int32_t>(),
-                                  a.logprobs.ptr<float>(),
-                                  a.num_emitted.ptr<int32_t>(),
-                                  a.finish.ptr<int32_t>(),
-                                  a.status.ptr<int32_t>(),
-                                  a.context_len.ptr<int32_t>(),
-                                  a.slot.ptr<int32_t>(),
-                                  a.tokens.ptr<int32_t>(),
-                                  a.last_token.ptr<int32_t>(),
-                                  a.remaining.ptr<int32_t>(),
-                                  a.num_new.ptr<int32_t>(),
-                                  a.granted.ptr<int32_t>(),
-                                  a.control.ptr<int32_t>(),
+  const AdvanceBatchParams params{verified.emitted.ptr<int32_t>(),
+                                  verified.logprobs.ptr<float>(),
+                                  verified.num_emitted.ptr<int32_t>(),
+                                  verified.finish.ptr<int32_t>(),
+                                  requests.status.ptr<int32_t>(),
+                                  requests.context_len.ptr<int32_t>(),
+                                  table.slot.ptr<int32_t>(),
+                                  table.tokens.ptr<int32_t>(),
+                                  requests.last_token.ptr<int32_t>(),
+                                  requests.remaining.ptr<int32_t>(),
+                                  requests.num_new.ptr<int32_t>(),
+                                  requests.granted.ptr<int32_t>(),
+                                  control.ptr<int32_t>(),
                                   view,
                                   batch,
                                   width,
-                                  a.emitted.stride[0],
-                                  a.logprobs.stride[0],
-                                  a.tokens.shape[0],
-                                  a.tokens.shape[1],
-                                  a.tokens.stride[0],
+                                  verified.emitted.stride[0],
+                                  verified.logprobs.stride[0],
+                                  table.tokens.shape[0],
+                                  table.tokens.shape[1],
+                                  table.tokens.stride[0],
                                   lookahead};
   dispatch_device(
-      op, a.control, [&] { advance_batch_cpu(params); },
-      [&] { advance_batch_cuda(params, a.control.device.device_id, stream); });
+      op, control, [&] { advance_batch_cpu(params); },
+      [&] { advance_batch_cuda(params, control.device.device_id, stream); });
 }
 
 void arm_passes(const Tensor& control, PassRing& ring, int64_t limit, int64_t ends,

@@ -2,19 +2,17 @@
 
 #include <cstdint>
 
-#include "common/tensor.h"
+#include "common/groups.h"
 #include "graphs/params.h"
 #include "graphs/ring.h"
 
 namespace tlt {
 
-struct AdvanceBatchArrays {
-  const Tensor &emitted, &logprobs, &num_emitted, &finish, &status, &context_len, &slot, &tokens,
-      &last_token, &remaining, &num_new, &granted, &control;
-};
-
-void advance_batch(const AdvanceBatchArrays& arrays, PassRing& ring, int64_t lookahead,
-                   uintptr_t stream);
+using PassOutput = Part<VerifyOutputArgs, &VerifyOutputArgs::emitted, &VerifyOutputArgs::logprobs,
+                        &VerifyOutputArgs::num_emitted, &VerifyOutputArgs::finish>;
+using AdvanceTokens = Part<TokenTableArgs, &TokenTableArgs::tokens, &TokenTableArgs::slot>;
+void advance_batch(const PassOutput& verified, const AdvanceTokens& table, const RequestsArgs& requests,
+                   const Tensor& control, PassRing& ring, int64_t lookahead, uintptr_t stream);
 void arm_passes(const Tensor& control, PassRing& ring, int64_t limit, int64_t ends,
                 uintptr_t stream);
 

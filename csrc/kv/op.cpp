@@ -8,30 +8,23 @@ namespace tlt {
 
 AppendKvParams check_append(const char* op, const char* like_name, const Tensor& like,
                             const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
-                            const Tensor& cos_sin, const Tensor& row_start,
-                            const Tensor& context_len, const Tensor& position,
-                            const Tensor& block_table, const Tensor& status, int64_t num_heads,
-                            int64_t num_kv_heads, const Tensor& slot_base) {
+                            const Tensor& cos_sin, const RowsArgs& rows) {
   check_caches(op, k_cache, v_cache, like_name, like);
-  const int64_t rows = like.shape[0], head_dim = k_cache.shape[3];
-  require(num_kv_heads == k_cache.shape[2], op,
-          "num_kv_heads: expected that of k_cache, " + std::to_string(k_cache.shape[2]) + ", got " +
-              std::to_string(num_kv_heads));
-  require(num_heads >= 1, op, "num_heads: expected 1 or more, got " + std::to_string(num_heads));
+  const int64_t num_rows = like.shape[0], head_dim = k_cache.shape[3];
   const Arg q_arg(op, "q_out", q_out), table_arg(op, "cos_sin", cos_sin);
-  q_arg.on(like).is_like(like_name, like).apart().shape({rows, num_heads, head_dim});
+  q_arg.on(like).is_like(like_name, like).dense_last().shape({num_rows, kAny, head_dim});
+  if (q_out.shape[1] < 1) q_arg.fail("1 head or more", "0");
   table_arg.on(like).is({DType::kFloat32}).dense_last().shape({kAny, head_dim});
-  Arg(op, "position", position).on(like).is({DType::kInt32}).dense().shape({rows});
-  const SequenceArgs args{row_start, context_len, block_table, status, &slot_base};
+  Arg(op, "position", rows.position).on(like).is({DType::kInt32}).dense().shape({num_rows});
   AppendKvParams params{};
   params.q_out = q_out.data;
   params.cos_sin = cos_sin.ptr<float>();
-  params.position = position.ptr<int32_t>();
+  params.position = rows.position.ptr<int32_t>();
   params.k = paged_cache(k_cache);
   params.v = paged_cache(v_cache);
-  params.sequences = check_sequences(op, like, args, rows, k_cache.shape[0], k_cache.shape[1]);
-  params.num_heads = num_heads;
-  params.num_kv_heads = num_kv_heads;
+  params.sequences = check_sequences(op, like, rows, num_rows, k_cache.shape[0], k_cache.shape[1]);
+  params.num_heads = q_out.shape[1];
+  params.num_kv_heads = k_cache.shape[2];
   params.head_dim = head_dim;
   params.max_position = cos_sin.shape[0];
   params.q_row_stride = q_out.stride[0];
@@ -42,17 +35,14 @@ AppendKvParams check_append(const char* op, const char* like_name, const Tensor&
 }
 
 void append_kv(const Tensor& qkv, const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
-               const Tensor& cos_sin, const Tensor& row_start, const Tensor& context_len,
-               const Tensor& position, const Tensor& block_table, const Tensor& status,
-               int64_t num_heads, int64_t num_kv_heads, const Tensor& slot_base,
-               const Tensor& q_norm, const Tensor& k_norm, double eps, uintptr_t stream) {
+               const Tensor& cos_sin, const RowsArgs& rows, const Tensor& q_norm,
+               const Tensor& k_norm, double eps, uintptr_t stream) {
   constexpr const char* op = "append_kv";
   const Arg qkv_arg(op, "qkv", qkv);
   qkv_arg.is(kFloating).dense_last().shape({kAny, kAny});
-  AppendKvParams params =
-      check_append(op, "qkv", qkv, q_out, k_cache, v_cache, cos_sin, row_start, context_len,
-                   position, block_table, status, num_heads, num_kv_heads, slot_base);
-  qkv_arg.shape({qkv.shape[0], (num_heads + 2 * num_kv_heads) * params.head_dim});
+  AppendKvParams params = check_append(op, "qkv", qkv, q_out, k_cache, v_cache, cos_sin, rows);
+  const int64_t heads = params.num_heads + 2 * params.num_kv_heads;
+  qkv_arg.shape({qkv.shape[0], heads * params.head_dim});
   for (const auto& [name, norm] : {std::pair{"q_norm", &q_norm}, std::pair{"k_norm", &k_norm}}) {
     if (!norm->defined()) continue;
     Arg(op, name, *norm).on(qkv).is_like("qkv", qkv).dense().shape({params.head_dim});
@@ -69,29 +59,27 @@ void append_kv(const Tensor& qkv, const Tensor& q_out, const Tensor& k_cache, co
       [&] { append_kv_cuda(params, qkv.device.device_id, stream); });
 }
 
-void commit_path(const Tensor& k_cache, const Tensor& v_cache, const Tensor& features,
-                 const Tensor& feature_rows, const Tensor& row_start, const Tensor& path,
-                 const Tensor& num_emitted, const Tensor& context_len, const Tensor& block_table,
-                 const Tensor& status, uintptr_t stream) {
+void commit_path(const Tensor& k_cache, const Tensor& v_cache, const CommitRows& rows,
+                 const Tensor& path, const Tensor& num_emitted, const Tensor& features,
+                 const Tensor& feature_rows, uintptr_t stream) {
   constexpr const char* op = "commit_path";
   const Arg k_arg(op, "k_cache", k_cache), v_arg(op, "v_cache", v_cache);
-  k_arg.is(kFloating).apart().shape({kAny, kAny, kAny, kAny, kAny});
+  k_arg.is(kFloating).dense_last().shape({kAny, kAny, kAny, kAny, kAny});
   const int64_t* shape = k_cache.shape;
-  v_arg.on(k_cache).is_like("k_cache", k_cache).apart();
+  v_arg.on(k_cache).is_like("k_cache", k_cache).dense_last();
   v_arg.shape({shape[0], shape[1], shape[2], shape[3], shape[4]});
   if (shape[2] < 1) k_arg.fail("a page size of 1 or more", std::to_string(shape[2]));
   require(features.defined() == feature_rows.defined(), op,
           "features and feature_rows: expected both or neither");
-  int64_t rows = INT32_MAX;  // without features no array is indexed by row
+  int64_t num_rows = INT32_MAX;  // without features no array is indexed by row
   if (features.defined()) {
     const Arg features_arg(op, "features", features), rows_arg(op, "feature_rows", feature_rows);
-    features_arg.on(k_cache).is(kFloating).apart().shape({shape[1], shape[2], kAny});
+    features_arg.on(k_cache).is(kFloating).dense_last().shape({shape[1], shape[2], kAny});
     rows_arg.on(k_cache).is_like("features", features).dense_last();
     rows_arg.shape({kAny, features.shape[2]});
-    rows = feature_rows.shape[0];
+    num_rows = feature_rows.shape[0];
   }
-  const SequenceArgs args{row_start, context_len, block_table, status, nullptr};
-  const Sequences sequences = check_sequences(op, k_cache, args, rows, shape[1], shape[2]);
+  const Sequences sequences = check_sequences(op, k_cache, rows, num_rows, shape[1], shape[2]);
   const int64_t requests = sequences.num_requests;
   Arg(op, "path", path).on(k_cache).is({DType::kInt32}).dense_last().shape({requests, kAny});
   Arg(op, "num_emitted", num_emitted).on(k_cache).is({DType::kInt32}).dense().shape({requests});
@@ -107,7 +95,7 @@ void commit_path(const Tensor& k_cache, const Tensor& v_cache, const Tensor& fea
                                 feature_rows.ptr<char>(),
                                 path.ptr<int32_t>(),
                                 num_emitted.ptr<int32_t>(),
-                                context_len.ptr<int32_t>(),
+                                rows.context_len.ptr<int32_t>(),
                                 sequences,
                                 shape[0],
                                 shape[3],
@@ -152,55 +140,52 @@ void copy_pages(const Tensor& cache, const Tensor& source, const Tensor& destina
       [&] { copy_pages_cuda(params, cache.device.device_id, stream); });
 }
 
-void gather_new_rows(const Tensor& features, const Tensor& tokens, const Tensor& slot,
-                     const Tensor& context_len, const Tensor& num_new, const Tensor& block_table,
-                     const Tensor& status, const Tensor& row_start, const Tensor& ids,
-                     const Tensor& position, const Tensor& first, const Tensor& last,
-                     const Tensor& rows, uintptr_t stream) {
+void gather_new_rows(const Tensor& features, const GatherRows& rows, const GatherTokens& table,
+                     const Tensor& num_new, const NewRowsArgs& out, uintptr_t stream) {
   constexpr const char* op = "gather_new_rows";
-  const Arg features_arg(op, "features", features), ids_arg(op, "ids", ids);
+  const Arg features_arg(op, "features", features), ids_arg(op, "ids", out.ids);
   features_arg.is(kFloating).dense_last().shape({kAny, kAny, kAny});
   if (features.shape[1] < 1) features_arg.fail("a page size of 1 or more", "0");
-  Arg(op, "tokens", tokens).on(features).is({DType::kInt32}).dense_last().shape({kAny, kAny});
+  Arg(op, "tokens", table.tokens).on(features).is({DType::kInt32}).dense_last().shape({kAny, kAny});
   ids_arg.on(features).is({DType::kInt32}).dense().shape({kAny});
-  Arg(op, "position", position).on(features).is({DType::kInt32}).dense().shape({ids.shape[0]});
-  const SequenceArgs args{row_start, context_len, block_table, status, nullptr};
+  const int64_t num_rows = out.ids.shape[0];
+  Arg(op, "position", rows.position).on(features).is({DType::kInt32}).dense().shape({num_rows});
   const Sequences sequences =
-      check_sequences(op, features, args, ids.shape[0], features.shape[0], features.shape[1]);
+      check_sequences(op, features, rows, num_rows, features.shape[0], features.shape[1]);
   const int64_t requests = sequences.num_requests;
   const std::pair<const char*, const Tensor*> of_request[] = {
-      {"slot", &slot}, {"num_new", &num_new}, {"first", &first}, {"last", &last}};
+      {"slot", &table.slot}, {"num_new", &num_new}, {"first", &out.first}, {"last", &out.last}};
   for (const auto& [name, tensor] : of_request) {
     Arg(op, name, *tensor).on(features).is({DType::kInt32}).dense().shape({requests});
   }
-  const int64_t most = requests == 0 ? 0 : ids.shape[0] / requests;
-  if (most * requests != ids.shape[0] || (most == 0 && requests > 0)) {
+  const int64_t most = requests == 0 ? 0 : num_rows / requests;
+  if (most * requests != num_rows || (most == 0 && requests > 0)) {
     ids_arg.fail("the same number of rows for each of " + std::to_string(requests) + " requests",
-                 std::to_string(ids.shape[0]));
+                 std::to_string(num_rows));
   }
-  const Arg rows_arg(op, "rows", rows);
-  rows_arg.on(features).is_like("features", features).apart();
-  rows_arg.shape({ids.shape[0], features.shape[2]});
+  const Arg out_arg(op, "out.features", out.features);
+  out_arg.on(features).is_like("features", features).dense_last();
+  out_arg.shape({num_rows, features.shape[2]});
   const int64_t bytes = bytes_of(features.dtype);
   const GatherNewRowsParams params{features.ptr<char>(),
-                                   tokens.ptr<int32_t>(),
-                                   slot.ptr<int32_t>(),
+                                   table.tokens.ptr<int32_t>(),
+                                   table.slot.ptr<int32_t>(),
                                    num_new.ptr<int32_t>(),
-                                   row_start.ptr<int32_t>(),
-                                   ids.ptr<int32_t>(),
-                                   position.ptr<int32_t>(),
-                                   first.ptr<int32_t>(),
-                                   last.ptr<int32_t>(),
-                                   rows.ptr<char>(),
+                                   rows.row_start.ptr<int32_t>(),
+                                   out.ids.ptr<int32_t>(),
+                                   rows.position.ptr<int32_t>(),
+                                   out.first.ptr<int32_t>(),
+                                   out.last.ptr<int32_t>(),
+                                   out.features.ptr<char>(),
                                    sequences,
                                    most,
-                                   tokens.shape[0],
-                                   tokens.shape[1],
-                                   tokens.stride[0],
+                                   table.tokens.shape[0],
+                                   table.tokens.shape[1],
+                                   table.tokens.stride[0],
                                    features.shape[2] * bytes,
                                    features.stride[0] * bytes,
                                    features.stride[1] * bytes,
-                                   rows.stride[0] * bytes};
+                                   out.features.stride[0] * bytes};
   dispatch_device(
       op, features, [&] { gather_new_rows_cpu(params); },
       [&] { gather_new_rows_cuda(params, features.device.device_id, stream); });

@@ -2,38 +2,34 @@
 
 #include <cstdint>
 
-#include "common/tensor.h"
+#include "common/groups.h"
 #include "kv/params.h"
 
 namespace tlt {
 
 void append_kv(const Tensor& qkv, const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
-               const Tensor& cos_sin, const Tensor& row_start, const Tensor& context_len,
-               const Tensor& position, const Tensor& block_table, const Tensor& status,
-               int64_t num_heads, int64_t num_kv_heads, const Tensor& slot_base,
-               const Tensor& q_norm, const Tensor& k_norm, double eps, uintptr_t stream);
+               const Tensor& cos_sin, const RowsArgs& rows, const Tensor& q_norm,
+               const Tensor& k_norm, double eps, uintptr_t stream);
 
 // Checks all of the above but qkv and the norms, which stay null; `like`: [rows, ...], named so.
 AppendKvParams check_append(const char* op, const char* like_name, const Tensor& like,
                             const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
-                            const Tensor& cos_sin, const Tensor& row_start,
-                            const Tensor& context_len, const Tensor& position,
-                            const Tensor& block_table, const Tensor& status, int64_t num_heads,
-                            int64_t num_kv_heads, const Tensor& slot_base);
+                            const Tensor& cos_sin, const RowsArgs& rows);
 
-void commit_path(const Tensor& k_cache, const Tensor& v_cache, const Tensor& features,
-                 const Tensor& feature_rows, const Tensor& row_start, const Tensor& path,
-                 const Tensor& num_emitted, const Tensor& context_len, const Tensor& block_table,
-                 const Tensor& status, uintptr_t stream);
+using CommitRows = Part<RowsArgs, &RowsArgs::row_start, &RowsArgs::status, &RowsArgs::context_len,
+                        &RowsArgs::block_table>;
+void commit_path(const Tensor& k_cache, const Tensor& v_cache, const CommitRows& rows,
+                 const Tensor& path, const Tensor& num_emitted, const Tensor& features,
+                 const Tensor& feature_rows, uintptr_t stream);
 
 void copy_pages(const Tensor& cache, const Tensor& source, const Tensor& destination,
                 uintptr_t stream);
 
-void gather_new_rows(const Tensor& features, const Tensor& tokens, const Tensor& slot,
-                     const Tensor& context_len, const Tensor& num_new, const Tensor& block_table,
-                     const Tensor& status, const Tensor& row_start, const Tensor& ids,
-                     const Tensor& position, const Tensor& first, const Tensor& last,
-                     const Tensor& rows, uintptr_t stream);
+using GatherRows = Part<RowsArgs, &RowsArgs::row_start, &RowsArgs::position, &RowsArgs::status,
+                        &RowsArgs::context_len, &RowsArgs::block_table>;
+using GatherTokens = Part<TokenTableArgs, &TokenTableArgs::tokens, &TokenTableArgs::slot>;
+void gather_new_rows(const Tensor& features, const GatherRows& rows, const GatherTokens& table,
+                     const Tensor& num_new, const NewRowsArgs& out, uintptr_t stream);
 
 void append_kv_cpu(const AppendKvParams& params);
 void commit_path_cpu(const CommitPathParams& params);

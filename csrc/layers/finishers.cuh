@@ -78,7 +78,7 @@ __device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvP
     const T* from = static_cast<const T*>(p.bias) + low_row(after, at);
     bias = make_float2(as_float32(from[0]), as_float32(from[half]));
   }
-  if (!p.placed) wait_for_prior_grid();
+  if (!p.pdl_tables) wait_for_prior_grid();
   // Rows' positions are asked for beside their places, angles before those are known to all.
   constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
   int32_t position[kTurns];

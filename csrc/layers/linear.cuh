@@ -14,7 +14,7 @@
 namespace tlt {
 
 struct LinearKernelParams {
-  LinearParams linear;  // early: see launch_kernel; weight, norm_weight and bias are read at once
+  LinearParams linear;  // pdl: see launch_kernel; weight, norm_weight and bias are read at once
   bool silu_mul;        // weight rows are those of gate, then of up; out is silu_mul of their sums
   bool x_aligned, w_aligned;  // 16-byte chunks can be loaded whole
   bool out_aligned;  // 8 outputs from a multiple of 8 on, and what is added, are whole chunks

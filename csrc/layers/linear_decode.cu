@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
   };
   if constexpr (kAppends<After>) {
     if (!multiplies) {
-      if (!p.placed) wait_for_prior_grid();
+      if (!p.pdl_tables) wait_for_prior_grid();
       if (warp == kWarps) {
         find_places(after, first_row, rows, blockIdx.x == 0, &places);
       } else {
@@ -358,7 +358,7 @@ void launch(const LinearKernelParams& p, const After& after, const Card& card,
   const int shared_bytes = static_cast<int>(D::kSums * 4 + stages * D::kStage * 16);
   launch_kernel("linear", kernel,
                 {grid, kThreads<After>, shared_bytes, 1, static_cast<unsigned>(pieces)}, stream,
-                p.linear.early, p, after, shares);
+                p.linear.pdl, p, after, shares);
 }
 
 template <typename T, typename D>

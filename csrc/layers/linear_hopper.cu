@@ -105,7 +105,7 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
   const KernelShape shape{grid.blocks, Of::kThreads, Of::kSharedBytes,
                           static_cast<unsigned>(grid.split)};
   const auto map_weights = p.silu_mul ? make_pair_map : make_row_map;
-  launch_kernel("linear", kernel, shape, stream, linear.early, p, grid,
+  launch_kernel("linear", kernel, shape, stream, linear.pdl, p, grid,
                 map_weights(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride,
                             grid.tile_rows),
                 make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));

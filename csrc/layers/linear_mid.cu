@@ -319,7 +319,7 @@ template <typename T, typename S, bool kNorms, typename After>
 void launch(const LinearKernelParams& p, const After& after, cudaStream_t stream) {
   const auto kernel = mid_kernel<T, S, kNorms, After>;
   prefer_shared("linear", kernel);
-  launch_kernel("linear", kernel, shape_of<S, After>(p.linear), stream, p.linear.early, p, after);
+  launch_kernel("linear", kernel, shape_of<S, After>(p.linear), stream, p.linear.pdl, p, after);
 }
 
 // Takes a tile where it promises to be faster than the best so far. Without pairs by the blocks

@@ -66,7 +66,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
   const int pair = thread % S::kUnit;
   const bool has_pair = pair < count;
   const HeadPair at = head_pair(after, begin + (has_pair ? pair : 0));
-  if (!p.placed) wait_for_prior_grid();
+  if (!p.pdl_tables) wait_for_prior_grid();
   // A row's position is asked for beside its place, angles before that is known to all.
   int64_t position[kTurns];
   find_positions<S>(after, 0, rows, position);
@@ -274,7 +274,7 @@ bool launch(const LinearKernelParams& p, const After& after, const Card& card,
   if (blocks > S::kPerSm * sms) return false;
   const auto kernel = small_kernel<T, S, kNorms, After>;
   prefer_shared("linear", kernel);
-  launch_kernel("linear", kernel, {blocks, kBlockThreads<After>}, stream, p.linear.early, p, after,
+  launch_kernel("linear", kernel, {blocks, kBlockThreads<After>}, stream, p.linear.pdl, p, after,
                 static_cast<int>(unit));
   return true;
 }

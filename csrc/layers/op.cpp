@@ -7,7 +7,7 @@ namespace tlt {
 namespace {
 
 void check_x(const char* op, const Tensor& x) {
-  Arg(op, "x", x).is(kFloating).shape({kAny, kAny}).apart();
+  Arg(op, "x", x).is(kFloating).shape({kAny, kAny}).dense_last();
 }
 
 float checked_eps(const char* op, double eps) {
@@ -17,14 +17,14 @@ float checked_eps(const char* op, double eps) {
 
 // Checks what every linear reads, and fills that in; `out_dim`: rows of the weight, or kAny.
 LinearParams check_linear(const char* op, const Tensor& x, const Tensor& weight, int64_t out_dim,
-                          const Tensor& norm_weight, double eps, const Tensor& bias, bool early) {
+                          const Tensor& norm_weight, double eps, const Tensor& bias, bool pdl) {
   const Arg weight_arg(op, "weight", weight), norm_arg(op, "norm_weight", norm_weight),
       bias_arg(op, "bias", bias);
   weight_arg.on(x);
   if (norm_weight.defined()) norm_arg.on(x);
   if (bias.defined()) bias_arg.on(x);
   check_x(op, x);
-  weight_arg.is_like("x", x).shape({out_dim, x.shape[1]}).apart();
+  weight_arg.is_like("x", x).shape({out_dim, x.shape[1]}).dense_last();
   if (norm_weight.defined()) norm_arg.is_like("x", x).shape({x.shape[1]}).dense();
   if (bias.defined()) bias_arg.is_like("x", x).shape({weight.shape[0]}).dense();
   LinearParams p{};
@@ -39,7 +39,7 @@ LinearParams check_linear(const char* op, const Tensor& x, const Tensor& weight,
   p.weight_stride = weight.stride[0];
   p.eps = checked_eps(op, eps);
   p.dtype = p.out_dtype = x.dtype;
-  p.early = early;
+  p.pdl = pdl;
   return p;
 }
 
@@ -61,7 +61,7 @@ void rms_norm(const Tensor& x, const Tensor& weight, const Tensor& out, double e
   out_arg.on(x);
   check_x(op, x);
   weight_arg.is_like("x", x).shape({x.shape[1]}).dense();
-  out_arg.is_like("x", x).shape({x.shape[0], x.shape[1]}).apart();
+  out_arg.is_like("x", x).shape({x.shape[0], x.shape[1]}).dense_last();
   const float checked = checked_eps(op, eps);
   if (x.numel() == 0) return;
   const RmsNormParams params{x.data,      weight.data,   out.data, x.shape[0], x.shape[1],
@@ -79,7 +79,7 @@ void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream) {
   require(x.shape[1] % 2 == 0, op,
           "x: expected an even last axis (gate | up), got " + std::to_string(x.shape[1]));
   const int64_t dim = x.shape[1] / 2;
-  out_arg.is_like("x", x).shape({x.shape[0], dim}).apart();
+  out_arg.is_like("x", x).shape({x.shape[0], dim}).dense_last();
   if (x.numel() == 0) return;
   const SiluMulParams params{x.data,      out.data,      x.shape[0], dim,
                              x.stride[0], out.stride[0], x.dtype};
@@ -90,15 +90,15 @@ void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream) {
 
 void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
                  const Tensor& norm_weight, double eps, const Tensor& bias, const Tensor& residual,
-                 bool early, uintptr_t stream) {
+                 bool pdl, uintptr_t stream) {
   constexpr const char* op = "linear_rows";
   const Arg out_arg(op, "out", out), residual_arg(op, "residual", residual);
   out_arg.on(x);
   if (residual.defined()) residual_arg.on(x);
-  LinearParams p = check_linear(op, x, weight, kAny, norm_weight, eps, bias, early);
+  LinearParams p = check_linear(op, x, weight, kAny, norm_weight, eps, bias, pdl);
   x.dtype == DType::kFloat32 ? out_arg.is_like("x", x) : out_arg.is({x.dtype, DType::kFloat32});
   if (residual.defined()) residual_arg.is_like("out", out);
-  out_arg.shape({p.rows, p.out_dim}).apart();
+  out_arg.shape({p.rows, p.out_dim}).dense_last();
   if (residual.defined()) residual_arg.shape({p.rows, p.out_dim}).dense_last();
   set_out(op, x, out, &p);
   p.residual = residual.data;
@@ -109,14 +109,14 @@ void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
 }
 
 void linear_silu_mul(const Tensor& x, const Tensor& weight, const Tensor& out,
-                     const Tensor& norm_weight, double eps, bool early, uintptr_t stream) {
+                     const Tensor& norm_weight, double eps, bool pdl, uintptr_t stream) {
   constexpr const char* op = "linear_silu_mul";
   const Arg out_arg(op, "out", out);
   out_arg.on(x);
-  LinearParams p = check_linear(op, x, weight, kAny, norm_weight, eps, Tensor{}, early);
+  LinearParams p = check_linear(op, x, weight, kAny, norm_weight, eps, Tensor{}, pdl);
   require(p.out_dim % 2 == 0, op,
           "weight: expected as many rows of gate as of up, got " + std::to_string(p.out_dim));
-  out_arg.is_like("x", x).shape({p.rows, p.out_dim / 2}).apart();
+  out_arg.is_like("x", x).shape({p.rows, p.out_dim / 2}).dense_last();
   set_out(op, x, out, &p);
   if (out.numel() == 0) return;
   dispatch_device(
@@ -126,18 +126,14 @@ void linear_silu_mul(const Tensor& x, const Tensor& weight, const Tensor& out,
 
 void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,
                    const Tensor& k_cache, const Tensor& v_cache, const Tensor& cos_sin,
-                   const Tensor& row_start, const Tensor& context_len, const Tensor& position,
-                   const Tensor& block_table, const Tensor& status, int64_t num_heads,
-                   int64_t num_kv_heads, const Tensor& slot_base, const Tensor& norm_weight,
-                   double eps, const Tensor& bias, bool early, bool placed, uintptr_t stream) {
+                   const RowsArgs& rows, const Tensor& norm_weight, double eps, const Tensor& bias,
+                   bool pdl, bool pdl_tables, uintptr_t stream) {
   constexpr const char* op = "linear_append";
   check_x(op, x);
-  const AppendKvParams append =
-      check_append(op, "x", x, q_out, k_cache, v_cache, cos_sin, row_start, context_len, position,
-                   block_table, status, num_heads, num_kv_heads, slot_base);
-  const int64_t out_dim = (num_heads + 2 * num_kv_heads) * append.head_dim;
-  LinearParams p = check_linear(op, x, weight, out_dim, norm_weight, eps, bias, early);
-  p.placed = placed;
+  const AppendKvParams append = check_append(op, "x", x, q_out, k_cache, v_cache, cos_sin, rows);
+  const int64_t out_dim = (append.num_heads + 2 * append.num_kv_heads) * append.head_dim;
+  LinearParams p = check_linear(op, x, weight, out_dim, norm_weight, eps, bias, pdl);
+  p.pdl_tables = pdl_tables;
   if (p.rows == 0 || append.sequences.num_requests == 0) return;
   dispatch_device(
       op, x, [&] { linear_append_cpu(p, append); },

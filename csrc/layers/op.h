@@ -13,15 +13,13 @@ void rms_norm(const Tensor& x, const Tensor& weight, const Tensor& out, double e
 void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream);
 void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
                  const Tensor& norm_weight, double eps, const Tensor& bias, const Tensor& residual,
-                 bool early, uintptr_t stream);
+                 bool pdl, uintptr_t stream);
 void linear_silu_mul(const Tensor& x, const Tensor& weight, const Tensor& out,
-                     const Tensor& norm_weight, double eps, bool early, uintptr_t stream);
+                     const Tensor& norm_weight, double eps, bool pdl, uintptr_t stream);
 void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,
                    const Tensor& k_cache, const Tensor& v_cache, const Tensor& cos_sin,
-                   const Tensor& row_start, const Tensor& context_len, const Tensor& position,
-                   const Tensor& block_table, const Tensor& status, int64_t num_heads,
-                   int64_t num_kv_heads, const Tensor& slot_base, const Tensor& norm_weight,
-                   double eps, const Tensor& bias, bool early, bool placed, uintptr_t stream);
+                   const RowsArgs& rows, const Tensor& norm_weight, double eps, const Tensor& bias,
+                   bool pdl, bool pdl_tables, uintptr_t stream);
 
 void rms_norm_cpu(const RmsNormParams& params);
 void silu_mul_cpu(const SiluMulParams& params);

@@ -36,8 +36,8 @@ struct LinearParams {
   int64_t x_stride, weight_stride, residual_stride, out_stride;  // of a row
   float eps;                                                     // of the norm
   DType dtype, out_dtype;                                        // out_dtype: dtype or float32
-  bool early;   // on a GPU the launch may begin, and read weights, while earlier kernels run
-  bool placed;  // and where appended rows belong
+  bool pdl;         // programmatic dependent launch: weights are read before prior kernels end
+  bool pdl_tables;  // so are the fields of `sequences`, positions and cos_sin of appended rows
 };
 
 }  // namespace tlt

@@ -7,13 +7,12 @@
 namespace tlt {
 namespace {
 
-// The scratch of sample and verify_tree; null where none was given.
-void* check_workspace(const char* op, const Tensor& logits, const Tensor& workspace, int64_t rows,
-                      int64_t vocab_size) {
+// The scratch of verify_tree; null where none was given.
+void* check_workspace(const char* op, const Tensor& logits, const Tensor& workspace) {
   if (!workspace.defined()) return nullptr;
   const Arg arg(op, "workspace", workspace);
   arg.on(logits).is({DType::kUInt8}).dense().shape({kAny});
-  const int64_t needed = sampling_workspace_bytes(rows, vocab_size);
+  const int64_t needed = sampling_workspace_bytes(logits.shape[0]);
   require(workspace.shape[0] >= needed, op,
           "workspace: expected at least " + std::to_string(needed) + " bytes, got " +
               std::to_string(workspace.shape[0]));
@@ -29,7 +28,6 @@ struct Wanted {
   const Tensor& tensor;
   DType dtype;
   std::vector<int64_t> shape;
-  bool written = false;
 };
 
 // Checks the logits and every other array: device, dtype, layout, shape, in this order.
@@ -41,13 +39,7 @@ void check_arrays(const char* op, const Tensor& logits, const std::vector<Wanted
   logits_arg.dense_last();
   for (const Wanted& w : others) {
     const Arg arg(op, w.name, w.tensor);
-    if (w.shape.size() == 1) {
-      arg.dense();
-    } else if (w.written) {
-      arg.apart();
-    } else {
-      arg.dense_last();
-    }
+    w.shape.size() == 1 ? arg.dense() : arg.dense_last();
   }
   logits_arg.shape({kAny, kAny});
   for (const Wanted& w : others) {
@@ -67,104 +59,103 @@ int64_t check_vocab_size(const char* op, const Tensor& logits, std::optional<int
   return wanted;
 }
 
-template <typename Arrays>
-SamplingArrays sampling_arrays(const Arrays& a, uint64_t seed) {
-  return {a.temperature.template ptr<float>(),
-          a.top_k.template ptr<int32_t>(),
-          a.top_p.template ptr<float>(),
-          a.request.template ptr<int64_t>(),
+SamplingArrays sampling_arrays(const SamplingArgs& a, uint64_t seed) {
+  return {a.temperature.ptr<float>(),
+          a.top_k.ptr<int32_t>(),
+          a.top_p.ptr<float>(),
+          a.request.ptr<int64_t>(),
           seed,
           round_keys(seed)};
 }
 
-VerifyParams check_verify(const char* op, const VerifyArrays& a, uint64_t seed,
-                          std::optional<int64_t> vocab_size, bool wants_draft) {
+// `draft_probs`: undefined where the op reads none.
+VerifyParams check_verify(const char* op, const VerifyArrays& a, const Tensor& draft_probs,
+                          uint64_t seed, std::optional<int64_t> vocab_size) {
+  const bool wants_draft = draft_probs.defined();
   const int64_t num_rows = a.logits.shape[0];
   const int64_t num_requests = a.limit.ndim == 1 ? a.limit.shape[0] : kAny;
-  const int64_t max_emitted = a.emitted.ndim == 2 ? a.emitted.shape[1] : kAny;
+  const int64_t max_emitted = a.out.emitted.ndim == 2 ? a.out.emitted.shape[1] : kAny;
   std::vector<Wanted> wanted = {
       {"limit", a.limit, DType::kInt32, {num_requests}},
-      {"tokens", a.tokens, DType::kInt32, {num_rows}},
-      {"parents", a.parents, DType::kInt32, {num_rows}},
-      {"position", a.position, DType::kInt32, {num_rows}},
-      {"row_start", a.row_start, DType::kInt32, {num_requests + 1}},
-      {"temperature", a.temperature, DType::kFloat32, {num_requests}},
-      {"top_k", a.top_k, DType::kInt32, {num_requests}},
-      {"top_p", a.top_p, DType::kFloat32, {num_requests}},
-      {"request", a.request, DType::kInt64, {num_requests}},
+      {"tokens", a.tree.tokens, DType::kInt32, {num_rows}},
+      {"parents", a.tree.parents, DType::kInt32, {num_rows}},
+      {"position", a.rows.position, DType::kInt32, {num_rows}},
+      {"row_start", a.rows.row_start, DType::kInt32, {num_requests + 1}},
+      {"temperature", a.sampling.temperature, DType::kFloat32, {num_requests}},
+      {"top_k", a.sampling.top_k, DType::kInt32, {num_requests}},
+      {"top_p", a.sampling.top_p, DType::kFloat32, {num_requests}},
+      {"request", a.sampling.request, DType::kInt64, {num_requests}},
       {"stop_ids", a.stop_ids, DType::kInt32, {num_requests, kAny}},
-      {"emitted", a.emitted, DType::kInt32, {num_requests, max_emitted}, true},
-      {"logprobs", a.logprobs, DType::kFloat32, {num_requests, max_emitted}, true},
-      {"num_emitted", a.num_emitted, DType::kInt32, {num_requests}},
-      {"path", a.path, DType::kInt32, {num_requests, max_emitted}, true},
-      {"finish", a.finish, DType::kInt32, {num_requests}},
-      {"status", a.status, DType::kInt32, {num_requests}},
+      {"emitted", a.out.emitted, DType::kInt32, {num_requests, max_emitted}},
+      {"logprobs", a.out.logprobs, DType::kFloat32, {num_requests, max_emitted}},
+      {"num_emitted", a.out.num_emitted, DType::kInt32, {num_requests}},
+      {"path", a.out.path, DType::kInt32, {num_requests, max_emitted}},
+      {"finish", a.out.finish, DType::kInt32, {num_requests}},
+      {"status", a.rows.status, DType::kInt32, {num_requests}},
   };
-  if (a.filtered_logprobs.defined()) {
+  if (a.out.filtered_logprobs.defined()) {
     wanted.push_back({"filtered_logprobs",
-                      a.filtered_logprobs,
+                      a.out.filtered_logprobs,
                       DType::kFloat32,
-                      {num_requests, max_emitted},
-                      true});
+                      {num_requests, max_emitted}});
   }
   if (wants_draft) {
-    wanted.push_back({"draft_probs", a.draft_probs, DType::kFloat32, {num_rows, kAny}});
+    wanted.push_back({"draft_probs", draft_probs, DType::kFloat32, {num_rows, kAny}});
   }
   check_arrays(op, a.logits, wanted);
   const int64_t vocab = check_vocab_size(op, a.logits, vocab_size);
   require(max_emitted >= kMinEmitted, op,
           "emitted: expected at least " + std::to_string(kMinEmitted) + " columns, got " +
               std::to_string(max_emitted));
-  require(!wants_draft || a.draft_probs.shape[1] >= vocab, op,
+  require(!wants_draft || draft_probs.shape[1] >= vocab, op,
           "draft_probs: expected at least " + std::to_string(vocab) + " columns, got " +
-              std::to_string(wants_draft ? a.draft_probs.shape[1] : 0));
+              std::to_string(wants_draft ? draft_probs.shape[1] : 0));
   VerifyParams p{};
   p.logits = a.logits.data;
   p.logits_stride = a.logits.stride[0];
   p.dtype = a.logits.dtype;
   p.num_rows = num_rows;
   p.vocab_size = vocab;
-  p.draft_probs = wants_draft ? a.draft_probs.ptr<float>() : nullptr;
-  p.draft_stride = wants_draft ? a.draft_probs.stride[0] : 0;
-  p.tokens = a.tokens.ptr<int32_t>();
-  p.parents = a.parents.ptr<int32_t>();
-  p.position = a.position.ptr<int32_t>();
+  p.draft_probs = wants_draft ? draft_probs.ptr<float>() : nullptr;
+  p.draft_stride = wants_draft ? draft_probs.stride[0] : 0;
+  p.tokens = a.tree.tokens.ptr<int32_t>();
+  p.parents = a.tree.parents.ptr<int32_t>();
+  p.position = a.rows.position.ptr<int32_t>();
   p.num_requests = num_requests;
-  p.row_start = a.row_start.ptr<int32_t>();
-  p.sampling = sampling_arrays(a, seed);
+  p.row_start = a.rows.row_start.ptr<int32_t>();
+  p.sampling = sampling_arrays(a.sampling, seed);
   p.stop_ids = a.stop_ids.ptr<int32_t>();
   p.stop_stride = a.stop_ids.stride[0];
   p.num_stop_ids = a.stop_ids.shape[1];
   p.limit = a.limit.ptr<int32_t>();
-  p.emitted = a.emitted.ptr<int32_t>();
-  p.logprobs = a.logprobs.ptr<float>();
-  p.filtered_logprobs = a.filtered_logprobs.ptr<float>();
-  p.path = a.path.ptr<int32_t>();
-  p.emitted_stride = a.emitted.stride[0];
-  p.logprobs_stride = a.logprobs.stride[0];
-  p.filtered_stride = a.filtered_logprobs.stride[0];
-  p.path_stride = a.path.stride[0];
+  p.emitted = a.out.emitted.ptr<int32_t>();
+  p.logprobs = a.out.logprobs.ptr<float>();
+  p.filtered_logprobs = a.out.filtered_logprobs.ptr<float>();
+  p.path = a.out.path.ptr<int32_t>();
+  p.emitted_stride = a.out.emitted.stride[0];
+  p.logprobs_stride = a.out.logprobs.stride[0];
+  p.filtered_stride = a.out.filtered_logprobs.stride[0];
+  p.path_stride = a.out.path.stride[0];
   p.max_emitted = max_emitted;
-  p.num_emitted = a.num_emitted.ptr<int32_t>();
-  p.finish = a.finish.ptr<int32_t>();
-  p.status = a.status.ptr<int32_t>();
-  p.workspace = check_workspace(op, a.logits, a.workspace, num_rows, vocab);
+  p.num_emitted = a.out.num_emitted.ptr<int32_t>();
+  p.finish = a.out.finish.ptr<int32_t>();
+  p.status = a.rows.status.ptr<int32_t>();
   return p;
 }
 
 }  // namespace
 
-int64_t sampling_workspace_bytes(int64_t rows, int64_t) { return rows * kNodeBytes; }
+int64_t sampling_workspace_bytes(int64_t rows) { return rows * kNodeBytes; }
 
-void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_size,
-            uintptr_t stream) {
+void sample(const Tensor& logits, const SamplingArgs& sampling, const SampleArrays& a,
+            uint64_t seed, std::optional<int64_t> vocab_size, uintptr_t stream) {
   constexpr const char* op = "sample";
-  const int64_t rows = a.logits.shape[0];
+  const int64_t rows = logits.shape[0];
   std::vector<Wanted> wanted = {
-      {"temperature", a.temperature, DType::kFloat32, {rows}},
-      {"top_k", a.top_k, DType::kInt32, {rows}},
-      {"top_p", a.top_p, DType::kFloat32, {rows}},
-      {"request", a.request, DType::kInt64, {rows}},
+      {"temperature", sampling.temperature, DType::kFloat32, {rows}},
+      {"top_k", sampling.top_k, DType::kInt32, {rows}},
+      {"top_p", sampling.top_p, DType::kFloat32, {rows}},
+      {"request", sampling.request, DType::kInt64, {rows}},
       {"position", a.position, DType::kInt32, {rows}},
       {"tokens", a.tokens, DType::kInt32, {rows}},
       {"logprobs", a.logprobs, DType::kFloat32, {rows}},
@@ -173,42 +164,43 @@ void sample(const SampleArrays& a, uint64_t seed, std::optional<int64_t> vocab_s
   if (a.filtered_logprobs.defined()) {
     wanted.push_back({"filtered_logprobs", a.filtered_logprobs, DType::kFloat32, {rows}});
   }
-  check_arrays(op, a.logits, wanted);
-  const int64_t vocab = check_vocab_size(op, a.logits, vocab_size);
-  check_workspace(op, a.logits, a.workspace, rows, vocab);
+  check_arrays(op, logits, wanted);
+  const int64_t vocab = check_vocab_size(op, logits, vocab_size);
   if (rows == 0) return;
-  const SampleParams params{a.logits.data,
-                            a.logits.stride[0],
-                            a.logits.dtype,
+  const SampleParams params{logits.data,
+                            logits.stride[0],
+                            logits.dtype,
                             rows,
                             vocab,
-                            sampling_arrays(a, seed),
+                            sampling_arrays(sampling, seed),
                             a.position.ptr<int32_t>(),
                             a.tokens.ptr<int32_t>(),
                             a.logprobs.ptr<float>(),
                             a.filtered_logprobs.ptr<float>(),
                             a.status.ptr<int32_t>()};
   dispatch_device(
-      op, a.logits, [&] { sample_cpu(params); },
-      [&] { sample_cuda(params, a.logits.device.device_id, stream); });
+      op, logits, [&] { sample_cpu(params); },
+      [&] { sample_cuda(params, logits.device.device_id, stream); });
 }
 
 void verify_tree(const VerifyArrays& a, uint64_t seed, std::optional<int64_t> vocab_size,
-                 uintptr_t stream) {
+                 const Tensor& workspace, uintptr_t stream) {
   constexpr const char* op = "verify_tree";
-  const VerifyParams params = check_verify(op, a, seed, vocab_size, false);
+  VerifyParams params = check_verify(op, a, Tensor{}, seed, vocab_size);
+  params.workspace = check_workspace(op, a.logits, workspace);
   if (params.num_requests == 0) return;
   dispatch_device(
       op, a.logits, [&] { verify_tree_cpu(params); },
       [&] { verify_tree_cuda(params, a.logits.device.device_id, stream); });
 }
 
-void verify_rejection(const VerifyArrays& a, uint64_t seed, std::optional<int64_t> vocab_size,
-                      bool deterministic, uintptr_t stream) {
+void verify_rejection(const VerifyArrays& a, const Tensor& draft_probs, uint64_t seed,
+                      std::optional<int64_t> vocab_size, bool deterministic, uintptr_t stream) {
   constexpr const char* op = "verify_rejection";
-  require(deterministic || a.draft_probs.defined(), op,
+  require(deterministic || draft_probs.defined(), op,
           "draft_probs: expected an array unless deterministic=True, got None");
-  VerifyParams params = check_verify(op, a, seed, vocab_size, !deterministic);
+  const Tensor& read = deterministic ? Tensor{} : draft_probs;
+  VerifyParams params = check_verify(op, a, read, seed, vocab_size);
   params.deterministic = deterministic;
   if (params.num_requests == 0) return;
   dispatch_device(

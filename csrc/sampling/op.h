@@ -3,32 +3,37 @@
 #include <cstdint>
 #include <optional>
 
-#include "common/tensor.h"
+#include "common/groups.h"
 #include "sampling/params.h"
 
 namespace tlt {
 
-// Arrays of one call, as they came; params.h has their shapes.
+// Outputs and further inputs of a call of `sample`, by row; params.h has their shapes.
 struct SampleArrays {
-  const Tensor &logits, &temperature, &top_k, &top_p, &request, &position, &tokens, &logprobs,
-      &status, &filtered_logprobs, &workspace;
+  const Tensor &position, &tokens, &logprobs, &status, &filtered_logprobs;
 };
+void sample(const Tensor& logits, const SamplingArgs& sampling, const SampleArrays& arrays,
+            uint64_t seed, std::optional<int64_t> vocab_size, uintptr_t stream);
 
+using VerifyRows = Part<RowsArgs, &RowsArgs::row_start, &RowsArgs::position, &RowsArgs::status>;
+using VerifyNodes = Part<TreeArgs, &TreeArgs::tokens, &TreeArgs::parents>;
+
+// What the two verify ops share.
 struct VerifyArrays {
-  const Tensor &logits, &draft_probs, &tokens, &parents, &position, &row_start, &temperature,
-      &top_k, &top_p, &request, &stop_ids, &limit, &emitted, &logprobs, &num_emitted, &path,
-      &finish, &status, &filtered_logprobs, &workspace;
+  const Tensor& logits;
+  const TreeArgs& tree;
+  const RowsArgs& rows;
+  const SamplingArgs& sampling;
+  const VerifyOutputArgs& out;
+  const Tensor &stop_ids, &limit;
 };
-
-void sample(const SampleArrays& arrays, uint64_t seed, std::optional<int64_t> vocab_size,
-            uintptr_t stream);
 void verify_tree(const VerifyArrays& arrays, uint64_t seed, std::optional<int64_t> vocab_size,
-                 uintptr_t stream);
-void verify_rejection(const VerifyArrays& arrays, uint64_t seed, std::optional<int64_t> vocab_size,
-                      bool deterministic, uintptr_t stream);
+                 const Tensor& workspace, uintptr_t stream);
+void verify_rejection(const VerifyArrays& arrays, const Tensor& draft_probs, uint64_t seed,
+                      std::optional<int64_t> vocab_size, bool deterministic, uintptr_t stream);
 
-// Bytes of scratch that sample and verify_tree use on a GPU to spread a row over several blocks.
-int64_t sampling_workspace_bytes(int64_t rows, int64_t vocab_size);
+// Bytes of scratch with which verify_tree draws the rows of a wave at once on a GPU.
+int64_t sampling_workspace_bytes(int64_t rows);
 
 void sample_cpu(const SampleParams& params);
 void verify_tree_cpu(const VerifyParams& params);

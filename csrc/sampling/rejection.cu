@@ -228,7 +228,7 @@ void verify_rejection_cuda(const VerifyParams& p, int device, uintptr_t stream) 
     using T = std::remove_pointer_t<decltype(tag)>;
     TeamShape shape =
         row_launch<T>("verify_rejection", rejection_kernel<T>, p.num_requests, p.vocab_size);
-    shape.early = false;
+    shape.pdl = false;
     launch_teams("verify_rejection", rejection_kernel<T>, shape, as_stream(stream), p);
   });
 }

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "common/tensor.h"
+#include "common/groups.h"
 #include "tree/params.h"
 
 namespace tlt {
@@ -19,26 +19,23 @@ struct ArrayCheck {
 // Checks all arrays for device (that of `first`), then all for dtype, layout and shape.
 void check_arrays(const char* op, const Tensor& first, std::initializer_list<ArrayCheck> arrays);
 
-// Checks the five arrays of a node store of `num_requests` requests and returns a view of them.
+// Checks a node store of `num_requests` requests and returns a view of it.
 NodeStore check_nodes(const char* op, const Tensor& first, int64_t num_requests,
-                      const Tensor& node_token, const Tensor& node_parent, const Tensor& node_score,
-                      const Tensor& node_depth, const Tensor& node_count);
+                      const NodesArgs& nodes);
 
 void require_range(const char* op, const char* name, int64_t value, int64_t low, int64_t high);
 void require_capacity(const char* op, int64_t capacity, int64_t needed);
 
-void expand_tree(const Tensor& draft_logits, const Tensor& frontier, const Tensor& node_token,
-                 const Tensor& node_parent, const Tensor& node_score, const Tensor& node_depth,
-                 const Tensor& node_count, const Tensor& next_frontier, const Tensor& next_row,
-                 const Tensor& next_ancestors, const Tensor& temperature, const Tensor& request,
+using ExpandFrontier = Part<FrontierArgs, &FrontierArgs::node, &FrontierArgs::ancestors>;
+using DraftSampling = Part<SamplingArgs, &SamplingArgs::temperature, &SamplingArgs::request>;
+void expand_tree(const Tensor& draft_logits, const NodesArgs& nodes, const ExpandFrontier& frontier,
+                 const FrontierArgs& next, const DraftSampling& sampling,
                  const Tensor& root_position, const Tensor& status, uint64_t seed,
-                 const Tensor& d2t, const Tensor& frontier_ancestors, int64_t slot_base,
-                 double score_temperature, int64_t vocab_size, uintptr_t stream);
+                 int64_t vocab_size, int64_t slot_base, const Tensor& d2t, double score_temperature,
+                 uintptr_t stream);
 
-void select_nodes(const Tensor& node_token, const Tensor& node_parent, const Tensor& node_score,
-                  const Tensor& node_depth, const Tensor& node_count, const Tensor& root_position,
-                  const Tensor& tokens, const Tensor& parents, const Tensor& position,
-                  const Tensor& ancestors, const Tensor& source, const Tensor& row_start,
+void select_nodes(const NodesArgs& nodes, const TreeArgs& tree, const Tensor& root_position,
+                  const Tensor& position, const Tensor& row_start, const Tensor& source,
                   int64_t num_verify, uintptr_t stream);
 
 void expand_tree_cpu(const ExpandTreeParams& params);

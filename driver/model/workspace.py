@@ -33,9 +33,9 @@ class Workspace:
             self._bytes = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._bytes
 
-    def for_sampling(self, logits: Tensor, vocab_size: int) -> Tensor | None:
+    def for_sampling(self, logits: Tensor) -> Tensor | None:
         """What `verify_tree` wants for these logits."""
-        return self.take(tlt_ext.sampling_workspace_bytes(len(logits), vocab_size))
+        return self.take(tlt_ext.sampling_workspace_bytes(len(logits)))
 
     def for_attention(self, q: Tensor, k_cache: Tensor, block_table: Tensor) -> Tensor | None:
         """What `tree_attention` wants for these arrays."""

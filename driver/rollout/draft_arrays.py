@@ -23,11 +23,12 @@ class Levels:
         # A hybrid's chain may be longer than what its levels hold.
         capacity = max(tlt_ext.tree_capacity(depth, keep), 1 + strategy.levels)
         self.nodes = NodeStore(batch, capacity, strategy.num_verify, device)
-        self.root = ints(batch, 1)  # frontier of the first level
-        self.frontier, self.row = ints(2, depth, batch, keep).unbind()
-        self.ancestors = torch.zeros(
-            depth, batch, keep, MAX_DEPTH, dtype=torch.uint8, device=device
-        )
+        self.root = tlt_ext.Frontier(ints(batch, 1))  # of the first level
+        nodes, rows = ints(2, depth, batch, keep)
+        ancestors = torch.zeros(depth, batch, keep, MAX_DEPTH, dtype=torch.uint8, device=device)
+        self.frontiers = [
+            tlt_ext.Frontier(*arrays) for arrays in zip(nodes, rows, ancestors, strict=True)
+        ]
         self.position = ints(batch * keep)
         self.row_start = torch.arange(batch + 1, dtype=torch.int32, device=device) * keep
         levels = torch.arange(depth, dtype=torch.int32, device=device)
@@ -44,7 +45,11 @@ class NewRows:
             return torch.zeros(count, dtype=torch.int32, device=features.device)
 
         self.row_start = ints(batch + 1)
-        self.ids, self.position = ints(batch * most), ints(batch * most)
-        self.first, self.last, self.committed = ints(batch), ints(batch), ints(batch)
+        self.position, self.committed = ints(batch * most), ints(batch)
         self.each = torch.arange(batch + 1, dtype=torch.int32, device=features.device)
-        self.features = features.new_zeros(batch * most, features.shape[-1] // 4 * 3)
+        self.out = tlt_ext.NewRows(
+            ids=ints(batch * most),
+            first=ints(batch),
+            last=ints(batch),
+            features=features.new_zeros(batch * most, features.shape[-1] // 4 * 3),
+        )

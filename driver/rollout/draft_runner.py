@@ -132,7 +132,7 @@ class DraftRunner:
         late = [(row, s) for row, s in enumerate(batch.sequences) if s.num_new > most]
         left = late
         while left := [(row, s) for row, s in left if s.num_new > 1]:
-            self._write_late(batch, left, store)
+            self._write_late(batch, left)
         if late and self.k.is_cuda:
             torch.cuda.current_stream(self.k.device).synchronize()  # rare, and its cost is seen
         return bool(stale or late)
@@ -146,33 +146,30 @@ class DraftRunner:
 
     def draft(self, batch: Batch, strategy: Strategy, store: TokenStore) -> NodeStore:
         """Catches up and drafts the strategy's levels: their nodes, none selected yet."""
-        hidden = self._catch_up(batch, strategy, store)
+        hidden = self._catch_up(batch, strategy)
         level = self._levels(len(batch), strategy)
         nodes, keep, depth = level.nodes, strategy.top_k, strategy.depth
         nodes.begin(batch.last_token)
-        frontier, ancestors = level.root, None
+        frontier = level.root
         for index in range(depth):
+            chosen = level.frontiers[index]
             tlt_ext.expand_tree(
                 self._logits(hidden),
+                nodes.arrays,
                 frontier,
-                *nodes.arrays,
-                level.frontier[index],
-                level.row[index],
-                level.ancestors[index],
-                batch.draft_temperature,
-                batch.request,
-                batch.context_len,
-                batch.status,
+                chosen,
+                batch.draft_sampling,
+                root_position=batch.context_len,
+                status=batch.status,
                 seed=self.seed,
-                d2t=self.d2t,
-                frontier_ancestors=ancestors,
-                slot_base=max(0, index - 1) * keep,
-                score_temperature=self.score_temperature,
                 vocab_size=self.target.spec.vocab_size,
+                slot_base=max(0, index - 1) * keep,
+                d2t=self.d2t,
+                score_temperature=self.score_temperature,
             )
             if index == depth - 1:
                 break
-            frontier, ancestors = level.frontier[index], level.ancestors[index]
+            frontier = chosen
             hidden = self._next_level(batch, level, index, hidden)
         return nodes
 
@@ -180,32 +177,28 @@ class DraftRunner:
         """Runs the layer on the nodes that level `index` chose: their hidden states [B * K, H]."""
         count, width = len(level.position), self.spec.hidden_size
         joined, parents = hidden.new_empty(count, 2 * width), hidden.new_empty(count, width)
-        tlt_ext.draft_level_inputs(
-            self.target.embedding,
-            level.nodes.token,
-            level.frontier[index],
-            level.row[index],
-            batch.context_len,
-            hidden,
-            self.weights["input_norm"],
-            self.weights["hidden_norm"],
-            joined,
-            parents,
+        rows = tlt_ext.Rows(
+            level.row_start,
             level.position,
+            level.ignored,
+            batch.context_len,
+            batch.block_table,
+            level.slot_base[index],
+        )
+        frontier = level.frontiers[index]
+        tlt_ext.draft_level_inputs(
+            self._input_weights,
+            level.nodes.arrays,
+            frontier,
+            hidden,
+            rows,
+            out=joined,
+            hidden_out=parents,
             depth=index,
             eps=self.spec.rms_eps,
         )
-        rows = {
-            "row_start": level.row_start,
-            "context_len": batch.context_len,
-            "position": level.position,
-            "block_table": batch.block_table,
-            "status": level.ignored,
-            "slot_base": level.slot_base[index],
-        }
-        q = self._append(joined, **rows)
-        ancestors = level.ancestors[index].view(-1, MAX_DEPTH)
-        return self._attend(q, parents, ancestors=ancestors, **rows)
+        q = self._append(joined, rows)
+        return self._attend(q, parents, rows, frontier.ancestors.view(-1, MAX_DEPTH))
 
     def _levels(self, batch: int, strategy: Strategy) -> Levels:
         key = batch, strategy
@@ -218,33 +211,38 @@ class DraftRunner:
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = torch.empty(len(hidden), self.spec.draft_vocab, device=hidden.device)
         read = self._norm_for(hidden, "norm", "head")
-        tlt_ext.linear_rows(**read, weight=self.weights["head"], out=logits, early=True)
+        tlt_ext.linear_rows(**read, weight=self.weights["head"], out=logits, pdl=True)
         return logits
 
-    # `early`: weights change by copies of torch's, and `gather_new_rows`, which begins every draft,
+    # `pdl`: weights change by copies of torch's, and `gather_new_rows`, which begins every draft,
     # starts when those have ended.
 
     def _norm_for(self, x: Tensor, norm: str, weight: str) -> dict[str, Tensor | float]:
         weights, between = self.weights, torch.empty_like(x)
         return self.target.norm_for(x, weights[norm], weights[weight], self.spec.rms_eps, between)
 
-    def _append(self, joined: Tensor, **rows: Tensor | None) -> Tensor:
+    @property
+    def _input_weights(self) -> tlt_ext.DraftWeights:
+        weights = self.weights
+        return tlt_ext.DraftWeights(
+            self.target.embedding, weights["input_norm"], weights["hidden_norm"]
+        )
+
+    def _append(self, joined: Tensor, rows: tlt_ext.Rows) -> Tensor:
         """Writes the rows' K/V from inputs [R, 2H]; returns their queries [R, heads, head_dim]."""
-        spec, count, weight = self.spec, len(joined), self.weights["qkv"]
-        q = joined.new_empty(count, spec.num_heads, spec.head_dim)
-        names = ("row_start", "context_len", "position", "block_table", "status")
-        places = (self.k, self.v, self.target.cos_sin, *(rows[name] for name in names))
-        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-        heads["slot_base"] = rows.get("slot_base")
+        count, weight, cos_sin = len(joined), self.weights["qkv"], self.target.cos_sin
+        q = joined.new_empty(count, self.spec.num_heads, self.spec.head_dim)
         if appends(count) and self.target.fuses(count, weight):
-            tlt_ext.linear_append(joined, weight, q, *places, **heads, early=True)
+            tlt_ext.linear_append(joined, weight, q, self.k, self.v, cos_sin, rows, pdl=True)
         else:
             qkv = joined.new_empty(count, len(weight))
-            tlt_ext.linear_rows(joined, weight, qkv, early=True)
-            tlt_ext.append_kv(qkv, q, *places, **heads)
+            tlt_ext.linear_rows(joined, weight, qkv, pdl=True)
+            tlt_ext.append_kv(qkv, q, self.k, self.v, cos_sin, rows)
         return q
 
-    def _attend(self, q: Tensor, hidden: Tensor, **rows: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, hidden: Tensor, rows: tlt_ext.Rows, ancestors: Tensor | None = None
+    ) -> Tensor:
         """Attention and MLP over appended rows: the drafter's hidden states [R, H]."""
         attended = torch.empty_like(q)
         tlt_ext.tree_attention(
@@ -252,28 +250,23 @@ class DraftRunner:
             self.k,
             self.v,
             attended,
-            rows["row_start"],
-            rows["context_len"],
-            rows["position"],
-            rows["block_table"],
-            rows["status"],
-            ancestors=rows.get("ancestors"),
-            slot_base=rows.get("slot_base"),
-            workspace=self.target.workspace.for_attention(q, self.k, rows["block_table"]),
+            rows,
+            ancestors=ancestors,
+            workspace=self.target.workspace.for_attention(q, self.k, rows.block_table),
         )
         weights, count = self.weights, len(q)
         middle = torch.empty_like(hidden)
-        tlt_ext.linear_rows(attended.flatten(1), weights["o"], middle, residual=hidden, early=True)
+        tlt_ext.linear_rows(attended.flatten(1), weights["o"], middle, residual=hidden, pdl=True)
         gated = hidden.new_empty(count, self.spec.intermediate_size)
         read = self._norm_for(middle, "post_norm", "gate_up")
-        tlt_ext.linear_silu_mul(**read, weight=weights["gate_up"], out=gated, early=True)
+        tlt_ext.linear_silu_mul(**read, weight=weights["gate_up"], out=gated, pdl=True)
         out = torch.empty_like(hidden)
-        tlt_ext.linear_rows(gated, weights["down"], out, residual=middle, early=True)
+        tlt_ext.linear_rows(gated, weights["down"], out, residual=middle, pdl=True)
         return out
 
     # ---- catching up ----------------------------------------------------------------------------
 
-    def _catch_up(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tensor:
+    def _catch_up(self, batch: Batch, strategy: Strategy) -> Tensor:
         """Writes the entries of the tokens just emitted; hidden states of each request's last.
 
         The bonus token's entry is among them, and what the drafter wrote from its own guesses is
@@ -285,33 +278,18 @@ class DraftRunner:
         key = len(batch), strategy.levels + 1
         if key not in self._gathered:
             self._gathered[key] = NewRows(*key, self.cache.features)
-        rows = self._gathered[key]
-        q, hidden = self._write(rows, batch, store, batch.context_len, batch.num_new)
+        new = self._gathered[key]
+        q, hidden, rows = self._write(new, batch, batch.context_len, batch.num_new)
         if len(q) <= self.few_rows:
-            out = self._attend(
-                q,
-                hidden,
-                row_start=rows.row_start,
-                context_len=rows.first,
-                position=rows.position[: len(q)],
-                block_table=batch.block_table,
-                status=batch.status,
-            )
-            return out.index_select(0, rows.last)
-        torch.sub(batch.context_len, 1, out=rows.committed)
+            return self._attend(q, hidden, rows).index_select(0, new.out.last)
+        torch.sub(batch.context_len, 1, out=new.committed)
         return self._attend(
-            q.index_select(0, rows.last),
-            hidden.index_select(0, rows.last),
-            row_start=rows.each,
-            context_len=rows.committed,
-            position=rows.committed,
-            block_table=batch.block_table,
-            status=batch.status,
+            q.index_select(0, new.out.last),
+            hidden.index_select(0, new.out.last),
+            rows._replace(row_start=new.each, position=new.committed, context_len=new.committed),
         )
 
-    def _write_late(
-        self, batch: Batch, late: list[tuple[int, Sequence]], store: TokenStore
-    ) -> None:
+    def _write_late(self, batch: Batch, late: list[tuple[int, Sequence]]) -> None:
         """The next entries of the requests that lag, by their rows, a few hundred at once."""
         size = len(batch)
         most = max(1, min(CATCH_UP_ROWS // size, max(s.num_new for _, s in late) - 1))
@@ -323,51 +301,31 @@ class DraftRunner:
             ends[row] = sequence.draft_len
         self.late_rows += sum(counts)
         num_new, context_len = torch.tensor([counts, ends], dtype=torch.int32, device=self.k.device)
-        rows = NewRows(size, most, self.cache.features)
-        self._write(rows, batch, store, context_len, num_new)
+        self._write(NewRows(size, most, self.cache.features), batch, context_len, num_new)
 
     def _write(
-        self, rows: NewRows, batch: Batch, store: TokenStore, context_len: Tensor, num_new: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """K/V of the `num_new[b]` entries before `context_len[b]`; queries and fused features."""
+        self, new: NewRows, batch: Batch, context_len: Tensor, num_new: Tensor
+    ) -> tuple[Tensor, Tensor, tlt_ext.Rows]:
+        """K/V of the `num_new[b]` entries before `context_len[b]`.
+
+        Returns:
+            Queries, fused features and rows of the entries.
+        """
         tlt_ext.gather_new_rows(
             self.cache.features[..., : 3 * self.spec.hidden_size],
-            store.tokens,
-            batch.slot,
-            context_len,
-            num_new,
-            batch.block_table,
-            batch.status,
-            rows.row_start,
-            rows.ids,
-            rows.position,
-            rows.first,
-            rows.last,
-            rows.features,
+            tlt_ext.Rows(new.row_start, new.position, batch.status, context_len, batch.block_table),
+            batch.table,
+            num_new=num_new,
+            out=new.out,
         )
-        ids, position, features = rows.ids, rows.position, rows.features
+        ids, position, features = new.out.ids, new.position, new.out.features
         if ids.device.type == "cpu":  # it need not compute inert rows
-            used = max(1, int(rows.row_start[-1]))  # `last` is 0 where there is none
+            used = max(1, int(new.row_start[-1]))  # `last` is 0 where there is none
             ids, position, features = ids[:used], position[:used], features[:used]
         width = self.spec.hidden_size
         fused = features.new_empty(len(ids), width)
-        tlt_ext.linear_rows(features, self.weights["fc"], fused, early=True)
+        tlt_ext.linear_rows(features, self.weights["fc"], fused, pdl=True)
         joined = features.new_empty(len(ids), 2 * width)
-        tlt_ext.draft_inputs(
-            self.target.embedding,
-            ids,
-            fused,
-            self.weights["input_norm"],
-            self.weights["hidden_norm"],
-            joined,
-            eps=self.spec.rms_eps,
-        )
-        q = self._append(
-            joined,
-            row_start=rows.row_start,
-            context_len=rows.first,
-            position=position,
-            block_table=batch.block_table,
-            status=batch.status,
-        )
-        return q, fused
+        tlt_ext.draft_inputs(self._input_weights, ids, fused, joined, eps=self.spec.rms_eps)
+        rows = tlt_ext.Rows(new.row_start, position, batch.status, new.out.first, batch.block_table)
+        return self._append(joined, rows), fused, rows

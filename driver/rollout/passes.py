@@ -7,7 +7,7 @@ import tlt_ext
 from ..common.spans import Spans
 from ..config.strategy import OFF, Strategy
 from ..model.kv_cache import KvCache
-from ..model.target import RowBatch, TargetModel
+from ..model.target import TargetModel
 from .proposers import Proposer
 from .state import Batch, BatchState
 from .tree import Tree
@@ -52,18 +52,9 @@ class PassProgram:
         with self.spans("verify", active=len(batch), strategy=str(strategy)):
             self._verify(batch, tree)
         tlt_ext.advance_batch(
-            batch.emitted,
-            batch.logprobs,
-            batch.num_emitted,
-            batch.finish,
-            batch.status,
-            batch.context_len,
-            batch.slot,
-            self.state.store.tokens,
-            batch.last_token,
-            batch.remaining,
-            batch.num_new,
-            batch.granted,
+            batch.output,
+            batch.table,
+            batch.requests,
             self.state.control,
             self.ring,
             lookahead=self.lookahead(strategy),
@@ -86,49 +77,32 @@ class PassProgram:
 
     def _verify(self, batch: Batch, tree: Tree) -> None:
         """Runs the target on the tree, follows its samples through it and commits their rows."""
-        rows = RowBatch(
-            tree.row_start,
-            batch.context_len,
-            tree.position,
-            batch.block_table,
-            tree.ancestors,
-            batch.status,
-        )
-        vocab_size = self.model.spec.vocab_size
+        rows = batch.rows_of(tree)
         logits, features = self.model.forward(
-            tree.tokens, rows, self.cache, want_features=self.cache.features is not None
+            tree.tokens,
+            rows,
+            self.cache,
+            ancestors=tree.ancestors,
+            want_features=self.cache.features is not None,
         )
         tlt_ext.verify_tree(
             logits,
-            tree.tokens,
-            tree.parents,
-            tree.position,
-            tree.row_start,
-            batch.temperature,
-            batch.top_k,
-            batch.top_p,
-            batch.request,
-            batch.stop_ids,
-            batch.remaining,
-            batch.emitted,
-            batch.logprobs,
-            batch.num_emitted,
-            batch.path,
-            batch.finish,
-            batch.status,
+            tree.group,
+            rows,
+            batch.sampling,
+            batch.output,
+            stop_ids=batch.stop_ids,
+            limit=batch.remaining,
             seed=self.seed,
-            vocab_size=vocab_size,
-            workspace=self.model.workspace.for_sampling(logits, vocab_size),
+            vocab_size=self.model.spec.vocab_size,
+            workspace=self.model.workspace.for_sampling(logits),
         )
         tlt_ext.commit_path(
             self.cache.k,
             self.cache.v,
-            self.cache.features,
-            features,
-            tree.row_start,
-            batch.path,
-            batch.num_emitted,
-            batch.context_len,
-            batch.block_table,
-            batch.status,
+            rows,
+            path=batch.path,
+            num_emitted=batch.num_emitted,
+            features=self.cache.features,
+            feature_rows=features,
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 import tlt_ext
 
 from ..model.kv_cache import KvCache
-from ..model.target import RowBatch, TargetModel
+from ..model.target import TargetModel
 from .scheduler import Admission
 
 MAX_ROWS = 128  # of a request in one pass
@@ -71,7 +71,7 @@ class Prefill:
         context_len = self.ints([done[j] for j in take])
         table = self.block_table([jobs[j][1] for j in take])
         status = torch.zeros_like(count)
-        rows = RowBatch(row_start, context_len, self.ints(position), table, None, status)
+        rows = tlt_ext.Rows(row_start, self.ints(position), status, context_len, table)
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         _, features = self.model.forward(
             self.ints(ids),
@@ -84,14 +84,11 @@ class Prefill:
         tlt_ext.commit_path(
             self.cache.k,
             self.cache.v,
-            self.cache.features,
-            features,
-            row_start,
-            path.repeat(len(counts), 1),
-            count,
-            context_len,
-            table,
-            status,
+            rows,
+            path=path.repeat(len(counts), 1),
+            num_emitted=count,
+            features=self.cache.features,
+            feature_rows=features,
         )
 
     def next_logits(self, tokens: list[int], pages: list[int]) -> Tensor:
@@ -99,9 +96,8 @@ class Prefill:
         *context, last = tokens
         self.run([(context, pages)] if context else [])
         here = self.ints([len(context)])
-        rows = RowBatch(
-            self.ints([0, 1]), here, here, self.block_table([pages]), None, self.ints([0])
-        )
+        table = self.block_table([pages])
+        rows = tlt_ext.Rows(self.ints([0, 1]), here, self.ints([0]), here, table)
         logits, _ = self.model.forward(self.ints([last]), rows, self.cache)
         return logits[0, : self.model.spec.vocab_size].clone()
 

@@ -78,15 +78,11 @@ def draft_ngrams(nodes: NodeStore, batch: Batch, store: TokenStore, **settings: 
     """
     store.advance(batch.store_row, batch.context_len)
     tlt_ext.ngram_propose(
-        store.tokens,
-        store.length,
-        batch.group_slots,
-        batch.slot,
-        batch.context_len,
-        *nodes.arrays,
-        batch.temperature,
-        batch.request,
-        batch.status,
+        batch.table,
+        nodes.arrays,
+        batch.sampling,
+        context_len=batch.context_len,
+        status=batch.status,
         **settings,
     )
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+import tlt_ext
 
 from ..common.errors import UserError
 from ..config.strategy import MAX_DEPTH
@@ -61,9 +64,43 @@ class Batch:
     num_emitted: Tensor  # int32 [B]
     finish: Tensor  # int32 [B], 0 running, 1 stop, 2 limit
     roots: Tree  # of plain decoding
+    table: tlt_ext.TokenTable  # the token store and its rows of the requests
 
     def __len__(self) -> int:
         return len(self.slot)
+
+    # The same arrays in the groups that ops take; made once, as the arrays are static.
+
+    @cached_property
+    def sampling(self) -> tlt_ext.Sampling:
+        return tlt_ext.Sampling(self.temperature, self.request, self.top_k, self.top_p)
+
+    @cached_property
+    def draft_sampling(self) -> tlt_ext.Sampling:
+        """Of a learned drafter."""
+        return tlt_ext.Sampling(self.draft_temperature, self.request)
+
+    @cached_property
+    def output(self) -> tlt_ext.VerifyOutput:
+        return tlt_ext.VerifyOutput(
+            self.emitted, self.logprobs, self.num_emitted, self.finish, self.path
+        )
+
+    @cached_property
+    def requests(self) -> tlt_ext.Requests:
+        return tlt_ext.Requests(
+            self.context_len,
+            self.status,
+            self.last_token,
+            self.remaining,
+            self.num_new,
+            self.granted,
+        )
+
+    def rows_of(self, tree: Tree) -> tlt_ext.Rows:
+        return tlt_ext.Rows(
+            tree.row_start, tree.position, self.status, self.context_len, self.block_table
+        )
 
 
 class BatchState:
@@ -133,7 +170,10 @@ class BatchState:
                 None,
                 self._count_up[: count + 1],
             )
-            self._views[count] = Batch(self.sequences, **views, roots=roots)
+            table = tlt_ext.TokenTable(
+                self.store.tokens, views["slot"], self.store.length, views["group_slots"]
+            )
+            self._views[count] = Batch(self.sequences, **views, roots=roots, table=table)
         return self._views[count]
 
     def is_stale(self, running: list[Sequence]) -> bool:

@@ -26,6 +26,11 @@ class Tree:
     def num_rows(self) -> int:
         return len(self.tokens)
 
+    @property
+    def group(self) -> tlt_ext.Tree:
+        """As an op takes it, with `position` and `row_start` in `Batch.rows_of`."""
+        return tlt_ext.Tree(self.tokens, self.parents, self.ancestors)
+
     def ragged(self) -> Tree:
         """Without the inert rows, but one; waits for their count, so not in a pass on a GPU."""
         used = max(1, int(self.row_start[-1]))
@@ -62,15 +67,12 @@ class NodeStore:
         self.parent = ints(batch, capacity) - 1
         self.score = torch.zeros(batch, capacity, device=device)
         self.count = ints(batch)
+        self.arrays = tlt_ext.Nodes(self.token, self.parent, self.score, self.depth, self.count)
         self._rows = ints(4, batch * num_verify)
         self._ancestors = torch.zeros(
             batch * num_verify, MAX_DEPTH, dtype=torch.uint8, device=device
         )
         self._row_start = ints(batch + 1)
-
-    @property
-    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.token, self.parent, self.score, self.depth, self.count
 
     def begin(self, roots: Tensor) -> None:
         """Forgets all nodes but the roots, int32 [B]; their other fields are never written."""
@@ -84,17 +86,15 @@ class NodeStore:
             root_position: int32 [B].
         """
         tokens, parents, position, source = self._rows
+        tree = Tree(tokens, parents, position, self._ancestors, self._row_start)
         tlt_ext.select_nodes(
-            *self.arrays,
-            root_position,
-            tokens,
-            parents,
-            position,
-            self._ancestors,
-            source,
-            self._row_start,
+            self.arrays,
+            tree.group,
+            root_position=root_position,
+            position=position,
+            row_start=self._row_start,
+            source=source,
             num_verify=self.num_verify,
         )
-        tree = Tree(tokens, parents, position, self._ancestors, self._row_start)
         # Only the CPU knows the count at once, and only there inert rows cost as much as others.
         return tree.ragged() if self.token.device.type == "cpu" else tree

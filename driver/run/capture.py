@@ -25,7 +25,8 @@ from ..common.storage import storage_errors
 if TYPE_CHECKING:
     from ..config.sections import CaptureConfig
 
-# Arrays addressed by `block_table` -> the axis of their pages, from the end.
+TABLE = "rows.block_table"
+# Arrays addressed by it -> the axis of their pages, from the end.
 PAGED = {"k_cache": -4, "v_cache": -4, "features": -3}
 LEFT_OUT = ("stream", "workspace")  # the replay brings its own
 
@@ -103,13 +104,20 @@ def capture_op(config: CaptureConfig, step: int, folder: Path) -> Iterator[None]
 def copy_arguments(op: Callable[..., Any], args: Any, named: Any) -> dict[str, Any]:
     """Name -> value of a call, arrays copied to the CPU with their strides.
 
+    The field of a group is named `argument.field`.
+
     Args:
         op: of `tlt_ext`.
         args, named: as the op was called.
     """
     bound = inspect.signature(op).bind(*args, **named).arguments
-    values = {name: value for name, value in bound.items() if name not in LEFT_OUT}
-    if "block_table" in values:
+    values: dict[str, Any] = {}
+    for name, value in bound.items():
+        if isinstance(value, tuple):
+            values |= {f"{name}.{field}": array for field, array in value._asdict().items()}
+        elif name not in LEFT_OUT:
+            values[name] = value
+    if TABLE in values:
         values = _own_pages(values)
     return {n: _copied(v) if isinstance(v, Tensor) else v for n, v in values.items()}
 
@@ -120,14 +128,14 @@ def _own_pages(values: dict[str, Any]) -> dict[str, Any]:
     if not caches:
         return values
     name, cache = next(iter(caches.items()))
-    table, pages = values["block_table"], cache.shape[PAGED[name]]
+    table, pages = values[TABLE], cache.shape[PAGED[name]]
     valid = (table >= 0) & (table < pages)  # other entries are beyond a request's length
     own = table[valid].long().unique()
     number = torch.full((pages,), -1, dtype=table.dtype, device=table.device)
     number[own] = torch.arange(len(own), dtype=table.dtype, device=table.device)
     renumbered = torch.where(valid, number[table.long().clamp(0, pages - 1)], -1)
     cut = {name: cache.index_select(PAGED[name], own) for name, cache in caches.items()}
-    return values | cut | {"block_table": renumbered}
+    return values | cut | {TABLE: renumbered}
 
 
 def _copied(tensor: Tensor) -> Tensor:

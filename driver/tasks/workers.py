@@ -22,7 +22,6 @@ from ..config.sections import RewardConfig
 from . import Prompt, Task
 
 Job = tuple[int, Prompt, str]  # index of the response, its prompt, its text
-START_S = 300.0  # for a worker to start, before its time for a sample begins
 
 
 class RewardWorkers:
@@ -106,10 +105,7 @@ class RewardWorkers:
         busy = {worker.pipe: worker for worker in self._workers if worker.job is not None}
         for pipe in wait(list(busy), seconds):
             worker = busy[pipe]
-            finished = worker.receive()
-            if finished is None:
-                continue
-            job, (value, error) = finished
+            job, (value, error) = worker.finish()
             if not worker.process.is_alive():
                 self._retire(worker)
             self._take(job, value, error)
@@ -164,30 +160,24 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         child.close()
         self.job: Job | None = None
-        self.started = False
-        self.timeout_s = self.deadline = 0.0
+        self.deadline = 0.0
 
     def start(self, job: Job, timeout_s: float) -> None:
-        self.job, self.timeout_s = job, timeout_s
-        self.deadline = time.monotonic() + timeout_s + (0.0 if self.started else START_S)
+        self.job, self.deadline = job, time.monotonic() + timeout_s
         try:
             self.pipe.send(job[1:])
         except OSError:
-            pass  # it died between two samples: `receive` reads the end of the pipe
+            pass  # it died between two samples: `finish` reads the end of the pipe
 
-    def receive(self) -> tuple[Job, tuple[Any, str]] | None:
-        """Reads one message: a job with its reward and error, or None when the worker started."""
+    def finish(self) -> tuple[Job, tuple[Any, str]]:
+        """The sample that was worked on, its reward and what went wrong."""
         assert self.job is not None
+        job, self.job = self.job, None
         try:
-            answer = self.pipe.recv()
+            return job, self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            answer = None, f"its worker died with exit code {self.process.exitcode}"
-        if answer is None:
-            self.started, self.deadline = True, time.monotonic() + self.timeout_s
-            return None
-        job, self.job = self.job, None
-        return job, answer
+            return job, (None, f"its worker died with exit code {self.process.exitcode}")
 
     def end(self) -> None:
         self.process.kill()
@@ -196,7 +186,6 @@ class _Worker:
 
 
 def _serve(pipe: Connection, task: Task) -> None:
-    pipe.send(None)  # started
     while True:
         try:
             prompt, text = pipe.recv()

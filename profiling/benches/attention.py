@@ -64,26 +64,25 @@ OVER_FAST = [Case(1, 8192, 1), Case(32, 4096, 1)]
 COMPILED_PEERS = [*OVER_CHAIN, *OVER_FAST]
 
 
-def make_rows(case: Case) -> dict:
-    """What the layers of a step share: who has which rows, where, and at which positions."""
+def make_rows(case: Case) -> tuple[tlt_ext.Rows, torch.Tensor | None]:
+    """What the layers of a step share: the rows of each request, and their ancestors in a tree."""
     pages = -(-(case.kv + case.rows) // PAGE_SIZE)
     depths, ancestors = tree_of(case.rows)
     if not case.tree:
         depths = torch.arange(case.rows, dtype=torch.int32)
-    table = torch.randperm(case.batch * pages, device="cuda").int().view(case.batch, pages)
-    return {
-        "row_start": torch.arange(case.batch + 1).int().cuda() * case.rows,
-        "context_len": torch.full((case.batch,), case.kv).int().cuda(),
-        "position": (case.kv + depths).repeat(case.batch).cuda(),
-        "block_table": table,
-        "status": torch.zeros(case.batch, dtype=torch.int32, device="cuda"),
-        "ancestors": ancestors.repeat(case.batch, 1).cuda() if case.tree else None,
-    }
+    rows = tlt_ext.Rows(
+        row_start=torch.arange(case.batch + 1).int().cuda() * case.rows,
+        position=(case.kv + depths).repeat(case.batch).cuda(),
+        status=torch.zeros(case.batch, dtype=torch.int32, device="cuda"),
+        context_len=torch.full((case.batch,), case.kv).int().cuda(),
+        block_table=torch.randperm(case.batch * pages, device="cuda").int().view(case.batch, pages),
+    )
+    return rows, ancestors.repeat(case.batch, 1).cuda() if case.tree else None
 
 
-def make_inputs(case: Case, rows: dict) -> dict:
+def make_inputs(case: Case, rows: tlt_ext.Rows, ancestors: torch.Tensor | None) -> dict:
     heads, kv_heads, dim = HEADS[case.heads]
-    pages = rows["block_table"].numel()
+    pages = rows.block_table.numel()
     shape = (pages, PAGE_SIZE, kv_heads, dim)
     bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
     q = torch.randn(case.batch * case.rows, heads, dim, **bf16)
@@ -95,13 +94,15 @@ def make_inputs(case: Case, rows: dict) -> dict:
         head_dim=dim,
         max_slots=pages // case.batch * PAGE_SIZE,
     )
-    return rows | {
+    return {
         "q": q,
         "k_cache": torch.randn(shape, **bf16),
         "v_cache": torch.randn(shape, **bf16),
         "out": torch.empty_like(q),
         "workspace": torch.empty(size, dtype=torch.uint8, device="cuda"),
-        "early": True,
+        "rows": rows,
+        "ancestors": ancestors,
+        "pdl": True,
     }
 
 
@@ -159,13 +160,13 @@ def grid(bench: Bench) -> list[Case]:
 
 def run_case(bench: Bench, case: Case, late: set[str]) -> dict:
     count = timing.num_cold_inputs(case.num_bytes)
-    rows = make_rows(case)
-    inputs = [make_inputs(case, rows) for _ in range(count)]
+    rows, ancestors = make_rows(case)
+    inputs = [make_inputs(case, rows, ancestors) for _ in range(count)]
     times = timing.measure_in_turn(
         {"ours": ours(inputs), **rivals(case, inputs, bench.quick, late)}
     )
     alone = timing.measure({"ours": ours(inputs[:1])[0]})["ours"]
-    if bool(rows["status"].any()):
+    if bool(rows.status.any()):
         raise RuntimeError(f"{case.name}: a request was refused")
     mine = times.pop("ours")
     return bench.add(case.name, mine, case.num_bytes, times, alone_us=round(alone.median_us, 3))

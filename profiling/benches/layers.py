@@ -1,6 +1,6 @@
 """`linear_rows` and its fusions against the card's copy bandwidth and cuBLAS (`torch.mm`), bf16.
 
-`median_us` is a call among many in one graph, each on weights of its own, launched early: what it
+`median_us` is a call among many in one graph, each on weights of its own, with `pdl`: what it
 costs in a model's step. `alone_us` is a graph of one call.
 """
 
@@ -61,7 +61,7 @@ def run_linear(bench: Bench, rows: int, n: int, k: int) -> None:
     out, peer_out = (torch.empty(rows, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weights = copies(weight)
     arms = {
-        "ours": [partial(tlt_ext.linear_rows, x, w, out, early=True) for w in weights],
+        "ours": [partial(tlt_ext.linear_rows, x, w, out, pdl=True) for w in weights],
         "cublas": [partial(torch.mm, x, w.t(), out=peer_out) for w in weights],
     }
     times = timing.measure_in_turn(arms)
@@ -92,20 +92,20 @@ def run_fused(bench: Bench, rows: int, n: int, k: int) -> None:
 
     def norm_two(w: torch.Tensor) -> None:
         tlt_ext.rms_norm(x, norm_weight, between)
-        tlt_ext.linear_rows(between, w, out, early=True)
+        tlt_ext.linear_rows(between, w, out, pdl=True)
 
     def silu_two(w: torch.Tensor) -> None:
-        tlt_ext.linear_rows(x, w, out, early=True)
+        tlt_ext.linear_rows(x, w, out, pdl=True)
         tlt_ext.silu_mul(out, gated)
 
     def three(w: torch.Tensor) -> None:
         norm_two(w)
         tlt_ext.silu_mul(out, gated)
 
-    norm = {"norm_weight": norm_weight, "early": True}
+    norm = {"norm_weight": norm_weight, "pdl": True}
     ops = {
         "rms_norm_linear": (lambda w: tlt_ext.linear_rows(x, w, out, **norm), norm_two),
-        "linear_silu_mul": (lambda w: tlt_ext.linear_silu_mul(x, w, gated, early=True), silu_two),
+        "linear_silu_mul": (lambda w: tlt_ext.linear_silu_mul(x, w, gated, pdl=True), silu_two),
         "rms_norm_linear_silu_mul": (lambda w: tlt_ext.linear_silu_mul(x, w, gated, **norm), three),
     }
     weights = copies(weight)

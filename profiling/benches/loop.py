@@ -30,19 +30,24 @@ class Pass:
         self.kernels = kernels
         self.ring = tlt_ext.PassRing(PASSES, batch, pinned=True)
         self.control, self.array = torch.zeros(8, **INT), torch.zeros(256, device="cuda")
-        counts = torch.ones(batch, **INT)
-        zeros = torch.zeros(5, batch, **INT)
-        written = ("finish", "status", "last_token", "remaining", "num_new")
-        self.end = {
-            "emitted": torch.zeros(batch, 17, **INT),
-            "logprobs": torch.zeros(batch, 17, device="cuda"),
-            "num_emitted": counts,
-            "context_len": torch.ones(batch, **INT),
-            "slot": torch.arange(batch, **INT),
-            "tokens": torch.zeros(batch, 64, **INT),
-            "granted": torch.full((batch,), 64, **INT),
-            **dict(zip(written, zeros, strict=True)),
-        }
+        finish, status, last_token, remaining, num_new = torch.zeros(5, batch, **INT).unbind()
+        self.output = tlt_ext.VerifyOutput(
+            emitted=torch.zeros(batch, 17, **INT),
+            logprobs=torch.zeros(batch, 17, device="cuda"),
+            num_emitted=torch.ones(batch, **INT),
+            finish=finish,
+        )
+        self.table = tlt_ext.TokenTable(
+            tokens=torch.zeros(batch, 64, **INT), slot=torch.arange(batch, **INT)
+        )
+        self.requests = tlt_ext.Requests(
+            context_len=torch.ones(batch, **INT),
+            status=status,
+            last_token=last_token,
+            remaining=remaining,
+            num_new=num_new,
+            granted=torch.full((batch,), 64, **INT),
+        )
 
     def arm(self) -> None:
         tlt_ext.arm_passes(self.control, self.ring, limit=PASSES)
@@ -50,7 +55,9 @@ class Pass:
     def step(self) -> None:
         for _ in range(self.kernels):
             self.array.add_(1.0)
-        tlt_ext.advance_batch(**self.end, control=self.control, ring=self.ring, lookahead=1)
+        tlt_ext.advance_batch(
+            self.output, self.table, self.requests, self.control, self.ring, lookahead=1
+        )
 
     def capture(self) -> torch.cuda.CUDAGraph:
         self.arm()

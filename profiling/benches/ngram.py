@@ -35,22 +35,33 @@ def proposer(kind: str, batch: int, group: int, length: int, depth: int, top_k: 
     own = torch.arange(0, rows, group, **INT)
     if kind == "text":  # the root is a common token: rank 8, one in about ninety
         tokens[own.long(), -1] = 7
-    arrays = {
-        "tokens": tokens,
-        "length": torch.full((rows,), length, **INT),
-        "group_slots": torch.arange(rows, **INT).view(batch, group),
-        "slot": own,
-        "context_len": torch.full((batch,), length - 1, **INT),
-        "node_token": token,
-        "node_parent": parent,
-        "node_score": torch.zeros(batch, capacity, device="cuda"),
-        "node_depth": level,
-        "node_count": torch.zeros(batch, **INT),
-        "temperature": torch.ones(batch, device="cuda"),
-        "request": torch.arange(batch, device="cuda"),
-        "status": torch.zeros(batch, **INT),
-    }
-    return lambda: tlt_ext.ngram_propose(**arrays, seed=1, depth=depth, top_k=top_k)
+    table = tlt_ext.TokenTable(
+        tokens=tokens,
+        slot=own,
+        length=torch.full((rows,), length, **INT),
+        group_slots=torch.arange(rows, **INT).view(batch, group),
+    )
+    nodes = tlt_ext.Nodes(
+        token,
+        parent,
+        torch.zeros(batch, capacity, device="cuda"),
+        level,
+        torch.zeros(batch, **INT),
+    )
+    sampling = tlt_ext.Sampling(
+        torch.ones(batch, device="cuda"), torch.arange(batch, device="cuda")
+    )
+    context_len, status = torch.full((batch,), length - 1, **INT), torch.zeros(batch, **INT)
+    return lambda: tlt_ext.ngram_propose(
+        table,
+        nodes,
+        sampling,
+        context_len=context_len,
+        status=status,
+        seed=1,
+        depth=depth,
+        top_k=top_k,
+    )
 
 
 def run(bench: Bench) -> None:

@@ -34,31 +34,28 @@ def peaked_logits(rows: int) -> torch.Tensor:
     return logits.scatter_(1, likely, heights).bfloat16()
 
 
-def settings(batch: int, temperature: float, top_p: float) -> dict[str, torch.Tensor]:
-    return {
-        "temperature": torch.full((batch,), temperature, device="cuda"),
-        "top_k": torch.zeros(batch, **INT),
-        "top_p": torch.full((batch,), top_p, device="cuda"),
-        "request": torch.arange(batch, device="cuda"),
-    }
+def settings(batch: int, temperature: float, top_p: float) -> tlt_ext.Sampling:
+    return tlt_ext.Sampling(
+        temperature=torch.full((batch,), temperature, device="cuda"),
+        request=torch.arange(batch, device="cuda"),
+        top_k=torch.zeros(batch, **INT),
+        top_p=torch.full((batch,), top_p, device="cuda"),
+    )
 
 
 def sampler(batch: int, temperature: float = 1.0, top_p: float = 1.0) -> Callable:
     """Returns a function of logits that runs `sample` on arrays of its own."""
-    setting = settings(batch, temperature, top_p)
+    sampling = settings(batch, temperature, top_p)
     tokens, position, status = torch.zeros(3, batch, **INT).unbind()
     logprobs = torch.zeros(batch, device="cuda")
-    size = tlt_ext.sampling_workspace_bytes(batch, VOCAB)
-    workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
     return lambda logits: tlt_ext.sample(
         logits,
+        sampling,
         position=position,
         tokens=tokens,
         logprobs=logprobs,
         status=status,
         seed=1,
-        workspace=workspace,
-        **setting,
     )
 
 
@@ -150,19 +147,18 @@ def verifier(requests: int, size: int, chain: bool, logits: torch.Tensor) -> Cal
     for row in range(1, size):
         depth[row] = depth[parents[row]] + 1
     rows = requests * size
-    setting = settings(requests, 1.0, 1.0)
+    sampling = settings(requests, 1.0, 1.0)
     # The true draws: half the drafted tokens are what the target samples, as a fair drafter's.
     drawn, status = torch.zeros(2, rows, **INT).unbind()
-    spread = {name: array.repeat_interleave(size) for name, array in setting.items()}
     position = depth.repeat(requests) + 7
     tlt_ext.sample(
         logits,
+        tlt_ext.Sampling(*(array.repeat_interleave(size) for array in sampling)),
         position=position + 1,
         tokens=drawn,
         logprobs=torch.zeros(rows, device="cuda"),
         status=status,
         seed=1,
-        **spread,
     )
     source = torch.arange(rows, device="cuda") - torch.arange(size, device="cuda").repeat(requests)
     source = source + parents.clamp_min(0).repeat(requests)
@@ -170,25 +166,24 @@ def verifier(requests: int, size: int, chain: bool, logits: torch.Tensor) -> Cal
     tokens = torch.where(torch.rand(rows, device="cuda") < 0.5, drawn[source.long()], wrong)
     emitted, path = torch.zeros(2, requests, 17, **INT).unbind()
     num_emitted, finish, status = torch.zeros(3, requests, **INT).unbind()
-    workspace = torch.zeros(
-        tlt_ext.sampling_workspace_bytes(rows, VOCAB), dtype=torch.uint8, device="cuda"
+    size_bytes = tlt_ext.sampling_workspace_bytes(rows)
+    workspace = torch.zeros(size_bytes, dtype=torch.uint8, device="cuda")
+    tree = tlt_ext.Tree(tokens.int(), parents.repeat(requests))
+    packed = tlt_ext.Rows(torch.arange(0, rows + 1, size, **INT), position, status)
+    logprobs = torch.zeros(requests, 17, device="cuda")
+    output = tlt_ext.VerifyOutput(emitted, logprobs, num_emitted, finish, path)
+    stop_ids, limit = torch.full((requests, 2), -1, **INT), torch.full((requests,), 17, **INT)
+    return lambda: tlt_ext.verify_tree(
+        logits,
+        tree,
+        packed,
+        sampling,
+        output,
+        stop_ids=stop_ids,
+        limit=limit,
+        seed=1,
+        workspace=workspace,
     )
-    arrays = {
-        "tokens": tokens.int(),
-        "parents": parents.repeat(requests),
-        "position": position,
-        "row_start": torch.arange(0, rows + 1, size, **INT),
-        "stop_ids": torch.full((requests, 2), -1, **INT),
-        "limit": torch.full((requests,), 17, **INT),
-        "emitted": emitted,
-        "logprobs": torch.zeros(requests, 17, device="cuda"),
-        "num_emitted": num_emitted,
-        "path": path,
-        "finish": finish,
-        "status": status,
-        **setting,
-    }
-    return lambda: tlt_ext.verify_tree(logits, seed=1, workspace=workspace, **arrays)
 
 
 def run_verify(bench: Bench, case: str, requests: int, size: int) -> None:
@@ -215,41 +210,33 @@ def expander(batch: int, top_k: int, levels: int) -> Callable:
     capacity = tlt_ext.tree_capacity(levels, top_k)
     d2t = torch.randperm(VOCAB, device="cuda")[:DRAFT_VOCAB].sort().values.int()
     token, parent, depth = torch.zeros(3, batch, capacity, **INT).unbind()
-    score = torch.zeros(batch, capacity, device="cuda")
     count, status, root_position = torch.ones(3, batch, **INT).unbind()
-    temperature = torch.ones(batch, device="cuda")
-    request = torch.arange(batch, device="cuda")
-    frontiers = [torch.zeros(batch, 1, **INT)]
-    logits, rows, ancestors = [], [], [None]
+    nodes = tlt_ext.Nodes(token, parent, torch.zeros(batch, capacity, device="cuda"), depth, count)
+    sampling = tlt_ext.Sampling(
+        torch.ones(batch, device="cuda"), torch.arange(batch, device="cuda")
+    )
+    logits, frontiers = [], [tlt_ext.Frontier(torch.zeros(batch, 1, **INT))]
     for level in range(levels):
         logits.append(logits_of(batch * (top_k if level else 1), DRAFT_VOCAB))
-        frontiers.append(torch.zeros(batch, top_k, **INT))
-        rows.append(torch.zeros(batch, top_k, **INT))
-        ancestors.append(torch.zeros(batch, top_k, 16, dtype=torch.uint8, device="cuda"))
+        node, row = torch.zeros(2, batch, top_k, **INT).unbind()
+        ancestors = torch.zeros(batch, top_k, 16, dtype=torch.uint8, device="cuda")
+        frontiers.append(tlt_ext.Frontier(node, row, ancestors))
 
     def call() -> None:
         count.fill_(1)
         for level in range(levels):
             tlt_ext.expand_tree(
                 logits[level],
+                nodes,
                 frontiers[level],
-                token,
-                parent,
-                score,
-                depth,
-                count,
                 frontiers[level + 1],
-                rows[level],
-                ancestors[level + 1],
-                temperature,
-                request,
-                root_position,
-                status,
+                sampling,
+                root_position=root_position,
+                status=status,
                 seed=1,
-                d2t=d2t,
-                frontier_ancestors=ancestors[level],
-                slot_base=top_k * max(0, level - 1),
                 vocab_size=VOCAB,
+                slot_base=top_k * max(0, level - 1),
+                d2t=d2t,
             )
 
     return call

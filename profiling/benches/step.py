@@ -11,9 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+import tlt_ext
 from driver.model.kv_cache import KvCache
 from driver.model.spec import ModelSpec
-from driver.model.target import RowBatch, TargetModel
+from driver.model.target import TargetModel
 from profiling.rig import timing
 from profiling.rig.bench import Bench
 
@@ -62,11 +63,30 @@ SPECS = {
 
 def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
     """Weights by their Hugging Face name, on the GPU."""
+    hidden, middle = spec.hidden_size, spec.intermediate_size
+    q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        attention = f"model.layers.{layer}.self_attn."
+        for name, rows in {"q": q_dim, "k": kv_dim, "v": kv_dim}.items():
+            shapes[f"{attention}{name}_proj.weight"] = (rows, hidden)
+            if spec.qkv_bias:
+                shapes[f"{attention}{name}_proj.bias"] = (rows,)
+        shapes[f"{attention}o_proj.weight"] = (hidden, q_dim)
+        for name in ("gate", "up"):
+            shapes[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (middle, hidden)
+        shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (hidden, middle)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{layer}.{name}.weight"] = (hidden,)
     generator = torch.Generator("cuda").manual_seed(0)
     options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
     return {
-        name: torch.randn(*shape, **options) / shape[-1] ** 0.5
-        for name, shape in spec.shapes().items()
+        name: torch.randn(*shape, **options) / shape[-1] ** 0.5 for name, shape in shapes.items()
     }
 
 
@@ -74,16 +94,15 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def make_batch(requests: int, rows: int) -> RowBatch:
+def make_batch(requests: int, rows: int) -> tlt_ext.Rows:
     """Requests of `rows` rows each, chains, every one CONTEXT tokens long."""
     pages = -(-(CONTEXT + 64) // PAGE_SIZE)
     table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
-    return RowBatch(
+    return tlt_ext.Rows(
         row_start=int32(*range(0, requests * rows + 1, rows)),
         context_len=int32(*[CONTEXT] * requests),
         position=int32(*range(CONTEXT, CONTEXT + rows)).repeat(requests),
         block_table=table,
-        ancestors=None,
         status=int32(*[0] * requests),
     )
 

@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 import time
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ class Call:
     def __call__(self) -> None:
         for name, before in self.restored.items():
             self.arguments[name].copy_(before)
-        self.op(**self.arguments)
+        call_flat(self.op, self.arguments)
 
     @property
     def num_bytes(self) -> int:
@@ -81,8 +82,24 @@ class Call:
             if isinstance(value, Tensor) and not value.is_floating_point()
         }
         before = {name: value.clone() for name, value in arrays.items()}
-        self.op(**self.arguments)
+        call_flat(self.op, self.arguments)
         return {n: before[n] for n, value in arrays.items() if not value.equal(before[n])}
+
+
+def call_flat(op: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Calls an op with arguments as `driver.run.capture` saves them: `rows.position` and the like.
+
+    Args:
+        op: of `tlt_ext`.
+        arguments: name -> value; a group's fields are named `argument.field`.
+    """
+    plain = {name: value for name, value in arguments.items() if "." not in name}
+    fields: dict[str, dict[str, Any]] = {}
+    for name in arguments.keys() - plain.keys():
+        argument, _, field = name.partition(".")
+        fields.setdefault(argument, {})[field] = arguments[name]
+    groups = typing.get_type_hints(op)
+    op(**plain, **{name: groups[name](**values) for name, values in fields.items()})
 
 
 def _moved(value: Tensor, device: str) -> Tensor:
@@ -98,7 +115,7 @@ def _workspace(op: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     if not first.is_cuda:
         return {}
     if op == "tree_attention":
-        q, cache, table = (arguments[name] for name in ("q", "k_cache", "block_table"))
+        q, cache, table = (arguments[name] for name in ("q", "k_cache", "rows.block_table"))
         size = tlt_ext.attention_workspace_bytes(
             num_requests=len(table),
             num_rows=len(q),
@@ -107,9 +124,8 @@ def _workspace(op: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
             head_dim=q.shape[2],
             max_slots=table.shape[1] * cache.shape[1],
         )
-    elif op in ("sample", "verify_tree"):
-        logits = arguments["logits"]
-        size = tlt_ext.sampling_workspace_bytes(len(logits), logits.shape[1])
+    elif op == "verify_tree":
+        size = tlt_ext.sampling_workspace_bytes(len(arguments["logits"]))
     else:
         return {}
     return {"workspace": torch.empty(size, dtype=torch.uint8, device=first.device)}

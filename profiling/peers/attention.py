@@ -85,13 +85,13 @@ def flashinfer(
     kv: int,
     rows: int,
     tree: bool,
-    inputs: list[dict[str, torch.Tensor]],
+    inputs: list[dict],
 ) -> Calls:
     """FlashInfer on our own pages: causal for a chain, a custom mask for a tree."""
     import flashinfer as library
 
     heads, kv_heads, dim = shape
-    table, page = inputs[0]["block_table"], inputs[0]["k_cache"].shape[1]
+    table, page = inputs[0]["rows"].block_table, inputs[0]["k_cache"].shape[1]
     batch, pages = table.shape
     steps = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
     mask = None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import tlt_ext
+from tests.grouping import flat
 
 Arrays = dict[str, Any]
 VOCAB, HEADS, DIM, PAGE = 50, 2, 64, 16
@@ -19,8 +20,8 @@ TOLERANCE = {np.float32: 1e-5, np.float16: 2e-2}
 # Arrays that come in the model's dtype.
 MODEL_ARRAYS = {
     *("x", "weight", "norm_weight", "bias", "residual", "out", "qkv", "q_out", "q"),
-    *("embedding", "hidden", "input_norm", "hidden_norm", "hidden_out"),
-    *("k_cache", "v_cache", "cache", "features", "feature_rows", "rows", "logits", "draft_logits"),
+    *("embedding", "hidden", "input_norm", "hidden_norm", "hidden_out", "logits", "draft_logits"),
+    *("k_cache", "v_cache", "cache", "features", "feature_rows", "new_features"),
 }
 
 
@@ -104,8 +105,6 @@ def float32_cases() -> dict[str, Arrays]:
             "weight": randn((HEADS + 2) * DIM, DIM),
             "q_out": zeros(3, HEADS, DIM, dtype=np.float32),
             "cos_sin": randn(32, DIM),
-            "num_heads": HEADS,
-            "num_kv_heads": 1,
             **rows,
             **paged,
             **caches,
@@ -114,8 +113,6 @@ def float32_cases() -> dict[str, Arrays]:
             "qkv": randn(3, (HEADS + 2) * DIM),
             "q_out": zeros(3, HEADS, DIM, dtype=np.float32),
             "cos_sin": randn(32, DIM),
-            "num_heads": HEADS,
-            "num_kv_heads": 1,
             **rows,
             **paged,
             **caches,
@@ -154,7 +151,7 @@ def float32_cases() -> dict[str, Arrays]:
             "position": zeros(4),
             "first": zeros(1),
             "last": zeros(1),
-            "rows": zeros(4, 8, dtype=np.float32),
+            "new_features": zeros(4, 8, dtype=np.float32),
             **paged,
         },
         "sample": {
@@ -179,7 +176,7 @@ def float32_cases() -> dict[str, Arrays]:
             "node_token": ints([3, 7, 9]),
             "frontier": ints([2, -1]),
             "row": ints([1, 0]),
-            "root_position": ints(4),
+            "context_len": ints(4),
             "hidden": x[:2],
             "out": zeros(2, 2 * DIM, dtype=np.float32),
             "hidden_out": np.zeros_like(x[:2]),
@@ -249,7 +246,7 @@ def run(name: str, arguments: Arrays, move: Callable[[np.ndarray], Any], pinned:
     options = {n: a for n, a in arguments.items() if n not in arrays}
     if name in ("arm_passes", "advance_batch"):
         options["ring"] = tlt_ext.PassRing(8, 1, pinned=pinned)
-    getattr(tlt_ext, name)(**arrays, **options)
+    getattr(flat, name)(**arrays, **options)
     return arrays
 
 

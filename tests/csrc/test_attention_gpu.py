@@ -10,6 +10,7 @@ import torch
 import tlt_ext
 from tests import kit, reference
 from tests.csrc.paged import make_batch, random_tree
+from tests.grouping import flat
 from tlt_ext import Status
 
 pytestmark = [kit.gpu, kit.needs_gpu]
@@ -79,7 +80,7 @@ def workspace_for(case):
     return torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # NaN wherever it is read
 
 
-def attend(case, *, share=True, early=False, **changes):
+def attend(case, *, share=True, pdl=False, **changes):
     """Runs the op; `share` gives it a workspace. Returns out, lse and status."""
     case = case | changes
     q = case["q"]
@@ -87,9 +88,7 @@ def attend(case, *, share=True, early=False, **changes):
     lse = torch.full(q.shape[:2], float("nan"), device="cuda")
     status = torch.zeros(len(case["row_start"]) - 1, dtype=torch.int32, device="cuda")
     workspace = workspace_for(case) if share else None
-    tlt_ext.tree_attention(
-        **case, out=out, lse=lse, status=status, workspace=workspace, early=early
-    )
+    flat.tree_attention(**case, out=out, lse=lse, status=status, workspace=workspace, pdl=pdl)
     return out, lse, status
 
 
@@ -147,8 +146,8 @@ def assert_rows_are_their_own(case, draw):
     twin = one_by_one(case)
     expected, expected_lse, status = attend(twin, share=False)
     assert not status.any() and not expected.isnan().any()
-    for share, early in ((False, False), (True, False), (True, True)):
-        out, lse, status = attend(case, share=share, early=early)
+    for share, pdl in ((False, False), (True, False), (True, True)):
+        out, lse, status = attend(case, share=share, pdl=pdl)
         assert not status.any()
         assert kit.same_bits(out, expected), (out != expected).any(-1).any(-1).nonzero().tolist()
         assert kit.same_bits(lse, expected_lse)
@@ -239,7 +238,7 @@ def test_equals_the_cpu_op(contexts, rows, head_dim, dtype):
     case = make_case(contexts, rows, (8, 2, head_dim, 16, dtype))
     cpu = {name: x if x is None else x.cpu() for name, x in case.items()}
     host = {"out": torch.empty_like(cpu["q"]), "lse": torch.empty(cpu["q"].shape[:2])}
-    tlt_ext.tree_attention(**cpu, **host, status=torch.zeros(len(rows), dtype=torch.int32))
+    flat.tree_attention(**cpu, **host, status=torch.zeros(len(rows), dtype=torch.int32))
     tolerance = kit.TOLERANCE[dtype]
     for share in (True, False):
         out, lse, _ = attend(case, share=share)
@@ -302,14 +301,14 @@ def test_a_bad_page_hurts_one_of_many_requests_that_are_merged(length):
     assert kit.same_bits(lse[~hurt], expected_lse[~hurt])
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize(
     ("name", "batch", "longest"),
     [("32/8x128", 3, 2100), ("9/3x64", 3, 8192), ("32/8x128", 1, 5900)],
     ids=["two launches", "one launch", "one launch of 128 dimensions"],
 )
 @pytest.mark.parametrize("tree", [True, False])
-def test_a_graph_serves_any_lengths(tree, name, batch, longest, early):
+def test_a_graph_serves_any_lengths(tree, name, batch, longest, pdl):
     """1,000 replays with changing lengths, tables and tails; nothing is allocated."""
     shape, rows = SHAPES[name], 8
     largest = make_case([longest] * batch, [rows] * batch, shape, tree=tree)
@@ -319,12 +318,12 @@ def test_a_graph_serves_any_lengths(tree, name, batch, longest, early):
         "out": out,
         "status": status,
         "workspace": workspace_for(largest),
-        "early": early,
+        "pdl": pdl,
     }
-    tlt_ext.tree_attention(**static)
+    flat.tree_attention(**static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tlt_ext.tree_attention(**static)
+        flat.tree_attention(**static)
     draw = kit.generator(0)
     depth = static["position"] - static["context_len"].repeat_interleave(rows)
     table = static["block_table"].clone()
@@ -340,7 +339,7 @@ def test_a_graph_serves_any_lengths(tree, name, batch, longest, early):
             before = torch.cuda.memory_stats()["reserved_bytes.all.allocated"]
         graph.replay()
         if step % 20 == 0:
-            tlt_ext.tree_attention(**static | {"out": wanted, "workspace": None})
+            flat.tree_attention(**static | {"out": wanted, "workspace": None})
             assert kit.same_bits(out, wanted), step
     assert torch.cuda.memory_stats()["reserved_bytes.all.allocated"] == before
     assert not status.any()
@@ -364,10 +363,10 @@ def test_refuses_what_it_is_not_written_for():
         attend(good, q=odd)
     args = {"out": torch.empty_like(good["q"]), "status": torch.zeros(1).int().cuda()}
     with pytest.raises(ValueError, match="workspace: expected .* bytes, aligned to 16"):
-        tlt_ext.tree_attention(
+        flat.tree_attention(
             **make_case([300], [3], (4, 2, 64, 16, torch.bfloat16)),
             **args,
             workspace=torch.empty(16, dtype=torch.uint8, device="cuda"),
         )
     with pytest.raises(TypeError, match="workspace: expected dtype uint8"):
-        tlt_ext.tree_attention(**good, **args, workspace=torch.empty(16, device="cuda"))
+        flat.tree_attention(**good, **args, workspace=torch.empty(16, device="cuda"))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import tlt_ext
 from tests import kit, reference
+from tests.grouping import flat
 
 NAN, NOBODY, EPS = float("nan"), -77, 1e-5
 
@@ -36,7 +36,7 @@ def level_case(frontier, row, *, dim=24, dtype=torch.float32, hidden_rows=9, cap
         "node_token": torch.randint(0, 50, (requests, capacity), generator=draw).int(),
         "frontier": frontier,
         "row": row,
-        "root_position": ints(*(100 + 7 * b for b in range(requests))),
+        "context_len": ints(*(100 + 7 * b for b in range(requests))),
         "out": torch.full((rows, 2 * dim), NAN, dtype=dtype),
         "hidden_out": torch.full((rows, dim), NAN, dtype=dtype),
         "position": torch.full((rows,), NOBODY, dtype=torch.int32),
@@ -58,7 +58,7 @@ def check_level(ops, case):
     rows = case["row"].flatten().tolist()
     kit.assert_close(case["out"], expected_inputs(case, tokens, rows))
     assert kit.same_bits(case["hidden_out"], case["hidden"][rows])
-    want = [p + 2 for p in case["root_position"].tolist() for _ in range(width)]
+    want = [p + 2 for p in case["context_len"].tolist() for _ in range(width)]
     assert case["position"].tolist() == want
 
 
@@ -182,17 +182,17 @@ def test_draft_inputs_without_rows(ops):
 )
 def test_draft_inputs_checks_its_arguments(changes, error, match):
     with pytest.raises(error, match="draft_inputs: " + match):
-        tlt_ext.draft_inputs(**entries_case([1, 2, 3]) | changes)
+        flat.draft_inputs(**entries_case([1, 2, 3]) | changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"frontier": torch.zeros(2, 2)}, TypeError, "frontier: expected dtype int32"),
-        ({"frontier": ints(0)}, ValueError, r"frontier: expected shape \[\*, \*\]"),
-        ({"row": ints(0)}, ValueError, r"row: expected shape \[2, 2\]"),
-        ({"node_token": ints(0)}, ValueError, r"node_token: expected shape \[2, \*\]"),
-        ({"root_position": ints(0)}, ValueError, r"root_position: expected shape \[2\]"),
+        ({"frontier": torch.zeros(2, 2)}, TypeError, "frontier.node: expected dtype"),
+        ({"frontier": ints(0)}, ValueError, r"frontier.node: expected shape \[\*, \*\]"),
+        ({"row": ints(0)}, ValueError, r"frontier.row: expected shape \[2, 2\]"),
+        ({"node_token": ints(0)}, ValueError, r"nodes.token: expected shape \[2, \*\]"),
+        ({"context_len": ints(0)}, ValueError, r"context_len: expected shape \[2\]"),
         ({"out": torch.zeros(3, 48)}, ValueError, r"out: expected shape \[4, 48\]"),
         ({"hidden_out": torch.zeros(4, 24).half()}, TypeError, "hidden_out: expected the dtype"),
         ({"hidden_out": torch.zeros(3, 24)}, ValueError, r"hidden_out: expected shape \[4, 24\]"),
@@ -202,10 +202,10 @@ def test_draft_inputs_checks_its_arguments(changes, error, match):
 )
 def test_draft_level_inputs_checks_its_arguments(changes, error, match):
     with pytest.raises(error, match="draft_level_inputs: " + match):
-        tlt_ext.draft_level_inputs(**level_case([[4, 9], [1, 2]], [[0, 8], [3, 3]]) | changes)
+        flat.draft_level_inputs(**level_case([[4, 9], [1, 2]], [[0, 8], [3, 3]]) | changes)
 
 
 def test_draft_level_inputs_does_not_copy_in_place():
     case = level_case([[4, 9], [1, 2]], [[0, 3], [3, 3]], hidden_rows=4)
     with pytest.raises(ValueError, match="hidden_out: expected other memory than hidden"):
-        tlt_ext.draft_level_inputs(**case | {"hidden_out": case["hidden"]})
+        flat.draft_level_inputs(**case | {"hidden_out": case["hidden"]})

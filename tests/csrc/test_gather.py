@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import tlt_ext
 from tests import kit, reference
 from tests.csrc.paged import make_batch
+from tests.grouping import flat
 from tlt_ext import Status
 
 NAN, NOBODY = float("nan"), -77
@@ -39,7 +39,7 @@ def gather_case(contexts, counts, *, most, slots=None, page_size=5, dim=24, dtyp
         "position": torch.full((size * most,), NOBODY, dtype=torch.int32),
         "first": torch.full((size,), NOBODY, dtype=torch.int32),
         "last": torch.full((size,), NOBODY, dtype=torch.int32),
-        "rows": torch.full((size * most, dim), NAN, dtype=dtype),
+        "new_features": torch.full((size * most, dim), NAN, dtype=dtype),
     }
 
 
@@ -59,8 +59,8 @@ def check_gather(ops, case):
     assert case["last"].tolist() == [end - 1 if count else 0 for end, count in ends]
     contexts = zip(case["context_len"].tolist(), counts, strict=True)
     assert case["first"].tolist() == [context - count for context, count in contexts]
-    assert kit.same_bits(case["rows"][:total], rows)
-    assert case["rows"][total:].isnan().all()  # nobody's rows stay as they were
+    assert kit.same_bits(case["new_features"][:total], rows)
+    assert case["new_features"][total:].isnan().all()  # nobody's rows stay as they were
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -106,7 +106,7 @@ def test_gather_new_rows_reads_a_part_of_the_features(ops):
     case = dict(plain)
     wide = torch.full((*plain["features"].shape[:2], 40), NAN, dtype=torch.bfloat16)
     case["features"] = wide[..., :24].copy_(plain["features"])
-    case["rows"] = torch.full((34, 72), NAN, dtype=torch.bfloat16)[:, 16:40]
+    case["new_features"] = torch.full((34, 72), NAN, dtype=torch.bfloat16)[:, 16:40]
     case["tokens"] = torch.full((3, 50), NOBODY, dtype=torch.int32)[:, 2:35].copy_(plain["tokens"])
     check_gather(ops, case)
 
@@ -144,7 +144,7 @@ def test_gather_new_rows_zeroes_rows_without_a_page(ops, page, width, status):
     case["block_table"] = case["block_table"][:, :width]  # slots 5 to 8 are on the second page
     ops.gather_new_rows(**case)
     assert case["status"].tolist() == [status, 0]
-    assert (case["rows"][:4] == 0).all() and not case["rows"][4:6].isnan().any()
+    assert (case["new_features"][:4] == 0).all() and not case["new_features"][4:6].isnan().any()
     assert case["position"][:6].tolist() == [5, 6, 7, 8, 2, 3]
 
 
@@ -185,10 +185,18 @@ def test_gather_new_rows_without_requests(ops):
         ({"position": ints(0)}, ValueError, r"position: expected shape \[8\]"),
         ({"first": ints(0)}, ValueError, r"first: expected shape \[2\]"),
         ({"last": ints(0)}, ValueError, r"last: expected shape \[2\]"),
-        ({"rows": torch.zeros(8, 24).half()}, TypeError, "rows: expected the dtype of features"),
-        ({"rows": torch.zeros(8, 23)}, ValueError, r"rows: expected shape \[8, 24\]"),
+        (
+            {"new_features": torch.zeros(8, 24).half()},
+            TypeError,
+            "out.features: expected the dtype",
+        ),
+        (
+            {"new_features": torch.zeros(8, 23)},
+            ValueError,
+            r"out.features: expected shape \[8, 24\]",
+        ),
     ],
 )
 def test_gather_new_rows_checks_its_arguments(changes, error, match):
     with pytest.raises(error, match="gather_new_rows: " + match):
-        tlt_ext.gather_new_rows(**gather_case([9, 9], [4, 3], most=4) | changes)
+        flat.gather_new_rows(**gather_case([9, 9], [4, 3], most=4) | changes)

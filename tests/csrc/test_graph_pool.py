@@ -1,4 +1,4 @@
-"""Executable graphs: one launch that loops until the device says stop, costs, eviction."""
+"""Executable graphs: one launch that loops until the device says stop, costs, updates, eviction."""
 
 import dataclasses
 import time
@@ -8,7 +8,19 @@ import torch
 
 import tlt_ext
 from tests import kit
-from tlt_ext import Control, GraphError, GraphPool, PassRing, StopReason
+from tlt_ext import (
+    Control,
+    GraphError,
+    GraphPool,
+    PassRing,
+    Requests,
+    Rows,
+    Sampling,
+    StopReason,
+    TokenTable,
+    Tree,
+    VerifyOutput,
+)
 
 VOCAB, WIDTH, LENGTH = 1000, 17, 4096
 INT = {"dtype": torch.int32, "device": "cuda"}
@@ -26,7 +38,7 @@ loops = [*on_gpu, needs(GraphPool.supports_loop(), "no conditional nodes here")]
 class Bigram:
     """A model whose next token depends on the last one alone, decoded by the real ops.
 
-    A pass is `verify_tree` on roots (clusters, launches that start early), then `advance_batch`.
+    A pass is `verify_tree` on roots (clusters, dependent launches), then `advance_batch`.
     """
 
     batch: int
@@ -46,6 +58,9 @@ class Bigram:
         self.tokens = torch.zeros(rows, LENGTH, **INT)
         self.emitted, self.path = torch.zeros(2, rows, WIDTH, **INT).unbind()
         self.logprobs = torch.zeros(rows, WIDTH, device="cuda")
+        self.output = VerifyOutput(
+            self.emitted, self.logprobs, self.num_emitted, self.finish, self.path
+        )
         self.parents = torch.full((rows,), -1, **INT)
         self.row_start = torch.arange(rows + 1, **INT)
         self.temperature = torch.ones(rows, device="cuda")
@@ -53,7 +68,7 @@ class Bigram:
         self.top_p = torch.ones(rows, device="cuda")
         self.request = torch.arange(rows, device="cuda")
         self.stop_ids = torch.full((rows, 1), -1, **INT)
-        size = tlt_ext.sampling_workspace_bytes(rows, VOCAB)
+        size = tlt_ext.sampling_workspace_bytes(rows)
         self.workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
         self.control = torch.zeros(8, **INT)
         self.square = torch.zeros(2, self.work, self.work, device="cuda") if self.work else None
@@ -74,39 +89,27 @@ class Bigram:
         torch.index_select(self.table, 0, self.last_token, out=self.logits)
         tlt_ext.verify_tree(
             self.logits,
-            self.last_token,
-            self.parents,
-            self.context_len,
-            self.row_start,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.request,
-            self.stop_ids,
-            self.remaining,
-            self.emitted,
-            self.logprobs,
-            self.num_emitted,
-            self.path,
-            self.finish,
-            self.status,
+            Tree(self.last_token, self.parents),
+            Rows(self.row_start, self.context_len, self.status),
+            Sampling(self.temperature, self.request, self.top_k, self.top_p),
+            self.output,
+            stop_ids=self.stop_ids,
+            limit=self.remaining,
             seed=5,
             workspace=self.workspace,
         )
         self.context_len.add_(self.num_emitted)
         tlt_ext.advance_batch(
-            self.emitted,
-            self.logprobs,
-            self.num_emitted,
-            self.finish,
-            self.status,
-            self.context_len,
-            self.slot,
-            self.tokens,
-            self.last_token,
-            self.remaining,
-            self.num_new,
-            self.granted,
+            self.output,
+            TokenTable(self.tokens, self.slot),
+            Requests(
+                self.context_len,
+                self.status,
+                self.last_token,
+                self.remaining,
+                self.num_new,
+                self.granted,
+            ),
             self.control,
             self.ring,
             lookahead=1,
@@ -288,16 +291,27 @@ def test_several_graphs_are_one_body_in_order(loop):
     assert pool.usage()["pass"].nodes > 4
 
 
-@pytest.mark.parametrize("loop", [pytest.param(True, marks=loops)])
-def test_a_loop_whose_body_ends_no_pass_is_bounded(loop):
-    model, pool = bigram(), GraphPool()
-    count = torch.zeros(1, **INT)
-    add(pool, "endless", model.capture(lambda: count.add_(1)), model, loop)
-    count.zero_()
-    tlt_ext.arm_passes(model.control, model.ring, limit=5)
-    pool.launch("endless")
-    torch.cuda.synchronize()
-    assert count.item() == 5
+@pytest.mark.parametrize(
+    "loop", [pytest.param(True, marks=loops), pytest.param(False, marks=on_gpu)]
+)
+def test_update_in_place(loop):
+    one, other, pool = bigram(), bigram(), GraphPool()
+    other.control = one.control
+    other.table.copy_(one.table.flip(0))
+    add(pool, "pass", one.capture(), one, loop)
+    other.reset([9, 9, 9])
+    expected = other.run(other.step, 64)
+    (graph,) = other.capture()
+    pool.update("pass", [graph.raw_cuda_graph()])
+    other.reset([9, 9, 9])
+    assert other.run(lambda: pool.launch("pass"), 64) == expected
+    (wrong,) = one.capture(lambda: one.tokens.add_(1))
+    with pytest.raises(GraphError, match="update of 'pass'"):
+        pool.update("pass", [wrong.raw_cuda_graph()])
+    other.reset([9, 9, 9])
+    assert other.run(lambda: pool.launch("pass"), 64) == expected
+    with pytest.raises(GraphError, match="update: there is no graph 'none'"):
+        pool.update("none", [wrong.raw_cuda_graph()])
 
 
 def many_nodes(model: Bigram, count: int) -> list[torch.cuda.CUDAGraph]:
@@ -346,20 +360,6 @@ def test_graphs_give_way_by_priority_first(loop):
         add(pool, "low", graphs, model, loop, priority=0)
     assert list(pool.usage()) == ["first", "high", "higher"]
     assert add(pool, "last", graphs, model, loop, priority=1) == ["first"]
-
-
-@pytest.mark.parametrize("loop", [pytest.param(False, marks=on_gpu)])
-def test_a_graph_that_can_never_fit_evicts_none(loop):
-    model = bigram()
-    small, large = many_nodes(model, 10), many_nodes(model, 1000)
-    pool = GraphPool()
-    add(pool, "a", small, model, loop)
-    pool = GraphPool(budget_bytes=2 * pool.usage()["a"].charged_bytes)
-    for key in "ab":
-        add(pool, key, small, model, loop)
-    with pytest.raises(GraphError, match="'c' needs .* with .* in use"):
-        add(pool, "c", large, model, loop)
-    assert list(pool.usage()) == ["a", "b"]
 
 
 @pytest.mark.parametrize("loop", [pytest.param(True, marks=loops)])

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-import tlt_ext
 from tests import kit
 from tests.csrc.plain_arrays import Arrays, cases
+from tests.grouping import flat
 
 pytestmark = [kit.gpu, kit.needs_gpu]
 MANY = 65536
@@ -23,7 +23,7 @@ def refused(op: str, arguments: Arrays, what: str) -> None:
     }
     match = f"{op}: expected at most 65535 {what} on a CUDA device, got {MANY}"
     with pytest.raises(ValueError, match=match):
-        getattr(tlt_ext, op)(**on_card)
+        getattr(flat, op)(**on_card)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def refused(op: str, arguments: Arrays, what: str) -> None:
 )
 def test_too_many_are_refused_by_name(op, dtype, what):
     arguments = cases(dtype)[op]
-    each = PER_REQUEST | ({"position", "rows"} if op == "gather_new_rows" else set())
+    each = PER_REQUEST | ({"position", "new_features"} if op == "gather_new_rows" else set())
     many = {n: np.repeat(a, MANY, axis=0) if n in each else a for n, a in arguments.items()}
     if "row_start" in arguments:
         start = arguments["row_start"]

@@ -6,6 +6,7 @@ import torch
 import tlt_ext
 from tests import kit, reference
 from tests.csrc.paged import make_batch
+from tests.grouping import flat
 from tlt_ext import Status
 
 NAN = float("nan")
@@ -44,16 +45,14 @@ def append_case(contexts, rows, *, page_size=5, heads=(6, 2), head_dim=16, dtype
         "position": ints(*(c + i for c, r in starts for i in range(r))),
         "block_table": batch.block_table,
         "status": batch.status,
-        "num_heads": num_heads,
-        "num_kv_heads": kv_heads,
     }
 
 
 def check_append(ops, case):
     """Runs the op; compares q and every slot of the caches, untouched ones included."""
-    names = ("num_heads", "num_kv_heads", "q_norm", "k_norm", "eps")
-    options = {name: case[name] for name in names if name in case}
-    q, k, v = reference.append_kv(case["qkv"], case["cos_sin"], case["position"], **options)
+    options = {name: case[name] for name in ("q_norm", "k_norm", "eps") if name in case}
+    heads = case["q_out"].shape[1], case["k_cache"].shape[2]
+    q, k, v = reference.append_kv(case["qkv"], case["cos_sin"], case["position"], *heads, **options)
     k_expected, v_expected = case["k_cache"].double(), case["v_cache"].double()
     chain = {name: case[name] for name in ("row_start", "context_len", "position")}
     for request in range(len(case["context_len"])):
@@ -206,7 +205,9 @@ def test_append_kv_reports_row_start_outside_the_rows(ops, row_start, dtype):
         ({"qkv": torch.zeros(6, 150)}, ValueError, r"qkv: expected shape \[6, 160\]"),
         ({"q_out": torch.zeros(6, 6, 16).half()}, TypeError, "q_out: expected the dtype of qkv"),
         ({"q_out": torch.zeros(6, 16, 6).mT}, ValueError, "q_out: expected a contiguous last"),
-        ({"q_out": torch.zeros(6, 5, 16)}, ValueError, r"q_out: expected shape \[6, 6, 16\]"),
+        ({"q_out": torch.zeros(5, 6, 16)}, ValueError, r"q_out: expected shape \[6, \*, 16\]"),
+        ({"q_out": torch.zeros(6, 5, 16)}, ValueError, r"qkv: expected shape \[6, 144\], got"),
+        ({"q_out": torch.zeros(6, 0, 16)}, ValueError, "q_out: expected 1 head or more, got 0"),
         ({"k_cache": torch.zeros(9, 5, 2, 16).half()}, TypeError, "k_cache: expected the dtype"),
         ({"v_cache": torch.zeros(9, 4, 2, 16)}, ValueError, "v_cache: expected shape"),
         ({"cos_sin": torch.zeros(14, 16).half()}, TypeError, "cos_sin: expected dtype float32"),
@@ -218,8 +219,6 @@ def test_append_kv_reports_row_start_outside_the_rows(ops, row_start, dtype):
         ({"block_table": ints(0)}, ValueError, r"block_table: expected shape \[2, \*\]"),
         ({"status": ints(0)}, ValueError, r"status: expected shape \[2\]"),
         ({"slot_base": ints(0)}, ValueError, r"slot_base: expected shape \[2\]"),
-        ({"num_heads": 0}, ValueError, "num_heads: expected 1 or more, got 0"),
-        ({"num_kv_heads": 3}, ValueError, "num_kv_heads: expected that of k_cache, 2, got 3"),
         ({"q_norm": torch.zeros(16).half()}, TypeError, "q_norm: expected the dtype of qkv"),
         ({"k_norm": torch.zeros(8)}, ValueError, r"k_norm: expected shape \[16\]"),
         ({"eps": -1.0}, ValueError, "eps: expected 0 or more"),
@@ -227,7 +226,7 @@ def test_append_kv_reports_row_start_outside_the_rows(ops, row_start, dtype):
 )
 def test_append_kv_checks_its_arguments(changes, error, match):
     with pytest.raises(error, match="append_kv: " + match):
-        tlt_ext.append_kv(**append_case([3, 10], [4, 2]) | changes)
+        flat.append_kv(**append_case([3, 10], [4, 2]) | changes)
 
 
 # ---- commit_path -------------------------------------------------------------------------------
@@ -302,10 +301,10 @@ def test_commit_path_after_a_walk_reads_the_accepted_keys(ops):
     """Appended tree rows, then a commit: the cache equals one filled by the accepted text alone."""
     tree = append_case([6], [5]) | {"position": ints(6, 7, 7, 8, 8)}
     ops.append_kv(**tree)
-    args = (tree["row_start"], ints(0, 2, 4)[None], ints(3), tree["context_len"])
-    tail = (tree["block_table"], tree["status"])
-    caches = [tree[name].unsqueeze(0) for name in ("k_cache", "v_cache")]
-    ops.commit_path(*caches, None, None, *args, *tail)
+    names = ("row_start", "context_len", "block_table", "status")
+    caches = {name: tree[name].unsqueeze(0) for name in ("k_cache", "v_cache")}
+    kept = {"path": ints(0, 2, 4)[None], "num_emitted": ints(3)}
+    ops.commit_path(**caches, **kept, **{name: tree[name] for name in names})
     text = append_case([6], [5])
     text |= {name: tree[name] for name in ("block_table", "cos_sin")}
     text |= {"qkv": tree["qkv"][[0, 2, 4]], "q_out": text["q_out"][:3], "row_start": ints(0, 3)}
@@ -406,14 +405,14 @@ def test_commit_path_without_requests(ops):
 )
 def test_commit_path_checks_its_arguments(changes, error, match):
     with pytest.raises(error, match="commit_path: " + match):
-        tlt_ext.commit_path(**commit_case([4], [6], [[0, 3, 4]]) | changes)
+        flat.commit_path(**commit_case([4], [6], [[0, 3, 4]]) | changes)
 
 
 def test_commit_path_needs_a_page_size():
     cache = torch.zeros(1, 9, 0, 2, 8)
     case = commit_case([4], [6], [[0]]) | {"features": None, "feature_rows": None}
     with pytest.raises(ValueError, match="commit_path: k_cache: expected a page size of 1 or more"):
-        tlt_ext.commit_path(**case | {"k_cache": cache, "v_cache": cache})
+        flat.commit_path(**case | {"k_cache": cache, "v_cache": cache})
 
 
 # ---- copy_pages --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 
 import tlt_ext
 from tests import kit
+from tests.grouping import call, flat
 
 pytestmark = [kit.gpu, kit.needs_gpu]
 MILLION = 1_000_000
@@ -43,7 +44,7 @@ def sampled(logits: torch.Tensor, temperature: float = 1.0, same_request: bool =
         arrays = setting(first, CHUNK, temperature)
         if same_request:
             arrays["request"].zero_()
-        tlt_ext.sample(
+        flat.sample(
             logits.expand(CHUNK, -1),
             position=torch.full((CHUNK,), 7, dtype=torch.int32, device="cuda"),
             tokens=tokens[first : first + CHUNK],
@@ -63,7 +64,8 @@ def verified(op, logits: torch.Tensor, children: torch.Tensor, **options):
         tokens[:, 1] = children[first : first + CHUNK]
         out = torch.zeros(CHUNK, 17, **ints)
         path, num_emitted, finish = out.clone(), *torch.zeros(2, CHUNK, **ints).unbind()
-        op(
+        call(
+            op,
             logits.expand(2 * CHUNK, -1),
             tokens=tokens.flatten(),
             parents=torch.tensor([-1, 0], **ints).repeat(CHUNK),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import tlt_ext
 from tests import kit
 from tests.csrc.paged import make_batch
+from tests.grouping import flat
 
 NAN = float("nan")
 
@@ -42,8 +42,6 @@ def make_case(
         "position": torch.tensor(position, dtype=torch.int32),
         "block_table": batch.block_table,
         "status": batch.status,
-        "num_heads": num_heads,
-        "num_kv_heads": kv_heads,
     }
 
 
@@ -61,13 +59,13 @@ def run_two(ops, case):
 
 
 def check(ops, case):
-    two, fused, early = copy_of(case), copy_of(case), copy_of(case)
+    two, fused, pdl = copy_of(case), copy_of(case), copy_of(case)
     run_two(ops, two)
     ops.linear_append(**fused)
-    ops.linear_append(**early, early=True, placed=True)
+    ops.linear_append(**pdl, pdl=True, pdl_tables=True)
     for name in ("q_out", "k_cache", "v_cache", "status"):
         assert kit.same_bits(fused[name], two[name]), name
-        assert kit.same_bits(early[name], two[name]), name
+        assert kit.same_bits(pdl[name], two[name]), name
     return fused
 
 
@@ -153,7 +151,7 @@ def test_bad_rows_are_refused_as_append_kv_refuses_them(ops):
 def test_no_rows():
     case = make_case([3], [2], dtype=torch.float32)
     empty = {"x": case["x"][:0], "q_out": case["q_out"][:0], "position": case["position"][:0]}
-    tlt_ext.linear_append(**(case | empty))
+    flat.linear_append(**(case | empty))
 
 
 def test_checks_its_arguments():
@@ -161,7 +159,7 @@ def test_checks_its_arguments():
 
     def refused(error, match, **changed):
         with pytest.raises(error, match=f"linear_append: {match}"):
-            tlt_ext.linear_append(**(case | changed))
+            flat.linear_append(**(case | changed))
 
     refused(TypeError, "x: expected dtype float32 or float16", x=case["x"].int())
     refused(TypeError, "norm_weight: expected the dtype of x", norm_weight=torch.ones(576).half())
@@ -171,8 +169,9 @@ def test_checks_its_arguments():
     refused(ValueError, r"bias: expected shape \[960\]", bias=torch.ones(959))
     refused(TypeError, "bias: expected the dtype of x", bias=torch.ones(960).half())
     refused(ValueError, "eps: expected 0 or more", eps=-1.0)
-    refused(ValueError, "num_kv_heads: expected that of k_cache", num_kv_heads=2)
-    refused(ValueError, r"q_out: expected shape \[2, 9, 64\]", q_out=case["q_out"][:, :8])
+    refused(ValueError, r"weight: expected shape \[896, 576\]", q_out=case["q_out"][:, :8])
+    refused(ValueError, "q_out: expected 1 head or more, got 0", q_out=case["q_out"][:, :0])
+    refused(ValueError, r"q_out: expected shape \[2, \*, 64\]", q_out=case["q_out"][:1])
     refused(TypeError, "k_cache: expected", k_cache=case["k_cache"].half())
     refused(TypeError, "position: expected dtype int32", position=case["position"].long())
 

@@ -265,9 +265,9 @@ def test_large_weights_have_the_bits_of_their_pieces(dtype, rows):
     assert torch.equal(gated, activated)
 
 
-def decode_step(case, early):
+def decode_step(case, pdl):
     """A chain of all layer ops in one layer's order; every kernel reads what the last one wrote."""
-    x, norm, options = case["x"].clone(), {"norm_weight": case["norm"]}, {"early": early}
+    x, norm, options = case["x"].clone(), {"norm_weight": case["norm"]}, {"pdl": pdl}
     qkv, gated = (x.new_full((len(x), len(case[n])), float("nan")) for n in ("qkv", "gate_up"))
     gated, first = gated[:, : case["down"].shape[1]], qkv[:, : x.shape[1]]
     for _ in range(3):
@@ -285,7 +285,7 @@ def decode_step(case, early):
 @pytest.mark.parametrize("rows", [1, 8, 16, 40, 200])
 @pytest.mark.parametrize("hidden", [576, 3584])
 def test_early_launches_have_the_bits_of_ordinary_ones(rows, hidden):
-    """In a graph and out of it, many times over: an early kernel must wait for what it reads."""
+    """In a graph and out of it, many times over: a dependent launch must wait for what it reads."""
     dtype, middle = torch.bfloat16, 3 * hidden
 
     def weight(n, k, seed):
@@ -299,14 +299,14 @@ def test_early_launches_have_the_bits_of_ordinary_ones(rows, hidden):
         "gate_up": weight(2 * middle, hidden, 4),
         "down": weight(hidden, middle, 5),
     }
-    expected = decode_step(case, early=False)
+    expected = decode_step(case, pdl=False)
     torch.cuda.synchronize()
     assert expected.isfinite().all()
     for _ in range(50):
-        assert torch.equal(decode_step(case, early=True), expected)
+        assert torch.equal(decode_step(case, pdl=True), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_step(case, early=True)
+        out = decode_step(case, pdl=True)
     for _ in range(200):
         graph.replay()
     assert torch.equal(out, expected)

@@ -7,7 +7,8 @@ import torch
 
 import tlt_ext
 from tests import kit, reference
-from tlt_ext import Status
+from tests.grouping import flat
+from tlt_ext import Nodes, Rows, Sampling, Status, TokenTable, Tree, VerifyOutput
 
 SEED, REQUEST = 2**40 + 7, 2**61 + 2**33 + 5
 HUGE = 2**31 - 1  # stands in memory that must not be read
@@ -357,10 +358,10 @@ def test_one_graph_serves_changing_lengths():
     case = Case(texts, [(b, [b, 4, 5, 6, 7, 8]) for b in range(4)], temperature=1.0)
     gpu, cpu = (arrays_on(device, case, 25) for device in ("cuda", "cpu"))
     options = dict(seed=SEED, depth=6, top_k=4)
-    tlt_ext.ngram_propose(**gpu, **options)
+    flat.ngram_propose(**gpu, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tlt_ext.ngram_propose(**gpu, **options)
+        flat.ngram_propose(**gpu, **options)
     held = torch.cuda.memory_allocated()
     for replay in range(1000):
         if replay % 20 == 0:
@@ -372,7 +373,7 @@ def test_one_graph_serves_changing_lengths():
                 arrays["slot"][replay // 20 % 4] = -1 if replay % 40 else replay // 20 % 4
         graph.replay()
         if replay % 100 == 0:
-            tlt_ext.ngram_propose(**cpu, **options)
+            flat.ngram_propose(**cpu, **options)
             assert torch.equal(gpu["node_count"].cpu(), cpu["node_count"])
             for b, count in enumerate(cpu["node_count"].tolist()):
                 for name in ("node_token", "node_parent", "node_score", "node_depth"):
@@ -387,20 +388,18 @@ def test_speculation_on_proposals_emits_what_sample_emits():
     temperature = torch.tensor([0.0, 0.6, 1.0])
     top_k, top_p = torch.zeros(batch, dtype=torch.int32), torch.ones(batch)
     request = REQUEST + torch.arange(batch, dtype=torch.int64)
+    sampling = Sampling(temperature, request, top_k, top_p)
 
     plain = torch.zeros(batch, length, dtype=torch.int32)
     for i in range(1, length):
         tokens = torch.zeros(batch, dtype=torch.int32)
         tlt_ext.sample(
             table[plain[:, i - 1].long()],
-            temperature,
-            top_k,
-            top_p,
-            request,
-            torch.full((batch,), i, dtype=torch.int32),
-            tokens,
-            torch.empty(batch),
-            torch.zeros(batch, dtype=torch.int32),
+            sampling,
+            position=torch.full((batch,), i, dtype=torch.int32),
+            tokens=tokens,
+            logprobs=torch.empty(batch),
+            status=torch.zeros(batch, dtype=torch.int32),
             seed=SEED,
         )
         plain[:, i] = tokens
@@ -415,31 +414,42 @@ def test_speculation_on_proposals_emits_what_sample_emits():
         passes += 1
         token, parent, depth = (torch.zeros(batch, capacity, dtype=torch.int32) for _ in "123")
         score, count = torch.zeros(batch, capacity), torch.zeros(batch, dtype=torch.int32)
-        nodes = (token, parent, score, depth, count)
-        status = torch.zeros(batch, dtype=torch.int32)
+        nodes = Nodes(token, parent, score, depth, count)
         position = (known[:batch] - 1).clamp_max(length - 1)
+        status = torch.zeros(batch, dtype=torch.int32)
         tlt_ext.ngram_propose(
-            *(store, known, group, own, position, *nodes, temperature, request, status),
+            TokenTable(store, own, known, group),
+            nodes,
+            sampling,
+            context_len=position,
+            status=status,
             seed=SEED,
             depth=4,
             top_k=3,
         )
         rows = batch * num_verify
         tokens, parents, positions, source = (torch.zeros(rows, dtype=torch.int32) for _ in "1234")
-        ancestors = torch.zeros(rows, 16, dtype=torch.uint8)
+        tree = Tree(tokens, parents, torch.zeros(rows, 16, dtype=torch.uint8))
         row_start = torch.zeros(batch + 1, dtype=torch.int32)
         tlt_ext.select_nodes(
-            *(*nodes, position, tokens, parents, positions, ancestors, source, row_start),
+            nodes,
+            tree,
+            root_position=position,
+            position=positions,
+            row_start=row_start,
+            source=source,
             num_verify=num_verify,
         )
         emitted, path = (torch.zeros(batch, 17, dtype=torch.int32) for _ in "12")
         num_emitted, finish = (torch.zeros(batch, dtype=torch.int32) for _ in "12")
         tlt_ext.verify_tree(
-            *(table[tokens.long()], tokens, parents, positions, row_start),
-            *(temperature, top_k, top_p, request),
-            torch.full((batch, 1), -1, dtype=torch.int32),
-            (length - known[:batch]).int(),
-            *(emitted, torch.zeros(batch, 17), num_emitted, path, finish, status),
+            table[tokens.long()],
+            tree,
+            Rows(row_start, positions, status),
+            sampling,
+            VerifyOutput(emitted, torch.zeros(batch, 17), num_emitted, finish, path),
+            stop_ids=torch.full((batch, 1), -1, dtype=torch.int32),
+            limit=(length - known[:batch]).int(),
             seed=SEED,
         )
         for b in range(batch):
@@ -465,7 +475,7 @@ def test_checks(ops):
         wide.propose(ops)
     arrays = case.arrays(8)
     options = dict(seed=0, depth=4, top_k=2)
-    with pytest.raises(ValueError, match="node_token: expected room for 9 nodes a request, got 8"):
+    with pytest.raises(ValueError, match="nodes.token: expected room for 9 nodes a request, got 8"):
         ops.ngram_propose(**arrays, **options)
     arrays = case.arrays(9)
     for name, wrong, message in (

@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-import tlt_ext
 from tests import kit, reference
 from tests.csrc.verify_kit import (
     LAW,
@@ -17,6 +16,7 @@ from tests.csrc.verify_kit import (
     tree,
     valid,
 )
+from tests.grouping import flat
 from tlt_ext import Status
 
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -296,13 +296,13 @@ def test_inputs_are_const():
 def test_verify_rejection_checks_draft_probs():
     """Fault 19: float32 draft laws only: what was drawn from is what is tested."""
     with pytest.raises(ValueError, match="draft_probs: expected an array unless deterministic"):
-        tlt_ext.verify_rejection(**valid(), draft_probs=None, seed=0)
+        flat.verify_rejection(**valid(), draft_probs=None, seed=0)
     with pytest.raises(TypeError, match="draft_probs: expected dtype float32, got bfloat16"):
-        tlt_ext.verify_rejection(**valid(), draft_probs=torch.zeros(6, 10).bfloat16(), seed=0)
+        flat.verify_rejection(**valid(), draft_probs=torch.zeros(6, 10).bfloat16(), seed=0)
     with pytest.raises(ValueError, match=r"draft_probs: expected shape \[6, \*\], got \[5, 10\]"):
-        tlt_ext.verify_rejection(**valid(), draft_probs=torch.zeros(5, 10), seed=0)
+        flat.verify_rejection(**valid(), draft_probs=torch.zeros(5, 10), seed=0)
     with pytest.raises(ValueError, match="draft_probs: expected at least 10 columns, got 9"):
-        tlt_ext.verify_rejection(**valid(), draft_probs=torch.zeros(6, 9), seed=0)
+        flat.verify_rejection(**valid(), draft_probs=torch.zeros(6, 9), seed=0)
 
 
 # ---- the tests can fail ----------------------------------------------------------------------

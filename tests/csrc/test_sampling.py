@@ -8,6 +8,7 @@ import torch
 
 import tlt_ext
 from tests import kit, reference
+from tests.grouping import flat
 from tlt_ext import Status
 
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -20,33 +21,24 @@ def as_row(value, rows: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def call(logits, *, temperature=1.0, top_k=0, top_p=1.0, request=0, position=0, seed=0, **options):
-    """Runs the op with scalars spread over the rows; on a GPU with and without a workspace."""
+    """Runs the op with scalars spread over the rows."""
     rows = logits.shape[0]
-    arrays = [
-        logits,
-        as_row(temperature, rows, torch.float32),
-        as_row(top_k, rows, torch.int32),
-        as_row(top_p, rows, torch.float32),
-        as_row(request, rows, torch.int64),
-        as_row(position, rows, torch.int32),
-    ]
-    arrays = [kit.to_device(array) for array in arrays]
-
-    def run(workspace):
-        out = {
-            "tokens": torch.full((rows,), -7, dtype=torch.int32),
-            "logprobs": torch.full((rows,), math.nan),
-            "filtered_logprobs": torch.full((rows,), math.nan),
-            "status": torch.zeros(rows, dtype=torch.int32),
-        }
-        out = {name: kit.to_device(array) for name, array in out.items()}
-        tlt_ext.sample(*arrays, seed=seed, workspace=workspace, **out, **options)
-        return kit.to_cpu(out)
-
-    out = run(kit.workspace(rows, logits.shape[1]))
-    if kit.DEVICE == "cuda":
-        alone = run(None)
-        assert all(kit.same_bits(out[name], alone[name]) for name in out)
+    arrays = {
+        "logits": logits,
+        "temperature": as_row(temperature, rows, torch.float32),
+        "top_k": as_row(top_k, rows, torch.int32),
+        "top_p": as_row(top_p, rows, torch.float32),
+        "request": as_row(request, rows, torch.int64),
+        "position": as_row(position, rows, torch.int32),
+        "tokens": torch.full((rows,), -7, dtype=torch.int32),
+        "logprobs": torch.full((rows,), math.nan),
+        "filtered_logprobs": torch.full((rows,), math.nan),
+        "status": torch.zeros(rows, dtype=torch.int32),
+    }
+    arrays = {name: kit.to_device(array) for name, array in arrays.items()}
+    flat.sample(**arrays, seed=seed, **options)
+    written = ("tokens", "logprobs", "filtered_logprobs", "status")
+    out = kit.to_cpu({name: arrays[name] for name in written})
     out["filtered"] = out.pop("filtered_logprobs")
     return SimpleNamespace(**out)
 
@@ -223,16 +215,16 @@ def test_only_some_rows_set_top_k():
     logits = kit.randn(rows, vocab, seed=6)
     top_k = torch.tensor([0, 5, 0, 0, 1, 0, vocab, 0])
     guarded = [torch.full((rows + 2,), 77, dtype=d) for d in (torch.int32, torch.float32)]
-    tlt_ext.sample(
+    flat.sample(
         logits,
-        torch.ones(rows),
-        top_k.int(),
-        torch.ones(rows),
-        torch.arange(rows),
-        torch.zeros(rows, dtype=torch.int32),
-        guarded[0][1:-1],
-        guarded[1][1:-1],
-        torch.zeros(rows, dtype=torch.int32),
+        temperature=torch.ones(rows),
+        top_k=top_k.int(),
+        top_p=torch.ones(rows),
+        request=torch.arange(rows),
+        position=torch.zeros(rows, dtype=torch.int32),
+        tokens=guarded[0][1:-1],
+        logprobs=guarded[1][1:-1],
+        status=torch.zeros(rows, dtype=torch.int32),
         seed=0,
     )
     plain = call(logits, request=torch.arange(rows))
@@ -336,13 +328,9 @@ def test_bad_logits_lose_and_flag_their_request(bad, temperature, top_k):
 
 
 def test_status_bits_are_ored_in():
-    logits = torch.full((1, 3), math.nan)
     status = torch.tensor([int(Status.BAD_PAGE)], dtype=torch.int32)
-    ones, zeros = torch.ones(1), torch.zeros(1, dtype=torch.int32)
-    request = torch.zeros(1, dtype=torch.int64)
-    tlt_ext.sample(
-        logits, ones, zeros, ones, request, zeros, zeros.clone(), ones.clone(), status, seed=0
-    )
+    changes = {"logits": torch.full((1, 3), math.nan), "status": status}
+    flat.sample(**valid(rows=1) | changes, seed=0)
     assert Status(int(status)) == Status.BAD_PAGE | Status.NAN_LOGITS
 
 
@@ -385,37 +373,6 @@ def test_extreme_temperatures_and_logits():
     kit.assert_law(hot.tokens, torch.full((3,), 1 / 3))
     over = call(torch.tensor([[3e38, 1.0, 2.0]]), temperature=0.5)  # overflows when divided
     assert int(over.tokens) in (1, 2) and int(over.status) == Status.NAN_LOGITS
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_an_infinite_temperature_never_draws_a_masked_id(top_p):
-    logits = torch.where(torch.arange(400) % 3 == 0, -torch.inf, kit.randn(400, seed=1))
-    got = call(
-        logits.expand(500, -1), temperature=torch.inf, top_p=top_p, request=torch.arange(500)
-    )
-    assert not got.status.any()
-    assert (got.tokens % 3 != 0).all() and len(got.tokens.unique()) > 50
-    assert torch.allclose(got.logprobs, -torch.tensor(266.0).log(), atol=1e-5)
-
-
-def test_a_nan_temperature_is_greedy_and_flagged():
-    logits = kit.randn(2, 100, seed=1)
-    got = call(logits, temperature=torch.tensor([torch.nan, 0.0]))
-    assert torch.equal(got.tokens.long(), logits.argmax(1))
-    assert got.status.tolist() == [Status.NAN_LOGITS, 0]
-
-
-@pytest.mark.parametrize("value", [0.37, 3.3, 17.9, 250.3, -23.7])
-@pytest.mark.parametrize("temperature", [1.00001e-6, 2.7e-6, 1e-4])
-def test_top_p_at_ties_of_a_tiny_temperature(value, temperature):
-    """Of four equal ids top-p keeps the first ones, however coarse logit / T is."""
-    logits = torch.full((300,), -1e4)
-    logits[[7, 100, 101, 250]] = value
-    for top_p, kept in ((0.1, {7}), (0.3, {7, 100}), (0.55, {7, 100, 101})):
-        got = call(
-            logits.expand(64, -1), temperature=temperature, top_p=top_p, request=torch.arange(64)
-        )
-        assert set(got.tokens.tolist()) == kept
 
 
 def test_empty_batch():
@@ -462,17 +419,17 @@ def valid(rows=3, vocab=10):
 )
 def test_sample_checks_its_arrays(name, bad, error, message):
     with pytest.raises(error, match=f"sample: {name}: expected (a )?{message}"):
-        tlt_ext.sample(**{**valid(), name: bad}, seed=0)
+        flat.sample(**{**valid(), name: bad}, seed=0)
 
 
 @pytest.mark.parametrize("vocab_size", [0, -1, 11])
 def test_sample_checks_vocab_size(vocab_size):
     with pytest.raises(ValueError, match=r"sample: vocab_size: expected 1 \.\. 10"):
-        tlt_ext.sample(**valid(), seed=0, vocab_size=vocab_size)
+        flat.sample(**valid(), seed=0, vocab_size=vocab_size)
 
 
 def test_sample_refuses_a_vocabulary_past_its_integer_sums():
     arrays = valid(rows=1)
     arrays["logits"] = torch.zeros(1, 2**22 + 1, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="vocab_size: expected at most 4194304, got 4194305"):
-        tlt_ext.sample(**arrays, seed=0)
+        flat.sample(**arrays, seed=0)

@@ -10,6 +10,8 @@ import tlt_ext
 from tests import kit
 from tests.csrc.test_tree import Store
 from tests.csrc.verify_kit import call
+from tests.grouping import flat
+from tlt_ext import Frontier, Nodes, Sampling, Tree
 
 pytestmark = [kit.gpu, kit.needs_gpu]
 GUARD = 64
@@ -49,14 +51,14 @@ def sample_once(logits, rng_seed, vocab_size, filtered):
         values = torch.tensor(values, dtype=dtype)
         return values[torch.randint(0, len(values), (rows,), generator=random)]
 
-    arrays = [
-        logits,
-        pick([0.0, 0.3, 1.0, 1.0, 2.0], torch.float32),
-        pick([0, 0, 1, 40, 1 << 30], torch.int32),
-        pick([1.0, 1.0, 0.9, 0.3, 0.0, 0.9999], torch.float32),
-        torch.randint(0, 2**62, (rows,), generator=random),
-        torch.randint(0, 2**20, (rows,), generator=random).int(),
-    ]
+    arrays = {
+        "logits": logits,
+        "temperature": pick([0.0, 0.3, 1.0, 1.0, 2.0], torch.float32),
+        "top_k": pick([0, 0, 1, 40, 1 << 30], torch.int32),
+        "top_p": pick([1.0, 1.0, 0.9, 0.3, 0.0, 0.9999], torch.float32),
+        "request": torch.randint(0, 2**62, (rows,), generator=random),
+        "position": torch.randint(0, 2**20, (rows,), generator=random).int(),
+    }
     out = {
         "tokens": torch.zeros(rows, dtype=torch.int32),
         "logprobs": torch.zeros(rows),
@@ -64,14 +66,10 @@ def sample_once(logits, rng_seed, vocab_size, filtered):
     }
     if filtered:
         out["filtered_logprobs"] = torch.zeros(rows)
-    out = {name: kit.to_device(array) for name, array in out.items()}
-    tlt_ext.sample(
-        *(kit.to_device(array) for array in arrays),
-        seed=7,
-        vocab_size=vocab_size,
-        workspace=kit.workspace(rows, logits.shape[1]),
-        **out,
+    arrays, out = (
+        {name: kit.to_device(array) for name, array in group.items()} for group in (arrays, out)
     )
+    flat.sample(**arrays, **out, seed=7, vocab_size=vocab_size)
     return kit.to_cpu(out)
 
 
@@ -242,7 +240,7 @@ def verify_arrays(requests, size, vocab, out, dtype=torch.bfloat16):
         "finish": out(requests),
         "status": torch.zeros(requests, **ints),
     }
-    size = tlt_ext.sampling_workspace_bytes(rows, vocab)
+    size = tlt_ext.sampling_workspace_bytes(rows)
     return {**arrays, "workspace": out(size, dtype=torch.uint8)}
 
 
@@ -253,47 +251,51 @@ def test_nothing_is_written_outside_the_outputs():
     arrays = verify_arrays(5, 6, 160_000, out)
     arrays["top_k"][::2] = 9
     arrays["top_p"][1] = 0.5
-    tlt_ext.verify_tree(**arrays, seed=1)
+    flat.verify_tree(**arrays, seed=1)
     rows = 9
     ints = {"dtype": torch.int32, "device": "cuda"}
-    tlt_ext.sample(
+    flat.sample(
         arrays["logits"][:rows],
-        torch.ones(rows, device="cuda"),
-        torch.tensor([0, 5, 0, 0, 1, 0, 160_000, 0, 0], **ints),
-        torch.tensor([1.0, 1, 0.9, 1, 1, 1, 1, 1, 0.1], device="cuda"),
-        torch.arange(rows, device="cuda"),
-        torch.arange(rows, **ints),
-        out(rows),
-        out(rows, dtype=torch.float32),
-        torch.zeros(rows, **ints),
+        temperature=torch.ones(rows, device="cuda"),
+        top_k=torch.tensor([0, 5, 0, 0, 1, 0, 160_000, 0, 0], **ints),
+        top_p=torch.tensor([1.0, 1, 0.9, 1, 1, 1, 1, 1, 0.1], device="cuda"),
+        request=torch.arange(rows, device="cuda"),
+        position=torch.arange(rows, **ints),
+        tokens=out(rows),
+        logprobs=out(rows, dtype=torch.float32),
+        status=torch.zeros(rows, **ints),
         seed=1,
-        workspace=out(tlt_ext.sampling_workspace_bytes(rows, 160_000), dtype=torch.uint8),
     )
-    store = [out(2, 40), out(2, 40), out(2, 40, dtype=torch.float32), out(2, 40), out(2)]
-    for array, root in zip(store, (3, -1, 0, 0), strict=False):
+    nodes = Nodes(out(2, 40), out(2, 40), out(2, 40, dtype=torch.float32), out(2, 40), out(2))
+    for array, root in zip(nodes, (3, -1, 0, 0), strict=False):
         array[:, 0] = root
-    store[4].fill_(1)
+    nodes.count.fill_(1)
     position = torch.zeros(2, **ints)
     tlt_ext.expand_tree(
         kit.randn(2, 10_000, seed=0).cuda(),
-        torch.zeros(2, 1, **ints),
-        *store,
-        out(2, 20),
-        out(2, 20),
-        out(2, 20, 16, dtype=torch.uint8),
-        torch.ones(2, device="cuda"),
-        torch.arange(2, device="cuda"),
-        position,
-        torch.zeros(2, **ints),
+        nodes,
+        Frontier(torch.zeros(2, 1, **ints)),
+        Frontier(out(2, 20), out(2, 20), out(2, 20, 16, dtype=torch.uint8)),
+        Sampling(torch.ones(2, device="cuda"), torch.arange(2, device="cuda")),
+        root_position=position,
+        status=torch.zeros(2, **ints),
         seed=0,
-        slot_base=0,
         vocab_size=10_000,
     )
-    packed = [out(60), out(60), out(60), out(60, 16, dtype=torch.uint8), out(60), out(3)]
-    tlt_ext.select_nodes(*store, position, *packed, num_verify=30)
+    tree = Tree(out(60), out(60), out(60, 16, dtype=torch.uint8))
+    row_start = out(3)
+    tlt_ext.select_nodes(
+        nodes,
+        tree,
+        root_position=position,
+        position=out(60),
+        row_start=row_start,
+        source=out(60),
+        num_verify=30,
+    )
     out.assert_intact()
-    assert store[4].tolist() == [21, 21] and packed[-1].tolist() == [0, 21, 42]
-    tail = packed[0][42:].tolist() + packed[3][42:].flatten().tolist()
+    assert nodes.count.tolist() == [21, 21] and row_start.tolist() == [0, 21, 42]
+    tail = tree.tokens[42:].tolist() + tree.ancestors[42:].flatten().tolist()
     assert set(tail) == {77}  # packed rows past the last request
 
 
@@ -302,10 +304,10 @@ def test_one_graph_serves_changing_settings():
     out = Guarded()
     arrays = verify_arrays(3, 5, 3001, out)
     arrays["logits"][:, :4] += 9.0
-    tlt_ext.verify_tree(**arrays, seed=1)  # loads the kernels
+    flat.verify_tree(**arrays, seed=1)  # loads the kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tlt_ext.verify_tree(**arrays, seed=1)
+        flat.verify_tree(**arrays, seed=1)
     torch.cuda.synchronize()
     names = ("emitted", "logprobs", "num_emitted", "path", "finish", "status")
     held = torch.cuda.memory_allocated()
@@ -319,7 +321,7 @@ def test_one_graph_serves_changing_settings():
         if replay % 50:
             continue
         replayed = {name: arrays[name].clone() for name in names}
-        tlt_ext.verify_tree(**arrays, seed=1)
+        flat.verify_tree(**arrays, seed=1)
         for name in names:
             assert kit.same_bits(replayed[name], arrays[name])
     del replayed
@@ -331,17 +333,17 @@ def test_logprobs_are_the_same_bits_in_any_batch():
     """Plain rows, trees and batches of one agree bit for bit on the card."""
     out = Guarded()
     arrays = verify_arrays(16, 4, 20_000, out)
-    tlt_ext.verify_tree(**arrays, seed=1)
+    flat.verify_tree(**arrays, seed=1)
     for b in range(16):
         row = 4 * b
         token, logprob = out(1), out(1, dtype=torch.float32)
-        tlt_ext.sample(
+        flat.sample(
             arrays["logits"][row : row + 1],
-            *(arrays[name][b : b + 1] for name in ("temperature", "top_k", "top_p", "request")),
-            arrays["position"][row : row + 1] + 1,
-            token,
-            logprob,
-            torch.zeros(1, dtype=torch.int32, device="cuda"),
+            **{name: arrays[name][b : b + 1] for name in Sampling._fields},
+            position=arrays["position"][row : row + 1] + 1,
+            tokens=token,
+            logprobs=logprob,
+            status=torch.zeros(1, dtype=torch.int32, device="cuda"),
             seed=1,
         )
         assert token[0] == arrays["emitted"][b, 0]
@@ -349,14 +351,20 @@ def test_logprobs_are_the_same_bits_in_any_batch():
 
 
 def test_select_refuses_a_store_that_shared_memory_cannot_hold():
-    store = [torch.zeros(1, 16385, dtype=torch.int32, device="cuda") for _ in range(4)]
-    store[2] = store[2].float()
-    ints = [torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(6)]
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    token, parent, depth = torch.zeros(3, 1, 16385, **ints)
+    nodes = Nodes(token, parent, token.float(), depth, torch.zeros(1, **ints))
+    tokens, parents, position, source, root_position = torch.zeros(5, 1, **ints)
     ancestors = torch.zeros(1, 16, dtype=torch.uint8, device="cuda")
-    row_start = torch.zeros(2, dtype=torch.int32, device="cuda")
-    with pytest.raises(ValueError, match="node_token: the GPU takes at most 16384 nodes a request"):
+    with pytest.raises(ValueError, match="nodes.token: expected at most 16384 nodes a request"):
         tlt_ext.select_nodes(
-            *store, ints[0], ints[1], *ints[2:5], ancestors, ints[5], row_start, num_verify=1
+            nodes,
+            Tree(tokens, parents, ancestors),
+            root_position=root_position,
+            position=position,
+            row_start=torch.zeros(2, **ints),
+            source=source,
+            num_verify=1,
         )
 
 
@@ -373,7 +381,7 @@ def test_a_workspace_that_is_too_small_is_refused():
     arrays = verify_arrays(1, 2, 100, out)
     arrays["workspace"] = arrays["workspace"][:-1]
     with pytest.raises(ValueError, match="workspace: expected at least 32 bytes, got 31"):
-        tlt_ext.verify_tree(**arrays, seed=1)
+        flat.verify_tree(**arrays, seed=1)
     arrays["workspace"] = torch.zeros(32, device="cuda")
     with pytest.raises(TypeError, match="workspace: expected dtype uint8, got float32"):
-        tlt_ext.verify_tree(**arrays, seed=1)
+        flat.verify_tree(**arrays, seed=1)

@@ -8,7 +8,8 @@ import torch
 
 import tlt_ext
 from tests import kit, reference
-from tlt_ext import Status, tree_capacity
+from tests.grouping import flat
+from tlt_ext import Nodes, Status, Tree, tree_capacity
 
 pytestmark = pytest.mark.usefixtures("each_device")
 each_device = kit.each_device
@@ -37,7 +38,11 @@ class Store:
 
     @property
     def arrays(self):
-        return self.token, self.parent, self.score, self.depth, self.count
+        return Nodes(self.token, self.parent, self.score, self.depth, self.count)
+
+    @property
+    def named_arrays(self):
+        return {f"node_{name}": array for name, array in self.arrays._asdict().items()}
 
     def expand(self, logits, top_k=None, **options):
         """One level; afterwards `frontier`, `row` and `ancestors` are the new ones."""
@@ -51,23 +56,24 @@ class Store:
             "frontier_ancestors": self.ancestors,
             **options,
         }
-        inputs = (self.temperature, self.request, self.root_position)
-        outputs = (*self.arrays, frontier, row, ancestors, self.status)
-        on_device = {id(x): kit.to_device(x) for x in (logits, self.frontier, *inputs, *outputs)}
-        *store, new_frontier, new_row, new_ancestors, status = (on_device[id(x)] for x in outputs)
-        tlt_ext.expand_tree(
-            on_device[id(logits)],
-            on_device[id(self.frontier)],
-            *store,
-            new_frontier,
-            new_row,
-            new_ancestors,
-            *(on_device[id(x)] for x in inputs),
-            status,
-            **{name: kit.to_device(option) for name, option in options.items()},
-        )
-        for output in outputs:
-            output.copy_(on_device[id(output)])
+        arrays = {
+            "draft_logits": logits,
+            "frontier": self.frontier,
+            "temperature": self.temperature,
+            "request": self.request,
+            "root_position": self.root_position,
+            "status": self.status,
+            "next_frontier": frontier,
+            "next_row": row,
+            "next_ancestors": ancestors,
+            **self.named_arrays,
+        }
+        on_device = {n: kit.to_device(x) for n, x in (arrays | options).items()}
+        flat.expand_tree(**on_device)
+        written = ("next_frontier", "next_row", "next_ancestors", "status", *self.named_arrays)
+        outputs = {name: arrays[name] for name in written}
+        for name, output in outputs.items():
+            output.copy_(on_device[name])
         if self.ancestors is not None:
             self.slot_base += self.frontier.shape[1]
         self.frontier, self.row, self.ancestors = frontier, row, ancestors
@@ -97,10 +103,22 @@ class Store:
         row_start = torch.full((self.batch + 1,), -5, dtype=torch.int32)
         tokens, parents, position, source = ints
         out = (tokens, parents, position, ancestors, source, row_start)
-        nodes = [kit.to_device(x) for x in (*self.arrays, self.root_position)]
         out = [kit.to_device(x) for x in out]
-        tlt_ext.select_nodes(*nodes, *out, num_verify=num_verify)
+        self.select_into(out, num_verify)
         return tuple(x.cpu() for x in out)
+
+    def select_into(self, out, num_verify, nodes=None):
+        """`out`: tokens, parents, position, ancestors, source and row_start on the device."""
+        tokens, parents, position, ancestors, source, row_start = out
+        tlt_ext.select_nodes(
+            Nodes(*map(kit.to_device, nodes or self.arrays)),
+            Tree(tokens, parents, ancestors),
+            root_position=kit.to_device(self.root_position),
+            position=position,
+            row_start=row_start,
+            source=source,
+            num_verify=num_verify,
+        )
 
 
 def root_only():
@@ -236,16 +254,16 @@ def test_noise_is_the_one_that_sample_uses():
     store.root_position = torch.arange(16, dtype=torch.int32) * 1000
     store.expand(logits)
     tokens, status = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
-    tlt_ext.sample(
+    flat.sample(
         logits,
-        store.temperature,
-        torch.zeros(16, dtype=torch.int32),
-        torch.ones(16),
-        store.request,
-        store.root_position + 1,
-        tokens,
-        torch.empty(16),
-        status,
+        temperature=store.temperature,
+        top_k=torch.zeros(16, dtype=torch.int32),
+        top_p=torch.ones(16),
+        request=store.request,
+        position=store.root_position + 1,
+        tokens=tokens,
+        logprobs=torch.empty(16),
+        status=status,
         seed=SEED,
     )
     assert store.token[:, 1].tolist() == tokens.tolist()
@@ -502,13 +520,7 @@ def assert_selects_as_reference(store, num_verify):
         filled = [slots + [0] * (16 - len(slots)) for slots in wanted[2]]
         assert ancestors[begin:end].tolist() == filled
     rest = row_start[-1].item()
-    for array, untouched in (
-        (tokens, -5),
-        (parents, -5),
-        (position, -5),
-        (ancestors, 99),
-        (source, -1),
-    ):
+    for array, untouched in ((tokens, -5), (parents, -5), (position, -5), (ancestors, 99)):
         assert array[rest:].eq(untouched).all()
 
 
@@ -525,19 +537,14 @@ def test_select_packs_more_rows_than_one_round_takes():
     assert_selects_as_reference(store, 128)
 
 
-def test_select_of_no_requests():
-    assert Store(0, 4).select(3)[-1].tolist() == [0]
-
-
 def test_select_writes_ancestors_at_any_address():
     store = random_store(60, [59], seed=2)
     aligned = store.select(20)
     ints = [torch.zeros_like(array) for array in aligned]
     memory = torch.zeros(20 * 16 + 1, dtype=torch.uint8)
-    nodes = [kit.to_device(x) for x in (*store.arrays, store.root_position)]
     ints = [kit.to_device(x) for x in ints]
     ints[3] = kit.to_device(memory)[1:].view(20, 16)
-    tlt_ext.select_nodes(*nodes, *ints, num_verify=20)
+    store.select_into(ints, 20)
     assert torch.equal(ints[3].cpu(), aligned[3])
 
 
@@ -573,7 +580,7 @@ def test_expand_checks_its_arguments():
         expand(torch.zeros(5, 2).t()[:1])
     with pytest.raises(ValueError, match=r"draft_logits: expected shape \[1, \*\], got \[2, 5\]"):
         expand(torch.zeros(2, 5))
-    with pytest.raises(TypeError, match="frontier: expected dtype int32, got int64"):
+    with pytest.raises(TypeError, match="frontier.node: expected dtype int32, got int64"):
         expand(prepare=put("frontier", torch.zeros(1, 1, dtype=torch.int64)))
     with pytest.raises(TypeError, match="request: expected dtype int64, got int32"):
         expand(prepare=put("request", torch.zeros(1, dtype=torch.int32)))
@@ -581,13 +588,13 @@ def test_expand_checks_its_arguments():
         expand(d2t=torch.arange(5))
     with pytest.raises(ValueError, match=r"d2t: expected shape \[5\], got \[4\]"):
         expand(d2t=torch.arange(4, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"frontier_ancestors: expected shape \[1, 1, 16\]"):
+    with pytest.raises(ValueError, match=r"frontier.ancestors: expected shape \[1, 1, 16\]"):
         expand(frontier_ancestors=torch.zeros(1, 1, 8, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"node_score: expected shape \[1, 8\], got \[1, 7\]"):
+    with pytest.raises(ValueError, match=r"nodes.score: expected shape \[1, 8\], got \[1, 7\]"):
         expand(prepare=put("score", torch.zeros(1, 7)))
-    with pytest.raises(ValueError, match="node_depth: expected a contiguous array"):
+    with pytest.raises(ValueError, match="nodes.depth: expected a contiguous array"):
         expand(prepare=put("depth", torch.zeros(1, 16, dtype=torch.int32)[:, ::2]))
-    with pytest.raises(ValueError, match="node_token: expected room for 9 nodes a request, got 8"):
+    with pytest.raises(ValueError, match="nodes.token: expected room for 9 nodes a request, got 8"):
         expand(top_k=8)
     with pytest.raises(ValueError, match="top_k .*: expected 1 to 128, got 129"):
         expand(top_k=129)
@@ -612,10 +619,8 @@ def test_select_checks_its_arguments():
     with pytest.raises(ValueError, match="num_verify: expected 1 to 128, got 0"):
         store.select(0)
     no_room = [array[:, :0] for array in store.arrays[:4]]
-    with pytest.raises(ValueError, match="node_token: expected room for 1 nodes a request, got 0"):
-        tlt_ext.select_nodes(
-            *no_room, store.count, store.root_position, *store.select(4), num_verify=4
-        )
+    with pytest.raises(ValueError, match="nodes.token: expected room for 1 nodes a request, got 0"):
+        store.select_into(map(kit.to_device, store.select(4)), 4, (*no_room, store.count))
     store.root_position = store.root_position.long()
     with pytest.raises(TypeError, match="root_position: expected dtype int32, got int64"):
         store.select(4)
@@ -623,4 +628,4 @@ def test_select_checks_its_arguments():
     out = list(store.select(4))
     out[3] = out[3][:3]
     with pytest.raises(ValueError, match=r"ancestors: expected shape \[4, 16\], got \[3, 16\]"):
-        tlt_ext.select_nodes(*store.arrays, store.root_position, *out, num_verify=4)
+        store.select_into(map(kit.to_device, out), 4)

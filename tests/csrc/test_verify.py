@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tlt_ext
-from tests import kit, reference
+from tests import grouping, kit, reference
 from tests.csrc.verify_kit import (
     LAW,
     LIMIT,
@@ -24,6 +24,7 @@ from tests.csrc.verify_kit import (
     tree,
     valid,
 )
+from tests.grouping import flat
 from tlt_ext import Status
 
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -42,11 +43,16 @@ def sample_rows(logits, row_start, position, request, temperature, top_k, top_p,
         "filtered_logprobs": torch.zeros(rows),
     }
     out = {name: kit.to_device(array) for name, array in out.items()}
-    settings = (temperature[spread], top_k[spread], top_p[spread], request[spread])
-    arrays = (logits[:rows], *settings, position[:rows] + 1)
-    workspace = kit.workspace(rows, logits.shape[1])
-    arrays = [kit.to_device(array) for array in arrays]
-    tlt_ext.sample(*arrays, seed=seed, workspace=workspace, **out)
+    arrays = {
+        "logits": logits[:rows],
+        "temperature": temperature[spread],
+        "top_k": top_k[spread],
+        "top_p": top_p[spread],
+        "request": request[spread],
+        "position": position[:rows] + 1,
+    }
+    arrays = {name: kit.to_device(array) for name, array in arrays.items()}
+    flat.sample(**arrays, seed=seed, **out)
     out = kit.to_cpu(out)
     return SimpleNamespace(
         tokens=out["tokens"], logprobs=out["logprobs"], filtered=out["filtered_logprobs"]
@@ -416,7 +422,7 @@ def test_verify_checks_its_arrays(op, name, bad, error, message):
     if op is tlt_ext.verify_rejection:
         options |= {"draft_probs": None, "deterministic": True}
     with pytest.raises(error, match=f"{op.__name__}: {name}: {message}"):
-        op(**{**valid(), name: bad}, **options)
+        grouping.call(op, **{**valid(), name: bad}, **options)
 
 
 @pytest.mark.parametrize("op", [tlt_ext.verify_tree, tlt_ext.verify_rejection])
@@ -428,16 +434,16 @@ def test_verify_checks_vocab_size_and_width(op):
         with pytest.raises(
             ValueError, match=r"vocab_size: expected 1 \.\. 10 .*got " + str(vocab_size)
         ):
-            op(**valid(), vocab_size=vocab_size, **options)
+            grouping.call(op, **valid(), vocab_size=vocab_size, **options)
     narrow = valid()
     for name in ("emitted", "logprobs", "path"):
         narrow[name] = narrow[name][:, :16]
     with pytest.raises(ValueError, match="emitted: expected at least 17 columns, got 16"):
-        op(**narrow, **options)
+        grouping.call(op, **narrow, **options)
 
 
 def test_verify_tree_checks_filtered_logprobs():
     with pytest.raises(TypeError, match="filtered_logprobs: expected dtype float32, got int32"):
-        tlt_ext.verify_tree(**valid(), seed=0, filtered_logprobs=torch.zeros(2, 17).int())
+        flat.verify_tree(**valid(), seed=0, filtered_logprobs=torch.zeros(2, 17).int())
     with pytest.raises(ValueError, match=r"filtered_logprobs: expected shape \[2, 17\], got"):
-        tlt_ext.verify_tree(**valid(), seed=0, filtered_logprobs=torch.zeros(2, 18))
+        flat.verify_tree(**valid(), seed=0, filtered_logprobs=torch.zeros(2, 18))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 import tlt_ext
-from tests import kit
+from tests import grouping, kit
 
 MILLION = 1_000_000
 WIDTH = 17
@@ -78,11 +78,11 @@ def call(
         if filtered is not None:
             out["filtered_logprobs"] = filtered.clone()
         out = {name: kit.to_device(array) for name, array in out.items()}
-        op(seed=seed, **arrays, **out, **options, **more)
+        grouping.call(op, seed=seed, **arrays, **out, **options, **more)
         return kit.to_cpu(out)
 
     if op is tlt_ext.verify_tree:
-        out = run(workspace=kit.workspace(rows, logits.shape[1]))
+        out = run(workspace=kit.workspace(rows))
         if kit.DEVICE == "cuda":
             alone = run()
             assert all(kit.same_bits(out[name], alone[name]) for name in out)

@@ -70,8 +70,9 @@ class Recorder:
 
         def record_level(batch, level, index, hidden):
             out = next_level(batch, level, index, hidden)
-            ids = level.nodes.token.gather(1, level.frontier[index].clamp_min(0).long())
-            ancestors = level.ancestors[index].flatten(0, 1)
+            frontier = level.frontiers[index]
+            ids = level.nodes.token.gather(1, frontier.node.clamp_min(0).long())
+            ancestors = frontier.ancestors.flatten(0, 1)
             self.levels.append((ids.flatten(), ancestors.clone(), out.clone()))
             return out
 
@@ -167,10 +168,14 @@ def test_the_tree_proposes_the_best_children_under_the_shared_noise(parts, monke
     for _ in range(4):  # plain sampling at the next position, without replacement
         tokens, logprobs = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
         tlt_ext.sample(
-            logits, batch.temperature, batch.top_k, batch.top_p, batch.request,
-            torch.tensor([sequence.context_len + 1], dtype=torch.int32), tokens, logprobs,
-            batch.status, seed=parts.runner.seed,
-        )  # fmt: skip
+            logits,
+            batch.sampling,
+            position=torch.tensor([sequence.context_len + 1], dtype=torch.int32),
+            tokens=tokens,
+            logprobs=logprobs,
+            status=batch.status,
+            seed=parts.runner.seed,
+        )
         best.append(int(tokens[0]))
         logits[0, best[-1]] = float("-inf")
     assert sorted(tree.tokens[1:].tolist()) == sorted(best)
@@ -306,6 +311,6 @@ def test_rope_of_the_drafter_reaches_as_far_as_the_target(parts):
     sequence = sequence_of(parts, 256, seed=1, first_page=0)
     strategy = Strategy("learned", 6, 1, 7)
     _, batch = parts.propose([sequence], strategy)
-    hidden = parts.runner._catch_up(batch, strategy, parts.state.store)
+    hidden = parts.runner._catch_up(batch, strategy)
     torch.testing.assert_close(hidden[0], twin(parts, sequence, [])[0], **EXACT)
     assert batch.status.tolist() == [0]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tlt_ext
 from driver.model.drafter import Drafter
 from driver.model.kv_cache import KvCache
-from driver.model.target import RowBatch, TargetModel, layer_launches
+from driver.model.target import TargetModel, layer_launches
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.request import Request, SamplingParams
 from profiling.benches.step import SPECS, random_weights
@@ -79,12 +79,11 @@ def step_launches(spec, requests, slots):
     pages = slots // 16
     kv = KvCache.allocate(spec, num_pages=requests * pages, page_size=16, device="cuda")
     ints = {"dtype": torch.int32, "device": "cuda"}
-    batch = RowBatch(
+    batch = tlt_ext.Rows(
         row_start=torch.arange(requests + 1, **ints),
         context_len=torch.full((requests,), 40, **ints),
         position=torch.full((requests,), 40, **ints),
         block_table=torch.arange(requests * pages, **ints).view(requests, pages),
-        ancestors=None,
         status=torch.zeros(requests, **ints),
     )
     ids = torch.zeros(requests, **ints)

@@ -5,8 +5,7 @@ import torch
 
 import tlt_ext
 from driver.common.errors import UserError
-from driver.config.load import load_config
-from driver.config.sections import CaptureConfig
+from driver.config.load import CaptureConfig, load_config
 from driver.records.progress import Progress
 from driver.run.capture import capture_op, check_capture, copy_arguments
 from driver.train import train
@@ -27,11 +26,13 @@ def attention_arguments(pages=9):
         "k_cache": caches[:, 0],
         "v_cache": caches[:, 1],
         "out": torch.empty(6, 2, 8),
-        "row_start": torch.tensor([0, 3, 6], **INTS),
-        "context_len": torch.tensor([5, 11], **INTS),
-        "position": torch.tensor([5, 6, 7, 11, 12, 13], **INTS),
-        "block_table": table,
-        "status": torch.zeros(2, **INTS),
+        "rows": tlt_ext.Rows(
+            row_start=torch.tensor([0, 3, 6], **INTS),
+            position=torch.tensor([5, 6, 7, 11, 12, 13], **INTS),
+            status=torch.zeros(2, **INTS),
+            context_len=torch.tensor([5, 11], **INTS),
+            block_table=table,
+        ),
     }
 
 
@@ -39,11 +40,11 @@ def test_only_the_pages_of_the_requests_are_kept():
     arguments = attention_arguments()
     tlt_ext.tree_attention(**arguments)
     saved = copy_arguments(tlt_ext.tree_attention, (), arguments)
-    assert saved["k_cache"].shape[0] == 6 and int(saved["block_table"].max()) == 5
+    assert saved["k_cache"].shape[0] == 6 and int(saved["rows.block_table"].max()) == 5
     assert saved["q"].stride() == arguments["q"].stride()
     out = saved["out"].zero_()
-    tlt_ext.tree_attention(**saved)
-    assert torch.equal(out, arguments["out"]) and not saved["status"].any()
+    replay.call_flat(tlt_ext.tree_attention, saved)
+    assert torch.equal(out, arguments["out"]) and not saved["rows.status"].any()
 
 
 def test_calls_are_spread_over_the_step_and_hold_what_was_before(tmp_path):
@@ -95,13 +96,13 @@ def test_a_run_s_calls_can_be_replayed(tmp_path, capsys):
         folder = tmp_path / op / "captures"
         calls = [replay.Call.load(path, "cpu") for path in sorted(folder.iterdir())]
         assert 1 < len(calls) <= 3
-        lengths = [call.arguments["context_len"].clone() for call in calls]
+        lengths = [call.arguments["rows.context_len"].clone() for call in calls]
         for call, before in zip(calls, lengths, strict=True):
             call()
             call()
-            assert torch.equal(call.arguments["context_len"], before)
-            assert not call.arguments["status"].any()
-            assert ("context_len" in call.restored) == (op == "commit_path")
+            assert torch.equal(call.arguments["rows.context_len"], before)
+            assert not call.arguments["rows.status"].any()
+            assert ("rows.context_len" in call.restored) == (op == "commit_path")
         assert replay.main([str(folder), "--device", "cpu"]) == 0
         assert capsys.readouterr().out.count(f"{op}-000001-") == 2 * len(calls)
 
