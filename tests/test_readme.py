@@ -34,6 +34,7 @@ def commands(text):
 
 
 COMMANDS = [words for text in DOCUMENTS.values() for words in commands(text) if "-m" in words]
+COMMANDS = [words for words in COMMANDS if words[0] != "pytest"]  # whose -m is a marker
 by_document = pytest.mark.parametrize("name", DOCUMENTS)
 
 
