@@ -1,18 +1,20 @@
-"""The drafter: accept length by how it was trained, which nodes it keeps and where it drafts.
+"""The drafter: accept length by training, rule and temperature, and what its training costs.
 
-SmolLM2 on GSM8K prompts at T = 1: responses are sampled, a drafter learns from their features for
-a fixed number of steps, and drafts for other prompts. `accept_length` counts what requests emit in
-a speculative pass, the target's own token included; `median_us` of such a row is a pass launched op
-by op, of a training row a step. Compared are the rules of acceptance (the same drafter, prompts and
-node count), the temperatures that drafts are made and ranked at, and training unrolled 1, 3 and 7
-steps (EAGLE-like, HASS-like, EAGLE-3). Then what training beside the tail costs it, on each size of
-partition.
+SmolLM2 on GSM8K prompts at T = 1. Responses are sampled, a drafter learns from their features for a
+fixed number of steps, and drafts for other prompts. `accept_length` is the mean that a request
+emits in a speculative pass, the target's own token included. `median_us` of such a row is a pass
+without graphs, of a training row a step.
 
-`warmed` is the policy of `preset=h100` with the drafter of its warm start, `adaptive` RL from there
-with drafters that are trained and one that is not: runs of their own under `--runs`, which go on
-where they were stopped. `--quick` has the parts with targets, and only merges such runs, unless
-`--seconds` says how long it may make them; `--only` names parts. `--set task.path=FOLDER` is where
-GSM8K lies.
+Parts (`--only` names them): `family` trains with 1, 3 and 7 unrolled steps (EAGLE-like, HASS-like,
+EAGLE-3); `accept` compares drafts with shared noise and target-only drafts of the same drafter and
+node count; `nodes` compares temperatures of drafts and of their ranks; `first` is the acceptance of
+the first drafted position by rule; `checkpoint` and `packing` time the trainer; `overlap` and
+`overlap-7b` train beside the tail on partitions of the card; `warmed` is the policy of
+`preset=h100` with the drafter of its warm start; `adaptive` is RL from there with trained drafters
+and a frozen one, in runs under `--runs` that resume where they were stopped.
+
+`--quick` runs the parts that have targets, and only merges the runs of `adaptive` unless
+`--seconds` gives them time. `--set task.path=FOLDER` is the folder of GSM8K.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ import torch
 from torch import Tensor
 
 from driver.config.load import load_config
-from driver.drafter.buffer import DataBuffer
 from driver.drafter.checkpoint import DraftCheckpoints
 from driver.drafter.loss import unroll
 from driver.drafter.trainer import SpotTrainer
@@ -40,7 +41,7 @@ from profiling.rig.results import ROOT
 from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 from profiling.rig.warm import warm_words
 from profiling.studies import drafter_runs
-from profiling.studies.draft_cost import memory, packing
+from profiling.studies.draft_cost import packing
 from profiling.studies.draft_overlap import OF_TARGETS, overlap
 from profiling.studies.drafting import (
     Sizes,
@@ -99,21 +100,14 @@ QUICK = Sizes(
     tail=1536,
     ways=((1.0, 0.0), (1.0, 0.5), (1.0, 1.0), (0.75, 0.5)),
 )
-OF_ONE_POLICY = [
-    "family", "accept", "nodes", "first", "checkpoint", "packing", "mix", "weights", "memory",
-]  # fmt: skip
-TRAINED = ["accept", "nodes", "first"]
-TARGETS = [
-    "warmed", "adaptive", "overlap", "accept", "nodes", "first", "checkpoint", "packing", "memory",
-]  # fmt: skip
+TRAINED = ["accept", "nodes", "first"]  # these need the trained drafter
+OF_ONE_POLICY = ["family", *TRAINED, "checkpoint", "packing"]
+QUICK_PARTS = ["warmed", "adaptive", "overlap", *TRAINED, "checkpoint", "packing"]
 
 
 def wanted(bench: Bench, part: str) -> bool:
-    """Whether a part runs: those that `--only` names, or all, of `--quick` the targets'."""
-    return bench.wanted(part) and (bool(bench.only) or not bench.quick or part in TARGETS)
-
-
-# ---- the warmed policy --------------------------------------------------------------------------
+    """Whether a part runs: `--only` names it, or it is one of all or of the quick parts."""
+    return bench.wanted(part) and (bool(bench.only) or not bench.quick or part in QUICK_PARTS)
 
 
 def warmed(bench: Bench, subject: Subject) -> None:
@@ -143,12 +137,9 @@ def warmed(bench: Bench, subject: Subject) -> None:
     bench.got["accept_length_warmed_policy_t1"] = round(max(lengths), 4)
 
 
-# ---- rules of acceptance ------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def laws(spot: SpotTrainer, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Target's and drafter's log-probabilities [n, V], [n, draft_vocab] of recorded positions."""
+def distributions(spot: SpotTrainer, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Log-probs of target [n, V] and drafter [n, draft_vocab] at recorded positions."""
     seen = 0
     for draw in range(1000):
         found = loaded_batch(spot, 1 << 30 | draw)
@@ -167,10 +158,10 @@ def laws(spot: SpotTrainer, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def compare_first(study: Study, spot: SpotTrainer) -> None:
-    """Rows of the first drafted position, and how often the target's favourite is among few."""
+    """Acceptance of the first drafted position by rule; the target's best token in the top k."""
     ids, sums, count = spot.drafter.target_ids, defaultdict(float), 0
     generator = torch.Generator(spot.target.device).manual_seed(0)
-    for target, draft in laws(spot, MEASURED_ROWS):
+    for target, draft in distributions(spot, MEASURED_ROWS):
         best = target.argmax(-1, keepdim=True)
         for k in (1, 3):
             hit = (ids[draft.topk(k).indices] == best).any(-1)
@@ -187,45 +178,8 @@ def compare_first(study: Study, spot: SpotTrainer) -> None:
         study.bench.add_row(f"first draft, {k} children", 0.0, **row)
 
 
-# ---- what is learned from ------------------------------------------------------------------------
-
-
-def mix(study: Study, strategy: str) -> None:
-    """Short responses, as early finishers leave them, alone and with long ones kept from before."""
-    documents = sorted(study.rollout.spot.buffer.fresh, key=len)
-    short, long = documents[: len(documents) // 2], documents[len(documents) // 2 :]
-    for share in (0.0, 0.25):
-        buffer = DataBuffer(study.rollout.spot.buffer.capacity, share, seed=0)
-        for document in long:
-            buffer.add(document)
-        buffer.start_step()
-        for document in short:
-            buffer.add(document)
-        learner = study.learner(study.sizes.unroll)
-        learner.buffer = buffer
-        study.train(learner, study.sizes.family_steps)
-        log = study.draft(strategy)
-        study.row(f"mix, {share:g} of kept long ones", log, longest=len(short[-1]))
-        study.groups(f"mix {share:g}, position", log, 0, POSITIONS)
-
-
-def weights(study: Study, strategy: str) -> None:
-    """Tokens that no draft held weigh more; the drafter in the engine leaves such documents."""
-    study.rollout.spot.buffer.clear()
-    fix_bandit(study.rollout, policy="static", static=strategy)
-    requests, batch = study.requests(False, study.sizes.rounds), study.sizes.batch
-    for first in range(0, len(requests), batch):
-        study.rollout.engine.generate(requests[first : first + batch])
-    for weight in (1.0, 2.0, 4.0):
-        learner = study.learner(study.sizes.unroll, rejected_weight=weight)
-        study.train(learner, study.sizes.family_steps)
-        study.row(f"missed tokens weigh {weight:g}", study.draft(strategy))
-
-
-# ---- the whole ----------------------------------------------------------------------------------
-
-
 def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
+    """How long saving a checkpoint holds up training."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = DraftCheckpoints(Path(folder))
         spot.micro_step()  # the first gives the optimizer its moments
@@ -246,7 +200,7 @@ def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
 
 
 def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] = ()) -> None:
-    """Everything that one policy with its prompts can show."""
+    """The parts that learn from the responses of one policy to its prompts."""
     study = Study(bench, subject, sizes, list(words))
     spot, strategy = study.rollout.spot, sizes.strategies[-1]
     runner, proposers = spot.runner, study.rollout.engine.proposers
@@ -256,19 +210,18 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
     def family() -> None:
         for steps, label in UNROLLS.items():
             step_s = study.train(study.learner(steps), sizes.family_steps)
-            study.row(
-                f"unroll {steps}, {label}", study.draft(strategy), step_us=round(1e6 * step_s)
-            )
+            log = study.draft(strategy)
+            study.row(f"unroll {steps}, {label}", log, step_us=round(1e6 * step_s))
 
     def accept() -> None:
         for one in sizes.strategies:
             log = study.draft(one)
             shared = study.row(f"{one}, shared noise", log)
             proposers["learned"] = TargetOnly(runner)  # type: ignore[assignment]
-            blind = study.row(f"{one}, target-only", study.draft(one))
+            target_only = study.row(f"{one}, target-only", study.draft(one))
             proposers["learned"] = runner
         bench.got["accept_length_smollm2_gsm8k_t1"] = round(shared, 4)
-        bench.got["shared_noise_over_target_only_x"] = round(shared / blind, 4)
+        bench.got["shared_noise_over_target_only_x"] = round(shared / target_only, 4)
         study.groups("position", log, 0, POSITIONS)
         study.groups("batch", log, 1, [1, 2, 4, 8, 16, 32])
         log = study.draft_and_train(strategy, main)
@@ -296,9 +249,6 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
         "first": lambda: compare_first(study, main),
         "checkpoint": lambda: checkpoint_stall(bench, main),
         "packing": packed,
-        "mix": lambda: mix(study, strategy),
-        "weights": lambda: weights(study, strategy),
-        "memory": lambda: memory(study),  # leaves no documents
     }
     for name, part in parts.items():
         if not wanted(bench, name):
@@ -310,7 +260,7 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:
-    """What the benchmark takes besides the options of all."""
+    """The options of this benchmark alone."""
     parser = argparse.ArgumentParser(prog="python -m profiling.bench drafter", description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs/drafter"), help="of RL, by arm")
     parser.add_argument("--steps", type=int, default=drafter_runs.STEPS, help="of RL")
@@ -319,7 +269,7 @@ def options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
-    """RL with each kind of drafter, as far as the time allows, and what the runs show."""
+    """Makes the runs of RL of each arm, as far as the time allows, and merges them."""
     if chosen.seconds is None:
         chosen.seconds = 0.0 if bench.quick else math.inf
     words, known = warm_words(bench.words), drafter_runs.arm_words(bench.settings)
@@ -333,7 +283,7 @@ def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
 
 
 def smollm2(bench: Bench, sizes: Sizes) -> None:
-    """SmolLM2 on GSM8K; what needs no responses to these prompts runs without them, too."""
+    """The parts on SmolLM2; without GSM8K those that need no responses to it."""
     words = [*WORDS, *bench.settings]
     path = Path(load_config(words).task.path).expanduser()
     if not path.exists():

@@ -1,4 +1,4 @@
-"""How a drafter is studied: a policy's responses to learn from, prompts to draft for, a log."""
+"""A policy in its engine, responses to train drafters on, prompts to draft for, a log of passes."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from profiling.rig.bench import Bench
 from profiling.rig.subjects import Subject, fix_bandit
 
 SWAP_EVERY = 8  # steps, where a drafter is trained while it drafts
-NEVER = 10**9  # passes between two steps of the spot trainer: it trains when it is told to
+NEVER = 10**9  # passes between two steps of the spot trainer: the study calls them
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done."""
+    """Sizes of a study."""
 
     prompts: int = 1280
-    held_out: int = 32  # every so many a prompt is drafted for and not learned from
-    rounds: int = 4  # responses to each prompt that is learned from
-    tokens: int = 256  # of a response
-    batch: int = 32  # of requests that are drafted for
-    bin: int = 4096  # entries of a step
-    steps: int = 20_000  # at most: the time ends it before
+    held_out: int = 32  # one prompt in so many is drafted for and not trained on
+    rounds: int = 4  # responses to each prompt that is trained on
+    tokens: int = 256  # limit of a response
+    batch: int = 32  # requests that are drafted for
+    bin: int = 4096  # entries of a training step
+    steps: int = 20_000  # limit; `seconds` ends a training earlier
     family_steps: int = 1000
-    seconds: float = 90.0  # of a training, whatever its steps: with the responses, a warm start's
+    seconds: float = 90.0  # limit of a training: with its responses a warm start of two minutes
     unroll: int = 4
     strategies: tuple[str, ...] = ("learned:4,4,16", "learned:8,4,32", "learned:8,8,64")
     ways: tuple[tuple[float, float], ...] = (  # temperatures of drafts and of their ranks
@@ -50,11 +50,11 @@ class Sizes:
         (0.6, 1.0),
     )  # fmt: skip
     tail: int = 2048  # tokens of the longest request of a rollout
-    swap: int = 4 * SWAP_EVERY  # passes between two swaps of a drafter that is trained meanwhile
+    swap: int = 4 * SWAP_EVERY  # passes between two swaps of a drafter in training
 
 
 class PassLog:
-    """Stands where the engine's runner does, and keeps what each request emitted in each pass."""
+    """Wraps the engine's runner and logs what each request emitted in each speculative pass."""
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout, self.inner = rollout, rollout.engine.runner
@@ -75,7 +75,7 @@ class PassLog:
             self._version, self._since = version, 0
         for emitted in burst.emitted.tolist():
             for row, n in enumerate(emitted):
-                if strategy != OFF and n:  # else it has ended
+                if strategy != OFF and n:  # 0 after the request's end
                     self.rows.append((at[row], count, self._since, n))
                 at[row] += n
             self._since += 1
@@ -108,7 +108,7 @@ def logged(rollout: Rollout) -> Iterator[PassLog]:
 
 
 class TargetOnly:
-    """Drafts the likeliest tokens, blind to the noise: what drafting without shared noise keeps."""
+    """Drafts the likeliest tokens without the target's noise."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -117,8 +117,8 @@ class TargetOnly:
         return getattr(self.inner, name)
 
     def propose(self, batch: Any, strategy: Strategy, store: Any) -> Tree:
-        blind = replace(batch, draft_temperature=torch.zeros_like(batch.temperature))
-        return self.inner.propose(blind, strategy, store)
+        greedy = replace(batch, draft_temperature=torch.zeros_like(batch.temperature))
+        return self.inner.propose(greedy, strategy, store)
 
 
 @dataclass
@@ -159,10 +159,9 @@ class Study:
         return [r for i, r in enumerate(requests) if (i % every == 0) == held_out]
 
     def collect(self) -> float:
-        """Samples what is learned from, all at once, so that the batch stays full; seconds.
+        """Samples the responses to train on, in one batch; returns the seconds.
 
-        Plain passes run as graphs, where there are any; drafting does not, for its settings change
-        from row to row.
+        Only these plain passes use graphs: settings of drafts change from row to row.
         """
         begin, engine = time.perf_counter(), self.rollout.engine
         runner = self.rollout.spot.runner
@@ -174,7 +173,7 @@ class Study:
         return time.perf_counter() - begin
 
     def learner(self, unroll: int, drafter: Drafter | None = None, **settings: Any) -> SpotTrainer:
-        """A trainer of a drafter, by default a new one, on the same documents."""
+        """A trainer on the same documents, by default of a new drafter."""
         spot = self.rollout.spot
         config = replace(self.drafter_config, unroll=unroll, **settings)
         drafter = drafter or build_drafter(spot.drafter.spec, spot.target, seed=0)
@@ -183,10 +182,10 @@ class Study:
         return new
 
     def train(self, spot: SpotTrainer, steps: int) -> float:
-        """Makes steps, fewer where the time is up, and hands the drafter to the engine.
+        """Trains until the steps or the time are used up, and swaps the drafter into the engine.
 
         Returns:
-            Seconds a step, the first few aside.
+            Seconds of a step, without the first few.
         """
         warm, made = min(5, steps // 2), 0
         began = begin = time.perf_counter()
@@ -194,7 +193,7 @@ class Study:
             if step == warm:
                 spot.stop()
                 begin = time.perf_counter()
-            # The rate falls to zero with the steps, or with the time where that is shorter.
+            # The rate falls to zero with the steps or the time, whichever ends first.
             done = max(step / steps, (time.perf_counter() - began) / self.sizes.seconds)
             if done >= 1.0 and step > warm:
                 break
@@ -207,7 +206,7 @@ class Study:
         return seconds / (made - warm)
 
     def draft(self, strategy: str, record: bool = False) -> PassLog:
-        """Drafts for the prompts that were not learned from."""
+        """Drafts for the held-out prompts."""
         fix_bandit(self.rollout, policy="static", static=strategy)
         requests, batch = self.requests(True), self.sizes.batch
         with logged(self.rollout) as log:
@@ -216,10 +215,10 @@ class Study:
         return log
 
     def draft_and_train(self, strategy: str, trained: SpotTrainer) -> PassLog:
-        """The same while a copy of a trained drafter goes on learning, and is swapped in.
+        """Drafts while a copy of a trained drafter trains further and is swapped in.
 
-        It learns the documents that are held, at a tenth of the rate. The engine has its drafter
-        until `trained` swaps.
+        It trains on the same documents at a tenth of the rate. The engine keeps it until `trained`
+        swaps again.
         """
         spot, engine = self.learner(self.sizes.unroll), self.rollout.engine
         spot.drafter.load_state_dict(trained.drafter.state_dict())
@@ -251,7 +250,7 @@ class Study:
 
 @contextmanager
 def drafting_at(rollout: Rollout, way: tuple[float, float]) -> Iterator[str]:
-    """Drafts are made and ranked at these temperatures meanwhile; gives words for it."""
+    """Makes and ranks drafts at other temperatures; gives the name of the case."""
     state, runner = rollout.engine.state, rollout.spot.runner
     before = state.draft_temperature, runner.score_temperature
     state.draft_temperature, runner.score_temperature = way
@@ -262,7 +261,7 @@ def drafting_at(rollout: Rollout, way: tuple[float, float]) -> Iterator[str]:
 
 
 def log_row(bench: Bench, case: str, log: PassLog, **more: float | str) -> float:
-    """A row for what was drafted; its accept length."""
+    """Adds the row of a log; returns its accept length."""
     bench.add_row(
         case,
         1e6 * log.seconds / max(1, log.passes),
@@ -274,7 +273,7 @@ def log_row(bench: Bench, case: str, log: PassLog, **more: float | str) -> float
 
 
 def loaded_batch(spot: SpotTrainer, draw: int) -> tuple[DraftBatch, int] | None:
-    """A batch of recorded positions, and how many of its rows are; None where nothing is held."""
+    """A batch of recorded positions and its count of real rows; None without documents."""
     pieces = spot.buffer.sample(min(256, spot.bin.tokens), draw)
     if not pieces:
         return None
@@ -285,18 +284,18 @@ def loaded_batch(spot: SpotTrainer, draw: int) -> tuple[DraftBatch, int] | None:
 def first_acceptance(
     target: Tensor, draft: Tensor, ids: Tensor, top_k: int, generator: torch.Generator
 ) -> dict[str, float]:
-    """Chance that the first drafted position is accepted, by rule.
+    """Probability that the first drafted position is accepted, by rule.
 
     Args:
-        target: float32 [N, V] log-probabilities.
-        draft: float32 [N, draft_vocab] log-probabilities.
-        ids: int64 [draft_vocab], target ids of the draft's.
+        target: float32 [N, V], log-probs.
+        draft: float32 [N, draft_vocab], log-probs.
+        ids: int64 [draft_vocab], target id of each draft id.
         top_k: children.
         generator: of the noise.
 
     Returns:
-        `shared_noise`, `target_only`, `multi_round` (rejection sampling of children that were
-        drawn without replacement, Miao et al., "SpecInfer").
+        `shared_noise`, `target_only` and `multi_round` (rejection sampling of children drawn
+        without replacement; Miao et al., "SpecInfer").
     """
 
     def gumbel(like: Tensor) -> Tensor:
@@ -306,7 +305,7 @@ def first_acceptance(
     noise = gumbel(target)
     token = (target + noise).argmax(-1, keepdim=True)  # [N, 1]
     shared = ids[(draft + noise[:, ids]).topk(top_k).indices]
-    blind = ids[draft.topk(top_k).indices]
+    greedy = ids[draft.topk(top_k).indices]
     children = (draft + gumbel(draft)).topk(top_k).indices  # in the order they are drawn
     q = draft.exp()
     p = target.exp()
@@ -322,6 +321,6 @@ def first_acceptance(
         q /= q.sum(-1, keepdim=True).clamp_min(1e-30)
     return {
         "shared_noise": float((shared == token).any(-1).float().mean()),
-        "target_only": float((blind == token).any(-1).float().mean()),
+        "target_only": float((greedy == token).any(-1).float().mean()),
         "multi_round": float(accepted.float().mean()),
     }

@@ -20,7 +20,7 @@ from driver.rollout.bandit import Bandit
 from driver.rollout.engine import RolloutEngine
 from driver.rollout.request import Request, SamplingParams
 from driver.rollout.scheduler import Sequence
-from profiling.studies.draft_memory import training_memory
+from tests.driver.draft_memory import training_memory
 from tests.driver.drafting import PAGE, SEED, Parts, build_parts
 from tests.kit import same_bits
 

@@ -10,8 +10,8 @@ from driver.drafter.buffer import DataBuffer, Document
 from driver.drafter.loss import DraftBatch, Teacher, unrolled_loss
 from driver.drafter.partition import STOP_S, sizes_of
 from driver.model.drafter import Drafter
-from profiling.studies.draft_memory import training_memory
 from tests import kit
+from tests.driver.draft_memory import training_memory
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_engine import generate, make_rollout, requests, same
 
