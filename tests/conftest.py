@@ -1,7 +1,28 @@
-"""Options of the test command."""
+"""Options of the test command, and how many processes and threads it takes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share the cores
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--soak", type=int, default=400, metavar="N", help="passes of the engine's soak test"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Runs the whole suite in two processes; selected files, and GPU machines, take one.
+
+    Some GPU tests measure the free memory of the card, which a second process changes.
+    """
+    option = config.option
+    whole = config.args_source is config.ArgsSource.TESTPATHS
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    has_gpu = Path("/dev/nvidiactl").exists()
+    if whole and not (is_worker or has_gpu or option.usepdb) and option.numprocesses is None:
+        option.numprocesses, option.dist = 2, "worksteal"
