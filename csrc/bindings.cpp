@@ -239,7 +239,6 @@ void bind_graph_pool(py::module_& m) {
              bool loop, int priority,
              uintptr_t stream) { return pool.add(key, {graphs, control, loop, priority}, stream); },
           "key"_a, "graphs"_a, "control"_a, "loop"_a, "priority"_a, "stream"_a, NoGil())
-      .def("update", &GraphPool::update, "key"_a, "graphs"_a, "control"_a, NoGil())
       .def("launch", &GraphPool::launch, "key"_a, "stream"_a, NoGil())
       .def("remove", &GraphPool::remove, "key"_a, NoGil())
       .def("__contains__", &GraphPool::contains, "key"_a)

@@ -8,6 +8,12 @@ task it was trained on, and on one it never saw.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from .cli import start
+
+    start("export")
+
+
 import json
 import sys
 import textwrap
@@ -21,8 +27,9 @@ from torch import Tensor
 
 from .common.errors import UserError
 from .common.storage import storage_errors
-from .config.command import read_options, run_command
+from .config.fields import read_options
 from .config.load import Config, load_config
+from .config.options import ExportOptions
 from .config.strategy import OFF, Strategy
 from .drafter.eagle3 import (
     CONFIG,
@@ -46,18 +53,6 @@ CARD = "README.md"
 UNSEEN = ("multiplication", "addition")  # the first that the drafter was not trained on
 
 
-@dataclass
-class Options:
-    """Options of the command."""
-
-    drafter: str = ""  # a checkpoint of a training run
-    out: str = ""  # the folder to write
-    strategy: str = "learned:8,4,32"  # measured for the card
-    unseen: str = ""  # task that the drafter was not trained on; empty: a built-in one
-    prompts: int = 16  # of each task
-    device: str = "cpu"
-
-
 @dataclass(frozen=True)
 class Measurement:
     """What a drafter did on one task."""
@@ -73,7 +68,7 @@ class _Bench:
 
     def __init__(
         self,
-        options: Options,
+        options: ExportOptions,
         config: Config,
         checkpoint: Path,
         drafters: Sequence[Mapping[str, Tensor]],
@@ -137,7 +132,7 @@ def check_out(folder: Path) -> None:
         raise UserError(f"out={folder}: holds other files; choose an empty or a new folder")
 
 
-def run_config(checkpoint: Path, options: Options) -> Config:
+def run_config(checkpoint: Path, options: ExportOptions) -> Config:
     """The configuration of the checkpoint's run, with one strategy and the device asked for."""
     recorded = checkpoint.parent.parent / "config.yaml"
     if not recorded.exists():
@@ -152,7 +147,8 @@ def run_config(checkpoint: Path, options: Options) -> Config:
             "spot.mode=off",
             "bandit.policy=static",
             "bandit.static=off",
-        ]
+        ],
+        saved=True,
     )
 
 
@@ -181,7 +177,7 @@ def card(config: Mapping[str, Any], run: str, version: int, rows: Sequence[Measu
 
 
 def main(argv: Sequence[str]) -> None:
-    options = read_options(Options, argv)
+    options = read_options(ExportOptions, argv)
     for name in ("drafter", "out"):
         if not getattr(options, name):
             raise UserError(f"{name}: missing; give {name}=<folder>")
@@ -220,7 +216,3 @@ def main(argv: Sequence[str]) -> None:
     )
     for row in rows:
         sys.stdout.write(f"{row.task}: accept length {row.accept_length:.2f}\n")
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -8,15 +8,22 @@ prompt.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from .cli import start
+
+    start("generate")
+
+
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from .common.errors import UserError
-from .config.command import read_options, run_command
+from .config.fields import read_options
 from .config.load import load_config
+from .config.options import GenerateOptions
 from .config.strategy import OFF, Strategy
 from .rollout.request import Request, Response, SamplingParams, request_id
 from .run.assemble import Rollout, build_rollout, find_model, load_policy, spec_of
@@ -25,29 +32,10 @@ from .run.warm_start import adopt_drafter, drafter_state
 WARM_SAMPLES = 8  # responses a drafter without a past learns from
 
 
-@dataclass
-class Options:
-    """Options of the command."""
-
-    model: str = "smollm2"
-    prompt: str = "Natalia sold 48 clips in April and half as many in May. How many in all?"
-    strategy: str = "learned:8,4,32"
-    seed: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_new_tokens: int = 128
-    train_seconds: float = 20.0  # of a drafter without a past
-    device: str = "cpu"
-    dtype: str = "float32"
-    cache: str = "~/.cache/tlt"
-    wheel: str = ""
-
-
 class Generator:
     """One prompt through the engine, as often as asked."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: GenerateOptions) -> None:
         self.options = options
         self.strategy = Strategy.parse(options.strategy)
         if options.model == "tiny":
@@ -138,7 +126,7 @@ def _report(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    options = read_options(Options, argv)
+    options = read_options(GenerateOptions, argv)
     generator = Generator(options)
     out = sys.stdout.write
     spot = generator.rollout.spot
@@ -157,7 +145,3 @@ def main(argv: Sequence[str]) -> None:
     out(f"tokens and log-probs equal: {'yes' if equal else 'NO'} ({len(plain.token_ids)})\n")
     if not equal:
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    run_command(main)

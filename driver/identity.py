@@ -7,13 +7,19 @@ wrong siblings, `mixed` switches the strategy at every pass, `preempt` does so w
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from .cli import start
+
+    start("identity")
+
+
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from .common.errors import UserError
-from .config.command import read_options, run_command
+from .config.fields import read_options
 from .config.load import Config, load_config
+from .config.options import IdentityOptions
 from .config.strategy import OFF, parse_strategies
 from .policy.warmup import warm_up
 from .rollout.request import Request
@@ -42,47 +48,11 @@ PREFILL_CHUNK, MAX_ROWS = 256, 8192  # the engine's default, and its most
 ROUND_FACTOR = 2  # requests of a round over the batch, so that slots are refilled in mid-rollout
 
 
-@dataclass
-class Options:
-    """Options of the command."""
-
-    model: str = "tiny"
-    tokens: int = 20_000  # compared for each arm
-    strategies: list[str] = field(
-        default_factory=lambda: [
-            "ngram:4,1,5",
-            "ngram:6,4,16",
-            "learned:4,1,5",
-            "learned:4,4,12",
-            "learned:8,4,32",
-            "hybrid:4,4,16",
-            "oracle:8,4,16",
-        ]
-    )
-    batch: int = 8
-    max_new_tokens: int = 64
-    task: str = ""  # prompts; default: sums for the tiny model, a few questions else
-    path: str = ""
-    drafter: str = "trained"  # trained, random or nan
-    train_steps: int = 30  # micro-steps of the trained drafter on the first round
-    warmup_steps: int = 150  # of the tiny model
-    device: str = "cpu"
-    dtype: str = "float32"
-    seed: int = 0
-    cache: str = "~/.cache/tlt"
-    wheel: str = ""
-
-
 class Identity:
     """The command's model and engine, and the comparison on it."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: IdentityOptions) -> None:
         self.options = options
-        for name, least in (("tokens", 1), ("train_steps", 0)):
-            if getattr(options, name) < least:
-                raise UserError(f"{name}: wanted at least {least}, got {getattr(options, name)}")
-        if options.drafter not in ("trained", "random", "nan"):
-            raise UserError(f"drafter: wanted trained, random or nan, got {options.drafter!r}")
         texts = [s for s in options.strategies if not s.startswith(ORACLE)]
         strategies = [str(s) for s in parse_strategies(texts) if s != OFF]
         oracles = [str(oracle_strategy(s)) for s in options.strategies if s.startswith(ORACLE)]
@@ -191,14 +161,10 @@ def _report(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    identity = Identity(read_options(Options, argv))
+    identity = Identity(read_options(IdentityOptions, argv))
     try:
         identity.run()
     finally:  # stopped early, it still says what it has seen
         sys.stdout.write(identity.table() + "\n")
     if not identity.identical:
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    run_command(main)

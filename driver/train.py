@@ -7,6 +7,12 @@ says what memory and time the run would take, and takes none.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from .cli import start
+
+    start("train")
+
+
 import io
 from collections.abc import Sequence
 
@@ -14,14 +20,12 @@ from rich.console import Console
 
 from .common.errors import UserError, after_error
 from .common.world import World
-from .config.command import run_command
 from .config.load import Config, load_config
+from .config.options import DRY_RUN
 from .records.progress import Progress
 from .run.dry_run import dry_run
 from .run.run import Run
 from .run.summary import summary_lines, write_plots, write_summary
-
-DRY_RUN = "--dry-run"
 
 
 def train(config: Config, progress: Progress) -> Run:
@@ -78,8 +82,7 @@ def run_steps(run: Run, progress: Progress) -> None:
 
 def main(argv: Sequence[str]) -> None:
     if DRY_RUN in argv:
-        words = [word for word in argv if word != DRY_RUN]
-        return dry_run(words, Console(soft_wrap=True, highlight=False, markup=False).print)
+        return dry_run(argv, Console(soft_wrap=True, highlight=False, markup=False).print)
     config = load_config(argv)
     # One of several ranks speaks for all.
     console = None if World.is_first() else Console(file=io.StringIO())
@@ -87,7 +90,3 @@ def main(argv: Sequence[str]) -> None:
         run = train(config, progress)
         for line in summary_lines(run) if run.folder is not None else []:
             progress.note(line)
-
-
-if __name__ == "__main__":
-    run_command(main)

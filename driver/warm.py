@@ -7,10 +7,15 @@ the printed fingerprints show whether two machines have the same warm start.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from .cli import start
+
+    start("warm")
+
+
 import sys
 from collections.abc import Sequence
 
-from .config.command import run_command
 from .config.load import load_config
 from .run.warm_start import REPORT, told, warm_start
 
@@ -20,7 +25,3 @@ def main(argv: Sequence[str]) -> None:
     kept = warm_start(config, lambda line: (sys.stdout.write(line + "\n"), sys.stdout.flush()))
     sys.stdout.write((kept.path / REPORT).read_text(encoding="utf-8"))
     sys.stdout.write(f"{told(kept.path)}\n")
-
-
-if __name__ == "__main__":
-    run_command(main)

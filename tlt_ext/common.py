@@ -30,11 +30,12 @@ def current_stream(array: Array, stream: int | None) -> int:
     """The CUDA stream to launch on: the one given, else the array library's current one."""
     if stream is not None:
         return stream
-    library = type(array).__module__.partition(".")[0]
-    if library == "torch" and array.is_cuda:  # type: ignore[attr-defined]
-        return sys.modules["torch"].cuda.current_stream(array.device).cuda_stream  # type: ignore
-    if library == "cupy":
-        return sys.modules["cupy"].cuda.get_current_stream().ptr
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    # `()`: a module that is still being imported has no classes, and no arrays.
+    if isinstance(array, getattr(torch, "Tensor", ())):
+        return torch.cuda.current_stream(array.device).cuda_stream if array.is_cuda else 0
+    if isinstance(array, getattr(cupy, "ndarray", ())):
+        return cupy.cuda.get_current_stream().ptr
     return 0
 
 

@@ -26,11 +26,12 @@ class GraphUsage:
 
 
 class GraphPool:
-    """Makes, launches, updates and evicts the executable graphs of captured passes.
+    """Makes, launches and evicts the executable graphs of captured passes.
 
     With `loop` the captured graphs, one after the other, are the body of a WHILE node: one launch
-    repeats them until `control[Control.GO]` is 0 (`advance_batch` decides). Without it a launch is
-    one pass. All calls come from one thread. Everything a graph reads or writes must outlive it.
+    repeats them until `control[Control.GO]` is 0 (`advance_batch` decides), at most as often as
+    `arm_passes` allowed passes. Without it a launch is one pass. All calls come from one thread.
+    Everything that a graph reads or writes must outlive it.
 
     Args:
         device: index of the CUDA device.
@@ -88,28 +89,21 @@ class GraphPool:
             stream: CUDA stream; default is the array library's current one.
 
         Returns:
-            Keys of the graphs that had to go, for the budget or for lack of memory.
+            Keys of the graphs that were evicted, for the budget or for lack of memory.
 
         Raises:
-            GraphError: the graph cannot be made, or does not fit; the caller may run without it.
+            GraphError: the graph cannot be made, or does not fit; the caller may run without it. An
+                earlier graph of the same key is gone. Other graphs are kept, except those that the
+                message names: they were evicted before the device's memory turned out too small.
             TypeError, ValueError: an argument is wrong.
         """
         stream = current_stream(control, stream)
-        gone = self._pool.add(key, graphs, control, loop, priority, stream)
-        self._control[key] = control
-        for other in gone:
-            self._control.pop(other, None)
-        return gone
-
-    def update(self, key: str, graphs: Sequence[int]) -> None:
-        """Gives a graph new addresses and sizes in place: the same nodes in the same order.
-
-        Raises:
-            GraphError: the nodes differ, or there is no such graph; the old one stays.
-        """
-        if key not in self:
-            raise GraphError(f"GraphPool: update: there is no graph {key!r}")
-        self._pool.update(key, graphs, self._control[key])
+        try:
+            evicted = self._pool.add(key, graphs, control, loop, priority, stream)
+            self._control[key] = control
+            return evicted
+        finally:
+            self._control = {k: array for k, array in self._control.items() if k in self}
 
     def launch(self, key: str, stream: int | None = None) -> None:
         """Launches a graph on a stream, by default the array library's current one.

@@ -123,8 +123,9 @@ def select_nodes(
         tree: of B * num_verify rows, written.
         root_position: [B] int32, absolute position of the root.
         position: [B * num_verify] int32 out: root_position + depth.
-        row_start: [B + 1] int32 out, as in `Rows`. Rows past row_start[B] hold nothing.
-        source: [B * num_verify] int32 out, store index of each row.
+        row_start: [B + 1] int32 out, as in `Rows`. Rows past row_start[B] of the other outputs stay
+            as they were.
+        source: [B * num_verify] int32 out, store index of each row; -1 past row_start[B].
         num_verify: most rows a request, 1 to 128.
         stream: CUDA stream; default is the array library's current one.
 

@@ -176,12 +176,14 @@ CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
   const Sequences& s = p.sequences;
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   const int64_t lines = p.head_dim * 2 / kLine;
-  return make_tensor_map(
-      cache.data,
-      {kLine / 2, size(p.num_kv_heads), size(s.page_size), size(lines), size(s.num_pages)},
-      {size(2 * cache.head_stride), size(2 * cache.slot_stride), kLine,
-       size(2 * cache.page_stride)},
-      {kLine / 2, 1, kStep, 1, 1});
+  // A map needs an address. Of a cache without pages nothing is read: every request is BAD_PAGE.
+  const void* const data = s.num_pages > 0 ? cache.data : p.q;
+  return make_tensor_map(data,
+                         {kLine / 2, size(p.num_kv_heads), size(s.page_size), size(lines),
+                          size(std::max<int64_t>(s.num_pages, 1))},
+                         {size(2 * cache.head_stride), size(2 * cache.slot_stride), kLine,
+                          size(2 * cache.page_stride)},
+                         {kLine / 2, 1, kStep, 1, 1});
 }
 
 template <typename T, int kDim, int kWarps>

@@ -154,6 +154,7 @@ struct LaunchConfig {
 template <typename... Params, typename... Args>
 void launch_kernel(const char* op, void (*kernel)(Params...), const KernelShape& shape,
                    cudaStream_t stream, bool pdl, const Args&... args) {
+  if (shape.blocks == 0 || shape.rows == 0 || shape.layers == 0) return;  // nothing to do
   const LaunchConfig launch(op, kernel, shape, stream, pdl);
   check_cuda(cudaLaunchKernelEx(&launch.config, kernel, args...), op);
 }

@@ -104,6 +104,17 @@ TLT_HD float uniform_open(uint32_t word) {
 
 // Below this a temperature means greedy: 1/T and any sane logit / T stay finite above it.
 constexpr float kMinTemperature = 1e-6f;
+constexpr float kMinInverse = 1e-30f;
+
+TLT_HD bool is_greedy(float temperature) { return !(temperature >= kMinTemperature); }
+
+// What logits are multiplied by: 1/T, or 1 where sampling is greedy. Never 0, so that a logit of
+// -inf stays -inf at an infinite temperature, where all others tie.
+TLT_HD float inverse_temperature(float temperature) {
+  if (is_greedy(temperature)) return 1.0f;
+  const float inverse = 1.0f / temperature;
+  return inverse > kMinInverse ? inverse : kMinInverse;
+}
 
 // The one score that everything ranks by. A row with temperature 0 uses inv_temperature 1 and no
 // noise.

@@ -7,8 +7,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <exception>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -16,6 +19,7 @@ namespace tlt {
 namespace {
 
 constexpr int64_t kMinWorkPerThread = 100'000;  // about 30 us: what waking a thread is worth
+constexpr int kMaxThreads = 1024;
 
 int available_cores() {
 #if defined(__linux__)
@@ -28,10 +32,28 @@ int available_cores() {
 // Workers wait for a job number to change, take chunks from a shared counter and report back.
 class Pool {
  public:
+  // Keeps the workers that could be started: a container may limit processes or memory.
   explicit Pool(int workers) {
-    for (int i = 0; i < workers; ++i) std::thread([this] { work(); }).detach();
-    workers_ = workers;
+    threads_.reserve(workers);
+    try {
+      while (size() < workers) threads_.emplace_back([this] { work(); });
+    } catch (const std::exception&) {  // system_error, or bad_alloc under a memory limit
+    }
   }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int size() const { return static_cast<int>(threads_.size()); }
 
   bool try_run(int64_t count, int64_t chunk, const std::function<void(int64_t, int64_t)>& body) {
     std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
@@ -43,7 +65,7 @@ class Pool {
       chunk_ = chunk;
       next_.store(0);
       error_ = nullptr;
-      busy_ = workers_;
+      busy_ = size();
       ++job_;
     }
     wake_.notify_all();
@@ -70,7 +92,8 @@ class Pool {
     inside() = true;
     for (uint64_t seen = 0;;) {
       std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [&] { return job_ != seen; });
+      wake_.wait(lock, [&] { return stop_ || job_ != seen; });
+      if (stop_) return;
       seen = job_;
       lock.unlock();
       take_chunks();
@@ -92,45 +115,56 @@ class Pool {
   const std::function<void(int64_t, int64_t)>* body_ = nullptr;
   int64_t count_ = 0, chunk_ = 1;
   uint64_t job_ = 0;
-  int workers_ = 0, busy_ = 0;
+  int busy_ = 0;
+  bool stop_ = false;
   std::exception_ptr error_;
+  std::vector<std::thread> threads_;
 };
 
-std::mutex pool_mutex;
-Pool* pool = nullptr;  // never freed: its threads live as long as the process
-int thread_count = 0;
+// The process's pool. It is never destroyed at exit, when other threads may still use it.
+struct Shared {
+  std::mutex mutex;
+  std::shared_ptr<Pool> pool;  // null until first use
+  int thread_count = 0;
+};
 
-// A forked child has no workers: it forgets the parent's pool and makes its own on first use.
-void forget_pool() {
-  pool = nullptr;
-  new (&pool_mutex) std::mutex;
+Shared& shared() {
+  static Shared* const instance = new Shared;
+  return *instance;
 }
 
-Pool* get_pool() {
-  std::lock_guard<std::mutex> lock(pool_mutex);
-  if (thread_count == 0) {
-    thread_count = available_cores();
+// A forked child has no workers: it leaks the parent's pool and makes its own on first use.
+void forget_pool() {
+  new (&shared().mutex) std::mutex;
+  new (&shared().pool) std::shared_ptr<Pool>;
+}
+
+// The caller's copy keeps the pool alive while set_num_threads replaces it.
+std::shared_ptr<Pool> get_pool() {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  if (shared().thread_count == 0) {
+    shared().thread_count = available_cores();
     pthread_atfork(nullptr, nullptr, forget_pool);
   }
-  if (pool == nullptr && thread_count > 1) pool = new Pool(thread_count - 1);
-  return pool;
+  if (shared().pool == nullptr) shared().pool = std::make_shared<Pool>(shared().thread_count - 1);
+  return shared().pool;
 }
 
 }  // namespace
 
-int num_threads() {
-  get_pool();
-  return thread_count;
-}
+int num_threads() { return 1 + get_pool()->size(); }
 
 void set_num_threads(int count) {
-  if (count < 0) throw std::invalid_argument("set_num_threads: count must be 0 or more");
-  get_pool();
-  std::lock_guard<std::mutex> lock(pool_mutex);
+  if (count < 0 || count > kMaxThreads) {
+    throw std::invalid_argument("set_num_threads: count: expected 0 to " +
+                                std::to_string(kMaxThreads) + ", got " + std::to_string(count));
+  }
+  std::shared_ptr<Pool> previous = get_pool();  // its workers end with its last user
+  std::lock_guard<std::mutex> lock(shared().mutex);
   const int wanted = count == 0 ? available_cores() : count;
-  if (wanted == thread_count) return;
-  thread_count = wanted;
-  pool = nullptr;  // the old workers sleep for good; changing the count is rare
+  if (wanted == shared().thread_count) return;
+  shared().thread_count = wanted;
+  shared().pool.reset();
 }
 
 void parallel_for(int64_t count, int64_t work_per_item,
@@ -138,10 +172,10 @@ void parallel_for(int64_t count, int64_t work_per_item,
   if (count <= 0) return;
   const int64_t work = count * std::max<int64_t>(1, work_per_item);
   if (work >= 2 * kMinWorkPerThread && count > 1 && !Pool::inside()) {
-    Pool* workers = get_pool();
-    const int64_t by_work = work / kMinWorkPerThread;
-    const int64_t chunks = std::min<int64_t>({count, by_work, int64_t{4} * thread_count});
-    if (workers != nullptr && workers->try_run(count, (count + chunks - 1) / chunks, body)) return;
+    const std::shared_ptr<Pool> workers = get_pool();
+    const int64_t threads = 1 + workers->size();
+    const int64_t chunks = std::min<int64_t>({count, work / kMinWorkPerThread, 4 * threads});
+    if (threads > 1 && workers->try_run(count, (count + chunks - 1) / chunks, body)) return;
   }
   body(0, count);
 }

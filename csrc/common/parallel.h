@@ -6,8 +6,8 @@
 
 namespace tlt {
 
-int num_threads();
-void set_num_threads(int count);  // 0 = every core this process may run on
+int num_threads();  // the caller's included; fewer than set if the system refused to start more
+void set_num_threads(int count);  // up to 1024; 0 = every core this process may run on
 
 // Calls body(begin, end) on disjoint ranges that cover [0, count). work_per_item is a rough number
 // of scalar operations; too little work runs on the calling thread. A body must write only what its

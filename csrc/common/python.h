@@ -5,7 +5,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -62,29 +61,39 @@ struct type_caster<tlt::Tensor> {
   // Stream -1 asks the exporter not to synchronise, which a graph capture would not survive. Torch
   // tensors take its own export function, a tenth of the cost of the protocol's Python wrapper.
   static object export_dlpack(handle source) {
-    const char* type_name = Py_TYPE(source.ptr())->tp_name;
-    if (std::strcmp(type_name, "Tensor") == 0 || std::strcmp(type_name, "Parameter") == 0) {
-      static PyObject* to_dlpack = find_torch_export();
-      if (to_dlpack != nullptr) {
-        return reinterpret_steal<object>(checked(PyObject_CallOneArg(to_dlpack, source.ptr())));
-      }
+    const Torch& torch = find_torch();
+    if (torch.to_dlpack != nullptr && PyType_IsSubtype(Py_TYPE(source.ptr()), torch.tensor_type)) {
+      PyObject* const capsule = PyObject_CallOneArg(torch.to_dlpack, source.ptr());
+      if (capsule == nullptr) throw error_already_set();
+      return reinterpret_steal<object>(capsule);
     }
     if (!hasattr(source, "__dlpack__")) {
-      throw tlt::DTypeError(std::string("wanted an array that exports DLPack, got ") + type_name);
+      throw tlt::DTypeError(std::string("expected an array that exports DLPack, got ") +
+                            Py_TYPE(source.ptr())->tp_name);
     }
     const auto device = source.attr("__dlpack_device__")().cast<tuple>();
     if (device[0].cast<int>() == kDLCUDA) return source.attr("__dlpack__")(arg("stream") = -1);
     return source.attr("__dlpack__")();
   }
 
-  static PyObject* find_torch_export() {
-    PyObject* torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch.utils.dlpack");
-    return torch == nullptr ? nullptr : PyObject_GetAttrString(torch, "to_dlpack");
-  }
+  struct Torch {
+    PyTypeObject* tensor_type = nullptr;
+    PyObject* to_dlpack = nullptr;  // null until torch is imported
+  };
 
-  static PyObject* checked(PyObject* result) {
-    if (result == nullptr) throw error_already_set();
-    return result;
+  static const Torch& find_torch() {
+    static Torch found;
+    if (found.to_dlpack != nullptr) return found;
+    PyObject* const modules = PyImport_GetModuleDict();
+    PyObject* const torch = PyDict_GetItemString(modules, "torch");
+    PyObject* const dlpack = PyDict_GetItemString(modules, "torch.utils.dlpack");
+    if (torch == nullptr || dlpack == nullptr) return found;
+    const object type = getattr(torch, "Tensor", none()),
+                 call = getattr(dlpack, "to_dlpack", none());
+    if (!PyType_Check(type.ptr()) || call.is_none()) return found;  // torch is being imported
+    found.tensor_type = reinterpret_cast<PyTypeObject*>(object(type).release().ptr());
+    found.to_dlpack = object(call).release().ptr();
+    return found;
   }
 
   object capsule_;  // keeps the export alive for the length of the call

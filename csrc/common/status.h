@@ -8,7 +8,8 @@ namespace tlt {
 
 enum Status : int32_t {
   kStatusOk = 0,
-  kStatusNanLogits = 1 << 0,  // a NaN or +inf logit (it lost every comparison), or no finite logit
+  kStatusNanLogits = 1 << 0,  // a NaN or +inf logit (it lost every comparison), no finite logit, or
+                              // a NaN temperature (greedy)
   kStatusBadTree = 1 << 1,    // a parent that is not an earlier row of the same request
   kStatusBadToken = 1 << 2,   // a drafted token outside the vocabulary (the draft was ignored)
   kStatusBadPage = 1 << 3,    // a block-table entry outside the pool was needed (row skipped)

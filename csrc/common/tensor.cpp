@@ -1,5 +1,9 @@
 #include "common/tensor.h"
 
+#include <algorithm>
+#include <array>
+#include <utility>
+
 namespace tlt {
 
 DType dtype_of(DLDataType type) {
@@ -73,6 +77,24 @@ std::string device_name(DLDevice device) {
   return "device type " + std::to_string(device.device_type);
 }
 
+// Whether no two elements share an address, as those of a broadcast array do, and no axis runs
+// backwards. Axes may lie in memory in any order.
+bool has_separate_elements(const Tensor& tensor) {
+  std::array<std::pair<int64_t, int64_t>, kMaxDims> axes;  // (stride, extent)
+  int count = 0;
+  for (int i = 0; i < tensor.ndim; ++i) {
+    if (tensor.shape[i] > 1) axes[count++] = {tensor.stride[i], tensor.shape[i]};
+  }
+  std::sort(axes.begin(), axes.begin() + count);
+  int64_t span = 1;  // elements from the first to the last of the axes so far
+  for (int i = 0; i < count; ++i) {
+    const auto [stride, extent] = axes[i];
+    if (stride < span) return false;
+    span += stride * (extent - 1);
+  }
+  return true;
+}
+
 std::string shape_text(const int64_t* begin, const int64_t* end) {
   std::string text = "[";
   for (const int64_t* it = begin; it != end; ++it) {
@@ -115,19 +137,34 @@ const Arg& Arg::is_like(const char* other_name, const Tensor& other) const {
 }
 
 const Arg& Arg::dense_last() const {
+  if (tensor_.numel() == 0) return *this;  // the strides of an empty array say nothing
   const int last = tensor_.ndim - 1;
   if (last >= 0 && tensor_.shape[last] > 1 && tensor_.stride[last] != 1) {
     fail("a contiguous last axis", "stride " + std::to_string(tensor_.stride[last]));
   }
+  for (int i = 0; i < last; ++i) {
+    if (tensor_.shape[i] > 1 && tensor_.stride[i] < 0) fail("strides of 0 or more", strides());
+  }
   return *this;
+}
+
+const Arg& Arg::apart() const {
+  if (tensor_.numel() > 0 && !has_separate_elements(tensor_)) {
+    fail("elements that share no memory",
+         "shape " + shape_text(tensor_.shape, tensor_.shape + tensor_.ndim) + " with " + strides());
+  }
+  return dense_last();
+}
+
+std::string Arg::strides() const {
+  return "strides " + shape_text(tensor_.stride, tensor_.stride + tensor_.ndim);
 }
 
 const Arg& Arg::dense() const {
   int64_t stride = 1;
   for (int i = tensor_.ndim - 1; i >= 0; --i) {
     if (tensor_.shape[i] > 1 && tensor_.stride[i] != stride && tensor_.numel() > 0) {
-      fail("a contiguous array",
-           "strides " + shape_text(tensor_.stride, tensor_.stride + tensor_.ndim));
+      fail("a contiguous array", strides());
     }
     stride *= tensor_.shape[i];
   }

@@ -57,12 +57,15 @@ class Arg {
   const Arg& on(const Tensor& other) const;                               // same device
   const Arg& is(std::initializer_list<DType> wanted) const;               // dtype is one of
   const Arg& is_like(const char* other_name, const Tensor& other) const;  // same dtype as another
-  const Arg& dense_last() const;                                          // last axis contiguous
-  const Arg& dense() const;                                               // C-contiguous
+  const Arg& dense_last() const;  // last axis contiguous; rows may be repeated, as of a broadcast
+  const Arg& apart() const;       // the same without repeats: what is written, or copied in tiles
+  const Arg& dense() const;       // C-contiguous
   const Arg& shape(std::initializer_list<int64_t> wanted) const;
   [[noreturn]] void fail(const std::string& wanted, const std::string& got) const;
 
  private:
+  std::string strides() const;
+
   const char* op_;
   const char* name_;
   const Tensor& tensor_;

@@ -75,7 +75,8 @@ TLT_HD uint64_t take_pass(const AdvanceBatchParams& p, int32_t reason, int32_t e
   control[kControlPasses] = passes;
   control[kControlReason] = reason;
   control[kControlGo] = reason == 0;
-  const uint32_t next = static_cast<uint32_t>(control[kControlSequence]) + 1;
+  uint32_t next = static_cast<uint32_t>(control[kControlSequence]) + 1;
+  if (next == p.ring.wrap) next = 0;
   control[kControlSequence] = static_cast<int32_t>(next);
   return uint64_t{next} << kSequenceShift | static_cast<uint32_t>(reason);
 }
@@ -92,6 +93,7 @@ TLT_HD void arm(const ArmPassesParams& p) {
   p.control[kControlSequence] = static_cast<int32_t>(*p.ring.state >> kSequenceShift);
   p.control[kControlEnds] = p.ends;
   p.control[kControlEnded] = 0;
+  p.control[kControlLoops] = 0;
 }
 
 }  // namespace tlt

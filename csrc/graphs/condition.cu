@@ -1,21 +1,24 @@
-// The last node of a loop's body: says whether the body runs again.
+// The last node of a loop's body: decides whether the body runs again. Every iteration ends a pass;
+// counting them bounds a body that does not.
 //
 // In a file of its own, hence in a module of its own: drivers that know no conditional nodes cannot
 // load it, and never have to.
 #include "graphs/condition.h"
+#include "graphs/params.h"
 
 namespace tlt {
 namespace {
 
-__global__ void condition_kernel(cudaGraphConditionalHandle handle, const int32_t* go) {
-  cudaGraphSetConditional(handle, *go != 0);
+__global__ void condition_kernel(cudaGraphConditionalHandle handle, int32_t* control) {
+  const bool again = ++control[kControlLoops] < control[kControlLimit];
+  cudaGraphSetConditional(handle, again && control[kControlGo] != 0);
 }
 
 }  // namespace
 
 cudaError_t add_condition(cudaGraph_t body, cudaGraphNode_t after,
-                          cudaGraphConditionalHandle handle, const int32_t* go) {
-  void* arguments[] = {&handle, &go};
+                          cudaGraphConditionalHandle handle, int32_t* control) {
+  void* arguments[] = {&handle, &control};
   cudaKernelNodeParams params{};
   params.func = reinterpret_cast<void*>(&condition_kernel);
   params.gridDim = dim3(1);

@@ -4,8 +4,9 @@
 
 namespace tlt {
 
-// Appends to a WHILE body, after its last node, the kernel that sets the condition to *go.
+// Appends to a WHILE body, after its last node, the kernel that sets the condition: whether
+// control[GO] is set and the body has run less often than passes were armed.
 cudaError_t add_condition(cudaGraph_t body, cudaGraphNode_t after,
-                          cudaGraphConditionalHandle handle, const int32_t* go);
+                          cudaGraphConditionalHandle handle, int32_t* control);
 
 }  // namespace tlt

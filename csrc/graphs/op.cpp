@@ -16,8 +16,9 @@ void check_control(const char* op, const Tensor& control, const PassRing& ring) 
 
 }  // namespace
 
-void advance_batch(const PassOutput& verified, const AdvanceTokens& table, const RequestsArgs& requests,
-                   const Tensor& control, PassRing& ring, int64_t lookahead, uintptr_t stream) {
+void advance_batch(const PassOutput& verified, const AdvanceTokens& table,
+                   const RequestsArgs& requests, const Tensor& control, PassRing& ring,
+                   int64_t lookahead, uintptr_t stream) {
   constexpr const char* op = "advance_batch";
   const RingView& view = ring.view();
   check_control(op, control, ring);
@@ -45,7 +46,7 @@ void advance_batch(const PassOutput& verified, const AdvanceTokens& table, const
     Arg(op, name, *tensor).on(control).is({DType::kInt32}).dense().shape({batch});
   }
   const Arg tokens(op, "tokens", table.tokens);
-  tokens.on(control).is({DType::kInt32}).dense_last().shape({kAny, kAny});
+  tokens.on(control).is({DType::kInt32}).apart().shape({kAny, kAny});
   require(lookahead >= 0, op, "lookahead: expected 0 or more, got " + std::to_string(lookahead));
   const AdvanceBatchParams params{verified.emitted.ptr<int32_t>(),
                                   verified.logprobs.ptr<float>(),

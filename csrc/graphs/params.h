@@ -16,6 +16,7 @@ enum ControlWord {
   kControlSequence,
   kControlEnds,   // requests that may end before the passes stop
   kControlEnded,  // of them, since the passes were armed
+  kControlLoops,  // iterations of a graph's loop since then: bounds a body that ends no pass
   kControlWords = 8
 };
 
@@ -42,10 +43,11 @@ struct RingView {
   int32_t* tokens;
   float* logprobs;  // the same
   int64_t passes, max_batch, max_emitted;
+  uint32_t wrap;  // sequence numbers on the device are modulo this multiple of `passes`
 };
 
-// A ring's state: the passes recorded since it was made, and why the last was the last (0 if not).
-// One word, so that who sees the one sees the other.
+// A ring's state: the sequence number of the next record, modulo `wrap`, and why the last pass was
+// the last (0 if it was not). One word, so that a reader gets both from the same pass.
 constexpr uint64_t kReasonMask = 0xffffffff;
 constexpr int kSequenceShift = 32;
 

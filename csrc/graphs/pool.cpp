@@ -92,8 +92,9 @@ Graph compose(const GraphSource& source) {
     return owner;
   }
   const auto [handle, body] = add_loop(whole);
-  const int32_t* go = source.control.ptr<int32_t>() + kControlGo;
-  check_graph(add_condition(body, chain(body, source.parts), handle, go), "the loop's condition");
+  int32_t* const control = source.control.ptr<int32_t>();
+  check_graph(add_condition(body, chain(body, source.parts), handle, control),
+              "the loop's condition");
   return owner;
 }
 
@@ -143,17 +144,24 @@ struct GraphPool::State {
     return bytes;
   }
 
-  // Drops a graph that is not running, for one of this priority: none of a higher one, the least
-  // recently used of the lowest. False where there is none.
-  bool evict(int priority, std::vector<std::string>* gone) {
-    auto least = entries.end();
+  // The graphs that may be evicted for one of this priority, in this order: none of a higher
+  // priority and none that runs; the lowest priority first, of these the least recently used.
+  std::vector<std::list<Entry>::iterator> evictable(int priority) {
+    std::vector<std::list<Entry>::iterator> found;
     for (auto entry = entries.begin(); entry != entries.end(); ++entry) {
-      const int most = least == entries.end() ? priority : least->priority - 1;
-      if (entry->priority <= most && !entry->in_flight()) least = entry;
+      if (entry->priority <= priority && !entry->in_flight()) found.push_back(entry);
     }
-    if (least == entries.end()) return false;
-    gone->push_back(least->key);
-    entries.erase(least);
+    std::stable_sort(found.begin(), found.end(),
+                     [](auto a, auto b) { return a->priority < b->priority; });
+    return found;
+  }
+
+  // Drops the first graph that may be evicted; false if there is none.
+  bool evict(int priority, std::vector<std::string>* evicted) {
+    const auto found = evictable(priority);
+    if (found.empty()) return false;
+    evicted->push_back(found.front()->key);
+    entries.erase(found.front());
     return true;
   }
 };
@@ -223,45 +231,41 @@ std::vector<std::string> GraphPool::add(const std::string& key, const GraphSourc
   if (source.loop && !supports_loop(state_->device)) {
     throw GraphError("GraphPool: this driver cannot loop inside a graph; it needs CUDA 12.4");
   }
-  if (contains(key)) remove(key);
   Entry entry{key, source.priority, {}, new_event(), {}};
   const int64_t nodes = count_nodes(source), budget = state_->budget;
   const int64_t wanted = nodes * kNodeBytes + kGraphBytes + (source.loop ? kLoopBytes : 0);
   entry.usage = {wanted, 0, 0, nodes, 0, source.loop};
-  std::vector<std::string> gone;
+  const Graph graph = compose(source);
+  if (contains(key)) remove(key);
+  if (budget > 0) {
+    int64_t least = state_->charged() + wanted;  // once everything that may be evicted is
+    for (const auto found : state_->evictable(source.priority)) least -= found->usage.charged_bytes;
+    if (least > budget) {
+      throw GraphError("GraphPool: '" + key + "' needs " + std::to_string(wanted) +
+                       " bytes, the budget is " + std::to_string(budget) + " with " +
+                       std::to_string(state_->charged()) + " in use");
+    }
+  }
+  std::vector<std::string> evicted;
   while (budget > 0 && state_->charged() + wanted > budget &&
-         state_->evict(source.priority, &gone)) {
+         state_->evict(source.priority, &evicted)) {
     continue;
   }
-  if (budget > 0 && state_->charged() + wanted > budget) {
-    throw GraphError("GraphPool: '" + key + "' needs " + std::to_string(wanted) +
-                     " bytes, the budget is " + std::to_string(budget) + " with " +
-                     std::to_string(state_->charged()) + " in use");
-  }
-  const Graph graph = compose(source);
   while (true) {
     try {
       entry.executable = instantiate(graph.get(), as_stream(stream), &entry.usage);
       break;
-    } catch (const GraphMemoryError&) {
-      if (!state_->evict(source.priority, &gone)) throw;
+    } catch (const GraphMemoryError& error) {
+      if (state_->evict(source.priority, &evicted)) continue;
+      std::string message = error.what();
+      for (const std::string& other : evicted) {
+        message += (&other == &evicted.front() ? "; evicted for it: '" : ", '") + other + "'";
+      }
+      throw GraphMemoryError(message);
     }
   }
   state_->entries.push_back(std::move(entry));
-  return gone;
-}
-
-void GraphPool::update(const std::string& key, const std::vector<uintptr_t>& parts,
-                       const Tensor& control) {
-  const DeviceGuard guard(state_->device);
-  Entry& entry = *state_->at("update", key);
-  const GraphSource source{parts, control, entry.usage.loop, entry.priority};
-  check_source(source);
-  check_graph(cudaEventSynchronize(entry.launched.get()), "update");
-  const Graph graph = compose(source);
-  cudaGraphExecUpdateResultInfo info{};
-  const cudaError_t error = cudaGraphExecUpdate(entry.executable.get(), graph.get(), &info);
-  check_graph(error, "update of '" + key + "' (result " + std::to_string(info.result) + ")");
+  return evicted;
 }
 
 void GraphPool::launch(const std::string& key, uintptr_t stream) {
@@ -310,9 +314,6 @@ GraphPool::GraphPool(int, int64_t) { no_cuda(); }
 GraphPool::~GraphPool() = default;
 bool GraphPool::supports_loop(int) { return false; }
 std::vector<std::string> GraphPool::add(const std::string&, const GraphSource&, uintptr_t) {
-  no_cuda();
-}
-void GraphPool::update(const std::string&, const std::vector<uintptr_t>&, const Tensor&) {
   no_cuda();
 }
 void GraphPool::launch(const std::string&, uintptr_t) { no_cuda(); }

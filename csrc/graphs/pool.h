@@ -28,8 +28,8 @@ struct GraphUsage {
 };
 
 // What one executable is made of: captured graphs (cudaGraph_t), run in this order; with `loop`
-// again and again until control[GO], int32 on the device, is 0. It gives way before those of a
-// higher priority.
+// again and again until control[GO], int32 on the device, is 0 or as many times as passes were
+// armed. Graphs of a lower priority are evicted first.
 struct GraphSource {
   const std::vector<uintptr_t>& parts;
   const Tensor& control;
@@ -48,10 +48,9 @@ class GraphPool {
   // Whether this build, the driver and the device can loop inside a graph.
   static bool supports_loop(int device);
 
-  // Returns the keys that had to go. The parts may be destroyed afterwards.
+  // Returns the keys of the graphs that were evicted. The parts may be destroyed afterwards. Where
+  // it throws, an earlier graph of the same key is gone; others are only if the message names them.
   std::vector<std::string> add(const std::string& key, const GraphSource& source, uintptr_t stream);
-  // Gives an executable other nodes of the same kinds and order, in its own memory.
-  void update(const std::string& key, const std::vector<uintptr_t>& parts, const Tensor& control);
   void launch(const std::string& key, uintptr_t stream);
   void remove(const std::string& key);
   bool contains(const std::string& key) const;

@@ -18,6 +18,7 @@ namespace {
 
 constexpr const char* kName = "PassRing";
 constexpr int64_t kLine = 128;  // bytes; arrays do not share one
+constexpr int64_t kMostSequence = int64_t{1} << 31;
 
 void* allocate(size_t bytes, bool pinned) {
   if (!pinned) {
@@ -75,7 +76,8 @@ PassRing::PassRing(int64_t passes, int64_t max_batch, int64_t max_emitted, bool 
            reinterpret_cast<float*>(base + logprobs),
            passes,
            max_batch,
-           max_emitted};
+           max_emitted,
+           static_cast<uint32_t>(kMostSequence / passes * passes)};
 }
 
 PassRing::~PassRing() {
@@ -88,14 +90,20 @@ PassRing::~PassRing() {
   std::free(memory_);
 }
 
+// At most `passes` records were made since the passes were armed, so the difference is unambiguous.
+int64_t PassRing::sequence_of(uint64_t state) const {
+  const int64_t wrap = view_.wrap;
+  const int64_t now = static_cast<int64_t>(state >> kSequenceShift);
+  return armed_ + (now - armed_ % wrap + wrap) % wrap;
+}
+
 int64_t PassRing::sequence() const {
-  return static_cast<int64_t>(__atomic_load_n(view_.state, __ATOMIC_ACQUIRE) >> kSequenceShift);
+  return sequence_of(__atomic_load_n(view_.state, __ATOMIC_ACQUIRE));
 }
 
 int32_t PassRing::reason() const {
   const uint64_t state = __atomic_load_n(view_.state, __ATOMIC_ACQUIRE);
-  const bool any = static_cast<int64_t>(state >> kSequenceShift) != armed_;
-  return any ? static_cast<int32_t>(state & kReasonMask) : 0;
+  return sequence_of(state) != armed_ ? static_cast<int32_t>(state & kReasonMask) : 0;
 }
 
 void PassRing::request_stop() { __atomic_store_n(view_.stop, 1, __ATOMIC_RELEASE); }

@@ -28,7 +28,7 @@ class PassRing {
   const RingView& view() const { return view_; }
   bool pinned() const { return pinned_; }
 
-  int64_t sequence() const;  // passes recorded: everything of an earlier one can be read
+  int64_t sequence() const;  // passes recorded since the ring was made
   int32_t reason() const;    // of the last pass since they were armed; 0 = passes run on
   void request_stop();
   void clear();  // as passes are armed: no reason yet, no stop asked for
@@ -40,6 +40,8 @@ class PassRing {
   std::vector<Collected> collect(int64_t begin, int64_t end, int64_t rows) const;
 
  private:
+  int64_t sequence_of(uint64_t state) const;
+
   RingView view_;
   bool pinned_;
   int64_t armed_ = 0;  // sequence at that time; the state is the device's alone to write

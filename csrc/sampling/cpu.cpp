@@ -31,7 +31,7 @@ void sample_cpu(const SampleParams& p) {
       if (p.filtered_logprobs != nullptr) {
         p.filtered_logprobs[i] = row.filtered_logprob(p.tokens[i]);
       }
-      p.status[i] |= row.status();
+      p.status[i] |= row.status() | check_temperature(p.sampling, i);
     }
   });
 }

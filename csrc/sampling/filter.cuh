@@ -13,7 +13,8 @@
 
 namespace tlt {
 
-constexpr float kDoubt = 1e-4f;  // float32 sums of 2^22 terms are nearer than this
+constexpr float kDoubt = 1e-4f;           // float32 sums of 2^22 terms are nearer than this
+constexpr float kScaledDoubt = 0x1p-21f;  // a weight's relative error grows with logit / T
 
 struct Setting {
   int32_t top_k;
@@ -109,7 +110,9 @@ class Filter {
         scanner_(scanner),
         row_(row),
         max_(row.scaled(max_logit)),
-        shift_(row.shift(max_logit)) {}
+        shift_(row.shift(max_logit)),
+        doubt_(kDoubt + fabsf(max_) * kScaledDoubt),
+        one_(row.exp_of(max_logit, shift_)) {}
 
   // The largest key that top-k and top-p keep.
   __device__ uint64_t cut(const Setting& setting) {
@@ -150,9 +153,9 @@ class Filter {
       };
       float before = few ? narrow(is_before, bits) : look(is_before, choice.logit, bits);
       before = team_.sum(before);
-      if (before < 0.5f) return choice;  // the first of all counts 1 and is always kept
-      if (before < (top_p - kDoubt) * sum) return choice;
-      if (!(before > (top_p + kDoubt) * sum)) {
+      if (before < 0.5f * one_) return choice;  // the first of all is always kept
+      if (before < (top_p - doubt_) * sum) return choice;
+      if (!(before > (top_p + doubt_) * sum)) {
         const double wanted = share_of(top_p, mass(kKeepAll));
         const uint64_t key = sort_key(choice.logit, choice.token);
         if (static_cast<double>(mass(key - 1)) < wanted) return choice;
@@ -357,6 +360,8 @@ class Filter {
   const Row<T>& row_;
   float max_;    // largest scaled logit
   float shift_;  // of the float32 sums
+  float doubt_;  // how far they may be from the integer masses, as a share
+  float one_;    // what the largest logit counts in them: 1, but for the rounding of the shift
 };
 
 struct Drawn {

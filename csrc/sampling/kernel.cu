@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   const WarpWord position(p.position + i), request(s.request + i);
   const WarpWord request_high(reinterpret_cast<const int32_t*>(s.request + i) + 1);
   scanner.start(data);
-  const Row<T> row(data, as_float(temperature.get()));
+  const float t = as_float(temperature.get());
+  const Row<T> row(data, t);
   const Draw draw{s.round_keys, target_key(s, join(request.get(), request_high.get())),
                   static_cast<int32_t>(position.get())};
   const Setting setting(static_cast<int32_t>(top_k.get()), as_float(top_p.get()), p.vocab_size);
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
     p.tokens[i] = result.drawn.token;
     p.logprobs[i] = result.drawn.logprob;
     if (want_filtered) p.filtered_logprobs[i] = result.drawn.filtered_logprob;
-    if (result.bad) p.status[i] |= kStatusNanLogits;
+    if (result.bad || isnan(t)) p.status[i] |= kStatusNanLogits;
   }
   if (filters) scanner.leave();
 }

@@ -28,6 +28,7 @@ struct Wanted {
   const Tensor& tensor;
   DType dtype;
   std::vector<int64_t> shape;
+  bool written = false;
 };
 
 // Checks the logits and every other array: device, dtype, layout, shape, in this order.
@@ -39,7 +40,13 @@ void check_arrays(const char* op, const Tensor& logits, const std::vector<Wanted
   logits_arg.dense_last();
   for (const Wanted& w : others) {
     const Arg arg(op, w.name, w.tensor);
-    w.shape.size() == 1 ? arg.dense() : arg.dense_last();
+    if (w.shape.size() == 1) {
+      arg.dense();
+    } else if (w.written) {
+      arg.apart();
+    } else {
+      arg.dense_last();
+    }
   }
   logits_arg.shape({kAny, kAny});
   for (const Wanted& w : others) {
@@ -86,10 +93,10 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, const Tensor& d
       {"top_p", a.sampling.top_p, DType::kFloat32, {num_requests}},
       {"request", a.sampling.request, DType::kInt64, {num_requests}},
       {"stop_ids", a.stop_ids, DType::kInt32, {num_requests, kAny}},
-      {"emitted", a.out.emitted, DType::kInt32, {num_requests, max_emitted}},
-      {"logprobs", a.out.logprobs, DType::kFloat32, {num_requests, max_emitted}},
+      {"emitted", a.out.emitted, DType::kInt32, {num_requests, max_emitted}, true},
+      {"logprobs", a.out.logprobs, DType::kFloat32, {num_requests, max_emitted}, true},
       {"num_emitted", a.out.num_emitted, DType::kInt32, {num_requests}},
-      {"path", a.out.path, DType::kInt32, {num_requests, max_emitted}},
+      {"path", a.out.path, DType::kInt32, {num_requests, max_emitted}, true},
       {"finish", a.out.finish, DType::kInt32, {num_requests}},
       {"status", a.rows.status, DType::kInt32, {num_requests}},
   };
@@ -97,7 +104,8 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, const Tensor& d
     wanted.push_back({"filtered_logprobs",
                       a.out.filtered_logprobs,
                       DType::kFloat32,
-                      {num_requests, max_emitted}});
+                      {num_requests, max_emitted},
+                      true});
   }
   if (wants_draft) {
     wanted.push_back({"draft_probs", draft_probs, DType::kFloat32, {num_rows, kAny}});

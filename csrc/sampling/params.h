@@ -57,7 +57,7 @@ struct VerifyParams {
   int32_t* num_emitted;  // [num_requests]
   int32_t* finish;       // [num_requests]
   int32_t* status;       // [num_requests]
-  void* workspace;       // sampling_workspace_bytes(num_rows, vocab_size); null, or GPU only
+  void* workspace;       // sampling_workspace_bytes(num_rows); null, or GPU only
 };
 
 enum Finish : int32_t { kRunning = 0, kStopId = 1, kLimit = 2 };

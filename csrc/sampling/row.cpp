@@ -125,8 +125,8 @@ LogitsRow& thread_row() {
 void LogitsRow::read(const void* logits, DType dtype, int64_t vocab_size,
                      const RowSetting& setting) {
   vocab_size_ = vocab_size;
-  greedy_ = !(setting.temperature >= kMinTemperature);
-  inv_temperature_ = greedy_ ? 1.0f : 1.0f / setting.temperature;
+  greedy_ = is_greedy(setting.temperature);
+  inv_temperature_ = inverse_temperature(setting.temperature);
   top_k_ = setting.top_k;
   top_p_ = setting.top_p;
   has_filter_ = (top_k_ > 0 && top_k_ < vocab_size) || top_p_ < 1.0f;

@@ -199,8 +199,9 @@ struct Row : RowData<T> {
   bool greedy;
 
   __device__ Row(const RowData<T>& data, float temperature)
-      : RowData<T>(data), greedy(!(temperature >= kMinTemperature)) {
-    inv_temperature = greedy ? 1.0f : __fdiv_rn(1.0f, temperature);
+      : RowData<T>(data),
+        inv_temperature(inverse_temperature(temperature)),
+        greedy(is_greedy(temperature)) {
     log2_scale = mul_rn(inv_temperature, kLog2E);
   }
 

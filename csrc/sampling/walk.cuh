@@ -82,8 +82,9 @@ struct TreeRows {
     }
     bad_tree = __syncthreads_or(bad_tree);
     bad_token = __syncthreads_or(bad_token);
+    const bool nan_temperature = rows > 0 && isnan(p.sampling.temperature[b]);
     return (fits ? 0 : kStatusBadLength) | (bad_tree ? kStatusBadTree : 0) |
-           (bad_token ? kStatusBadToken : 0);
+           (bad_token ? kStatusBadToken : 0) | (nan_temperature ? kStatusNanLogits : 0);
   }
 
   // The first child of a node that carries the token, -1 if none does. Called by whole warps.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/noise.h"
 #include "common/status.h"
@@ -18,6 +19,11 @@ inline const void* row_pointer(const void* base, DType dtype, int64_t stride, in
 
 inline RowSetting setting_of(const SamplingArrays& s, int64_t i) {
   return {s.temperature[i], s.top_k[i], s.top_p[i]};
+}
+
+// A NaN temperature samples greedily and is reported.
+inline int32_t check_temperature(const SamplingArrays& s, int64_t i) {
+  return std::isnan(s.temperature[i]) ? kStatusNanLogits : kStatusOk;
 }
 
 // The rows of one request, and what the caller handed in for it.
@@ -69,7 +75,7 @@ void walk_request(const VerifyParams& p, int64_t b, F&& step) {
   const int32_t* stop = p.stop_ids + b * p.stop_stride;
   const int32_t limit = std::max(p.limit[b], 0);
   const int64_t most = std::min<int64_t>(limit, p.max_emitted);
-  int32_t status = check_tree(tree);
+  int32_t status = check_tree(tree) | check_temperature(p.sampling, b);
   LogitsRow& row = thread_row();
   int64_t count = 0;
   for (int64_t node = 0; node >= 0 && count < most; ++count) {

@@ -195,9 +195,9 @@ void draft_children(const ExpandTreeParams& p, int64_t row_index, DraftRow& row)
       nodes.depth[first + parent] >= kMaxDepth || std::isnan(nodes.score[first + parent])) {
     return report(p, b, kStatusBadTree);
   }
-  const bool greedy = !(p.temperature[b] >= kMinTemperature);
+  const bool greedy = is_greedy(p.temperature[b]);
   const T* logits = static_cast<const T*>(p.draft_logits) + row_index * p.logits_stride;
-  report(p, b, row.load(p, logits, greedy ? 1.0f : 1.0f / p.temperature[b]));
+  report(p, b, row.load(p, logits, inverse_temperature(p.temperature[b])));
   const ChildList best =
       best_children(p, row, greedy, noise_key(p.seed, p.request[b], NoiseDomain::kTarget),
                     p.root_position[b] + nodes.depth[first + parent] + 1);
@@ -363,6 +363,7 @@ void select_nodes_cpu(const SelectNodesParams& p) {
     p.row_start[b + 1] = static_cast<int32_t>(start + rows);
     write_rows(p, b, start, start + rows, row_of);
   }
+  std::fill(p.source + p.row_start[p.num_requests], p.source + p.num_requests * p.num_verify, -1);
 }
 
 }  // namespace tlt

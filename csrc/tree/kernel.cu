@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::
     Tile tile;
     if (wave == 0) {  // nothing so far was a read that counts
       const volatile float* const temperature = p.temperature + b;
-      if (begin < end && *temperature >= kMinTemperature) {
+      if (begin < end && !is_greedy(*temperature)) {
         tile.guess(p, likely_draw(p, b), begin);
       }
       wait_for_prior_grid();

@@ -232,7 +232,10 @@ __global__ void __launch_bounds__(kThreads)
     p.row_start[b + 1] = count;
     if (b == 0) p.row_start[0] = 0;
   }
-  if (t >= count) return;
+  if (t >= count) {
+    if (p.num_requests == 1 && t < p.num_verify) p.source[t] = -1;
+    return;
+  }
   if (p.num_requests == 1) {
     write_row(p, 0, 0, t, chosen, nodes.token[chosen[t].node()], root_position);
   } else {
@@ -286,6 +289,10 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
+  const int64_t rows = p.num_requests * p.num_verify;
+  for (int64_t i = p.row_start[p.num_requests] + threadIdx.x; i < rows; i += kThreads) {
+    p.source[i] = -1;
+  }
 }
 
 }  // namespace
@@ -296,6 +303,10 @@ void select_nodes_cuda(const SelectNodesParams& p, int device, uintptr_t stream)
           "nodes.token: expected at most " + std::to_string(kMaxStore) +
               " nodes a request on a GPU, got " + std::to_string(p.nodes.capacity));
   const DeviceGuard guard(device);
+  if (p.num_requests == 0) {
+    check_cuda(cudaMemsetAsync(p.row_start, 0, sizeof(int32_t), as_stream(stream)), op);
+    return;
+  }
   const auto shared = static_cast<int>(Nodes::bytes(p.nodes.capacity));
   launch_kernel(op, select_kernel, {p.num_requests, kThreads, shared}, as_stream(stream), true, p);
   if (p.num_requests == 1) return;

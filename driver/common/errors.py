@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -22,6 +23,31 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+@contextlib.contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Turns whatever a library raises about a file into one line.
+
+    Args:
+        path: the file that the library reads.
+
+    Raises:
+        UserError: the library raised anything.
+
+    Example:
+        >>> with library_errors(Path("config.json")):
+        ...     int("odd")
+        Traceback (most recent call last):
+        driver.common.errors.UserError: config.json: cannot be used (ValueError: invalid literal ...
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # libraries raise many types here, which differ by version
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: cannot be used ({reason[:300]})") from error
 
 
 @contextlib.contextmanager

@@ -1,24 +1,20 @@
-"""The configuration of a run: presets in YAML under `key=value` overrides.
-
-`load_config` turns every mistake of a user into one line that names the key.
-"""
+"""The configuration of a run: defaults, then a preset in YAML, then `key=value` words."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 import typing
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from ..common.errors import UserError
+from .fields import Section, field_types, nearest, read_value, split_word
 from .sections import (
     BanditConfig,
     CaptureConfig,
@@ -33,35 +29,15 @@ from .sections import (
     TaskConfig,
     WarmupConfig,
 )
-from .strategy import Strategy, parse_strategies, split_strategies
-
-__all__ = [
-    "BanditConfig",
-    "CaptureConfig",
-    "Config",
-    "DrafterConfig",
-    "EngineConfig",
-    "GrpoConfig",
-    "ModelConfig",
-    "RewardConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "SpotConfig",
-    "TaskConfig",
-    "WarmupConfig",
-    "load_config",
-    "preset_names",
-    "to_yaml",
-]
+from .strategy import Strategy, parse_strategies
 
 DEFAULT_PRESET = "tiny"
-
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run; `preset` records where the values started from."""
+    """All settings of a run; `preset` records which file they started from."""
 
     preset: str = DEFAULT_PRESET
     run: RunConfig = field(default_factory=RunConfig)
@@ -97,167 +73,144 @@ class Config:
             )
 
 
-def load_config(argv: Sequence[str]) -> Config:
+def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
     """Builds the configuration of a command line.
 
     Args:
-        argv: `key=value` words; `preset=NAME` (or a YAML file) is applied before the others.
+        argv: `key=value` words; `preset=NAME` or `preset=FILE.yaml` is applied before the others.
+        saved: the preset is the `config.yaml` of a run, perhaps of an earlier version: its keys
+            that are no longer settings are ignored with a warning.
 
     Returns:
-        The checked configuration: dataclass defaults, then the preset, then the overrides.
+        The checked configuration: dataclass defaults, then the preset, then the other words.
 
     Raises:
-        UserError: unknown key or preset, malformed word, wrong type or value out of its limits.
+        UserError: an unknown key or preset, a malformed word, a wrong type, or a value out of its
+            limits; one line that names the key.
 
     Example:
         >>> load_config(["run.steps=3"]).run.steps
         3
     """
-    preset, overrides = DEFAULT_PRESET, []
+    preset, words = DEFAULT_PRESET, {}
+    types = _key_types()
     for word in argv:
-        key, equals, text = word.partition("=")
-        if not equals or not key:
-            raise UserError(f"{word!r}: wanted key=value, for example run.steps=20")
+        key, text = split_word(word, "run.steps")
         if key == "preset":
             preset = text
         else:
-            overrides.append(_override(key, text))
-    return _build(preset, [_read_preset(preset), *overrides])
+            words[key] = read_value(key, _declared_type(types, key), text)
+    values = _read_preset(types, preset, saved) | words
+    sections: dict[str, Any] = {}
+    for name, kind in section_types().items():
+        mine = [key for key in values if key.startswith(kind.prefix)]
+        sections[name] = kind(**{key.removeprefix(kind.prefix): values[key] for key in mine})
+    return Config(preset, **sections)
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML text that `preset=FILE` reads back.
+    """Writes a configuration as YAML text that `preset=FILE` reads back.
 
     Args:
         config: any configuration.
 
     Returns:
-        YAML, every key present, in the order of the dataclasses.
+        YAML with every key, in the order of the dataclasses.
 
     Example:
         >>> to_yaml(Config()).splitlines()[0]
         'preset: tiny'
     """
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    # Escaped text is ASCII: U+0085 and its like would be read back as line ends.
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 def preset_names() -> list[str]:
-    """Names of the shipped presets, sorted."""
+    """Returns the names of the shipped presets, sorted."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which only true and false are booleans: `off` is a strategy and a mode here."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"true|false|True|False"), list("tfTF")
-)
-
-
-def _sections() -> dict[str, type]:
+def section_types() -> dict[str, type[Section]]:
+    """Returns section name -> its dataclass, in the order of `Config`."""
     hints = typing.get_type_hints(Config)
     return {f.name: hints[f.name] for f in dataclasses.fields(Config) if f.name != "preset"}
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML whose scalars stay text: a field's type decides what `off`, `007` or `1e-4` means."""
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0].endswith((":null", ":merge"))]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [str(key.value) for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.MarkedYAMLError(problem=f"{twice} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def _key_types() -> dict[str, Any]:
-    """Dotted key -> declared type, over all sections."""
-    types = {}
-    for name, section in _sections().items():
-        hints = typing.get_type_hints(section)
-        types |= {f"{name}.{f.name}": hints[f.name] for f in dataclasses.fields(section)}
-    return types
+    """Returns dotted key -> declared type, over all sections."""
+    return {key: t for kind in section_types().values() for key, t in field_types(kind).items()}
 
 
-def _override(key: str, text: str) -> dict[str, Any]:
-    """One `key=value` word as a nested mapping."""
-    declared = _declared_type(key)
-    section, _, name = key.partition(".")
-    if declared is str:
-        return {section: {name: text}}
-    if key in ("engine.strategies", "bandit.map"):
-        return {section: {name: split_strategies(text)}}
-    if typing.get_origin(declared) is list and not text.startswith("["):
-        text = f"[{text}]"
-    try:
-        return {section: {name: yaml.load(text, _Loader)}}  # a SafeLoader
-    except yaml.YAMLError:
-        raise UserError(f"{key}: cannot read the value {text!r}") from None
-
-
-def _declared_type(key: str) -> Any:
-    types = _key_types()
+def _declared_type(types: Mapping[str, Any], key: str) -> Any:
     if key in types:
         return types[key]
-    if key in _sections():
-        raise UserError(f"{key}: is a section; write {key}.<name>=value, as {_first(types, key)}")
-    near = difflib.get_close_matches(key, [*types, *_sections()], n=1)
+    sections = list(section_types())
+    if key in sections:
+        first = next(name for name in types if name.startswith(f"{key}."))
+        raise UserError(f"{key}: is a section; write {key}.<name>=value, such as {first}")
     leaves = {name.partition(".")[2]: name for name in types}
-    near = near or [
-        leaves[leaf] for leaf in difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1)
-    ]
-    hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(_sections())}"
+    near = get_close_matches(key, [*types, *sections], n=1)
+    near = near or [leaves[leaf] for leaf in get_close_matches(key.rpartition(".")[2], leaves, n=1)]
+    hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(sections)}"
     raise UserError(f"{key}: unknown key; {hint}")
 
 
-def _first(types: Mapping[str, Any], section: str) -> str:
-    return next(key for key in types if key.startswith(f"{section}."))
-
-
-def _read_preset(preset: str) -> dict[str, Any]:
+def _read_preset(types: Mapping[str, Any], preset: str, saved: bool) -> dict[str, Any]:
+    """Returns dotted key -> value of a preset file."""
     if preset.endswith((".yaml", ".yml")):
         source = Path(preset)
     elif preset in preset_names():
         source = PRESETS / f"{preset}.yaml"
     else:
-        names = preset_names()
-        near = difflib.get_close_matches(preset, names, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"preset={preset}: unknown; {hint}there are {', '.join(names)}")
+        raise UserError(f"preset={preset}: unknown; {nearest(preset, preset_names())}")
+    values: dict[str, Any] = {}
+    unknown = []
+    for key, raw in _read_nodes(preset, source):
+        if key in values:
+            raise UserError(f"preset={preset}: {key} is given twice; remove one")
+        if saved and key not in types:
+            unknown.append(key)
+        else:
+            values[key] = read_value(key, _declared_type(types, key), raw)
+    if unknown:
+        names = ", ".join(unknown)
+        warnings.warn(f"{source}: {names}: no longer a setting, ignored", stacklevel=3)
+    return values
+
+
+def _read_nodes(preset: str, source: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys of a YAML file with their text."""
     try:
-        tree = yaml.load(source.read_text(encoding="utf-8"), _Loader) or {}
+        tree = yaml.load(source.read_text(encoding="utf-8"), _Loader) or {}  # a SafeLoader
     except OSError as error:
         raise UserError(f"preset={preset}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise UserError(f"preset={preset}: not UTF-8 text ({error.reason})") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"preset={preset}: not YAML ({error})") from None
     if not isinstance(tree, dict):
-        raise UserError(f"preset={preset}: wanted sections with keys, got {type(tree).__name__}")
+        raise UserError(f"preset={preset}: must hold sections with keys, got {tree!r}")
     tree.pop("preset", None)
     for name, section in tree.items():
-        if name not in _sections():
-            _declared_type(str(name))
-        if not isinstance(section, dict):
-            raise UserError(f"preset={preset}: {name} wants keys below it, got {section!r}")
-        for key in section:
-            _declared_type(f"{name}.{key}")
-    return tree
-
-
-def _build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Config:
-    """Merges the layers over the defaults and checks types and limits."""
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), *layers, {"preset": preset})
-        _check_items(merged)
-        config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise UserError(f"{error.full_key or 'configuration'}: {reason}") from None
-    assert isinstance(config, Config)
-    return config
-
-
-def _check_items(merged: Any) -> None:
-    """Types of list items, which merging does not check."""
-    for key, declared in _key_types().items():
-        if typing.get_origin(declared) is not list:
-            continue
-        (wanted,) = typing.get_args(declared)
-        for item in OmegaConf.select(merged, key):
-            if type(item) is not wanted:
-                raise UserError(f"{key}: wanted a list of {wanted.__name__}, got item {item!r}")
+        if name not in section_types():
+            yield str(name), section
+        elif isinstance(section, dict):
+            yield from ((f"{name}.{key}", raw) for key, raw in section.items())
+        elif section is not None:
+            raise UserError(f"preset={preset}: {name} must hold keys, got {section!r}")

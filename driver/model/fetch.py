@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +14,10 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from ..common.errors import UserError
-from .spec import ModelSpec, read_json
+from .checkpoint import check_checkpoint
+from .spec import CONFIG
 
 SMOLLM2_FOLDER = "SmolLM2-135M-Instruct"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -52,94 +52,27 @@ def resolve_model(
     """
     if path == "smollm2":
         return _smollm2(Path(cache).expanduser(), wheel, report or (lambda line: None))
-    folder = Path(path).expanduser()
+    folder = _folder(Path(path).expanduser())
     check_checkpoint(folder)
     return folder
 
 
-def check_checkpoint(folder: Path) -> None:
-    """Checks a Hugging Face folder without reading its tensors: it fails before anything is built.
-
-    Args:
-        folder: holds `config.json` and `model.safetensors`, or shards with their index.
-
-    Raises:
-        UserError: what is missing, cut short, malformed or unsupported.
-
-    Example:
-        >>> check_checkpoint(Path("/nowhere"))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        driver.common.errors.UserError: model.path=/nowhere: no such folder; ...
-    """
-    if not folder.is_dir():
-        raise UserError(
-            f"model.path={folder}: no such folder; write tiny, smollm2 or a Hugging Face folder"
-        )
-    inside = [*folder.glob("step-*"), *folder.glob("checkpoints/step-*")]
-    if inside and not (folder / "config.json").exists():
-        raise UserError(f"model.path={folder}: name one of its checkpoints, as {max(inside)}")
-    ModelSpec.from_folder(folder)
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        read_safetensors_header(single)
-    elif index.exists():
-        _check_shards(index)
-    else:
-        other = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"{other[0]} must be saved as safetensors" if other else "copy it there"
-        raise UserError(f"{single}: missing; {hint}")
-
-
-def read_safetensors_header(path: Path) -> dict[str, Any]:
-    """Reads a safetensors header and checks that the file holds every byte it promises.
-
-    Args:
-        path: a `.safetensors` file.
-
-    Returns:
-        Tensor name -> its `dtype`, `shape` and `data_offsets`.
-
-    Raises:
-        UserError: the file is missing, cut short or not safetensors.
-
-    Example:
-        >>> sorted(read_safetensors_header(Path("model.safetensors")))  # doctest: +SKIP
-        ['lm_head.weight', 'model.embed_tokens.weight']
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if 8 + length <= size else b""
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if size < 8 or 8 + length > size:
-        raise UserError(f"{path}: truncated at {size} bytes, inside its header; copy it again")
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
-        raise UserError(f"{path}: not a safetensors file (its header is unreadable)") from None
-    wanted = 8 + length + max(ends, default=0)
-    if size < wanted:
-        raise UserError(f"{path}: truncated, {size} of {wanted} bytes; copy it again")
-    return header
-
-
-def _check_shards(index: Path) -> None:
-    """Every shard of the index is whole and holds the tensors that the index puts there."""
-    placed = read_json(index).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
-        raise UserError(f"{index}: no weight_map; copy the checkpoint again")
-    headers = {}
-    for shard in sorted(set(placed.values())):
-        if not (index.parent / shard).exists():
-            raise UserError(f"{index.parent / shard}: shard missing; copy it there")
-        headers[shard] = read_safetensors_header(index.parent / shard)
-    for tensor, shard in placed.items():
-        if tensor not in headers[shard]:
-            raise UserError(f"{index.parent / shard}: tensor {tensor} of the index is not in it")
+def _folder(path: Path) -> Path:
+    """Checks that `model.path` names a folder that can hold a model."""
+    where = f"model.path={path}"
+    if path.suffix == ".gguf":
+        raise UserError(f"{where}: GGUF is not supported; save the model as safetensors")
+    if path.is_file():
+        raise UserError(f"{where}: is a file; name its folder, {path.parent}")
+    if not path.is_dir():
+        hint = "write tiny, smollm2 or a Hugging Face folder"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+            hint = f"a model of the hub is downloaded first: hf download {path} --local-dir FOLDER"
+        raise UserError(f"{where}: no such folder; {hint}")
+    inside = [*path.glob("step-*"), *path.glob("checkpoints/step-*")]
+    if inside and not (path / CONFIG).exists():
+        raise UserError(f"{where}: name one of its checkpoints, as {max(inside)}")
+    return path
 
 
 def _smollm2(cache: Path, wheel: str, report: Report) -> Path:

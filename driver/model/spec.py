@@ -1,26 +1,28 @@
-"""Checkpoints in Hugging Face layout: what a model is (`ModelSpec`) and its tensors.
+"""What a model is: `ModelSpec`, read from a Hugging Face `config.json`.
 
-Whatever this code does not know is refused by name: a model that runs with the wrong attention or
-the wrong RoPE gives fluent, wrong text.
+A model with the wrong attention or the wrong RoPE generates fluent, wrong text. Whatever is not
+supported is therefore refused by name.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..common.errors import UserError
 from ..config.strategy import MAX_DEPTH
+from .families import EMBEDDING, FAMILIES, FINAL_NORM, GATE_UP, HEAD, LAYER, QKV, Family
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LARGEST = 2**31  # no number of a config comes near it
 # The numbers that each supported type of RoPE scaling needs.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -31,9 +33,9 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding: its base and how its frequencies are stretched for long contexts.
+    """Rotary embedding: its base, and how its frequencies are scaled for long contexts.
 
-    The last three fields count for type "llama3" only, `factor` also for "linear".
+    Type "linear" uses `factor`; type "llama3" uses all fields.
     """
 
     type: str = "default"
@@ -46,11 +48,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a target model.
-
-    `vocab_size` counts the ids that a token can have. The tensors may hold more rows (a padded
-    vocabulary): those logits are computed and never win, because samplers are given `vocab_size`.
-    """
+    """The shape of a model."""
 
     family: str
     vocab_size: int
@@ -72,31 +70,30 @@ class ModelSpec:
 
     @staticmethod
     def from_folder(folder: str | Path) -> ModelSpec:
-        """Reads `config.json` and, where there is one, `generation_config.json`.
+        """Reads `config.json` and, if there is one, `generation_config.json`.
 
         Args:
             folder: a Hugging Face model folder.
 
         Returns:
-            The spec; `eos_ids` are those of the generation config where it names any.
+            The spec; `eos_ids` are those of the generation config if it names any.
 
         Raises:
-            UserError: a file is missing or broken, or asks for something unsupported.
+            UserError: a file is missing or malformed, or asks for something unsupported.
         """
         folder = Path(folder)
         if not folder.is_dir():
             raise UserError(f"model folder {folder}: does not exist")
-        config = read_json(folder / "config.json")
-        eos = config.get("eos_token_id")
-        if (folder / "generation_config.json").exists():
-            generation_eos = read_json(folder / "generation_config.json").get("eos_token_id")
-            eos = eos if generation_eos is None else generation_eos
-        return ModelSpec.from_config(
-            {**config, "eos_token_id": eos}, where=str(folder / "config.json")
-        )
+        reader = _Reader(read_json(folder / CONFIG), str(folder / CONFIG))
+        generation = folder / GENERATION_CONFIG
+        if generation.exists():
+            eos = _Reader(read_json(generation), str(generation)).eos_ids()
+            if eos:
+                return reader.spec(eos)
+        return reader.spec()
 
     @staticmethod
-    def from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
+    def from_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
         """Builds the spec from the content of a `config.json`.
 
         Args:
@@ -110,10 +107,56 @@ class ModelSpec:
         Raises:
             UserError: a key is missing, malformed, or asks for something unsupported.
         """
-        try:
-            return _Reader(config, where).spec()
-        except (TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{where}: a value has the wrong type ({error})") from error
+        return _Reader(config, where).spec()
+
+    @property
+    def q_dim(self) -> int:
+        """Columns of the queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Columns of the keys, and of the values."""
+        return self.num_kv_heads * self.head_dim
+
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of one layer: name within the layer -> shape."""
+        hidden = self.hidden_size
+        rows = dict(zip(QKV, (self.q_dim, self.kv_dim, self.kv_dim), strict=True))
+        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        shapes |= {f"{name}.weight": (size, hidden) for name, size in rows.items()}
+        if self.qkv_bias:
+            shapes |= {f"{name}.bias": (size,) for name, size in rows.items()}
+        if self.qk_norm:
+            shapes |= {f"self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
+        shapes["self_attn.o_proj.weight"] = (hidden, self.q_dim)
+        if self.output_bias:
+            shapes["self_attn.o_proj.bias"] = (hidden,)
+        shapes["post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"{name}.weight": (self.intermediate_size, hidden) for name in GATE_UP}
+        shapes["mlp.down_proj.weight"] = (hidden, self.intermediate_size)
+        return shapes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """All tensors of a checkpoint: name -> shape.
+
+        Example:
+            >>> spec.shapes()["model.norm.weight"]  # doctest: +SKIP
+            (576,)
+        """
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
+        layer = self.layer_shapes()
+        for index in range(self.num_layers):
+            shapes |= {LAYER.format(index) + name: shape for name, shape in layer.items()}
+        shapes[FINAL_NORM] = (self.hidden_size,)
+        if not self.tie_word_embeddings:
+            shapes[HEAD] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors; a tied head counts once."""
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
 
 def read_rope(config: Mapping[str, Any]) -> RopeSpec:
@@ -122,11 +165,11 @@ def read_rope(config: Mapping[str, Any]) -> RopeSpec:
     Raises:
         UserError: a key is malformed, or asks for something unsupported.
     """
-    return _Reader(config, "config.json").rope()
+    return _Reader(config, CONFIG).rope()
 
 
 class _Reader:
-    """Reads one config with every refusal naming the file and the key."""
+    """Reads one config; every refusal names the file, the key and the value."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config = config
@@ -136,32 +179,44 @@ class _Reader:
         return UserError(f"{self.where}: {reason}")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value of a key; a null counts as absent."""
+        """The value of a key; null counts as absent."""
         found = self.config.get(key)
         return default if found is None else found
 
     def count(self, key: str, default: int | None = None) -> int:
         found = self.value(key, default)
-        if type(found) is not int or found < 1:
+        if type(found) is not int or not 1 <= found < LARGEST:
             raise self.refuse(f"{key}: wanted a positive integer, got {found!r}")
         return found
 
-    def spec(self) -> ModelSpec:
+    def flag(self, key: str) -> bool:
+        found = self.value(key, False)
+        if type(found) is not bool:
+            raise self.refuse(f"{key}: wanted true or false, got {found!r}")
+        return found
+
+    def number(self, found: Any, what: str) -> float:
+        """`found`, if it is a positive finite number."""
+        if type(found) not in (int, float) or not 0 < found < LARGEST:
+            raise self.refuse(f"{what} > 0, got {found!r}")
+        return found
+
+    def spec(self, eos_ids: tuple[int, ...] | None = None) -> ModelSpec:
+        """The spec; `eos_ids` replace those of the config."""
         family = self.family()
-        self.refuse_variants()
+        self.refuse_variants(family)
         hidden_size, num_heads = self.count("hidden_size"), self.count("num_attention_heads")
         num_kv_heads = self.count("num_key_value_heads", num_heads)
-        default_head_dim = 128 if family == "Qwen3ForCausalLM" else hidden_size // num_heads
-        head_dim = self.count("head_dim", default_head_dim)
+        head_dim = self.count("head_dim", family.head_dim or hidden_size // num_heads)
         if num_heads % num_kv_heads:
             raise self.refuse(
                 f"num_key_value_heads: wanted a divisor of {num_heads} heads, got {num_kv_heads}"
             )
         if head_dim % 8 or head_dim > 256:
             raise self.refuse(f"head_dim: wanted a multiple of 8 up to 256, got {head_dim}")
-        bias = bool(self.value("attention_bias", False))
+        bias = family.config_bias and self.flag("attention_bias")
         return ModelSpec(
-            family=family,
+            family=family.name,
             vocab_size=self.count("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=self.count("intermediate_size"),
@@ -170,18 +225,17 @@ class _Reader:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_position=self.count("max_position_embeddings"),
-            rms_norm_eps=float(self.value("rms_norm_eps", 1e-6)),
+            rms_norm_eps=self.number(self.value("rms_norm_eps", 1e-6), "wanted rms_norm_eps"),
             rope=self.rope(),
-            tie_word_embeddings=bool(self.value("tie_word_embeddings", False)),
-            # Qwen2 has the bias without saying so, and never on the output projection.
-            qkv_bias=bias or family == "Qwen2ForCausalLM",
-            output_bias=bias and family != "Qwen2ForCausalLM",
-            qk_norm=family == "Qwen3ForCausalLM",
-            eos_ids=self.eos_ids(),
+            tie_word_embeddings=self.flag("tie_word_embeddings"),
+            qkv_bias=bias or family.qkv_bias,
+            output_bias=bias,
+            qk_norm=family.qk_norm,
+            eos_ids=self.eos_ids() if eos_ids is None else eos_ids,
             dtype=self.dtype(),
         )
 
-    def family(self) -> str:
+    def family(self) -> Family:
         names = self.value("architectures", [])
         names = [str(n) for n in names] if isinstance(names, list) else [str(names)]
         if len(names) != 1 or names[0] not in FAMILIES:
@@ -189,27 +243,41 @@ class _Reader:
                 f"architecture {', '.join(names) or 'not named'} is not supported;"
                 f" there are {', '.join(FAMILIES)}"
             )
-        return names[0]
+        return FAMILIES[names[0]]
 
-    def refuse_variants(self) -> None:
+    def refuse_variants(self, family: Family) -> None:
         if self.value("quantization_config"):
             raise self.refuse("quantization_config: quantized weights are not supported")
-        if self.value("mlp_bias", False):
+        if self.flag("mlp_bias"):
             raise self.refuse("mlp_bias=true is not supported")
         if self.value("hidden_act", "silu") != "silu":
             raise self.refuse(f"hidden_act {self.value('hidden_act')!r} is not supported; silu is")
-        layer_types = self.value("layer_types", [])
-        for name in sorted(set(layer_types) - {"full_attention"}):
-            raise self.refuse(f"layer_types: {name!r} is not supported; full_attention is")
-        # Here an absent key and a null differ: null means no window.
+        self.refuse_windows(family)
+
+    def refuse_windows(self, family: Family) -> None:
+        # In transformers an absent `sliding_window` means 4096 and null means no window.
         window = self.config.get("sliding_window", 4096)
-        windowed = self.value("use_sliding_window", False) and window is not None
+        if not family.window_switch:
+            if window is not None:
+                raise self.refuse(
+                    f"sliding_window={window}: sliding-window attention is not supported;"
+                    f" {family.name} needs sliding_window=null"
+                )
+            return
+        layer_types = self.value("layer_types", [])
+        if not isinstance(layer_types, list):
+            raise self.refuse(f"layer_types: wanted a list, got {layer_types!r}")
+        for name in sorted({str(name) for name in layer_types} - {"full_attention"}):
+            raise self.refuse(f"layer_types: {name!r} is not supported; full_attention is")
+        windowed = self.flag("use_sliding_window") and window is not None
         first = self.value("max_window_layers", 28)
+        if type(first) is not int:
+            raise self.refuse(f"max_window_layers: wanted an integer, got {first!r}")
         if windowed and not layer_types and first < self.count("num_hidden_layers"):
             raise self.refuse("use_sliding_window=true: sliding-window attention is not supported")
 
     def rope(self) -> RopeSpec:
-        # transformers 5 keeps all in rope_parameters; older files have a theta and a scaling.
+        # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
         rope: dict[str, Any] = {}
         for key in ("rope_scaling", "rope_parameters"):
             part = self.value(key, {})
@@ -219,29 +287,38 @@ class _Reader:
         if any(isinstance(part, dict) for part in rope.values()):
             raise self.refuse("rope_parameters: RoPE that differs by layer is not supported")
         name = rope.get("rope_type") or rope.get("type") or "default"
-        if name not in ROPE_TYPES:
+        if name not in tuple(ROPE_TYPES):  # it may be of any type
             raise self.refuse(
                 f"RoPE type {name!r} is not supported; there are {', '.join(ROPE_TYPES)}"
             )
         for part in (rope, self.config):
             if part.get("partial_rotary_factor") not in (None, 1, 1.0):
                 raise self.refuse("partial_rotary_factor: partial RoPE is not supported")
-        for key in ("original_max_position_embeddings", "max_position_embeddings"):
-            rope.setdefault("original_max_position_embeddings", self.config.get(key))
-        for key in ROPE_TYPES[name]:
-            number = rope.get(key)
-            if not isinstance(number, int | float) or number <= 0:
-                raise self.refuse(f"RoPE type {name!r} wants {key} > 0, got {number!r}")
-        numbers = {key: rope[key] for key in ROPE_TYPES[name]}
+        # The order of transformers: a key outside of the object wins, the context is the default.
+        original = "original_max_position_embeddings"
+        contexts = (
+            (self.config, original),
+            (rope, original),
+            (self.config, "max_position_embeddings"),
+        )
+        rope[original] = next((p[key] for p, key in contexts if p.get(key) is not None), None)
+        numbers = {
+            key: self.number(rope.get(key), f"RoPE type {name!r} wants {key}")
+            for key in ROPE_TYPES[name]
+        }
         if name == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
             raise self.refuse("RoPE type 'llama3' wants high_freq_factor > low_freq_factor")
-        original = numbers.pop("original_max_position_embeddings", 0)
-        theta = float(rope.get("rope_theta") or self.value("rope_theta", 10000.0))
-        return RopeSpec(type=name, theta=theta, original_max_position=original, **numbers)
+        context = int(numbers.pop(original, 0))
+        theta = rope.get("rope_theta") or self.value("rope_theta", 10000.0)
+        theta = float(self.number(theta, "wanted rope_theta"))
+        return RopeSpec(type=name, theta=theta, original_max_position=context, **numbers)
 
     def eos_ids(self) -> tuple[int, ...]:
         eos = self.value("eos_token_id", [])
-        return tuple(eos) if isinstance(eos, list) else (eos,)
+        ids = eos if isinstance(eos, list) else [eos]
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise self.refuse(f"eos_token_id: wanted token ids from 0 on, got {eos!r}")
+        return tuple(ids)
 
     def dtype(self) -> torch.dtype:
         name = str(self.value("dtype", self.value("torch_dtype", "float32")))
@@ -263,7 +340,7 @@ def rope_table(spec: ModelSpec) -> Tensor:
         float32 [max_position + MAX_DEPTH, head_dim]: (cos | sin) of half a head's angles.
 
     Example:
-        >>> rope_table(spec)[0]     # position 0 turns nothing: ones, then zeros
+        >>> rope_table(spec)[0]     # position 0 is not rotated: ones, then zeros
 
     Source: Su et al., "RoFormer" (2021); the "llama3" bands from the Llama 3.1 release.
     """
@@ -278,38 +355,10 @@ def rope_table(spec: ModelSpec) -> Tensor:
         width = rope.high_freq_factor - rope.low_freq_factor
         keep = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / rope.factor
-    # Drafted rows may lie past the last position; they are never followed there, only computed.
+    # Drafted rows may lie past the last position; they are computed and never followed there.
     positions = spec.max_position + MAX_DEPTH
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
     return torch.cat((angle.cos(), angle.sin()), dim=1)
-
-
-def read_weights(folder: str | Path) -> dict[str, Tensor]:
-    """Reads a checkpoint's tensors, from one safetensors file or from indexed shards.
-
-    Args:
-        folder: a Hugging Face model folder.
-
-    Returns:
-        Tensors by name, on the CPU, in the dtype of the file.
-
-    Raises:
-        UserError: a file is missing, truncated or not safetensors, or lacks an indexed tensor.
-    """
-    folder = Path(folder)
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return _read_file(single)
-    if not index.exists():
-        raise UserError(f"model folder {folder}: has neither {single.name} nor {index.name}")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: has no weight_map")
-    shards = {name: _read_file(folder / name) for name in sorted(set(weight_map.values()))}
-    for tensor, shard in weight_map.items():
-        if tensor not in shards[shard]:
-            raise UserError(f"{folder / shard}: lacks {tensor}, which {index.name} promises")
-    return {tensor: shards[shard][tensor] for tensor, shard in weight_map.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -327,13 +376,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: wanted a JSON object, got {type(content).__name__}")
     return content
-
-
-def _read_file(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # it is no mapping
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path}: cannot be read as safetensors ({error}); copy the file again"
-        ) from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,8 +15,10 @@ from torch import Tensor
 import tlt_ext
 
 from ..common.errors import UserError
+from .checkpoint import check_shapes
+from .families import EMBEDDING, FINAL_NORM, GATE_UP, HEAD, LAYER, QKV
 from .kv_cache import KvCache
-from .spec import ModelSpec, read_weights, rope_table
+from .spec import ModelSpec, rope_table
 from .workspace import Workspace
 
 # On a GPU fused ops pay for FUSED_ROWS, and for more rows while the weights, read again for each
@@ -46,8 +47,7 @@ def appends(rows: int) -> bool:
 
 def layer_launches(spec: ModelSpec, rows: int) -> int:
     """Launches of a layer on a GPU, at most: attention's are two, but one for few short rows."""
-    heads = spec.num_heads + 2 * spec.num_kv_heads
-    qkv = heads * spec.head_dim * spec.hidden_size
+    qkv = (spec.q_dim + 2 * spec.kv_dim) * spec.hidden_size
     appended = fuses(rows, qkv) and not spec.qk_norm
     normed = appended or norms(rows, qkv)
     gated = norms(rows, 2 * spec.intermediate_size * spec.hidden_size)
@@ -93,31 +93,31 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class TargetModel:
-    """A Llama, Qwen2 or Qwen3 model that owns its fused weights and scratch buffers.
+    """A model that owns its fused weights and scratch buffers.
 
     `forward` returns views of the buffers: read or copy them before the next call.
 
     Args:
         spec: shape of the model.
-        weights: tensors by Hugging Face name, or the folder of a checkpoint.
+        weights: tensors by Hugging Face name.
         device: where it runs.
         dtype: of weights, activations and cache; default is the checkpoint's.
         max_rows: rows of the largest forward pass.
         feature_layers: three layers whose outputs are recorded; empty = `default_feature_layers`.
 
     Raises:
-        UserError: the checkpoint does not fit the spec, or a feature layer does not exist.
+        UserError: the weights do not fit the spec, or a feature layer does not exist.
 
     Example:
-        >>> spec = ModelSpec.from_folder(folder)
-        >>> model = TargetModel(spec, folder, dtype=torch.float32)
+        >>> spec, weights = load_checkpoint(folder)
+        >>> model = TargetModel(spec, weights)
         >>> logits, _ = model.forward(ids, batch, KvCache.allocate(spec, num_pages=8, page_size=16))
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor] | str | Path,
+        weights: Mapping[str, Tensor],
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
@@ -134,19 +134,11 @@ class TargetModel:
                 raise UserError(
                     f"drafter.feature_layers: wanted layers 0 to {spec.num_layers - 1}, got {layer}"
                 )
-        if not isinstance(weights, Mapping):
-            weights = read_weights(weights)
         self.workspace = Workspace(self.device)
         self._named: dict[str, Tensor] = {}
-        embedding = weights.get("model.embed_tokens.weight")
-        self._allocate_weights(spec.vocab_size if embedding is None else len(embedding))
+        self._allocate_weights()
         self._allocate_buffers()
         self.load_weights(weights)
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding and the head, columns of the logits; at least `vocab_size`."""
-        return self.head.shape[0]
 
     @property
     def feature_size(self) -> int:
@@ -163,27 +155,21 @@ class TargetModel:
         Everything is checked first; after an error the old weights are whole.
 
         Args:
-            weights: tensors by Hugging Face name, any float dtype and device. With tied embeddings
-                a head is ignored.
+            weights: tensors by Hugging Face name, any float dtype and device. A head that is tied
+                may be there too.
 
         Raises:
-            UserError: a tensor is missing, has the wrong shape, or is none of this model's.
+            UserError: a tensor is missing, has the wrong shape, or does not belong to the model; or
+                the head of a tied model is not its embedding.
         """
-        ignored = {"lm_head.weight"} if self.spec.tie_word_embeddings else set()
-        for name, own in self._named.items():
-            if name not in weights:
-                raise UserError(f"checkpoint: {name} is missing; {self.spec.family} needs it")
-            if weights[name].shape != own.shape:
-                raise UserError(
-                    f"checkpoint: {name} has shape {list(weights[name].shape)},"
-                    f" config.json makes it {list(own.shape)}"
-                )
+        check_shapes(self.spec, {name: w.shape for name, w in weights.items()}, "checkpoint")
+        for name in self._named:
             if not weights[name].is_floating_point():
                 raise UserError(f"checkpoint: {name} is {weights[name].dtype}; wanted floats")
-        for name in weights:
-            # Old checkpoints store the RoPE frequencies, which follow from the config.
-            if name not in self._named and name not in ignored and "rotary_emb" not in name:
-                raise UserError(f"checkpoint: {name} is not a tensor of {self.spec.family}")
+        if HEAD in weights and HEAD not in self._named:
+            head, embedding = weights[HEAD], weights[EMBEDDING]
+            if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
+                raise UserError(f"checkpoint: {HEAD} is not {EMBEDDING}, which the config ties")
         with torch.no_grad():
             for name, own in self._named.items():
                 own.copy_(weights[name])
@@ -211,7 +197,7 @@ class TargetModel:
             want_features: record the features too.
 
         Returns:
-            logits: float32 [n, padded_vocab_size], or None when no row needs them.
+            logits: float32 [n, vocab_size], or None when no row needs them.
             features: [R, 4 H] in the model's dtype, or None: the outputs (residual stream) of the
                 three feature layers, then the final hidden state *before* the final norm, so that
                 a teacher's logits are head(final_norm(last H columns)).
@@ -337,59 +323,50 @@ class TargetModel:
     def _feature(self, features: Tensor, place: int) -> Tensor:
         return features[:, place * self.spec.hidden_size : (place + 1) * self.spec.hidden_size]
 
-    def _allocate_weights(self, padded_vocab_size: int) -> None:
-        spec, hidden = self.spec, self.spec.hidden_size
-        if padded_vocab_size < spec.vocab_size:
-            raise UserError(
-                f"checkpoint: model.embed_tokens.weight has {padded_vocab_size} rows,"
-                f" fewer than the vocabulary of {spec.vocab_size}"
-            )
-        self.embedding = self._weight("model.embed_tokens.weight", padded_vocab_size, hidden)
-        self.layers = [self._allocate_layer(f"model.layers.{i}.") for i in range(spec.num_layers)]
-        self.final_norm = self._weight("model.norm.weight", hidden)
-        self.head = self.embedding
-        if not spec.tie_word_embeddings:
-            self.head = self._weight("lm_head.weight", padded_vocab_size, hidden)
+    def _allocate_weights(self) -> None:
+        spec = self.spec
+        shape = spec.vocab_size, spec.hidden_size
+        self.embedding = self._weight(EMBEDDING, *shape)
+        self.layers = [self._allocate_layer(LAYER.format(i)) for i in range(spec.num_layers)]
+        self.final_norm = self._weight(FINAL_NORM, spec.hidden_size)
+        self.head = self.embedding if spec.tie_word_embeddings else self._weight(HEAD, *shape)
         self.cos_sin = rope_table(spec).to(self.device)
 
     def _allocate_layer(self, prefix: str) -> DecoderLayer:
-        spec, hidden = self.spec, self.spec.hidden_size
-        q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        qkv = {
-            f"{attention}q_proj": q_dim,
-            f"{attention}k_proj": kv_dim,
-            f"{attention}v_proj": kv_dim,
-        }
-        gate_up = dict.fromkeys((f"{mlp}gate_proj", f"{mlp}up_proj"), spec.intermediate_size)
+        shapes = self.spec.layer_shapes()
 
-        def optional(has: bool, name: str, size: int) -> Tensor | None:
-            return self._weight(name, size) if has else None
+        def weight(name: str) -> Tensor:
+            return self._weight(prefix + name, *shapes[name])
+
+        def optional(name: str) -> Tensor | None:
+            return weight(name) if name in shapes else None
+
+        def fused(parts: Sequence[str], kind: str) -> Tensor:
+            """One tensor whose consecutive rows are the named parts."""
+            names = [f"{part}.{kind}" for part in parts]
+            rows = [shapes[name][0] for name in names]
+            columns = shapes[names[0]][1:]
+            whole = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
+            for name, part in zip(names, whole.split(rows), strict=True):
+                self._named[prefix + name] = part
+            return whole
 
         return DecoderLayer(
-            input_norm=self._weight(f"{prefix}input_layernorm.weight", hidden),
-            qkv=self._fused(qkv, "weight", hidden),
-            qkv_bias=self._fused(qkv, "bias") if spec.qkv_bias else None,
-            q_norm=optional(spec.qk_norm, f"{attention}q_norm.weight", spec.head_dim),
-            k_norm=optional(spec.qk_norm, f"{attention}k_norm.weight", spec.head_dim),
-            output=self._weight(f"{attention}o_proj.weight", hidden, q_dim),
-            output_bias=optional(spec.output_bias, f"{attention}o_proj.bias", hidden),
-            post_norm=self._weight(f"{prefix}post_attention_layernorm.weight", hidden),
-            gate_up=self._fused(gate_up, "weight", hidden),
-            down=self._weight(f"{mlp}down_proj.weight", hidden, spec.intermediate_size),
+            input_norm=weight("input_layernorm.weight"),
+            qkv=fused(QKV, "weight"),
+            qkv_bias=fused(QKV, "bias") if f"{QKV[0]}.bias" in shapes else None,
+            q_norm=optional("self_attn.q_norm.weight"),
+            k_norm=optional("self_attn.k_norm.weight"),
+            output=weight("self_attn.o_proj.weight"),
+            output_bias=optional("self_attn.o_proj.bias"),
+            post_norm=weight("post_attention_layernorm.weight"),
+            gate_up=fused(GATE_UP, "weight"),
+            down=weight("mlp.down_proj.weight"),
         )
 
     def _weight(self, name: str, *shape: int) -> Tensor:
         self._named[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self._named[name]
-
-    def _fused(self, parts: Mapping[str, int], kind: str, *columns: int) -> Tensor:
-        """One tensor whose consecutive rows are the named parts."""
-        shape = (sum(parts.values()), *columns)
-        fused = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for name, part in zip(parts, fused.split(list(parts.values())), strict=True):
-            self._named[f"{name}.{kind}"] = part
-        return fused
 
     def _allocate_buffers(self) -> None:
         spec = self.spec
@@ -398,10 +375,9 @@ class TargetModel:
             # Zeros: rows that are inert are computed on, and must not be slow or alarming garbage.
             return torch.zeros(self.max_rows, *shape, dtype=dtype, device=self.device)
 
-        heads = spec.num_heads + 2 * spec.num_kv_heads
         self._hidden, self._chosen, self._normed = (rows(spec.hidden_size) for _ in range(3))
-        self._qkv = rows(heads * spec.head_dim)
+        self._qkv = rows(spec.q_dim + 2 * spec.kv_dim)
         self._q, self._attended = (rows(spec.num_heads, spec.head_dim) for _ in range(2))
         self._gated = rows(spec.intermediate_size)
         self._features = rows(self.feature_size)
-        self._logits = rows(self.padded_vocab_size, dtype=torch.float32)
+        self._logits = rows(spec.vocab_size, dtype=torch.float32)

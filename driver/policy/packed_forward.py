@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ..model.families import Family, family_of
 from .packing import packed_positions
 
 # A document from here on is long enough to hold up the others of its call.
@@ -75,7 +76,7 @@ def packed_forward(
     """Final hidden states of a packed row.
 
     Args:
-        model: a Llama, Qwen2 or Qwen3 model of transformers for causal language modelling.
+        model: a transformers model of one of `driver.model.families`.
         ids: int64 [1, T], documents end to end.
         documents: where they lie, on the model's device.
         checkpointing: keep the inputs of the layers only and make the rest again in the backward
@@ -87,21 +88,23 @@ def packed_forward(
     Example:
         >>> packed_forward(model, ids, Documents.of([2, 3]))  # doctest: +SKIP
     """
-    base = model.base_model
+    base, family = model.base_model, family_of(type(model).__name__)
     hidden = base.embed_tokens(ids[0])  # [T, H]
     # [T, 1, head_dim / 2]: the second half of a head has the angles of the first.
     turns = base.rotary_emb(hidden, documents.position)  # cosines and sines, [1, T, head_dim] each
     angles = [x[0].chunk(2, -1)[0].unsqueeze(1) for x in turns]
     for layer in base.layers:
         if checkpointing:
-            hidden = checkpoint(_layer, layer, hidden, *angles, documents, use_reentrant=False)
+            hidden = checkpoint(
+                _layer, layer, hidden, *angles, documents, family, use_reentrant=False
+            )
         else:
-            hidden = _layer(layer, hidden, *angles, documents)
+            hidden = _layer(layer, hidden, *angles, documents, family)
     return _norm(base.norm, hidden)
 
 
 def _layer(
-    layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Documents
+    layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Documents, family: Family
 ) -> Tensor:
     attention, mlp = layer.self_attn, layer.mlp
     x = _norm(layer.input_layernorm, hidden)  # [T, H]
@@ -109,7 +112,7 @@ def _layer(
     widths = [part.out_features // attention.head_dim for part in projections]
     qkv = _project(x, *projections).unflatten(-1, (-1, attention.head_dim))
     q, k, v = qkv.split(widths, 1)  # [T, heads, head_dim]
-    if hasattr(attention, "q_norm"):
+    if family.qk_norm:
         q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
     q, k = _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
     # A view of `v` would keep what the other two were before they were turned.

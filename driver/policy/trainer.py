@@ -23,7 +23,7 @@ from .packed_forward import packed_forward
 from .packing import pack
 
 if TYPE_CHECKING:
-    from ..config.load import GrpoConfig
+    from ..config.sections import GrpoConfig
 
 # Share of the length limit over which DAPO's overlong penalty grows.
 OVERLONG_SHARE = 0.2
@@ -43,7 +43,8 @@ class PolicyTrainer:
             responses and end with the same policy.
 
     Raises:
-        ValueError: `kl_coef` is set without `load_reference`.
+        ValueError: `kl_coef` is set without `load_reference`, or the model is in float16, in which
+            small gradients become 0.
 
     Example:
         >>> trainer = PolicyTrainer(model, cfg.grpo)                # doctest: +SKIP
@@ -58,6 +59,8 @@ class PolicyTrainer:
         world: World | None = None,
     ):
         self.world = world or World()
+        if any(p.dtype == torch.float16 for p in model.parameters()):
+            raise ValueError("model: wanted bfloat16 or float32, got float16: gradients underflow")
         # With dropout the trained policy would not be the one that sampled.
         self.model = model.eval()
         self.cfg = cfg

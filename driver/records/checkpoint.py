@@ -16,10 +16,11 @@ import torch
 
 from ..common.errors import UserError
 from ..common.storage import storage_errors, sync_path, sync_tree
-from ..model.fetch import check_checkpoint
+from ..model.checkpoint import check_checkpoint
 
 _FOLDER = re.compile(r"step-(\d+)")
 _MARK = "checkpoint.json"  # written last
+_REFERENCE = "reference"  # folder in a run's
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,51 @@ def save_checkpoint(
             os.rename(old.path, gone)
             shutil.rmtree(gone)
     return Checkpoint(final, step)
+
+
+def save_reference(folder: Path, write_policy: Callable[[Path], None]) -> Checkpoint:
+    """Saves the reference policy of the KL beside the checkpoints, replacing an earlier one.
+
+    Args:
+        folder: holds the checkpoints.
+        write_policy: see `save_checkpoint`.
+
+    Returns:
+        The reference as a checkpoint without states.
+
+    Raises:
+        UserError: the disk is full or unwritable.
+
+    Example:
+        >>> save_reference(Path("checkpoints"), model.save_pretrained)  # doctest: +SKIP
+    """
+    place = folder.parent / _REFERENCE
+    shutil.rmtree(place, ignore_errors=True)
+    return save_checkpoint(place, 0, write_policy, {}, keep=1)
+
+
+def saved_reference(checkpoint: Checkpoint) -> Checkpoint:
+    """The reference policy of the run that a checkpoint belongs to.
+
+    Args:
+        checkpoint: in `checkpoints/` of a run.
+
+    Returns:
+        What `save_reference` saved.
+
+    Raises:
+        UserError: there is none.
+
+    Example:
+        >>> saved_reference(latest_checkpoint(Path("checkpoints")))  # doctest: +SKIP
+    """
+    place = checkpoint.path.parents[1] / _REFERENCE
+    found = latest_checkpoint(place)
+    if found is None:
+        raise UserError(
+            f"run.resume: {place} holds no reference policy for grpo.kl_coef; start a new run"
+        )
+    return found
 
 
 def whole_checkpoints(folder: Path) -> list[Checkpoint]:

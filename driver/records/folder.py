@@ -17,7 +17,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ..common.errors import UserError, after_error
 from ..common.storage import FolderLock, storage_errors, write_text
-from ..config.load import Config, RunConfig, load_config, to_yaml
+from ..config.load import Config, load_config, to_yaml
+from ..config.sections import RunConfig
 from . import checkpoint as run_checkpoint
 from .checkpoint import Checkpoint
 
@@ -46,7 +47,7 @@ class RunFolder:
 
     `metrics.jsonl` (one object a step), the same values under `tensorboard/`, `rollouts.jsonl`,
     `samples.jsonl` and `samples.txt`, `config.yaml`, `summary.json`, `trace.json`,
-    `checkpoints/step-NNNNNN/`, `plots/`.
+    `checkpoints/step-NNNNNN/`, `plots/`; `reference/` with a KL after a warm-up.
 
     Args:
         config: decides the place (`run.root`, `run.name`) and whether to resume.
@@ -195,6 +196,20 @@ class RunFolder:
             self._checkpoints, step, write_policy, states, self._keep
         )
 
+    def save_reference(self, write_policy: Callable[[Path], None]) -> None:
+        """Saves the reference policy of the KL, in place of that of an earlier start.
+
+        Args:
+            write_policy: see `driver.records.checkpoint.save_checkpoint`.
+
+        Raises:
+            UserError: the disk is full or unwritable.
+
+        Example:
+            >>> folder.save_reference(model.save_pretrained)  # doctest: +SKIP
+        """
+        run_checkpoint.save_reference(self._checkpoints, write_policy)
+
     def write_ranks(self, states: Sequence[Sequence[tuple[float, str]]]) -> None:
         """Replaces `ranks.json`: rank -> [[seconds since the first entry, state from then on]].
 
@@ -309,7 +324,7 @@ def _check_same(config: Config, saved: Path) -> None:
     `spot.mode` and `grpo.shard` follow from the number of ranks, which may be another; they change
     no token of a policy.
     """
-    before = dataclasses.asdict(load_config([f"preset={saved}"]))
+    before = dataclasses.asdict(load_config([f"preset={saved}"], saved=True))
     now = dataclasses.asdict(config)
     for section, values in now.items():
         if section in ("preset", "capture"):

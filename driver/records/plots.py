@@ -35,6 +35,9 @@ _HUES = {
 }
 
 
+# Where the data fills the axes, the legend is below them.
+_BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "columnspacing": 1.2}
+
 # Of the phases of a step in their order, and of the rest.
 PHASE_COLORS = ("#2563ab", "#9cc9ea", "#f2c48d", "#d1641b", "#4f9d69", "#7a5ea8", "#c9ccd1")
 
@@ -129,9 +132,9 @@ def plot_active(passes: Sequence[tuple[float, int, str]], path: Path) -> None:
     if passes:
         times, active = [p[0] for p in passes], [p[1] for p in passes]
         axes.step(times, active, where="post", color="black", linewidth=0.8)
-        axes.set_xlim(times[0], times[-1] if times[-1] > times[0] else None)
+        axes.set_xlim(0, times[-1] or None)
         axes.set_ylim(bottom=0)
-    _finish(figure, axes, path, empty=not shown)
+    _finish(figure, axes, path, empty=not shown, legend=_BELOW | {"ncols": 4})
 
 
 def plot_accept_length(records: Records, path: Path) -> None:
@@ -151,9 +154,12 @@ def plot_accept_length(records: Records, path: Path) -> None:
     figure, axes = new_figure(
         "Accept length by step", "step", "tokens emitted per speculative pass"
     )
-    steps, values = _series(records, ACCEPT_LENGTH)
+    _, values = _series(records, ACCEPT_LENGTH)
     if values:
-        axes.plot(steps, values, color=_BLUE, linewidth=1.8, marker=".", label="accept length")
+        steps = [record["step"] for record in records]
+        # A step without speculation is a gap.
+        shown = [r[ACCEPT_LENGTH] if _present(r, ACCEPT_LENGTH) else np.nan for r in records]
+        axes.plot(steps, shown, color=_BLUE, linewidth=1.8, marker=".", label="accept length")
         axes.axhline(1, color=_GREY, linestyle="--", linewidth=1, label="1: drafting is useless")
         axes.set_ylim(bottom=min(0.9, min(values)), top=max(values) * 1.08)
     _finish(figure, axes, path, empty=not values)
@@ -183,9 +189,7 @@ def plot_step_times(records: Records, path: Path) -> None:
         if height.any():
             axes.bar(steps, height, bottom=below, width=0.85, color=color, label=name)
         below += height
-    if timed:
-        axes.set_ylim(top=1.4 * below.max())  # room for the legend
-    _finish(figure, axes, path, empty=not timed)
+    _finish(figure, axes, path, empty=not timed, legend=_BELOW | {"ncols": 7})
 
 
 def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]], path: Path) -> None:
@@ -215,8 +219,7 @@ def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]], path: Path) ->
         axes.set_xlim(0, max(ends))
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": len(RANK_COLORS)}
-    _finish(figure, axes, path, empty=not seen, legend=below)
+    _finish(figure, axes, path, empty=not seen, legend=_BELOW | {"ncols": len(RANK_COLORS)})
 
 
 def _series(records: Records, name: str) -> tuple[list[float], list[float]]:
@@ -252,12 +255,17 @@ def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     """An empty figure of one chart, in the style of all, without global state of pyplot."""
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = styled(figure.add_subplot())
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    return figure, axes
+
+
+def styled(axes: Axes) -> Axes:
+    """Axes with a light grid behind the data and without the upper and right edges."""
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return axes
 
 
 def _finish(

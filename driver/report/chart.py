@@ -15,8 +15,13 @@ SIZE = 1000  # of the drawing's own coordinates
 WHOLE = ("step", "response length (tokens)")  # axes of integers
 
 
-def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """Round numbers between two values, at most about `count`; integers if `whole`.
+def ticks(low: float, high: float, least: int = 4, *, whole: bool = False) -> list[float]:
+    """Round numbers between two values: the widest steps of 1, 2 or 5 that give enough of them.
+
+    Args:
+        low, high: the range of an axis.
+        least: how many there are at least.
+        whole: integers only, fewer where the range holds fewer.
 
     Example:
         >>> ticks(0, 9.2)
@@ -25,12 +30,12 @@ def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> li
     span = high - low
     if not span > 0:
         return [low]
-    raw = span / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
-    step = max(step, 1.0) if whole else step
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
+    power = 10.0 ** math.floor(math.log10(span))
+    for step in (power * m for m in (5, 2, 1, 0.5, 0.2, 0.1)):
+        step = max(step, 1.0) if whole else step
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first + 1 >= least or (whole and step == 1.0):
+            break
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
@@ -71,13 +76,19 @@ class Chart:
         self._texts: list[str] = []
 
     def line(
-        self, points: Iterable[Point], color: str, *, width: float = 2, opacity: float = 1
+        self,
+        points: Iterable[Point],
+        color: str,
+        *,
+        width: float = 2,
+        opacity: float = 1,
+        dashed: bool = False,
     ) -> None:
         """A curve through points."""
         path = " ".join(f"{self._at_x(x):.1f},{self._at_y(y):.1f}" for x, y in points)
         self._shapes.append(
             f'<polyline points="{path}" style="stroke:{color};stroke-width:{width};'
-            f'opacity:{opacity}"/>'
+            f'opacity:{opacity}{";stroke-dasharray:7 6" * dashed}"/>'
         )
 
     def dots(self, points: Iterable[Point], color: str, title: str, size: float = 7) -> None:
@@ -113,11 +124,11 @@ class Chart:
     def html(self) -> str:
         """The chart as a `<figure>`."""
         grid, labels = [], []
-        for value in ticks(*self.y, 4):
+        for value in ticks(*self.y):
             at = self._at_y(value)
             grid.append(f'<path class="grid" d="M0 {at:.1f}H{SIZE}"/>')
             labels.append(f'<span class="yt" style="top:{at / SIZE:.2%}">{short(value)}</span>')
-        for value in ticks(*self.x, 5, whole=self.x_label in WHOLE):
+        for value in ticks(*self.x, 3, whole=self.x_label in WHOLE):
             at = self._at_x(value)
             labels.append(f'<span class="xt" style="left:{at / SIZE:.2%}">{short(value)}</span>')
         return (

@@ -36,8 +36,34 @@ class RunData:
 
     def series(self, metric: str) -> list[Point]:
         """(step, value) where the metric is a finite number, thinned to `MAX_POINTS` means."""
-        points = [(r["step"], r[metric]) for r in self.records if is_number(r.get(metric))]
-        return thin(points)
+        return [point for line in self.lines(metric) for point in line]
+
+    def lines(self, metric: str) -> list[list[Point]]:
+        """The same in pieces: a step without a value ends one."""
+        pieces: list[list[Point]] = [[]]
+        for record in self.records:
+            if is_number(record.get(metric)):
+                pieces[-1].append((record["step"], record[metric]))
+            elif pieces[-1]:
+                pieces.append([])
+        size = -(-sum(map(len, pieces)) // MAX_POINTS) or 1
+        return [thin(piece, size) for piece in pieces if piece]
+
+    def seconds(self) -> dict[float, float]:
+        """Step -> seconds of the run up to its end, the warm-up included."""
+        clock, total = {}, 0.0
+        for record in self.records:
+            seconds = record.get("timing_s/step")
+            total += seconds if is_number(seconds) else 0.0
+            clock[record["step"]] = total
+        return clock
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run made all of its steps and wrote its summary."""
+        wanted = self.config.get("run.steps")
+        done = self.records[-1]["step"] if self.records else 0
+        return bool(self.summary) and (not is_number(wanted) or done >= wanted)
 
     def steps(self) -> list[Record]:
         """The records of training steps."""
@@ -79,9 +105,8 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
-    """At most `MAX_POINTS` points: means of neighbours."""
-    size = -(-len(points) // MAX_POINTS) or 1
+def thin(points: Sequence[Point], size: int) -> list[Point]:
+    """A point for each `size` neighbours: the last step, the mean of the values."""
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(g[-1][0], sum(value for _, value in g) / len(g)) for g in groups]
 

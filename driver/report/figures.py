@@ -31,38 +31,68 @@ def run_color(index: int) -> str:
 
 
 def curves(
-    runs: Sequence[RunData], metric: str, label: str, *, smooth: int = 1, dots: str = ""
+    runs: Sequence[RunData],
+    metric: str,
+    label: str,
+    *,
+    smooth: int = 1,
+    dots: str = "",
+    wall: bool = False,
 ) -> str:
-    """A metric of all runs in one chart.
+    """A metric of all runs in one chart; a step without a value leaves a gap.
 
     Args:
         runs: in their order.
         metric: its name in `metrics.jsonl`.
         label: of the axis.
-        smooth: a mean over so many steps is drawn over the faint curve.
+        smooth: steps of the mean that is drawn over the faint curve.
         dots: a second metric, drawn as dots.
+        wall: against the time of the run instead of its steps.
     """
-    series = [run.series(metric) for run in runs]
+    lines = [run.lines(metric) for run in runs]
     marks = [run.series(dots) if dots else [] for run in runs]
-    points = [p for some in (*series, *marks) for p in some]
+    x_label = "step"
+    if wall:
+        clocks = [run.seconds() for run in runs]
+        x_label, unit = _time_unit(max((max(c.values(), default=0.0) for c in clocks), default=0.0))
+
+        def at(points: Sequence[Point], index: int) -> list[Point]:
+            return [(clocks[index][x] / unit, y) for x, y in points]
+
+        lines = [[at(piece, i) for piece in pieces] for i, pieces in enumerate(lines)]
+        marks = [at(points, i) for i, points in enumerate(marks)]
+    points = [p for pieces in (*lines, marks) for piece in pieces for p in piece]
     if not points:
         return ""
     values = [value for _, value in points]
     room = 0.06 * (max(values) - min(values)) or 0.1
-    low = 0.0 if 0 <= min(values) < 0.4 * max(values) else min(values) - room
-    chart = Chart(_span(points), (low, max(values) + room), "step", label, f"{label} by step")
-    for index, (curve, dotted) in enumerate(zip(series, marks, strict=True)):
+    low = 0.0 if 0 <= min(values) <= 0.4 * max(values) else min(values) - room
+    title = f"{label} by {x_label}"
+    first, last = _span(points)
+    x = (0.0 if wall else first, last)
+    chart = Chart(x, (low, max(values) + room), x_label, label, title)
+    for index, (pieces, dotted) in enumerate(zip(lines, marks, strict=True)):
         color = run_color(index)
-        if smooth > 1 and len(curve) > smooth:
-            chart.line(curve, color, width=1.2, opacity=0.35)
-            chart.line(_moving_mean(curve, smooth), color, width=2.4)
-        elif len(curve) > 1:
-            chart.line(curve, color)
-        elif curve:
-            chart.dots(curve, color, label)
+        for piece in pieces:
+            width = 2.0
+            if smooth > 1 and len(piece) > smooth:
+                chart.line(piece, color, width=1.2, opacity=0.35)
+                piece, width = _moving_mean(piece, smooth), 2.4
+            if len(piece) > 1:  # dashes show an equal curve below
+                chart.line(piece, color, width=width, dashed=index > 0)
+            else:
+                chart.dots(piece, color, label)
         chart.dots(dotted, color, dots, size=8)
     names = [(run_color(index), run.name) for index, run in enumerate(runs)]
     return chart.html() + (legend(names) if len(runs) > 1 else "")
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    """The label of a time axis, and its unit in seconds."""
+    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 3 * size:
+            return f"{unit} since the start", size
+    return "seconds since the start", 1.0
 
 
 def step_times(runs: Sequence[RunData]) -> list[str]:

@@ -21,11 +21,12 @@ MAX_SAMPLES = 6  # of a step
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def render(runs: Sequence[RunData]) -> str:
+def render(runs: Sequence[RunData], refresh_s: int = 0) -> str:
     """The page.
 
     Args:
         runs: one, or several to compare.
+        refresh_s: seconds after which a browser reads the page again; 0 = never.
 
     Returns:
         HTML.
@@ -43,6 +44,7 @@ def render(runs: Sequence[RunData]) -> str:
         _step_times(runs),
         _active(runs),
         _lengths(runs),
+        _training(runs),
         _drafting(runs),
         _arms(runs),
         _memory(runs),
@@ -51,9 +53,11 @@ def render(runs: Sequence[RunData]) -> str:
     ]
     written = datetime.datetime.now().isoformat(" ", timespec="minutes")
     places = ", ".join(str(run.path) for run in runs)
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"{refresh}"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{escape(names)}</title>'
         f'<style>\n{style}</style></head>\n<body><main class="{"several" * (len(runs) > 1)}">'
@@ -192,11 +196,28 @@ TILES = (
 
 
 def _reward(runs: Sequence[RunData]) -> str:
-    chart = figures.curves(
-        runs, "critic/rewards/mean", "mean reward", smooth=ENDS, dots="eval/accuracy"
-    )
+    metric, label, held_out = "critic/rewards/mean", "mean reward", "eval/accuracy"
+    charts = [
+        figures.curves(runs, metric, label, smooth=ENDS, dots=held_out, wall=wall)
+        for wall in (False, True)
+    ]
     about = f"Faint: each step; strong: mean of {ENDS} steps; dots: accuracy on held-out prompts."
-    return _section("Reward", about, chart)
+    return _section("Reward", about, _beside(charts))
+
+
+TRAINING = {
+    "actor/pg_loss": "policy loss",
+    "actor/entropy": "entropy (nats a token)",
+    "actor/ppo_kl": "KL to the policy that sampled (nats a token)",
+    "actor/ref_kl": "KL to the reference (nats a token)",
+    "actor/grad_norm": "gradient norm before clipping",
+    "actor/pg_clipfrac": "share of clipped tokens",
+}
+
+
+def _training(runs: Sequence[RunData]) -> str:
+    charts = [figures.curves(runs, metric, label) for metric, label in TRAINING.items()]
+    return _section("Policy update", "Means over the updates of each step.", _beside(charts))
 
 
 def _step_times(runs: Sequence[RunData]) -> str:
@@ -227,19 +248,22 @@ def _drafting(runs: Sequence[RunData]) -> str:
         figures.curves(runs, "spec/accept_length", "tokens emitted per speculative pass"),
         figures.curves(runs, "drafter/loss", "loss of the drafter"),
     )
-    about = "Accept length counts the passes that the bandit chose to speculate; 1 is no use."
+    about = (
+        "Accept length is of speculative passes, the target's own token included; at 1 drafting is "
+        "useless. Steps without such passes, and steps without drafter training, leave gaps."
+    )
     return _section("Drafting", about, _beside(charts))
 
 
 def _arms(runs: Sequence[RunData]) -> str:
     about = (
-        "How often the bandit pulled each strategy at each batch size, and the tokens per second "
-        "it saw. Bold: the fastest of its batch size."
+        "How often the bandit chose each strategy with so many active requests, and the tokens per "
+        "second that it measured. Bold: the fastest for that many requests."
     )
-    return _section("Strategies", about, _columns(runs, [_arm_table(run) for run in runs]))
+    return _section("Strategies", about, _columns(runs, [_arm_cells(run) for run in runs]))
 
 
-def _arm_table(run: RunData) -> str:
+def _arm_cells(run: RunData) -> str:
     arms: dict[tuple[int, str], tuple[float, float]] = {}
     for record in reversed(run.records):
         arms = _arms_of(record)
@@ -256,21 +280,18 @@ def _arm_table(run: RunData) -> str:
         cells = []
         for bucket in buckets:
             if (bucket, name) not in arms:
-                cells.append("<td></td>")
+                cells.append("<div></div>")
                 continue
             pulls, speed = arms[bucket, name]
             tint = round(8 + 72 * pulls / (pulled[bucket] or 1))
             best = ' class="best"' if speed == fastest[bucket] else ""
             shade = f"background:color-mix(in srgb, {color} {tint}%, transparent)"
             cells.append(
-                f'<td{best} style="{shade}">{short(pulls)}<small>{short(speed)}/s</small></td>'
+                f'<div{best} style="{shade}"><small>≤ {bucket}</small>{short(pulls)}'
+                f"<small>{short(speed)}/s</small></div>"
             )
-        rows.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
-    head = "".join(f"<th>≤ {bucket}</th>" for bucket in buckets)
-    return (
-        f'<div class="scroll"><table class="arms"><tr><th class="soft">active requests</th>{head}'
-        f"</tr>{''.join(rows)}</table></div>"
-    )
+        rows.append(f'<h3>{escape(name)}</h3><div class="cells">{"".join(cells)}</div>')
+    return f'<div class="arms">{"".join(rows)}</div>'
 
 
 def _arms_of(record: Record) -> dict[tuple[int, str], tuple[float, float]]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import tlt_ext
 
@@ -20,10 +21,11 @@ from ..config.sections import EngineConfig
 from ..config.strategy import OFF, Strategy, parse_strategies
 from ..drafter.trainer import SpotTrainer
 from ..model import tiny
+from ..model.checkpoint import load_model
 from ..model.drafter import Drafter, DraftSpec
-from ..model.fetch import check_checkpoint, resolve_model
+from ..model.fetch import resolve_model
 from ..model.kv_cache import KvCache
-from ..model.spec import ModelSpec
+from ..model.spec import ModelSpec, read_json
 from ..model.target import TargetModel
 from ..rollout.bandit import Bandit
 from ..rollout.draft_runner import DraftRunner
@@ -74,9 +76,7 @@ def find_model(config: Config, report: Callable[[str], None] = lambda line: None
     model = config.model
     if model.path == "tiny":
         return None
-    folder = resolve_model(model.path, model.cache, wheel=model.wheel, report=report)
-    ModelSpec.from_folder(folder)  # refuses by name what the engine cannot run
-    return folder
+    return resolve_model(model.path, model.cache, wheel=model.wheel, report=report)
 
 
 def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, Tokenizer]:
@@ -87,26 +87,28 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
         folder: in Hugging Face layout; None = the tiny model, random.
 
     Raises:
-        UserError: tensors that are missing, misshapen or unknown (a library would fill in random
-            ones), no usable tokenizer, or a device that is not there.
+        UserError: the checkpoint is damaged or not supported, there is no usable tokenizer, or the
+            device does not exist.
     """
     use_device(config.run.device)
+    disable_progress_bar()  # a run shows its own progress
     if folder is None:
         policy = tiny.build_policy(config.model, config.run.seed)
         return policy.to(config.run.device), load_tokenizer(None)
-    check_checkpoint(folder)
-    dtype = getattr(torch, config.model.dtype)
-    model, loaded = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        attn_implementation="sdpa",
-        ignore_mismatched_sizes=True,  # refused below, by name
-        output_loading_info=True,
-    )
-    for what in ("missing", "mismatched", "unexpected"):
-        for name in sorted(map(str, loaded[f"{what}_keys"])):
-            raise UserError(f"model.path={folder}: tensor {name} is {what}; copy the folder again")
-    return model.to(config.run.device), load_tokenizer(folder)
+    policy = load_model(folder, getattr(torch, config.model.dtype)).to(config.run.device)
+    tokenizer = load_tokenizer(folder)
+    check_vocabulary(folder, tokenizer, spec_of(policy))
+    return policy, tokenizer
+
+
+def check_vocabulary(folder: Path, tokenizer: Tokenizer, spec: ModelSpec) -> None:
+    """Refuses a tokenizer with tokens that the embedding does not have."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= spec.vocab_size:
+        raise UserError(
+            f"model.path={folder}: the tokenizer has token {token!r} with id {largest}, but the"
+            f" embedding has {spec.vocab_size} rows; enlarge it or use the model's own tokenizer"
+        )
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer:
@@ -117,15 +119,18 @@ def load_tokenizer(folder: Path | None) -> Tokenizer:
     """
     if folder is None:
         return tiny.build_tokenizer()
+    where = f"model.path={folder}: no usable tokenizer"
+    # Without its files a family's class makes an empty tokenizer.
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise UserError(f"{where}; copy tokenizer.json there")
     try:
-        # Without its files a family's class makes an empty tokenizer.
-        if not any((folder / name).exists() for name in TOKENIZER_FILES):
-            raise OSError
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):  # a damaged tokenizer.json is a ValueError too
-        raise UserError(
-            f"model.path={folder}: no usable tokenizer; copy tokenizer.json there again"
-        ) from None
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # libraries raise many types here, which differ by version
+        reason = f"{type(error).__name__}: {error}"[:200]
+        settings = folder / "tokenizer_config.json"
+        if settings.exists() and "auto_map" in read_json(settings):
+            reason = "it needs code that comes with the model, which is not run"
+        raise UserError(f"{where} ({reason}); copy tokenizer.json there again") from None
 
 
 def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
@@ -173,8 +178,13 @@ def stop_ids(spec: ModelSpec, task: Task, tokenizer: Tokenizer) -> tuple[int, ..
 
 def spec_of(policy: PreTrainedModel) -> ModelSpec:
     """The engine's description of a transformers model."""
-    named = {"architectures": [type(policy).__name__], "eos_token_id": eos_ids(policy)}
-    return ModelSpec.from_config({**policy.config.to_dict(), **named})
+    head, embedding = policy.get_output_embeddings(), policy.get_input_embeddings()
+    stated = {
+        "architectures": [type(policy).__name__],
+        "eos_token_id": eos_ids(policy),
+        "tie_word_embeddings": head.weight is embedding.weight,
+    }
+    return ModelSpec.from_config({**policy.config.to_dict(), **stated})
 
 
 def eos_ids(policy: PreTrainedModel) -> list[int]:

@@ -14,7 +14,7 @@ import heapq
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from ..common.errors import UserError
 from ..common.host_copies import held_bytes
-from ..config.command import read_options
-from ..config.load import Config, load_config
+from ..config.load import Config
+from ..config.options import read_dry_run
 from ..config.strategy import OFF
 from ..model.drafter import DraftSpec
 from ..model.fetch import resolve_model
@@ -39,16 +39,6 @@ RESULTS = Path(__file__).resolve().parents[2] / "profiling" / "results"
 PROMPT_TOKENS = 256  # where nothing tells
 SIGMA = 1.0  # of the logarithm of response lengths: the long tail that is assumed
 MEAN_SHARE = 0.25  # of the limit, the mean length that is assumed
-
-
-@dataclass(frozen=True)
-class Words:
-    """What a dry run takes besides the configuration; 0 = find out or assume."""
-
-    memory_gb: float = 0.0
-    prompt_tokens: int = 0
-    mean_tokens: int = 0
-    ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +67,7 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     Raises:
         UserError: a mistake in the words, or the run does not fit: the message has the numbers.
     """
-    words, config = read_words(argv)
+    words, config = read_dry_run(argv)
     folder = shape_folder(config)
     policy = empty_policy(config, folder)
     prompt_len = words.prompt_tokens or prompt_tokens(config, folder)
@@ -107,17 +97,6 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
         say(f"    {name:<22}{value:>9.3f}")
     say(f"    {'together':<22}{sum(seconds.values()):>9.3f}")
     check_fits(parts, words.memory_gb or memory_gb(config.run.device))
-
-
-def read_words(argv: Sequence[str]) -> tuple[Words, Config]:
-    """A dry run's own words, and the configuration that the others make."""
-    own = {field.name for field in fields(Words)}
-    mine = [word for word in argv if word.partition("=")[0] in own]
-    words = read_options(Words, mine)
-    for name, value in asdict(words).items():
-        if not 0 <= value < math.inf:
-            raise UserError(f"{name}: wanted a number from 0 on, got {value}")
-    return words, load_config([word for word in argv if word not in mine])
 
 
 def check_run(config: Config, folder: Path | None, ranks: int = 1) -> None:

@@ -25,7 +25,7 @@ from ..drafter.checkpoint import DraftCheckpoints
 from ..drafter.coordinator import Coordinator
 from ..policy.trainer import PolicyTrainer
 from ..policy.warmup import warm_up
-from ..records.checkpoint import Checkpoint
+from ..records.checkpoint import Checkpoint, saved_reference
 from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder, Sample
 from ..records.phases import Phases
@@ -46,7 +46,7 @@ from .assemble import (
 from .capture import check_capture
 from .collector import Collector, Experience
 from .dry_run import check_run
-from .warm_start import adopt_drafter, drafter_state, sampling_params, warm_start
+from .warm_start import adopt_drafter, check_dtype, drafter_state, sampling_params, warm_start
 
 
 @dataclass
@@ -92,9 +92,10 @@ class Run:
             use_device(config.run.device)
             if config.sampling.top_k or config.sampling.top_p < 1:
                 raise UserError(
-                    "sampling.top_k and sampling.top_p: training samples the policy's own law;"
-                    " leave them at 0 and 1"
+                    "sampling.top_k and sampling.top_p: training needs samples of the policy's own"
+                    " distribution; leave them at 0 and 1"
                 )
+            check_dtype(config)
             check_capture(config.capture, config.run.steps)
             task = make_task(**asdict(config.task))
             source = find_model(config, note)
@@ -147,9 +148,10 @@ class Run:
             alone = rollout.spot is not None and folder is not None and world.size == 1
             if alone and config.spot.checkpoint_every:
                 rollout.spot.checkpoints = DraftCheckpoints(folder.path / "drafter")
-            trainer = PolicyTrainer(
-                policy, config.grpo, lambda: load_policy(config, source)[0], world
+            start = functools.partial(
+                _starting_policy, config, source, folder, saved, policy, tokenizer
             )
+            trainer = PolicyTrainer(policy, config.grpo, start, world)
             coordinator = None
             if rollout.spot is not None and config.spot.mode == "coordinated":
                 coordinator = Coordinator(world, rollout.spot, config.spot.min_ranks)
@@ -324,11 +326,8 @@ class Run:
         }
 
     def _write(self, step: int, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
-        def write_policy(path: Path) -> None:
-            self.policy.save_pretrained(path, state_dict=saved["policy"])
-            tokenizer.save_pretrained(path)
-
-        self.folder.save_checkpoint(step, write_policy, saved["states"])
+        write = functools.partial(_write_model, self.policy, tokenizer, saved["policy"])
+        self.folder.save_checkpoint(step, write, saved["states"])
 
     @functools.cached_property
     def _kept_tokenizer(self) -> Tokenizer:
@@ -362,6 +361,45 @@ class Run:
         self.target_passes = counters["target_passes"]
         self.collector.prompts_drawn = counters["prompts_drawn"]
         self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
+
+
+def _starting_policy(
+    config: Config,
+    source: Path | None,
+    folder: RunFolder | None,
+    saved: Checkpoint | None,
+    policy: PreTrainedModel,
+    tokenizer: Tokenizer,
+) -> PreTrainedModel:
+    """The policy before the first RL step, for the KL.
+
+    A warm-up within the run trains `policy` in place. Its result is in no other file, so it is
+    saved in the run folder for resumed runs.
+
+    Args:
+        config, source: of the run; `source` is the folder that the policy was loaded from.
+        folder: of the run on rank 0; None on other ranks.
+        saved: the checkpoint that the run resumes from, if any.
+        policy, tokenizer: at the start of this process.
+
+    Raises:
+        UserError: the resumed run has no saved reference.
+    """
+    if config.warmup.keep or not config.warmup.steps:
+        return load_policy(config, source)[0]
+    if saved is not None:
+        return load_policy(config, saved_reference(saved).path)[0]
+    if folder is not None:
+        folder.save_reference(functools.partial(_write_model, policy, tokenizer, None))
+    return copy.deepcopy(policy)
+
+
+def _write_model(
+    policy: PreTrainedModel, tokenizer: Tokenizer, state: dict[str, Any] | None, path: Path
+) -> None:
+    """Writes a Hugging Face folder; `state` replaces the policy's own tensors."""
+    policy.save_pretrained(path, state_dict=state)
+    tokenizer.save_pretrained(path)
 
 
 def _went_before(config: Config, world: World) -> bool:

@@ -113,6 +113,18 @@ def told(folder: Path) -> str:
     )
 
 
+def check_dtype(config: Config) -> None:
+    """Refuses to train in float16: small gradients become 0, and no loss is scaled here.
+
+    Raises:
+        UserError: `model.dtype` is float16.
+    """
+    if config.model.dtype == "float16":
+        raise UserError(
+            "model.dtype=float16: gradients underflow in float16; train in bfloat16 or float32"
+        )
+
+
 def warm_start(config: Config, note: Note) -> Checkpoint:
     """The warm start of these settings, made where there is none yet.
 
@@ -128,6 +140,7 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     if found is not None:
         note(f"warm start: {told(found.path)}")
         return found
+    check_dtype(config)
     if not config.warmup.steps:
         raise UserError("warmup.steps: 0 makes no warm start; set it, or warmup.keep=false")
     task = make_task(**asdict(config.task))

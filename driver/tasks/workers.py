@@ -22,6 +22,7 @@ from ..config.sections import RewardConfig
 from . import Prompt, Task
 
 Job = tuple[int, Prompt, str]  # index of the response, its prompt, its text
+START_S = 300.0  # for a worker to start, before its time for a sample begins
 
 
 class RewardWorkers:
@@ -105,7 +106,10 @@ class RewardWorkers:
         busy = {worker.pipe: worker for worker in self._workers if worker.job is not None}
         for pipe in wait(list(busy), seconds):
             worker = busy[pipe]
-            job, (value, error) = worker.finish()
+            finished = worker.receive()
+            if finished is None:
+                continue
+            job, (value, error) = finished
             if not worker.process.is_alive():
                 self._retire(worker)
             self._take(job, value, error)
@@ -160,24 +164,30 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         child.close()
         self.job: Job | None = None
-        self.deadline = 0.0
+        self.started = False
+        self.timeout_s = self.deadline = 0.0
 
     def start(self, job: Job, timeout_s: float) -> None:
-        self.job, self.deadline = job, time.monotonic() + timeout_s
+        self.job, self.timeout_s = job, timeout_s
+        self.deadline = time.monotonic() + timeout_s + (0.0 if self.started else START_S)
         try:
             self.pipe.send(job[1:])
         except OSError:
-            pass  # it died between two samples: `finish` reads the end of the pipe
+            pass  # it died between two samples: `receive` reads the end of the pipe
 
-    def finish(self) -> tuple[Job, tuple[Any, str]]:
-        """The sample that was worked on, its reward and what went wrong."""
+    def receive(self) -> tuple[Job, tuple[Any, str]] | None:
+        """Reads one message: a job with its reward and error, or None when the worker started."""
         assert self.job is not None
-        job, self.job = self.job, None
         try:
-            return job, self.pipe.recv()
+            answer = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            return job, (None, f"its worker died with exit code {self.process.exitcode}")
+            answer = None, f"its worker died with exit code {self.process.exitcode}"
+        if answer is None:
+            self.started, self.deadline = True, time.monotonic() + self.timeout_s
+            return None
+        job, self.job = self.job, None
+        return job, answer
 
     def end(self) -> None:
         self.process.kill()
@@ -186,6 +196,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, task: Task) -> None:
+    pipe.send(None)  # started
     while True:
         try:
             prompt, text = pipe.recv()

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from driver.config.load import BanditConfig
+from driver.config.sections import BanditConfig
 from driver.config.strategy import Strategy
 from driver.rollout.bandit import Bandit
 from profiling.rig.bench import Bench

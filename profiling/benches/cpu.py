@@ -10,12 +10,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from driver.identity import Identity, Options
+from driver.config.options import IdentityOptions
+from driver.identity import Identity
 from profiling.rig.bench import Bench
 
 NEEDS_CUDA = False
 RUN = "tiny run"
-MODELS = {"tiny": Options(batch=16), "smollm2": Options(model="smollm2", tokens=2500)}
+MODELS = {
+    "tiny": IdentityOptions(batch=16),
+    "smollm2": IdentityOptions(model="smollm2", tokens=2500),
+}
 
 
 def run_tiny(bench: Bench) -> None:

@@ -63,30 +63,11 @@ SPECS = {
 
 def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
     """Weights by their Hugging Face name, on the GPU."""
-    hidden, middle = spec.hidden_size, spec.intermediate_size
-    q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not spec.tie_word_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    for layer in range(spec.num_layers):
-        attention = f"model.layers.{layer}.self_attn."
-        for name, rows in {"q": q_dim, "k": kv_dim, "v": kv_dim}.items():
-            shapes[f"{attention}{name}_proj.weight"] = (rows, hidden)
-            if spec.qkv_bias:
-                shapes[f"{attention}{name}_proj.bias"] = (rows,)
-        shapes[f"{attention}o_proj.weight"] = (hidden, q_dim)
-        for name in ("gate", "up"):
-            shapes[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (middle, hidden)
-        shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (hidden, middle)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{layer}.{name}.weight"] = (hidden,)
     generator = torch.Generator("cuda").manual_seed(0)
     options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
     return {
-        name: torch.randn(*shape, **options) / shape[-1] ** 0.5 for name, shape in shapes.items()
+        name: torch.randn(*shape, **options) / shape[-1] ** 0.5
+        for name, shape in spec.shapes().items()
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,6 @@ CPU = "cpu"  # the table, and the folder of results, that need no card
 def card_folder(card: str) -> str:
     """A folder's name for a card: "NVIDIA H100 80GB HBM3" -> "h100-80gb-hbm3"."""
     return re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia")).strip("-")
-
-
-def tell_drawn(paths: Sequence[Path], folder: Path) -> None:
-    """Names the figures that a command drew of a results folder, or says that there are none."""
-    lines = [str(path) for path in paths] or [f"{folder}: holds no results to draw"]
-    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def all_targets() -> dict[str, dict[str, dict[str, float]]]:

@@ -45,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--unmet", action="store_true", help="only what is not met")
     args = parser.parse_args(argv)
+    if not any(args.results.glob("*/**/*.json")):
+        sys.stderr.write(f"profiling.rig.targets: {args.results}: holds no results\n")
+        return 2
     sys.stdout.write("\n".join(lines(known_targets(args.results), args.unmet)) + "\n")
     return 0
 

@@ -1,6 +1,7 @@
 """Keyed noise and the elementary functions that CPU and GPU share bit for bit."""
 
 import math
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 import tlt_ext
 from tests import kit
 from tlt_ext import _C
+from tlt_ext.common import current_stream
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_gumbel_matches_its_formula_in_both_tails():
 @pytest.mark.parametrize(
     ("x", "error", "match"),
     [
-        ([[1.0, 2.0]], TypeError, "wanted an array that exports DLPack, got list"),
+        ([[1.0, 2.0]], TypeError, "expected an array that exports DLPack, got list"),
         (None, TypeError, "silu_mul: x: expected dtype float32 .*, got None"),
         (np.broadcast_to(np.float32(1), (1, 2)), ValueError, "cannot be exported: .*readonly"),
         (np.ones((1, 2), ">f4"), ValueError, "cannot be exported: .*byte order"),
@@ -92,3 +94,71 @@ def test_memory_that_is_taken_at_every_try_is_found(monkeypatch, free, found):
             kit.assert_takes_no_memory(lambda: None)
     else:
         kit.assert_takes_no_memory(lambda: None)
+
+
+@pytest.mark.parametrize("module", ["torch.nn.parameter", "my_engine.weights", "__main__"])
+def test_a_subclass_of_a_tensor_has_the_current_stream(monkeypatch, module):
+    """The class's module says nothing: quantised weights come from other libraries."""
+    fields = {
+        "__module__": module,
+        "is_cuda": property(lambda self: True),
+        "device": property(lambda self: torch.device("cuda:0")),
+    }
+    weight = torch.zeros(1).as_subclass(type("Weight", (torch.Tensor,), fields))
+    now = types.SimpleNamespace(cuda_stream=12345)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
+    assert current_stream(weight, None) == 12345
+    assert current_stream(weight, 7) == 7
+
+
+class Tensor:
+    """An array of another library: what counts is that it exports DLPack, not its name."""
+
+    def __init__(self, array):
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
+def test_arrays_of_any_library_whatever_their_name():
+    out = np.zeros((2, 4), np.float32)
+    tlt_ext.rms_norm(Tensor(np.ones((2, 4), np.float32)), Tensor(np.ones(4, np.float32)), out)
+    assert out == pytest.approx(1.0, rel=1e-5)
+    assert current_stream(Tensor(out), None) == 0
+
+
+def test_empty_arrays_may_have_any_strides():
+    """NumPy 2.4 gives np.zeros((0, 5)) strides of 0."""
+    empty = np.lib.stride_tricks.as_strided(np.zeros((0, 5), np.float32), strides=(0, 0))
+    assert empty.strides == (0, 0)
+    tlt_ext.rms_norm(empty, np.ones(5, np.float32), empty)
+
+
+def rows_of(*strides):
+    return torch.zeros(64).as_strided((4, 6), strides)
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (5, 1)])
+def test_outputs_whose_rows_share_memory_are_refused(strides):
+    match = r"out: expected elements that share no memory, got shape \[4, 6\] with strides"
+    with pytest.raises(ValueError, match=match):
+        tlt_ext.rms_norm(torch.ones(4, 6), torch.ones(6), rows_of(*strides))
+    for given in ((6, 1), (8, 1)):
+        tlt_ext.rms_norm(torch.ones(4, 6), torch.ones(6), rows_of(*given))
+
+
+def test_rows_that_run_backwards_are_refused():
+    x = np.ones((4, 6), np.float32)
+    with pytest.raises(ValueError, match=r"x: expected .* got .*strides \[-6, 1\]"):
+        tlt_ext.rms_norm(x[::-1], np.ones(6, np.float32), np.zeros_like(x))
+    with pytest.raises(ValueError, match=r"x: expected .* got .*strides \[-6, 1\]"):
+        tlt_ext.silu_mul(x[::-1], np.zeros((4, 3), np.float32))
+
+
+def test_the_axes_of_a_cache_may_be_in_any_order():
+    """Heads before slots, as some engines keep their pages."""
+    k, v = torch.zeros(2, 3, 2, 16, 64).transpose(2, 3)
+    q, out = torch.ones(2, 1, 4, 64)
+    ints = torch.zeros(1, dtype=torch.int32)
+    tlt_ext.tree_attention(
+        q, k, v, out, torch.tensor([0, 1], dtype=torch.int32), ints, ints, ints[None], ints.clone()
+    )
+    assert not out.any()

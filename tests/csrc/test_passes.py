@@ -265,6 +265,29 @@ def test_a_ring_counts_on_when_control_is_new(ops):
     assert control[Control.SEQUENCE] == 1
 
 
+def test_sequence_numbers_go_on_past_what_the_device_counts(ops):
+    """Records stay in order where the device's 32-bit number starts again."""
+    ring = make_ring(ops, passes=6, max_batch=1, max_emitted=4)
+    control = torch.zeros(8, dtype=torch.int32)
+    wrap = (1 << 31) // 6 * 6
+
+    def passes(count):
+        for _ in range(count):
+            case = pass_case(ring, [1], width=4, seed=ring.sequence % 100)
+            ops.advance_batch(**case | {"control": control})
+            tokens.append(int(case["emitted"][0, 0]))
+
+    tokens: list[int] = []
+    ops.arm_passes(control, ring, limit=6)
+    control[Control.SEQUENCE] = wrap - 2  # as after that many passes
+    passes(1)
+    assert ring.sequence == wrap - 1
+    ops.arm_passes(control, ring, limit=6)
+    passes(4)
+    assert ring.sequence == wrap + 3 and control[Control.SEQUENCE] == 3
+    assert ring.collect(wrap - 2, wrap + 3, 1)[0][0] == tokens
+
+
 def test_views_keep_the_ring_alive():
     tokens = PassRing(4, 2).tokens
     tokens[...] = 5

@@ -375,6 +375,37 @@ def test_extreme_temperatures_and_logits():
     assert int(over.tokens) in (1, 2) and int(over.status) == Status.NAN_LOGITS
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_an_infinite_temperature_never_draws_a_masked_id(top_p):
+    logits = torch.where(torch.arange(400) % 3 == 0, -torch.inf, kit.randn(400, seed=1))
+    got = call(
+        logits.expand(500, -1), temperature=torch.inf, top_p=top_p, request=torch.arange(500)
+    )
+    assert not got.status.any()
+    assert (got.tokens % 3 != 0).all() and len(got.tokens.unique()) > 50
+    assert torch.allclose(got.logprobs, -torch.tensor(266.0).log(), atol=1e-5)
+
+
+def test_a_nan_temperature_is_greedy_and_flagged():
+    logits = kit.randn(2, 100, seed=1)
+    got = call(logits, temperature=torch.tensor([torch.nan, 0.0]))
+    assert torch.equal(got.tokens.long(), logits.argmax(1))
+    assert got.status.tolist() == [Status.NAN_LOGITS, 0]
+
+
+@pytest.mark.parametrize("value", [0.37, 3.3, 17.9, 250.3, -23.7])
+@pytest.mark.parametrize("temperature", [1.00001e-6, 2.7e-6, 1e-4])
+def test_top_p_at_ties_of_a_tiny_temperature(value, temperature):
+    """Of four equal ids top-p keeps the first ones, however coarse logit / T is."""
+    logits = torch.full((300,), -1e4)
+    logits[[7, 100, 101, 250]] = value
+    for top_p, kept in ((0.1, {7}), (0.3, {7, 100}), (0.55, {7, 100, 101})):
+        got = call(
+            logits.expand(64, -1), temperature=temperature, top_p=top_p, request=torch.arange(64)
+        )
+        assert set(got.tokens.tolist()) == kept
+
+
 def test_empty_batch():
     assert call(torch.empty(0, 10)).tokens.shape == (0,)
 

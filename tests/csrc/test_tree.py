@@ -520,7 +520,13 @@ def assert_selects_as_reference(store, num_verify):
         filled = [slots + [0] * (16 - len(slots)) for slots in wanted[2]]
         assert ancestors[begin:end].tolist() == filled
     rest = row_start[-1].item()
-    for array, untouched in ((tokens, -5), (parents, -5), (position, -5), (ancestors, 99)):
+    for array, untouched in (
+        (tokens, -5),
+        (parents, -5),
+        (position, -5),
+        (ancestors, 99),
+        (source, -1),
+    ):
         assert array[rest:].eq(untouched).all()
 
 
@@ -535,6 +541,10 @@ def test_select_packs_more_rows_than_one_round_takes():
     store = random_store(151, sizes, seed=1)
     store.count[::9] = 0
     assert_selects_as_reference(store, 128)
+
+
+def test_select_of_no_requests():
+    assert Store(0, 4).select(3)[-1].tolist() == [0]
 
 
 def test_select_writes_ancestors_at_any_address():

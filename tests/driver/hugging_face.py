@@ -1,11 +1,14 @@
 """Small random checkpoints of each family, made and saved by transformers."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -36,6 +39,7 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (partial(MistralConfig, sliding_window=None), MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
@@ -57,6 +61,7 @@ VARIANTS = {
         "llama",
         {"num_key_value_heads": 6, "attention_bias": True, "rope_parameters": LINEAR_ROPE},
     ),
+    "mistral": ("mistral", {"head_dim": 16}),
     "qwen2": ("qwen2", {"num_key_value_heads": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }

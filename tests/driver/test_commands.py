@@ -1,7 +1,6 @@
 """Bad input to the commands: one line with thing and remedy, exit code 2, nothing left."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from driver import export, generate, identity, train
-from driver.common.errors import UserError
-from driver.config.command import read_options, run_command
+from driver.config.command import run_command
 from tests.driver.hugging_face import save_model
 
 SMALL = ["model.hidden_size=32", "model.num_layers=1", "model.head_dim=16", "warmup.steps=1"]
@@ -42,10 +40,10 @@ def root(tmp_path):
         (["model.path=/no/such/folder"], "/no/such/folder"),
         (["task.name=sum"], "task.name=sum: unknown task; did you mean sums?"),
         (["preset=tinny"], "preset=tinny: unknown; did you mean tiny?"),
-        (["run.steps"], "'run.steps': wanted key=value"),
-        (["sampling.top_k=99999999999"], "sampling.top_k: wanted at most 2147483647"),
-        (["engine.page_size=5000"], "engine.page_size: wanted at most 1024"),
-        (["model.hidden_size=30"], "model.hidden_size: wanted a multiple of model.num_heads=4"),
+        (["run.steps"], "'run.steps': must be key=value"),
+        (["sampling.top_k=99999999999"], "sampling.top_k: must be at most 2147483647"),
+        (["engine.page_size=5000"], "engine.page_size: must be at most 1024"),
+        (["model.hidden_size=30"], "model.hidden_size: must be a multiple of model.num_heads=4"),
         (["sampling.top_k=5"], "sampling.top_k and sampling.top_p: training samples"),
         (["run.device=cuda:99"], "run.device=cuda:99: torch sees"),
     ],
@@ -83,8 +81,8 @@ def test_tensors_that_a_library_would_fill_in(capsys, monkeypatch, root, tmp_pat
     name = "model.layers.1.mlp.down_proj.weight"
     for what, changed in (
         ("missing", {k: v for k, v in whole.items() if k != name}),
-        ("mismatched", whole | {name: torch.ones(3, 3)}),
-        ("unexpected", whole | {f"{name}2": torch.ones(3)}),
+        ("has shape [3, 3]", whole | {name: torch.ones(3, 3)}),
+        ("is not a tensor of", whole | {f"{name}2": torch.ones(3)}),
     ):
         save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
         line = fails(capsys, monkeypatch, train.main, *words)
@@ -128,16 +126,20 @@ def test_the_other_commands(capsys, monkeypatch):
     assert line == "error: promt: unknown key; did you mean prompt?"
     assert "malformed" in fails(capsys, monkeypatch, generate.main, "strategy=learned")
     assert "driver.train" in fails(capsys, monkeypatch, generate.main, "model=tiny")
-    assert "sampling.temperature: wanted at least 0" in fails(
+    assert "temperature: must be at least 0, got -1" in fails(
         capsys, monkeypatch, generate.main, "temperature=-1"
     )
-    assert "tokens: wanted int" in fails(capsys, monkeypatch, identity.main, "tokens=many")
-    assert "tokens: wanted at least 1" in fails(capsys, monkeypatch, identity.main, "tokens=0")
+    assert "tokens: must be an integer, got 'many'" in fails(
+        capsys, monkeypatch, identity.main, "tokens=many"
+    )
+    assert "tokens: must be at least 1" in fails(capsys, monkeypatch, identity.main, "tokens=0")
     line = fails(capsys, monkeypatch, identity.main, "max_new_tokens=0")
-    assert "sampling.max_new_tokens: wanted at least 1" in line
-    assert "drafter: wanted trained" in fails(capsys, monkeypatch, identity.main, "drafter=good")
+    assert "max_new_tokens: must be at least 1" in line
+    assert "drafter: must be one of trained" in fails(
+        capsys, monkeypatch, identity.main, "drafter=good"
+    )
     line = fails(capsys, monkeypatch, identity.main, "train_steps=-1")
-    assert "train_steps: wanted at least 0" in line
+    assert "train_steps: must be at least 0" in line
     line = fails(capsys, monkeypatch, identity.main, "batch=70", "strategies=oracle:16,15,128")
     assert "batch=70: the oracle would verify 8960 rows in a pass, at most 8192 fit" in line
     monkeypatch.setattr("driver.identity.warm_up", None)  # it is seen before the warm-up
@@ -159,22 +161,3 @@ def test_a_cache_that_does_not_fit(capsys, monkeypatch, root):
     words = [f"run.root={root}", *SMALL, "engine.num_pages=1000000000000"]
     line = fails(capsys, monkeypatch, train.main, *words)
     assert "engine.num_pages=1000000000000: the KV cache does not fit" in line
-
-
-def test_help_says_what_the_command_does():
-    done = subprocess.run(
-        [sys.executable, "-m", "driver.export", "--help"], capture_output=True, text=True
-    )
-    assert done.returncode == 0
-    assert done.stdout.startswith("`python -m driver.export drafter=")
-
-
-def test_options_keep_text_as_it_is():
-    options = read_options(generate.Options, ["prompt=a=b: [c]", "temperature=1"])
-    assert options.prompt == "a=b: [c]"
-    assert options.temperature == 1.0
-    assert read_options(generate.Options, ["top_p=1e-6"]).top_p == 1e-6
-    with pytest.raises(UserError, match="top_p: wanted float, got 'nan'"):
-        read_options(generate.Options, ["top_p=nan"])
-    with pytest.raises(UserError, match="temperature: wanted float, got 'hot'"):
-        read_options(generate.Options, ["temperature=hot"])

@@ -189,13 +189,13 @@ def test_a_benchmark_is_stopped_at_its_limit(tmp_path):
     script = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1], 'w').close(), sys.exit(1)))\n"
-        "time.sleep(30)"
+        "time.sleep(600)"
     )
     kept = tmp_path / "kept"
     begin = time.perf_counter()
-    assert bench.run_within([sys.executable, "-c", script, str(kept)], 1.0) is None
-    assert time.perf_counter() - begin < 10 and kept.exists()
-    assert bench.run_within([sys.executable, "-c", "raise SystemExit(3)"], 20.0) == 3
+    assert bench.run_within([sys.executable, "-c", script, str(kept)], 3.0) is None
+    assert time.perf_counter() - begin < 300 and kept.exists()
+    assert bench.run_within([sys.executable, "-c", "raise SystemExit(3)"], 120.0) == 3
 
 
 def test_ctrl_c_leaves_a_benchmark_the_time_to_write_its_rows(tmp_path):
@@ -213,7 +213,7 @@ def test_ctrl_c_leaves_a_benchmark_the_time_to_write_its_rows(tmp_path):
     kept = tmp_path / "kept"
     try:
         with pytest.raises(KeyboardInterrupt):
-            bench.run_within([sys.executable, "-c", script, str(kept)], 20.0)
+            bench.run_within([sys.executable, "-c", script, str(kept)], 120.0)
     finally:
         signal.signal(signal.SIGINT, before)
     assert kept.exists()

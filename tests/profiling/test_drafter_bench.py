@@ -12,7 +12,6 @@ from driver.drafter.partition import Overlap
 from driver.drafter.trainer import SpotTrainer
 from profiling.benches import drafter
 from profiling.benches.drafter import compare
-from profiling.figures import drafter as drafter_figures
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import of_checkpoint
 from profiling.rig.warm import warm_words
@@ -256,14 +255,3 @@ def test_runs_are_compared_by_their_last_steps(finished, tmp_path):
     nothing = Bench("drafter", float("nan"))
     drafter_runs.adaptive_over_frozen(nothing, tmp_path / "none")
     assert not nothing.rows and not nothing.got and not nothing.files
-
-
-def test_the_figure_is_drawn(finished, tmp_path):
-    bench = Bench("drafter", copy_gb_per_s=float("nan"))
-    drafter_runs.adaptive_over_frozen(bench, finished)
-    bench.files["rl"]["serial"]["quarters"][3] = None  # a step with too few passes
-    bench.files["rl"]["serial"]["accept_length"][3] = None
-    (tmp_path / "drafter-rl.json").write_text(json.dumps(bench.files["rl"]))
-    (path,) = drafter_figures.draw(tmp_path)
-    assert path == tmp_path / "figures" / "drafter-rl.png" and path.stat().st_size > 20_000
-    assert drafter_figures.draw(tmp_path / "nowhere") == []

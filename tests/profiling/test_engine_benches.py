@@ -1,6 +1,5 @@
 """The engine's benchmarks run whole on a small model on the CPU; their figures are drawn."""
 
-import json
 import math
 import time
 
@@ -13,9 +12,6 @@ from driver.config.strategy import Strategy, parse_strategies
 from driver.rollout.plan import BucketPlan, GraphCost
 from profiling.benches import decode, graphs, rollout
 from profiling.benches.step import SPECS
-from profiling.figures import drafter as drafter_figures
-from profiling.figures import engine as engine_figures
-from profiling.figures import grpo as grpo_figures
 from profiling.rig import timing
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import fix_bandit, of_checkpoint, of_shape
@@ -315,32 +311,3 @@ def test_graphs_of_which_only_the_memory_counts_are_not_run(subject, monkeypatch
     monkeypatch.setattr(graphs.PassGraphs, "burst", lambda *_: pytest.fail("launched"))
     for kind in (graphs.Unrun, graphs.OwnMemory):
         assert kind._time(None, None) == 0.0
-
-
-# -- figures
-
-
-def test_figures_are_drawn_from_results(arms, tmp_path):
-    rows = [
-        {"case": f"warmed b{batch} {strategy}", "tokens_per_s": 100.0 * batch}
-        for batch in (1, 4)
-        for strategy in ("off", "learned:4,1,5")
-    ]
-    rows.append({"case": "warmed b1 learned:2,1,3", "tokens_per_s": 90.0})
-    (tmp_path / "decode.json").write_text(json.dumps({"rows": rows}))
-    (tmp_path / "rollout-trace.json").write_text(json.dumps(arms.bench.files["trace"]))
-    pulls = {"beg 0.1": [[1, "off", 3], [1, "learned:4,1,5", 9], [4, "off", 5]], "map": []}
-    (tmp_path / "bandit-pulls.json").write_text(json.dumps(pulls))
-    made = {path.name for path in engine_figures.draw(tmp_path, tmp_path)}
-    assert {"speed-warmed.png", "active-bandit.png", "arms-beg-0-1.png"} <= made
-    assert "arms-map.png" not in made
-    assert all((tmp_path / "figures" / name).stat().st_size > 5000 for name in made)
-    curves = engine_figures.speeds(rows)["warmed"]
-    assert curves["off"] == [(1, 100.0), (4, 400.0)]
-
-
-def test_figures_of_an_empty_folder_are_none(tmp_path, capsys):
-    assert engine_figures.draw(tmp_path, tmp_path) == []
-    for module in (engine_figures, grpo_figures, drafter_figures):
-        module.main([str(tmp_path / "nowhere")])
-        assert capsys.readouterr().out == f"{tmp_path / 'nowhere'}: holds no results to draw\n"

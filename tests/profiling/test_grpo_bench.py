@@ -12,7 +12,6 @@ from driver.records.phases import PHASES, StepTimes
 from driver.run.warm_start import fingerprints
 from profiling.bench import main
 from profiling.benches import grpo
-from profiling.figures import grpo as grpo_figures
 from profiling.peers import trl as trl_arm
 from profiling.rig.bench import Bench
 from profiling.rig.results import joined, targets_of
@@ -251,19 +250,6 @@ def test_memory_stands_beside_its_prediction(tmp_path):
 def test_time_that_is_up_ends_the_runs(runs):
     bench, result = runs
     assert bench("--arms=off", "--seeds=0", "--steps=9", "--seconds=0").rows == result.rows[:1]
-
-
-def test_figures_are_drawn(runs, tmp_path):
-    _, result = runs
-    (tmp_path / "grpo-curves.json").write_text(json.dumps(result.files["curves"]))
-    paths = grpo_figures.draw(tmp_path)
-    assert [path.name for path in paths] == [
-        "grpo-reward.png",
-        "grpo-reward-wall.png",
-        "grpo-parts.png",
-    ]
-    assert all(path.stat().st_size > 5000 for path in paths)
-    assert grpo_figures.draw(tmp_path / "nowhere") == []
 
 
 def test_a_peer_that_is_missing_costs_its_own_row(monkeypatch, capsys):

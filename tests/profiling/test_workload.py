@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from driver.config.load import BanditConfig
+from driver.config.sections import BanditConfig
 from driver.config.strategy import Strategy
 from driver.rollout.bandit import Bandit
 from profiling.benches import bandit as bandit_bench

@@ -1,9 +1,12 @@
 import dataclasses
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings, strategies
 
 from driver.common.errors import UserError
-from driver.config.load import Config, GrpoConfig, load_config, preset_names, to_yaml
+from driver.common.storage import write_text
+from driver.config.load import Config, load_config, preset_names, to_yaml
+from driver.config.sections import GrpoConfig
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])
@@ -47,12 +50,67 @@ def test_config_is_frozen():
         load_config([]).run.steps = 3
 
 
+def read_back(folder, config):
+    """The configuration as a resumed run reads it from the run's folder."""
+    write_text(folder / "config.yaml", to_yaml(config))
+    again = load_config([f"preset={folder / 'config.yaml'}"])
+    return dataclasses.replace(again, preset=config.preset)
+
+
 def test_yaml_round_trip(tmp_path):
     config = load_config(["preset=smollm2", "spot.mode=off", "run.name=1e3", "grpo.lr=1e-7"])
-    saved = tmp_path / "config.yaml"
-    saved.write_text(to_yaml(config))
-    again = load_config([f"preset={saved}"])
-    assert dataclasses.replace(again, preset="smollm2") == config
+    assert read_back(tmp_path, config) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\${oops}",
+        "${oops",
+        "${run.seed}",
+        "???",
+        "null",
+        "~",
+        "yes",
+        "007",
+        "1_0",
+        " a ",
+        "'",
+        "#",
+    ],
+)
+def test_text_that_yaml_or_an_interpolation_would_change(tmp_path, text):
+    config = load_config([f"run.name={text}", f"task.path={text}"])
+    assert config.run.name == config.task.path == text
+    assert read_back(tmp_path, config) == config
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # each example overwrites the file
+)
+@given(text=strategies.text(), number=strategies.floats(min_value=1e-300, allow_infinity=False))
+def test_every_value_is_read_back(tmp_path, text, number):
+    try:
+        config = load_config([f"task.path={text}", f"grpo.lr={number}"])
+    except UserError:
+        assume(False)
+    assert (config.task.path, config.grpo.lr) == (text, number)
+    assert read_back(tmp_path, config) == config
+
+
+def test_keys_of_an_earlier_version_are_named_and_ignored(tmp_path):
+    """A run that an earlier version began is resumed; elsewhere such a key is a mistake."""
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(load_config([])) + "old: {x: 1}\nengine.invariance: true\n")
+    with pytest.warns(
+        UserWarning, match="config.yaml: old, engine.invariance: no longer a setting"
+    ):
+        config = load_config([f"preset={path}"], saved=True)
+    assert dataclasses.replace(config, preset="tiny") == load_config([])
+    with pytest.raises(UserError, match="^old: unknown key"):
+        load_config([f"preset={path}"])
 
 
 @pytest.mark.parametrize(
@@ -63,46 +121,51 @@ def test_yaml_round_trip(tmp_path):
         (["samples_per_promt=3"], r"did you mean grpo.samples_per_prompt\?"),
         (["rum=3"], r"^rum: unknown key; did you mean run\?"),
         (["zzzzqq=3"], r"^zzzzqq: unknown key; sections are run, model"),
-        (["run=3"], r"^run: is a section; write run.<name>=value, as run.name$"),
+        (["run=3"], r"^run: is a section; write run.<name>=value, such as run.name$"),
         (["run.prefix=x"], r"^run.prefix: unknown key"),
-        (["run.steps"], r"^'run.steps': wanted key=value"),
-        (["=3"], r"^'=3': wanted key=value"),
-        (["--help"], r"^'--help': wanted key=value"),
-        (["run.steps=abc"], r"^run.steps: .*'abc'.*Integer"),
-        (["run.steps=1.5"], r"^run.steps: .*'1.5'"),
-        (["run.steps="], r"^run.steps: .*None"),
-        (["run.steps=[1"], r"^run.steps: cannot read the value '\[1'"),
-        (["run.steps={a: 1}"], r"^run.steps: "),
-        (["run.resume=maybe"], r"^run.resume: .*'maybe'"),
-        (["grpo.lr=fast"], r"^grpo.lr: .*'fast'"),
-        (["grpo.lr=nan"], r"^grpo.lr: wanted a finite number"),
-        (["grpo.lr=0"], r"^grpo.lr: wanted more than 0, got 0"),
-        (["run.seed=-1"], r"^run.seed: wanted at least 0, got -1"),
-        (["sampling.top_p=1.5"], r"^sampling.top_p: wanted at most 1, got 1.5"),
-        (["grpo.advantage=grop"], r"^grpo.advantage: wanted one of .*did you mean grpo\?"),
+        (["run.steps"], r"^'run.steps': must be key=value"),
+        (["=3"], r"^'=3': must be key=value"),
+        (["--help"], r"^'--help': must be key=value"),
+        (["run.steps=abc"], r"^run.steps: must be an integer, got 'abc'$"),
+        (["run.steps=1.5"], r"^run.steps: must be an integer, got '1.5'$"),
+        (["run.steps="], r"^run.steps: must be an integer, got ''$"),
+        (["run.steps=[1"], r"^run.steps: must be an integer, got '\[1'$"),
+        (["run.steps={a: 1}"], r"^run.steps: must be an integer"),
+        (["run.steps=${run.seed}"], r"^run.steps: must be an integer, got '\${run.seed}'$"),
+        (["run.steps=" + "9" * 5000], r"^run.steps: must be an integer"),
+        (["run.resume=maybe"], r"^run.resume: must be true or false, got 'maybe'$"),
+        (["grpo.lr=fast"], r"^grpo.lr: must be a number, got 'fast'$"),
+        (["grpo.lr=nan"], r"^grpo.lr: must be a finite number, got nan$"),
+        (["grpo.lr=0"], r"^grpo.lr: must be more than 0, got 0"),
+        (["model.path=\udcff"], r"^model.path: must be text, got '\\udcff'$"),
+        (["run.seed=-1"], r"^run.seed: must be at least 0, got -1"),
+        (["sampling.top_p=1.5"], r"^sampling.top_p: must be at most 1, got 1.5"),
+        (["grpo.advantage=grop"], r"^grpo.advantage: must be one of .*did you mean grpo\?"),
         (
             ["spot.mode=false"],
-            r"^spot.mode: wanted one of auto, overlapped, serial, coordinated, off",
+            r"^spot.mode: must be one of auto, overlapped, serial, coordinated, off",
         ),
-        (["run.device=gpu"], r"^run.device: wanted cpu, cuda or cuda:N, got 'gpu'"),
-        (["run.name=../x"], r"^run.name: wanted a plain folder name"),
-        (["run.name=${oops"], r"^run.name: "),
+        (["run.device=gpu"], r"^run.device: must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["run.name=../x"], r"^run.name: must be a plain folder name"),
         (["model.path="], r"^model.path: empty"),
-        (["model.num_kv_heads=3"], r"^model.num_kv_heads: wanted a divisor"),
-        (["model.head_dim=7"], r"^model.head_dim: wanted at least 8"),
-        (["model.head_dim=12"], r"^model.head_dim: wanted a multiple of 8"),
-        (["bandit.buckets=[4,2]"], r"^bandit.buckets: wanted rising sizes"),
-        (["bandit.buckets=[1,x]"], r"^bandit.buckets\[1\]: .*'x'"),
-        (["bandit.buckets=[0,1]"], r"^bandit.buckets: wanted at least 1, got 0"),
-        (["drafter.feature_layers=[1,2]"], r"^drafter.feature_layers: wanted three layers"),
+        (["model.num_kv_heads=3"], r"^model.num_kv_heads: must divide"),
+        (["model.head_dim=7"], r"^model.head_dim: must be at least 8"),
+        (["model.head_dim=12"], r"^model.head_dim: must be a multiple of 8"),
+        (["bandit.buckets=[4,2]"], r"^bandit.buckets: must be rising sizes"),
+        (["bandit.buckets=[1,x]"], r"^bandit.buckets\[1\]: must be an integer, got 'x'$"),
+        (["bandit.buckets=[0,1]"], r"^bandit.buckets: must be at least 1, got 0"),
+        (["drafter.feature_layers=[1,2]"], r"^drafter.feature_layers: must be three layers"),
         (["engine.strategies=off,learned:8,4"], r"^engine.strategies: strategy 'learned:8,4'"),
         (["engine.strategies=ngram:4,1,5"], r"^engine.strategies: 'off' is missing"),
-        (["engine.invariant=false"], r"^engine.invariant: wanted true"),
+        (["engine.invariant=false"], r"^engine.invariant: must be true"),
         (["engine.strategies="], r"^engine.strategies: 'off' is missing"),
-        (["engine.draft_temperature=0"], r"^engine.draft_temperature: wanted at least 0.01, got 0"),
+        (
+            ["engine.draft_temperature=0"],
+            r"^engine.draft_temperature: must be at least 0.01, got 0",
+        ),
         (
             ["engine.score_temperature=1e-7"],
-            r"^engine.score_temperature: wanted 0 or at least 1e-06, got 1e-07",
+            r"^engine.score_temperature: must be 0 or at least 1e-06, got 1e-07",
         ),
         (["bandit.static=greedy"], r"^bandit.static: strategy 'greedy': malformed"),
         (
@@ -118,13 +181,13 @@ def test_yaml_round_trip(tmp_path):
             ["drafter.enabled=false", "engine.strategies=off hybrid:4,4,16"],
             r"^engine.strategies: 'hybrid:4,4,16' needs a drafter",
         ),
-        (["grpo.minibatches=257"], r"^grpo.minibatches: wanted at most the 256 responses"),
+        (["grpo.minibatches=257"], r"^grpo.minibatches: must be at most the 256 responses"),
         (
             ["grpo.advantage=rloo", "grpo.samples_per_prompt=1"],
-            r"^grpo.samples_per_prompt: rloo compares responses to one prompt",
+            r"^grpo.samples_per_prompt: must be at least 2, since rloo",
         ),
-        (["grpo.samples_per_prompt=1"], r"^grpo.samples_per_prompt: grpo compares .*reinforce$"),
-        (["preset=tiyn"], r"^preset=tiyn: unknown; did you mean tiny\? there are"),
+        (["grpo.samples_per_prompt=1"], r"^grpo.samples_per_prompt: .* since grpo .*reinforce$"),
+        (["preset=tiyn"], r"^preset=tiyn: unknown; did you mean tiny\?$"),
         (["preset=/nowhere/x.yaml"], r"^preset=/nowhere/x.yaml: cannot be read"),
     ],
 )
@@ -141,11 +204,18 @@ def test_a_mistake_is_one_line_that_names_the_key(words, match):
         ("run: {stesp: 3}", r"^run.stesp: unknown key; did you mean run.steps\?"),
         ("rum: {steps: 3}", r"^rum: unknown key; did you mean run\?"),
         ("rum: {}", r"^rum: unknown key"),
-        ("run: 3", r"run wants keys below it, got 3"),
-        ("- run", r"wanted sections with keys, got list"),
+        ("run: 3", r"run must hold keys, got '3'"),
+        ("- run", r"must hold sections with keys, got \['run'\]"),
         ("run: [", r"not YAML"),
-        ("spot: {mode: no}", r"^spot.mode: wanted one of .*got 'no'"),
-        ("engine: {strategies: [[1]]}", r"^engine.strategies: wanted a list of str"),
+        ("spot: {mode: no}", r"^spot.mode: must be one of .*got 'no'"),
+        ("engine: {strategies: [[1]]}", r"^engine.strategies\[0\]: must be text, got \['1'\]"),
+        ("bandit: {buckets: {a: 1}}", r"^bandit.buckets: must be a list, got {'a': '1'}"),
+        ("run: {steps: null}", r"^run.steps: must be an integer, got None"),
+        ("run: {steps: 1, steps: 2}", r"not YAML \(steps is given twice\)"),
+        ("run: {steps: 1}\nrun: {seed: 2}", r"not YAML \(run is given twice\)"),
+        ("run: {steps: 1}\nrun.steps: 2", r"run.steps is given twice; remove one"),
+        ("[" * 2000, r"not YAML"),
+        ("run: &a\n  steps: *a", r"^run.steps: must be an integer, got"),
     ],
 )
 def test_a_mistake_in_a_preset_file_names_the_key(tmp_path, text, match):
@@ -164,7 +234,7 @@ def test_unquoted_off_in_a_preset_file_is_the_word(tmp_path):
 
 
 def test_sections_built_in_code_are_checked():
-    with pytest.raises(UserError, match="grpo.epochs: wanted at least 1, got 0"):
+    with pytest.raises(UserError, match="grpo.epochs: must be at least 1, got 0"):
         GrpoConfig(epochs=0)
     assert Config() == Config()
     assert Config().bandit.buckets is not Config().bandit.buckets

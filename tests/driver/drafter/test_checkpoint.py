@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -247,12 +248,15 @@ def test_an_optimizer_of_a_gpu_goes_on_here():
 def test_a_snapshot_on_the_gpu_is_in_the_order_of_its_stream(tmp_path):
     checkpoints, live = DraftCheckpoints(tmp_path), {"w": torch.zeros(1 << 20, device="cuda")}
     checkpoints.copies.prepare(live)
+    waits = []
     for step in range(3):
         live["w"].fill_(step)
-        torch.cuda._sleep(1_000_000)
+        torch.cuda._sleep(200_000_000)  # 0.1 s
         assert checkpoints.save(lambda: live, step)
         assert all(room.is_pinned() for room in checkpoints.copies.room.values())
+        begin = time.perf_counter()
         live["w"].fill_(-1.0)
         checkpoints.collect()
+        waits.append(time.perf_counter() - begin)
         assert torch.equal(checkpoints.latest()[1]["w"], torch.full((1 << 20,), float(step)))
-    assert checkpoints.stall_s < 0.01
+    assert checkpoints.stall_s < min(waits)  # `collect` waits for the device, `save` does not

@@ -3,10 +3,13 @@ import shutil
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from driver.common.errors import UserError
 from driver.config.strategy import MAX_DEPTH
-from driver.model.spec import ModelSpec, RopeSpec, read_weights, rope_table
+from driver.model.families import FAMILIES
+from driver.model.spec import ModelSpec, RopeSpec, rope_table
 from tests.driver.hugging_face import LLAMA3_ROPE, VARIANTS, random_model, save_model
 
 CONFIG = {
@@ -69,10 +72,39 @@ def test_old_and_new_layout_of_rope_give_one_spec():
 
 
 @pytest.mark.parametrize(
+    ("outside", "inside", "context"),
+    [(None, 64, 64), (None, None, 256), (32, None, 32), (32, 64, 32)],
+)
+def test_the_context_of_llama3_scaling_is_that_of_transformers(outside, inside, context):
+    """A key beside the object wins over one in it; without either it is the model's context."""
+    scaling = {**LLAMA3_ROPE, "original_max_position_embeddings": inside}
+    config = {**CONFIG, "original_max_position_embeddings": outside}
+    config = {key: value for key, value in config.items() if value is not None}
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    spec = ModelSpec.from_config({**config, "rope_parameters": scaling})
+    assert spec.rope.original_max_position == context
+    theirs = LlamaConfig(**config, rope_parameters=scaling)
+    assert ModelSpec.from_config({**theirs.to_dict(), **config}).rope == spec.rope
+    rotary = LlamaRotaryEmbedding(theirs)
+    cos, sin = rotary(torch.zeros(1), torch.arange(256)[None])
+    assert (rope_table(spec)[:256, :4] - cos[0, :, :4]).abs().max() < 2e-5
+    assert (rope_table(spec)[:256, 4:] - sin[0, :, :4]).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(
     ("config", "match"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; there are Ll"),
         ({"architectures": None}, "architecture not named is not supported"),
+        (
+            {"tie_word_embeddings": "false"},
+            "tie_word_embeddings: wanted true or false, got 'false'",
+        ),
+        ({"rms_norm_eps": "1e-5"}, "wanted rms_norm_eps > 0, got '1e-5'"),
+        ({"rope_theta": -1}, "wanted rope_theta > 0, got -1"),
+        ({"eos_token_id": 0.0}, "eos_token_id: wanted token ids from 0 on, got 0.0"),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id: wanted token ids from 0 on, got \[2, -1\]"),
+        ({"vocab_size": 2**40}, "vocab_size: wanted a positive integer, got 1099511627776"),
         ({"vocab_size": None}, "vocab_size: wanted a positive integer, got None"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers: wanted a positive integer, got '4'"),
         ({"num_key_value_heads": 4}, "num_key_value_heads: wanted a divisor of 6 heads, got 4"),
@@ -103,6 +135,24 @@ def test_what_is_not_known_is_refused_by_name(config, match):
         ModelSpec.from_config({**CONFIG, **config}, where="here")
 
 
+ODD = (True, -1, 0, 0.5, "x", [], [1], {}, {"a": {}}, float("nan"), 10**400)
+KEYS = (*CONFIG, "head_dim",
+        "rope_scaling", "rope_parameters", "rope_theta", "eos_token_id", "dtype",
+        "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "mlp_bias",
+        "hidden_act", "attention_bias", "rms_norm_eps", "partial_rotary_factor")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_odd_values_are_refused_in_one_line_or_read(name):
+    config = {**CONFIG, "architectures": [name], "sliding_window": None}
+    for key in KEYS:
+        for value in ODD:
+            try:
+                ModelSpec.from_config({**config, key: value}, "here")
+            except UserError as error:
+                assert str(error).startswith("here: ")
+
+
 def test_a_sliding_window_that_is_not_in_use_is_accepted():
     full = ["full_attention"] * 4
     for unused in [
@@ -123,40 +173,3 @@ def test_end_ids_come_from_the_generation_config_first(sharded, tmp_path):
     assert ModelSpec.from_folder(tmp_path).eos_ids == (7,)
     (tmp_path / "generation_config.json").write_text("{}")
     assert ModelSpec.from_folder(tmp_path).eos_ids == (3, 5)
-
-
-def test_shards_are_read_by_their_index(sharded):
-    model, folder = sharded
-    assert len(list(folder.glob("model-*.safetensors"))) > 2
-    weights = read_weights(folder)
-    saved = dict(model.named_parameters())
-    assert weights.keys() == saved.keys()
-    assert all(torch.equal(weights[name], weight) for name, weight in saved.items())
-
-
-def test_folders_that_cannot_be_read_are_refused_by_name(sharded, tmp_path):
-    folder = tmp_path / "model"
-    with pytest.raises(UserError, match=f"model folder {folder}: does not exist"):
-        ModelSpec.from_folder(folder)
-    folder.mkdir()
-    with pytest.raises(UserError, match="config.json: cannot be read"):
-        ModelSpec.from_folder(folder)
-    with pytest.raises(UserError, match="has neither model.safetensors nor model.safetensors.ind"):
-        read_weights(folder)
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="config.json: wanted a JSON object, got list"):
-        ModelSpec.from_folder(folder)
-    index = folder / "model.safetensors.index.json"
-    index.write_text("{}")
-    with pytest.raises(UserError, match="index.json: has no weight_map"):
-        read_weights(folder)
-    index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    with pytest.raises(UserError, match="model-1.safetensors: cannot be read as safetensors"):
-        read_weights(folder)
-    shard = sorted(sharded[1].glob("model-*.safetensors"))[0]
-    shutil.copy(shard, folder / "model-1.safetensors")
-    with pytest.raises(UserError, match="lacks a, which model.safetensors.index.json promises"):
-        read_weights(folder)
-    (folder / "model.safetensors").write_bytes(shard.read_bytes()[:-8])
-    with pytest.raises(UserError, match="model.safetensors: cannot be read as safetensors"):
-        read_weights(folder)

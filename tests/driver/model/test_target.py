@@ -5,8 +5,8 @@ import torch
 
 import tlt_ext
 from driver.common.errors import UserError
+from driver.model.checkpoint import load_checkpoint
 from driver.model.kv_cache import KvCache
-from driver.model.spec import ModelSpec, read_weights
 from driver.model.target import TargetModel, default_feature_layers
 from tests.driver.hugging_face import VARIANTS, logits_of, random_model, save_model
 from tests.kit import generator, relative_error, same_bits
@@ -32,7 +32,7 @@ def llama(tmp_path_factory):
 
 
 def load(folder, **options) -> TargetModel:
-    return TargetModel(ModelSpec.from_folder(folder), folder, **options)
+    return TargetModel(*load_checkpoint(folder), **options)
 
 
 def token_ids(count: int, seed: int = 0) -> list[int]:
@@ -268,19 +268,6 @@ def test_state_dict_is_what_was_loaded(pair):
     assert all(same_bits(weight, saved[name]) for name, weight in model.state_dict().items())
 
 
-def test_padded_vocabulary_rows_are_kept_apart_from_true_ids(llama):
-    reference, folder = llama
-    weights = read_weights(folder)
-    name = "model.embed_tokens.weight"
-    weights[name] = torch.cat((weights[name], torch.zeros(7, 48)))
-    model = TargetModel(ModelSpec.from_folder(folder), weights)
-    assert (model.spec.vocab_size, model.padded_vocab_size) == (97, 104)
-    ids = token_ids(6)
-    logits = Sequences(model).logits(ids)
-    assert (logits[:, :97] - logits_of(reference, ids)).abs().max() < ATOL
-    assert torch.equal(logits[:, 97:], torch.zeros(6, 7))
-
-
 def without(weights, name):
     return {key: weight for key, weight in weights.items() if key != name}
 
@@ -309,7 +296,7 @@ def without(weights, name):
 )
 def test_weights_that_do_not_fit_are_refused_and_leave_the_old_ones_whole(llama, change, match):
     model = load(llama[1])
-    good = read_weights(llama[1])
+    _, good = load_checkpoint(llama[1])
     bad = change({name: weight + 1 for name, weight in good.items()})
     with pytest.raises(UserError, match=match):
         model.load_weights(bad)
@@ -318,19 +305,22 @@ def test_weights_that_do_not_fit_are_refused_and_leave_the_old_ones_whole(llama,
         TargetModel(model.spec, bad)
 
 
-def test_old_checkpoints_may_hold_rope_frequencies_and_a_tied_head(llama):
-    weights = read_weights(llama[1])
+def test_a_tied_head_and_rope_frequencies_may_be_there(llama):
+    spec, weights = load_checkpoint(llama[1])
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    weights["lm_head.weight"] = torch.full((97, 48), torch.nan)
-    model = TargetModel(ModelSpec.from_folder(llama[1]), weights)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    model = TargetModel(spec, weights)
     assert same_bits(Sequences(model).logits([1, 2]), Sequences(load(llama[1])).logits([1, 2]))
+    weights["lm_head.weight"][3, 4] += 1
+    with pytest.raises(UserError, match="lm_head.weight is not model.embed_tokens.weight, which"):
+        model.load_weights(weights)
 
 
 def test_limits_are_refused_by_name(llama):
-    spec = ModelSpec.from_folder(llama[1])
+    spec, weights = load_checkpoint(llama[1])
     with pytest.raises(UserError, match="drafter.feature_layers: wanted layers 0 to 3, got 4"):
         load(llama[1], feature_layers=(0, 1, 4))
-    with pytest.raises(UserError, match="97 rows, fewer than the vocabulary of 98"):
-        TargetModel(dataclasses.replace(spec, vocab_size=98), llama[1])
+    with pytest.raises(UserError, match=r"shape \[97, 48\], config.json makes it \[98, 48\]"):
+        TargetModel(dataclasses.replace(spec, vocab_size=98), weights)
     with pytest.raises(ValueError, match="at most max_rows = 4 rows, got 5"):
         Sequences(load(llama[1], max_rows=4)).logits(token_ids(5))

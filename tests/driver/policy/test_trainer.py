@@ -151,7 +151,7 @@ def update_gradients(model, responses, rewards, cfg, keep=None, reference=None):
     return caught, metrics
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
 def test_gradient_is_that_of_the_padded_batch_for_every_packing_fault_41(family, advantage):
     model = make_model(torch.float64, family, tied=family == "llama")
@@ -652,6 +652,11 @@ def test_bad_responses_are_refused(change, message):
     responses = make_responses(model)
     with pytest.raises(ValueError, match=message):
         PolicyTrainer(model, Cfg()).update([change(responses[0]), *responses[1:]], REWARDS)
+
+
+def test_a_model_in_float16_is_refused():
+    with pytest.raises(ValueError, match="got float16: gradients underflow"):
+        PolicyTrainer(make_model(torch.float16), Cfg())
 
 
 def test_missing_and_repeated_responses_are_refused():

@@ -69,6 +69,30 @@ def test_rewards_leave_gaps_for_null_and_absent_values(tmp_path):
     assert count(pixels(tmp_path / "held_out.png"), plots._ORANGE) > 300
 
 
+def test_a_step_without_speculation_is_a_gap(tmp_path):
+    """The line of the other steps is not drawn across it."""
+    values = {1: 2.0, 2: 2.0, 3: None, 4: None, 5: None, 6: 2.0, 7: 2.0}
+    records = [{"step": step, plots.ACCEPT_LENGTH: value} for step, value in values.items()]
+    plots.plot_accept_length(records, tmp_path / "gap.png")
+    plots.plot_accept_length([records[0], records[-1]], tmp_path / "whole.png")
+    gap, whole = (count(pixels(tmp_path / f"{name}.png"), plots._BLUE) for name in ("gap", "whole"))
+    assert gap < 0.6 * whole
+
+
+def test_the_legend_of_step_times_covers_no_bar(tmp_path):
+    """Bars reach the top of the axes, and all of their colour is there."""
+    times = {"timing_s/gen": 2.98, "timing_s/update_actor": 0.01, "timing_s/step": 3.0}
+    records = [{"step": step, **times} for step in range(1, 41)]
+    plots.plot_step_times(records, tmp_path / "times.png")
+    image = pixels(tmp_path / "times.png")
+    rows = (abs(image - [int(plots.PHASE_COLORS[0][i : i + 2], 16) for i in (1, 3, 5)]) <= 2).all(
+        -1
+    )
+    widths = rows.sum(1)
+    whole = widths[widths > 0.5 * widths.max()]  # without the legend's own patch
+    assert len(whole) > 200 and whole.min() == whole.max()
+
+
 def test_each_strategy_covers_its_share_of_time_and_requests(tmp_path):
     plots.plot_active(PASSES, tmp_path / "active.png")
     image = pixels(tmp_path / "active.png")

@@ -12,7 +12,13 @@ def metrics(step: int) -> dict:
     out = {
         "step": step,
         "critic/rewards/mean": 0.4 + 0.02 * step + 0.05 * math.sin(step),
-        "spec/accept_length": 1.5 + 0.1 * step,
+        "spec/accept_length": None if step == 5 else 1.5 + 0.1 * step,  # it never speculated
+        "actor/pg_loss": 0.01 * step,
+        "actor/entropy": 1 / step,
+        "actor/ppo_kl": 0.0,
+        "actor/ref_kl": 0.001 * step,
+        "actor/grad_norm": 0.3,
+        "actor/pg_clipfrac": 0.0,
         "response_length/max": 200 - step,
         "perf/throughput": 5000 + 100 * step,
         "perf/max_memory_resident_gb": 0.7 + 0.01 * step,

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from driver import report
 from driver.common.errors import UserError
-from driver.report import __main__ as report
 from driver.report import chart, data, figures
 from driver.report.data import read_run
 from driver.report.page import render
@@ -18,6 +18,7 @@ SECTIONS = (
     "Step time",
     "The long tail",
     "Response lengths",
+    "Policy update",
     "Drafting",
     "Strategies",
     "Memory",
@@ -109,6 +110,58 @@ def test_a_long_run_stays_small(tmp_path):
     assert len(render([run] * 4)) < 5_000_000
 
 
+def test_a_step_without_a_value_is_a_gap(tmp_path):
+    """Step 5 never speculated: no line leads across it."""
+    run = read_run(write_run(tmp_path / "a", steps=8))
+    assert [[x for x, _ in piece] for piece in run.lines("spec/accept_length")] == [
+        [1, 2, 3, 4],
+        [6, 7, 8],
+    ]
+    drawn = figures.curves([run], "spec/accept_length", "accept length")
+    assert drawn.count("<polyline") == 2
+    assert figures.curves([run], "drafter/loss", "loss").count("<polyline") == 1
+
+
+def test_what_a_policy_update_logs_is_drawn(tmp_path):
+    page = render([read_run(write_run(tmp_path / "a"))])
+    section = page.partition("<h2>Policy update</h2>")[2].partition("</section>")[0]
+    assert section.count('<figure class="chart"') == 6
+    for label in ("policy loss", "entropy", "KL to the reference", "gradient norm", "clipped"):
+        assert label in section
+
+
+def test_reward_is_drawn_against_time_as_well(tmp_path):
+    run = read_run(write_run(tmp_path / "a", steps=3))
+    assert run.seconds() == pytest.approx({1: 2.6, 2: 4.2, 3: 0.6 + 2 / 3 + 4.2})
+    page = render([run])
+    reward = page.partition("<h2>Reward</h2>")[2].partition("</section>")[0]
+    assert "mean reward by step" in reward and "mean reward by seconds since the start" in reward
+    for record in run.records:
+        record["timing_s/step"] = 4000.0
+    assert "by hours since the start" in render([run])
+
+
+def test_watch_writes_the_page_until_the_run_is_finished(tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "a", steps=2)
+    (folder / "config.yaml").write_text("run:\n  steps: 3\n")
+    whole = (write_run(tmp_path / "b", steps=3) / "metrics.jsonl").read_text()
+    page = folder / "report.html"
+    seen = []
+
+    def sleep(seconds):
+        seen.append((seconds, 'http-equiv="refresh" content="2"' in page.read_text()))
+        if len(seen) == 2:  # a step later
+            (folder / "metrics.jsonl").write_text(whole)
+
+    monkeypatch.setattr(report.time, "sleep", sleep)
+    report.main([str(folder), "--watch", "2"])
+    assert seen == [(2, True)] * 2
+    assert "refresh" not in page.read_text() and "3 steps" in page.read_text()
+    with pytest.raises(SystemExit):
+        report.main([str(folder), "--watch", "0"])
+    assert "--watch: must be seconds from 1 on, got '0'" in capsys.readouterr().err
+
+
 def test_step_bars_hold_the_whole_step_without_the_start(tmp_path):
     record = {"step": 1, "timing_s/warmup": 30.0, "timing_s/gen": 2.0, "timing_s/step": 33.0}
     step, seconds = figures._phase_seconds(record)
@@ -124,7 +177,7 @@ def test_the_command_writes_beside_the_run_and_names_what_is_no_run(tmp_path, ca
     assert "<h2>Reward</h2>" in (folder / "report.html").read_text(encoding="utf-8")
     with pytest.raises(UserError, match="nowhere: holds no run; wanted a folder with metrics"):
         report.main([str(tmp_path / "nowhere")])
-    with pytest.raises(UserError, match="5 runs: wanted at most 4 side by side"):
+    with pytest.raises(UserError, match="5 runs: at most 4 fit side by side"):
         report.main([str(folder)] * 5)
 
 
@@ -143,12 +196,25 @@ def test_a_user_s_mistake_is_one_line(tmp_path):
     [
         (0, 9.2, [0, 2, 4, 6, 8]),
         (0.31, 0.78, [0.4, 0.5, 0.6, 0.7]),
+        (0.31, 0.34, [0.31, 0.32, 0.33, 0.34]),
+        (1, 12, [2, 4, 6, 8, 10, 12]),
+        (0, 5.1, [0, 1, 2, 3, 4, 5]),
         (-1, 1, [-1, -0.5, 0, 0.5, 1]),
         (5, 5, [5]),
     ],
 )
 def test_ticks_are_round(low, high, wanted):
     assert chart.ticks(low, high) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("high", [1.0, 1.3, 2.0, 3.1, 4.9, 7.7, 9.99])
+@pytest.mark.parametrize("scale", [1e-3, 1, 1e5])
+def test_an_axis_has_several_ticks(high, scale):
+    for least in (3, 4):
+        found = chart.ticks(0.07 * scale, high * scale, least)
+        assert least <= len(found) <= 2.5 * least + 1
+    assert chart.ticks(1, 3, 3, whole=True) == [1, 2, 3]
+    assert chart.ticks(1, 2, 3, whole=True) == [1, 2]
 
 
 @pytest.mark.parametrize(

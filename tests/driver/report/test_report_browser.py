@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from driver.report.__main__ import main
+from driver.report import main
 from tests.driver.report.runs import HOSTILE, write_run
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
@@ -76,6 +76,12 @@ def test_page_is_quiet_and_fits(browser, page_file, view):
         "all => new Set(all.map(e => Math.round(e.getBoundingClientRect().x))).size",
     )
     assert (columns == 1) == (view == "phone")
+    # No cell of a table is cut off or has to be scrolled to.
+    edges = page.eval_on_selector_all(
+        "td, .cells > div", "all => all.map(e => e.getBoundingClientRect().right)"
+    )
+    assert len(edges) > 12 and max(edges) <= VIEWS[view]["viewport"]["width"]
+    assert page.locator(".scroll").count() == 0
     page.close()
 
 

@@ -178,7 +178,7 @@ def test_a_map_chooses_by_batch():
     bandit = Bandit([OFF, NGRAM, LEARNED], config, spec_max_batch=8)
     chosen = [bandit.choose(batch, lambda arm: True) for batch in (1, 2, 4, 5, 9)]
     assert chosen == [LEARNED, NGRAM, NGRAM, OFF, OFF]
-    with pytest.raises(UserError, match="bandit.map: wanted batch=strategy, got 'x=off'"):
+    with pytest.raises(UserError, match="bandit.map: must be batch=strategy, got 'x=off'"):
         BanditConfig(map=["x=off"])
     with pytest.raises(UserError, match="bandit.map: strategy 'nope': malformed"):
         BanditConfig(map=["1=nope"])

@@ -9,6 +9,7 @@ import torch
 from driver import generate as generate_command
 from driver import identity
 from driver import train as train_command
+from driver.config.options import IdentityOptions
 from driver.model import tiny
 from driver.records.folder import read_jsonl
 from driver.run.collector import Collector
@@ -50,7 +51,7 @@ def test_half_precision_is_exact_over_strategies(dtype):
 
 
 def test_identity_command_on_the_tiny_model():
-    options = identity.Options(
+    options = IdentityOptions(
         tokens=1500, batch=16, device="cuda", dtype="bfloat16", warmup_steps=20, train_steps=5
     )
     check = identity.Identity(options)

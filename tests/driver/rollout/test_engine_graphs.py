@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from driver.config.load import CaptureConfig
+from driver.config.sections import CaptureConfig
 from driver.config.strategy import OFF, Strategy
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.plan import GraphCost

@@ -5,7 +5,8 @@ import torch
 
 import tlt_ext
 from driver.common.errors import UserError
-from driver.config.load import CaptureConfig, load_config
+from driver.config.load import load_config
+from driver.config.sections import CaptureConfig
 from driver.records.progress import Progress
 from driver.run.capture import capture_op, check_capture, copy_arguments
 from driver.train import train

@@ -102,11 +102,11 @@ def test_a_whole_checkpoint_is_measured_by_its_own_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["memory_gb=much"], "memory_gb: wanted float, got 'much'"),
-        (["mean_tokens=-5"], "mean_tokens: wanted a number from 0 on, got -5"),
+        (["memory_gb=much"], "memory_gb: must be a number, got 'much'"),
+        (["mean_tokens=-5"], "mean_tokens: must be at least 0, got -5"),
         (["mean_tokens=9999"], "mean_tokens: wanted at most sampling.max_new_tokens=192"),
-        (["prompt_tokens=-5"], "prompt_tokens: wanted a number from 0 on"),
-        (["memory_gb=.inf"], "memory_gb: wanted a number from 0 on, got inf"),
+        (["prompt_tokens=-5"], "prompt_tokens: must be at least 0"),
+        (["memory_gb=inf"], "memory_gb: must be a finite number, got inf"),
         (["run.stepps=1"], "run.stepps: unknown key"),
         (["sampling.max_new_tokens=5000"], "exceed the context of 1024"),
     ],

@@ -176,7 +176,7 @@ def batch_of(family, vocab_size, dtype, checkpointing):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_saved_activations_are_those_of_a_forward_pass(family, dtype):
     trainer, batch = batch_of(family, 64, dtype, False)
     own = {p.untyped_storage().data_ptr() for p in trainer.params}
@@ -242,8 +242,11 @@ def test_peak_of_a_card_is_within_a_tenth(shape, tmp_path):
     model(config(**sizes)).bfloat16().save_pretrained(folder)
     tiny.build_tokenizer().save_pretrained(folder)
     run = load_config([*CARD_WORDS, f"model.path={folder}", f"run.root={tmp_path}"])
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # what earlier tests left
     train(run, Progress(2))
+    held = torch.cuda.max_memory_allocated() - before
     predicted = footprint(run, empty_policy(run, folder), prompt_tokens(run, folder))
-    assert predicted.torch_peak == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
+    assert predicted.torch_peak == pytest.approx(held, rel=0.1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from driver.common.errors import UserError
 from driver.common.storage import storage_errors
@@ -25,6 +26,7 @@ from driver.run import run as run_module
 from driver.run.collector import Collector
 from driver.run.run import Run
 from driver.run.summary import summary_lines
+from driver.run.warm_start import warm_start
 from driver.train import train
 
 REWARDS = Collector.rewards
@@ -260,6 +262,46 @@ def test_a_disk_that_is_full_ends_a_run_that_does_not_wait_for_it(
     monkeypatch.setattr(RunFolder, "save_checkpoint", full)
     with pytest.raises(UserError, match="step-2: cannot be written .No space left on device"):
         run(tmp_path, "full", "run.steps=5")
+
+
+def test_the_kl_reference_is_the_policy_after_the_warm_up_and_stays_it_on_resume(tmp_path):
+    words = ["grpo.kl_coef=0.1", "run.eval_prompts=0", "run.checkpoint_every=1"]
+    whole = run(tmp_path, "whole", "run.steps=3", *words)
+    run(tmp_path, "broken", "run.steps=1", *words)
+    resumed = run(tmp_path, "broken", "run.steps=3", "run.resume=true", *words)
+    for one in (whole, resumed):
+        records = read_jsonl(one.folder.path / "metrics.jsonl")
+        kl = [record["actor/ref_kl"] for record in records]
+        assert kl[0] == 0.0 and kl[2] > kl[1] > 0.0
+    assert kl == [r["actor/ref_kl"] for r in read_jsonl(whole.folder.path / "metrics.jsonl")]
+    pairs = zip(
+        whole.trainer.reference.parameters(), resumed.trainer.reference.parameters(), strict=True
+    )
+    assert all(torch.equal(a, b) for a, b in pairs)
+    shutil.rmtree(resumed.folder.path / "reference")
+    with pytest.raises(UserError, match="broken/reference holds no reference policy"):
+        run(tmp_path, "broken", "run.steps=4", "run.resume=true", *words)
+
+
+def test_a_run_that_starts_over_replaces_its_reference(tmp_path):
+    words = ["grpo.kl_coef=0.1", "run.steps=0", "run.eval_prompts=0"]
+    folder = run(tmp_path, "run", *words).folder.path
+    (kept,) = folder.glob("reference/*/model.safetensors")
+    wanted = kept.read_bytes()
+    kept.write_bytes(b"of another warm-up")
+    shutil.rmtree(folder / "checkpoints")
+    run(tmp_path, "run", *words, "run.resume=true")
+    assert kept.read_bytes() == wanted
+
+
+def test_training_in_float16_is_refused(tmp_path):
+    for words in ([], ["warmup.keep=true"]):
+        with pytest.raises(UserError, match="model.dtype=float16: gradients underflow.*bfloat16"):
+            run(tmp_path, "half", "model.dtype=float16", *words)
+    config = load_config([*WORDS, f"run.root={tmp_path}", "model.dtype=float16"])
+    with pytest.raises(UserError, match="model.dtype=float16"):
+        warm_start(config, print)
+    assert not list(tmp_path.iterdir())
 
 
 def test_overlapped_training_changes_no_token(unbroken, tmp_path):

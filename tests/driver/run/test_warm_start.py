@@ -9,10 +9,11 @@ import torch
 
 from driver.common.errors import UserError
 from driver.config.load import load_config
+from driver.config.options import GenerateOptions
 from driver.config.strategy import Strategy
 from driver.drafter.buffer import DataBuffer
 from driver.drafter.trainer import SpotTrainer
-from driver.generate import Generator, Options
+from driver.generate import Generator
 from driver.policy import warmup
 from driver.run import warm_start as warm
 from driver.run.run import Run
@@ -200,14 +201,14 @@ def test_a_drafter_of_another_shape_is_left_out(config, made, root):
 def test_a_drafter_of_an_earlier_version_is_named_with_what_it_lacks(made):
     state = made[0].state("spot")
     del state["acceptance"]
-    options = Options(model=str(made[0].path), strategy="learned:4,2,8")
+    options = GenerateOptions(model=str(made[0].path), strategy="learned:4,2,8")
     spot = Generator(options).rollout.spot
     with pytest.raises(UserError, match="drafter lacks 'acceptance', an earlier version wrote it"):
         warm.adopt_drafter(spot, state, print)
 
 
 def test_generate_takes_it(made):
-    options = Options(
+    options = GenerateOptions(
         model=str(made[0].path), prompt="3+4=\n", strategy="learned:4,2,8", max_new_tokens=12
     )
     generator = Generator(options)

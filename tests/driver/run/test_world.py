@@ -95,7 +95,7 @@ def tokens(folder: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return folder, run(folder, 1)
+    return folder, run(folder, 1, "grpo.kl_coef=0.1")
 
 
 SAME_EVERYWHERE = """
@@ -118,7 +118,7 @@ LAST_CLOCK_IS_LATE = """
 from driver.run import run
 phases = run.Phases
 def late(rank, ranks):
-    time.sleep(2 * (rank == ranks - 1))
+    time.sleep(8 * (rank == ranks - 1))
     return phases(rank, ranks)
 run.Phases = late
 """
@@ -130,13 +130,16 @@ def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks, parted):
     the same; afterwards it differs by the order in which gradients are added up. Two ranks do not
     divide three prompts. The timeline shows what all come to at one time, whenever each began."""
     folder, expected = alone
-    words = [f"grpo.shard={parted}"]
+    words = [f"grpo.shard={parted}", "grpo.kl_coef=0.1"]
     records = run(tmp_path, ranks, *words, script=SAME_EVERYWHERE + LAST_CLOCK_IS_LATE)
     assert tokens(tmp_path)[0] == tokens(folder)[0]
     for key in ("critic/rewards/mean", "response_length/mean", "frac_reward_zero_std"):
         assert records[1][key] == expected[1][key], key
     for key in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
         assert records[1][key] == pytest.approx(expected[1][key], rel=1e-4, abs=1e-6), key
+    assert expected[1]["actor/grad_norm"] > 0.01
+    assert records[1]["actor/ref_kl"] == expected[1]["actor/ref_kl"] == 0.0
+    assert records[2]["actor/ref_kl"] > 0
     assert records[1]["sampling/sampling_logp_difference/max"] < 1e-3
     assert records[2]["critic/rewards/mean"] == pytest.approx(
         expected[2]["critic/rewards/mean"], abs=0.05
@@ -149,7 +152,7 @@ def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks, parted):
         if event["name"] == "gather":
             ends[event["pid"]].append((event["ts"] + event["dur"]) / 1e6)
     assert len(ends) == ranks and len(ends[0]) == 2
-    assert all(mine == pytest.approx(ends[0], abs=0.5) for mine in ends.values())
+    assert all(mine == pytest.approx(ends[0], abs=4) for mine in ends.values())
 
 
 HOLDS_A_PART = """
@@ -191,6 +194,7 @@ def test_ranks_that_hold_parts_of_the_optimizer_learn_the_same(tmp_path):
     for mine, theirs in zip(shared[1:], plain[1:], strict=True):
         for key in ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+        assert mine["actor/grad_norm"] > 0.01
     shutil.copytree(tmp_path / "parts", tmp_path / "again")
     more = [half, "run.resume=true", "run.steps=3"]
     parts = run(tmp_path / "parts", 2, parted, *more, script=SAME_EVERYWHERE + TAKES_OVER)

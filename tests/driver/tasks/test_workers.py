@@ -35,6 +35,14 @@ class Moody:
         return len(response) + int(prompt.answer)
 
 
+class SlowStart(Moody):
+    """A task that a worker takes three seconds to load."""
+
+    def __setstate__(self, state):
+        time.sleep(3)
+        self.__dict__.update(state)
+
+
 class MoodySums(SumsTask):
     """Sums whose rewards for the second training prompt end as `fate` says."""
 
@@ -75,18 +83,34 @@ def test_a_second_batch_does_not_see_the_first():
         (0, "raise", "ValueError: no such unit"),
         (2, "raise", "ValueError: no such unit"),
         (2, "die", "its worker died with exit code 3"),
-        (2, "hang", "no answer in reward.timeout_s=2"),
+        (2, "hang", "no answer in reward.timeout_s=4"),
         (0, "huge", r"wanted a finite number, got 1000\S+"),
         (2, "huge", r"wanted a finite number, got 1000\S+"),
         (0, "long", "wanted a finite number, got a value of type int"),
     ],
 )
 def test_a_failure_names_its_sample(workers, text, reason):
-    texts = ["a", "bb", text, "ccc"]
+    texts, timeout_s = ["a", "bb", text, "ccc"], 4 if text == "hang" else 120
     with pytest.raises(UserError, match=f"response 2 to prompt moody/train/2: {reason}"):
-        score(texts, workers, timeout_s=2)
+        score(texts, workers, timeout_s=timeout_s)
     with pytest.warns(UserWarning, match=f"moody/train/2: {reason}; counted as 0"):
-        assert score(texts, workers, timeout_s=2, on_error="zero") == [1, 3, 0.0, 6]
+        assert score(texts, workers, timeout_s=timeout_s, on_error="zero") == [1, 3, 0.0, 6]
+
+
+def test_the_time_out_begins_when_the_worker_has_started():
+    """A start that takes longer than `timeout_s` is not a failure of the sample."""
+    workers = RewardWorkers(SlowStart(), RewardConfig(workers=1, timeout_s=2.0))
+    workers.submit(0, Prompt("p", "", "0"), "aa")
+    assert workers.collect(1) == [2]
+    workers.close()
+
+
+def test_a_worker_that_never_starts_is_given_up(monkeypatch):
+    monkeypatch.setattr("driver.tasks.workers.START_S", 0.5)
+    workers = RewardWorkers(SlowStart(), RewardConfig(workers=1, timeout_s=0.5))
+    workers.submit(0, Prompt("p", "", "0"), "aa")
+    with pytest.raises(UserError, match="prompt p: no answer in reward.timeout_s=0.5"):
+        workers.collect(1)
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -1,0 +1,83 @@
+"""`tlt <command> ...`, and the start of `python -m driver.<command> ...`.
+
+This module imports the standard library only. Help is printed, and a mistyped setting is refused,
+before torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+COMMANDS = {
+    "train": "train a policy by GRPO with speculative rollouts",
+    "generate": "generate a text with speculation and without, and compare",
+    "identity": "check on many tokens that speculation changes none",
+    "export": "write a run's drafter as a draft model for serving engines",
+    "warm": "make a warm start and keep it",
+    "report": "write one HTML page about one run or several",
+}
+HELP = {"-h", "--help"}
+
+
+def main() -> NoReturn:
+    """The console script `tlt`."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in COMMANDS:
+        del sys.argv[1]
+        start(name)
+    lines = [f"  {command:<10}{about}" for command, about in COMMANDS.items()]
+    usage = "\n".join(["usage: tlt COMMAND ...", "", *lines, "", "tlt COMMAND --help says more"])
+    if name in HELP:
+        sys.stdout.write(usage + "\n")
+        sys.exit()
+    sys.stderr.write(f"error: {name}: unknown command; choose one of {', '.join(COMMANDS)}\n")
+    sys.exit(2)
+
+
+def start(name: str) -> NoReturn:
+    """Runs a command on `sys.argv[1:]` and exits.
+
+    Args:
+        name: one of `COMMANDS`.
+    """
+    signal.signal(signal.SIGINT, _quit)
+    try:
+        from .config.command import run_command
+
+        run_command(lambda argv: _run(name, argv))
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "tlt_ext":  # the message names the remedy
+            sys.stderr.write(f"error: {error}\n")
+        elif isinstance(error, ModuleNotFoundError) and missing != __name__.partition(".")[0]:
+            sys.stderr.write(f"error: {missing} is missing; pip install 'tlt-ext[driver]'\n")
+        else:
+            raise
+        sys.exit(2)
+    sys.exit()
+
+
+def _run(name: str, argv: Sequence[str]) -> None:
+    # An import may swallow KeyboardInterrupt, or turn it into another error.
+    signal.signal(signal.SIGTERM, _quit)
+    if name != "report":  # it has a parser of its own
+        from .config.help import help_text
+        from .config.options import check_words
+
+        if HELP & set(argv):
+            sys.stdout.write(help_text(name, argv) + "\n")
+            return
+        check_words(name, argv)
+    command = importlib.import_module(f".{name}", __package__).main
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    command(argv)
+
+
+def _quit(*_: object) -> NoReturn:
+    os._exit(130)

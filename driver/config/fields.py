@@ -1,0 +1,194 @@
+"""Typed fields: meaning and limits stand beside the default, and one reader converts text."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from ..common.errors import UserError
+from .strategy import split_strategies
+
+Options = TypeVar("Options", bound="Section")
+
+KINDS = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    words: Sequence[str] | None = None,
+) -> Any:
+    """Declares a dataclass field with its meaning and its limits.
+
+    Args:
+        default: the value; a list is copied for each instance.
+        meaning: what the field does, in one line, with its unit; `--help` prints it.
+        low, above, high: `value >= low`, `value > above`, `value <= high`; of each list item too.
+        words: the allowed words of a string field.
+
+    Returns:
+        A `dataclasses.field`.
+
+    Example:
+        >>> setting(4, "requests that run at once", low=1).default
+        4
+    """
+    metadata = {"meaning": meaning, "low": low, "above": above, "high": high, "words": words}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Base of all groups of fields: an instance whose values exceed their limits is refused."""
+
+    prefix: ClassVar[str] = ""  # of the keys, for example "run."
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            for one in value if isinstance(value, list) else [value]:
+                _check_limits(self.prefix + item.name, one, item.metadata)
+
+
+def field_types(kind: type[Section]) -> dict[str, Any]:
+    """Returns key -> declared type of each field."""
+    hints = typing.get_type_hints(kind)
+    return {kind.prefix + item.name: hints[item.name] for item in dataclasses.fields(kind)}
+
+
+def read_value(key: str, declared: Any, raw: Any) -> Any:
+    """Converts text to the type of a field.
+
+    Args:
+        key: names the field in an error.
+        declared: str, int, float, bool, or a list of one of them.
+        raw: text, or for a list field a list of texts; anything else is refused.
+
+    Returns:
+        The value; limits are checked by the section that takes it.
+
+    Raises:
+        UserError: `raw` is of another type.
+
+    Example:
+        >>> read_value("grpo.lr", float, "1e-4"), read_value("bandit.buckets", list[int], "1,2,4")
+        (0.0001, [1, 2, 4])
+    """
+    if typing.get_origin(declared) is list:
+        (kind,) = typing.get_args(declared)
+        items = _split(raw, kind) if isinstance(raw, str) else raw
+        if not isinstance(items, list):
+            raise UserError(f"{key}: must be a list, got {raw!r}")
+        return [read_value(f"{key}[{i}]", kind, item) for i, item in enumerate(items)]
+    try:
+        if not isinstance(raw, str):
+            raise ValueError
+        raw.encode()  # a lone surrogate stands for a byte that is no UTF-8
+        return _READERS[declared](raw)
+    except ValueError:
+        raise UserError(f"{key}: must be {KINDS[declared]}, got {raw!r}") from None
+
+
+def read_options(kind: type[Options], argv: Sequence[str]) -> Options:
+    """Fills a group of fields from `key=value` words.
+
+    Args:
+        kind: a dataclass of `setting` fields.
+        argv: the words; a later one wins.
+
+    Returns:
+        The checked options.
+
+    Raises:
+        UserError: a word without `=`, an unknown key, a value of another type or out of its limits.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Job(Section):
+        ...     tokens: int = setting(10, "tokens to compare", low=1)
+        >>> read_options(Job, ["tokens=3"]).tokens
+        3
+    """
+    types = field_types(kind)
+    values = {}
+    for word in argv:
+        key, text = split_word(word, next(iter(types)))
+        if key not in types:
+            raise UserError(f"{key}: unknown key; {nearest(key, types)}")
+        values[key] = read_value(key, types[key], text)
+    return kind(**values)
+
+
+def split_word(word: str, example: str) -> tuple[str, str]:
+    """Splits `key=value`.
+
+    Raises:
+        UserError: the word is none.
+    """
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise UserError(f"{word!r}: must be key=value, for example {example}=...")
+    return key, text
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Returns the hint behind an unknown name: the nearest known one, or all.
+
+    Example:
+        >>> nearest("promt", ["prompt", "seed"])
+        'did you mean prompt?'
+    """
+    names = list(names)
+    near = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
+
+
+def _split(text: str, kind: type) -> list[str]:
+    if kind is str:
+        return split_strategies(text)
+    return re.sub(r"[\[\],;]", " ", text).split()
+
+
+def _read_int(text: str) -> int:
+    if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
+        raise ValueError
+    return int(text)
+
+
+def _read_bool(text: str) -> bool:
+    values = {"true": True, "false": False}
+    if text.lower() not in values:
+        raise ValueError
+    return values[text.lower()]
+
+
+_READERS = {str: str, int: _read_int, float: float, bool: _read_bool}
+
+
+def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
+    words = limits.get("words")
+    if words is not None and value not in words:
+        near = difflib.get_close_matches(value, words, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{key}: must be one of {', '.join(words)}, got {value!r}{hint}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key}: must be a finite number, got {value}")
+    low, above, high = limits.get("low"), limits.get("above"), limits.get("high")
+    if low is not None and value < low:
+        raise UserError(f"{key}: must be at least {low}, got {value}")
+    if above is not None and value <= above:
+        raise UserError(f"{key}: must be more than {above}, got {value}")
+    if high is not None and value > high:
+        raise UserError(f"{key}: must be at most {high}, got {value}")

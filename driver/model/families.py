@@ -1,0 +1,72 @@
+"""The supported model families: one entry each.
+
+All are dense decoders of one shape: RMS norm, attention with RoPE, RMS norm, SwiGLU. An entry
+states what differs. `ModelSpec` applies it to one config; the engine (`target.py`), the training
+pass (`policy/packed_forward.py`), checkpoints, the memory model and the launch counts read the
+spec. A new family is an entry here and a line in `tests/driver/hugging_face.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..common.errors import UserError
+
+# Tensor names in a checkpoint. The engine stores the projections of a tuple as the consecutive rows
+# of one tensor.
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+LAYER = "model.layers.{}."
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes a family from a Llama without biases.
+
+    Attributes:
+        name: the model class in transformers, as `architectures` in `config.json` names it.
+        qkv_bias: the q, k and v projections always have a bias.
+        config_bias: `attention_bias` in the config adds a bias to the q, k, v and output
+            projections.
+        qk_norm: queries and keys pass an RMS norm over `head_dim` before RoPE.
+        head_dim: default where the config has none; 0 = hidden_size / num_attention_heads.
+        window_switch: `sliding_window` counts only if `use_sliding_window` is true; otherwise any
+            value but null counts.
+    """
+
+    name: str
+    qkv_bias: bool = False
+    config_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int = 0
+    window_switch: bool = True
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("LlamaForCausalLM", config_bias=True),
+        Family("MistralForCausalLM", window_switch=False),
+        Family("Qwen2ForCausalLM", qkv_bias=True),
+        Family("Qwen3ForCausalLM", config_bias=True, qk_norm=True, head_dim=128),
+    )
+}
+
+
+def family_of(name: str) -> Family:
+    """The family of a model class.
+
+    Args:
+        name: of the class in transformers.
+
+    Raises:
+        UserError: the family is not supported.
+
+    Example:
+        >>> family_of("Qwen3ForCausalLM").qk_norm
+        True
+    """
+    if name not in FAMILIES:
+        raise UserError(f"architecture {name} is not supported; there are {', '.join(FAMILIES)}")
+    return FAMILIES[name]

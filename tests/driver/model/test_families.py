@@ -1,0 +1,68 @@
+"""Every supported family is tested: inference, training, memory and checkpoints."""
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from driver.common.errors import UserError
+from driver.model.checkpoint import check_checkpoint
+from driver.model.families import FAMILIES, family_of
+from driver.model.spec import ModelSpec
+from driver.policy.packed_forward import Documents, packed_forward
+from driver.run.assemble import spec_of
+from driver.run.dry_run import dry_run
+from tests.driver import hugging_face
+from tests.driver.hugging_face import VARIANTS, random_model
+
+
+def test_every_family_has_its_tests():
+    assert {model.__name__ for _, model in hugging_face.FAMILIES.values()} == set(FAMILIES)
+    assert {family for family, _ in VARIANTS.values()} == set(hugging_face.FAMILIES)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_spec_lists_the_tensors_of_its_checkpoint(variant):
+    model = random_model(variant)
+    spec = spec_of(model)
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert spec.shapes() == shapes
+    assert spec.num_parameters == sum(weight.numel() for weight in model.parameters())
+
+
+def test_other_families_are_refused_by_name():
+    with pytest.raises(UserError, match="architecture GemmaForCausalLM is not supported; there ar"):
+        family_of("GemmaForCausalLM")
+
+    class GemmaForCausalLM(type(random_model("qwen2"))):
+        pass
+
+    model = random_model("qwen2")
+    model.__class__ = GemmaForCausalLM
+    with pytest.raises(UserError, match="architecture GemmaForCausalLM is not supported"):
+        packed_forward(model, None, Documents.of([1]))
+
+
+def test_a_mistral_with_windows_is_refused_by_name():
+    config = random_model("mistral").config.to_dict() | {"architectures": ["MistralForCausalLM"]}
+    assert ModelSpec.from_config(config).head_dim == 16
+    with pytest.raises(UserError, match="sliding_window=128: sliding-window attention is not supp"):
+        ModelSpec.from_config(config | {"sliding_window": 128})
+    del config["sliding_window"]  # the class in transformers then has a window of 4096
+    with pytest.raises(UserError, match="sliding_window=4096: .* needs sliding_window=null"):
+        ModelSpec.from_config(config)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["cohere2", "falcon", "gemma3_text", "gpt2", "gpt_oss", "mamba2", "mixtral", "olmo2", "phi3",
+     "qwen3_moe", "smollm3"],
+)  # fmt: skip
+def test_a_folder_of_another_family_is_one_line(kind, tmp_path):
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    config = CONFIG_MAPPING[kind]()
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"config.json: architecture {name} is not supported; ther"):
+        check_checkpoint(tmp_path)
+    with pytest.raises(UserError, match=f"config.json: architecture {name} is not supported"):
+        dry_run([f"model.path={tmp_path}"], lambda line: None)
