@@ -1,6 +1,7 @@
 """Passes as CUDA graphs, looped on the device or launched one by one: eager's tokens and bits."""
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -105,11 +106,11 @@ def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, stra
         assert same(generate(looped, jobs(), strategy, horizon=64), plain)
     assert looped.engine.stats.bursts == looped.engine.stats.target_passes
     calls = [torch.load(path)["arguments"] for path in sorted(tmp_path.iterdir())]
-    sizes = [call["row_start"].diff().tolist() for call in calls]
+    sizes = [call["rows.row_start"].diff().tolist() for call in calls]
     decode = [
         size
         for size, call in zip(sizes, calls, strict=True)
-        if call["context_len"].min() > 0 and set(size) == {rows}
+        if call["rows.context_len"].min() > 0 and set(size) == {rows}
     ]
     assert len(decode) > share * len(calls) and all(len(size) <= 8 for size in decode)
     assert same(generate(looped, jobs(), strategy, horizon=64), plain)
@@ -204,6 +205,9 @@ def test_the_plan_counts_what_the_pool_charges(looped):
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 48 << 30,
     reason="a 7B shape and its engine take 40 GB",
+)
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ, reason="other processes change the card's free memory"
 )
 def test_the_memory_model_is_within_15_percent_of_what_the_card_says():
     """In a process of its own: the driver keeps the memory of graphs that went."""
