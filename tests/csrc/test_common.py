@@ -157,8 +157,7 @@ def test_the_axes_of_a_cache_may_be_in_any_order():
     """Heads before slots, as some engines keep their pages."""
     k, v = torch.zeros(2, 3, 2, 16, 64).transpose(2, 3)
     q, out = torch.ones(2, 1, 4, 64)
-    ints = torch.zeros(1, dtype=torch.int32)
-    tlt_ext.tree_attention(
-        q, k, v, out, torch.tensor([0, 1], dtype=torch.int32), ints, ints, ints[None], ints.clone()
-    )
+    starts, zero, status = torch.tensor([[0, 1], [0, 0], [0, 0]], dtype=torch.int32)
+    rows = tlt_ext.Rows(starts, zero[:1], status[:1], zero[:1], zero[None, :1])
+    tlt_ext.tree_attention(q, k, v, out, rows)
     assert not out.any()
