@@ -289,10 +289,6 @@ class DrafterConfig(Section):
     intermediate_size: int = setting(0, "width of its MLP; 0: the target's", low=0)
     unroll: int = setting(3, "steps unrolled in training", low=1, high=16)
     loss: str = setting("soft_ce", "training loss", words=("soft_ce", "kl", "tv", "hybrid"))
-    feature_loss: float = setting(
-        0.0, "weight of the distance to the target's last hidden state", low=0
-    )
-    rejected_weight: float = setting(1.0, "weight of tokens that no draft held", above=0)
     lr: float = setting(2e-3, "learning rate of its warm-up", above=0)
     feature_layers: list[int] = setting(
         [], "three target layers whose outputs it reads; empty: low, middle, high", low=0

@@ -1,13 +1,13 @@
-"""Attention of the drafter's unrolled training: committed entries and the chain's own.
+"""Attention for the unrolled training of the drafter.
 
-Row t is the chain that drafts from committed entry t. At unroll step j its query is that of entry
-t + j; it attends to the committed entries of its document up to t, and to the j entries that the
-chain has drafted since, whose keys lie in the same row. So the first part is plain causal attention
-at every step, and the second adds j scores a row.
+Row t drafts from committed entry t. At unroll step j its query is that of entry t + j. It attends
+to the committed entries of its document up to t, and to the j entries drafted since, whose keys lie
+in the same row. So the first part is plain causal attention at every step, and the second adds j
+scores per row.
 
 Sources: Li et al., "EAGLE-3" (2025), for the mask; FlashAttention (Dao, 2023) for the first part.
-Its backward pass takes the softmax's log-sum-exp and output as given, so with those of the whole
-row it returns exactly the first part's share of the gradient (as in Liu et al., "Ring Attention",
+Its backward pass takes the softmax's log-sum-exp and output as given. With those of the whole row
+it returns exactly the first part's share of the gradient (as in Liu et al., "Ring Attention",
 2023).
 """
 
@@ -27,13 +27,13 @@ TOLERANCE = 0.05  # relative, of half precision against half precision
 
 
 @dataclass(frozen=True)
-class Documents:
-    """Where the documents of a packed row begin.
+class Segments:
+    """Boundaries of the pieces in a packed row.
 
     Attributes:
         offsets: int32 [D + 1], rising, on the device of the rows; the last ones may be equal.
-        longest: entries of the longest at most.
-        lengths: of the documents, where the host knows them; a captured step reads `offsets` only.
+        longest: upper bound of the length of a piece.
+        lengths: of the pieces; () if the host does not know them (a captured step reads `offsets`).
     """
 
     offsets: Tensor
@@ -41,98 +41,100 @@ class Documents:
     lengths: tuple[int, ...] = ()
 
     @staticmethod
-    def of(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Documents:
-        """Documents of known lengths, without padding."""
+    def of(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Segments:
+        """Pieces of known lengths, without padding."""
         bounds = [0, *accumulate(lengths)]
         offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-        return Documents(offsets, max(lengths), tuple(lengths))
+        return Segments(offsets, max(lengths), tuple(lengths))
 
 
 def chain_attention(
-    q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents
+    q: Tensor, keys: list[Tensor], values: list[Tensor], segments: Segments
 ) -> Tensor:
     """Attention of unroll step `len(keys) - 1`.
 
     Args:
-        q: [T, heads, head_dim] of entry t + j in row t.
+        q: [T, heads, head_dim], of entry t + j in row t.
         keys, values: of each step so far, [T, kv_heads, head_dim]; row t of step i is entry t + i.
-        documents: rows of different ones do not see each other.
+        segments: pieces of the row; entries of different pieces do not attend to each other.
 
     Returns:
-        [T, heads, head_dim]. A row whose chain has left its document holds numbers without meaning.
+        [T, heads, head_dim]. Rows whose entry t + j is past their piece hold meaningless numbers.
 
     Raises:
-        ValueError: where FlashAttention does not serve, the host must know the lengths.
+        ValueError: FlashAttention is not available and `segments.lengths` is empty.
     """
     scale = q.shape[-1] ** -0.5
     if q.is_cuda and flash_works(q.device, q.dtype, q.shape[1], keys[0].shape[1], q.shape[2]):
-        return _Chain.apply(q, keys[0], values[0], _own(keys), _own(values), documents, scale)
-    if not documents.lengths:
-        raise ValueError("documents.lengths: wanted for attention without FlashAttention")
-    return _by_document(q * scale, keys, values, documents.lengths)
+        return _Chain.apply(
+            q, keys[0], values[0], _drafted(keys), _drafted(values), segments, scale
+        )
+    if not segments.lengths:
+        raise ValueError("segments.lengths is empty; attention without FlashAttention needs it")
+    return _by_segment(q * scale, keys, values, segments.lengths)
 
 
 @functools.cache
 def flash_works(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> bool:
-    """Whether FlashAttention serves these shapes here; tried once, against the plain form.
+    """Whether FlashAttention supports these shapes here; checked once, against the reference.
 
     Args:
-        device: a GPU; on others it never does.
+        device: False unless it is a GPU.
         dtype: of queries, keys and values.
         heads, kv_heads, head_dim: of the drafter.
     """
     if device.type != "cuda" or dtype not in HALF:
         return False
-    fault = _flash_fault(device, dtype, heads, kv_heads, head_dim)
-    if fault:
+    error = _flash_error(device, dtype, heads, kv_heads, head_dim)
+    if error:
         warnings.warn(
-            f"drafter: no FlashAttention for its training here ({fault}); it trains op by op,"
-            " slower",
+            f"drafter: FlashAttention is not available for its training ({error}); it uses a slower"
+            " implementation",
             stacklevel=2,
         )
-    return not fault
+    return not error
 
 
-@torch.enable_grad()  # whatever asks first
-def _flash_fault(
+@torch.enable_grad()  # the caller may have disabled it
+def _flash_error(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> str:
-    """Why FlashAttention does not serve; empty where it does."""
-    documents = Documents.of((5, 1, 9), device)
+    """Why FlashAttention cannot be used; empty if it can."""
+    segments = Segments.of((5, 1, 9), device)
     generator = torch.Generator().manual_seed(0)
     shapes = [(15, heads, head_dim), *[(15, kv_heads, head_dim)] * 4]
     parts = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    q, k, own_k, v, own_v = (part.requires_grad_() for part in parts)
+    q, k, drafted_k, v, drafted_v = (part.requires_grad_() for part in parts)
     scale = head_dim**-0.5
     try:
-        ours = _Chain.apply(q, k, v, own_k[None], own_v[None], documents, scale)
+        ours = _Chain.apply(q, k, v, drafted_k[None], drafted_v[None], segments, scale)
         grads = torch.autograd.grad(ours.float().square().sum(), parts)
     except (RuntimeError, NotImplementedError) as error:
         return str(error).splitlines()[0]
-    plain = _by_document(q * scale, [k, own_k], [v, own_v], documents.lengths)
-    wanted = torch.autograd.grad(plain.float().square().sum(), parts)
-    pairs = zip((ours, *grads), (plain, *wanted), strict=True)
-    wrong = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
-    return "" if wrong < TOLERANCE else f"it differs by {wrong:.1%}"
+    plain = _by_segment(q * scale, [k, drafted_k], [v, drafted_v], segments.lengths)
+    expected = torch.autograd.grad(plain.float().square().sum(), parts)
+    pairs = zip((ours, *grads), (plain, *expected), strict=True)
+    difference = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
+    return "" if difference < TOLERANCE else f"its result differs by {difference:.1%}"
 
 
-def _own(steps: list[Tensor]) -> Tensor:
+def _drafted(steps: list[Tensor]) -> Tensor:
     """[j, T, kv_heads, head_dim] of the steps after the first."""
     return torch.stack(steps[1:]) if len(steps) > 1 else steps[0].new_zeros(0, *steps[0].shape)
 
 
-def _by_document(
+def _by_segment(
     q: Tensor, keys: list[Tensor], values: list[Tensor], lengths: tuple[int, ...]
 ) -> Tensor:
-    """One masked block a document and one column of scores a drafted entry; q is scaled."""
+    """Reference: a masked block per piece and a column of scores per drafted entry; q is scaled."""
     kv_heads = keys[0].shape[1]
     grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, groups, T, head_dim]
     k, v = ([x.transpose(0, 1) for x in xs] for xs in (keys, values))  # [kv_heads, T, head_dim]
 
     def pieces(x: Tensor) -> tuple[Tensor, ...]:
-        return x.split(lengths, -2)  # not slices: the gradient of a split is one concatenation
+        return x.split(lengths, -2)  # the gradient of a split is one concatenation, of slices many
 
     columns = [pieces((grouped * x[:, None]).sum(-1, keepdim=True)) for x in k[1:]]
     drafted = [pieces(x[:, None]) for x in v[1:]]
@@ -154,9 +156,9 @@ def _by_document(
     return torch.cat(outputs, 2).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Any, ...]:
-    """Causal attention within documents: output, log-sum-exp [heads, T], what backward wants."""
-    bounds, longest = documents.offsets, documents.longest
+def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Any, ...]:
+    """Causal attention within pieces: output, log-sum-exp [heads, T], inputs of its backward."""
+    bounds, longest = segments.offsets, segments.longest
     out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
     )
@@ -172,10 +174,10 @@ def _flash_backward(
     lse: Tensor,
     rng: Tensor,
     unused: Tensor,
-    documents: Documents,
+    segments: Segments,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bounds, longest = documents.offsets, documents.longest
+    bounds, longest = segments.offsets, segments.longest
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, rng, unused,
         scale=scale,
@@ -183,7 +185,7 @@ def _flash_backward(
 
 
 class _Chain(torch.autograd.Function):
-    """FlashAttention over the committed entries, merged with the chain's own scores."""
+    """FlashAttention over the committed entries, merged with the scores of the drafted ones."""
 
     @staticmethod
     def forward(
@@ -191,45 +193,45 @@ class _Chain(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        own_k: Tensor,  # [j, T, kv_heads, head_dim]
-        own_v: Tensor,
-        documents: Documents,
+        drafted_k: Tensor,  # [j, T, kv_heads, head_dim]
+        drafted_v: Tensor,
+        segments: Segments,
         scale: float,
     ) -> Tensor:
-        out, lse, rng, unused = _flash(q, k, v, documents, scale)
+        out, lse, rng, unused = _flash(q, k, v, segments, scale)
         wide = torch.promote_types(q.dtype, torch.float32)
         grouped = q.to(wide).unflatten(1, (k.shape[1], -1))  # [T, kv_heads, groups, head_dim]
-        scores = scale * (grouped * own_k[:, :, :, None]).sum(-1)  # [j, T, kv_heads, groups]
+        scores = scale * (grouped * drafted_k[:, :, :, None]).sum(-1)  # [j, T, kv_heads, groups]
         mine = lse.to(wide).t()[None]  # [1, T, heads]
         total = torch.cat([mine, scores.flatten(2)]).logsumexp(0)  # [T, heads]
         share = (mine[0] - total).exp()[..., None]
-        own = (scores.flatten(2) - total).exp()  # [j, T, heads]
-        added = own.unflatten(2, (k.shape[1], -1))[..., None] * own_v[:, :, :, None]
+        drafted = (scores.flatten(2) - total).exp()  # [j, T, heads]
+        added = drafted.unflatten(2, (k.shape[1], -1))[..., None] * drafted_v[:, :, :, None]
         merged = (share * out + added.sum(0).flatten(1, 2)).to(q.dtype)
-        ctx.documents, ctx.scale = documents, scale
+        ctx.segments, ctx.scale = segments, scale
         saved = total.t().to(lse.dtype).contiguous(), rng, unused
-        ctx.save_for_backward(q, k, v, own_k, own_v, own, merged, *saved)
+        ctx.save_for_backward(q, k, v, drafted_k, drafted_v, drafted, merged, *saved)
         return merged
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, own_k, own_v, own, merged, total, rng, unused = ctx.saved_tensors
+        q, k, v, drafted_k, drafted_v, drafted, merged, total, rng, unused = ctx.saved_tensors
         grad = grad.contiguous()
         dq, dk, dv = _flash_backward(
-            grad, q, k, v, merged, total, rng, unused, ctx.documents, ctx.scale
+            grad, q, k, v, merged, total, rng, unused, ctx.segments, ctx.scale
         )
-        if not len(own):
-            return dq, dk, dv, torch.zeros_like(own_k), torch.zeros_like(own_v), None, None
-        kv_heads, wide = k.shape[1], own.dtype
+        if not len(drafted):
+            return dq, dk, dv, torch.zeros_like(drafted_k), torch.zeros_like(drafted_v), None, None
+        kv_heads, wide = k.shape[1], drafted.dtype
 
         def grouped(x: Tensor) -> Tensor:
             return x.unflatten(-2, (kv_heads, -1))
 
         up = grouped(grad.to(wide))  # [T, kv_heads, groups, head_dim]
         delta = (up * grouped(merged)).sum(-1)  # [T, kv_heads, groups]
-        shares = own.unflatten(2, (kv_heads, -1))  # [j, T, kv_heads, groups]
-        ds = ctx.scale * shares * ((up * own_v[:, :, :, None]).sum(-1) - delta)
-        dq = (dq + (ds[..., None] * own_k[:, :, :, None]).sum(0).flatten(1, 2)).to(q.dtype)
-        d_own_k = (ds[..., None] * grouped(q)).sum(3).to(own_k.dtype)
-        d_own_v = (shares[..., None] * up).sum(3).to(own_v.dtype)
-        return dq, dk, dv, d_own_k, d_own_v, None, None
+        shares = drafted.unflatten(2, (kv_heads, -1))  # [j, T, kv_heads, groups]
+        ds = ctx.scale * shares * ((up * drafted_v[:, :, :, None]).sum(-1) - delta)
+        dq = (dq + (ds[..., None] * drafted_k[:, :, :, None]).sum(0).flatten(1, 2)).to(q.dtype)
+        d_drafted_k = (ds[..., None] * grouped(q)).sum(3).to(drafted_k.dtype)
+        d_drafted_v = (shares[..., None] * up).sum(3).to(drafted_v.dtype)
+        return dq, dk, dv, d_drafted_k, d_drafted_v, None, None

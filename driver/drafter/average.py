@@ -1,4 +1,4 @@
-"""A moving average of the drafter's weights: what drafts are made with."""
+"""A moving average of the drafter's weights, which the engine drafts with."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ from ..model.drafter import Drafter
 
 
 class WeightAverage:
-    """The weights' mean over the last steps, with exponentially falling shares.
+    """Exponential moving average of the trained weights.
 
-    The spot trainer never lowers its rate, since the policy never stops moving, and its batches are
-    small: its weights stray about the best ones, and drafts made with them are worse than those of
-    a drafter that was left alone. Their mean stays near the best ones at a rate that still follows
-    the policy. Step t of a drafter takes a share of max(1 / horizon, 9 / (10 + t)): a new one's
-    random weights are soon forgotten.
+    The spot trainer never lowers its learning rate, since the policy keeps moving, and its batches
+    are small, so the weights fluctuate around the optimum and draft worse than their mean. Step t
+    has the weight max(1 / horizon, 9 / (10 + t)), so random initial weights are soon forgotten.
 
     Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992); the
-    start is that of tf.train.ExponentialMovingAverage.
+    warm-up is that of tf.train.ExponentialMovingAverage.
 
     Args:
-        drafter: what is trained.
+        drafter: the trained module.
         horizon: steps; 0 = no average, the weights themselves.
     """
 
     def __init__(self, drafter: Drafter, horizon: int) -> None:
         self.drafter, self.horizon = drafter, horizon
         self.trained = {n: p.detach() for n, p in drafter.named_parameters() if p.requires_grad}
-        # Changed in place: a captured step writes there.
+        # Updated in place, since a captured step writes here.
         self.values = {n: w.clone() for n, w in self.trained.items()} if horizon else self.trained
 
     @torch.no_grad()
     def update(self, step: Tensor, skipped: Tensor) -> None:
-        """Takes the weights' share in, on the device alone.
+        """Adds the current weights, without reading a number on the host.
 
         Args:
             step: float32 [], finite steps so far, this one included.
-            skipped: float32 [], 1 = the step changed nothing, so neither does this.
+            skipped: float32 [], 1 = the step changed nothing, and the average must not either.
         """
         if not self.horizon:
             return
@@ -48,16 +46,15 @@ class WeightAverage:
             value.lerp_(self.trained[name], share)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A drafter's state with the averaged weights."""
+        """The state of a drafter with the averaged weights."""
         return {**self.drafter.state_dict(), **self.values}
 
     def load(self, drafted: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
-        """Takes over both, in place.
+        """Loads both in place.
 
         Args:
-            drafted: a drafter's state with averaged weights.
-            trained: the weights that are trained, by name; of a drafter without an average none:
-                there they are what drafts.
+            drafted: state of a drafter with averaged weights.
+            trained: the trained weights by name; {} for a drafter without an average.
         """
         self.drafter.load_state_dict({**drafted, **trained})
         for name, value in self.values.items():

@@ -1,4 +1,4 @@
-"""What the spot trainer learns from: finished responses with the target's recorded features."""
+"""The training data of the drafter: finished responses with the target's recorded features."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Document:
     tokens: Tensor  # int64 [N]
     features: Tensor  # [N - 1, 4H]: three layers, then the final hidden state
     target_version: int
-    missed: tuple[int, ...] = ()  # positions of tokens that no draft held
-    spilled: bool = False  # the features lie in host memory
-    ready: torch.cuda.Event | None = None  # when they are there
+    spilled: bool = False  # the features are in host memory
+    ready: torch.cuda.Event | None = None  # recorded after the features were written
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -35,7 +34,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of entries of one document."""
+    """A range of entries of one document."""
 
     document: Document
     start: int
@@ -43,13 +42,13 @@ class Piece:
 
 
 class HostRing:
-    """Feature rows in host memory, pinned beside a GPU, written round and round.
+    """A ring of feature rows in host memory, pinned if the features are on a GPU.
 
-    Copies run on a stream of their own, behind the reads of what they overwrite: neither the
-    rollout nor the training waits for them.
+    Copies run on a separate stream, after the reads of what they overwrite, so neither the rollout
+    nor the training waits for them.
 
     Args:
-        rows: how many it holds.
+        rows: capacity.
         like: features of a document.
     """
 
@@ -60,14 +59,14 @@ class HostRing:
         self._held: deque[tuple[int, int, Document]] = deque()  # in the order of the rows
 
     def put(self, document: Document, read: torch.cuda.Event | None) -> Document:
-        """Copies a document in; the documents that it overwrites must be dropped by `overwritten`.
+        """Copies a document in; first drop the documents that `overwritten` returns.
 
         Args:
             document: on the device, no longer than the ring.
-            read: behind the last reads of the ring's rows; None: nobody reads.
+            read: recorded after the last reads of the ring; None: there were none.
 
         Returns:
-            The document as it is held here.
+            The document with its features in the ring.
         """
         begin = self._place(len(document.features))
         rows = self.rows[begin : begin + len(document.features)]
@@ -89,12 +88,12 @@ class HostRing:
         return held
 
     def overwritten(self, count: int) -> list[Document]:
-        """The documents that the next `count` rows would overwrite, taken off the ring."""
+        """Removes and returns the documents that the next `count` rows would overwrite."""
         begin, gone = self._place(count), []
         wraps = begin < self._head
         while self._held:
             first, last, document = self._held[0]
-            behind = wraps and first >= self._head  # older than all that lie before it
+            behind = wraps and first >= self._head  # older than those before it in the ring
             if not (behind or (first < begin + count and last > begin)):
                 break
             self._held.popleft()
@@ -106,32 +105,33 @@ class HostRing:
 
 
 class DataBuffer:
-    """Bounded store of documents, mixed from this step's and the last one's.
+    """Bounded store of documents of this step and of the previous one.
 
-    The rule of the mix: early finishers are short, so what is trained while the tail runs would
-    teach short responses only; each batch therefore takes the share `keep_long` of its tokens from
-    the longest documents of the step before, and the rest from this step's, both in random order
-    and as whole as the batch allows.
+    Responses that finish early are short, so a drafter trained on them alone would see short
+    responses only. Each batch therefore takes the share `keep_long` of its entries from the longest
+    documents of the previous step and the rest from this step, in random order and in pieces as
+    long as the batch allows.
 
-    Nothing blocks when full. The step's oldest document moves to host memory, where it overwrites
-    the oldest there; without room it is dropped, which is told once. Kept documents give way last.
+    Adding never blocks. When the buffer is full, the oldest document of the step moves to host
+    memory, where it overwrites the oldest one; if it does not fit there it is dropped, which is
+    reported once. Documents of the previous step are dropped last.
 
     Args:
-        capacity: tokens held where the features were recorded.
+        capacity: tokens held on the device that recorded them.
         keep_long: share of the capacity, and of each batch, given to the previous step.
         seed: of the sampling.
-        spill: tokens held in host memory besides.
+        spill: additional tokens held in host memory.
     """
 
     def __init__(self, capacity: int, keep_long: float, seed: int, spill: int = 0) -> None:
         self.capacity, self.keep_long, self.seed, self.spill = capacity, keep_long, seed, spill
-        self.fresh: list[Document] = []
-        self.kept: list[Document] = []  # longest first
+        self.fresh: list[Document] = []  # of this step
+        self.kept: list[Document] = []  # of the previous one, longest first
         self.seen_tokens: Counter[int] = Counter()
-        self.dropped = 0  # documents that gave way
-        self._on_device = 0  # tokens of those that are not spilled
-        self.lock = threading.RLock()  # held, too, while the rows of pieces are copied out
-        self.read: torch.cuda.Event | None = None  # behind the last such copies
+        self.dropped = 0  # documents dropped for lack of room
+        self._on_device = 0  # tokens of documents that are not spilled
+        self.lock = threading.RLock()  # also held while rows of pieces are copied out
+        self.read: torch.cuda.Event | None = None  # recorded after the last such copies
         self._host: HostRing | None = None
 
     @property
@@ -141,35 +141,35 @@ class DataBuffer:
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Held by features: `device`, and `host` memory."""
+        """Bytes of features in `device` and `host` memory."""
         with self.lock:
             held = [d.features.nbytes for d in self.fresh + self.kept if not d.spilled]
             return {"device": sum(held), "host": self._host.rows.nbytes if self._host else 0}
 
     def reserve(self, like: Tensor) -> None:
-        """Makes the ring in host memory, once; pinning much of it takes seconds.
+        """Allocates the host memory, once; pinning a lot of it takes seconds.
 
         Args:
-            like: features of a document, of any length.
+            like: features of a document of any length.
         """
         if self.spill and self._host is None:
             self._host = HostRing(self.spill, like)
 
     def add(self, document: Document) -> None:
-        """Stores a document; one without a training entry, or too long to hold, teaches nothing."""
+        """Stores a document, unless it has no training entry or exceeds the capacity."""
         if document.entries < 1:
             return
         with self.lock:
             self.seen_tokens.update(document.tokens.tolist())
             if len(document) > self.capacity:
-                self._note_dropped()
+                self._count_dropped()
                 return
             self.fresh.append(document)
             self._on_device += len(document)
             while self._on_device > self.capacity:
-                self._give_way()
+                self._evict()
 
-    def _give_way(self) -> None:
+    def _evict(self) -> None:
         """Moves one document to host memory, or drops it."""
         mine = [d for d in self.fresh[:-1] if not d.spilled]
         documents = self.fresh if mine else self.kept
@@ -177,7 +177,7 @@ class DataBuffer:
         self._on_device -= len(victim)
         if len(victim) > self.spill:
             documents.remove(victim)
-            self._note_dropped()
+            self._count_dropped()
             return
         self.reserve(victim.features)
         assert self._host is not None
@@ -185,14 +185,14 @@ class DataBuffer:
             for held in (self.fresh, self.kept):
                 if gone in held:
                     held.remove(gone)
-                    self._note_dropped()
+                    self._count_dropped()
         documents[documents.index(victim)] = self._host.put(victim, self.read)
 
-    def _note_dropped(self) -> None:
+    def _count_dropped(self) -> None:
         if not self.dropped:
             warnings.warn(
-                f"spot trainer: its buffer of {self.capacity} tokens (spot.buffer_tokens) is full:"
-                " from here on documents give way to newer ones",
+                f"spot trainer: its buffer of {self.capacity} tokens (spot.buffer_tokens) is full;"
+                " from now on new documents replace old ones",
                 stacklevel=3,
             )
         self.dropped += 1
@@ -218,7 +218,7 @@ class DataBuffer:
             self._on_device = sum(len(d) for d in self.kept if not d.spilled)
 
     def drop_kept(self) -> None:
-        """Drops the documents of the step before."""
+        """Drops the documents of the previous step."""
         with self.lock:
             self._on_device -= sum(len(d) for d in self.kept if not d.spilled)
             self.kept = []
@@ -232,33 +232,35 @@ class DataBuffer:
         """Draws a training batch.
 
         Args:
-            tokens: entries in all; fewer where less is held.
-            draw: number of the batch. The same number draws the same from the same documents, so
-                a resumed run needs no state of a generator.
-            most: pieces at most.
+            tokens: entries; fewer if the buffer holds fewer.
+            draw: number of the batch. The same number draws the same pieces from the same
+                documents, so a resumed run needs no generator state.
+            most: largest number of pieces.
 
         Returns:
-            Pieces, each document at most once; [] where nothing is held.
+            Pieces, at most one of each document; [] if the buffer is empty.
         """
-        chance = random.Random(f"{self.seed}/{draw}")
+        generator = random.Random(f"{self.seed}/{draw}")
         with self.lock:
             share = int(tokens * self.keep_long) if self.fresh else tokens
-            kept = _draw(self.kept, share, chance, max(1, most // 2))
+            kept = _draw(self.kept, share, generator, max(1, most // 2))
             rest = tokens - sum(p.length for p in kept)
-            return kept + _draw(self.fresh, rest, chance, most - len(kept))
+            return kept + _draw(self.fresh, rest, generator, most - len(kept))
 
 
-def _draw(documents: list[Document], tokens: int, chance: random.Random, most: int) -> list[Piece]:
+def _draw(
+    documents: list[Document], tokens: int, generator: random.Random, most: int
+) -> list[Piece]:
     """Whole documents in random order; the last one is cropped at a random place."""
     pieces: list[Piece] = []
     order = list(range(len(documents)))
     for place in range(min(most, len(order))):
-        other = chance.randrange(place, len(order))
+        other = generator.randrange(place, len(order))
         order[place], order[other] = order[other], order[place]
         document = documents[order[place]]
         take = min(document.entries, tokens)
         if take == 0:
             break
-        pieces.append(Piece(document, chance.randint(0, document.entries - take), take))
+        pieces.append(Piece(document, generator.randint(0, document.entries - take), take))
         tokens -= take
     return pieces

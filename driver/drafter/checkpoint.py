@@ -1,4 +1,4 @@
-"""Checkpoints of the drafter that the rollout does not wait for."""
+"""Asynchronous checkpoints of the drafter."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ _FILE = re.compile(r"step-(\d+)\.pt")
 
 
 class DraftCheckpoints:
-    """Writes states whole or not at all, from a thread of its own.
+    """Writes states atomically, from a separate thread.
 
-    `save` copies the tensors (on a GPU into pinned memory that it keeps, queued behind what runs)
-    and returns; the rest is the thread's. A checkpoint that is asked for while one is being written
-    is left out, its state not even made.
-    What goes wrong there is a warning of `collect`: training and rollout go on.
+    `save` copies the tensors (on a GPU into pinned memory, enqueued on the current stream) and
+    returns. It skips a checkpoint while the previous one is being written. Errors of the thread
+    become warnings in `collect`; training and rollout go on.
 
     Args:
-        folder: of the files; made when the first is written.
-        keep: files left at most.
+        folder: of the files; created with the first one.
+        keep: number of files to keep.
+
+    Attributes:
+        stall_s: seconds of the longest `save`.
 
     Example:
         >>> checkpoints = DraftCheckpoints(Path("runs/tiny/drafter"))
@@ -39,20 +41,20 @@ class DraftCheckpoints:
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder, self.keep = folder, keep
-        self.stall_s = 0.0  # the longest that `save` held its caller up
+        self.stall_s = 0.0
         self.copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def save(self, state: Callable[[], Mapping[str, Any]], step: int) -> bool:
-        """Copies a state and has it written.
+        """Copies a state and starts writing it.
 
         Args:
-            state: gives tensors, numbers, strings, None, and lists and dicts of these.
-            step: its number.
+            state: returns tensors, numbers, strings, None, and lists and dicts of these.
+            step: number of the checkpoint.
 
         Returns:
-            False where the one before is still being written: this one is left out.
+            False if it was skipped, since the previous one is still being written.
         """
         begin = time.perf_counter()
         if self._thread is not None and self._thread.is_alive():
@@ -83,14 +85,14 @@ class DraftCheckpoints:
                     scratch.unlink(missing_ok=True)
                 for _, old in self._whole()[: -self.keep]:
                     old.unlink()
-        except Exception as error:  # kept for `collect`
+        except Exception as error:  # `collect` reports it
             self._error = error
 
     def collect(self, wait: bool = True) -> None:
-        """What went wrong in the thread is a warning here.
+        """Warns of an error in the thread.
 
         Args:
-            wait: for its end; else what it still does is left to the next call.
+            wait: wait for the thread to end; otherwise a running thread is left to the next call.
         """
         if self._thread is not None and (wait or not self._thread.is_alive()):
             self._thread.join()
@@ -103,16 +105,16 @@ class DraftCheckpoints:
             )
 
     def clear(self) -> None:
-        """Removes what an earlier run left that is not gone on with."""
+        """Removes the checkpoints of an earlier run that is not resumed."""
         with storage_errors(self.folder):
             for _, path in self._whole():
                 path.unlink()
 
     def latest(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and state of the newest checkpoint that can be read.
+        """Step and state of the newest readable checkpoint.
 
-        One that was half-written by a killed process is no checkpoint; a damaged one is passed over
-        with a warning.
+        Partly written files of a killed process are removed; a damaged file is skipped with a
+        warning.
         """
         for scratch in self.folder.glob(".new-step-*"):
             scratch.unlink(missing_ok=True)
@@ -121,12 +123,12 @@ class DraftCheckpoints:
                 return step, torch.load(path, map_location="cpu", weights_only=True)
             except Exception as error:  # unpickling a damaged file raises nearly anything
                 warnings.warn(
-                    f"{path}: cannot be read ({type(error).__name__}): the one before is taken",
+                    f"{path}: cannot be read ({type(error).__name__}); the previous one is used",
                     stacklevel=2,
                 )
         return None
 
     def _whole(self) -> list[tuple[int, Path]]:
-        """Steps and files, by rising step."""
+        """Steps and files, in rising order."""
         matches = [(_FILE.fullmatch(path.name), path) for path in self.folder.glob("step-*.pt")]
         return sorted((int(match[1]), path) for match, path in matches if match)

@@ -1,10 +1,10 @@
-"""Turns ranks that have finished their rollout into trainers of the drafter.
+"""Trains the drafter on ranks that have finished their rollout.
 
-The first rank to finish leads. It forms a group of the ranks that are idle, hands them its drafter,
-and they train together, each on the features that it recorded, gradients added up. Before every
-micro-step the leader looks whether a rank more is idle (then the group is formed anew) or the last
-one has finished (then it ends), and says so with the gradients of that step, so that nobody waits
-longer than one. What was trained goes to every rank under one version number.
+The first rank to finish leads. It forms a group of the idle ranks and sends them its drafter. They
+train together, each on the features that it recorded, with averaged gradients. Before every
+micro-step the leader checks whether another rank is idle (then it forms a new group) or the last
+one has finished (then it ends training). It sends this decision with the gradients of that step, so
+no rank waits longer than one step. Every rank gets the result under one version number.
 """
 
 from __future__ import annotations
@@ -20,54 +20,57 @@ from ..common.world import World, share_state, sum_over
 from .trainer import SpotTrainer
 
 POLL_S = 0.002
-KEPT_GROUPS = 16  # for another step: a card's memory holds their channels
+KEPT_GROUPS = 16  # across steps; their channels take GPU memory
 WAITS, TRAINS = "the wait for the last rank", "drafter training"  # phases
 BUSY, IDLE, TRAINING, UPDATE = "busy", "idle", "training", "update"
 
 
 class Coordinator:
-    """One rank's part in the bubble of each step.
+    """One rank's part in the training of each step.
 
     Args:
         world: the ranks, more than one.
-        spot: this rank's trainer; trains only when told to.
-        min_ranks: idle ranks that make a group.
+        spot: this rank's trainer.
+        min_ranks: smallest number of idle ranks that train.
+
+    Attributes:
+        changes: (wall clock, state from then on) of the step.
 
     Example:
-        >>> coordinator.start(step, 0)       # every rank, before its rollout
-        >>> coordinator.finished()           # and behind it: returns when all are
+        >>> coordinator.start(step, 0)  # on every rank, before its rollout
+        >>> coordinator.finished()      # after it; returns when all ranks have finished
     """
 
     def __init__(self, world: World, spot: SpotTrainer, min_ranks: int = 1) -> None:
         assert world.store is not None
         self.world, self.spot, self.min_ranks = world, spot, min_ranks
-        self.changes: list[tuple[float, str]] = []  # (wall clock, state from then on), of the step
+        self.changes: list[tuple[float, str]] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._round, self._idle_since = "", 0.0
-        self._handed_out = 0  # micro-steps that every rank has the result of
+        self._shared_steps = 0  # micro-steps whose result every rank has
 
     def start(self, step: int, refill: int) -> None:
-        """A rollout begins."""
+        """Begins a rollout."""
         self._round = f"{step}.{refill}"
         self._idle_since = 0.0
         if refill == 0:
             self.changes = []
         self._drop_groups()
-        self._become(BUSY)
+        self._enter(BUSY)
 
     @property
     def trained_s(self) -> float:
-        """Seconds that this rank trained in the step."""
+        """Seconds of training of this rank in the step."""
         spans = zip(self.changes, self.changes[1:], strict=False)
         return sum(end - begin for (begin, state), (end, _) in spans if state == TRAINING)
 
     def finished(self) -> None:
-        """This rank's rollout is over: trains with the others until everybody's is.
+        """Trains with the other idle ranks until all ranks have finished their rollouts.
 
         Raises:
-            UserError: a rank is lost.
+            UserError: a rank was lost.
         """
-        self._become(IDLE)
+        self._enter(IDLE)
         self.world.enter(WAITS)
         self._idle_since = time.monotonic()
         store = self.world.store
@@ -75,16 +78,16 @@ class Coordinator:
         store.set(self._key(f"idle/{self.world.rank}"), "1")
         with self.world.meeting():
             leader = self._lead() if first else self._follow()
-        self._become(IDLE)
-        if self.world.share(self.spot.steps, leader) != self._handed_out:
+        self._enter(IDLE)
+        if self.world.share(self.spot.steps, leader) != self._shared_steps:
             if self.world.rank == leader:
-                self.spot.renew()  # one vocabulary and one version for all
+                self.spot.renew()  # one vocabulary and one version for all ranks
             with self.world.meeting():
-                self._hand_out(leader, None)
-        self._handed_out = self.spot.steps
-        self._become(UPDATE)
+                self._share_drafter(leader, None)
+        self._shared_steps = self.spot.steps
+        self._enter(UPDATE)
 
-    # ---- the two parts --------------------------------------------------------------------------
+    # ---- leader and followers -------------------------------------------------------------------
 
     def _lead(self) -> int:
         rank, store = self.world.rank, self.world.store
@@ -107,7 +110,7 @@ class Coordinator:
         store, group = self.world.store, 0
         while True:
             key = self._key(f"group/{group}")
-            store.wait([key])  # up to the time-out of the process group
+            store.wait([key])  # until the time-out of the process group
             ranks = json.loads(store.get(key))
             if not ranks:
                 return int(store.get(self._key("leader")))
@@ -118,63 +121,63 @@ class Coordinator:
             group += 1
 
     def _train(self, ranks: list[int]) -> None:
-        """Micro-steps of a group until its leader, the first of them, ends it."""
-        self._become(TRAINING)
+        """Makes micro-steps until the leader, the first rank of the group, ends it."""
+        self._enter(TRAINING)
         self.world.enter(TRAINS)
         self.world.beat()
         group = self._group(ranks)
         if len(ranks) > 1:
-            self._hand_out(ranks[0], group)
+            self._share_drafter(ranks[0], group)
         leads = self.world.rank == ranks[0]
         while True:
             stop = leads and (self._all_finished() or len(self._idle()) > len(ranks))
             if self._micro_step(stop, group):
                 break
-        self._become(IDLE)
+        self._enter(IDLE)
         self.world.enter(WAITS)
 
     def _micro_step(self, stop: bool, group: dist.ProcessGroup | None) -> bool:
-        """One step of the group, if any; whether the group ends."""
-        if group is None:  # as a single rank trains: captured, and a failure is a warning
+        """Makes one step; returns whether the group ends."""
+        if group is None:  # one rank: steps are captured, and a failure is a warning
             self.world.beat()
             return stop or not self.spot.attempt()
-        told = torch.zeros(3, dtype=torch.int64)  # ranks with data, tokens, leader's stop
+        sums = torch.zeros(3, dtype=torch.int64)  # ranks with data, tokens, leader's stop
         reduced = False
 
         def reduce(gradients: list[torch.Tensor], tokens: int) -> int:
             nonlocal reduced
             reduced = True
             self.world.beat()
-            told.copy_(torch.tensor([tokens > 0, tokens, stop]))
-            dist.all_reduce(told, group=group)  # on the host: there a lost rank can be named
+            sums.copy_(torch.tensor([tokens > 0, tokens, stop]))
+            dist.all_reduce(sums, group=group)  # on the host, where a lost rank can be named
             sum_over(gradients, group)
             for gradient in gradients:
-                gradient /= max(1, int(told[0]))
-            return int(told[1])
+                gradient /= max(1, int(sums[0]))
+            return int(sums[1])
 
         try:
             self.spot.micro_step(reduce)
         except Exception as error:
-            if reduced:  # by now the others may be gone
+            if reduced:  # the other ranks may have left the step
                 raise
-            self.spot.error = error  # a warning later; the others wait for this rank's share
+            self.spot.error = error  # a warning later; the others wait for this rank's gradients
             reduce([torch.zeros_like(weight) for weight in self.spot.drafter.trainable()], 0)
-        return bool(told[2])
+        return bool(sums[2])
 
-    # ---- shared ---------------------------------------------------------------------------------
+    # ---- groups and state -----------------------------------------------------------------------
 
-    def _hand_out(self, source: int, group: dist.ProcessGroup | None) -> None:
-        """The drafter and its optimizer of rank `source`, to the group; None = to all."""
+    def _share_drafter(self, source: int, group: dist.ProcessGroup | None) -> None:
+        """Sends drafter and optimizer of rank `source` to the group; None = to all ranks."""
         mine = self.spot.state_dict() if self.world.rank == source else None
         state = share_state(mine, source, self.world.device, group)
         if self.world.rank != source:
             self.spot.load_state_dict(state)
 
     def _group(self, ranks: list[int]) -> dist.ProcessGroup | None:
-        """The group of these ranks; None = there is but one.
+        """The process group of these ranks; None for a single rank.
 
-        Every rank asks for every group in one order, a busy one when it comes to it: torch numbers
-        them, and only members wait for each other.
+        torch numbers groups, so every rank creates every group in the same order, busy ranks later
+        than idle ones. Only members wait for each other.
         """
         if len(ranks) == 1:
             return None
@@ -184,11 +187,11 @@ class Coordinator:
             backend = "cpu:gloo,cuda:nccl" if self.world.device.startswith("cuda") else "gloo"
             wait = datetime.timedelta(seconds=self.world.timeout_s)
             group = dist.new_group(list(key), timeout=wait, backend=backend)
-        self._groups[key] = group  # behind all others
+        self._groups[key] = group  # most recently used
         return group
 
     def _drop_groups(self) -> None:
-        """Those that were asked for longest ago; every rank is here and has asked for the same."""
+        """Destroys the least recently used groups, the same ones on every rank."""
         for key in list(self._groups)[:-KEPT_GROUPS]:
             group = self._groups.pop(key)
             if self.world.rank in key:
@@ -200,11 +203,11 @@ class Coordinator:
 
     def _all_finished(self) -> bool:
         if time.monotonic() - self._idle_since > self.world.timeout_s:
-            raise RuntimeError("a rank's rollout does not end")  # `meeting` says which
+            raise RuntimeError("a rank's rollout does not end")  # `meeting` names it
         return self.world.store.add(self._key("finished"), 0) == self.world.size
 
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
 
-    def _become(self, state: str) -> None:
+    def _enter(self, state: str) -> None:
         self.changes.append((time.time(), state))

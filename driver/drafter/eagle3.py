@@ -1,4 +1,4 @@
-"""A drafter as a folder in the EAGLE-3 layout that serving engines load: written, read, checked."""
+"""Writes, reads and checks drafters in the EAGLE-3 layout that serving engines load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..model.spec import ModelSpec, read_json, read_rope
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 KIND = "LlamaForCausalLMEagle3"
-# What a loader reads of `config.json`: a key, and its value where there is only one.
+# Keys of `config.json` that a loader reads, with the value if only one is valid.
 KEYS: dict[str, Any] = {
     "architectures": [KIND],
     "model_type": "llama",
@@ -42,13 +42,13 @@ KEYS: dict[str, Any] = {
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Every tensor of an exported drafter: its shape, and for the maps its dtype.
+    """Shapes and dtypes of the tensors of an exported drafter.
 
     Args:
         config: the folder's `config.json`.
 
     Returns:
-        Name to (shape, dtype); weights are listed as float32 and may be of any float dtype.
+        Name to (shape, dtype); weights are listed as float32 and may have any float dtype.
 
     Source: the EAGLE-3 draft layout that vLLM and SGLang load.
     """
@@ -85,14 +85,13 @@ def drafter_config(
 
     Args:
         shape: of the drafter.
-        target: the policy's `config.json`; what concerns positions is taken from it, so that the
-            drafter reaches as far as its target.
-        layers: whose outputs feed the drafter.
+        target: the policy's `config.json`, which gives the RoPE settings and the context length.
+        layers: of the target whose outputs feed the drafter.
         dtype: of the weights.
     """
     rope = {k: target[k] for k in ("rope_parameters", "rope_theta", "rope_scaling") if k in target}
     parameters = rope.get("rope_parameters") or {}
-    if "rope_theta" in parameters:  # older loaders look for it here
+    if "rope_theta" in parameters:  # older loaders read it from the top level
         rope.setdefault("rope_theta", parameters["rope_theta"])
     if parameters.get("rope_type", "default") != "default":
         rope.setdefault("rope_scaling", parameters)
@@ -127,12 +126,12 @@ def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str
     """Writes weights and configuration.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         state: of `driver.model.drafter.Drafter`.
         config: from `drafter_config`.
 
     Raises:
-        UserError: the file system refused.
+        UserError: the files could not be written.
     """
     dtype = getattr(torch, config["torch_dtype"])
     tensors = {
@@ -146,17 +145,17 @@ def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str
 
 
 def read_drafter(folder: Path, target: ModelSpec | None = None) -> dict[str, Tensor]:
-    """Reads an exported drafter, checked by name, shape and content.
+    """Reads and checks an exported drafter.
 
     Args:
-        folder: that `write_drafter` wrote, or an EAGLE-3 drafter from elsewhere.
-        target: the model that it is to draft for; None = not checked against one.
+        folder: written by `write_drafter`, or another EAGLE-3 drafter.
+        target: the model to draft for; None = not checked against one.
 
     Returns:
         A state for `driver.model.drafter.Drafter` and `DraftRunner.load`.
 
     Raises:
-        UserError: what is missing, unknown, misshapen or of another model, by name.
+        UserError: names what is missing, unknown, misshapen or of another model.
     """
     problems = check_drafter(folder, target)
     if problems:
@@ -165,11 +164,11 @@ def read_drafter(folder: Path, target: ModelSpec | None = None) -> dict[str, Ten
 
 
 def check_drafter(folder: Path, target: ModelSpec | None = None) -> list[str]:
-    """What a serving loader would miss in a drafter's folder; [] where all is there.
+    """Problems that a serving loader would have with a drafter's folder; [] if there are none.
 
     Args:
         folder: of the drafter.
-        target: the model that it is to draft for.
+        target: the model to draft for.
 
     Raises:
         UserError: a file is missing or unreadable.
@@ -208,7 +207,7 @@ def _config_problems(config: Mapping[str, Any], target: ModelSpec | None) -> lis
     eagle = config.get("eagle_config") or {}
     layers = eagle.get("eagle_aux_hidden_state_layer_ids", [])
     if len(layers) != 3:
-        problems.append("config.json: eagle_config names no three layers")
+        problems.append("config.json: eagle_config does not name three layers")
     if not eagle.get("use_aux_hidden_state", True):
         problems.append("config.json: eagle_config turns use_aux_hidden_state off")
     if target is None or problems:

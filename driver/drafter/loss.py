@@ -1,11 +1,11 @@
-"""Training the drafter on its own drafts: the unrolled forward over packed pieces of documents.
+"""The training loss of the drafter: an unrolled forward pass over packed pieces of documents.
 
-Row t is the chain that drafts from committed entry t: at unroll step j it stands for entry t + j,
-the j-th token drafted in a row. Its hidden input is the drafter's own output for entry t + j - 1,
-its token the true one (`driver/drafter/attention.py` says what it attends to). A chain that leaves
-its piece is left out from there on.
+Row t drafts from committed entry t. At unroll step j it stands for entry t + j, the j-th token
+drafted in a row: its hidden input is the drafter's own output for entry t + j - 1, its token the
+true one. `driver/drafter/attention.py` describes what it attends to. Rows whose entry t + j is past
+the end of the piece are masked.
 
-Nothing here reads a number on the host, so a step over bins of fixed size can be captured.
+Nothing here reads a number on the host, so a step over fixed-size arrays can be captured.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..model.drafter import Drafter
-from .attention import Documents, chain_attention
+from .attention import Segments, chain_attention
 
 LossKind = Literal["soft_ce", "kl", "tv", "hybrid"]
 
-STEP_WEIGHT = 0.8  # of each unroll step against the one before
+STEP_WEIGHT = 0.8  # of each unroll step relative to the one before
 HYBRID_DECAY = 3.0  # how fast acceptance moves the hybrid loss from KL to TV
 CHUNK_LOGITS = 1 << 24  # float32 logits of each model alive at once: 64 MiB
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """What turns a policy version's final hidden states into its law over the draft vocabulary."""
+    """Maps the final hidden states of one policy version to draft-vocabulary probabilities."""
 
     version: int
     norm: Tensor  # [H]
     head: Tensor  # [draft_vocab, H]
 
-    def law(self, final: Tensor, eps: float) -> Tensor:
+    def probs(self, final: Tensor, eps: float) -> Tensor:
         """Probabilities [n, draft_vocab] after final hidden states [n, H]."""
         normed = F.rms_norm(final, self.norm.shape, self.norm.to(final.dtype), eps)
         return (normed @ self.head.to(final.dtype).t()).softmax(-1, dtype=_wide(final))
 
 
 class Teachers:
-    """The law of the policy that records now, and of the one before, whose documents are kept.
+    """The current policy and the previous one, whose documents are kept for one step.
 
-    Captured steps read their tensors, so those change in place.
+    Captured steps read these tensors, so they are updated in place.
 
     Args:
-        norm: [H], of the target; changes with it.
-        head: [draft_vocab, H], of the drafter; the same.
+        norm: [H], the final norm of the target, which updates it in place.
+        head: [draft_vocab, H], the head of the drafter, updated in place too.
     """
 
     def __init__(self, norm: Tensor, head: Tensor) -> None:
@@ -57,15 +57,15 @@ class Teachers:
         self.previous: Teacher | None = None
 
     def now(self, version: int) -> Teacher:
-        """Of the policy that is in the target."""
+        """The policy in the target."""
         return Teacher(version, self._norm, self._head)
 
     def kept(self, version: int) -> bool:
-        """Whether the policy before was of this version."""
+        """Whether the previous policy has this version."""
         return self.previous is not None and self.previous.version == version
 
     def keep(self, version: int) -> None:
-        """The policy in the target is about to be the one before."""
+        """Copies the policy in the target; call before the target gets new weights."""
         if self.previous is None:
             self.previous = Teacher(version, self._norm.clone(), self._head.detach().clone())
         else:
@@ -77,16 +77,15 @@ class Teachers:
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Training entries of several pieces, end to end."""
+    """Training entries of several pieces, concatenated."""
 
     embedded: Tensor  # [T, H], the target's embedding of token t + 1
     features: Tensor  # [T, 3H], of position t
     final: Tensor  # [T, H], the target's final hidden state of position t + 1, before its norm
     position: Tensor  # int64 [T], absolute
-    left: Tensor  # int32 [T], entries of its piece from here on; 0 = padding
-    weight: Tensor  # float32 [T], of what the entry predicts
-    documents: Documents  # the pieces, and padding
-    spans: tuple[tuple[int, int, Teacher], ...]  # (first row, row after the last, who recorded it)
+    left: Tensor  # int32 [T], entries of the piece from here to its end; 0 = padding
+    segments: Segments  # the pieces, and padding
+    spans: tuple[tuple[int, int, Teacher], ...]  # (first row, end row, policy that recorded it)
 
     @staticmethod
     def of(
@@ -96,13 +95,10 @@ class DraftBatch:
         position: Tensor,
         lengths: Sequence[int],
         teachers: Sequence[Teacher],
-        weight: Tensor | None = None,
     ) -> DraftBatch:
         """Pieces of these lengths, each with the policy that recorded it."""
         device = position.device
         left = torch.cat([torch.arange(n, 0, -1, dtype=torch.int32) for n in lengths])
-        if weight is None:
-            weight = torch.ones(len(position), device=device)
         spans: list[tuple[int, int, Teacher]] = []
         end = 0
         for length, teacher in zip(lengths, teachers, strict=True):
@@ -110,36 +106,29 @@ class DraftBatch:
             if spans and spans[-1][2] is teacher:
                 begin = spans.pop()[0]
             spans.append((begin, end, teacher))
-        documents = Documents.of(tuple(lengths), device)
-        return DraftBatch(
-            embedded, features, final, position, left.to(device), weight, documents, tuple(spans)
-        )
+        segments = Segments.of(tuple(lengths), device)
+        left = left.to(device)
+        return DraftBatch(embedded, features, final, position, left, segments, tuple(spans))
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What a drafter is trained for.
+def combine(kind: LossKind, distance: Tensor, variation: Tensor, acceptance: Tensor) -> Tensor:
+    """The loss of each row, or its gradient, from those of its two parts.
 
-    `soft_ce` is cross-entropy against the target's law, `kl` the same less that law's entropy, `tv`
-    the total variation, which is the chance that one draft is rejected, `hybrid` lambda * KL +
-    (1 - lambda) * TV with lambda = exp(-3 * acceptance): while little is accepted TV has hardly a
-    gradient, and the KL's is what moves.
+    `soft_ce` is the cross-entropy against the target's distribution, `kl` the same minus the
+    entropy of that distribution, `tv` the total variation, which is the probability that one draft
+    is rejected. `hybrid` is lambda * KL + (1 - lambda) * TV with lambda = exp(-3 * acceptance): TV
+    has almost no gradient while little is accepted, so KL dominates at first.
 
-    Attributes:
-        kind: which.
-        feature_weight: of a smooth L1 distance between the drafter's hidden state and the target's
-            final one, EAGLE's first loss; 0 = none.
+    Args:
+        kind: the loss.
+        distance: KL, or cross-entropy.
+        variation: total variation.
+        acceptance: of the drafter so far, in [0, 1].
     """
-
-    kind: LossKind = "soft_ce"
-    feature_weight: float = 0.0
-
-    def combine(self, distance: Tensor, variation: Tensor, acceptance: Tensor) -> Tensor:
-        """The loss of rows from their KL (or cross-entropy) and TV, at an acceptance in [0, 1]."""
-        if self.kind == "hybrid":
-            share = torch.exp(-HYBRID_DECAY * acceptance)
-            return share * distance + (1 - share) * variation
-        return variation if self.kind == "tv" else distance
+    if kind == "hybrid":
+        share = torch.exp(-HYBRID_DECAY * acceptance)
+        return share * distance + (1 - share) * variation
+    return variation if kind == "tv" else distance
 
 
 def unrolled_loss(
@@ -147,41 +136,37 @@ def unrolled_loss(
     batch: DraftBatch,
     cos_sin: Tensor,
     steps: int,
-    objective: Objective = Objective(),  # frozen
+    kind: LossKind = "soft_ce",
     acceptance: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The objective against the target's law, weighted over entries and unroll steps.
+    """The loss against the target's distribution, a weighted mean over entries and unroll steps.
 
     Args:
         drafter: the module.
         batch: packed entries.
-        cos_sin: float32 [max_position, head_dim], the target's RoPE table.
-        steps: 1 is EAGLE-like, 3 HASS-like, 7 EAGLE-3.
-        objective: the loss.
-        acceptance: of the drafter so far, in [0, 1]; decides the mix of `hybrid`.
+        cos_sin: float32 [max_position, head_dim], the RoPE table of the target.
+        steps: unroll steps: 1 is EAGLE-like, 3 HASS-like, 7 EAGLE-3.
+        kind: the loss (see `combine`).
+        acceptance: of the drafter so far, in [0, 1]; sets the mix of `hybrid`.
 
     Returns:
-        The scalar loss, and means over the entries of the first step [3]: cross-entropy, one minus
-        the total variation, the share of equal favourites.
+        The scalar loss, and means over the entries of the first unroll step [3]: cross-entropy,
+        one minus the total variation, top-1 agreement.
     """
     wide = _wide(batch.features)
     acceptance = torch.as_tensor(acceptance, dtype=wide, device=batch.left.device)
     hidden = list(unroll(drafter, batch, cos_sin, steps))
-    weight = batch.weight.to(wide)
-    shares = torch.stack(
-        [
-            STEP_WEIGHT**step * torch.where(batch.left > step, _ahead(weight, step), 0)
-            for step in range(steps)
-        ]
+    weight = torch.stack(
+        [STEP_WEIGHT**step * (batch.left > step).to(wide) for step in range(steps)]
     )  # [steps, T]
-    total, seen = _against_teachers(drafter, hidden, batch, shares, objective, acceptance)
-    cross_entropy, variation, same = seen / (batch.left > 0).sum().clamp_min(1)
+    total, sums = _against_teachers(drafter, hidden, batch, weight, kind, acceptance)
+    cross_entropy, variation, same = sums / (batch.left > 0).sum().clamp_min(1)
     means = torch.stack([cross_entropy, 1 - variation, same])
-    return total / shares.sum().clamp_min(1e-9), means
+    return total / weight.sum().clamp_min(1e-9), means
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What sums are kept in: float32, or float64 where the input is."""
+    """The dtype of sums: float32, or float64 if the input is."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -189,38 +174,32 @@ def _against_teachers(
     drafter: Drafter,
     hidden: list[Tensor],
     batch: DraftBatch,
-    shares: Tensor,
-    objective: Objective,
+    weight: Tensor,
+    kind: LossKind,
     acceptance: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The weighted loss, summed; sums of cross-entropy, variation, equal favourites at step 0."""
-    dtype, wide = batch.final.dtype, shares.dtype
+    """The weighted sum of losses; sums of cross-entropy, variation and agreement at step 0."""
+    dtype = batch.final.dtype
     normed = [drafter.norm(x).to(dtype) for x in hidden]
     head = drafter.lm_head.weight.detach().to(dtype)
-    total, seen = shares.new_zeros(()), shares.new_zeros(3)
+    total, sums = weight.new_zeros(()), weight.new_zeros(3)
     for begin, end, teacher in batch.spans:
         part = slice(begin, end)
-        told = head, teacher, drafter.spec.rms_eps, batch.final[part], shares[:, part]
-        with torch.autocast(head.device.type, enabled=False):  # all is as narrow as it is to be
+        inputs = head, teacher, drafter.spec.rms_eps, batch.final[part], weight[:, part]
+        with torch.autocast(head.device.type, enabled=False):  # dtypes are already as intended
             loss, values = _AgainstTeacher.apply(
-                *told, objective, acceptance, *(x[part] for x in normed)
+                *inputs, kind, acceptance, *(x[part] for x in normed)
             )
-        total, seen = total + loss, seen + values
-    if objective.feature_weight:
-        for step, x in enumerate(hidden):
-            final = _ahead(batch.final, step).to(wide)
-            apart = F.smooth_l1_loss(x.to(wide), final, reduction="none").mean(-1)
-            weighted = shares[step] * torch.where(shares[step] > 0, apart, 0)
-            total = total + objective.feature_weight * weighted.sum()
-    return total, seen
+        total, sums = total + loss, sums + values
+    return total, sums
 
 
 class _AgainstTeacher(torch.autograd.Function):
-    """The loss of all unroll steps against a teacher's law, with its gradient made along with it.
+    """The loss of all unroll steps against one teacher, with its gradient computed in forward.
 
-    The gradient of every loss is a formula of the two laws, so nothing of [rows, draft_vocab] is
-    kept for the backward pass or made again there. A chunk of the teacher's law is made once for
-    all steps: row t of step j drafts what row t + j of the law says.
+    The gradient of every loss is a closed form of the two distributions, so nothing of shape
+    [rows, draft_vocab] is saved or recomputed for the backward pass. A chunk of the teacher's
+    probabilities serves all steps: row t of step j drafts what row t + j of the teacher predicts.
     """
 
     @staticmethod
@@ -230,34 +209,34 @@ class _AgainstTeacher(torch.autograd.Function):
         teacher: Teacher,
         eps: float,
         final: Tensor,  # [n, H]
-        shares: Tensor,  # [steps, n]
-        objective: Objective,
+        weight: Tensor,  # [steps, n]
+        kind: LossKind,
         acceptance: Tensor,
-        *normed: Tensor,  # of each step [n, H], behind the drafter's final norm
+        *normed: Tensor,  # of each step [n, H], after the drafter's final norm
     ) -> tuple[Tensor, Tensor]:
-        total, seen = shares.new_zeros(()), shares.new_zeros(3)
+        total, sums = weight.new_zeros(()), weight.new_zeros(3)
         gradients = [torch.zeros_like(x) for x in normed]
         rows = max(1, CHUNK_LOGITS // len(head))
         for first in range(0, len(final), rows):
-            law = teacher.law(final[first : first + rows], eps)  # [m, draft_vocab]
+            target = teacher.probs(final[first : first + rows], eps)  # [m, draft_vocab]
             for step, x in enumerate(normed):
-                above = max(0, step - first)  # rows of the law before the first that step drafts
-                if above >= len(law):
+                above = max(0, step - first)  # rows of the chunk that no row of this step drafts
+                if above >= len(target):
                     continue
-                part = slice(first + above - step, first + len(law) - step)
-                share, counted = shares[step, part], shares[step, part] > 0
+                part = slice(first + above - step, first + len(target) - step)
+                share, counted = weight[step, part], weight[step, part] > 0
                 loss, by_input, values = _row_losses(
-                    x[part], head, law[above:], objective, acceptance, told=step == 0
+                    x[part], head, target[above:], kind, acceptance, report=step == 0
                 )
-                # What a share weighs is put to the narrow product, not to rows of the vocabulary.
+                # The weight multiplies [m, H] here, instead of [m, draft_vocab] before.
                 weighted = by_input * share[:, None]
                 gradients[step][part] = torch.where(counted[:, None], weighted, 0)
                 total += (share * torch.where(counted, loss, 0)).sum()
                 if step == 0:
-                    seen += torch.where(counted, values, 0).sum(-1)
+                    sums += torch.where(counted, values, 0).sum(-1)
         ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(seen)
-        return total, seen
+        ctx.mark_non_differentiable(sums)
+        return total, sums
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -267,36 +246,40 @@ class _AgainstTeacher(torch.autograd.Function):
 def _row_losses(
     normed: Tensor,
     head: Tensor,
-    law: Tensor,
-    objective: Objective,
+    target: Tensor,
+    kind: LossKind,
     acceptance: Tensor,
-    told: bool,
+    report: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows [m, H] against laws [m, draft_vocab]: losses [m], their gradient by the rows [m, H];
-    and, where told, cross-entropy, variation, equal favourites [3, m]."""
+    """Losses of rows [m, H] against probabilities [m, draft_vocab].
+
+    Returns:
+        Losses [m]; their gradient by the rows [m, H]; if `report`, cross-entropy, variation and
+        top-1 agreement [3, m].
+    """
     logits = normed @ head.t()
-    logp = logits.log_softmax(-1, dtype=law.dtype)
-    cross_entropy = -(law * logp).sum(-1)
+    logp = logits.log_softmax(-1, dtype=target.dtype)
+    cross_entropy = -(target * logp).sum(-1)
     distance = cross_entropy
-    if objective.kind in ("kl", "hybrid"):
-        distance = cross_entropy - torch.special.entr(law).sum(-1)
+    if kind in ("kl", "hybrid"):
+        distance = cross_entropy - torch.special.entr(target).sum(-1)
     draft = logp.exp_()
-    # The gradient of either distance by the logits; as narrow as those, it takes their room.
-    apart = torch.sub(draft, law, out=logits)
-    variation = torch.linalg.vector_norm(apart, 1, -1, dtype=law.dtype) / 2
-    loss = objective.combine(distance, variation, acceptance)
-    if objective.kind in ("tv", "hybrid"):
-        apart = objective.combine(apart, _variation_by_logits(draft, law), acceptance)
-    values = law.new_empty(0)
-    if told:
-        same = (draft.argmax(-1) == law.argmax(-1)).to(law.dtype)
+    # The gradient of either distance by the logits; it reuses their memory and dtype.
+    apart = torch.sub(draft, target, out=logits)
+    variation = torch.linalg.vector_norm(apart, 1, -1, dtype=target.dtype) / 2
+    loss = combine(kind, distance, variation, acceptance)
+    if kind in ("tv", "hybrid"):
+        apart = combine(kind, apart, _variation_by_logits(draft, target), acceptance)
+    values = target.new_empty(0)
+    if report:
+        same = (draft.argmax(-1) == target.argmax(-1)).to(target.dtype)
         values = torch.stack([cross_entropy, variation, same])
     return loss, apart.to(head.dtype) @ head, values
 
 
-def _variation_by_logits(draft: Tensor, law: Tensor) -> Tensor:
+def _variation_by_logits(draft: Tensor, target: Tensor) -> Tensor:
     """Gradient of the total variation by the drafter's logits."""
-    by_probability = (draft - law).sign_().div_(2)
+    by_probability = (draft - target).sign_().div_(2)
     return draft * (by_probability - (draft * by_probability).sum(-1, keepdim=True))
 
 
@@ -311,13 +294,13 @@ def unroll(drafter: Drafter, batch: DraftBatch, cos_sin: Tensor, steps: int) -> 
     keys: list[Tensor] = []
     values: list[Tensor] = []
     for step in range(steps):
-        ahead = _ahead(embedded, step), _ahead(table, step)
-        hidden = _layer(drafter, batch.documents, *ahead, hidden, keys, values)
+        shifted = _ahead(embedded, step), _ahead(table, step)
+        hidden = _layer(drafter, batch.segments, *shifted, hidden, keys, values)
         yield hidden
 
 
 def _ahead(x: Tensor, by: int) -> Tensor:
-    """Row t takes row t + by; the last rows take the last one."""
+    """Row t takes row t + by; the last rows repeat the last one."""
     return x if by == 0 else torch.cat([x[by:], x[-1:].expand(min(by, len(x)), *x.shape[1:])])
 
 
@@ -331,7 +314,7 @@ def _rotate(x: Tensor, table: Tensor) -> Tensor:
 
 def _layer(
     drafter: Drafter,
-    documents: Documents,
+    segments: Segments,
     embedded: Tensor,
     table: Tensor,
     hidden: Tensor,
@@ -348,6 +331,6 @@ def _layer(
     )
     keys.append(_rotate(k, table))
     values.append(v)
-    attended = chain_attention(_rotate(q, table), keys, values, documents)
+    attended = chain_attention(_rotate(q, table), keys, values, segments)
     hidden = hidden + attention.o_proj(attended.flatten(1))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))

@@ -1,8 +1,9 @@
-"""One optimizer step of the drafter over a bin of recorded entries, as a CUDA graph on a GPU."""
+"""One optimizer step of the drafter over recorded entries, as a CUDA graph on a GPU."""
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,13 +14,13 @@ from torch.nn.utils import clip_grad_norm_
 
 from ..model.drafter import Drafter
 from ..model.target import TargetModel
-from .attention import HALF, Documents, flash_works
+from .attention import HALF, Segments, flash_works
 from .average import WeightAverage
 from .buffer import Piece
-from .loss import DraftBatch, Objective, Teacher, unrolled_loss
+from .loss import DraftBatch, LossKind, Teacher, unrolled_loss
 
 MAX_GRAD_NORM = 1.0
-IN_FLIGHT = 2  # steps that are queued beside a rollout: more would delay a stop, fewer leave gaps
+IN_FLIGHT = 2  # steps enqueued during a rollout: more would delay a stop, fewer leave gaps
 WARM_UPS = 2  # steps before a capture, which load kernels and grow scratch memory
 
 # (gradients, tokens of this rank) -> tokens of all.
@@ -27,47 +28,40 @@ Reduce = Callable[[list[Tensor], int], int]
 
 
 class Bin:
-    """Arrays of a fixed number of entries: those of the old policy's documents, then the others.
+    """Static arrays of packed entries: documents of the previous policy, then of the current one.
 
-    On the CPU only the rows in use are computed; on a GPU all are, or the first so many of them, so
-    that a captured step serves every batch. Lengths, positions and ids reach the device as arrays,
-    never as launch arguments.
+    On the CPU only the rows in use are computed. On a GPU all rows are, or a fixed number of them,
+    so that one captured step serves every batch. Lengths, positions and ids reach the device as
+    arrays, never as launch arguments.
 
     Args:
         tokens: entries.
         target: the policy.
-        rejected_weight: of entries that predict a token which no draft held.
-        in_flight: steps that are queued at most.
+        in_flight: largest number of steps enqueued.
     """
 
-    def __init__(
-        self,
-        tokens: int,
-        target: TargetModel,
-        rejected_weight: float = 1.0,
-        in_flight: int = IN_FLIGHT,
-    ) -> None:
-        self.tokens, self.target, self.rejected_weight = tokens, target, rejected_weight
+    def __init__(self, tokens: int, target: TargetModel, in_flight: int = IN_FLIGHT) -> None:
+        self.tokens, self.target = tokens, target
         self.fixed = target.device.type == "cuda"
-        # Documents; two more are padding. Attention launches blocks for as many of full length.
+        # Pieces; two more are padding. Attention launches blocks for this many of full length.
         self.most = max(4, min(tokens // 16, max(16, tokens // 64)))
         width, device = target.spec.hidden_size, target.device
         dtype = target.embedding.dtype if self.fixed else torch.float32
         self.features = torch.zeros(tokens, 3 * width, dtype=dtype, device=device)
         self.final = torch.zeros(tokens, width, dtype=dtype, device=device)
-        self.numbers = torch.zeros(3, tokens, dtype=torch.int64, device=device)  # ids, position, ..
-        self.weight = torch.zeros(tokens, device=device)
+        # Token id, position, entries left in the piece.
+        self.numbers = torch.zeros(3, tokens, dtype=torch.int64, device=device)
         self.offsets = torch.zeros(self.most + 3, dtype=torch.int32, device=device)
-        # Each step in flight has its own copies on the host; on the CPU no step is.
+        # Each step in flight has host copies; on the CPU there is one.
         self._staged = [
             [torch.zeros_like(x, device="cpu", pin_memory=self.fixed) for x in self.small()]
             for _ in range(in_flight if self.fixed else 1)
         ]
         self._turn = 0
 
-    def small(self) -> tuple[Tensor, Tensor, Tensor]:
+    def small(self) -> tuple[Tensor, Tensor]:
         """The arrays that are made on the host."""
-        return self.numbers, self.weight, self.offsets
+        return self.numbers, self.offsets
 
     @property
     def num_bytes(self) -> int:
@@ -76,16 +70,16 @@ class Bin:
     def load(
         self, pieces: Sequence[Piece], version: int, share: int, rows: int = 0
     ) -> tuple[int, list[int]]:
-        """Copies pieces in; the device's arrays change in the order of the current stream.
+        """Copies pieces in, in the order of the current stream.
 
         Args:
-            pieces: at most `most` of at most `rows` entries.
-            version: of the policy; pieces of another one come first.
-            share: rows that those are given, where there are both.
-            rows: that the step computes on a GPU; 0 = all.
+            pieces: at most `most`, of at most `rows` entries.
+            version: of the current policy; pieces of the previous one come first.
+            share: rows reserved for the previous policy if there are pieces of both.
+            rows: computed by the step on a GPU; 0 = all.
 
         Returns:
-            The first row of the newer pieces, and the lengths of pieces and padding.
+            The first row of the current policy, and the lengths of pieces and padding.
         """
         rows = rows or self.tokens
         old = [p for p in pieces if p.document.target_version != version]
@@ -94,25 +88,23 @@ class Bin:
         if self.fixed and old:
             split = max(share, used) if new else rows
         self._turn = (self._turn + 1) % len(self._staged)
-        numbers, weight, _ = self._staged[self._turn]
-        numbers.zero_()
-        weight.fill_(1.0)
-        lengths = self._fill(old, 0)
-        if split > used:
-            lengths.append(self._blank(used, split))
-        lengths += self._fill(new, split)
-        if self.fixed and sum(lengths) < rows:
-            lengths.append(self._blank(sum(lengths), rows))
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
         staged = self._staged[self._turn]
-        staged[2].fill_(int(bounds[-1]))
-        staged[2][: len(bounds)] = bounds
-        for here, there in zip(staged, self.small(), strict=True):
-            there.copy_(here, non_blocking=True)
+        numbers, offsets = staged
+        numbers.zero_()
+        lengths = self._fill(numbers, old, 0)
+        if split > used:
+            lengths.append(self._pad(used, split))
+        lengths += self._fill(numbers, new, split)
+        if self.fixed and sum(lengths) < rows:
+            lengths.append(self._pad(sum(lengths), rows))
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+        offsets.fill_(int(bounds[-1]))
+        offsets[: len(bounds)] = bounds
+        for host, device in zip(staged, self.small(), strict=True):
+            device.copy_(host, non_blocking=True)
         return split, lengths
 
-    def _fill(self, pieces: Sequence[Piece], row: int) -> list[int]:
-        numbers, weight, _ = self._staged[self._turn]
+    def _fill(self, numbers: Tensor, pieces: Sequence[Piece], row: int) -> list[int]:
         width = self.features.shape[1]
         for piece in pieces:
             document, begin, end = piece.document, piece.start, piece.start + piece.length
@@ -120,10 +112,6 @@ class Bin:
             numbers[0, rows] = document.tokens[begin + 1 : end + 1]
             numbers[1, rows] = torch.arange(begin, end)
             numbers[2, rows] = torch.arange(piece.length, 0, -1)
-            if self.rejected_weight != 1.0:
-                for position in document.missed:
-                    if begin <= position - 2 < end:
-                        weight[row + position - 2 - begin] = self.rejected_weight
             if document.ready is not None:
                 torch.cuda.current_stream().wait_event(document.ready)
             self.features[rows].copy_(document.features[begin:end, :width], non_blocking=True)
@@ -134,8 +122,8 @@ class Bin:
             row += piece.length
         return [piece.length for piece in pieces]
 
-    def _blank(self, begin: int, end: int) -> int:
-        """Zeroes rows of padding, where a NaN would reach every gradient."""
+    def _pad(self, begin: int, end: int) -> int:
+        """Zeroes rows of padding, where a NaN would reach every gradient; their number."""
         self.features[begin:end].zero_()
         self.final[begin:end].zero_()
         return end - begin
@@ -154,8 +142,7 @@ class Bin:
             self.final[:rows],
             position,
             left,
-            self.weight[:rows],
-            Documents(self.offsets, longest, tuple(lengths)),
+            Segments(self.offsets, longest, tuple(lengths)),
             tuple((a, b, teacher) for a, b, teacher in spans if b > a),
         )
 
@@ -163,29 +150,29 @@ class Bin:
 class DraftStep:
     """Loss, gradients and update over a `Bin`.
 
-    A step with a gradient that is not finite changes nothing, decided on the device.
+    A step whose gradient is not finite changes nothing; the device decides this.
 
     Args:
-        drafter: what is trained, float32; half precision runs under autocast.
-        bin: of its entries.
-        objective: the loss.
-        unroll: steps.
+        drafter: the trained module, float32; half precision runs under autocast.
+        bin: its entries.
+        loss: kind of loss.
+        unroll: unroll steps of the loss.
         lr: learning rate.
-        horizon: steps that the weights are averaged over; 0 = no average.
+        horizon: steps over which weights are averaged; 0 = no average.
     """
 
     def __init__(
         self,
         drafter: Drafter,
         bin: Bin,
-        objective: Objective,
+        loss: LossKind,
         unroll: int,
         lr: float,
         horizon: int = 0,
     ) -> None:
-        self.drafter, self.bin, self.objective, self.unroll = drafter, bin, objective, unroll
+        self.drafter, self.bin, self.loss, self.unroll = drafter, bin, loss, unroll
         device = bin.target.device
-        self.lr = torch.tensor(lr, device=device)  # a graph reads it
+        self.lr = torch.tensor(lr, device=device)  # a tensor, since a graph reads it
         self.optimizer = torch.optim.AdamW(
             drafter.trainable(),
             lr=self.lr,
@@ -196,50 +183,45 @@ class DraftStep:
         )
         self.average = WeightAverage(drafter, horizon)
         self.acceptance = torch.zeros((), device=device)  # of the last step
-        self.report = torch.zeros(4, device=device)  # loss, acceptance, top-1, was it finite
-        self._idle = torch.zeros((), device=device)  # 1: steps change nothing
+        self.report = torch.zeros(4, device=device)  # loss, acceptance, top-1, finite
+        self._frozen = torch.zeros((), device=device)  # 1: steps change nothing
         self.failed_capture = False
         self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
 
     def set_lr(self, lr: float) -> None:
-        """Of the next steps."""
+        """Sets the learning rate of the next steps."""
         self.lr.fill_(lr)
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Steps of the block change no weight, no average and nothing of the optimizer."""
-        before = self._idle.clone()
-        self._idle.fill_(1.0)
+    def frozen(self) -> Iterator[None]:
+        """Inside the block, steps change no weight, average or optimizer state."""
+        before = self._frozen.clone()
+        self._frozen.fill_(1.0)
         try:
             yield
         finally:
-            self._idle.copy_(before)
+            self._frozen.copy_(before)
 
     def backward(self, batch: DraftBatch | None) -> Tensor | None:
-        """Gradients of a batch, zero where there is none; the loss's means."""
+        """Computes gradients, zero without a batch; returns the means of `unrolled_loss`."""
         for weight in self.drafter.trainable():
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.zero_()
         if batch is None:
             return None
-        dtype = self.bin.features.dtype
+        dtype, cos_sin = self.bin.features.dtype, self.bin.target.cos_sin
         with torch.autocast("cuda", dtype) if self.half else nullcontext():
             loss, means = unrolled_loss(
-                self.drafter,
-                batch,
-                self.bin.target.cos_sin,
-                self.unroll,
-                self.objective,
-                self.acceptance,
+                self.drafter, batch, cos_sin, self.unroll, self.loss, self.acceptance
             )
         loss.backward()
         return means
 
     def update(self, means: Tensor | None) -> None:
-        """Clips and applies the gradients, averages the weights; writes the report."""
+        """Clips and applies the gradients, averages the weights, writes the report."""
         weights = self.drafter.trainable()
         finite = clip_grad_norm_(weights, MAX_GRAD_NORM).isfinite()
-        skipped = torch.maximum((~finite).float(), self._idle)
+        skipped = torch.maximum((~finite).float(), self._frozen)
         self.optimizer.found_inf = skipped
         self.optimizer.step()
         self.average.update(self.optimizer.state[weights[0]]["step"], skipped)
@@ -254,10 +236,10 @@ class DraftStep:
         lengths: Sequence[int],
         now: Teacher,
         before: Teacher | None,
-        where: int = 0,
+        sms: int = 0,
     ) -> None:
-        """A whole step on what was loaded; replayed where `capture` was called for it."""
-        graph = self._graphs.get((split, sum(lengths), where))
+        """Makes a step on what was loaded, as a graph if `capture` made one for it."""
+        graph = self._graphs.get((split, sum(lengths), sms))
         if graph is not None:
             graph.replay()
         else:
@@ -274,32 +256,34 @@ class DraftStep:
         rows: int,
         now: Teacher,
         before: Teacher | None,
-        where: int = 0,
+        sms: int = 0,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Makes a graph of the step, where there is none; without one it runs op by op.
+        """Captures the step, if it was not yet; a step without a graph runs op by op.
 
-        Call while no other step is under way.
+        Call while no other step runs.
 
         Args:
-            split: first row of the newer pieces.
-            rows: of the bin that it computes.
+            split: first row of the current policy.
+            rows: of the bin that the step computes.
             now, before: teachers, whose tensors a replay reads again.
-            where: the partition's size, 0 = the whole card; a graph runs where it was captured.
+            sms: multiprocessors of the partition, 0 = the whole GPU; a graph runs where it was
+                captured.
             stream: of the partition.
         """
         spec, features = self.drafter.spec, self.bin.features
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        known = (split, rows, where) in self._graphs
-        useless = self.failed_capture or known or (split and not before)
-        # Without FlashAttention lengths are read on the host.
-        if useless or not flash_works(features.device, features.dtype, *shape):
+        known = (split, rows, sms) in self._graphs
+        if self.failed_capture or known or (split and not before):
+            return
+        # Without FlashAttention the step reads lengths on the host.
+        if not flash_works(features.device, features.dtype, *shape):
             return
         side = stream or torch.cuda.Stream(features.device)
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side):
-                self._capture(split, rows, now, before, where)
+                self._capture(split, rows, now, before, sms)
         except RuntimeError as error:
             self.failed_capture = True
             warnings.warn(
@@ -310,17 +294,18 @@ class DraftStep:
         torch.cuda.current_stream().wait_stream(side)
 
     def _capture(
-        self, split: int, rows: int, now: Teacher, before: Teacher | None, where: int
+        self, split: int, rows: int, now: Teacher, before: Teacher | None, sms: int
     ) -> None:
-        """On the current stream; raises RuntimeError where it cannot be captured."""
+        """Captures on the current stream; raises RuntimeError if that fails."""
         batch = (split, [rows], now, before)
-        kept = [x.clone() for x in (*self.bin.small(), self.report, self.acceptance)]
+        state = (*self.bin.small(), self.report, self.acceptance)
+        kept = [x.clone() for x in state]
         self.bin.numbers.zero_()
         self.bin.offsets.fill_(rows)[0] = 0
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         try:
-            with self.idle():
+            with self.frozen():
                 for _ in range(WARM_UPS):
                     self.update(self.backward(self.bin.batch(*batch)))
                 stream.synchronize()
@@ -330,11 +315,9 @@ class DraftStep:
                     self.update(self.backward(self.bin.batch(*batch)))
                 finally:
                     graph.capture_end()
-            self._graphs[split, rows, where] = graph
+            self._graphs[split, rows, sms] = graph
         finally:
-            for x, value in zip(
-                (*self.bin.small(), self.report, self.acceptance), kept, strict=True
-            ):
+            for x, value in zip(state, kept, strict=True):
                 x.copy_(value)
             stream.synchronize()
 
@@ -342,9 +325,9 @@ class DraftStep:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over an optimizer's state: in place after a step, so captured ones stay valid.
+        """Loads optimizer state; in place if steps were made, so that graphs stay valid.
 
-        The learning rate stays this run's: a warm start may have been made with another.
+        The learning rate stays this run's: a warm start may have been made with another one.
         """
         mine, theirs = self.optimizer.state_dict()["state"], state["state"]
         if mine.keys() == theirs.keys():
@@ -355,4 +338,44 @@ class DraftStep:
         self._graphs.clear()
         self.optimizer.load_state_dict(state)
         for group in self.optimizer.param_groups:
-            group["lr"], group["capturable"] = self.lr, self.bin.fixed  # of this machine
+            group["lr"], group["capturable"] = self.lr, self.bin.fixed  # of this run
+
+
+class StepReports:
+    """Reads the reports of enqueued steps without waiting for the device."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}  # entries of the metrics file
+        self._queued: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    def add(self, report: Tensor) -> None:
+        """Enqueues a copy to the host of the report of the last step.
+
+        Args:
+            report: float32 [4]: loss, acceptance, top-1, 1 if the gradient was finite.
+        """
+        if report.is_cuda:
+            copy = torch.empty(4, pin_memory=True)
+            copy.copy_(report, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._queued.append((copy, event))
+        else:
+            self._queued.append((report.clone(), None))
+            self.read(0)
+
+    def read(self, most: int) -> None:
+        """Waits until at most `most` steps are in flight; reads the reports of the others."""
+        while len(self._queued) > most:
+            report, event = self._queued.popleft()
+            if event is not None:
+                event.synchronize()
+            loss, acceptance, top1, finite = report.tolist()
+            if finite:
+                self.last = {
+                    "drafter/loss": loss,
+                    "drafter/acceptance": acceptance,
+                    "drafter/top1": top1,
+                }
+            else:
+                warnings.warn("spot trainer: gradient is not finite: step skipped", stacklevel=2)

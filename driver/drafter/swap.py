@@ -1,4 +1,4 @@
-"""New weights of the drafter on their way to the engine."""
+"""Hands new drafter weights from training to the engine."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 from ..rollout.draft_runner import DraftRunner
 
 
-class ReadyWeights:
-    """A copy of what was learned, handed to the runner under a new version, between passes only.
+class WeightSwap:
+    """A copy of the trained weights, loaded into the runner between passes under a new version.
 
-    The training thread publishes, the rollout swaps: it takes the newest if that is complete by
-    then, and waits for nothing.
+    The training thread publishes and the rollout swaps. `swap` takes the newest copy if it is
+    complete and never waits.
 
     Args:
-        weights: gives a drafter's state as it is by now.
-        runner: what drafts.
+        weights: returns the current state of the drafter.
+        runner: the drafter at inference.
     """
 
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]], runner: DraftRunner) -> None:
         self.weights, self.runner = weights, runner
-        # Weights, whether all are finite, when both are there. What is not taken stays until
-        # something newer takes its place: older weights never follow newer ones.
+        # Weights, whether all are finite, and when both are complete. A copy stays until a newer
+        # one replaces it, so older weights never follow newer ones.
         self._ready: tuple[dict[str, Tensor], Tensor, torch.cuda.Event | None] | None = None
         self._lock = threading.Lock()
 
     def publish(self) -> None:
-        """Copies the weights as they are after what was queued so far."""
+        """Copies the weights as they are after the steps enqueued so far."""
         state = {name: value.clone() for name, value in self.weights().items()}
         finite = torch.stack([value.isfinite().all() for value in state.values()]).all()
         event = None
@@ -43,12 +43,12 @@ class ReadyWeights:
             self._ready = (state, finite, event)
 
     def drop(self) -> None:
-        """Forgets what is ready: the runner got other weights meanwhile."""
+        """Discards the copy; call when the runner gets other weights."""
         with self._lock:
             self._ready = None
 
     def swap(self) -> None:
-        """Loads what is ready, unless a number in it is not finite."""
+        """Loads the copy if it is complete; one with a non-finite number is rejected."""
         with self._lock:
             if self._ready is None:
                 return

@@ -1,4 +1,4 @@
-"""A thread that makes the drafter's micro-steps beside the rollout."""
+"""A thread that makes micro-steps of the drafter during the rollout."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 
 
 class StepThread:
-    """Makes steps until it is told to stop, or a step says that there is nothing to do.
+    """Makes steps until it is stopped or a step returns False.
 
-    One step is in flight at a time: a stop waits for no queue, and between two steps the thread can
-    rest, which is how training keeps to a share of the time.
+    It waits for each step before the next one, so a stop waits for one step at most. Between two
+    steps it can rest, which keeps training to a share of the time.
 
     Args:
-        step: makes one; False ends the thread.
-        settle: waits for what is still in flight.
-        fail: takes whatever ends the thread otherwise.
+        step: makes a step; False ends the thread.
+        wait: waits for the step in flight.
+        fail: called with an exception that ends the thread.
     """
 
     def __init__(
         self,
         step: Callable[[], bool],
-        settle: Callable[[], None],
+        wait: Callable[[], None],
         fail: Callable[[BaseException], None],
     ) -> None:
-        self._step, self._settle, self._fail = step, settle, fail
-        self.stop_s = 0.0  # the longest that a stop took
+        self._step, self._wait, self._fail = step, wait, fail
+        self.stop_s = 0.0  # of the longest stop
         self.thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -38,16 +38,16 @@ class StepThread:
         return self.thread is not None and self.thread.is_alive()
 
     @property
-    def here(self) -> bool:
-        """Whether it is the thread that asks."""
+    def is_current(self) -> bool:
+        """Whether the caller runs in this thread."""
         return threading.current_thread() is self.thread
 
     def start(self, stream: torch.cuda.Stream | None, duty: float = 1.0) -> None:
-        """Begins.
+        """Starts the thread.
 
         Args:
             stream: of its work; None: on the CPU.
-            duty: share of the time that it makes steps in; it rests for the others.
+            duty: share of the time in which it makes steps; it rests for the remainder.
         """
         self._stop.clear()
         self.thread = threading.Thread(
@@ -66,16 +66,16 @@ class StepThread:
 
     def _work(self, stream: torch.cuda.Stream | None, duty: float) -> None:
         if stream is None:
-            torch.set_num_threads(1)  # of this thread; the tail keeps the other cores
+            torch.set_num_threads(1)  # of this thread; the rollout keeps the other cores
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 while not self._stop.is_set():
                     begin = time.perf_counter()
                     if not self._step():
                         break
-                    self._settle()
+                    self._wait()
                     if duty < 1.0:
                         self._stop.wait((time.perf_counter() - begin) * (1.0 / duty - 1.0))
-                self._settle()
-        except BaseException as error:  # whatever ends the thread is told
+                self._wait()
+        except BaseException as error:  # SystemExit too
             self._fail(error)

@@ -1,10 +1,9 @@
-"""The spot trainer: trains the drafter in the time that the rollout's tail leaves idle."""
+"""The spot trainer: trains the drafter in GPU time that the tail of the rollout leaves idle."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,39 +15,46 @@ from ..model.drafter import Drafter
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel
 from ..rollout.draft_runner import DraftRunner
+from ..rollout.observer import RolloutObserver
 from ..rollout.pages import pages_for
-from ..rollout.scheduler import Sequence
+from ..rollout.request import RunningRequest
 from .buffer import DataBuffer, Document
 from .checkpoint import DraftCheckpoints
-from .loss import Objective, Teacher, Teachers
-from .partition import STOP_S, Beside, Overlap, choose_overlap, measure_overlaps
-from .reports import StepReports
-from .step import IN_FLIGHT, Bin, DraftStep, Reduce
-from .swap import ReadyWeights
+from .loss import Teacher, Teachers
+from .partition import Overlap, Placement
+from .step import IN_FLIGHT, Bin, DraftStep, Reduce, StepReports
+from .swap import WeightSwap
 from .thread import StepThread
 
 if TYPE_CHECKING:
     from ..config.sections import DrafterConfig, SpotConfig
 
 
-class SpotTrainer:
-    """Micro-steps on recorded features while few requests are active.
+class SpotTrainer(RolloutObserver):
+    """Runs micro-steps on recorded features while few requests are active.
 
-    `serial` runs one micro-step between two passes of the tail, `overlapped` a thread beside them
-    that stops within a few milliseconds, on a GPU in a partition of its own; `auto` is serial
-    unless overlapping was measured to be better; `coordinated` trains when the coordinator says so;
-    `off` trains nothing. New weights are handed to the runner between passes only.
-    Features, embedding, head and norm of the target are read, never written. A step that fails
-    costs the drafter its step and the rollout nothing: the failure is a warning.
+    The modes: `serial` runs micro-steps between passes of the tail. `overlapped` runs them in a
+    thread during the passes, on a GPU in a partition; a stop takes a few milliseconds. `auto` is
+    serial unless overlapping was measured to be better. `coordinated` trains when the coordinator
+    asks for it. `off` never trains. New weights reach the runner between passes only.
+
+    Features, embedding, head and norm of the target are read, never written. A micro-step that
+    fails is a warning: the drafter loses the step and the rollout goes on.
 
     Args:
-        drafter: what is trained.
-        runner: its twin at inference, which takes over new weights.
+        drafter: the trained module.
+        runner: the drafter at inference, which loads new weights.
         target: the policy.
-        cache: the engine's KV cache with the recorded features.
-        config: when and how much.
-        drafter_config: unroll steps and learning rate.
+        cache: KV cache of the engine, with the recorded features.
+        config: when to train and on how many tokens.
+        drafter_config: loss, unroll steps and learning rate.
         seed: of the data order.
+
+    Attributes:
+        placement: how steps run during the tail; None: between passes.
+        overlap: measured cost of the placement.
+        busy_s: host seconds spent on micro-steps in the step that ended.
+        error: the failure that paused training.
     """
 
     def __init__(
@@ -63,37 +69,28 @@ class SpotTrainer:
     ) -> None:
         self.drafter, self.runner, self.target, self.cache = drafter, runner, target, cache
         self.config = config
-        # Makes plain passes while no request runs, for measuring: seconds of one, None where passes
-        # are not captured. The engine's, which is built later.
-        self.decode: Callable[[], float | None] = lambda: None
         self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed, config.spill_tokens)
         if cache.features is not None:
             self.buffer.reserve(cache.features.flatten(0, 1))
-        most = max(IN_FLIGHT, config.final_steps)
-        self.bin = Bin(config.tokens_per_step, target, drafter_config.rejected_weight, most)
-        self._in_flight = IN_FLIGHT  # steps that may be queued
-        # Of the final steps: hundreds of small kernels, which need not queue behind large ones.
+        self.bin = Bin(config.tokens_per_step, target, max(IN_FLIGHT, config.final_steps))
+        self._in_flight = IN_FLIGHT  # steps that may be enqueued
+        # For the final steps: hundreds of small kernels, which must not wait for large ones.
         self._stream = torch.cuda.Stream(target.device, priority=-1) if self.bin.fixed else None
-        objective = Objective(drafter_config.loss, drafter_config.feature_loss)
         self.lr = config.lr or drafter_config.lr
         unroll, horizon = drafter_config.unroll, config.average
-        self.step = DraftStep(drafter, self.bin, objective, unroll, self.lr, horizon)
+        self.step = DraftStep(drafter, self.bin, drafter_config.loss, unroll, self.lr, horizon)
         self.checkpoints: DraftCheckpoints | None = None
-        self.beside: Beside | None = None  # how it trains beside the tail
-        self.overlap: Overlap | None = None  # what was measured of that
-        self.measured: list[Overlap] = []  # of everything tried
-        self.serial_step_s = 0.0
-        self._measured = False
+        self.placement: Placement | None = None
+        self.overlap: Overlap | None = None
         self.spans = Spans("drafter")
         self.target_version = self.steps = self.tokens_seen = 0
-        self.busy_s = 0.0  # that the host spent on micro-steps in the step that ended
-        self._spent_s = 0.0  # and since
+        self.busy_s = self._spent_s = 0.0  # of the last step, and of the current one
         self.reports = StepReports()
         self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
-        self.ready = ReadyWeights(self.step.average.state_dict, runner)
-        self.thread = StepThread(self.attempt, self._settle, self._fail)
+        self.weights = WeightSwap(self.step.average.state_dict, runner)
+        self.thread = StepThread(self.attempt, self._wait, self._fail)
         self._passes = 0  # of tails
-        self.error: BaseException | None = None  # why it pauses
+        self.error: BaseException | None = None
 
     @property
     def running(self) -> bool:
@@ -102,52 +99,44 @@ class SpotTrainer:
 
     @property
     def stop_s(self) -> float:
-        """The longest that a stop took."""
+        """Seconds of the longest stop."""
         return self.thread.stop_s
 
     @property
     def mode(self) -> str:
-        """How it trains by now."""
+        """The mode in use."""
         if self.config.mode == "auto":
-            return "serial" if self.beside is None else "overlapped"
-        if self.config.mode == "overlapped" and self.bin.fixed and self.beside is None:
-            return "serial"  # not measured yet, or there are no partitions
+            return "serial" if self.placement is None else "overlapped"
+        if self.config.mode == "overlapped" and self.bin.fixed and self.placement is None:
+            return "serial"  # not measured yet, or partitions are not supported
         return self.config.mode
 
-    # ---- what the engine and the loop call ------------------------------------------------------
+    # ---- called by the engine and the training loop ---------------------------------------------
 
     def prepare(self) -> None:
-        """Makes the graph that the first rollout would wait for, with a drafter that was trained.
+        """Captures the graph of the first rollout in advance, for a drafter that was trained.
 
-        Its documents are of one policy: the steps of a run that starts or goes on have no others.
+        Its documents are of one policy: a run that starts or resumes has no others.
         """
         if self.bin.fixed and self.config.mode != "off" and self.steps:
             self.capture(0, None)
 
-    def on_finish(self, sequence: Sequence) -> None:
-        """Takes a finished sequence's features out of the cache before its pages are freed."""
+    def on_finish(self, request: RunningRequest) -> None:
+        """Copies the features of a finished request out of the cache."""
         if self.config.mode == "off":
             return
-        # Page by page: few indices. Nothing here waits for the device, which waits for the next
-        # passes.
-        count = sequence.context_len
-        pages = sequence.pages[: pages_for(count, self.cache.page_size)]
+        # Whole pages need few indices. Nothing here waits for the device.
+        count = request.context_len
+        pages = request.pages[: pages_for(count, self.cache.page_size)]
         index = torch.tensor(pages, dtype=torch.int64, pin_memory=self.bin.fixed)
         index = index.to(self.cache.features.device, non_blocking=True)
         features = self.cache.features.index_select(0, index).flatten(0, 1)[:count].clone()
-        tokens = torch.from_numpy(np.array(sequence.tokens[: count + 1]))
-        self.buffer.add(
-            Document(
-                tokens,
-                features,
-                self.target_version,
-                tuple(sequence.missed),
-                ready=self._event() if self.bin.fixed else None,
-            )
-        )
+        tokens = torch.from_numpy(np.array(request.tokens[: count + 1]))
+        ready = self._event() if self.bin.fixed else None
+        self.buffer.add(Document(tokens, features, self.target_version, ready=ready))
 
     def on_pass(self, active: int, passes: int = 1) -> None:
-        """Trains while few requests are active; swaps in what was learned.
+        """Trains if few requests are active; hands new weights to the runner.
 
         Args:
             active: requests that run or wait.
@@ -163,34 +152,33 @@ class SpotTrainer:
                 for _ in range(self._passes // self.config.every - due):
                     if not self.attempt():
                         break
-                self._settle()
+                self._wait()
             elif not self.running:
                 self.start()
-        self.ready.swap()
+        self.weights.swap()
 
     def finish(self) -> None:
-        """Ends the bubble at once."""
-        self.train_on()
-        self.take_over()
+        """Ends the training of a step: final steps, new vocabulary, new weights in the runner."""
+        self.begin_final_steps()
+        self.end_final_steps()
 
-    def train_on(self) -> None:
-        """Ends the bubble but for the final steps, which a GPU makes beside what comes next.
+    def begin_final_steps(self) -> None:
+        """Stops the thread and makes the final steps, which a GPU runs during what comes next.
 
-        That must leave the engine's weights and the documents as they are, until `take_over`.
+        The engine's weights and the documents must not change until `end_final_steps`.
         """
         self.stop()
-        if self.config.mode in ("off", "coordinated"):  # there it is over with the last rank
+        if self.config.mode in ("off", "coordinated"):  # the coordinator trained to the end
             return
-        self._measure()
         self._in_flight = max(IN_FLIGHT, self.config.final_steps)
-        with self._aside():
+        with self._side_stream():
             for _ in range(self.config.final_steps):
                 if not self.attempt():
                     break
 
-    def take_over(self) -> None:
-        """Waits for the final steps; new vocabulary, swap. The target has its old weights still."""
-        self._settle()
+    def end_final_steps(self) -> None:
+        """Waits for the final steps and swaps weights in; call before the target is updated."""
+        self._wait()
         self._in_flight = IN_FLIGHT
         self.stop()
         if self.config.mode == "off":
@@ -204,66 +192,66 @@ class SpotTrainer:
             self.checkpoints.copies.prepare(self._state())
         self.teachers.keep(self.target_version)
 
-    def _aside(self) -> AbstractContextManager[object]:
+    def _side_stream(self) -> AbstractContextManager[object]:
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
     def start(self) -> None:
-        """Trains in a thread, in the partition where there is one, until `stop`."""
-        if self.beside is None:
+        """Trains in a thread, with the placement if there is one, until `stop`."""
+        if self.placement is None:
             return self.thread.start(None)
-        self.thread.start(self.beside.stream, self.beside.duty)
+        self.thread.start(self.placement.stream, self.placement.duty)
 
     def stop(self) -> None:
-        """Returns once no micro-step runs; what failed in one is a warning here, in the caller."""
+        """Returns once no micro-step runs; a failure in the thread becomes a warning here."""
         self.thread.stop()
-        self.reports.settle(0)
+        self.reports.read(0)
         if self.error is not None:
             error, self.error = self.error, None
             warnings.warn(
                 f"spot trainer: a micro-step failed ({type(error).__name__}: {error}); training of"
-                f" the drafter paused, drafts go on with version {self.runner.version}",
+                f" the drafter paused, drafts still use version {self.runner.version}",
                 stacklevel=2,
             )
 
     def renew(self) -> None:
-        """A vocabulary of what was seen by now, and the weights as they are to the runner."""
+        """Updates the draft vocabulary to the tokens seen so far and swaps the weights in."""
         if self.buffer.seen_tokens:
             self.rebuild_vocabulary()
         if self.steps:
             self.swap()
 
     def close(self) -> None:
-        """Ends its threads; the last checkpoint is whole."""
+        """Stops the thread and waits for the last checkpoint."""
         self.stop()
         if self.checkpoints is not None:
             self.checkpoints.collect()
 
     def swap(self) -> None:
-        """Hands the weights as they are to the runner; not while a thread trains them."""
-        self.ready.publish()
+        """Hands the current weights to the runner; call while the thread does not train."""
+        self.weights.publish()
         if self.bin.fixed:
             torch.cuda.current_stream().synchronize()
-        self.ready.swap()
+        self.weights.swap()
 
     def start_step(self, target_version: int) -> None:
-        """A new policy is in the target: its head is gathered, the longest old documents kept."""
+        """Adapts to a new policy in the target: gathers its head, keeps the longest documents."""
         self.stop()
         if target_version != self.target_version and not self.teachers.kept(self.target_version):
-            self.buffer.clear()  # their teacher went with the old weights
+            self.buffer.clear()  # their teacher's weights are gone
         self.buffer.start_step()
         self.target_version = target_version
         self.busy_s, self._spent_s = self._spent_s, 0.0
         self.drafter.refresh_head(self.target.head)
         if self.runner.version:
             self.runner.refresh_head()
-        if self.beside is not None:  # with documents of two policies from here on
-            self.capture(self.share(self.beside.rows), self.beside)
+        if self.placement is not None:  # from now on there are documents of two policies
+            self.capture(self.share(self.placement.rows), self.placement)
 
     def set_lr(self, lr: float) -> None:
-        """Learning rate of the next micro-steps."""
+        """Sets the learning rate of the next micro-steps."""
         self.step.set_lr(lr)
 
     # ---- training -------------------------------------------------------------------------------
@@ -272,33 +260,33 @@ class SpotTrainer:
         """One optimizer step on a packed batch.
 
         Args:
-            reduce: averages the gradients over a group of ranks, in place, and tells how many
-                tokens the group's batches had; this rank takes part even without data.
+            reduce: averages the gradients over a group of ranks in place and returns the number of
+                tokens in the group's batches; this rank takes part even without data.
 
         Returns:
-            False where there is no data yet.
+            False if there is no data yet.
         """
         begin = time.perf_counter()
-        self.reports.settle(self._in_flight - 1)
-        beside = self.beside if self.thread.here else None
-        rows = self.bin.tokens if beside is None else beside.rows
+        self.reports.read(self._in_flight - 1)
+        placement = self.placement if self.thread.is_current else None
+        rows = self.bin.tokens if placement is None else placement.rows
         with self.buffer.lock:
             pieces = self.buffer.sample(rows, self.steps, self.bin.most)
             if not pieces and reduce is None:
                 return False
             if reduce is None:
                 self.first_vocabulary()
-            place = self.target_version, self.share(rows), rows
-            loaded = self.bin.load(pieces, *place) if pieces else None
+            where = self.target_version, self.share(rows), rows
+            loaded = self.bin.load(pieces, *where) if pieces else None
             if any(piece.document.spilled for piece in pieces) and self.bin.fixed:
                 self.buffer.read = self._event()
         tokens = sum(piece.length for piece in pieces)
-        now, before = self._teachers()
+        now, before = self.current_teachers()
         if reduce is None:
             assert loaded is not None
-            if beside is None:
+            if placement is None:
                 self.capture(loaded[0], None)
-            self.step.run(*loaded, now, before, beside.sms if beside else 0)
+            self.step.run(*loaded, now, before, placement.sms if placement else 0)
         else:
             batch = self.bin.batch(*loaded, now, before) if loaded else None
             means = self.step.backward(batch)
@@ -306,9 +294,9 @@ class SpotTrainer:
             self.step.update(means)
         self.steps += 1
         self.tokens_seen += tokens
-        self.reports.note(self.step.report)
+        self.reports.add(self.step.report)
         if self.steps % self.config.swap_every == 0:
-            self.ready.publish()
+            self.weights.publish()
         every = self.config.checkpoint_every
         if self.checkpoints is not None and every and self.steps % every == 0:
             self.checkpoints.save(self._state, self.steps)
@@ -316,10 +304,11 @@ class SpotTrainer:
         return True
 
     def share(self, rows: int) -> int:
-        """Of a step's rows, those for documents of the step before."""
+        """Rows of a step reserved for documents of the previous policy."""
         return int(rows * self.config.keep_long)
 
-    def _teachers(self) -> tuple[Teacher, Teacher | None]:
+    def current_teachers(self) -> tuple[Teacher, Teacher | None]:
+        """The current policy, and the previous one if it was kept."""
         return self.teachers.now(self.target_version), self.teachers.previous
 
     def _event(self) -> torch.cuda.Event:
@@ -327,14 +316,14 @@ class SpotTrainer:
         event.record()
         return event
 
-    def capture(self, split: int, where: Beside | None) -> None:
-        """Makes a graph of a step, where there is none."""
-        rows = self.bin.tokens if where is None else where.rows
-        place = () if where is None else (where.sms, where.stream)
-        self.step.capture(split, rows, *self._teachers(), *place)
+    def capture(self, split: int, placement: Placement | None) -> None:
+        """Captures a graph of a step, if there is none."""
+        rows = self.bin.tokens if placement is None else placement.rows
+        where = () if placement is None else (placement.sms, placement.stream)
+        self.step.capture(split, rows, *self.current_teachers(), *where)
 
     def attempt(self) -> bool:
-        """A micro-step whose failure is kept for `stop`; False where none was made."""
+        """A micro-step whose failure `stop` reports; False if none was made."""
         try:
             with self.spans("micro_step", version=self.runner.version):
                 return self.micro_step()
@@ -342,83 +331,42 @@ class SpotTrainer:
             self.error = error
             return False
 
-    def _settle(self) -> None:
-        """Waits for the micro-steps in flight: time of training, too."""
+    def _wait(self) -> None:
+        """Waits for the micro-steps in flight; the time counts as training."""
         begin = time.perf_counter()
-        self.reports.settle(0)
+        self.reports.read(0)
         self._spent_s += time.perf_counter() - begin
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
 
     def first_vocabulary(self) -> None:
-        """Before the first step of all, unless documents are kept with a law over the one there."""
+        """Builds the vocabulary before the first step, unless a kept teacher uses the old one."""
         if self.steps == 0 and self.teachers.previous is None:
             self.rebuild_vocabulary()
 
     def rebuild_vocabulary(self) -> None:
-        """Drafts the tokens seen most often in rollouts, then the lowest ids."""
+        """Sets the draft vocabulary to the most frequent tokens, then the lowest ids."""
         spec, before = self.drafter.spec, self.drafter.d2t.clone()
         if spec.draft_vocab < spec.vocab_size:
             self.drafter.set_vocabulary(self.buffer.most_seen(spec.draft_vocab, spec.vocab_size))
             self.drafter.refresh_head(self.target.head)
-            self._forget_kept(before)
+            self._drop_stale_documents(before)
 
-    def _forget_kept(self, vocabulary: torch.Tensor) -> None:
-        """Drops the kept documents, whose teacher's law is over this d2t, if another is there."""
+    def _drop_stale_documents(self, vocabulary: torch.Tensor) -> None:
+        """Drops the kept documents if the vocabulary of their teacher is no longer in use."""
         if not torch.equal(vocabulary, self.drafter.d2t):
             self.buffer.drop_kept()
-
-    # ---- overlap --------------------------------------------------------------------------------
-
-    def _measure(self) -> None:
-        """Chooses a partition, once; no request runs meanwhile.
-
-        Its micro-steps see one rollout's documents over and over, so they change nothing.
-        """
-        wanted = self.bin.fixed and self.config.mode in ("auto", "overlapped")
-        if not wanted or self._measured or not self.buffer.num_tokens:
-            return
-        if self.decode() is None:
-            return  # its graphs come with the next rollout
-        self._measured = True
-        budget, counters = self.config.slowdown, (self.steps, self.tokens_seen)
-        try:
-            with self.step.idle():
-                self.serial_step_s, found = measure_overlaps(self, self.decode, budget)
-        except Exception as error:  # whatever it is, there is another way to train
-            self.beside = None
-            warnings.warn(
-                f"spot trainer: no partition of the GPU ({type(error).__name__}: {error}); it"
-                " trains between passes instead",
-                stacklevel=3,
-            )
-            return
-        finally:
-            self.steps, self.tokens_seen = counters
-        self.measured = list(found)
-        best = choose_overlap(self.measured, self.bin.tokens / self.serial_step_s, budget)
-        if best is None and self.config.mode == "overlapped":
-            best = min(self.measured, key=lambda overlap: overlap.slowdown)
-            warnings.warn(
-                f"spot trainer: no partition keeps to spot.slowdown={budget:g}, stops in"
-                f" {1e3 * STOP_S:.0f} ms and trains more than between passes; spot.mode=overlapped"
-                f" takes {best.sms} multiprocessors, which slow decoding {best.slowdown:.2f} times"
-                f" and stop in {1e3 * best.stop_s:.0f} ms",
-                stacklevel=3,
-            )
-        self.overlap = best
-        self.beside = None if best is None else found[best]
 
     # ---- records --------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of the metrics file.
+        """Entries of the metrics file.
 
-        Loss, acceptance and top-1 are of the weights that are trained, not of their average.
+        Loss, acceptance and top-1 are of the trained weights, not of their average.
         """
         if not self.running:
-            self.reports.settle(0)
+            self.reports.read(0)
         out = {
             **self.reports.last,
             "drafter/version": self.runner.version,
@@ -436,11 +384,10 @@ class SpotTrainer:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """What is trained, its optimizer and counters; recorded documents are not kept.
+        """Weights, optimizer state and counters, without the recorded documents.
 
-        So a resumed run lacks the long documents of the step before, and then trains as an unbroken
-        one would on the same documents. Tensors are the live ones: save or copy them before the
-        next micro-step.
+        A resumed run therefore lacks the long documents of the previous step; on the same documents
+        it trains as an unbroken run. Tensors are not copied: save them before the next micro-step.
         """
         self.stop()
         return self._state() | {"drafter": self.step.average.state_dict()}
@@ -461,12 +408,12 @@ class SpotTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a saved state; the target must hold its policy already."""
+        """Loads a saved state; the target must hold its policy already."""
         self.stop()
-        self.ready.drop()
+        self.weights.drop()
         vocabulary = self.drafter.d2t.clone()
         head = {"lm_head.weight": self.drafter.lm_head.weight}
-        trained = state.get("trained", {})  # none: what drafts is trained itself
+        trained = state.get("trained", {})  # absent without an average
         self.step.average.load(head | state["drafter"], trained)
         self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
@@ -475,12 +422,12 @@ class SpotTrainer:
         self.buffer.seen_tokens.clear()
         self.buffer.seen_tokens.update(state["seen_tokens"])
         self.drafter.refresh_head(self.target.head)
-        self._forget_kept(vocabulary)
+        self._drop_stale_documents(vocabulary)
         if state["version"]:
             self.runner.load(self.step.average.state_dict(), state["version"])
 
     def resume(self) -> int:
-        """Goes on from its own newest checkpoint where that is newer; the micro-steps gained."""
+        """Loads the newest drafter checkpoint if it is ahead; returns the micro-steps gained."""
         found = None if self.checkpoints is None else self.checkpoints.latest()
         if found is None or found[0] <= self.steps:
             return 0

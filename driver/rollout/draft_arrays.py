@@ -1,4 +1,4 @@
-"""Static arrays of the drafter: what a strategy's levels and the entries to catch up on lie in."""
+"""Static arrays of the drafter: the levels of a strategy, and entries to write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tree import NodeStore
 
 
 class Levels:
-    """Static arrays of the levels that a strategy drafts for `batch` requests."""
+    """Arrays of the levels that a strategy drafts for `batch` requests."""
 
     def __init__(self, batch: int, strategy: Strategy, device: torch.device) -> None:
         keep, depth = strategy.top_k, strategy.depth
@@ -20,7 +20,7 @@ class Levels:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        # A hybrid's chain may be longer than what its levels hold.
+        # A hybrid's chain may have more nodes than its levels.
         capacity = max(tlt_ext.tree_capacity(depth, keep), 1 + strategy.levels)
         self.nodes = NodeStore(batch, capacity, strategy.num_verify, device)
         self.root = tlt_ext.Frontier(ints(batch, 1))  # of the first level
@@ -33,7 +33,7 @@ class Levels:
         self.row_start = torch.arange(batch + 1, dtype=torch.int32, device=device) * keep
         levels = torch.arange(depth, dtype=torch.int32, device=device)
         self.slot_base = (levels * keep)[:, None].repeat(1, batch)
-        # Frontier rows without a node have no ancestors: what attention says of them is no fault.
+        # Frontier rows without a node have no ancestors; their status bits are ignored.
         self.ignored = ints(batch)
 
 

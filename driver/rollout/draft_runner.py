@@ -1,9 +1,9 @@
-"""The drafter at inference: a one-layer EAGLE-3 model on the ops, drafting with the target's noise.
+"""The drafter at inference: a one-layer EAGLE-3 model that drafts with the target's noise.
 
-Alignment: the drafter's entry t joins the target's features of position t with the embedding of
-token t + 1 and predicts token t + 2. A request whose last token sits at position c (its root, not
-yet committed) therefore has entries 0 .. c - 1, as many as the target has committed, in the same
-slots of the same pages.
+Alignment: entry t of the drafter combines the target's features of position t with the embedding of
+token t + 1 and predicts token t + 2. A request whose last token is at position c (its root, not yet
+committed) therefore has entries 0 .. c - 1, as many as the target has committed, in the same slots
+of the same pages.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from ..model.drafter import DraftSpec
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel, appends
 from .draft_arrays import Levels, NewRows
-from .scheduler import Sequence
 from .state import Batch
 from .token_store import TokenStore
 from .tree import NodeStore, Tree
 
-CATCH_UP_ROWS = 4096  # entries written at once when requests lag
+CATCH_UP_ROWS = 4096  # entries written at once outside of passes
 
 
 class DraftRunner:
-    """Drafts trees with a learned one-layer model and keeps its KV rewritten from real features.
+    """Drafts trees with a learned one-layer model; its KV is computed from recorded features.
 
     Args:
         spec: shape of the drafter.
-        target: the policy; its embedding is read, never written, its head gathered by `d2t`.
-        cache: the engine's KV cache, which holds the recorded features.
+        target: the policy; its embedding is read, its head is gathered by `d2t`.
+        cache: KV cache of the engine, with the recorded features.
         seed: run seed of the keyed noise.
-        score_temperature: how drafted nodes are ranked (`tlt_ext.expand_tree`). At 0, cumulative
-            log-probability, the noise that chose a node counts for nothing in its rank.
-            `docs/notes/drafter.md` has what it does to accept lengths.
+        score_temperature: how drafted nodes are ranked (`tlt_ext.expand_tree`); at 0 by cumulative
+            log-probability, without the noise (`docs/notes/drafter.md` has accept lengths).
+
+    Attributes:
+        version: of the weights; 0: none were loaded.
+        late_rows: entries written outside of passes.
     """
 
     def __init__(
@@ -51,24 +53,24 @@ class DraftRunner:
     ) -> None:
         self.spec, self.target, self.cache, self.seed = spec, target, cache, seed
         self.score_temperature = score_temperature
-        self.version = 0  # 0: never loaded
+        self.version = 0
         pages, page_size = cache.k.shape[1:3]
         shape = (pages, page_size, spec.num_kv_heads, spec.head_dim)
         self.k, self.v = (cache.k.new_zeros(shape) for _ in range(2))
         self.d2t = torch.zeros(spec.draft_vocab, dtype=torch.int32, device=cache.k.device)
         self.weights: dict[str, Tensor] = {}
-        self.late_rows = 0  # entries written outside of passes
-        # Up to so many rows attend all at once: on a GPU a launch costs more than a few rows.
+        self.late_rows = 0
+        # Up to this many rows all attend: on a GPU a launch costs more than a few rows.
         self.few_rows = 16 if self.k.is_cuda else 0
         self._drafts: dict[tuple[int, Strategy], Levels] = {}
         self._gathered: dict[tuple[int, int], NewRows] = {}
 
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Swaps weights in place; every request's drafter KV is rewritten on its next draft.
+        """Loads weights in place; the drafter KV of every request is recomputed at its next draft.
 
         Args:
             state: tensors in the EAGLE-3 layout (`driver.model.drafter.Drafter.state_dict`).
-            version: stamped on what is drafted from here on.
+            version: written into the responses drafted from now on.
         """
         layer = "midlayer.self_attn."
         fused = {
@@ -94,7 +96,7 @@ class DraftRunner:
         self.version = version
 
     def refresh_head(self) -> None:
-        """Gathers the draft head from the target again; call after each policy update."""
+        """Gathers the draft head from the target; call after each policy update."""
         head = self.target.head.index_select(0, self.d2t.long())
         if "head" in self.weights:
             self.weights["head"].copy_(head)
@@ -111,11 +113,11 @@ class DraftRunner:
     def lookahead(self, strategy: Strategy) -> int:
         return strategy.depth * strategy.top_k
 
-    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> bool:
-        """Writes the entries that a pass with `strategy` would not: what the gate missed, a swap.
+    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> list[int] | None:
+        """Writes the entries that a pass with `strategy` would not: after plain passes or a swap.
 
-        After plain decoding these are all that the target has committed since the last draft; after
-        a swap, all of them. They come from recorded features: no row of the target is run again.
+        After plain decoding these are the entries committed since the last draft, after a swap all
+        entries. They are computed from recorded features, without the target.
 
         Args:
             batch: the running requests.
@@ -123,29 +125,26 @@ class DraftRunner:
             store: their tokens.
 
         Returns:
-            Whether requests lag differently now, of which the state must be told.
+            Entries that each row now has, or None if none changed.
         """
-        stale = [s for s in batch.sequences if s.draft_version != self.version]
-        for sequence in stale:
-            sequence.draft_version, sequence.draft_len = self.version, 0
-        most = strategy.levels + 1
-        late = [(row, s) for row, s in enumerate(batch.sequences) if s.num_new > most]
+        running, most = batch.running, strategy.levels + 1
+        stale = [s.draft_version != self.version for s in running]
+        written = [
+            0 if old else s.context_len - s.num_new for s, old in zip(running, stale, strict=True)
+        ]
+        late = [row for row, s in enumerate(running) if s.context_len - written[row] > most]
         left = late
-        while left := [(row, s) for row, s in left if s.num_new > 1]:
-            self._write_late(batch, left)
+        while left := [row for row in left if running[row].context_len - written[row] > 1]:
+            self._write_late(batch, left, written)
         if late and self.k.is_cuda:
-            torch.cuda.current_stream(self.k.device).synchronize()  # rare, and its cost is seen
-        return bool(stale or late)
-
-    def passed(self, sequence: Sequence, last: int) -> None:
-        """Passes were made: all entries are written but those of the last pass's `last` tokens."""
-        sequence.draft_len = sequence.context_len - last
+            torch.cuda.current_stream(self.k.device).synchronize()  # rare; its time is measured
+        return written if late or any(stale) else None
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
         return self.draft(batch, strategy, store).select(batch.context_len)
 
     def draft(self, batch: Batch, strategy: Strategy, store: TokenStore) -> NodeStore:
-        """Catches up and drafts the strategy's levels: their nodes, none selected yet."""
+        """Writes new entries and drafts the levels of the strategy; no nodes are selected yet."""
         hidden = self._catch_up(batch, strategy)
         level = self._levels(len(batch), strategy)
         nodes, keep, depth = level.nodes, strategy.top_k, strategy.depth
@@ -174,7 +173,7 @@ class DraftRunner:
         return nodes
 
     def _next_level(self, batch: Batch, level: Levels, index: int, hidden: Tensor) -> Tensor:
-        """Runs the layer on the nodes that level `index` chose: their hidden states [B * K, H]."""
+        """Hidden states [B * K, H] of the nodes that level `index` chose."""
         count, width = len(level.position), self.spec.hidden_size
         joined, parents = hidden.new_empty(count, 2 * width), hidden.new_empty(count, width)
         rows = tlt_ext.Rows(
@@ -214,8 +213,8 @@ class DraftRunner:
         tlt_ext.linear_rows(**read, weight=self.weights["head"], out=logits, pdl=True)
         return logits
 
-    # `pdl`: weights change by copies of torch's, and `gather_new_rows`, which begins every draft,
-    # starts when those have ended.
+    # `pdl`: weights are written by torch's copies, and `gather_new_rows`, which begins every draft,
+    # starts after those have ended.
 
     def _norm_for(self, x: Tensor, norm: str, weight: str) -> dict[str, Tensor | float]:
         weights, between = self.weights, torch.empty_like(x)
@@ -229,7 +228,7 @@ class DraftRunner:
         )
 
     def _append(self, joined: Tensor, rows: tlt_ext.Rows) -> Tensor:
-        """Writes the rows' K/V from inputs [R, 2H]; returns their queries [R, heads, head_dim]."""
+        """Writes K/V of rows from inputs [R, 2H]; returns their queries [R, heads, head_dim]."""
         count, weight, cos_sin = len(joined), self.weights["qkv"], self.target.cos_sin
         q = joined.new_empty(count, self.spec.num_heads, self.spec.head_dim)
         if appends(count) and self.target.fuses(count, weight):
@@ -243,7 +242,7 @@ class DraftRunner:
     def _attend(
         self, q: Tensor, hidden: Tensor, rows: tlt_ext.Rows, ancestors: Tensor | None = None
     ) -> Tensor:
-        """Attention and MLP over appended rows: the drafter's hidden states [R, H]."""
+        """Attention and MLP over appended rows: hidden states [R, H]."""
         attended = torch.empty_like(q)
         tlt_ext.tree_attention(
             q,
@@ -267,13 +266,13 @@ class DraftRunner:
     # ---- catching up ----------------------------------------------------------------------------
 
     def _catch_up(self, batch: Batch, strategy: Strategy) -> Tensor:
-        """Writes the entries of the tokens just emitted; hidden states of each request's last.
+        """Writes the entries of the tokens just emitted; returns hidden states of the last ones.
 
-        The bonus token's entry is among them, and what the drafter wrote from its own guesses is
-        written over. One layer's K/V need no attention, so only the last entry attends.
+        The entry of the bonus token is among them, and entries of drafted tokens are overwritten.
+        K/V of a single layer need no attention, so only the last entry attends.
 
         Returns:
-            [B, H], of each request's entry `context_len - 1`.
+            [B, H], of entry `context_len - 1` of each request.
         """
         key = len(batch), strategy.levels + 1
         if key not in self._gathered:
@@ -289,16 +288,17 @@ class DraftRunner:
             rows._replace(row_start=new.each, position=new.committed, context_len=new.committed),
         )
 
-    def _write_late(self, batch: Batch, late: list[tuple[int, Sequence]]) -> None:
-        """The next entries of the requests that lag, by their rows, a few hundred at once."""
+    def _write_late(self, batch: Batch, rows: list[int], written: list[int]) -> None:
+        """Writes the next entries of some requests, up to `CATCH_UP_ROWS`; updates `written`."""
         size = len(batch)
-        most = max(1, min(CATCH_UP_ROWS // size, max(s.num_new for _, s in late) - 1))
-        counts, ends = [0] * size, [0] * size  # the other requests have no entries
-        for row, sequence in late:
-            # The last entry is left to the pass: it makes the hidden state that drafting starts at.
-            counts[row] = min(most, sequence.num_new - 1)
-            sequence.draft_len = sequence.context_len - sequence.num_new + counts[row]
-            ends[row] = sequence.draft_len
+        missing = {row: batch.running[row].context_len - written[row] for row in rows}
+        most = max(1, min(CATCH_UP_ROWS // size, max(missing.values()) - 1))
+        counts, ends = [0] * size, [0] * size  # 0: the request gets no entries
+        for row, count in missing.items():
+            # The pass writes the last entry, since it needs its hidden state.
+            counts[row] = min(most, count - 1)
+            written[row] += counts[row]
+            ends[row] = written[row]
         self.late_rows += sum(counts)
         num_new, context_len = torch.tensor([counts, ends], dtype=torch.int32, device=self.k.device)
         self._write(NewRows(size, most, self.cache.features), batch, context_len, num_new)
@@ -306,7 +306,7 @@ class DraftRunner:
     def _write(
         self, new: NewRows, batch: Batch, context_len: Tensor, num_new: Tensor
     ) -> tuple[Tensor, Tensor, tlt_ext.Rows]:
-        """K/V of the `num_new[b]` entries before `context_len[b]`.
+        """Writes K/V of the `num_new[b]` entries before `context_len[b]`.
 
         Returns:
             Queries, fused features and rows of the entries.
@@ -319,8 +319,8 @@ class DraftRunner:
             out=new.out,
         )
         ids, position, features = new.out.ids, new.position, new.out.features
-        if ids.device.type == "cpu":  # it need not compute inert rows
-            used = max(1, int(new.row_start[-1]))  # `last` is 0 where there is none
+        if ids.device.type == "cpu":  # leave out inert rows
+            used = max(1, int(new.row_start[-1]))  # `last` is 0 for a request without entries
             ids, position, features = ids[:used], position[:used], features[:used]
         width = self.spec.hidden_size
         fused = features.new_empty(len(ids), width)

@@ -4,52 +4,113 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 import tlt_ext
 
-from ..config.strategy import OFF, Strategy
+from ..common.errors import UserError
+from ..config.strategy import OFF, Strategy, parse_strategies
 from .passes import PassProgram
-from .plan import BucketPlan, Cell, listed
+from .plan import BucketPlan, Cell, GraphCost, listed
 from .state import BatchState
 
-PROFILE_PASSES = 8  # that give the step time of a graph
-POLL_S = 1.0  # between looks at the device's error state
+if TYPE_CHECKING:
+    from ..config.sections import EngineConfig
+
+PROFILE_PASSES = 8  # that measure the step time of a graph
+POLL_S = 1.0  # between two checks of the device's error state
 
 
 def nothing() -> bool:
-    """What the host does meanwhile where it has nothing to do."""
+    """Host work during a burst: none."""
     return False
 
 
 def wait_for(ring: tlt_ext.PassRing, device: torch.device) -> tlt_ext.StopReason:
-    """Waits until the passes that were armed stop; says why they did.
+    """Waits until the armed passes stop; returns the reason.
 
     Raises:
         RuntimeError: the device failed.
     """
     while not (reason := ring.wait(POLL_S)):
         if device.type == "cuda":
-            torch.cuda.current_stream(device).query()  # raises what it reported
+            torch.cuda.current_stream(device).query()  # raises what the device reported
     return reason
 
 
-class PassGraphs:
-    """The graphs of a plan, each made when its strategy can first run.
+def build_graphs(
+    config: EngineConfig,
+    buckets: Sequence[int],
+    max_rows: int,
+    program: PassProgram,
+    state: BatchState,
+    ring: tlt_ext.PassRing,
+) -> PassGraphs | None:
+    """The graphs that a configuration asks for; None: passes are launched op by op.
 
-    A graph holds addresses of static arrays and weights, all of which change in place; so it stays
-    valid over batches, steps and updates of policy and drafter.
+    Args:
+        config: `graphs`, `loop`, `graph_mib`, `strategies` and batch sizes.
+        buckets: batch sizes of speculation.
+        max_rows: largest number of rows of a speculative pass.
+        program, state, ring: as for `PassGraphs`.
+
+    Raises:
+        UserError: graphs, or loops in them, are required and not supported.
+    """
+    device = state.device
+    if config.graphs == "false" or device.type == "cpu":
+        if config.graphs == "true":
+            raise UserError("engine.graphs=true: CUDA graphs need run.device=cuda")
+        if config.loop == "true":
+            raise UserError(
+                "engine.loop=true: there are no graphs to loop in; it needs run.device=cuda"
+                " without engine.graphs=false"
+            )
+        return None
+    loops = tlt_ext.GraphPool.supports_loop(device.index or 0)
+    if config.loop == "true" and not loops:
+        raise UserError("engine.loop=true: this driver cannot loop inside a CUDA graph")
+    loop, budget = loops and config.loop != "false", config.graph_mib << 20
+    plan = BucketPlan(
+        config.max_batch,
+        config.spec_max_batch,
+        parse_strategies(config.strategies),
+        buckets,
+        max_rows,
+        GraphCost(program.model.spec, loop),
+        budget,
+    )
+    if plan.dropped:
+        warnings.warn(
+            f"engine.graph_mib={config.graph_mib}: too little for the graphs of"
+            f" {listed(plan.dropped)}; such speculation is not chosen, plain decoding runs"
+            " without a graph, slower",
+            stacklevel=3,
+        )
+    return PassGraphs(plan, program, state, ring, loop, budget)
+
+
+class PassGraphs:
+    """The graphs of a plan, each captured when its strategy can first run.
+
+    A graph holds addresses of static arrays and weights, all of which are updated in place. So it
+    stays valid over batches, steps, and updates of policy and drafter.
 
     Args:
         plan: what to capture.
         program: the pass.
-        state: what it runs over.
-        ring: where its results go.
-        loop: repeat a pass inside its graph, so that a burst is one launch; else the host launches
-            pass by pass.
-        budget_bytes: of the executables; 0 = no limit.
+        state: its inputs.
+        ring: its results.
+        loop: repeat the pass inside its graph, so that a burst is one launch; otherwise the host
+            launches each pass.
+        budget_bytes: for the executables; 0 = no limit.
+
+    Attributes:
+        failed: why nothing more is captured; empty: nothing failed.
+        step_s: seconds of a pass, measured on inert rows right after capture.
     """
 
     def __init__(
@@ -63,23 +124,23 @@ class PassGraphs:
     ) -> None:
         self.plan, self.program, self.state, self.ring = plan, program, state, ring
         self.loop, self.budget_bytes = loop, budget_bytes
-        self.failed = ""  # why nothing more is captured
+        self.failed = ""
         self.capture_s = 0.0
         self._tried: set[Cell] = set()
-        self.step_s: dict[Cell, float] = {}  # measured on inert rows, right after capture
+        self.step_s: dict[Cell, float] = {}
         self._pool = tlt_ext.GraphPool(state.device.index or 0, budget_bytes=budget_bytes)
         self._stream = torch.cuda.Stream(state.device)
-        self._memory = torch.cuda.graph_pool_handle()  # of temporaries, one for all graphs
-        # What is in the pool; as torch's graphs they keep the memory of the temporaries.
+        self._memory = torch.cuda.graph_pool_handle()  # of temporaries, shared by all graphs
+        # The graphs in the pool; as torch's objects they keep the memory of the temporaries.
         self._captured: dict[Cell, torch.cuda.CUDAGraph] = {}
 
     def find(self, batch: int, strategy: Strategy) -> Cell | None:
-        """The graph that serves this batch, if it was captured."""
+        """The captured graph for a batch, if there is one."""
         cell = self.plan.find(batch, strategy)
         return cell if cell in self._captured else None
 
     def covers(self, batch: int, strategy: Strategy) -> bool:
-        """Whether the strategy has a graph for this batch, or would have but for a failure."""
+        """Whether there is a graph for the batch, or would be if its capture had not failed."""
         cell = self.plan.find(batch, strategy)
         return cell in self._captured or (cell is not None and bool(self.failed))
 
@@ -90,16 +151,16 @@ class PassGraphs:
         ends: int = 1,
         meanwhile: Callable[[], bool] = nothing,
     ) -> float:
-        """Makes up to `limit` passes, until `ends` requests have ended (one where nothing loops).
+        """Makes up to `limit` passes, until `ends` requests have finished (one without loops).
 
         Args:
             cell: the graph.
             limit: passes.
             ends: requests.
-            meanwhile: called once the device has something to do; whether it is to stop.
+            meanwhile: called once after the launch; returns whether the passes are to stop.
 
         Returns:
-            Their seconds by the device's clock.
+            Their seconds on the device's clock.
 
         Raises:
             RuntimeError: the device failed.
@@ -112,7 +173,7 @@ class PassGraphs:
             stop = True
             try:
                 stop = meanwhile()
-            finally:  # an error leaves nothing in flight
+            finally:  # after an error nothing is left in flight
                 if stop:
                     self.ring.request_stop()
                 reason = wait_for(self.ring, self.state.device)
@@ -125,10 +186,10 @@ class PassGraphs:
         return (int(self.ring.time_ns[last]) - begun_ns) * 1e-9
 
     def capture(self) -> None:
-        """Captures what can run by now and was not captured; call while no request runs.
+        """Captures graphs of usable strategies that were not tried yet; no request may run.
 
-        Running out of memory leaves the rest to be launched op by op, with a warning; what gave way
-        to others is named in one, too.
+        If memory runs out, the other graphs are not captured and their passes are launched op by
+        op; a warning names them. Another one names graphs that the pool evicted.
         """
         usable = {
             kind for kind, p in self.program.proposers.items() if p.on_device and p.usable()
@@ -137,14 +198,14 @@ class PassGraphs:
         if not todo or self.failed:
             return
         begun = time.perf_counter()
-        self.state.fill([])  # every row inert: passes that touch nothing
+        self.state.fill([])  # every row is inert: passes that change nothing
         for cell in todo:
             self._tried.add(cell)
             try:
                 self._capture(cell)
-                self.step_s[cell] = self._time(cell)
+                self.step_s[cell] = self.burst(cell, PROFILE_PASSES) / PROFILE_PASSES
             except (RuntimeError, tlt_ext.GraphError) as error:  # OutOfMemoryError is one
-                if self._captured.pop(cell, None) is not None:  # made, and failed when it ran
+                if self._captured.pop(cell, None) is not None:  # captured, but failed to run
                     self._pool.remove(str(cell))
                 self.failed = str(error).splitlines()[0]
                 warnings.warn(
@@ -153,11 +214,11 @@ class PassGraphs:
                     stacklevel=2,
                 )
                 break
-        self._forget_evicted()
+        self._drop_evicted()
         self.capture_s += time.perf_counter() - begun
 
-    def _forget_evicted(self) -> None:
-        """Warns of the graphs that the pool dropped for others: the plan was too hopeful."""
+    def _drop_evicted(self) -> None:
+        """Warns of graphs that the pool evicted, since the plan underestimated their memory."""
         gone = [cell for cell in self._captured if str(cell) not in self._pool]
         for cell in gone:
             del self._captured[cell]
@@ -165,21 +226,17 @@ class PassGraphs:
             budget = f"engine.graph_mib={self.budget_bytes >> 20} or "
             warnings.warn(
                 f"CUDA graphs: {budget if self.budget_bytes else ''}the device's memory is too"
-                f" little; {listed(gone)} gave way: such speculation is not chosen, plain decoding"
-                " runs without a graph, slower",
+                f" little; {listed(gone)} were evicted: such speculation is not chosen, plain"
+                " decoding runs without a graph, slower",
                 stacklevel=3,
             )
-
-    def _time(self, cell: Cell) -> float:
-        """Seconds of a pass over inert rows."""
-        return self.burst(cell, PROFILE_PASSES) / PROFILE_PASSES
 
     def _capture(self, cell: Cell) -> None:
         batch = self.state.rows(cell.batch)
         main = torch.cuda.current_stream(self.state.device)
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
-            # Loads kernels and grows scratch memory, neither of which a capture may do.
+            # Loads kernels and grows scratch memory, which a capture must not do.
             self.program.run(batch, cell.strategy)
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -194,12 +251,12 @@ class PassGraphs:
             [graph.raw_cuda_graph()],
             self.state.control,
             loop=self.loop,
-            priority=int(cell.strategy == OFF),  # the dense phase must not lose by the tail
+            priority=int(cell.strategy == OFF),  # the dense phase depends on them
         )
         self._captured[cell] = graph
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of the metrics file."""
+        """Entries of the metrics file."""
         usage = self._pool.usage()
         return {
             "graphs/count": len(usage),

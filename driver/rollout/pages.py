@@ -1,17 +1,20 @@
-"""The pool of KV pages: who holds which, and how many are free."""
+"""Pages of the KV cache: which are free, and which a prompt shares."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Prompt = tuple[int, ...]
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """How many pages hold `tokens` slots."""
+    """Pages that hold `tokens` slots."""
     return -(-tokens // page_size)
 
 
 class PagePool:
-    """Hands out page ids and counts their holders; a page shared by a group is freed by the last.
+    """Allocates page ids and counts references; a shared page is freed by its last holder.
 
     Args:
         num_pages: pages in the pool, ids 0 to num_pages - 1.
@@ -35,7 +38,7 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes `count` pages, or none at all where fewer are free."""
+        """Allocates `count` pages, or none if fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
@@ -51,10 +54,88 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes a holder from each page; a page without holders is free again."""
+        """Removes a holder from each page; a page without holders is free."""
         for page in pages:
             if self._holders[page] == 0:
                 raise ValueError(f"page {page} is free already")
             self._holders[page] -= 1
             if self._holders[page] == 0:
                 self._free.append(page)
+
+
+@dataclass
+class PrefixPages:
+    """The pages of a request that starts with a prompt, and how to fill them."""
+
+    pages: list[int]
+    length: int  # slots that are then committed
+    compute: list[tuple[list[int], list[int]]] = field(default_factory=list)  # (tokens, pages)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from page, to page)
+
+
+@dataclass(eq=False)
+class _Prefix:
+    pages: list[int] = field(default_factory=list)
+    waiting: int = 0  # requests with this prompt that have no pages yet
+    ready: bool = False
+
+
+class PrefixCache:
+    """The committed part of each prompt, computed once for all requests that start with it.
+
+    Whole pages are shared; the partial last page is copied for each request.
+
+    Args:
+        pool: pages of the KV cache.
+        page_size: slots of a page.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self.pool, self.page_size = pool, page_size
+        self._prefixes: dict[Prompt, _Prefix] = {}
+        self._unused: list[_Prefix] = []
+
+    def expect(self, prompt: Prompt) -> None:
+        """Counts a waiting request with this prompt."""
+        self._prefixes.setdefault(prompt, _Prefix()).waiting += 1
+
+    def take(self, prompt: Prompt, spare: int) -> PrefixPages | None:
+        """Pages for one of the waiting requests.
+
+        Args:
+            prompt: its prompt.
+            spare: pages that must stay free.
+
+        Returns:
+            None if there are not enough pages.
+        """
+        prefix, length = self._prefixes[prompt], len(prompt) - 1
+        count = 0 if prefix.ready else pages_for(length, self.page_size)
+        if self.pool.num_free < count + 1 + spare:
+            return None
+        compute = []
+        if not prefix.ready:
+            prefix.pages, prefix.ready = self.pool.allocate(count) or [], True
+            compute.append((list(prompt[:-1]), prefix.pages))
+        whole, rest = divmod(length, self.page_size)
+        own = self.pool.allocate(1) or []
+        self.pool.share(prefix.pages[:whole])
+        copies = [(prefix.pages[whole], own[0])] if rest else []
+        prefix.waiting -= 1
+        if prefix.waiting == 0:
+            self._unused.append(self._prefixes.pop(prompt))
+        return PrefixPages(prefix.pages[:whole] + own, length, compute, copies)
+
+    def release_unused(self) -> None:
+        """Frees prefixes that no request waits for; call once their pages have been copied."""
+        for prefix in self._unused:
+            self.pool.release(prefix.pages)
+        self._unused = []
+
+    def evict(self) -> bool:
+        """Frees computed prefixes that only waiting requests use; False if there were none."""
+        ready = [prefix for prefix in self._prefixes.values() if prefix.ready]
+        for prefix in ready:
+            self.pool.release(prefix.pages)
+            prefix.pages, prefix.ready = [], False
+        return bool(ready)

@@ -1,4 +1,4 @@
-"""One pass of the engine, as a program that needs the host for nothing but its launches."""
+"""One pass of the engine, as a sequence of launches without other host work."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .tree import Tree
 class PassProgram:
     """Drafts, verifies, commits and advances a batch by one pass.
 
-    It reads and writes static arrays and never waits for the device. So it runs eagerly, and the
-    very same calls are captured into a graph, if the strategy's proposer is `on_device`.
+    It reads and writes static arrays and never waits for the device. If the strategy's proposer is
+    `on_device`, the same calls can be captured into a graph.
 
     Args:
         model: the target.
-        cache: its KV pages, and feature pages where a drafter is trained or used.
-        state: of the running requests.
-        ring: takes what each pass emitted.
-        proposers: strategy kind -> who drafts it.
+        cache: its KV pages, and feature pages if a drafter is trained or used.
+        state: the running requests.
+        ring: results of each pass.
+        proposers: by strategy kind.
         seed: run seed of the keyed noise.
-        spans: around its two halves.
+        spans: of drafting and verifying.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PassProgram:
         self.proposers, self.seed, self.spans = proposers, seed, spans
 
     def run(self, batch: Batch, strategy: Strategy) -> int:
-        """Makes one pass over the batch; returns the rows that the target saw."""
+        """Makes one pass over the batch; returns the number of rows of the target."""
         tree = batch.roots
         if strategy != OFF:
             proposer = self.proposers[strategy.kind]
@@ -62,11 +62,11 @@ class PassProgram:
         return tree.num_rows
 
     def on_device(self, strategy: Strategy) -> bool:
-        """Whether a pass needs the host for its launches only."""
+        """Whether passes can be captured."""
         return strategy == OFF or self.proposers[strategy.kind].on_device
 
     def version(self, strategy: Strategy) -> int:
-        """Of the drafter that drafts for it by now; 0: no learned one does."""
+        """Version of the learned drafter; 0: the strategy uses none."""
         return 0 if strategy == OFF else self.proposers[strategy.kind].version
 
     def lookahead(self, strategy: Strategy) -> int:
@@ -76,7 +76,7 @@ class PassProgram:
         return max(strategy.num_verify, self.proposers[strategy.kind].lookahead(strategy))
 
     def _verify(self, batch: Batch, tree: Tree) -> None:
-        """Runs the target on the tree, follows its samples through it and commits their rows."""
+        """Runs the target on the tree, verifies it and commits the accepted rows."""
         rows = batch.rows_of(tree)
         logits, features = self.model.forward(
             tree.tokens,

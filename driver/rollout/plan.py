@@ -1,4 +1,4 @@
-"""Which passes are worth a graph: batch buckets times strategies, within a budget of memory."""
+"""Which passes to capture: batch buckets times strategies, within a memory budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Cell:
 
 
 def listed(cells: Iterable[Cell]) -> str:
-    """Cells in words, by strategy.
+    """Cells by strategy, for messages.
 
     Example:
         >>> listed([Cell(1, OFF), Cell(2, OFF)])
@@ -47,7 +47,7 @@ def listed(cells: Iterable[Cell]) -> str:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """The memory model: what a graph weighs, by the launches of its pass.
+    """Memory model of a graph, from the launches of its pass.
 
     Args:
         spec: of the target.
@@ -58,7 +58,7 @@ class GraphCost:
     loop: bool = True
 
     def nodes(self, cell: Cell) -> int:
-        """Launches of a pass, at most."""
+        """Upper bound of the launches of a pass."""
         strategy, spec = cell.strategy, self.spec
         target = layer_launches(spec, cell.rows) * spec.num_layers + 8
         if strategy.kind == "ngram":
@@ -80,13 +80,13 @@ class GraphCost:
 
 
 def draft_bytes(cells: Iterable[Cell], spec: DraftSpec, number_bytes: int) -> int:
-    """Predicted device memory that learned drafts of graphs lie in, besides the executables.
+    """Predicted device memory of learned drafts in graphs, without the executables.
 
-    These are static arrays of features, for each batch and depth, and the temporaries of the widest
-    level, which all graphs share: what its layer works in, and its logits.
+    It holds static arrays of features for each batch and depth, and the temporaries of the widest
+    level (its layer and its logits), which all graphs share.
 
     Args:
-        cells: that are captured.
+        cells: captured graphs.
         spec: of the drafter.
         number_bytes: of a feature or an activation.
     """
@@ -120,22 +120,22 @@ def plain_buckets(max_batch: int) -> list[int]:
 class BucketPlan:
     """The graphs to capture, and the one that serves a batch.
 
-    Plain decoding comes first, for every batch: the dense phase must not lose by what the tail
-    might gain. Then strategies by rising batch, as long as memory lasts; large trees of large
-    batches, which gain least, are the first to go.
+    Plain decoding comes first, for every batch, so that the dense phase never loses its graphs to
+    the tail. Then strategies by rising batch, as long as memory lasts: large trees of large
+    batches, which gain least, are dropped first.
 
     Args:
-        max_batch: most running requests.
-        spec_max_batch: most that may speculate.
-        strategies: arms that can be captured; `off` is always planned.
-        spec_buckets: batch sizes of speculation, rising; those past `spec_max_batch` are cut to it.
-        max_rows: most rows of a speculative pass.
+        max_batch: largest number of running requests.
+        spec_max_batch: largest batch that may speculate.
+        strategies: arms to capture; `off` is always planned.
+        spec_buckets: batch sizes of speculation, rising; those above `spec_max_batch` are clipped.
+        max_rows: largest number of rows of a speculative pass.
         cost: the memory model.
         budget_bytes: device memory for the executables; 0 = no limit.
 
     Attributes:
-        cells: what is captured, largest first, so that the memory of one serves the next.
-        dropped: what the budget had no memory for.
+        cells: graphs to capture, largest first, so that later ones reuse memory.
+        dropped: graphs that exceed the budget.
         predicted_bytes: of the executables.
 
     Example:
@@ -177,12 +177,12 @@ class BucketPlan:
             self._buckets.setdefault(cell.strategy, []).append(cell.batch)
 
     def find(self, batch: int, strategy: Strategy) -> Cell | None:
-        """The smallest planned graph of the strategy that holds the batch; None: there is none."""
+        """The smallest planned graph of the strategy for the batch; None: there is none."""
         buckets = self._buckets.get(strategy, [])
         index = bisect_left(buckets, batch)
         return Cell(buckets[index], strategy) if index < len(buckets) else None
 
     def below(self, cell: Cell) -> int:
-        """The batch of the strategy's next smaller graph; 0: this is the smallest."""
+        """The batch of the next smaller graph of the strategy; 0: this is the smallest."""
         index = bisect_left(self._buckets[cell.strategy], cell.batch)
         return self._buckets[cell.strategy][index - 1] if index else 0

@@ -1,4 +1,4 @@
-"""Commits what is known of new requests: prompts, and own tokens of those that had begun."""
+"""Commits known tokens: prompts of new requests, and all tokens of preempted ones."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ Job = tuple[list[int], list[int]]  # token ids, pages
 
 
 class Prefill:
-    """Runs known tokens through the target, some chunks to a pass.
+    """Runs known tokens through the target in passes of several chunks.
 
     Args:
         model: the target.
-        cache: takes their keys, values and features.
+        cache: its keys, values and features are written.
         chunk: rows of a pass.
+
+    Attributes:
+        rows: that ran, for any reason.
+        recomputed: of them, for requests that had emitted tokens.
     """
 
     def __init__(self, model: TargetModel, cache: KvCache, chunk: int) -> None:
         self.model, self.cache, self.chunk = model, cache, chunk
         self.device = cache.k.device
-        self.rows = 0  # that went through, for whatever reason
-        self.recomputed = 0  # of them, for requests that had begun
+        self.rows = self.recomputed = 0
 
     def admit(self, admission: Admission) -> None:
-        """Computes new prefixes and requests that had begun, then copies partial pages."""
-        jobs = [(list(prompt[:-1]), prefix.pages) for prompt, prefix in admission.prefixes]
-        for sequence in admission.recompute:
-            jobs.append((sequence.tokens[:-1], sequence.pages))
-            sequence.context_len = len(sequence.tokens) - 1
-            self.recomputed += sequence.context_len
+        """Computes prefixes and requests that had emitted tokens, then copies partial pages."""
+        recompute = [(state.tokens[:-1], state.pages) for state in admission.recompute]
+        self.recomputed += sum(len(tokens) for tokens, _ in recompute)
+        jobs = [*admission.prefixes, *recompute]
         pairs = None
-        if admission.copies:  # sent first: the host would wait here until the device is through
+        if admission.copies:  # uploaded first, since an upload waits for enqueued work
             pairs = torch.tensor(admission.copies, dtype=torch.int32, device=self.device)
         self.run([job for job in jobs if job[0]])
         if pairs is not None:
@@ -105,6 +106,6 @@ class Prefill:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def block_table(self, pages: list[list[int]]) -> Tensor:
-        """int32 [B, longest]: page lists side by side; past its end a row holds -1."""
+        """int32 [B, longest]: page lists, padded with -1."""
         width = max(1, max(len(row) for row in pages))
         return self.ints([row + [-1] * (width - len(row)) for row in pages]).view(len(pages), width)

@@ -1,4 +1,4 @@
-"""Where draft trees come from besides the drafter: n-grams, both at once, or a test's oracle."""
+"""Proposers of draft trees other than the drafter: n-grams, both combined, and an oracle."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ import tlt_ext
 
 from ..config.strategy import Strategy
 from .draft_runner import DraftRunner
-from .scheduler import Sequence
 from .state import Batch
 from .token_store import TokenStore
 from .tree import NodeStore, Tree
 
-MIN_MATCH = 8  # tokens that must agree before a match is followed instead of the drafter
+MIN_MATCH = 8  # matching tokens after which an n-gram replaces the drafter's tree
 
 
 class Proposer(Protocol):
-    """Drafts a tree for every running request; `version` stamps learned drafts, 0 = none.
+    """Drafts a tree for every running request.
 
-    Where `on_device` is true, `propose` reads nothing but static arrays and never waits for the
-    device, so it can be captured and repeated without the host.
+    Attributes:
+        version: of the learned drafter, 0 = none.
+        on_device: `propose` reads static arrays only and never waits for the device, so it can be
+            captured and repeated without the host.
     """
 
     version: int
     on_device: bool
 
-    def usable(self) -> bool: ...
+    def usable(self) -> bool:
+        """Whether it can draft now."""
+        ...
+
     def lookahead(self, strategy: Strategy) -> int:
         """KV slots past the committed ones that drafting itself writes."""
         ...
 
-    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> bool:
-        """The host's part, before passes that follow others than its own; True: lags changed."""
+    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> list[int] | None:
+        """Host work before a burst; the new `draft_len` of each row, None if none changed."""
         ...
 
-    def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree: ...
-    def passed(self, sequence: Sequence, last: int) -> None:
-        """Passes with it are over; the request emitted `last` tokens in the last of them."""
+    def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
+        """A tree for each row of the batch."""
         ...
 
 
 class ModelFree:
-    """What proposers without a model and a cache of their own share."""
+    """Base of proposers without a model."""
 
     version = 0
 
@@ -56,11 +59,8 @@ class ModelFree:
     def lookahead(self, strategy: Strategy) -> int:
         return 0
 
-    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> bool:
-        return False
-
-    def passed(self, sequence: Sequence, last: int) -> None:
-        pass
+    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> list[int] | None:
+        return None
 
 
 def _capacity(strategy: Strategy) -> int:
@@ -68,12 +68,12 @@ def _capacity(strategy: Strategy) -> int:
 
 
 def draft_ngrams(nodes: NodeStore, batch: Batch, store: TokenStore, **settings: int | bool) -> None:
-    """Writes what followed the requests' last tokens elsewhere in sequences of their prompts.
+    """Drafts the tokens that followed a request's last tokens in rows of its prompt.
 
     Args:
-        nodes: takes the trees.
+        nodes: the trees are written here.
         batch: the running requests.
-        store: their tokens, and those of others with their prompts.
+        store: their tokens, and those of other requests with their prompts.
         settings: of `tlt_ext.ngram_propose`.
     """
     store.advance(batch.store_row, batch.context_len)
@@ -88,7 +88,7 @@ def draft_ngrams(nodes: NodeStore, batch: Batch, store: TokenStore, **settings: 
 
 
 class NgramProposer(ModelFree):
-    """What followed the request's last tokens elsewhere in sequences of its prompt.
+    """Drafts by n-gram lookup in the request's own tokens and in those of its prompt.
 
     Args:
         seed: run seed of the keyed noise.
@@ -112,14 +112,14 @@ class NgramProposer(ModelFree):
 
 
 class HybridProposer:
-    """Learned drafts, but for requests that repeat what was said: those get what followed it.
+    """Learned drafts, replaced by n-gram drafts for requests that repeat earlier tokens.
 
-    The learned model drafts for all of a batch, so its cache misses nothing. Then a request whose
-    last `MIN_MATCH` tokens stand elsewhere in sequences of its prompt has its tree written over, by
-    a chain of as many tokens as it may verify. Scores of the two are never compared.
+    The learned model drafts for the whole batch, so its cache stays complete. If the last
+    `MIN_MATCH` tokens of a request occur elsewhere in rows of its prompt, its tree is replaced by a
+    chain of the tokens that followed them there. Scores of the two are never compared.
 
     Args:
-        runner: of the learned model.
+        runner: the learned model.
     """
 
     on_device = True
@@ -137,11 +137,8 @@ class HybridProposer:
     def lookahead(self, strategy: Strategy) -> int:
         return self.runner.lookahead(strategy)
 
-    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> bool:
+    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> list[int] | None:
         return self.runner.prepare(batch, strategy, store)
-
-    def passed(self, sequence: Sequence, last: int) -> None:
-        self.runner.passed(sequence, last)
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
         nodes = self.runner.draft(batch, strategy, store)
@@ -151,20 +148,20 @@ class HybridProposer:
 
 
 class OracleProposer(ModelFree):
-    """Hides the known answer on a random branch among wrong siblings.
+    """Drafts the known answer on a random branch among wrong siblings.
 
-    Speculation with it accepts nearly everything through ever different trees: what a test of
-    token identity needs, and the upper bound of what drafting can give. Now and then the right
-    token is missing, which ends the tree: a rejection in the middle.
+    Nearly every draft is accepted, through a different tree each time: this tests token identity
+    and bounds the speed-up of any drafter. At random levels the right token is missing, which is a
+    rejection in the middle of the tree.
 
     Args:
-        answers: request id -> its tokens as plain decoding emits them.
+        answers: request id -> tokens that plain decoding emits.
         vocab_size: wrong siblings are drawn below it; at least 2.
-        seed: of the branches.
+        seed: of the random branches.
     """
 
-    on_device = False  # its answers and its dice are the host's
-    missing = 0.1  # chance of a level without the right token
+    on_device = False  # answers and random numbers are on the host
+    missing = 0.1  # probability that a level lacks the right token
 
     def __init__(self, answers: Mapping[int, list[int]], vocab_size: int, seed: int = 0) -> None:
         self.answers = answers
@@ -172,15 +169,15 @@ class OracleProposer(ModelFree):
         self._random = np.random.default_rng(seed)
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
-        sequences = batch.sequences
-        last = torch.tensor([s.tokens[-1] for s in sequences], dtype=torch.int32)
-        position = torch.tensor([s.context_len for s in sequences], dtype=torch.int32)
+        requests = batch.running
+        last = torch.tensor([s.tokens[-1] for s in requests], dtype=torch.int32)
+        position = torch.tensor([s.context_len for s in requests], dtype=torch.int32)
         nodes = NodeStore(len(last), _capacity(strategy), strategy.num_verify)
         nodes.begin(last)
         ahead = np.full((len(last), strategy.depth), -1)  # past the answer's end
-        for row, sequence in zip(ahead, sequences, strict=True):
-            done = sequence.num_emitted
-            rest = self.answers[sequence.request.id][done : done + strategy.depth]
+        for row, state in zip(ahead, requests, strict=True):
+            done = state.num_emitted
+            rest = self.answers[state.request.id][done : done + strategy.depth]
             row[: len(rest)] = rest
         token, parent, levels = self._draw(ahead, strategy.top_k)
         nodes.token[:, 1:] = torch.from_numpy(token).flatten(1)
@@ -192,14 +189,14 @@ class OracleProposer(ModelFree):
         return nodes.select(position).to(batch.context_len.device)
 
     def _draw(self, ahead: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Random trees of full levels, the right token of each below the one before.
+        """Random trees of full levels, with the right tokens on one branch.
 
         Args:
-            ahead: [B, depth], right tokens; -1 where there are none.
+            ahead: [B, depth], right tokens; -1 past the end of the answer.
             keep: nodes of a level.
 
         Returns:
-            Tokens and parents [B, depth, keep]; levels that each request's tree has [B].
+            Tokens and parents [B, depth, keep]; levels of each tree [B].
         """
         size, depth = ahead.shape
         place = self._random.integers(keep, size=(size, depth, 1))  # of the right token
@@ -208,7 +205,7 @@ class OracleProposer(ModelFree):
         offset = self._random.integers(1, self.vocab_size, size=(size, depth, keep))
         offset[right & ~missed[..., None]] = 0
         token = (ahead[..., None] + offset) % self.vocab_size
-        # Node 1 + keep * level + j; a wrong one hangs below any node of the level before.
+        # Node 1 + keep * level + j; the parent of a wrong one is any node of the level before.
         above = 1 + keep * np.arange(-1, depth - 1)[:, None]
         parent = above + self._random.integers(keep, size=(size, depth, keep))
         parent[:, 1:] = np.where(right[:, 1:], above[1:] + place[:, :-1], parent[:, 1:])

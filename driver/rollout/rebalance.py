@@ -1,11 +1,11 @@
-"""Merges the requests of ranks that are nearly idle onto one, so that the others are free to train.
+"""Moves the requests of nearly idle ranks to one rank, so that the others are free to train.
 
-The first rank with few requests left wishes to hand them over; the first other one with room that
-sees the wish is the receiver, the only one of the rollout, and whoever has few left from then on
-hands them to it. Each sender has a slot in the process group's store that is written once: by the
-sender with the number of its requests, or by the receiver with 0 when it takes no more. So nobody
-waits, and a request has one owner at any time. KV is not moved: the receiver computes it again from
-the tokens, which gives the same bits.
+The first rank with few requests left writes a wish. The first other rank with room that sees the
+wish becomes the receiver, the only one of the rollout, and ranks with few requests left hand them
+to it. Each sender has a slot in the process group's store that is written once: by the sender with
+the number of its requests, or by the receiver with 0 when it accepts no more. So no rank waits, and
+a request belongs to one rank at any time. KV is not moved: the receiver recomputes it from the
+tokens, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import time
 from dataclasses import replace
 
 from ..common.world import World
-from .scheduler import Scheduler, Sequence
+from .request import RunningRequest
+from .scheduler import Scheduler
 
-LOOK_S = 0.1  # between two looks at the store
-NO_MORE = "0"  # requests in a slot that the receiver closed
+LOOK_S = 0.1  # between two reads of the store
+CLOSED = "0"  # number of requests in a slot that the receiver closed
 
 
 class Rebalancer:
@@ -26,12 +27,12 @@ class Rebalancer:
 
     Args:
         world: the ranks, more than one.
-        most: requests that a rank hands over at most.
+        most: largest number of requests that a rank hands over.
         max_batch: requests of a batch.
 
     Example:
-        >>> rebalancer.start(step, 0)         # every rank, before its rollout
-        >>> rebalancer.exchange(scheduler)    # and between its passes, up to the end
+        >>> rebalancer.start(step, 0)         # on every rank, before its rollout
+        >>> rebalancer.exchange(scheduler)    # between its bursts, until it ends
         []
     """
 
@@ -43,32 +44,32 @@ class Rebalancer:
         self._round = ""
         self._over = True  # nothing more to hand over or to take
         self._receives = False
-        self._senders: list[int] = []  # whose slot the receiver has not seen written
+        self._senders: list[int] = []  # ranks whose slot the receiver has not read yet
         self._next_look = 0.0
 
     def start(self, step: int, refill: int) -> None:
-        """A rollout begins."""
+        """Begins a rollout."""
         self._round = f"rebalance/{step}.{refill}"
         self._over = self._receives = False
         self._senders = [rank for rank in range(self.world.size) if rank != self.world.rank]
         self._next_look = 0.0
 
     def due(self, scheduler: Scheduler) -> bool:
-        """Whether `exchange` may have something to do while requests run; asks nobody."""
+        """Whether `exchange` may have something to do; reads nothing from the store."""
         if self._over or time.monotonic() < self._next_look:
             return False
         return self._receives or not scheduler.waiting
 
-    def exchange(self, scheduler: Scheduler) -> list[Sequence]:
-        """Takes in what others handed over, or hands over what this rank has left.
+    def exchange(self, scheduler: Scheduler) -> list[RunningRequest]:
+        """Adopts requests from other ranks, or hands over those of this rank.
 
-        Call between passes, and once more when no request is left: a receiver may get the last
-        ones then.
+        Call between bursts, and once more when no request is left, since a receiver may get the
+        last requests then.
 
         Returns:
-            The sequences handed over, which run no more.
+            The requests handed over, which no longer run here.
         """
-        if not scheduler.unfinished:
+        if not scheduler.active:
             self._leave(scheduler)
         elif self.due(scheduler):
             self._next_look = time.monotonic() + LOOK_S
@@ -83,7 +84,7 @@ class Rebalancer:
         return []
 
     def _receiver(self, running: int) -> str:
-        """The rank that receives, or else nothing; this one where another wishes it and it can."""
+        """The receiving rank, or ""; this rank becomes it if another one has a wish."""
         receiver = self._write_once("receiver", "")
         if receiver:
             return receiver
@@ -94,29 +95,29 @@ class Rebalancer:
     def _has_room(self, requests: int) -> bool:
         return requests + self.most <= self.max_batch
 
-    # ---- the two parts --------------------------------------------------------------------------
+    # ---- sender and receiver --------------------------------------------------------------------
 
-    def _offer(self, scheduler: Scheduler) -> list[Sequence]:
+    def _offer(self, scheduler: Scheduler) -> list[RunningRequest]:
         self._over = True
-        for i, s in enumerate(scheduler.running):
-            moved = replace(s, pages=[], context_len=0, draft_len=0, slot=-1)
+        for i, state in enumerate(scheduler.running):
+            moved = replace(state, pages=[], context_len=0, draft_len=0)
             self.store.set(_parcel(self.world.rank, i), pickle.dumps(moved))
         written = self._write_once(f"from/{self._me}", str(len(scheduler.running)))
-        return [] if written == NO_MORE else scheduler.hand_over()
+        return [] if written == CLOSED else scheduler.hand_over()
 
     def _take_in(self, scheduler: Scheduler) -> None:
         for rank in list(self._senders):
             if self.store.check([self._key(f"from/{rank}")]):
                 self._take_from(rank, scheduler)
-        if not self._has_room(len(scheduler.running) + len(scheduler.waiting)):
+        if not self._has_room(scheduler.active):
             self._close(scheduler)
 
     def _take_from(self, rank: int, scheduler: Scheduler) -> None:
-        """What a rank handed over; if nothing yet, it shall not."""
+        """Adopts what a rank handed over; closes its slot if it handed nothing over yet."""
         self._senders.remove(rank)
-        count = int(self._write_once(f"from/{rank}", NO_MORE))
+        count = int(self._write_once(f"from/{rank}", CLOSED))
         parcels = [self.store.get(_parcel(rank, i)) for i in range(count)]
-        scheduler.adopt(pickle.loads(parcel) for parcel in parcels)  # a rank's own
+        scheduler.adopt(pickle.loads(parcel) for parcel in parcels)  # written by our own ranks
 
     def _close(self, scheduler: Scheduler) -> None:
         self._over = True
@@ -135,7 +136,7 @@ class Rebalancer:
     # ---- the store ------------------------------------------------------------------------------
 
     def _write_once(self, name: str, value: str) -> str:
-        """Writes a key where nothing is written yet; what is there by then."""
+        """Writes a key that is empty; returns the value it has afterwards."""
         return self.store.compare_set(self._key(name), "", value).decode()
 
     def _key(self, name: str) -> str:
@@ -143,5 +144,5 @@ class Rebalancer:
 
 
 def _parcel(rank: int, number: int) -> str:
-    """Key of a sequence on its way; written over in a later rollout."""
+    """Key of a request that is handed over; later rollouts overwrite it."""
     return f"rebalance/{rank}/{number}"

@@ -1,4 +1,4 @@
-"""The nouns that enter and leave the rollout engine."""
+"""Requests, their state while they run, and their responses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
+import tlt_ext
+
+from ..config.strategy import Strategy
+
+Finish = Literal["stop", "length"]
+FINISH: tuple[Finish | None, ...] = (None, "stop", "length")  # by the number that the ops write
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled.
 
-    `top_k=0` and `top_p=1` switch the filters off, `temperature=0` is argmax.
+    `top_k=0` and `top_p=1` disable the filters; `temperature=0` is argmax.
     """
 
     temperature: float = 1.0
@@ -24,7 +31,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate; `id` is the 62-bit key of its noise, `group` names its siblings."""
+    """One response to generate.
+
+    Attributes:
+        id: 62-bit key of its noise.
+        group: identifies the prompt; siblings share it.
+    """
 
     id: int
     group: int
@@ -34,31 +46,121 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """What the engine emitted for one request.
+    """The tokens of one request.
 
-    `token_ids` holds the sampled end token when there was one and nothing after it; at the length
-    limit nothing is appended. `logprobs` are the target's, of `log_softmax(logits / T)`, one per
-    token. `drafter_versions` are the versions of the drafter that served it, in order of use, and
-    empty when none did.
+    Attributes:
+        token_ids: emitted tokens. A sampled end token is the last one; nothing is appended at the
+            length limit.
+        logprobs: the target's at each token, of `log_softmax(logits / T)`.
+        target_version: of the policy.
+        drafter_versions: learned drafters that drafted for it, in order of use.
     """
 
     request: Request
     token_ids: list[int]
     logprobs: list[float]
-    finish: Literal["stop", "length"]
+    finish: Finish
     target_version: int = 0
     drafter_versions: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """State of one request between passes; only the scheduler writes it.
+
+    The KV of the last token is never committed: that token is the root of the next pass. So a new
+    request commits its prompt except the last token, and its first pass samples its first token.
+    """
+
+    request: Request
+    tokens: list[int]  # prompt and emitted
+    logprobs: list[float] = field(default_factory=list)
+    drafter_versions: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    context_len: int = 0  # committed KV entries of the target
+    draft_len: int = 0  # committed KV entries of the drafter
+    draft_version: int = 0  # of the drafter that wrote them
+    finish: Finish | None = None
+    status: int = 0  # status bits that the ops set
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The emitted tokens."""
+        return self.tokens[len(self.request.prompt_ids) :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still emit."""
+        return self.request.params.max_new_tokens - self.num_emitted
+
+    @property
+    def num_new(self) -> int:
+        """Committed entries that the drafter has yet to write; the last one is always written."""
+        return self.context_len - max(0, min(self.draft_len, self.context_len - 1))
+
+    def append(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        counts: list[int],
+        finish: int,
+        status: int,
+        strategy: Strategy,
+        version: int,
+    ) -> None:
+        """Adds what a burst emitted.
+
+        Args:
+            tokens, logprobs: of all passes.
+            counts: tokens of each pass.
+            finish: index into `FINISH`.
+            status: status bits.
+            strategy: of the burst.
+            version: of its drafter, 0 = not a learned one.
+
+        Raises:
+            RuntimeError: a pass emitted nothing.
+        """
+        self.status |= status
+        if counts[-1] == 0:  # only damaged pages or lengths cause this; it would never finish
+            raise RuntimeError(
+                f"request {self.request.id} emitted nothing in a pass: {tlt_ext.Status(status)!r}"
+            )
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.context_len += len(tokens)
+        self.finish = FINISH[finish]
+        if strategy.needs_drafter:  # it has yet to write the entries of the last pass
+            self.draft_len = self.context_len - counts[-1]
+        if version and self.drafter_versions[-1:] != [version]:
+            self.drafter_versions.append(version)
+
+    def response(self, target_version: int) -> Response:
+        """The response, once it has finished."""
+        assert self.finish is not None
+        return Response(
+            self.request,
+            self.new_tokens,
+            self.logprobs,
+            self.finish,
+            target_version,
+            self.drafter_versions,
+        )
 
 
 def request_id(
     phase: Literal["train", "eval"], step: int, prompt_id: str, sample: int, refill: int = 0
 ) -> int:
-    """Hash what a request is into 62 bits, so that its noise outlives rank, slot, order and resume.
+    """Hashes the identity of a request to 62 bits; independent of rank, slot, order and resume.
 
     Args:
         phase: "train" or "eval".
-        step: training step that asks for it.
-        prompt_id: the prompt's id, unique in its split.
+        step: training step of the request.
+        prompt_id: id of the prompt, unique in its split.
         sample: index among the siblings of one prompt.
         refill: round of dynamic sampling, 0 for the first draw.
 
@@ -71,6 +173,6 @@ def request_id(
         >>> request_id("train", 0, "p0", 0) == request_id("train", 0, "p0", 1)
         False
     """
-    # JSON keeps the fields apart: ("p1", 12) and ("p11", 2) must not meet in one string.
+    # JSON separates the fields: ("p1", 12) and ("p11", 2) must not give the same key.
     key = json.dumps([phase, step, prompt_id, sample, refill]).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2

@@ -21,22 +21,35 @@ from .state import BatchState
 
 @dataclass(frozen=True)
 class Burst:
-    """Passes made without the host in between; what they left can be read during the next burst."""
+    """Passes made without the host in between; their results can be read during the next burst.
+
+    Attributes:
+        strategy: of the passes.
+        version: of the drafter, 0 = not a learned one.
+        ring: their results.
+        begin: first record in the ring.
+        end: the record after the last.
+        count: running requests.
+        unbroken: it ended at its limit only, so the passes can continue.
+        begun_s: by time.perf_counter.
+        elapsed_s: by the device's clock for graphs, else by the host's.
+        counted_rows: rows of the target without a graph; None: a graph made the passes.
+    """
 
     strategy: Strategy
-    version: int  # of the drafter, 0 = not a learned one
+    version: int
     ring: tlt_ext.PassRing
-    begin: int  # first record in the ring
-    end: int  # past the last
-    count: int  # running requests
-    unbroken: bool  # nothing but their limit ended them: they can go on from where they stopped
-    begun_s: float  # by time.perf_counter
-    elapsed_s: float  # by the clock of those who ran it: the device's for graphs, else the host's
-    counted_rows: int | None = None  # that the target saw, without a graph, which has its own
+    begin: int
+    end: int
+    count: int
+    unbroken: bool
+    begun_s: float
+    elapsed_s: float
+    counted_rows: int | None = None
 
     @property
     def captured(self) -> bool:
-        """They were a graph's."""
+        """Whether a graph made the passes."""
         return self.counted_rows is None
 
     @property
@@ -45,37 +58,37 @@ class Burst:
 
     @cached_property
     def ended(self) -> int:
-        """Requests that ended in them."""
+        """Requests that finished."""
         return int(np.count_nonzero(self.ring.finish[self._records, : self.count]))
 
     @cached_property
     def emitted(self) -> np.ndarray:
-        """int32 [passes, count], tokens; 0 where a request had ended."""
+        """int32 [passes, count], tokens; 0 after a request has finished."""
         return self.ring.num_emitted[self._records, : self.count]
 
     @property
     def total(self) -> int:
-        """Tokens."""
+        """Tokens emitted."""
         return int(self.emitted.sum())
 
     @property
     def active(self) -> list[int]:
-        """Requests of each pass."""
+        """Requests in each pass."""
         return np.count_nonzero(self.emitted, axis=1).tolist()
 
     @property
     def request_passes(self) -> int:
-        """One for each request in each pass."""
+        """Sum of the requests in each pass."""
         return int(np.count_nonzero(self.emitted))
 
     @property
     def rows(self) -> int:
-        """That the target saw, all passes together."""
+        """Rows of the target in all passes."""
         return self.counted_rows or self.request_passes * self.strategy.num_verify
 
     @property
     def ends_s(self) -> list[float]:
-        """Of each pass, from the first one's beginning."""
+        """Seconds from the begin of the burst to the end of each pass."""
         stamps = self.ring.time_ns[self._records]
         return (self.elapsed_s - (stamps[-1] - stamps) * 1e-9).tolist()
 
@@ -85,13 +98,16 @@ class Burst:
 
 
 class PassRunner:
-    """Launches passes over the state, as graphs where there are some, else op by op.
+    """Launches passes, as graphs if there are any, else op by op.
 
     Args:
-        program: what a pass does.
-        state: what it does it to.
-        ring: what it leaves.
-        graphs: of passes; None: there are none.
+        program: the pass.
+        state: its inputs.
+        ring: its results.
+        graphs: None: there are none.
+
+    Attributes:
+        bypass_graphs: launch op by op although there are graphs.
     """
 
     def __init__(
@@ -102,48 +118,48 @@ class PassRunner:
         graphs: PassGraphs | None = None,
     ) -> None:
         self.program, self.state, self.ring, self.graphs = program, state, ring, graphs
-        self.longest = ring.passes // 2  # the other half is still read when the next burst runs
-        self.graphs_aside = False  # though there are some
+        self.longest = ring.passes // 2  # the other half is read during the next burst
+        self.bypass_graphs = False
 
     def prepare(self) -> None:
-        """Makes the graphs that can be made by now; call while no request runs."""
+        """Captures the graphs that can be captured; no request may run."""
         if self.graphs is not None:
             self.graphs.capture()
 
     @contextmanager
     def op_by_op(self) -> Iterator[None]:
-        """Graphs stand aside while the block runs: Python makes every call, for the same tokens.
+        """Inside the block, Python launches every op, for the same tokens; no request may run.
 
-        Those to come are made before it, by calls that are no pass's. Call while no request runs.
+        Captures graphs first, so that calls inside the block are those of passes only.
         """
         self.prepare()
-        self.graphs_aside = self.graphs is not None
+        self.bypass_graphs = self.graphs is not None
         try:
             yield
         finally:
-            self.graphs_aside = False
+            self.bypass_graphs = False
 
     def most_passes(self, count: int, strategy: Strategy) -> int:
         """Passes that can be made without the host in between."""
         return self.longest if self._cell(count, strategy) else 1
 
     def spare(self, count: int, strategy: Strategy) -> int:
-        """Requests that may end without the host: those that leave no smaller graph to change to.
+        """Requests that must finish before a smaller graph can take over.
 
-        Their rows are inert then, which costs nothing, as a graph runs all rows of its bucket.
+        Until then their inert rows cost nothing, since a graph runs all rows of its bucket.
         """
         cell = self._cell(count, strategy)
         return 1 if cell is None else count - self.graphs.plan.below(cell)
 
     def step_s(self, count: int, strategy: Strategy) -> float | None:
-        """Seconds of a pass as timed when its graph was made; None: there is none."""
+        """Seconds of a pass, measured when its graph was captured; None: there is no graph."""
         cell = None if self.graphs is None else self.graphs.find(count, strategy)
         return None if cell is None else self.graphs.step_s[cell]
 
     def decode_s(self) -> float | None:
-        """Seconds of a plain pass of one request as fast as it is now; None: it has no graph.
+        """Runs plain passes of one inert row; returns seconds per pass, None without a graph.
 
-        Call while no request runs: its row is inert.
+        No request may run.
         """
         cell = None if self.graphs is None else self.graphs.find(1, OFF)
         if cell is None:
@@ -152,9 +168,9 @@ class PassRunner:
         return self.graphs.burst(cell, self.longest) / self.longest
 
     def covers(self, count: int, strategy: Strategy) -> bool:
-        """Whether the strategy may be chosen: with graphs only what has one, or had to fail.
+        """Whether the strategy may be chosen: with graphs it needs one, or a failed capture.
 
-        What drafts on the host never has one.
+        Strategies that draft on the host never have a graph.
         """
         if self.graphs is None or not self.program.on_device(strategy):
             return True
@@ -168,15 +184,15 @@ class PassRunner:
         ends: int = 1,
         meanwhile: Callable[[], bool] = nothing,
     ) -> Burst:
-        """Makes passes until requests finish, pages run short or there were `limit`.
+        """Makes passes until requests finish, pages run short or `limit` passes were made.
 
         Args:
             count: running requests.
             strategy: of the passes.
             limit: passes, at most `most_passes`.
-            ends: requests that finish first, at most `spare`.
-            meanwhile: called once the device has its work, or before a pass that is launched op by
-                op; whether the passes are to stop.
+            ends: finished requests that end the burst, at most `spare`.
+            meanwhile: called after the launch, or before a pass launched op by op; returns whether
+                the passes are to stop.
 
         Raises:
             RuntimeError: the device failed.
@@ -194,7 +210,7 @@ class PassRunner:
         else:
             with self.program.spans("passes", active=count, strategy=str(strategy)):
                 elapsed = self.graphs.burst(cell, limit, ends, meanwhile)
-            begun = time.perf_counter() - elapsed  # the device may have had a prefill to finish
+            begun = time.perf_counter() - elapsed  # the device may first have finished a prefill
         end = self.ring.sequence
         unbroken = self.ring.reason == tlt_ext.StopReason.LIMIT
         return Burst(
@@ -202,7 +218,7 @@ class PassRunner:
         )
 
     def _cell(self, count: int, strategy: Strategy) -> Cell | None:
-        """The graph that makes the passes; None: they are launched op by op."""
-        if self.graphs is None or self.graphs_aside:
+        """The graph of the passes; None: they are launched op by op."""
+        if self.graphs is None or self.bypass_graphs:
             return None
         return self.graphs.find(count, strategy)

@@ -1,94 +1,30 @@
-"""Which requests run, what they hold, and who gives way when pages run out."""
+"""The scheduler: which requests run, which pages they hold, and which one is preempted."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import Any
 
 from ..common.errors import UserError
-from .pages import PagePool, pages_for
-from .request import Request
+from ..config.strategy import Strategy
+from .pages import PagePool, PrefixCache, pages_for
+from .request import Request, RunningRequest
 
-
-@dataclass(eq=False)
-class Sequence:
-    """State of one request between passes.
-
-    The last token's KV is never committed: it is the root of the next pass. So a fresh request
-    commits all of its prompt but the last token, and its first pass samples its first token.
-    """
-
-    request: Request
-    tokens: list[int]  # prompt and emitted
-    logprobs: list[float] = field(default_factory=list)
-    drafter_versions: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    context_len: int = 0  # committed KV entries of the target
-    draft_len: int = 0  # committed KV entries of the drafter
-    draft_version: int = 0  # of the drafter that wrote them
-    slot: int = -1  # row of the token store while it runs
-    finish: str | None = None
-    status: int = 0  # what the ops reported of it
-    missed: list[int] = field(default_factory=list)  # positions of tokens that no draft held
-
-    @property
-    def num_emitted(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_ids)
-
-    @property
-    def remaining(self) -> int:
-        return self.request.params.max_new_tokens - self.num_emitted
-
-    @property
-    def num_new(self) -> int:
-        """Committed entries that the drafter has yet to write; the last one is always written."""
-        return self.context_len - max(0, min(self.draft_len, self.context_len - 1))
-
-    def note_passes(self, counts: list[int], depth: int) -> None:
-        """Notes, before its tokens are added, what passes emitted that were drafted `depth` deep.
-
-        A pass ends with the target's own token, which the draft did not hold unless all of it was
-        accepted.
-        """
-        ends = accumulate(counts, initial=len(self.tokens) - 1)
-        next(ends)
-        self.missed += [end for end, n in zip(ends, counts, strict=True) if n <= depth]
-
-    def served_by(self, version: int) -> None:
-        """Notes the version of the drafter that drafted for it; 0 = not a learned one."""
-        if version and self.drafter_versions[-1:] != [version]:
-            self.drafter_versions.append(version)
-
-
-@dataclass(eq=False)
-class Prefix:
-    """The committed part of a prompt, computed once for all requests that start with it."""
-
-    pages: list[int]
-    length: int
-    waiting: int  # requests not admitted yet that will want it
-    ready: bool = False
+FREE_SHARE = 1 / 8  # of the running requests that finish before waiting ones are admitted
 
 
 @dataclass
 class Admission:
-    """What to compute for the requests just admitted, in this order."""
+    """What to compute for admitted requests, in this order."""
 
-    recompute: list[Sequence] = field(default_factory=list)  # have emitted before: own tokens again
-    prefixes: list[tuple[tuple[int, ...], Prefix]] = field(default_factory=list)  # (prompt, pages)
+    recompute: list[RunningRequest] = field(default_factory=list)  # preempted: tokens so far
+    prefixes: list[tuple[list[int], list[int]]] = field(default_factory=list)  # (tokens, pages)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from page, to page)
 
     def __bool__(self) -> bool:
         return bool(self.recompute or self.prefixes or self.copies)
-
-    def __add__(self, later: Admission) -> Admission:
-        return Admission(
-            self.recompute + later.recompute,
-            self.prefixes + later.prefixes,
-            self.copies + later.copies,
-        )
 
 
 class Scheduler:
@@ -97,37 +33,63 @@ class Scheduler:
     Args:
         pool: pages of the KV cache.
         page_size: slots of a page.
-        max_batch: most requests running at once.
-        max_position: most tokens of a request, prompt included.
+        max_batch: largest number of running requests.
+        max_position: largest number of tokens of a request, prompt included.
+        spec_max_batch: largest batch that may speculate.
+        on_release: called with each finished request before its pages are freed. Pages are then
+            freed by `release`, or when they are needed; without it, as soon as a request finishes.
 
-    Raises:
-        UserError: from `add`, a request that can never run.
+    Attributes:
+        running: oldest first.
+        adopted: requests begun by another engine.
+        preemptions: so far.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, max_batch: int, max_position: int) -> None:
-        self.pool = pool
-        self.page_size = page_size
-        self.max_batch = max_batch
-        self.max_position = max_position
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
-        self.prefixes: dict[tuple[int, ...], Prefix] = {}
-        self.adopted: list[Sequence] = []  # begun by another engine, finished here
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        max_batch: int,
+        max_position: int,
+        spec_max_batch: int = 0,
+        on_release: Callable[[RunningRequest], None] | None = None,
+    ) -> None:
+        self.pool, self.page_size = pool, page_size
+        self.max_batch, self.max_position = max_batch, max_position
+        self.spec_max_batch, self.on_release = spec_max_batch, on_release
+        self.waiting: deque[RunningRequest] = deque()
+        self.running: list[RunningRequest] = []
+        self.adopted: list[RunningRequest] = []
         self.preemptions = 0
-        self._spent: list[Prefix] = []
+        self._finished: list[RunningRequest] = []  # hold pages until `release`
+        self.prefixes = PrefixCache(pool, page_size)
 
-    def add(self, requests: Iterable[Request]) -> list[Sequence]:
-        """Queues requests in order; returns their sequences."""
+    @property
+    def active(self) -> int:
+        """Requests that run or wait."""
+        return len(self.running) + len(self.waiting)
+
+    @property
+    def lacks_pages(self) -> bool:
+        """Whether requests wait for pages, not for a place in the batch."""
+        return bool(self.waiting) and len(self.running) < self.max_batch
+
+    def add(self, requests: Iterable[Request]) -> list[RunningRequest]:
+        """Queues requests in order; returns their states.
+
+        Raises:
+            UserError: a request can never run.
+        """
         added = []
         for request in requests:
             self._check(request)
-            sequence = Sequence(request, list(request.prompt_ids))
+            state = RunningRequest(request, list(request.prompt_ids))
             if request.params.max_new_tokens == 0:
-                sequence.finish = "length"
+                state.finish = "length"
             else:
-                self.waiting.append(sequence)
-                self._prefix_of(sequence).waiting += 1
-            added.append(sequence)
+                self.waiting.append(state)
+                self.prefixes.expect(request.prompt_ids)
+            added.append(state)
         return added
 
     def _check(self, request: Request) -> None:
@@ -153,155 +115,221 @@ class Scheduler:
                 f" {needed} pages of {self.page_size}"
             )
 
-    def _prefix_of(self, sequence: Sequence) -> Prefix:
-        prompt = sequence.request.prompt_ids
-        if prompt not in self.prefixes:
-            self.prefixes[prompt] = Prefix([], len(prompt) - 1, waiting=0)
-        return self.prefixes[prompt]
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self.running or self.waiting)
-
-    @property
-    def lacks_pages(self) -> bool:
-        """Whether it is pages, not places, that requests wait for."""
-        return bool(self.waiting) and len(self.running) < self.max_batch
+    # ---- admission ------------------------------------------------------------------------------
 
     def admit(self) -> Admission:
-        """Moves waiting requests into the batch while slots and pages last.
+        """Moves waiting requests into the batch while places and pages last.
 
-        Beyond what a request needs at once, a page for each running request must stay free, so
-        that nobody is admitted only to be preempted in the same pass.
+        Besides what a request needs at once, a page for each running request stays free, so that
+        no request is admitted only to be preempted in the same pass.
+
+        Returns:
+            What to compute for them; call `prefixes.release_unused` afterwards.
         """
         admission = Admission()
+        self._admit_while_room(admission)
+        if self._finished and self.lacks_pages:
+            self.release()
+            self._admit_while_room(admission)
+        return admission
+
+    def _admit_while_room(self, admission: Admission) -> None:
         while self.waiting and len(self.running) < self.max_batch:
             admitted = self._admit_first(admission)
-            if not admitted and not self.running and self.evict_prefixes():
+            if not admitted and not self.running and self.prefixes.evict():
                 admitted = self._admit_first(admission)
             if not admitted:
                 break
             self.running.append(self.waiting.popleft())
-        return admission
 
     def _admit_first(self, admission: Admission) -> bool:
-        sequence = self.waiting[0]
+        state = self.waiting[0]
         spare = len(self.running) + 1 if self.running else 0
-        if sequence.num_emitted:
-            count = pages_for(len(sequence.tokens), self.page_size)
+        if state.num_emitted:
+            count = pages_for(len(state.tokens), self.page_size)
             if self.pool.num_free < count + spare:
                 return False
-            sequence.pages = self.pool.allocate(count) or []
-            admission.recompute.append(sequence)
+            state.pages = self.pool.allocate(count) or []
+            state.context_len = len(state.tokens) - 1
+            admission.recompute.append(state)
             return True
-        prefix = self._prefix_of(sequence)
-        count = 0 if prefix.ready else pages_for(prefix.length, self.page_size)
-        if self.pool.num_free < count + 1 + spare:
+        taken = self.prefixes.take(state.request.prompt_ids, spare)
+        if taken is None:
             return False
-        if not prefix.ready:
-            prefix.pages = self.pool.allocate(count) or []
-            prefix.ready = True
-            admission.prefixes.append((sequence.request.prompt_ids, prefix))
-        whole, rest = divmod(prefix.length, self.page_size)
-        own = self.pool.allocate(1) or []
-        self.pool.share(prefix.pages[:whole])
-        sequence.pages = prefix.pages[:whole] + own
-        sequence.context_len = prefix.length
-        if rest:
-            admission.copies.append((prefix.pages[whole], own[0]))
-        prefix.waiting -= 1
-        if prefix.waiting == 0:
-            del self.prefixes[sequence.request.prompt_ids]
-            self._spent.append(prefix)
+        state.pages, state.context_len = taken.pages, taken.length
+        admission.prefixes += taken.compute
+        admission.copies += taken.copies
         return True
 
-    def release_spent(self) -> None:
-        """Frees the pages of prefixes that nobody waits for; call once the copies are made."""
-        for prefix in self._spent:
-            self.pool.release(prefix.pages)
-        self._spent = []
-
-    def evict_prefixes(self) -> bool:
-        """Drops computed prefixes that only waiting requests want; False if there were none."""
-        ready = [prefix for prefix in self.prefixes.values() if prefix.ready]
-        for prefix in ready:
-            self.pool.release(prefix.pages)
-            prefix.pages, prefix.ready = [], False
-        return bool(ready)
-
-    def grow(self, lookahead: int, ahead: int = 0) -> bool:
-        """Gives every running request pages for `lookahead` slots past its committed ones.
-
-        All or nothing; what was there stays.
-
-        Args:
-            lookahead: slots that the next pass may write.
-            ahead: tokens that later passes may commit before the host looks again.
-        """
-        short = []  # of hundreds of requests few lack a page
-        for sequence in self.running:
-            free = len(sequence.pages) * self.page_size - sequence.context_len
-            if free >= lookahead + ahead:
-                continue
-            lacking = lookahead + min(ahead, sequence.remaining) - free
-            if lacking > 0:
-                short.append((sequence, pages_for(lacking, self.page_size)))
-        pages = self.pool.allocate(sum(count for _, count in short))
-        if pages is None:
-            return False
-        for sequence, count in short:
-            sequence.pages += [pages.pop() for _ in range(count)]
-        return True
+    # ---- pages of running requests --------------------------------------------------------------
 
     def has_room(self, lookahead: int) -> bool:
-        """Whether all may have so many slots, pages that were granted ahead taken back."""
+        """Whether all running requests can have `lookahead` slots past their committed ones."""
         needed = sum(pages_for(s.context_len + lookahead, self.page_size) for s in self.running)
         return needed - sum(len(s.pages) for s in self.running) <= self.pool.num_free
 
-    def take_back(self, lookahead: int) -> None:
-        """Frees the pages of running requests past `lookahead` slots; not while passes run."""
-        for sequence in self.running:
-            kept = pages_for(sequence.context_len + lookahead, self.page_size)
-            self.pool.release(sequence.pages[kept:])
-            del sequence.pages[kept:]
+    def grant(self, lookahead: int, burst: int) -> bool:
+        """Grants pages for two bursts, or else for one; False if there are not enough.
 
-    def preempt_youngest(self) -> Sequence:
-        """Takes the youngest request out of the batch; it is recomputed later, same tokens."""
-        sequence = self.running.pop()
-        self._vacate(sequence)
-        if sequence.num_emitted == 0:
-            self._prefix_of(sequence).waiting += 1
-        self.waiting.appendleft(sequence)
+        The second burst may start before the host has read the first one. While requests wait for
+        pages, at most a page per request is granted.
+
+        Args:
+            lookahead: slots that a pass may write past the committed ones.
+            burst: tokens that a request may commit in a burst.
+        """
+        for ahead in (2 * burst, burst):
+            if self.lacks_pages:
+                ahead = min(ahead, self.page_size)
+            if self._grow(lookahead, ahead):
+                return True
+        return False
+
+    def reserve(self, lookahead: int, burst: int) -> list[RunningRequest]:
+        """Grants pages for the next burst, at least for its first pass; preempts if it must.
+
+        Args:
+            lookahead, burst: as for `grant`.
+
+        Returns:
+            The preempted requests, the youngest first. They are recomputed later, to the same
+            tokens.
+
+        Raises:
+            UserError: there are not enough pages for one request.
+        """
+        preempted: list[RunningRequest] = []
+        if self.grant(lookahead, burst) or self._grow(lookahead):
+            return preempted
+        self.release()
+        self._trim(lookahead)
+        while not self._grow(lookahead):
+            if len(self.running) > 1:
+                preempted.append(self._preempt())
+            elif not self.prefixes.evict():
+                raise UserError(
+                    f"engine.num_pages={self.pool.num_pages}: too few for one request; raise it"
+                    " or lower sampling.max_new_tokens"
+                )
+        return preempted
+
+    def _grow(self, lookahead: int, ahead: int = 0) -> bool:
+        """Gives every running request pages for `lookahead` slots and `ahead` tokens, or none."""
+        short = []  # few of hundreds of requests lack a page
+        for state in self.running:
+            free = len(state.pages) * self.page_size - state.context_len
+            if free >= lookahead + ahead:
+                continue
+            lacking = lookahead + min(ahead, state.remaining) - free
+            if lacking > 0:
+                short.append((state, pages_for(lacking, self.page_size)))
+        pages = self.pool.allocate(sum(count for _, count in short))
+        if pages is None:
+            return False
+        for state, count in short:
+            state.pages += [pages.pop() for _ in range(count)]
+        return True
+
+    def _trim(self, lookahead: int) -> None:
+        """Frees pages past `lookahead` slots; the device must not be running."""
+        for state in self.running:
+            kept = pages_for(state.context_len + lookahead, self.page_size)
+            self.pool.release(state.pages[kept:])
+            del state.pages[kept:]
+
+    def _preempt(self) -> RunningRequest:
+        state = self.running.pop()
+        self._reset(state)
+        if state.num_emitted == 0:
+            self.prefixes.expect(state.request.prompt_ids)
+        self.waiting.appendleft(state)
         self.preemptions += 1
-        return sequence
+        return state
 
-    def _vacate(self, sequence: Sequence) -> None:
-        self.release([sequence])
-        sequence.context_len = sequence.draft_len = 0
+    def _free(self, state: RunningRequest) -> None:
+        self.pool.release(state.pages)
+        state.pages = []
 
-    def hand_over(self) -> list[Sequence]:
-        """Takes the running requests out for good: another engine finishes them, same tokens."""
-        taken, self.running = self.running, []
-        for sequence in taken:
-            self._vacate(sequence)
-        return taken
+    def _reset(self, state: RunningRequest) -> None:
+        self._free(state)
+        state.context_len = state.draft_len = 0
 
-    def adopt(self, sequences: Iterable[Sequence]) -> None:
-        """Queues requests that another engine handed over, with what they emitted there."""
-        for sequence in sequences:
-            assert sequence.num_emitted and not sequence.pages
-            self.adopted.append(sequence)
-            self.waiting.append(sequence)
+    # ---- results --------------------------------------------------------------------------------
 
-    def retire(self) -> list[Sequence]:
-        """Removes finished requests from the batch; they keep their pages until `release`."""
+    def burst_ends(self, spare: int) -> int:
+        """Finished requests that end a burst, since the host then has something to decide.
+
+        That is the case if a smaller graph can take over, if waiting requests can be admitted, or
+        if the batch may speculate from then on.
+
+        Args:
+            spare: finished requests after which a smaller graph can take over.
+        """
+        count = len(self.running)
+        if self.waiting:
+            spare = min(spare, max(1, int(count * FREE_SHARE)))
+        over = count - self.spec_max_batch
+        return min(spare, over) if over > 0 else spare
+
+    def record(
+        self,
+        states: Sequence[RunningRequest],
+        rows: Iterable[tuple[Any, ...]],
+        strategy: Strategy,
+        version: int,
+    ) -> None:
+        """Adds what a burst emitted.
+
+        Args:
+            states: of the requests, by row.
+            rows: of `tlt_ext.PassRing.collect`.
+            strategy: of the burst.
+            version: of the drafter, 0 = not a learned one.
+
+        Raises:
+            RuntimeError: a pass emitted nothing, so that the rollout would never end.
+        """
+        for state, row in zip(states, rows, strict=True):
+            if not state.finish:  # else in an earlier burst
+                state.append(*row, strategy, version)
+
+    def set_draft_lens(
+        self, states: Sequence[RunningRequest], lengths: Sequence[int], version: int
+    ) -> None:
+        """Notes how many entries the drafter of a version has written for each request."""
+        for state, length in zip(states, lengths, strict=True):
+            state.draft_len, state.draft_version = length, version
+
+    def retire(self) -> list[RunningRequest]:
+        """Takes finished requests out of the batch and returns them."""
         done = [s for s in self.running if s.finish]
         if done:
             self.running = [s for s in self.running if not s.finish]
+        self._finished += done
+        if self.on_release is None:
+            self.release()
         return done
 
-    def release(self, sequences: Iterable[Sequence]) -> None:
-        """Frees the pages of requests that run no more."""
-        for sequence in sequences:
-            self.pool.release(sequence.pages)
-            sequence.pages = []
+    def release(self) -> None:
+        """Frees the pages of finished requests."""
+        for state in self._finished:
+            if self.on_release is not None:
+                self.on_release(state)
+            self._free(state)
+        self._finished.clear()
+
+    # ---- other engines --------------------------------------------------------------------------
+
+    def hand_over(self) -> list[RunningRequest]:
+        """Takes the running requests out for good; another engine finishes them, same tokens."""
+        taken, self.running = self.running, []
+        for state in taken:
+            self._reset(state)
+        return taken
+
+    def adopt(self, states: Iterable[RunningRequest]) -> None:
+        """Queues requests that another engine handed over, with the tokens emitted there."""
+        for state in states:
+            assert state.num_emitted and not state.pages
+            self.adopted.append(state)
+            self.waiting.append(state)

@@ -1,12 +1,12 @@
-"""What a pass reads and writes of the running requests, in static arrays: one graph serves all.
+"""The running requests in static device arrays, so that one graph serves every batch.
 
-The host fills mirrors of the arrays and uploads them between passes; from then on the device
-advances them by itself. On the CPU mirror and array are the same memory.
+The host fills mirrors of the arrays and uploads them between bursts; during a burst the device
+updates them. On the CPU mirror and array are the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,7 @@ import tlt_ext
 
 from ..common.errors import UserError
 from ..config.strategy import MAX_DEPTH
-from .scheduler import Sequence
+from .request import RunningRequest
 from .token_store import GROUP_SLOTS, TokenStore
 from .tree import Tree
 
@@ -25,7 +25,7 @@ MAX_EMITTED = MAX_DEPTH + 1  # tokens of a request in one pass
 MAX_STOP_IDS = 16  # of a request
 CONTROL_WORDS = 8
 
-# Columns: one number a request; tables: some 32-bit words a request.
+# Columns: one number per request; tables: several 32-bit words per request.
 _INTS = ("slot", "context_len", "last_token", "remaining", "granted", "num_new", "status", "top_k")
 _FLOATS = ("temperature", "draft_temperature", "top_p")
 _LONGS = ("request", "store_row")
@@ -37,27 +37,27 @@ class Batch:
     """The first B rows of the state. Rows past the running requests are inert: slot -1, no pages.
 
     Attributes:
-        sequences: of the running requests, which may be fewer than B.
+        running: the requests, which may be fewer than B.
     """
 
-    sequences: list[Sequence]
-    request: Tensor  # int64 [B], key of its noise
-    store_row: Tensor  # int64 [B], its slot, or the store's spare entry where the row is inert
+    running: list[RunningRequest]
+    request: Tensor  # int64 [B], key of the noise
+    store_row: Tensor  # int64 [B], the slot, or the store's spare entry if the row is inert
     slot: Tensor  # int32 [B], row of the token store; -1 = inert
     context_len: Tensor  # int32 [B], committed KV entries; also the root's position
     last_token: Tensor  # int32 [B], the root of the next pass
-    remaining: Tensor  # int32 [B], tokens it may still emit
-    granted: Tensor  # int32 [B], KV slots that its pages cover
+    remaining: Tensor  # int32 [B], tokens that may still be emitted
+    granted: Tensor  # int32 [B], KV slots of the granted pages
     num_new: Tensor  # int32 [B], newest entries that the drafter has yet to write
     status: Tensor  # int32 [B], status words that ops OR bits into
     top_k: Tensor  # int32 [B]
     temperature: Tensor  # float32 [B]
-    draft_temperature: Tensor  # float32 [B], that a learned drafter's tokens are drawn at
+    draft_temperature: Tensor  # float32 [B], of a learned drafter
     top_p: Tensor  # float32 [B]
     stop_ids: Tensor  # int32 [B, MAX_STOP_IDS], -1 = unused
-    group_slots: Tensor  # int32 [B, GROUP_SLOTS], rows of the store with its prompt, -1 = none
-    block_table: Tensor  # int32 [B, max_pages], -1 past a request's end
-    # What a pass leaves.
+    group_slots: Tensor  # int32 [B, GROUP_SLOTS], rows of the store with the same prompt, -1 = none
+    block_table: Tensor  # int32 [B, max_pages], -1 after the last page
+    # Results of a pass.
     emitted: Tensor  # int32 [B, MAX_EMITTED]
     logprobs: Tensor  # float32 [B, MAX_EMITTED]
     path: Tensor  # int32 [B, MAX_EMITTED]
@@ -69,7 +69,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.slot)
 
-    # The same arrays in the groups that ops take; made once, as the arrays are static.
+    # The arrays in the groups that ops take, cached since the arrays are static.
 
     @cached_property
     def sampling(self) -> tlt_ext.Sampling:
@@ -107,12 +107,12 @@ class BatchState:
     """Static arrays over `max_batch` rows.
 
     Args:
-        max_batch: most running requests.
-        max_pages: most pages of a request, those of rows in flight included.
+        max_batch: largest number of running requests.
+        max_pages: largest number of pages of a request, rows in flight included.
         page_size: KV slots of a page.
         store: the tokens of the requests.
         device: where the passes run.
-        draft_temperature: of learned drafts, over that of their request.
+        draft_temperature: of learned drafts, relative to that of the request.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class BatchState:
         self.draft_temperature = draft_temperature
         self.max_batch, self.page_size, self.store = max_batch, page_size, store
         self.device = device
-        self.sequences: list[Sequence] = []
-        # One array, so that an upload of everything but the block table is one copy.
+        self.running: list[RunningRequest] = []
+        # One array: everything except the block table is uploaded by one copy.
         self._sizes = [
             *[2 * max_batch] * len(_LONGS),
             *[max_batch] * (len(_INTS) + len(_FLOATS)),
@@ -149,18 +149,18 @@ class BatchState:
         self._no_parent = self._zeros(max_batch) - 1
         self._count_up = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self.control = self._zeros(CONTROL_WORDS)
-        # What the rows hold, so that only what changed is written again.
-        self._seats: list[Sequence | None] = [None] * max_batch
+        # Contents of the rows, so that only changes are written.
+        self._assigned: list[RunningRequest | None] = [None] * max_batch
         self._slots = [-1] * max_batch
         self._pages: list[list[int]] = [[] for _ in range(max_batch)]
-        self._stamps = [0] * max_batch
+        self._group_versions = [0] * max_batch
         self._views: dict[int, Batch] = {}
         self._filled = 0
         self._clear(0, max_batch)
         self.upload(max_batch)
 
     def rows(self, count: int) -> Batch:
-        """The first `count` rows, as views that are made once."""
+        """The first `count` rows, as cached views."""
         if count not in self._views:
             views = {name: array[:count] for name, array in self._arrays.items()}
             roots = Tree(
@@ -173,61 +173,59 @@ class BatchState:
             table = tlt_ext.TokenTable(
                 self.store.tokens, views["slot"], self.store.length, views["group_slots"]
             )
-            self._views[count] = Batch(self.sequences, **views, roots=roots, table=table)
+            self._views[count] = Batch(self.running, **views, roots=roots, table=table)
         return self._views[count]
 
-    def is_stale(self, running: list[Sequence]) -> bool:
-        """Whether other requests run than the device knows of."""
-        return set(self.sequences) != set(running)
+    def is_stale(self, running: list[RunningRequest]) -> bool:
+        """Whether the rows hold other requests than these."""
+        return set(self.running) != set(running)
 
     def grant(self) -> None:
-        """Takes over the pages that the requests got since, and uploads nothing else."""
-        moved = [
-            row for row, sequence in enumerate(self.sequences) if self._pages[row] != sequence.pages
-        ]
+        """Uploads the pages that changed, and nothing else."""
+        moved = [row for row, s in enumerate(self.running) if self._pages[row] != s.pages]
         for row in moved:
-            pages = self._put_pages(row, self.sequences[row].pages)
+            pages = self._put_pages(row, self.running[row].pages)
             self._columns["granted"][row] = pages * self.page_size
         if moved:
             self._upload_column("granted")
-            self._upload_table(len(self.sequences))
+            self._upload_table(len(self.running))
 
-    def lag(self) -> None:
-        """Takes over how far the drafter lags behind the requests, and uploads nothing else."""
-        rows = slice(0, len(self.sequences))
-        self._columns["num_new"][rows] = [s.num_new for s in self.sequences]
+    def update_num_new(self) -> None:
+        """Uploads how many entries the drafter has yet to write, and nothing else."""
+        rows = slice(0, len(self.running))
+        self._columns["num_new"][rows] = [s.num_new for s in self.running]
         self._upload_column("num_new")
 
-    def fill(self, running: list[Sequence]) -> Batch:
-        """Takes over the running requests and uploads their rows.
+    def fill(self, running: list[RunningRequest]) -> Batch:
+        """Writes and uploads the rows of the running requests.
 
-        Who has a row keeps it, unless it lies past the last; so little changes when one of many
-        requests ends. Those without a row of the token store get one.
+        A request keeps its row unless that is past the last one, so little changes when one of many
+        requests finishes. Requests without a row of the token store get one.
 
         Returns:
-            Their rows, and no others.
+            Their rows.
 
         Raises:
-            UserError: a request with more than MAX_STOP_IDS stop ids.
+            UserError: a request has more than MAX_STOP_IDS stop ids.
         """
-        self.store.take([sequence for sequence in running if sequence.slot < 0])
-        self.sequences[:] = self._arranged(running)
-        for row, sequence in enumerate(self.sequences):
-            if self._seats[row] is not sequence or self._slots[row] != sequence.slot:
-                self._seat(row, sequence)
-            if self._pages[row] != sequence.pages:
-                self._put_pages(row, sequence.pages)
-            stamp = self.store.stamp(sequence)
-            if self._stamps[row] != stamp:
-                self._put("group_slots", row, self.store.group_of(sequence))
-                self._stamps[row] = stamp
+        self.store.take(running)
+        self.running[:] = self._arranged(running)
+        for row, state in enumerate(self.running):
+            if self._assigned[row] is not state or self._slots[row] != self.store.slot(state):
+                self._assign(row, state)
+            if self._pages[row] != state.pages:
+                self._put_pages(row, state.pages)
+            version = self.store.group_version(state)
+            if self._group_versions[row] != version:
+                self._put("group_slots", row, self.store.group_slots(state))
+                self._group_versions[row] = version
         count, columns = len(running), self._columns
         rows = slice(0, count)
-        columns["context_len"][rows] = [s.context_len for s in self.sequences]
-        columns["last_token"][rows] = [s.tokens[-1] for s in self.sequences]
-        columns["remaining"][rows] = [s.remaining for s in self.sequences]
-        columns["granted"][rows] = [len(s.pages) * self.page_size for s in self.sequences]
-        columns["num_new"][rows] = [s.num_new for s in self.sequences]
+        columns["context_len"][rows] = [s.context_len for s in self.running]
+        columns["last_token"][rows] = [s.tokens[-1] for s in self.running]
+        columns["remaining"][rows] = [s.remaining for s in self.running]
+        columns["granted"][rows] = [len(s.pages) * self.page_size for s in self.running]
+        columns["num_new"][rows] = [s.num_new for s in self.running]
         columns["status"][rows] = 0
         if count < self._filled:
             self._clear(count, self._filled)
@@ -235,32 +233,32 @@ class BatchState:
         self._filled = count
         return self.rows(count)
 
-    def _arranged(self, running: list[Sequence]) -> list[Sequence]:
+    def _arranged(self, running: list[RunningRequest]) -> list[RunningRequest]:
+        """The requests by row."""
         here = set(running)
-        kept = [s if s in here else None for s in self.sequences[: len(running)]]
+        kept = [s if s in here else None for s in self.running[: len(running)]]
         kept += [None] * (len(running) - len(kept))
-        seated = set(kept)
-        others = (s for s in running if s not in seated)
+        placed = set(kept)
+        others = (s for s in running if s not in placed)
         return [next(others) if s is None else s for s in kept]
 
-    def _seat(self, row: int, sequence: Sequence) -> None:
-        """Writes what stays as long as the request has this row."""
-        params, stops = sequence.request.params, sequence.request.params.stop_ids
+    def _assign(self, row: int, state: RunningRequest) -> None:
+        """Writes the columns that stay constant while the request has this row."""
+        request, slot = state.request, self.store.slot(state)
+        params, stops = request.params, request.params.stop_ids
         if len(stops) > MAX_STOP_IDS:
-            raise UserError(
-                f"request {sequence.request.id}: {len(stops)} stop ids; at most {MAX_STOP_IDS}"
-            )
-        self._columns["slot"][row] = self._columns["store_row"][row] = sequence.slot
-        self._columns["request"][row] = sequence.request.id
+            raise UserError(f"request {request.id}: {len(stops)} stop ids; at most {MAX_STOP_IDS}")
+        self._columns["slot"][row] = self._columns["store_row"][row] = slot
+        self._columns["request"][row] = request.id
         self._columns["temperature"][row] = params.temperature
         self._columns["draft_temperature"][row] = self.draft_temperature * params.temperature
         self._columns["top_k"][row] = params.top_k
         self._columns["top_p"][row] = params.top_p
         self._put("stop_ids", row, stops)
-        self._seats[row], self._slots[row], self._stamps[row] = sequence, sequence.slot, 0
+        self._assigned[row], self._slots[row], self._group_versions[row] = state, slot, 0
 
     def _put_pages(self, row: int, pages: list[int]) -> int:
-        """Writes a row of the block table, only its end where pages were added; their number."""
+        """Writes a row of the block table, or only the added pages; returns the number of pages."""
         had, self._pages[row] = self._pages[row], list(pages)
         begin = len(had) if pages[: len(had)] == had else 0
         if begin == 0:
@@ -268,7 +266,7 @@ class BatchState:
         self._table[row, begin : len(pages)] = pages[begin:]
         return len(pages)
 
-    def _put(self, name: str, row: int, values: Values[int]) -> None:
+    def _put(self, name: str, row: int, values: Sequence[int]) -> None:
         table = self._columns[name][row]
         table.fill(-1)
         table[: len(values)] = values
@@ -278,7 +276,7 @@ class BatchState:
         rows = slice(begin, end)
         self._table[rows] = -1
         for row in range(begin, end):
-            self._seats[row], self._pages[row], self._stamps[row] = None, [], 0
+            self._assigned[row], self._pages[row], self._group_versions[row] = None, [], 0
         for name in ("context_len", "last_token", "remaining", "granted", "num_new", "status"):
             self._columns[name][rows] = 0
         for name in ("slot", "stop_ids", "group_slots"):
@@ -288,7 +286,7 @@ class BatchState:
         self._columns["top_p"][rows] = 1.0
 
     def upload(self, count: int) -> None:
-        """Copies the mirrors to the device, the block table's first `count` rows with them."""
+        """Copies the mirrors to the device, of the block table only the first `count` rows."""
         if self._words is not self._host:
             self._words.copy_(self._host, non_blocking=True)
         self._upload_table(count)
@@ -307,7 +305,7 @@ class BatchState:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _mirrored(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """int32 arrays (host, device): page-locked and apart on a GPU, one and the same else."""
+        """int32 arrays (host, device): pinned and separate on a GPU, the same array otherwise."""
         if self.device.type == "cpu":
             array = self._zeros(*shape)
             return array, array

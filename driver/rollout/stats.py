@@ -1,17 +1,26 @@
-"""What a rollout did: counters of its passes and the record of its tail."""
+"""Statistics of a rollout: counters of its passes and a trace of its active requests."""
 
 from __future__ import annotations
 
+import functools
+import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+import tlt_ext
+
 from ..config.strategy import OFF
 
 if TYPE_CHECKING:
+    from .prefill import Prefill
+    from .request import RunningRequest
     from .runner import Burst
+    from .scheduler import Scheduler
 
 QUARTERS = 4
+HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
 
 
 @dataclass
@@ -24,37 +33,36 @@ class RolloutStats:
 
     target_passes: int = 0
     emitted: int = 0
-    prefilled_tokens: int = 0  # rows that went through prefill, for whatever reason
+    prefilled_tokens: int = 0  # rows of prefill
     recomputed_tokens: int = 0  # of them, for requests preempted or taken from other ranks
-    reprefilled_tokens: int = 0  # of them, neither that nor a prompt's first time: the gate's share
+    reprefilled_tokens: int = 0  # of them, neither recomputed nor a prompt's first time
     spec_passes: int = 0
     spec_request_passes: int = 0
     spec_emitted: int = 0
     drafted: int = 0
     accepted: int = 0
-    bursts: int = 0  # stretches of passes without the host
-    passes_s: float = 0.0  # of them, by the clock of those who made them
+    bursts: int = 0
+    passes_s: float = 0.0  # of all bursts, by the device's clock for graphs, else by the host's
     switches: int = 0
-    # The host's part of switching: neither catching up nor what requests that come or end cost.
-    switch_s: float = 0.0
-    catchup_s: float = 0.0  # of the drafter with what it missed, the device's part included
+    switch_s: float = 0.0  # host time of switches, without catching up
+    catchup_s: float = 0.0  # of the drafter's missing entries, device time included
     preemptions: int = 0
     adopted: int = 0  # requests taken from other ranks
-    flagged: int = 0  # responses whose status word was not 0
+    flagged: int = 0  # responses whose status word is not 0
     elapsed_s: float = 0.0
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # (seconds, active, arm)
-    # (request-passes, emitted) of each speculative burst, in their order.
+    # (request-passes, emitted) of each speculative burst, in order.
     spec_bursts: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, later: RolloutStats) -> None:
-        """Adds the counters of a rollout that followed, its trace behind this one's."""
+        """Adds the counters of a later rollout and appends its trace."""
         self.trace += [(self.elapsed_s + at, active, arm) for at, active, arm in later.trace]
         for item in fields(self):
             if item.name != "trace":
                 setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
 
-    def book(self, burst: Burst, begin_s: float) -> None:
-        """Books a burst of passes that began `begin_s` into the rollout."""
+    def add_burst(self, burst: Burst, begin_s: float) -> None:
+        """Adds a burst that began `begin_s` seconds after the start of the rollout."""
         emitted, active, request_passes = burst.total, burst.active, burst.request_passes
         self.target_passes += burst.passes
         self.bursts += 1
@@ -73,13 +81,43 @@ class RolloutStats:
         self.drafted += burst.rows - request_passes
         self.accepted += emitted - request_passes
 
+    def close(
+        self,
+        scheduler: Scheduler,
+        prefill: Prefill,
+        added: Sequence[RunningRequest],
+        finished: Sequence[RunningRequest],
+    ) -> None:
+        """Adds what is known at the end of a rollout; warns of flagged responses.
+
+        Args:
+            scheduler, prefill: of the rollout.
+            added: requests of this engine.
+            finished: requests that have a response here.
+        """
+        self.adopted, self.preemptions = len(scheduler.adopted), scheduler.preemptions
+        self.prefilled_tokens, self.recomputed_tokens = prefill.rows, prefill.recomputed
+        prompts = {s.request.prompt_ids for s in added if s.num_emitted}
+        once = sum(len(prompt) - 1 for prompt in prompts)
+        self.reprefilled_tokens = self.prefilled_tokens - once - self.recomputed_tokens
+        flagged = [s.status & ~HARMLESS for s in finished if s.status & ~HARMLESS]
+        self.flagged = len(flagged)
+        if flagged:
+            bits = functools.reduce(operator.or_, flagged)
+            names = ", ".join(bit.name for bit in tlt_ext.Status if bit & bits)
+            warnings.warn(
+                f"{len(flagged)} of {len(finished)} responses are flagged ({names}): the target's"
+                " weights or caches are damaged",
+                stacklevel=3,
+            )
+
     @staticmethod
     def side_by_side(parts: Sequence[RolloutStats], own: int) -> RolloutStats:
-        """Rollouts of several ranks at the same time: counters add up, the longest time counts.
+        """Concurrent rollouts of several ranks: counters are added, the longest time is taken.
 
         Args:
             parts: of each rank.
-            own: the rank whose trace and order of bursts are kept.
+            own: the rank whose trace and bursts are kept.
         """
         total = RolloutStats()
         for part in parts:
@@ -91,21 +129,21 @@ class RolloutStats:
 
     @property
     def accept_length(self) -> float | None:
-        """Mean emitted per speculative request-pass; None where nothing was speculated."""
+        """Mean tokens per speculative request-pass; None without speculation."""
         if self.spec_request_passes == 0:
             return None
         return self.spec_emitted / self.spec_request_passes
 
     @property
     def host_share(self) -> float:
-        """Of one rollout on one rank: share of the time since its first pass without a pass."""
+        """Share of the time since the first pass in which no pass ran, on one rank."""
         since = self.elapsed_s - self.trace[0][0]
         return max(0.0, 1.0 - self.passes_s / since)
 
     def accept_by_quarter(self) -> list[float]:
-        """Accept length of each quarter of the speculative request-passes since the rollout began.
+        """Accept length of each quarter of the speculative request-passes; [] without any.
 
-        A burst counts in each by the share of it that lies there; [] where nothing was speculated.
+        A burst in several quarters counts in each by its share there.
         """
         quarter = sum(passes for passes, _ in self.spec_bursts) / QUARTERS
         emitted, before = [0.0] * QUARTERS, 0
@@ -118,7 +156,7 @@ class RolloutStats:
         return [tokens / quarter for tokens in emitted] if quarter else []
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of the metrics file."""
+        """Entries of the metrics file."""
         out = {
             "spec/target_passes": self.target_passes,
             "spec/drafted": self.drafted,

@@ -1,51 +1,55 @@
-"""Tokens of running and finished requests on the device, where passes write and drafts look."""
+"""Tokens of running and finished requests on the device, written by passes and read by drafts."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .scheduler import Sequence
+from .request import RunningRequest
 
-GROUP_SLOTS = 32  # sequences of one prompt that a request looks at
-
-Prompt = tuple[int, ...]
+GROUP_SLOTS = 32  # rows of one prompt that a request's drafts read
 
 
 @dataclass
 class Group:
     """Rows of one prompt."""
 
-    prompt: Prompt
+    prompt: tuple[int, ...]
     slots: list[int] = field(default_factory=list)  # newest last
-    stamp: int = 0
+    version: int = 0
 
 
 class TokenStore:
-    """A row of tokens for each request, kept after it finished until the room is needed.
+    """A row of tokens for each request, kept after it finished until the row is needed.
 
-    Requests of one prompt see each other's rows: siblings, and responses of earlier steps.
+    Drafts of a request read the rows of its prompt: siblings, and responses of earlier steps.
 
     Args:
         num_slots: rows; at least as many as requests run at once.
-        max_len: most tokens of a request, prompt included.
+        max_len: largest number of tokens of a request, prompt included.
         device: where the passes run.
+
+    Attributes:
+        tokens: int32 [slots, max_len].
+        changes: number of changes so far.
     """
 
     def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
-        # Rows of a multiple of four tokens are read faster. One length more, for inert rows.
+        # Rows of a multiple of four tokens are read faster. One more length, for inert rows.
         shape = num_slots, -(-max_len // 4) * 4
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._free = list(range(num_slots - 1, -1, -1))
-        # Slots of finished requests, oldest first, and how many changes there had been.
+        self._slots: dict[RunningRequest, int] = {}
+        # Slots of finished requests, oldest first, and the number of changes when they finished.
         self._past: OrderedDict[int, int] = OrderedDict()
-        self._groups: dict[Prompt, Group] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         self._group_of: list[Group | None] = [None] * num_slots  # by slot
-        self.changes = 0  # so far
+        self.changes = 0
 
     @property
     def spare(self) -> int:
@@ -57,43 +61,49 @@ class TokenStore:
         """int32 [slots], known tokens of each row."""
         return self._lengths[:-1]
 
-    def take(self, sequences: list[Sequence]) -> None:
-        """Gives requests rows, with the tokens they have."""
-        if not sequences:
+    def slot(self, request: RunningRequest) -> int:
+        """The row of a request."""
+        return self._slots[request]
+
+    def take(self, requests: Iterable[RunningRequest]) -> None:
+        """Gives a row, with the tokens so far, to each request without one."""
+        new = [request for request in requests if request not in self._slots]
+        if not new:
             return
-        for sequence in sequences:
-            self._seat(sequence)
-        lengths = [len(sequence.tokens) for sequence in sequences]
-        ids = torch.zeros(len(sequences), max(lengths), dtype=torch.int32)
-        for row, sequence in zip(ids.numpy(), sequences, strict=True):
-            row[: len(sequence.tokens)] = sequence.tokens  # what follows is nobody's
-        slots = torch.tensor([s.slot for s in sequences], device=self.tokens.device)
-        self.tokens[:, : ids.shape[1]].index_copy_(0, slots, ids.to(self.tokens.device))
-        known = torch.tensor(lengths, dtype=torch.int32, device=self.tokens.device)
+        for request in new:
+            self._assign(request)
+        lengths = [len(request.tokens) for request in new]
+        ids = torch.zeros(len(new), max(lengths), dtype=torch.int32)
+        for row, request in zip(ids.numpy(), new, strict=True):
+            row[: len(request.tokens)] = request.tokens  # what follows is never read
+        device = self.tokens.device
+        slots = torch.tensor([self._slots[request] for request in new], device=device)
+        self.tokens[:, : ids.shape[1]].index_copy_(0, slots, ids.to(device))
+        known = torch.tensor(lengths, dtype=torch.int32, device=device)
         self._lengths.index_copy_(0, slots, known)
 
-    def _seat(self, sequence: Sequence) -> None:
+    def _assign(self, request: RunningRequest) -> None:
         if not self._free:
             self._drop(next(iter(self._past)))
-        sequence.slot = self._free.pop()
-        prompt = sequence.request.prompt_ids
+        slot = self._slots[request] = self._free.pop()
+        prompt = request.request.prompt_ids
         group = self._groups.setdefault(prompt, Group(prompt))
-        group.slots.append(sequence.slot)
-        self._group_of[sequence.slot] = group
-        self._touch(group)
+        group.slots.append(slot)
+        self._group_of[slot] = group
+        self._change(group)
 
-    def give_back(self, sequence: Sequence, keep: bool) -> None:
-        """A request runs no more; `keep` its row for those of its prompt that come later."""
-        if sequence.slot < 0:
+    def release(self, request: RunningRequest, keep: bool) -> None:
+        """Frees the row of a request that runs no more; `keep`: only when the row is needed."""
+        slot = self._slots.pop(request, None)
+        if slot is None:
             return  # it never ran
         self.changes += 1
-        self._past[sequence.slot] = self.changes
+        self._past[slot] = self.changes
         if not keep:
-            self._drop(sequence.slot)
-        sequence.slot = -1
+            self._drop(slot)
 
     def advance(self, rows: Tensor, context_len: Tensor) -> None:
-        """Notes the tokens known by now, on the device.
+        """Updates the number of known tokens, on the device.
 
         Args:
             rows: int64 [B], slots; `spare` for inert rows.
@@ -101,17 +111,18 @@ class TokenStore:
         """
         self._lengths.index_copy_(0, rows, context_len + 1)
 
-    def group_of(self, sequence: Sequence) -> list[int]:
-        """Rows that a request looks at: its own, then those of its prompt, the newest first."""
-        others = [s for s in self._group_of[sequence.slot].slots if s != sequence.slot]
-        return [sequence.slot, *others[:-GROUP_SLOTS:-1]]
+    def group_slots(self, request: RunningRequest) -> list[int]:
+        """Rows that drafts of a request read: its own, then those of its prompt, newest first."""
+        own = self._slots[request]
+        others = [slot for slot in self._group_of[own].slots if slot != own]
+        return [own, *others[:-GROUP_SLOTS:-1]]
 
-    def stamp(self, sequence: Sequence) -> int:
-        """A number, not 0, that changes whenever the rows of the request's prompt do."""
-        return self._group_of[sequence.slot].stamp
+    def group_version(self, request: RunningRequest) -> int:
+        """A positive number that changes whenever the rows of the request's prompt do."""
+        return self._group_of[self._slots[request]].version
 
     def clear(self, since: int = -1) -> None:
-        """Forgets the requests that finished, or only those since `changes` was this."""
+        """Drops finished requests, or only those since `changes` had this value."""
         for slot in [slot for slot, at in self._past.items() if at > since]:
             self._drop(slot)
 
@@ -119,11 +130,11 @@ class TokenStore:
         del self._past[slot]
         group, self._group_of[slot] = self._group_of[slot], None
         group.slots.remove(slot)
-        self._touch(group)
+        self._change(group)
         if not group.slots:
             del self._groups[group.prompt]
         self._free.append(slot)
 
-    def _touch(self, group: Group) -> None:
+    def _change(self, group: Group) -> None:
         self.changes += 1
-        group.stamp = self.changes
+        group.version = self.changes

@@ -1,4 +1,4 @@
-"""Draft trees of a batch: the packed rows that the target verifies, and their store."""
+"""Draft trees of a batch: the packed rows that the target verifies, and drafted nodes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..config.strategy import MAX_DEPTH
 
 @dataclass(frozen=True)
 class Tree:
-    """Rows of one verify pass, packed over requests, root first in each; later rows are inert."""
+    """Rows of one verify pass, packed over requests, each with its root first."""
 
     tokens: Tensor  # int32 [R]
     parents: Tensor  # int32 [R], row within the request, -1 for the root
     position: Tensor  # int32 [R], absolute
     ancestors: Tensor | None  # uint8 [R, 16]; None: only roots
-    row_start: Tensor  # int32 [B + 1]
+    row_start: Tensor  # int32 [B + 1]; rows past the last entry are inert
 
     @property
     def num_rows(self) -> int:
@@ -28,11 +28,11 @@ class Tree:
 
     @property
     def group(self) -> tlt_ext.Tree:
-        """As an op takes it, with `position` and `row_start` in `Batch.rows_of`."""
+        """The group that ops take; `position` and `row_start` are in `Batch.rows_of`."""
         return tlt_ext.Tree(self.tokens, self.parents, self.ancestors)
 
     def ragged(self) -> Tree:
-        """Without the inert rows, but one; waits for their count, so not in a pass on a GPU."""
+        """The tree without inert rows, at least one row; on a GPU this waits for the device."""
         used = max(1, int(self.row_start[-1]))
         ancestors = None if self.ancestors is None else self.ancestors[:used]
         rows = (t[:used] for t in (self.tokens, self.parents, self.position))
@@ -46,12 +46,12 @@ class Tree:
 
 
 class NodeStore:
-    """Static arrays for all drafted nodes of a batch and for the tree chosen among them.
+    """Static arrays of all drafted nodes of a batch and of the tree selected among them.
 
     Args:
         batch: requests.
-        capacity: nodes a request can hold, root included.
-        num_verify: rows of a request that are verified at most.
+        capacity: nodes of a request, root included.
+        num_verify: largest number of verified rows of a request.
         device: where the drafter runs.
     """
 
@@ -59,7 +59,7 @@ class NodeStore:
         self, batch: int, capacity: int, num_verify: int, device: torch.device | str = "cpu"
     ) -> None:
         def ints(*shape: int) -> Tensor:
-            # Zeros: rows that hold nothing are computed on, and their ids must be valid.
+            # Zeros: inert rows are computed too, and their ids must be valid.
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.num_verify = num_verify
@@ -75,7 +75,7 @@ class NodeStore:
         self._row_start = ints(batch + 1)
 
     def begin(self, roots: Tensor) -> None:
-        """Forgets all nodes but the roots, int32 [B]; their other fields are never written."""
+        """Drops all nodes except the roots, int32 [B], whose other fields never change."""
         self.token[:, 0].copy_(roots)
         self.count.fill_(1)
 
@@ -96,5 +96,5 @@ class NodeStore:
             source=source,
             num_verify=self.num_verify,
         )
-        # Only the CPU knows the count at once, and only there inert rows cost as much as others.
+        # Only the CPU knows the count without waiting, and only there inert rows cost time.
         return tree.ragged() if self.token.device.type == "cpu" else tree

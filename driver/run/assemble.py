@@ -19,6 +19,7 @@ from ..common.spans import Sink
 from ..config.load import Config
 from ..config.sections import EngineConfig
 from ..config.strategy import OFF, Strategy, parse_strategies
+from ..drafter.overlap import OverlapTuner
 from ..drafter.trainer import SpotTrainer
 from ..model import tiny
 from ..model.checkpoint import load_model
@@ -46,6 +47,7 @@ class Rollout:
     engine: RolloutEngine
     bandit: Bandit
     spot: SpotTrainer | None
+    tuner: OverlapTuner | None = None  # of `spot`
 
     def watch(self, sink: Sink) -> None:
         """Hands the spans of the engine and of the spot trainer to `sink`."""
@@ -276,13 +278,11 @@ def build_rollout(
         bandit,
         proposers,
         seed,
-        on_pass=spot.on_pass if spot else None,
-        on_finish=spot.on_finish if spot else None,
+        observer=spot,
     )
-    if spot is not None:
-        spot.decode = engine.runner.decode_s
     tlt_ext.set_num_threads(config.run.threads)
-    return Rollout(target, engine, bandit, spot)
+    tuner = OverlapTuner(spot, engine.runner.decode_s) if spot else None
+    return Rollout(target, engine, bandit, spot, tuner)
 
 
 def build_drafter(

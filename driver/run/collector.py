@@ -18,10 +18,9 @@ from ..config.load import Config
 from ..drafter.coordinator import Coordinator
 from ..policy.grpo import dynamic_sampling
 from ..records.phases import Phases
-from ..rollout.graphs import nothing
+from ..rollout.observer import RolloutObserver
 from ..rollout.rebalance import Rebalancer
-from ..rollout.request import Request, Response, SamplingParams, request_id
-from ..rollout.scheduler import Sequence as Running
+from ..rollout.request import Request, Response, RunningRequest, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
 from ..tasks import Prompt, Task
 from ..tasks.workers import RewardWorkers
@@ -43,7 +42,7 @@ class Experience:
     refills: int = 0
 
 
-class Collector:
+class Collector(RolloutObserver):
     """Draws prompts, rolls them out, scores them; each rank does its share and knows the whole.
 
     Args:
@@ -84,9 +83,11 @@ class Collector:
         # Of each rank, (wall clock, what it does from then on) since the run began.
         self.rank_states: list[list[tuple[float, str]]] = []
         self.lengths = PromptLengths()
-        # What the host does while the device makes passes: responses that ended and are to be
-        # scored (place, prompt, sequence), and prompts of the next step, from the first on.
-        self._ended: deque[tuple[int, Prompt, Running]] = deque()
+        # Work for `on_wait`: finished responses to score (place, prompt, request), and prompts of
+        # the next step to draw.
+        self._ended: deque[tuple[int, Prompt, RunningRequest]] = deque()
+        self._prompts: Mapping[int, Prompt] = {}  # of the rollout, by group
+        self._place: dict[int, int] = {}  # of the response, by request id
         self._submitted: set[int] = set()  # places of those that the reward workers have
         self._places: list[int] = []  # of all responses; those handed to other ranks leave gaps
         self._ahead: dict[int, Prompt] = {}
@@ -232,38 +233,40 @@ class Collector:
         self._submitted, self._places = set(), []
         if not requests:
             return []
-        engine = self.rollout.engine
-        on_finish = engine.on_finish
-        place = {request.id: i for i, request in enumerate(requests)}
-
-        def ended(sequence: Running) -> None:
-            if on_finish is not None:
-                on_finish(sequence)
-            at = place.setdefault(sequence.request.id, len(place))
-            self._ended.append((at, prompts[sequence.request.group], sequence))
-            if self.config.reward.workers:
-                self._work_ahead()  # they begin at once
-
-        engine.on_finish, engine.aside = ended, self._work_ahead
-        engine.rebalancer = self.rebalancer
+        self._prompts = prompts
+        self._place = {request.id: i for i, request in enumerate(requests)}
         try:
-            responses = engine.generate(requests)
+            responses = self.rollout.engine.generate(
+                requests, observer=self, rebalancer=self.rebalancer
+            )
         except BaseException:
             if self.rollout.spot is not None:
                 self.rollout.spot.stop()  # its thread must not outlive the rollout
             raise
-        finally:
-            engine.on_finish, engine.aside, engine.rebalancer = on_finish, nothing, None
-        responses.sort(key=lambda response: place[response.request.id])
-        self._places = [place[response.request.id] for response in responses]
+        responses.sort(key=lambda response: self._place[response.request.id])
+        self._places = [self._place[response.request.id] for response in responses]
         return responses
 
-    def _work_ahead(self) -> bool:
+    # ---- called by the engine -------------------------------------------------------------------
+
+    def on_pass(self, active: int, passes: int = 1) -> None:
+        if self.rollout.spot is not None:
+            self.rollout.spot.on_pass(active, passes)
+
+    def on_finish(self, request: RunningRequest) -> None:
+        """Records features; queues the response for scoring."""
+        if self.rollout.spot is not None:
+            self.rollout.spot.on_finish(request)
+        at = self._place.setdefault(request.request.id, len(self._place))
+        self._ended.append((at, self._prompts[request.request.group], request))
+        if self.config.reward.workers:
+            self.on_wait()  # the workers begin at once
+
+    def on_wait(self) -> bool:
         """Scores a response, or else draws a prompt of the next step; False: there is neither."""
         if self._ended:
-            at, prompt, sequence = self._ended.popleft()
-            ids = sequence.tokens[len(sequence.request.prompt_ids) :]
-            self.workers.submit(at, prompt, self._decode(ids, sequence.finish))
+            at, prompt, request = self._ended.popleft()
+            self.workers.submit(at, prompt, self._decode(request.new_tokens, request.finish))
             self._submitted.add(at)
             self.workers.score()
             return True

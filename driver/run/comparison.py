@@ -16,7 +16,7 @@ from tlt_ext import _C
 from ..common.errors import UserError
 from ..config.strategy import OFF, Strategy
 from ..drafter.trainer import SpotTrainer
-from ..rollout.bandit import UNDECIDED
+from ..rollout.bandit import UNDECIDED, StepSeconds, unknown_step_s
 from ..rollout.proposers import OracleProposer
 from ..rollout.request import Request, Response, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
@@ -286,7 +286,12 @@ class _Fixed:
         self.strategy, self.menu, self.random = strategy, menu, generator
         self.horizon = UNDECIDED if strategy else 1  # passes between two choices
 
-    def choose(self, batch: int, usable: Callable[[Strategy], bool]) -> Strategy:
+    def choose(
+        self,
+        batch: int,
+        usable: Callable[[Strategy], bool],
+        step_s: StepSeconds = unknown_step_s,
+    ) -> Strategy:
         strategy = self.strategy or self.random.choice(list(self.menu))
         return strategy if usable(strategy) else OFF
 

@@ -274,8 +274,8 @@ def _drafter_parts(config: Config, parts: Parts, prompt_len: int) -> dict[str, i
         # Two moments, the gradients, the average of the weights.
         "drafter's optimizer": (3 + (config.spot.average > 0)) * trained,
         "data buffer": trains * min(config.spot.buffer_tokens, recorded) * feature,
-        # Features of a step's entries; besides, three int64 and a weight.
-        "training bin": config.spot.tokens_per_step * (entry + 3 * 8 + FLOAT),
+        # Features of a step's entries, and three int64.
+        "training bin": config.spot.tokens_per_step * (entry + 3 * 8),
     }
     if trains and on_card:
         # It keeps what it saves for its backward pass.

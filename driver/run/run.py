@@ -197,9 +197,10 @@ class Run:
         return self.collector.gather(self.step)
 
     def finish_bubble(self) -> None:
-        """What the spot trainer does with the end of the bubble."""
+        """Ends the drafter's training of the step, after measuring how to overlap it, once."""
         if self.rollout.spot is not None:
-            self.rollout.spot.train_on()
+            self.rollout.tuner.tune()
+            self.rollout.spot.begin_final_steps()
 
     def update_policy(self, step: Experience) -> dict[str, float]:
         self.world.enter("update_actor")
@@ -216,7 +217,7 @@ class Run:
         self.step += 1
         self.version += 1
         if self.rollout.spot is not None:
-            self.rollout.spot.take_over()
+            self.rollout.spot.end_final_steps()
         self.rollout.update_weights(self.policy.state_dict(), self.version)
 
     def evaluate(self) -> None:

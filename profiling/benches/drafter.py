@@ -145,14 +145,14 @@ def distributions(spot: SpotTrainer, rows: int) -> Iterator[tuple[Tensor, Tensor
         found = loaded_batch(spot, 1 << 30 | draw)
         if found is None or seen >= rows:
             return
-        (batch, used), now = found, spot._teachers()[0]
+        (batch, used), now = found, spot.current_teachers()[0]
         half = spot.bin.features.dtype
         with torch.autocast(spot.target.device.type, half, enabled=half != torch.float32):
             hidden = next(unroll(spot.drafter, batch, spot.target.cos_sin, 1))[:used]
             normed = spot.drafter.norm(hidden)
             draft = torch.nn.functional.linear(normed, spot.drafter.lm_head.weight)
             whole = replace(now, head=spot.target.head[: spot.target.spec.vocab_size])
-            target = whole.law(batch.final[:used], spot.drafter.spec.rms_eps)
+            target = whole.probs(batch.final[:used], spot.drafter.spec.rms_eps)
         seen += used
         yield target.float().log(), draft.float().log_softmax(-1)
 

@@ -113,7 +113,6 @@ def fix_bandit(rollout: Rollout, **settings: Any) -> Recorder:
     arms = parse_strategies(engine.config.strategies)
     config = replace(engine.bandit.config, **settings)
     bandit = Bandit(arms, config, engine.config.spec_max_batch, engine.program.seed)
-    bandit.step_s = engine.runner.step_s
     engine.bandit = recorder = Recorder(bandit)
     return recorder
 

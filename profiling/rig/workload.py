@@ -14,7 +14,7 @@ from statistics import NormalDist
 from typing import Any
 
 from driver.config.strategy import Strategy
-from driver.rollout.bandit import Bandit
+from driver.rollout.bandit import Bandit, StepSeconds, unknown_step_s
 
 # The trace of `targets.toml`.
 REQUESTS, MEDIAN, SIGMA, SEED, CAP = 128, 512, 1.0, 0, 6144
@@ -86,13 +86,13 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.bandit, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The engine hands its bandit the step times: they must reach the one that chooses.
-        own = name in ("bandit", "windows", "_chosen")
-        object.__setattr__(self if own else self.bandit, name, value)
-
-    def choose(self, batch: int, usable: Callable[[Strategy], bool]) -> Strategy:
-        strategy = self.bandit.choose(batch, usable)
+    def choose(
+        self,
+        batch: int,
+        usable: Callable[[Strategy], bool],
+        step_s: StepSeconds = unknown_step_s,
+    ) -> Strategy:
+        strategy = self.bandit.choose(batch, usable, step_s)
         self._chosen = (batch, strategy)
         return strategy
 

@@ -37,17 +37,18 @@ def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
         "spot.tokens_per_step=256",
         longest=tail + 512,
     )
-    engine, spot = rollout.engine, rollout.spot
+    engine, spot, tuner = rollout.engine, rollout.spot, rollout.tuner
     fix_bandit(rollout, policy="static", static="off")
     lengths = trace_lengths(REQUESTS, median=max(1, tail // 8), cap=tail)
     requests = subject.requests(lengths, stop=False)
     engine.generate(requests)
+    tuner.tune()
     spot.finish()
 
     def over_serial(o: Overlap) -> float:
-        return round(o.tokens_per_ms * spot.serial_step_s * 1e3 / spot.bin.tokens, 3)
+        return round(o.tokens_per_ms * tuner.serial_step_s * 1e3 / spot.bin.tokens, 3)
 
-    for o in spot.measured:
+    for o in tuner.measured:
         rests = "" if o.duty == 1 else f", {o.duty:.0%} of the time"
         bench.add_row(
             f"{name}, {o.sms} SMs{rests}",
@@ -60,10 +61,10 @@ def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
             chosen=o == spot.overlap,
         )
     bench.add_row(
-        f"{name}, serial step", 1e6 * spot.serial_step_s, tokens=spot.bin.tokens, mode=spot.mode
+        f"{name}, serial step", 1e6 * tuner.serial_step_s, tokens=spot.bin.tokens, mode=spot.mode
     )
     # Where none was good enough, the gentlest says by how much.
-    best = spot.overlap or min(spot.measured, key=lambda o: o.slowdown, default=None)
+    best = spot.overlap or min(tuner.measured, key=lambda o: o.slowdown, default=None)
     if best is not None and name == OF_TARGETS:
         bench.got["overlap_tail_slowdown_x"] = round(best.slowdown, 4)
         bench.got["overlap_over_serial_tokens_per_ms_x"] = over_serial(best)

@@ -19,6 +19,7 @@ from driver.config.strategy import OFF, Strategy
 from driver.drafter.loss import DraftBatch
 from driver.drafter.trainer import SpotTrainer
 from driver.model.drafter import Drafter
+from driver.rollout.observer import RolloutObserver
 from driver.rollout.request import Request
 from driver.rollout.runner import Burst
 from driver.rollout.tree import Tree
@@ -69,7 +70,7 @@ class PassLog:
     def run(self, count: int, strategy: Strategy, *how: Any) -> Burst:
         burst = self.inner.run(count, strategy, *how)
         # The engine has read the burst before by now, and not this one.
-        at = [sequence.num_emitted for sequence in self.rollout.engine.state.sequences[:count]]
+        at = [sequence.num_emitted for sequence in self.rollout.engine.state.running[:count]]
         version = self.rollout.spot.runner.version
         if version != self._version:
             self._version, self._since = version, 0
@@ -119,6 +120,16 @@ class TargetOnly:
     def propose(self, batch: Any, strategy: Strategy, store: Any) -> Tree:
         greedy = replace(batch, draft_temperature=torch.zeros_like(batch.temperature))
         return self.inner.propose(greedy, strategy, store)
+
+
+class _Trains(RolloutObserver):
+    """Trains between passes and records nothing."""
+
+    def __init__(self, spot: SpotTrainer) -> None:
+        self.spot = spot
+
+    def on_pass(self, active: int, passes: int = 1) -> None:
+        self.spot.on_pass(active, passes)
 
 
 @dataclass
@@ -229,13 +240,12 @@ class Study:
             swap_every=SWAP_EVERY,
             tail_batch=self.sizes.batch,
         )
-        hooks = engine.on_pass, engine.on_finish
-        engine.on_pass, engine.on_finish = spot.on_pass, None
+        before, engine.observer = engine.observer, _Trains(spot)
         try:
             spot.swap()
             return self.draft(strategy, record=True)
         finally:
-            engine.on_pass, engine.on_finish = hooks
+            engine.observer = before
             spot.stop()
 
     def groups(self, name: str, log: PassLog, column: int, edges: Sequence[int]) -> None:
@@ -278,7 +288,7 @@ def loaded_batch(spot: SpotTrainer, draw: int) -> tuple[DraftBatch, int] | None:
     if not pieces:
         return None
     loaded = spot.bin.load(pieces, spot.target_version, 0)
-    return spot.bin.batch(*loaded, *spot._teachers()), sum(piece.length for piece in pieces)
+    return spot.bin.batch(*loaded, *spot.current_teachers()), sum(piece.length for piece in pieces)
 
 
 def first_acceptance(

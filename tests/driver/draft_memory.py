@@ -51,6 +51,6 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
         "gradients": (BYTES * trained, sum(w.grad.nbytes for w in weights if w.grad is not None)),
         "optimizer": (2 * BYTES * trained, sum(moments)),
         "average": (BYTES * trained if spot.config.average else 0, sum(w.nbytes for w in average)),
-        # Besides: three int64, a weight.
-        "bin": (spot.bin.tokens * (entry + 28), spot.bin.num_bytes),
+        # Besides: three int64.
+        "bin": (spot.bin.tokens * (entry + 24), spot.bin.num_bytes),
     }

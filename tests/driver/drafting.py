@@ -13,7 +13,7 @@ from driver.model.drafter import Drafter, DraftSpec
 from driver.model.kv_cache import KvCache
 from driver.model.target import TargetModel
 from driver.rollout.draft_runner import DraftRunner
-from driver.rollout.scheduler import Sequence
+from driver.rollout.request import RunningRequest
 from driver.rollout.state import Batch, BatchState
 from driver.rollout.token_store import TokenStore
 from driver.rollout.tree import Tree
@@ -34,23 +34,26 @@ class Parts:
     runner: DraftRunner
     state: BatchState
 
-    def batch(self, sequences: list[Sequence]) -> Batch:
-        """The sequences as the running requests."""
+    def batch(self, requests: list[RunningRequest]) -> Batch:
+        """The requests as the running requests."""
         store = self.state.store
-        for sequence in {*sequences, *self.state.sequences}:
-            store.give_back(sequence, keep=False)  # its tokens may be others now
-        return self.state.fill(sequences)
+        for request in {*requests, *self.state.running}:
+            store.release(request, keep=False)  # its tokens may have changed
+        return self.state.fill(requests)
 
-    def propose(self, sequences: list[Sequence], strategy: Strategy) -> tuple[Tree, Batch]:
+    def propose(self, requests: list[RunningRequest], strategy: Strategy) -> tuple[Tree, Batch]:
         """A draft tree for them, and the batch that it was drafted for."""
-        batch = self.batch(sequences)
-        if self.runner.prepare(batch, strategy, self.state.store):
-            self.state.fill(sequences)
+        batch = self.batch(requests)
+        lengths = self.runner.prepare(batch, strategy, self.state.store)
+        if lengths is not None:
+            for request, length in zip(batch.running, lengths, strict=True):
+                request.draft_len, request.draft_version = length, self.runner.version
+            self.state.fill(requests)
         return self.runner.propose(batch, strategy, self.state.store), batch
 
     def trainer(self, **settings) -> SpotTrainer:
-        """A spot trainer; `unroll`, `lr`, `rejected_weight` are the drafter's settings."""
-        learning = {"unroll": 3, "lr": 1e-2, "rejected_weight": 1.0}
+        """A spot trainer; `unroll` and `lr` are settings of the drafter."""
+        learning = {"unroll": 3, "lr": 1e-2}
         learning = {name: settings.pop(name, value) for name, value in learning.items()}
         spot = {"mode": "serial", "tokens_per_step": 64, "buffer_tokens": 4096, **settings}
         return SpotTrainer(

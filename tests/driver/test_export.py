@@ -92,7 +92,7 @@ def test_names_and_keys_are_those_of_the_serving_loaders(parts, tmp_path):
         (lambda c, t: c.update(num_hidden_layers=2), "num_hidden_layers is 2, wanted 1"),
         (lambda c, t: c.update(hidden_size=7), "hidden_size is 7, the target's"),
         (lambda c, t: c.update(max_position_embeddings=8), "fewer than the target's"),
-        (lambda c, t: c.pop("eagle_config"), "no three layers"),
+        (lambda c, t: c.pop("eagle_config"), "does not name three layers"),
         (lambda c, t: c["eagle_config"].update(use_aux_hidden_state=False), "aux_hidden_state off"),
         (
             lambda c, t: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 1, 99]),

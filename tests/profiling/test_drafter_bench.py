@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from driver.config.load import load_config
+from driver.drafter.overlap import OverlapTuner
 from driver.drafter.partition import Overlap
-from driver.drafter.trainer import SpotTrainer
 from profiling.benches import drafter
 from profiling.benches.drafter import compare
 from profiling.rig.bench import Bench
@@ -135,11 +135,11 @@ def test_overlap_is_a_table_and_whole_rollouts(monkeypatch, chosen):
     ways = (16, 1.2, 1.0), (8, 1.05, 0.25)
     found = [Overlap.of(sms, 1e-3, slow * 1e-3, 4e-3, 32, duty) for sms, slow, duty in ways]
 
-    def measure(spot):
-        spot.measured, spot.serial_step_s = found, 1e-3
-        spot.overlap = found[1] if chosen else None
+    def tune(tuner):
+        tuner.measured, tuner.serial_step_s = found, 1e-3
+        tuner.spot.overlap = found[1] if chosen else None
 
-    monkeypatch.setattr(SpotTrainer, "_measure", measure)
+    monkeypatch.setattr(OverlapTuner, "tune", tune)
     words = [*WORDS, "spot.tokens_per_step=32"]
     subject = of_checkpoint("tiny", words, warmed=False, note=lambda line: None)
     bench = Bench("drafter", copy_gb_per_s=float("nan"))

@@ -70,8 +70,6 @@ def test_work_emits_every_token_at_batches_that_fit(lengths, max_batch):
 def test_a_recorder_passes_everything_on_and_keeps_it():
     inner = Bandit(ARMS, BanditConfig(window_passes=4), 16)
     recorder = Recorder(inner)
-    recorder.step_s = lambda batch, arm: 0.5
-    assert inner.step_s(1, ARMS[0]) == 0.5
     chosen = recorder.choose(3, lambda arm: True)
     assert recorder.horizon == inner.horizon == 4
     recorder.record(12, 0.25, 4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from driver.drafter import attention as draft_attention
-from driver.drafter.attention import Documents, _Chain, _own, chain_attention, flash_works
+from driver.drafter.attention import Segments, _Chain, _drafted, chain_attention, flash_works
 from tests.kit import gpu, needs_gpu, randn
 
 LENGTHS = (5, 1, 9, 2)
@@ -40,32 +40,32 @@ def plain(parts: list[torch.Tensor], steps: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def causal(documents: Documents) -> torch.Tensor:
+def causal(segments: Segments) -> torch.Tensor:
     document = torch.repeat_interleave(
-        torch.arange(len(documents.offsets) - 1), documents.offsets.diff()
+        torch.arange(len(segments.offsets) - 1), segments.offsets.diff()
     )
     row = torch.arange(len(document))
     return (document[:, None] == document) & (row[:, None] >= row)
 
 
-def scores_of(q, k, documents, scale):
+def scores_of(q, k, segments, scale):
     k = k.repeat_interleave(HEADS // KV_HEADS, 1)
     scores = scale * torch.einsum("thd,shd->hts", q, k)
-    return scores.masked_fill(~causal(documents), float("-inf"))
+    return scores.masked_fill(~causal(segments), float("-inf"))
 
 
-def dense(q, k, v, documents, scale):
+def dense(q, k, v, segments, scale):
     """What FlashAttention's forward pass promises."""
-    scores = scores_of(q, k, documents, scale)
+    scores = scores_of(q, k, segments, scale)
     v = v.repeat_interleave(HEADS // KV_HEADS, 1)
     out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
     return out, scores.logsumexp(-1), torch.zeros(2), torch.zeros(0)
 
 
-def dense_backward(grad, q, k, v, out, lse, rng, unused, documents, scale):
+def dense_backward(grad, q, k, v, out, lse, rng, unused, segments, scale):
     """What its backward pass computes from the output and log-sum-exp that it is given."""
     wide_k, wide_v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    share = (scores_of(q, k, documents, scale) - lse[..., None]).exp()
+    share = (scores_of(q, k, segments, scale) - lse[..., None]).exp()
     delta = (grad * out).sum(-1).t()[..., None]
     ds = scale * share * (torch.einsum("thd,shd->hts", grad, wide_v) - delta)
     dk, dv = torch.einsum("hts,thd->shd", ds, q), torch.einsum("hts,thd->shd", share, grad)
@@ -76,7 +76,7 @@ def dense_backward(grad, q, k, v, out, lse, rng, unused, documents, scale):
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_one_block_a_document_equals_the_plain_loop(steps):
     parts = inputs(steps)
-    out = chain_attention(parts[0], parts[1 : 1 + steps], parts[1 + steps :], Documents.of(LENGTHS))
+    out = chain_attention(parts[0], parts[1 : 1 + steps], parts[1 + steps :], Segments.of(LENGTHS))
     expected = plain(parts, steps)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     grad = randn(*out.shape, seed=99).double()
@@ -92,8 +92,8 @@ def test_flash_attention_merged_with_the_chain_equals_the_plain_loop(monkeypatch
     monkeypatch.setattr(draft_attention, "_flash_backward", dense_backward)
     parts = inputs(steps)
     keys, values = parts[1 : 1 + steps], parts[1 + steps :]
-    own, documents = (_own(keys), _own(values)), Documents.of(LENGTHS)
-    out = _Chain.apply(parts[0], keys[0], values[0], *own, documents, SIZE**-0.5)
+    own, segments = (_drafted(keys), _drafted(values)), Segments.of(LENGTHS)
+    out = _Chain.apply(parts[0], keys[0], values[0], *own, segments, SIZE**-0.5)
     expected = plain(parts, steps)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     grad = randn(*out.shape, seed=99).double()
@@ -104,13 +104,14 @@ def test_flash_attention_merged_with_the_chain_equals_the_plain_loop(monkeypatch
 
 def test_unknown_lengths_are_refused_where_they_are_needed():
     parts = inputs(1)
-    documents = Documents(torch.tensor([0, 17], dtype=torch.int32), 17)
-    with pytest.raises(ValueError, match="documents.lengths: wanted"):
-        chain_attention(parts[0], parts[1:2], parts[2:], documents)
+    segments = Segments(torch.tensor([0, 17], dtype=torch.int32), 17)
+    with pytest.raises(ValueError, match="segments.lengths is empty"):
+        chain_attention(parts[0], parts[1:2], parts[2:], segments)
 
 
 @pytest.mark.parametrize(
-    "fault, reason", [(1.0, ""), (1.5, "it differs by"), (RuntimeError("not compiled in"), "not c")]
+    "fault, reason",
+    [(1.0, ""), (1.5, "its result differs by"), (RuntimeError("not compiled in"), "not c")],
 )
 def test_flash_attention_is_tried_before_it_is_trusted(monkeypatch, fault, reason):
     """One that is right, one whose backward pass does something else, one that is not there."""
@@ -126,7 +127,7 @@ def test_flash_attention_is_tried_before_it_is_trusted(monkeypatch, fault, reaso
     monkeypatch.setattr(draft_attention, "_flash", flash)
     monkeypatch.setattr(draft_attention, "_flash_backward", backward)
     shape = torch.device("cpu"), torch.float32, HEADS, KV_HEADS, SIZE
-    found = draft_attention._flash_fault(*shape)
+    found = draft_attention._flash_error(*shape)
     assert found.startswith(reason) and bool(found) == bool(reason)
     assert not flash_works(*shape)  # never on a CPU
 
@@ -135,12 +136,12 @@ def test_flash_attention_is_tried_before_it_is_trusted(monkeypatch, fault, reaso
 @needs_gpu
 @pytest.mark.parametrize("steps", [1, 3])
 def test_flash_attention_on_the_gpu_is_as_near_as_half_precision_allows(steps):
-    """Offsets on the device alone, empty documents behind the last one, padding in one of them."""
+    """Offsets on the device alone, empty segments behind the last one, padding in one of them."""
     half = [x.detach().bfloat16().cuda().requires_grad_() for x in inputs(steps)]
     exact = [x.detach().double().cpu().requires_grad_() for x in half]
     bounds = torch.tensor([0, 5, 6, 15, 17, 17, 17], dtype=torch.int32, device="cuda")
-    documents = Documents(bounds, 17)
-    out = chain_attention(half[0], half[1 : 1 + steps], half[1 + steps :], documents)
+    segments = Segments(bounds, 17)
+    out = chain_attention(half[0], half[1 : 1 + steps], half[1 + steps :], segments)
     expected = plain(exact, steps)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-2, atol=2e-2)
     grad = randn(*out.shape, seed=99)

@@ -130,7 +130,7 @@ def test_damaged_files_are_passed_over_with_a_warning(tmp_path):
         checkpoints.collect()
     newest = tmp_path / "step-00000002.pt"
     newest.write_bytes(newest.read_bytes()[:100])
-    with pytest.warns(UserWarning, match="cannot be read .*the one before is taken"):
+    with pytest.warns(UserWarning, match="cannot be read .*the previous one is used"):
         assert checkpoints.latest()[0] == 1
 
 

@@ -5,17 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from driver.drafter import overlap as overlap_module
 from driver.drafter import partition
-from driver.drafter.partition import (
-    LEAST_ROWS,
-    MARGIN,
-    SIZES,
-    STOP_S,
-    Beside,
-    Overlap,
-    choose_overlap,
-    measure_overlaps,
-)
+from driver.drafter.overlap import LEAST_ROWS, SIZES, measure_overlaps
+from driver.drafter.partition import MARGIN, STOP_S, Overlap, Placement, choose_overlap
 
 ALONE = 1e-3
 SERIAL = 512 / 1e-3  # tokens a second between passes
@@ -67,29 +60,31 @@ class Card:
         self.cost, self.now, self.steps, self.running = cost, 0.0, 0, False
         self.bin = SimpleNamespace(tokens=tokens)
         self.buffer = SimpleNamespace(kept=[])
-        self.reports = SimpleNamespace(settle=lambda most: None)
+        self.reports = SimpleNamespace(read=lambda most: None)
         self.target = SimpleNamespace(device=torch.device("cuda", 0))
-        self.beside: Beside | None = None
+        self.placement: Placement | None = None
         self.captured: list[tuple[int, int, int]] = []
         self._made = 0.0
         monkeypatch.setattr(
-            partition, "partition_of", lambda sms, device: SimpleNamespace(sms=sms, stream=None)
+            overlap_module,
+            "partition_of",
+            lambda sms, device: SimpleNamespace(sms=sms, stream=None),
         )
         card = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-        monkeypatch.setattr(partition, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(overlap_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def step_s(self) -> float:
-        beside = self.beside
-        sms, rows = (132, self.bin.tokens) if beside is None else (beside.sms, beside.rows)
+        where = self.placement
+        sms, rows = (132, self.bin.tokens) if where is None else (where.sms, where.rows)
         return 0.5e-3 + 20e-3 * rows / 64 / sms
 
     def attempt(self) -> bool:
         self.now += self.step_s()
         return True
 
-    def capture(self, split: int, beside: Beside) -> None:
-        self.captured.append((split, beside.sms, beside.rows))
+    def capture(self, split: int, placement: Placement) -> None:
+        self.captured.append((split, placement.sms, placement.rows))
 
     def share(self, rows: int) -> int:
         return rows // 4
@@ -102,14 +97,14 @@ class Card:
 
     def decode(self) -> float:
         """Thirty-two passes."""
-        duty = self.beside.duty if self.running else 0.0
+        duty = self.placement.duty if self.running else 0.0
         pass_s = ALONE * (1 + self.cost * duty)
         self.now += 32 * pass_s
         self._made += 32 * pass_s * duty / self.step_s()
         self.steps = int(self._made)
         return pass_s
 
-    def measure(self, budget: float) -> tuple[float, dict[Overlap, Beside]]:
+    def measure(self, budget: float) -> tuple[float, dict[Overlap, Placement]]:
         return measure_overlaps(self, self.decode, budget)
 
 

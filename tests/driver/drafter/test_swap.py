@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from driver.drafter.swap import ReadyWeights
+from driver.drafter.swap import WeightSwap
 
 
 class Numbered:
@@ -40,7 +40,7 @@ class Late:
 
 @pytest.fixture
 def ready():
-    return ReadyWeights(Numbered().state_dict, Runner())
+    return WeightSwap(Numbered().state_dict, Runner())
 
 
 def publish(ready, step, event=None):

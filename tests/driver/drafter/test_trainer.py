@@ -4,7 +4,6 @@ import io
 import threading
 import time
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from driver.drafter.thread import StepThread
 from driver.drafter.trainer import SpotTrainer
 from driver.rollout.bandit import Bandit
 from driver.rollout.engine import RolloutEngine
-from driver.rollout.request import Request, SamplingParams
-from driver.rollout.scheduler import Sequence
+from driver.rollout.request import Request, RunningRequest, SamplingParams
 from tests.driver.draft_memory import training_memory
 from tests.driver.drafting import PAGE, SEED, Parts, build_parts
 from tests.kit import same_bits
@@ -48,7 +46,7 @@ def fill(trainer: SpotTrainer, parts: Parts, seeds=(1, 2, 3), length: int = 40) 
 def packed(trainer: SpotTrainer, pieces: list[Piece]) -> DraftBatch:
     share = trainer.share(trainer.bin.tokens)
     loaded = trainer.bin.load(pieces, trainer.target_version, share)
-    return trainer.bin.batch(*loaded, *trainer._teachers())
+    return trainer.bin.batch(*loaded, *trainer.current_teachers())
 
 
 @pytest.mark.parametrize("variant", ["llama-tied-llama3", "qwen2"])
@@ -68,9 +66,9 @@ def test_features_of_t_go_with_token_t_plus_1_and_learn_token_t_plus_2(variant):
         three = torch.cat([states[layer + 1][0, t] for layer in parts.target.feature_layers])
         torch.testing.assert_close(batch.features[row], three)
         law = outputs.logits[0, t + 1, parts.drafter.target_ids].softmax(-1)
-        teacher = batch.spans[0][2].law(batch.final[row], parts.drafter.spec.rms_eps)
+        teacher = batch.spans[0][2].probs(batch.final[row], parts.drafter.spec.rms_eps)
         torch.testing.assert_close(teacher, law, rtol=1e-4, atol=1e-6)
-    assert batch.documents.lengths == (9, 3)
+    assert batch.segments.lengths == (9, 3)
     assert batch.left.tolist() == [*range(9, 0, -1), 3, 2, 1]
 
 
@@ -87,7 +85,7 @@ def test_idle_steps_change_nothing(parts):
         return [x.clone() for x in (*tensors, *(v for step in of_steps for v in step.values()))]
 
     before = state()
-    with trainer.step.idle():
+    with trainer.step.frozen():
         for _ in range(5):
             assert trainer.micro_step()
     assert all(map(torch.equal, before, state()))
@@ -146,7 +144,7 @@ def test_a_finished_sequence_becomes_a_document(parts):
         torch.arange(64 * PAGE).view(64, PAGE, 1).expand_as(parts.cache.features)
     )
     request = Request(1, 0, (5, 6), SamplingParams())
-    sequence = Sequence(request, list(range(20)), pages=[7, 2, 30], context_len=19)
+    sequence = RunningRequest(request, list(range(20)), pages=[7, 2, 30], context_len=19)
     trainer.on_finish(sequence)
     (document,) = trainer.buffer.fresh
     assert document.tokens.tolist() == list(range(20)) and document.entries == 18
@@ -154,7 +152,7 @@ def test_a_finished_sequence_becomes_a_document(parts):
     assert document.features[:, 0].tolist() == rows
     parts.cache.features.zero_()  # the pages go to another request
     assert document.features[:, 0].tolist() == rows
-    short = Sequence(request, [4], pages=[1], context_len=0)
+    short = RunningRequest(request, [4], pages=[1], context_len=0)
     trainer.on_finish(short)
     assert len(trainer.buffer.fresh) == 1
 
@@ -168,7 +166,7 @@ def test_features_recorded_by_the_engine_equal_a_fresh_forward_s(parts, strategy
     config = EngineConfig(max_batch=3, page_size=PAGE, prefill_chunk=5)
     engine = RolloutEngine(
         parts.target, parts.cache, config, bandit, {"learned": parts.runner}, SEED,
-        on_finish=trainer.on_finish,
+        observer=trainer,
     )  # fmt: skip
     prompts = [tuple(range(7, 7 + n)) for n in (2, 11, 20)]
     params = SamplingParams(max_new_tokens=23, stop_ids=(3, 5))
@@ -265,7 +263,7 @@ def test_serial_steps_are_as_rare_as_asked(parts):
 
 def test_mode_off_records_and_trains_nothing(parts):
     trainer = parts.trainer(mode="off")
-    sequence = Sequence(Request(1, 0, (5,), SamplingParams()), [1] * 9, [], [], [0, 1], 8)
+    sequence = RunningRequest(Request(1, 0, (5,), SamplingParams()), [1] * 9, [], [], [0, 1], 8)
     trainer.on_finish(sequence)
     fill(trainer, parts)
     trainer.on_pass(1)
@@ -343,9 +341,9 @@ def test_final_steps_are_taken_over_later_and_one_that_fails_is_a_warning(parts,
     trainer = parts.trainer(final_steps=3)
     fill(trainer, parts)
     old = {name: value.clone() for name, value in parts.runner.weights.items()}
-    trainer.train_on()
+    trainer.begin_final_steps()
     assert trainer.steps == 3 and parts.runner.version == 1 and equal(old, parts.runner.weights)
-    trainer.take_over()
+    trainer.end_final_steps()
     assert parts.runner.version == 2 and not equal(old, parts.runner.weights)
     run, calls = trainer.step.run, []
 
@@ -356,10 +354,10 @@ def test_final_steps_are_taken_over_later_and_one_that_fails_is_a_warning(parts,
         run(*where)
 
     monkeypatch.setattr(trainer.step, "run", fails_at_the_second)
-    trainer.train_on()
+    trainer.begin_final_steps()
     assert len(calls) == 2 and trainer.steps == 4
     with pytest.warns(UserWarning, match="a micro-step failed .*planted"):
-        trainer.take_over()
+        trainer.end_final_steps()
     assert parts.runner.version == 3 and trainer.error is None
     trainer.finish()
     assert trainer.steps == 7
@@ -430,7 +428,7 @@ def test_the_draft_vocabulary_is_rebuilt_from_rollouts(parts):
 
 def law_of(trainer: SpotTrainer, document: Document) -> torch.Tensor:
     batch = packed(trainer, [Piece(document, 0, 28)])
-    return batch.spans[0][2].law(batch.final, trainer.drafter.spec.rms_eps)
+    return batch.spans[0][2].probs(batch.final, trainer.drafter.spec.rms_eps)
 
 
 def test_documents_of_the_step_before_keep_their_teacher(parts):
@@ -580,27 +578,13 @@ def test_a_full_buffer_trains_on_and_keeps_its_bound(parts):
     assert trainer.metrics()["drafter/loss"] > 0
 
 
-def test_passes_name_the_tokens_that_no_draft_held():
-    sequence = Sequence(Request(1, 0, (5, 6), SamplingParams()), [5, 6])
-    sequence.note_passes([1, 5, 4], depth=4)  # nothing accepted, everything, three of four
-    assert sequence.missed == [2, 11]
-
-
-def test_entries_that_predict_a_missed_token_weigh_more(parts):
-    trainer = parts.trainer(rejected_weight=3.0)
-    document = replace(parts.document(20, 1), missed=(5, 8, 14, 15))
-    batch = packed(trainer, [Piece(document, 4, 9)])
-    assert batch.weight.tolist() == [1, 1, 3, 1, 1, 1, 1, 1, 3]  # entry 6 predicts token 8
-    assert packed(parts.trainer(), [Piece(document, 4, 9)]).weight.tolist() == [1] * 9
-
-
 def test_auto_is_serial_on_the_cpu(parts):
     trainer = parts.trainer(mode="auto", final_steps=1)
     fill(trainer, parts)
     trainer.on_pass(1)
     assert trainer.steps == 1 and trainer.mode == "serial"
     trainer.finish()
-    assert trainer.steps == 2 and not trainer.measured
+    assert trainer.steps == 2 and trainer.overlap is None
 
 
 def test_memory_is_what_was_predicted(parts):

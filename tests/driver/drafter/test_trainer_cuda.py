@@ -8,7 +8,8 @@ import torch
 
 from driver.drafter.buffer import DataBuffer, Document
 from driver.drafter.loss import DraftBatch, Teacher, unrolled_loss
-from driver.drafter.partition import STOP_S, sizes_of
+from driver.drafter.overlap import sizes_of
+from driver.drafter.partition import STOP_S
 from driver.model.drafter import Drafter
 from tests import kit
 from tests.driver.draft_memory import training_memory
@@ -66,7 +67,7 @@ def test_half_precision_is_near_float64(policy):
     spot = trainer(policy)
     fill(spot)
     pieces = spot.buffer.sample(256, 0)
-    batch = spot.bin.batch(*spot.bin.load(pieces, 0, 0), *spot._teachers())
+    batch = spot.bin.batch(*spot.bin.load(pieces, 0, 0), *spot.current_teachers())
     means = spot.step.backward(batch)
     used = sum(piece.length for piece in pieces)
     exact = Drafter(spot.drafter.spec).double()
@@ -124,11 +125,11 @@ def test_final_steps_beside_large_kernels_train_as_alone(policy):
         fill(spot)
         steps(spot, 2)
         version = spot.runner.version
-        spot.train_on()
+        spot.begin_final_steps()
         if beside:
             for _ in range(100):
                 large = torch.mm(large, large).mul_(1e-3)
-        spot.take_over()
+        spot.end_final_steps()
         assert spot.steps == 8 and spot.runner.version == version + 1
         results.append((spot.metrics()["drafter/loss"], spot.drafter.fc.weight.clone()))
     assert results[0][0] == pytest.approx(results[1][0], rel=2e-2)
@@ -245,8 +246,9 @@ def overlapped(policy, *words):
     wanted = generate(rollout, jobs, "off")
     rollout.engine.generate(jobs)
     assert spot.mode == "serial" and spot.buffer.num_tokens > 0
+    rollout.tuner.tune()
     spot.finish()
-    assert spot.mode == "overlapped" and spot.beside.sms == spot.overlap.sms
+    assert spot.mode == "overlapped" and spot.placement.sms == spot.overlap.sms
     spot.start_step(0)
     fill(spot)
     return rollout, jobs, wanted
@@ -255,8 +257,8 @@ def overlapped(policy, *words):
 def test_a_partition_trains_beside_the_tail_and_changes_no_token(policy):
     rollout, jobs, wanted = overlapped(policy, "spot.slowdown=10")
     spot = rollout.spot
-    assert {overlap.sms for overlap in spot.measured} == set(sizes_of(spot.target.device))
-    assert all(o.slowdown > 0.5 and o.step_s > 0 and o.duty == 1 for o in spot.measured)
+    assert {overlap.sms for overlap in rollout.tuner.measured} == set(sizes_of(spot.target.device))
+    assert all(o.slowdown > 0.5 and o.step_s > 0 and o.duty == 1 for o in rollout.tuner.measured)
     begun, version = spot.steps, spot.runner.version
     for _ in range(3):
         assert same(rollout.engine.generate(jobs), wanted)
@@ -275,8 +277,9 @@ def test_steps_that_only_measure_teach_nothing(policy):
     rollout.engine.generate(requests(count=8, new=60, stop=()))
     before = [weight.detach().clone() for weight in spot.drafter.trainable()]
     average = {name: value.clone() for name, value in spot.step.average.values.items()}
+    rollout.tuner.tune()
     spot.finish()
-    assert spot.measured and spot.tokens_seen == spot.steps == 0
+    assert rollout.tuner.measured and spot.tokens_seen == spot.steps == 0
     assert all(map(torch.equal, before, spot.drafter.trainable()))
     assert all(
         torch.equal(average[name], value) for name, value in spot.step.average.values.items()
@@ -296,13 +299,13 @@ def test_a_stop_waits_for_the_step_in_flight_alone(policy):
     """
     rollout, _, _ = overlapped(policy, "spot.slowdown=10", "spot.swap_every=1000")
     spot, most, stops = rollout.spot, [], []
-    note = spot.reports.note
+    add = spot.reports.add
 
     def counted(report: torch.Tensor) -> None:
-        note(report)
+        add(report)
         most.append(len(spot.reports._queued))
 
-    spot.reports.note = counted
+    spot.reports.add = counted
     for _ in range(8):
         spot.thread.stop_s = 0.0
         begun = spot.steps
@@ -310,7 +313,7 @@ def test_a_stop_waits_for_the_step_in_flight_alone(policy):
         while spot.steps < begun + 5 and spot.running:
             time.sleep(1e-3)
         spot.stop()
-        assert spot.beside.stream.query() and not spot.reports._queued
+        assert spot.placement.stream.query() and not spot.reports._queued
         stops.append(spot.stop_s)
     assert max(most) == 1
     assert min(stops) < max(STOP_S, 2 * spot.overlap.stop_s), stops
@@ -319,9 +322,9 @@ def test_a_stop_waits_for_the_step_in_flight_alone(policy):
 def test_training_beside_the_tail_rests_where_the_budget_asks_for_it(policy):
     rollout, jobs, wanted = overlapped(policy, "spot.slowdown=1.05")
     spot = rollout.spot
-    rested = [overlap for overlap in spot.measured if overlap.duty < 1]
-    assert rested or any(overlap.slowdown <= 1.05 for overlap in spot.measured)
-    assert spot.beside.duty == spot.overlap.duty
+    rested = [overlap for overlap in rollout.tuner.measured if overlap.duty < 1]
+    assert rested or any(overlap.slowdown <= 1.05 for overlap in rollout.tuner.measured)
+    assert spot.placement.duty == spot.overlap.duty
     assert same(rollout.engine.generate(jobs), wanted)
     spot.stop()
     spot.finish()

@@ -5,7 +5,7 @@ import pytest
 from driver.common.errors import UserError
 from driver.config.sections import BanditConfig
 from driver.config.strategy import OFF, Strategy
-from driver.rollout.bandit import Bandit
+from driver.rollout.bandit import Bandit, unknown_step_s
 
 NGRAM = Strategy.parse("ngram:4,1,5")
 LEARNED = Strategy.parse("learned:4,2,8")
@@ -23,11 +23,11 @@ def make(epsilon=0.0, policy="beg", static="off", spec_max_batch=8, window_passe
     return Bandit([OFF, NGRAM, LEARNED], config, spec_max_batch, seed=1)
 
 
-def play(bandit, speed, batch, passes, usable=lambda arm: True):
+def play(bandit, speed, batch, passes, usable=lambda arm: True, step_s=unknown_step_s):
     """Runs passes whose arms emit `speed[arm]` tokens a second."""
     chosen = []
     for _ in range(passes):
-        arm = bandit.choose(batch, usable)
+        arm = bandit.choose(batch, usable, step_s)
         bandit.record(speed[arm], 1.0)
         chosen.append(arm)
     return chosen
@@ -109,15 +109,21 @@ def test_the_best_arm_runs_for_two_windows_once_it_is_known():
 
 
 def test_windows_of_the_next_bucket_move_an_arm_more_than_an_old_one_of_its_own():
-    """What requests say differs from rollout to rollout; one bad window must not last for ever."""
+    """Responses differ between rollouts; one bad window must not last for ever."""
     bandit = make()
-    bandit.step_s = lambda batch, arm: 1.0
-    play(bandit, {OFF: 8, NGRAM: 16, LEARNED: 24}, batch=8, passes=40)
-    assert set(play(bandit, {LEARNED: 24}, batch=8, passes=40)) == {LEARNED}
-    assert set(play(bandit, {NGRAM: 40}, 4, passes=8, usable=lambda a: a == NGRAM)) == {NGRAM}
-    assert bandit.choose(8, lambda arm: True) == LEARNED  # not at once
-    play(bandit, {NGRAM: 40}, 4, passes=400, usable=lambda arm: arm == NGRAM)
-    assert bandit.choose(8, lambda arm: True) == NGRAM
+
+    def step_s(batch, arm):
+        return 1.0
+
+    def run(speed, batch, passes, usable=lambda arm: True):
+        return set(play(bandit, speed, batch, passes, usable, step_s))
+
+    run({OFF: 8, NGRAM: 16, LEARNED: 24}, batch=8, passes=40)
+    assert run({LEARNED: 24}, batch=8, passes=40) == {LEARNED}
+    assert run({NGRAM: 40}, 4, passes=8, usable=lambda arm: arm == NGRAM) == {NGRAM}
+    assert bandit.choose(8, lambda arm: True, step_s) == LEARNED  # not at once
+    run({NGRAM: 40}, 4, passes=400, usable=lambda arm: arm == NGRAM)
+    assert bandit.choose(8, lambda arm: True, step_s) == NGRAM
 
 
 def test_an_arm_s_own_windows_age_while_no_other_runs():
@@ -145,22 +151,29 @@ def test_static_policy():
 def test_a_step_time_spares_arms_that_cannot_win_their_trial():
     """What an arm emits is learned in one bucket; its step time in another was measured."""
     bandit = make()
-    bandit.step_s = lambda batch, arm: {OFF: 1.0, NGRAM: 1.0, LEARNED: 9.0}[arm]
+
+    def step_s(batch, arm):
+        return {OFF: 1.0, NGRAM: 1.0, LEARNED: 9.0}[arm]
+
     speed = {OFF: 1, NGRAM: 3, LEARNED: 2}
-    first = play(bandit, speed, batch=1, passes=40)
+    first = play(bandit, speed, batch=1, passes=40, step_s=step_s)
     assert OFF not in first  # known before: one token a pass
     assert first.count(LEARNED) == 4 and first[-1] == NGRAM
-    assert set(play(bandit, {a: 4 * s for a, s in speed.items()}, 4, passes=40)) == {NGRAM}
+    faster = {arm: 4 * tokens for arm, tokens in speed.items()}
+    assert set(play(bandit, faster, 4, passes=40, step_s=step_s)) == {NGRAM}
 
 
 def test_arms_are_compared_as_if_the_bucket_were_full():
     """A graph of eight rows takes as long for five requests; which arm ran then must not matter."""
     bandit = make()
-    bandit.step_s = lambda batch, arm: 0.5
+
+    def step_s(batch, arm):
+        return 0.5
+
     for batch in (5, 8):
-        bandit.choose(batch, lambda arm: arm == NGRAM)
-        bandit.record(4 * 3 * batch, 2.0, passes=4)  # three tokens a request and pass
-        bandit.choose(1, lambda arm: arm == OFF)  # closes the window
+        bandit.choose(batch, lambda arm: arm == NGRAM, step_s)
+        bandit.record(4 * 3 * batch, 2.0, passes=4)  # three tokens per request and pass
+        bandit.choose(1, lambda arm: arm == OFF, step_s)  # closes the window
     rewards = bandit.state_dict()["rewards"]["8/ngram:4,1,5"]
     assert rewards == pytest.approx([48.0, 48.0])
 

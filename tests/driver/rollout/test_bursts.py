@@ -9,7 +9,7 @@ import torch
 import tlt_ext
 from driver.common.errors import UserError
 from driver.config.strategy import OFF, Strategy, parse_strategies
-from driver.rollout.bandit import Bandit, Seen
+from driver.rollout.bandit import ArmSums, Bandit
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.pages import pages_for
 from driver.rollout.plan import BucketPlan, GraphCost
@@ -20,6 +20,7 @@ from tests.driver.rollout.test_engine import (
     generate,
     looping_requests,
     make_rollout,
+    observer,
     requests,
     same,
 )
@@ -183,7 +184,7 @@ def test_an_engine_without_graphs_goes_on_learning_op_by_op(policy, plain):
     with pytest.raises(RuntimeError), engine.runner.op_by_op():
         assert same(engine.generate(requests(), record=False), plain)
         raise RuntimeError
-    assert engine.bandit.told == engine.stats.bursts > 0 and not engine.runner.graphs_aside
+    assert engine.bandit.told == engine.stats.bursts > 0 and not engine.runner.bypass_graphs
 
 
 def drafter_kv(rollout, *menu, jobs=None, on_pass=None, **options):
@@ -196,7 +197,7 @@ def drafter_kv(rollout, *menu, jobs=None, on_pass=None, **options):
         rows = [cache.flatten(0, 1)[slots] for cache in (runner.k, runner.v)]
         found[sequence.request.id] = torch.cat(rows, -1)
 
-    engine.bandit, engine.on_pass, engine.on_finish = Choose(*menu, **options), on_pass, take
+    engine.bandit, engine.observer = Choose(*menu, **options), observer(take, on_pass)
     engine.generate(jobs or requests(new=40, stop=()))
     return found
 
@@ -278,7 +279,7 @@ def test_the_drafter_s_graphs_come_with_the_drafter(policy):
     runner.version = version
     generate(rollout, requests(count=2), *ARMS, horizon=8)
     assert len(graphs._captured) == len(graphs.plan.cells)
-    assert rollout.bandit.step_s(2, Strategy.parse("learned:4,3,12")) > 0
+    assert rollout.engine.runner.step_s(2, Strategy.parse("learned:4,3,12")) > 0
 
 
 def test_graphs_on_a_cpu_are_refused_where_asked_for(policy):
@@ -383,7 +384,7 @@ def recorded(rollout, jobs, strategy, monkeypatch, horizon=1, page_limit=None):
 
     engine.forget()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "on_finish", take)
+        patch.setattr(engine, "observer", observer(take))
         patch.setattr(engine, "page_limit", page_limit)
         engine.bandit = Choose(strategy, horizon=horizon)
         return engine.generate(jobs), found
@@ -478,7 +479,7 @@ def test_two_bursts_fit_the_ring(policy, monkeypatch):
 class Script(Choose):
     """One strategy after the other, each for a window of its own."""
 
-    def choose(self, batch, usable):
+    def choose(self, batch, usable, step_s=None):
         return self.menu[0]
 
     def record(self, *window):
@@ -525,7 +526,7 @@ def test_a_new_drafter_takes_over_between_bursts(policy):
     for i, kv in taken.items():
         n = min(len(kv), len(after[i]), len(before[i]))
         assert same_bits(kv[:n], after[i][:n]) and not same_bits(kv[:n], before[i][:n])
-    assert [s.drafter_versions for s in swapped.engine.state.sequences] == [[1, 2]]
+    assert [s.drafter_versions for s in swapped.engine.state.running] == [[1, 2]]
 
 
 def test_an_error_of_the_host_leaves_nothing_in_flight(policy, late, monkeypatch):
@@ -542,7 +543,7 @@ def test_an_error_of_the_host_leaves_nothing_in_flight(policy, late, monkeypatch
 # ---- short pools --------------------------------------------------------------------------------
 
 
-def test_an_arm_without_room_gives_way_to_one_that_has(policy):
+def test_an_arm_without_room_gives_way_to_one_that_has(policy, monkeypatch):
     """The bandit learns of no passes that others made, and waits for no room that never comes."""
     large, small = Strategy.parse("learned:8,4,32"), Strategy.parse("ngram:4,1,5")
     jobs = requests(count=4, new=60, stop=())
@@ -550,9 +551,9 @@ def test_an_arm_without_room_gives_way_to_one_that_has(policy):
     rollout = looping(policy, pool=LatePool)
     engine, config = rollout.engine, replace(rollout.bandit.config, epsilon=0.0, window_passes=4)
     engine.bandit = bandit = Bandit([OFF, large, small], config, spec_max_batch=8)
-    bandit.step_s = lambda batch, arm: 1.0
+    monkeypatch.setattr(engine.runner, "step_s", lambda batch, arm: 1.0)
     known = {large: 6.0, small: 2.0}  # tokens of a request in a pass
-    bandit._seen |= {(4, arm): Seen(0, 99.0, 99 * accept, 99.0) for arm, accept in known.items()}
+    bandit._sums |= {(4, arm): ArmSums(0, 99.0, 99 * accept, 99.0) for arm, accept in known.items()}
     engine.page_limit = 56  # 4 requests of 60 tokens and 32 rows of each: some 70
     try:
         assert same(engine.generate(jobs, record=False), wanted)

@@ -10,8 +10,7 @@ from driver.config.strategy import Strategy
 from driver.drafter.loss import DraftBatch, Teacher, unroll
 from driver.model import target as model
 from driver.rollout import draft_runner
-from driver.rollout.request import Request, SamplingParams
-from driver.rollout.scheduler import Sequence
+from driver.rollout.request import Request, RunningRequest, SamplingParams
 from tests.driver.drafting import PAGE, Parts, build_parts
 from tests.kit import generator, randn, same_bits
 
@@ -25,25 +24,25 @@ def parts() -> Parts:
     return parts
 
 
-def sequence_of(parts: Parts, length: int, seed: int, first_page: int) -> Sequence:
+def request_of(parts: Parts, length: int, seed: int, first_page: int) -> RunningRequest:
     """A running request of `length` tokens, all but the last committed, pages in odd order."""
     count = length // PAGE + 6
     order = torch.randperm(count, generator=generator(seed)) + first_page
     tokens = torch.randint(97, (length,), generator=generator(seed)).tolist()
     request = Request(1000 + seed, 0, tuple(tokens[:2]), SamplingParams())
-    return Sequence(request, tokens, pages=order.tolist(), context_len=length - 1)
+    return RunningRequest(request, tokens, pages=order.tolist(), context_len=length - 1)
 
 
-def slots(sequence: Sequence, count: int) -> torch.Tensor:
-    places = [sequence.pages[t // PAGE] * PAGE + t % PAGE for t in range(count)]
+def slots(request: RunningRequest, count: int) -> torch.Tensor:
+    places = [request.pages[t // PAGE] * PAGE + t % PAGE for t in range(count)]
     return torch.tensor(places, dtype=torch.int64)
 
 
-def twin(parts: Parts, sequence: Sequence, drafted: list[int]) -> list[torch.Tensor]:
+def twin(parts: Parts, request: RunningRequest, drafted: list[int]) -> list[torch.Tensor]:
     """What training computes at the last committed entry and at the drafted ones after it."""
-    last = sequence.context_len - 1
-    tokens = torch.tensor(sequence.tokens + drafted)
-    features = parts.cache.features.flatten(0, 1)[slots(sequence, last + 1)]
+    last = request.context_len - 1
+    tokens = torch.tensor(request.tokens + drafted)
+    features = parts.cache.features.flatten(0, 1)[slots(request, last + 1)]
     features = torch.cat([features, torch.full((len(drafted), features.shape[1]), 9.0)])
     entries = last + 1 + len(drafted)
     batch = DraftBatch.of(
@@ -89,12 +88,12 @@ class Recorder:
 def test_a_drafted_chain_equals_the_unroll_steps(parts, monkeypatch, length):
     """Feature of t with token t + 1 on both sides (fault 37), to the last position (fault 38)."""
     recorder = Recorder(parts, monkeypatch)
-    sequence = sequence_of(parts, length, seed=1, first_page=3)
-    _, batch = parts.propose([sequence], Strategy("learned", 6, 1, 7))
+    request = request_of(parts, length, seed=1, first_page=3)
+    _, batch = parts.propose([request], Strategy("learned", 6, 1, 7))
     drafted = [int(ids[0]) for ids, _, _ in recorder.levels]
     assert len(drafted) == 5
     hidden = [recorder.first[0], *(out[0] for _, _, out in recorder.levels)]
-    for level, expected in enumerate(twin(parts, sequence, drafted)):
+    for level, expected in enumerate(twin(parts, request, drafted)):
         torch.testing.assert_close(hidden[level], expected, **EXACT)
         logits = parts.drafter.lm_head(parts.drafter.norm(expected)).detach()
         torch.testing.assert_close(recorder.logits[level][0], logits, **EXACT)
@@ -106,15 +105,13 @@ def test_rows_that_all_attend_give_the_same_last(parts, monkeypatch, lengths):
     """What a GPU does with few rows: bit for bit what picking each request's last row gives."""
     drawn = []
     for few in (0, 64):
-        sequences = [
-            sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate(lengths)
-        ]
-        for sequence in sequences:
-            sequence.draft_version = parts.runner.version
-            sequence.draft_len = sequence.context_len - 3
+        requests = [request_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate(lengths)]
+        for request in requests:
+            request.draft_version = parts.runner.version
+            request.draft_len = request.context_len - 3
         parts.runner.few_rows = few
         recorder = Recorder(parts, monkeypatch)
-        parts.propose(sequences, Strategy("learned", 4, 2, 8))
+        parts.propose(requests, Strategy("learned", 4, 2, 8))
         drawn.append(recorder.first)
     assert same_bits(*drawn)
 
@@ -123,14 +120,12 @@ def test_many_rows_go_op_by_op_with_the_same_bits(parts, monkeypatch):
     drawn, apart, append_kv = [], [], tlt_ext.append_kv
     monkeypatch.setattr(tlt_ext, "append_kv", lambda *a, **k: apart.append(append_kv(*a, **k)))
     for fuses, appended_rows, many in ((True, 64, False), (True, 0, True), (False, 64, True)):
-        sequences = [
-            sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21))
-        ]
+        requests = [request_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21))]
         monkeypatch.setattr(parts.target, "fuses", lambda *_, fuses=fuses: fuses)
         monkeypatch.setattr(model, "APPENDED_ROWS", appended_rows)
         recorder = Recorder(parts, monkeypatch)
         apart.clear()
-        parts.propose(sequences, Strategy("learned", 4, 3, 12))
+        parts.propose(requests, Strategy("learned", 4, 3, 12))
         assert bool(apart) == many
         drawn.append([out for _, _, out in recorder.levels] + recorder.logits)
     assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(*drawn, strict=True))
@@ -139,16 +134,16 @@ def test_many_rows_go_op_by_op_with_the_same_bits(parts, monkeypatch):
 def test_every_node_of_a_tree_equals_the_chain_of_its_path(parts, monkeypatch):
     recorder = Recorder(parts, monkeypatch)
     keep, depth = 3, 4
-    sequences = [sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21))]
-    parts.propose(sequences, Strategy("learned", depth, keep, 16))
+    requests = [request_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21))]
+    parts.propose(requests, Strategy("learned", depth, keep, 16))
     branched = 0
-    for row, sequence in enumerate(sequences):
+    for row, request in enumerate(requests):
         token_at: dict[int, int] = {}  # in-flight drafter slot -> token
         for level, (ids, ancestors, out) in enumerate(recorder.levels):
             for node in range(row * keep, (row + 1) * keep):
                 above = ancestors[node, :level].tolist()
                 path = [token_at[slot] for slot in above] + [int(ids[node])]
-                expected = twin(parts, sequence, path)[-1]
+                expected = twin(parts, request, path)[-1]
                 torch.testing.assert_close(out[node], expected, **EXACT)
                 branched += above != [keep * j for j in range(level)]
             for index in range(keep):
@@ -159,8 +154,8 @@ def test_every_node_of_a_tree_equals_the_chain_of_its_path(parts, monkeypatch):
 def test_the_tree_proposes_the_best_children_under_the_shared_noise(parts, monkeypatch):
     """The drafted root children are the top of draft logit / T + the target's own noise."""
     recorder = Recorder(parts, monkeypatch)
-    sequence = sequence_of(parts, 12, seed=5, first_page=0)
-    tree, batch = parts.propose([sequence], Strategy("learned", 1, 4, 5))
+    request = request_of(parts, 12, seed=5, first_page=0)
+    tree, batch = parts.propose([request], Strategy("learned", 1, 4, 5))
     ids = parts.drafter.target_ids.to(torch.int32)
     logits = torch.full((1, 97), float("-inf"))
     logits[0, ids.long()] = recorder.logits[0][0]
@@ -170,7 +165,7 @@ def test_the_tree_proposes_the_best_children_under_the_shared_noise(parts, monke
         tlt_ext.sample(
             logits,
             batch.sampling,
-            position=torch.tensor([sequence.context_len + 1], dtype=torch.int32),
+            position=torch.tensor([request.context_len + 1], dtype=torch.int32),
             tokens=tokens,
             logprobs=logprobs,
             status=batch.status,
@@ -182,19 +177,19 @@ def test_the_tree_proposes_the_best_children_under_the_shared_noise(parts, monke
     assert tree.position.tolist() == [11, 12, 12, 12, 12]
 
 
-def written(parts: Parts, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    index = slots(sequence, sequence.context_len)
+def written(parts: Parts, request: RunningRequest) -> tuple[torch.Tensor, torch.Tensor]:
+    index = slots(request, request.context_len)
     return parts.runner.k.flatten(0, 1)[index], parts.runner.v.flatten(0, 1)[index]
 
 
-def assert_rewritten(parts: Parts, sequence: Sequence) -> None:
+def assert_rewritten(parts: Parts, request: RunningRequest) -> None:
     """The drafter's committed K/V are the bits that a fresh catch-up writes."""
-    found = [x.clone() for x in written(parts, sequence)]
+    found = [x.clone() for x in written(parts, request)]
     for cache in (parts.runner.k, parts.runner.v):
-        cache.flatten(0, 1)[slots(sequence, sequence.context_len)] = 0
-    sequence.draft_len = 0
-    parts.propose([sequence], Strategy("learned", 1, 1, 2))
-    fresh = written(parts, sequence)
+        cache.flatten(0, 1)[slots(request, request.context_len)] = 0
+    request.draft_len = 0
+    parts.propose([request], Strategy("learned", 1, 1, 2))
+    fresh = written(parts, request)
     assert all(float(x.abs().min(0).values.sum()) > 0 for x in fresh)
     assert all(same_bits(a, b) for a, b in zip(found, fresh, strict=True))
 
@@ -202,27 +197,27 @@ def assert_rewritten(parts: Parts, sequence: Sequence) -> None:
 @pytest.mark.parametrize("accepted", [1, 3, 7])
 def test_entries_are_rewritten_from_features_after_each_pass(parts, accepted):
     """faults 29 and 30: after all drafts were accepted too, the bonus token's entry included."""
-    sequence = sequence_of(parts, 20, seed=2, first_page=0)
+    request = request_of(parts, 20, seed=2, first_page=0)
     strategy = Strategy("learned", 6, 1, 7)
-    parts.propose([sequence], strategy)
+    parts.propose([request], strategy)
     assert parts.runner.late_rows == 18
-    sequence.tokens += list(range(accepted))
-    sequence.context_len += accepted
-    parts.runner.passed(sequence, accepted)
-    assert sequence.num_new == accepted
-    parts.propose([sequence], strategy)
+    request.tokens += list(range(accepted))
+    request.context_len += accepted
+    request.draft_len = request.context_len - accepted
+    assert request.num_new == accepted
+    parts.propose([request], strategy)
     assert parts.runner.late_rows == 18
-    parts.runner.passed(sequence, 0)
-    assert_rewritten(parts, sequence)
+    request.draft_len = request.context_len
+    assert_rewritten(parts, request)
 
 
 def test_all_entries_are_rewritten_after_a_swap_and_an_open_gate(parts, monkeypatch):
     """Some at once, for the longer one."""
     monkeypatch.setattr(draft_runner, "CATCH_UP_ROWS", 16)
-    sequence = sequence_of(parts, 57, seed=2, first_page=0)
-    late = sequence_of(parts, 5, seed=3, first_page=100)
+    request = request_of(parts, 57, seed=2, first_page=0)
+    late = request_of(parts, 5, seed=3, first_page=100)
     strategy = Strategy("learned", 2, 2, 4)
-    both = [sequence, late]
+    both = [request, late]
     parts.propose(both, strategy)
     with torch.no_grad():
         for weight in parts.drafter.trainable():
@@ -236,25 +231,25 @@ def test_all_entries_are_rewritten_after_a_swap_and_an_open_gate(parts, monkeypa
 
 def test_a_swap_between_passes_reaches_requests_too_short_to_lag(parts):
     """The entries that the next pass writes by itself are more than it would have been told."""
-    sequence = sequence_of(parts, 5, seed=3, first_page=0)
+    request = request_of(parts, 5, seed=3, first_page=0)
     strategy = Strategy("learned", 6, 1, 7)
-    parts.propose([sequence], strategy)
-    parts.runner.passed(sequence, 1)
+    parts.propose([request], strategy)
+    request.draft_len = request.context_len - 1
     with torch.no_grad():
         for weight in parts.drafter.trainable():
             weight.mul_(1.5)
     parts.runner.load(parts.drafter.state_dict(), 2)
-    _, batch = parts.propose([sequence], strategy)
+    _, batch = parts.propose([request], strategy)
     assert batch.num_new.tolist() == [4]
-    assert_rewritten(parts, sequence)
+    assert_rewritten(parts, request)
 
 
 def test_a_batch_row_drafts_as_it_does_alone(parts):
     strategy = Strategy("learned", 4, 3, 12)
-    sequences = [sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 30, 2))]
-    together = copy.deepcopy(parts.propose(sequences, strategy)[0])
-    for row, sequence in enumerate(sequences):
-        alone, _ = parts.propose([sequence], strategy)
+    requests = [request_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 30, 2))]
+    together = copy.deepcopy(parts.propose(requests, strategy)[0])
+    for row, request in enumerate(requests):
+        alone, _ = parts.propose([request], strategy)
         rows = slice(int(together.row_start[row]), int(together.row_start[row + 1]))
         assert together.tokens[rows].tolist() == alone.tokens.tolist()
         assert together.parents[rows].tolist() == alone.parents.tolist()
@@ -266,9 +261,9 @@ def test_nan_weights_propose_nothing_and_raise_nothing(parts, name):
     state = {key: value.clone() for key, value in parts.drafter.state_dict().items()}
     state[name].fill_(float("nan"))
     parts.runner.load(state, 2)
-    sequences = [sequence_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 30))]
-    tree, batch = parts.propose(sequences, Strategy("learned", 4, 2, 8))
-    assert tree.tokens.tolist() == [s.tokens[-1] for s in sequences]
+    requests = [request_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 30))]
+    tree, batch = parts.propose(requests, Strategy("learned", 4, 2, 8))
+    assert tree.tokens.tolist() == [s.tokens[-1] for s in requests]
     assert tree.row_start.tolist() == [0, 1, 2]
     assert all(bits & tlt_ext.Status.NAN_DRAFT for bits in batch.status.tolist())
 
@@ -308,9 +303,9 @@ def test_weights_are_swapped_in_place(parts):
 def test_rope_of_the_drafter_reaches_as_far_as_the_target(parts):
     """fault 38: there is one table."""
     assert parts.target.spec.max_position == 256
-    sequence = sequence_of(parts, 256, seed=1, first_page=0)
+    request = request_of(parts, 256, seed=1, first_page=0)
     strategy = Strategy("learned", 6, 1, 7)
-    _, batch = parts.propose([sequence], strategy)
+    _, batch = parts.propose([request], strategy)
     hidden = parts.runner._catch_up(batch, strategy)
-    torch.testing.assert_close(hidden[0], twin(parts, sequence, [])[0], **EXACT)
+    torch.testing.assert_close(hidden[0], twin(parts, request, [])[0], **EXACT)
     assert batch.status.tolist() == [0]

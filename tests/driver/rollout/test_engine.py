@@ -11,6 +11,7 @@ from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.config.strategy import OFF, Strategy
 from driver.rollout import proposers
+from driver.rollout.observer import RolloutObserver
 from driver.rollout.proposers import OracleProposer
 from driver.rollout.request import Request, SamplingParams
 from driver.run.assemble import build_rollout, spec_of
@@ -38,12 +39,20 @@ class Choose:
         self.menu = [Strategy.parse(m) if isinstance(m, str) else m for m in menu]
         self.random = random.Random(seed)
 
-    def choose(self, batch, usable):
+    def choose(self, batch, usable, step_s=None):
         arm = self.random.choice(self.menu)
         return arm if usable(arm) else OFF
 
     def record(self, *_):
         pass
+
+
+def observer(on_finish=None, on_pass=None):
+    """Hooks of a rollout from functions."""
+    made = RolloutObserver()
+    made.on_finish = on_finish or made.on_finish
+    made.on_pass = on_pass or made.on_pass
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +97,13 @@ def requests(count=12, new=24, laws=LAWS, stop=(3, 5)):
     ]
 
 
-def generate(rollout, jobs, *menu, seed=0, page_limit=None, horizon=1):
+def generate(rollout, jobs, *menu, seed=0, page_limit=None, horizon=1, rebalancer=None):
     engine = rollout.engine
     engine.bandit = Choose(*(menu or ["off"]), seed=seed, horizon=horizon)
     engine.page_limit = page_limit
     engine.forget()
     try:
-        return engine.generate(jobs, record=False)
+        return engine.generate(jobs, record=False, rebalancer=rebalancer)
     finally:
         engine.page_limit = None
 
@@ -270,7 +279,7 @@ def test_prefill_done_twice_is_counted(rollout, monkeypatch):
 
 def test_a_pass_that_emits_nothing_ends_the_rollout(rollout, monkeypatch):
     """A damaged page table is an error with the request's status, not a loop without end."""
-    monkeypatch.setattr("driver.rollout.scheduler.Sequence.remaining", 0)
+    monkeypatch.setattr("driver.rollout.request.RunningRequest.remaining", 0)
     with pytest.raises(RuntimeError, match="request 1000 emitted nothing in a pass"):
         generate(rollout, requests(count=1))
 
@@ -296,10 +305,9 @@ def test_recorded_features_are_those_of_a_fresh_forward(policy):
     """Fault 37: what the spot trainer learns from, against transformers' hidden states."""
     made = make_rollout(policy)
     taken = []
-    made.engine.on_finish = lambda s: taken.append(
-        (list(s.tokens), s.context_len, gather(made, s).clone())
+    made.engine.observer = observer(
+        lambda s: taken.append((list(s.tokens), s.context_len, gather(made, s).clone()))
     )
-    made.engine.on_pass = None
     made.engine.bandit = Choose("off", "ngram:6,4,16", "learned:4,3,12")
     made.spot.swap()
     made.engine.generate(requests(count=4))
@@ -407,7 +415,7 @@ def test_finished_siblings_go_on_serving_drafts(policy):
     rollout = make_rollout(policy, *words)
     job = Request(7, 0, tuple(range(6, 20)), SamplingParams(temperature=0.0, max_new_tokens=30))
     twins = [replace(job, id=i) for i in range(4)]  # greedy: each repeats the first
-    rollout.engine.on_pass = rollout.engine.on_finish = None
+    rollout.engine.observer = None
     store = rollout.engine.state.store
     for record, passes, kept in ((False, 70, 0), (True, 70, 4), (True, 50, 6)):
         rollout.engine.bandit = Choose("ngram:8,1,9")
@@ -420,7 +428,7 @@ def test_what_others_said_without_n_grams_serves_their_drafts(policy):
     """The store knows a finished response in whole, whatever arm it finished in."""
     rollout = make_rollout(policy, "engine.max_batch=1", "engine.spec_max_batch=1")
     job = Request(7, 0, tuple(range(6, 20)), SamplingParams(temperature=0.0, max_new_tokens=30))
-    rollout.engine.on_pass = rollout.engine.on_finish = None
+    rollout.engine.observer = None
     for arm, passes in (("off", 30), ("ngram:8,1,9", 6)):
         rollout.engine.bandit = Choose(arm)
         rollout.engine.generate([job])

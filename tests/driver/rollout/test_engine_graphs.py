@@ -252,9 +252,9 @@ def test_out_of_memory_during_capture(policy, plain, monkeypatch):
 
 
 def test_an_arm_without_memory_is_never_chosen(policy, plain):
-    with pytest.warns(UserWarning, match="graph_mib=1: too little .*learned:8,4,32 x ") as told:
+    with pytest.warns(UserWarning, match="graph_mib=1: too little .*learned:8,4,32 x ") as caught:
         rollout = made(policy, "engine.graph_mib=1")
-    assert sum("graph_mib" in str(w.message) for w in told) == 1
+    assert sum("graph_mib" in str(w.message) for w in caught) == 1
     graphs = rollout.engine.runner.graphs
     assert any(c.strategy != OFF for c in graphs.plan.dropped)
     with warnings.catch_warnings():
@@ -269,9 +269,11 @@ def test_speculation_gives_way_to_plain_decoding(policy, plain, monkeypatch):
     rollout = made(policy, "engine.graph_mib=2")
     graphs = rollout.engine.runner.graphs
     assert not graphs.plan.dropped
-    with pytest.warns(UserWarning, match="graph_mib=2 or .*learned:8,4,32 x .* gave way") as told:
+    with pytest.warns(
+        UserWarning, match="graph_mib=2 or .*learned:8,4,32 x .* were evicted"
+    ) as caught:
         assert same(generate(rollout, jobs(), "learned:8,4,32", horizon=64), plain)
-    assert sum("gave way" in str(w.message) for w in told) == 1
+    assert sum("were evicted" in str(w.message) for w in caught) == 1
     assert not graphs.failed and graphs.metrics()["graphs/charged_mib"] <= 2
     kept = [cell for cell in graphs.plan.cells if graphs.find(cell.batch, cell.strategy)]
     assert len(kept) == graphs.metrics()["graphs/count"] < len(graphs.plan.cells)

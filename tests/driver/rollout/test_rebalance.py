@@ -16,7 +16,14 @@ from driver.rollout.rebalance import Rebalancer
 from driver.rollout.scheduler import Scheduler
 from tests.driver.rollout import test_engine
 from tests.driver.rollout.test_bursts import looping
-from tests.driver.rollout.test_engine import Choose, generate, make_rollout, requests, same
+from tests.driver.rollout.test_engine import (
+    Choose,
+    generate,
+    make_rollout,
+    observer,
+    requests,
+    same,
+)
 from tests.driver.run.test_world import KILLED, launch, run
 
 policy, rollout, plain = test_engine.policy, test_engine.rollout, test_engine.plain  # fixtures
@@ -37,7 +44,7 @@ class HandsOver:
             return []
         assert not scheduler.waiting
         self.parcels = [
-            pickle.dumps(replace(s, pages=[], context_len=0, draft_len=0, slot=-1))
+            pickle.dumps(replace(s, pages=[], context_len=0, draft_len=0))
             for s in scheduler.running
         ]
         return scheduler.hand_over()
@@ -73,15 +80,14 @@ def test_a_request_that_changes_engines_has_the_same_bits(
         def note(sequence, cache=engine.cache):
             kept.setdefault(sequence.request.id, []).append(features(sequence, cache))
 
-        monkeypatch.setattr(engine, "on_finish", note)
+        monkeypatch.setattr(engine, "observer", observer(note))
     one.generate(jobs)
-    monkeypatch.setattr(one, "rebalancer", HandsOver(6))
-    given = generate(rollout, jobs[:6], strategy)
-    two.rebalancer = TakesIn(4)
-    two.rebalancer.parcels = one.rebalancer.parcels
+    gives, takes = HandsOver(6), TakesIn(4)
+    given = generate(rollout, jobs[:6], strategy, rebalancer=gives)
+    takes.parcels = gives.parcels
     two.bandit, two.page_limit = Choose(strategy), pages
-    received = two.generate(jobs[6:])
-    moved = {pickle.loads(p).request.id for p in two.rebalancer.parcels}
+    received = two.generate(jobs[6:], rebalancer=takes)
+    moved = {pickle.loads(p).request.id for p in takes.parcels}
     assert moved and moved.isdisjoint(r.request.id for r in given)
     assert [r.request for r in received[:6]] == jobs[6:]
     assert {r.request.id for r in received[6:]} == moved
@@ -99,10 +105,10 @@ def test_bursts_that_follow_each_other_stop_for_an_exchange(policy):
     one, two = looping(policy), looping(policy)
     jobs = requests(stop=())
     wanted = generate(one, jobs, horizon=2)
-    one.engine.rebalancer, two.engine.rebalancer = HandsOver(4), TakesIn(2)
-    given = generate(one, jobs[:6], horizon=2)
-    two.engine.rebalancer.parcels = one.engine.rebalancer.parcels
-    received = generate(two, jobs[6:], horizon=2)
+    gives, takes = HandsOver(4), TakesIn(2)
+    given = generate(one, jobs[:6], horizon=2, rebalancer=gives)
+    takes.parcels = gives.parcels
+    received = generate(two, jobs[6:], horizon=2, rebalancer=takes)
     assert one.engine.stats.target_passes == 6 and two.engine.stats.adopted == 6
     assert not given and same(sorted(received, key=lambda r: r.request.id), wanted)
 
@@ -141,7 +147,7 @@ def look(rank):
 def end(rank):
     for sequence in rank[1].running:
         sequence.finish = "stop"
-    rank[1].release(rank[1].retire())
+    rank[1].retire()
     return look(rank)
 
 
@@ -153,7 +159,7 @@ def test_the_nearly_idle_hand_over_to_one_that_is_at_work(ranks):
     few, busy, late = ranks(2, 3, 1)
     assert look(busy) == [] and look(few) == [] and look(busy) == []  # its wish is seen
     free = few[1].pool.num_free
-    assert look(few) == [0, 1] and not few[1].unfinished and few[1].pool.num_free > free
+    assert look(few) == [0, 1] and not few[1].active and few[1].pool.num_free > free
     assert look(late) == [200] and look(few) == look(late) == []
     assert look(busy) == [] and held(busy) == [100, 101, 102, 0, 1, 200]
     tokens = [s.tokens[-1] for s in busy[1].waiting]
@@ -174,13 +180,13 @@ def test_a_rank_that_handed_over_is_not_the_receiver_of_later_ones(ranks):
     end(busy)  # takes the last ones in
     assert held(busy) == [0]
     assert look(late) == [] and held(late) == [200, 201]  # its slot is closed: it keeps them
-    assert look(few) == [] and not few[1].unfinished
+    assert look(few) == [] and not few[1].active
 
 
 def test_a_receiver_that_ends_takes_what_came_and_closes(ranks):
     few, busy = ranks(1, 3)
     look(few), look(busy)
-    assert end(busy) == [] and not busy[1].unfinished  # nothing came
+    assert end(busy) == [] and not busy[1].active  # nothing came
     assert look(few) == [] and held(few) == [0]
 
 
@@ -222,14 +228,12 @@ def test_every_request_ends_once_whoever_is_fast(ranks, seed):
         while True:
             look(rank)
             scheduler.admit()
-            if not scheduler.unfinished:
+            if not scheduler.active:
                 return ended
             time.sleep(1e-4 * chance.random())
             for sequence in scheduler.running:
                 sequence.finish = "stop" if chance.random() < 0.2 else None
-            done = scheduler.retire()
-            scheduler.release(done)
-            ended += [sequence.request.id for sequence in done]
+            ended += [state.request.id for state in scheduler.retire()]
 
     with ThreadPoolExecutor(4) as pool:
         ended = list(pool.map(roll_out, made, chances))
@@ -254,12 +258,14 @@ make = rebalance.Rebalancer.__init__
 def one_receives(self, world, most, max_batch):
     make(self, world, most, max_batch if RANK == 1 else 0)
 rebalance.Rebalancer.__init__ = one_receives
-passes = RolloutEngine._make_passes
-def slowly(self, scheduler, *args):
-    self.aside()  # scores one that ended, if any
-    time.sleep(0.3 if self.rebalancer and len(scheduler.running) <= 2 else 0.02 + 0.1 * RANK)
-    return passes(self, scheduler, *args)
-RolloutEngine._make_passes = slowly
+bursts = RolloutEngine._run_bursts
+def slowly(self, *args):
+    if self._observer is not None:
+        self._observer.on_wait()  # scores a finished response, if there is one
+    few = self._rebalancer and len(self.scheduler.running) <= 2
+    time.sleep(0.3 if few else 0.02 + 0.1 * RANK)
+    return bursts(self, *args)
+RolloutEngine._run_bursts = slowly
 gather = collector.Collector.gather
 def noted(self, step):
     got = gather(self, step)

@@ -42,7 +42,7 @@ def test_siblings_share_whole_prompt_pages_and_copy_the_partial_one():
     assert len({tuple(s.pages[:2]) for s in siblings}) == 1
     assert len({s.pages[2] for s in siblings}) == 3
     assert all(s.context_len == 10 for s in siblings)
-    made.release_spent()
+    made.prefixes.release_unused()
     assert made.pool.num_free == 64 - 2 - 3  # the prefix's own partial page is free again
 
 
@@ -51,12 +51,12 @@ def test_prompts_at_page_boundaries(length):
     made = scheduler()
     (sequence,) = made.add([request(0, range(length))])
     admission = made.admit()
-    made.release_spent()
+    made.prefixes.release_unused()
     assert sequence.context_len == length - 1
     assert bool(admission.copies) == ((length - 1) % 4 != 0)
-    assert made.grow(1)
+    assert made._grow(1)
     sequence.finish = "stop"
-    made.release(made.retire())
+    made.retire()
     assert made.pool.num_free == 64
 
 
@@ -64,9 +64,9 @@ def test_growth_is_all_or_nothing():
     made = scheduler(pages=6, page_size=4)
     made.add([request(0, range(5)), request(1, range(6))])
     made.admit()
-    made.release_spent()
+    made.prefixes.release_unused()
     held = [list(s.pages) for s in made.running]
-    assert not made.grow(100)
+    assert not made._grow(100)
     assert [s.pages for s in made.running] == held
 
 
@@ -75,25 +75,25 @@ def test_what_was_granted_ahead_is_taken_back():
     made = scheduler(pages=12, page_size=4)
     pair = made.add([request(i, range(10), new=20) for i in range(2)])  # 9 slots: 2 pages and 1
     made.admit()
-    made.release_spent()
+    made.prefixes.release_unused()
     shared = pair[0].pages[:2]
     pair[0].pages += made.pool.allocate(8)  # all that there are
     assert made.has_room(19) and not made.has_room(20)  # 5 pages of its own for each, not 6
-    assert not made.grow(19)
-    made.take_back(1)
+    assert not made._grow(19)
+    made._trim(1)
     assert [s.pages[:2] for s in pair] == [shared, shared]
     assert [len(s.pages) for s in pair] == [3, 3] and made.pool.num_free == 8
-    assert made.grow(19) and not made.has_room(20)
+    assert made._grow(19) and not made.has_room(20)
 
 
 def test_the_youngest_is_preempted_and_recomputed():
     made = scheduler(pages=12, page_size=4)
     old, young = made.add([request(0, range(5)), request(1, range(6))])
     made.admit()
-    made.release_spent()
+    made.prefixes.release_unused()
     young.tokens += [7, 8, 9]
     young.context_len += 3
-    assert made.preempt_youngest() is young
+    assert made._preempt() is young
     assert young.context_len == 0 and young.pages == []
     admission = made.admit()
     assert admission.recompute == [young]
@@ -120,17 +120,15 @@ def test_no_page_is_lost_under_random_load():
         prompts = [range(rng.randint(1, 20)) for _ in range(4)]
         made.add([request(i, rng.choice(prompts), new=rng.randint(1, 20)) for i in range(25)])
         passes = 0
-        while made.unfinished:
-            admission = made.admit()
-            for sequence in admission.recompute:
-                sequence.context_len = len(sequence.tokens) - 1
-            made.release_spent()
+        while made.active:
+            made.admit()
+            made.prefixes.release_unused()
             assert made.running
-            while not made.grow(rng.choice([1, 6])):
-                made.take_back(1)
+            while not made._grow(rng.choice([1, 6])):
+                made._trim(1)
                 if len(made.running) > 1:
-                    made.preempt_youngest()
-                elif not made.evict_prefixes() and made.grow(1):
+                    made._preempt()
+                elif not made.prefixes.evict() and made._grow(1):
                     break
             for sequence in made.running:
                 held = len(sequence.pages) * 4
@@ -139,7 +137,7 @@ def test_no_page_is_lost_under_random_load():
                 sequence.context_len += 1
                 if sequence.remaining == 0:
                     sequence.finish = "length"
-            made.release(made.retire())
+            made.retire()
             passes += 1
             assert passes < 2000
         assert made.pool.num_free == made.pool.num_pages

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from driver.common.errors import UserError
-from driver.rollout.request import Request, SamplingParams
-from driver.rollout.scheduler import Sequence
+from driver.rollout.request import Request, RunningRequest, SamplingParams
 from driver.rollout.state import MAX_STOP_IDS, BatchState
 from driver.rollout.token_store import TokenStore
 from tests import kit
@@ -18,24 +17,24 @@ def state(device="cpu"):
     return BatchState(4, 8, PAGE, store, torch.device(device))
 
 
-def sequence(number, length=6, stop_ids=(3, 5)):
+def running(number, length=6, stop_ids=(3, 5)):
     params = SamplingParams(0.5 + number, number, 0.9, 20, stop_ids)
     request = Request(2**61 + number, 0, tuple(range(length)), params)
     pages = [10 * number + i for i in range(length // PAGE + 1)]
-    return Sequence(request, list(range(length)), pages=pages, context_len=length - 1)
+    return RunningRequest(request, list(range(length)), pages=pages, context_len=length - 1)
 
 
 @pytest.mark.parametrize("device", kit.DEVICES)
 def test_rows_hold_their_requests_and_the_rest_is_inert(device):
     """fault 26: mixed requests in a bucket of four."""
     made = state(device)
-    first, second = sequence(1), sequence(2, length=9, stop_ids=())
+    first, second = running(1), running(2, length=9, stop_ids=())
     second.draft_len = 5
-    made.fill([sequence(3), first, sequence(4), second])
+    made.fill([running(3), first, running(4), second])
     made.store.clear()
     assert len(made.fill([first, second])) == 2
     rows = made.rows(4)
-    assert made.sequences == [second, first]  # into the gap; who lies in bounds stays
+    assert made.running == [second, first]  # into the gap; who lies in bounds stays
     assert rows.slot.tolist() == rows.store_row.tolist()[:2] + [-1, -1] == [3, 1, -1, -1]
     assert rows.store_row.tolist()[2:] == [4, 4]
     assert rows.group_slots[:, :2].tolist() == [[3, -1], [1, 2], [-1, -1], [-1, -1]]
@@ -57,7 +56,7 @@ def test_rows_hold_their_requests_and_the_rest_is_inert(device):
 def test_addresses_never_change():
     made = state()
     before = {n: t.data_ptr() for n, t in vars(made.rows(4)).items() if torch.is_tensor(t)}
-    made.fill([sequence(1), sequence(2)])
+    made.fill([running(1), running(2)])
     after = {n: t.data_ptr() for n, t in vars(made.rows(3)).items() if torch.is_tensor(t)}
     assert before == after
 
@@ -66,11 +65,11 @@ def test_addresses_never_change():
 def test_moved_pages_and_requests_are_noticed(device):
     """fault 35's kind: a table that looks as long as before."""
     made = state(device)
-    first, second = sequence(1), sequence(2)
+    first, second = running(1), running(2)
     made.fill([first, second])
     assert not made.is_stale([first, second])
     assert not made.is_stale([second, first])  # the rows' order is the state's own
-    assert made.is_stale([first]) and made.is_stale([first, sequence(2)])
+    assert made.is_stale([first]) and made.is_stale([first, running(2)])
     first.pages[0] += 1
     second.pages += [5, 6]
     first.context_len = 77  # the device knows better
@@ -85,13 +84,13 @@ def test_moved_pages_and_requests_are_noticed(device):
     made.grant()
     assert rows.block_table[1, :3].tolist() == [9, -1, -1] and int(rows.granted[1]) == 4
     second.draft_len = 3
-    made.lag()
+    made.update_num_new()
     assert rows.num_new.tolist() == [77, 2, 0, 0]
     assert rows.context_len.tolist() == [5, 5, 0, 0]
 
 
 def test_more_stop_ids_than_there_is_room_for():
     made = state()
-    made.fill([sequence(1, stop_ids=range(MAX_STOP_IDS))])
+    made.fill([running(1, stop_ids=range(MAX_STOP_IDS))])
     with pytest.raises(UserError, match=r"request \d+: 17 stop ids; at most 16"):
-        made.fill([sequence(1, stop_ids=range(MAX_STOP_IDS + 1))])
+        made.fill([running(1, stop_ids=range(MAX_STOP_IDS + 1))])

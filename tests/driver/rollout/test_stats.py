@@ -25,7 +25,7 @@ def booked(bursts):
             elapsed_s=ends[-1],
             ends_s=ends,
         )
-        stats.book(burst, 0.0)
+        stats.add_burst(burst, 0.0)
     return stats
 
 

@@ -4,13 +4,12 @@ import random
 
 import torch
 
-from driver.rollout.request import Request, SamplingParams
-from driver.rollout.scheduler import Sequence
+from driver.rollout.request import Request, RunningRequest, SamplingParams
 from driver.rollout.token_store import GROUP_SLOTS, TokenStore
 
 
-def sequence(prompt, more=()):
-    return Sequence(Request(1, 0, tuple(prompt), SamplingParams()), [*prompt, *more])
+def running(prompt, more=()):
+    return RunningRequest(Request(1, 0, tuple(prompt), SamplingParams()), [*prompt, *more])
 
 
 def store(slots=4):
@@ -19,18 +18,22 @@ def store(slots=4):
 
 def test_a_request_sees_itself_then_the_newest_of_its_prompt():
     made = store()
-    first, other, second = sequence([1, 2]), sequence([3]), sequence([1, 2], more=[7])
+    first, other, second = running([1, 2]), running([3]), running([1, 2], more=[7])
     made.take([first, other, second])
-    assert made.group_of(second) == [second.slot, first.slot]
-    assert made.group_of(other) == [other.slot]
-    assert made.tokens[second.slot, :3].tolist() == [1, 2, 7]
-    assert made.tokens[first.slot, :2].tolist() == [1, 2]
-    assert made.length[[first.slot, other.slot, second.slot]].tolist() == [2, 1, 3]
-    past = first.slot
-    made.give_back(first, keep=True)
-    third = sequence([1, 2])
+    assert made.group_slots(second) == [made.slot(second), made.slot(first)]
+    assert made.group_slots(other) == [made.slot(other)]
+    assert made.tokens[made.slot(second), :3].tolist() == [1, 2, 7]
+    assert made.tokens[made.slot(first), :2].tolist() == [1, 2]
+    assert made.length[[made.slot(first), made.slot(other), made.slot(second)]].tolist() == [
+        2,
+        1,
+        3,
+    ]
+    past = made.slot(first)
+    made.release(first, keep=True)
+    third = running([1, 2])
     made.take([third])
-    assert made.group_of(third) == [third.slot, second.slot, past]
+    assert made.group_slots(third) == [made.slot(third), made.slot(second), past]
 
 
 def test_rows_are_a_multiple_of_four_and_one_length_is_for_nobody():
@@ -42,18 +45,18 @@ def test_rows_are_a_multiple_of_four_and_one_length_is_for_nobody():
 
 def test_the_longest_finished_makes_room():
     made = store(slots=2)
-    old, new = sequence([1]), sequence([2])
+    old, new = running([1]), running([2])
     made.take([])
     made.take([old, new])
-    slots = old.slot, new.slot
-    made.give_back(old, keep=True)
-    made.give_back(new, keep=True)
-    late = sequence([2])
+    slots = made.slot(old), made.slot(new)
+    made.release(old, keep=True)
+    made.release(new, keep=True)
+    late = running([2])
     made.take([late])
-    assert late.slot == slots[0]
-    assert made.group_of(late) == [late.slot, slots[1]]
+    assert made.slot(late) == slots[0]
+    assert made.group_slots(late) == [made.slot(late), slots[1]]
     before = made.changes
-    made.give_back(late, keep=True)
+    made.release(late, keep=True)
     made.clear(since=before)
     assert list(made._past) == [slots[1]]
     made.clear()
@@ -62,25 +65,25 @@ def test_the_longest_finished_makes_room():
 
 def test_no_row_is_lost_under_random_load():
     rng = random.Random(0)
-    made, running = store(slots=12), []
+    made, rows = store(slots=12), []
     for _ in range(2000):
-        if running and (len(running) == 6 or rng.random() < 0.5):
-            made.give_back(running.pop(rng.randrange(len(running))), keep=rng.random() < 0.7)
+        if rows and (len(rows) == 6 or rng.random() < 0.5):
+            made.release(rows.pop(rng.randrange(len(rows))), keep=rng.random() < 0.7)
         else:
-            running.append(sequence([rng.randrange(3)]))
-            made.take(running[-1:])
-        slots = [s.slot for s in running]
+            rows.append(running([rng.randrange(3)]))
+            made.take(rows[-1:])
+        slots = [made.slot(s) for s in rows]
         assert len(set(slots)) == len(slots) and min([0, *slots]) >= 0
-        for one in running:
-            group = made.group_of(one)
-            assert group[0] == one.slot and len(set(group)) == len(group) <= GROUP_SLOTS
-    for one in running:
-        made.give_back(one, keep=False)
+        for one in rows:
+            group = made.group_slots(one)
+            assert group[0] == made.slot(one) and len(set(group)) == len(group) <= GROUP_SLOTS
+    for one in rows:
+        made.release(one, keep=False)
     made.clear()
     assert len(made._free) == 12 and not made._groups
 
 
 def test_a_request_that_never_ran_gives_nothing_back():
     made = store()
-    made.give_back(sequence([1]), keep=True)
+    made.release(running([1]), keep=True)
     assert len(made._free) == 4

@@ -5,7 +5,6 @@ import pytest
 from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.config.strategy import OFF
-from driver.rollout.graphs import nothing
 from driver.rollout.plan import BucketPlan, GraphCost
 from driver.run.run import Run
 from tests.driver.rollout.test_bursts import LatePool, Loops
@@ -124,8 +123,7 @@ def test_workers_get_each_response_once_it_has_ended(start):
 
 def test_a_reward_that_fails_beside_passes_names_its_sample(start, monkeypatch):
     run = with_device(start("engine.strategies=off"))
-    engine, each = run.rollout.engine, run.config.grpo.samples_per_prompt
-    on_finish = engine.on_finish
+    each = run.config.grpo.samples_per_prompt
 
     def fails(prompt, text):
         raise ValueError("no such unit")
@@ -133,6 +131,5 @@ def test_a_reward_that_fails_beside_passes_names_its_sample(start, monkeypatch):
     with monkeypatch.context() as planted, pytest.raises(UserError, match="ValueError: no such"):
         planted.setattr(run.task, "reward", fails)
         run.collector.gather(0)
-    assert engine.on_finish == on_finish and engine.aside is nothing
     step = run.collector.gather(1)  # nothing is left in flight
     assert len(step.rewards) == each * run.config.grpo.prompts_per_step

@@ -331,7 +331,7 @@ def a_killed_thread(patch, root):
     step, killed = SpotTrainer.micro_step, []
 
     def once(self, *args):
-        if self.thread.here and not killed:
+        if self.thread.is_current and not killed:
             killed.append(True)
             raise SystemExit("killed")
         return step(self, *args)
@@ -365,7 +365,7 @@ FAULTS = {
     a_killed_thread: "micro-step failed .SystemExit: killed.; training of the drafter paused",
     a_full_buffer: "its buffer of 64 tokens .* is full",
     a_full_disk: "drafter checkpoint not written .*No space left on device",
-    a_half_written_checkpoint: "step-.*cannot be read .*the one before is taken",
+    a_half_written_checkpoint: "step-.*cannot be read .*the previous one is used",
 }
 
 

@@ -1,0 +1,27 @@
+"""Hooks of a rollout: the drafter is trained and responses are scored while it runs."""
+
+from __future__ import annotations
+
+from .request import RunningRequest
+
+
+class RolloutObserver:
+    """Called by the engine during a rollout; subclasses override what they need."""
+
+    def on_pass(self, active: int, passes: int = 1) -> None:
+        """Called between bursts of passes.
+
+        Args:
+            active: requests that run or wait.
+            passes: made since the last call.
+        """
+
+    def on_finish(self, request: RunningRequest) -> None:
+        """Called with each finished request before its pages and features are freed."""
+
+    def on_wait(self) -> bool:
+        """Does a piece of host work while the device runs; returns False if there is none.
+
+        Called again until it returns False or the device is done.
+        """
+        return False
