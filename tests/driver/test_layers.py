@@ -18,7 +18,7 @@ LAYERS = [
     {"run"},
 ]
 RANKS = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
-COMMANDS = len(LAYERS)  # modules directly in `driver`
+COMMANDS = len(LAYERS)  # modules directly in `driver`, and `__main__` modules
 
 
 def imports(source: str, package: list[str]) -> list[list[str]]:
@@ -35,13 +35,17 @@ def imports(source: str, package: list[str]) -> list[list[str]]:
     return [module[1:] for module in found if module[0] == "driver" and len(module) > 1]
 
 
+def is_command(path: Path) -> bool:
+    return len(path.parts) == 1 or path.name == "__main__.py"
+
+
 def upward(source: str, path: Path) -> list[str]:
     """Imports of a file that do not point to a lower layer or to its own package."""
-    own = path.parts[0] if len(path.parts) > 1 else ""
-    rank = RANKS[own] if own else COMMANDS
+    rank = COMMANDS if is_command(path) else RANKS[path.parts[0]]
     modules = imports(source, ["driver", *path.parts[:-1]])
-    wrong = [m for m in modules if m[0] != own and RANKS.get(m[0], COMMANDS) >= rank]
-    return [".".join(module) for module in wrong]
+    other = [module for module in modules if module[0] != path.parts[0]]
+    # Commands may import each other.
+    return [".".join(m) for m in other if rank < COMMANDS and RANKS.get(m[0], COMMANDS) >= rank]
 
 
 def test_every_package_has_a_layer():
@@ -52,10 +56,6 @@ def test_every_package_has_a_layer():
 def test_imports_point_down():
     files = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.py"))]
     found = {str(path): upward((ROOT / path).read_text(), path) for path in files}
-    commands = {path.stem for path in files if len(path.parts) == 1}
-    for path in files:
-        if len(path.parts) == 1:  # commands may share code
-            found[str(path)] = [m for m in found[str(path)] if m.split(".")[0] not in commands]
     assert {path: wrong for path, wrong in found.items() if wrong} == {}
 
 
