@@ -19,26 +19,21 @@ from ..model.spec import ModelSpec, read_json, read_rope
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 KIND = "LlamaForCausalLMEagle3"
-# Keys of `config.json` that a loader reads, with the value if only one is valid.
-KEYS: dict[str, Any] = {
+FIXED: dict[str, Any] = {  # keys of `config.json` with the only value that a loader accepts
     "architectures": [KIND],
     "model_type": "llama",
     "num_hidden_layers": 1,
     "attention_bias": False,
     "tie_word_embeddings": False,
     "hidden_act": "silu",
-    "hidden_size": None,
-    "intermediate_size": None,
-    "num_attention_heads": None,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "vocab_size": None,
-    "draft_vocab_size": None,
-    "max_position_embeddings": None,
-    "rms_norm_eps": None,
-    "rope_theta": None,
-    "eagle_config": None,
 }
+SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
+KEYS = (  # all that a loader reads
+    *FIXED, *SIZES, "vocab_size", "draft_vocab_size", "max_position_embeddings", "rms_norm_eps",
+    "rope_theta", "eagle_config",
+)  # fmt: skip
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -52,10 +47,8 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ..
 
     Source: the EAGLE-3 draft layout that vLLM and SGLang load.
     """
-    hidden, middle, size = (
-        config[k] for k in ("hidden_size", "intermediate_size", "draft_vocab_size")
-    )
-    heads, kv, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    hidden, middle, heads, kv, dim = (config[key] for key in SIZES)
+    size = config["draft_vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * hidden),
         "norm.weight": (hidden,),
@@ -97,24 +90,19 @@ def drafter_config(
         rope.setdefault("rope_scaling", parameters)
     ends = {k: target[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in target}
     return {
-        "architectures": [KIND],
-        "model_type": "llama",
-        "attention_bias": False,
+        **FIXED,
         "draft_vocab_size": shape.draft_vocab,
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(layers),
             "use_aux_hidden_state": True,
         },
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "max_position_embeddings": target["max_position_embeddings"],
         "num_attention_heads": shape.num_heads,
-        "num_hidden_layers": 1,
         "num_key_value_heads": shape.num_kv_heads,
         "rms_norm_eps": shape.rms_eps,
-        "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "vocab_size": shape.vocab_size,
         **rope,
@@ -201,8 +189,8 @@ def _config_problems(config: Mapping[str, Any], target: ModelSpec | None) -> lis
     problems = [f"config.json: {key} is missing" for key in KEYS if key not in config]
     problems += [
         f"config.json: {key} is {config[key]!r}, wanted {value!r}"
-        for key, value in KEYS.items()
-        if value is not None and key in config and config[key] != value
+        for key, value in FIXED.items()
+        if key in config and config[key] != value
     ]
     eagle = config.get("eagle_config") or {}
     layers = eagle.get("eagle_aux_hidden_state_layer_ids", [])
