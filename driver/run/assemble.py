@@ -78,7 +78,7 @@ def find_model(config: Config, report: Callable[[str], None] = lambda line: None
     model = config.model
     if model.path == "tiny":
         return None
-    return resolve_model(model.path, model.cache, wheel=model.wheel, report=report)
+    return resolve_model(model.path, model.cache, report)
 
 
 def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, Tokenizer]:

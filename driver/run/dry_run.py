@@ -154,7 +154,7 @@ def shape_folder(config: Config) -> Path | None:
     if (path / "config.json").exists():
         ModelSpec.from_folder(path)  # refuses by name what the engine cannot run
         return path
-    return resolve_model(config.model.path, config.model.cache, wheel=config.model.wheel)
+    return resolve_model(config.model.path, config.model.cache)
 
 
 def prompt_tokens(config: Config, folder: Path | None) -> int:

@@ -48,6 +48,8 @@ from .collector import Collector, Experience
 from .dry_run import check_run
 from .warm_start import adopt_drafter, check_dtype, drafter_state, sampling_params, warm_start
 
+SAMPLES = 4  # responses of a step that are kept to read
+
 
 @dataclass
 class Run:
@@ -90,11 +92,6 @@ class Run:
         with phases("load"):
             # What shows as mistyped by now fails before the run folder is made.
             use_device(config.run.device)
-            if config.sampling.top_k or config.sampling.top_p < 1:
-                raise UserError(
-                    "sampling.top_k and sampling.top_p: training needs samples of the policy's own"
-                    " distribution; leave them at 0 and 1"
-                )
             check_dtype(config)
             check_capture(config.capture, config.run.steps)
             task = make_task(**asdict(config.task))
@@ -277,7 +274,7 @@ class Run:
     def _samples(self, step: Experience) -> list[Sample]:
         """The first response to each of the first prompts."""
         each = self.config.grpo.samples_per_prompt
-        count = min(self.config.run.samples_logged, len(step.prompts))
+        count = min(SAMPLES, len(step.prompts))
         firsts = zip(
             step.prompts[:count], step.responses[::each], step.rewards[::each], strict=False
         )

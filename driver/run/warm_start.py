@@ -69,8 +69,7 @@ class Sampled:
 def warm_folder(config: Config) -> Path:
     """Where the warm start of these settings lies: whatever decides it is in the name."""
     parts = {name: asdict(getattr(config, name)) for name in ("model", "warmup", "task")}
-    for name in ("cache", "wheel"):
-        del parts["model"][name]
+    del parts["model"]["cache"]
     del parts["warmup"]["workers"]
     parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
     key = json.dumps([PROCEDURE, parts, config.run.seed], sort_keys=True).encode()
@@ -198,7 +197,7 @@ def adopt_drafter(spot: SpotTrainer | None, state: dict[str, Any] | None, note: 
 def sampling_params(config: Config) -> SamplingParams:
     """The sampling of training responses, stop ids not yet known."""
     s = config.sampling
-    return SamplingParams(s.temperature, s.top_k, s.top_p, s.max_new_tokens)
+    return SamplingParams(s.temperature, max_new_tokens=s.max_new_tokens)
 
 
 class Warming:

@@ -24,7 +24,6 @@ def make_task(
     name: str,
     *,
     path: str = "",
-    dataset: str = "",
     digits: int = 2,
     shots: int = 4,
     difficulty: int = 1,
@@ -33,8 +32,7 @@ def make_task(
 
     Args:
         name: one of `TASK_NAMES`.
-        path: jsonl: the file with question/answer lines.
-        dataset: reasoning_gym: the data set's name.
+        path: jsonl: the file with question/answer lines; reasoning_gym: the name of the data set.
         digits: addition, multiplication: digits of each operand.
         shots: addition, multiplication, jsonl: worked examples before the question.
         difficulty: sums: the start has this many digits and two more; puzzles: the terms of sums
@@ -74,7 +72,7 @@ def make_task(
     if name == "reasoning_gym":
         from .reasoning_gym import ReasoningGymTask
 
-        return ReasoningGymTask(dataset)
+        return ReasoningGymTask(path)
     near = difflib.get_close_matches(name, TASK_NAMES, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(f"task.name={name}: unknown task; {hint}there are {', '.join(TASK_NAMES)}")

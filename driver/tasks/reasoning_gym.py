@@ -32,9 +32,7 @@ class ReasoningGymTask:
 
     def __init__(self, dataset: str) -> None:
         if not dataset:
-            raise UserError(
-                "task.dataset: empty; write, for example, task.dataset=basic_arithmetic"
-            )
+            raise UserError("task.path: empty; write, for example, task.path=basic_arithmetic")
         try:
             import reasoning_gym
         except ImportError:
@@ -44,7 +42,7 @@ class ReasoningGymTask:
         try:
             self.items = reasoning_gym.create_dataset(dataset, seed=0, size=_SIZE)
         except (ValueError, AssertionError) as error:
-            raise UserError(f"task.dataset={dataset}: reasoning-gym refuses it ({error})") from None
+            raise UserError(f"task.path={dataset}: reasoning-gym refuses it ({error})") from None
 
     def prompt(self, split: Split, index: int) -> Prompt:
         id = prompt_id(self.name, split, index)
@@ -66,6 +64,6 @@ class ReasoningGymTask:
             if held_out(item["question"]) == (split == "eval"):
                 return item
         raise UserError(
-            f"task.dataset: {_TRIES} items of reasoning-gym in a row hold no {split} problem; the"
+            f"task.path: {_TRIES} items of reasoning-gym in a row hold no {split} problem; the"
             f" data set has too few problems to hold out one in {HELD_OUT_ONE_IN}"
         )

@@ -23,7 +23,6 @@ WORDS = [
     "preset=tiny",
     "model.hidden_size=32",
     "model.num_layers=3",
-    "model.intermediate_size=64",
     "drafter.draft_vocab=24",
     "run.threads=1",
 ]

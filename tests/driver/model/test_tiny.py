@@ -11,7 +11,7 @@ from driver.model.tiny import CHARACTERS, VOCABULARY, build_policy, build_tokeni
 from driver.policy.warmup import cross_entropy, demonstration, demonstrations, warm_up
 from driver.tasks import Prompt, make_task
 
-SHAPE = ModelConfig(hidden_size=64, num_layers=2, head_dim=64, intermediate_size=128)
+SHAPE = ModelConfig(hidden_size=64, num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,9 @@ def test_folder_loads_in_transformers(tmp_path, tokenizer):
 
 def test_preset_fits_the_kernels_and_the_longest_demonstration(tokenizer):
     config = load_config(["preset=tiny"])
-    assert config.model.head_dim in (64, 128)
-    assert config.model.num_heads > config.model.num_kv_heads  # grouped queries are exercised
+    shape = build_policy(config.model, seed=0).config
+    assert (shape.hidden_size, shape.head_dim, shape.intermediate_size) == (128, 64, 384)
+    assert shape.num_attention_heads > shape.num_key_value_heads  # grouped queries are exercised
     task, longest = make_task("sums"), 0
     for index in range(2000):
         prompt = task.prompt("train", index)

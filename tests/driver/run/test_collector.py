@@ -78,7 +78,8 @@ def test_no_graph_makes_the_passes_of_a_captured_step(start):
         wanted, got = (run.collector.gather(step) for run in (plain, captured))
         assert got == wanted
         launched, rest = (p.launches - b for p, b in zip(pools, before, strict=True))
-        assert launched > 0 and rest == (0 if step == 1 else launched)
+        # How many passes a launch makes follows from the steps that were launched.
+        assert launched > 0 and (rest > 0) == (step != 1)
         assert folder.exists() == (step > 0)
     names = [path.name for path in folder.iterdir()]
     assert 1 < len(names) <= 8

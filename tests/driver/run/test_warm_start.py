@@ -23,7 +23,6 @@ WORDS = [
     "preset=tiny",
     "model.hidden_size=32",
     "model.num_layers=2",
-    "model.intermediate_size=64",
     "task.name=puzzles",
     "sampling.max_new_tokens=100",
     "engine.strategies=off learned:4,2,8",

@@ -15,7 +15,6 @@ WORDS = [
     "run.device=cuda",
     "model.dtype=bfloat16",
     "model.hidden_size=128",
-    "model.head_dim=64",
     "engine.page_size=16",
     "spot.tokens_per_step=256",
 ]

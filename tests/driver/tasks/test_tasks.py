@@ -279,23 +279,23 @@ def test_gsm8k():
 
 
 def test_reasoning_gym(fake_gym):
-    task = make_task("reasoning_gym", dataset="squares")
+    task = make_task("reasoning_gym", path="squares")
     train = [task.prompt("train", i) for i in range(40)]
     held = [task.prompt("eval", i) for i in range(40)]
     assert not {p.text for p in train} & {p.text for p in held}
-    assert make_task("reasoning_gym", dataset="squares").prompt("eval", 3) == held[3]
+    assert make_task("reasoning_gym", path="squares").prompt("eval", 3) == held[3]
     for prompt in (*train, *held):
         assert task.reward(prompt, f" {prompt.answer}\nmore") == 1.0
         assert task.reward(prompt, "x") == 0.01
-    with pytest.raises(UserError, match="task.dataset=cubes: .*not registered"):
-        make_task("reasoning_gym", dataset="cubes")
+    with pytest.raises(UserError, match="task.path=cubes: .*not registered"):
+        make_task("reasoning_gym", path="cubes")
 
 
 def test_reasoning_gym_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UserError, match=r"pip install 'tlt-ext\[gym\]'"):
-        make_task("reasoning_gym", dataset="squares")
-    with pytest.raises(UserError, match="task.dataset: empty"):
+        make_task("reasoning_gym", path="squares")
+    with pytest.raises(UserError, match="task.path: empty"):
         make_task("reasoning_gym")
 
 
@@ -306,7 +306,7 @@ def test_reasoning_gym_with_too_few_problems(monkeypatch):
 
     module = types.SimpleNamespace(create_dataset=lambda name, seed, size: One())
     monkeypatch.setitem(sys.modules, "reasoning_gym", module)
-    task = make_task("reasoning_gym", dataset="one")
+    task = make_task("reasoning_gym", path="one")
     with pytest.raises(UserError, match="too few problems"):
         for split in ("train", "eval"):
             task.prompt(split, 0)
