@@ -26,11 +26,12 @@ class Status(enum.IntFlag):
     NAN_DRAFT = 32
 
 
-def current_stream(array: Array, stream: int | None) -> int:
+def current_stream(array: Any, stream: int | None) -> int:
     """The CUDA stream to launch on: the one given, else the array library's current one."""
     if stream is not None:
         return stream
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    torch: Any = sys.modules.get("torch")
+    cupy: Any = sys.modules.get("cupy")
     # `()`: a module that is still being imported has no classes, and no arrays.
     if isinstance(array, getattr(torch, "Tensor", ())):
         return torch.cuda.current_stream(array.device).cuda_stream if array.is_cuda else 0

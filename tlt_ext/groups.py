@@ -112,7 +112,7 @@ class Nodes(NamedTuple):
     parent: Array
     score: Array
     depth: Array
-    count: Array
+    count: Array  # type: ignore[assignment]  # tuple.count, which nothing here calls
 
 
 class Frontier(NamedTuple):

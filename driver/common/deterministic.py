@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -23,11 +24,12 @@ def deterministic(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no sum
+    settings.fill_uninitialized_memory = False  # costs time, changes no sum
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled

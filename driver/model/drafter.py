@@ -115,6 +115,8 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab, bias=False)
         self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
         self.lm_head.weight.requires_grad_(False)
+        self.d2t: Tensor
+        self.t2d: Tensor
         self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(spec.vocab_size, dtype=torch.bool))
         self.set_vocabulary(torch.arange(spec.draft_vocab))

@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ..common.errors import UserError
 from .checkpoint import check_checkpoint
@@ -184,7 +185,7 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
 
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
     # GGUF only names the pre-tokenizer ("smollm"): digits one by one, then GPT-2's pattern. The

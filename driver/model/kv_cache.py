@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class KvCache:
             The cache.
         """
         shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        kind = {"dtype": dtype or spec.dtype, "device": device}
+        kind: Any = {"dtype": dtype or spec.dtype, "device": device}
         features = None
         if feature_size:
             features = torch.zeros(num_pages, page_size, feature_size, **kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -215,11 +216,11 @@ class TargetModel:
         for index, layer in enumerate(self.layers):
             # A recorded layer leaves the residual stream where it is recorded; others in one place.
             parts = [] if features is None else [i for i, of in enumerate(recorded) if of == index]
-            out = self._feature(features, parts[0]) if parts else stream
+            out = self._feature(count, parts[0]) if parts else stream
             self._decoder_layer(layer, hidden, out, kv.k[index], kv.v[index], rows, ancestors)
             hidden = out
             for again in parts[1:]:  # of a model with few layers
-                self._feature(features, again).copy_(hidden)
+                self._feature(count, again).copy_(hidden)
         return self._logits_of(hidden, logits_rows), features
 
     def _decoder_layer(
@@ -269,7 +270,7 @@ class TargetModel:
 
     def norm_for(
         self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, between: Tensor
-    ) -> dict[str, Tensor | float]:
+    ) -> dict[str, Any]:
         """What a linear of `weight` reads: x and its norm, or else the rows normed in `between`."""
         large = self.device.type != "cpu" and weight.numel() > LARGE_WEIGHTS
         if self.fuses(len(x), weight) and not large:
@@ -320,8 +321,10 @@ class TargetModel:
         tlt_ext.linear_rows(**read, weight=self.head, out=logits, pdl=True)
         return logits
 
-    def _feature(self, features: Tensor, place: int) -> Tensor:
-        return features[:, place * self.spec.hidden_size : (place + 1) * self.spec.hidden_size]
+    def _feature(self, count: int, place: int) -> Tensor:
+        return self._features[
+            :count, place * self.spec.hidden_size : (place + 1) * self.spec.hidden_size
+        ]
 
     def _allocate_weights(self) -> None:
         spec = self.spec

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class Workspace:
         """What `verify_tree` wants for these logits."""
         return self.take(tlt_ext.sampling_workspace_bytes(len(logits)))
 
-    def for_attention(self, q: Tensor, k_cache: Tensor, block_table: Tensor) -> Tensor | None:
+    def for_attention(self, q: Tensor, k_cache: Tensor, block_table: Any) -> Tensor | None:
         """What `tree_attention` wants for these arrays."""
         if self.device.type == "cpu":
             return None

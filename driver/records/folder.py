@@ -126,7 +126,7 @@ class RunFolder:
             if name != "step"
         ]
         # One event for all: a hundred of them take as long as the rest of a step's records.
-        self._board.file_writer.add_summary(Summary(value=shown), step)
+        self._board._get_file_writer().add_summary(Summary(value=shown), step)
 
     def log_rollout(
         self, step: int, lengths: Sequence[int], passes: Sequence[tuple[float, int, str]]

@@ -232,10 +232,10 @@ def _present(record: Mapping[str, Any], name: str) -> bool:
     return name in record and record[name] is not None
 
 
-def _bins(longest: int) -> np.ndarray:
+def _bins(longest: int) -> list[float]:
     """At most 60 bins of a whole number of tokens."""
     width = -(-longest // 60)
-    return np.arange(0.5, longest + width + 0.5, width)
+    return np.arange(0.5, longest + width + 0.5, width).tolist()
 
 
 def strategy_colors(texts: Iterable[str]) -> dict[str, str]:

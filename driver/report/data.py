@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -100,7 +100,7 @@ def read_run(path: Path) -> RunData:
     return run
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -159,7 +159,7 @@ def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         notes.append(f"{path.name}: {getattr(error, 'strerror', None) or 'cannot be read'}")
         return {}
-    flat = {}
+    flat: dict[str, Any] = {}
     for section, values in whole.items():
         if isinstance(values, dict):
             flat |= {f"{section}.{key}": value for key, value in values.items()}

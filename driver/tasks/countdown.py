@@ -115,7 +115,7 @@ def search(
         return []
 
     def finish(left: Sequence[int]) -> list[str]:
-        results = []
+        results: list[str] = []
         for text, value in combine(max(left), min(left)):
             if taken(value):
                 lines[-1] += f":{','.join([*results, str(target)])}!"

@@ -103,7 +103,9 @@ class RewardWorkers:
                 idle.append(_Worker(self._task))
                 self._workers.append(idle[0])
             idle.pop().start(self._waiting.popleft(), self.config.timeout_s)
-        busy = {worker.pipe: worker for worker in self._workers if worker.job is not None}
+        busy: dict[Any, _Worker] = {
+            worker.pipe: worker for worker in self._workers if worker.job is not None
+        }
         for pipe in wait(list(busy), seconds):
             worker = busy[pipe]
             finished = worker.receive()
