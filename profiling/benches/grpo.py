@@ -23,8 +23,7 @@ from pathlib import Path
 
 from driver.common.memory import CARD_MEMORY
 from driver.config.load import load_config
-from driver.run.dry_run import prompt_tokens, shape_folder
-from driver.run.footprint import empty_policy, footprint
+from driver.run.dry_run import run_shape, shape_folder
 from profiling.rig.bench import Bench, say
 from profiling.rig.warm import warm_words
 from profiling.studies.grpo_arms import (
@@ -101,8 +100,7 @@ def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:
     if not peaks:
         return {}
     config = load_config([f"preset={folder / 'config.yaml'}"])
-    shape = shape_folder(config)
-    parts = footprint(config, empty_policy(config, shape), prompt_tokens(config, shape))
+    parts = run_shape(config, shape_folder(config)).footprint(config)
     return {"peak_gb": round(max(peaks), 3), "predicted_gb": round(parts.torch_peak / 1e9, 3)}
 
 

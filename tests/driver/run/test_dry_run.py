@@ -1,13 +1,16 @@
 """`--dry-run`: what it says, that it refuses, and that it makes nothing."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from driver.common.errors import UserError
 from driver.config.load import load_config
+from driver.model import fetch
+from driver.model.tiny import build_tokenizer
 from driver.run import dry_run, run
-from driver.run.footprint import empty_policy
+from driver.run.fit import RunShape, check_fits, fitting
 from driver.train import main
 from tests.driver.hugging_face import save_model
 
@@ -24,6 +27,10 @@ SHAPE = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
+
+
+def shape_of(config):
+    return dry_run.run_shape(config, dry_run.shape_folder(config))
 
 
 @pytest.fixture
@@ -45,7 +52,7 @@ def test_the_command_reports_and_makes_no_run(tmp_path, capsys):
 def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
     lines = []
     words = ["preset=h100", seven_b, "memory_gb=80"]
-    wanted = r"wanted \d{3}\.\d\d GB in 'update, layers', got 80\.00.* largest part is activations"
+    wanted = r"needs \d{3}\.\d\d GB in the phase 'update, layers', there are 80.00 .*is activations"
     with pytest.raises(UserError, match=wanted):
         dry_run.dry_run(words, lines.append)
     assert lines[0] == "Qwen2ForCausalLM, 7615.6 M parameters, bfloat16"
@@ -60,7 +67,7 @@ def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_pat
     monkeypatch.setattr(dry_run, "memory_gb", lambda device: 0.25)
     words, refusals = ["run.device=cuda", "model.dtype=bfloat16", f"run.root={tmp_path}"], []
     for start in (lambda: dry_run.dry_run(words, lambda line: None), lambda: main(words)):
-        with pytest.raises(UserError, match=r"wanted .* GB in .*, got 0\.25 GB:") as refusal:
+        with pytest.raises(UserError, match=r"needs .* GB .*, there are 0\.25 GB;") as refusal:
             start()
         refusals.append(str(refusal.value))
     assert refusals[0] == refusals[1]
@@ -77,8 +84,7 @@ def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_pat
 def test_checkpointing_and_less_to_hold_make_it_smaller(seven_b):
     def peak(*words):
         config = load_config(["preset=h100", seven_b, *words])
-        policy = empty_policy(config, dry_run.shape_folder(config))
-        return dry_run.footprint(config, policy, 256).peak
+        return shape_of(config).footprint(config).peak
 
     whole = peak()
     for word in (
@@ -93,10 +99,11 @@ def test_checkpointing_and_less_to_hold_make_it_smaller(seven_b):
 
 
 def test_a_whole_checkpoint_is_measured_by_its_own_tokenizer(tmp_path):
-    save_model(tmp_path, "qwen3")
+    save_model(tmp_path, "qwen3", max_position_embeddings=1024)
     config = load_config([f"model.path={tmp_path}"])
-    assert dry_run.prompt_tokens(config, tmp_path) == dry_run.PROMPT_TOKENS  # it has none
-    assert dry_run.prompt_tokens(load_config([]), None) < 20
+    assert shape_of(config).prompt_len == dry_run.PROMPT_TOKENS  # it has no tokenizer
+    build_tokenizer().save_pretrained(tmp_path)
+    assert shape_of(config).prompt_len == shape_of(load_config([])).prompt_len < 20
 
 
 @pytest.mark.parametrize(
@@ -125,10 +132,10 @@ def test_a_damaged_or_foreign_shape_is_one_line(tmp_path, text):
 
 def test_seconds_follow_bytes_and_flops():
     config = load_config(["engine.max_batch=256"])
-    policy = empty_policy(config, None)
-    numbers = sum(p.numel() for p in policy.parameters())
-    slow = dry_run.Ceilings(1e9, 1e12, 0.0, "")
-    seconds = dry_run.step_seconds(config, policy, 10, 48, slow)
+    shape = replace(shape_of(config), prompt_len=10)
+    numbers = shape.spec.num_parameters
+    slow = dry_run.Ceilings(1e9, 1e12, 0.0, 1e9, "")
+    seconds = dry_run.step_seconds(config, shape, 48, slow)
     # A step's policy is read and written once.
     assert seconds["update_weights"] == pytest.approx(2 * 4 * numbers / 1e9, rel=1e-3)
     tokens = 256 * 58
@@ -136,20 +143,41 @@ def test_seconds_follow_bytes_and_flops():
     once = tokens * (2 * numbers + attention) / 1e12
     for words, passes in [([], 0), (["grpo.epochs=2"], 1), (["grpo.kl_coef=0.1"], 1)]:
         words = load_config(["engine.max_batch=256", *words])
-        before = dry_run.step_seconds(words, policy, 10, 48, slow)["old_log_prob"]
+        before = dry_run.step_seconds(words, shape, 48, slow)["old_log_prob"]
         assert before == pytest.approx(passes * once)
-    twice = dry_run.step_seconds(config, policy, 10, 48, dry_run.Ceilings(5e8, 5e11, 0.0, ""))
+    slower = dry_run.Ceilings(5e8, 5e11, 0.0, 5e8, "")
+    twice = dry_run.step_seconds(config, shape, 48, slower)
     assert sum(twice.values()) == pytest.approx(2 * sum(seconds.values()))
     # The tail: as many passes as the longest response has tokens, each reads the weights.
     assert seconds["gen"] > max(dry_run.tail_lengths(256, 48, 192)) * 4 * numbers / 1e9
 
 
+@pytest.mark.parametrize("shard", [False, True])
+def test_ranks_share_the_work_and_exchange_gradients(shard):
+    config = load_config(["engine.max_batch=256", "grpo.kl_coef=0.1", f"grpo.shard={shard}"])
+    shape = replace(shape_of(config), prompt_len=10)
+    limits = dry_run.Ceilings(1e9, 1e12, 0.0, 1e8, "")
+    one, eight = (dry_run.step_seconds(config, replace(shape, ranks=n), 48, limits) for n in (1, 8))
+    assert eight["old_log_prob"] == pytest.approx(one["old_log_prob"] / 8)
+    assert one["gen"] / 8 < eight["gen"] < one["gen"]  # the longest response has as many passes
+    busy = dry_run.Ceilings(1e15, 1e9, 0.0, 1e8, "")  # every row counts
+    one_busy, eight_busy = (
+        dry_run.rollout_seconds(config, replace(shape, ranks=n), 48, busy) for n in (1, 8)
+    )
+    assert eight_busy == pytest.approx(one_busy / 8, rel=0.1)
+    numbers = shape.spec.num_parameters
+    optimizer = numbers * (4 * 8 / (8 if shard else 1) + 4) / 1e9
+    exchange = numbers * 8 * 7 / 8 / 1e8
+    work = one["update_actor"] - numbers * (4 * 8 + 4) / 1e9
+    assert eight["update_actor"] == pytest.approx(work / 8 + optimizer + exchange)
+    assert eight["update_weights"] == one["update_weights"]
+
+
 def test_a_small_model_is_bound_by_its_launches():
     config = load_config([])
-    policy = empty_policy(config, None)
-    limits = dry_run.Ceilings(1e15, 1e18, 1e-3, "")
+    limits = dry_run.Ceilings(1e15, 1e18, 1e-3, 1e18, "")
     passes = max(dry_run.tail_lengths(256, 48, 192)) * 2  # 256 responses, 128 at once
-    seconds = dry_run.step_seconds(config, policy, 10, 48, limits)["gen"]
+    seconds = dry_run.step_seconds(config, shape_of(config), 48, limits)["gen"]
     assert 0.4 * passes < seconds / (1e-3 * (6 * 3 + 7)) <= passes
 
 
@@ -178,7 +206,60 @@ def test_lengths_have_the_mean_that_was_asked_for_and_a_tail():
 
 def test_requests_beyond_the_batch_wait():
     small, large = load_config(["engine.max_batch=8"]), load_config(["engine.max_batch=256"])
-    policy = empty_policy(small, None)
-    limits = dry_run.Ceilings(1e9, 1e15, 0.0, "")
-    few, all_ = (dry_run.step_seconds(c, policy, 10, 48, limits)["gen"] for c in (small, large))
+    limits = dry_run.Ceilings(1e9, 1e15, 0.0, 1e9, "")
+    few, all_ = (dry_run.step_seconds(c, shape_of(c), 48, limits)["gen"] for c in (small, large))
     assert few > 3 * all_
+
+
+# ---- settings that fit --------------------------------------------------------------------------
+
+
+def test_settings_that_fit_are_proposed_and_do_fit(seven_b):
+    """The nearest: each of them, taken back by one step, does not fit any more."""
+    words = ["preset=h100", seven_b]
+    config = load_config(words)
+    for ranks, limit in ((1, 200), (4, 141), (1, 500)):
+        shape = RunShape(shape_of(config).spec, 256, ranks)
+        found = fitting(config, shape, limit * 10**9)
+        chosen = load_config([*words, *found])
+        check_fits(chosen, shape, limit)
+        for word in found:
+            rest = [other for other in found if other != word]
+            with pytest.raises(UserError, match="these settings fit: "):
+                check_fits(load_config([*words, *rest]), shape, limit)
+    with pytest.raises(UserError, match=f"there are 500.00 GB; .* fit: {' '.join(found)}; if resp"):
+        check_fits(config, shape, 500)
+    check_fits(config, shape, 0)  # a machine whose memory is not known
+
+
+def test_more_ranks_are_proposed_where_one_does_not_suffice(seven_b):
+    config = load_config(["preset=h100", seven_b])
+    shape = shape_of(config)
+    with pytest.raises(UserError, match="these settings fit on 2 ranks: .*grpo.shard=true"):
+        check_fits(config, shape, 141)
+    with pytest.raises(UserError, match="page pool still need 183.* GB: use a smaller model, more"):
+        check_fits(config, shape, 40)
+
+
+# ---- what a dry run takes -----------------------------------------------------------------------
+
+
+def test_nothing_is_downloaded(tmp_path, monkeypatch):
+    def download(*args, **options):
+        raise AssertionError("a download")
+
+    monkeypatch.setattr(fetch, "_from_hub", download)
+    monkeypatch.setattr(fetch, "_download_wheel", download)
+    lines = []
+    dry_run.dry_run(["preset=h100", "memory_gb=80", f"model.cache={tmp_path}"], lines.append)
+    assert lines[0] == "LlamaForCausalLM, 134.5 M parameters, bfloat16"
+    assert any("prompts of 256 tokens" in line for line in lines)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_beyond_the_prompts_are_refused():
+    with pytest.raises(UserError, match="ranks=33: wanted at most grpo.prompts_per_step=32"):
+        dry_run.dry_run(["ranks=33"], lambda line: None)
+    lines = []
+    dry_run.dry_run(["ranks=32"], lines.append)
+    assert any("on each of 32 ranks" in line for line in lines)

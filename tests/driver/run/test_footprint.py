@@ -15,11 +15,11 @@ from driver.policy.trainer import PolicyTrainer
 from driver.records.progress import Progress
 from driver.rollout.request import Request, Response, SamplingParams
 from driver.run.assemble import build_rollout, load_policy, spec_of
-from driver.run.dry_run import prompt_tokens
+from driver.run.dry_run import run_shape
 from driver.run.footprint import (
-    empty_policy,
     footprint,
     held_bytes,
+    policy_spec,
     row_tokens,
     update_bytes,
 )
@@ -76,7 +76,7 @@ WORDS = [
 
 def predicted(*words):
     config = load_config([*WORDS, *words])
-    return config, footprint(config, empty_policy(config, None), PROMPT)
+    return config, footprint(config, policy_spec(config, None), PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_engine_and_drafter_hold_what_was_predicted(words):
     got = parts.always
     weights = held_bytes(rollout.target.state_dict())
     cache, engine = rollout.engine.cache, rollout.engine
-    assert got["policy"] == held_bytes(policy)
+    assert got["policy"] == held_bytes(list(policy.parameters()))
     assert got["engine weights"] == weights
     assert got["engine buffers"] == held_bytes(vars(rollout.target)) - weights
     assert got["KV pages"] == held_bytes(cache.k, cache.v)
@@ -248,5 +248,5 @@ def test_peak_of_a_card_is_within_a_tenth(shape, tmp_path):
     before = torch.cuda.memory_allocated()  # what earlier tests left
     train(run, Progress(2))
     held = torch.cuda.max_memory_allocated() - before
-    predicted = footprint(run, empty_policy(run, folder), prompt_tokens(run, folder))
+    predicted = run_shape(run, folder).footprint(run)
     assert predicted.torch_peak == pytest.approx(held, rel=0.1)
