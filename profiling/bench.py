@@ -1,7 +1,7 @@
 """Runs a benchmark and writes its JSON: `python -m profiling.bench layers [--quick]`, or `all`.
 
-A benchmark is a module of `profiling.benches` with `run(bench: Bench) -> None`: it adds rows, and
-values for the targets of its own table in `targets.toml`. A target without a value is unmet.
+A benchmark is a module of `profiling.benches` with `run(bench: Bench) -> None`. It adds rows, and
+figures for the targets of its table in `targets.toml`. A target without a figure is unmet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from profiling.rig.warm import find_warm_start, make_warm_start
 
 
 def meta(command: str, commit: str) -> dict[str, Any]:
-    """What a result says of its making; a commit with a plus had changes on top."""
+    """Card, versions, commit, command and date; a commit with a plus had uncommitted changes."""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
@@ -49,7 +49,7 @@ def meta(command: str, commit: str) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's model, as Linux names it."""
+    """The processor's model by Linux."""
     try:
         found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -64,7 +64,7 @@ def current_commit() -> str:
 
 
 def needs_cuda(module: ModuleType) -> bool:
-    """A benchmark says `NEEDS_CUDA = False` where it measures the CPU."""
+    """Whether a benchmark measures the card (`NEEDS_CUDA = False`: the CPU)."""
     return getattr(module, "NEEDS_CUDA", True)
 
 
@@ -74,13 +74,13 @@ def needs_warm_start(module: ModuleType) -> bool:
 
 
 def lacks(module: ModuleType) -> str:
-    """What a benchmark cannot do without and this machine has not, as it says itself; "" if all."""
+    """Why a benchmark cannot run on this machine; "" = it can."""
     return getattr(module, "lacks", str)()
 
 
 @contextlib.contextmanager
 def kept_when_stopped(bench: Bench) -> Iterator[None]:
-    """A benchmark that is told to end (SIGTERM of `timeout`, or Ctrl-C) keeps its rows."""
+    """Keeps the rows of a benchmark that is stopped by SIGTERM (of `timeout`) or Ctrl-C."""
 
     def stop(*_: object) -> None:
         raise Stopped
@@ -138,7 +138,7 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
     return bench.failed
 
 
-# Seconds that `all --quick` gives each benchmark of a card: eight minutes after the warm start.
+# Limits of `all --quick` in seconds: eight minutes after the warm start.
 QUICK_SECONDS = {
     "attention": 28,
     "decode": 42,

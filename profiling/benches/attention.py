@@ -1,8 +1,8 @@
-"""tree_attention over a grid of batches, contexts and rows, beside other libraries' attention.
+"""`tree_attention` over a grid of batches, contexts and rows, beside attention of other libraries.
 
-`median_us` is one call in a graph of many, as a model's layers make them: each with its own q,
-keys, values, output and workspace, found cold, and with the same tables and lengths. `alone_us` is
-a graph of one call between two events, after a flush of the cache, with what the clock adds.
+`median_us` is one call in a graph of many, as in the layers of a model: each call has its own q,
+keys, values, output and workspace on a cold L2, and the same tables and lengths. `alone_us` is a
+graph of one call on a cold L2, which includes the time of an empty graph.
 """
 
 import itertools
@@ -21,7 +21,7 @@ HEADS = {"32/8x128": (32, 8, 128), "28/4x128": (28, 4, 128), "14/2x64": (14, 2, 
 HEADS["9/3x64"] = (9, 3, 64)
 PAGE_SIZE = 16
 MAX_BYTES = 24 * 2**30  # of one input
-PEER_S, QUICK_PEER_S = 120, 8  # for a peer to compile what it needs for a case
+PEER_S, QUICK_PEER_S = 120, 8  # limit for a peer to compile a case
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Each key and value once, each query and output once."""
+        """Each key, value, query and output once."""
         heads, kv_heads, dim = HEADS[self.heads]
         keys = self.batch * (self.kv + self.rows) * kv_heads * 2
         return 2 * dim * (keys + self.batch * self.rows * heads * 2)
 
 
-# Case of each target; the value is microseconds, or the part of copy bandwidth (of_copy).
+# Target -> its case; its figure is in microseconds or a part of copy bandwidth (of_copy).
 TARGETS = {
     "tree16_b1_kv1k_us": Case(1, 1024, 16),
     "tree16_b1_kv8k_us": Case(1, 8192, 16),
@@ -58,8 +58,8 @@ TARGETS = {
     "decode_b1_kv8k_us": Case(1, 8192, 1),
 }
 OVER_CHAIN = [Case(1, 8192, 16), Case(32, 4096, 8)]  # tree_over_chain_x is the worst of them
-# invariant_over_fast_x: the worst of our times for plain decoding over the fastest peer's, none of
-# which promises that a row's bits are its own.
+# invariant_over_fast_x: the worst ratio of our plain decoding to the fastest peer, which is not row
+# invariant.
 OVER_FAST = [Case(1, 8192, 1), Case(32, 4096, 1)]
 COMPILED_PEERS = [*OVER_CHAIN, *OVER_FAST]
 
@@ -113,12 +113,12 @@ def ours(inputs: list[dict]) -> list[Callable[[], object]]:
 def rivals(
     case: Case, inputs: list[dict], quick: bool, late: set[str]
 ) -> dict[str, list[Callable[[], object]]]:
-    """Calls of the peers that run here; those that compile for every case in a few cases only.
+    """Calls of the peers that run here; those that compile run in a few cases only.
 
     Args:
         case, inputs: what they attend to.
-        quick: fewer cases, less time.
-        late: peers that were not ready in time once; they are left out.
+        quick: fewer cases and a shorter limit.
+        late: peers that exceeded the limit; they are left out from then on.
     """
     shape, count = HEADS[case.heads], len(inputs)
     how = (shape, case.batch, case.kv, case.rows, case.tree, count)
@@ -136,7 +136,7 @@ def rivals(
             with timing.time_limit(QUICK_PEER_S if quick else PEER_S):
                 calls = make()
                 calls[0]()
-        except Exception as error:  # another library's failure costs its own numbers only
+        except Exception as error:  # the other peers still run
             say(f"{case.name}: no {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
             if isinstance(error, TimeoutError):
                 late.add(name)

@@ -1,9 +1,8 @@
-"""Offline replay of a recorded rollout: what each way of choosing loses to the best of each bucket.
+"""Offline replay of a recorded rollout: the regret of each policy of choosing strategies.
 
-Needs no card: `rollout-recording.json` of `bench rollout` answers every choice with a stretch of
-passes that was really timed. `median_us` is the replayed time of the trace's tail, `regret` the
-share of it that the best strategy of each bucket would have saved, after one rollout and after
-`LATER` of them, the state carried on.
+Needs no card: each choice is answered by measured passes of `rollout-recording.json` (`bench
+rollout`). `median_us` is the replayed time of the trace's tail, `regret` the share of it that the
+best strategy of each bucket would have saved, in the first rollout and after `LATER` of them.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ SEEDS = 5
 
 
 def recording_path() -> Path | None:
-    """The newer of the whole and the quick recording; None: neither is there."""
+    """The newest recording; None where there is none."""
     return next(iter(newest_first(RESULTS, "rollout", "rollout-recording.json")), None)
 
 
 def policies(recording: Recording) -> dict[str, BanditConfig]:
-    """Ways of choosing by name."""
+    """Name -> settings of the bandit."""
     base = BanditConfig(buckets=recording.buckets)
     out = {f"beg {e}": replace(base, epsilon=e) for e in EPSILONS}
     out["ucb"] = replace(base, policy="ucb")
@@ -46,7 +45,7 @@ def policies(recording: Recording) -> dict[str, BanditConfig]:
 def rollouts(
     recording: Recording, config: BanditConfig, work: list[tuple[int, int]], seed: int
 ) -> list[Replay]:
-    """`LATER` rollouts in a row with one bandit."""
+    """`LATER` rollouts with one bandit."""
     arms = [Strategy.parse(s) for s in sorted({s for _, s in recording.cells})]
     bandit = Bandit(arms, config, max(recording.buckets), seed)
     return [replay(bandit, recording, work) for _ in range(LATER)]
@@ -66,7 +65,7 @@ def run(bench: Bench) -> None:
 
 
 def evaluate(bench: Bench, recording: Recording) -> None:
-    """A row for each way of choosing, and its pulls."""
+    """A row and the pulls of each policy."""
     most = max(recording.buckets)
     work = [w for w in work_of(trace_lengths(), len(trace_lengths())) if w[0] <= most]
     work = [w for w in work if recording.strategies(recording.bucket(w[0]))]

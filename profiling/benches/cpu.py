@@ -1,7 +1,7 @@
-"""What needs no card: the default run's time and memory, token identity on the CPU.
+"""Without a card: time and memory of the default run, token identity on the CPU.
 
-`median_us` of the run is its wall time, of an identity arm the time of a token. `--quick` leaves
-SmolLM2 out, which takes ten minutes on two cores.
+`median_us` is the wall time of the run, or the time of a token of an identity arm. `--quick` leaves
+out SmolLM2, which takes ten minutes on two cores.
 """
 
 import json
@@ -23,7 +23,7 @@ MODELS = {
 
 
 def run_tiny(bench: Bench) -> None:
-    """`python -m driver.train` as the README has it, in a process of its own."""
+    """`python -m driver.train` as in the README, in its own process."""
     with tempfile.TemporaryDirectory() as root:
         command = [sys.executable, "-m", "driver.train", f"run.root={root}", "run.name=tiny"]
         subprocess.run(command, check=True)

@@ -1,13 +1,13 @@
 """Decoding at a fixed batch: `off` and each strategy, on the warmed policy, SmolLM2, a 7B shape.
 
-`median_us` is a pass, by the clock of the device that ran it, over stretches in which nobody had
-finished yet; `tokens_per_s` counts what all requests emitted. The 7B shape has random weights, so
-nothing would be accepted: its `tokens_per_s` with speculation is its own pass time and the accept
-length that the warmed policy had with the same strategy (`decode-accept.json`, how many tokens
-each request emitted in a pass), and such rows say `synthetic`.
+`median_us` is the device time of a pass in which all requests of the batch run, `tokens_per_s`
+counts the tokens of all requests. The 7B shape has random weights, so no draft would be accepted.
+Its `tokens_per_s` with speculation comes from its own pass time and the accept length of the warmed
+policy with the same strategy (`decode-accept.json`: how many requests emitted 1, 2, .. tokens in a
+pass). Such rows are marked `synthetic`.
 
-`pass_cost_over_plain_b1_x` is of the strategy of depth 4 that decodes fastest: the cost of a
-speed-up that is had, not of the cheapest pass. `pass_over_off` is the same of every row.
+`pass_over_off` of a row is the cost of its pass. `pass_cost_over_plain_b1_x` is that of the fastest
+strategy of depth 4, not that of the cheapest pass.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ STRATEGIES = [
 ]
 DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
 SWEEP_DEPTHS, SWEEP_TOP_K, SWEEP_ROWS = [2, 4, 6, 8, 12], [1, 2, 4, 8], 32
-TAIL = 8  # requests, the most of a tail
-TOKENS = {TAIL: 1024, 32: 256, 256: 96}  # new tokens of a request, by the largest batch
-SYNTHETIC_TOKENS = 48  # where nothing is accepted, these are as many passes
-MAX_ROWS = 1280  # of a pass, as preset=h100 has; a case with more is left out
+TAIL = 8  # requests at most
+TOKENS = {TAIL: 1024, 32: 256, 256: 96}  # new tokens of a request by the largest batch
+SYNTHETIC_TOKENS = 48  # without acceptance each token is a pass
+MAX_ROWS = 1280  # of a pass, as in preset=h100; cases with more are left out
 
 
 Cells = dict[tuple[int, str], dict[str, Any]]  # (batch, strategy) -> what was measured
 
 
 class PassClock:
-    """Stands where the engine's runner does: times passes in which all of a batch runs.
+    """Wraps the engine's runner and times the passes in which a whole batch runs.
 
     Args:
         inner: the runner.
-        batch, strategy: of the passes that are timed.
+        batch, strategy: of the timed passes.
     """
 
     def __init__(self, inner: PassRunner, batch: int, strategy: Strategy) -> None:
         self.inner, self.batch, self.strategy = inner, batch, strategy
         self.stretches: list[tuple[int, int, float]] = []  # passes, emitted, seconds of bursts
-        self.counts = np.zeros(MAX_EMITTED + 1, dtype=np.int64)  # requests that emitted so many
+        self.counts = np.zeros(MAX_EMITTED + 1, dtype=np.int64)  # request-passes by emitted tokens
         self._last: Burst | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -86,18 +86,18 @@ class PassClock:
         return self._last
 
     def note(self) -> None:
-        """Counts the burst before, while the device has the next: the clock costs it nothing."""
+        """Counts the burst before while the device runs the next."""
         burst, self._last = self._last, None
         if burst is None or burst.strategy != self.strategy:
             return
-        if whole := burst.active.count(self.batch):  # the first ones: who ended stays away
+        if whole := burst.active.count(self.batch):  # the first passes of the burst
             emitted = burst.emitted[:whole]
             self.stretches.append((whole, int(emitted.sum()), burst.ends_s[whole - 1]))
             self.counts += np.bincount(emitted.flat, minlength=len(self.counts))
 
 
 def sweep() -> list[str]:
-    """Depths and widths at one request, at most `SWEEP_ROWS` rows verified."""
+    """Strategies by depth and width with at most `SWEEP_ROWS` verified rows."""
     return [
         f"learned:{depth},{top_k},{min(SWEEP_ROWS, 1 + depth * top_k)}"
         for depth in SWEEP_DEPTHS
@@ -108,11 +108,11 @@ def sweep() -> list[str]:
 def measure(
     rollout: Rollout, subject: Subject, strategy: str, batch: int, *, synthetic: bool
 ) -> dict[str, Any]:
-    """Decodes with one strategy; counts passes in which all of the batch runs.
+    """Decodes with one strategy and measures the passes in which the whole batch runs.
 
     Returns:
-        `pass_us`, `tokens_per_s`, `accept_length`, `counts` (for
-        `workload.accept_length`), `host_share` of the whole rollout after its first pass began.
+        `pass_us`, `tokens_per_s`, `accept_length`, `counts` (for `workload.accept_length`) and
+        `host_share` of the rollout since its first pass.
     """
     tokens = next(count for most, count in TOKENS.items() if batch <= most)
     tokens = SYNTHETIC_TOKENS if synthetic else tokens
@@ -150,14 +150,14 @@ def grid(
 
     Args:
         bench: takes the rows.
-        subject: what decodes.
-        batches: sizes.
+        subject: the model.
+        batches: batch sizes.
         strategies: besides `off`.
-        accepts: counts by strategy, where the subject's own acceptance means nothing.
-        known: cells that have their rows.
+        accepts: counts by strategy for a subject with random weights.
+        known: cells that have rows already.
 
     Returns:
-        (batch, strategy) -> what was measured, `over_off` among it.
+        The known and the new cells.
     """
     top = max(batches)
     listed = " ".join(["off", *strategies])
@@ -205,13 +205,13 @@ def grid(
 
 
 def recorded_accepts() -> dict[str, list[int]]:
-    """The committed histogram of the warmed policy; {} where there is none."""
+    """The counts of the warmed policy in the result file; {} where there is none."""
     paths = newest_first(RESULTS, "decode", "decode-accept.json")
     return json.loads(paths[0].read_text()) if paths else {}
 
 
 def book_warmed(bench: Bench, got: Cells) -> None:
-    """The targets that the warmed policy decides."""
+    """The targets of the warmed policy."""
     off = got.get((1, "off"))
     if off:
         bench.got["smollm2_b1_us"] = round(off["pass_us"], 1)

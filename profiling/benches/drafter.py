@@ -71,8 +71,6 @@ WORDS = [
 SHAPE_WORDS = ["run.device=cuda", "model.dtype=bfloat16", "drafter.draft_vocab=16384"]
 UNROLLS = {1: "EAGLE-like", 3: "HASS-like", 7: "EAGLE-3"}
 FIRST_TOP_K = [1, 4, 8]
-POSITIONS = [0, 32, 64, 128, 256, 512, 1024]  # of the root in its response
-SINCE = [0, 1, 2, 4, 8, 16]  # passes since the drafter was swapped
 MEASURED_ROWS = 4096  # positions of the first draft's acceptance
 WARMED_STRATEGIES = [  # at most 64 nodes
     "learned:4,4,16",
@@ -199,9 +197,9 @@ def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
     bench.got["checkpoint_stall_ms"] = round(1e3 * checkpoints.stall_s, 3)
 
 
-def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] = ()) -> None:
+def compare(bench: Bench, subject: Subject, sizes: Sizes) -> None:
     """The parts that learn from the responses of one policy to its prompts."""
-    study = Study(bench, subject, sizes, list(words))
+    study = Study(bench, subject, sizes)
     spot, strategy = study.rollout.spot, sizes.strategies[-1]
     runner, proposers = spot.runner, study.rollout.engine.proposers
     bench.add_row("responses to learn from", 1e6 * study.collect(), tokens=spot.buffer.num_tokens)
@@ -215,19 +213,12 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes, words: Sequence[str] =
 
     def accept() -> None:
         for one in sizes.strategies:
-            log = study.draft(one)
-            shared = study.row(f"{one}, shared noise", log)
+            shared = study.row(f"{one}, shared noise", study.draft(one))
             proposers["learned"] = TargetOnly(runner)  # type: ignore[assignment]
             target_only = study.row(f"{one}, target-only", study.draft(one))
             proposers["learned"] = runner
         bench.got["accept_length_smollm2_gsm8k_t1"] = round(shared, 4)
         bench.got["shared_noise_over_target_only_x"] = round(shared / target_only, 4)
-        study.groups("position", log, 0, POSITIONS)
-        study.groups("batch", log, 1, [1, 2, 4, 8, 16, 32])
-        log = study.draft_and_train(strategy, main)
-        study.row(f"{strategy}, swapped every {sizes.swap} passes", log)
-        study.groups("passes since a swap", log, 2, SINCE)
-        main.swap()
 
     def nodes() -> None:
         for way in sizes.ways:

@@ -1,25 +1,24 @@
 """Device memory of CUDA graphs on a 7B shape: one strategy, six for every batch, six as planned.
 
-`single` captures `off` and one strategy for every batch bucket to 256, `naive` does so for six
-strategies, each graph with temporaries of its own, `ours` is the engine's plan: speculation for
-small batches only, temporaries shared. Each case runs in a process of its own, since the driver
-keeps the memory of graphs that went. Graphs are made and not run: a first launch adds no memory,
-and eight timed passes of up to 8,192 rows would take longer than all else. `median_us` is the time
-that the captures took, `setup_s` what came before; `graphs_mib` what the device's free memory fell
-by meanwhile, `buffers_mib` the target's static arrays, which graphs work in and whose size is that
-of the largest captured pass (prefill, which is not captured, goes in smaller chunks here), `mib`
-both: the targets compare these. `settled_mib` is what it fell by while executables were made.
+`single` captures `off` and one strategy for every batch bucket to 256. `naive` does so for six
+strategies, without shared temporaries. `ours` is the engine's plan: speculation for small batches
+only, shared temporaries. Each case runs in its own process, because the driver keeps the memory of
+destroyed graphs. Graphs are not launched: a first launch adds no memory, and timing passes of 8,192
+rows would take too long.
 
-`predicted_over_settled` is what the plan predicts of the executables against that, and
-`predicted_over_measured` the whole prediction, arrays and temporaries of drafts and the buffers
-included, against `mib`, which kernels loaded meanwhile are part of too. The model shares
-temporaries, so it says nothing of `naive`.
+`median_us` is the time of the captures, `setup_s` the time before. `graphs_mib` is the fall of free
+device memory during the captures, `settled_mib` its part while executables were made. `buffers_mib`
+are the target's static arrays, sized for the largest captured pass (prefill is not captured and
+uses smaller chunks here). The targets compare `mib`, the sum of graphs and buffers.
+
+`predicted_over_settled` compares the plan's prediction of the executables with `settled_mib`,
+`predicted_over_measured` the whole prediction with `mib`, which includes kernels that were loaded
+meanwhile. The prediction assumes shared temporaries, so `naive` has none.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from typing import Any
@@ -31,7 +30,7 @@ from driver.config.strategy import parse_strategies
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.plan import BucketPlan, Cell, GraphCost, draft_bytes, plain_buckets
 from driver.run.assemble import Rollout
-from profiling.rig.bench import Bench, say
+from profiling.rig.bench import Bench, run_apart, say
 from profiling.rig.subjects import QWEN2_7B, of_shape
 
 MAX_BATCH, SPEC_BATCH, SPEC_ROWS = 256, 32, 1024
@@ -60,14 +59,14 @@ PREDICTED = ("predicted_over_settled", "predicted_over_measured")  # of all case
 
 
 class Unrun(PassGraphs):
-    """Graphs that are made and never launched."""
+    """Graphs that are captured and never launched."""
 
     def _time(self, cell: Cell) -> float:
         return 0.0
 
 
 class OwnMemory(Unrun):
-    """Graphs that share no temporaries."""
+    """Graphs without shared temporaries."""
 
     def _capture(self, cell: Cell) -> None:
         self._memory = torch.cuda.graph_pool_handle()
@@ -75,7 +74,7 @@ class OwnMemory(Unrun):
 
 
 def words_of(case: str) -> list[str]:
-    """Settings of the engine of a case."""
+    """Engine settings of a case."""
     strategies = [SINGLE] if case == "single" else STRATEGIES
     batch = SPEC_BATCH if case == "ours" else MAX_BATCH
     return [
@@ -88,7 +87,7 @@ def words_of(case: str) -> list[str]:
 
 
 def every_cell(rollout: Rollout) -> BucketPlan:
-    """A plan that leaves nothing out but what the target's buffers cannot hold."""
+    """A plan of every pass that the target's buffers can hold."""
     engine = rollout.engine
     return BucketPlan(
         MAX_BATCH,
@@ -146,7 +145,7 @@ def add_row(bench: Bench, case: str, cell: dict[str, Any]) -> None:
 
 
 def book(bench: Bench, got: dict[str, dict[str, Any]]) -> None:
-    """The targets; a case that captured only a part meets none."""
+    """The targets; a case with failed captures counts for none."""
     whole = {case: cell["mib"] for case, cell in got.items() if not cell["failed"]}
     if "single" in whole and "ours" in whole:
         bench.got["all_over_single_x"] = round(whole["ours"] / whole["single"], 3)
@@ -159,15 +158,11 @@ def run(bench: Bench) -> None:
     for case in CASES:
         if not bench.wanted(case):
             continue
-        command = [sys.executable, "-m", "profiling.benches.graphs", case]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            say(f"{case}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
-            continue
-        got[case] = json.loads(done.stdout.strip().splitlines()[-1])
-        add_row(bench, case, got[case])
-        book(bench, got)  # of what there is, should time run out
+        with bench.part(case):
+            got[case] = run_apart(__name__, case)
+            add_row(bench, case, got[case])
+            book(bench, got)  # after each case, in case the time runs out
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(sys.argv[1])) + "\n")
+    say(json.dumps(measure(sys.argv[1])))

@@ -1,16 +1,16 @@
 """GRPO end to end: whole training runs with and without speculation, step by step.
 
-Each arm and seed is a run of its own under `--runs`, from one warm start, and goes on where it was
-stopped; what is there is merged into one result. `off` decodes plainly, `ngram` drafts from texts,
-`static` always takes one learned strategy, `frozen` never trains its drafter, `full` is the whole
+Each arm and seed is a run under `--runs` from one warm start. A run resumes where it was stopped,
+and the finished steps of all runs make the result. `off` decodes plainly, `ngram` drafts from
+texts, `static` uses one learned strategy, `frozen` does not train its drafter, `full` is the whole
 system, `trl` is TRL's GRPO trainer with generation of transformers on the same model and prompts.
-`median_us` is a step's time without evaluations and checkpoints; parts are means over the steps.
-`--quick` runs `off` and `full` for four steps with one seed, without evaluations; with `--steps N`
-it makes whole runs of that length, which later ones may go on from.
+`median_us` is the time of a step without evaluations and checkpoints; parts are means over steps.
+`--quick` runs `off` and `full` for four steps with one seed and without evaluations; with
+`--steps N` it makes whole runs of that length, which a later command can resume.
 
-With `--set sampling.max_new_tokens=512` responses end earlier than the preset's, for `trl`, whose
-steps would take minutes. Such runs have a folder of their own below `--runs`, cases of their own
-("full seed 0, 512 tokens") and, for targets, `over_trl_hf_x` only; the warm start is the preset's.
+With another limit than the preset's (`--set sampling.max_new_tokens=512`) the steps of `trl` take
+seconds instead of minutes. Such runs have their own folder below `--runs` and their own cases
+("full seed 0, 512 tokens"), and decide `over_trl_hf_x` only.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ NEEDS_WARM_START = True
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:
-    """What the benchmark takes besides the options of all."""
+    """The options of this benchmark alone."""
     parser = argparse.ArgumentParser(prog="python -m profiling.bench grpo", description=__doc__)
     parser.add_argument("--arms", default="", help="off,ngram,static,frozen,full,trl")
-    parser.add_argument("--seeds", default="", help="of off and full; others take the first")
+    parser.add_argument("--seeds", default="", help="of off and full; other arms take the first")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs/grpo"), help="folder of the runs")
-    parser.add_argument("--static", default="", help="strategy of the arm of that name")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="then stop and merge")
-    parser.add_argument("--merge", action="store_true", help="run nothing, merge what is there")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="limit of all runs, then merge"
+    )
+    parser.add_argument("--merge", action="store_true", help="run nothing, merge the runs")
     return parser.parse_args(words)
 
 
 def run(bench: Bench) -> None:
     chosen = options(bench.options)
-    arms = (chosen.arms or ("off,full" if bench.quick else "off,ngram,static,frozen,full")).split(
-        ","
-    )
-    seeds = [int(s) for s in (chosen.seeds or ("0" if bench.quick else "0,1,2")).split(",")]
+    arms, seeds = ("off,full", "0") if bench.quick else ("off,ngram,static,frozen,full", "0,1,2")
+    arms = (chosen.arms or arms).split(",")
+    seeds = [int(seed) for seed in (chosen.seeds or seeds).split(",")]
     words = bench.words
-    if bench.quick and not chosen.steps:  # in a folder of its own: a whole run could not go on
+    if bench.quick and not chosen.steps:  # in its own folder: a whole run could not resume it
         words, chosen.runs = [*words, "run.eval_prompts=0"], chosen.runs / "quick"
     chosen.steps = chosen.steps or (QUICK_STEPS if bench.quick else STEPS)
     limit = other_limit(words)
     if limit:
         words, chosen.runs = [*words, "run.eval_prompts=0"], chosen.runs / f"{limit}-tokens"
-    known = arm_words(load_config(words), chosen.static)
+    known = arm_words(load_config(words))
     for arm in arms:
         if arm not in known and arm != TRL:
-            raise SystemExit(f"--arms: {arm!r} is none of {', '.join([*known, TRL])}")
+            raise SystemExit(f"--arms: {arm!r} is not one of {', '.join([*known, TRL])}")
     jobs = [
         (arm, seed)
         for seed in seeds
@@ -89,13 +89,13 @@ def run(bench: Bench) -> None:
 
 
 def other_limit(words: Sequence[str]) -> int:
-    """Tokens of a response at most, where that is not the preset's limit; 0 where it is."""
+    """The limit of tokens, where it is not the preset's; 0 where it is."""
     limit, own = (load_config(w).sampling.max_new_tokens for w in (words, warm_words(words)))
     return 0 if limit == own else limit
 
 
 def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:
-    """Peak memory of the card in a run, as torch counts it, and as a dry run predicts it."""
+    """Peak memory of the card in a run, by torch and by the prediction of a dry run."""
     peaks = [record[CARD_MEMORY] for record in run.records if CARD_MEMORY in record]
     if not peaks:
         return {}
@@ -110,13 +110,13 @@ def merge(
     memory: Mapping[tuple[str, int], dict[str, float]],
     limit: int = 0,
 ) -> None:
-    """A row for each run, ratios to plain decoding with the same seed, the targets.
+    """A row for each run with ratios to plain decoding of the same seed, and the targets.
 
     Args:
-        bench: takes them.
-        runs: what is there, all of one limit.
+        bench: takes the rows.
+        runs: all with one limit of tokens.
         memory: of each run by arm and seed.
-        limit: tokens of a response, where that is not the preset's limit; 0 = it is.
+        limit: the limit, where it is not the preset's; 0 = it is.
     """
     off = {run.seed: run for run in runs if run.arm == "off"}
     ratios = {}
@@ -137,18 +137,17 @@ def merge(
         bench.got["over_trl_hf_x"] = round(over, 2)
     if not limit:
         bench.files["curves"] = curves(runs)
-        book_full(
-            bench, list(full.values()), [ratios["full", seed] for seed in full if seed in off]
-        )
+        compared = [ratios["full", seed] for seed in full if seed in off]
+        book_full(bench, list(full.values()), compared)
 
 
 def book_full(bench: Bench, full: list[ArmRun], ratios: list[dict[str, float | int]]) -> None:
     """The targets of the full system.
 
     Args:
-        bench: takes them.
-        full: its runs.
-        ratios: to plain decoding, of those whose seed it has too.
+        bench: takes the figures.
+        full: the runs.
+        ratios: to plain decoding, of the seeds that both have.
     """
     compared = [found for found in ratios if found["identical_steps"]]
     if compared:

@@ -1,12 +1,12 @@
 """Token identity on a card: the same requests with `off` and with speculation, bit for bit.
 
 SmolLM2 with a drafter trained on the first round, and the 7B shape with random weights, both in
-bf16 through the captured and looped passes of a run; only the oracle draws its trees on the host,
-so its passes are launched op by op. Requests sample by turns greedily, cold, plainly and filtered,
-and end at odd times. `median_us` is an arm's time for a token.
+bf16 with captured and looped passes. Only the passes of the oracle are launched op by op, because
+it draws its trees on the host. Requests take turns to sample greedily, at T = 0.6, plainly and
+filtered, and end at different times. `median_us` is the time of a token.
 
-`--quick` compares a fortieth of the tokens that the targets ask for, which can refute a target and
-not confirm it. `--seconds N` leaves out rounds that would end later.
+`--quick` compares a fortieth of the tokens of the targets, which can refute a target and not
+confirm it. `--seconds N` leaves out rounds that would end later.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from profiling.benches.decode import SHAPE_WORDS
 from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape
 
-TOKENS = 1_000_000  # that each target's arm must have compared
+TOKENS = 1_000_000  # that the arm of a target compares
 SMOLLM2_WORDS = ["task.name=questions", "drafter.draft_vocab=8192"]
-PROMPTS = 64  # that differ
-SPREAD = 0.5  # limits of new tokens are this part apart
-# Arm -> part of the requests that it is given: the arms of targets take all of them.
+PROMPTS = 64  # different ones
+SPREAD = 0.5  # the lowest limit of new tokens over the highest
+# Arm -> its part of the requests; the arms of targets take all of them.
 SMOLLM2_ARMS = {"learned:4,2,8": 1.0, "oracle:4,2,8": 1.0, "mixed": 0.25, "ngram:4,1,5": 0.25}
 SHAPE_ARMS = {"oracle:4,2,8": 1.0, "learned:2,1,3": 1 / 16}
 TARGETS = {
@@ -40,14 +40,13 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Size:
-    """How much is compared: 256 requests of 8 rows are 2,048 rows, whose logits over the 7B
-    shape's vocabulary are 1.2 GB."""
+    """Sizes of a comparison; logits of 256 requests of 8 rows take 1.2 GB on the 7B shape."""
 
     tokens: int
     batch: int
     requests: int  # of a round
     longest: int  # new tokens of a request
-    train_steps: int  # of the drafter, on the first round
+    train_steps: int  # of the drafter on the first round
 
 
 FULL = Size(TOKENS, batch=256, requests=1024, longest=512, train_steps=100)
@@ -55,20 +54,20 @@ QUICK = Size(TOKENS // 40, batch=128, requests=144, longest=256, train_steps=30)
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:
-    """What the benchmark takes besides the options of all."""
+    """The options of this benchmark alone."""
     parser = argparse.ArgumentParser(prog="python -m profiling.bench identity")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of all rounds, at most")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="limit of all rounds")
     return parser.parse_args(words)
 
 
 def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool) -> Comparison:
-    """The subject in an engine that has room for every arm.
+    """A comparison in an engine with room for every arm.
 
     Args:
         subject: policy and drafter.
         arms: besides `off`.
         size: of the batch and the requests.
-        train: the drafter, on what `off` said in its first round.
+        train: train the drafter on the responses of `off` in the first round.
     """
     strategies = [arm.strategy for arm in arms if arm.strategy is not None]
     captured = [str(s) for s in strategies if s.kind != ORACLE]
@@ -78,7 +77,7 @@ def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool
         f"engine.max_batch={size.batch}",
         f"engine.spec_max_batch={size.batch}",
         f"engine.strategies={' '.join([str(OFF), *captured])}",
-        f"engine.prefill_chunk={rows}",  # the oracle's rows must fit, too
+        f"engine.prefill_chunk={rows}",  # sizes the buffers for the oracle's rows as well
         "engine.spec_max_rows=0",
         "engine.num_pages=0",
         f"bandit.buckets={sorted({-(-size.batch // part) for part in (16, 4, 1)})}",
@@ -100,7 +99,7 @@ def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool
 
 
 def report(bench: Bench, subject: Subject, arms: Sequence[Arm]) -> None:
-    """A row for each arm, and what the targets got."""
+    """A row for each arm."""
     for arm in arms:
         case = f"{subject.name} {arm.name}"
         bench.add_row(
@@ -120,8 +119,10 @@ def report(bench: Bench, subject: Subject, arms: Sequence[Arm]) -> None:
 
 
 def book(bench: Bench) -> None:
-    """The targets, from these rows and those that they add to: whole where enough was compared,
-    else only what refutes them."""
+    """The targets, from these rows and those of the earlier result.
+
+    An arm with too few tokens counts only if it refutes its target.
+    """
     cases = {row["case"]: row for row in (*bench.known, *bench.rows)}
     enough = {case for case in TARGETS if case in cases and cases[case]["tokens"] >= TOKENS}
     for case, target in TARGETS.items():
@@ -141,9 +142,9 @@ def run_subject(
     train: bool,
     seconds: float,
 ) -> None:
-    """Compares the arms of one subject that are wanted."""
+    """Compares the wanted arms of one subject."""
     arms = [Arm(name, part) for name, part in parts.items()]
-    done = comparison(subject, arms, size, train=train)  # `mixed` draws on all arms
+    done = comparison(subject, arms, size, train=train)  # `mixed` uses all arms
     done.arms = [arm for arm in arms if bench.wanted(f"{subject.name} {arm.name}")]
     done.run(size.tokens, seconds, lambda line: say(f"{subject.name}: {line}"))
     report(bench, subject, [done.off, *done.arms])
@@ -161,7 +162,7 @@ def run(bench: Bench) -> None:
         half = (end - time.perf_counter()) / 2
         run_subject(bench, smollm2, SMOLLM2_ARMS, size, train=True, seconds=half)
         del smollm2
-        gc.collect()  # engine and spot trainer hold each other, and 5 GB of the card
+        gc.collect()  # engine and spot trainer refer to each other and hold 5 GB
     if wanted("qwen2_7b_shape", SHAPE_ARMS):
         shape_words = [*bench.words, *SHAPE_WORDS, "spot.mode=off"]
         shape = of_shape("qwen2_7b_shape", shape_words, QWEN2_7B, "cuda")

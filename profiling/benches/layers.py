@@ -39,7 +39,7 @@ def bytes_moved(rows: int, n: int, k: int) -> int:
 
 
 def cublas_is_invariant(n: int, k: int) -> bool:
-    """Whether row 0 of torch.mm has the same bits for every row count of this benchmark."""
+    """Whether row 0 of torch.mm has the same bits for all row counts of this benchmark."""
     x, _, weight = tensors(max(ROWS + PREFILL_ROWS), n, k)
     alone = torch.mm(x[:1], weight.t())
     return all(
@@ -48,7 +48,7 @@ def cublas_is_invariant(n: int, k: int) -> bool:
 
 
 def copies(weight: torch.Tensor) -> list[torch.Tensor]:
-    """The weight, and as many more of its kind as each find the L2 cold."""
+    """As many copies of the weight as are needed for a cold L2."""
     count = timing.num_cold_inputs(weight.numel() * weight.element_size())
     return [weight, *(weight.clone() for _ in range(count - 1))]
 
@@ -76,7 +76,7 @@ def run_linear(bench: Bench, rows: int, n: int, k: int) -> None:
         cublas_alone_us=round(alone["cublas"].median_us, 3),
         cublas_invariant=cublas_is_invariant(n, k),
     )
-    # linear_rows serves a shape for all row counts.
+    # `linear_rows` computes a shape for all row counts.
     worst = bench.got.get("linear_over_cublas_x", 0.0)
     bench.got["linear_over_cublas_x"] = max(worst, row["ratio_to"]["cublas"])
     for target, shape in TARGETS.items():
@@ -85,7 +85,7 @@ def run_linear(bench: Bench, rows: int, n: int, k: int) -> None:
 
 
 def run_fused(bench: Bench, rows: int, n: int, k: int) -> None:
-    """A norm before and an activation after a linear, in it and as ops of their own."""
+    """A norm before and an activation after a linear, fused and as separate ops."""
     x, norm_weight, weight = tensors(rows, n, k)
     between, out = torch.empty_like(x), torch.zeros(rows, n, device="cuda", dtype=torch.bfloat16)
     gated = torch.empty(rows, n // 2, device="cuda", dtype=torch.bfloat16)

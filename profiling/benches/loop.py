@@ -1,22 +1,20 @@
-"""What repeating a pass costs: inside a graph, one launch a pass, and op by op from Python.
+"""The cost of repeating a pass: in a loop inside a graph, by launches, and op by op from Python.
 
-The pass is a chain of dependent small kernels that ends in `advance_batch`. `us` is per pass, over
-64 passes between two events. `chained` holds 64 copies of the captured pass in one graph, one after
-the other: what a pass costs without anybody deciding whether another follows. `kib_per_node` is
-what the device's free memory lost for each node of 64 executables of one captured pass, in a
-process of its own, since the driver keeps the memory of graphs that went.
+The pass is a chain of dependent small kernels that ends in `advance_batch`. `us` is of one pass,
+over 64 passes between two events. `chained` is a graph of 64 copies of the pass, without the
+decision whether another pass follows. `kib_per_node` is the device memory taken by each node of 64
+executables of one pass. It is measured in a process of its own, because the driver keeps the memory
+of destroyed graphs.
 """
 
 import json
-import subprocess
 import sys
-from collections.abc import Callable
 
 import torch
 
 import tlt_ext
 from profiling.rig import timing
-from profiling.rig.bench import Bench, say
+from profiling.rig.bench import Bench, run_apart, say
 
 PASSES = 64
 KERNELS = [0, 30, 300]
@@ -24,7 +22,7 @@ INT = {"dtype": torch.int32, "device": "cuda"}
 
 
 class Pass:
-    """`kernels` dependent launches, then the end of a pass that emits one token a request."""
+    """`kernels` dependent launches, then `advance_batch` of a pass with one token a request."""
 
     def __init__(self, kernels: int, batch: int = 1) -> None:
         self.kernels = kernels
@@ -69,23 +67,6 @@ class Pass:
         return graph
 
 
-def time_each(work: Pass, arms: dict[str, Callable[[], None]]) -> dict[str, timing.Timing]:
-    """Microseconds a pass of each arm, in alternating order."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for index in range(12):
-        for name in list(arms) if index % 2 == 0 else list(reversed(arms)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            work.arm()
-            torch.cuda._sleep(timing.SLEEP_CYCLES)
-            start.record()
-            arms[name]()
-            end.record()
-            end.synchronize()
-            if index > 1:
-                times[name].append(1e3 * start.elapsed_time(end) / PASSES)
-    return {name: timing.summary(values) for name, values in times.items()}
-
-
 def time_kernels(bench: Bench, kernels: int, batch: int) -> None:
     work = Pass(kernels, batch)
     graph = work.capture()
@@ -100,7 +81,13 @@ def time_kernels(bench: Bench, kernels: int, batch: int) -> None:
         "chained": lambda: pool.launch("chained"),
         "python": lambda: [work.step() for _ in range(PASSES)],
     }
-    got = time_each(work, arms)
+
+    def before() -> None:
+        work.arm()
+        timing.sleep()
+
+    times = timing.alternate(arms, rounds=10, warm_ups=2, before=before)
+    got = {name: timing.summary([us / PASSES for us in of]) for name, of in times.items()}
     peers = {name: got[name] for name in ("once", "chained", "python")}
     bench.add(
         f"loop of {kernels} kernels b{batch}",
@@ -112,7 +99,7 @@ def time_kernels(bench: Bench, kernels: int, batch: int) -> None:
 
 
 def measure_memory(kernels: int, loop: bool) -> dict:
-    """Sizes of executables of one pass, whose own memory is all that this process has made."""
+    """Device memory of 64 executables of one pass; this process has no other graphs."""
     work, count = Pass(kernels), 64
     graph = work.capture()
     pool = tlt_ext.GraphPool()
@@ -148,12 +135,9 @@ def run(bench: Bench) -> None:
     time_kernels(bench, 0, 256)
     for kernels in KERNELS[1:]:
         for loop in (False, True):
-            code = (
-                "import json; from profiling.benches.loop import measure_memory;"
-                f"print(json.dumps(measure_memory({kernels}, {loop})))"
-            )
-            done = subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, check=True
-            )
-            bench.rows.append(json.loads(done.stdout))
+            bench.rows.append(run_apart(__name__, str(kernels), str(int(loop))))
             say("  ".join(f"{name} {value}" for name, value in bench.rows[-1].items()))
+
+
+if __name__ == "__main__":
+    say(json.dumps(measure_memory(int(sys.argv[1]), sys.argv[2] == "1")))

@@ -1,9 +1,9 @@
-"""`ngram_propose`: how long a draft takes, by batch, tokens in the group, depth and kind of text.
+"""`ngram_propose`: time of a draft by batch, tokens in the group, depth and kind of text.
 
-`text` has a root token of natural frequency (Zipf's law over 50,000 ids), `loop` is one phrase of
-eight tokens over and over, where one place in eight matches in full length. Figures are calls
-among many in one graph, on groups that stay in the L2 as a running rollout's do; `cold_us` is one
-call alone after the L2 was emptied, with an empty graph's time in it (`empty_graph_us`).
+`text` has a root token of natural frequency (Zipf's law over 50,000 ids), `loop` repeats a phrase
+of eight tokens, where one position in eight matches in full length. Figures are calls among many in
+one graph, on groups that stay in the L2 as in a rollout. `cold_us` is one call on a cold L2, which
+includes the time of an empty graph (`empty_graph_us`).
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def texts(kind: str, rows: int, length: int) -> torch.Tensor:
 
 
 def proposer(kind: str, batch: int, group: int, length: int, depth: int, top_k: int) -> Callable:
-    """Returns a call; every request has a group of its own, its row first."""
+    """A call in which every request has its own group and is the first of it."""
     rows = batch * group
     tokens = texts(kind, rows, length)
     capacity = 1 + depth * top_k

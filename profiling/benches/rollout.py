@@ -1,28 +1,24 @@
-"""A whole rollout with a long tail: 128 requests of lognormal lengths, whatever may choose.
+"""A whole rollout with a long tail: 128 requests of lognormal lengths.
 
-The lengths of `workload.trace_lengths` are forced by limits, end tokens do not count. `median_us`
-is the rollout's wall time, its prefill included, of the median round; arms alternate. Replayed
-with `off`, each static strategy, a fixed map (the best static strategy of each bucket, as just
-recorded), the bandit in a rollout after its first, UCB, and the bandit without the device loop.
+Limits force the lengths of `workload.trace_lengths`; end tokens do not count. `median_us` is the
+wall time of the median round, prefill included. Arms alternate: `off`, each static strategy, a
+fixed map (the best static strategy of each bucket as just recorded), the bandit in rollouts after
+its first, UCB, and the bandit without the device loop. `host_share` is the part of the time, since
+the first pass, in which no pass ran.
 
-Past its natural end a response is unlike anything that the warm start showed the drafter, and the
-tail is all of that kind. In a run the spot trainer has trained on the rollouts before, whatever
-they said. So arms come twice: with the drafter of the warm start, and, marked `adapted`, after the
-spot trainer recorded one rollout of the same lengths, of *other prompts* with other noise, and
-trained on it for `ADAPT_S` seconds; none of its text is the trace's. Nothing is trained while an
-adapted arm is timed. The targets compare adapted arms with each other and with `off`, which has no
-drafter; `bench grpo` has rollout and training in one time.
+The tail lies past the natural end of responses, where the drafter of the warm start has seen no
+text. In a run the spot trainer has trained on the rollouts before. So each arm also comes marked
+`adapted`: the spot trainer has recorded one rollout of the same lengths with *other prompts* and
+other noise, and trained on it for `ADAPT_S` seconds. Nothing trains while an adapted arm is timed.
+The targets compare adapted arms with each other and with `off`, which has no drafter.
 
-Hugging Face is timed over `HF_STEPS` tokens and extrapolated: `generate` holds the batch until its
-longest request ends, so its time is that many steps at the price of the first, which is less than
-the price of later ones; continuous batching makes all tokens of the trace at its measured rate.
+transformers is timed over `HF_STEPS` tokens and extrapolated. `generate` holds the batch until its
+longest request ends, so its time is that many steps at the price of the first ones, which are the
+cheapest. Continuous batching emits all tokens of the trace at its measured rate.
 
-Arms marked `queued` have `QUEUED` times as many requests as places: who ends makes room for others.
-`host_share` is the part of the time since the first pass in which none ran.
-
-`rollout-recording.json` keeps what every strategy did at every batch size, adapted, for `bench
-bandit`; `rollout-recording-warm.json` with the drafter of the warm start. `--quick` makes one round
-and leaves out what no target needs.
+`rollout-recording.json` keeps the windows of every adapted strategy at every batch size for `bench
+bandit`, `rollout-recording-warm.json` those with the drafter of the warm start. `--quick` makes one
+round and leaves out what no target needs.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ from profiling.rig.workload import Recording, Window, trace_lengths
 NEEDS_WARM_START = True
 STATIC = [
     "ngram:6,1,7",
-    "ngram:15,1,16",  # what of a hybrid's gain long chains alone have
+    "ngram:15,1,16",  # long chains alone, to compare a hybrid with
     "learned:2,1,3",
     "learned:4,1,5",
     "learned:6,1,7",
@@ -58,13 +54,12 @@ STATIC = [
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
 LEARNING = {"bandit": "beg", "ucb": "ucb"}
 ADAPTED = ", adapted"
-ADAPT_S = 2.0  # of training, which is what some 25 steps of `preset=h100` spend on it
-QUEUED = 4
+ADAPT_S = 2.0  # seconds of training; about 25 steps of `preset=h100` take as long
 ROUNDS = 3
-WARM_TOKENS = 32  # of each request, in a quick run's first rollout, which is not counted
+WARM_TOKENS = 32  # of each request in the uncounted first rollout of a quick run
 HF_STEPS = 32  # tokens of each request
-PEER_LIMIT_S = 90  # two generations, compilation included
-TRACE_POINTS = 400  # of an arm's curve of active requests
+PEER_LIMIT_S = 90  # for two generations with compilation
+TRACE_POINTS = 400  # of the curve of active requests of an arm
 
 
 def engine_words(lengths: list[int], *more: str) -> list[str]:
@@ -79,26 +74,25 @@ def engine_words(lengths: list[int], *more: str) -> list[str]:
 
 
 class Arms:
-    """The rollout's arms: what each sets, and what its rounds took."""
+    """The rounds of all arms."""
 
-    def __init__(self, bench: Bench, subject: Subject, lengths: list[int], label: str = "") -> None:
-        self.bench, self.subject, self.lengths, self.label = bench, subject, lengths, label
+    def __init__(self, bench: Bench, subject: Subject, lengths: list[int]) -> None:
+        self.bench, self.subject, self.lengths = bench, subject, lengths
         self.times: dict[str, list[float]] = {}
         self.stats: dict[str, RolloutStats] = {}
         self.windows: dict[str, list[Window]] = {}
-        self._learned: dict[str, Any] = {}  # state of the bandits that learn
+        self._learned: dict[str, Any] = {}  # states of the bandits that learn
 
     def run(self, name: str, rollout: Rollout, **settings: Any) -> None:
         """One round of an arm, after one that is not counted.
 
-        A bandit that learns goes on with what it knows; its very first round is an arm of its own.
-        When hurried, other arms are counted at once, but for the very first, which a short rollout
-        precedes.
+        A bandit that learns keeps its state; its very first round is an arm of its own. In a quick
+        run other arms are counted at once, the first one after a short rollout.
         """
-        learns, hurried = settings["policy"] in LEARNING.values(), self.bench.quick
-        warm = name in self.times or (hurried and bool(self.times) and not learns)
+        learns, quick = settings["policy"] in LEARNING.values(), self.bench.quick
+        warm = name in self.times or (quick and bool(self.times) and not learns)
         for counted in [True] if warm else [False, True]:
-            short = hurried and not counted and not learns
+            short = quick and not counted and not learns
             limits = [min(n, WARM_TOKENS) for n in self.lengths] if short else self.lengths
             recorder = fix_bandit(rollout, **settings)
             if name in self._learned:
@@ -125,7 +119,7 @@ class Arms:
         for name, times in self.times.items():
             stats = self.stats[name]
             self.bench.add_row(
-                name + self.label,
+                name,
                 1e6 * self.seconds(name),
                 spread=round((max(times) - min(times)) / self.seconds(name), 4),
                 tokens_per_s=round(stats.emitted / self.seconds(name), 1),
@@ -135,12 +129,11 @@ class Arms:
                 switches=stats.switches,
                 host_share=round(stats.host_share, 4),
             )
-        curves = {n + self.label: thinned(s) for n, s in self.stats.items()}
-        self.bench.files["trace"] = self.bench.files.get("trace", {}) | curves
+        self.bench.files["trace"] = {name: thinned(of) for name, of in self.stats.items()}
 
 
 def thinned(stats: RolloutStats) -> list[list[Any]]:
-    """(seconds, active, strategy) where something changed, and now and then between."""
+    """(seconds, active, strategy) at changes and at about `TRACE_POINTS` points between."""
     trace = stats.trace
     every = max(1, len(trace) // TRACE_POINTS)
     kept = [
@@ -152,7 +145,7 @@ def thinned(stats: RolloutStats) -> list[list[Any]]:
 
 
 def replay_arms(arms: Arms, *words: str) -> None:
-    """All rounds of all arms of our engine."""
+    """All rounds of the arms of our engine."""
     bench, subject, lengths = arms.bench, arms.subject, arms.lengths
     longest = max(lengths) + 512
     rollout = subject.rollout(*engine_words(lengths, *words), longest=longest)
@@ -160,21 +153,11 @@ def replay_arms(arms: Arms, *words: str) -> None:
     compare(arms, rollout, ["off", "bandit"] if bench.quick else every)
     adapt(rollout, subject, lengths)
     compare(arms, rollout, [*STATIC, "map", "bandit"] if bench.quick else every, ADAPTED)
-    if not bench.quick:
-        replay_queued(bench, subject, rollout, trace_lengths(QUEUED * len(lengths)))
     del rollout
     if not bench.quick:
         words = (*words, "engine.loop=false")
         unlooped = subject.rollout(*engine_words(lengths, *words), longest=longest)
         arms.run("bandit, no loop", unlooped, policy="beg")
-
-
-def replay_queued(bench: Bench, subject: Subject, rollout: Rollout, lengths: list[int]) -> None:
-    """Rows of more requests than the engine has places."""
-    arms = Arms(bench, subject, lengths, ", queued")
-    arms.run("off", rollout, policy="static", static="off")
-    arms.run("bandit", rollout, policy="beg")
-    arms.add_rows()
 
 
 def compare(arms: Arms, rollout: Rollout, names: list[str], suffix: str = "") -> None:
@@ -184,12 +167,12 @@ def compare(arms: Arms, rollout: Rollout, names: list[str], suffix: str = "") ->
         for name in names if index % 2 == 0 else reversed(names):
             if name not in chosen:
                 chosen[name] = settings_of(arms, name, suffix)
-            # Without a drafter there is nothing that adapts.
+            # `off` has no drafter to adapt.
             arms.run(name if name == "off" else name + suffix, rollout, **chosen[name])
 
 
 def settings_of(arms: Arms, name: str, suffix: str) -> dict[str, Any]:
-    """The bandit's settings; a map needs the recorded rounds of what it chooses from."""
+    """The bandit's settings; a map is made from the rounds recorded so far."""
     if name == "map":
         best = record_of(arms, suffix).oracle()
         best_map = [f"{bucket}={best[bucket]}" for bucket in sorted(best)]
@@ -201,7 +184,7 @@ def settings_of(arms: Arms, name: str, suffix: str) -> dict[str, Any]:
 
 
 def adapt(rollout: Rollout, subject: Subject, lengths: list[int]) -> None:
-    """Trains the drafter on a rollout like the trace: its lengths, other prompts, other noise."""
+    """Trains the drafter on a rollout with the lengths of the trace and other prompts and noise."""
     spot, engine = rollout.spot, rollout.engine
     assert spot is not None
     fix_bandit(rollout, policy="beg")
@@ -219,7 +202,7 @@ def adapt(rollout: Rollout, subject: Subject, lengths: list[int]) -> None:
 
 
 def other_requests(subject: Subject, lengths: list[int]) -> list[Request]:
-    """Requests of these lengths, none of whose prompts the trace has."""
+    """Requests of these lengths with prompts that the trace does not have."""
     count = len(lengths)
     own = set(subject.prompts(count))
     others = [ids for ids in subject.prompts(2 * count) if ids not in own]
@@ -230,7 +213,7 @@ def other_requests(subject: Subject, lengths: list[int]) -> list[Request]:
 
 
 def record_of(arms: Arms, suffix: str) -> Recording:
-    """What arms did by bucket with one drafter; batches past the last bucket ran `off` anyway."""
+    """The windows with one drafter by bucket; batches above the last bucket always run `off`."""
     recording = Recording(BUCKETS)
     for name, windows in arms.windows.items():
         adapted = name.removesuffix(", first").endswith(ADAPTED)
@@ -255,11 +238,8 @@ def book(bench: Bench, arms: Arms) -> None:
     }
 
 
-# ---- Hugging Face -------------------------------------------------------------------------------
-
-
 def padded(prompts: list[tuple[int, ...]], pad: int, device: torch.device) -> dict[str, Any]:
-    """Prompts as `generate` takes them: padded on the left, with a mask."""
+    """Inputs of `generate`: prompts padded on the left, with a mask."""
     longest = max(map(len, prompts))
     rows = [[pad] * (longest - len(p)) + list(p) for p in prompts]
     mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
@@ -271,13 +251,11 @@ def padded(prompts: list[tuple[int, ...]], pad: int, device: torch.device) -> di
 
 def seconds_of(call: Callable[[], object]) -> float:
     """Wall time of the second of two calls."""
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    for _ in range(2):
+        begin = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
@@ -289,8 +267,8 @@ def hf_seconds(
     Args:
         policy: of transformers.
         prompts: ids.
-        lengths: new tokens of each.
-        how: "dynamic", "static" (compiled where transformers does so) or "continuous".
+        lengths: new tokens of each request.
+        how: cache and batching: "dynamic", "static" (compiled) or "continuous".
     """
     settings = GenerationConfig(
         do_sample=True,
@@ -314,12 +292,12 @@ def hf_seconds(
 
 
 def compare_hugging_face(bench: Bench, subject: Subject, lengths: list[int], ours: float) -> None:
-    """Rows of what transformers takes; one that fails is said and left out."""
+    """Rows of transformers; one that fails is reported and left out."""
     assert subject.policy is not None
     policy = subject.policy.eval()
     policy.set_attn_implementation("sdpa")
     gc.collect()
-    torch.cuda.empty_cache()  # our engine's: continuous batching takes what is free
+    torch.cuda.empty_cache()  # of our engine: continuous batching takes all free memory
     best = None
     for how in ("dynamic",) if bench.quick else ("dynamic", "static", "continuous"):
         case = f"transformers {how}"
@@ -328,7 +306,7 @@ def compare_hugging_face(bench: Bench, subject: Subject, lengths: list[int], our
         try:
             with torch.no_grad(), timing.time_limit(PEER_LIMIT_S):
                 seconds = hf_seconds(policy, subject.prompts(len(lengths)), lengths, how)
-        except Exception as error:  # a peer that cannot run here costs its own row
+        except Exception as error:  # the other rows still count
             say(f"{case}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             continue
         bench.add_row(case, 1e6 * seconds, extrapolated=True, ours_over=round(seconds / ours, 2))

@@ -1,12 +1,13 @@
-"""`sample`, `verify_tree` and a drafter's `expand_tree` levels, V = 151,936 in bf16, T = 1.
+"""`sample`, `verify_tree` and the `expand_tree` levels of a draft, V = 151,936 in bf16, T = 1.
 
 Every case runs on inputs that together exceed the L2 several times over. `read_us` is one read of
-the logits by a plain sum of the same size; `noise_x` is a sampled batch over a greedy one, which
-differ by the noise alone. Peers: softmax and multinomial in torch, and top-p there by sorting;
-FlashInfer's samplers, which draw from logits and, for top-p, from probabilities made beforehand.
+the logits by a sum. `noise_x` is a sampled batch over a greedy one, which differ by the noise
+alone. Peers: softmax and multinomial in torch, top-p in torch by sorting, and FlashInfer's
+samplers, from logits and, for top-p, from probabilities made beforehand.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -22,12 +23,12 @@ INT = {"dtype": torch.int32, "device": "cuda"}
 
 
 def logits_of(rows: int, vocab: int = VOCAB) -> torch.Tensor:
-    """Rows whose law has a few thousand likely ids, as a language model's at T = 1."""
+    """Rows with a few thousand likely ids, as of a language model at T = 1."""
     return 3 * torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
 
 
 def peaked_logits(rows: int) -> torch.Tensor:
-    """Rows with twenty likely ids; half of the others are within the noise's range of the best."""
+    """Rows with twenty likely ids; the noise can lift half of the others to the best score."""
     logits = 2 * torch.randn(rows, VOCAB, device="cuda") - 8
     likely = torch.randint(0, VOCAB, (rows, 20), device="cuda")
     heights = (14 - 0.7 * torch.arange(20, device="cuda")).expand(rows, -1)
@@ -44,19 +45,12 @@ def settings(batch: int, temperature: float, top_p: float) -> tlt_ext.Sampling:
 
 
 def sampler(batch: int, temperature: float = 1.0, top_p: float = 1.0) -> Callable:
-    """Returns a function of logits that runs `sample` on arrays of its own."""
+    """A function of logits that runs `sample` on its own arrays."""
     sampling = settings(batch, temperature, top_p)
     tokens, position, status = torch.zeros(3, batch, **INT).unbind()
     logprobs = torch.zeros(batch, device="cuda")
-    return lambda logits: tlt_ext.sample(
-        logits,
-        sampling,
-        position=position,
-        tokens=tokens,
-        logprobs=logprobs,
-        status=status,
-        seed=1,
-    )
+    arrays = {"position": position, "tokens": tokens, "logprobs": logprobs, "status": status}
+    return lambda logits: tlt_ext.sample(logits, sampling, **arrays, seed=1)
 
 
 def torch_sample(logits: torch.Tensor) -> torch.Tensor:
@@ -70,21 +64,20 @@ def torch_top_p(logits: torch.Tensor) -> torch.Tensor:
 
 
 def flashinfer_arms(inputs: list[torch.Tensor]) -> dict[str, list[Callable[[], object]]]:
-    """Calls of FlashInfer's samplers on the same rows; none where it does not run."""
+    """Calls of FlashInfer's samplers on the same rows; {} where it does not run."""
     try:
         from flashinfer import sampling
 
+        top_p = sampling.top_p_sampling_from_probs
         probs = [torch.softmax(logits.float(), -1) for logits in inputs]
         wide = [logits.float() for logits in inputs]
         arms: dict[str, list[Callable[[], object]]] = {
-            "flashinfer": [lambda x=x: sampling.sampling_from_logits(x) for x in wide],
-            "flashinfer_top_p": [
-                lambda p=p: sampling.top_p_sampling_from_probs(p, 0.9) for p in probs
-            ],
+            "flashinfer": [partial(sampling.sampling_from_logits, x) for x in wide],
+            "flashinfer_top_p": [partial(top_p, p, 0.9) for p in probs],
         }
         for calls in arms.values():
             timing.record(calls[0])
-    except Exception as error:  # another library's failure costs its own numbers only
+    except Exception as error:  # the other peers still run
         say(f"no flashinfer: {type(error).__name__}: {str(error).splitlines()[:1]}")
         return {}
     return arms
@@ -108,10 +101,7 @@ def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
     }
     if bench.quick:
         del ops["torch"], ops["torch_top_p"]
-    arms = {
-        name: [lambda op=op, logits=logits: op(logits) for logits in inputs]
-        for name, op in ops.items()
-    }
+    arms = {name: [partial(op, logits) for logits in inputs] for name, op in ops.items()}
     if not bench.quick:
         arms |= flashinfer_arms(inputs)
     times = timing.measure_in_turn(arms)
@@ -128,27 +118,23 @@ def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
     )
     peers = {name: times[name] for name in ("torch_top_p", "flashinfer_top_p") if name in times}
     top_p = bench.add(f"sample top-p 0.9 {rows}", times["top_p"], num_bytes, peers)
-    bench.add(f"sample greedy {rows}", times["greedy"], num_bytes)
+    greedy = bench.add(f"sample greedy {rows}", times["greedy"], num_bytes)
     if batch == 64 and not peaked:
         bench.got["sample_b64_us"] = row["median_us"]
         bench.got["sample_b64_over_read_x"] = row["over_read_x"]
+        bench.got["sample_greedy_b64_us"] = greedy["median_us"]
         bench.got["top_p_b64_us"] = top_p["median_us"]
 
 
-def parents_of(size: int, chain: bool) -> torch.Tensor:
-    rows = torch.arange(size, **INT)
-    return rows - 1 if chain else torch.where(rows == 0, -1, (rows - 1) // 4).int()
-
-
 def verifier(requests: int, size: int, chain: bool, logits: torch.Tensor) -> Callable:
-    """Returns a call of `verify_tree` whose drafts are likely tokens of their parents."""
-    parents = parents_of(size, chain)
+    """A call of `verify_tree` in which half of the drafts are the target's own tokens."""
+    nodes = torch.arange(size, **INT)
+    parents = nodes - 1 if chain else torch.where(nodes == 0, -1, (nodes - 1) // 4).int()
     depth = torch.zeros(size, **INT)
     for row in range(1, size):
         depth[row] = depth[parents[row]] + 1
     rows = requests * size
     sampling = settings(requests, 1.0, 1.0)
-    # The true draws: half the drafted tokens are what the target samples, as a fair drafter's.
     drawn, status = torch.zeros(2, rows, **INT).unbind()
     position = depth.repeat(requests) + 7
     tlt_ext.sample(
@@ -198,15 +184,14 @@ def run_verify(bench: Bench, case: str, requests: int, size: int) -> None:
     if not bench.quick:
         arms["torch_softmax"] = [lambda x=x: torch.softmax(x.float(), -1) for x in inputs]
     times = timing.measure_in_turn(arms)
-    peers = {name: times[name] for name in times if name != "ours"}
-    row = bench.add(f"verify {case}", times["ours"], num_bytes, peers)
+    row = bench.add(f"verify {case}", times.pop("ours"), num_bytes, times)
     names = {"tree16 b1": "verify_tree16_b1_us", "chain5 b64": "verify_chain5_b64_us"}
     if case in names:
         bench.got[names[case]] = row["median_us"]
 
 
 def expander(batch: int, top_k: int, levels: int) -> Callable:
-    """Returns a call that drafts all levels of a tree, on arrays of its own."""
+    """A call that drafts all levels of a tree, on its own arrays."""
     capacity = tlt_ext.tree_capacity(levels, top_k)
     d2t = torch.randperm(VOCAB, device="cuda")[:DRAFT_VOCAB].sort().values.int()
     token, parent, depth = torch.zeros(3, batch, capacity, **INT).unbind()
@@ -247,9 +232,8 @@ def run_expand(bench: Bench, batch: int, top_k: int, levels: int = 8) -> None:
     if not bench.wanted(case):
         return
     num_bytes = 2 * batch * DRAFT_VOCAB * (1 + (levels - 1) * top_k)
-    calls = [
-        expander(batch, top_k, levels) for _ in range(min(32, timing.num_cold_inputs(num_bytes)))
-    ]
+    count = min(32, timing.num_cold_inputs(num_bytes))
+    calls = [expander(batch, top_k, levels) for _ in range(count)]
     row = bench.add(case, timing.measure_in_turn({"ours": calls})["ours"], num_bytes)
     if (batch, top_k, levels) == (1, 4, 8):
         bench.got["expand_depth8_top4_b1_us"] = row["median_us"]

@@ -1,11 +1,12 @@
 """A whole captured decode step, embedding to logits: SmolLM2-135M, and four layers of Qwen2-7B.
 
-Weights are random: the time of a step does not depend on them. The bytes of a step are the weights,
-the head included, and the keys and values of the context.
+Weights are random, because the time of a step does not depend on them. The bytes of a step are the
+weights with the head, and the keys and values of the context.
 """
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import torch
@@ -13,62 +14,16 @@ from torch import Tensor
 
 import tlt_ext
 from driver.model.kv_cache import KvCache
-from driver.model.spec import ModelSpec
 from driver.model.target import TargetModel
 from profiling.rig import timing
 from profiling.rig.bench import Bench
+from profiling.rig.subjects import QWEN2_7B, SMOLLM2, of_shape
 
 CONTEXT = 512  # tokens of each request
 PAGE_SIZE = 16
 CASES = [(1, 1), (8, 1), (32, 1), (1, 16), (8, 16), (1, 64)]  # requests, rows of each
-CONFIGS = {
-    "smollm2": {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": True,
-    },
-    "qwen2_7b_4_layers": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-SPECS = {
-    name: ModelSpec.from_config(
-        {
-            **config,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "eos_token_id": 0,
-            "torch_dtype": "bfloat16",
-            "hidden_act": "silu",
-        }
-    )
-    for name, config in CONFIGS.items()
-}
-
-
-def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
-    """Weights by their Hugging Face name, on the GPU."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
-    return {
-        name: torch.randn(*shape, **options) / shape[-1] ** 0.5
-        for name, shape in spec.shapes().items()
-    }
+SHAPES = {"smollm2": SMOLLM2, "qwen2_7b_4_layers": copy.copy(QWEN2_7B)}
+SHAPES["qwen2_7b_4_layers"].update({"num_hidden_layers": 4})
 
 
 def int32(*values: int) -> Tensor:
@@ -76,7 +31,7 @@ def int32(*values: int) -> Tensor:
 
 
 def make_batch(requests: int, rows: int) -> tlt_ext.Rows:
-    """Requests of `rows` rows each, chains, every one CONTEXT tokens long."""
+    """Requests of CONTEXT tokens with a chain of `rows` rows each."""
     pages = -(-(CONTEXT + 64) // PAGE_SIZE)
     table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
     return tlt_ext.Rows(
@@ -89,17 +44,15 @@ def make_batch(requests: int, rows: int) -> tlt_ext.Rows:
 
 
 def run(bench: Bench) -> None:
-    for name, spec in SPECS.items():
+    for name, shape in SHAPES.items():
         cases = [case for case in CASES if bench.wanted(f"{name} {case[0]}x{case[1]} rows")]
         cases = cases[:1] if bench.quick else cases
         if not cases:
             continue
-        weights = random_weights(spec)
-        model = TargetModel(spec, weights, device="cuda", max_rows=128)
-        del weights
-        read = sum(w.numel() for w in model.state_dict().values())
-        if not spec.tie_word_embeddings:
-            read -= model.embedding.numel()
+        subject = of_shape(name, [], shape, "cuda")
+        spec, read = subject.spec, subject.num_bytes
+        model = TargetModel(spec, subject.weights, device="cuda", max_rows=128)
+        del subject
         for requests, rows in cases:
             batch = make_batch(requests, rows)
             kv = KvCache.allocate(
@@ -107,5 +60,5 @@ def run(bench: Bench) -> None:
             )
             ids = torch.arange(requests * rows, dtype=torch.int32, device="cuda")
             step = timing.measure({"ours": partial(model.forward, ids, batch, kv)})["ours"]
-            context = spec.num_layers * 2 * requests * CONTEXT * spec.num_kv_heads * spec.head_dim
-            bench.add(f"{name} {requests}x{rows} rows", step, 2 * (read + context))
+            cached = spec.num_layers * 2 * requests * CONTEXT * spec.num_kv_heads * spec.head_dim
+            bench.add(f"{name} {requests}x{rows} rows", step, read + 2 * cached)

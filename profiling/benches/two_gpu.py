@@ -1,10 +1,9 @@
-"""Whole training steps on two GPUs of one host against one GPU, and against `off` on two.
+"""Whole training steps on two GPUs of one host, against one GPU and against `off` on two.
 
-Each arm is a run of its own under torchrun, on the same prompts, from one warm start; `median_us`
-is a step without evaluation, the first one left out; parts are means over the same steps, on the
-first rank, whose wait for the others is in `update_drafter` with the coordinator and in `gather`
-without. With the coordinator off the drafter stays as the warm start made it. Wants two cards;
-`--set preset=...` and the like change what is trained.
+Each arm is a run under torchrun from one warm start on the same prompts. `median_us` is a step
+without evaluation and without the first step. Parts are means over the same steps on the first
+rank, whose wait for the others is in `update_drafter` with the coordinator and in `gather` without.
+With the coordinator off the drafter is not trained. Needs two cards.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from profiling.studies.grpo_runs import WARMED
 
 NEEDS_WARM_START = True
 STEPS, QUICK_STEPS = 8, 4
-LIMIT_S = 540  # of one arm
-# Arm -> ranks and its words.
+LIMIT_S = 540  # of an arm
+# Arm -> ranks and settings.
 ARMS = {
     "one GPU": (1, []),
     "two GPUs": (2, []),
@@ -47,7 +46,7 @@ TOKENS = "drafter/tokens_seen"
 
 
 def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
-    """The records of a run's steps."""
+    """Makes a run; returns its records."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", "-m", "driver.train", *words]
     command += [f"run.root={folder}", "run.name=run", f"run.steps={steps}", "run.eval_prompts=0"]
@@ -58,13 +57,13 @@ def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
 
 
 def of_ranks(count: int) -> dict[str, str]:
-    """What each rank has of its own, as `SHOWN`."""
+    """Row name -> metric of each rank."""
     own = {"idle_share": "idle_share", "memory_gb": "max_memory_allocated_gb"}
     return {f"{a}_{rank}": f"ranks/{rank}/{b}" for rank in range(count) for a, b in own.items()}
 
 
 def lacks() -> str:
-    return "" if torch.cuda.device_count() > 1 else "it wants two cards"
+    return "" if torch.cuda.device_count() > 1 else "it needs two cards"
 
 
 def run(bench: Bench) -> None:
@@ -86,18 +85,23 @@ def run(bench: Bench) -> None:
             if all(record.get(key) is not None for record in later)
         }
         more["spread"] = round((max(steps_s) - min(steps_s)) / seconds[arm], 4)
-        # After the first step, whose drafter may come from a warm start.
+        # Without the first step, which counts the tokens of the warm start.
         trained = later[-1].get(TOKENS, 0) - first.get(TOKENS, 0)
         bench.add_row(arm, 1e6 * seconds[arm], ranks=ranks, drafter_tokens=trained, **more)
         if arm == BOTH and "bubble_used_share" in more:
             bench.got["bubble_used_share"] = more["bubble_used_share"]
-        book(bench, seconds)  # of what there is, should time run out
+        book(bench, seconds)  # after each arm, in case the time runs out
     if BOTH not in seconds:
-        say(f"{BOTH}: not run, no target can be told")
+        say(f"{BOTH}: not run, so no target has a figure")
 
 
 def book(bench: Bench, seconds: Mapping[str, float]) -> None:
-    """The ratios of the targets, from seconds of a step by arm."""
+    """The ratios of the targets.
+
+    Args:
+        bench: takes the figures.
+        seconds: arm -> seconds of a step.
+    """
     for target, other in RATIOS.items():
         if other in seconds and BOTH in seconds:
             bench.got[target] = round(seconds[other] / seconds[BOTH], 3)

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from profiling.kernels.resources import short_name
 
-# Column of the table -> metric.
-METRICS = {
-    "us": "gpu__time_duration.sum",
-    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-    "registers": "launch__registers_per_thread",
-    "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+# Column of the table -> metric, factor, digits after the point.
+COLUMNS = {
+    "us": ("gpu__time_duration.sum", 1e-3, 2),
+    "DRAM %": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 1.0, 1),
+    "tensor %": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed", 1.0, 1),
+    "registers": ("launch__registers_per_thread", 1.0, 0),
+    "occupancy %": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1.0, 1),
 }
+WIDTH = 11
 
 
 @dataclass(frozen=True)
@@ -28,61 +29,38 @@ class Launch:
     kernel: str
     grid: str
     block: str
-    us: float | None
-    dram_percent: float | None
-    tensor_percent: float | None
-    registers: float | None
-    occupancy_percent: float | None
+    values: dict[str, float | None]  # by column
 
 
 def parse(lines: Iterable[str]) -> list[Launch]:
     """The launches of a report, in order.
 
     Args:
-        lines: of `ncu --csv`, of the raw page (a column a metric) or of the details page (a row a
-            metric); what ncu itself says before the header is skipped.
+        lines: of `ncu --csv --page raw`; what ncu prints before the header is skipped.
 
     Raises:
         ValueError: there is no header, or no launch.
 
     Example:
         >>> parse(['"ID","Kernel Name","launch__registers_per_thread"', '"","","register/thread"',
-        ...        '"0","void k(int)","32"'])[0].registers
+        ...        '"0","void k(int)","32"'])[0].values["registers"]
         32.0
     """
     text = [line for line in lines if line.startswith('"')]
     if not text or not text[0].startswith('"ID"'):
-        raise ValueError('no table of ncu: wanted a line that starts with "ID"')
-    rows = list(csv.DictReader(text))
-    if "Metric Name" in (rows[0] if rows else ()):
-        rows = _widened(rows)
-    else:
-        rows = rows[1:]  # the first holds the units
+        raise ValueError('no table of ncu: no line starts with "ID"')
+    _, *rows = csv.DictReader(text) if len(text) > 1 else [{}]  # the first row holds the units
     if not rows:
-        raise ValueError(
-            "no kernel was profiled: did the range profile_target hold a launch on the card?"
-        )
+        raise ValueError("no kernel was profiled: did the range profile_target hold a launch?")
     return [
         Launch(
             short_name(row["Kernel Name"]),
             row.get("Grid Size", ""),
             row.get("Block Size", ""),
-            **{
-                column: _number(row.get(metric), 1e-3 if column == "us" else 1.0)
-                for column, metric in METRICS.items()
-            },
+            {name: _number(row.get(metric), by) for name, (metric, by, _) in COLUMNS.items()},
         )
         for row in rows
     ]
-
-
-def _widened(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """One row a launch, from one row a metric."""
-    launches: dict[str, dict[str, str]] = {}
-    for row in rows:
-        launch = launches.setdefault(row["ID"], dict(row))
-        launch[row["Metric Name"]] = row["Metric Value"]
-    return list(launches.values())
 
 
 def _number(text: str | None, factor: float) -> float | None:
@@ -94,35 +72,28 @@ def _number(text: str | None, factor: float) -> float | None:
 
 def table(launches: list[Launch]) -> list[str]:
     """Lines of the table."""
-    out = [f"{'us':>9} {'DRAM %':>7} {'tensor %':>8} {'registers':>9} {'occupancy %':>11}  kernel"]
-    for x in launches:
+    out = [" ".join(f"{name:>{WIDTH}}" for name in COLUMNS) + "  kernel"]
+    for launch in launches:
         cells = [
-            _cell(x.us, 9, 2),
-            _cell(x.dram_percent, 7, 1),
-            _cell(x.tensor_percent, 8, 1),
-            _cell(x.registers, 9, 0),
-            _cell(x.occupancy_percent, 11, 1),
+            f"{'-':>{WIDTH}}" if value is None else f"{value:{WIDTH}.{COLUMNS[name][2]}f}"
+            for name, value in launch.values.items()
         ]
-        out.append(f"{' '.join(cells)}  {x.kernel} {x.grid}x{x.block}".rstrip("x "))
+        out.append(f"{' '.join(cells)}  {launch.kernel} {launch.grid}x{launch.block}".rstrip("x "))
     return out
-
-
-def _cell(value: float | None, width: int, digits: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m profiling.kernels.ncu_table", description=__doc__
     )
-    parser.add_argument("csv", nargs="?", type=Path, help="of `ncu --csv --print-units base`")
-    parser.add_argument("--metrics", action="store_true", help="print what ncu is to measure")
+    parser.add_argument("csv", nargs="?", type=Path, help="of ncu --csv --page raw")
+    parser.add_argument("--metrics", action="store_true", help="print the metrics for ncu")
     args = parser.parse_args(argv)
     if args.metrics:
-        sys.stdout.write(",".join(METRICS.values()) + "\n")
+        sys.stdout.write(",".join(metric for metric, _, _ in COLUMNS.values()) + "\n")
         return 0
     if args.csv is None:
-        parser.error("wanted a CSV file, or --metrics")
+        parser.error("name a CSV file, or --metrics")
     try:
         launches = parse(args.csv.read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError) as error:

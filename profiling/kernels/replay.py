@@ -1,8 +1,8 @@
-"""Times an op on a real run's inputs: `python -m profiling.kernels.replay runs/tiny/captures`.
+"""Times an op on inputs of a run: `python -m profiling.kernels.replay runs/tiny/captures`.
 
-The files come from `driver.train capture.op=... capture.step=...`. On a card every call is timed as
-a benchmark times it; on the CPU it is the median of plain calls. Integers that the op changes
-(lengths, counts) are put back before every call, and those copies are in the time.
+The files come from `driver.train capture.op=... capture.step=...`. On a card the calls are timed as
+in a benchmark, on the CPU as the median of plain calls. Integers that the op changes (lengths,
+counts) are restored before every call, and the time includes these copies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import math
 import pickle
 import re
-import statistics
 import sys
 import time
 import typing
@@ -33,19 +32,19 @@ UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 @dataclass
 class Call:
-    """One captured call on a device, ready to run again and again."""
+    """A captured call on a device, which can run any number of times."""
 
     name: str
     op: Callable[..., Any]
     arguments: dict[str, Any]
-    restored: dict[str, Tensor]  # arrays that a call changes -> what they were
+    restored: dict[str, Tensor]  # the arrays that a call changes, as they were
 
     @staticmethod
     def load(path: Path, device: str) -> Call:
         """Reads a file of `driver.run.capture`.
 
         Raises:
-            ValueError: it is none; the message is one line.
+            ValueError: the file holds no captured call; the message is one line.
         """
         try:
             saved = torch.load(path, map_location="cpu")
@@ -54,8 +53,14 @@ class Call:
             raise ValueError(f"{path}: no captured call ({type(error).__name__})") from None
         moved = {n: _moved(v, device) if isinstance(v, Tensor) else v for n, v in arguments.items()}
         call = Call(path.stem, op, moved | _workspace(saved["op"], moved), {})
-        call.restored = call._changed_by_a_run()
+        whole = {n: v for n, v in call.arrays().items() if not v.is_floating_point()}
+        before = {name: value.clone() for name, value in whole.items()}
+        call()
+        call.restored = {n: before[n] for n, v in whole.items() if not v.equal(before[n])}
         return call
+
+    def arrays(self) -> dict[str, Tensor]:
+        return {n: v for n, v in self.arguments.items() if isinstance(v, Tensor)}
 
     def __call__(self) -> None:
         for name, before in self.restored.items():
@@ -64,26 +69,14 @@ class Call:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its arrays, each once."""
-        arrays = [value for value in self.arguments.values() if isinstance(value, Tensor)]
-        return sum(array.numel() * array.element_size() for array in arrays)
+        """Bytes of all arrays, each once."""
+        return sum(array.numel() * array.element_size() for array in self.arrays().values())
 
     @property
     def shape(self) -> str:
-        """Its arrays in a few words: the floating ones, and how many requests."""
-        arrays = {n: v for n, v in self.arguments.items() if isinstance(v, Tensor)}
-        large = [f"{n} {'x'.join(map(str, v.shape))}" for n, v in arrays.items() if v.dim() > 1]
-        return " ".join(large[:2])
-
-    def _changed_by_a_run(self) -> dict[str, Tensor]:
-        arrays = {
-            name: value
-            for name, value in self.arguments.items()
-            if isinstance(value, Tensor) and not value.is_floating_point()
-        }
-        before = {name: value.clone() for name, value in arrays.items()}
-        call_flat(self.op, self.arguments)
-        return {n: before[n] for n, value in arrays.items() if not value.equal(before[n])}
+        """Names and shapes of two arrays."""
+        large = {n: v for n, v in self.arrays().items() if v.dim() > 1}
+        return " ".join([f"{n} {'x'.join(map(str, v.shape))}" for n, v in large.items()][:2])
 
 
 def call_flat(op: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -110,7 +103,7 @@ def _moved(value: Tensor, device: str) -> Tensor:
 
 
 def _workspace(op: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """What the engine lends an op on a card."""
+    """The workspace that the engine gives an op on a card."""
     first = next(value for value in arguments.values() if isinstance(value, Tensor))
     if not first.is_cuda:
         return {}
@@ -141,8 +134,7 @@ def measured(call: Call, device: str) -> timing.Timing:
         begin = time.perf_counter()
         call()
         times.append(1e6 * (time.perf_counter() - begin))
-    median = statistics.median(times)
-    return timing.Timing(median, (max(times) - min(times)) / median)
+    return timing.summary(times)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""Other libraries' attention on the cases of `profiling.benches.attention`, beside ours.
+"""Attention of other libraries on the cases of `profiling.benches.attention`.
 
-Each function returns one call for each of `count` inputs, all of one shape. What a library needs
-before its kernels run (a mask, a plan, gathered keys) is made before and not timed.
+Each function returns a call for each of `count` inputs of one shape. Masks, plans and gathered keys
+are made before and not timed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLAN_BYTES = 256 << 20
 
 
 def tree_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths and ancestors of a tree with four children a node, breadth first."""
+    """Depths and ancestors of a tree with four children a node, in breadth-first order."""
     paths: list[list[int]] = [[]]
     for node in range(1, rows):
         parent = (node - 1) // 4
@@ -31,7 +31,7 @@ def tree_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_flight_mask(rows: int, tree: bool) -> torch.Tensor:
-    """Which row attends to which: bool [rows, rows]."""
+    """bool [rows, rows]: row i attends to row j."""
     if not tree:
         return torch.ones(rows, rows, dtype=torch.bool, device=DEVICE).tril()
     mask = torch.eye(rows, dtype=torch.bool)
@@ -42,7 +42,7 @@ def in_flight_mask(rows: int, tree: bool) -> torch.Tensor:
 
 
 def dense_inputs(shape: tuple[int, int, int], batch: int, rows: int, length: int) -> list:
-    """q, k, v of one call, keys gathered: [batch, heads, rows or length, dim]."""
+    """q, k, v of one call with gathered keys, [batch, heads, rows or length, dim]."""
     heads, kv_heads, dim = shape
     shapes = [(heads, rows), (kv_heads, length), (kv_heads, length)]
     bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
@@ -52,7 +52,7 @@ def dense_inputs(shape: tuple[int, int, int], batch: int, rows: int, length: int
 def sdpa(
     shape: tuple[int, int, int], batch: int, kv: int, rows: int, tree: bool, count: int
 ) -> Calls:
-    """torch's attention with a boolean mask (one row needs none), keys gathered."""
+    """torch's attention on gathered keys, with a boolean mask for more than one row."""
     mask = None
     if rows > 1:
         mask = torch.ones(rows, kv + rows, dtype=torch.bool, device=DEVICE)
@@ -66,7 +66,7 @@ def sdpa(
 def flex(
     shape: tuple[int, int, int], batch: int, kv: int, rows: int, tree: bool, count: int
 ) -> Calls:
-    """FlexAttention, compiled for the case, keys gathered."""
+    """FlexAttention on gathered keys, compiled for the case."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     allowed, length = in_flight_mask(rows, tree), kv + rows
@@ -87,7 +87,7 @@ def flashinfer(
     tree: bool,
     inputs: list[dict],
 ) -> Calls:
-    """FlashInfer on our own pages: causal for a chain, a custom mask for a tree."""
+    """FlashInfer on our pages: causal for a chain, with a custom mask for a tree."""
     import flashinfer as library
 
     heads, kv_heads, dim = shape

@@ -1,22 +1,19 @@
 """`python -m profiling.peers.trl key=value ...`: the same training by TRL's GRPO trainer.
 
-The words are a run's. Model, prompts and their order, rewards, stop ids, lengths, group size and
-learning rate are those of `driver.train`; generation is that of transformers, and weights of half
-precision are trained as they are, without float32 masters. It leaves
-`metrics.jsonl`, `rollouts.jsonl` and `summary.json` in the run's folder, as far as the benchmark
-reads them, after every step; where it is stopped, `summary.json` says what it was at. Needs trl and
-datasets, and what these import: pyarrow, pandas, dill, multiprocess, xxhash.
+The words are those of a run of `driver.train`. Model, prompts and their order, rewards, stop ids,
+lengths, group size and learning rate are the same. Generation is that of transformers; weights of
+half precision are trained without float32 masters. After every step the run's folder has the parts
+of `metrics.jsonl`, `rollouts.jsonl` and `summary.json` that the benchmark reads. Needs trl,
+datasets, dill and multiprocess.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,127 +26,87 @@ from driver.config.estimators import ESTIMATORS
 from driver.config.load import Config, load_config
 from driver.run.assemble import find_model, load_policy, spec_of, stop_ids
 from driver.tasks import Prompt, Task, make_task
+from profiling.rig.bench import say
 
-MICRO_BATCH = 8  # most responses of a forward pass of the update
+MICRO_BATCH = 8  # limit of the responses in a forward pass of the update
 GENERATION, REWARDS = "generation", "rewards"
-TOLD_PASSES = 256  # of a generation, between two lines
 
 
-@dataclass
-class Recorded:
-    """What the trainer's hooks see, a list item a step."""
-
-    seconds: list[float] = field(default_factory=list)
-    gen_s: list[float] = field(default_factory=list)
-    reward_s: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    lengths: list[list[int]] = field(default_factory=list)
-
-    def lines(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Of `metrics.jsonl` and of `rollouts.jsonl`."""
-        metrics, rollouts = [], []
-        for i, seconds in enumerate(self.seconds):
-            times = {"step": seconds, "gen": self.gen_s[i], "reward": self.reward_s[i]}
-            # Log-probs and update are one in that trainer.
-            times["update_actor"] = seconds - self.gen_s[i] - self.reward_s[i]
-            line = {"step": i + 1, "critic/rewards/mean": self.rewards[i]}
-            metrics.append(line | {f"timing_s/{name}": value for name, value in times.items()})
-            rollouts.append({"step": i + 1, "lengths": self.lengths[i]})
-        return metrics, rollouts
-
-    def write(self, folder: Path, stopped: str = "") -> None:
-        """The records so far: a run that its time limit ends leaves whole steps.
-
-        Args:
-            folder: of the run.
-            stopped: what it was at, where it came to no end.
-        """
-        for name, lines in zip(("metrics", "rollouts"), self.lines(), strict=True):
-            write_text(folder / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        summary: dict[str, Any] = {"steps": len(self.seconds)}
-        write_text(
-            folder / "summary.json", json.dumps(summary | ({"stopped": stopped} if stopped else {}))
-        )
-
-
-class Watch:
-    """Says how far a step is.
+class Recorder(TrainerCallback):
+    """Times the phases of each step and writes the records of the run.
 
     Args:
-        recorded: of the steps.
-        say: takes a line.
+        folder: of the run.
+        say: takes a line of progress.
     """
 
-    def __init__(self, recorded: Recorded, say: Callable[[str], None]) -> None:
-        self.recorded, self.say = recorded, say
-        self.phase, self.passes, self.begin = "start", 0, now()
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say, self.begin = folder, say, now()
+        self.seconds: list[float] = []  # one item a step, as in the other lists
+        self.phase_s: dict[str, list[float]] = {GENERATION: [], REWARDS: []}
+        self.rewards: list[float] = []
+        self.lengths: list[list[int]] = []
 
-    def enter(self, phase: str) -> None:
-        self.phase, self.passes, self.begin = phase, 0, now()
-
-    def on_pass(self, *_: Any) -> None:
-        """A forward pass of the policy begins; in a generation, a token of every response."""
-        self.passes += 1
-        if self.phase == GENERATION and self.passes % TOLD_PASSES == 0:
-            self.say(self.where())
-
-    def where(self) -> str:
-        """What the step is at, as of the host's clock."""
-        step, seconds = len(self.recorded.seconds) + 1, time.perf_counter() - self.begin
-        return f"step {step}: {self.phase}, {self.passes} passes in {seconds:.1f} s"
-
-    def generated(self) -> str:
-        """What the step's generation came to."""
-        seen = self.recorded
-        lengths, seconds = seen.lengths[-1], seen.gen_s[-1]
-        return (
-            f"step {len(seen.gen_s)}: generation ended, {sum(lengths)} tokens in {seconds:.1f} s,"
-            f" longest {max(lengths)}, reward {seen.rewards[-1]:.3f}"
-        )
-
-    def around(self, phase: str, call: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
-        """`call` as a phase of the step, its seconds appended to `into`; the update follows it."""
+    def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` as a phase of the step."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.enter(phase)
+            begin = now()
             out = call(*args, **kwargs)
-            into.append(now() - self.begin)
+            self.phase_s[phase].append(now() - begin)
             if phase == REWARDS:
-                self.say(self.generated())
-            self.enter("update")
+                lengths, seconds = self.lengths[-1], self.phase_s[GENERATION][-1]
+                self.say(
+                    f"step {len(self.lengths)}: generation ended, {sum(lengths)} tokens in"
+                    f" {seconds:.1f} s, longest {max(lengths)}, reward {self.rewards[-1]:.3f}"
+                )
             return out
 
         return wrapped
-
-
-class StepClock(TrainerCallback):
-    """Notes the seconds of each optimizer step, generation included, and has them written."""
-
-    def __init__(self, recorded: Recorded, folder: Path, say: Callable[[str], None]) -> None:
-        self.recorded, self.folder, self.say, self.begin = recorded, folder, say, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.begin = now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        seen = self.recorded
-        seen.seconds.append(now() - self.begin)
-        seen.write(self.folder)
-        seconds, rest = seen.seconds[-1], seen.seconds[-1] - seen.gen_s[len(seen.seconds) - 1]
-        self.say(f"step {len(seen.seconds)}: ended after {seconds:.1f} s, update {rest:.1f} s")
+        self.seconds.append(now() - self.begin)
+        self.write()
+        count, seconds = len(self.seconds), self.seconds[-1]
+        rest = seconds - self.phase_s[GENERATION][count - 1]
+        self.say(f"step {count}: ended after {seconds:.1f} s, update {rest:.1f} s")
+
+    def lines(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Of `metrics.jsonl` and of `rollouts.jsonl`."""
+        metrics, rollouts = [], []
+        columns = self.seconds, *self.phase_s.values(), self.rewards, self.lengths
+        steps = enumerate(zip(*columns, strict=False), 1)  # a stopped step is left out
+        for step, (seconds, gen, scoring, reward, lengths) in steps:
+            # Log-probs and update are one in this trainer.
+            times = {"step": seconds, "gen": gen, "reward": scoring}
+            times["update_actor"] = seconds - gen - scoring
+            line = {"step": step, "critic/rewards/mean": reward}
+            metrics.append(line | {f"timing_s/{name}": value for name, value in times.items()})
+            rollouts.append({"step": step, "lengths": lengths})
+        return metrics, rollouts
+
+    def write(self) -> None:
+        """Writes the steps so far."""
+        for name, lines in zip(("metrics", "rollouts"), self.lines(), strict=True):
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            write_text(self.folder / f"{name}.jsonl", text)
+        write_text(self.folder / "summary.json", json.dumps({"steps": len(self.seconds)}))
 
 
 def now() -> float:
-    """The clock, once the device has done what it was given."""
+    """The clock after all work of the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def reward_function(
-    task: Task, prompts: dict[str, Prompt], tokenizer: Any, stops: Sequence[int], seen: Recorded
+    task: Task, prompts: dict[str, Prompt], tokenizer: Any, stops: Sequence[int], seen: Recorder
 ) -> Callable[..., list[float]]:
-    """The task's reward with TRL's signature; also notes lengths and means."""
+    """The task's reward with TRL's signature; records lengths and means as well."""
 
     def task_reward(completion_ids: list[list[int]], prompt_id: list[str], **_: Any) -> list[float]:
         values = []
@@ -202,7 +159,7 @@ def trainer_config(config: Config, output: Path) -> Any:
 
 
 def train(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Runs the steps; their records go to `folder`, lines of progress to `say`."""
+    """Trains; records go to `folder`, lines of progress to `say`."""
     import pyarrow
     from datasets import Dataset
     from trl import GRPOTrainer
@@ -213,43 +170,34 @@ def train(config: Config, folder: Path, say: Callable[[str], None]) -> None:
     prompts = {p.id: p for p in (task.prompt("train", i) for i in range(count))}
     stops = stop_ids(spec_of(policy), task, tokenizer)
     policy.generation_config.eos_token_id = list(stops)
-    # Nothing is put before a prompt, as in our rollouts.
+    # No begin token before a prompt, as in our rollouts.
     with suppress(AttributeError):
         tokenizer.add_bos_token = False
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.eos_token_id not in stops:  # it would end a response as well
+    if tokenizer.eos_token_id not in stops:  # TRL ends a response at it, too
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stops[0])
     rows = [{"prompt": p.text, "prompt_id": p.id} for p in prompts.values()]
-    seen = Recorded()
-    watch = Watch(seen, say)
-    policy.register_forward_pre_hook(watch.on_pass)
+    seen = Recorder(folder, say)
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=reward_function(task, prompts, tokenizer, stops, seen),
         args=trainer_config(config, folder),
-        # A fingerprint of our own: to hash the table some versions pickle what cannot be.
+        # With a given fingerprint no version tries to pickle the table.
         train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="prompts"),
         processing_class=tokenizer,
-        callbacks=[StepClock(seen, folder, say)],
+        callbacks=[seen],
     )
-    trainer._generate = watch.around(GENERATION, trainer._generate, seen.gen_s)
-    rewards = watch.around(REWARDS, trainer._calculate_rewards, seen.reward_s)
-    trainer._calculate_rewards = rewards
-    try:
-        trainer.train()
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` may send a second one
-        seen.write(folder, watch.where())
-        say(f"stopped in {watch.where()}")
-        raise
+    trainer._generate = seen.timed(GENERATION, trainer._generate)
+    trainer._calculate_rewards = seen.timed(REWARDS, trainer._calculate_rewards)
+    trainer.train()
 
 
 def main(argv: Sequence[str]) -> None:
     config = load_config(argv)
     folder = Path(config.run.root) / config.run.name
     folder.mkdir(parents=True, exist_ok=True)
-    train(config, folder, lambda line: (sys.stdout.write(line + "\n"), sys.stdout.flush()))
+    train(config, folder, say)
 
 
 if __name__ == "__main__":

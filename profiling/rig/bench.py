@@ -1,8 +1,9 @@
-"""What a benchmark fills while it runs, and how it starts and stops other processes."""
+"""The result of a benchmark while it runs, and the processes that it starts."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import subprocess
@@ -19,13 +20,19 @@ STOPPING_S = 20  # for a process that was asked to end, to write what it has
 
 @dataclass
 class Bench:
-    """What a benchmark fills: rows of its table, and what its targets got.
+    """Rows, figures of targets and further files of one benchmark.
 
-    `copy_gb_per_s` is this card's ceiling; `quick` asks for few cases; `wanted` tells whether a
-    case is to run (`--only` is a regular expression over case names). `settings` are `key=value`
-    words for a configuration (`--set`), `options` words that this benchmark alone takes; `known`
-    are the rows of the result that this one adds to (`--add`). What is in `files` is written beside
-    the result, as `<bench>-<name>.json`; `failed` names the parts that did not come to their end.
+    Attributes:
+        copy_gb_per_s: measured copy bandwidth of the card; NaN without a card.
+        quick: run only the cases of targets.
+        only: regular expression over case names.
+        settings: `key=value` words for a configuration (`--set`).
+        options: words that this benchmark alone takes.
+        known: rows of the earlier result that this one adds to (`--add`).
+        rows: of the table.
+        files: name -> content of `<bench>-<name>.json` beside the result.
+        got: target -> its figure.
+        failed: the parts that failed or were stopped.
     """
 
     name: str
@@ -50,7 +57,7 @@ class Bench:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part whose failure costs its own figures only."""
+        """A part of the benchmark; if it fails the other parts still run."""
         try:
             yield
         except Exception as error:
@@ -65,7 +72,7 @@ class Bench:
         peers: dict[str, timing.Timing] | None = None,
         **more: float | bool,
     ) -> dict:
-        """Appends one row and prints it; `num_bytes` are those that the case must move."""
+        """Appends a row of a kernel and prints it; `num_bytes` is what the case must move."""
         gb_per_s = num_bytes / ours.median_us / 1e3
         row = {
             "bench": self.name,
@@ -81,8 +88,8 @@ class Bench:
             **more,
         }
         self.rows.append(row)
-        known = not math.isnan(self.copy_gb_per_s)  # of a card; not of a CPU
-        share = f"{row['fraction_of_copy']:6.1%} of copy  " if known else ""
+        on_card = not math.isnan(self.copy_gb_per_s)
+        share = f"{row['fraction_of_copy']:6.1%} of copy  " if on_card else ""
         say(
             f"{case:44} {row['median_us']:9.2f} us {gb_per_s:7.0f} GB/s {share}"
             + "  ".join(f"{ratio:.3f} x {peer}" for peer, ratio in row["ratio_to"].items())
@@ -90,7 +97,7 @@ class Bench:
         return row
 
     def add_row(self, case: str, median_us: float, **more: float | str | bool) -> dict:
-        """Appends a row whose bytes are of no interest, and prints it."""
+        """Appends a row without bandwidth and prints it."""
         row = {"bench": self.name, "case": case, "median_us": round(median_us, 3), **more}
         self.rows.append(row)
         shown = "  ".join(f"{name} {value}" for name, value in more.items())
@@ -111,11 +118,24 @@ def output_of(*command: str) -> str:
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM, which unlike Ctrl-C reaches only this process and not those that it started."""
+    """SIGTERM reached this process; unlike Ctrl-C it does not reach those that it started."""
+
+
+def run_apart(module: str, *words: str) -> dict[str, Any]:
+    """Runs a module in its own process; returns the JSON of its last line.
+
+    Raises:
+        RuntimeError: it failed; the message is the last line of its errors.
+    """
+    command = [sys.executable, "-m", module, *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip() or "failed").splitlines()[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def run_within(command: list[str], seconds: float = math.inf) -> int | None:
-    """Runs a command; its exit code, or None where it was stopped because the time was up."""
+    """Runs a command; returns its exit code, or None where it was stopped at the limit."""
     process = subprocess.Popen(command)
     try:
         return process.wait(None if math.isinf(seconds) else seconds)

@@ -1,7 +1,7 @@
-"""`python -m profiling.rig.compare old.json new.json`: what became slower on a card.
+"""`python -m profiling.rig.compare old.json new.json`: finds regressions between two results.
 
-Prints new over old for the time of each case, and worse over better for each target; exits 1 where
-one is past the threshold, 2 where the files cannot be compared.
+Prints new over old for the time of each case, and the loss of each target, both above 1 for worse.
+Exits with 1 if a ratio is above the threshold, with 2 if the files cannot be compared.
 """
 
 from __future__ import annotations
@@ -31,43 +31,44 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """Cases and targets that both results have.
 
     Raises:
-        ValueError: other cards, other benchmarks, other forms of row, or nothing in common.
+        ValueError: the results cannot be compared; the message is one line.
     """
     check_comparable(old, new)
-    times = [{row["case"]: row["median_us"] for row in result["rows"]} for result in (old, new)]
+    before, after = ({row["case"]: row["median_us"] for row in r["rows"]} for r in (old, new))
     found = [
-        Change(case, before, times[1][case], times[1][case] / before)
-        for case, before in times[0].items()
-        if case in times[1] and before
+        Change(case, was, after[case], after[case] / was)
+        for case, was in before.items()
+        if case in after and was
     ]
-    after = {target["name"]: target for target in new["targets"]}
+    figures = {target["name"]: target["got"] for target in new["targets"]}
     for target in old["targets"]:
-        name, before = target["name"], target["got"]
-        now = after[name]["got"] if name in after else None
-        if before and now:
-            lower_is_better = "at_most" in target["wanted"]
-            ratio = now / before if lower_is_better else before / now
-            found.append(Change(name, before, now, ratio))
+        was, now = target["got"], figures.get(target["name"])
+        if was and now:
+            ratio = now / was if "at_most" in target["wanted"] else was / now
+            found.append(Change(target["name"], was, now, ratio))
     if not found:
         raise ValueError("the two results have no case and no target in common")
     return found
 
 
 def check_comparable(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises a ValueError of one line where a ratio would mean nothing."""
-    cards = [result["meta"].get("card") for result in (old, new)]
-    if cards[0] != cards[1]:
-        raise ValueError(f"other cards: {cards[0]} and {cards[1]}")
-    benches = [sorted({row.get("bench", "?") for row in result["rows"]}) for result in (old, new)]
-    if benches[0] != benches[1]:
-        raise ValueError(f"other benchmarks: {', '.join(benches[0])} and {', '.join(benches[1])}")
+    """Raises a ValueError if the cards, the benchmarks or the forms of the rows differ."""
+    facts = {
+        "cards": [result["meta"].get("card") for result in (old, new)],
+        "benchmarks": [
+            ", ".join(sorted({row.get("bench", "?") for row in result["rows"]}))
+            for result in (old, new)
+        ],
+    }
+    for name, (one, other) in facts.items():
+        if one != other:
+            raise ValueError(f"other {name}: {one} and {other}")
     for which, result in (("old", old), ("new", new)):
-        for row in result["rows"]:
-            if "case" not in row or not isinstance(row.get("median_us"), int | float):
-                raise ValueError(f"other schema: a row of the {which} file lacks case or median_us")
-        for target in result["targets"]:
-            if not {"name", "wanted", "got"} <= set(target):
-                raise ValueError(f"other schema: a target of the {which} file lacks name or got")
+        times = [row.get("median_us") for row in result["rows"] if "case" in row]
+        if len(times) < len(result["rows"]) or not all(isinstance(t, int | float) for t in times):
+            raise ValueError(f"other schema: a row of the {which} file lacks case or median_us")
+        if not all({"name", "wanted", "got"} <= target.keys() for target in result["targets"]):
+            raise ValueError(f"other schema: a target of the {which} file lacks name or got")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""Where measured numbers lie, and how they meet what `targets.toml` wants.
+"""Result files and the targets of `targets.toml`.
 
 `results/<card>/<bench>.json` holds a whole benchmark, `results/<card>/quick/<bench>.json` one of
-`--quick`; what is shown of a figure is the newer of the two.
+`--quick`. Of two figures the newer counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPU = "cpu"  # the table, and the folder of results, that need no card
 
 
 def card_folder(card: str) -> str:
-    """A folder's name for a card: "NVIDIA H100 80GB HBM3" -> "h100-80gb-hbm3"."""
+    """The folder of a card: "NVIDIA H100 80GB HBM3" -> "h100-80gb-hbm3"."""
     return re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia")).strip("-")
 
 
@@ -35,14 +35,14 @@ def all_targets() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def is_met(wanted: dict[str, float], got: float | None) -> bool:
-    """Whether a figure reaches its target; one that is missing does not."""
+    """Whether a figure reaches its target; without a figure it does not."""
     if got is None:
         return False
     return got <= wanted["at_most"] if "at_most" in wanted else got >= wanted["at_least"]
 
 
 def targets_of(name: str, got: dict[str, float]) -> list[dict[str, Any]]:
-    """The targets of a benchmark's table, in its order, with what was got."""
+    """The targets of a benchmark's table with their figures, in the order of the table."""
     table = all_targets().get(name, {})
     unknown = set(got) - set(table)
     if unknown:
@@ -62,7 +62,7 @@ def load(path: Path) -> dict[str, Any]:
     """One result file: `meta`, `rows`, `targets`.
 
     Raises:
-        ValueError: it is not such a file; the message is one line.
+        ValueError: the file cannot be read or holds something else; the message is one line.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -74,12 +74,12 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def newest_first(results: Path, bench: str, file: str = "") -> list[Path]:
-    """A benchmark's files on the targets' card, of a whole and a quick run, the newer one's first.
+    """A benchmark's files on the card of the targets, of a whole and a quick run, newest first.
 
     Args:
         results: folder of all cards.
-        bench: its name.
-        file: that it wrote beside its result; "" = the result itself.
+        bench: name of the benchmark.
+        file: name of a file beside the result; "" = the result.
     """
     own = f"{bench}.json"
     runs = [results / TARGETS_CARD / part for part in ("", "quick")]
@@ -89,11 +89,7 @@ def newest_first(results: Path, bench: str, file: str = "") -> list[Path]:
 
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Two results of parts of one benchmark as one; what both have is the new one's.
-
-    Args:
-        old, new: results of one card; the command and commit of both are kept.
-    """
+    """Two results of one benchmark on one card as one; rows of both are the new one's."""
     cases = {row["case"] for row in new["rows"]}
     rows = [row for row in old["rows"] if row["case"] not in cases] + new["rows"]
     before = {target["name"]: target for target in old["targets"]}
@@ -110,7 +106,7 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Figure:
-    """What one result says of a target; `meta` is that result's."""
+    """The figure of a target in one result, with the `meta` of that result."""
 
     value: float
     meta: dict[str, Any]
@@ -118,7 +114,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Target:
-    """One line of `targets.toml` and the newest figure for it, if there is one."""
+    """One line of `targets.toml` with its newest figure; None: not measured."""
 
     table: str
     name: str
@@ -131,17 +127,14 @@ class Target:
 
     @property
     def state(self) -> str:
-        """met, unmet, or missing where nothing was measured."""
+        """met, unmet or missing."""
         if self.figure is None:
             return "missing"
         return "met" if is_met(self.wanted, self.figure.value) else "unmet"
 
 
 def known_targets(folder: Path = RESULTS) -> list[Target]:
-    """Every target in the order of the file, with the newest figure of its card.
-
-    A figure that the newer result lacks is taken from the older one.
-    """
+    """Every target in the order of the file, with the newest figure of its card."""
     found = []
     for table, wanted_of in all_targets().items():
         measured = _newest(folder / (CPU if table == CPU else TARGETS_CARD), table)

@@ -1,4 +1,4 @@
-"""The models that the engine's benchmarks run: the warmed policy, plain SmolLM2, a 7B shape."""
+"""Models of the engine's benchmarks: the warmed policy, SmolLM2, shapes with random weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from driver.config.load import load_config
 from driver.config.strategy import parse_strategies
@@ -23,9 +23,21 @@ from profiling.rig.warm import warm_words
 from profiling.rig.workload import Recorder
 
 Note = Callable[[str], None]
-PROMPT_LEN = 64  # of a model that has no text
+PROMPT_LEN = 64  # tokens of a random prompt
 
-# Qwen2.5-7B by its published configuration.
+# By their published configurations.
+SMOLLM2 = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    eos_token_id=0,
+)
 QWEN2_7B = Qwen2Config(
     vocab_size=152064,
     hidden_size=3584,
@@ -43,9 +55,15 @@ QWEN2_7B = Qwen2Config(
 
 @dataclass
 class Subject:
-    """A policy with a drafter, ready to be put into an engine.
+    """A policy with a drafter, ready for an engine.
 
-    `words` are the settings it was made with; `prompts` gives the ids of the first n prompts.
+    Attributes:
+        words: settings that it was made with.
+        weights: by their Hugging Face names.
+        stops: ids that end a response.
+        prompts: gives the ids of the first n prompts.
+        drafter: state of a checkpoint; None = random weights.
+        policy: the model of transformers, where there is one.
     """
 
     name: str
@@ -54,24 +72,21 @@ class Subject:
     weights: dict[str, Tensor]
     stops: tuple[int, ...]
     prompts: Callable[[int], list[tuple[int, ...]]]
-    drafter: dict | None = None  # a checkpoint's; None: random weights
+    drafter: dict | None = None
     policy: PreTrainedModel | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Weights that a plain pass reads: all but an embedding that is no head."""
-        names = set(self.weights)
-        if not self.spec.tie_word_embeddings:
-            names.discard("model.embed_tokens.weight")
-        else:
-            names.discard("lm_head.weight")
-        return sum(self.weights[name].nbytes for name in names)
+        """Bytes of the weights that a plain pass reads; an untied embedding is not read."""
+        tied = self.spec.tie_word_embeddings
+        unread = "lm_head.weight" if tied else "model.embed_tokens.weight"
+        return sum(weight.nbytes for name, weight in self.weights.items() if name != unread)
 
     def rollout(self, *words: str, longest: int) -> Rollout:
-        """An engine of its own, the drafter in it.
+        """Builds an engine with the drafter.
 
         Args:
-            words: `key=value` settings over the subject's own.
+            words: `key=value` settings over those of the subject.
             longest: tokens of the longest request.
         """
         config = load_config([*self.words, *words])
@@ -83,12 +98,12 @@ class Subject:
         return rollout
 
     def requests(self, limits: Sequence[int], *, stop: bool, round: int = 0) -> list[Request]:
-        """One request a prompt, each with its own limit of new tokens.
+        """One request for each prompt.
 
         Args:
-            limits: of the requests.
+            limits: new tokens of each request.
             stop: whether the model's end tokens end a response.
-            round: another one asks for other noise.
+            round: each round has other noise.
         """
         params = SamplingParams(stop_ids=self.stops if stop else ())
         return [
@@ -103,11 +118,11 @@ class Subject:
 
 
 def fix_bandit(rollout: Rollout, **settings: Any) -> Recorder:
-    """Gives the engine a fresh bandit that chooses by these settings, and records it.
+    """Gives the engine a new bandit with these settings over the old one's, and records it.
 
     Args:
-        rollout: its bandit's other settings stay.
-        settings: of `BanditConfig`, `policy` among them.
+        rollout: whose engine gets the bandit.
+        settings: fields of `BanditConfig`.
     """
     engine = rollout.engine
     arms = parse_strategies(engine.config.strategies)
@@ -120,14 +135,15 @@ def fix_bandit(rollout: Rollout, **settings: Any) -> Recorder:
 def of_checkpoint(
     name: str, words: list[str], *, warmed: bool, note: Note, longest: bool = True
 ) -> Subject:
-    """SmolLM2, or whatever `words` say, as it comes or with its warm start.
+    """The model of some settings, as it is or with its warm start.
 
     Args:
         name: of the subject.
         words: settings.
-        warmed: whether with its warm start.
+        warmed: whether the warm start is used.
         note: takes lines of progress.
-        longest: prompts with the longest worked responses among many first; else as they come.
+        longest: take the prompts with the longest worked responses among four times as many; else
+            the first ones.
     """
     config = load_config(words)
     if warmed:
@@ -156,14 +172,21 @@ def of_checkpoint(
     )
 
 
-def of_shape(name: str, words: list[str], shape: Qwen2Config, device: str) -> Subject:
-    """Random weights and random prompts: only times mean something."""
+def empty_model(shape: Qwen2Config | LlamaConfig) -> PreTrainedModel:
+    """A model of a shape without memory for its weights."""
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+
+
+def of_shape(name: str, words: list[str], shape: Qwen2Config | LlamaConfig, device: str) -> Subject:
+    """A subject with random weights and prompts; only its times mean something."""
+    empty = empty_model(shape)
     spec = spec_of(empty)
     draw = torch.Generator(device).manual_seed(0)
     weights = {}
     for tensor_name, value in empty.state_dict().items():
+        if spec.tie_word_embeddings and tensor_name == "lm_head.weight":
+            continue
         weight = torch.empty(value.shape, dtype=torch.bfloat16, device=device)
         weights[tensor_name] = weight.normal_(0, 0.02, generator=draw)
 

@@ -1,4 +1,4 @@
-"""How every benchmark measures: cold L2, CUDA graphs, arms in alternating order, medians.
+"""How every benchmark measures: CUDA graphs on a cold L2, arms in alternating order, medians.
 
 The card's ceiling is measured in the same run: a large copy, counting bytes read and written.
 """
@@ -6,19 +6,22 @@ The card's ceiling is measured in the same run: a large copy, counting bytes rea
 import math
 import signal
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 FLUSH_BYTES = 256 << 20  # several times the L2 of any card
 WARM_UPS = 3
 SLEEP_CYCLES = 200_000  # about 0.1 ms
-PROFILE_RANGE = "profile_target"  # what ncu is told to look at
+PROFILE_RANGE = "profile_target"  # the range that ncu profiles
 
-# Set by `profiling.bench --profile`: every case runs once inside that range and nothing is timed.
+# Set by `profiling.bench --profile`: every case runs once in that range and nothing is timed.
 profiling = False
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Timing:
     spread: float
 
 
-def record(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def record(call: Call) -> torch.cuda.CUDAGraph:
     """Warms `call` up and captures it in a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -43,33 +46,66 @@ def record(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def run_in_profile_range(arms: dict[str, list[Callable[[], object]]]) -> dict[str, Timing]:
+def run_in_profile_range(arms: Mapping[str, list[Call]]) -> dict[str, Timing]:
     """Runs the first call of our own arm warm, then once in the range; times are NaN."""
     call = arms["ours" if "ours" in arms else next(iter(arms))][0]
     for _ in range(WARM_UPS):
         call()
     torch.cuda.synchronize()
-    # Torch's own: `nvtx_range` opens none without the package `nvtx`, and ncu would find no launch.
+    # Torch's own range: `nvtx_range` needs the package `nvtx`, and ncu would find no launch.
     with torch.cuda.nvtx.range(PROFILE_RANGE):
         call()
         torch.cuda.synchronize()
     return {name: Timing(math.nan, math.nan) for name in arms}
 
 
-def measure(
-    arms: dict[str, Callable[[], object]], *, rounds: int = 15, cold: bool = True
-) -> dict[str, Timing]:
-    """Times the arms against each other.
+def sleep() -> None:
+    """Keeps the card busy, so that what follows is enqueued before the clock starts."""
+    torch.cuda._sleep(SLEEP_CYCLES)
 
-    Each call is one graph launch between two events. Before it a buffer larger than the L2 is read
-    (`cold`; lines that were written would have to leave the L2 during the timed work), or the card
-    sleeps as long, so that the launch is queued before the clock starts. Every round runs all arms,
-    in an order that alternates.
+
+def elapsed_us(call: Call, before: Call = sleep) -> float:
+    """Device time of a call between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)
+
+
+def alternate(
+    arms: Mapping[str, Call], *, rounds: int, warm_ups: int = 1, before: Call = sleep
+) -> dict[str, list[float]]:
+    """Times all arms in every round, in an order that alternates.
+
+    Args:
+        arms: name -> the work.
+        rounds: timed rounds.
+        warm_ups: rounds before them, which warm the clocks and the graphs.
+        before: runs before each start of the clock.
+
+    Returns:
+        name -> microseconds of each round.
+    """
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for index in range(rounds + warm_ups):
+        for name in list(arms) if index % 2 == 0 else list(reversed(arms)):
+            spent = elapsed_us(arms[name], before)
+            if index >= warm_ups:
+                times[name].append(spent)
+    return times
+
+
+def measure(arms: Mapping[str, Call], *, rounds: int = 15, cold: bool = True) -> dict[str, Timing]:
+    """Times the arms against each other, each call as one graph launch.
 
     Args:
         arms: name -> the work to time, which must be capturable.
-        rounds: timed launches of each arm; the median is taken.
-        cold: flush the L2 before every launch.
+        rounds: timed launches of each arm.
+        cold: read a buffer larger than the L2 before every launch. It is not written: written
+            lines would leave the L2 during the timed work.
 
     Returns:
         name -> `Timing`.
@@ -77,22 +113,8 @@ def measure(
     if profiling:
         return run_in_profile_range({name: [call] for name, call in arms.items()})
     flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
-    graphs = {name: record(call) for name, call in arms.items()}
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for index in range(rounds + 1):
-        order = list(arms) if index % 2 == 0 else list(reversed(arms))
-        for name in order:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if cold:
-                flush.sum()
-            else:
-                torch.cuda._sleep(SLEEP_CYCLES)
-            start.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            if index > 0:  # the first round warms the clocks and the graphs
-                times[name].append(1e3 * start.elapsed_time(end))
+    graphs = {name: record(call).replay for name, call in arms.items()}
+    times = alternate(graphs, rounds=rounds, before=flush.sum if cold else sleep)
     return {name: summary(values) for name, values in times.items()}
 
 
@@ -101,48 +123,35 @@ def num_cold_inputs(num_bytes: int) -> int:
     return max(1, min(256, -(-FLUSH_BYTES // max(1, num_bytes))))
 
 
-def measure_in_turn(
-    arms: dict[str, list[Callable[[], object]]], *, rounds: int = 9
-) -> dict[str, Timing]:
+def measure_in_turn(arms: Mapping[str, list[Call]], *, rounds: int = 9) -> dict[str, Timing]:
     """Times arms of many calls each, on inputs that together exceed the L2 several times over.
 
-    All calls of an arm are one graph, repeated until it takes a millisecond: a call costs what it
-    costs in a model's step, and nothing between the calls writes to the L2.
+    All calls of an arm are one graph, repeated until it takes two milliseconds. A call costs what
+    it costs in a model's step, and nothing between the calls writes to the L2.
 
     Args:
         arms: name -> the calls, one for each of `num_cold_inputs` inputs.
-        rounds: timed launches of each arm; the median is taken.
+        rounds: timed launches of each arm.
 
     Returns:
         name -> `Timing` of one call.
     """
     if profiling:
         return run_in_profile_range(arms)
-    singles = {
-        name: record(lambda calls=calls: [call() for call in calls]) for name, calls in arms.items()
-    }
+
+    def repeat(calls: list[Call], count: int) -> None:
+        for _ in range(count):
+            for call in calls:
+                call()
+
     graphs, calls_of = {}, {}
-    for name, graph in singles.items():
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        repeats = max(1, min(100, round(2.0 / max(0.01, start.elapsed_time(end)))))
-        calls_of[name] = repeats * len(arms[name])
-        graphs[name] = record(lambda n=name, k=repeats: [c() for _ in range(k) for c in arms[n]])
-    times = {name: [] for name in arms}
-    for index in range(rounds + 1):
-        for name in list(arms) if index % 2 == 0 else list(reversed(arms)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(SLEEP_CYCLES)
-            start.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            if index > 0:
-                times[name].append(1e3 * start.elapsed_time(end) / calls_of[name])
-    return {name: summary(values) for name, values in times.items()}
+    for name, calls in arms.items():
+        once_us = elapsed_us(record(partial(repeat, calls, 1)).replay, before=lambda: None)
+        repeats = max(1, min(100, round(2e3 / max(10.0, once_us))))
+        calls_of[name] = repeats * len(calls)
+        graphs[name] = record(partial(repeat, calls, repeats)).replay
+    times = alternate(graphs, rounds=rounds)
+    return {name: summary([t / calls_of[name] for t in of]) for name, of in times.items()}
 
 
 def summary(values: list[float]) -> Timing:
@@ -160,7 +169,7 @@ def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 11) -> float:
     """GB/s of a large device-to-device copy, counting bytes read and written."""
     source = torch.randn(num_bytes // 4, device="cuda")
     target = torch.empty_like(source)
-    arms = {  # the driver's copy and a kernel's: the ceiling is the faster one
+    arms = {  # the ceiling is the faster one of the driver's copy and a kernel's
         "memcpy": lambda: target.copy_(source),
         "kernel": lambda: torch.mul(source, 1.0, out=target),
     }
@@ -170,7 +179,7 @@ def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 11) -> float:
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError in the main thread; a peer that hangs must not hang the others."""
+    """Raises TimeoutError in the main thread, so that a peer that hangs does not hang the rest."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"not done within {seconds} s")

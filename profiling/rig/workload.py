@@ -1,6 +1,4 @@
-"""What the engine's benchmarks run on and how they judge it: a trace of lengths, acceptance by
-depth, windows of recorded passes and a bandit's regret on them. Pure; no card needed.
-"""
+"""Workloads without a card: a trace of response lengths, recorded passes, a bandit's regret."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ def trace_lengths(
     """Lognormal response lengths, the same on every machine.
 
     Args:
-        count: of requests.
+        count: requests.
         median: tokens.
-        sigma: of the logarithm.
-        seed: of the draw.
-        cap: longest.
+        sigma: standard deviation of the logarithm.
+        seed: of the generator.
+        cap: tokens of the longest response.
 
     Returns:
         `count` lengths from 1 to `cap`.
@@ -43,17 +41,17 @@ def trace_lengths(
         >>> max(trace_lengths()), sorted(trace_lengths())[64]
         (6144, 632)
     """
-    draw, law = random.Random(seed), NormalDist(math.log(median), sigma)
-    # Through the inverse of the law: one uniform a length, whatever the generator's own normal is.
+    draw, normal = random.Random(seed), NormalDist(math.log(median), sigma)
+    # The inverse distribution takes one uniform a length, independent of `random`'s own normal.
     uniforms = (min(max(draw.random(), 1e-12), 1 - 1e-12) for _ in range(count))
-    return [min(cap, max(1, round(math.exp(law.inv_cdf(u))))) for u in uniforms]
+    return [min(cap, max(1, round(math.exp(normal.inv_cdf(u))))) for u in uniforms]
 
 
 def accept_length(counts: Sequence[int]) -> float:
-    """Mean that a request emits in a speculative pass, the target's own token included.
+    """Mean tokens that a request emits in a speculative pass, the target's own token included.
 
     Args:
-        counts: `counts[n - 1]` passes emitted n tokens; where nothing was counted the mean is 1.0.
+        counts: `counts[n - 1]` passes emitted n tokens; without passes the mean is 1.0.
 
     Example:
         >>> accept_length([1, 0, 1])
@@ -65,18 +63,18 @@ def accept_length(counts: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of passes with one strategy at one batch, as recorded."""
+    """Recorded passes with one strategy at one batch."""
 
     batch: int
     strategy: str
     passes: int
     emitted: int
     seconds: float
-    request_passes: int = 0  # one for each request in each pass; 0 = nobody ended meanwhile
+    request_passes: int = 0  # one for each request in each pass; 0 = `passes * batch`
 
 
 class Recorder:
-    """Stands where the bandit does and keeps what it was told."""
+    """Wraps a bandit and keeps the windows that are recorded with it."""
 
     def __init__(self, bandit: Bandit) -> None:
         self.bandit = bandit
@@ -108,7 +106,7 @@ class Recorder:
 
 @dataclass
 class Recording:
-    """Windows of every strategy at every bucket, to replay choices on."""
+    """Windows of every strategy at every bucket, to replay choices with."""
 
     buckets: list[int]
     cells: dict[tuple[int, str], list[Window]] = field(default_factory=lambda: defaultdict(list))
@@ -122,7 +120,7 @@ class Recording:
         return self.buckets[min(bisect_left(self.buckets, batch), len(self.buckets) - 1)]
 
     def rate(self, bucket: int, strategy: str) -> float:
-        """Tokens a second, all windows of a cell together."""
+        """Tokens a second over all windows of a cell."""
         cell = self.cells[bucket, strategy]
         return sum(w.emitted for w in cell) / sum(w.seconds for w in cell)
 
@@ -130,7 +128,7 @@ class Recording:
         return [strategy for b, strategy in self.cells if b == bucket and self.cells[b, strategy]]
 
     def oracle(self) -> dict[int, str]:
-        """The fastest strategy of each bucket: what a replay is held against."""
+        """The fastest strategy of each bucket."""
         found = sorted({bucket for bucket, _ in self.cells})
         return {b: max(self.strategies(b), key=lambda s: self.rate(b, s)) for b in found}
 
@@ -151,32 +149,28 @@ class Recording:
 
 @dataclass
 class Replay:
-    """What a policy's choices cost on a recording."""
+    """Time of a policy's choices on a recording."""
 
     seconds: float = 0.0
     oracle_seconds: float = 0.0
     pulls: Counter[tuple[int, str]] = field(default_factory=Counter)
-    trace: list[tuple[float, float]] = field(default_factory=list)  # (seconds, regret so far)
 
     @property
     def regret(self) -> float:
-        """Share of the time lost against the oracle; 0 = it always chose the bucket's best."""
+        """Share of the time that the best strategy of each bucket would have saved."""
         return 1.0 - self.oracle_seconds / self.seconds if self.seconds else 0.0
 
 
 def replay(bandit: Bandit, recording: Recording, work: Sequence[tuple[int, int]]) -> Replay:
-    """Lets a bandit choose through a rollout whose passes are drawn from a recording.
+    """Lets a bandit choose through a rollout whose passes come from a recording.
 
-    Every choice is answered by the cell's next recorded window, in turn; a strategy that was never
-    recorded at a bucket is not offered there. The oracle makes the same tokens at its own rate.
+    Each choice gets the next recorded window of its cell. A strategy without a window at a bucket
+    is not offered there. The oracle emits the same tokens at the best rate of the bucket.
 
     Args:
         bandit: chooses and learns.
         recording: windows of every strategy.
-        work: (batch, tokens) to emit at each batch size, in the order of the rollout.
-
-    Returns:
-        Times, pulls and regret.
+        work: (batch, tokens) to emit at each batch, in the order of the rollout.
     """
     out, turn = Replay(), Counter()
     oracle = recording.oracle()
@@ -196,19 +190,15 @@ def replay(bandit: Bandit, recording: Recording, work: Sequence[tuple[int, int]]
             out.seconds += share * window.seconds
             out.oracle_seconds += share * window.emitted / rate
             out.pulls[bucket, strategy] += 1
-            out.trace.append((out.seconds, out.seconds - out.oracle_seconds))
     return out
 
 
 def work_of(lengths: Sequence[int], max_batch: int) -> list[tuple[int, int]]:
-    """(batch, tokens) of a rollout in which every request emits at the same pace.
+    """(batch, tokens) in the order of a rollout in which all requests emit at one pace.
 
     Args:
-        lengths: of the requests, all of which are running where `max_batch` allows.
-        max_batch: most at once; those that wait start as others end.
-
-    Returns:
-        Batch sizes in order, with the tokens emitted at each.
+        lengths: of the requests.
+        max_batch: requests at once; the others start when these finish.
 
     Example:
         >>> work_of([3, 1], 2), work_of([3, 1], 1)

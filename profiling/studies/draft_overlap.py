@@ -1,4 +1,4 @@
-"""Training beside the tail: what it costs decoding and rollouts, and what is trained meanwhile."""
+"""Training beside the tail: the slowdown of decoding and of rollouts, and the tokens trained."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROUNDS = 3  # rollouts with training and without
 
 
 def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
-    """Slowdown of decoding and tokens trained in each way; a rollout with training and without.
+    """Measures each partition of the card, then rollouts with training and without.
 
     Args:
         bench: takes the rows.
         subject: the model.
         tail: tokens of the longest request.
-        name: of the rows.
+        name: prefix of the rows.
     """
     rollout = subject.rollout(
         "engine.strategies=off",
@@ -63,7 +63,7 @@ def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
     bench.add_row(
         f"{name}, serial step", 1e6 * tuner.serial_step_s, tokens=spot.bin.tokens, mode=spot.mode
     )
-    # Where none was good enough, the gentlest says by how much.
+    # Without a partition that pays, the smallest slowdown shows how far it is off.
     best = spot.overlap or min(tuner.measured, key=lambda o: o.slowdown, default=None)
     if best is not None and name == OF_TARGETS:
         bench.got["overlap_tail_slowdown_x"] = round(best.slowdown, 4)
@@ -77,9 +77,9 @@ def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
 def rollout_slowdown(
     bench: Bench, rollout: Rollout, requests: Sequence[Request], name: str
 ) -> float:
-    """Time of whole rollouts that record features and train beside their tails over that of others.
+    """Time of rollouts that record features and train beside their tails over that of others.
 
-    A tail begins when no more requests are active than training waits for.
+    The tail begins when at most `spot.tail_batch` requests are active.
     """
     engine, spot = rollout.engine, rollout.spot
     assert spot is not None

@@ -1,8 +1,7 @@
-"""RL with a drafter that is frozen, trained between passes or beside them: the runs' settings, and
-what their records say.
+"""RL with a frozen drafter, one trained between passes, and one trained beside them.
 
-All arms begin at one warm start with one seed. Speculation changes no token, so every step of every
-arm has the same responses, and two accept lengths of a step differ by the drafter alone.
+All arms use one warm start and one seed. Speculation changes no token, so every step of every arm
+has the same responses, and accept lengths of a step differ by the drafter alone.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from profiling.studies.grpo_arms import ArmRun, identical_steps
 from profiling.studies.grpo_runs import folder_of
 
 SEED = 0
-STEPS, LEAST_STEPS, LAST_STEPS = 80, 30, 10  # of a run, for the target, and those it compares
+STEPS, LEAST_STEPS, LAST_STEPS = 80, 30, 10  # of a run; for the target; that it compares
 ARMS = {"frozen": "off", "serial": "serial", "overlapped": "overlapped"}  # -> spot.mode
 STRATEGY = "learned:8,4,32"
-# Small steps, every pass speculative, and a policy that moves. Steps are a quarter of the preset's
-# and responses end at 768 tokens, so that an arm's steps take about a minute.
+# Every pass is speculative and the policy moves fast. With a quarter of the preset's requests and
+# 768 tokens a response, the steps of an arm take about a minute.
 RL_WORDS = [
     "run.eval_prompts=0",
     "run.checkpoint_every=40",
@@ -45,26 +44,26 @@ RL_WORDS = [
 
 
 def arm_words(settings: Sequence[str]) -> dict[str, list[str]]:
-    """Arm -> its settings over those of the warm start; what `settings` name stays theirs."""
+    """Arm -> its settings over those of the warm start, without the keys that `settings` name."""
     named = {word.partition("=")[0] for word in settings}
     small = [word for word in RL_WORDS if word.partition("=")[0] not in named]
     return {arm: [*small, f"spot.mode={mode}"] for arm, mode in ARMS.items()}
 
 
 def read_arms(runs: Path) -> dict[str, ArmRun]:
-    """Arm -> what there is of its run."""
+    """Arm -> its run, as far as there is one."""
     found = {arm: ArmRun.read(arm, SEED, folder_of(runs, arm, SEED)) for arm in ARMS}
     return {arm: run for arm, run in found.items() if run is not None}
 
 
 def quarters(record: Mapping[str, Any]) -> list[float] | None:
-    """Accept length of each quarter of a step's request-passes; None where too few were made."""
+    """Accept length of each quarter of a step's request-passes; None where there were too few."""
     found = [record.get(f"{ACCEPT_LENGTH}_q{number}") for number in range(1, QUARTERS + 1)]
     return None if None in found else found
 
 
 def curves(arms: Mapping[str, ArmRun]) -> dict[str, Any]:
-    """What the figure shows of each arm, a list by step."""
+    """Arm -> what the figure shows, by step."""
     return {
         arm: {
             "accept_length": [record.get(ACCEPT_LENGTH) for record in run.records],
@@ -76,7 +75,7 @@ def curves(arms: Mapping[str, ArmRun]) -> dict[str, Any]:
 
 
 def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
-    """A row for each arm over the steps that all have; the target, where these are enough."""
+    """A row for each arm over the steps that all have, and the target where these are enough."""
     arms = read_arms(runs)
     if not arms:
         return
@@ -106,6 +105,6 @@ def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
 
 
 def _last_mean(records: Sequence[Mapping[str, Any]]) -> float:
-    """Accept length of the last steps; 1 where nothing was speculated."""
+    """Accept length of the last steps; 1 without speculation."""
     found = [a for r in records[-LAST_STEPS:] if (a := r.get(ACCEPT_LENGTH)) is not None]
     return statistics.fmean(found) if found else 1.0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,12 +13,9 @@ import torch
 from torch import Tensor
 
 from driver.config.load import load_config
-from driver.config.sections import DrafterConfig
 from driver.config.strategy import OFF, Strategy
 from driver.drafter.loss import DraftBatch
 from driver.drafter.trainer import SpotTrainer
-from driver.model.drafter import Drafter
-from driver.rollout.observer import RolloutObserver
 from driver.rollout.request import Request
 from driver.rollout.runner import Burst
 from driver.rollout.tree import Tree
@@ -27,7 +23,6 @@ from driver.run.assemble import Rollout, build_drafter
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import Subject, fix_bandit
 
-SWAP_EVERY = 8  # steps, where a drafter is trained while it drafts
 NEVER = 10**9  # passes between two steps of the spot trainer: the study calls them
 
 
@@ -51,51 +46,30 @@ class Sizes:
         (0.6, 1.0),
     )  # fmt: skip
     tail: int = 2048  # tokens of the longest request of a rollout
-    swap: int = 4 * SWAP_EVERY  # passes between two swaps of a drafter in training
 
 
 class PassLog:
-    """Wraps the engine's runner and logs what each request emitted in each speculative pass."""
+    """Wraps the engine's runner and counts what requests emit in its speculative passes."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self.rollout, self.inner = rollout, rollout.engine.runner
-        self.rows: list[tuple[int, int, int, int]] = []  # position, batch, since a swap, emitted
-        self.seconds = 0.0
-        self.passes = 0
-        self._version, self._since = 0, 0
+        self.inner = rollout.engine.runner
+        self.emitted: list[int] = []  # by each request in each pass
+        self.seconds, self.passes = 0.0, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def run(self, count: int, strategy: Strategy, *how: Any) -> Burst:
         burst = self.inner.run(count, strategy, *how)
-        # The engine has read the burst before by now, and not this one.
-        at = [sequence.num_emitted for sequence in self.rollout.engine.state.running[:count]]
-        version = self.rollout.spot.runner.version
-        if version != self._version:
-            self._version, self._since = version, 0
-        for emitted in burst.emitted.tolist():
-            for row, n in enumerate(emitted):
-                if strategy != OFF and n:  # 0 after the request's end
-                    self.rows.append((at[row], count, self._since, n))
-                at[row] += n
-            self._since += 1
+        if strategy != OFF:  # a request emits 0 after its end
+            self.emitted += [n for n in burst.emitted.flatten().tolist() if n]
         self.seconds += burst.elapsed_s
         self.passes += burst.passes
         return burst
 
     @property
     def accept_length(self) -> float:
-        return statistics.fmean(row[3] for row in self.rows) if self.rows else 1.0
-
-    def by(self, column: int, edges: Sequence[int]) -> dict[str, tuple[float, int]]:
-        """Accept length and passes of requests between edges of a column."""
-        groups: dict[str, list[int]] = defaultdict(list)
-        for row in self.rows:
-            low = max(edge for edge in edges if edge <= row[column])
-            above = [edge for edge in edges if edge > row[column]]
-            groups[f"{low}-{min(above) - 1}" if above else f"{low}-"].append(row[3])
-        return {name: (statistics.fmean(n), len(n)) for name, n in groups.items()}
+        return statistics.fmean(self.emitted) if self.emitted else 1.0
 
 
 @contextmanager
@@ -122,30 +96,18 @@ class TargetOnly:
         return self.inner.propose(greedy, strategy, store)
 
 
-class _Trains(RolloutObserver):
-    """Trains between passes and records nothing."""
-
-    def __init__(self, spot: SpotTrainer) -> None:
-        self.spot = spot
-
-    def on_pass(self, active: int, passes: int = 1) -> None:
-        self.spot.on_pass(active, passes)
-
-
 @dataclass
 class Study:
-    """A policy in its engine, documents to learn from and prompts to draft for."""
+    """A policy in its engine, documents to train on and prompts to draft for."""
 
     bench: Bench
     subject: Subject
     sizes: Sizes
-    words: list[str] = field(default_factory=list)
     rollout: Rollout = field(init=False)
 
     def __post_init__(self) -> None:
         sizes = self.sizes
-        config = load_config([*self.subject.words, *self.words])
-        self.drafter_config: DrafterConfig = config.drafter
+        self.drafter_config = load_config(self.subject.words).drafter
         shown = sizes.prompts - len(range(0, sizes.prompts, sizes.held_out))
         self.rollout = self.subject.rollout(
             f"engine.strategies={' '.join(['off', *sizes.strategies])}",
@@ -159,7 +121,6 @@ class Study:
             "spot.average=0",  # the rate falls to zero
             f"spot.tokens_per_step={sizes.bin}",
             f"spot.buffer_tokens={2 * sizes.rounds * shown * sizes.tokens}",
-            *self.words,
             longest=sizes.tokens + 512,
         )
 
@@ -183,11 +144,11 @@ class Study:
         engine.runner.graphs, runner.version = None, version
         return time.perf_counter() - begin
 
-    def learner(self, unroll: int, drafter: Drafter | None = None, **settings: Any) -> SpotTrainer:
-        """A trainer on the same documents, by default of a new drafter."""
+    def learner(self, unroll: int) -> SpotTrainer:
+        """A trainer of a new drafter on the same documents."""
         spot = self.rollout.spot
-        config = replace(self.drafter_config, unroll=unroll, **settings)
-        drafter = drafter or build_drafter(spot.drafter.spec, spot.target, seed=0)
+        config = replace(self.drafter_config, unroll=unroll)
+        drafter = build_drafter(spot.drafter.spec, spot.target, seed=0)
         new = SpotTrainer(drafter, spot.runner, spot.target, spot.cache, spot.config, config, 0)
         new.buffer = spot.buffer
         return new
@@ -216,43 +177,14 @@ class Study:
         spot.swap()
         return seconds / (made - warm)
 
-    def draft(self, strategy: str, record: bool = False) -> PassLog:
+    def draft(self, strategy: str) -> PassLog:
         """Drafts for the held-out prompts."""
         fix_bandit(self.rollout, policy="static", static=strategy)
         requests, batch = self.requests(True), self.sizes.batch
         with logged(self.rollout) as log:
             for first in range(0, len(requests), batch):
-                self.rollout.engine.generate(requests[first : first + batch], record=record)
+                self.rollout.engine.generate(requests[first : first + batch], record=False)
         return log
-
-    def draft_and_train(self, strategy: str, trained: SpotTrainer) -> PassLog:
-        """Drafts while a copy of a trained drafter trains further and is swapped in.
-
-        It trains on the same documents at a tenth of the rate. The engine keeps it until `trained`
-        swaps again.
-        """
-        spot, engine = self.learner(self.sizes.unroll), self.rollout.engine
-        spot.drafter.load_state_dict(trained.drafter.state_dict())
-        spot.set_lr(self.drafter_config.lr / 10)
-        spot.config = replace(
-            spot.config,
-            every=max(1, self.sizes.swap // SWAP_EVERY),
-            swap_every=SWAP_EVERY,
-            tail_batch=self.sizes.batch,
-        )
-        before, engine.observer = engine.observer, _Trains(spot)
-        try:
-            spot.swap()
-            return self.draft(strategy, record=True)
-        finally:
-            engine.observer = before
-            spot.stop()
-
-    def groups(self, name: str, log: PassLog, column: int, edges: Sequence[int]) -> None:
-        """A row for each group of passes."""
-        for group, (length, passes) in log.by(column, edges).items():
-            case = f"{name} {group}"
-            self.bench.add_row(case, 0.0, accept_length=round(length, 4), passes=passes)
 
     def row(self, case: str, log: PassLog, **more: float | str) -> float:
         return log_row(self.bench, case, log, **more)
@@ -276,7 +208,7 @@ def log_row(bench: Bench, case: str, log: PassLog, **more: float | str) -> float
         case,
         1e6 * log.seconds / max(1, log.passes),
         accept_length=round(log.accept_length, 4),
-        passes=len(log.rows),
+        passes=len(log.emitted),
         **more,
     )
     return log.accept_length

@@ -1,7 +1,4 @@
-"""Arms of the GRPO benchmark as run folders: their settings, what their records say, ratios of two.
-
-Pure but for reading files; `profiling.benches.grpo` makes the runs.
-"""
+"""Arms of the GRPO benchmark: their settings, the records of their runs, ratios of two runs."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,16 @@ from driver.config.strategy import parse_strategies
 from driver.records.folder import read_jsonl
 from driver.records.phases import PHASES, StepTimes
 
-OTHER_START = "another warm start, or speculation changed a token: no ratios"
+OTHER_START = "no ratios: another warm start, or speculation changed a token"
 NO_DRAFTER = ("drafter.enabled=false", "spot.mode=off")
 TRL = "trl"
 
 
-def arm_words(config: Config, static: str = "") -> dict[str, list[str]]:
-    """Arm -> the settings that make it, over those of the full system.
+def arm_words(config: Config) -> dict[str, list[str]]:
+    """Arm -> its settings over those of the full system.
 
     Args:
         config: of the full system.
-        static: the fixed strategy of `static`; empty = the middle one of its learned ones.
 
     Example:
         >>> arm_words(load_config(["preset=h100"]))["static"]
@@ -35,7 +32,7 @@ def arm_words(config: Config, static: str = "") -> dict[str, list[str]]:
     """
     arms = parse_strategies(config.engine.strategies)
     learned = [str(arm) for arm in arms if arm.kind == "learned"]
-    static = static or (learned[len(learned) // 2] if learned else str(arms[-1]))
+    static = learned[len(learned) // 2] if learned else str(arms[-1])
     ngrams = " ".join(str(arm) for arm in arms if not arm.needs_drafter)
     return {
         "off": ["engine.strategies=off", *NO_DRAFTER],
@@ -52,18 +49,18 @@ def arm_words(config: Config, static: str = "") -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class ArmRun:
-    """What a run left of each step."""
+    """The records of a run."""
 
     arm: str
     seed: int
     records: list[dict[str, Any]]
     lengths: list[list[int]]  # of all responses of each step
     heldout: list[float]  # before the first step, after the last
-    policy: str = ""  # fingerprint of the warm start's, where the run came to its end
+    policy: str = ""  # fingerprint of the warm start's; "" before the run has ended
 
     @staticmethod
     def read(arm: str, seed: int, folder: Path) -> ArmRun | None:
-        """None where nothing was logged yet."""
+        """None before the first logged step."""
         lines = read_jsonl(folder / "metrics.jsonl")
         records = [line for line in lines if line["step"] > 0]
         if not records:
@@ -82,12 +79,8 @@ class ArmRun:
         return [record["critic/rewards/mean"] for record in self.records]
 
     def seconds(self, part: Callable[[StepTimes], float] = lambda t: t.total) -> float:
-        """Of all steps together."""
+        """Of all steps."""
         return sum(part(times) for times in self.times)
-
-    @property
-    def gen_share(self) -> float:
-        return self.seconds(lambda t: t.phases["gen"]) / self.seconds()
 
     @property
     def unaccounted_share(self) -> float:
@@ -101,35 +94,34 @@ class ArmRun:
         return sum(map(sum, self.lengths))
 
     def row(self) -> dict[str, Any]:
-        """Means over the steps, and what explains them."""
-        count, times = len(self.records), self.times
-        totals = [t.total for t in times]
+        """Means over the steps; accept length, cost of a pass and of drafter training."""
+        count, totals = len(self.records), [t.total for t in self.times]
+        parts = {name: self.seconds(lambda t, n=name: t.phases[n]) for name in PHASES}
+        parts["other"] = self.seconds(lambda t: t.other)
+        parts["unaccounted"] = self.seconds(lambda t: t.unaccounted)
+        gen = parts["gen"]
         out: dict[str, Any] = {
             "steps": count,
             "spread": round((max(totals) - min(totals)) / statistics.median(totals), 4),
             "makespan_s": round(self.seconds(), 3),
             "tokens_per_s": round(self.tokens() / self.seconds(), 1),
+            **{
+                f"{n}_s": round(self.seconds(lambda t, n=n: t.phases[n]) / count, 4) for n in PHASES
+            },
+            "other_s": round(self.seconds(lambda t: t.other) / count, 4),
+            "unaccounted_s": round(self.seconds(lambda t: t.unaccounted) / count, 4),
+            "gen_share": round(gen / self.seconds(), 4),
+            "unaccounted_share": round(self.unaccounted_share, 5),
+            "reward_first": self.rewards[0],
+            "reward_last": self.rewards[-1],
         }
-        for name in PHASES:
-            out[f"{name}_s"] = round(self.seconds(lambda t, n=name: t.phases[n]) / count, 4)
-        out["other_s"] = round(self.seconds(lambda t: t.other) / count, 4)
-        out["unaccounted_s"] = round(self.seconds(lambda t: t.unaccounted) / count, 4)
-        out["gen_share"] = round(self.gen_share, 4)
-        out["unaccounted_share"] = round(self.unaccounted_share, 5)
-        out["reward_first"], out["reward_last"] = self.rewards[0], self.rewards[-1]
         if len(self.heldout) > 1:
-            out["heldout_before"], out["heldout_after"] = self.heldout[0], self.heldout[-1]
+            out |= {"heldout_before": self.heldout[0], "heldout_after": self.heldout[-1]}
         if self.policy:
             out["policy"] = self.policy
-        return out | self._why(count)
-
-    def _why(self, count: int) -> dict[str, float]:
-        """Accept length, cost of a pass, cost of the drafter in the tail."""
         passes = sum(record.get("spec/target_passes", 0) for record in self.records)
         accepts = [a for r in self.records if (a := r.get("spec/accept_length")) is not None]
         busy = sum(record.get("drafter/busy_s", 0.0) for record in self.records)
-        gen = self.seconds(lambda t: t.phases["gen"])
-        out = {}
         if passes:
             out |= {"passes": round(passes / count, 1), "pass_ms": round(1e3 * gen / passes, 4)}
         if accepts:
@@ -140,24 +132,18 @@ class ArmRun:
 
 
 def identical_steps(one: ArmRun, other: ArmRun) -> int:
-    """Steps from the first on with equal rewards and equal lengths of all responses."""
-    same = 0
-    mine = zip(one.rewards, one.lengths, strict=False)
-    others = zip(other.rewards, other.lengths, strict=False)
-    for a, b in zip(mine, others, strict=False):
-        if a != b:
-            break
-        same += 1
-    return same
+    """How many first steps have equal rewards and equal lengths of all responses."""
+    steps = [list(zip(run.rewards, run.lengths, strict=False)) for run in (one, other)]
+    pairs = zip(*steps, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
-    """A run over plain decoding with the same seed, over the steps that both have.
+    """Ratios to plain decoding with the same seed, over the steps that both runs have.
 
-    There is no ratio of runs whose first steps already have other responses.
-
-    `amdahl` is the step ratio that the rollout ratio makes when nothing else changes: with share g
-    of generation in off's step and generation s times as fast, 1 / (1 - g + g / s).
+    Runs whose first steps already differ have no ratios. `amdahl` is the step ratio that follows
+    from the rollout ratio s alone: 1 / (1 - g + g / s), with the share g of generation in a step of
+    `off`.
 
     Args:
         run: any arm.
@@ -184,7 +170,7 @@ def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
 
 
 def over_peer(peer: ArmRun, ours: ArmRun) -> float:
-    """Seconds of a peer's token over those of ours, over the steps that both have."""
+    """A peer's seconds a token over ours, over the steps that both runs have."""
     count = min(len(peer.records), len(ours.records))
 
     def token_s(run: ArmRun) -> float:
@@ -194,7 +180,7 @@ def over_peer(peer: ArmRun, ours: ArmRun) -> float:
 
 
 def curves(runs: Sequence[ArmRun]) -> dict[str, Any]:
-    """What the figures show: reward and seconds of each step, mean seconds of each phase."""
+    """Arm -> seed -> reward and seconds of each step, mean seconds of each phase."""
     out: dict[str, Any] = {}
     for run in runs:
         count = len(run.records)
@@ -209,13 +195,15 @@ def curves(runs: Sequence[ArmRun]) -> dict[str, Any]:
 
 
 def warmed_policy(folder: Path) -> str:
-    """Fingerprint of the policy that a run began with; empty where its summary has none."""
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {}
-    return summary.get("warm_start", {}).get("policy", "")
+    """Fingerprint of the policy that a run began with; "" where its summary has none."""
+    return _summary(folder).get("warm_start", {}).get("policy", "")
 
 
 def finished_steps(folder: Path) -> int:
-    """Steps of a run that came to its end; 0 = it did not."""
+    """Steps of a run that has ended; 0 = it has not."""
+    return _summary(folder).get("steps", 0)
+
+
+def _summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
-    return json.loads(path.read_text())["steps"] if path.exists() else 0
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

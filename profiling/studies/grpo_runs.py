@@ -33,7 +33,7 @@ def make_runs(
     steps: int,
     seconds: float = math.inf,
 ) -> None:
-    """Makes every run to its end, or as far as the time allows; finished runs are kept.
+    """Makes all runs, as far as the time allows; finished ones are kept, stopped ones resume.
 
     Args:
         jobs: arms and seeds.
@@ -70,7 +70,7 @@ def make_runs(
         except SystemExit as error:
             if arm != TRL:
                 raise
-            say(f"trl: left out, {error}")  # a peer that cannot run here costs its own row
+            say(f"trl: left out, {error}")  # the other arms still count
 
 
 def trl_command(words: Sequence[str]) -> list[str] | None:
@@ -83,7 +83,7 @@ def trl_command(words: Sequence[str]) -> list[str] | None:
 
 
 def ended(command: list[str], seconds: float = math.inf) -> bool:
-    """Runs a command; False where the time was up, which leaves its last checkpoint.
+    """Runs a command; False where it was stopped at the limit, with its last checkpoint.
 
     Raises:
         SystemExit: it failed.

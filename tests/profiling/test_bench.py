@@ -1,4 +1,4 @@
-"""What a benchmark leaves: files, targets, the newest of quick and whole; no card needed."""
+"""The command of the benchmarks without a card: result files, targets, limits, the warm start."""
 
 import math
 import os
@@ -47,7 +47,7 @@ def test_a_result_has_meta_rows_and_every_target(cpu_bench, tmp_path, capsys):
     assert "UNMET high_x: 2.9" in capsys.readouterr().out
 
 
-def test_quick_results_lie_apart_from_whole_ones(cpu_bench, tmp_path):
+def test_quick_results_have_their_own_folder(cpu_bench, tmp_path):
     bench.main(["fake", "--out", str(tmp_path)])
     bench.main(["fake", "--out", str(tmp_path), "--quick"])
     whole, quick = tmp_path / "cpu" / "fake.json", tmp_path / "cpu" / "quick" / "fake.json"
@@ -55,7 +55,7 @@ def test_quick_results_lie_apart_from_whole_ones(cpu_bench, tmp_path):
     assert results.load(quick)["meta"]["command"] == "python -m profiling.bench fake --quick"
 
 
-def test_part_of_the_cases_replaces_no_result(cpu_bench, tmp_path, monkeypatch, capsys):
+def test_some_of_the_cases_do_not_replace_a_result(cpu_bench, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     parser_default = ["fake", "--only", "case", "--out", str(tmp_path)]
     assert bench.main(parser_default) == 0
@@ -63,8 +63,8 @@ def test_part_of_the_cases_replaces_no_result(cpu_bench, tmp_path, monkeypatch, 
     assert "not written" in capsys.readouterr().out
 
 
-def test_parts_add_up(cpu_bench, tmp_path, monkeypatch):
-    """Cases and targets of an earlier part stay, those of both are the later one's."""
+def test_added_cases_are_merged_into_the_result(cpu_bench, tmp_path, monkeypatch):
+    """Earlier cases and targets stay; those of both results are the later one's."""
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     options = ["--out", str(tmp_path), "--add"]
     bench.main(["fake", *options, "--commit", "one"])
@@ -75,7 +75,7 @@ def test_parts_add_up(cpu_bench, tmp_path, monkeypatch):
         b.got["high_x"] = 4.0
 
     cpu_bench.run = other
-    for _ in range(2):  # the same part twice is one part
+    for _ in range(2):  # the second time changes nothing
         bench.main(["fake", *options, "--only", "other", "--commit", "two"])
     result = results.load(tmp_path / "cpu" / "fake.json")
     assert [row["case"] for row in result["rows"]] == ["case", "other"]
@@ -86,7 +86,7 @@ def test_parts_add_up(cpu_bench, tmp_path, monkeypatch):
     )
 
 
-def test_a_part_that_fails_costs_its_own_figures(cpu_bench, tmp_path, capsys):
+def test_the_other_parts_run_after_a_failure(cpu_bench, tmp_path, capsys):
     whole = cpu_bench.run
 
     def run(b):
@@ -102,7 +102,7 @@ def test_a_part_that_fails_costs_its_own_figures(cpu_bench, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("end", [lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: 1 / 0])
-def test_what_was_measured_before_an_early_end_is_kept(cpu_bench, tmp_path, end):
+def test_rows_are_kept_when_a_benchmark_is_stopped_or_fails(cpu_bench, tmp_path, end):
     whole = cpu_bench.run
 
     def run(b):
@@ -117,7 +117,7 @@ def test_what_was_measured_before_an_early_end_is_kept(cpu_bench, tmp_path, end)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_what_lacks_something_is_left_out_of_all(cpu_bench, capsys):
+def test_a_benchmark_that_cannot_run_is_left_out_of_all(cpu_bench, capsys):
     cpu_bench.lacks = lambda: "no such file"
     assert bench.run_all({"fake": cpu_bench}, [], []) == 0
     assert "fake         left out: no such file" in capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_what_lacks_something_is_left_out_of_all(cpu_bench, capsys):
 
 @pytest.fixture
 def two_benches(cpu_bench, monkeypatch):
-    """`fake`, and `warmed`, which needs the warm start; what `run_all` does, in order."""
+    """`fake`, and `warmed`, which needs the warm start; the steps of `run_all` in order."""
     warmed = types.ModuleType("profiling.benches.warmed")
     warmed.NEEDS_CUDA, warmed.NEEDS_WARM_START = False, True
     done = []
@@ -143,7 +143,7 @@ def test_the_warm_start_is_made_once_before_all_benchmarks(two_benches, capsys):
     assert "warm start   skipped: no benchmark that runs here needs it" in capsys.readouterr().out
 
 
-def test_a_warm_start_that_is_there_is_not_made(two_benches, monkeypatch, tmp_path, capsys):
+def test_an_existing_warm_start_is_not_made_again(two_benches, monkeypatch, tmp_path, capsys):
     modules, done = two_benches
     monkeypatch.setattr(bench, "find_warm_start", lambda words: tmp_path)
     assert bench.run_all(modules, [], []) == 0 and done == ["fake", "warmed"]
@@ -151,7 +151,7 @@ def test_a_warm_start_that_is_there_is_not_made(two_benches, monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("error", [TimeoutError("its limit"), SystemExit("exit code 2")])
-def test_without_a_warm_start_the_rest_runs(two_benches, monkeypatch, capsys, error):
+def test_the_other_benchmarks_run_without_a_warm_start(two_benches, monkeypatch, capsys, error):
     def fail(words):
         raise error
 
@@ -163,8 +163,8 @@ def test_without_a_warm_start_the_rest_runs(two_benches, monkeypatch, capsys, er
     assert "warmed       left out: it needs the warm start" in shown
 
 
-def test_the_warm_start_is_the_one_that_every_benchmark_finds(monkeypatch, tmp_path):
-    """Settings of other prompts and lengths do not make another one; the limit is its own."""
+def test_all_benchmarks_use_one_warm_start(monkeypatch, tmp_path):
+    """Settings of other prompts or lengths do not change it; it has its own limit."""
     limits = []
     monkeypatch.setattr(warm, "run_within", lambda command, seconds: limits.append(command[3:]))
     start = ["preset=h100", f"run.root={tmp_path}"]
@@ -199,8 +199,8 @@ def test_a_benchmark_is_stopped_at_its_limit(tmp_path):
 
 
 def test_ctrl_c_leaves_a_benchmark_the_time_to_write_its_rows(tmp_path):
-    """Both processes hear of it; the one that measures needs a second to end."""
-    # A shell's background job ignores the signal, and so would Python.
+    """Both processes get the signal; the one that measures needs a second to end."""
+    # A background job of a shell ignores the signal, and Python would inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     script = (
         "import os, signal, sys, time\n"
@@ -219,12 +219,12 @@ def test_ctrl_c_leaves_a_benchmark_the_time_to_write_its_rows(tmp_path):
     assert kept.exists()
 
 
-def test_a_target_that_is_not_listed_is_refused():
+def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match=r"no such target in \[sampling\]: sample_b65_us"):
         results.targets_of("sampling", {"sample_b65_us": 1.0})
 
 
-def test_a_file_that_is_no_result_is_named(tmp_path):
+def test_an_unreadable_result_is_named(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("{}")
     with pytest.raises(ValueError, match="x.json: wanted an object with meta, rows and targets"):
@@ -238,6 +238,6 @@ def test_folders_are_named_after_cards():
     assert results.card_folder("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
 
 
-def test_without_a_ceiling_there_is_no_share_of_it(capsys):
+def test_without_a_card_there_is_no_share_of_copy(capsys):
     bench.Bench("fake", math.nan).add("one", timing.Timing(10.0, 0.1), 1000)
     assert "GB/s" in (shown := capsys.readouterr().out) and "nan" not in shown

@@ -1,4 +1,4 @@
-"""The drafter's benchmark runs whole on a small model on the CPU; its rules meet closed forms."""
+"""The drafter's benchmark runs on a small model on the CPU; its rules equal closed forms."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ WORDS = [
 ]
 SMALL = Sizes(
     prompts=16, held_out=8, rounds=1, tokens=24, batch=4, bin=64, steps=6, family_steps=4, unroll=2,
-    strategies=("learned:2,2,5",), ways=((1.0, 0.0), (0.5, 1.0)), swap=8,
+    strategies=("learned:2,2,5",), ways=((1.0, 0.0), (0.5, 1.0)),
 )  # fmt: skip
 
 
@@ -52,8 +52,8 @@ def test_acceptance_of_one_child_is_one_minus_the_variation_at_best():
     assert 0 < shares["shared_noise"] < best + 0.015
 
 
-def test_all_children_hold_the_token_by_every_rule():
-    """A draft with the target's support: nothing can be missed."""
+def test_every_rule_accepts_one_of_all_children():
+    """With all ids as children every rule accepts."""
     target, draft, ids = logs(500, 6, 1), logs(500, 6, 2), torch.arange(6)
     shares = first_acceptance(target, draft, ids, 6, torch.Generator().manual_seed(0))
     assert shares == {"shared_noise": 1.0, "target_only": 1.0, "multi_round": 1.0}
@@ -72,11 +72,7 @@ def test_the_benchmark_runs_whole_on_the_cpu(monkeypatch):
         (name,) = [case for case in cases if case.startswith(f"unroll {steps},")]
         assert cases[name]["accept_length"] >= 1.0 and cases[name]["step_us"] > 0
     assert cases["learned:2,2,5, shared noise"]["passes"] > 0
-    assert {"position 0-31", "batch 2-3", "drafts at 0.5, ranks at 1"} <= cases.keys()
-    since = [case for case in cases if case.startswith("passes since a swap")]
-    assert since == [f"passes since a swap {few}" for few in ("0-0", "1-1", "2-3", "4-7")]
-    # Swaps came: passes of the same number since one are of several.
-    assert cases[since[0]]["passes"] > 2 and cases["learned:2,2,5, swapped every 8 passes"]
+    assert cases["drafts at 0.5, ranks at 1"]["accept_length"] >= 1.0
     assert cases["first draft, 8 children"]["shared_noise"] > 0.05
     assert 0 <= cases["favourites"]["top1"] <= cases["favourites"]["top3"] <= 1
     assert set(bench.got) == {
@@ -108,8 +104,8 @@ def test_parts_of_a_quick_run():
     ]
 
 
-def test_training_ends_with_its_time(monkeypatch):
-    """However slow a step turns out, a part ends: fewer steps, the rate at zero by then."""
+def test_training_ends_at_its_time_limit(monkeypatch):
+    """With slow steps there are fewer of them, and the rate still falls to zero."""
     subject = of_checkpoint("tiny", WORDS, warmed=False, note=lambda line: None)
     study = Study(Bench("drafter", float("nan")), subject, replace(SMALL, seconds=100.0))
     study.collect()
@@ -129,8 +125,8 @@ def test_training_ends_with_its_time(monkeypatch):
 
 
 @pytest.mark.parametrize("chosen", [True, False])
-def test_overlap_is_a_table_and_whole_rollouts(monkeypatch, chosen):
-    """As where partitions were measured; one that was not good enough is still told."""
+def test_overlap_measures_partitions_and_rollouts(monkeypatch, chosen):
+    """With measured partitions as on a card; one that is too slow still has a row."""
     ways = (16, 1.2, 1.0), (8, 1.05, 0.25)
     found = [Overlap.of(sms, 1e-3, slow * 1e-3, 4e-3, 32, duty) for sms, slow, duty in ways]
 
@@ -156,8 +152,8 @@ def test_overlap_is_a_table_and_whole_rollouts(monkeypatch, chosen):
         assert row["slowdown"] == bench.got["rollout_slowdown_x"] > 0.5
 
 
-def test_without_gsm8k_the_rest_runs(monkeypatch, capsys):
-    """What needs its prompts is left out with a line; the tail may decode anything."""
+def test_without_gsm8k_the_other_parts_run(monkeypatch, capsys):
+    """Parts on its prompts are left out with a line; the tail decodes other prompts."""
     seen = []
     monkeypatch.setattr(drafter, "of_checkpoint", lambda name, words, **_: words)
     monkeypatch.setattr(drafter, "overlap", lambda bench, words, *_: seen.append(words))
@@ -182,8 +178,8 @@ def test_the_task_of_the_drafter_is_not_that_of_the_warm_start():
         assert config.run.root == "/keep" and config.warmup.drafter_steps == 0
 
 
-def test_the_warmed_policy_and_rl_from_it(tmp_path, monkeypatch):
-    """One warm start; an arm that was stopped goes on; all arms have equal steps."""
+def test_the_warmed_policy_and_its_rl_runs(tmp_path, monkeypatch):
+    """All arms use one warm start and have equal steps; a stopped arm resumes."""
     settings = [
         *WORDS, f"run.root={tmp_path}", "warmup.keep=true", "warmup.steps=10", "warmup.batch=8",
         "warmup.drafter_steps=4", "warmup.drafter_tokens=64", "warmup.responses=8",
@@ -203,7 +199,7 @@ def test_the_warmed_policy_and_rl_from_it(tmp_path, monkeypatch):
         return True
 
     monkeypatch.setattr(grpo_runs, "ended", in_process)
-    drafter.run(bench)  # in a quick run no RL is made unless it may take time
+    drafter.run(bench)  # a quick run makes no RL without `--seconds`
     cases = {row["case"]: row for row in bench.rows}
     ranked = "warmed learned:2,2,5, drafts at 0.6, ranks at 1"
     names = "warmed learned:2,2,5", "warmed learned:4,4,16"

@@ -1,4 +1,4 @@
-"""The engine's benchmarks run whole on a small model on the CPU; their figures are drawn."""
+"""The engine's benchmarks run on a small model on the CPU."""
 
 import math
 import time
@@ -10,11 +10,17 @@ from transformers import Qwen2Config
 from driver.config.load import load_config
 from driver.config.strategy import Strategy, parse_strategies
 from driver.rollout.plan import BucketPlan, GraphCost
+from driver.run.assemble import spec_of
 from profiling.benches import decode, graphs, rollout
-from profiling.benches.step import SPECS
 from profiling.rig import timing
 from profiling.rig.bench import Bench
-from profiling.rig.subjects import fix_bandit, of_checkpoint, of_shape
+from profiling.rig.subjects import (
+    QWEN2_7B,
+    empty_model,
+    fix_bandit,
+    of_checkpoint,
+    of_shape,
+)
 
 WORDS = [
     "preset=tiny",
@@ -79,7 +85,7 @@ def test_decode_measures_passes_of_the_whole_batch(subject, monkeypatch):
     assert bench.got["spec_over_plain_b1_x"] > 0
 
 
-def test_a_pass_s_cost_is_that_of_the_depth_4_strategy_that_decodes_fastest():
+def test_the_cost_of_a_pass_is_that_of_the_fastest_strategy_of_depth_4():
     def cell(pass_us, tokens_per_s):
         more = {"host_share": 0.0, "over_off": 1.0}
         return {"pass_us": pass_us, "tokens_per_s": tokens_per_s, **more}
@@ -92,7 +98,7 @@ def test_a_pass_s_cost_is_that_of_the_depth_4_strategy_that_decodes_fastest():
         assert bench.got["pass_cost_over_plain_b1_x"] == cost
 
 
-def test_a_shape_takes_the_acceptance_of_another(monkeypatch):
+def test_a_shape_uses_recorded_accept_lengths(monkeypatch):
     monkeypatch.setattr(decode, "TOKENS", {8: 6})
     words = [*WORDS, "model.dtype=bfloat16", "drafter.draft_vocab=128"]
     shape = of_shape("shape", words, TINY_SHAPE, "cpu")
@@ -107,7 +113,7 @@ def test_a_shape_takes_the_acceptance_of_another(monkeypatch):
     assert cell["tokens_per_s"] == pytest.approx(4e6 / cell["pass_us"])
     rows = {row["case"]: row for row in bench.rows}
     assert rows["shape b2 learned:2,1,3"]["synthetic"] is True
-    assert "shape b2 learned:1,1,2" not in rows  # nobody recorded it
+    assert "shape b2 learned:1,1,2" not in rows  # without recorded counts
 
 
 def test_only_picks_cases(subject, monkeypatch):
@@ -138,7 +144,7 @@ def arms(subject):
     return arms
 
 
-def test_rollout_arms_emit_the_trace_and_nothing_else(arms):
+def test_rollout_arms_emit_the_trace_exactly(arms):
     names = {"off", "bandit", "bandit, first", "bandit, adapted", "bandit, adapted, first"}
     names |= {f"{arm}, adapted" for arm in ("ngram:4,1,5", "learned:2,2,5", "map")}
     assert set(arms.times) == names
@@ -152,19 +158,6 @@ def test_rollout_arms_emit_the_trace_and_nothing_else(arms):
     assert set(rows) == names
 
 
-def test_more_requests_than_places(subject, monkeypatch):
-    monkeypatch.setattr(rollout, "STATIC", ["ngram:4,1,5"])
-    monkeypatch.setattr(rollout, "BUCKETS", [1, 2, 4])
-    bench, lengths = Bench("rollout", math.nan), [9, 4, 7, 3, 8, 5, 6, 2]
-    made = subject.rollout(*rollout.engine_words(lengths, "engine.max_batch=2"), longest=200)
-    rollout.replay_queued(bench, subject, made, lengths)
-    assert [row["case"] for row in bench.rows] == [
-        "off, queued", "bandit, first, queued", "bandit, queued",
-    ]  # fmt: skip
-    assert all(0 <= row["host_share"] < 1 and row["over_off"] > 0 for row in bench.rows)
-    assert max(active for _, active, _ in bench.files["trace"]["off, queued"]) == 2
-
-
 def test_rollout_books_its_targets_and_a_recording(arms):
     wanted = {"trace_over_off_x", "bandit_over_best_static_x", "never_below_off_x", "switch_ms"}
     assert wanted <= set(arms.bench.got)
@@ -176,7 +169,7 @@ def test_rollout_books_its_targets_and_a_recording(arms):
     assert [point[0] for point in curve] == sorted(point[0] for point in curve)
 
 
-def test_the_drafter_adapts_to_nothing_of_the_trace(subject):
+def test_the_drafter_adapts_to_other_prompts_than_the_trace(subject):
     lengths = [7, 5, 6, 4]
     own = subject.requests(lengths, stop=False)
     others = rollout.other_requests(subject, lengths)
@@ -197,10 +190,10 @@ def test_adapting_trains_the_drafter_and_changes_no_token(subject, monkeypatch):
     fix_bandit(made, policy="static", static="learned:2,2,5")
     steps = made.spot.steps
     assert [r.token_ids for r in made.engine.generate(requests, record=False)] == before
-    assert made.spot.steps == steps  # what is timed trains nothing
+    assert made.spot.steps == steps  # a timed rollout trains nothing
 
 
-def test_a_recording_is_of_one_drafter(arms):
+def test_a_recording_holds_the_windows_of_one_drafter(arms):
     warm, adapted = (rollout.record_of(arms, suffix) for suffix in ("", rollout.ADAPTED))
     both = [sum(map(len, r.cells.values())) for r in (warm, adapted)]
     own, everything = len(arms.windows["off"]), sum(map(len, arms.windows.values()))
@@ -214,7 +207,7 @@ def test_transformers_is_extrapolated_from_its_steps(subject, monkeypatch):
     subject.policy.set_attn_implementation("sdpa")
     seconds = rollout.hf_seconds(subject.policy, subject.prompts(2), [100, 7], "dynamic")
     whole, first = calls
-    assert whole.shape[1] - first.shape[1] == 4  # end tokens end nothing
+    assert whole.shape[1] - first.shape[1] == 4  # end tokens do not end a response
     # "1" second for five tokens, "2" for the first: 2 + (1 - 2) / 4 a token.
     assert seconds == pytest.approx(2 - 99 / 4)
 
@@ -225,7 +218,7 @@ def test_prompts_are_padded_on_the_left():
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-def test_a_peer_that_fails_costs_its_own_row(subject, monkeypatch, capsys):
+def test_the_other_peers_run_after_a_failure(subject, monkeypatch, capsys):
     def hf_seconds(policy, prompts, lengths, how):
         if how == "static":
             raise RuntimeError("no such thing\nhere")
@@ -249,7 +242,7 @@ def test_a_peer_that_hangs_is_stopped():
         pass
 
 
-def test_a_recorder_counts_what_the_bandit_was_told(subject):
+def test_a_recorder_keeps_the_windows_of_a_rollout(subject):
     made = subject.rollout("engine.strategies=off ngram:4,1,5", longest=64)
     recorder = fix_bandit(made, policy="static", static="ngram:4,1,5")
     made.engine.generate(subject.requests([9, 4], stop=False), record=False)
@@ -272,11 +265,11 @@ def test_graph_cases_differ_in_what_they_capture():
             parse_strategies(engine.strategies),
             config.bandit.buckets,
             1 << 20,
-            GraphCost(SPECS["qwen2_7b_4_layers"]),
+            GraphCost(spec_of(empty_model(QWEN2_7B))),
         )
     assert len(plans["single"].cells) < len(plans["ours"].cells) < len(plans["naive"].cells)
     assert max(c.rows for c in plans["naive"].cells) == 8 * max(c.rows for c in plans["ours"].cells)
-    assert len(graphs.STRATEGIES) == 6  # as the targets say
+    assert len(graphs.STRATEGIES) == 6  # of the targets
     assert all(plan.find(256, Strategy("off")) for plan in plans.values())
 
 
@@ -306,7 +299,7 @@ def test_graph_memory_is_booked_only_where_all_was_captured():
     assert bench.rows[1]["predicted_over_measured"] == 0.9
 
 
-def test_graphs_of_which_only_the_memory_counts_are_not_run(subject, monkeypatch):
+def test_measured_graphs_are_not_launched(subject, monkeypatch):
     monkeypatch.setattr(graphs.PassGraphs, "burst", lambda *_: pytest.fail("launched"))
     for kind in (graphs.Unrun, graphs.OwnMemory):
         assert kind._time(None, None) == 0.0

@@ -1,4 +1,4 @@
-"""The identity benchmark runs whole on small models on the CPU, and sees planted faults."""
+"""The identity benchmark runs on small models on the CPU and finds planted faults."""
 
 import math
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_every_arm_of_a_checkpoint_is_equal_bit_for_bit(subject):
 
 @pytest.fixture
 def small(subject, monkeypatch):
-    """The benchmark's subjects and size, so small that `run` needs no card."""
+    """Subjects and sizes with which `run` needs no card."""
 
     def tiny_shape(name, words, shape, device):
         made = [*WORDS, *SHAPE_WORDS[:1], "drafter.draft_vocab=128", *words[-1:]]
@@ -75,7 +75,7 @@ def test_the_whole_benchmark_runs(small, only):
     assert set(bench.got) == wanted | ({"logprobs_bit_equal"} if not only else set())
 
 
-def test_limits_differ_and_rounds_have_noise_of_their_own(subject):
+def test_limits_differ_and_each_round_has_other_noise(subject):
     done = identity.comparison(subject, [Arm("oracle:4,2,8")], SIZE, train=False)
     first, second = done.requests(0), done.requests(1)
     limits = {r.params.max_new_tokens for r in first}
@@ -131,7 +131,7 @@ def test_targets_are_met_by_enough_equal_tokens_only():
     half.rows = bench.rows[2:]
     identity.book(half)
     assert half.got == bench.got
-    half.known[0]["equal_bits"] = 0.5  # of the part before
+    half.known[0]["equal_bits"] = 0.5  # in the earlier result
     identity.book(half)
     assert half.got["logprobs_bit_equal"] == 0.5
     few = Bench("identity", math.nan)
@@ -140,7 +140,7 @@ def test_targets_are_met_by_enough_equal_tokens_only():
     assert few.got == {"smollm2_oracle_drafter": 0.99}
 
 
-def test_a_round_that_would_end_too_late_is_left_out(subject):
+def test_no_round_begins_after_the_time_limit(subject):
     done = identity.comparison(subject, [Arm("ngram:4,1,5")], SIZE, train=False)
     done.run(10**9, seconds=0.0)
     assert done.rounds == 1

@@ -48,7 +48,7 @@ def known(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_every_target_is_listed_with_what_it_got(known, capsys):
+def test_every_target_is_listed_with_its_figure(known, capsys):
     assert targets.main(["--results", str(known)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "[fake]"
@@ -165,7 +165,7 @@ def test_a_slower_case_is_found(tmp_path, capsys):
     assert run_compare(tmp_path, result(a=6.0), result(a=6.6), "--threshold", "1.2") == 0
 
 
-def test_a_lower_ratio_is_worse_where_more_is_wanted(tmp_path):
+def test_a_lower_figure_is_worse_for_at_least(tmp_path):
     assert run_compare(tmp_path, result(b=1.5), result(b=1.6)) == 0
     assert run_compare(tmp_path, result(b=1.5), result(b=1.2)) == 1
 

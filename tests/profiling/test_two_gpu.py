@@ -1,4 +1,4 @@
-"""The benchmark of two ranks, whole, on two processes of a CPU and a very small model."""
+"""The benchmark of two GPUs on two processes of a CPU and a very small model."""
 
 import subprocess
 
@@ -51,12 +51,12 @@ def test_every_arm_runs_and_the_targets_follow(monkeypatch, tmp_path):
     assert set(bench.got) >= {"step_over_one_gpu_x", "step_over_off_two_gpu_x"}
 
 
-def test_one_arm_alone_decides_no_target():
+def test_without_both_arms_no_target_has_a_figure():
     bench = Bench("two_gpu", 1.0, quick=True, only="^nothing$")
     two_gpu.run(bench)
     assert bench.rows == [] and bench.got == {}
 
 
-def test_an_arm_that_fails_says_why(tmp_path):
+def test_a_failing_arm_is_reported_with_its_error(tmp_path):
     with pytest.raises(RuntimeError, match="grpo.lrr: unknown key"):
         two_gpu.train(["preset=tiny", *WORDS, "grpo.lrr=1"], 1, 1, tmp_path)
