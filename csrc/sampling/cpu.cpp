@@ -1,8 +1,8 @@
-// CPU sampling: `sample` row by row, `verify_tree` only at the rows that its walk visits.
+// CPU sampling: `sample` row by row, `verify_tree` only at the rows of the path.
 #include "common/parallel.h"
 #include "sampling/op.h"
+#include "sampling/path.h"
 #include "sampling/row.h"
-#include "sampling/walk.h"
 
 namespace tlt {
 namespace {
@@ -39,7 +39,7 @@ void sample_cpu(const SampleParams& p) {
 void verify_tree_cpu(const VerifyParams& p) {
   parallel_for(p.num_requests, 2 * kWorkPerId * p.vocab_size, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      walk_request(p, b, [](const Tree& tree, int64_t node, LogitsRow& row, int32_t*) {
+      emit_path(p, b, [](const Tree& tree, int64_t node, LogitsRow& row, int32_t*) {
         return follow_sample(tree, node, row);
       });
     }

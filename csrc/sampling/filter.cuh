@@ -1,20 +1,21 @@
-// top-k and top-p of one row, by the team of blocks that scored it and has it in shared memory.
-// Kept sets are the CPU's, exactly: ids rank by (logit desc, id asc), weights are integers.
+// top-k and top-p of one row, by the team of blocks that scored it and holds it in shared memory.
+// The kept sets are exactly those of the CPU: ids are ordered by (logit desc, id asc), weights are
+// integers.
 //
-// Where only the token is wanted, top-p needs no cut: the best score among ids that rank before
-// some bound is drawn, and is final if the mass before it is less than top_p of all; if not, the
-// ids from it on are not kept either, and the next draw is among those before it. Most rows end
-// after one such test, which leaves a bit for every id before the bound; where these are few, the
-// next draw and test visit them alone. A float32 sum decides unless it comes within kDoubt of the
-// border; then integers do.
+// Where only the token is needed, top-p does not compute the cut. It draws the best score among the
+// ids that rank before some bound. The draw is final if the mass of the ids before it is less than
+// top_p of the whole mass. Otherwise it and the ids behind it are not kept either, and the next
+// draw is among the ids before it. Most rows end after one such test. The test leaves a bit for
+// every id before the bound; if these are few, the next draw and test visit only them. A float32
+// sum decides, unless it comes within kDoubt of the threshold; then the integer sums decide.
 #pragma once
 
 #include "sampling/scan.cuh"
 
 namespace tlt {
 
-constexpr float kDoubt = 1e-4f;           // float32 sums of 2^22 terms are nearer than this
-constexpr float kScaledDoubt = 0x1p-21f;  // a weight's relative error grows with logit / T
+constexpr float kDoubt = 1e-4f;           // the error of float32 sums of 2^22 terms is smaller
+constexpr float kScaledDoubt = 0x1p-21f;  // the relative error of a weight grows with logit / T
 
 struct Setting {
   int32_t top_k;
@@ -38,7 +39,7 @@ __device__ __forceinline__ uint64_t sort_key(float logit, int32_t id) {
 constexpr uint64_t kKeepAll = ~uint64_t{0};
 
 constexpr int kBins = 16;
-constexpr int kColumns = 64;  // of bins: the lanes of a warp never meet, and warps seldom
+constexpr int kColumns = 64;  // of bins: lanes of a warp never use the same one, warps rarely do
 
 struct SelectScratch {
   unsigned long long bins[kBins][kColumns];
@@ -47,11 +48,12 @@ struct SelectScratch {
 };
 
 __device__ inline SelectScratch& select_scratch() {
-  __shared__ SelectScratch scratch;  // one for all selections of a kernel
+  __shared__ SelectScratch scratch;  // shared by all selections of a kernel
   return scratch;
 }
 
-// A bit for each of a thread's ids of a row that is kept in shared memory: the last has the lowest.
+// One bit for each of a thread's ids of a row that is kept in shared memory; the last id has the
+// lowest bit.
 template <typename T>
 struct IdBits {
   static constexpr int kOfStep = kStepGroups * kGroup;
@@ -59,7 +61,7 @@ struct IdBits {
   static_assert(kWords * 32 == kDepth<T> * kOfStep);
   uint32_t word[kWords] = {};
 
-  // Adds a step, whose first id has the highest bit.
+  // Appends a step, whose first id has the highest bit.
   __device__ __forceinline__ void push(uint32_t step) {
 #pragma unroll
     for (int i = kWords - 1; i > 0; --i) word[i] = __funnelshift_l(word[i - 1], word[i], kOfStep);
@@ -77,7 +79,7 @@ struct IdBits {
     for (int i = 0; i < kWords; ++i) any |= word[i];
     return any != 0;
   }
-  // The place of the first id that has one; there must be one.
+  // The position of the first id whose bit is set; there must be one.
   __device__ __forceinline__ int first() const {
     uint32_t of = word[0];
     int last = 31;
@@ -114,7 +116,7 @@ class Filter {
         doubt_(kDoubt + fabsf(max_) * kScaledDoubt),
         one_(row.exp_of(max_logit, shift_)) {}
 
-  // The largest key that top-k and top-p keep.
+  // The largest sort key that top-k and top-p keep.
   __device__ uint64_t cut(const Setting& setting) {
     uint64_t cut = kKeepAll;
     if (setting.has_top_k) {
@@ -128,7 +130,7 @@ class Filter {
                   [wanted](uint64_t sum) { return static_cast<double>(sum) >= wanted; });
   }
 
-  // Integer mass of the ids up to a key.
+  // Integer mass of the ids up to a sort key.
   __device__ uint64_t mass(uint64_t cut) {
     uint64_t sum = 0;
     for_each([&](int32_t id, float x, float s) {
@@ -137,13 +139,13 @@ class Filter {
     return team_.sum(sum);
   }
 
-  // The best score among the ids that `kept(id, logit)` names.
+  // The token of the best score among the ids for which `kept(id, logit)` is true.
   template <typename Kept>
   __device__ int32_t best(Kept&& kept, const Draw& draw) {
-    return winner_of(race_groups(kept, draw));
+    return winner_of(search_groups(kept, draw));
   }
 
-  // The token that top-p alone leaves, starting from the winner over all ids.
+  // The token under top-p alone, starting from the winner over all ids.
   __device__ Choice descend(Choice choice, float top_p, float sum, const Draw& draw) {
     IdBits<T> bits;
     bool few = false;
@@ -153,7 +155,7 @@ class Filter {
       };
       float before = few ? narrow(is_before, bits) : look(is_before, choice.logit, bits);
       before = team_.sum(before);
-      if (before < 0.5f * one_) return choice;  // the first of all is always kept
+      if (before < 0.5f * one_) return choice;  // the first id is always kept
       if (before < (top_p - doubt_) * sum) return choice;
       if (!(before > (top_p + doubt_) * sum)) {
         const double wanted = share_of(top_p, mass(kKeepAll));
@@ -162,7 +164,7 @@ class Filter {
       }
       few = scanner_.keeps_row() && !__any_sync(kFullWarp, bits.count() > kFewBits);
       const int32_t token =
-          winner_of(few ? race_bits(is_before, bits, draw) : race_groups(is_before, draw));
+          winner_of(few ? search_bits(is_before, bits, draw) : search_groups(is_before, draw));
       choice = {token, logit(token)};
     }
   }
@@ -197,12 +199,12 @@ class Filter {
   }
 
  private:
-  // The race of the ids that `kept(id, logit)` names, against what the scan is known to have scored
-  // among them.
+  // The best score among the ids for which `kept(id, logit)` is true. It starts from the scores
+  // that the scan computed for some of them.
   template <typename Kept>
-  __device__ Race race_groups(Kept&& kept, const Draw& draw) {
-    Race race;
-    race.reached = scanner_.known_score(kept);
+  __device__ GumbelMax search_groups(Kept&& kept, const Draw& draw) {
+    GumbelMax gumbel_max;
+    gumbel_max.reached = scanner_.known_score(kept);
     scanner_.for_each_step(row_, [&](int32_t first, const Raw<T>(&raw)[kStepGroups]) {
       float x[kStepGroups][kGroup], largest[kStepGroups];
 #pragma unroll
@@ -215,42 +217,45 @@ class Filter {
           largest[group] = fmaxf(largest[group], x[group][i]);
         }
       }
-      const auto again = [&](int group, float (&same)[kGroup]) {
+      const auto logits_of = [&](int group, float (&same)[kGroup]) {
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) same[i] = x[group][i];
       };
       Words<kStepGroups> words;
-      race.run(row_, largest, first, kApart, draw, words, false, again, [](float) {});
+      gumbel_max.update(row_, largest, first, kApart, draw, words, false, logits_of, [](float) {});
     });
-    return race;
+    return gumbel_max;
   }
 
-  // The same of ids that have a bit, which are those that `kept` names. First ids come first.
+  // The same for the ids whose bit is set, which are those that `kept` accepts. Ids are visited in
+  // ascending order.
   template <typename Kept>
-  __device__ Race race_bits(Kept&& kept, IdBits<T> bits, const Draw& draw) {
-    Race race;
-    race.reached = scanner_.known_score(kept);
+  __device__ GumbelMax search_bits(Kept&& kept, IdBits<T> bits, const Draw& draw) {
+    GumbelMax gumbel_max;
+    gumbel_max.reached = scanner_.known_score(kept);
     while (bits.any()) {
       const int place = bits.first();
       bits.drop(place);
       float x;
       const int32_t id = scanner_.id_at(place, &x);
       const uint32_t word = draw.word(static_cast<uint32_t>(id));
-      if (word > __float2uint_rz(race.reach(row_, x))) continue;
-      race.offer(add_rn(row_.scaled(x), gumbel(word)), x, id);
-      race.reached = fmaxf(race.reached, race.score);
+      if (word > __float2uint_rz(gumbel_max.max_winning_word(row_, x))) continue;
+      gumbel_max.offer(add_rn(row_.scaled(x), gumbel(word)), x, id);
+      gumbel_max.reached = fmaxf(gumbel_max.reached, gumbel_max.score);
     }
     __syncwarp();
-    return race;
+    return gumbel_max;
   }
 
-  __device__ int32_t winner_of(const Race& race) {
-    const uint64_t mine =
-        race.token < 0 ? 0 : rank_key(race.score, static_cast<uint32_t>(race.token));
+  __device__ int32_t winner_of(const GumbelMax& gumbel_max) {
+    const uint64_t mine = gumbel_max.token < 0
+                              ? 0
+                              : rank_key(gumbel_max.score, static_cast<uint32_t>(gumbel_max.token));
     return static_cast<int32_t>(~static_cast<uint32_t>(team_.max(mine, uint64_t{0})));
   }
 
-  // This thread's mass before a token that has the logit `bound`, and the bits of the ids.
+  // Returns this thread's mass of the ids that rank before a token whose logit is `bound`, and sets
+  // the bits of those ids.
   template <typename IsBefore>
   __device__ float look(IsBefore&& is_before, float bound, IdBits<T>& bits) {
     float before = 0.0f;
@@ -282,7 +287,7 @@ class Filter {
     return before;
   }
 
-  // The same where the ids are among those that have a bit.
+  // The same, if the ids are among those whose bit is set.
   template <typename IsBefore>
   __device__ float narrow(IsBefore&& is_before, IdBits<T>& bits) {
     float before = 0.0f;
@@ -305,8 +310,8 @@ class Filter {
     return __dmul_rn(static_cast<double>(top_p), static_cast<double>(mass));
   }
 
-  // The smallest key at which the weights of all keys up to it satisfy `reached`: a radix descent,
-  // four bits a pass. Integer sums have no order.
+  // The smallest key for which the weights of all keys up to it satisfy `reached`: a radix descent,
+  // four bits a pass. Integer sums do not depend on the order.
   template <typename Weight, typename Reached>
   __device__ uint64_t select(Weight weight, Reached reached) {
     SelectScratch& scratch = select_scratch();
@@ -350,7 +355,7 @@ class Filter {
       }
       prefix |= digit << shift;
     }
-    team_.sync();  // nobody's bins are in use any more
+    team_.sync();  // the bins may be reused
     return prefix;
   }
 
@@ -360,21 +365,21 @@ class Filter {
   const Row<T>& row_;
   float max_;    // largest scaled logit
   float shift_;  // of the float32 sums
-  float doubt_;  // how far they may be from the integer masses, as a share
-  float one_;    // what the largest logit counts in them: 1, but for the rounding of the shift
+  float doubt_;  // largest relative difference from the integer masses
+  float one_;    // weight of the largest logit in them: 1, except for the rounding of the shift
 };
 
-struct Drawn {
+struct DrawResult {
   int32_t token;
   float logprob, filtered_logprob;
 };
 
-// The token of a row under its request's setting, from the result of the unfiltered scan.
+// The token of a row under the setting of its request, from the result of the unfiltered scan.
 template <typename T>
-__device__ Drawn resolve(Team<kThreads>& team, const Scanner<T>& scanner, const Row<T>& row,
-                         const RowResult& result, const Setting& setting, const Draw& draw,
-                         bool want_filtered) {
-  if (result.dead()) return {0, kNegInf, kNegInf};
+__device__ DrawResult resolve(Team<kThreads>& team, const Scanner<T>& scanner, const Row<T>& row,
+                              const RowResult& result, const Setting& setting, const Draw& draw,
+                              bool want_filtered) {
+  if (result.has_no_finite()) return {0, kNegInf, kNegInf};
   if (!setting.has_filter() || (!want_filtered && row.greedy)) {
     const float logprob = result.logprob(row, result.logit);
     return {result.token, logprob, logprob};

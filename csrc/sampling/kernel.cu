@@ -1,43 +1,44 @@
 // sample and verify_tree on the GPU: token = argmax over ids of logit / T + gumbel(noise word of
-// id).
+// the id).
 //
 // A team of blocks (a cluster on Hopper) owns a row: scan.cuh reads it once, filter.cuh applies
-// top-k and top-p where a request sets them. `sample` is one launch of a team a row. verify_tree
-// has two ways with the same bits: for few rows a team draws the token of every node at once and a
-// small kernel follows the tree through them; else a team a request walks the tree and reads only
-// the rows that it visits, and while it scores one, the row of the only child that it can go to.
+// top-k and top-p where a request sets them. `sample` is one launch of a team per row. verify_tree
+// has two implementations with the same bits. For few rows, a team per node draws the tokens of all
+// nodes at once, and a small kernel follows the path through them. For more rows, a team per
+// request follows the path and reads only the rows on it; while it scores a row, it loads the row
+// of the only child to which the path can lead.
 //
-// Moves rows * vocab_size logits, once. Limits: 2^19 ids; 128 rows a request.
+// Moves rows * vocab_size logits once. Limits: 2^19 ids; 128 rows a request.
 #include "sampling/filter.cuh"
 #include "sampling/op.h"
-#include "sampling/walk.cuh"
+#include "sampling/path.cuh"
 
 namespace tlt {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 64;  // of verify_tree, where two blocks share a row
+constexpr int64_t kRowsAtOnce = 64;  // rows of verify_tree, if two blocks share a row
 constexpr int kFollowThreads = kMaxTreeRows;
 
-// What a node draws, whether or not the walk visits it.
+// What is drawn at a node, on the path or not.
 struct NodeResult {
-  Drawn drawn;
+  DrawResult drawn;
   int32_t bad;
 };
 static_assert(sizeof(NodeResult) == kNodeBytes);
 
-// The token of the only row that a team draws, whose copies were started. With a filter all of the
-// team must take part, and wait for each other before they leave; else one warp is enough.
+// The token of the only row that a team draws; its copies were started. With a filter the whole
+// team must take part, and its blocks must not exit before each other; else one warp is enough.
 template <typename T>
 __device__ __forceinline__ NodeResult draw_row(Team<kThreads>& team, Scanner<T>& scanner,
                                                const Row<T>& row, const Setting& setting,
                                                const Draw& draw, bool want_filtered) {
-  const Tell tell = setting.has_filter() ? Tell::kAll : Tell::kReporter;
-  const RowResult result = scanner.score(row, !row.greedy, draw, tell);
+  const Broadcast broadcast = setting.has_filter() ? Broadcast::kAll : Broadcast::kReporter;
+  const RowResult result = scanner.score(row, !row.greedy, draw, broadcast);
   return {resolve(team, scanner, row, result, setting, draw, want_filtered), result.bad};
 }
 
-// A word that a whole warp reads. It is waited for where it is used: a plain load is moved to a
-// uniform register, and waited for, at once.
+// A word that a whole warp loads. The load is waited for where the word is used: the compiler would
+// move a plain load to a uniform register and wait for it at once.
 class WarpWord {
  public:
   __device__ __forceinline__ explicit WarpWord(const void* from) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ NoiseKey target_key(const SamplingArrays& s, int64_t 
   return noise_key(s.seed, request, NoiseDomain::kTarget);
 }
 
-// One team a row.
+// One team per row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleParams p) {
   extern __shared__ uint4 shared[];
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
   wait_for_prior_grid();
   launch_dependents();
-  // Small reads are asked for ahead of the copies, behind which they would wait, and used after.
+  // Small loads are issued before the copies, behind which they would queue, and used after.
   const SamplingArrays& s = p.sampling;
   const WarpWord temperature(s.temperature + i), top_k(s.top_k + i), top_p(s.top_p + i);
   const WarpWord position(p.position + i), request(s.request + i);
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   if (filters) scanner.leave();
 }
 
-// One team a node.
+// One team per node.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     draw_nodes_kernel(const __grid_constant__ VerifyParams p) {
@@ -101,24 +102,25 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_prior_grid();
   launch_dependents();
   const WarpWord position(p.position + i);
-  const Asked asked(p, 0);
+  const RequestFields fields(p, 0);
   scanner.start(data);
-  const Owner owner(p, i, asked);
+  const Owner owner(p, i, fields);
   if (owner.b < 0 || owner.limit <= 0) return scanner.drain();
   const Row<T> row(data, owner.temperature);
   const Draw draw{p.sampling.round_keys, target_key(p.sampling, owner.request),
                   static_cast<int32_t>(position.get()) + 1};
   const Setting setting(owner.top_k, owner.top_p, p.vocab_size);
-  const bool want_filtered = p.filtered_logprobs != nullptr, filters = setting.has_filter();
+  const bool want_filtered = p.out.filtered_logprobs != nullptr, filters = setting.has_filter();
   const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered);
   if (scanner.reports()) static_cast<NodeResult*>(p.workspace)[i] = result;
   if (filters) scanner.leave();
 }
 
-constexpr int32_t kStops = 1, kBad = 2;  // what a node drew: a stop id, from a damaged row
+// Flags of a node: it drew a stop id; its row has bad logits.
+constexpr int32_t kStops = 1, kBad = 2;
 
-// One block a request follows the tree through what its nodes drew. All nodes find their child at
-// once, so that a step of the walk is a load of shared memory.
+// One block per request follows the path through the tokens that were drawn at the nodes. All nodes
+// find their child at once, so that a step of the path is one load of shared memory.
 __global__ void __launch_bounds__(kFollowThreads)
     follow_kernel(const __grid_constant__ VerifyParams p) {
   __shared__ TreeRows tree;
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(kFollowThreads)
   __shared__ int32_t flags[kMaxTreeRows], children[kMaxTreeRows], path[kMaxTreeRows];
   const int64_t b = blockIdx.x;
   const int t = threadIdx.x;
-  const int32_t tree_status = tree.load(p, b);  // older than the kernel before, as is the limit
+  const int32_t tree_status = tree.load(p, b);  // like the limit, older than the previous kernel
   const int64_t limit = max(p.limit[b], 0);
   const bool mine = t < tree.num_rows && limit > 0;
   wait_for_prior_grid();
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(kFollowThreads)
   }
   results[t] = result;
   flags[t] = (stops ? kStops : 0) | (result.bad ? kBad : 0);
-  children[t] = kMaxTreeRows;  // none was drafted
+  children[t] = kMaxTreeRows;  // no such child was drafted
   __syncthreads();
   const int32_t parent = mine ? tree.parents[t] : -1;
   if (parent >= 0 && parent < t && tree.tokens[t] == results[parent].drawn.token) {
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kFollowThreads)
   }
   __syncthreads();
   if (t >= kWarpSize) return;
-  const int64_t most = limit < p.max_emitted ? limit : p.max_emitted;
+  const int64_t most = limit < p.out.max_emitted ? limit : p.out.max_emitted;
   int count = 0;
   int32_t finish = kRunning, status = tree_status;
   for (int node = 0; node < tree.num_rows && count < most; ++count) {
@@ -164,12 +166,13 @@ __global__ void __launch_bounds__(kFollowThreads)
   if (t == 0) write_end(p, b, tree, limit, count, finish, status);
 }
 
-// One team a request draws only at the nodes that it visits.
+// One team per request draws only at the nodes of the path.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ VerifyParams p) {
+__global__ void __launch_bounds__(kThreads)
+    draw_path_kernel(const __grid_constant__ VerifyParams p) {
   extern __shared__ uint4 shared[];
   __shared__ TreeRows tree;
-  __shared__ Favourites favourites;
+  __shared__ BestChildren best_children;
   Team<kThreads> team;
   Scanner<T> scanner(team, shared, p.vocab_size);
   const int64_t b = team.item();
@@ -178,32 +181,33 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
   const Setting setting(p.sampling, b, p.vocab_size);
   const float temperature = p.sampling.temperature[b];
   const NoiseKey key = target_key(p.sampling, p.sampling.request[b]);
-  const Ends ends(p, b);
+  const StopRule stop(p, b);
   const int32_t tree_status = tree.load(p, b);
-  const bool want_filtered = p.filtered_logprobs != nullptr;
+  const bool want_filtered = p.out.filtered_logprobs != nullptr;
   const auto data_of = [&](int node) {
     return RowData<T>(p.logits, p.logits_stride, tree.first + node, p.vocab_size);
   };
   const auto draw_at = [&](int node) {
     return Draw{p.sampling.round_keys, key, tree.positions[node] + 1};
   };
-  int under_way = kNobody;  // the node whose row is being copied
-  const bool foresees = !setting.has_filter() && scanner.keeps_row();
-  if (foresees && tree.num_rows > 0 && ends.limit > 0) {
-    under_way = 0;
-    favourites.find<T>(tree, temperature, data_of, draw_at, [&] { scanner.start(data_of(0)); });
+  int prefetched = kNoChild;  // the node whose row is being copied
+  const bool prefetches = !setting.has_filter() && scanner.keeps_row();
+  if (prefetches && tree.num_rows > 0 && stop.limit > 0) {
+    prefetched = 0;
+    best_children.find<T>(tree, temperature, data_of, draw_at, [&] { scanner.start(data_of(0)); });
   }
-  walk(p, b, tree, ends, scanner.reports(), tree_status, [&](int node, int32_t* status) {
+  emit_path(p, b, tree, stop, scanner.reports(), tree_status, [&](int node, int32_t* status) {
     const RowData<T> data = data_of(node);
     const Row<T> row(data, temperature);
-    if (node != under_way) scanner.start(data);
-    under_way = foresees ? favourites.child[node] : kNobody;
-    const bool goes_on = under_way != kNobody;
-    const RowResult result =
-        scanner.score(row, !row.greedy, draw_at(node), foresees ? Tell::kWinner : Tell::kAll,
-                      goes_on ? data_of(under_way) : data, goes_on);
+    if (node != prefetched) scanner.start(data);
+    prefetched = prefetches ? best_children.child[node] : kNoChild;
+    const bool has_next = prefetched != kNoChild;
+    const RowResult result = scanner.score(row, !row.greedy, draw_at(node),
+                                           prefetches ? Broadcast::kWinner : Broadcast::kAll,
+                                           has_next ? data_of(prefetched) : data, has_next);
     if (result.bad) *status |= kStatusNanLogits;
-    const Drawn drawn = resolve(team, scanner, row, result, setting, draw_at(node), want_filtered);
+    const DrawResult drawn =
+        resolve(team, scanner, row, result, setting, draw_at(node), want_filtered);
     return Step{drawn, tree.find_child(node, drawn.token)};
   });
   scanner.drain();
@@ -241,9 +245,9 @@ void verify_tree_cuda(const VerifyParams& p, int device, uintptr_t stream) {
     const auto kernel = draw_nodes_kernel<T>;
     if (p.workspace == nullptr || p.num_rows == 0 ||
         p.num_rows > rows_at_once<T>(op, kernel, device, p.vocab_size)) {
-      const auto walk = walk_kernel<T>;
-      const TeamShape shape = row_launch<T>(op, walk, p.num_requests, p.vocab_size);
-      return launch_teams(op, walk, shape, as_stream(stream), p);
+      const auto emit_path = draw_path_kernel<T>;
+      const TeamShape shape = row_launch<T>(op, emit_path, p.num_requests, p.vocab_size);
+      return launch_teams(op, emit_path, shape, as_stream(stream), p);
     }
     launch_teams(op, kernel, row_launch<T>(op, kernel, p.num_rows, p.vocab_size), as_stream(stream),
                  p);

@@ -7,7 +7,7 @@
 namespace tlt {
 namespace {
 
-// The scratch of verify_tree; null where none was given.
+// The scratch of verify_tree; null if there is none.
 void* check_workspace(const char* op, const Tensor& logits, const Tensor& workspace) {
   if (!workspace.defined()) return nullptr;
   const Arg arg(op, "workspace", workspace);
@@ -21,9 +21,9 @@ void* check_workspace(const char* op, const Tensor& logits, const Tensor& worksp
   return workspace.data;
 }
 
-constexpr int64_t kMaxVocabulary = 1 << 22;  // keeps integer sums of weights inside 63 bits
+constexpr int64_t kMaxVocabulary = 1 << 22;  // keeps integer sums of weights within 63 bits
 
-struct Wanted {
+struct ArrayCheck {
   const char* name;
   const Tensor& tensor;
   DType dtype;
@@ -31,14 +31,14 @@ struct Wanted {
   bool written = false;
 };
 
-// Checks the logits and every other array: device, dtype, layout, shape, in this order.
-void check_arrays(const char* op, const Tensor& logits, const std::vector<Wanted>& others) {
+// Checks the logits and all other arrays: device, dtype, layout and shape, in this order.
+void check_arrays(const char* op, const Tensor& logits, const std::vector<ArrayCheck>& others) {
   const Arg logits_arg(op, "logits", logits);
-  for (const Wanted& w : others) Arg(op, w.name, w.tensor).on(logits);
+  for (const ArrayCheck& w : others) Arg(op, w.name, w.tensor).on(logits);
   logits_arg.is(kFloating);
-  for (const Wanted& w : others) Arg(op, w.name, w.tensor).is({w.dtype});
+  for (const ArrayCheck& w : others) Arg(op, w.name, w.tensor).is({w.dtype});
   logits_arg.dense_last();
-  for (const Wanted& w : others) {
+  for (const ArrayCheck& w : others) {
     const Arg arg(op, w.name, w.tensor);
     if (w.shape.size() == 1) {
       arg.dense();
@@ -49,7 +49,7 @@ void check_arrays(const char* op, const Tensor& logits, const std::vector<Wanted
     }
   }
   logits_arg.shape({kAny, kAny});
-  for (const Wanted& w : others) {
+  for (const ArrayCheck& w : others) {
     const Arg arg(op, w.name, w.tensor);
     w.shape.size() == 1 ? arg.shape({w.shape[0]}) : arg.shape({w.shape[0], w.shape[1]});
   }
@@ -82,7 +82,7 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, const Tensor& d
   const int64_t num_rows = a.logits.shape[0];
   const int64_t num_requests = a.limit.ndim == 1 ? a.limit.shape[0] : kAny;
   const int64_t max_emitted = a.out.emitted.ndim == 2 ? a.out.emitted.shape[1] : kAny;
-  std::vector<Wanted> wanted = {
+  std::vector<ArrayCheck> wanted = {
       {"limit", a.limit, DType::kInt32, {num_requests}},
       {"tokens", a.tree.tokens, DType::kInt32, {num_rows}},
       {"parents", a.tree.parents, DType::kInt32, {num_rows}},
@@ -126,8 +126,8 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, const Tensor& d
   p.vocab_size = vocab;
   p.draft_probs = wants_draft ? draft_probs.ptr<float>() : nullptr;
   p.draft_stride = wants_draft ? draft_probs.stride[0] : 0;
-  p.tokens = a.tree.tokens.ptr<int32_t>();
-  p.parents = a.tree.parents.ptr<int32_t>();
+  p.tree.tokens = a.tree.tokens.ptr<int32_t>();
+  p.tree.parents = a.tree.parents.ptr<int32_t>();
   p.position = a.rows.position.ptr<int32_t>();
   p.num_requests = num_requests;
   p.row_start = a.rows.row_start.ptr<int32_t>();
@@ -136,17 +136,17 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, const Tensor& d
   p.stop_stride = a.stop_ids.stride[0];
   p.num_stop_ids = a.stop_ids.shape[1];
   p.limit = a.limit.ptr<int32_t>();
-  p.emitted = a.out.emitted.ptr<int32_t>();
-  p.logprobs = a.out.logprobs.ptr<float>();
-  p.filtered_logprobs = a.out.filtered_logprobs.ptr<float>();
-  p.path = a.out.path.ptr<int32_t>();
-  p.emitted_stride = a.out.emitted.stride[0];
-  p.logprobs_stride = a.out.logprobs.stride[0];
-  p.filtered_stride = a.out.filtered_logprobs.stride[0];
-  p.path_stride = a.out.path.stride[0];
-  p.max_emitted = max_emitted;
-  p.num_emitted = a.out.num_emitted.ptr<int32_t>();
-  p.finish = a.out.finish.ptr<int32_t>();
+  p.out.emitted = a.out.emitted.ptr<int32_t>();
+  p.out.logprobs = a.out.logprobs.ptr<float>();
+  p.out.filtered_logprobs = a.out.filtered_logprobs.ptr<float>();
+  p.out.path = a.out.path.ptr<int32_t>();
+  p.out.emitted_stride = a.out.emitted.stride[0];
+  p.out.logprobs_stride = a.out.logprobs.stride[0];
+  p.out.filtered_stride = a.out.filtered_logprobs.stride[0];
+  p.out.path_stride = a.out.path.stride[0];
+  p.out.max_emitted = max_emitted;
+  p.out.num_emitted = a.out.num_emitted.ptr<int32_t>();
+  p.out.finish = a.out.finish.ptr<int32_t>();
   p.status = a.rows.status.ptr<int32_t>();
   return p;
 }
@@ -159,7 +159,7 @@ void sample(const Tensor& logits, const SamplingArgs& sampling, const SampleArra
             uint64_t seed, std::optional<int64_t> vocab_size, uintptr_t stream) {
   constexpr const char* op = "sample";
   const int64_t rows = logits.shape[0];
-  std::vector<Wanted> wanted = {
+  std::vector<ArrayCheck> wanted = {
       {"temperature", sampling.temperature, DType::kFloat32, {rows}},
       {"top_k", sampling.top_k, DType::kInt32, {rows}},
       {"top_p", sampling.top_p, DType::kFloat32, {rows}},

@@ -8,7 +8,7 @@
 
 namespace tlt {
 
-// Outputs and further inputs of a call of `sample`, by row; params.h has their shapes.
+// Further inputs and outputs of `sample`, by row; params.h has their shapes.
 struct SampleArrays {
   const Tensor &position, &tokens, &logprobs, &status, &filtered_logprobs;
 };
@@ -18,7 +18,7 @@ void sample(const Tensor& logits, const SamplingArgs& sampling, const SampleArra
 using VerifyRows = Part<RowsArgs, &RowsArgs::row_start, &RowsArgs::position, &RowsArgs::status>;
 using VerifyNodes = Part<TreeArgs, &TreeArgs::tokens, &TreeArgs::parents>;
 
-// What the two verify ops share.
+// The arguments that the two verify ops share.
 struct VerifyArrays {
   const Tensor& logits;
   const TreeArgs& tree;

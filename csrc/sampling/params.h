@@ -8,7 +8,7 @@
 
 namespace tlt {
 
-// Where a request draws from: logits / temperature, cut to its top-k, then to its top-p.
+// What a request draws from: logits / temperature, cut to its top-k, then to its top-p.
 struct SamplingArrays {
   const float* temperature;  // [n]; 0 = greedy
   const int32_t* top_k;      // [n]; <= 0 or >= vocab_size = off
@@ -31,24 +31,13 @@ struct SampleParams {
   int32_t* status;           // [rows]
 };
 
-// Rows of one request are packed: root first, parents before children.
-struct VerifyParams {
-  const void* logits;  // [num_rows, >= vocab_size], dtype
-  int64_t logits_stride;
-  DType dtype;
-  int64_t num_rows, vocab_size;
-  const float* draft_probs;  // [num_rows, >= vocab_size]; null in verify_tree and if deterministic
-  int64_t draft_stride;
-  bool deterministic;       // verify_rejection: children are one-hot proposals
-  const int32_t* tokens;    // [num_rows]
-  const int32_t* parents;   // [num_rows], row within the request, -1 for its root
-  const int32_t* position;  // [num_rows], of the node itself
-  int64_t num_requests;
-  const int32_t* row_start;  // [num_requests + 1]
-  SamplingArrays sampling;   // n = num_requests
-  const int32_t* stop_ids;   // [num_requests, num_stop_ids], -1 = unused
-  int64_t stop_stride, num_stop_ids;
-  const int32_t* limit;      // [num_requests], most tokens to emit now
+// Draft trees as packed rows: the root of each request first, parents before children.
+struct TreeArrays {
+  const int32_t* tokens;   // [num_rows]
+  const int32_t* parents;  // [num_rows], row within the request, -1 for its root
+};
+
+struct VerifyOutputArrays {
   int32_t* emitted;          // [num_requests, max_emitted]
   float* logprobs;           // [num_requests, max_emitted]
   float* filtered_logprobs;  // [num_requests, max_emitted], may be null
@@ -56,16 +45,35 @@ struct VerifyParams {
   int64_t emitted_stride, logprobs_stride, filtered_stride, path_stride, max_emitted;
   int32_t* num_emitted;  // [num_requests]
   int32_t* finish;       // [num_requests]
-  int32_t* status;       // [num_requests]
-  void* workspace;       // sampling_workspace_bytes(num_rows); null, or GPU only
+};
+
+struct VerifyParams {
+  const void* logits;  // [num_rows, >= vocab_size], dtype
+  int64_t logits_stride;
+  DType dtype;
+  int64_t num_rows, vocab_size;
+  const float* draft_probs;  // [num_rows, >= vocab_size]; null in verify_tree and if deterministic
+  int64_t draft_stride;
+  bool deterministic;  // verify_rejection: children are one-hot proposals
+  TreeArrays tree;
+  const int32_t* position;  // [num_rows], of the node itself
+  int64_t num_requests;
+  const int32_t* row_start;  // [num_requests + 1]
+  int32_t* status;           // [num_requests]
+  SamplingArrays sampling;   // n = num_requests
+  const int32_t* stop_ids;   // [num_requests, num_stop_ids], -1 = unused
+  int64_t stop_stride, num_stop_ids;
+  const int32_t* limit;  // [num_requests], most tokens to emit now
+  VerifyOutputArrays out;
+  void* workspace;  // sampling_workspace_bytes(num_rows); null, or GPU only
 };
 
 enum Finish : int32_t { kRunning = 0, kStopId = 1, kLimit = 2 };
 
-constexpr int64_t kNodeBytes = 16;  // of scratch that verify_tree uses for a row on a GPU
+constexpr int64_t kNodeBytes = 16;  // scratch of verify_tree for a row on a GPU
 
-constexpr int64_t kMaxGpuVocabulary = 1 << 19;  // sums of a row's steps fit shared memory
+constexpr int64_t kMaxGpuVocabulary = 1 << 19;  // the sums of a row's steps fit shared memory
 constexpr int kMaxTreeRows = 128;               // of one request, root included
-constexpr int kMinEmitted = 17;                 // 16 drafted levels and the target's own token
+constexpr int kMinEmitted = 17;                 // 16 drafted levels and the bonus token
 
 }  // namespace tlt

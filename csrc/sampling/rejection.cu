@@ -1,20 +1,22 @@
-// verify_rejection on the GPU: the rule of rejection.cpp, entry by entry with the same bits.
+// verify_rejection on the GPU: the rule of rejection.cpp, entry by entry, with the same bits.
 //
-// One team of blocks a request. The laws are never stored: an entry of the target's or the draft's
-// law after some rejections is a function of its logit, its draft probability and two factors a
-// rejection, so every pass over the vocabulary makes it anew (Laws::at). Sums are integers and
-// maxima have no order. The reference rule: right first, two passes a rejected draft.
+// One team of blocks per request. The distributions are not stored: an entry of the target or draft
+// distribution after some rejections is a function of its logit, its draft probability and two
+// factors per rejection, so every pass over the vocabulary recomputes it (Distributions::at). Sums
+// are integers and maxima do not depend on the order. This op is the reference rule, written for
+// correctness: two passes per rejected draft.
 #include "sampling/filter.cuh"
 #include "sampling/op.h"
-#include "sampling/walk.cuh"
+#include "sampling/path.cuh"
 
 namespace tlt {
 namespace {
 
-constexpr float kMaxProb = 1.001f;  // rounding may carry a probability a little above 1
+constexpr float kMaxProb = 1.001f;  // rounding may make a probability slightly larger than 1
 
-// Division by the largest entry, then scaling to sum 1; where nothing is left the law stays.
-struct Normal {
+// Division by the largest entry, then scaling to sum 1; not valid where nothing is left, and the
+// distribution is then kept as it is.
+struct Normalizer {
   float largest, factor;
   bool valid;
 
@@ -27,28 +29,28 @@ struct Entry {
 
 struct Rejected {
   int32_t token;
-  Normal target, draft;
+  Normalizer target, draft;
 };
 
-// The laws at a node; all in shared memory but what is uniform.
+// The distributions at a node. `rejected` is in shared memory, everything else is uniform.
 template <typename T>
-struct Laws {
+struct Distributions {
   const Row<T>& row;
   const float* draft_probs;  // of the node; null if deterministic
   float max;
   int32_t one_hot;  // the only token, or -1
   uint64_t cut;     // largest kept sort key
-  Normal target, draft;
+  Normalizer target, draft;
   const Rejected* rejected;
   int count = 0;
 
-  // Before normalisation.
+  // The target's entry before normalisation.
   __device__ float raw_target(int32_t id, float x, float s) const {
     if (one_hot >= 0) return id == one_hot ? 1.0f : 0.0f;
     return sort_key(x, id) <= cut ? exp_f32(add_rn(s, -max)) : 0.0f;
   }
 
-  // What a rejection of `token` leaves, before normalisation.
+  // What remains after `token` is rejected, before normalisation.
   __device__ Entry without(Entry e, int32_t id, int32_t token) const {
     const bool removed = id == token;
     if (draft_probs == nullptr) return {removed ? 0.0f : e.target, 0.0f};
@@ -76,8 +78,8 @@ struct Laws {
 
 // Normalises both parts of the entries that entry(id, logit, scaled) gives.
 template <typename T, typename F>
-__device__ void normalise(Team<kThreads>& team, Filter<T>& filter, F&& entry, Normal* target,
-                          Normal* draft) {
+__device__ void normalise(Team<kThreads>& team, Filter<T>& filter, F&& entry, Normalizer* target,
+                          Normalizer* draft) {
   Entry largest{0.0f, 0.0f};
   filter.for_each([&](int32_t id, float x, float s) {
     const Entry e = entry(id, x, s);
@@ -88,7 +90,7 @@ __device__ void normalise(Team<kThreads>& team, Filter<T>& filter, F&& entry, No
   target->valid = target->largest >= FLT_MIN;
   draft->valid = draft->largest >= FLT_MIN;
   int64_t mass[2] = {0, 0};
-  const auto part = [](float x, const Normal& normal) {
+  const auto part = [](float x, const Normalizer& normal) {
     return normal.valid ? __float2ll_rz(mul_rn(__fdiv_rn(x, normal.largest), 0x1p40f)) : 0;
   };
   filter.for_each([&](int32_t id, float x, float s) {
@@ -100,17 +102,18 @@ __device__ void normalise(Team<kThreads>& team, Filter<T>& filter, F&& entry, No
   draft->factor = __fdiv_rn(0x1p40f, static_cast<float>(team.sum(mass[1])));
 }
 
-// Winner of log law + noise, ties by the lower id.
+// Winner of log probability + noise, ties by the lower id.
 template <typename T>
-__device__ int32_t draw_from(Team<kThreads>& team, Filter<T>& filter, const Laws<T>& laws,
-                             const NoiseKey& key, int32_t position) {
+__device__ int32_t draw_from(Team<kThreads>& team, Filter<T>& filter,
+                             const Distributions<T>& distributions, const NoiseKey& key,
+                             int32_t position) {
   uint64_t best = 0;
   filter.for_each([&](int32_t id, float x, float s) {
-    const float law = laws.at(id, x, s).target;
-    if (law < FLT_MIN) return;  // log_f32 takes normal numbers
+    const float prob = distributions.at(id, x, s).target;
+    if (prob < FLT_MIN) return;  // log_f32 takes normal numbers
     const Philox4 r = noise_words(key, position, static_cast<uint32_t>(id) >> 2);
     const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
-    const float score = keyed_score(log_f32(law), 1.0f, gumbel(id & 2 ? high : low));
+    const float score = keyed_score(log_f32(prob), 1.0f, gumbel(id & 2 ? high : low));
     const uint64_t rank = rank_key(score, static_cast<uint32_t>(id));
     best = rank > best ? rank : best;
   });
@@ -124,8 +127,8 @@ __device__ float accept_uniform(const VerifyParams& p, int64_t b, int32_t positi
   return uniform_open(child & 2 ? high : low);
 }
 
-// True if every entry of a draft row is a probability; NaN is not.
-__device__ bool is_law(Team<kThreads>& team, const float* q, int64_t n) {
+// True if every entry of a draft row is a probability; NaN is not one.
+__device__ bool is_distribution(Team<kThreads>& team, const float* q, int64_t n) {
   int32_t bad = 0;
   for (int64_t i = team.thread(); i < n; i += team.threads()) {
     bad |= !(q[i] >= 0.0f) | !(q[i] <= kMaxProb);
@@ -133,7 +136,7 @@ __device__ bool is_law(Team<kThreads>& team, const float* q, int64_t n) {
   return team.sum(bad) == 0;
 }
 
-// One team a request.
+// One team per request.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     rejection_kernel(const __grid_constant__ VerifyParams p) {
@@ -144,79 +147,81 @@ __global__ void __launch_bounds__(kThreads, 1)
   Scanner<T> scanner(team, shared, p.vocab_size);
   const int64_t b = team.item();
   const Setting setting(p.sampling, b, p.vocab_size);
-  const Ends ends(p, b);
+  const StopRule stop(p, b);
   const int32_t tree_status = tree.load(p, b);
-  walk(p, b, tree, ends, team.rank() == 0 && threadIdx.x == 0, tree_status,
-       [&](int node, int32_t* status) {
-         const int64_t at = tree.first + node;
-         const int32_t position = p.position[at] + 1;
-         const Row<T> row({p.logits, p.logits_stride, at, p.vocab_size}, p.sampling.temperature[b]);
-         scanner.start(row);
-         const RowResult result =
-             scanner.score(row, false, Draw{p.sampling.round_keys, {}, 0}, Tell::kAll);
-         if (result.bad) *status |= kStatusNanLogits;
-         Filter<T> filter(team, scanner, row, result.max);
-         const bool certain = result.dead() || row.greedy;
-         const uint64_t cut = certain || !setting.has_filter() ? kKeepAll : filter.cut(setting);
-         bool has_children = false;
-         for (int child = node + 1; child < tree.num_rows; ++child) {
-           has_children |= tree.parents[child] == node;
-         }
-         const float* draft_probs =
-             p.deterministic || !has_children ? nullptr : p.draft_probs + at * p.draft_stride;
-         bool useful = has_children;
-         if (draft_probs != nullptr && !is_law(team, draft_probs, p.vocab_size)) {
-           *status |= kStatusNanDraft;
-           useful = false;
-           draft_probs = nullptr;
-         }
-         Laws<T> laws{
-             row, draft_probs, row.scaled(result.max), certain ? max(result.token, 0) : -1, cut, {},
-             {},  rejected};
-         Normal target, draft;
-         normalise(
-             team, filter,
-             [&](int32_t id, float x, float s) {
-               return Entry{laws.raw_target(id, x, s),
-                            draft_probs == nullptr ? 0.0f : draft_probs[id]};
-             },
-             &target, &draft);
-         laws.target = target;
-         laws.draft = draft;
-         useful = useful && (p.deterministic || draft.valid);
-         int32_t token = -1;
-         int accepted = -1;
-         for (int child = node + 1; useful && accepted < 0 && child < tree.num_rows; ++child) {
-           const int32_t drafted = tree.tokens[child];
-           if (tree.parents[child] != node || drafted < 0 || drafted >= p.vocab_size) continue;
-           const Entry entry = laws.at(drafted);
-           const float proposed = p.deterministic ? 1.0f : entry.draft;
-           if (!(proposed > 0.0f))
-             continue;  // a duplicate, or a token that this law cannot have drawn
-           if (mul_rn(accept_uniform(p, b, position, child), proposed) < entry.target) {
-             token = drafted;
-             accepted = child;
-             break;
-           }
-           normalise(
-               team, filter,
-               [&](int32_t id, float x, float s) {
-                 return laws.without(laws.at(id, x, s), id, drafted);
-               },
-               &target, &draft);
-           if (threadIdx.x == 0) rejected[laws.count] = {drafted, target, draft};
-           __syncthreads();
-           ++laws.count;
-           useful = p.deterministic || draft.valid;
-         }
-         if (token < 0) {
-           const NoiseKey key =
-               noise_key(p.sampling.seed, p.sampling.request[b], NoiseDomain::kResidual);
-           token = draw_from(team, filter, laws, key, position);
-         }
-         const float logprob = result.logprob(row, filter.logit(token));
-         return Step{{token, logprob, logprob}, accepted};
-       });
+  emit_path(
+      p, b, tree, stop, team.rank() == 0 && threadIdx.x == 0, tree_status,
+      [&](int node, int32_t* status) {
+        const int64_t at = tree.first + node;
+        const int32_t position = p.position[at] + 1;
+        const Row<T> row({p.logits, p.logits_stride, at, p.vocab_size}, p.sampling.temperature[b]);
+        scanner.start(row);
+        const RowResult result =
+            scanner.score(row, false, Draw{p.sampling.round_keys, {}, 0}, Broadcast::kAll);
+        if (result.bad) *status |= kStatusNanLogits;
+        Filter<T> filter(team, scanner, row, result.max);
+        const bool certain = result.has_no_finite() || row.greedy;
+        const uint64_t cut = certain || !setting.has_filter() ? kKeepAll : filter.cut(setting);
+        bool has_children = false;
+        for (int child = node + 1; child < tree.num_rows; ++child) {
+          has_children |= tree.parents[child] == node;
+        }
+        const float* draft_probs =
+            p.deterministic || !has_children ? nullptr : p.draft_probs + at * p.draft_stride;
+        bool useful = has_children;
+        if (draft_probs != nullptr && !is_distribution(team, draft_probs, p.vocab_size)) {
+          *status |= kStatusNanDraft;
+          useful = false;
+          draft_probs = nullptr;
+        }
+        Distributions<T> distributions{
+            row, draft_probs, row.scaled(result.max), certain ? max(result.token, 0) : -1, cut, {},
+            {},  rejected};
+        Normalizer target, draft;
+        normalise(
+            team, filter,
+            [&](int32_t id, float x, float s) {
+              return Entry{distributions.raw_target(id, x, s),
+                           draft_probs == nullptr ? 0.0f : draft_probs[id]};
+            },
+            &target, &draft);
+        distributions.target = target;
+        distributions.draft = draft;
+        useful = useful && (p.deterministic || draft.valid);
+        int32_t token = -1;
+        int accepted = -1;
+        for (int child = node + 1; useful && accepted < 0 && child < tree.num_rows; ++child) {
+          const int32_t drafted = tree.tokens[child];
+          if (tree.parents[child] != node || drafted < 0 || drafted >= p.vocab_size) continue;
+          const Entry entry = distributions.at(drafted);
+          const float proposed = p.deterministic ? 1.0f : entry.draft;
+          if (!(proposed > 0.0f))
+            continue;  // a duplicate, or a token that cannot have been drawn from the draft
+                       // distribution
+          if (mul_rn(accept_uniform(p, b, position, child), proposed) < entry.target) {
+            token = drafted;
+            accepted = child;
+            break;
+          }
+          normalise(
+              team, filter,
+              [&](int32_t id, float x, float s) {
+                return distributions.without(distributions.at(id, x, s), id, drafted);
+              },
+              &target, &draft);
+          if (threadIdx.x == 0) rejected[distributions.count] = {drafted, target, draft};
+          __syncthreads();
+          ++distributions.count;
+          useful = p.deterministic || draft.valid;
+        }
+        if (token < 0) {
+          const NoiseKey key =
+              noise_key(p.sampling.seed, p.sampling.request[b], NoiseDomain::kResidual);
+          token = draw_from(team, filter, distributions, key, position);
+        }
+        const float logprob = result.logprob(row, filter.logit(token));
+        return Step{{token, logprob, logprob}, accepted};
+      });
   scanner.leave();
 }
 

@@ -1,12 +1,12 @@
-// How a row of logits comes to a team of blocks, and where its ids then are.
+// Loads a row of logits into the shared memory of a team of blocks.
 //
-// A row is cut into steps of kStep ids, a cut that depends on the vocabulary alone. A block has a
-// run of them and takes a round at a time: a step for each of its warps. All rounds of a row are
-// asked for at once and land in shared memory in their order; there the row stays for top-k and
-// top-p, or the next row follows it round by round. (A row that is too large goes through the
-// rounds' places as through a ring, and is read again from memory.) On Hopper a round is a bulk
-// copy for each four warps, of which one asks for all: a warp that asks waits until the memory pipe
-// has room, and those that compute must not.
+// A row is cut into steps of kStep ids; the cut depends on the vocabulary alone. A block owns
+// consecutive steps and takes them in rounds of one step per warp. The copies of all rounds of a
+// row are issued at once, each into a place of shared memory. There the row stays for top-k and
+// top-p, or the rounds of the next row replace it one by one. (A row that is too large uses the
+// places as a ring, and is read again from global memory.) On Hopper a round is one bulk copy per
+// four warps, issued by one of them: issuing stalls while the memory pipe is full, and the warps
+// that compute must not stall.
 #pragma once
 
 #include "common/tma.cuh"
@@ -15,8 +15,8 @@
 namespace tlt {
 
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kShareWarps = 4;  // whose steps of a round come together
-constexpr int kStepGroups = 2;  // that a lane takes of a step
+constexpr int kShareWarps = 4;  // their steps of a round are copied together
+constexpr int kStepGroups = 2;  // groups of a step that a lane takes
 constexpr int32_t kStep = kWarpSize * kGroup * kStepGroups;
 
 // Shared memory that holds a row, in slots of 16 bytes a thread: 192 KiB a block on Hopper.
@@ -30,16 +30,16 @@ constexpr int kSlots = slots_of(true);
 template <typename T>
 constexpr int kParts = static_cast<int>(sizeof(Raw<T>) / sizeof(uint4));  // slots of a group
 template <typename T>
-constexpr int depth_of(bool hopper) {  // steps a warp holds
+constexpr int depth_of(bool hopper) {  // steps that a warp holds
   return slots_of(hopper) / (kStepGroups * kParts<T>);
 }
 template <typename T>
-constexpr int kDepth = kSlots / (kStepGroups * kParts<T>);  // the same on the card
+constexpr int kDepth = kSlots / (kStepGroups * kParts<T>);  // the same in device code
 
 template <typename T>
 class Rounds {
  public:
-  // `shared` is what row_launch asks for.
+  // `shared` has the size that row_launch computes.
   __device__ Rounds(Team<kThreads>& team, uint4* shared, int64_t vocab_size)
       : team_(team),
         num_steps_(ceil_div(static_cast<int32_t>(vocab_size), kStep)),
@@ -49,9 +49,9 @@ class Rounds {
         slots_(shared + threadIdx.x / kWarpSize * kStepSlots +
                threadIdx.x % kWarpSize * kParts<T>) {
     const int lane = threadIdx.x % kWarpSize;
-    if (warp_asks() && lane < kDepth<T>) {
-      *taken(lane) = 0;
-      init_barrier(landed(lane), kArrivals);
+    if (warp_issues() && lane < kDepth<T>) {
+      *num_released(lane) = 0;
+      init_barrier(full_barrier(lane), kArrivals);
       fence_barriers();
       fence_copies();
     }
@@ -61,30 +61,32 @@ class Rounds {
   // Starts the copies of a row. All threads of the block call it.
   __device__ __forceinline__ void start(const RowData<T>& row) {
     drain();
-    if (ready_ || !kBulk) __syncthreads();  // nobody reads the row before
-    under_way_ = min(rounds_, kDepth<T>);
+    if (ready_ || !kBulk) __syncthreads();  // no thread reads the previous row any more
+    in_flight_ = min(rounds_, kDepth<T>);
     const int lane = threadIdx.x % kWarpSize;
-    if (warp_asks() && lane < under_way_) ask(row, lane, lane);
+    if (warp_issues() && lane < in_flight_) issue_copy(row, lane, lane);
 #pragma unroll 1
-    for (int round = 0; round < under_way_; ++round) fill(row, round, round);
+    for (int round = 0; round < in_flight_; ++round) fill(row, round, round);
   }
 
-  // Waits for copies that nobody asked for after all; before the end there must be none.
+  // Waits for copies that turned out not to be needed; none may be in flight at the end of the
+  // kernel.
   __device__ __forceinline__ void drain() {
-    if (under_way_ > 0) meet();
+    if (in_flight_ > 0) wait_for_team();
 #pragma unroll 1
-    for (int place = 0; place < under_way_; ++place) await(place);
-    under_way_ = 0;
+    for (int place = 0; place < in_flight_; ++place) wait_for(place);
+    in_flight_ = 0;
   }
 
-  // Whether a row fits, so that it may be looked at again, or a next row may follow it.
+  // Whether a row fits into shared memory. Then it can be read again, and the copies of the next
+  // row can start.
   __device__ bool keeps_row() const { return rounds_ <= kDepth<T>; }
 
-  // Where keeps_row(), one of this thread's ids of the row scored last, and its logit; place 0 is
-  // the last id.
+  // Only where keeps_row(): one of this thread's ids of the row that was scored last, and its
+  // logit. Place 0 is the last id.
   __device__ __forceinline__ int32_t id_at(int place, float* logit) const {
     constexpr int kOfSlot = sizeof(uint4) / sizeof(T);
-    const int steps = (end_ - 1 - first_step_) / kWarps + 1;  // that have an id
+    const int steps = (end_ - 1 - first_step_) / kWarps + 1;  // steps that contain ids
     const int group = steps * kStepGroups - 1 - place / kGroup;
     const int at = kGroup - 1 - place % kGroup;
     const uint4* const slot = slots_ + group / kStepGroups * kStageSlots +
@@ -93,9 +95,9 @@ class Rounds {
     return first_id(first_step_ + group / kStepGroups * kWarps, group % kStepGroups) + at;
   }
 
-  // Calls f(first id, bits of the groups) on this thread's steps of the row scored last, whose
-  // groups are kApart ids apart; NaN and +inf come as -inf. All lanes of a warp take part in every
-  // call.
+  // Calls f(first id, bits of the groups) for each of this thread's steps of the row that was
+  // scored last. The groups are kApart ids apart; NaN and +inf are read as -inf. All lanes of a
+  // warp take part in every call.
   static constexpr int32_t kApart = kWarpSize * kGroup;
   template <typename F>
   __device__ __forceinline__ void for_each_step(const Row<T>& row, F&& f) const {
@@ -107,7 +109,7 @@ class Rounds {
       for (int group = 0; group < kStepGroups; ++group) {
         if (keeps_row()) {
           raw[group] = RowData<T>::read(slot + group * kGroupSlots);
-          continue;  // it is clean
+          continue;  // bad logits were replaced there
         }
         raw[group] = row.load(first_id(step, group));
         if (row.is_bad(largest_of(raw[group]))) row.drop_bad(raw[group]);
@@ -124,67 +126,72 @@ class Rounds {
   static constexpr bool kBulk = kSlots == slots_of(true);  // else each lane copies its own ids
   static constexpr int kArrivals = kBulk ? 1 : kShareWarps * kWarpSize;
 
-  // Of a step, the lane's `group`.
+  // The first id of the lane's `group` of a step.
   __device__ __forceinline__ static int32_t first_id(int32_t step, int group) {
     const int32_t lane = threadIdx.x % kWarpSize;
     return step * kStep + (group * kWarpSize + lane) * kGroup;
   }
 
-  // All blocks run, with their scratch set.
-  __device__ __forceinline__ void meet() {
+  // Waits until all blocks of the team run and have initialised their scratch memory.
+  __device__ __forceinline__ void wait_for_team() {
     if (!ready_) team_.wait();
     ready_ = true;
   }
 
   __device__ int num_warps() const { return team_.size() * kWarps; }  // of the team
 
-  // Brings a round to a place that this warp has read: the last warp that has asks for it.
-  __device__ __forceinline__ void pass_on(const RowData<T>& row, int round, int place) const {
+  // Refills a place that this warp has read: the last warp of the share that is done issues the
+  // copy.
+  __device__ __forceinline__ void refill(const RowData<T>& row, int round, int place) const {
     fill(row, round, place);
     if constexpr (kBulk) {
       __syncwarp();
       if (threadIdx.x % kWarpSize != 0) return;
       constexpr uint32_t kLast = kShareWarps - 1;
-      if (count_up(taken(place), kLast) == kLast) ask(row, round, place);
+      if (count_up(num_released(place), kLast) == kLast) issue_copy(row, round, place);
     }
   }
 
-  // Waits for what was copied to a place last.
-  __device__ __forceinline__ void await(int place) {
-    wait_barrier(landed(place), phases_ >> place & 1);
+  // Waits for the last copy into a place.
+  __device__ __forceinline__ void wait_for(int place) {
+    wait_barrier(full_barrier(place), phases_ >> place & 1);
     phases_ ^= 1u << place;
   }
 
   Team<kThreads>& team_;
   const int32_t num_steps_;         // of the row
-  const int32_t first_step_, end_;  // of this warp, and where the block's end
+  const int32_t first_step_, end_;  // first step of this warp, end of the block's steps
   const int rounds_;
   uint4* const slots_;
-  uint32_t phases_ = 0;  // parities of the places' barriers, a bit each
-  int under_way_ = 0;    // places whose copies nobody waited for yet
+  uint32_t phases_ = 0;  // phase parities of the places' barriers, one bit each
+  int in_flight_ = 0;    // places whose copies were not waited for yet
   bool ready_ = false;
 
  private:
   static constexpr int kShares = kWarps / kShareWarps;
   static_assert(kShares * kShareWarps == kWarps);
   struct Scratch {
-    uint64_t landed[kDepth<T>][kShares];  // barriers of the shares' rounds
-    uint32_t taken[kDepth<T>][kShares];   // warps that are done with them
+    uint64_t full_barrier[kDepth<T>][kShares];  // mbarriers: a share's part of a round has arrived
+    uint32_t num_released[kDepth<T>][kShares];  // warps that have read it
   };
   __device__ static Scratch& scratch() {
     __shared__ Scratch shared;
     return shared;
   }
 
-  // A share: four warps of the block, and this one's place among them. One asks for its copies,
-  // that of another scheduler in each share.
+  // A share is four warps of the block. One of them issues its copies, in each share a warp of
+  // another scheduler.
   __device__ static int share() { return threadIdx.x / (kShareWarps * kWarpSize); }
   __device__ static int warp_of_share() { return threadIdx.x / kWarpSize % kShareWarps; }
-  __device__ static bool warp_asks() { return warp_of_share() == share() % kShareWarps; }
-  __device__ static uint64_t* landed(int place) { return &scratch().landed[place][share()]; }
-  __device__ static uint32_t* taken(int place) { return &scratch().taken[place][share()]; }
+  __device__ static bool warp_issues() { return warp_of_share() == share() % kShareWarps; }
+  __device__ static uint64_t* full_barrier(int place) {
+    return &scratch().full_barrier[place][share()];
+  }
+  __device__ static uint32_t* num_released(int place) {
+    return &scratch().num_released[place][share()];
+  }
 
-  // The share's first step of a round, and ids that a bulk copy brings from there on.
+  // The share's first step of a round; and the number of ids from there on that a bulk copy covers.
   __device__ __forceinline__ int32_t first_of(int round) const {
     return first_step_ - warp_of_share() + round * kWarps;
   }
@@ -194,21 +201,21 @@ class Rounds {
     return row.aligned ? max(ids, 0) / kGroup * kGroup : 0;
   }
 
-  // Asks for a round. The lanes of a warp may ask for one each: the lower lanes' come first.
-  __device__ __forceinline__ void ask(const RowData<T>& row, int round, int place) const {
+  // Issues the copy of a round. Several lanes of a warp may issue one each; lower lanes come first.
+  __device__ __forceinline__ void issue_copy(const RowData<T>& row, int round, int place) const {
     if constexpr (kBulk) {
       const int32_t bytes = copied(row, round) * static_cast<int32_t>(sizeof(T));
-      arrive_expecting(landed(place), bytes);
+      arrive_expecting(full_barrier(place), bytes);
       if (bytes > 0) {
         const int lane = threadIdx.x % kWarpSize;
         const uint4* const to = slots_ - warp_of_share() * kStepSlots - lane * kParts<T>;
         copy_bytes(shared_address(to + place * kStageSlots), row.logits + first_of(round) * kStep,
-                   bytes, landed(place));
+                   bytes, full_barrier(place));
       }
     }
   }
 
-  // Each lane brings what it will read of a round and no bulk copy brings.
+  // Each lane copies the ids of a round that it will read and that no bulk copy covers.
   __device__ __forceinline__ void fill(const RowData<T>& row, int round, int place) const {
     const int32_t step = first_step_ + round * kWarps;
     if (kBulk && row.aligned && step != num_steps_ - 1) return;
@@ -226,7 +233,7 @@ class Rounds {
     if constexpr (kBulk) {
       fence_copies();
     } else {
-      arrive_copied(landed(place));
+      arrive_copied(full_barrier(place));
     }
   }
 };

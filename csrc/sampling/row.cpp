@@ -79,7 +79,7 @@ TLT_SIMD float max_of(const float* x, int64_t n) {
 }
 
 // Winner over all ids; n is a multiple of kBlock and padding is -inf. `first` is the id of the
-// largest logit: starting from its score lets most blocks of a peaked law be skipped.
+// largest logit: starting from its score, most blocks of a peaked distribution can be skipped.
 TLT_SIMD int32_t best_score(const float* x, int64_t n, float inv_temperature, const NoiseKey& key,
                             int32_t position, int32_t first) {
   int32_t best_id = first;
@@ -147,14 +147,14 @@ void LogitsRow::read(const void* logits, DType dtype, int64_t vocab_size,
   max_ = scaled(largest);
   best_ = 0;
   mass_ = 0;
-  if (!dead()) {
+  if (!has_no_finite()) {
     best_ = static_cast<int32_t>(std::find(x, x + vocab_size, largest) - x);
     mass_ = mass_of(x, padded, inv_temperature_, max_);
   }
-  status_ = bad || dead() ? kStatusNanLogits : kStatusOk;
+  status_ = bad || has_no_finite() ? kStatusNanLogits : kStatusOk;
 }
 
-bool LogitsRow::dead() const { return max_ == -kInf; }
+bool LogitsRow::has_no_finite() const { return max_ == -kInf; }
 
 int64_t LogitsRow::weight(float logit) const { return weight_of(scaled(logit), max_); }
 
@@ -172,11 +172,11 @@ void LogitsRow::filter() {
     for (uint64_t key : kept_) kept_mass_ += weight(logits_[id_of(key)]);
   }
   if (!(top_p_ < 1.0f)) return;
-  // float64 is exact enough to be the same everywhere, and is below the whole mass as top_p < 1.
+  // float64 gives the same result everywhere, and less than the whole mass as top_p < 1
   const double wanted = static_cast<double>(top_p_) * static_cast<double>(kept_mass_);
   kept_mass_ = 0;
   int64_t count = 0;
-  // Sorts piece by piece: the prefix is short where the law is peaked.
+  // Sorts in pieces: the prefix is short where the distribution is peaked.
   for (int64_t piece = 256, end = 0; end < static_cast<int64_t>(kept_.size()); piece *= 4) {
     const auto begin = kept_.begin() + end;
     end = std::min<int64_t>(end + piece, kept_.size());
@@ -193,7 +193,7 @@ void LogitsRow::filter() {
 }
 
 int32_t LogitsRow::sample(const NoiseKey& key, int32_t position) {
-  if (dead()) return 0;
+  if (has_no_finite()) return 0;
   if (greedy_) return best_;
   if (!has_filter_) {
     const int64_t padded = (vocab_size_ + kBlock - 1) / kBlock * kBlock;
@@ -214,7 +214,7 @@ int32_t LogitsRow::sample(const NoiseKey& key, int32_t position) {
 }
 
 float LogitsRow::log_ratio(int32_t token, int64_t mass) const {
-  if (dead()) return -kInf;
+  if (has_no_finite()) return -kInf;
   const float total = mul_rn(static_cast<float>(mass), 1.0f / kWeightScale);
   return add_rn(add_rn(scaled(logits_[token]), -max_), -log_f32(total));
 }
@@ -222,17 +222,17 @@ float LogitsRow::log_ratio(int32_t token, int64_t mass) const {
 float LogitsRow::logprob(int32_t token) const { return log_ratio(token, mass_); }
 
 float LogitsRow::filtered_logprob(int32_t token) {
-  if (!has_filter_ || dead()) return logprob(token);
+  if (!has_filter_ || has_no_finite()) return logprob(token);
   filter();
   return log_ratio(token, kept_mass_);
 }
 
-void LogitsRow::law(float* probs) {
-  if (!dead() && !greedy_ && !has_filter_) {
+void LogitsRow::distribution(float* probs) {
+  if (!has_no_finite() && !greedy_ && !has_filter_) {
     return exp_all(logits_.data(), probs, vocab_size_, inv_temperature_, max_);
   }
   std::fill(probs, probs + vocab_size_, 0.0f);
-  if (dead() || greedy_) {
+  if (has_no_finite() || greedy_) {
     probs[best_] = 1.0f;
     return;
   }

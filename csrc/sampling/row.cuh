@@ -1,5 +1,5 @@
-// One row of logits on the GPU, in groups of kGroup ids, and what it amounts to. The formulas are
-// those of row.h; tokens are the CPU's bit for bit.
+// One row of logits on the GPU, in groups of kGroup ids, and the results of a scan of it. The
+// formulas are those of row.h; tokens have the CPU's bits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,8 +13,8 @@
 
 namespace tlt {
 
-constexpr int kThreads = 512;  // with 128 registers each: a warp has much to do at once
-constexpr int kGroup = 8;      // neighbouring ids a lane takes at once: 16 bytes of a 16-bit dtype
+constexpr int kThreads = 512;  // with 128 registers each: a warp keeps many loads in flight
+constexpr int kGroup = 8;  // consecutive ids that a lane takes together: 16 bytes of a 16-bit dtype
 constexpr float kLog2E = 0x1.715476p+0f;
 constexpr float kNegInf = -INFINITY;
 
@@ -25,14 +25,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// The larger, or NaN if either is.
+// The larger of two, or NaN if one is NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 
-// Raw bits of a group, or of fewer ids.
+// The raw bits of a group, or of fewer ids.
 template <typename T, int kIds = kGroup>
 struct Raw {
   uint32_t word[sizeof(T) * kIds / 4];
@@ -63,7 +63,7 @@ __device__ __forceinline__ void expand(const Raw<__half, kIds>& raw, float (&x)[
   }
 }
 
-// The largest logit of a group; NaN if one is.
+// The largest logit of a group; NaN if one is NaN.
 template <int kIds>
 __device__ __forceinline__ float largest_of(const Raw<float, kIds>& raw) {
   float most = as_float(raw.word[0]);
@@ -98,7 +98,7 @@ constexpr uint32_t kNegInfBits<__nv_bfloat16> = 0xff80u;
 template <>
 constexpr uint32_t kNegInfBits<__half> = 0xfc00u;
 
-// Where a row of logits lies.
+// The address of a row of logits.
 template <typename T>
 struct RowData {
   const T* logits;
@@ -110,8 +110,8 @@ struct RowData {
         vocab_size(static_cast<int32_t>(vocab)),
         aligned(reinterpret_cast<uintptr_t>(logits) % 16 == 0) {}
 
-  // The bits of ids first .. first + kIds - 1, a multiple of kIds; ids past the vocabulary are not
-  // read: -inf.
+  // The bits of ids first .. first + kIds - 1; `first` is a multiple of kIds. Ids past the
+  // vocabulary are not read and give -inf.
   template <int kIds = kGroup>
   __device__ __forceinline__ Raw<T, kIds> load(int32_t first) const {
     constexpr int kWords = sizeof(Raw<T, kIds>) / 4;
@@ -145,8 +145,8 @@ struct RowData {
     return raw;
   }
 
-  // Starts copying a group to this thread's slots of shared memory; `read` takes it once the copies
-  // have landed.
+  // Starts copying a group to this thread's slots of shared memory; `read` takes it after the
+  // copies have arrived.
   __device__ __forceinline__ void stage(int32_t first, uint4* slot) const {
     constexpr int kParts = sizeof(Raw<T>) / 16;
     if (aligned && first + kGroup <= vocab_size) {
@@ -207,7 +207,7 @@ struct Row : RowData<T> {
 
   __device__ float scaled(float logit) const { return mul_rn(logit, inv_temperature); }
 
-  // What sums of exponentials subtract, finite for any logit.
+  // What sums of exponentials subtract; finite for any logit.
   __device__ float shift(float largest) const {
     return fmaxf(mul_rn(largest, log2_scale), -FLT_MAX);
   }
@@ -217,10 +217,10 @@ struct Row : RowData<T> {
     return exp2_approx(fma_rn(logit, log2_scale, -shift));
   }
 
-  // Whether the largest of some logits, or NaN, tells of one that must lose.
+  // Whether the largest of some logits (or NaN) shows that one of them is NaN, or +inf once scaled.
   __device__ bool is_bad(float largest) const { return !(scaled(largest) < INFINITY); }
 
-  // Makes -inf of logits that are NaN or +inf once scaled.
+  // Replaces logits that are NaN, or +inf once scaled, by -inf.
   template <int kIds>
   __device__ void drop_bad(Raw<T, kIds>& raw) const {
     float x[kIds];
@@ -237,7 +237,7 @@ struct Row : RowData<T> {
     }
   }
 
-  // Cleaned logits and the largest; true if one was bad.
+  // Cleaned logits and the largest of them; true if one was bad.
   template <int kIds>
   __device__ __forceinline__ bool clean(Raw<T, kIds> raw, float (&x)[kIds], float* largest) const {
     *largest = largest_of(raw);
@@ -251,22 +251,23 @@ struct Row : RowData<T> {
   }
 };
 
-// What a row amounts to. `token` is -1 and the row dead where no logit is finite.
+// The result of a scan. `token` is -1 where the row has no finite logit.
 struct RowResult {
   float max;    // largest logit; -FLT_MAX if none is above it
   float sum;    // of exp_of(logit, shift(max))
   float logit;  // of the winner
   int32_t token, bad;
 
-  __device__ bool dead() const { return token < 0; }
+  __device__ bool has_no_finite() const { return token < 0; }
 
   // Natural log of exp(logit / T) over the sum of all.
   template <typename T>
   __device__ float logprob(const Row<T>& row, float of_logit) const {
-    if (dead()) return kNegInf;
+    if (has_no_finite()) return kNegInf;
     const float power = fma_rn(of_logit, row.log2_scale, -row.shift(max));
     const float logprob = add_rn(mul_rn(power, 0.693147182f), -log_f32(fmaxf(sum, FLT_MIN)));
-    return fminf(logprob, 0.0f);  // the shift is rounded, so the largest logit's power is not 0
+    return fminf(logprob,
+                 0.0f);  // the shift is rounded, so the power of the largest logit is not exactly 0
   }
 };
 

@@ -1,5 +1,6 @@
-// One row of target logits under one request's sampling parameters. Every token drawn and every
-// log-prob reported comes from here, so plain decoding and verification agree bit for bit.
+// One row of target logits under the sampling parameters of one request. Every token that is drawn
+// and every log-prob that is reported is computed here, so plain decoding and verification agree
+// bit for bit.
 //
 //   score(v)   = keyed_score(logit_v, 1/T, gumbel(word_v)), winner = highest, ties by the lower id
 //   weight(v)  = floor(2^40 * exp(logit_v / T - max)), an integer: sums have no order
@@ -27,7 +28,7 @@ struct RowSetting {
 constexpr float kWeightScale = 0x1p40f;
 constexpr float kMaxGumbel = 22.9f;  // above gumbel(0), the largest there is
 
-// Reused from row to row: the buffers grow to the largest vocabulary and stay.
+// Reused from row to row: the buffers grow to the largest vocabulary and are kept.
 class LogitsRow {
  public:
   void read(const void* logits, DType dtype, int64_t vocab_size, const RowSetting& setting);
@@ -36,13 +37,13 @@ class LogitsRow {
   int32_t sample(const NoiseKey& key, int32_t position);
   float logprob(int32_t token) const;
   float filtered_logprob(int32_t token);  // equal to logprob where no filter is set
-  void law(float* probs);                 // [vocab_size] what sample() draws from, not normalised
+  void distribution(float* probs);        // [vocab_size], not normalised
 
  private:
   void filter();
   float scaled(float logit) const { return mul_rn(logit, inv_temperature_); }
   int64_t weight(float logit) const;
-  bool dead() const;  // no finite logit
+  bool has_no_finite() const;
   float log_ratio(int32_t token, int64_t mass) const;
 
   std::vector<float> logits_;   // cleaned; padded with -inf to whole blocks
@@ -56,7 +57,7 @@ class LogitsRow {
   int64_t mass_ = 0, kept_mass_ = 0;
 };
 
-// One row buffer a thread.
+// One row buffer per thread.
 LogitsRow& thread_row();
 
 }  // namespace tlt

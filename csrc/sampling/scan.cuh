@@ -1,16 +1,16 @@
-// A team of blocks reads one row of logits, once, in rounds that rounds.cuh brings.
+// A team of blocks reads one row of logits once, in the rounds that rounds.cuh loads.
 //
-// All warps must know a good score before they test ids against it: the best of the first round,
-// whose noise is made while it is under way.
+// Warps need a good score before they test ids against it: the best of the first round, whose noise
+// is computed while the round is copied.
 //
-// A step leaves its largest logit and the sum of 2^(logit * c - largest * c), c = log2(e) / T. That
-// sum and the sum over steps have one order for a given vocabulary: a tree over a lane's ids, a
-// butterfly over lanes; then steps strided over lanes, and a butterfly. So a row's log-prob has the
-// same bits in every op, batch, launch and team; it is within float32 rounding of the CPU's exact
-// sum.
+// A step produces its largest logit and the sum of 2^(logit * c - largest * c), c = log2(e) / T.
+// That sum and the sum over steps have a fixed order for a given vocabulary: a tree over a lane's
+// ids and a butterfly over lanes; then steps strided over lanes, and a butterfly. So the log-prob
+// of a row has the same bits in every op, batch, launch and team. It is within float32 rounding of
+// the CPU's exact sum.
 #pragma once
 
-#include "sampling/race.cuh"
+#include "sampling/gumbel_max.cuh"
 #include "sampling/rounds.cuh"
 
 namespace tlt {
@@ -23,7 +23,7 @@ struct alignas(8) StepSum {
 struct alignas(16) WarpBest {
   uint64_t key;  // rank_key(score, id); 0 if no logit is finite
   float logit;
-  int32_t bad;  // a NaN or +inf was met
+  int32_t bad;  // the row holds a NaN or +inf
 
   __device__ int32_t token() const {
     return key == 0 ? -1 : static_cast<int32_t>(~static_cast<uint32_t>(key));
@@ -31,22 +31,23 @@ struct alignas(16) WarpBest {
   __device__ float score() const { return from_ascending(static_cast<uint32_t>(key >> 32)); }
 };
 
-// Whom `Scanner::score` tells a row's result. The warp that reports always has all of it.
-enum class Tell {
-  kReporter,  // and nobody else: the last row
+// Which threads `Scanner::score` gives the result of a row. The warp that reports always has all of
+// it.
+enum class Broadcast {
+  kReporter,  // no other thread; for the last row
   kWinner,    // every thread has the winner
-  kAll,       // every thread has all
+  kAll,       // every thread has everything
 };
 
-// Whether the sums of two rows in turn have their own memory, so that one row's are folded while
-// the next is scored.
+// Whether two rows have separate memory for their sums, so that one row's sums are folded while the
+// next row is scored.
 constexpr int32_t kMostStepsInTurn = 512;
 TLT_HD bool in_turn(int64_t steps, int64_t rounds, int64_t depth) {
   return rounds <= depth && steps <= kMostStepsInTurn;
 }
 
-// How many blocks share each row: as many as run at once, none without work, and enough to hold the
-// row in shared memory.
+// How many blocks share each row: as many as run concurrently, none without work, and enough to
+// hold the row in shared memory.
 template <typename T, typename Params>
 TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int64_t vocab_size) {
   require(vocab_size <= kMaxGpuVocabulary, op,
@@ -76,67 +77,69 @@ TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int6
 
 template <typename T>
 class Scanner : public Rounds<T> {
-  using Rows = Rounds<T>;
+  using Base = Rounds<T>;
 
  public:
-  using Rows::kApart;
+  using Base::kApart;
 
-  // `shared` is what row_launch asks for.
+  // `shared` has the size that row_launch computes.
   __device__ Scanner(Team<kThreads>& team, uint4* shared, int64_t vocab_size)
-      : Rows(team, shared, vocab_size),
+      : Base(team, shared, vocab_size),
         sums_(reinterpret_cast<StepSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
                                                       kParts<T> * kThreads)) {
     if (threadIdx.x < 2) scratch().reached[threadIdx.x] = ascending(kNegInf);
-    team_.arrive();  // before any copy is under way: an arrival waits for this thread's memory
+    team_.arrive();  // before the first copy is issued: arriving waits for this thread's memory
+                     // accesses
   }
 
-  // What the row amounts to whose copies were started; without noise the winner is the largest
-  // logit.
+  // The result of the row whose copies were started. Without noise the winner is the largest logit.
   __device__ __forceinline__ RowResult score(const Row<T>& row, bool noisy, const Draw& draw,
-                                             Tell tell) {
-    return score(row, noisy, draw, tell, row, false);
+                                             Broadcast broadcast) {
+    return score(row, noisy, draw, broadcast, row, false);
   }
 
-  // The same, and if `has_next`, starts the copies of the next row on the way, over this one:
-  // then keeps_row() must hold, and the next call must be for that row.
+  // The same; if `has_next`, it also issues the copies of the next row over this one. keeps_row()
+  // must then hold, and the next call must be for that row.
   __device__ __forceinline__ RowResult score(const Row<T>& row, bool noisy, const Draw& draw,
-                                             Tell tell, const RowData<T>& next, bool has_next) {
-    meet();
+                                             Broadcast broadcast, const RowData<T>& next,
+                                             bool has_next) {
+    wait_for_team();
     Scratch& shared = scratch();
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x == 0) shared.reached[turn_ ^ 1] = ascending(kNegInf);  // of no row right now
+    if (threadIdx.x == 0) shared.reached[turn_ ^ 1] = ascending(kNegInf);  // no row uses it now
     uint32_t* const reached = team_.remote(&shared.reached[turn_], min(lane, team_.size() - 1));
-    const auto raise = [&](float score) {  // saves work and changes no result but who loses
+    const auto publish = [&](float score) {  // saves work, and only changes which ids are skipped
       if (lane < team_.size()) atomicMax(reached, ascending(score));
     };
     Words<kStepGroups> words;
     if (noisy) {
       words.make(draw, first_id(first_step_, 0), kApart);
-      await(0);
+      wait_for(0);
       if (first_step_ < end_) {
         float x[kGroup], largest;
         row.clean(RowData<T>::read(slots_), x, &largest);
-        raise(Race::sure_score(row, x, words.of[0]));
+        publish(GumbelMax::lower_bound(row, x, words.of[0]));
       }
       __syncthreads();
     }
-    Race race;
+    GumbelMax gumbel_max;
     bool bad = false;
-    RowData<T> source = row;  // of the copies that follow
+    RowData<T> source = row;  // row of the copies that are issued next
     if (has_next) source = next;
     StepSum* to = team_.remote(sums_of(turn_), 0) + first_step_;
     int32_t step = first_step_;
     int round = 0, place = 0;
     const auto take_round = [&](bool made) {
-      if (!made) await(place);
+      if (!made) wait_for(place);
       if (step < end_) {
-        race.reached = fmaxf(race.reached, from_ascending(as_volatile(shared.reached[turn_])));
-        const StepSum sum = score_step(row, step, slots_ + place * kStageSlots, noisy, draw, race,
-                                       words, made, &bad, raise);
+        gumbel_max.reached =
+            fmaxf(gumbel_max.reached, from_ascending(as_volatile(shared.reached[turn_])));
+        const StepSum sum = score_step(row, step, slots_ + place * kStageSlots, noisy, draw,
+                                       gumbel_max, words, made, &bad, publish);
         if (lane == 0) *to = sum;
       }
       const int follows = has_next ? round : round + kDepth<T>;
-      if (follows < rounds_) pass_on(source, follows, place);
+      if (follows < rounds_) refill(source, follows, place);
       place = place + 1 == kDepth<T> ? 0 : place + 1;
       to += kWarps;
       step += kWarps;
@@ -145,45 +148,47 @@ class Scanner : public Rounds<T> {
     if (noisy) take_round(true);
 #pragma unroll 1
     while (round < rounds_) take_round(false);
-    under_way_ = has_next ? rounds_ : 0;
-    const uint64_t mine = race.token < 0 ? 0 : rank_key(race.score, race.token);
-    const WarpBest best = best_of_warp({mine, race.logit, bad});
+    in_flight_ = has_next ? rounds_ : 0;
+    const uint64_t mine = gumbel_max.token < 0 ? 0 : rank_key(gumbel_max.score, gumbel_max.token);
+    const WarpBest best = best_of_warp({mine, gumbel_max.logit, bad});
     if (lane < team_.size()) {
       team_.remote(shared.best[turn_], lane)[team_.rank() * kWarps + warp] = best;
     }
     team_.sync();
     RowResult result{};
     const bool reports = team_.rank() == 0 && warp == kWarps - 1;
-    if (reports || tell != Tell::kReporter) {
+    if (reports || broadcast != Broadcast::kReporter) {
       const WarpBest winner = best_of_team();
       result = {0.0f, 0.0f, winner.logit, winner.token(), winner.bad || winner.key == 0};
     }
     if (reports) fold_sums(row, &result);
-    if (tell == Tell::kAll) {
+    if (broadcast == Broadcast::kAll) {
       if (reports && lane < team_.size()) *team_.remote(&shared.result, lane) = result;
       team_.sync();
       result = shared.result;
-    } else if (tell == Tell::kWinner && !in_turn(num_steps_, rounds_, kDepth<T>)) {
-      team_.sync();  // the sums are written again
+    } else if (broadcast == Broadcast::kWinner && !in_turn(num_steps_, rounds_, kDepth<T>)) {
+      team_.sync();  // the sums are overwritten next
     }
     turn_ ^= 1;
     return result;
   }
 
-  // The thread that writes what the team found. It is of the last warp of the first block, which
-  // has a step less than others where they do not come out even, and so folds the sums.
+  // The thread that writes the result of the team. It belongs to the last warp of the first block,
+  // which has one step less than others if the division leaves a remainder, and so has time to fold
+  // the sums.
   __device__ bool reports() const {
     return team_.rank() == 0 && threadIdx.x == (kWarps - 1) * kWarpSize;
   }
 
-  // The last call: a block's shared memory stays until all have read it.
+  // The last call: the shared memory of a block must exist until all blocks have read it.
   __device__ void leave() const {
     if (ready_) team_.arrive();
     team_.wait();
   }
 
-  // The best score of a warp's winner that `kept(id, logit)` names, -inf if it names none: no more
-  // than the best of all ids that it names. Of the row scored last.
+  // Of the row that was scored last: the best score among the warps' winners for which `kept(id,
+  // logit)` is true, -inf without one. It does not exceed the best score of all ids for which it is
+  // true.
   template <typename Kept>
   __device__ float known_score(Kept&& kept) const {
     const WarpBest* const best = scratch().best[turn_ ^ 1];
@@ -199,8 +204,9 @@ class Scanner : public Rounds<T> {
 
  private:
   struct Scratch {
-    uint32_t reached[2];                  // a score that the row reaches; rows take turns
-    WarpBest best[2][kMaxTeam * kWarps];  // of the team
+    uint32_t reached[2];  // a score that the row is known to reach; one entry each for this row and
+                          // the next
+    WarpBest best[2][kMaxTeam * kWarps];  // of all warps of the team
     RowResult result;
   };
   __device__ static Scratch& scratch() {
@@ -211,12 +217,12 @@ class Scanner : public Rounds<T> {
     return *static_cast<const volatile uint32_t*>(&x);
   }
 
-  // The race comes ahead of the sum, which needs the registers that words are in.
-  template <typename Raise>
+  // The search precedes the sum, which needs the registers of the words.
+  template <typename Publish>
   __device__ __forceinline__ StepSum score_step(const Row<T>& row, int32_t step, uint4* slot,
-                                                bool noisy, const Draw& draw, Race& race,
+                                                bool noisy, const Draw& draw, GumbelMax& gumbel_max,
                                                 Words<kStepGroups>& words, bool made, bool* bad,
-                                                Raise&& raise) const {
+                                                Publish&& publish) const {
     Raw<T> raw[kStepGroups];
     float largest[kStepGroups], max;
     const auto find_largest = [&] {
@@ -231,7 +237,7 @@ class Scanner : public Rounds<T> {
       raw[group] = RowData<T>::read(slot + group * kGroupSlots);
     }
     find_largest();
-    if (row.is_bad(max)) {  // seldom: cleans the row where it lies
+    if (row.is_bad(max)) {  // rare: replaces bad logits in shared memory
       *bad = true;
 #pragma unroll
       for (int group = 0; group < kStepGroups; ++group) {
@@ -241,14 +247,15 @@ class Scanner : public Rounds<T> {
       fence_copies();
       find_largest();
     }
-    const auto again = [&](int group, float (&x)[kGroup]) { expand(raw[group], x); };
+    const auto logits_of = [&](int group, float (&x)[kGroup]) { expand(raw[group], x); };
     if (noisy) {
-      race.run(row, largest, first_id(step, 0), kApart, draw, words, made, again, raise);
+      gumbel_max.update(row, largest, first_id(step, 0), kApart, draw, words, made, logits_of,
+                        publish);
     } else {
 #pragma unroll
       for (int group = 0; group < kStepGroups; ++group) {
-        race.run_greedy(row, largest[group], first_id(step, group),
-                        [&](float (&x)[kGroup]) { again(group, x); });
+        gumbel_max.update_greedy(row, largest[group], first_id(step, group),
+                                 [&](float (&x)[kGroup]) { logits_of(group, x); });
       }
     }
     max = fmaxf(warp_max(max), -FLT_MAX);
@@ -257,7 +264,7 @@ class Scanner : public Rounds<T> {
 #pragma unroll
     for (int group = 0; group < kStepGroups; ++group) {
       float x[kGroup], e[kGroup];
-      again(group, x);
+      logits_of(group, x);
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) e[j] = row.exp_of(x[j], shift);
       const float low = add_rn(add_rn(e[0], e[1]), add_rn(e[2], e[3]));
@@ -273,7 +280,7 @@ class Scanner : public Rounds<T> {
     return {key, __shfl_sync(kFullWarp, mine.logit, owner), __any_sync(kFullWarp, mine.bad)};
   }
 
-  // Folds the steps' sums. By the warp that reports.
+  // Folds the sums of the steps. Called by the warp that reports.
   __device__ void fold_sums(const Row<T>& row, RowResult* result) const {
     const StepSum* const sums = sums_of(turn_);
     const int lane = threadIdx.x % kWarpSize;
@@ -301,7 +308,7 @@ class Scanner : public Rounds<T> {
         warp_sum_all(mul_rn(sum, exp2_approx(add_rn(row.shift(max), -row.shift(result->max)))));
   }
 
-  // Folds the winners of the team's warps. Called by whole warps.
+  // Folds the winners of all warps of the team. Called by whole warps.
   __device__ WarpBest best_of_team() const {
     constexpr int kOfLane = kMaxTeam * kWarps / kWarpSize;
     const WarpBest* const best = scratch().best[turn_];
@@ -320,16 +327,16 @@ class Scanner : public Rounds<T> {
     return best_of_warp(mine);
   }
 
-  // Of a row, in the first block.
+  // The sums of a row, in the first block.
   __device__ StepSum* sums_of(int turn) const {
     return sums_ + (in_turn(num_steps_, rounds_, kDepth<T>) ? turn * num_steps_ : 0);
   }
 
-  using Rows::await, Rows::first_id, Rows::meet, Rows::num_warps, Rows::pass_on;
-  using Rows::team_, Rows::num_steps_, Rows::first_step_, Rows::end_, Rows::rounds_, Rows::slots_,
-      Rows::under_way_, Rows::ready_, Rows::kStageSlots, Rows::kGroupSlots;
+  using Base::team_, Base::num_steps_, Base::first_step_, Base::end_, Base::rounds_, Base::slots_,
+      Base::in_flight_, Base::ready_, Base::kStageSlots, Base::kGroupSlots;
+  using Base::wait_for, Base::first_id, Base::wait_for_team, Base::num_warps, Base::refill;
   StepSum* const sums_;  // [1 or 2, num_steps]
-  int turn_ = 0;         // of the row that is scored next
+  int turn_ = 0;         // which of the two buffers the next row uses
 };
 
 }  // namespace tlt

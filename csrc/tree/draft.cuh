@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/status.h"
-#include "sampling/race.cuh"
+#include "sampling/gumbel_max.cuh"
 #include "tree/params.h"
 
 namespace tlt {
@@ -200,7 +200,7 @@ class DraftTile {
       sure = kNegInf;
 #pragma unroll
       for (int i = 0; i < kTileIds; ++i) {
-        const float bound = gumbel_bound(word_[i]);  // as in Race::sure_score
+        const float bound = gumbel_bound(word_[i]);  // as in GumbelMax::lower_bound
         upper[i] = add_rn(value_[i], bound);
         const float lower = add_rn(value_[i], add_rn(bound, -0.3f));
         if (word_[i] < 1u << 30) sure = fmaxf(sure, lower);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/status.h"
-#include "sampling/race.cuh"
+#include "sampling/gumbel_max.cuh"
 #include "tree/params.h"
 
 namespace tlt {
@@ -62,7 +62,7 @@ class FrontierWords {
   uint32_t word_;
 };
 
-// The noise that a level most likely draws: of the depth that its drafter slots tell.
+// The noise that a level most likely draws: of the depth that its drafter slots broadcast.
 __device__ __forceinline__ Draw likely_draw(const ExpandTreeParams& p, int64_t b) {
   const volatile int64_t* const request = p.request + b;
   const volatile int32_t* const root_position = p.root_position + b;

@@ -1,5 +1,5 @@
-// The walk through a draft tree on the GPU, as walk.h does it on the CPU. A whole block walks
-// together: every thread holds the same node, and one reports.
+// Follows the verification path through a draft tree on the GPU, as path.h does on the CPU. Every
+// thread of a block holds the same node; one thread writes the results.
 #pragma once
 
 #include "common/status.h"
@@ -7,14 +7,14 @@
 
 namespace tlt {
 
-// What a draw must know of a request. Each lane of a warp asks for all words of a request at once,
-// so that no read waits for another.
-struct Asked {
+// The fields of a request that a draw needs. Each lane of a warp loads one request, all fields at
+// once, so that no load waits for another.
+struct RequestFields {
   int32_t first, end, limit, top_k;
   float temperature, top_p;
   int64_t request;
 
-  __device__ __forceinline__ Asked(const VerifyParams& p, int64_t base) {
+  __device__ __forceinline__ RequestFields(const VerifyParams& p, int64_t base) {
     const SamplingArrays& s = p.sampling;
     const int64_t b = min(base + threadIdx.x % kWarpSize, p.num_requests - 1);
     first = p.row_start[b];
@@ -29,26 +29,26 @@ struct Asked {
 
 // The request that owns a row.
 struct Owner {
-  int64_t b = -1;  // if none owns the row; the last one where a broken row_start names two
+  int64_t b = -1;  // -1 if no request owns the row; if a broken row_start gives two, the last
   int32_t limit = 0, top_k = 0;
   float temperature = 0.0f, top_p = 1.0f;
   int64_t request = 0;
 
-  // `asked`: of the first requests. Called by whole warps.
-  __device__ __forceinline__ Owner(const VerifyParams& p, int64_t row, Asked asked) {
+  // `fields`: those of the first 32 requests. Called by whole warps.
+  __device__ __forceinline__ Owner(const VerifyParams& p, int64_t row, RequestFields fields) {
 #pragma unroll 1
     for (int64_t base = 0; base < p.num_requests; base += kWarpSize) {
-      if (base > 0) asked = Asked(p, base);
-      const bool mine = asked.first >= 0 && asked.first <= row && row < asked.end;
+      if (base > 0) fields = RequestFields(p, base);
+      const bool mine = fields.first >= 0 && fields.first <= row && row < fields.end;
       const unsigned owners = __ballot_sync(kFullWarp, mine);
       if (owners == 0) continue;
       const int owner = 31 - __clz(owners);
       b = min(base + owner, p.num_requests - 1);
-      limit = __shfl_sync(kFullWarp, asked.limit, owner);
-      top_k = __shfl_sync(kFullWarp, asked.top_k, owner);
-      temperature = __shfl_sync(kFullWarp, asked.temperature, owner);
-      top_p = __shfl_sync(kFullWarp, asked.top_p, owner);
-      request = __shfl_sync(kFullWarp, asked.request, owner);
+      limit = __shfl_sync(kFullWarp, fields.limit, owner);
+      top_k = __shfl_sync(kFullWarp, fields.top_k, owner);
+      temperature = __shfl_sync(kFullWarp, fields.temperature, owner);
+      top_p = __shfl_sync(kFullWarp, fields.top_p, owner);
+      request = __shfl_sync(kFullWarp, fields.request, owner);
     }
   }
 };
@@ -59,8 +59,8 @@ struct TreeRows {
   int64_t first;
   int32_t num_rows;
 
-  // Returns status bits; every thread of a block of kMaxTreeRows or more calls it. A request that
-  // cannot be has no rows.
+  // Returns status bits; every thread of a block of kMaxTreeRows or more calls it. A request whose
+  // row_start is invalid has no rows.
   __device__ int32_t load(const VerifyParams& p, int64_t b) {
     const int64_t begin = p.row_start[b], end = p.row_start[b + 1];
     const bool fits = begin == end || (begin >= 0 && end > begin && end <= p.num_rows &&
@@ -73,7 +73,7 @@ struct TreeRows {
     }
     int32_t bad_tree = 0, bad_token = 0;
     if (node < rows) {
-      const int32_t token = p.tokens[begin + node], parent = p.parents[begin + node];
+      const int32_t token = p.tree.tokens[begin + node], parent = p.tree.parents[begin + node];
       tokens[node] = token;
       parents[node] = parent;
       positions[node] = p.position[begin + node];
@@ -87,7 +87,7 @@ struct TreeRows {
            (bad_token ? kStatusBadToken : 0) | (nan_temperature ? kStatusNanLogits : 0);
   }
 
-  // The first child of a node that carries the token, -1 if none does. Called by whole warps.
+  // The first child of a node whose token it is, -1 if there is none. Called by whole warps.
   __device__ int find_child(int node, int32_t token) const {
     for (int base = 0; base < num_rows; base += kWarpSize) {
       const int child = base + threadIdx.x % kWarpSize;
@@ -100,23 +100,24 @@ struct TreeRows {
   }
 };
 
-constexpr int kNobody = kMaxTreeRows;
+constexpr int kNoChild = kMaxTreeRows;
 
-// The only child that a walk without a filter can go to from each node: the one that the target
-// ranks first of those drafted there. So its row may be read before the node's own token is known.
-struct Favourites {
+// The only child to which the path can lead from each node if there is no filter: of the drafted
+// children the one that the target ranks first. So its row can be loaded before the token at the
+// node is known.
+struct BestChildren {
   unsigned long long rank[kMaxTreeRows];  // of the best child; 0 without one
-  int32_t child[kMaxTreeRows];            // the first that has it, or kNobody
+  int32_t child[kMaxTreeRows];            // the first child of that rank, or kNoChild
 
-  // Calls `meanwhile` while the logits are on their way. All threads of a block of kMaxTreeRows or
-  // more call it.
+  // Calls `meanwhile` while the logits are loaded. All threads of a block of kMaxTreeRows or more
+  // call it.
   template <typename T, typename DataOf, typename DrawAt, typename F>
   __device__ __forceinline__ void find(const TreeRows& tree, float temperature, DataOf&& data_of,
                                        DrawAt&& draw_at, F&& meanwhile) {
     const int node = threadIdx.x;
     if (node < kMaxTreeRows) {
       rank[node] = 0;
-      child[node] = kNobody;
+      child[node] = kNoChild;
     }
     const int parent = node > 0 && node < tree.num_rows ? tree.parents[node] : -1;
     const int32_t token = parent >= 0 ? tree.tokens[node] : -1;
@@ -142,11 +143,11 @@ struct Favourites {
 };
 
 struct Step {
-  Drawn drawn;  // the target's token at this node
-  int child;    // the node that carries it, -1 if none was drafted
+  DrawResult drawn;  // the target's token at this node
+  int child;         // the child with that token, -1 if it was not drafted
 };
 
-// The stop ids of a request, the first of which a lane each keeps.
+// The stop ids of a request; each lane keeps one of the first 32.
 class StopIds {
  public:
   __device__ StopIds(const VerifyParams& p, int64_t b) : p_(p), b_(b), first_(at(0)) {}
@@ -172,48 +173,48 @@ class StopIds {
   const int32_t first_;
 };
 
-// What ends a walk. Asked for ahead of the tree, it is there when it is needed.
-struct Ends {
+// Where a path stops. Loaded before the tree, so that it has arrived when it is needed.
+struct StopRule {
   int32_t limit;
   StopIds stop_ids;
 
-  __device__ Ends(const VerifyParams& p, int64_t b) : limit(p.limit[b]), stop_ids(p, b) {}
+  __device__ StopRule(const VerifyParams& p, int64_t b) : limit(p.limit[b]), stop_ids(p, b) {}
 };
 
 // Token `i` of a request, drawn at `node`.
 __device__ __forceinline__ void write_step(const VerifyParams& p, int64_t b, int64_t i, int node,
-                                           const Drawn& drawn) {
-  p.emitted[b * p.emitted_stride + i] = drawn.token;
-  p.logprobs[b * p.logprobs_stride + i] = drawn.logprob;
-  if (p.filtered_logprobs != nullptr) {
-    p.filtered_logprobs[b * p.filtered_stride + i] = drawn.filtered_logprob;
+                                           const DrawResult& drawn) {
+  p.out.emitted[b * p.out.emitted_stride + i] = drawn.token;
+  p.out.logprobs[b * p.out.logprobs_stride + i] = drawn.logprob;
+  if (p.out.filtered_logprobs != nullptr) {
+    p.out.filtered_logprobs[b * p.out.filtered_stride + i] = drawn.filtered_logprob;
   }
-  p.path[b * p.path_stride + i] = node;
+  p.out.path[b * p.out.path_stride + i] = node;
 }
 
-// What a walk of `count` tokens ended with.
+// Writes how a path of `count` tokens ended.
 __device__ __forceinline__ void write_end(const VerifyParams& p, int64_t b, const TreeRows& tree,
                                           int64_t limit, int64_t count, int32_t finish,
                                           int32_t status) {
   if (finish == kRunning && tree.num_rows > 0 && count == limit) finish = kLimit;
-  p.finish[b] = finish;
-  p.num_emitted[b] = static_cast<int32_t>(count);
+  p.out.finish[b] = finish;
+  p.out.num_emitted[b] = static_cast<int32_t>(count);
   if (status != kStatusOk) p.status[b] |= status;
 }
 
-// Emits tokens along the path on which next(node, &status) leads, up to a stop id, the limit or the
+// Emits tokens along the path that next(node, &status) gives, up to a stop id, the limit or the
 // width of the outputs. `reports`: this thread writes.
 template <typename F>
-__device__ void walk(const VerifyParams& p, int64_t b, const TreeRows& tree, const Ends& ends,
-                     bool reports, int32_t status, F&& next) {
-  const int32_t limit = max(ends.limit, 0);
-  const auto most = static_cast<int32_t>(min(int64_t{limit}, p.max_emitted));
+__device__ void emit_path(const VerifyParams& p, int64_t b, const TreeRows& tree,
+                          const StopRule& stop, bool reports, int32_t status, F&& next) {
+  const int32_t limit = max(stop.limit, 0);
+  const auto most = static_cast<int32_t>(min(int64_t{limit}, p.out.max_emitted));
   int32_t count = 0;
   int32_t finish = kRunning;
   for (int node = tree.num_rows > 0 ? 0 : -1; node >= 0 && count < most; ++count) {
     const Step step = next(node, &status);
     if (reports) write_step(p, b, count, node, step.drawn);
-    if (ends.stop_ids.has(step.drawn.token)) {
+    if (stop.stop_ids.has(step.drawn.token)) {
       finish = kStopId;
       ++count;
       break;

@@ -1,9 +1,10 @@
-// The race for the best keyed score of a row on the GPU: logit / T + gumbel(noise word of the id).
+// The Gumbel-max search on the GPU: the best keyed score of a row, logit / T + gumbel(noise word of
+// the id).
 //
 // Noise costs more than the read. Philox runs once for four ids, and only where the largest variate
-// could still win. A Gumbel variate is at most -ln(u), so an id loses for sure against a score
-// already reached if u > exp(logit / T - reached). Eight ids share that bound, of their largest
-// logit, as one integer that their words are compared with; few ids take logs.
+// could still win. A Gumbel variate is at most -ln(u), so an id cannot beat a score that is already
+// reached if u > exp(logit / T - reached). Eight ids share that bound, for their largest logit, as
+// one integer that is compared with their noise words; only few ids need logarithms.
 #pragma once
 
 #include "common/noise.h"
@@ -39,13 +40,14 @@ struct Draw {
   }
 };
 
-// At least gumbel(word), by 2e-3 at most where u is small: -ln(1 - u) >= u.
+// An upper bound of gumbel(word), too high by at most 2e-3 where u is small: -ln(1 - u) >= u.
 __device__ __forceinline__ float gumbel_bound(uint32_t word) {
   const float u = mul_rn(add_rn(static_cast<float>(word), 0.5f), 0x1p-32f);
   return fma_rn(log2_approx(u), -0.693147182f, 1e-3f);
 }
 
-// Noise words of kGroups groups of a lane, the first ids `apart` from each other.
+// Noise words of the kGroups groups of a lane; the first ids of two groups are `apart` from each
+// other.
 template <int kGroups>
 struct Words {
   uint32_t of[kGroups][kGroup];
@@ -63,13 +65,13 @@ struct Words {
   }
 };
 
-// A lane's best candidate so far, and a score that somebody is known to reach.
-struct Race {
+// The best candidate of a lane so far, and a score that some id of the row is known to reach.
+struct GumbelMax {
   float score = kNegInf, logit = kNegInf;
   int32_t token = -1;
   float reached = kNegInf;
 
-  // Ids come in rising order, so only a higher score replaces.
+  // Ids come in ascending order, so only a higher score replaces the best.
   __device__ __forceinline__ void offer(float new_score, float new_logit, int32_t id) {
     if (new_score > score) {
       score = new_score;
@@ -78,45 +80,45 @@ struct Race {
     }
   }
 
-  template <typename T, typename Again>
-  __device__ __forceinline__ void run_greedy(const Row<T>& row, float largest, int32_t first,
-                                             Again&& again) {
+  template <typename T, typename LogitsOf>
+  __device__ __forceinline__ void update_greedy(const Row<T>& row, float largest, int32_t first,
+                                                LogitsOf&& logits_of) {
     if (!(row.scaled(largest) > score)) return;
     float x[kGroup];
-    again(x);
+    logits_of(x);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) offer(row.scaled(x[i]), x[i], first + i);
   }
 
-  // 2^32 times the largest u at which a logit could still reach what somebody has, with slack for
-  // every rounding on the way: u <= exp(logit / T - reached). An id may win if its word is at most
-  // that, and none can if it is below 1/2, as u is half a step at least.
+  // The largest noise word with which a logit could still beat `reached`: 2^32 u for the largest u
+  // that satisfies u <= exp(logit / T - reached), with slack for every rounding. Below 1/2 no word
+  // can win, as u is at least half a step.
   template <typename T>
-  __device__ __forceinline__ float reach(const Row<T>& row, float logit) const {
+  __device__ __forceinline__ float max_winning_word(const Row<T>& row, float logit) const {
     const float slack = fma_rn(fabsf(reached), 0x1p-19f, 32.01f);
     return exp2_approx(fma_rn(logit, row.log2_scale, fma_rn(reached, -kLog2E, slack)));
   }
 
-  // Takes kGroups groups, the first ids of a lane's `apart` from each other. `largest` are their
-  // largest logits; `words` are made here, and only if an id may win, unless they are `made`;
-  // `again(group, x)` gives the logits, which few groups need; `raise(score)` is told a new best of
-  // the warp. Called by whole warps.
-  template <int kGroups, typename T, typename Again, typename Raise>
-  __device__ __forceinline__ void run(const Row<T>& row, const float (&largest)[kGroups],
-                                      int32_t first, int32_t apart, const Draw& draw,
-                                      Words<kGroups>& words, bool made, Again&& again,
-                                      Raise&& raise) {
+  // Takes kGroups groups; the first ids of two groups are `apart` from each other. `largest` holds
+  // their largest logits. `words` is computed here, and only if an id may win, unless it is already
+  // `made`. `logits_of(group, x)` reads the logits, which few groups need. `publish(score)` is
+  // called with a new best score of the warp. Called by whole warps.
+  template <int kGroups, typename T, typename LogitsOf, typename Publish>
+  __device__ __forceinline__ void update(const Row<T>& row, const float (&largest)[kGroups],
+                                         int32_t first, int32_t apart, const Draw& draw,
+                                         Words<kGroups>& words, bool made, LogitsOf&& logits_of,
+                                         Publish&& publish) {
     uint32_t most[kGroups];
     bool reachable = false;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      const float limit = reach(row, largest[group]);
+      const float limit = max_winning_word(row, largest[group]);
       reachable |= limit >= 0.5f;
       most[group] = __float2uint_rz(limit);  // saturates
     }
     if (!__any_sync(kFullWarp, reachable)) return;
     if (!made) words.make(draw, first, apart);
-    bool hopeful[kGroups], any = false;
+    bool may_win[kGroups], any = false;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       uint32_t least = 0xffffffffu;
@@ -124,28 +126,28 @@ struct Race {
       for (int i = 0; i < kGroup; i += 2) {
         least = __vimin3_u32(words.of[group][i], words.of[group][i + 1], least);
       }
-      hopeful[group] = least <= most[group];
-      any |= hopeful[group];
+      may_win[group] = least <= most[group];
+      any |= may_win[group];
     }
     if (!__any_sync(kFullWarp, any)) return;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      if (!__any_sync(kFullWarp, hopeful[group])) continue;
+      if (!__any_sync(kFullWarp, may_win[group])) continue;
       float x[kGroup];
-      again(group, x);
-      compete(row, x, words.of[group], first + group * apart);
+      logits_of(group, x);
+      score_exactly(row, x, words.of[group], first + group * apart);
     }
     const float best = warp_max(score);
-    if (best > reached) raise(reached = best);
+    if (best > reached) publish(reached = best);
   }
 
-  // A lower bound of the best score among the first four ids of a group, without a log's full
-  // price: gumbel(word) >= -ln(u) + ln(1 - u), which is above bound - 0.3 where u < 1/4 and above
-  // bound - 0.02 where u < 1/64. Rounding is monotone, so the score that a logit reaches with the
-  // lower variate is not above its true score.
+  // A lower bound of the best score among the first four ids of a group, without a precise
+  // logarithm: gumbel(word) >= -ln(u) + ln(1 - u), which is above the upper bound - 0.3 where u <
+  // 1/4, and above it - 0.02 where u < 1/64. Rounding is monotone, so the score computed with the
+  // lower variate does not exceed the true score.
   template <typename T>
-  __device__ static float sure_score(const Row<T>& row, const float (&x)[kGroup],
-                                     const uint32_t (&word)[kGroup]) {
+  __device__ static float lower_bound(const Row<T>& row, const float (&x)[kGroup],
+                                      const uint32_t (&word)[kGroup]) {
     float sure = kNegInf;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -157,15 +159,15 @@ struct Race {
   }
 
  private:
-  // Exact scores of the ids that may win by their own logit, one a lane at a time: few, where the
-  // group's largest logit let them pass.
+  // Computes the exact scores of the ids that may win by their own logit, one per lane at a time.
+  // They are few: the test of the group's largest logit removed most groups.
   template <typename T>
-  __device__ __forceinline__ void compete(const Row<T>& row, const float (&x)[kGroup],
-                                          const uint32_t (&word)[kGroup], int32_t first) {
+  __device__ __forceinline__ void score_exactly(const Row<T>& row, const float (&x)[kGroup],
+                                                const uint32_t (&word)[kGroup], int32_t first) {
     uint32_t left = 0;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      left |= word[i] <= __float2uint_rz(reach(row, x[i])) ? 1u << i : 0u;
+      left |= word[i] <= __float2uint_rz(max_winning_word(row, x[i])) ? 1u << i : 0u;
     }
     while (__any_sync(kFullWarp, left != 0)) {
       const int at = left == 0 ? 0 : __ffs(left) - 1;
