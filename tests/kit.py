@@ -98,18 +98,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def chi_square_p(counts: torch.Tensor, law: torch.Tensor) -> float:
-    """Chance of counts at least this far from `law` (sums to 1); cells under 10 are put together.
+def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    """Chance of counts at least this far from `probs` (sums to 1); cells under 10 are put together.
 
-    A count where the law has none gives 0.
+    A count where the distribution has none gives 0.
     """
-    counts, law = counts.double(), law.double()
-    if bool((counts[law == 0] > 0).any()):
+    counts, probs = counts.double(), probs.double()
+    if bool((counts[probs == 0] > 0).any()):
         return 0.0
     total = counts.sum()
-    small = total * law < 10
+    small = total * probs < 10
     observed = torch.cat([counts[~small], counts[small].sum()[None]])
-    expected = total * torch.cat([law[~small], law[small].sum()[None]])
+    expected = total * torch.cat([probs[~small], probs[small].sum()[None]])
     if not bool(small.any()) or float(expected[-1]) == 0.0:
         observed, expected = observed[:-1], expected[:-1]
     degrees = torch.tensor(float(max(len(expected) - 1, 1)), dtype=torch.float64)
@@ -117,11 +117,11 @@ def chi_square_p(counts: torch.Tensor, law: torch.Tensor) -> float:
     return float(torch.special.gammaincc(degrees / 2, statistic / 2))
 
 
-def assert_law(tokens: torch.Tensor, law: torch.Tensor) -> None:
-    """Asserts that integer draws follow `law`; the seeds are fixed, so it never flickers."""
-    counts = torch.bincount(tokens.flatten().long(), minlength=len(law))
-    assert len(counts) == len(law), f"an id past the law: {len(counts) - 1}"
-    assert chi_square_p(counts, law) > 1e-3, f"{counts.tolist()} for {(law * len(tokens)).tolist()}"
+def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
+    """Asserts that integer draws follow `probs`; the seeds are fixed, so it never flickers."""
+    counts = torch.bincount(tokens.flatten().long(), minlength=len(probs))
+    assert len(counts) == len(probs), f"an id past the distribution: {len(counts) - 1}"
+    assert chi_square_p(counts, probs) > 1e-3, f"{counts.tolist()}, expected {len(tokens) * probs}"
 
 
 class Ops:

@@ -229,16 +229,18 @@ def kept_ids(logits: torch.Tensor, temperature: float, top_k: int, top_p: float)
     return ids
 
 
-def target_law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """What a token is drawn from; all on token 0 where no logit is finite."""
+def target_probs(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float
+) -> torch.Tensor:
+    """The distribution of the token; all on token 0 where no logit is finite."""
     x = clean_logits(logits)
-    law = torch.zeros_like(x)
+    probs = torch.zeros_like(x)
     if temperature == 0.0 or bool((x == -torch.inf).all()):
-        law[x.argmax()] = 1.0
+        probs[x.argmax()] = 1.0
     else:
         ids = kept_ids(logits, temperature, top_k, top_p)
-        law[ids] = torch.softmax(x[ids] / temperature, -1)
-    return law
+        probs[ids] = torch.softmax(x[ids] / temperature, -1)
+    return probs
 
 
 def logprob(logits: torch.Tensor, temperature: float, token: int) -> float:
@@ -266,7 +268,7 @@ def sample(
     seed: int,
 ) -> int:
     """One row's token."""
-    score = target_law(logits, temperature, top_k, top_p).log()
+    score = target_probs(logits, temperature, top_k, top_p).log()
     if temperature > 0.0:
         score = score + gumbel(noise_words(seed, request, position, len(score)))
     return int(score.argmax())
@@ -301,29 +303,29 @@ def verify_tree(
 
 
 def verify_rejection(
-    law: torch.Tensor,
+    probs: torch.Tensor,
     draft: torch.Tensor | None,
     children: list[int],
     uniforms: list[float],
 ) -> tuple[int | None, torch.Tensor]:
-    """One node: the accepted place in `children` or None, and the law to draw from after that.
+    """One node: index of the accepted child or None, and the distribution to draw from then.
 
     `draft` None means that the children are one-hot proposals.
     """
-    law = law.double()
+    probs = probs.double()
     draft = None if draft is None else draft.double()
     for place, (child, u) in enumerate(zip(children, uniforms, strict=True)):
-        proposal = torch.zeros_like(law) if draft is None else draft / draft.sum()
+        proposal = torch.zeros_like(probs) if draft is None else draft / draft.sum()
         if draft is None:
             proposal[child] = 1.0
-        if u * proposal[child] < law[child]:
-            return place, law
-        law = (law - proposal).clamp_min(0.0)
-        law = law / law.sum()
+        if u * proposal[child] < probs[child]:
+            return place, probs
+        probs = (probs - proposal).clamp_min(0.0)
+        probs = probs / probs.sum()
         if draft is not None:
             draft = draft.clone()
             draft[child] = 0.0
-    return None, law
+    return None, probs
 
 
 # ---- tree ------------------------------------------------------------------------------------
@@ -360,14 +362,14 @@ def expand_tree(
         if temperature > 0:
             words = noise_words(seed, request, root_position + depth, vocab_size)
             score += gumbel(words[[ids[i] for i in usable]])
-        law = (score / score_temperature if score_temperature else value).log_softmax(0)
+        probs = (score / score_temperature if score_temperature else value).log_softmax(0)
         ranked = sorted(range(len(usable)), key=lambda j: (-score[j].item(), ids[usable[j]]))
         for j in [j for j in ranked if score[j] > -torch.inf][:top_k]:
             nodes.append(
                 dict(
                     token=ids[usable[j]],
                     parent=parent,
-                    score=nodes[parent]["score"] + law[j].item(),
+                    score=nodes[parent]["score"] + probs[j].item(),
                     depth=depth,
                 )
             )

@@ -50,7 +50,7 @@ def float32_cases() -> dict[str, Arrays]:
     def randn(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32)
 
-    def law(batch: int) -> Arrays:
+    def sampling(batch: int) -> Arrays:
         return {
             "temperature": np.ones(batch, np.float32),
             "top_k": zeros(batch),
@@ -75,7 +75,7 @@ def float32_cases() -> dict[str, Arrays]:
             "num_emitted": zeros(1),
             "path": zeros(1, 17),
             "finish": zeros(1),
-            **law(1),
+            **sampling(1),
         }
 
     def store(count: int) -> Arrays:
@@ -159,7 +159,7 @@ def float32_cases() -> dict[str, Arrays]:
             "position": ints(4, 5, 6),
             "tokens": zeros(3),
             "logprobs": zeros(3, dtype=np.float32),
-            **law(3),
+            **sampling(3),
         },
         "verify_tree": chain(),
         "verify_rejection": {

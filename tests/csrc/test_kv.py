@@ -297,7 +297,7 @@ def test_commit_path_keeps_the_last_accepted_row(ops):
     assert kit.same_bits(case["features"][last][0], case["feature_rows"][16])
 
 
-def test_commit_path_after_a_walk_reads_the_accepted_keys(ops):
+def test_commit_path_after_a_verify_pass_reads_the_accepted_keys(ops):
     """Appended tree rows, then a commit: the cache equals one filled by the accepted text alone."""
     tree = append_case([6], [5]) | {"position": ints(6, 7, 7, 8, 8)}
     ops.append_kv(**tree)

@@ -1,4 +1,4 @@
-"""`verify_rejection` keeps the target's law; the tests fail on known bugs."""
+"""`verify_rejection` keeps the target's distribution; the tests fail on known bugs."""
 
 import math
 import random
@@ -8,9 +8,9 @@ import torch
 
 from tests import kit, reference
 from tests.csrc.verify_kit import (
-    LAW,
     MILLION,
     REVERSED,
+    TARGET,
     emitted_lists,
     rejection,
     tree,
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.usefixtures("each_device")
 each_device = kit.each_device
 
 
-def without_replacement(law: torch.Tensor, draws: int, count: int) -> torch.Tensor:
-    """[draws, count] ids drawn one after another from `law`, none twice."""
-    noise = torch.rand(draws, len(law), generator=kit.generator(9), dtype=torch.float64)
-    return (law.double().log() - (-noise.log()).log()).topk(count).indices
+def without_replacement(probs: torch.Tensor, draws: int, count: int) -> torch.Tensor:
+    """[draws, count] ids drawn one after another from `probs`, none twice."""
+    noise = torch.rand(draws, len(probs), generator=kit.generator(9), dtype=torch.float64)
+    return (probs.double().log() - (-noise.log()).log()).topk(count).indices
 
 
-def one_level(law, draft, children, **options):
+def one_level(probs, draft, children, **options):
     """A root with `children` [draws, count] per request."""
     draws, count = children.shape
     rows = draws * (count + 1)
     return rejection(
-        law.log().expand(rows, -1),
+        probs.log().expand(rows, -1),
         torch.cat([torch.zeros(draws, 1), children], 1).flatten(),
         torch.tensor([-1] + [0] * count).repeat(draws),
         torch.arange(0, rows + 1, count + 1),
@@ -44,55 +44,55 @@ def one_level(law, draft, children, **options):
 
 
 @pytest.mark.parametrize(
-    ("law", "draft"),
+    ("probs", "draft"),
     [
-        (LAW, REVERSED),  # faults 1 and 18
-        (LAW, LAW),
+        (TARGET, REVERSED),  # faults 1 and 18
+        (TARGET, TARGET),
         (torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.6, 0.3, 0.1])),
         (torch.tensor([0.7, 0.0, 0.2, 0.1]), torch.tensor([0.0, 0.6, 0.3, 0.1])),
         (torch.tensor([1.0, 0.0]), torch.tensor([0.01, 0.99])),
     ],
 )
-def test_a_chain_keeps_the_target_law(law, draft):
+def test_a_chain_keeps_the_target_distribution(probs, draft):
     """Accepted with chance sum of min(target, draft); emitted as the target, also after it."""
     children = without_replacement(draft, MILLION, 1)
-    out = one_level(law, draft, children)
-    kit.assert_law(out.emitted[:, 0], law)
+    out = one_level(probs, draft, children)
+    kit.assert_distribution(out.emitted[:, 0], probs)
     accepted = out.num_emitted == 2
-    chance = float(torch.minimum(law, draft).sum())
+    chance = float(torch.minimum(probs, draft).sum())
     if chance < 1:
-        kit.assert_law(accepted, torch.tensor([1 - chance, chance]))
+        kit.assert_distribution(accepted, torch.tensor([1 - chance, chance]))
     else:
         assert accepted.float().mean() > 0.99999
-    kit.assert_law(out.emitted[accepted, 1], law)
+    kit.assert_distribution(out.emitted[accepted, 1], probs)
     assert torch.equal(out.emitted[accepted, 0].long(), children[accepted, 0])
-    assert (out.logprobs[:, 0] - law.log()[out.emitted[:, 0].long()]).abs().max() < 1e-6
+    assert (out.logprobs[:, 0] - probs.log()[out.emitted[:, 0].long()]).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_multi_round_siblings_keep_the_target_law(count):
-    """Children without replacement: target law, and acceptance as the reference expects it."""
+def test_multi_round_siblings_keep_the_target_distribution(count):
+    """Children without replacement: tokens follow the target, acceptance has its closed form."""
     children = without_replacement(REVERSED, MILLION, count)
-    out = one_level(LAW, REVERSED, children)
-    kit.assert_law(out.emitted[:, 0], LAW)
+    out = one_level(TARGET, REVERSED, children)
+    kit.assert_distribution(out.emitted[:, 0], TARGET)
     accepted = out.num_emitted == 2
-    kit.assert_law(accepted, accept_law(LAW.double(), REVERSED.double(), count))
+    kit.assert_distribution(accepted, accept_probs(TARGET.double(), REVERSED.double(), count))
 
 
-def accept_law(law, draft, count) -> torch.Tensor:
+def accept_probs(probs, draft, count) -> torch.Tensor:
     """Chances (none accepted, one accepted) of `count` rounds, summed over all drafts."""
     if count == 0 or float(draft.sum()) == 0.0:
         return torch.tensor([1.0, 0.0], dtype=torch.float64)
     draft = draft / draft.sum()
-    taken = float(torch.minimum(law, draft).sum())
+    taken = float(torch.minimum(probs, draft).sum())
     total = torch.tensor([0.0, taken], dtype=torch.float64)
-    residual = (law - draft).clamp_min(0.0)
-    for token in range(len(law)):
-        rejected = float((draft - law).clamp_min(0.0)[token])
+    residual = (probs - draft).clamp_min(0.0)
+    for token in range(len(probs)):
+        rejected = float((draft - probs).clamp_min(0.0)[token])
         if rejected > 0.0:
             rest = draft.clone()
             rest[token] = 0.0
-            total += rejected * accept_law(residual / residual.sum(), rest, count - 1)
+            total += rejected * accept_probs(residual / residual.sum(), rest, count - 1)
     return total
 
 
@@ -100,7 +100,7 @@ def accept_law(law, draft, count) -> torch.Tensor:
 def test_rejection_applies_temperature_top_k_and_top_p(temperature):
     """Fault 6: a token that top-p cut off is never accepted, however sure the draft is."""
     logits = torch.tensor([0.3, 0.25, 0.2, 0.15, 0.1]).log()
-    law = reference.target_law(logits, temperature, 4, 0.8).float()
+    probs = reference.target_probs(logits, temperature, 4, 0.8).float()
     draft = torch.tensor([0.1, 0.1, 0.1, 0.2, 0.5])
     children = without_replacement(draft, 300_000, 2)
     rows = 3 * len(children)
@@ -114,10 +114,10 @@ def test_rejection_applies_temperature_top_k_and_top_p(temperature):
         top_k=4,
         top_p=0.8,
     )
-    kit.assert_law(out.emitted[:, 0], law)
+    kit.assert_distribution(out.emitted[:, 0], probs)
 
 
-def test_two_levels_keep_the_joint_law():
+def test_two_levels_keep_the_joint_distribution():
     second = torch.tensor([0.1, 0.2, 0.7])
     first, draft = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     n = 300_000
@@ -132,22 +132,22 @@ def test_two_levels_keep_the_joint_law():
         draft_probs=draft.expand(3 * n, -1),
     )
     deep = out.num_emitted >= 2
-    kit.assert_law(out.emitted[:, 0], first)
+    kit.assert_distribution(out.emitted[:, 0], first)
     # given the first draft was accepted, the second token is fresh
     both = 3 * out.emitted[deep, 0] + out.emitted[deep, 1]
     accepted = torch.minimum(first, draft) / torch.minimum(first, draft).sum()
-    kit.assert_law(both, torch.outer(accepted, second).flatten())
+    kit.assert_distribution(both, torch.outer(accepted, second).flatten())
     third = out.num_emitted == 3
-    kit.assert_law(out.emitted[third, 2], first)
+    kit.assert_distribution(out.emitted[third, 2], first)
 
 
 @pytest.mark.parametrize("children", [[0], [2], [0, 1], [2, 0, 1]])
 def test_deterministic_drafts_are_one_hot_proposals(children):
     """Fault 17: target (.5, .3, .2), argmax drafts; accepted with the chance of the drafts."""
-    law = torch.tensor([0.5, 0.3, 0.2])
-    out = one_level(law, None, torch.tensor(children).expand(MILLION, -1), deterministic=True)
-    kit.assert_law(out.emitted[:, 0], law)
-    chance = float(law[children].sum())
+    probs = torch.tensor([0.5, 0.3, 0.2])
+    out = one_level(probs, None, torch.tensor(children).expand(MILLION, -1), deterministic=True)
+    kit.assert_distribution(out.emitted[:, 0], probs)
+    chance = float(probs[children].sum())
     accepted = out.num_emitted == 2
     assert float(accepted.float().mean()) == pytest.approx(chance, abs=2e-3)
 
@@ -182,8 +182,8 @@ def test_rejection_equals_reference_node_by_node():
         )
         words = reference.noise_words(seed, request, case + 1, count + 1, reference.ACCEPT)
         uniforms = [(int(word >> 9) + 0.5) / 2**23 for word in words]
-        place, law = reference.verify_rejection(
-            reference.target_law(logits[0], *setting),
+        place, probs = reference.verify_rejection(
+            reference.target_probs(logits[0], *setting),
             None if deterministic else draft[0],
             children,
             uniforms[1:],
@@ -191,7 +191,7 @@ def test_rejection_equals_reference_node_by_node():
         if place is None:
             rejected += 1
             noise = reference.noise_words(seed, request, case + 1, vocab, reference.RESIDUAL)
-            token = int((law.log() + reference.gumbel(noise)).argmax())
+            token = int((probs.log() + reference.gumbel(noise)).argmax())
         else:
             token = children[place]
         assert emitted_lists(out) == [[token]]
@@ -225,8 +225,8 @@ def test_a_broken_draft_row_is_useless_and_flagged(bad):
     n = 300
     draft = REVERSED.clone()
     draft[1] = bad
-    logits = LAW.log().expand(2 * n, -1)
-    out = one_level(LAW, draft, torch.zeros(n, 1).long())
+    logits = TARGET.log().expand(2 * n, -1)
+    out = one_level(TARGET, draft, torch.zeros(n, 1).long())
     alone = rejection(logits[:n], [0] * n, [-1] * n, range(n + 1), deterministic=True)
     assert torch.equal(out.emitted[:, 0], alone.emitted[:, 0])
     assert (out.num_emitted == 1).all()
@@ -234,11 +234,11 @@ def test_a_broken_draft_row_is_useless_and_flagged(bad):
     assert (alone.status == 0).all()
 
 
-def test_a_draft_that_its_law_cannot_draw_is_ignored():
-    """A child with draft probability 0, and a draft law of zeros: the target law all the same."""
+def test_a_child_with_draft_probability_0_is_ignored():
+    """Tokens follow the target if a child has draft probability 0, or all ids have."""
     for draft in (torch.tensor([0.0, 0.5, 0.5, 0.0]), torch.zeros(4)):
-        out = one_level(LAW, draft, torch.zeros(100_000, 1).long())
-        kit.assert_law(out.emitted[:, 0], LAW)
+        out = one_level(TARGET, draft, torch.zeros(100_000, 1).long())
+        kit.assert_distribution(out.emitted[:, 0], TARGET)
         assert (out.num_emitted == 1).all()
 
 
@@ -271,13 +271,13 @@ def test_rejection_over_a_large_vocabulary():
         draft_probs=draft.expand(2 * n, -1),
         limit=1,
     )
-    law = torch.softmax(logits.double(), -1)
+    probs = torch.softmax(logits.double(), -1)
     group = torch.arange(vocab) % 23
     assert int(out.emitted[:, 0].max()) < vocab - 8
-    kit.assert_law(
-        group[out.emitted[:, 0].long()], torch.zeros(23).double().index_add_(0, group, law)
+    kit.assert_distribution(
+        group[out.emitted[:, 0].long()], torch.zeros(23).double().index_add_(0, group, probs)
     )
-    chance = float(torch.minimum(law, draft.double()).sum())
+    chance = float(torch.minimum(probs, draft.double()).sum())
     agreed = out.emitted[:, 0] == children  # accepted, or drawn by chance: a rare event
     assert float(agreed.float().mean()) == pytest.approx(chance, abs=0.03)
 
@@ -294,7 +294,7 @@ def test_inputs_are_const():
 
 
 def test_verify_rejection_checks_draft_probs():
-    """Fault 19: float32 draft laws only: what was drawn from is what is tested."""
+    """Fault 19: only float32 draft probabilities, the ones that the drafts were drawn with."""
     with pytest.raises(ValueError, match="draft_probs: expected an array unless deterministic"):
         flat.verify_rejection(**valid(), draft_probs=None, seed=0)
     with pytest.raises(TypeError, match="draft_probs: expected dtype float32, got bfloat16"):
@@ -308,12 +308,12 @@ def test_verify_rejection_checks_draft_probs():
 # ---- the tests can fail ----------------------------------------------------------------------
 
 
-def textbook_draws(law, draft, *, bug: str) -> torch.Tensor:
+def textbook_draws(probs, draft, *, bug: str) -> torch.Tensor:
     """A million tokens of the classical rule, with one known bug, in plain torch."""
     generator = kit.generator(1)
 
     def noise():
-        u = torch.rand(MILLION, len(law), generator=generator, dtype=torch.float64)
+        u = torch.rand(MILLION, len(probs), generator=generator, dtype=torch.float64)
         return -(-u.log()).log()
 
     first = noise()
@@ -322,19 +322,19 @@ def textbook_draws(law, draft, *, bug: str) -> torch.Tensor:
         proposed = torch.full((MILLION,), int(draft.argmax()))
     used = torch.full_like(draft, 1 / len(draft)) if bug == "wrong draft probabilities" else draft
     u = torch.rand(MILLION, generator=generator, dtype=torch.float64)
-    accepted = u * used.double()[proposed] < law.double()[proposed]
-    residual = law if bug == "residual not used" else (law - used).clamp_min(0.0)
+    accepted = u * used.double()[proposed] < probs.double()[proposed]
+    residual = probs if bug == "residual not used" else (probs - used).clamp_min(0.0)
     second = first if bug == "shared noise" else noise()
     drawn = (residual.double().log() + second).argmax(1)
     return torch.where(accepted, proposed, drawn)
 
 
 @pytest.mark.parametrize(
-    ("bug", "law", "draft", "reported"),
+    ("bug", "probs", "draft", "reported"),
     [
-        ("shared noise", LAW, REVERSED, [0.433, 0.266, 0.200, 0.100]),  # fault 1
-        ("residual not used", LAW, REVERSED, None),  # fault 18
-        ("wrong draft probabilities", LAW, REVERSED, None),
+        ("shared noise", TARGET, REVERSED, [0.433, 0.266, 0.200, 0.100]),  # fault 1
+        ("residual not used", TARGET, REVERSED, None),  # fault 18
+        ("wrong draft probabilities", TARGET, REVERSED, None),
         (
             "argmax draft",
             torch.tensor([0.5, 0.3, 0.2]),
@@ -343,21 +343,21 @@ def textbook_draws(law, draft, *, bug: str) -> torch.Tensor:
         ),  # fault 17
     ],
 )
-def test_planted_bugs_are_caught(bug, law, draft, reported):
-    kit.assert_law(textbook_draws(law, draft, bug="none"), law)
-    wrong = textbook_draws(law, draft, bug=bug)
+def test_planted_bugs_are_caught(bug, probs, draft, reported):
+    kit.assert_distribution(textbook_draws(probs, draft, bug="none"), probs)
+    wrong = textbook_draws(probs, draft, bug=bug)
     with pytest.raises(AssertionError):
-        kit.assert_law(wrong, law)
+        kit.assert_distribution(wrong, probs)
     if reported:
-        share = torch.bincount(wrong, minlength=len(law)) / MILLION
+        share = torch.bincount(wrong, minlength=len(probs)) / MILLION
         assert (share - torch.tensor(reported)).abs().max() < 2e-3
 
 
 def test_wrong_draft_probabilities_given_to_the_op_are_caught():
     children = without_replacement(REVERSED, MILLION, 1)
-    wrong = one_level(LAW, torch.full((4,), 0.25), children)
+    wrong = one_level(TARGET, torch.full((4,), 0.25), children)
     with pytest.raises(AssertionError):
-        kit.assert_law(wrong.emitted[:, 0], LAW)
-    argmax = one_level(LAW, REVERSED, torch.full((MILLION, 1), 3))  # chosen, tested as if drawn
+        kit.assert_distribution(wrong.emitted[:, 0], TARGET)
+    argmax = one_level(TARGET, REVERSED, torch.full((MILLION, 1), 3))  # chosen, tested as if drawn
     with pytest.raises(AssertionError):
-        kit.assert_law(argmax.emitted[:, 0], LAW)
+        kit.assert_distribution(argmax.emitted[:, 0], TARGET)

@@ -1,4 +1,4 @@
-"""`sample`: keyed draws equal their float64 reference, follow the law, and know no neighbours."""
+"""`sample`: draws equal the float64 reference, follow the target, and ignore other rows."""
 
 import math
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def call(logits, *, temperature=1.0, top_k=0, top_p=1.0, request=0, position=0, 
 
 
 def many(logits: torch.Tensor, draws: int = MILLION, **options):
-    """Draws of one row's law under different request ids."""
+    """Draws of one row's distribution under different request ids."""
     return call(logits.expand(draws, -1), request=torch.arange(draws), **options)
 
 
@@ -101,40 +101,40 @@ def test_logprobs_divide_the_logits_not_the_logprobs(temperature):
     assert float(out.logprobs) == pytest.approx(float(right), abs=1e-6)
 
 
-# ---- the law ---------------------------------------------------------------------------------
+# ---- distributions ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_a_million_draws_follow_the_law(dtype, temperature):
+def test_a_million_draws_follow_the_target(dtype, temperature):
     logits = torch.tensor([0.4, 0.3, 0.2, 0.0999, 1e-4]).log().to(dtype)
     out = many(logits, temperature=temperature)
-    kit.assert_law(out.tokens, reference.target_law(logits, temperature, 0, 1.0))
+    kit.assert_distribution(out.tokens, reference.target_probs(logits, temperature, 0, 1.0))
 
 
-def test_a_million_positions_follow_the_law_and_are_independent():
-    law = torch.tensor([0.5, 0.3, 0.2])
-    logits = law.log().expand(MILLION, -1)
+def test_a_million_positions_follow_the_target_and_are_independent():
+    probs = torch.tensor([0.5, 0.3, 0.2])
+    logits = probs.log().expand(MILLION, -1)
     tokens = call(logits, position=torch.arange(MILLION), request=2**61, seed=5).tokens
-    kit.assert_law(tokens, law)
+    kit.assert_distribution(tokens, probs)
     pairs = 3 * tokens[:-1:2] + tokens[1::2]  # neighbours in position
-    kit.assert_law(pairs, torch.outer(law, law).flatten())
+    kit.assert_distribution(pairs, torch.outer(probs, probs).flatten())
     for other in (
         call(logits, position=torch.arange(MILLION), request=2**61, seed=6),
         call(logits, position=torch.arange(MILLION), request=2**61 + 1, seed=5),
         call(logits, position=torch.arange(MILLION), request=2**61 + 2**32, seed=5),
     ):
-        kit.assert_law(3 * tokens + other.tokens, torch.outer(law, law).flatten())
+        kit.assert_distribution(3 * tokens + other.tokens, torch.outer(probs, probs).flatten())
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.55), (4, 0.8), (1 << 30, 0.999)])
-def test_filtered_draws_follow_the_filtered_law(top_k, top_p):
+def test_filtered_draws_follow_the_filtered_target(top_k, top_p):
     """Fault 6: an id that top-k or top-p cut off is never drawn."""
     logits = torch.tensor([0.05, 0.35, 0.25, 0.05, 0.2, 0.1]).log()
-    law = reference.target_law(logits, 1.0, top_k, top_p)
+    probs = reference.target_probs(logits, 1.0, top_k, top_p)
     out = many(logits, top_k=top_k, top_p=top_p)
-    kit.assert_law(out.tokens, law)
-    filtered = law[out.tokens.long()].log()
+    kit.assert_distribution(out.tokens, probs)
+    filtered = probs[out.tokens.long()].log()
     assert (out.filtered - filtered).abs().max() < 2e-6
 
 
@@ -145,26 +145,28 @@ def test_large_vocabularies_whose_last_tile_has_no_probability(vocab, draws):
     logits[-600:] = -math.inf
     tokens = many(logits, draws).tokens
     assert 0 <= int(tokens.min()) and int(tokens.max()) < vocab - 600
-    law = torch.softmax(logits.double(), -1)
+    probs = torch.softmax(logits.double(), -1)
     group = torch.arange(vocab) % 37
-    kit.assert_law(group[tokens.long()], torch.zeros(37).double().index_add_(0, group, law))
+    kit.assert_distribution(
+        group[tokens.long()], torch.zeros(37).double().index_add_(0, group, probs)
+    )
 
 
 def test_chi_square_catches_planted_bugs():
-    """The helper fails on repeated noise, a temperature 1 % off, a law that was cut."""
+    """The helper fails on repeated noise, a temperature 1 % off, a distribution that was cut."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    law = reference.target_law(logits, 1.0, 0, 1.0)
+    probs = reference.target_probs(logits, 1.0, 0, 1.0)
     with pytest.raises(AssertionError):  # one position for all
-        kit.assert_law(call(logits.expand(MILLION, -1)).tokens, law)
+        kit.assert_distribution(call(logits.expand(MILLION, -1)).tokens, probs)
     with pytest.raises(AssertionError):  # 1 % off in temperature
-        kit.assert_law(many(logits, temperature=1.01).tokens, law)
-    with pytest.raises(AssertionError):  # an id that the law does not have
-        kit.assert_law(many(logits).tokens, reference.target_law(logits, 1.0, 3, 1.0))
-    with pytest.raises(AssertionError, match="past the law"):
-        kit.assert_law(torch.tensor([0, 1, 4]), law)
+        kit.assert_distribution(many(logits, temperature=1.01).tokens, probs)
+    with pytest.raises(AssertionError):  # an id that the distribution does not have
+        kit.assert_distribution(many(logits).tokens, reference.target_probs(logits, 1.0, 3, 1.0))
+    with pytest.raises(AssertionError, match="past the distribution"):
+        kit.assert_distribution(torch.tensor([0, 1, 4]), probs)
 
 
-# ---- rows know nothing of each other ---------------------------------------------------------
+# ---- rows are independent --------------------------------------------------------------------
 
 
 def test_tokens_do_not_depend_on_batch_order_size_or_threads():
@@ -370,7 +372,7 @@ def test_extreme_temperatures_and_logits():
     cold = call(logits, temperature=1e-6)
     assert (int(cold.tokens), float(cold.logprobs)) == (1, 0.0)
     hot = many(logits[0], temperature=1e30)
-    kit.assert_law(hot.tokens, torch.full((3,), 1 / 3))
+    kit.assert_distribution(hot.tokens, torch.full((3,), 1 / 3))
     over = call(torch.tensor([[3e38, 1.0, 2.0]]), temperature=0.5)  # overflows when divided
     assert int(over.tokens) in (1, 2) and int(over.status) == Status.NAN_LOGITS
 

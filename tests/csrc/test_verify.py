@@ -10,12 +10,12 @@ import torch
 import tlt_ext
 from tests import grouping, kit, reference
 from tests.csrc.verify_kit import (
-    LAW,
     LIMIT,
     MILLION,
     REVERSED,
     RUNNING,
     STOP,
+    TARGET,
     WIDTH,
     call,
     emitted_lists,
@@ -189,21 +189,21 @@ def test_verify_tree_equals_reference():
 
 
 def test_drafts_change_no_token_and_acceptance_has_its_closed_form():
-    """A million one-draft trees: emitted law = target; accepted = sum of target * draft."""
+    """A million trees of one draft: tokens follow the target, sum(target * draft) are accepted."""
     draft = torch.multinomial(REVERSED, MILLION, replacement=True, generator=kit.generator(0))
     tokens = torch.stack([torch.zeros(MILLION), draft], 1).flatten()
     out = tree(
-        LAW.log().expand(2 * MILLION, -1),
+        TARGET.log().expand(2 * MILLION, -1),
         tokens,
         torch.tensor([-1, 0]).repeat(MILLION),
         torch.arange(0, 2 * MILLION + 1, 2),
         position=torch.tensor([7, 8]).repeat(MILLION),
     )
-    kit.assert_law(out.emitted[:, 0], LAW)
+    kit.assert_distribution(out.emitted[:, 0], TARGET)
     accepted = out.num_emitted == 2
-    kit.assert_law(out.emitted[accepted, 1], LAW)
-    chance = float((LAW * REVERSED).sum())
-    kit.assert_law(accepted, torch.tensor([1 - chance, chance]))
+    kit.assert_distribution(out.emitted[accepted, 1], TARGET)
+    chance = float((TARGET * REVERSED).sum())
+    kit.assert_distribution(accepted, torch.tensor([1 - chance, chance]))
 
 
 def test_duplicate_siblings_count_once():
@@ -215,7 +215,7 @@ def test_duplicate_siblings_count_once():
         torch.tensor([-1, 0, 0]).repeat(n),
         torch.arange(0, 3 * n + 1, 3),
     )
-    kit.assert_law(out.emitted[:, 0], torch.tensor([0.5, 0.5]))
+    kit.assert_distribution(out.emitted[:, 0], torch.tensor([0.5, 0.5]))
     assert not (out.path == 2).any()
     one_hot = rejection(
         torch.zeros(3 * n, 2),
@@ -224,7 +224,7 @@ def test_duplicate_siblings_count_once():
         torch.arange(0, 3 * n + 1, 3),
         deterministic=True,
     )
-    kit.assert_law(one_hot.emitted[:, 0], torch.tensor([0.5, 0.5]))
+    kit.assert_distribution(one_hot.emitted[:, 0], torch.tensor([0.5, 0.5]))
 
 
 def follow(tokens, vocab):
@@ -309,7 +309,7 @@ def test_more_than_128_rows_or_rows_out_of_range_are_refused():
         assert out.finish.tolist() == [RUNNING, RUNNING]
 
 
-def test_a_walk_longer_than_the_outputs_stops_at_their_width():
+def test_a_path_longer_than_the_outputs_stops_at_their_width():
     chain = [9] + [1] * 30
     out = tree(follow(chain, 10), chain, range(-1, 30), [0, 31], temperature=0.0, limit=100)
     assert int(out.num_emitted) == WIDTH and int(out.finish) == RUNNING

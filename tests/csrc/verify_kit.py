@@ -10,8 +10,8 @@ from tests import grouping, kit
 
 MILLION = 1_000_000
 WIDTH = 17
-LAW = torch.tensor([0.4, 0.3, 0.2, 0.1])
-REVERSED = LAW.flip(0)
+TARGET = torch.tensor([0.4, 0.3, 0.2, 0.1])
+REVERSED = TARGET.flip(0)
 RUNNING, STOP, LIMIT = 0, 1, 2  # finish words
 
 

@@ -1,7 +1,7 @@
-"""A million draws on the GPU follow the target's law at every size of vocabulary.
+"""A million draws on the GPU follow the target's distribution at every size of vocabulary.
 
-The tests of the laws themselves (`test_sampling.py`, `test_rejection.py`) use small vocabularies;
-here the draws go through the kernels' tiles. Each check is shown to fail on a planted bug.
+`test_sampling.py` and `test_rejection.py` test distributions over small vocabularies; the draws of
+this file go through all tiles of the kernels. Each check is shown to fail on a planted bug.
 """
 
 import pytest
@@ -22,7 +22,7 @@ def rows_of(vocab: int) -> torch.Tensor:
     return (2 * kit.randn(1, vocab, seed=vocab)).cuda()
 
 
-def law_of(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def probs_of(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     return torch.softmax(logits[0].double() / temperature, -1).cpu()
 
 
@@ -90,53 +90,53 @@ def verified(op, logits: torch.Tensor, children: torch.Tensor, **options):
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_a_million_samples(vocab):
     logits = rows_of(vocab)
-    law = law_of(logits)
+    probs = probs_of(logits)
     tokens = sampled(logits)
-    kit.assert_law(tokens, law)
+    kit.assert_distribution(tokens, probs)
     with pytest.raises(AssertionError):  # a temperature 5 % off
-        kit.assert_law(sampled(logits, temperature=1.05), law)
+        kit.assert_distribution(sampled(logits, temperature=1.05), probs)
     with pytest.raises(AssertionError):  # one noise for all
-        kit.assert_law(sampled(logits, same_request=True), law)
+        kit.assert_distribution(sampled(logits, same_request=True), probs)
     with pytest.raises(AssertionError):  # the upper half of the ids is one too high
         high = (tokens >= vocab // 2) & (tokens < vocab - 1)
-        kit.assert_law(tokens + high.int(), law)
+        kit.assert_distribution(tokens + high.int(), probs)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_a_million_verified_trees(vocab):
     """Whatever was drafted; and the same tokens as `sample`."""
     logits = rows_of(vocab)
-    law = law_of(logits)
-    children = torch.multinomial(law, MILLION, replacement=True).int().cuda()
+    probs = probs_of(logits)
+    children = torch.multinomial(probs, MILLION, replacement=True).int().cuda()
     tokens, counts = verified(tlt_ext.verify_tree, logits, children)
-    kit.assert_law(tokens, law)
+    kit.assert_distribution(tokens, probs)
     assert torch.equal(tokens, sampled(logits))
     assert torch.equal(counts == 2, tokens == children.cpu())
-    best = law.argmax()
-    kept = torch.rand(MILLION, generator=kit.generator(vocab)) < law[best]
+    best = probs.argmax()
+    kept = torch.rand(MILLION, generator=kit.generator(vocab)) < probs[best]
     with pytest.raises(AssertionError):  # fault 18: a draft that was refused is drawn again
-        kit.assert_law(torch.where(kept, best.int(), tokens), law)
+        kit.assert_distribution(torch.where(kept, best.int(), tokens), probs)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_a_million_rejections(vocab):
-    """Drafts of another law: the target's comes out, as often accepted as the closed form says."""
+    """Drafts of another distribution: tokens follow the target, acceptance has its closed form."""
     logits = rows_of(vocab)
-    law = law_of(logits)
-    draft = law_of(logits + (1.5 * kit.randn(1, vocab, seed=1)).cuda())
+    probs = probs_of(logits)
+    draft = probs_of(logits + (1.5 * kit.randn(1, vocab, seed=1)).cuda())
     children = torch.multinomial(
         draft, MILLION, replacement=True, generator=kit.generator(vocab)
     ).int()
     probs = draft.float().cuda()[None].expand(2 * CHUNK, -1)
     tokens, counts = verified(tlt_ext.verify_rejection, logits, children.cuda(), draft_probs=probs)
-    kit.assert_law(tokens, law)
-    chance = float(torch.minimum(law, draft).sum())
-    kit.assert_law((counts == 2).int(), torch.tensor([1 - chance, chance]))
-    wrong = law.float().cuda()[None].expand(2 * CHUNK, -1)
+    kit.assert_distribution(tokens, probs)
+    chance = float(torch.minimum(probs, draft).sum())
+    kit.assert_distribution((counts == 2).int(), torch.tensor([1 - chance, chance]))
+    wrong = probs.float().cuda()[None].expand(2 * CHUNK, -1)
     biased, _ = verified(tlt_ext.verify_rejection, logits, children.cuda(), draft_probs=wrong)
-    with pytest.raises(AssertionError):  # fault 18: another law than the drafts were drawn from
-        kit.assert_law(biased, law)
+    with pytest.raises(AssertionError):  # fault 18: not the distribution of the drafts
+        kit.assert_distribution(biased, probs)
     best = draft.argmax().int().cuda().expand(MILLION)
     biased, _ = verified(tlt_ext.verify_rejection, logits, best, draft_probs=probs)
-    with pytest.raises(AssertionError):  # fault 17: the draft's best token taken as a sample of it
-        kit.assert_law(biased, law)
+    with pytest.raises(AssertionError):  # fault 17: the draft's best token instead of a sample
+        kit.assert_distribution(biased, probs)
