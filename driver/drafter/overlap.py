@@ -6,6 +6,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -17,8 +18,6 @@ TRIALS = 4  # steps and decode calls that are timed
 LEAST_ROWS = 32  # of a step: shorter pieces have too little context
 PACES = 3  # duty cycles to try
 LEAST_DUTY = 0.05  # a duty cycle below this trains almost nothing
-
-Decode = Callable[[], float | None]
 
 
 class OverlapTuner:
@@ -34,9 +33,9 @@ class OverlapTuner:
         serial_step_s: seconds of a step on the whole GPU.
     """
 
-    def __init__(self, spot: SpotTrainer, decode: Decode) -> None:
+    def __init__(self, spot: SpotTrainer, decode: Callable[[], float | None]) -> None:
         self.spot, self.decode = spot, decode
-        self.measured: list[Overlap] = []
+        self.measured: dict[Overlap, Placement] = {}
         self.serial_step_s = 0.0
         self._done = False
 
@@ -47,8 +46,7 @@ class OverlapTuner:
         they change nothing.
         """
         spot = self.spot
-        wanted = spot.bin.fixed and spot.config.mode in ("auto", "overlapped")
-        if not wanted or self._done:
+        if self._done or not (spot.bin.fixed and spot.config.mode in ("auto", "overlapped")):
             return
         spot.stop()
         if not spot.buffer.num_tokens or self.decode() is None:
@@ -57,9 +55,9 @@ class OverlapTuner:
         budget, counters = spot.config.slowdown, (spot.steps, spot.tokens_seen)
         try:
             with spot.step.frozen():
-                self.serial_step_s, found = measure_overlaps(spot, self.decode, budget)
+                self.measure(budget)
         except Exception as error:  # training between passes is always possible
-            spot.placement = None
+            self.measured, spot.placement = {}, None
             warnings.warn(
                 f"spot trainer: no partition of the GPU ({type(error).__name__}: {error}); it"
                 " trains between passes instead",
@@ -68,8 +66,7 @@ class OverlapTuner:
             return
         finally:
             spot.steps, spot.tokens_seen = counters
-        self.measured = list(found)
-        best = choose_overlap(self.measured, spot.bin.tokens / self.serial_step_s, budget)
+        best = choose_overlap(list(self.measured), spot.bin.tokens / self.serial_step_s, budget)
         if best is None and spot.config.mode == "overlapped":
             best = min(self.measured, key=lambda overlap: overlap.slowdown)
             warnings.warn(
@@ -80,77 +77,69 @@ class OverlapTuner:
                 stacklevel=2,
             )
         spot.overlap = best
-        spot.placement = None if best is None else found[best]
+        spot.placement = None if best is None else self.measured[best]
+
+    def measure(self, budget: float) -> None:
+        """Times training steps during decoding, in partitions of each size.
+
+        The steps of each size are short enough for a stop. The size that would train most within
+        the budget is then measured again at duty cycles that keep to it.
+
+        Args:
+            budget: slowdown allowed.
+
+        Raises:
+            RuntimeError: partitions are not supported, or training failed.
+        """
+        spot, device = self.spot, self.spot.target.device
+        spot.attempt()  # captures the graph
+        spot.reports.read(0)
+        begin = time.perf_counter()
+        for _ in range(TRIALS):
+            spot.attempt()
+        spot.reports.read(0)
+        self.serial_step_s = (time.perf_counter() - begin) / TRIALS
+        for sms in sizes_of(device):
+            placement = Placement(partition_of(sms, device), spot.bin.tokens)
+            overlap = self._time(placement)
+            while overlap.stop_s > STOP_S and placement.rows >= 2 * LEAST_ROWS:
+                placement = replace(placement, rows=placement.rows // 2)
+                overlap = self._time(placement)
+            self.measured[overlap] = placement
+        in_time = [o for o in self.measured if o.stop_s <= STOP_S] or list(self.measured)
+        best = max(in_time, key=lambda o: o.tokens_per_s * o.duty_within(budget) / o.duty)
+        for _ in range(PACES):
+            duty = best.duty_within(budget)
+            if best.slowdown <= budget or duty < LEAST_DUTY:
+                break
+            placement = replace(self.measured[best], duty=duty)
+            best = self._time(placement)
+            self.measured[best] = placement
+
+    def _time(self, placement: Placement) -> Overlap:
+        """Times decoding alone, then during steps with this placement."""
+        spot, decode = self.spot, self.decode
+        spot.placement = placement
+        for split in (0, spot.share(placement.rows)) if spot.buffer.kept else (0,):
+            spot.capture(split, placement)
+        decode()  # warm-up
+        alone_s = statistics.median(decode() or 0.0 for _ in range(TRIALS))
+        spot.start()
+        passes = [decode() or alone_s]
+        done, begin = spot.steps, time.perf_counter()
+        while len(passes) <= TRIALS or spot.steps < done + TRIALS:
+            passes.append(decode() or alone_s)
+            if not spot.running:
+                raise RuntimeError("training ended during its measurement")
+        step_s = (time.perf_counter() - begin) / (spot.steps - done)
+        spot.stop()
+        # The first call may have begun before a step did.
+        during_s = statistics.median(passes[1:])
+        sms, rows, duty = placement.partition.sms, placement.rows, placement.duty
+        return Overlap.of(sms, alone_s, during_s, step_s, rows, duty)
 
 
 def sizes_of(device: torch.device) -> list[int]:
     """The sizes to try on a GPU: at most half of its multiprocessors."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return [sms for sms in SIZES if 2 * sms <= count]
-
-
-def measure_overlaps(
-    spot: SpotTrainer, decode: Decode, budget: float
-) -> tuple[float, dict[Overlap, Placement]]:
-    """Times training steps during decoding, in partitions of each size.
-
-    The steps of each size are short enough for a stop. The size that would train most within the
-    budget is then measured again at duty cycles that keep to it.
-
-    Args:
-        spot: the trainer, with documents; no request may run.
-        decode: as for `OverlapTuner`.
-        budget: slowdown allowed.
-
-    Returns:
-        Seconds of a step on the whole GPU, and the cost of each placement.
-
-    Raises:
-        RuntimeError: partitions are not supported, or training failed.
-    """
-    spot.attempt()  # captures the graph
-    spot.reports.read(0)
-    begin = time.perf_counter()
-    for _ in range(TRIALS):
-        spot.attempt()
-    spot.reports.read(0)
-    serial_s = (time.perf_counter() - begin) / TRIALS
-    found: dict[Overlap, Placement] = {}
-    for sms in sizes_of(spot.target.device):
-        placement = Placement(partition_of(sms, spot.target.device), spot.bin.tokens)
-        overlap = _measure(spot, decode, placement)
-        while overlap.stop_s > STOP_S and placement.rows >= 2 * LEAST_ROWS:
-            placement = Placement(placement.partition, placement.rows // 2)
-            overlap = _measure(spot, decode, placement)
-        found[overlap] = placement
-    in_time = [o for o in found if o.stop_s <= STOP_S] or list(found)
-    best = max(in_time, key=lambda o: o.tokens_per_s * o.duty_within(budget) / o.duty)
-    for _ in range(PACES):
-        duty = best.duty_within(budget)
-        if best.slowdown <= budget or duty < LEAST_DUTY:
-            break
-        placement = Placement(found[best].partition, best.rows, duty)
-        best = _measure(spot, decode, placement)
-        found[best] = placement
-    return serial_s, found
-
-
-def _measure(spot: SpotTrainer, decode: Decode, placement: Placement) -> Overlap:
-    """Times decoding alone, then during steps with this placement."""
-    spot.placement = placement
-    for split in (0, spot.share(placement.rows)) if spot.buffer.kept else (0,):
-        spot.capture(split, placement)
-    decode()  # warm-up
-    alone_s = statistics.median(decode() or 0.0 for _ in range(TRIALS))
-    spot.start()
-    passes = [decode() or alone_s]
-    done, begin = spot.steps, time.perf_counter()
-    while len(passes) <= TRIALS or spot.steps < done + TRIALS:
-        passes.append(decode() or alone_s)
-        if not spot.running:
-            raise RuntimeError("training ended during its measurement")
-    step_s = (time.perf_counter() - begin) / (spot.steps - done)
-    spot.stop()
-    # The first call may have begun before a step did.
-    during_s = statistics.median(passes[1:])
-    return Overlap.of(placement.sms, alone_s, during_s, step_s, placement.rows, placement.duty)

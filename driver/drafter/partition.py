@@ -104,20 +104,16 @@ class Partition:
     def __init__(self, sms: int, device: torch.device) -> None:
         from torch.cuda.green_contexts import GreenContext  # needs a recent torch
 
-        self.sms, self.device = sms, device
         self._context = GreenContext.create(num_sms=sms, device_id=device.index or 0)
-        self.stream = self._context.Stream()  # torch's other streams are not in the context
+        self.sms, self.stream = sms, self._context.Stream()  # other streams are outside of it
 
 
 @functools.cache
 def partition_of(sms: int, device: torch.device) -> Partition:
     """The partition of a size, created once and never destroyed.
 
-    When a tensor is freed, torch's allocator records an event on every stream that used it. That
+    When a tensor is freed, torch's allocator records an event on every stream that used it, which
     fails if the context of such a stream is gone.
-
-    Args:
-        sms, device: as for `Partition`.
     """
     return Partition(sms, device)
 
@@ -135,11 +131,3 @@ class Placement:
     partition: Partition
     rows: int
     duty: float = 1.0
-
-    @property
-    def sms(self) -> int:
-        return self.partition.sms
-
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        return self.partition.stream

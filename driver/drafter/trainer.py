@@ -202,7 +202,7 @@ class SpotTrainer(RolloutObserver):
         """Trains in a thread, with the placement if there is one, until `stop`."""
         if self.placement is None:
             return self.thread.start(None)
-        self.thread.start(self.placement.stream, self.placement.duty)
+        self.thread.start(self.placement.partition.stream, self.placement.duty)
 
     def stop(self) -> None:
         """Returns once no micro-step runs; a failure in the thread becomes a warning here."""
@@ -286,7 +286,7 @@ class SpotTrainer(RolloutObserver):
             assert loaded is not None
             if placement is None:
                 self.capture(loaded[0], None)
-            self.step.run(*loaded, now, before, placement.sms if placement else 0)
+            self.step.run(*loaded, now, before, placement.partition.sms if placement else 0)
         else:
             batch = self.bin.batch(*loaded, now, before) if loaded else None
             means = self.step.backward(batch)
@@ -318,8 +318,9 @@ class SpotTrainer(RolloutObserver):
 
     def capture(self, split: int, placement: Placement | None) -> None:
         """Captures a graph of a step, if there is none."""
-        rows = self.bin.tokens if placement is None else placement.rows
-        where = () if placement is None else (placement.sms, placement.stream)
+        rows, where = self.bin.tokens, ()
+        if placement is not None:
+            rows, where = placement.rows, (placement.partition.sms, placement.partition.stream)
         self.step.capture(split, rows, *self.current_teachers(), *where)
 
     def attempt(self) -> bool:

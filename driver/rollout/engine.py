@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 import tlt_ext
 
 from ..common.spans import Spans
@@ -160,11 +158,6 @@ class RolloutEngine:
         """Entries of the metrics file about graphs."""
         return {} if self.runner.graphs is None else self.runner.graphs.metrics()
 
-    def next_logits(self, tokens: Sequence[int]) -> Tensor:
-        """The target's logits after `tokens`, float32 [V]; not while `generate` runs."""
-        pages = list(range(pages_for(len(tokens), self.cache.page_size)))
-        return self.prefill.next_logits(list(tokens), pages)
-
     # ---- between bursts -------------------------------------------------------------------------
 
     def _unfinished(self) -> bool:
@@ -202,10 +195,14 @@ class RolloutEngine:
 
     def _reserve(self, strategy: Strategy) -> int:
         """Grants pages to the running requests; returns the longest burst that may follow."""
-        burst = self._most_passes(strategy) * (strategy.levels + 1)
-        for state in self.scheduler.reserve(self.program.lookahead(strategy), burst):
+        for state in self.scheduler.reserve(*self._demand(strategy)):
             self.store.release(state, keep=False)
         return self._most_passes(strategy)
+
+    def _demand(self, strategy: Strategy) -> tuple[int, int]:
+        """KV slots that a pass may write, and tokens of a request that a burst may commit."""
+        tokens = self._most_passes(strategy) * (strategy.levels + 1)
+        return self.program.lookahead(strategy), tokens
 
     def _most_passes(self, strategy: Strategy) -> int:
         passes = self.runner.most_passes(len(self.scheduler.running), strategy)
@@ -248,15 +245,14 @@ class RolloutEngine:
         while True:
             meanwhile = partial(self._overlap, batch, unread)
             burst = self.runner.run(count, strategy, limit, ends, meanwhile)
-            if not burst.unbroken:
-                break
-            self._report(burst, burst.ended)
-            if not self._can_continue(burst):
+            if burst.unbroken and self._observer is not None:
+                self._observer.on_pass(self.scheduler.active - burst.ended, burst.passes)
+            if not (burst.unbroken and self._can_continue(burst)):
                 break
             limit, ends, unread = self._most_passes(strategy), ends - burst.ended, burst
         self._harvest(batch, burst)
-        if not burst.unbroken:
-            self._report(burst)
+        if not burst.unbroken and self._observer is not None:
+            self._observer.on_pass(self.scheduler.active, burst.passes)
 
     def _can_continue(self, burst: Burst) -> bool:
         """Whether the next burst can start before this one is read."""
@@ -296,8 +292,7 @@ class RolloutEngine:
         self.scheduler.release()
         if self._choose() != burst.strategy:
             return True
-        tokens = self._most_passes(burst.strategy) * (burst.strategy.levels + 1)
-        if self.scheduler.grant(self.program.lookahead(burst.strategy), tokens):
+        if self.scheduler.grant(*self._demand(burst.strategy)):
             self.state.grant()  # enqueued after the running burst
         return False
 
@@ -314,7 +309,3 @@ class RolloutEngine:
             self.store.advance(batch.store_row, batch.context_len)
         for state in done:
             self.store.release(state, keep=True)
-
-    def _report(self, burst: Burst, ended: int = 0) -> None:
-        if self._observer is not None:
-            self._observer.on_pass(self.scheduler.active - ended, burst.passes)

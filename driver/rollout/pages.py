@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Prompt = tuple[int, ...]
+Job = tuple[list[int], list[int]]  # tokens to commit, their pages
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -64,13 +65,15 @@ class PagePool:
 
 
 @dataclass
-class PrefixPages:
-    """The pages of a request that starts with a prompt, and how to fill them."""
+class Admission:
+    """What to compute for admitted requests, in this order."""
 
-    pages: list[int]
-    length: int  # slots that are then committed
-    compute: list[tuple[list[int], list[int]]] = field(default_factory=list)  # (tokens, pages)
+    prefixes: list[Job] = field(default_factory=list)
+    recompute: list[Job] = field(default_factory=list)  # requests that had emitted tokens
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from page, to page)
+
+    def __bool__(self) -> bool:
+        return bool(self.prefixes or self.recompute or self.copies)
 
 
 @dataclass(eq=False)
@@ -99,12 +102,13 @@ class PrefixCache:
         """Counts a waiting request with this prompt."""
         self._prefixes.setdefault(prompt, _Prefix()).waiting += 1
 
-    def take(self, prompt: Prompt, spare: int) -> PrefixPages | None:
-        """Pages for one of the waiting requests.
+    def take(self, prompt: Prompt, spare: int, admission: Admission) -> list[int] | None:
+        """Pages of a request that waits with this prompt.
 
         Args:
             prompt: its prompt.
             spare: pages that must stay free.
+            admission: what fills the pages is added here.
 
         Returns:
             None if there are not enough pages.
@@ -113,18 +117,18 @@ class PrefixCache:
         count = 0 if prefix.ready else pages_for(length, self.page_size)
         if self.pool.num_free < count + 1 + spare:
             return None
-        compute = []
         if not prefix.ready:
             prefix.pages, prefix.ready = self.pool.allocate(count) or [], True
-            compute.append((list(prompt[:-1]), prefix.pages))
+            admission.prefixes.append((list(prompt[:-1]), prefix.pages))
         whole, rest = divmod(length, self.page_size)
         own = self.pool.allocate(1) or []
         self.pool.share(prefix.pages[:whole])
-        copies = [(prefix.pages[whole], own[0])] if rest else []
+        if rest:
+            admission.copies.append((prefix.pages[whole], own[0]))
         prefix.waiting -= 1
         if prefix.waiting == 0:
             self._unused.append(self._prefixes.pop(prompt))
-        return PrefixPages(prefix.pages[:whole] + own, length, compute, copies)
+        return prefix.pages[:whole] + own
 
     def release_unused(self) -> None:
         """Frees prefixes that no request waits for; call once their pages have been copied."""

@@ -9,11 +9,9 @@ import tlt_ext
 
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel
-from .scheduler import Admission
+from .pages import Admission, Job, pages_for
 
 MAX_ROWS = 128  # of a request in one pass
-
-Job = tuple[list[int], list[int]]  # token ids, pages
 
 
 class Prefill:
@@ -36,13 +34,11 @@ class Prefill:
 
     def admit(self, admission: Admission) -> None:
         """Computes prefixes and requests that had emitted tokens, then copies partial pages."""
-        recompute = [(state.tokens[:-1], state.pages) for state in admission.recompute]
-        self.recomputed += sum(len(tokens) for tokens, _ in recompute)
-        jobs = [*admission.prefixes, *recompute]
+        self.recomputed += sum(len(tokens) for tokens, _ in admission.recompute)
         pairs = None
         if admission.copies:  # uploaded first, since an upload waits for enqueued work
             pairs = torch.tensor(admission.copies, dtype=torch.int32, device=self.device)
-        self.run([job for job in jobs if job[0]])
+        self.run([job for job in (*admission.prefixes, *admission.recompute) if job[0]])
         if pairs is not None:
             source, destination = pairs.t().contiguous()
             for pages in self.cache.paged_tensors():
@@ -92,8 +88,9 @@ class Prefill:
             feature_rows=features,
         )
 
-    def next_logits(self, tokens: list[int], pages: list[int]) -> Tensor:
-        """The target's logits after `tokens`, float32 [V]; overwrites the pages."""
+    def next_logits(self, tokens: list[int]) -> Tensor:
+        """The target's logits after `tokens`, float32 [V]; overwrites pages: no request may run."""
+        pages = list(range(pages_for(len(tokens), self.cache.page_size)))
         *context, last = tokens
         self.run([(context, pages)] if context else [])
         here = self.ints([len(context)])

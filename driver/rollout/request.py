@@ -9,7 +9,9 @@ from typing import Literal
 
 import tlt_ext
 
+from ..common.errors import UserError
 from ..config.strategy import Strategy
+from .pages import pages_for
 
 Finish = Literal["stop", "length"]
 FINISH: tuple[Finish | None, ...] = (None, "stop", "length")  # by the number that the ops write
@@ -42,6 +44,30 @@ class Request:
     group: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+
+    def check(self, max_position: int, page_size: int, num_pages: int) -> None:
+        """Raises UserError if the context or the page pool is too small for the request."""
+        length = len(self.prompt_ids)
+        total = length + self.params.max_new_tokens
+        if length == 0:
+            raise UserError(f"request {self.id}: the prompt is empty; it needs one token")
+        if length >= max_position:
+            raise UserError(
+                f"prompt of {length} tokens does not fit the context of {max_position};"
+                " shorten it or use a model with a longer one"
+            )
+        if total > max_position:
+            raise UserError(
+                f"prompt of {length} tokens and sampling.max_new_tokens="
+                f"{self.params.max_new_tokens} exceed the context of {max_position};"
+                f" at most {max_position - length} new tokens fit"
+            )
+        needed = pages_for(total, page_size) + 1  # its copy of a shared partial page
+        if needed > num_pages:
+            raise UserError(
+                f"engine.num_pages={num_pages}: one request of {total} tokens needs"
+                f" {needed} pages of {page_size}"
+            )
 
 
 @dataclass(frozen=True)
@@ -112,15 +138,7 @@ class RunningRequest:
         strategy: Strategy,
         version: int,
     ) -> None:
-        """Adds what a burst emitted.
-
-        Args:
-            tokens, logprobs: of all passes.
-            counts: tokens of each pass.
-            finish: index into `FINISH`.
-            status: status bits.
-            strategy: of the burst.
-            version: of its drafter, 0 = not a learned one.
+        """Adds what a burst emitted: `counts` tokens in its passes, and their finish and status.
 
         Raises:
             RuntimeError: a pass emitted nothing.

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import UserError
 from ..config.strategy import Strategy
-from .pages import PagePool, PrefixCache, pages_for
+from .pages import Admission, PagePool, PrefixCache, pages_for
 from .request import Request, RunningRequest
 
 FREE_SHARE = 1 / 8  # of the running requests that finish before waiting ones are admitted
-
-
-@dataclass
-class Admission:
-    """What to compute for admitted requests, in this order."""
-
-    recompute: list[RunningRequest] = field(default_factory=list)  # preempted: tokens so far
-    prefixes: list[tuple[list[int], list[int]]] = field(default_factory=list)  # (tokens, pages)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (from page, to page)
-
-    def __bool__(self) -> bool:
-        return bool(self.recompute or self.prefixes or self.copies)
 
 
 class Scheduler:
@@ -82,7 +69,7 @@ class Scheduler:
         """
         added = []
         for request in requests:
-            self._check(request)
+            request.check(self.max_position, self.page_size, self.pool.num_pages)
             state = RunningRequest(request, list(request.prompt_ids))
             if request.params.max_new_tokens == 0:
                 state.finish = "length"
@@ -91,29 +78,6 @@ class Scheduler:
                 self.prefixes.expect(request.prompt_ids)
             added.append(state)
         return added
-
-    def _check(self, request: Request) -> None:
-        length = len(request.prompt_ids)
-        total = length + request.params.max_new_tokens
-        if length == 0:
-            raise UserError(f"request {request.id}: the prompt is empty; it needs one token")
-        if length >= self.max_position:
-            raise UserError(
-                f"prompt of {length} tokens does not fit the context of {self.max_position};"
-                " shorten it or use a model with a longer one"
-            )
-        if total > self.max_position:
-            raise UserError(
-                f"prompt of {length} tokens and sampling.max_new_tokens="
-                f"{request.params.max_new_tokens} exceed the context of {self.max_position};"
-                f" at most {self.max_position - length} new tokens fit"
-            )
-        needed = pages_for(total, self.page_size) + 1  # its copy of a shared partial page
-        if needed > self.pool.num_pages:
-            raise UserError(
-                f"engine.num_pages={self.pool.num_pages}: one request of {total} tokens needs"
-                f" {needed} pages of {self.page_size}"
-            )
 
     # ---- admission ------------------------------------------------------------------------------
 
@@ -149,16 +113,13 @@ class Scheduler:
             count = pages_for(len(state.tokens), self.page_size)
             if self.pool.num_free < count + spare:
                 return False
-            state.pages = self.pool.allocate(count) or []
-            state.context_len = len(state.tokens) - 1
-            admission.recompute.append(state)
+            state.pages, state.context_len = self.pool.allocate(count) or [], len(state.tokens) - 1
+            admission.recompute.append((state.tokens[:-1], state.pages))
             return True
-        taken = self.prefixes.take(state.request.prompt_ids, spare)
-        if taken is None:
+        pages = self.prefixes.take(state.request.prompt_ids, spare, admission)
+        if pages is None:
             return False
-        state.pages, state.context_len = taken.pages, taken.length
-        admission.prefixes += taken.compute
-        admission.copies += taken.copies
+        state.pages, state.context_len = pages, len(state.tokens) - 1
         return True
 
     # ---- pages of running requests --------------------------------------------------------------

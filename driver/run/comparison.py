@@ -259,7 +259,7 @@ class Comparison:
             return f"{head}: lengths {len(a.token_ids)} and {len(b.token_ids)}"
         x, y = a.token_ids[place], b.token_ids[place]
         context = [*request.prompt_ids, *a.token_ids[:place]]
-        logits = self.rollout.engine.next_logits(context)
+        logits = self.rollout.engine.prefill.next_logits(context)
         margin = float(
             self._score(logits, request, len(context), x)
             - self._score(logits, request, len(context), y)

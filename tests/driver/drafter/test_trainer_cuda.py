@@ -248,7 +248,7 @@ def overlapped(policy, *words):
     assert spot.mode == "serial" and spot.buffer.num_tokens > 0
     rollout.tuner.tune()
     spot.finish()
-    assert spot.mode == "overlapped" and spot.placement.sms == spot.overlap.sms
+    assert spot.mode == "overlapped" and spot.placement.partition.sms == spot.overlap.sms
     spot.start_step(0)
     fill(spot)
     return rollout, jobs, wanted
@@ -313,7 +313,7 @@ def test_a_stop_waits_for_the_step_in_flight_alone(policy):
         while spot.steps < begun + 5 and spot.running:
             time.sleep(1e-3)
         spot.stop()
-        assert spot.placement.stream.query() and not spot.reports._queued
+        assert spot.placement.partition.stream.query() and not spot.reports._queued
         stops.append(spot.stop_s)
     assert max(most) == 1
     assert min(stops) < max(STOP_S, 2 * spot.overlap.stop_s), stops
