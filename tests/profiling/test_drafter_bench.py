@@ -67,7 +67,7 @@ def test_the_benchmark_runs_whole_on_the_cpu(monkeypatch):
     bench = Bench("drafter", copy_gb_per_s=float("nan"))
     compare(bench, subject, SMALL)
     cases = {row["case"]: row for row in bench.rows}
-    assert cases["responses to learn from"]["tokens"] > 14 * 24
+    assert cases["responses to learn from"]["tokens"] >= 14 * (6 + 1)  # prompts and responses
     for steps in (1, 3, 7):
         (name,) = [case for case in cases if case.startswith(f"unroll {steps},")]
         assert cases[name]["accept_length"] >= 1.0 and cases[name]["step_us"] > 0
