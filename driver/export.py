@@ -42,10 +42,18 @@ from .drafter.eagle3 import (
     write_drafter,
 )
 from .model.drafter import DraftSpec
+from .model.prompts import PromptEncoder
 from .model.spec import ModelSpec, read_json
 from .model.target import default_feature_layers
 from .rollout.request import Request, SamplingParams, request_id
-from .run.assemble import build_rollout, load_policy, longest_prompt, spec_of, stop_ids
+from .run.assemble import (
+    build_rollout,
+    load_policy,
+    longest_prompt,
+    prompt_encoder,
+    spec_of,
+    stop_ids,
+)
 from .run.warm_start import drafter_state
 from .tasks import Task, make_task
 
@@ -74,10 +82,11 @@ class _Bench:
         drafters: Sequence[Mapping[str, Tensor]],
     ) -> None:
         self.options, self.config, self.drafters = options, config, drafters
-        self.policy, self.tokenizer = load_policy(self.config, checkpoint)
+        self.policy, tokenizer = load_policy(self.config, checkpoint)
         self.spec = spec_of(self.policy)
-        self.tasks = [_task(config, name) for name in (config.task.name, options.unseen)]
-        longest = max(longest_prompt(task, self.tokenizer) for task in self.tasks)
+        tasks = [_task(config, name) for name in (config.task.name, options.unseen)]
+        self.tasks = [(task, prompt_encoder(config, task, tokenizer)) for task in tasks]
+        longest = max(longest_prompt(*each) for each in self.tasks)
         limit = self.config.sampling.max_new_tokens
         self.rollout = build_rollout(
             self.config,
@@ -87,19 +96,19 @@ class _Bench:
         )
 
     def measure(self) -> list[Measurement]:
-        return [self._measure(task, seen=index == 0) for index, task in enumerate(self.tasks)]
+        return [self._measure(*each, seen=each is self.tasks[0]) for each in self.tasks]
 
-    def _measure(self, task: Task, seen: bool) -> Measurement:
+    def _measure(self, task: Task, encode: PromptEncoder, seen: bool) -> Measurement:
         params = SamplingParams(
             temperature=self.config.sampling.temperature,
             max_new_tokens=self.config.sampling.max_new_tokens,
-            stop_ids=stop_ids(self.spec, task, self.tokenizer),
+            stop_ids=stop_ids(self.spec, task, encode),
         )
         requests = []
         for i in range(self.options.prompts):
             prompt = task.prompt("eval", i)
-            ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
-            requests.append(Request(request_id("eval", 0, prompt.id, 0), i, tuple(ids), params))
+            ids = encode(prompt.text)
+            requests.append(Request(request_id("eval", 0, prompt.id, 0), i, ids, params))
         lengths, strategy = [], Strategy.parse(self.options.strategy)
         plain = self._generate(requests, OFF)
         for version, state in enumerate(self.drafters, 1):

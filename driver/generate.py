@@ -25,6 +25,7 @@ from .config.fields import read_options
 from .config.load import load_config
 from .config.options import GenerateOptions
 from .config.strategy import OFF, Strategy
+from .model.prompts import PromptEncoder
 from .rollout.request import Request, Response, SamplingParams, request_id
 from .run.assemble import Rollout, build_rollout, find_model, load_policy, spec_of
 from .run.warm_start import adopt_drafter, drafter_state
@@ -61,7 +62,11 @@ class Generator:
         )
         policy, self.tokenizer = load_policy(config, find_model(config, _report))
         spec = spec_of(policy)
-        self.ids = self._encode(options.prompt)
+        self.ids = PromptEncoder(self.tokenizer, options.chat_template, is_message=True)(
+            options.prompt
+        )
+        if not self.ids:
+            raise UserError("prompt: empty; give it some text")
         self.params = SamplingParams(
             options.temperature, options.top_k, options.top_p, options.max_new_tokens, spec.eos_ids
         )
@@ -79,17 +84,6 @@ class Generator:
             )
         self.rollout: Rollout = build_rollout(config, spec, policy.state_dict(), longest)
         adopt_drafter(self.rollout.spot, state, _report)
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        """The prompt in the model's chat form, where it has one."""
-        if self.tokenizer.chat_template is not None:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if not ids:
-            raise UserError("prompt: empty; give it some text")
-        return tuple(ids)
 
     def request(self, sample: int) -> Request:
         key = request_id("eval", self.options.seed, "prompt", sample)

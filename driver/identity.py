@@ -29,6 +29,7 @@ from .run.assemble import (
     find_model,
     load_policy,
     longest_prompt,
+    prompt_encoder,
     spec_of,
     stop_ids,
 )
@@ -57,13 +58,14 @@ class Identity:
         strategies = [str(s) for s in parse_strategies(texts) if s != OFF]
         oracles = [str(oracle_strategy(s)) for s in options.strategies if s.startswith(ORACLE)]
         self.config = self._config(strategies, oracles)
-        policy, self.tokenizer = load_policy(self.config, find_model(self.config, _report))
+        policy, tokenizer = load_policy(self.config, find_model(self.config, _report))
         self.task = make_task(self.config.task.name, path=options.path)
-        spec, prompt_len = spec_of(policy), longest_prompt(self.task, self.tokenizer)
+        self.encode = prompt_encoder(self.config, self.task, tokenizer)
+        spec, prompt_len = spec_of(policy), longest_prompt(self.task, self.encode)
         check_context(prompt_len, options.max_new_tokens, spec.max_position)
         if options.model == "tiny" and options.warmup_steps:
-            warm_up(policy, self.tokenizer, self.task, self.config.warmup, options.seed)
-        self.stop_ids = stop_ids(spec, self.task, self.tokenizer)
+            warm_up(policy, self.encode, self.task, self.config.warmup, options.seed)
+        self.stop_ids = stop_ids(spec, self.task, self.encode)
         longest = min(spec.max_position, 1024 + options.max_new_tokens)
         self.rollout = build_rollout(self.config, spec, policy.state_dict(), longest)
         arms = [Arm(name) for name in (*strategies, *oracles, MIXED, PREEMPT)]
@@ -105,9 +107,7 @@ class Identity:
         """Pairs of siblings under every sampling law."""
         count = ROUND_FACTOR * self.options.batch
         prompts = [self.task.prompt("eval", round_index * count + i) for i in range(count // 2)]
-        encoded = [
-            (p.id, tuple(self.tokenizer.encode(p.text, add_special_tokens=False))) for p in prompts
-        ]
+        encoded = [(p.id, self.encode(p.text)) for p in prompts]
         return sibling_requests(encoded, round_index, self.options.max_new_tokens, self.stop_ids)
 
     def run(self) -> None:

@@ -26,6 +26,11 @@ class GenerateOptions(Section):
         "Natalia sold 48 clips in April and half as many in May. How many in all?",
         "the prompt; a chat model gets it as a user's message",
     )
+    chat_template: str = setting(
+        "auto",
+        "whether the prompt is a message in the tokenizer's chat template; auto: where it has one",
+        words=("auto", "true", "false"),
+    )
     strategy: str = setting("learned:8,4,32", "off, or kind:depth,top_k,num_verify")
     seed: int = setting(0, "seed of the noise", low=0, high=2**63 - 1)
     temperature: float = setting(1.0, "divides the logits; 0: greedy", low=0)

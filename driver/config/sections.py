@@ -136,6 +136,12 @@ class TaskConfig(Section):
         4, "addition, multiplication, jsonl: worked examples before the question", low=0
     )
     difficulty: int = setting(1, "sums, puzzles: size of the numbers", low=1, high=16)
+    chat_template: str = setting(
+        "auto",
+        "prompts are a user's message in the tokenizer's chat template; auto: where it has one and"
+        " the task asks questions (jsonl with shots=0, reasoning_gym)",
+        words=("auto", "true", "false"),
+    )
 
 
 @dataclass(frozen=True)

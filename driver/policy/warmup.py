@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..common.deterministic import deterministic
 from ..common.errors import UserError
 from ..config.sections import WarmupConfig
+from ..model.prompts import PromptEncoder
 from ..rollout.request import Request, Response, SamplingParams
 from ..tasks import Task
 from .logprobs import token_logprobs
@@ -30,7 +31,7 @@ FIRST_INDEX = 1 << 40
 
 def warm_up(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    encode: PromptEncoder,
     task: Task,
     config: WarmupConfig,
     seed: int,
@@ -44,7 +45,7 @@ def warm_up(
 
     Args:
         model: trained in place.
-        tokenizer: with an end token.
+        encode: of the policy; its tokenizer needs an end token.
         task: its `demonstration` must not be None.
         config: steps, batch, lr, tokens of a packed row, workers.
         seed: decides which prompts are shown; the same seed gives the same weights.
@@ -57,15 +58,15 @@ def warm_up(
         UserError: the task has no demonstrations.
 
     Example:
-        >>> losses = warm_up(model, tokenizer, task, WarmupConfig(steps=200), 0)  # doctest: +SKIP
+        >>> losses = warm_up(model, encode, task, WarmupConfig(steps=200), 0)  # doctest: +SKIP
     """
-    demonstration(tokenizer, task, FIRST_INDEX)  # a task without any is refused here
+    demonstration(encode, task, FIRST_INDEX)  # a task without any is refused here
     weights = MasterWeights(model)
     optimizer = torch.optim.AdamW(weights.masters, lr=config.lr, betas=(0.9, 0.98))
     losses = []
     model.train()
     with deterministic(model.device):
-        for step, batch in enumerate(demonstrations(tokenizer, task, config, seed)):
+        for step, batch in enumerate(demonstrations(encode, task, config, seed)):
             tokens = sum(len(row.tokens) for row in batch)
             total = torch.zeros((), device=model.device)
             for row in batch:
@@ -87,12 +88,12 @@ def lr_share(step: int, steps: int) -> float:
 
 
 def demonstrations(
-    tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmupConfig, seed: int
+    encode: PromptEncoder, task: Task, config: WarmupConfig, seed: int
 ) -> Iterator[list[MicroBatch]]:
     """The packed rows of each step, made ahead by `config.workers` processes.
 
     Args:
-        tokenizer: with an end token.
+        encode: of the policy; its tokenizer needs an end token.
         task: its `demonstration` must not be None.
         config: steps, batch and tokens of a row.
         seed: decides which prompts are shown.
@@ -100,11 +101,11 @@ def demonstrations(
     Returns:
         Rows on the CPU, step by step.
     """
-    steps = _Steps(tokenizer, task, config, FIRST_INDEX * (seed + 1))
+    steps = _Steps(encode, task, config, FIRST_INDEX * (seed + 1))
     return iter(DataLoader(steps, batch_size=None, num_workers=config.workers))
 
 
-def demonstration(tokenizer: PreTrainedTokenizerBase, task: Task, index: int) -> Response:
+def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
     """The worked response to a prompt of the train split, as if it had been sampled.
 
     Raises:
@@ -114,9 +115,11 @@ def demonstration(tokenizer: PreTrainedTokenizerBase, task: Task, index: int) ->
     worked = task.demonstration(prompt)
     if worked is None:
         raise UserError(f"task.name={task.name}: has no demonstrations; set warmup.steps=0")
-    ids = tuple(tokenizer.encode(prompt.text, add_special_tokens=False))
+    tokenizer = encode.tokenizer
+    if tokenizer.eos_token_id is None:
+        raise UserError("warmup.steps: the tokenizer has no end token to teach; set it to 0")
     tokens = [*tokenizer.encode(worked, add_special_tokens=False), tokenizer.eos_token_id]
-    request = Request(index, index, ids, SamplingParams(max_new_tokens=len(tokens)))
+    request = Request(index, index, encode(prompt.text), SamplingParams(max_new_tokens=len(tokens)))
     return Response(request, tokens, [0.0] * len(tokens), "stop")
 
 
@@ -135,10 +138,8 @@ def cross_entropy(model: PreTrainedModel, row: MicroBatch) -> Tensor:
 class _Steps(Dataset):
     """What each step shows."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmupConfig, first: int
-    ) -> None:
-        self.tokenizer, self.task, self.config, self.first = tokenizer, task, config, first
+    def __init__(self, encode: PromptEncoder, task: Task, config: WarmupConfig, first: int) -> None:
+        self.encode, self.task, self.config, self.first = encode, task, config, first
 
     def __len__(self) -> int:
         return self.config.steps
@@ -146,7 +147,7 @@ class _Steps(Dataset):
     def __getitem__(self, step: int) -> list[MicroBatch]:
         batch = self.config.batch
         first = self.first + step * batch
-        shown = [demonstration(self.tokenizer, self.task, first + i) for i in range(batch)]
+        shown = [demonstration(self.encode, self.task, first + i) for i in range(batch)]
         lengths = [len(r.request.prompt_ids) + len(r.token_ids) for r in shown]
         return [
             build_micro_batch(shown, row, torch.device("cpu"))

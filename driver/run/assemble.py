@@ -26,6 +26,7 @@ from ..model.checkpoint import load_model
 from ..model.drafter import Drafter, DraftSpec
 from ..model.fetch import resolve_model
 from ..model.kv_cache import KvCache
+from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec, read_json
 from ..model.target import TargetModel
 from ..rollout.bandit import Bandit
@@ -135,10 +136,15 @@ def load_tokenizer(folder: Path | None) -> Tokenizer:
         raise UserError(f"{where} ({reason}); copy tokenizer.json there again") from None
 
 
-def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
+def prompt_encoder(config: Config, task: Task, tokenizer: Tokenizer) -> PromptEncoder:
+    """The encoder of a task's prompts, in the form that `task.chat_template` asks for."""
+    return PromptEncoder(tokenizer, config.task.chat_template, task.is_message)
+
+
+def longest_prompt(task: Task, encode: PromptEncoder) -> int:
     """Tokens of the longest of the first training prompts."""
     texts = [task.prompt("train", i).text for i in range(PROMPT_SAMPLE)]
-    return max(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts)
+    return max(map(len, encode.batch(texts)))
 
 
 def check_context(prompt_len: int, max_new_tokens: int, max_position: int) -> None:
@@ -165,17 +171,48 @@ def use_device(device: str) -> None:
         torch.cuda.set_device(int(index or 0))
 
 
-def stop_ids(spec: ModelSpec, task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end a response: the model's, and the task's stop texts that are one token."""
-    stops = [(text, tokenizer.encode(text, add_special_tokens=False)) for text in task.stop]
-    for text, ids in stops:
-        if len(ids) != 1:
+def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """End tokens of the model: those of its configuration, and that of its tokenizer.
+
+    A warm-up teaches the tokenizer's one, so both have to end a response. Warns when they differ or
+    when there is none.
+    """
+    own = tokenizer.eos_token_id
+    if own is None or own in spec.eos_ids:
+        if not spec.eos_ids:
+            warnings.warn(
+                "neither the model nor its tokenizer has an end token: only"
+                " sampling.max_new_tokens ends a response",
+                stacklevel=2,
+            )
+        return spec.eos_ids
+    warnings.warn(
+        f"the end token of the tokenizer is {own}, those of the model's configuration are"
+        f" {list(spec.eos_ids)}: each of them ends a response",
+        stacklevel=2,
+    )
+    return (*spec.eos_ids, own)
+
+
+def stop_ids(spec: ModelSpec, task: Task, encode: PromptEncoder) -> tuple[int, ...]:
+    """Ids that end a response: the end tokens, and stop texts of the task that are one token.
+
+    In a chat template a response ends with an end token, so stop texts are not used.
+    """
+    ends = end_ids(spec, encode.tokenizer)
+    if encode.uses_template:
+        return ends
+    for text in task.stop:
+        ids = encode.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) == 1:
+            ends = (*ends, ids[0])
+        else:
             warnings.warn(
                 f"task {task.name}: its stop text {text!r} is {len(ids)} tokens of this model;"
                 " only the model's own end token will end a response",
                 stacklevel=2,
             )
-    return (*spec.eos_ids, *(ids[0] for _, ids in stops if len(ids) == 1))
+    return ends
 
 
 def spec_of(policy: PreTrainedModel) -> ModelSpec:

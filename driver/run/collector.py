@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase as Tokenizer
-
 from ..common.errors import UserError
 from ..common.memory import CARD_MEMORY, memory_metrics
 from ..common.world import World, split_by_length
 from ..config.load import Config
 from ..drafter.coordinator import Coordinator
+from ..model.prompts import PromptEncoder
 from ..policy.grpo import dynamic_sampling
 from ..records.phases import Phases
 from ..rollout.observer import RolloutObserver
@@ -50,7 +49,7 @@ class Collector(RolloutObserver):
         world: the ranks.
         phases: of the step.
         task: where prompts and rewards come from.
-        tokenizer: of the policy.
+        encode: tokenizes prompts.
         rollout: this rank's engine.
         params: of every request.
         workers: that score responses, beside the rollout where there are any.
@@ -64,7 +63,7 @@ class Collector(RolloutObserver):
         world: World,
         phases: Phases,
         task: Task,
-        tokenizer: Tokenizer,
+        encode: PromptEncoder,
         rollout: Rollout,
         params: SamplingParams,
         workers: RewardWorkers,
@@ -72,7 +71,7 @@ class Collector(RolloutObserver):
         captures: Path | None,
     ) -> None:
         self.config, self.world, self.phases = config, world, phases
-        self.task, self.tokenizer, self.rollout, self.params = task, tokenizer, rollout, params
+        self.task, self._encode, self.rollout, self.params = task, encode, rollout, params
         self.workers, self.coordinator, self.captures = workers, coordinator, captures
         self.rebalancer: Rebalancer | None = None
         if config.spot.rebalance and world.size > 1:
@@ -285,10 +284,10 @@ class Collector(RolloutObserver):
         return self._encoded.pop(prompt.id, None) or self.encode(prompt)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
+        ids = self._encode(prompt.text)
         if not ids:
             raise UserError(f"prompt {prompt.id} of task {self.task.name} has no tokens")
-        return tuple(ids)
+        return ids
 
     def text(self, response: Response) -> str:
         """The response as the task sees it, without its end token."""
@@ -296,7 +295,7 @@ class Collector(RolloutObserver):
 
     def _decode(self, ids: Sequence[int], finish: str) -> str:
         ids = ids[:-1] if finish == "stop" else ids
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self._encode.tokenizer.decode(ids, skip_special_tokens=False)
 
     def rewards(
         self,

@@ -28,7 +28,13 @@ from ..model.spec import ModelSpec
 from ..policy.trainer import has_own_old_logprobs
 from ..rollout.plan import Cell, GraphCost
 from ..tasks import make_task
-from .assemble import TOKENIZER_FILES, check_context, load_tokenizer, longest_prompt
+from .assemble import (
+    TOKENIZER_FILES,
+    check_context,
+    load_tokenizer,
+    longest_prompt,
+    prompt_encoder,
+)
 from .fit import RunShape, check_fits, memory_gb
 from .footprint import FLOAT, policy_spec, table
 
@@ -147,7 +153,8 @@ def run_shape(
         prompt_tokens = PROMPT_TOKENS
         if folder is None or any((folder / name).exists() for name in TOKENIZER_FILES):
             task = make_task(**asdict(config.task))
-            prompt_tokens = longest_prompt(task, load_tokenizer(folder))
+            encode = prompt_encoder(config, task, load_tokenizer(folder))
+            prompt_tokens = longest_prompt(task, encode)
     check_context(prompt_tokens, config.sampling.max_new_tokens, spec.max_position)
     return RunShape(spec, prompt_tokens, ranks)
 

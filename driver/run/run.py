@@ -39,6 +39,7 @@ from .assemble import (
     load_policy,
     longest_prompt,
     longest_request,
+    prompt_encoder,
     spec_of,
     stop_ids,
     use_device,
@@ -129,16 +130,18 @@ class Run:
             if saved is not None:
                 saved.check_policy()
             policy, tokenizer = load_policy(config, saved.path if saved else source)
-            spec, prompt_len = spec_of(policy), longest_prompt(task, tokenizer)
+            encode = prompt_encoder(config, task, tokenizer)
+            note(encode.describe())
+            spec, prompt_len = spec_of(policy), longest_prompt(task, encode)
             check_context(prompt_len, config.sampling.max_new_tokens, spec.max_position)
         if saved is None and config.warmup.steps and not config.warmup.keep:
             note(f"supervised warm-up: {config.warmup.steps} steps")
             with phases("warmup"):
-                losses = warm_up(policy, tokenizer, task, config.warmup, config.run.seed)
+                losses = warm_up(policy, encode, task, config.warmup, config.run.seed)
             note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
             world.copy_(p.detach() for p in policy.parameters())  # cards do not agree to the bit
         with phases("load"):
-            params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, tokenizer))
+            params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, encode))
             longest = longest_request(config, spec, prompt_len)
             rollout = build_rollout(config, spec, policy.state_dict(), longest)
             rollout.watch(phases.timeline)
@@ -157,7 +160,7 @@ class Run:
                 world,
                 phases,
                 task,
-                tokenizer,
+                encode,
                 rollout,
                 params,
                 RewardWorkers(task, config.reward),

@@ -18,19 +18,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from ..common.deterministic import deterministic
 from ..common.errors import UserError
 from ..config.load import Config
 from ..config.strategy import OFF, parse_strategies
 from ..drafter.trainer import SpotTrainer
+from ..model.prompts import PromptEncoder
 from ..policy.warmup import demonstration, lr_share, warm_up
 from ..records.checkpoint import Checkpoint, earlier_versions, latest_checkpoint, save_checkpoint
 from ..records.phases import Phases
 from ..rollout.request import Request, SamplingParams, request_id
 from ..tasks import Task, make_task
-from .assemble import Rollout, build_rollout, find_model, load_policy, spec_of, stop_ids
+from .assemble import (
+    Rollout,
+    build_rollout,
+    find_model,
+    load_policy,
+    prompt_encoder,
+    spec_of,
+    stop_ids,
+)
 
 REPORT = "warm.json"
 PROCEDURE = 2  # one more whenever the same settings make another warm start
@@ -144,21 +152,22 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
         raise UserError("warmup.steps: 0 makes no warm start; set it, or warmup.keep=false")
     task = make_task(**asdict(config.task))
     policy, tokenizer = load_policy(config, find_model(config, note))
+    encode = prompt_encoder(config, task, tokenizer)
     phases = Phases()
     with phases("policy"):
         losses = warm_up(
-            policy, tokenizer, task, config.warmup, config.run.seed, _progress(config, note)
+            policy, encode, task, config.warmup, config.run.seed, _progress(config, note)
         )
     report: dict[str, Any] = {"loss": [losses[0], float(np.mean(losses[-20:]))]}
     marks = {"policy": fingerprint(policy.state_dict())}
     states: dict[str, Any] = {}
     if config.warmup.drafter_steps:
         spec = spec_of(policy)
-        params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, tokenizer))
+        params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, encode))
         longest = min(spec.max_position, 2 * params.max_new_tokens)
         rollout = build_rollout(_for_warmth(config), spec, policy.state_dict(), longest)
         assert rollout.spot is not None
-        warming = Warming(config, task, tokenizer, rollout, rollout.spot, params, note)
+        warming = Warming(config, task, encode, rollout, rollout.spot, params, note)
         report |= warming.run(phases)
         states["spot"] = rollout.spot.state_dict()
         marks["drafter"] = fingerprint(states["spot"]["drafter"])
@@ -207,13 +216,13 @@ class Warming:
         self,
         config: Config,
         task: Task,
-        tokenizer: PreTrainedTokenizerBase,
+        encode: PromptEncoder,
         rollout: Rollout,
         spot: SpotTrainer,
         params: SamplingParams,
         note: Note,
     ) -> None:
-        self.config, self.task, self.tokenizer = config, task, tokenizer
+        self.config, self.task, self.encode = config, task, encode
         self.rollout, self.spot, self.params, self.note = rollout, spot, params, note
 
     def run(self, phases: Phases) -> dict[str, Any]:
@@ -238,7 +247,7 @@ class Warming:
     def requests(self, first: int, count: int) -> list[Request]:
         prompts = [self.task.prompt("train", first + i) for i in range(count)]
         return [
-            Request(request_id("train", 0, p.id, 0), i, self._encode(p.text), self.params)
+            Request(request_id("train", 0, p.id, 0), i, self.encode(p.text), self.params)
             for i, p in enumerate(prompts)
         ]
 
@@ -248,11 +257,12 @@ class Warming:
         self.rollout.fix(OFF)
         responses = self.rollout.engine.generate(self.requests(FIRST_INDEX, count))
         lengths = np.array([len(r.token_ids) for r in responses])
+        decode = self.encode.tokenizer.decode
         right = np.array(
             [
                 self.task.reward(
                     self.task.prompt("train", FIRST_INDEX + i),
-                    self.tokenizer.decode(r.token_ids[:-1] if r.finish == "stop" else r.token_ids),
+                    decode(r.token_ids[:-1] if r.finish == "stop" else r.token_ids),
                 )
                 for i, r in enumerate(responses)
             ]
@@ -271,7 +281,7 @@ class Warming:
         """As many worked responses through the prefill: their features cost no decoding."""
         one = replace(self.params, max_new_tokens=1)
         first, count = FIRST_INDEX + self.config.warmup.responses, self.config.warmup.responses
-        shown = [demonstration(self.tokenizer, self.task, first + i) for i in range(count)]
+        shown = [demonstration(self.encode, self.task, first + i) for i in range(count)]
         self.rollout.engine.generate(
             [
                 replace(r.request, prompt_ids=(*r.request.prompt_ids, *r.token_ids), params=one)
@@ -310,9 +320,6 @@ class Warming:
                 self.rollout.engine.generate(requests, record=False)
                 out[str(strategy)] = self.rollout.engine.stats.accept_length or 1.0
         return out
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _for_warmth(config: Config) -> Config:

@@ -27,6 +27,7 @@ def make_task(
     digits: int = 2,
     shots: int = 4,
     difficulty: int = 1,
+    chat_template: str = "auto",
 ) -> Task:
     """Builds a task from the fields of `TaskConfig`: `make_task(**asdict(config.task))`.
 
@@ -37,6 +38,7 @@ def make_task(
         shots: addition, multiplication, jsonl: worked examples before the question.
         difficulty: sums: the start has this many digits and two more; puzzles: the terms of sums
             have one more.
+        chat_template: ignored; see `driver.model.prompts.PromptEncoder`.
 
     Returns:
         The task. Fields that the task does not use are ignored.

@@ -26,11 +26,14 @@ class Task(Protocol):
     """Where prompts and rewards come from.
 
     `stop` lists texts that end a response besides the model's end token (few-shot prompts of a base
-    model need one); those that are one token of the model serve as stop ids.
+    model need one); those that are one token of the model serve as stop ids, unless prompts are in
+    a chat template. `is_message` says that prompts are messages to a chat model, not texts to
+    continue.
     """
 
     name: str
     stop: tuple[str, ...]
+    is_message: bool
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The prompt at `index` (any index from 0 on) of `split`: the same in every run."""

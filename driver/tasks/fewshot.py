@@ -28,6 +28,7 @@ class FewShotTask:
     """
 
     stop: tuple[str, ...] = ("\n",)
+    is_message = False
 
     def __init__(self, name: str, digits: int = 2, shots: int = 4) -> None:
         self.name = name

@@ -54,6 +54,7 @@ class JsonlTask:
         if len(train) <= shots:
             raise UserError(f"{place}: {len(train)} training lines; wanted more than task.shots")
         self.shots = train[:shots]
+        self.is_message = not shots
         self.lines = {"train": train[shots:], "eval": held}
 
     def prompt(self, split: Split, index: int) -> Prompt:

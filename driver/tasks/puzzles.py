@@ -57,6 +57,7 @@ class PuzzlesTask:
 
     name = "puzzles"
     stop: tuple[str, ...] = ()
+    is_message = False
 
     def __init__(self, difficulty: int = 1) -> None:
         self.digits = difficulty + 1

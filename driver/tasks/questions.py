@@ -21,6 +21,7 @@ class QuestionsTask:
 
     name = "questions"
     stop: tuple[str, ...] = ()
+    is_message = False
 
     def prompt(self, split: Split, index: int) -> Prompt:
         name = prompt_id(self.name, split, index)

@@ -29,6 +29,7 @@ class ReasoningGymTask:
 
     name = "reasoning_gym"
     stop: tuple[str, ...] = ("\n",)
+    is_message = True
 
     def __init__(self, dataset: str) -> None:
         if not dataset:

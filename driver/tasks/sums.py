@@ -32,6 +32,7 @@ class SumsTask:
 
     name = "sums"
     stop: tuple[str, ...] = ()
+    is_message = False
 
     def __init__(self, difficulty: int = 1) -> None:
         self.low, self.high = 10 ** (difficulty + 1), 10 ** (difficulty + 2) - 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from driver.common.storage import write_text
 from driver.config.command import run_command
 from driver.config.estimators import ESTIMATORS
 from driver.config.load import Config, load_config
-from driver.run.assemble import find_model, load_policy, spec_of, stop_ids
+from driver.run.assemble import find_model, load_policy, prompt_encoder, spec_of, stop_ids
 from driver.tasks import Prompt, Task, make_task
 from profiling.rig.bench import say
 
@@ -168,16 +167,16 @@ def train(config: Config, folder: Path, say: Callable[[str], None]) -> None:
     task = make_task(**asdict(config.task))
     count = config.run.steps * config.grpo.prompts_per_step
     prompts = {p.id: p for p in (task.prompt("train", i) for i in range(count))}
-    stops = stop_ids(spec_of(policy), task, tokenizer)
+    encode = prompt_encoder(config, task, tokenizer)
+    stops = stop_ids(spec_of(policy), task, encode)
     policy.generation_config.eos_token_id = list(stops)
-    # No begin token before a prompt, as in our rollouts.
-    with suppress(AttributeError):
-        tokenizer.add_bos_token = False
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.eos_token_id not in stops:  # TRL ends a response at it, too
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stops[0])
-    rows = [{"prompt": p.text, "prompt_id": p.id} for p in prompts.values()]
+    # TRL applies the chat template to conversations; texts get the tokenizer's special tokens.
+    rows = [
+        {"prompt": encode.message(p.text) if encode.uses_template else p.text, "prompt_id": p.id}
+        for p in prompts.values()
+    ]
     seen = Recorder(folder, say)
     trainer = GRPOTrainer(
         model=policy,

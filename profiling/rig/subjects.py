@@ -16,7 +16,15 @@ from driver.config.strategy import parse_strategies
 from driver.model.spec import ModelSpec
 from driver.rollout.bandit import Bandit
 from driver.rollout.request import Request, SamplingParams, request_id
-from driver.run.assemble import Rollout, build_rollout, find_model, load_policy, spec_of, stop_ids
+from driver.run.assemble import (
+    Rollout,
+    build_rollout,
+    find_model,
+    load_policy,
+    prompt_encoder,
+    spec_of,
+    stop_ids,
+)
 from driver.run.warm_start import adopt_drafter, drafter_state, warm_start
 from driver.tasks import make_task
 from profiling.rig.warm import warm_words
@@ -152,20 +160,21 @@ def of_checkpoint(
         folder = find_model(config, note)
     policy, tokenizer = load_policy(config, folder)
     task, spec = make_task(**asdict(config.task)), spec_of(policy)
+    encode = prompt_encoder(config, task, tokenizer)
 
     @functools.cache
     def prompts(count: int) -> list[tuple[int, ...]]:
         drawn = [task.prompt("eval", i) for i in range(4 * count if longest else count)]
         if longest:
             drawn.sort(key=lambda p: -len(task.demonstration(p) or ""))
-        return [tuple(tokenizer.encode(p.text, add_special_tokens=False)) for p in drawn[:count]]
+        return encode.batch([p.text for p in drawn[:count]])
 
     return Subject(
         name,
         words,
         spec,
         policy.state_dict(),
-        stop_ids(spec, task, tokenizer),
+        stop_ids(spec, task, encode),
         prompts,
         drafter_state(folder) if warmed else None,
         policy,

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.config.sections import ModelConfig, WarmupConfig
+from driver.model.prompts import PromptEncoder
 from driver.model.tiny import CHARACTERS, VOCABULARY, build_policy, build_tokenizer
 from driver.policy.warmup import cross_entropy, demonstration, demonstrations, warm_up
 from driver.tasks import Prompt, make_task
@@ -17,6 +18,11 @@ SHAPE = ModelConfig(hidden_size=64, num_layers=2)
 @pytest.fixture(scope="module")
 def tokenizer():
     return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def encode(tokenizer):
+    return PromptEncoder(tokenizer)
 
 
 def weights(model) -> torch.Tensor:
@@ -83,12 +89,12 @@ def test_policy_follows_its_seed_alone():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_warm_up_lowers_the_loss_and_follows_its_seed(tokenizer):
+def test_warm_up_lowers_the_loss_and_follows_its_seed(encode):
     task, config = make_task("sums"), WarmupConfig(steps=30, batch=8, lr=3e-3)
 
     def train(seed):
         model, seen = build_policy(SHAPE, seed=0), []
-        losses = warm_up(model, tokenizer, task, config, seed, lambda *step: seen.append(step))
+        losses = warm_up(model, encode, task, config, seed, lambda *step: seen.append(step))
         assert seen == list(enumerate(losses, 1))
         assert not model.training
         return model, losses
@@ -101,27 +107,27 @@ def test_warm_up_lowers_the_loss_and_follows_its_seed(tokenizer):
     assert train(1)[1] != losses
 
 
-def test_only_response_and_end_token_are_learned(tokenizer):
+def test_only_response_and_end_token_are_learned(tokenizer, encode):
     task, config = make_task("sums"), WarmupConfig(steps=3, batch=4, micro_batch_tokens=1 << 20)
-    shown = [demonstration(tokenizer, task, (1 << 40) * 6 + i) for i in range(12)]
-    for step, (row,) in enumerate(demonstrations(tokenizer, task, config, seed=5)):
+    shown = [demonstration(encode, task, (1 << 40) * 6 + i) for i in range(12)]
+    for step, (row,) in enumerate(demonstrations(encode, task, config, seed=5)):
         responses = {tuple(r.token_ids) for r in shown[4 * step : 4 * step + 4]}
         ends = (row.tokens == tokenizer.eos_token_id).nonzero()[:, 0] + 1
         assert {tuple(t.tolist()) for t in row.tokens.tensor_split(ends)[:-1]} == responses
         assert torch.equal(row.input_ids[0, row.rows[:-1] + 1], row.tokens[:-1])
     prompt = task.prompt("train", 7)
-    response = demonstration(tokenizer, task, 7)
+    response = demonstration(encode, task, 7)
     text = prompt.text + task.demonstration(prompt)
     assert tokenizer.decode([*response.request.prompt_ids, *response.token_ids]) == text + "<eos>"
 
 
 @pytest.mark.parametrize("chunk_logits", [1, 7 * 32, 1 << 28])
-def test_packing_and_chunks_do_not_change_the_gradient(tokenizer, monkeypatch, chunk_logits):
+def test_packing_and_chunks_do_not_change_the_gradient(encode, monkeypatch, chunk_logits):
     task, model = make_task("sums"), build_policy(SHAPE, seed=0).double()
 
     def gradient(micro_batch_tokens):
         config = WarmupConfig(steps=1, batch=12, micro_batch_tokens=micro_batch_tokens)
-        (rows,) = demonstrations(tokenizer, task, config, seed=0)
+        (rows,) = demonstrations(encode, task, config, seed=0)
         model.zero_grad()
         losses = [cross_entropy(model, row) for row in rows]
         sum(losses).backward()
@@ -136,10 +142,10 @@ def test_packing_and_chunks_do_not_change_the_gradient(tokenizer, monkeypatch, c
     torch.testing.assert_close(alone, whole, rtol=1e-7, atol=1e-9)
 
 
-def test_workers_make_the_same_rows(tokenizer):
+def test_workers_make_the_same_rows(encode):
     task = make_task("sums")
     here, beside = (
-        demonstrations(tokenizer, task, WarmupConfig(steps=4, batch=8, workers=workers), seed=0)
+        demonstrations(encode, task, WarmupConfig(steps=4, batch=8, workers=workers), seed=0)
         for workers in (0, 2)
     )
     for mine, theirs in zip(here, beside, strict=True):
@@ -148,25 +154,25 @@ def test_workers_make_the_same_rows(tokenizer):
             assert torch.equal(a.rows, b.rows)
 
 
-def test_a_half_precision_model_learns_through_float32_masters(tokenizer):
+def test_a_half_precision_model_learns_through_float32_masters(encode):
     """Steps of 1e-4 are far below bfloat16's resolution of a weight of one."""
     model = build_policy(SHAPE, seed=0).bfloat16()
     before = weights(model)
     config = WarmupConfig(steps=30, batch=8, lr=3e-3)
-    losses = warm_up(model, tokenizer, make_task("sums"), config, 0)
+    losses = warm_up(model, encode, make_task("sums"), config, 0)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
     exact = build_policy(SHAPE, seed=0).bfloat16().float()
-    same = warm_up(exact, tokenizer, make_task("sums"), config, 0)
+    same = warm_up(exact, encode, make_task("sums"), config, 0)
     assert losses[-1] == pytest.approx(same[-1], rel=0.1)
     assert not torch.equal(weights(model), before)
 
 
-def test_warm_up_without_demonstrations(tokenizer):
+def test_warm_up_without_demonstrations(encode):
     class Silent:
         name = "silent"
         prompt = staticmethod(lambda split, index: Prompt("0", "1=", "1"))
         demonstration = staticmethod(lambda prompt: None)
 
     with pytest.raises(UserError, match="task.name=silent: has no demonstrations; set warmup.step"):
-        warm_up(build_policy(SHAPE, 0), tokenizer, Silent(), WarmupConfig(steps=1), 0)
+        warm_up(build_policy(SHAPE, 0), encode, Silent(), WarmupConfig(steps=1), 0)

@@ -20,6 +20,7 @@ from driver.run.collector import Collector
 from driver.run.run import Run
 from driver.train import run_steps
 from tests.driver.hugging_face import VARIANTS, save_model
+from tests.driver.model.test_prompts import BEGIN, save_model_with_begin_token
 from tests.driver.run.test_run import WORDS, share_of_ones
 
 END = [1, 5]  # ids that end a response: the tokenizer's own and a digit
@@ -119,6 +120,20 @@ def test_any_checkpoint_trains(variant, tmp_path, start):
         assert ours == theirs
     assert ours != before[0]  # the updates were large enough to be seen
     assert finishes >= set(END)
+
+
+def test_prompts_of_training_and_evaluation_begin_with_the_tokenizer_s_begin_token(tmp_path, start):
+    folder = tmp_path / "model"
+    save_model_with_begin_token(folder)
+    run = start(f"model.path={folder}", "run.eval_prompts=0", "warmup.steps=1", "warmup.batch=2")
+    step = run.gather()
+    assert {r.request.prompt_ids[0] for r in step.responses} == {BEGIN}
+    seen, generate = [], run.rollout.engine.generate
+    run.rollout.engine.generate = lambda requests, **kw: (
+        seen.extend(requests) or generate(requests, **kw)
+    )
+    run.collector.evaluate(3)
+    assert len(seen) == 3 and {request.prompt_ids[0] for request in seen} == {BEGIN}
 
 
 @pytest.mark.parametrize(("dtype", "difference"), [("float32", 1e-4), ("bfloat16", 0.1)])
