@@ -48,8 +48,8 @@ from .model.target import default_feature_layers
 from .rollout.request import Request, SamplingParams, request_id
 from .run.assemble import (
     build_rollout,
+    check_prompts,
     load_policy,
-    longest_prompt,
     prompt_encoder,
     spec_of,
     stop_ids,
@@ -86,8 +86,8 @@ class _Bench:
         self.spec = spec_of(self.policy)
         tasks = [_task(config, name) for name in (config.task.name, options.unseen)]
         self.tasks = [(task, prompt_encoder(config, task, tokenizer)) for task in tasks]
-        longest = max(longest_prompt(*each) for each in self.tasks)
-        limit = self.config.sampling.max_new_tokens
+        limit, context = self.config.sampling.max_new_tokens, self.spec.max_position
+        longest = max(check_prompts(*each, limit, context) for each in self.tasks)
         self.rollout = build_rollout(
             self.config,
             self.spec,
@@ -105,7 +105,7 @@ class _Bench:
             stop_ids=stop_ids(self.spec, task, encode),
         )
         requests = []
-        for i in range(self.options.prompts):
+        for i in range(min(self.options.prompts, task.size("eval") or self.options.prompts)):
             prompt = task.prompt("eval", i)
             ids = encode(prompt.text)
             requests.append(Request(request_id("eval", 0, prompt.id, 0), i, ids, params))

@@ -25,10 +25,9 @@ from .policy.warmup import warm_up
 from .rollout.request import Request
 from .run.assemble import (
     build_rollout,
-    check_context,
+    check_prompts,
     find_model,
     load_policy,
-    longest_prompt,
     prompt_encoder,
     spec_of,
     stop_ids,
@@ -61,8 +60,8 @@ class Identity:
         policy, tokenizer = load_policy(self.config, find_model(self.config, _report))
         self.task = make_task(self.config.task.name, path=options.path)
         self.encode = prompt_encoder(self.config, self.task, tokenizer)
-        spec, prompt_len = spec_of(policy), longest_prompt(self.task, self.encode)
-        check_context(prompt_len, options.max_new_tokens, spec.max_position)
+        spec = spec_of(policy)
+        check_prompts(self.task, self.encode, options.max_new_tokens, spec.max_position)
         if options.model == "tiny" and options.warmup_steps:
             warm_up(policy, self.encode, self.task, self.config.warmup, options.seed)
         self.stop_ids = stop_ids(spec, self.task, self.encode)

@@ -22,6 +22,21 @@ from ..config.sections import RunConfig
 from . import checkpoint as run_checkpoint
 from .checkpoint import Checkpoint
 
+# Sections and settings that a resumed run may change: speed, memory and failures, not tokens.
+_FREE = {
+    "bandit",
+    "capture",
+    "engine",
+    "reward",
+    "spot",
+    "grpo.checkpointing",
+    "grpo.micro_batch_tokens",
+    "grpo.shard",
+    "model.cache",
+    "model.wheel",
+    "warmup.workers",
+}
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -319,19 +334,18 @@ def _choose(run: RunConfig, preset: str) -> Path:
 
 
 def _check_same(config: Config, saved: Path) -> None:
-    """A resumed run keeps its settings, all but `capture` and the rhythm and length of `run`.
+    """Refuses to resume with settings that change what is learned; the `_FREE` ones do not.
 
-    `spot.mode` and `grpo.shard` follow from the number of ranks, which may be another; they change
-    no token of a policy.
+    Raises:
+        UserError: another value of a setting that must stay.
     """
     before = dataclasses.asdict(load_config([f"preset={saved}"], saved=True))
     now = dataclasses.asdict(config)
     for section, values in now.items():
-        if section in ("preset", "capture"):
+        if section == "preset" or section in _FREE:
             continue
         for name, value in values.items():
-            free = (section, name) in (("spot", "mode"), ("grpo", "shard"))
-            fixed = name == "seed" if section == "run" else not free
+            fixed = name == "seed" if section == "run" else f"{section}.{name}" not in _FREE
             if fixed and before[section][name] != value:
                 raise UserError(
                     f"{section}.{name}: {value} now, {before[section][name]} in {saved}; a resumed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +37,8 @@ from ..rollout.proposers import HybridProposer, NgramProposer, Proposer
 from ..tasks import Task
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-PROMPT_SAMPLE = 64  # prompts looked at to size the page pool
+PROMPT_SAMPLE = 64  # prompts of a generated task whose lengths are looked at
+CHUNK = 512  # prompts tokenized at once
 
 
 @dataclass
@@ -141,18 +142,62 @@ def prompt_encoder(config: Config, task: Task, tokenizer: Tokenizer) -> PromptEn
     return PromptEncoder(tokenizer, config.task.chat_template, task.is_message)
 
 
+def prompt_lengths(task: Task, encode: PromptEncoder) -> Iterator[tuple[int, str]]:
+    """Tokens and place of each prompt of a finite data set, or of the first generated ones.
+
+    Raises:
+        UserError: a prompt has no tokens.
+    """
+    for split, sample in (("train", PROMPT_SAMPLE), ("eval", 0)):
+        count = task.size(split) or sample
+        for first in range(0, count, CHUNK):
+            indices = range(first, min(first + CHUNK, count))
+            rows = encode.batch([task.prompt(split, i).text for i in indices])
+            for index, row in zip(indices, rows, strict=True):
+                place = task.place(split, index) or f"task {task.name}, {split} prompt {index}"
+                if not row:
+                    raise UserError(f"{place}: the prompt has no tokens")
+                yield len(row), place
+
+
 def longest_prompt(task: Task, encode: PromptEncoder) -> int:
-    """Tokens of the longest of the first training prompts."""
-    texts = [task.prompt("train", i).text for i in range(PROMPT_SAMPLE)]
-    return max(map(len, encode.batch(texts)))
+    """Tokens of the longest prompt."""
+    return max(length for length, _ in prompt_lengths(task, encode))
 
 
-def check_context(prompt_len: int, max_new_tokens: int, max_position: int) -> None:
-    """Refuses responses that cannot fit, before a warm-up has taken its minutes."""
+def check_prompts(task: Task, encode: PromptEncoder, max_new_tokens: int, max_position: int) -> int:
+    """Tokens of the longest prompt, before a warm-up has taken its minutes.
+
+    Raises:
+        UserError: a prompt has no tokens, or a prompt and a response of full length exceed the
+            context. The line says where the longest prompt is.
+    """
+    found = list(prompt_lengths(task, encode))
+    length, place = max(found)
+    too_long = sum(each + max_new_tokens > max_position for each, _ in found)
+    check_context(length, max_new_tokens, max_position, f"{place}: ", too_long)
+    return length
+
+
+def check_context(
+    prompt_len: int, max_new_tokens: int, max_position: int, place: str = "", count: int = 1
+) -> None:
+    """Refuses a prompt whose response may not fit into the context.
+
+    Args:
+        prompt_len, max_new_tokens, max_position: tokens.
+        place: of the prompt, for the message.
+        count: prompts that are too long.
+
+    Raises:
+        UserError: it may not.
+    """
     if prompt_len + max_new_tokens > max_position:
+        others = f" (one of {count} prompts that do)" if count > 1 else ""
         raise UserError(
-            f"prompt of {prompt_len} tokens and sampling.max_new_tokens={max_new_tokens} exceed the"
-            f" context of {max_position}; lower it or use a model with a longer one"
+            f"{place}prompt of {prompt_len} tokens and sampling.max_new_tokens={max_new_tokens}"
+            f" exceed the context of {max_position}{others}; shorten or remove them, lower"
+            " sampling.max_new_tokens, or use a model with a longer context"
         )
 
 

@@ -265,7 +265,9 @@ class Collector(RolloutObserver):
         """Scores a response, or else draws a prompt of the next step; False: there is neither."""
         if self._ended:
             at, prompt, request = self._ended.popleft()
-            self.workers.submit(at, prompt, self._decode(request.new_tokens, request.finish))
+            finished = request.finish == "stop"
+            text = self._decode(request.new_tokens, finished)
+            self.workers.submit(at, prompt, text, finished)
             self._submitted.add(at)
             self.workers.score()
             return True
@@ -291,10 +293,10 @@ class Collector(RolloutObserver):
 
     def text(self, response: Response) -> str:
         """The response as the task sees it, without its end token."""
-        return self._decode(response.token_ids, response.finish)
+        return self._decode(response.token_ids, response.finish == "stop")
 
-    def _decode(self, ids: Sequence[int], finish: str) -> str:
-        ids = ids[:-1] if finish == "stop" else ids
+    def _decode(self, ids: Sequence[int], finished: bool) -> str:
+        ids = ids[:-1] if finished else ids
         return self._encode.tokenizer.decode(ids, skip_special_tokens=False)
 
     def rewards(
@@ -315,7 +317,9 @@ class Collector(RolloutObserver):
         submitted = self._submitted if places else ()
         for i, place in enumerate(places or range(len(responses))):
             if place not in submitted:
-                self.workers.submit(place, prompts[i // each], self.text(responses[i]))
+                response = responses[i]
+                finished = response.finish == "stop"
+                self.workers.submit(place, prompts[i // each], self.text(response), finished)
         return self.workers.collect(len(responses))
 
     def evaluate(self, count: int) -> float:
@@ -325,9 +329,10 @@ class Collector(RolloutObserver):
         policy alone.
 
         Args:
-            count: prompts.
+            count: prompts; fewer where the split has fewer, so that each counts once.
         """
         self.world.enter("eval")
+        count = min(count, self.task.size("eval") or count)
         mine = range(self.world.rank, count, self.world.size)
         prompts = [self.task.prompt("eval", i) for i in mine]
         requests = [

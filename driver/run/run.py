@@ -34,10 +34,9 @@ from ..tasks.workers import RewardWorkers
 from .assemble import (
     Rollout,
     build_rollout,
-    check_context,
+    check_prompts,
     find_model,
     load_policy,
-    longest_prompt,
     longest_request,
     prompt_encoder,
     spec_of,
@@ -132,8 +131,14 @@ class Run:
             policy, tokenizer = load_policy(config, saved.path if saved else source)
             encode = prompt_encoder(config, task, tokenizer)
             note(encode.describe())
-            spec, prompt_len = spec_of(policy), longest_prompt(task, encode)
-            check_context(prompt_len, config.sampling.max_new_tokens, spec.max_position)
+            held_out = task.size("eval")
+            if held_out is not None and held_out < config.run.eval_prompts:
+                note(
+                    f"evaluation: the task has {held_out} held-out prompts, fewer than"
+                    f" run.eval_prompts={config.run.eval_prompts}"
+                )
+            spec, limit = spec_of(policy), config.sampling.max_new_tokens
+            prompt_len = check_prompts(task, encode, limit, spec.max_position)
         if saved is None and config.warmup.steps and not config.warmup.keep:
             note(f"supervised warm-up: {config.warmup.steps} steps")
             with phases("warmup"):

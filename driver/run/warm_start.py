@@ -263,6 +263,7 @@ class Warming:
                 self.task.reward(
                     self.task.prompt("train", FIRST_INDEX + i),
                     decode(r.token_ids[:-1] if r.finish == "stop" else r.token_ids),
+                    r.finish == "stop",
                 )
                 for i, r in enumerate(responses)
             ]

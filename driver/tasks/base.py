@@ -32,20 +32,35 @@ class Task(Protocol):
     """
 
     name: str
-    stop: tuple[str, ...]
-    is_message: bool
+    stop: tuple[str, ...] = ()
+    is_message: bool = False
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The prompt at `index` (any index from 0 on) of `split`: the same in every run."""
         ...
 
-    def reward(self, prompt: Prompt, response: str) -> float:
-        """Reward of a response's text, end token not included."""
+    def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
+        """Reward of a response.
+
+        Args:
+            prompt: that was answered.
+            response: its text, without the end token.
+            finished: whether the model ended it. Otherwise the length limit cut it, perhaps within
+                its answer, and an answer that may have gone on does not count.
+        """
         ...
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """A worked response for the supervised warm-up, or None where the task has none."""
-        ...
+        return None
+
+    def size(self, split: Split) -> int | None:
+        """Number of different prompts, after which they repeat; None where they are generated."""
+        return None
+
+    def place(self, split: Split, index: int) -> str:
+        """File and line that a prompt comes from, or "" where it comes from no file."""
+        return ""
 
 
 def held_out(problem: str) -> bool:
@@ -88,6 +103,19 @@ def prompt_id(task: str, split: Split, index: int) -> str:
     if index < 0:
         raise ValueError(f"index: wanted at least 0, got {index}")
     return f"{task}/{split}/{index}"
+
+
+def may_go_on(rest: str) -> bool:
+    """Whether a number could have gone on where a response was cut.
+
+    Args:
+        rest: of the response's line after the number, its line end included.
+
+    Example:
+        >>> may_go_on(""), may_go_on("."), may_go_on(" apples"), may_go_on("\\n")
+        (True, True, False, False)
+    """
+    return "\n" not in rest and not rest.strip(" .,")
 
 
 def generator(id: str) -> random.Random:

@@ -6,14 +6,14 @@ import operator
 import random
 import re
 
-from .base import Prompt, Split, generator, held_out, prompt_id
+from .base import Prompt, Split, Task, generator, held_out, may_go_on, prompt_id
 
 _OPERATIONS = {"addition": ("+", operator.add), "multiplication": ("*", operator.mul)}
 # ASCII digits only: int() would also read the digits of other scripts.
 _INTEGER = re.compile(r"-?[0-9]+")
 
 
-class FewShotTask:
+class FewShotTask(Task):
     """Worked lines `a + b = c`, then one to complete; the first integer of the first line counts.
 
     Args:
@@ -28,7 +28,6 @@ class FewShotTask:
     """
 
     stop: tuple[str, ...] = ("\n",)
-    is_message = False
 
     def __init__(self, name: str, digits: int = 2, shots: int = 4) -> None:
         self.name = name
@@ -48,10 +47,13 @@ class FewShotTask:
                 lines.append(f"{shot} {solved}\n")
         return Prompt(id, "".join(lines) + problem, answer)
 
-    def reward(self, prompt: Prompt, response: str) -> float:
-        found = _INTEGER.search(response.strip().partition("\n")[0])
+    def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
+        line = response.lstrip().partition("\n")
+        found = _INTEGER.search(line[0])
+        if found is None or not (finished or not may_go_on(line[0][found.end() :] + line[1])):
+            return 0.0
         # Compared as text without leading zeros: no conversion of a response's thousand digits.
-        return float(found is not None and _plain(found.group()) == prompt.answer)
+        return float(_plain(found.group()) == prompt.answer)
 
     def demonstration(self, prompt: Prompt) -> str:
         return f" {prompt.answer}\n"

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from decimal import Decimal
 from pathlib import Path
+from typing import NamedTuple
 
 from ..common.errors import UserError
-from .base import HELD_OUT_ONE_IN, Prompt, Split, prompt_id
+from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, generator, may_go_on, prompt_id
 
 _MARK = "####"
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 
 
-class JsonlTask:
+class Line(NamedTuple):
+    """One problem of a file; `place` is file:line."""
+
+    question: str
+    answer: str
+    place: str
+
+
+class JsonlTask(Task):
     """Word problems from a file; the number after the response's first `####` counts.
 
-    Without `####`, or without a number behind it, the reward is 0. Thousands separators, a currency
-    sign before and any text after the number are ignored, and `18.0` equals `18`.
+    Without `####`, or without a number after it, the reward is 0. Thousands separators, a currency
+    sign before and any text after the number are ignored, and `18.0` equals `18`. Each pass over
+    the lines of a split has a random order of its own, the same in every run.
 
     Args:
         path: a `.jsonl` file, of which every eighth line is held out, or a folder with
@@ -59,38 +70,61 @@ class JsonlTask:
 
     def prompt(self, split: Split, index: int) -> Prompt:
         id = prompt_id(self.name, split, index)
-        lines = self.lines[split]
-        question, answer = lines[index % len(lines)]
-        solved = [f"Question: {q}\nAnswer: {a}\n\n" for q, a in self.shots]
-        return Prompt(id, "".join(solved) + f"Question: {question}\nAnswer:", answer)
+        line = self._line(split, index)
+        solved = [f"Question: {x.question}\nAnswer: {x.answer}\n\n" for x in self.shots]
+        return Prompt(id, "".join(solved) + f"Question: {line.question}\nAnswer:", line.answer)
 
-    def reward(self, prompt: Prompt, response: str) -> float:
-        number = final_number(response)
+    def size(self, split: Split) -> int:
+        return len(self.lines[split])
+
+    def place(self, split: Split, index: int) -> str:
+        return self._line(split, index).place
+
+    def _line(self, split: Split, index: int) -> Line:
+        lines = self.lines[split]
+        epoch, at = divmod(index, len(lines))
+        return lines[_order(split, epoch, len(lines))[at]]
+
+    def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
+        number = final_number(response, finished)
         return float(number is not None and number == final_number(prompt.answer))
 
     def demonstration(self, prompt: Prompt) -> str:
         return f" {prompt.answer}\n\n"
 
 
-def final_number(text: str) -> Decimal | None:
-    """The number in the line behind the first `####` of a text.
+@functools.lru_cache(maxsize=8)
+def _order(split: Split, epoch: int, count: int) -> list[int]:
+    """The order of `count` lines in a pass over them."""
+    order = list(range(count))
+    generator(f"jsonl/{split}/{epoch}").shuffle(order)
+    return order
+
+
+def final_number(text: str, finished: bool = True) -> Decimal | None:
+    """The number in the line after the first `####` of a text.
 
     Args:
         text: a response or a worked answer.
+        finished: whether the text is complete.
 
     Returns:
-        The number, or None where there is no mark or no number behind it.
+        The number, or None where there is no mark, no number after it, or a number that may have
+        gone on in a text that was cut.
 
     Example:
         >>> final_number("#### 18.50 dollars")
         Decimal('18.50')
     """
-    line = text.partition(_MARK)[2].strip().partition("\n")[0]
-    found = _NUMBER.match(line.lstrip("$ "))
-    return Decimal(found.group().replace(",", "")) if found else None
+    line = text.partition(_MARK)[2].lstrip().partition("\n")
+    answer = line[0].lstrip("$ ")
+    found = _NUMBER.match(answer)
+    if found is None or not (finished or not may_go_on(answer[found.end() :] + line[1])):
+        return None
+    return Decimal(found.group().replace(",", ""))
 
 
-def read_jsonl(path: Path) -> list[tuple[str, str]]:
+def read_jsonl(path: Path) -> list[Line]:
     """Reads and checks a question/answer file.
 
     Args:
@@ -98,7 +132,7 @@ def read_jsonl(path: Path) -> list[tuple[str, str]]:
             are skipped.
 
     Returns:
-        (question, answer) pairs; each answer ends in a number behind `####`.
+        The lines; each answer ends in a number after `####`.
 
     Raises:
         UserError: names the file, the line and what is wrong with it.
@@ -117,7 +151,7 @@ def read_jsonl(path: Path) -> list[tuple[str, str]]:
     return [_parse(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
 
 
-def _parse(place: str, line: str) -> tuple[str, str]:
+def _parse(place: str, line: str) -> Line:
     try:
         item = json.loads(line)
     except (ValueError, RecursionError):
@@ -131,4 +165,4 @@ def _parse(place: str, line: str) -> tuple[str, str]:
             raise UserError(f"{place}: half a letter (a lone surrogate) in {key!r}; fix the line")
     if final_number(item["answer"]) is None:
         raise UserError(f"{place}: no number behind {_MARK} in the answer; fix or remove the line")
-    return item["question"], item["answer"]
+    return Line(item["question"], item["answer"], place)

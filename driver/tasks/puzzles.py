@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 from . import countdown, stories
-from .base import Prompt, Split, generator, held_out, prompt_id
+from .base import Prompt, Split, Task, generator, held_out, prompt_id
 
 # Share of each kind.
 MIX = {"sum": 0.2, "story": 0.15, "easy": 0.1, "near": 0.25, "far": 0.25, "wide": 0.05}
@@ -37,7 +37,7 @@ class _Search:
     target: int
 
 
-class PuzzlesTask:
+class PuzzlesTask(Task):
     """Three kinds of problems; the reward is 1 where what follows the last `=>` is right.
 
     A sum or a story wants its number. Countdown wants steps that use every number once and end at
@@ -56,8 +56,6 @@ class PuzzlesTask:
     """
 
     name = "puzzles"
-    stop: tuple[str, ...] = ()
-    is_message = False
 
     def __init__(self, difficulty: int = 1) -> None:
         self.digits = difficulty + 1
@@ -71,9 +69,9 @@ class PuzzlesTask:
             answer = str(problem.answer)
         return Prompt(id, problem.text, answer)
 
-    def reward(self, prompt: Prompt, response: str) -> float:
+    def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
         _, mark, answer = response.rpartition(MARK)
-        if not mark:
+        if not mark or not finished:
             return 0.0
         target, search, numbers = prompt.answer.partition(" from ")
         if search:

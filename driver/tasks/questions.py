@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Prompt, Split, prompt_id
+from .base import Prompt, Split, Task, prompt_id
 
 SUBJECTS = (
     "the tides", "a bicycle", "bread", "the printing press", "rain", "chess", "a compass",
@@ -16,12 +16,10 @@ FORMS = (
 )
 
 
-class QuestionsTask:
+class QuestionsTask(Task):
     """Responses are long and never alike; every reward is 0, so there is nothing to train on."""
 
     name = "questions"
-    stop: tuple[str, ...] = ()
-    is_message = False
 
     def prompt(self, split: Split, index: int) -> Prompt:
         name = prompt_id(self.name, split, index)
@@ -29,8 +27,8 @@ class QuestionsTask:
         form = FORMS[index // len(SUBJECTS) % len(FORMS)]
         return Prompt(name, form.format(subject, subject.split()[-1]), "")
 
-    def reward(self, prompt: Prompt, response: str) -> float:
+    def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
         return 0.0
 
-    def demonstration(self, prompt: Prompt) -> None:
-        return None
+    def size(self, split: Split) -> int:
+        return len(SUBJECTS) * len(FORMS)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.errors import UserError
-from .base import HELD_OUT_ONE_IN, Prompt, Split, held_out, prompt_id
+from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, held_out, prompt_id
 
 # Items that one index may choose from until one is in its split: (7/8)^64 leaves 0.02 % without.
 _TRIES = 64
 _SIZE = 2**31 - 1
 
 
-class ReasoningGymTask:
+class ReasoningGymTask(Task):
     """A procedural data set of reasoning-gym; its own scorer judges the response's first line.
 
     Args:
@@ -50,10 +50,13 @@ class ReasoningGymTask:
         item = self._item(split, index)
         return Prompt(id, f"Question: {item['question']}\nAnswer:", str(item["answer"]))
 
-    def reward(self, prompt: Prompt, response: str) -> float:
+    def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
         _, split, index = prompt.id.split("/")
-        item = self._item(split, int(index))  # the scorer wants the whole item
-        line = response.strip().partition("\n")[0].strip()
+        item = self._item(split, int(index))  # the scorer needs the whole item
+        line, newline, _ = response.lstrip().partition("\n")
+        if not finished and not newline:
+            return 0.0
+        line = line.strip()
         return float(self.items.score_answer(answer=line, entry=item))
 
     def demonstration(self, prompt: Prompt) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from .base import Prompt, Split, generator, held_out, prompt_id
+from .base import Prompt, Split, Task, generator, held_out, prompt_id
 
 # P(addend > k) = k ** -TAIL up to the cap: half of the prompts add 2, one in 23 adds all 24.
 TAIL = 1.0
@@ -15,7 +15,7 @@ MIN_ADDEND, MAX_ADDEND = 2, 24
 SLIP_RATE, SLIPS = 0.3, (0, 2)
 
 
-class SumsTask:
+class SumsTask(Task):
     """`start+addend=`, answered by counting on, one line a step.
 
     The prompt `578+3=` wants `579+2=580+1=581`. The reward is 1 when the text after the last `=` is
@@ -31,8 +31,6 @@ class SumsTask:
     """
 
     name = "sums"
-    stop: tuple[str, ...] = ()
-    is_message = False
 
     def __init__(self, difficulty: int = 1) -> None:
         self.low, self.high = 10 ** (difficulty + 1), 10 ** (difficulty + 2) - 1
@@ -47,8 +45,8 @@ class SumsTask:
             if held_out(text) == (split == "eval"):
                 return Prompt(id, text, str(start + addend))
 
-    def reward(self, prompt: Prompt, response: str) -> float:
-        return float(response.rpartition("=")[2] == prompt.answer)
+    def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
+        return float(finished and response.rpartition("=")[2] == prompt.answer)
 
     def demonstration(self, prompt: Prompt) -> str:
         """Counts on as a fallible teacher does: each step slips with probability `SLIP_RATE`."""

@@ -21,7 +21,7 @@ from ..common.numbers import finite, shown
 from ..config.sections import RewardConfig
 from . import Prompt, Task
 
-Job = tuple[int, Prompt, str]  # index of the response, its prompt, its text
+Job = tuple[int, Prompt, str, bool]  # index of the response, its prompt, its text, finished
 START_S = 300.0  # for a worker to start, before its time for a sample begins
 
 
@@ -46,18 +46,19 @@ class RewardWorkers:
         self._values: dict[int, float] = {}
         self._workers: list[_Worker] = []
 
-    def submit(self, index: int, prompt: Prompt, text: str) -> None:
+    def submit(self, index: int, prompt: Prompt, text: str, finished: bool = True) -> None:
         """Queues a response; returns at once.
 
         Args:
             index: its place, by which `collect` orders the rewards.
             prompt: that it answers.
             text: of the response.
+            finished: whether the model ended it.
 
         Raises:
             UserError: an earlier sample failed and `reward.on_error=stop`.
         """
-        self._waiting.append((index, prompt, text))
+        self._waiting.append((index, prompt, text, finished))
         if self.config.workers:
             self._turn(0.0)
 
@@ -136,7 +137,7 @@ class RewardWorkers:
 
     def _take(self, job: Job, value: Any, error: str) -> None:
         """Notes a reward, or what kept it from being computed."""
-        index, prompt, _ = job
+        index, prompt, *_ = job
         number = finite(value)
         if not error and number is None:
             error = f"wanted a finite number, got {shown(value)}"
@@ -201,11 +202,11 @@ def _serve(pipe: Connection, task: Task) -> None:
     pipe.send(None)  # started
     while True:
         try:
-            prompt, text = pipe.recv()
+            sample = pipe.recv()
         except EOFError:  # the run is over
             return
         try:
-            pipe.send((task.reward(prompt, text), ""))
+            pipe.send((task.reward(*sample), ""))
         except Exception as error:  # the sample's failure, told to the run
             pipe.send((None, _reason(error)))
 

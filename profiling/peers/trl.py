@@ -110,9 +110,9 @@ def reward_function(
     def task_reward(completion_ids: list[list[int]], prompt_id: list[str], **_: Any) -> list[float]:
         values = []
         for ids, name in zip(completion_ids, prompt_id, strict=True):
-            ids = ids[:-1] if ids and ids[-1] in stops else ids
-            text = tokenizer.decode(ids, skip_special_tokens=False)
-            values.append(float(task.reward(prompts[name], text)))
+            finished = bool(ids) and ids[-1] in stops
+            text = tokenizer.decode(ids[:-1] if finished else ids, skip_special_tokens=False)
+            values.append(float(task.reward(prompts[name], text, finished)))
         seen.rewards.append(sum(values) / len(values))
         seen.lengths.append([len(ids) for ids in completion_ids])
         return values

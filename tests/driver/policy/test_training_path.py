@@ -296,7 +296,7 @@ def test_nan_of_a_response_that_is_left_out_is_not_read_fault_50(start):
 def test_rewards_that_are_no_numbers_stop_the_step_fault_51(start, monkeypatch, value, message):
     run = start()
     monkeypatch.undo()  # the real rewards
-    monkeypatch.setattr(run.task, "reward", lambda prompt, text: value)
+    monkeypatch.setattr(run.task, "reward", lambda *of: value)
     wanted = f"response [0-3] to prompt sums/train/0: wanted a finite number, {message}"
     with pytest.raises(UserError, match=wanted):
         run.gather()
@@ -307,7 +307,7 @@ def test_rewards_that_are_no_numbers_count_as_configured_fault_51(start, monkeyp
     run = start("reward.on_error=zero")
     monkeypatch.undo()
     bad = run.task.prompt("train", 1)
-    monkeypatch.setattr(run.task, "reward", lambda p, text: value if p == bad else 0.5)
+    monkeypatch.setattr(run.task, "reward", lambda p, *of: value if p == bad else 0.5)
     with pytest.warns(UserWarning, match=f"prompt {bad.id}: wanted a finite number.*counted as 0"):
         step = run.gather()
     assert step.rewards == [0.5] * 4 + [0.0] * 4 + [0.5] * 4

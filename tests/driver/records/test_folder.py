@@ -255,8 +255,10 @@ def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "grpo.lr=0.5"))
     with pytest.raises(UserError, match="run.seed: 1 now, 0 in"):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "run.seed=1"))
-    # Begun on several ranks, gone on with on one.
-    RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=coordinated")).close()
+    # What changes no token of the policy may be another: ranks, engine, memory, reward workers.
+    words = ["engine.max_batch=7", "engine.strategies=off", "grpo.micro_batch_tokens=99"]
+    words += ["reward.on_error=zero", "warmup.workers=1", "spot.mode=coordinated"]
+    RunFolder(config(tmp_path, "run.name=a", "run.resume=true", *words)).close()
     RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=serial"))
     with pytest.raises(UserError, match="run.resume: .*/b holds no run"):
         RunFolder(config(tmp_path, "run.name=b", "run.resume=true"))

@@ -30,7 +30,9 @@ def start(tmp_path, monkeypatch):
 
         monkeypatch.setattr(run.task, "prompt", draw)
         monkeypatch.setattr(
-            run.task, "reward", lambda p, text: sum(map(ord, text)) + int(p.id.split("/")[-1]) / 64
+            run.task,
+            "reward",
+            lambda p, text, finished: sum(map(ord, text)) + int(p.id.split("/")[-1]) / 64,
         )
         return run
 
@@ -97,7 +99,7 @@ def test_groups_that_are_replaced_take_the_prompts_drawn_ahead(start, monkeypatc
         monkeypatch.setattr(
             run.task,
             "reward",
-            lambda p, text, reward=reward: reward(p, text) * (int(p.id.split("/")[-1]) % 2),
+            lambda p, *of, reward=reward: reward(p, *of) * (int(p.id.split("/")[-1]) % 2),
         )
     for step in range(2):
         wanted, got = (run.collector.gather(step) for run in (alone, beside))
@@ -126,7 +128,7 @@ def test_a_reward_that_fails_beside_passes_names_its_sample(start, monkeypatch):
     run = with_device(start("engine.strategies=off"))
     each = run.config.grpo.samples_per_prompt
 
-    def fails(prompt, text):
+    def fails(prompt, text, finished):
         raise ValueError("no such unit")
 
     with monkeypatch.context() as planted, pytest.raises(UserError, match="ValueError: no such"):

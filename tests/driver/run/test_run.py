@@ -300,6 +300,14 @@ def test_training_in_float16_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_resumed_run_may_change_its_engine_and_keeps_its_tokens(unbroken, tmp_path):
+    run(tmp_path, "run", "run.steps=2")
+    words = ["engine.strategies=off ngram:2,1,3", "engine.page_size=16", "engine.max_batch=5"]
+    words += ["bandit.buckets=1,3", "reward.workers=1", "spot.mode=off"]
+    resumed = run(tmp_path, "run", "run.steps=5", "run.resume=true", *words)
+    assert history(resumed.folder.path) == history(unbroken.folder.path)
+
+
 def test_overlapped_training_changes_no_token(unbroken, tmp_path):
     other = run(tmp_path, "overlapped", "run.steps=5", "spot.mode=overlapped")
     assert history(other.folder.path) == history(unbroken.folder.path)

@@ -202,8 +202,62 @@ def test_jsonl_folder_has_its_own_test_file(tmp_path):
     (tmp_path / "train.jsonl").write_text(lines, encoding="utf-8-sig")
     (tmp_path / "test.jsonl").write_text(line("held out"))
     task = make_task("jsonl", path=str(tmp_path), shots=0)
-    assert "train 2" in task.prompt("train", 2).text
+    assert any("train 2" in task.prompt("train", i).text for i in range(3))
     assert "held out" in task.prompt("eval", 7).text
+    assert task.place("eval", 7) == f"{tmp_path / 'test.jsonl'}:1"
+
+
+def test_jsonl_lines_come_in_another_order_in_each_epoch(tmp_path):
+    """The same order in every run, each line once an epoch, and not the order of the file."""
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n\n" + "\n".join(line(f"q{i}", f"#### {i}") for i in range(64)))
+    task = make_task("jsonl", path=str(path), shots=0)
+    size = task.size("train")
+    assert (size, task.size("eval")) == (56, 8)
+    epochs = []
+    for epoch in range(3):
+        indices = range(epoch * size, (epoch + 1) * size)
+        places = [task.place("train", i) for i in indices]
+        epochs.append([int(place.rpartition(":")[2]) for place in places])
+        texts = [task.prompt("train", i).text for i in indices]
+        numbers = [int(text.split()[1][1:]) for text in texts]
+        assert epochs[-1] == [n + 3 for n in numbers]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(sorted(epochs[0]))}
+    assert all(epoch != sorted(epoch) for epoch in epochs)
+    again = make_task("jsonl", path=str(path), shots=0)
+    assert [again.prompt("train", i) for i in range(3 * size)] == [
+        task.prompt("train", i) for i in range(3 * size)
+    ]
+    assert len({task.prompt("eval", i).text for i in range(8)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "cut", "whole"),
+    [
+        ("jsonl", "#### 1", ["so\n#### 1", "#### 1.", "#### 1,", "#### $1 "], "#### 1\nmore"),
+        ("addition", "7", [" 7", "7.", "7 "], " 7\n3+"),
+        ("addition", "7", ["is 7"], "7 apples and m"),
+        ("sums", "58", ["57+1=58"], None),
+        ("puzzles", "58", ["=> 58"], None),
+        ("puzzles", "14 from 2 3 9", ["=> 3+2=5, 9+5=14"], None),
+        ("reasoning_gym", "9", ["9"], "9\nm"),
+    ],
+)
+def test_an_answer_that_the_length_limit_may_have_cut_does_not_count(
+    fake_gym, word_problems, name, answer, cut, whole
+):
+    options = {"jsonl": {"path": str(word_problems)}, "reasoning_gym": {"path": "squares"}}
+    task = make_task(name, **options.get(name, {}))
+    prompt = Prompt("0", "", answer)
+    if name == "reasoning_gym":
+        prompt = next(p for i in range(99) if (p := task.prompt("train", i)).answer)
+        cut, whole = [prompt.answer], f"{prompt.answer}\nm"
+    for text in cut:
+        assert task.reward(prompt, text) == 1.0, text
+        assert task.reward(prompt, text, finished=False) < 0.5, text
+    if whole is not None:
+        assert task.reward(prompt, whole, finished=False) == 1.0
 
 
 @pytest.mark.parametrize(

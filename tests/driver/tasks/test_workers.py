@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,9 @@ class Moody:
 
     name: str = "moody"
 
-    def reward(self, prompt, response):
+    def reward(self, prompt, response, finished=True):
+        if not finished:
+            return -1
         if response == "raise":
             raise ValueError("no such unit")
         if response == "hang":
@@ -50,7 +53,7 @@ class MoodySums(SumsTask):
         super().__init__()
         self.fate = fate
 
-    def reward(self, prompt, response):
+    def reward(self, prompt, response, finished=True):
         return Moody().reward(prompt, self.fate if prompt.id == "sums/train/1" else response)
 
 
@@ -67,6 +70,15 @@ def score(texts, workers=2, **config):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rewards_come_in_the_order_of_the_responses(workers):
     assert score(["a", "bb", "ccc", "", "eeeee"], workers) == [1, 3, 5, 3, 9]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_reward_function_knows_whether_the_response_was_cut(count):
+    workers = RewardWorkers(Moody(), RewardConfig(workers=count))
+    for index, finished in enumerate((True, False)):
+        workers.submit(index, Prompt("p", "", "0"), "aa", finished)
+    assert workers.collect(2) == [2, -1]
+    workers.close()
 
 
 def test_a_second_batch_does_not_see_the_first():
@@ -118,11 +130,14 @@ def test_an_evaluation_is_scored_the_same_way(count):
     from driver.run.collector import Collector  # here: workers import this file, and start quickly
 
     collector = Collector.__new__(Collector)
-    collector.task, collector.text = Moody(), str
+    collector.task, collector.text = Moody(), lambda response: response.text
     collector.workers = RewardWorkers(Moody(), RewardConfig(workers=count, on_error="zero"))
-    prompts = [Prompt(f"moody/eval/{i}", "", str(i)) for i in range(2)]
+    prompts = [Prompt(f"moody/eval/{i}", "", str(i % 2)) for i in range(3)]
+    texts = ["a", "bb", "raise", "c", "d", "ee"]
+    finishes = ["stop"] * 4 + ["length", "stop"]
+    responses = [SimpleNamespace(text=t, finish=f) for t, f in zip(texts, finishes, strict=True)]
     with pytest.warns(UserWarning, match="response 2 to prompt moody/eval/1: .*counted as 0"):
-        assert collector.rewards(prompts, ["a", "bb", "raise", "c"]) == [1, 2, 0, 2]
+        assert collector.rewards(prompts, responses) == [1, 2, 0, 2, -1, 2]
     collector.workers.close()
 
 
