@@ -11,23 +11,14 @@ from tlt_ext.common import Array
 class DTypeError(TypeError): ...
 
 def build_info() -> dict[str, Any]: ...
-
 def cuda_ops() -> list[str]: ...
-
 def num_threads() -> int: ...
-
 def set_num_threads(count: int) -> None: ...
-
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]: ...
-
 def gumbel(word: int) -> float: ...
-
 def uniform_open(word: int) -> float: ...
-
 def log_f32(x: float) -> float: ...
-
 def exp_f32(x: float) -> float: ...
-
 def rms_norm(
     x: Array | None,
     weight: Array | None,
@@ -35,13 +26,11 @@ def rms_norm(
     eps: float,
     stream: int,
 ) -> None: ...
-
 def silu_mul(
     x: Array | None,
     out: Array | None,
     stream: int,
 ) -> None: ...
-
 def linear_rows(
     x: Array | None,
     weight: Array | None,
@@ -53,7 +42,6 @@ def linear_rows(
     pdl: bool,
     stream: int,
 ) -> None: ...
-
 def linear_silu_mul(
     x: Array | None,
     weight: Array | None,
@@ -63,7 +51,6 @@ def linear_silu_mul(
     pdl: bool,
     stream: int,
 ) -> None: ...
-
 def linear_append(
     x: Array | None,
     weight: Array | None,
@@ -79,16 +66,13 @@ def linear_append(
     pdl_tables: bool,
     stream: int,
 ) -> None: ...
-
 def dot_variants() -> list[str]: ...
-
 def dot_rows(
     variant: int,
     x: Array | None,
     w: Array | None,
     out: Array | None,
 ) -> None: ...
-
 def append_kv(
     qkv: Array | None,
     q_out: Array | None,
@@ -101,7 +85,6 @@ def append_kv(
     eps: float,
     stream: int,
 ) -> None: ...
-
 def commit_path(
     k_cache: Array | None,
     v_cache: Array | None,
@@ -112,14 +95,12 @@ def commit_path(
     feature_rows: Array | None,
     stream: int,
 ) -> None: ...
-
 def copy_pages(
     cache: Array | None,
     source: Array | None,
     destination: Array | None,
     stream: int,
 ) -> None: ...
-
 def gather_new_rows(
     features: Array | None,
     rows: tuple[Array | None, ...],
@@ -128,7 +109,6 @@ def gather_new_rows(
     out: tuple[Array | None, ...],
     stream: int,
 ) -> None: ...
-
 def tree_attention(
     q: Array | None,
     k_cache: Array | None,
@@ -142,7 +122,6 @@ def tree_attention(
     pdl: bool,
     stream: int,
 ) -> None: ...
-
 def attention_workspace_bytes(
     num_requests: int,
     num_rows: int,
@@ -151,9 +130,7 @@ def attention_workspace_bytes(
     head_dim: int,
     max_slots: int,
 ) -> int: ...
-
 def sampling_workspace_bytes(rows: int) -> int: ...
-
 def sample(
     logits: Array | None,
     sampling: tuple[Array | None, ...],
@@ -166,7 +143,6 @@ def sample(
     filtered_logprobs: Array | None,
     stream: int,
 ) -> None: ...
-
 def verify_tree(
     logits: Array | None,
     tree: tuple[Array | None, ...],
@@ -180,7 +156,6 @@ def verify_tree(
     workspace: Array | None,
     stream: int,
 ) -> None: ...
-
 def verify_rejection(
     logits: Array | None,
     draft_probs: Array | None,
@@ -195,7 +170,6 @@ def verify_rejection(
     deterministic: bool,
     stream: int,
 ) -> None: ...
-
 def expand_tree(
     draft_logits: Array | None,
     nodes: tuple[Array | None, ...],
@@ -211,7 +185,6 @@ def expand_tree(
     score_temperature: float,
     stream: int,
 ) -> None: ...
-
 def select_nodes(
     nodes: tuple[Array | None, ...],
     tree: tuple[Array | None, ...],
@@ -222,7 +195,6 @@ def select_nodes(
     num_verify: int,
     stream: int,
 ) -> None: ...
-
 def draft_inputs(
     weights: tuple[Array | None, ...],
     ids: Array | None,
@@ -231,7 +203,6 @@ def draft_inputs(
     eps: float,
     stream: int,
 ) -> None: ...
-
 def draft_level_inputs(
     weights: tuple[Array | None, ...],
     nodes: tuple[Array | None, ...],
@@ -244,7 +215,6 @@ def draft_level_inputs(
     eps: float,
     stream: int,
 ) -> None: ...
-
 def ngram_propose(
     table: tuple[Array | None, ...],
     nodes: tuple[Array | None, ...],
@@ -268,41 +238,28 @@ class PassRing:
         max_emitted: int,
         pinned: bool,
     ) -> None: ...
-    
     @property
     def begin_ns(self) -> numpy.typing.NDArray[numpy.int64]: ...
-    
     @property
     def time_ns(self) -> numpy.typing.NDArray[numpy.int64]: ...
-    
     @property
     def num_emitted(self) -> numpy.typing.NDArray[numpy.int32]: ...
-    
     @property
     def finish(self) -> numpy.typing.NDArray[numpy.int32]: ...
-    
     @property
     def status(self) -> numpy.typing.NDArray[numpy.int32]: ...
-    
     @property
     def tokens(self) -> numpy.typing.NDArray[numpy.int32]: ...
-    
     @property
     def logprobs(self) -> numpy.typing.NDArray[numpy.float32]: ...
-    
     @property
     def passes(arg0: PassRing) -> int: ...
-    
     @property
     def sequence(arg0: PassRing) -> int: ...
-    
     @property
     def reason(arg0: PassRing) -> int: ...
-    
     def request_stop(self) -> None: ...
-    
     def wait(self, timeout_s: float) -> int: ...
-    
     def collect(
         self,
         arg0: int,
@@ -328,10 +285,8 @@ class GraphPool:
         device: int,
         budget_bytes: int,
     ) -> None: ...
-    
     @staticmethod
     def supports_loop(device: int) -> bool: ...
-    
     def add(
         self,
         key: str,
@@ -341,17 +296,13 @@ class GraphPool:
         priority: int,
         stream: int,
     ) -> list[str]: ...
-    
     def launch(
         self,
         key: str,
         stream: int,
     ) -> None: ...
-    
     def remove(self, key: str) -> None: ...
-    
     def __contains__(self, key: str) -> bool: ...
-    
     def usage(self) -> dict[str, Any]: ...
 
 def arm_passes(

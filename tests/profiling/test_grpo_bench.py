@@ -12,6 +12,7 @@ from driver.run.warm_start import fingerprints
 from profiling.bench import main
 from profiling.benches import grpo
 from profiling.peers import trl as trl_arm
+from profiling.rig import warm
 from profiling.rig.bench import Bench
 from profiling.rig.results import joined, targets_of
 from profiling.studies import grpo_runs
@@ -24,6 +25,7 @@ from profiling.studies.grpo_arms import (
     identical_steps,
     over_peer,
 )
+from tests.forks import run_module
 
 WORDS = [
     "preset=tiny",
@@ -120,9 +122,15 @@ def runs(tmp_path_factory):
         grpo.run(out)
         return out
 
+    def run(command, seconds):
+        return run_module(command, root / "log")
+
     bench.folder, bench.words = root / "grpo", words
-    bench("--arms=full", "--seeds=0", "--steps=1")
-    return bench, bench("--arms=off,full", "--seeds=0", "--steps=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo_runs, "run_within", run)
+        patch.setattr(warm, "run_within", run)
+        bench("--arms=full", "--seeds=0", "--steps=1")
+        return bench, bench("--arms=off,full", "--seeds=0", "--steps=2")
 
 
 def test_arms_run_resume_and_merge(runs, monkeypatch):

@@ -7,7 +7,8 @@ import pytest
 from profiling.benches import two_gpu
 from profiling.rig.bench import Bench
 from tests.driver.run.test_run import WORDS
-from tests.driver.run.test_world import PRELUDE, rank_env
+from tests.driver.run.test_world import PRELUDE
+from tests.forks import run_ranks
 
 SECOND_IS_SLOW = """
 generate = collector.Collector.roll_out
@@ -20,15 +21,13 @@ run_command(main)
 
 
 def test_every_arm_runs_and_the_targets_follow(monkeypatch, tmp_path):
-    for name, value in rank_env().items():
-        monkeypatch.setenv(name, value)
-    script = tmp_path / "script.py"
-    script.write_text(PRELUDE + SECOND_IS_SLOW)
-    started = subprocess.run
+    log = tmp_path / "log"
 
     def start(command, **options):
         where = command.index("driver.train")
-        return started([*command[: where - 1], str(script), *command[where + 1 :]], **options)
+        ranks = int(command[where - 2].removeprefix("--nproc-per-node="))
+        code = run_ranks(PRELUDE + SECOND_IS_SLOW, command[where + 1 :], ranks, log)
+        return subprocess.CompletedProcess(command, code, "", log.read_text())
 
     monkeypatch.setattr(two_gpu.subprocess, "run", start)
     bench = Bench("two_gpu", 1.0, quick=True, settings=["preset=tiny", *WORDS])

@@ -4,8 +4,7 @@ import json
 import operator
 import re
 import shutil
-import subprocess
-import sys
+import signal
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from driver.run.run import Run
 from driver.run.summary import summary_lines
 from driver.run.warm_start import warm_start
 from driver.train import train
+from tests.forks import run_ranks
 
 REWARDS = Collector.rewards
 WORDS = [
@@ -214,10 +214,7 @@ def test_what_stopped_a_run_is_told_whatever_fails_behind_it(tmp_path, monkeypat
 @pytest.mark.parametrize("writer", ["at-once", "beside"])
 def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path, writer):
     words = [writer, *WORDS, f"run.root={tmp_path}", "run.name=killed", "run.steps=5"]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILL, *words], cwd=Path(__file__).parents[3], capture_output=True
-    )
-    assert killed.returncode == -9
+    assert run_ranks(KILL, words, 1, tmp_path / "log") == -signal.SIGKILL
     checkpoints = tmp_path / "killed" / "checkpoints"
     assert (checkpoints / "step-000002").exists() and not (checkpoints / "step-000004").exists()
     resumed = run(tmp_path, "killed", "run.steps=5", "run.resume=true")

@@ -1,7 +1,7 @@
-"""The ranks of a run as forks of one process that has imported the driver.
+"""Processes of a test as forks of one process that has imported the driver.
 
 Importing `driver.train` takes five CPU-seconds, and torchrun pays that for every rank. A fork
-server pays it once per test session. As torchrun does, the launcher holds the store and stops the
+server pays it once per test process. As torchrun does, `run_ranks` holds the store and stops the
 other ranks when one fails.
 """
 
@@ -80,6 +80,14 @@ def run_ranks(
             process.join()
         del store
     return code
+
+
+def run_module(command: Sequence[str], log: Path, timeout_s: float = 240.0) -> int:
+    """Runs `python -m module word ...`, given as a list, and returns its exit code."""
+    _, flag, module, *words = command
+    assert flag == "-m"
+    script = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return run_ranks(script, words, 1, log, timeout_s)
 
 
 def _rank(script: str, argv: list[str], log: Path, environment: dict[str, str]) -> None:
