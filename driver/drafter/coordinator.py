@@ -79,11 +79,14 @@ class Coordinator:
         with self.world.meeting():
             leader = self._lead() if first else self._follow()
         self._enter(IDLE)
-        if self.world.share(self.spot.steps, leader) != self._shared_steps:
-            if self.world.rank == leader:
+        steps = self.world.gather(self.spot.steps)
+        if max(steps) != self._shared_steps:
+            # A leader whose own steps failed is behind the ranks that it led.
+            source = leader if steps[leader] == max(steps) else steps.index(max(steps))
+            if self.world.rank == source:
                 self.spot.renew()  # one vocabulary and one version for all ranks
             with self.world.meeting():
-                self._share_drafter(leader, None)
+                self._share_drafter(source, None)
         self._shared_steps = self.spot.steps
         self._enter(UPDATE)
 
