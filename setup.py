@@ -17,6 +17,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 PORTABLE_ARCHS = "80-real;90a-real;90-virtual"
 MIN_CMAKE = (3, 26)
+# An editable install builds in a temporary folder, the log stays in the checkout.
+LOG = ROOT / "build" / "build.log"
 PTXAS = re.compile(rb"^ptxas info|bytes stack frame")  # the lines of -Xptxas=-v
 
 
@@ -88,6 +90,7 @@ def check_compiler() -> None:
 
 def run_logged(command: list[str], log: Path) -> int:
     """Runs a command; what it prints goes to the log as well, ptxas' reports to the log only."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("ab") as file,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
@@ -127,7 +130,7 @@ class CMakeBuild(build_ext):
         # pip makes a new build environment each time: what CMake remembers of the last is stale.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         self.run_or_exit(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *args])
-        self.run_or_exit(["cmake", "--build", str(build)], build / "build.log")
+        self.run_or_exit(["cmake", "--build", str(build)], LOG)
 
     @staticmethod
     def run_or_exit(command: list[str], log: Path | None = None) -> None:

@@ -10,37 +10,18 @@ import copy
 from functools import partial
 
 import torch
-from torch import Tensor
 
-import tlt_ext
 from driver.model.kv_cache import KvCache
 from driver.model.target import TargetModel
+from profiling.benches.attention import PAGE_SIZE, Case, make_rows
 from profiling.rig import timing
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import QWEN2_7B, SMOLLM2, of_shape
 
 CONTEXT = 512  # tokens of each request
-PAGE_SIZE = 16
 CASES = [(1, 1), (8, 1), (32, 1), (1, 16), (8, 16), (1, 64)]  # requests, rows of each
 SHAPES = {"smollm2": SMOLLM2, "qwen2_7b_4_layers": copy.copy(QWEN2_7B)}
 SHAPES["qwen2_7b_4_layers"].update({"num_hidden_layers": 4})
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def make_batch(requests: int, rows: int) -> tlt_ext.Rows:
-    """Requests of CONTEXT tokens with a chain of `rows` rows each."""
-    pages = -(-(CONTEXT + 64) // PAGE_SIZE)
-    table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
-    return tlt_ext.Rows(
-        row_start=int32(*range(0, requests * rows + 1, rows)),
-        context_len=int32(*[CONTEXT] * requests),
-        position=int32(*range(CONTEXT, CONTEXT + rows)).repeat(requests),
-        block_table=table,
-        status=int32(*[0] * requests),
-    )
 
 
 def run(bench: Bench) -> None:
@@ -54,7 +35,7 @@ def run(bench: Bench) -> None:
         model = TargetModel(spec, subject.weights, device="cuda", max_rows=128)
         del subject
         for requests, rows in cases:
-            batch = make_batch(requests, rows)
+            batch, _ = make_rows(Case(requests, CONTEXT, rows, tree=False))
             kv = KvCache.allocate(
                 spec, num_pages=batch.block_table.numel(), page_size=PAGE_SIZE, device="cuda"
             )

@@ -1,8 +1,8 @@
 """Registers, static shared memory and spills of every kernel, from the log of the build.
 
-    python -m profiling.kernels.resources [--log build/.../build.log]
+    python -m profiling.kernels.resources [--log build/build.log]
 
-`setup.py` compiles CUDA with `-Xptxas=-v` and keeps what the build prints in `build.log`. The
+`setup.py` compiles CUDA with `-Xptxas=-v` and keeps what the build prints in `build/build.log`. The
 command prints a line for each kernel. It exits with 1 where a kernel spills registers without a
 reason in `SPILL_REASONS`, and with 2 where the log lacks a source of `csrc/`. Dynamic shared memory
 is chosen at the launch and is not in the log. A stack frame without spills is an array that the
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LOGS = "build/temp*/cmake/build.log"
 FILTERS = ("cu++filt", "c++filt")
 
 # (regular expression over "<file>: <kernel> <arch>") -> why its spills are accepted.
@@ -122,18 +121,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m profiling.kernels.resources", description=__doc__
     )
-    parser.add_argument("--log", type=Path, help=f"default: the newest of {LOGS}")
-    args = parser.parse_args(argv)
-    logs = [args.log] if args.log else sorted(ROOT.glob(LOGS), key=lambda p: p.stat().st_mtime)
+    parser.add_argument("--log", type=Path, help="default: build/build.log of the checkout")
+    log = parser.parse_args(argv).log or ROOT / "build" / "build.log"
     try:
-        if not logs:
-            raise ValueError(f"no {LOGS}: build first, with nvcc (pip install -e .)")
-        text = logs[-1].read_text(encoding="utf-8", errors="replace")
+        if not log.exists():
+            raise ValueError(f"no {log}: build with nvcc first (pip install -e .)")
+        text = log.read_text(encoding="utf-8", errors="replace")
         sources = {str(p.relative_to(ROOT / "csrc")) for p in (ROOT / "csrc").glob("*/*.cu")}
         found = {source: of for source, of in parse_log(text).items() if source in sources}
         if missing := sorted(sources - found.keys()):
             what = f"{len(missing)} of {len(sources)} sources, {missing[0]} for one"
-            raise ValueError(f"{logs[-1]}: lacks {what}: remove build/ and build again")
+            raise ValueError(f"{log}: lacks {what}: remove build/ and build again")
     except (OSError, ValueError) as error:
         sys.stderr.write(f"profiling.kernels.resources: {error}\n")
         return 2

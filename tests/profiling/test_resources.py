@@ -51,8 +51,8 @@ def checkout(monkeypatch, tmp_path):
     source = tmp_path / "csrc" / "layers" / "kernel.cu"
     source.parent.mkdir(parents=True)
     source.touch()
-    log = tmp_path / "build" / "temp.linux" / "cmake" / "build.log"
-    log.parent.mkdir(parents=True)
+    log = tmp_path / "build" / "build.log"
+    log.parent.mkdir()
     return log.write_text
 
 
@@ -67,7 +67,7 @@ def test_a_spill_needs_a_listed_reason(checkout, monkeypatch, capsys):
 
 def test_a_log_that_lacks_a_source_is_refused(checkout, tmp_path, capsys):
     assert resources.main([]) == 2  # no log
-    assert "no build/temp*/cmake/build.log: build first" in capsys.readouterr().err
+    assert "build/build.log: build with nvcc first" in capsys.readouterr().err
     checkout(STEP.format(1, "removed/kernel.cu", REPORT))
     assert resources.main([]) == 2
     assert "lacks 1 of 1 sources, layers/kernel.cu for one" in capsys.readouterr().err
