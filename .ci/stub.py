@@ -6,6 +6,7 @@ Run `python .ci/stub.py` after a change to `csrc/bindings.cpp`; a test fails whe
 from __future__ import annotations
 
 import re
+import textwrap
 import types
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import numpy
 import numpy.typing
 
 from tlt_ext.common import Array
+
 '''
 # How pybind11 spells a type -> what the stub says.
 SPELLINGS = [
@@ -28,22 +30,23 @@ SPELLINGS = [
     (r"typing\.SupportsFloat \| typing\.SupportsIndex", "float"),
     (r'typing\.Annotated\[(.+?), "FixedSize\(\d+\)"\]', r"\1"),
     (r"collections\.abc\.|tlt_ext\._C\.", ""),
+    (r"numpy\.ndarray\[(numpy\.\w+)\]", r"numpy.typing.NDArray[\1]"),  # pybind11 2
     (r"\barray\b", "Array | None"),
     (r"\bgroup\b", "tuple[Array | None, ...]"),
     (r"\bdict\b", "dict[str, Any]"),
-    (r"\bself: \w+|\barg0: object", "self"),
+    (r"\((self|arg0): \w+", "(self"),
 ]
 
 
 def stub() -> str:
     """The text of the stub."""
-    out = [HEADER]
+    out = HEADER
     for name, value in vars(core).items():
         if isinstance(value, type):
-            out.append(class_stub(name, value))
+            out += f"\n{class_stub(name, value)}\n"
         elif isinstance(value, types.BuiltinFunctionType):
-            out.append(function_stub(value.__doc__))
-    return "\n".join(out)
+            out += function_stub(value.__doc__)
+    return re.sub(r"\n{3,}", "\n\n", out).rstrip() + "\n"  # blank lines as ruff wants them
 
 
 def class_stub(name: str, kind: type) -> str:
@@ -51,15 +54,14 @@ def class_stub(name: str, kind: type) -> str:
     body = []
     for member, value in vars(kind).items():
         if isinstance(value, property):
-            body += ["@property", function_stub(f"{member}{value.fget.__doc__}")]
+            body += ["@property\n", function_stub(f"{member}{value.fget.__doc__}")]
         elif isinstance(value, staticmethod):
-            body += ["@staticmethod", function_stub(value.__func__.__doc__)]
+            body += ["@staticmethod\n", function_stub(value.__func__.__doc__)]
         elif callable(value) and value.__doc__:
             body.append(function_stub(value.__doc__))
-    lines = "\n".join(body).splitlines()
-    if not lines:
+    if not body:
         return f"class {name}{base}: ...\n"
-    return f"class {name}{base}:\n" + "".join(f"    {line}\n" for line in lines)
+    return f"class {name}{base}:\n{textwrap.indent(''.join(body), '    ')}"
 
 
 def function_stub(doc: str) -> str:

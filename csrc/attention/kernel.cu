@@ -13,8 +13,8 @@
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all in
 // index order. With very few, and short tables, a cluster does all of that in one launch, through
 // its blocks' shared memory. Otherwise a block folds its own. Launches start before the one before
-// them ends: they ask for keys to come into L2 (with pdl, they copy those that are committed), wait,
-// and read.
+// them ends: they ask for keys to come into L2 (with pdl, they copy those that are committed),
+// wait, and read.
 //
 // Moves each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
 // groups to 8. Every address comes from a checked page; the grid depends on shapes alone.
