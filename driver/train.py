@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from .common.errors import UserError, after_error
+from .common.stop import Stopped, StopRequest
 from .common.world import World
 from .config.load import Config, load_config
 from .config.options import DRY_RUN
@@ -40,13 +41,22 @@ def train(config: Config, progress: Progress) -> Run:
 
     Raises:
         UserError: bad input, or a run folder that cannot be written.
+        Stopped: a signal ended the run; the last finished step is saved.
     """
-    run = Run.start(config, progress.note)
+    stop = StopRequest()
+    run = Run.start(config, progress.note, stop)
     try:
-        run_steps(run, progress)
+        with stop:
+            run_steps(run, progress)
     except BaseException as error:
+        saved = "its state could not be saved"
+        with after_error():
+            saved = save_after(run, error)
         with after_error():
             run.close(whole=False)
+        if isinstance(error, Stopped):
+            message = f"stopped by {error.name} after step {run.step}: {saved}"
+            raise Stopped(error.name, message) from None
         if isinstance(error, KeyboardInterrupt) and run.world.size > 1:
             raise UserError(run.world.where()) from error
         raise
@@ -54,10 +64,28 @@ def train(config: Config, progress: Progress) -> Run:
     return run
 
 
+def save_after(run: Run, error: BaseException) -> str:
+    """Saves the last finished step after a signal or an error; returns what a user should know.
+
+    After an error the ranks of a distributed run cannot agree to save. A second signal saves
+    nothing.
+    """
+    signalled = isinstance(error, Stopped)
+    may_save = signalled or (isinstance(error, Exception) and run.world.size == 1)
+    if run.step > 0 and run.consistent and may_save:
+        run.checkpoint()
+        run.end_checkpoint()
+    if run.saved_step < 0:
+        return "nothing is saved yet"
+    return f"step {run.saved_step} is saved, run.resume=true continues from it"
+
+
 def run_steps(run: Run, progress: Progress) -> None:
     """The loop, then figures and summary."""
     config = run.config
-    if run.step == 0:
+    if run.step == 0 and config.run.steps:
+        if config.warmup.steps and not config.warmup.keep:
+            run.checkpoint()  # the warm-up is the longest part of a short run
         run.evaluate()
     for _ in range(run.step, config.run.steps):
         step = run.gather()  # rollouts with speculation, and their rewards

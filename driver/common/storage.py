@@ -31,7 +31,7 @@ def storage_errors(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, UnicodeError, SafetensorError, RuntimeError) as error:
         # torch writes through a stream of its own, and hides the system's reason.
         hides = ("inline_container", "iostream error")
         if isinstance(error, RuntimeError) and not any(word in str(error) for word in hides):

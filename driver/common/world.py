@@ -23,6 +23,22 @@ T = TypeVar("T")
 BUCKET = 1 << 24  # elements reduced at once
 
 
+def _from_environment(name: str, default: int) -> int:
+    """A count that torchrun sets.
+
+    Raises:
+        UserError: it is set, and no whole number of 0 or more.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdecimal():
+        raise UserError(
+            f"{name}={text!r}: expected a whole number; unset it or start with torchrun"
+        )
+    return int(text)
+
+
 class World:
     """This process among its peers; alone unless `join` found others.
 
@@ -51,12 +67,16 @@ class World:
         Raises:
             UserError: the cards do not suffice, or the others never came.
         """
-        size = int(os.environ.get("WORLD_SIZE", "1"))
+        size = _from_environment("WORLD_SIZE", 1)
         if size == 1:
             return World(device=device)
         if not {"RANK", "LOCAL_RANK"} <= os.environ.keys():  # a job manager may set the size alone
             raise UserError(f"WORLD_SIZE={size}, but no RANK and LOCAL_RANK: start with torchrun")
-        rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        rank, local = _from_environment("RANK", 0), _from_environment("LOCAL_RANK", 0)
+        if rank >= size:
+            raise UserError(
+                f"RANK={rank}: expected less than WORLD_SIZE={size}; start with torchrun"
+            )
         if device.startswith("cuda"):
             if local >= torch.cuda.device_count():
                 raise UserError(
@@ -76,7 +96,13 @@ class World:
                 backend, timeout=wait, store=attempt, rank=rank, world_size=size
             )
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"rank {rank} of {size}: the others did not come ({error})") from error
+            reason = str(error).splitlines()[0]
+            if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+                port = os.environ.get("MASTER_PORT")
+                raise UserError(
+                    f"MASTER_PORT={port}: another program listens there ({reason}); choose another"
+                ) from error
+            raise UserError(f"rank {rank} of {size}: the others did not come ({reason})") from error
         world.store = dist.PrefixStore("tlt", attempt)
         world.store.set_timeout(2 * wait)  # who leads gives up first, and is not blamed itself
         world.enter("load")
@@ -85,12 +111,13 @@ class World:
     @staticmethod
     def is_first() -> bool:
         """Whether this process speaks for the run; known before `join`."""
-        return os.environ.get("RANK", "0") == "0"
+        alone = _from_environment("WORLD_SIZE", 1) == 1  # a RANK without it is a leftover
+        return alone or _from_environment("RANK", 0) == 0
 
     @staticmethod
     def restarts() -> int:
         """How often torchrun started the ranks again after one was lost."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return _from_environment("TORCHELASTIC_RESTART_COUNT", 0)
 
     def leave(self) -> None:
         """Ends the meeting; not after an error, when the others may be gone."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 
 from ..common.errors import UserError
+from ..common.stop import SIGNALS, Stopped
 
 STOPPED = 130  # the exit code of a process that Ctrl-C ended
 
@@ -15,16 +17,24 @@ STOPPED = 130  # the exit code of a process that Ctrl-C ended
 def run_command(command: Callable[[Sequence[str]], None]) -> None:
     """Runs `command(argv)` on the words of the command line.
 
-    A UserError is one line on stderr and exit code 2. SIGTERM (a time limit) ends the command as
-    Ctrl-C does, so that what was found so far is still printed.
+    A UserError is one line on stderr and exit code 2. SIGTERM, SIGUSR1 and SIGHUP end the command
+    as Ctrl-C does, so that what was found so far is still printed.
 
     Args:
         command: takes the words.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not know all characters
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         command(sys.argv[1:])
+    except Stopped as stop:
+        sys.stderr.write(f"{stop}\n")
+        sys.exit(stop.exit_code)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)

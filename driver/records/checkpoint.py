@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,19 +40,29 @@ class Checkpoint:
     path: Path
     step: int
 
-    def check_policy(self) -> None:
-        """Checks the policy's files without reading its tensors.
+    def check(self, contents: bool = True) -> None:
+        """Checks the policy's files, and the contents of all files against their checksums.
+
+        Args:
+            contents: False: reads no tensors.
 
         Raises:
-            UserError: one is missing or cut short.
+            UserError: a file is missing, cut short or damaged.
 
         Example:
-            >>> Checkpoint(Path("step-000010"), 10).check_policy()  # doctest: +SKIP
+            >>> Checkpoint(Path("step-000010"), 10).check()  # doctest: +SKIP
         """
         try:
             check_checkpoint(self.path)
         except UserError as error:
             raise UserError(f"{error}; or {self._remedy}") from None
+        if not contents:
+            return
+        mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
+        for name, checksum in mark.get("checksums", {}).items():  # earlier versions wrote none
+            path = self.path / name
+            if not path.exists() or _checksum(path) != checksum:
+                raise UserError(f"{path}: damaged since it was written; {self._remedy}")
 
     @property
     def _remedy(self) -> str:
@@ -160,7 +171,8 @@ def save_checkpoint(
             write_policy(scratch)
             for name, state in states.items():
                 torch.save(state, scratch / "state" / f"{name}.pt")
-            (scratch / _MARK).write_text(json.dumps({"step": step}), encoding="utf-8")
+            mark = {"step": step, "checksums": _checksums(scratch)}
+            (scratch / _MARK).write_text(json.dumps(mark), encoding="utf-8")
             sync_tree(scratch)
             if final.exists():  # copied here in part, or by an earlier version
                 shutil.rmtree(final)
@@ -173,6 +185,20 @@ def save_checkpoint(
             os.rename(old.path, gone)
             shutil.rmtree(gone)
     return Checkpoint(final, step)
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): _checksum(path) for path in files}
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file: it is to find damage, not forgery."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def save_reference(folder: Path, write_policy: Callable[[Path], None]) -> Checkpoint:

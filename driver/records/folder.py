@@ -83,18 +83,27 @@ class RunFolder:
         self._keep = config.run.keep_checkpoints
         if config.run.resume:
             _check_same(config, self.path / "config.yaml")
+        try:
+            self._open(config)
+        except BaseException:
+            if not config.run.resume:  # no half-made folder keeps the name
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def _open(self, config: Config) -> None:
         with storage_errors(self.path):
             self._checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.path)  # two at once would cut each other's records
+            self._lock = FolderLock(self.path)  # two at once would mix their records
             (self.path / "plots").mkdir(exist_ok=True)
             run_checkpoint.clean_checkpoints(self._checkpoints)
         self.resumed = run_checkpoint.latest_checkpoint(self._checkpoints)
         done = self.resumed.step if self.resumed else -1
         with storage_errors(self.path):
             write_text(self.path / "config.yaml", to_yaml(config))
-            kept = _cut(self.path / "metrics.jsonl", done)
-            _cut(self.path / "rollouts.jsonl", done)
-            _write_sample_text(self.path / "samples.txt", _cut(self.path / "samples.jsonl", done))
+            kept = _set_back(self.path / "metrics.jsonl", done)
+            _set_back(self.path / "rollouts.jsonl", done)
+            samples = _set_back(self.path / "samples.jsonl", done)
+            _write_sample_text(self.path / "samples.txt", samples)
             self._metrics = _append(self.path / "metrics.jsonl")
             self._rollouts = _append(self.path / "rollouts.jsonl")
             self._samples = _append(self.path / "samples.jsonl")
@@ -260,11 +269,11 @@ class RunFolder:
         write_text(self.path / "summary.json", json.dumps(_json_safe(summary), indent=2) + "\n")
 
     def discard(self) -> None:
-        """Removes the folder of a run that failed before its first step; others stay."""
+        """Removes the folder of a run that failed before it had anything to keep."""
         with after_error():
             self.close()
         logged = (self.path / "metrics.jsonl").stat().st_size > 0
-        if not logged and self.resumed is None:
+        if not logged and run_checkpoint.latest_checkpoint(self._checkpoints) is None:
             shutil.rmtree(self.path)
 
     def close(self) -> None:
@@ -317,9 +326,13 @@ def _choose(run: RunConfig, preset: str) -> Path:
         if run.resume and not (path / "config.yaml").exists():
             raise UserError(f"run.resume: {path} holds no run; check run.root and run.name")
         if not run.resume and path.is_dir() and any(path.iterdir()):
+            if (path / "config.yaml").exists():
+                raise UserError(
+                    f"run.name: {path} holds a run already; set run.resume=true to continue it, or"
+                    " choose another name"
+                )
             raise UserError(
-                f"run.name: {path} holds a run already; set run.resume=true to go on with it,"
-                " or choose another name"
+                f"run.name: {path} holds other files and no run; choose another name or remove it"
             )
         return path
     taken, number = [], 1
@@ -353,9 +366,19 @@ def _check_same(config: Config, saved: Path) -> None:
                 )
 
 
-def _cut(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Drops what was logged after the checkpoint, so that it is logged once."""
-    kept = [record for record in read_jsonl(path) if record["step"] <= last_step]
+def _set_back(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Moves the records of later steps, which are made again, to `<name>.replaced.jsonl`.
+
+    Returns:
+        The records that stay.
+    """
+    records = read_jsonl(path)
+    kept = [record for record in records if record["step"] <= last_step]
+    if len(kept) < len(records):
+        with _append(path.with_suffix(".replaced.jsonl")) as replaced:
+            for record in records:
+                if record["step"] > last_step:
+                    _write_line(replaced, record)
     if path.exists():
         write_text(path, "".join(json.dumps(_json_safe(record)) + "\n" for record in kept))
     return kept

@@ -36,6 +36,7 @@ class Phases:
         self.timeline = Timeline(rank, ranks)
         self.started = self._step_started = time.perf_counter()
         self.total: dict[str, float] = defaultdict(float)
+        self._earlier_s = 0.0  # wall time of the processes that a resumed run had before
         self._step: dict[str, float] = defaultdict(float)
         self._spans = Spans("train", self.timeline)
 
@@ -72,9 +73,22 @@ class Phases:
         self.timeline.end_step(step)
         return out
 
+    def state_dict(self) -> dict[str, Any]:
+        """Seconds of the run so far, for a checkpoint."""
+        return {"wall": self._wall(), "total": dict(self.total)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Adds the seconds of the processes before a resume."""
+        self._earlier_s += state["wall"]
+        for name, seconds in state["total"].items():
+            self.total[name] += seconds
+
+    def _wall(self) -> float:
+        return self._earlier_s + time.perf_counter() - self.started
+
     def summary(self) -> dict[str, float]:
         """Seconds by phase, the wall time, and the share of it that no phase covers."""
-        wall = time.perf_counter() - self.started
+        wall = self._wall()
         covered = sum(self.total.values())
         return {**self.total, "wall": wall, "unaccounted_share": max(0.0, 1 - covered / wall)}
 

@@ -33,12 +33,13 @@ COLUMNS = {
 }
 
 
-def step_line(step: int, values: Mapping[str, float]) -> str:
+def step_line(step: int, values: Mapping[str, float], width: int = 0) -> str:
     """The line of one step.
 
     Args:
         step: its number.
         values: the metrics that go to `metrics.jsonl`.
+        width: characters of a line, which ends between two cells; 0 = one line.
 
     Returns:
         Name and value of those of `COLUMNS` that are there.
@@ -54,7 +55,13 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
         for metric, (name, form) in COLUMNS.items()
         if metric in values
     ]
-    return "  ".join([f"step {step}", *cells])
+    line, lines = f"step {step}", []
+    for cell in cells:
+        if width and len(line) + 2 + len(cell) > width:
+            lines.append(line)
+            line = "   "
+        line += f"  {cell}"
+    return "\n".join([*lines, line])
 
 
 class Progress:
@@ -117,5 +124,5 @@ class Progress:
         Example:
             >>> progress.step(1, {"critic/rewards/mean": 0.5})  # doctest: +SKIP
         """
-        self.note(step_line(step, values))
+        self.note(step_line(step, values, self.console.width if self.console.is_terminal else 0))
         self._bar.update(self._task, completed=step)

@@ -201,6 +201,20 @@ def check_context(
         )
 
 
+def check_pages(prompt_len: int, max_new_tokens: int, config: EngineConfig) -> None:
+    """Refuses a page pool too small for one request, before a warm-up has taken its minutes.
+
+    Raises:
+        UserError: `engine.num_pages` is too small.
+    """
+    needed = pages_for(prompt_len + max_new_tokens, config.page_size) + 1  # a shared partial page
+    if 0 < config.num_pages < needed:
+        raise UserError(
+            f"engine.num_pages={config.num_pages}: one request of {prompt_len + max_new_tokens}"
+            f" tokens needs {needed} pages of {config.page_size}; raise it, or 0 for enough"
+        )
+
+
 def use_device(device: str) -> None:
     """Makes a card the current one, which streams and events are taken of.
 

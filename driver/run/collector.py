@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..common.errors import UserError
 from ..common.memory import CARD_MEMORY, memory_metrics
+from ..common.stop import Stopped, StopRequest
 from ..common.world import World, split_by_length
 from ..config.load import Config
 from ..drafter.coordinator import Coordinator
@@ -55,6 +56,7 @@ class Collector(RolloutObserver):
         workers: that score responses, beside the rollout where there are any.
         coordinator: of the bubble; None = there is only this rank.
         captures: folder of captured ops; None = this rank captures none.
+        stop: ends a rollout when a signal came.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class Collector(RolloutObserver):
         workers: RewardWorkers,
         coordinator: Coordinator | None,
         captures: Path | None,
+        stop: StopRequest,
     ) -> None:
         self.config, self.world, self.phases = config, world, phases
         self.task, self._encode, self.rollout, self.params = task, encode, rollout, params
         self.workers, self.coordinator, self.captures = workers, coordinator, captures
+        self.stop = stop
         self.rebalancer: Rebalancer | None = None
         if config.spot.rebalance and world.size > 1:
             self.rebalancer = Rebalancer(world, config.spot.rebalance, config.engine.max_batch)
@@ -102,7 +106,18 @@ class Collector(RolloutObserver):
 
         Args:
             step: its number.
+
+        Raises:
+            Stopped: a signal came to one of the ranks; the next call draws the same prompts.
         """
+        first_prompt = self.prompts_drawn
+        try:
+            return self._gather(step)
+        except BaseException:
+            self.prompts_drawn = first_prompt
+            raise
+
+    def _gather(self, step: int) -> Experience:
         grpo = self.config.grpo
         self.stats = RolloutStats()
         self.rank_seconds = [0.0] * self.world.size
@@ -156,13 +171,14 @@ class Collector(RolloutObserver):
         if self.rebalancer is not None:
             self.rebalancer.start(step, refill)
         groups = dict(enumerate(prompts, first))
-        with self.phases("gen"), self._capturing(step):
+        responses: list[Response] = []
+        with self.phases("gen"), self._capturing(step), contextlib.suppress(Stopped):
             responses = self.roll_out(groups, requests)
         stats = self.rollout.engine.stats if requests else RolloutStats()
         self.world.enter("reward")
         with self.phases("reward"):
             own = [groups[response.request.group] for response in responses]
-            rewards = self.rewards(own, responses, self._places)
+            rewards = [] if self.stop.name else self.rewards(own, responses, self._places)
         seconds = time.perf_counter() - began
         if self.coordinator is not None:
             with self.phases("update_drafter"):
@@ -198,7 +214,10 @@ class Collector(RolloutObserver):
         """What all ranks drew, in the order of the prompts, whichever rank finished it."""
         self.world.enter("gather")
         with self.phases("gather"):
-            parts = self.world.gather((responses, rewards, stats, seconds))
+            parts = self.world.gather((responses, rewards, stats, seconds, self.stop.name))
+        for *_, signal_name in parts:
+            if signal_name:
+                raise Stopped(signal_name)
         self.stats.add(RolloutStats.side_by_side([part[2] for part in parts], self.world.rank))
         self.rank_seconds = [
             before + part[3] for before, part in zip(self.rank_seconds, parts, strict=True)
@@ -249,6 +268,8 @@ class Collector(RolloutObserver):
     # ---- called by the engine -------------------------------------------------------------------
 
     def on_pass(self, active: int, passes: int = 1) -> None:
+        if self.rebalancer is None:  # else other ranks may wait for requests of this one
+            self.stop.check()
         if self.rollout.spot is not None:
             self.rollout.spot.on_pass(active, passes)
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError, after_error
 from ..common.memory import memory_metrics
+from ..common.stop import StopRequest
 from ..common.world import World
 from ..config.load import Config
 from ..config.strategy import OFF
@@ -34,6 +36,7 @@ from ..tasks.workers import RewardWorkers
 from .assemble import (
     Rollout,
     build_rollout,
+    check_pages,
     check_prompts,
     find_model,
     load_policy,
@@ -46,7 +49,17 @@ from .assemble import (
 from .capture import check_capture
 from .collector import Collector, Experience
 from .dry_run import check_run
-from .warm_start import adopt_drafter, check_dtype, drafter_state, sampling_params, warm_start
+from .warm_start import (
+    adopt_drafter,
+    check_dtype,
+    drafter_state,
+    sampling_params,
+    warm_start,
+    warm_up_progress,
+)
+
+MOST_BAD_UPDATES = 3
+MUST_BE_FINITE = ("actor/pg_loss", "actor/grad_norm")
 
 SAMPLES = 4  # responses of a step that are kept to read
 
@@ -75,14 +88,22 @@ class Run:
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # of the last rollout
     lengths: list[int] = field(default_factory=list)  # responses of the last rollout
     correct: list[int] = field(default_factory=list)  # lengths of all correct responses
+    consistent: bool = True  # False from the start of an update until the engine has its weights
+    bad_updates: int = 0  # in a row, whose loss or gradient was not finite
     last_metrics: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def start(config: Config, note: Callable[[str], None]) -> Run:
+    def start(config: Config, note: Callable[[str], None], stop: StopRequest | None = None) -> Run:
         """Opens the run folder, makes or loads the policy, warms it up, builds the rest.
 
         A start that fails leaves no folder behind, so that the next try may use its name.
+
+        Args:
+            config: of the run.
+            note: takes lines of progress.
+            stop: ends rollouts when a signal came; None = none is caught.
         """
+        stop = stop or StopRequest()
         world = World.join(config.run.device, config.run.timeout_s)
         config = _for_rank(config, world)
         phases = Phases(world.rank, world.size)
@@ -100,7 +121,7 @@ class Run:
                 check_run(config, source, world.size)
             folder = RunFolder(config) if world.rank == 0 else None
         try:
-            return Run._build(config, note, world, phases, task, source, folder)
+            return Run._build(config, note, stop, world, phases, task, source, folder)
         except BaseException:
             if folder is not None:
                 with after_error():
@@ -111,6 +132,7 @@ class Run:
     def _build(
         config: Config,
         note: Callable[[str], None],
+        stop: StopRequest,
         world: World,
         phases: Phases,
         task: Task,
@@ -127,7 +149,7 @@ class Run:
             if folder is not None and config.run.resume and saved is None:
                 note(f"{folder.path} holds no whole checkpoint: starting over")
             if saved is not None:
-                saved.check_policy()
+                saved.check(contents=folder is not None)  # one rank reads all of it
             policy, tokenizer = load_policy(config, saved.path if saved else source)
             encode = prompt_encoder(config, task, tokenizer)
             note(encode.describe())
@@ -139,10 +161,11 @@ class Run:
                 )
             spec, limit = spec_of(policy), config.sampling.max_new_tokens
             prompt_len = check_prompts(task, encode, limit, spec.max_position)
+            check_pages(prompt_len, limit, config.engine)
         if saved is None and config.warmup.steps and not config.warmup.keep:
-            note(f"supervised warm-up: {config.warmup.steps} steps")
             with phases("warmup"):
-                losses = warm_up(policy, encode, task, config.warmup, config.run.seed)
+                progress = warm_up_progress(config, note)
+                losses = warm_up(policy, encode, task, config.warmup, config.run.seed, progress)
             note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
             world.copy_(p.detach() for p in policy.parameters())  # cards do not agree to the bit
         with phases("load"):
@@ -171,6 +194,7 @@ class Run:
                 RewardWorkers(task, config.reward),
                 coordinator,
                 folder.path / "captures" if folder else None,
+                stop,
             )
             run = Run(
                 config,
@@ -209,13 +233,34 @@ class Run:
 
     def update_policy(self, step: Experience) -> dict[str, float]:
         self.world.enter("update_actor")
+        self.consistent = False
         metrics = self.trainer.update(step.responses, step.rewards, step.keep)
         if self.config.grpo.max_refills:
             metrics["dynamic_sampling/refills"] = step.refills
             metrics["dynamic_sampling/kept"] = sum(step.keep) / len(step.keep)
+        self._check_finite(metrics)
         parts = ("old_log_prob", "update_actor")
         self.phases.add_ended({part: metrics.pop(f"timing_s/{part}") for part in parts})
         return metrics
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        """Ends a run that cannot learn any more, while the last good checkpoint is kept.
+
+        Raises:
+            UserError: the weights are not finite, or `MOST_BAD_UPDATES` updates in a row were not.
+        """
+        finite = all(math.isfinite(metrics[name]) for name in MUST_BE_FINITE)
+        self.bad_updates = 0 if finite else self.bad_updates + 1
+        whole = all(bool(weight.isfinite().all()) for weight in self.policy.parameters())
+        if whole and self.bad_updates < MOST_BAD_UPDATES:
+            return
+        what = f"loss or gradient was not finite in {self.bad_updates} updates in a row"
+        if not whole:
+            what = "the policy's weights are not finite after the update"
+        raise UserError(
+            f"step {self.step + 1}: {what}; lower grpo.lr or grpo.max_grad_norm and resume from the"
+            " last checkpoint"
+        )
 
     def sync_weights(self) -> None:
         """The new policy into the engine, in place: the step is done."""
@@ -224,6 +269,7 @@ class Run:
         if self.rollout.spot is not None:
             self.rollout.spot.end_final_steps()
         self.rollout.update_weights(self.policy.state_dict(), self.version)
+        self.consistent = True
 
     def evaluate(self) -> None:
         """Held-out accuracy of the policy as it is."""
@@ -327,6 +373,8 @@ class Run:
                     "tokens": self.tokens,
                     "target_passes": self.target_passes,
                     "evaluations": self.evaluations,
+                    "correct": self.correct,
+                    "phases": self.phases.state_dict(),
                 },
             },
         }
@@ -367,6 +415,9 @@ class Run:
         self.target_passes = counters["target_passes"]
         self.collector.prompts_drawn = counters["prompts_drawn"]
         self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
+        if "phases" in counters:  # earlier versions saved neither
+            self.correct = counters["correct"]
+            self.phases.load_state_dict(counters["phases"])
 
 
 def _starting_policy(

@@ -156,7 +156,7 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     phases = Phases()
     with phases("policy"):
         losses = warm_up(
-            policy, encode, task, config.warmup, config.run.seed, _progress(config, note)
+            policy, encode, task, config.warmup, config.run.seed, warm_up_progress(config, note)
         )
     report: dict[str, Any] = {"loss": [losses[0], float(np.mean(losses[-20:]))]}
     marks = {"policy": fingerprint(policy.state_dict())}
@@ -340,7 +340,7 @@ def _for_warmth(config: Config) -> Config:
     return replace(config, spot=spot)
 
 
-def _progress(config: Config, note: Note) -> Callable[[int, float], None]:
+def warm_up_progress(config: Config, note: Note) -> Callable[[int, float], None]:
     steps, started = config.warmup.steps, time.perf_counter()
     note(f"supervised warm-up: {steps} steps")
 

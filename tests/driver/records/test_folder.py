@@ -152,10 +152,10 @@ def test_a_damaged_policy_is_one_line(tmp_path):
     path = saved.path / "config.json"
     path.write_text("{")
     with pytest.raises(UserError, match="config.json: cannot be read .*; or remove .*step-000003"):
-        saved.check_policy()
+        saved.check()
     path.unlink()
     with pytest.raises(UserError, match="config.json: cannot be read .No such file"):
-        saved.check_policy()
+        saved.check()
 
 
 def test_a_damaged_state_is_one_line(tmp_path):

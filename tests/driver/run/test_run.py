@@ -254,7 +254,7 @@ def test_a_disk_that_is_full_ends_a_run_that_does_not_wait_for_it(
 
     monkeypatch.setattr(RunFolder, "save_checkpoint", full)
     with pytest.raises(UserError, match="step-2: cannot be written .No space left on device"):
-        run(tmp_path, "full", "run.steps=5")
+        run(tmp_path, "full", "run.steps=5", "warmup.steps=0")
 
 
 def test_the_kl_reference_is_the_policy_after_the_warm_up_and_stays_it_on_resume(tmp_path):

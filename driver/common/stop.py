@@ -1,0 +1,80 @@
+"""Signals that end a run: the state is saved before the process exits."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from .errors import UserError
+
+# Ctrl-C, schedulers (SIGTERM, and SIGUSR1 ahead of a time limit), a closed terminal.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Stopped(UserError):
+    """A signal ended the run. The exit code is 128 plus the number of the signal.
+
+    Args:
+        name: of the signal.
+        message: what was saved.
+
+    Example:
+        >>> Stopped("SIGTERM", "stopped").exit_code
+        143
+    """
+
+    def __init__(self, name: str, message: str = "stopped") -> None:
+        super().__init__(message)
+        self.name = name
+        self.exit_code = 128 + getattr(signal, name)
+
+
+class StopRequest:
+    """Notes the first signal inside its block; the second one ends the process at once.
+
+    A rollout is abandoned between two bursts of passes (`check`). An update that has begun is
+    finished first, so that the policy that is saved is that of a whole step.
+
+    Example:
+        >>> with StopRequest() as stop:
+        ...     signal.raise_signal(signal.SIGTERM)
+        >>> stop.name
+        'SIGTERM'
+    """
+
+    def __init__(self) -> None:
+        self.name = ""  # of the signal; empty = none came
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.name:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+    def check(self) -> None:
+        """Raises `Stopped` if a signal came.
+
+        Raises:
+            Stopped: a signal came.
+        """
+        if self.name:
+            raise Stopped(self.name)
