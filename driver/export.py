@@ -154,8 +154,7 @@ def run_config(checkpoint: Path, options: ExportOptions) -> Config:
             f"engine.max_batch={options.prompts}",
             f"engine.spec_max_batch={options.prompts}",
             "spot.mode=off",
-            "bandit.policy=static",
-            "bandit.static=off",
+            "bandit.policy=off",
         ],
         saved=True,
     )

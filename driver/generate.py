@@ -56,7 +56,7 @@ class Generator:
                 f"sampling.max_new_tokens={options.max_new_tokens}",
                 f"engine.strategies=off {self.strategy if self.strategy != OFF else ''}",
                 f"engine.max_batch={WARM_SAMPLES}",
-                "bandit.policy=static",
+                "bandit.policy=off",
                 "spot.tokens_per_step=512",
             ]
         )

@@ -95,7 +95,7 @@ class Identity:
             f"engine.spec_max_batch={o.batch}",
             f"engine.prefill_chunk={max([PREFILL_CHUNK, *rows])}",
             f"engine.strategies={' '.join(['off', *strategies])}",
-            "bandit.policy=static",
+            "bandit.policy=off",
             "spot.mode=serial",
             "spot.tokens_per_step=512",
             f"drafter.draft_vocab={0 if o.model == 'tiny' else 8192}",

@@ -17,7 +17,6 @@ from ..common.errors import UserError
 from .fields import Section, field_types, nearest, read_value, split_word
 from .sections import (
     BanditConfig,
-    CaptureConfig,
     DrafterConfig,
     EngineConfig,
     GrpoConfig,
@@ -29,7 +28,7 @@ from .sections import (
     TaskConfig,
     WarmupConfig,
 )
-from .strategy import Strategy, parse_strategies
+from .strategy import parse_strategies
 
 DEFAULT_PRESET = "tiny"
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
@@ -51,26 +50,15 @@ class Config:
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     spot: SpotConfig = field(default_factory=SpotConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
-    capture: CaptureConfig = field(default_factory=CaptureConfig)
 
     def __post_init__(self) -> None:
         arms = parse_strategies(self.engine.strategies)
-        chosen = {
-            "static": [Strategy.parse(self.bandit.static)],
-            "map": self.bandit.strategy_map().values(),
-        }
-        for arm in chosen.get(self.bandit.policy, []):
+        for arm in (self.bandit.fixed() or {}).values():
             if arm not in arms:
                 raise UserError(
-                    f"bandit.{self.bandit.policy}: '{arm}' is not among engine.strategies"
+                    f"bandit.policy: '{arm}' is not among engine.strategies"
                     f" ({' '.join(map(str, arms))}); add it there"
                 )
-        learned = [str(arm) for arm in arms if arm.needs_drafter]
-        if learned and not self.drafter.enabled:
-            raise UserError(
-                f"engine.strategies: {learned[0]!r} needs a drafter; set drafter.enabled=true"
-                " or list only off and ngram strategies"
-            )
 
 
 def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:

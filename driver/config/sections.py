@@ -7,15 +7,14 @@ is built in code is checked like one that was typed on the command line.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..common.errors import UserError
 from .estimators import ESTIMATORS
 from .fields import Section, setting
-from .strategy import OFF, Strategy, parse_strategies
-
-LEAST_SCORE_TEMPERATURE = 1e-6  # of `tlt_ext.expand_tree`
+from .strategy import OFF, Strategy, parse_strategies, split_strategies
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,11 @@ class RunConfig(Section):
     timeout_s: float = setting(
         600.0, "several ranks: seconds that one waits for another before the run stops", above=0
     )
+    capture: str = setting(
+        "",
+        "op:step, such as tree_attention:3: save inputs of this op of `tlt_ext` in this step, for"
+        " `python -m profiling.kernels.replay`; empty: none",
+    )
     check_memory: bool = setting(
         True, "refuse a run on a card that would not hold all responses at full length"
     )
@@ -51,6 +55,10 @@ class RunConfig(Section):
         super().__post_init__()
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise UserError(f"run.device: must be cpu, cuda or cuda:N, got {self.device!r}")
+        if not re.fullmatch(r"([a-z_]+:[1-9][0-9]{0,8})?", self.capture):
+            raise UserError(
+                f"run.capture: must be op:step, such as tree_attention:3, got {self.capture!r}"
+            )
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(
                 f"run.name: must be a plain folder name, got {self.name!r}; run.root is its place"
@@ -101,7 +109,6 @@ class WarmupConfig(Section):
     batch: int = setting(64, "worked responses of a step", low=1)
     lr: float = setting(3e-3, "peak learning rate of the policy", above=0)
     micro_batch_tokens: int = setting(2048, "tokens of a packed row", low=1)
-    workers: int = setting(0, "processes that work out the responses; 0: the main process", low=0)
     keep: bool = setting(False, "save the warm start and use it again")
     drafter_steps: int = setting(
         0, "optimizer steps of the drafter; 0: it starts untrained; needs warmup.keep=true", low=0
@@ -186,12 +193,6 @@ class EngineConfig(Section):
     )
     spec_max_batch: int = setting(16, "most running requests at which a pass speculates", low=0)
     spec_max_rows: int = setting(0, "most rows that a pass verifies; 0: no limit", low=0)
-    draft_temperature: float = setting(
-        0.75, "temperature of draft logits relative to the request's", low=0.01, high=4
-    )
-    score_temperature: float = setting(
-        1.0, "temperature of the scores that rank tree nodes; 0: without noise", low=0, high=100
-    )
     prefill_chunk: int = setting(256, "prompt tokens of a prefill pass", low=1, high=8192)
     history: int = setting(
         4,
@@ -200,12 +201,10 @@ class EngineConfig(Section):
         low=1,
     )
     graphs: str = setting(
-        "auto", "passes run as CUDA graphs; auto: on a card", words=("auto", "true", "false")
-    )
-    loop: str = setting(
         "auto",
-        "many passes run in one launch; auto: where graphs and the driver allow it",
-        words=("auto", "true", "false"),
+        "CUDA graphs: off, a launch per pass, or a launch for many passes (loop); auto: the most"
+        " that the device and its driver can do",
+        words=("auto", "off", "pass", "loop"),
     )
     graph_mib: int = setting(0, "MiB of device memory for CUDA graphs; 0: no limit", low=0)
 
@@ -215,13 +214,13 @@ class EngineConfig(Section):
             parsed = parse_strategies(self.strategies)
         except UserError as error:
             raise UserError(f"engine.strategies: {error}") from None
-        if 0 < self.score_temperature < LEAST_SCORE_TEMPERATURE:
-            raise UserError(
-                f"engine.score_temperature: must be 0 or at least {LEAST_SCORE_TEMPERATURE},"
-                f" got {self.score_temperature}"
-            )
         if OFF not in parsed:
             raise UserError("engine.strategies: 'off' is missing; plain decoding is always an arm")
+
+    @property
+    def needs_drafter(self) -> bool:
+        """Whether a strategy drafts with the learned model."""
+        return any(arm.needs_drafter for arm in parse_strategies(self.strategies))
 
 
 @dataclass(frozen=True)
@@ -230,55 +229,54 @@ class BanditConfig(Section):
 
     prefix: ClassVar[str] = "bandit."
     epsilon: float = setting(0.1, "beg: probability of a random arm", low=0, high=1)
-    window: int = setting(16, "rewards remembered per arm", low=1)
     window_passes: int = setting(8, "passes that make one reward", low=1)
     buckets: list[int] = setting(
         [1, 2, 4, 8, 16],
-        "batch sizes that learn apart, rising; a batch takes the next larger",
+        "rising batch sizes; the strategies of each are valued apart",
         low=1,
     )
     policy: str = setting(
         "beg",
-        "beg (bucketed epsilon-greedy), ucb, map (bandit.map) or static (bandit.static)",
-        words=("beg", "ucb", "map", "static"),
-    )
-    static: str = setting("off", "static: the strategy")
-    map: list[str] = setting(
-        [], "map: batch=strategy, such as 4=learned:8,4,32 up to four requests; past the last: off"
+        "beg (bucketed epsilon-greedy), ucb (upper confidence bound), a strategy for all batches,"
+        " or batch=strategy items such as 4=learned:8,4,32 16=ngram:4,1,5; larger batches run off",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.buckets or sorted(set(self.buckets)) != list(self.buckets):
             raise UserError(f"bandit.buckets: must be rising sizes, got {self.buckets}")
+        self.fixed()
+
+    def fixed(self) -> dict[int, Strategy] | None:
+        """Returns largest batch -> its strategy, by rising batch; None where the bandit learns.
+
+        Raises:
+            UserError: the policy is malformed.
+        """
+        if self.policy in ("beg", "ucb"):
+            return None
+        chosen = {}
         try:
-            Strategy.parse(self.static)
+            for item in split_strategies(self.policy) or [self.policy]:
+                batch, equals, strategy = item.rpartition("=")
+                if equals and not batch.isdecimal():
+                    raise UserError(f"{item!r} is not batch=strategy")
+                most = int(batch) if equals else sys.maxsize
+                if most in chosen:
+                    raise UserError(f"{item!r} is a second strategy for the same batches")
+                chosen[most] = Strategy.parse(strategy)
         except UserError as error:
-            raise UserError(f"bandit.static: {error}") from None
-        try:
-            self.strategy_map()
-        except UserError as error:
-            raise UserError(f"bandit.map: {error}") from None
-
-    def strategy_map(self) -> dict[int, Strategy]:
-        """Returns largest batch -> its strategy, by rising batch."""
-        pairs = [item.partition("=") for item in self.map]
-        for batch, _, strategy in pairs:
-            if not batch.strip().isdecimal():
-                raise UserError(f"must be batch=strategy, got {batch + '=' + strategy!r}")
-        return {int(batch): Strategy.parse(s) for batch, _, s in sorted(pairs, key=_batch_of)}
-
-
-def _batch_of(pair: tuple[str, str, str]) -> int:
-    return int(pair[0])
+            raise UserError(
+                f"bandit.policy: must be beg, ucb, a strategy or batch=strategy items; {error}"
+            ) from None
+        return dict(sorted(chosen.items()))
 
 
 @dataclass(frozen=True)
 class DrafterConfig(Section):
-    """The one-layer drafter and its loss."""
+    """The one-layer drafter, which exists where a learned or hybrid strategy does, and its loss."""
 
     prefix: ClassVar[str] = "drafter."
-    enabled: bool = setting(True, "make and train a drafter")
     draft_vocab: int = setting(0, "tokens that it drafts; 0: the whole vocabulary", low=0)
     intermediate_size: int = setting(0, "width of its MLP; 0: the target's", low=0)
     unroll: int = setting(3, "steps unrolled in training", low=1, high=16)
@@ -307,7 +305,6 @@ class SpotConfig(Section):
         " measured; coordinated: on idle ranks, which several ranks always use unless off",
         words=("auto", "overlapped", "serial", "coordinated", "off"),
     )
-    min_ranks: int = setting(1, "coordinated: idle ranks that start to train together", low=1)
     rebalance: int = setting(
         0,
         "several ranks: one with at most this many requests left hands them to a busy rank, which"
@@ -400,17 +397,3 @@ class GrpoConfig(Section):
                 f"grpo.samples_per_prompt: must be at least 2, since {self.advantage} compares"
                 f" responses to one prompt; or set grpo.advantage={' or '.join(others)}"
             )
-
-
-@dataclass(frozen=True)
-class CaptureConfig(Section):
-    """Inputs of an op that are saved for `python -m profiling.kernels.replay`."""
-
-    prefix: ClassVar[str] = "capture."
-    op: str = setting("", "name in `tlt_ext`, such as tree_attention; empty: no capture")
-    step: int = setting(1, "the training step", low=1)
-    calls: int = setting(8, "most calls that are saved, spread over the step", low=1)
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether inputs are saved in this step."""
-        return bool(self.op) and step == self.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -25,6 +26,7 @@ from .packing import pack
 RAMP_STEPS = 20
 FINAL_LR_SHARE = 0.1
 MAX_GRAD_NORM = 1.0
+MAX_WORKERS = 12  # processes that make demonstrations beside a GPU
 # Warm-up reads the train split from here on, far from the prompts that RL starts with.
 FIRST_INDEX = 1 << 40
 
@@ -47,7 +49,7 @@ def warm_up(
         model: trained in place.
         encode: of the policy; its tokenizer needs an end token.
         task: its `demonstration` must not be None.
-        config: steps, batch, lr, tokens of a packed row, workers.
+        config: steps, batch, lr, tokens of a packed row.
         seed: decides which prompts are shown; the same seed gives the same weights.
         progress: called after each step with the steps done and the step's loss.
 
@@ -65,8 +67,11 @@ def warm_up(
     optimizer = torch.optim.AdamW(weights.masters, lr=config.lr, betas=(0.9, 0.98))
     losses = []
     model.train()
+    # Beside a GPU the cores are free.
+    workers = 0 if model.device.type == "cpu" else min(MAX_WORKERS, os.cpu_count() or 1)
+    batches = demonstrations(encode, task, config, seed, workers)
     with deterministic(model.device):
-        for step, batch in enumerate(demonstrations(encode, task, config, seed)):
+        for step, batch in enumerate(batches):
             tokens = sum(len(row.tokens) for row in batch)
             total = torch.zeros((), device=model.device)
             for row in batch:
@@ -88,21 +93,22 @@ def lr_share(step: int, steps: int) -> float:
 
 
 def demonstrations(
-    encode: PromptEncoder, task: Task, config: WarmupConfig, seed: int
+    encode: PromptEncoder, task: Task, config: WarmupConfig, seed: int, workers: int = 0
 ) -> Iterator[list[MicroBatch]]:
-    """The packed rows of each step, made ahead by `config.workers` processes.
+    """The packed rows of each step.
 
     Args:
         encode: of the policy; its tokenizer needs an end token.
         task: its `demonstration` must not be None.
         config: steps, batch and tokens of a row.
         seed: decides which prompts are shown.
+        workers: processes that make them ahead; 0: this one makes them.
 
     Returns:
         Rows on the CPU, step by step.
     """
     steps = _Steps(encode, task, config, FIRST_INDEX * (seed + 1))
-    return iter(DataLoader(steps, batch_size=None, num_workers=config.workers))
+    return iter(DataLoader(steps, batch_size=None, num_workers=workers))
 
 
 def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:

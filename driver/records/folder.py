@@ -25,7 +25,6 @@ from .checkpoint import Checkpoint
 # Sections and settings that a resumed run may change: speed, memory and failures, not tokens.
 _FREE = {
     "bandit",
-    "capture",
     "engine",
     "reward",
     "spot",
@@ -33,8 +32,6 @@ _FREE = {
     "grpo.micro_batch_tokens",
     "grpo.shard",
     "model.cache",
-    "model.wheel",
-    "warmup.workers",
 }
 
 

@@ -16,6 +16,7 @@ from ..config.strategy import OFF, Strategy
 UNDECIDED = 1 << 20  # horizon in passes while no window is open
 UCB_WIDTH = 0.1  # rewards of one arm vary by about a tenth
 EXPLORED_SHARE = 0.75  # of the best value: arms below it are explored with epsilon squared only
+KEPT_REWARDS = 16  # of each arm and bucket
 KNOWN_REWARDS = 4  # after which the best arm runs for two windows at once
 BUCKET_DECAY = 0.03  # weight of a window of the next bucket; of the one after that its square
 HALF_LIFE = 100  # windows of any arm and bucket: two or three rollouts
@@ -50,7 +51,7 @@ class Bandit:
     An arm without a window in the bucket has the step time measured at the capture of its graph; if
     that or any acceptance is unknown, the arm is tried first. `beg` then runs a random arm with
     probability epsilon, else the one of highest value. `ucb` adds a confidence bound to the value.
-    `map` and `static` choose by batch alone. Batches above `spec_max_batch` always run `off`.
+    A fixed policy chooses by batch alone. Batches above `spec_max_batch` always run `off`.
 
     A random arm is one whose value is close to the best; with probability epsilon it is any arm,
     since a poor arm may improve as the drafter learns. Once the best arm is known it runs for two
@@ -72,11 +73,10 @@ class Bandit:
         self.arms = list(arms)
         self.config = config
         self.spec_max_batch = spec_max_batch
-        self.static = Strategy.parse(config.static)
-        self.map = config.strategy_map()
+        self.fixed = config.fixed()
         self._random = random.Random(seed)
         self._rewards: dict[tuple[int, Strategy], deque[float]] = defaultdict(
-            lambda: deque(maxlen=config.window)
+            lambda: deque(maxlen=KEPT_REWARDS)
         )
         self._sums: dict[tuple[int, Strategy], ArmSums] = {}
         self._closed = 0  # windows
@@ -108,8 +108,8 @@ class Bandit:
         if batch > self.spec_max_batch:
             self._close_window(step_s)
             return OFF
-        if self.config.policy in ("static", "map"):
-            arm = self.static if self.config.policy == "static" else self._mapped(batch)
+        if self.fixed is not None:
+            arm = next((arm for most, arm in self.fixed.items() if batch <= most), OFF)
             return arm if usable(arm) else OFF
         bucket = self.bucket(batch)
         if self._window is not None:
@@ -121,9 +121,6 @@ class Bandit:
         arm = self._pick(bucket, arms, step_s)
         self._window = (bucket, arm)
         return arm
-
-    def _mapped(self, batch: int) -> Strategy:
-        return next((arm for most, arm in self.map.items() if batch <= most), OFF)
 
     def _pick(self, bucket: int, arms: list[Strategy], step_s: StepSeconds) -> Strategy:
         values = {arm: self._value(bucket, arm, step_s) for arm in arms}

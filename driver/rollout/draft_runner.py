@@ -49,7 +49,7 @@ class DraftRunner:
         target: TargetModel,
         cache: KvCache,
         seed: int,
-        score_temperature: float,
+        score_temperature: float = 1.0,
     ) -> None:
         self.spec, self.target, self.cache, self.seed = spec, target, cache, seed
         self.score_temperature = score_temperature

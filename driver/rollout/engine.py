@@ -85,8 +85,7 @@ class RolloutEngine:
         max_len = min(model.spec.max_position, cache.num_pages * size)
         max_pages = pages_for(max_len + MAX_DRAFTED, size)
         self.store = TokenStore(config.history * config.max_batch, max_len, device)
-        share = config.draft_temperature
-        self.state = BatchState(config.max_batch, max_pages, size, self.store, device, share)
+        self.state = BatchState(config.max_batch, max_pages, size, self.store, device)
         self.ring = tlt_ext.PassRing(
             RING_PASSES, config.max_batch, MAX_EMITTED, pinned=device.type == "cuda"
         )

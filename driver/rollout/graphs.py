@@ -52,7 +52,7 @@ def build_graphs(
     """The graphs that a configuration asks for; None: passes are launched op by op.
 
     Args:
-        config: `graphs`, `loop`, `graph_mib`, `strategies` and batch sizes.
+        config: `graphs`, `graph_mib`, `strategies` and batch sizes.
         buckets: batch sizes of speculation.
         max_rows: largest number of rows of a speculative pass.
         program, state, ring: as for `PassGraphs`.
@@ -61,19 +61,14 @@ def build_graphs(
         UserError: graphs, or loops in them, are required and not supported.
     """
     device = state.device
-    if config.graphs == "false" or device.type == "cpu":
-        if config.graphs == "true":
-            raise UserError("engine.graphs=true: CUDA graphs need run.device=cuda")
-        if config.loop == "true":
-            raise UserError(
-                "engine.loop=true: there are no graphs to loop in; it needs run.device=cuda"
-                " without engine.graphs=false"
-            )
+    if config.graphs == "off" or device.type == "cpu":
+        if config.graphs in ("pass", "loop"):
+            raise UserError(f"engine.graphs={config.graphs}: CUDA graphs need run.device=cuda")
         return None
-    loops = tlt_ext.GraphPool.supports_loop(device.index or 0)
-    if config.loop == "true" and not loops:
-        raise UserError("engine.loop=true: this driver cannot loop inside a CUDA graph")
-    loop, budget = loops and config.loop != "false", config.graph_mib << 20
+    loop = config.graphs != "pass" and tlt_ext.GraphPool.supports_loop(device.index or 0)
+    if config.graphs == "loop" and not loop:
+        raise UserError("engine.graphs=loop: this driver cannot loop in a CUDA graph; use auto")
+    budget = config.graph_mib << 20
     plan = BucketPlan(
         config.max_batch,
         config.spec_max_batch,

@@ -25,6 +25,8 @@ MAX_EMITTED = MAX_DEPTH + 1  # tokens of a request in one pass
 MAX_STOP_IDS = 16  # of a request
 CONTROL_WORDS = 8
 
+DRAFT_TEMPERATURE = 0.75  # accept lengths at others: docs/notes/drafter.md
+
 # Columns: one number per request; tables: several 32-bit words per request.
 _INTS = ("slot", "context_len", "last_token", "remaining", "granted", "num_new", "status", "top_k")
 _FLOATS = ("temperature", "draft_temperature", "top_p")
@@ -122,7 +124,7 @@ class BatchState:
         page_size: int,
         store: TokenStore,
         device: torch.device,
-        draft_temperature: float = 1.0,
+        draft_temperature: float = DRAFT_TEMPERATURE,
     ) -> None:
         self.draft_temperature = draft_temperature
         self.max_batch, self.page_size, self.store = max_batch, page_size, store

@@ -60,7 +60,7 @@ class Rollout:
     def fix(self, strategy: Strategy) -> None:
         """Has the engine decode by one strategy wherever that can run."""
         engine = self.engine
-        config = replace(engine.bandit.config, policy="static", static=str(strategy))
+        config = replace(engine.bandit.config, policy=str(strategy))
         engine.bandit = Bandit([OFF, strategy], config, engine.config.spec_max_batch)
 
     def update_weights(self, state: dict[str, torch.Tensor], version: int) -> None:
@@ -328,7 +328,7 @@ def build_parts(
             spec,
             num_pages=num_pages,
             page_size=engine.page_size,
-            feature_size=target.feature_size if config.drafter.enabled else 0,
+            feature_size=target.feature_size if engine.needs_drafter else 0,
             dtype=dtype,
             device=device,
         )
@@ -337,11 +337,11 @@ def build_parts(
             f"engine.num_pages={num_pages}: the KV cache does not fit ({error}); lower it or"
             " engine.max_batch, or see what takes how much with driver.train --dry-run"
         ) from error
-    if not config.drafter.enabled:
+    if not engine.needs_drafter:
         return Parts(target, cache, None, None)
     shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
     drafter = build_drafter(shape, target, config.run.seed, on_card=config.run.device != "cpu")
-    runner = DraftRunner(shape, target, cache, config.run.seed, engine.score_temperature)
+    runner = DraftRunner(shape, target, cache, config.run.seed)
     return Parts(target, cache, drafter, runner)
 
 

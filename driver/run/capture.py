@@ -1,6 +1,6 @@
 """Saves what an op was called with in a real run, so that it can be timed on real shapes.
 
-`driver.train capture.op=tree_attention capture.step=3` leaves files in `runs/<name>/captures/`, and
+`driver.train run.capture=tree_attention:3` leaves files in `runs/<name>/captures/`, and
 `python -m profiling.kernels.replay runs/<name>/captures` runs them again.
 """
 
@@ -11,8 +11,9 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,53 +23,73 @@ import tlt_ext
 from ..common.errors import UserError
 from ..common.storage import storage_errors
 
-if TYPE_CHECKING:
-    from ..config.sections import CaptureConfig
-
 TABLE = "rows.block_table"
 # Arrays addressed by it -> the axis of their pages, from the end.
 PAGED = {"k_cache": -4, "v_cache": -4, "features": -3}
 LEFT_OUT = ("stream", "workspace")  # the replay brings its own
 
 
-def check_capture(config: CaptureConfig, steps: int) -> None:
-    """Refuses an op that is not there, or a step that will not come.
+@dataclass(frozen=True)
+class Capture:
+    """Which inputs are saved.
 
-    Raises:
-        UserError: one line.
-
-    Example:
-        >>> check_capture(CaptureConfig(op="tree_attention", step=3), 10)  # doctest: +SKIP
+    Args:
+        op: name in `tlt_ext`.
+        step: the training step, from 1.
+        calls: most calls that are saved, spread over the step.
     """
-    names = [op.__name__ for op in tlt_ext.OPS if inspect.isfunction(op)]
-    if config.op and config.op not in names:
-        raise UserError(f"capture.op: wanted one of {', '.join(names)}, got {config.op!r}")
-    if config.op and config.step > steps:
-        raise UserError(f"capture.step={config.step}: the run ends with step {steps}")
+
+    op: str
+    step: int
+    calls: int = 8
+
+    @staticmethod
+    def parse(text: str, steps: int) -> Capture | None:
+        """Reads `run.capture`.
+
+        Args:
+            text: "op:step", or "" for no capture.
+            steps: of the run.
+
+        Raises:
+            UserError: an unknown op, or a step after the last.
+
+        Example:
+            >>> Capture.parse("tree_attention:3", 10)
+            Capture(op='tree_attention', step=3, calls=8)
+        """
+        if not text:
+            return None
+        op, _, step = text.partition(":")
+        names = [op.__name__ for op in tlt_ext.OPS if inspect.isfunction(op)]
+        if op not in names:
+            raise UserError(f"run.capture: the op must be one of {', '.join(names)}, got {op!r}")
+        if int(step) > steps:
+            raise UserError(f"run.capture={text}: the run ends with step {steps}")
+        return Capture(op, int(step))
 
 
 @contextmanager
-def capture_op(config: CaptureConfig, step: int, folder: Path) -> Iterator[None]:
-    """Saves calls of `config.op` that Python makes while the block runs.
+def capture_op(capture: Capture, folder: Path) -> Iterator[None]:
+    """Saves calls of `capture.op` that Python makes while the block runs.
 
-    At most `config.calls` of them, evenly spread over the block, with every array as it was before
+    At most `capture.calls` of them, evenly spread over the block, with every array as it was before
     the call; of caches only the pages that the call's requests own, renumbered. A CUDA graph makes
     its calls unseen, so the engine's are to stand aside (`PassRunner.op_by_op`). Calls that are
     recorded into one have no values yet and are passed on.
 
     Args:
-        config: `capture.*`.
-        step: that the block is part of.
+        capture: which op; the block is part of its step.
         folder: for the files, `<op>-<step>-<call>.pt`.
 
     Raises:
         UserError: the disk is full or unwritable.
 
     Example:
-        >>> with capture_op(config.capture, 3, folder):  # doctest: +SKIP
+        >>> with capture_op(Capture("tree_attention", 3), folder):  # doctest: +SKIP
         ...     engine.generate(requests)
     """
-    op = getattr(tlt_ext, config.op)
+    op = getattr(tlt_ext, capture.op)
     kept: list[tuple[int, dict[str, Any]]] = []
     count, stride = 0, 1
 
@@ -79,26 +100,27 @@ def capture_op(config: CaptureConfig, step: int, folder: Path) -> Iterator[None]
         if not recording:
             if count % stride == 0:
                 kept.append((count, copy_arguments(op, args, named)))
-            if len(kept) > config.calls:
+            if len(kept) > capture.calls:
                 stride *= 2
                 kept[:] = [call for call in kept if call[0] % stride == 0]
             count += 1
         return op(*args, **named)
 
-    setattr(tlt_ext, config.op, saving)
+    setattr(tlt_ext, capture.op, saving)
     try:
         yield
     finally:
-        setattr(tlt_ext, config.op, op)
+        setattr(tlt_ext, capture.op, op)
     if not kept:
         warnings.warn(
-            f"capture.op={config.op}: step {step} called it from no Python code", stacklevel=3
+            f"run.capture={capture.op}:{capture.step}: no Python code called it in this step",
+            stacklevel=3,
         )
     folder.mkdir(parents=True, exist_ok=True)
     for index, arguments in kept:
-        path = folder / f"{config.op}-{step:06d}-{index:06d}.pt"
+        path = folder / f"{capture.op}-{capture.step:06d}-{index:06d}.pt"
         with storage_errors(path):
-            torch.save({"op": config.op, "arguments": arguments}, path)
+            torch.save({"op": capture.op, "arguments": arguments}, path)
 
 
 def copy_arguments(op: Callable[..., Any], args: Any, named: Any) -> dict[str, Any]:

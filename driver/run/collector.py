@@ -25,7 +25,7 @@ from ..rollout.stats import RolloutStats
 from ..tasks import Prompt, Task
 from ..tasks.workers import RewardWorkers
 from .assemble import Rollout
-from .capture import capture_op
+from .capture import Capture, capture_op
 from .prompt_lengths import PromptLengths
 
 RANKS_SHOWN = 8  # each of so many has metrics of its own
@@ -188,12 +188,13 @@ class Collector(RolloutObserver):
     @contextlib.contextmanager
     def _capturing(self, step: int) -> Iterator[None]:
         """Saves inputs of an op where they are wanted of this step; no graph hides them."""
-        if self.captures is None or not self.config.capture.is_due(step + 1):
+        capture = Capture.parse(self.config.run.capture, self.config.run.steps)
+        if self.captures is None or capture is None or capture.step != step + 1:
             yield
             return
         with (
             self.rollout.engine.runner.op_by_op(),
-            capture_op(self.config.capture, step + 1, self.captures),
+            capture_op(capture, self.captures),
         ):
             yield
 

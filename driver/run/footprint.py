@@ -236,8 +236,8 @@ def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str,
     if cache.features is not None:
         held["feature pages"] = held_bytes(cache.features)
         held |= _drafter_parts(config, parts, prompt_len)
-    if config.run.device != "cpu" and engine.graphs != "false":
-        cost = GraphCost(spec, engine.loop != "false")
+    if config.run.device != "cpu" and engine.graphs != "off":
+        cost = GraphCost(spec, engine.graphs != "pass")
         limits = engine.max_batch, engine.spec_max_batch
         arms = parse_strategies(engine.strategies)
         plan = BucketPlan(

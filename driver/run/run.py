@@ -46,7 +46,7 @@ from .assemble import (
     stop_ids,
     use_device,
 )
-from .capture import check_capture
+from .capture import Capture
 from .collector import Collector, Experience
 from .dry_run import check_run
 from .warm_start import (
@@ -114,7 +114,7 @@ class Run:
             # What shows as mistyped by now fails before the run folder is made.
             use_device(config.run.device)
             check_dtype(config)
-            check_capture(config.capture, config.run.steps)
+            Capture.parse(config.run.capture, config.run.steps)
             task = make_task(**asdict(config.task))
             source = find_model(config, note)
             if config.run.device != "cpu":
@@ -182,7 +182,7 @@ class Run:
             trainer = PolicyTrainer(policy, config.grpo, start, world)
             coordinator = None
             if rollout.spot is not None and config.spot.mode == "coordinated":
-                coordinator = Coordinator(world, rollout.spot, config.spot.min_ranks)
+                coordinator = Coordinator(world, rollout.spot)
             collector = Collector(
                 config,
                 world,

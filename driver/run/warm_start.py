@@ -78,7 +78,6 @@ def warm_folder(config: Config) -> Path:
     """Where the warm start of these settings lies: whatever decides it is in the name."""
     parts = {name: asdict(getattr(config, name)) for name in ("model", "warmup", "task")}
     del parts["model"]["cache"]
-    del parts["warmup"]["workers"]
     parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
     key = json.dumps([PROCEDURE, parts, config.run.seed], sort_keys=True).encode()
     digest = hashlib.blake2b(key, digest_size=4).hexdigest()
@@ -328,7 +327,9 @@ def _for_warmth(config: Config) -> Config:
 
     Its rate falls, so its last weights need no average.
     """
-    responses = 2 * config.warmup.responses
+    engine, responses = config.engine, 2 * config.warmup.responses
+    if not engine.needs_drafter:  # runs of other strategies find this warm start too
+        engine = replace(engine, strategies=[*engine.strategies, "learned:4,1,5"])
     spot = replace(
         config.spot,
         mode="serial",
@@ -337,7 +338,7 @@ def _for_warmth(config: Config) -> Config:
         tokens_per_step=config.warmup.drafter_tokens,
         buffer_tokens=responses * 2 * config.sampling.max_new_tokens,
     )
-    return replace(config, spot=spot)
+    return replace(config, engine=engine, spot=spot)
 
 
 def warm_up_progress(config: Config, note: Note) -> Callable[[int, float], None]:

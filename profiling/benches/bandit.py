@@ -35,10 +35,10 @@ def policies(recording: Recording) -> dict[str, BanditConfig]:
     base = BanditConfig(buckets=recording.buckets)
     out = {f"beg {e}": replace(base, epsilon=e) for e in EPSILONS}
     out["ucb"] = replace(base, policy="ucb")
-    best = [f"{bucket}={strategy}" for bucket, strategy in recording.oracle().items()]
-    out["map"] = replace(base, policy="map", map=best)
+    best = " ".join(f"{bucket}={strategy}" for bucket, strategy in recording.oracle().items())
+    out["map"] = replace(base, policy=best)
     for strategy in sorted({strategy for _, strategy in recording.cells}):
-        out[f"static {strategy}"] = replace(base, policy="static", static=strategy)
+        out[f"static {strategy}"] = replace(base, policy=strategy)
     return out
 
 
@@ -73,7 +73,7 @@ def evaluate(bench: Bench, recording: Recording) -> None:
     for name, config in policies(recording).items():
         if not bench.wanted(name):
             continue
-        seeds = range(1 if config.policy in ("map", "static") else SEEDS)
+        seeds = range(1 if config.fixed() is not None else SEEDS)
         runs = [rollouts(recording, config, work, seed) for seed in seeds]
         bench.add_row(
             name,

@@ -117,7 +117,7 @@ def measure(
     tokens = next(count for most, count in TOKENS.items() if batch <= most)
     tokens = SYNTHETIC_TOKENS if synthetic else tokens
     requests = subject.requests([tokens] * batch, stop=not synthetic)
-    fix_bandit(rollout, policy="static", static=strategy)
+    fix_bandit(rollout, policy=strategy)
     engine, arm = rollout.engine, Strategy.parse(strategy)
     engine.generate(requests, record=False)  # graphs, clocks, caches
     engine.runner = clock = PassClock(engine.runner, batch, arm)

@@ -117,18 +117,18 @@ def warmed(bench: Bench, subject: Subject) -> None:
         f"engine.spec_max_batch={prompts}",
         "engine.spec_max_rows=0",
         "engine.num_pages=0",
-        "engine.graphs=false",  # each pass runs once
+        "engine.graphs=off",  # each pass runs once
         "spot.mode=off",
         longest=tokens + 512,
     )
     requests, lengths = subject.requests([tokens] * prompts, stop=True), []
     for strategy in WARMED_STRATEGIES:
-        fix_bandit(rollout, policy="static", static=strategy)
+        fix_bandit(rollout, policy=strategy)
         with logged(rollout) as log:
             rollout.engine.generate(requests, record=False)
         lengths.append(log_row(bench, f"{subject.name} {strategy}", log))
     for strategy, way in WARMED_WAYS:
-        fix_bandit(rollout, policy="static", static=strategy)
+        fix_bandit(rollout, policy=strategy)
         with drafting_at(rollout, way) as words, logged(rollout) as log:
             rollout.engine.generate(requests, record=False)
         log_row(bench, f"{subject.name} {strategy}, {words}", log)

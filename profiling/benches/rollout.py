@@ -155,7 +155,7 @@ def replay_arms(arms: Arms, *words: str) -> None:
     compare(arms, rollout, [*STATIC, "map", "bandit"] if bench.quick else every, ADAPTED)
     del rollout
     if not bench.quick:
-        words = (*words, "engine.loop=false")
+        words = (*words, "engine.graphs=pass")
         unlooped = subject.rollout(*engine_words(lengths, *words), longest=longest)
         arms.run("bandit, no loop", unlooped, policy="beg")
 
@@ -175,12 +175,12 @@ def settings_of(arms: Arms, name: str, suffix: str) -> dict[str, Any]:
     """The bandit's settings; a map is made from the rounds recorded so far."""
     if name == "map":
         best = record_of(arms, suffix).oracle()
-        best_map = [f"{bucket}={best[bucket]}" for bucket in sorted(best)]
-        say(f"map{suffix}: {' '.join(best_map)}")
-        return {"policy": "map", "map": best_map}
+        best_map = " ".join(f"{bucket}={best[bucket]}" for bucket in sorted(best))
+        say(f"map{suffix}: {best_map}")
+        return {"policy": best_map}
     if name in LEARNING:
         return {"policy": LEARNING[name]}
-    return {"policy": "static", "static": name}
+    return {"policy": name}
 
 
 def adapt(rollout: Rollout, subject: Subject, lengths: list[int]) -> None:

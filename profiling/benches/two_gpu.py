@@ -31,7 +31,7 @@ LIMIT_S = 540  # of an arm
 ARMS = {
     "one GPU": (1, []),
     "two GPUs": (2, []),
-    "two GPUs, off": (2, ["engine.strategies=off", "drafter.enabled=false", "spot.mode=off"]),
+    "two GPUs, off": (2, ["engine.strategies=off", "spot.mode=off"]),
     "two GPUs, coordinator off": (2, ["spot.mode=off"]),
 }
 BOTH = "two GPUs"

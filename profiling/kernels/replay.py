@@ -1,6 +1,6 @@
 """Times an op on inputs of a run: `python -m profiling.kernels.replay runs/tiny/captures`.
 
-The files come from `driver.train capture.op=... capture.step=...`. On a card the calls are timed as
+The files come from `driver.train run.capture=OP:STEP`. On a card the calls are timed as
 in a benchmark, on the CPU as the median of plain calls. Integers that the op changes (lengths,
 counts) are restored before every call, and the time includes these copies.
 """

@@ -38,7 +38,7 @@ def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
         longest=tail + 512,
     )
     engine, spot, tuner = rollout.engine, rollout.spot, rollout.tuner
-    fix_bandit(rollout, policy="static", static="off")
+    fix_bandit(rollout, policy="off")
     lengths = trace_lengths(REQUESTS, median=max(1, tail // 8), cap=tail)
     requests = subject.requests(lengths, stop=False)
     engine.generate(requests)

@@ -138,7 +138,7 @@ class Study:
         begin, engine = time.perf_counter(), self.rollout.engine
         runner = self.rollout.spot.runner
         version, runner.version = runner.version, 0  # no graph of a drafter
-        fix_bandit(self.rollout, policy="static", static="off")
+        fix_bandit(self.rollout, policy="off")
         rounds = range(self.sizes.rounds)
         engine.generate([r for round in rounds for r in self.requests(False, round)])
         engine.runner.graphs, runner.version = None, version
@@ -179,7 +179,7 @@ class Study:
 
     def draft(self, strategy: str) -> PassLog:
         """Drafts for the held-out prompts."""
-        fix_bandit(self.rollout, policy="static", static=strategy)
+        fix_bandit(self.rollout, policy=strategy)
         requests, batch = self.requests(True), self.sizes.batch
         with logged(self.rollout) as log:
             for first in range(0, len(requests), batch):

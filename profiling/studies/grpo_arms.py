@@ -16,7 +16,6 @@ from driver.records.folder import read_jsonl
 from driver.records.phases import PHASES, StepTimes
 
 OTHER_START = "no ratios: another warm start, or speculation changed a token"
-NO_DRAFTER = ("drafter.enabled=false", "spot.mode=off")
 TRL = "trl"
 
 
@@ -35,12 +34,11 @@ def arm_words(config: Config) -> dict[str, list[str]]:
     static = learned[len(learned) // 2] if learned else str(arms[-1])
     ngrams = " ".join(str(arm) for arm in arms if not arm.needs_drafter)
     return {
-        "off": ["engine.strategies=off", *NO_DRAFTER],
-        "ngram": [f"engine.strategies={ngrams}", *NO_DRAFTER],
+        "off": ["engine.strategies=off", "spot.mode=off"],
+        "ngram": [f"engine.strategies={ngrams}", "spot.mode=off"],
         "static": [
             f"engine.strategies=off {static}",
-            "bandit.policy=static",
-            f"bandit.static={static}",
+            f"bandit.policy={static}",
         ],
         "frozen": ["spot.mode=off"],
         "full": [],

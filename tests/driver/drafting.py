@@ -110,5 +110,5 @@ def build_parts(
     runner = DraftRunner(shape, target, cache, SEED, 0.0)
     runner.load(drafter.state_dict(), 1)
     store = TokenStore(4, spec.max_position, torch.device("cpu"))
-    state = BatchState(4, num_pages, PAGE, store, torch.device("cpu"))
+    state = BatchState(4, num_pages, PAGE, store, torch.device("cpu"), 1.0)
     return Parts(model, target, cache, drafter, runner, state)

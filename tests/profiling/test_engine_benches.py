@@ -182,12 +182,12 @@ def test_adapting_trains_the_drafter_and_changes_no_token(subject, monkeypatch):
     monkeypatch.setattr(rollout, "ADAPT_S", 0.5)
     made = subject.rollout("engine.strategies=off learned:2,2,5", longest=96)
     requests = subject.requests([20, 9], stop=False)
-    fix_bandit(made, policy="static", static="learned:2,2,5")
+    fix_bandit(made, policy="learned:2,2,5")
     before = [r.token_ids for r in made.engine.generate(requests, record=False)]
     version, steps = made.spot.runner.version, made.spot.steps
     rollout.adapt(made, subject, [30, 12])
     assert made.spot.steps > steps and made.spot.runner.version > version
-    fix_bandit(made, policy="static", static="learned:2,2,5")
+    fix_bandit(made, policy="learned:2,2,5")
     steps = made.spot.steps
     assert [r.token_ids for r in made.engine.generate(requests, record=False)] == before
     assert made.spot.steps == steps  # a timed rollout trains nothing
@@ -244,7 +244,7 @@ def test_a_peer_that_hangs_is_stopped():
 
 def test_a_recorder_keeps_the_windows_of_a_rollout(subject):
     made = subject.rollout("engine.strategies=off ngram:4,1,5", longest=64)
-    recorder = fix_bandit(made, policy="static", static="ngram:4,1,5")
+    recorder = fix_bandit(made, policy="ngram:4,1,5")
     made.engine.generate(subject.requests([9, 4], stop=False), record=False)
     assert sum(w.emitted for w in recorder.windows) == 13
     assert {w.strategy for w in recorder.windows} == {"ngram:4,1,5"}

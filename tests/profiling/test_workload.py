@@ -88,13 +88,13 @@ def test_a_recording_survives_json(recording):
 
 def test_the_best_of_each_bucket_has_no_regret(recording):
     work = work_of([400, 300, 200, 100, 900] * 4 + [1000], 16)
-    best = [f"{bucket}={strategy}" for bucket, strategy in recording.oracle().items()]
-    oracle = Bandit(ARMS, BanditConfig(buckets=[1, 4, 16], policy="map", map=best), 16)
+    best = " ".join(f"{bucket}={strategy}" for bucket, strategy in recording.oracle().items())
+    oracle = Bandit(ARMS, BanditConfig(buckets=[1, 4, 16], policy=best), 16)
     result = replay(oracle, recording, work)
     assert result.regret == pytest.approx(0, abs=0.02)
     assert {bucket: strategy for bucket, strategy in result.pulls} == recording.oracle()
     # The regret of a static choice follows from its rate.
-    off = Bandit(ARMS, BanditConfig(policy="static", static=OFF), 16)
+    off = Bandit(ARMS, BanditConfig(policy=OFF), 16)
     alone = replay(off, recording, [(1, 1000)])
     assert alone.regret == pytest.approx(1 - 100 / 300, abs=0.02)
     assert alone.seconds == pytest.approx(10, rel=0.05)
@@ -115,7 +115,7 @@ def test_a_bandit_learns_the_buckets(recording):
     partial.add(windows(1, OFF, 100))
     partial.add(windows(1, SMALL, 50))
     partial.add(windows(4, OFF, 100))
-    fixed = Bandit(ARMS, BanditConfig(policy="static", static=SMALL), 4)
+    fixed = Bandit(ARMS, BanditConfig(policy=SMALL), 4)
     assert set(replay(fixed, partial, [(4, 500)]).pulls) == {(4, OFF)}
 
 

@@ -29,9 +29,9 @@ def test_overrides_win_over_the_preset_wherever_it_stands():
 
 
 def test_strings_are_taken_as_typed_and_off_is_not_a_boolean():
-    config = load_config(["run.name=007", "bandit.policy=static", "bandit.static=off"])
+    config = load_config(["run.name=007", "bandit.policy=off"])
     assert config.run.name == "007"
-    assert config.bandit.static == "off"
+    assert config.bandit.policy == "off"
     assert load_config(["spot.mode=off"]).spot.mode == "off"
     assert load_config(["task.path="]).task.path == ""
 
@@ -40,8 +40,10 @@ def test_lists_with_and_without_brackets():
     config = load_config(["engine.strategies=[off,ngram:2,1,3]", "bandit.buckets=1,2,32"])
     assert config.engine.strategies == ["off", "ngram:2,1,3"]
     assert config.bandit.buckets == [1, 2, 32]
-    mapped = load_config(["bandit.map=4=learned:8,4,32,16=ngram:4,1,5"]).bandit
-    assert mapped.map == ["4=learned:8,4,32", "16=ngram:4,1,5"]
+    words = ["bandit.policy=16=ngram:4,1,5, 4=learned:8,4,32"]
+    mapped = load_config(words).bandit.fixed()
+    assert list(map(str, mapped.values())) == ["learned:8,4,32", "ngram:4,1,5"]
+    assert list(mapped) == [4, 16]
     assert load_config(["drafter.feature_layers=[]"]).drafter.feature_layers == []
 
 
@@ -157,28 +159,17 @@ def test_keys_of_an_earlier_version_are_named_and_ignored(tmp_path):
         (["engine.strategies=off,learned:8,4"], r"^engine.strategies: strategy 'learned:8,4'"),
         (["engine.strategies=ngram:4,1,5"], r"^engine.strategies: 'off' is missing"),
         (["engine.strategies="], r"^engine.strategies: 'off' is missing"),
+        (["bandit.policy=greedy"], r"^bandit.policy: must be beg, .* strategy 'greedy': malformed"),
         (
-            ["engine.draft_temperature=0"],
-            r"^engine.draft_temperature: must be at least 0.01, got 0",
+            ["bandit.policy=ngram:9,1,3"],
+            r"^bandit.policy: 'ngram:9,1,3' is not among engine.strategies",
         ),
         (
-            ["engine.score_temperature=1e-7"],
-            r"^engine.score_temperature: must be 0 or at least 1e-06, got 1e-07",
+            ["bandit.policy=1=off, 4=ngram:9,1,3"],
+            r"^bandit.policy: 'ngram:9,1,3' is not among engine.strategies",
         ),
-        (["bandit.static=greedy"], r"^bandit.static: strategy 'greedy': malformed"),
-        (
-            ["bandit.policy=static", "bandit.static=ngram:9,1,3"],
-            r"^bandit.static: 'ngram:9,1,3' is not among engine.strategies",
-        ),
-        (
-            ["bandit.policy=map", "bandit.map=1=off, 4=ngram:9,1,3"],
-            r"^bandit.map: 'ngram:9,1,3' is not among engine.strategies",
-        ),
-        (["drafter.enabled=false"], r"^engine.strategies: 'learned:.*needs a drafter"),
-        (
-            ["drafter.enabled=false", "engine.strategies=off hybrid:4,4,16"],
-            r"^engine.strategies: 'hybrid:4,4,16' needs a drafter",
-        ),
+        (["run.capture=sample"], r"^run.capture: must be op:step, such as tree_attention:3"),
+        (["run.capture=sample:0"], r"^run.capture: must be op:step"),
         (["grpo.minibatches=257"], r"^grpo.minibatches: must be at most the 256 responses"),
         (
             ["grpo.advantage=rloo", "grpo.samples_per_prompt=1"],
@@ -225,10 +216,10 @@ def test_a_mistake_in_a_preset_file_names_the_key(tmp_path, text, match):
 
 def test_unquoted_off_in_a_preset_file_is_the_word(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("spot: {mode: off}\nengine: {strategies: [off]}\ndrafter: {enabled: false}\n")
+    path.write_text("spot: {mode: off}\nengine: {strategies: [off]}\nbandit: {policy: off}\n")
     config = load_config([f"preset={path}"])
     assert (config.spot.mode, config.engine.strategies) == ("off", ["off"])
-    assert config.drafter.enabled is False
+    assert config.bandit.policy == "off" and not config.engine.needs_drafter
 
 
 def test_sections_built_in_code_are_checked():

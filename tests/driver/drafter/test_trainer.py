@@ -161,7 +161,7 @@ def test_a_finished_sequence_becomes_a_document(parts):
 def test_features_recorded_by_the_engine_equal_a_fresh_forward_s(parts, strategy):
     """Prefilled, decoded and accepted rows, through shared pages, trims and freed pages."""
     arms = [Strategy("off"), Strategy.parse("learned:4,3,12")]
-    bandit = Bandit(arms, BanditConfig(policy="static", static=strategy), spec_max_batch=8)
+    bandit = Bandit(arms, BanditConfig(policy=strategy), spec_max_batch=8)
     trainer = parts.trainer(tail_batch=1)
     config = EngineConfig(max_batch=3, page_size=PAGE, prefill_chunk=5)
     engine = RolloutEngine(

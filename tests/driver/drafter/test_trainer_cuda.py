@@ -239,7 +239,7 @@ def test_spilling_waits_for_nothing_while_documents_are_read():
 def overlapped(policy, *words):
     """A rollout that chose how to train beside its tail, with documents, and its tokens without."""
     rollout = make_rollout(
-        policy, *WORDS, "engine.graphs=true", "engine.strategies=off", "spot.mode=overlapped",
+        policy, *WORDS, "engine.graphs=pass", "engine.strategies=off", "spot.mode=overlapped",
         "spot.swap_every=4", *words,
     )  # fmt: skip
     spot, jobs = rollout.spot, requests(count=8, new=60, stop=())
@@ -270,7 +270,7 @@ def test_a_partition_trains_beside_the_tail_and_changes_no_token(policy):
 
 def test_steps_that_only_measure_teach_nothing(policy):
     rollout = make_rollout(
-        policy, *WORDS, "engine.graphs=true", "engine.strategies=off", "spot.mode=overlapped",
+        policy, *WORDS, "engine.graphs=pass", "engine.strategies=off", "spot.mode=overlapped",
         "spot.final_steps=0",
     )  # fmt: skip
     spot = rollout.spot

@@ -145,7 +145,7 @@ def test_packing_and_chunks_do_not_change_the_gradient(encode, monkeypatch, chun
 def test_workers_make_the_same_rows(encode):
     task = make_task("sums")
     here, beside = (
-        demonstrations(encode, task, WarmupConfig(steps=4, batch=8, workers=workers), seed=0)
+        demonstrations(encode, task, WarmupConfig(steps=4, batch=8), 0, workers)
         for workers in (0, 2)
     )
     for mine, theirs in zip(here, beside, strict=True):

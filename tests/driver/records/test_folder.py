@@ -257,7 +257,7 @@ def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "run.seed=1"))
     # What changes no token of the policy may be another: ranks, engine, memory, reward workers.
     words = ["engine.max_batch=7", "engine.strategies=off", "grpo.micro_batch_tokens=99"]
-    words += ["reward.on_error=zero", "warmup.workers=1", "spot.mode=coordinated"]
+    words += ["reward.on_error=zero", "model.cache=x", "spot.mode=coordinated"]
     RunFolder(config(tmp_path, "run.name=a", "run.resume=true", *words)).close()
     RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=serial"))
     with pytest.raises(UserError, match="run.resume: .*/b holds no run"):

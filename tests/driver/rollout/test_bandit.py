@@ -11,14 +11,12 @@ NGRAM = Strategy.parse("ngram:4,1,5")
 LEARNED = Strategy.parse("learned:4,2,8")
 
 
-def make(epsilon=0.0, policy="beg", static="off", spec_max_batch=8, window_passes=4):
+def make(epsilon=0.0, policy="beg", spec_max_batch=8, window_passes=4):
     config = BanditConfig(
         epsilon=epsilon,
-        window=8,
         window_passes=window_passes,
         buckets=[1, 4, 8],
         policy=policy,
-        static=static,
     )
     return Bandit([OFF, NGRAM, LEARNED], config, spec_max_batch, seed=1)
 
@@ -142,7 +140,7 @@ def test_ucb_gives_the_best_arm_two_windows_too():
 
 
 def test_static_policy():
-    bandit = make(policy="static", static="ngram:4,1,5")
+    bandit = make(policy="ngram:4,1,5")
     assert bandit.choose(2, lambda arm: True) == NGRAM
     assert bandit.choose(9, lambda arm: True) == OFF
     assert bandit.choose(2, lambda arm: arm == OFF) == OFF
@@ -187,14 +185,18 @@ def test_ucb_returns_to_what_it_knows_least():
 
 
 def test_a_map_chooses_by_batch():
-    config = BanditConfig(policy="map", map=["4=ngram:4,1,5", "1=learned:4,2,8"])
+    config = BanditConfig(policy="4=ngram:4,1,5, 1=learned:4,2,8")
     bandit = Bandit([OFF, NGRAM, LEARNED], config, spec_max_batch=8)
     chosen = [bandit.choose(batch, lambda arm: True) for batch in (1, 2, 4, 5, 9)]
     assert chosen == [LEARNED, NGRAM, NGRAM, OFF, OFF]
-    with pytest.raises(UserError, match="bandit.map: must be batch=strategy, got 'x=off'"):
-        BanditConfig(map=["x=off"])
-    with pytest.raises(UserError, match="bandit.map: strategy 'nope': malformed"):
-        BanditConfig(map=["1=nope"])
+    for policy, message in (
+        ("4=ngram:4,1,5 x=off", "'x=off' is not batch=strategy"),
+        ("1=nope", "strategy 'nope': malformed"),
+        ("1=off 1=ngram:4,1,5", "'1=ngram:4,1,5' is a second strategy for the same batches"),
+        ("", "strategy '': malformed"),
+    ):
+        with pytest.raises(UserError, match=f"bandit.policy: must be beg, .*{message}"):
+            BanditConfig(policy=policy)
 
 
 def test_the_horizon_is_what_is_left_of_the_window():
@@ -226,7 +228,7 @@ def test_arms_that_differ_in_kind_alone_learn_apart():
     import json
 
     hybrid = Strategy.parse("hybrid:4,2,8")
-    config = BanditConfig(buckets=[1, 4, 16], window=6, window_passes=4, epsilon=0.0)
+    config = BanditConfig(buckets=[1, 4, 16], window_passes=4, epsilon=0.0)
     bandits = [Bandit([OFF, LEARNED, hybrid], config, spec_max_batch=8) for _ in range(2)]
     play(bandits[0], {OFF: 10, LEARNED: 12, hybrid: 15}, batch=1, passes=60)
     bandits[1].load_state_dict(json.loads(json.dumps(bandits[0].state_dict())))

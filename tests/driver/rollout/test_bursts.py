@@ -283,8 +283,8 @@ def test_the_drafter_s_graphs_come_with_the_drafter(policy):
 
 
 def test_graphs_on_a_cpu_are_refused_where_asked_for(policy):
-    with pytest.raises(UserError, match="engine.graphs=true: CUDA graphs need run.device=cuda"):
-        make_rollout(policy, "engine.graphs=true")
+    with pytest.raises(UserError, match="engine.graphs=pass: CUDA graphs need run.device=cuda"):
+        make_rollout(policy, "engine.graphs=pass")
 
 
 def one_by_one(count=8, first=9, apart=3):

@@ -67,7 +67,6 @@ def make_rollout(policy, *words):
             "engine.max_batch=8",
             "engine.spec_max_batch=8",
             "engine.page_size=4",
-            "drafter.enabled=true",
             f"run.seed={SEED}",
             *words,
         ]
@@ -386,10 +385,10 @@ def test_a_request_that_cannot_run_is_one_clear_line(rollout):
         generate(rollout, long)
 
 
-@pytest.mark.parametrize("word", ["graphs", "loop"])
+@pytest.mark.parametrize("word", ["pass", "loop"])
 def test_graphs_need_a_card(policy, word):
-    with pytest.raises(UserError, match=f"engine.{word}=true: .* need.* run.device=cuda"):
-        make_rollout(policy, f"engine.{word}=true")
+    with pytest.raises(UserError, match=f"engine.graphs={word}: CUDA graphs need run.device=cuda"):
+        make_rollout(policy, f"engine.graphs={word}")
 
 
 def test_families_with_bias_and_qk_norm_are_exact_too():
@@ -467,8 +466,10 @@ def test_a_pass_verifies_no_more_rows_than_it_may(policy, plain):
 
 def test_how_drafts_are_made_changes_no_token(policy, plain):
     drafts = []
-    for words in ((), ("engine.score_temperature=0",), ("engine.draft_temperature=0.3",)):
-        rollout = make_rollout(policy, *words)
+    for draft_temperature, score_temperature in ((0.75, 1.0), (0.75, 0.0), (0.3, 1.0)):
+        rollout = make_rollout(policy)
+        rollout.engine.state.draft_temperature = draft_temperature
+        rollout.spot.runner.score_temperature = score_temperature
         rollout.spot.swap()
         assert same(generate(rollout, requests(), "learned:4,3,12"), plain)
         drafts.append(rollout.engine.stats.accepted)

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from driver.config.sections import CaptureConfig
 from driver.config.strategy import OFF, Strategy
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.plan import GraphCost
-from driver.run.capture import capture_op
+from driver.run.capture import Capture, capture_op
 from tests import kit
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_engine import (
@@ -53,17 +52,17 @@ def made(policy, *words):
 
 @pytest.fixture(scope="module")
 def looped(policy):
-    return made(policy, "engine.graphs=true", "engine.loop=true")
+    return made(policy, "engine.graphs=loop")
 
 
 @pytest.fixture(scope="module")
 def launched(policy):
-    return made(policy, "engine.graphs=true", "engine.loop=false")
+    return made(policy, "engine.graphs=pass")
 
 
 @pytest.fixture(scope="module")
 def eager(policy):
-    return made(policy, "engine.graphs=false")
+    return made(policy, "engine.graphs=off")
 
 
 def jobs(count=20, new=50, stop=(3, 5)):
@@ -101,8 +100,8 @@ def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, stra
 
     The others are of prompts and of the drafter.
     """
-    config = CaptureConfig(op="tree_attention", step=3, calls=16)
-    with looped.engine.runner.op_by_op(), capture_op(config, 3, tmp_path):
+    capture = Capture("tree_attention", step=3, calls=16)
+    with looped.engine.runner.op_by_op(), capture_op(capture, tmp_path):
         assert same(generate(looped, jobs(), strategy, horizon=64), plain)
     assert looped.engine.stats.bursts == looped.engine.stats.target_passes
     calls = [torch.load(path)["arguments"] for path in sorted(tmp_path.iterdir())]
@@ -231,7 +230,7 @@ def test_new_weights_keep_the_graphs(policy):
     generate(rollout, jobs(), "learned:4,3,12", horizon=64)
     count = rollout.engine.runner.graphs.metrics()["graphs/count"]
     rollout.update_weights(other.state_dict(), version=1)
-    wanted = generate(made(other, "engine.graphs=false"), jobs())
+    wanted = generate(made(other, "engine.graphs=off"), jobs())
     for menu in (["off"], LEARNED):
         assert same(generate(rollout, jobs(), *menu, horizon=64), wanted)
     assert rollout.engine.runner.graphs.metrics()["graphs/count"] == count

@@ -62,7 +62,7 @@ def test_soak(device, request, monkeypatch):
 
     `generate` takes a fixed set of requests, so arriving late is waiting though there is room.
     """
-    rollout, plain = make(device), make(device, "engine.graphs=false")
+    rollout, plain = make(device), make(device, "engine.graphs=off")
     store, passes, seed, held = rollout.engine.state.store, 0, 0, None
     while passes < request.config.getoption("--soak"):
         rng = random.Random(seed)

@@ -6,9 +6,8 @@ import torch
 import tlt_ext
 from driver.common.errors import UserError
 from driver.config.load import load_config
-from driver.config.sections import CaptureConfig
 from driver.records.progress import Progress
-from driver.run.capture import capture_op, check_capture, copy_arguments
+from driver.run.capture import Capture, capture_op, copy_arguments
 from driver.train import train
 from profiling.kernels import replay
 from tests.driver.run.test_run import WORDS
@@ -49,9 +48,8 @@ def test_only_the_pages_of_the_requests_are_kept():
 
 
 def test_calls_are_spread_over_the_step_and_hold_what_was_before(tmp_path):
-    config = CaptureConfig(op="silu_mul", step=2, calls=4)
     before = tlt_ext.silu_mul
-    with capture_op(config, 2, tmp_path):
+    with capture_op(Capture("silu_mul", step=2, calls=4), tmp_path):
         for index in range(20):
             x, out = torch.full((1, 8), float(index)), torch.zeros(1, 4)
             tlt_ext.silu_mul(x, out)
@@ -65,38 +63,34 @@ def test_calls_are_spread_over_the_step_and_hold_what_was_before(tmp_path):
 
 def test_a_step_that_fails_leaves_the_op_as_it_was(tmp_path):
     before = tlt_ext.silu_mul
-    with pytest.raises(RuntimeError), capture_op(CaptureConfig(op="silu_mul"), 1, tmp_path):
+    with pytest.raises(RuntimeError), capture_op(Capture("silu_mul", 1), tmp_path):
         raise RuntimeError
     assert tlt_ext.silu_mul is before
-    with pytest.warns(UserWarning, match="capture.op=silu_mul: step 1 called it from no Python"):
-        with capture_op(CaptureConfig(op="silu_mul"), 1, tmp_path):
+    with pytest.warns(UserWarning, match="run.capture=silu_mul:1: no Python code called it"):
+        with capture_op(Capture("silu_mul", 1), tmp_path):
             pass
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("text", "reason"),
     [
-        (["capture.op=tree_atention"], "capture.op: wanted one of .*tree_attention.*, got"),
-        (
-            ["capture.op=sample", "capture.step=9", "run.steps=3"],
-            "capture.step=9: the run ends with",
-        ),
+        ("tree_atention:1", "run.capture: the op must be one of .*tree_attention.*, got"),
+        ("sample:9", "run.capture=sample:9: the run ends with step 3"),
     ],
 )
-def test_what_cannot_be_captured_is_refused(words, reason):
-    config = load_config(words)
+def test_what_cannot_be_captured_is_refused(text, reason):
     with pytest.raises(UserError, match=reason):
-        check_capture(config.capture, config.run.steps)
+        Capture.parse(text, 3)
 
 
 def test_a_run_s_calls_can_be_replayed(tmp_path, capsys):
     words = [*WORDS, f"run.root={tmp_path}", "run.name=a", "run.steps=1", "run.eval_prompts=0"]
     for op in ("tree_attention", "commit_path"):
-        config = load_config([*words, f"capture.op={op}", f"run.name={op}", "capture.calls=3"])
+        config = load_config([*words, f"run.capture={op}:1", f"run.name={op}"])
         train(config, Progress(1))
         folder = tmp_path / op / "captures"
         calls = [replay.Call.load(path, "cpu") for path in sorted(folder.iterdir())]
-        assert 1 < len(calls) <= 3
+        assert 1 < len(calls) <= 8
         lengths = [call.arguments["rows.context_len"].clone() for call in calls]
         for call, before in zip(calls, lengths, strict=True):
             call()

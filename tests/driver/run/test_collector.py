@@ -72,7 +72,7 @@ def test_no_graph_makes_the_passes_of_a_captured_step(start):
     """The op's calls are saved from passes launched op by op; the next step's are graphs again."""
     words = ("engine.strategies=off", "run.steps=3")
     plain = with_device(start(*words))
-    captured = with_device(start(*words, "capture.op=tree_attention", "capture.step=2"))
+    captured = with_device(start(*words, "run.capture=tree_attention:2"))
     pools = [run.rollout.engine.runner.graphs._pool for run in (plain, captured)]
     folder = captured.folder.path / "captures"
     for step in range(3):

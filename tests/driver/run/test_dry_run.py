@@ -92,7 +92,7 @@ def test_checkpointing_and_less_to_hold_make_it_smaller(seven_b):
         "engine.num_pages=4096",
         "grpo.micro_batch_tokens=8192",
         "spot.buffer_tokens=8192",
-        "drafter.enabled=false engine.strategies=off",
+        "engine.strategies=off",
     ):
         assert peak(*word.split(" ")) < whole
     assert peak("grpo.kl_coef=0.1") > whole

@@ -84,7 +84,7 @@ def predicted(*words):
     [
         [],
         ["model.dtype=bfloat16", "drafter.draft_vocab=16", "engine.history=2"],
-        ["drafter.enabled=false", "engine.strategies=off ngram:4,1,5", "engine.num_pages=50"],
+        ["engine.strategies=off ngram:4,1,5", "engine.num_pages=50"],
     ],
 )
 def test_engine_and_drafter_hold_what_was_predicted(words):
@@ -101,7 +101,7 @@ def test_engine_and_drafter_hold_what_was_predicted(words):
     assert got["KV pages"] == held_bytes(cache.k, cache.v)
     state = held_bytes(vars(engine.state.store), vars(engine.state))
     assert got["engine state"] == pytest.approx(state, rel=0.1)
-    if not config.drafter.enabled:
+    if not config.engine.needs_drafter:
         assert "drafter" not in got and "feature pages" not in got
         return
     spot = rollout.spot

@@ -47,7 +47,7 @@ WORDS = [
     "spot.tokens_per_step=64",
     "spot.final_steps=2",
 ]
-LEARNED = ["bandit.policy=static", "bandit.static=learned:4,2,8"]  # once there is a drafter
+LEARNED = ["bandit.policy=learned:4,2,8"]  # once there is a drafter
 KILL = """
 import os, signal, sys
 from driver.run import collector
@@ -179,7 +179,7 @@ def test_rollout_and_trainer_agree_on_log_probs(unbroken):
 
 def test_strategies_change_no_reward(unbroken, tmp_path):
     """The full system against plain decoding, step by step."""
-    plain = run(tmp_path, "off", "run.steps=5", "engine.strategies=off", "drafter.enabled=false")
+    plain = run(tmp_path, "off", "run.steps=5", "engine.strategies=off")
     assert history(plain.folder.path) == history(unbroken.folder.path)
 
 

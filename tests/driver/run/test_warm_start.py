@@ -73,11 +73,18 @@ def test_it_is_made_once_and_found_by_its_settings(config, made):
         assert warm.warm_folder(other) != warm.warm_folder(config)
     same = replace(
         config,
-        warmup=replace(config.warmup, workers=3),
         model=replace(config.model, cache="/elsewhere"),
         run=replace(config.run, steps=9),
     )
     assert warm.warm_folder(same) == warm.warm_folder(config)
+
+
+def test_a_run_without_a_learned_strategy_makes_the_same_warm_start(config, made, tmp_path):
+    run = replace(config.run, root=str(tmp_path))
+    other = replace(config, engine=replace(config.engine, strategies=["off"]), run=run)
+    assert warm.warm_folder(other).name == warm.warm_folder(config).name
+    again = warm.warm_start(other, lambda line: None)
+    assert warm.fingerprints(again.path) == warm.fingerprints(made[0].path)
 
 
 def test_the_report_says_what_was_measured(made):

@@ -259,10 +259,17 @@ collector.Collector.roll_out = slow
 """
 
 
+PAIRS = """
+from driver.run import run
+alone = run.Coordinator
+run.Coordinator = lambda world, spot: alone(world, spot, min_ranks=2)
+"""
+
+
 def test_other_ranks_train_together_in_each_step(tmp_path):
     """Ranks 0 and 1, then 0 and 2, then 1 and 2, then as at first, a group that was dropped."""
-    words = ["run.steps=4", "spot.min_ranks=2", "run.timeout_s=60"]
-    records = run(tmp_path, 3, *words, script=ANOTHER_IS_SLOW + SAME_EVERYWHERE)
+    words = ["run.steps=4", "run.timeout_s=60"]
+    records = run(tmp_path, 3, *words, script=PAIRS + ANOTHER_IS_SLOW + SAME_EVERYWHERE)
     seen = [record["drafter/tokens_seen"] for record in records[1:]]
     assert 0 < seen[0] < seen[1] < seen[2] < seen[3]
 
