@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
 
 COMMANDS = {
@@ -64,7 +65,12 @@ def start(name: str) -> NoReturn:
 
 def _run(name: str, argv: Sequence[str]) -> None:
     # An import may swallow KeyboardInterrupt, or turn it into another error.
-    signal.signal(signal.SIGTERM, _quit)
+    from .common.stop import SIGNALS
+
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in handlers.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, _quit)
     if name != "report":  # it has a parser of its own
         from .config.help import help_text
         from .config.options import check_words
@@ -74,10 +80,10 @@ def _run(name: str, argv: Sequence[str]) -> None:
             return
         check_words(name, argv)
     command = importlib.import_module(f".{name}", __package__).main
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     command(argv)
 
 
-def _quit(*_: object) -> NoReturn:
-    os._exit(130)
+def _quit(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(128 + number)

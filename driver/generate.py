@@ -52,7 +52,6 @@ class Generator:
                 f"model.cache={options.cache}",
                 f"run.device={options.device}",
                 f"run.seed={options.seed}",
-                f"sampling.temperature={options.temperature}",
                 f"sampling.max_new_tokens={options.max_new_tokens}",
                 f"engine.strategies=off {self.strategy if self.strategy != OFF else ''}",
                 f"engine.max_batch={WARM_SAMPLES}",

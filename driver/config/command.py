@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import signal
 import sys
@@ -37,6 +38,11 @@ def run_command(command: Callable[[Sequence[str]], None]) -> None:
         sys.exit(stop.exit_code)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
+        sys.exit(UserError.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}; choose a shorter one\n")
         sys.exit(UserError.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")

@@ -93,7 +93,7 @@ def read_value(key: str, declared: Any, raw: Any) -> Any:
             raise UserError(f"{key}: must be a list, got {raw!r}")
         return [read_value(f"{key}[{i}]", kind, item) for i, item in enumerate(items)]
     try:
-        if not isinstance(raw, str):
+        if not isinstance(raw, str) or "\0" in raw:  # which no path may hold
             raise ValueError
         raw.encode()  # a lone surrogate stands for a byte that is no UTF-8
         return _READERS[declared](raw)

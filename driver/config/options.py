@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from .fields import Section, read_options, setting
 from .load import Config, load_config
+from .sections import check_temperature
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class GenerateOptions(Section):
     )
     strategy: str = setting("learned:8,4,32", "off, or kind:depth,top_k,num_verify")
     seed: int = setting(0, "seed of the noise", low=0, high=2**63 - 1)
-    temperature: float = setting(1.0, "divides the logits; 0: greedy", low=0)
+    temperature: float = setting(1.0, "divides the logits, at least 0.01; 0: greedy", low=0)
     top_k: int = setting(0, "most probable tokens kept; 0: all", low=0, high=2**31 - 1)
     top_p: float = setting(1.0, "probability mass kept; 1: all", above=0, high=1)
     max_new_tokens: int = setting(128, "longest response in tokens", low=1)
@@ -41,6 +42,10 @@ class GenerateOptions(Section):
     device: str = setting("cpu", "cpu, cuda or cuda:N")
     dtype: str = setting("float32", "float32, bfloat16 or float16")
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_temperature("temperature", self.temperature)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,23 @@ from .estimators import ESTIMATORS
 from .fields import Section, setting
 from .strategy import OFF, Strategy, parse_strategies, split_strategies
 
+MAX_NAME_BYTES = 200  # a file name may have 255, and files beside the folder have longer names
+MIN_TEMPERATURE = 0.01  # below, logits over temperature lose the resolution of float32
+
+
+def check_temperature(key: str, value: float) -> None:
+    """Refuses a temperature that is neither greedy nor resolved by float32.
+
+    Args:
+        key: names the temperature in the error.
+        value: 0 = greedy.
+
+    Raises:
+        UserError: it is negative, or above 0 and below `MIN_TEMPERATURE`.
+    """
+    if value != 0 and not value >= MIN_TEMPERATURE:
+        raise UserError(f"{key}: must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {value}")
+
 
 @dataclass(frozen=True)
 class RunConfig(Section):
@@ -29,7 +46,7 @@ class RunConfig(Section):
     seed: int = setting(0, "seed of weights, prompts and noise", low=0, high=2**63 - 1)
     steps: int = setting(30, "updates of the policy", low=0)
     device: str = setting("cpu", "cpu, cuda or cuda:N; several ranks take one card each")
-    threads: int = setting(0, "CPU threads; 0: one per core", low=0)
+    threads: int = setting(0, "CPU threads; 0: one per core", low=0, high=1024)
     eval_every: int = setting(
         10, "steps between held-out evaluations; 0: before the first and after the last", low=0
     )
@@ -62,6 +79,11 @@ class RunConfig(Section):
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(
                 f"run.name: must be a plain folder name, got {self.name!r}; run.root is its place"
+            )
+        if len(self.name.encode()) > MAX_NAME_BYTES:
+            raise UserError(
+                f"run.name: must be at most {MAX_NAME_BYTES} bytes long, got"
+                f" {len(self.name.encode())}"
             )
 
 
@@ -174,7 +196,11 @@ class SamplingConfig(Section):
     """How training responses are sampled. Top-k and top-p are off: the loss needs the policy."""
 
     prefix: ClassVar[str] = "sampling."
-    temperature: float = setting(1.0, "divides the logits", low=0)
+    temperature: float = setting(
+        1.0,
+        "divides the logits; equal responses to one prompt, as greedy ones, would give no gradient",
+        low=MIN_TEMPERATURE,
+    )
     max_new_tokens: int = setting(256, "longest response in tokens", low=1)
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import tlt_ext
 
 from ..common.errors import UserError
+from ..config.sections import check_temperature
 from ..config.strategy import Strategy
 from .pages import pages_for
 
@@ -22,6 +23,9 @@ class SamplingParams:
     """How one request is sampled.
 
     `top_k=0` and `top_p=1` disable the filters; `temperature=0` is argmax.
+
+    Raises:
+        UserError: a temperature that is neither 0 nor at least `MIN_TEMPERATURE`.
     """
 
     temperature: float = 1.0
@@ -29,6 +33,9 @@ class SamplingParams:
     top_p: float = 1.0
     max_new_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_temperature("temperature", self.temperature)
 
 
 @dataclass(frozen=True)

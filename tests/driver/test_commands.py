@@ -43,6 +43,8 @@ def root(tmp_path):
         (["run.steps"], "'run.steps': must be key=value"),
         (["engine.page_size=5000"], "engine.page_size: must be at most 1024"),
         (["model.hidden_size=40"], "model.hidden_size: must be a multiple of 16"),
+        (["model.path=" + "x" * 300], "File name too long; choose a shorter one"),
+        (["task.name=jsonl", "task.path=" + "x" * 300], "File name too long"),
         (["run.device=cuda:99"], "run.device=cuda:99: torch sees"),
     ],
 )

@@ -3,10 +3,13 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies
 
+import tlt_ext
 from driver.common.errors import UserError
 from driver.common.storage import write_text
 from driver.config.load import Config, load_config, preset_names, to_yaml
+from driver.config.options import GenerateOptions
 from driver.config.sections import GrpoConfig
+from driver.rollout.request import SamplingParams
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])
@@ -147,6 +150,11 @@ def test_keys_of_an_earlier_version_are_named_and_ignored(tmp_path):
             ["spot.mode=false"],
             r"^spot.mode: must be one of auto, overlapped, serial, coordinated, off",
         ),
+        (["run.threads=1025"], r"^run.threads: must be at most 1024, got 1025"),
+        (["run.name=" + "ü" * 101], r"^run.name: must be at most 200 bytes long, got 202"),
+        (["run.name=a\0b"], r"^run.name: must be text, got 'a\\x00b'"),
+        (["sampling.temperature=0"], r"^sampling.temperature: must be at least 0.01, got 0"),
+        (["sampling.temperature=1e-8"], r"^sampling.temperature: must be at least 0.01"),
         (["run.device=gpu"], r"^run.device: must be cpu, cuda or cuda:N, got 'gpu'"),
         (["run.name=../x"], r"^run.name: must be a plain folder name"),
         (["model.path="], r"^model.path: empty"),
@@ -227,3 +235,20 @@ def test_sections_built_in_code_are_checked():
         GrpoConfig(epochs=0)
     assert Config() == Config()
     assert Config().bandit.buckets is not Config().bandit.buckets
+
+
+def test_the_bound_of_threads_is_that_of_the_core():
+    assert load_config(["run.threads=1024"]).run.threads == 1024
+    with pytest.raises(ValueError, match="expected 0 to 1024"):
+        tlt_ext.set_num_threads(1025)
+
+
+def test_requests_have_no_temperature_that_the_trainer_would_divide_by_and_the_engine_not():
+    """Below 1e-6 the kernels decode greedily."""
+    for temperature in (0.0, 0.01, 2.0):
+        assert SamplingParams(temperature).temperature == temperature
+    for temperature in (1e-8, 0.009, -1.0, float("nan")):
+        with pytest.raises(UserError, match="temperature: must be 0 .greedy. or at least 0.01"):
+            SamplingParams(temperature)
+        with pytest.raises(UserError, match="temperature: must be"):
+            GenerateOptions(temperature=temperature)
