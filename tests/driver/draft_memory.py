@@ -1,15 +1,15 @@
-"""Memory of the drafter's training by part, predicted from its settings and held."""
+"""Memory of the drafter's training by part: predicted from its settings, and allocated."""
 
 from __future__ import annotations
 
 from driver.drafter.trainer import SpotTrainer
 from driver.model.drafter import DraftSpec
 
-BYTES = 4  # of a trained number, its gradient, each of its moments
+BYTES = 4  # of a trained weight, its gradient, each of its moments
 
 
 def trained_numbers(spec: DraftSpec) -> int:
-    """Numbers that are trained: all but the head."""
+    """Number of trained weights: all except the head."""
     hidden, attention = spec.hidden_size, spec.num_heads * spec.head_dim
     projections = 2 * hidden * (attention + 2 * spec.num_kv_heads * spec.head_dim)
     layer = projections + attention * hidden + 3 * hidden * spec.intermediate_size
@@ -20,10 +20,10 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
     """Bytes of features, spilled features, weights, gradients, optimizer, average, bin.
 
     Args:
-        spot: that made a step.
+        spot: a trainer that made a step.
 
     Returns:
-        Part -> (predicted from shapes, settings and the tokens in the buffer; held by now).
+        Part -> (predicted from shapes, settings and the tokens in the buffer; allocated).
 
     Example:
         >>> training_memory(spot)["optimizer"]  # doctest: +SKIP
@@ -33,7 +33,7 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
     row = 4 * target.spec.hidden_size * target.embedding.element_size()
     rows = sum(len(d) - 1 for d in spot.buffer.fresh + spot.buffer.kept if not d.spilled)
     trained = trained_numbers(shape)
-    # The head has the target's precision on a card; ids of the draft vocabulary, a flag each token.
+    # The head in the target's precision on a GPU, ids of the draft vocabulary, a flag per token.
     head = shape.draft_vocab * shape.hidden_size * spot.drafter.lm_head.weight.element_size()
     whole = BYTES * trained + head + 8 * shape.draft_vocab + shape.vocab_size
     weights, copies = spot.drafter.trainable(), spot.drafter.state_dict().values()
@@ -51,6 +51,6 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
         "gradients": (BYTES * trained, sum(w.grad.nbytes for w in weights if w.grad is not None)),
         "optimizer": (2 * BYTES * trained, sum(moments)),
         "average": (BYTES * trained if spot.config.average else 0, sum(w.nbytes for w in average)),
-        # Besides: three int64.
+        # Features, and three int64.
         "bin": (spot.bin.tokens * (entry + 24), spot.bin.num_bytes),
     }

@@ -1,4 +1,4 @@
-"""A small random target with its drafter, for the tests of drafting."""
+"""A small random target with its drafter, for tests of drafting."""
 
 from dataclasses import dataclass
 
@@ -35,14 +35,14 @@ class Parts:
     state: BatchState
 
     def batch(self, requests: list[RunningRequest]) -> Batch:
-        """The requests as the running requests."""
+        """The requests in the rows of a batch."""
         store = self.state.store
         for request in {*requests, *self.state.running}:
             store.release(request, keep=False)  # its tokens may have changed
         return self.state.fill(requests)
 
     def propose(self, requests: list[RunningRequest], strategy: Strategy) -> tuple[Tree, Batch]:
-        """A draft tree for them, and the batch that it was drafted for."""
+        """A draft tree for the requests, and their batch."""
         batch = self.batch(requests)
         lengths = self.runner.prepare(batch, strategy, self.state.store)
         if lengths is not None:
@@ -67,7 +67,7 @@ class Parts:
         )
 
     def document(self, length: int, seed: int, version: int = 0) -> Document:
-        """Random tokens with the features that transformers computes for them."""
+        """Random tokens with features computed by transformers."""
         vocab = self.target.spec.vocab_size
         tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed))
         return Document(tokens, self.features(tokens[:-1]), version)
@@ -91,7 +91,7 @@ class Parts:
 def build_parts(
     variant: str = "llama-tied-llama3", draft_vocab: int = 24, num_pages: int = 64
 ) -> Parts:
-    """Random weights everywhere, the drafter's version 1 in the runner."""
+    """Random weights; version 1 of the drafter is loaded in the runner."""
     model = random_model(variant)
     spec = spec_of(model)
     target = TargetModel(spec, model.state_dict(), dtype=torch.float32, max_rows=256)

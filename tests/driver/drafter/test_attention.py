@@ -1,4 +1,4 @@
-"""The drafter's training attention: its two forms against plain loops, values and gradients."""
+"""The drafter's training attention: both forms against plain loops, values and gradients."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def scores_of(q, k, segments, scale):
 
 
 def dense(q, k, v, segments, scale):
-    """What FlashAttention's forward pass promises."""
+    """What the forward pass of FlashAttention returns."""
     scores = scores_of(q, k, segments, scale)
     v = v.repeat_interleave(HEADS // KV_HEADS, 1)
     out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
@@ -63,7 +63,7 @@ def dense(q, k, v, segments, scale):
 
 
 def dense_backward(grad, q, k, v, out, lse, rng, unused, segments, scale):
-    """What its backward pass computes from the output and log-sum-exp that it is given."""
+    """What its backward pass computes from the given output and log-sum-exp."""
     wide_k, wide_v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
     share = (scores_of(q, k, segments, scale) - lse[..., None]).exp()
     delta = (grad * out).sum(-1).t()[..., None]
@@ -74,7 +74,7 @@ def dense_backward(grad, q, k, v, out, lse, rng, unused, segments, scale):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_one_block_a_document_equals_the_plain_loop(steps):
+def test_one_block_per_piece_equals_the_plain_loop(steps):
     parts = inputs(steps)
     out = chain_attention(parts[0], parts[1 : 1 + steps], parts[1 + steps :], Segments.of(LENGTHS))
     expected = plain(parts, steps)
@@ -87,7 +87,7 @@ def test_one_block_a_document_equals_the_plain_loop(steps):
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_flash_attention_merged_with_the_chain_equals_the_plain_loop(monkeypatch, steps):
-    """The merge and its gradient in float64, on a stand-in that keeps FlashAttention's contract."""
+    """The merge and its gradient in float64, on a stand-in for FlashAttention."""
     monkeypatch.setattr(draft_attention, "_flash", dense)
     monkeypatch.setattr(draft_attention, "_flash_backward", dense_backward)
     parts = inputs(steps)
@@ -113,8 +113,8 @@ def test_unknown_lengths_are_refused_where_they_are_needed():
     "fault, reason",
     [(1.0, ""), (1.5, "its result differs by"), (RuntimeError("not compiled in"), "not c")],
 )
-def test_flash_attention_is_tried_before_it_is_trusted(monkeypatch, fault, reason):
-    """One that is right, one whose backward pass does something else, one that is not there."""
+def test_flash_attention_is_checked_before_it_is_used(monkeypatch, fault, reason):
+    """A correct one, one with a wrong backward pass, one that is missing."""
 
     def flash(*inputs):
         if isinstance(fault, Exception):
@@ -135,8 +135,8 @@ def test_flash_attention_is_tried_before_it_is_trusted(monkeypatch, fault, reaso
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("steps", [1, 3])
-def test_flash_attention_on_the_gpu_is_as_near_as_half_precision_allows(steps):
-    """Offsets on the device alone, empty segments behind the last one, padding in one of them."""
+def test_flash_attention_on_the_gpu_is_within_half_precision(steps):
+    """Offsets on the device only, empty pieces at the end, padding in one of them."""
     half = [x.detach().bfloat16().cuda().requires_grad_() for x in inputs(steps)]
     exact = [x.detach().double().cpu().requires_grad_() for x in half]
     bounds = torch.tensor([0, 5, 6, 15, 17, 17, 17], dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""The averaged weights: against float64, across steps that change nothing, what they are for."""
+"""The averaged weights: against float64, across skipped steps, and their effect."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from driver.drafter.trainer import SpotTrainer
 from tests.driver.drafting import Parts, build_parts
 from tests.kit import same_bits
 
-SHARPER = 4.0  # the random target's final norm: its law is far from uniform
+SHARPER = 4.0  # of the random target's final norm, so that its distribution is far from uniform
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def document(parts: Parts, seed: int, length: int = 40) -> Document:
 
 @pytest.mark.parametrize("horizon", [4, 64])
 def test_the_average_is_that_of_float64(parts, horizon):
-    """A start that forgets random weights, then a share of one horizon-th."""
+    """A warm-up that forgets random weights, then a share of 1 / horizon."""
     trainer = parts.trainer(average=horizon)
     trainer.buffer.add(document(parts, 1))
     wanted = {name: value.double() for name, value in trained(trainer).items()}
@@ -57,7 +57,7 @@ def test_the_average_is_that_of_float64(parts, horizon):
 
 
 def test_a_step_that_is_not_finite_leaves_the_average(parts):
-    """And does not count: the next one's share is that of the step that was lost."""
+    """And does not count: the next step has the share of the skipped one."""
     trainer = parts.trainer()
     trainer.buffer.add(document(parts, 1))
     trainer.micro_step()
@@ -101,7 +101,7 @@ def test_the_runner_gets_the_average_under_the_rebuilt_vocabulary(parts, horizon
 @pytest.mark.parametrize("before", [64, 0])
 @pytest.mark.parametrize("after", [64, 0])
 def test_both_weights_are_taken_over_in_place(before, after):
-    """Where the one who saved or the one who loads has no average, one stands for both."""
+    """If either side has no average, one set of weights stands for both."""
     first, second = build_parts(), build_parts()
     one, other = first.trainer(average=before), second.trainer(average=after)
     one.buffer.add(document(first, 1))
@@ -115,7 +115,7 @@ def test_both_weights_are_taken_over_in_place(before, after):
 
 
 def acceptance(parts: Parts, documents: list[Document]) -> float:
-    """Of first drafts, over the documents."""
+    """Acceptance of first drafts over the documents."""
     whole = parts.trainer(tokens_per_step=4096)
     pieces = [Piece(d, 0, d.entries) for d in documents]
     batch = whole.bin.batch(*whole.bin.load(pieces, 0, 0), *whole.current_teachers())
@@ -123,9 +123,9 @@ def acceptance(parts: Parts, documents: list[Document]) -> float:
         return float(unrolled_loss(parts.drafter, batch, parts.target.cos_sin, 1)[1][1])
 
 
-def test_with_a_policy_that_stays_what_drafts_is_no_worse_than_a_drafter_left_alone():
-    """A rate that fell to zero left it near the best weights; small batches at a rate that stays
-    lead away from there, and only their mean does not."""
+def test_with_a_constant_policy_the_average_is_no_worse_than_a_finished_drafter():
+    """A rate that decayed to zero left it close to the optimum. Small batches at a constant rate
+    move the weights away from there; their mean stays."""
     parts = build_parts()
     parts.target.final_norm.mul_(SHARPER)
     documents = [document(parts, seed, length=24) for seed in range(60)]

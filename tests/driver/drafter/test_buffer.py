@@ -18,7 +18,7 @@ def lengths(documents: list[Document]) -> list[int]:
     return [len(d) for d in documents]
 
 
-def test_the_bound_holds_and_the_oldest_document_goes():
+def test_the_bound_holds_and_the_oldest_document_is_dropped():
     buffer = DataBuffer(100, 0.25, seed=0)
     for length in (40, 30, 20, 25, 60):
         buffer.add(document(length))
@@ -26,13 +26,13 @@ def test_the_bound_holds_and_the_oldest_document_goes():
     assert lengths(buffer.fresh) == [25, 60]
 
 
-def test_kept_documents_give_way_last_and_a_document_too_long_is_not_held():
+def test_kept_documents_are_dropped_last_and_too_long_ones_are_not_stored():
     buffer = DataBuffer(100, 1.0, seed=0)
     buffer.add(document(50))
     buffer.add(document(40))
     buffer.start_step()
     assert lengths(buffer.kept) == [50, 40]
-    buffer.add(document(45))  # the shorter of the kept ones goes, and no more
+    buffer.add(document(45))  # only the shorter of the kept ones is dropped
     assert (lengths(buffer.kept), lengths(buffer.fresh)) == ([50], [45])
     buffer.add(document(101))
     assert buffer.num_tokens <= 100 and 101 not in lengths(buffer.fresh)
@@ -56,7 +56,7 @@ def test_a_step_keeps_the_longest_documents_within_its_share():
     assert buffer.num_tokens == 0
 
 
-def test_a_batch_mixes_long_documents_of_the_step_before():
+def test_a_batch_mixes_long_documents_of_the_previous_step():
     buffer = DataBuffer(4000, 0.25, seed=0)
     old = document(400)
     buffer.add(old)
@@ -88,7 +88,7 @@ def test_crops_lie_inside_and_start_anywhere():
     assert starts == set(range(7))
 
 
-def test_the_number_of_the_draw_decides_it():
+def test_the_number_of_the_draw_determines_the_batch():
     buffers = [DataBuffer(400, 0.0, seed=s) for s in (0, 0, 1)]
     for buffer in buffers:
         for length in range(5, 25):
@@ -148,8 +148,8 @@ def test_the_oldest_documents_move_to_host_memory_before_any_is_lost():
     assert {p.document.spilled for p in buffer.sample(140, 0)} == {True, False}
 
 
-def test_host_memory_is_written_round_and_round():
-    """Whatever is still listed has its own rows, however lengths and wraps fall."""
+def test_host_memory_is_a_ring():
+    """Every listed document has its own rows, for any lengths and wraps."""
     buffer = DataBuffer(100, 0.5, seed=0, spill=90)
     chance = torch.Generator().manual_seed(0)
     wraps = 0

@@ -1,4 +1,4 @@
-"""Checkpoints of the drafter: whole or absent, beside the training, and what can go wrong there."""
+"""Checkpoints of the drafter: atomic, asynchronous, and their failures."""
 
 import copy
 import errno
@@ -24,7 +24,7 @@ def state(value: float) -> dict:
     return {"drafter": {"w": torch.full((3,), value)}, "steps": 7, "groups": [torch.ones(1), None]}
 
 
-def test_what_was_saved_comes_back_and_old_files_go(tmp_path):
+def test_saved_states_are_read_back_and_old_files_are_removed(tmp_path):
     checkpoints = DraftCheckpoints(tmp_path / "drafter", keep=2)
     assert checkpoints.latest() is None
     for step in (8, 16, 24):
@@ -37,10 +37,10 @@ def test_what_was_saved_comes_back_and_old_files_go(tmp_path):
     assert names == ["step-00000016.pt", "step-00000024.pt"]
 
 
-def test_what_an_earlier_start_left_does_not_outlive_what_is_new(tmp_path):
-    """A run that starts over counts from 0 again: old files would be taken for the newest."""
+def test_files_of_an_earlier_start_are_removed(tmp_path):
+    """A new run counts from 0 again, so old files would look newest."""
     checkpoints = DraftCheckpoints(tmp_path / "drafter", keep=2)
-    checkpoints.clear()  # nothing there yet
+    checkpoints.clear()  # the folder does not exist yet
     for step in (80, 88):
         assert checkpoints.save(lambda step=step: state(step), step)
         checkpoints.collect()
@@ -50,8 +50,8 @@ def test_what_an_earlier_start_left_does_not_outlive_what_is_new(tmp_path):
     assert checkpoints.latest()[0] == 8
 
 
-def test_what_is_written_is_what_was_there_and_nobody_waits(tmp_path, monkeypatch):
-    """The disk is slow; training changes the weights meanwhile and asks again."""
+def test_the_state_at_the_save_is_written_without_waiting(tmp_path, monkeypatch):
+    """The disk is slow; training changes the weights and saves again meanwhile."""
     go, whole = threading.Event(), torch.save
 
     def slow(*args: object) -> None:
@@ -63,7 +63,7 @@ def test_what_is_written_is_what_was_there_and_nobody_waits(tmp_path, monkeypatc
     assert checkpoints.save(lambda: live, 1)
     live["drafter"]["w"].fill_(2.0)
     made = []
-    assert not checkpoints.save(lambda: made.append(1), 2) and not made  # the disk is not done
+    assert not checkpoints.save(lambda: made.append(1), 2) and not made  # still being written
     checkpoints.collect(wait=False)
     assert checkpoints.stall_s < 5 and checkpoints._thread.is_alive()
     go.set()
@@ -72,8 +72,8 @@ def test_what_is_written_is_what_was_there_and_nobody_waits(tmp_path, monkeypatc
     assert step == 1 and torch.equal(back["drafter"]["w"], torch.ones(3))
 
 
-def test_room_is_made_once_and_for_what_is_new(tmp_path):
-    """A state without the optimizer's moments may come first: those get their room later."""
+def test_copies_are_allocated_once(tmp_path):
+    """A state without optimizer moments may come first; theirs are allocated later."""
     checkpoints = DraftCheckpoints(tmp_path)
     checkpoints.copies.prepare({"w": torch.ones(2)})
     held = dict(checkpoints.copies.room)
@@ -88,8 +88,8 @@ def test_room_is_made_once_and_for_what_is_new(tmp_path):
         assert torch.equal(checkpoints.latest()[1]["moments"][0]["m"], torch.full((3,), -value))
 
 
-def test_counts_of_a_vocabulary_hold_nobody_up(tmp_path):
-    """One call for each of 150,000 tokens would take longer than a checkpoint may."""
+def test_token_counts_are_copied_fast(tmp_path):
+    """One call for each of 150,000 tokens would take too long."""
     checkpoints, seen = DraftCheckpoints(tmp_path), {token: token % 7 for token in range(150_000)}
     calls = []
     plain = checkpoints.copies._each
@@ -123,7 +123,7 @@ def test_a_full_disk_is_a_warning_and_leaves_no_file(tmp_path, monkeypatch):
     assert checkpoints.latest()[0] == 3
 
 
-def test_damaged_files_are_passed_over_with_a_warning(tmp_path):
+def test_damaged_files_are_skipped_with_a_warning(tmp_path):
     checkpoints = DraftCheckpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(lambda step=step: state(step), step)
@@ -159,7 +159,7 @@ checkpoints.collect()
 """
 
 
-def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path):
+def test_a_process_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -172,8 +172,8 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path)
     assert not (tmp_path / ".new-step-00000002.pt").exists()
 
 
-def test_a_trainer_goes_on_from_its_own_newer_checkpoint(tmp_path):
-    """Trained numbers, optimizer and vocabulary; the head is gathered from the target again."""
+def test_a_trainer_resumes_from_its_newer_checkpoint(tmp_path):
+    """Weights, optimizer and vocabulary; the head is gathered from the target again."""
     parts = build_parts()
     trainer = parts.trainer(checkpoint_every=4, final_steps=0)
     trainer.checkpoints = DraftCheckpoints(tmp_path)
@@ -227,7 +227,7 @@ def test_training_and_rollout_go_on_while_the_disk_is_full(tmp_path, monkeypatch
     assert trainer.steps == 5 and parts.runner.version > 1 and not list(tmp_path.iterdir())
 
 
-def test_an_optimizer_of_a_gpu_goes_on_here():
+def test_optimizer_state_of_a_gpu_is_loaded_on_the_cpu():
     parts = build_parts()
     trainer = parts.trainer()
     trainer.buffer.add(parts.document(40, 1))
@@ -245,7 +245,7 @@ def test_an_optimizer_of_a_gpu_goes_on_here():
 
 @gpu
 @needs_gpu
-def test_a_snapshot_on_the_gpu_is_in_the_order_of_its_stream(tmp_path):
+def test_a_copy_on_the_gpu_is_ordered_by_its_stream(tmp_path):
     checkpoints, live = DraftCheckpoints(tmp_path), {"w": torch.zeros(1 << 20, device="cuda")}
     checkpoints.copies.prepare(live)
     waits = []

@@ -154,7 +154,7 @@ def gradients(drafter: Drafter, batch: DraftBatch, steps: int) -> tuple[float, l
 
 
 def test_packed_equals_single_documents_in_loss_and_gradient():
-    """Pieces of one and two entries too: those have no past at the later steps."""
+    """Also pieces of one and two entries, which have no valid rows at later steps."""
     drafter, steps = make_drafter(), 3
     pieces = [piece(6, 1), piece(1, 2), piece(9, 3, start=17), piece(2, 4)]
     weights = [
@@ -169,7 +169,7 @@ def test_packed_equals_single_documents_in_loss_and_gradient():
         torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_documents_do_not_see_each_other():
+def test_pieces_do_not_attend_to_each_other():
     drafter = make_drafter()
     own, batches = piece(6, 1), [pack(piece(5, s), piece(6, 1), piece(4, s + 9)) for s in (2, 5)]
     results = [list(unroll(drafter, batch, rope(), 3)) for batch in batches]
@@ -180,8 +180,8 @@ def test_documents_do_not_see_each_other():
         torch.testing.assert_close(first, alone[step][: 6 - step])
 
 
-def test_absolute_positions_decide_the_rotation():
-    """A crop keeps its positions; a rotation depends on distances, which a crop keeps too."""
+def test_rotations_use_absolute_positions():
+    """A crop keeps its positions; attention depends on distances only, which a crop keeps too."""
     drafter, near, far = make_drafter(), piece(6, 1), piece(6, 1, start=40)
     jump = replace(near, position=torch.tensor([0, 1, 2, 13, 14, 15]))
     states = [list(unroll(drafter, batch, rope(), 3))[2][:4] for batch in (near, far, jump)]
@@ -189,7 +189,7 @@ def test_absolute_positions_decide_the_rotation():
     assert (states[0] - states[2]).abs().max() > 1e-3
 
 
-def test_gradient_reaches_the_drafter_alone():
+def test_the_gradient_reaches_only_the_drafter():
     drafter, batch = make_drafter(), piece(6, 1)
     for name in ("embedded", "features", "final"):
         assert not getattr(batch, name).requires_grad
@@ -212,7 +212,7 @@ def numbers(drafter: Drafter, batch: DraftBatch) -> tuple[float, float, float]:
     return tuple(x / len(batch.position) for x in (kl, tv, entropy))
 
 
-def test_each_loss_is_what_it_says():
+def test_each_loss_equals_its_formula():
     drafter, batch = make_drafter().requires_grad_(False), piece(5, 3)
     kl, tv, entropy = numbers(drafter, batch)
     share = math.exp(-3 * 0.4)
@@ -231,7 +231,7 @@ def test_each_loss_is_what_it_says():
 
 
 def plain_loss(drafter: Drafter, batch: DraftBatch, kind: str, acceptance: float) -> torch.Tensor:
-    """Of two unroll steps, left to autograd."""
+    """The loss of two unroll steps, differentiated by autograd."""
     total = weights = 0.0
     for step, hidden in enumerate(unroll(drafter, batch, rope(), 2)):
         for t in range(len(batch.position) - step):
@@ -251,20 +251,20 @@ def plain_loss(drafter: Drafter, batch: DraftBatch, kind: str, acceptance: float
 
 
 @pytest.mark.parametrize("kind", ["soft_ce", "kl", "tv", "hybrid"])
-def test_the_gradient_made_with_the_loss_is_the_plain_formula_s(kind):
+def test_the_closed_form_gradient_equals_autograd(kind):
     drafter, batch = make_drafter(), piece(5, 3)
     loss, _ = unrolled_loss(drafter, batch, rope(), 2, kind, 0.4)
     plain = plain_loss(drafter, batch, kind, 0.4)
     assert loss.item() == pytest.approx(plain.item(), rel=1e-9)
     trained = drafter.trainable()
-    # Another factor than one reaches it, as where a loss is one of several.
+    # With a factor other than one.
     for ours, theirs in zip(
         torch.autograd.grad(3 * loss, trained), torch.autograd.grad(3 * plain, trained), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_rows_without_a_share_may_hold_anything():
+def test_masked_rows_may_hold_any_values():
     drafter, batch = make_drafter(), piece(5, 3)
     silent = replace(batch, left=torch.tensor([5, 4, 3, 0, 0], dtype=torch.int32))
     loss, means = unrolled_loss(drafter, silent, rope(), 1)
@@ -302,7 +302,7 @@ def test_teacher_probabilities_are_computed_once_for_all_steps(monkeypatch):
     monkeypatch.setattr(draft_loss, "CHUNK_LOGITS", 9 * 4)
     loss, _ = unrolled_loss(make_drafter(), pack(piece(6, 1), piece(5, 2)), rope(), 3)
     loss.backward()
-    assert made == [4, 2, 4, 1]  # of two policies, four rows a chunk
+    assert made == [4, 2, 4, 1]  # two policies, four rows per chunk
 
 
 def test_each_piece_learns_from_the_policy_that_recorded_it():

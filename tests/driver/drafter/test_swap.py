@@ -1,4 +1,4 @@
-"""Weights on their way to the runner: the newest wins, and versions only go up."""
+"""Weights handed to the runner: the newest are used, and versions only rise."""
 
 import threading
 
@@ -9,7 +9,7 @@ from driver.drafter.swap import WeightSwap
 
 
 class Numbered:
-    """A drafter whose one weight is the number of its training steps."""
+    """A drafter whose only weight is the number of its training steps."""
 
     def __init__(self):
         self.step = 0
@@ -28,7 +28,7 @@ class Runner:
 
 
 class Late:
-    """A CUDA event that is not there yet; something may happen while it is asked."""
+    """A CUDA event that is not complete; something may happen during the query."""
 
     def __init__(self, meanwhile=lambda: None):
         self.meanwhile = meanwhile
@@ -50,7 +50,7 @@ def publish(ready, step, event=None):
     ready._ready = (state, finite, event)
 
 
-def test_what_is_not_complete_stays_until_something_newer_comes(ready):
+def test_incomplete_weights_stay_until_newer_ones_come(ready):
     publish(ready, 1, Late())
     ready.swap()
     assert ready.runner.loaded == []
@@ -69,7 +69,7 @@ def test_weights_published_during_a_swap_are_not_lost_to_older_ones(ready):
 
     def begin():
         trainer.start()
-        trainer.join(0.05)  # it publishes now, or as soon as the swap lets it
+        trainer.join(0.05)  # it publishes now, or as soon as the swap releases the lock
 
     publish(ready, 1, Late(begin))
     ready.swap()
@@ -78,7 +78,7 @@ def test_weights_published_during_a_swap_are_not_lost_to_older_ones(ready):
     assert ready.runner.loaded == [(1, 2)]
 
 
-def test_what_was_ready_before_other_weights_came_is_dropped(ready):
+def test_weights_published_before_a_load_are_dropped(ready):
     publish(ready, 1)
     ready.runner.load({"weight": torch.tensor([7.0])}, 5)
     ready.drop()

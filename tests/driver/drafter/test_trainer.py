@@ -1,4 +1,4 @@
-"""The spot trainer: alignment, stopping, failures, determinism, resume, whose tensors it writes."""
+"""The spot trainer: alignment, stopping, failures, determinism, resume, tensors it writes."""
 
 import io
 import threading
@@ -51,7 +51,7 @@ def packed(trainer: SpotTrainer, pieces: list[Piece]) -> DraftBatch:
 
 @pytest.mark.parametrize("variant", ["llama-tied-llama3", "qwen2"])
 def test_features_of_t_go_with_token_t_plus_1_and_learn_token_t_plus_2(variant):
-    """fault 37: golden values from transformers, in a crop of a document."""
+    """Fault 37: reference values from transformers, in a crop of a document."""
     parts = build_parts(variant)
     trainer, document = parts.trainer(), parts.document(20, 1)
     batch = packed(trainer, [Piece(document, 4, 9), Piece(document, 0, 3)])
@@ -65,15 +65,15 @@ def test_features_of_t_go_with_token_t_plus_1_and_learn_token_t_plus_2(variant):
         )
         three = torch.cat([states[layer + 1][0, t] for layer in parts.target.feature_layers])
         torch.testing.assert_close(batch.features[row], three)
-        law = outputs.logits[0, t + 1, parts.drafter.target_ids].softmax(-1)
+        expected = outputs.logits[0, t + 1, parts.drafter.target_ids].softmax(-1)
         teacher = batch.spans[0][2].probs(batch.final[row], parts.drafter.spec.rms_eps)
-        torch.testing.assert_close(teacher, law, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(teacher, expected, rtol=1e-4, atol=1e-6)
     assert batch.segments.lengths == (9, 3)
     assert batch.left.tolist() == [*range(9, 0, -1), 3, 2, 1]
 
 
-def test_idle_steps_change_nothing(parts):
-    """Neither weights, nor the average that drafts, nor the optimizer's moments and counts."""
+def test_frozen_steps_change_nothing(parts):
+    """Neither weights, nor their average, nor moments and counts of the optimizer."""
     trainer = parts.trainer(average=4)
     fill(trainer, parts)
     assert trainer.micro_step() and trainer.micro_step()
@@ -93,8 +93,8 @@ def test_idle_steps_change_nothing(parts):
     assert not any(map(torch.equal, before[-3:], state()[-3:]))
 
 
-def test_a_teacher_s_law_is_over_the_vocabulary_that_is_drafted(parts):
-    """Documents are kept of a rollout without a micro-step; the next one says other tokens."""
+def test_teacher_probabilities_are_over_the_draft_vocabulary(parts):
+    """Documents are kept of a rollout without a micro-step; the next one has other tokens."""
     trainer = parts.trainer(final_steps=0)
     fill(trainer, parts)
     trainer.finish()
@@ -106,7 +106,7 @@ def test_a_teacher_s_law_is_over_the_vocabulary_that_is_drafted(parts):
     assert same_bits(trainer.teachers.previous.head, parts.drafter.lm_head.weight.detach())
 
 
-def test_a_state_with_another_vocabulary_costs_the_kept_documents(parts):
+def test_a_state_with_another_vocabulary_drops_the_kept_documents(parts):
     trainer, other = parts.trainer(), build_parts().trainer()
     fill(trainer, parts)
     trainer.finish()
@@ -122,8 +122,8 @@ def test_a_state_with_another_vocabulary_costs_the_kept_documents(parts):
     assert 0 < trainer.buffer.num_tokens < held
 
 
-def test_a_renewed_vocabulary_costs_the_kept_documents(parts):
-    """A leader renews it behind each refill of a step, whose documents have the old teacher."""
+def test_a_renewed_vocabulary_drops_the_kept_documents(parts):
+    """A leader renews it after each refill of a step, whose documents have the old teacher."""
     trainer = parts.trainer()
     fill(trainer, parts)
     trainer.finish()
@@ -138,7 +138,7 @@ def test_a_renewed_vocabulary_costs_the_kept_documents(parts):
     assert not trainer.buffer.kept
 
 
-def test_a_finished_sequence_becomes_a_document(parts):
+def test_a_finished_request_becomes_a_document(parts):
     trainer = parts.trainer()
     parts.cache.features.copy_(
         torch.arange(64 * PAGE).view(64, PAGE, 1).expand_as(parts.cache.features)
@@ -158,7 +158,7 @@ def test_a_finished_sequence_becomes_a_document(parts):
 
 
 @pytest.mark.parametrize("strategy", ["off", "learned:4,3,12"])
-def test_features_recorded_by_the_engine_equal_a_fresh_forward_s(parts, strategy):
+def test_features_recorded_by_the_engine_equal_a_fresh_forward_pass(parts, strategy):
     """Prefilled, decoded and accepted rows, through shared pages, trims and freed pages."""
     arms = [Strategy("off"), Strategy.parse("learned:4,3,12")]
     bandit = Bandit(arms, BanditConfig(policy=strategy), spec_max_batch=8)
@@ -180,7 +180,7 @@ def test_features_recorded_by_the_engine_equal_a_fresh_forward_s(parts, strategy
 
 
 def test_training_lowers_the_loss_and_writes_no_tensor_of_the_target(parts):
-    """fault 36: the checksums of the target stay, and no gradient reaches it."""
+    """Fault 36: the target does not change, and no gradient reaches it."""
     target = parts.target.state_dict()
     before = {name: value.clone() for name, value in target.items()}
     trainer = parts.trainer(final_steps=2)
@@ -227,7 +227,7 @@ def test_weights_reach_the_runner_in_versions_between_passes(parts):
     assert torch.equal(parts.runner.weights["fc"], learned)
 
 
-def test_time_spent_is_told_when_the_step_is_over(parts):
+def test_time_spent_is_reported_after_the_step(parts):
     """The metrics of a step are written once the next policy is in."""
     trainer = parts.trainer()
     fill(trainer, parts)
@@ -251,7 +251,7 @@ def test_it_trains_only_in_the_tail(parts):
     assert trainer.steps == 1
 
 
-def test_serial_steps_are_as_rare_as_asked(parts):
+def test_serial_steps_are_as_rare_as_configured(parts):
     trainer = parts.trainer(every=3)
     fill(trainer, parts)
     steps = []
@@ -326,7 +326,7 @@ def run_serial(seed_documents=(1, 2, 3)) -> dict[str, torch.Tensor]:
         ("off", True, True, False),
     ],
 )
-def test_a_trained_drafter_s_first_graph_is_made_at_the_start(
+def test_the_first_graph_of_a_trained_drafter_is_captured_at_the_start(
     parts, monkeypatch, mode, trained, fixed, made
 ):
     trainer, calls = parts.trainer(mode=mode), []
@@ -334,10 +334,10 @@ def test_a_trained_drafter_s_first_graph_is_made_at_the_start(
     trainer.steps, trainer.bin.fixed = int(trained), fixed
     trainer.prepare()
     assert [place[:2] for place in calls] == [(0, trainer.bin.tokens)] * made
-    assert all(place[3] is None for place in calls)  # no policy went before
+    assert all(place[3] is None for place in calls)  # there is no previous policy
 
 
-def test_final_steps_are_taken_over_later_and_one_that_fails_is_a_warning(parts, monkeypatch):
+def test_final_steps_end_later_and_a_failure_is_a_warning(parts, monkeypatch):
     trainer = parts.trainer(final_steps=3)
     fill(trainer, parts)
     old = {name: value.clone() for name, value in parts.runner.weights.items()}
@@ -363,7 +363,7 @@ def test_final_steps_are_taken_over_later_and_one_that_fails_is_a_warning(parts,
     assert trainer.steps == 7
 
 
-def test_serial_training_is_decided_by_its_seed_and_data():
+def test_serial_training_is_determined_by_seed_and_data():
     assert equal(run_serial(), run_serial())
     assert not equal(run_serial(), run_serial((1, 3, 2)))
 
@@ -397,8 +397,8 @@ def test_resumed_training_continues_with_the_same_bits(parts):
     assert trainer.buffer.seen_tokens == resumed.buffer.seen_tokens
 
 
-def test_a_state_is_taken_over_in_place_once_steps_were_made(parts):
-    """Captured steps read the moments where they lie."""
+def test_a_state_is_loaded_in_place_once_steps_were_made(parts):
+    """Captured steps read the moments at fixed addresses."""
     trainer, other = parts.trainer(), build_parts().trainer()
     for one, seed in ((trainer, 1), (other, 2)):
         fill(one, parts, [seed])
@@ -426,23 +426,23 @@ def test_the_draft_vocabulary_is_rebuilt_from_rollouts(parts):
     assert torch.equal(parts.runner.weights["head"], parts.target.head[expected])
 
 
-def law_of(trainer: SpotTrainer, document: Document) -> torch.Tensor:
+def teacher_probs(trainer: SpotTrainer, document: Document) -> torch.Tensor:
     batch = packed(trainer, [Piece(document, 0, 28)])
     return batch.spans[0][2].probs(batch.final, trainer.drafter.spec.rms_eps)
 
 
-def test_documents_of_the_step_before_keep_their_teacher(parts):
+def test_documents_of_the_previous_step_keep_their_teacher(parts):
     trainer = parts.trainer(keep_long=0.5, final_steps=1)
     old = parts.document(30, 1, version=0)
     trainer.buffer.add(old)
     trainer.finish()
-    law = law_of(trainer, old)
+    before = teacher_probs(trainer, old)
     parts.target.load_weights({n: w * 1.7 for n, w in parts.target.state_dict().items()})
     trainer.start_step(1)
     assert trainer.buffer.kept == [old]
-    assert same_bits(law_of(trainer, old), law)
+    assert same_bits(teacher_probs(trainer, old), before)
     new = Document(old.tokens, old.features, 1)
-    assert not torch.allclose(law_of(trainer, new), law)
+    assert not torch.allclose(teacher_probs(trainer, new), before)
 
 
 def test_documents_whose_teacher_is_gone_are_dropped(parts):
@@ -469,7 +469,7 @@ def test_the_thread_stops_within_one_micro_step(parts, monkeypatch):
 
     monkeypatch.setattr(trainer, "micro_step", slow_step)
     trainer.on_pass(1)
-    trainer.on_pass(1)  # one thread, however often it is asked; a pass waits for nothing
+    trainer.on_pass(1)  # still one thread, and the call does not wait
     assert inside.wait(30)
     stopper = threading.Thread(target=trainer.stop)
     stopper.start()
@@ -481,8 +481,8 @@ def test_the_thread_stops_within_one_micro_step(parts, monkeypatch):
     assert [t for t in threading.enumerate() if t.name == "spot-trainer"] == []
 
 
-def test_the_thread_rests_between_steps_and_a_stop_ends_the_rest():
-    """A queue of steps would delay the stop, and a step that waits for nothing has no length."""
+def test_the_thread_rests_between_steps_and_a_stop_interrupts_the_rest():
+    """It waits for each step: a queue would delay the stop, and rests need the duration."""
     events, stepped = [], threading.Event()
 
     def step() -> bool:
@@ -546,7 +546,7 @@ def test_a_failure_is_a_warning_and_the_rollout_goes_on(parts, monkeypatch, mode
     trainer.stop()
 
 
-def test_a_killed_thread_is_told_and_another_one_follows(parts, monkeypatch):
+def test_a_killed_thread_is_reported_and_replaced(parts, monkeypatch):
     trainer = parts.trainer(mode="overlapped", final_steps=0)
     fill(trainer, parts)
 
@@ -569,11 +569,11 @@ def test_a_killed_thread_is_told_and_another_one_follows(parts, monkeypatch):
 
 def test_a_full_buffer_trains_on_and_keeps_its_bound(parts):
     trainer = parts.trainer(buffer_tokens=90, spill_tokens=50, keep_long=0.5, final_steps=1)
-    with pytest.warns(UserWarning, match="its buffer of 90 tokens .* is full") as told:
+    with pytest.warns(UserWarning, match="its buffer of 90 tokens .* is full") as caught:
         for seed in range(12):
             trainer.buffer.add(parts.document(40, seed))
             trainer.on_pass(1)
-    assert trainer.steps == 12 and trainer.buffer.dropped > 1 and len(told) == 1
+    assert trainer.steps == 12 and trainer.buffer.dropped > 1 and len(caught) == 1
     assert trainer.buffer.num_tokens <= 90 + 50 + 1
     assert trainer.metrics()["drafter/loss"] > 0
 

@@ -1,4 +1,4 @@
-"""The spot trainer on a GPU: captured steps, a partition beside the tail, features that spill."""
+"""The spot trainer on a GPU: captured steps, partitions, spilled features."""
 
 import time
 from copy import deepcopy
@@ -50,7 +50,7 @@ def fill(spot, lengths=(40, 90, 7, 150, 30), seed=0) -> None:
 
 
 def learned(spot) -> list[torch.Tensor]:
-    """The drafter with the weights that are trained, and their average."""
+    """The trained weights and their average."""
     return [*spot.drafter.state_dict().values(), *spot.step.average.values.values()]
 
 
@@ -62,8 +62,8 @@ def steps(spot, count: int) -> list[float]:
     return losses
 
 
-def test_half_precision_is_near_float64(policy):
-    """Loss and gradients of a packed batch, attention, autocast and all."""
+def test_half_precision_is_close_to_float64(policy):
+    """Loss and gradients of a packed batch, with attention and autocast."""
     spot = trainer(policy)
     fill(spot)
     pieces = spot.buffer.sample(256, 0)
@@ -94,7 +94,7 @@ def test_half_precision_is_near_float64(policy):
 
 
 def test_captured_steps_train_as_steps_op_by_op(policy):
-    """Other documents in every replay, of one policy and of two."""
+    """Different documents in every replay, of one policy and of two."""
     results = []
     for captured in (True, False):
         spot = trainer(policy, "spot.keep_long=0.25")
@@ -117,16 +117,16 @@ def test_captured_steps_train_as_steps_op_by_op(policy):
         torch.testing.assert_close(one, other, rtol=0.1, atol=5e-3)
 
 
-def test_final_steps_beside_large_kernels_train_as_alone(policy):
-    """All are queued at once, each with documents of its own on the host."""
+def test_final_steps_during_large_kernels_train_as_alone(policy):
+    """All are enqueued at once, each with separate host copies of its documents."""
     results, large = [], torch.randn(4096, 4096, device="cuda")
-    for beside in (False, True):
+    for busy in (False, True):
         spot = trainer(policy, "spot.final_steps=6")
         fill(spot)
         steps(spot, 2)
         version = spot.runner.version
         spot.begin_final_steps()
-        if beside:
+        if busy:
             for _ in range(100):
                 large = torch.mm(large, large).mul_(1e-3)
         spot.end_final_steps()
@@ -136,8 +136,8 @@ def test_final_steps_beside_large_kernels_train_as_alone(policy):
     torch.testing.assert_close(results[0][1], results[1][1], rtol=0.1, atol=5e-3)
 
 
-def test_a_graph_made_at_the_start_changes_nothing_and_serves_the_first_step(policy):
-    """Before a document was recorded, with the drafter of another run."""
+def test_a_graph_captured_at_the_start_changes_nothing_and_serves_the_first_step(policy):
+    """Captured before a document was recorded, with the drafter of another run."""
     taught = trainer(policy)
     fill(taught)
     steps(taught, 3)
@@ -182,8 +182,8 @@ def test_a_captured_step_that_is_not_finite_changes_nothing(policy):
     assert all(bool(v.isfinite().all()) for v in learned(spot))
 
 
-def test_captured_steps_go_on_with_a_state_that_was_taken_over(policy):
-    """As ranks do that train in turns."""
+def test_captured_steps_stay_valid_after_loading_a_state(policy):
+    """As ranks that train in turns do."""
     spots = [trainer(policy), trainer(policy)]
     for index, spot in enumerate(spots):
         fill(spot, seed=index)
@@ -212,7 +212,7 @@ def test_spilled_features_are_the_same_numbers(policy):
 
 
 def test_spilling_waits_for_nothing_while_documents_are_read():
-    """Copies behind one another on their own stream; whatever is listed has its own rows."""
+    """Copies run in order on a separate stream; every listed document has its own rows."""
     buffer, side = DataBuffer(64, 0.0, seed=0, spill=128), torch.cuda.Stream()
     for number in range(60):
         tokens = torch.full((16,), number)
@@ -237,7 +237,7 @@ def test_spilling_waits_for_nothing_while_documents_are_read():
 
 
 def overlapped(policy, *words):
-    """A rollout that chose how to train beside its tail, with documents, and its tokens without."""
+    """A rollout with a placement and documents, its requests, and their tokens without training."""
     rollout = make_rollout(
         policy, *WORDS, "engine.graphs=pass", "engine.strategies=off", "spot.mode=overlapped",
         "spot.swap_every=4", *words,
@@ -254,7 +254,7 @@ def overlapped(policy, *words):
     return rollout, jobs, wanted
 
 
-def test_a_partition_trains_beside_the_tail_and_changes_no_token(policy):
+def test_a_partition_trains_during_the_tail_and_changes_no_token(policy):
     rollout, jobs, wanted = overlapped(policy, "spot.slowdown=10")
     spot = rollout.spot
     assert {overlap.sms for overlap in rollout.tuner.measured} == set(sizes_of(spot.target.device))
@@ -268,7 +268,7 @@ def test_a_partition_trains_beside_the_tail_and_changes_no_token(policy):
     spot.finish()
 
 
-def test_steps_that_only_measure_teach_nothing(policy):
+def test_measured_steps_change_nothing(policy):
     rollout = make_rollout(
         policy, *WORDS, "engine.graphs=pass", "engine.strategies=off", "spot.mode=overlapped",
         "spot.final_steps=0",
@@ -292,10 +292,10 @@ def test_steps_that_only_measure_teach_nothing(policy):
 
 
 def test_a_stop_waits_for_the_step_in_flight_alone(policy):
-    """However busy the machine is: what is on the device when a stop comes is counted, not timed.
+    """On a busy machine: steps in flight at a stop are counted, not timed.
 
-    Other tests beside can only lengthen a stop, so of several the shortest is held to the limit, or
-    to twice what a step took them.
+    Other processes can only lengthen a stop, so the shortest of several must keep to the limit, or
+    to twice the measured step.
     """
     rollout, _, _ = overlapped(policy, "spot.slowdown=10", "spot.swap_every=1000")
     spot, most, stops = rollout.spot, [], []
@@ -319,7 +319,7 @@ def test_a_stop_waits_for_the_step_in_flight_alone(policy):
     assert min(stops) < max(STOP_S, 2 * spot.overlap.stop_s), stops
 
 
-def test_training_beside_the_tail_rests_where_the_budget_asks_for_it(policy):
+def test_training_during_the_tail_rests_to_keep_to_the_budget(policy):
     rollout, jobs, wanted = overlapped(policy, "spot.slowdown=1.05")
     spot = rollout.spot
     rested = [overlap for overlap in rollout.tuner.measured if overlap.duty < 1]

@@ -1,4 +1,4 @@
-"""The bandit chooses per bucket, tries everything once, and keeps what it learned."""
+"""The bandit chooses per bucket, tries every arm once, and keeps its state."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_every_arm_is_tried_then_the_best_wins():
     assert set(chosen[12:]) == {NGRAM}
 
 
-def test_buckets_learn_apart():
+def test_buckets_learn_separately():
     bandit = make()
     play(bandit, {OFF: 10, NGRAM: 15, LEARNED: 12}, batch=1, passes=40)
     play(bandit, {OFF: 20, NGRAM: 15, LEARNED: 12}, batch=8, passes=40)
@@ -73,12 +73,12 @@ def test_it_adapts_when_an_arm_gets_worse():
 
 
 def windows(chosen, window_passes=4):
-    """Arms of the windows of these passes; the best may have two at once."""
+    """The arm of each window; the best arm may have two in a row."""
     return chosen[::window_passes]
 
 
-def test_epsilon_explores_what_is_near_the_best():
-    """Of the tries of the others, epsilon go to any arm: 1 / 3 of 0.04, and 0.16 / 2 + 0.04 / 3."""
+def test_epsilon_explores_arms_close_to_the_best():
+    """A share epsilon of explorations takes any arm: 0.04 / 3, and 0.16 / 2 + 0.04 / 3."""
     chosen = play(make(epsilon=0.2), {OFF: 10, NGRAM: 9, LEARNED: 1}, batch=1, passes=20_000)
     tried = windows(chosen)
     assert 0.003 < tried.count(LEARNED) / len(tried) < 0.02
@@ -86,7 +86,7 @@ def test_epsilon_explores_what_is_near_the_best():
     assert tried.count(OFF) / len(tried) > 0.88
 
 
-def test_a_hopeless_arm_that_gets_better_is_found():
+def test_a_poor_arm_that_improves_is_found():
     bandit = make(epsilon=0.2)
     play(bandit, {OFF: 10, NGRAM: 8, LEARNED: 2}, batch=1, passes=400)
     late = play(bandit, {OFF: 10, NGRAM: 8, LEARNED: 30}, batch=1, passes=4000)
@@ -125,7 +125,7 @@ def test_windows_of_the_next_bucket_move_an_arm_more_than_an_old_one_of_its_own(
 
 
 def test_an_arm_s_own_windows_age_while_no_other_runs():
-    """Else the arm that always runs would never forget what it once gave."""
+    """Otherwise an arm that always runs would never forget old windows."""
     bandit = make()
     play(bandit, {NGRAM: 16}, batch=1, passes=4000, usable=lambda arm: arm == NGRAM)
     play(bandit, {NGRAM: 4}, batch=1, passes=1600, usable=lambda arm: arm == NGRAM)
@@ -146,8 +146,8 @@ def test_static_policy():
     assert bandit.choose(2, lambda arm: arm == OFF) == OFF
 
 
-def test_a_step_time_spares_arms_that_cannot_win_their_trial():
-    """What an arm emits is learned in one bucket; its step time in another was measured."""
+def test_known_step_times_spare_arms_a_trial():
+    """Acceptance is learned in one bucket; the step time of another one was measured."""
     bandit = make()
 
     def step_s(batch, arm):
@@ -155,14 +155,14 @@ def test_a_step_time_spares_arms_that_cannot_win_their_trial():
 
     speed = {OFF: 1, NGRAM: 3, LEARNED: 2}
     first = play(bandit, speed, batch=1, passes=40, step_s=step_s)
-    assert OFF not in first  # known before: one token a pass
+    assert OFF not in first  # known in advance: one token per pass
     assert first.count(LEARNED) == 4 and first[-1] == NGRAM
     faster = {arm: 4 * tokens for arm, tokens in speed.items()}
     assert set(play(bandit, faster, 4, passes=40, step_s=step_s)) == {NGRAM}
 
 
 def test_arms_are_compared_as_if_the_bucket_were_full():
-    """A graph of eight rows takes as long for five requests; which arm ran then must not matter."""
+    """A graph of eight rows takes as long for five requests."""
     bandit = make()
 
     def step_s(batch, arm):
@@ -176,7 +176,7 @@ def test_arms_are_compared_as_if_the_bucket_were_full():
     assert rewards == pytest.approx([48.0, 48.0])
 
 
-def test_ucb_returns_to_what_it_knows_least():
+def test_ucb_returns_to_the_least_known_arm():
     bandit = make(policy="ucb")
     close = play(bandit, {OFF: 10, NGRAM: 10.2, LEARNED: 10.1}, batch=1, passes=400)
     assert min(close.count(arm) for arm in (OFF, NGRAM, LEARNED)) >= 16
@@ -199,7 +199,7 @@ def test_a_map_chooses_by_batch():
             BanditConfig(policy=policy)
 
 
-def test_the_horizon_is_what_is_left_of_the_window():
+def test_the_horizon_is_the_rest_of_the_window():
     bandit = make(window_passes=8)
     bandit.choose(1, lambda arm: True)
     assert bandit.horizon == 8
@@ -224,7 +224,7 @@ def test_state_survives_a_checkpoint_through_json():
     assert play(other, speed, 1, 200) == play(bandit, speed, 1, 200)
 
 
-def test_arms_that_differ_in_kind_alone_learn_apart():
+def test_arms_that_differ_in_kind_only_learn_separately():
     import json
 
     hybrid = Strategy.parse("hybrid:4,2,8")

@@ -1,4 +1,4 @@
-"""Bursts of passes over buckets with inert rows, without a GPU: a loop in Python for a graph."""
+"""Bursts of passes over buckets with inert rows, without a GPU: a Python loop replaces a graph."""
 
 from collections import Counter
 from dataclasses import replace
@@ -30,13 +30,13 @@ ARMS = ["off", *STRATEGIES]
 
 
 class Pool:
-    """Stands where `tlt_ext.GraphPool` does."""
+    """A stand-in for `tlt_ext.GraphPool`."""
 
     def __init__(self, graphs):
         self.graphs, self.launches = graphs, 0
 
     def __contains__(self, name):
-        return True  # none gives way to others
+        return True  # none is evicted
 
     def launch(self, name):
         self.launches += 1
@@ -52,14 +52,14 @@ class Pool:
 
 
 class LatePool(Pool):
-    """A device that begins when it is waited for, and sees later what is uploaded meanwhile."""
+    """A device that starts when the host waits, and receives later uploads after the passes."""
 
     def __init__(self, graphs):
         super().__init__(graphs)
         self.queued, wait = None, graphs.ring.wait
 
         def run_and_wait(timeout_s):
-            if self.queued is not None:  # else passes were made op by op
+            if self.queued is not None:  # else passes were launched op by op
                 self.run()
             return wait(timeout_s)
 
@@ -132,7 +132,7 @@ def plain(policy):
 @pytest.mark.parametrize("loop", [True, False])
 @pytest.mark.parametrize("horizon", [1, 5, 64])
 @pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
-def test_a_burst_emits_what_its_passes_would(policy, plain, strategy, horizon, loop, pool):
+def test_a_burst_emits_the_same_as_single_passes(policy, plain, strategy, horizon, loop, pool):
     """Faults 23, 25, 26: twelve requests in a batch of eight, buckets of 1, 2, 4 and 8 rows."""
     rollout = looping(policy, loop=loop, pool=pool)
     assert same(generate(rollout, requests(), strategy, horizon=horizon), plain)
@@ -142,49 +142,49 @@ def test_a_burst_emits_what_its_passes_would(policy, plain, strategy, horizon, l
 
 
 @pytest.mark.parametrize("pool", [Pool, LatePool])
-def test_the_gate_in_mid_rollout(policy, plain, pool):
-    """Fault 34, and 31: what the drafter missed in bursts of plain passes is caught up."""
+def test_switching_speculation_during_a_rollout(policy, plain, pool):
+    """Faults 31 and 34: the drafter writes the entries that plain passes left out."""
     rollout = looping(policy, pool=pool)
     for seed in range(3):
         assert same(generate(rollout, requests(), *ARMS, seed=seed, horizon=6), plain)
         assert rollout.engine.stats.switches > 3
 
 
-class Told(Choose):
-    """Counts what the bandit is told."""
+class Counting(Choose):
+    """Counts the recorded windows."""
 
-    told = 0
+    recorded = 0
 
     def record(self, *_):
-        self.told += 1
+        self.recorded += 1
 
 
 @pytest.mark.parametrize("strategy", ["off", "learned:4,3,12", "hybrid:4,3,12"])
-def test_graphs_stand_aside_and_come_back(policy, plain, strategy):
-    """Op by op: the same tokens in passes that Python makes, of which the bandit hears nothing."""
+def test_op_by_op_bypasses_graphs(policy, plain, strategy):
+    """The same tokens in passes launched by Python, which the bandit does not record."""
     rollout = looping(policy)
     engine, pool = rollout.engine, rollout.engine.runner.graphs._pool
     generate(rollout, requests(), strategy, horizon=64)
     launches = pool.launches
     with engine.runner.op_by_op():
-        engine.bandit = Told(strategy, horizon=64)
+        engine.bandit = Counting(strategy, horizon=64)
         assert same(engine.generate(requests(), record=False), plain)
-    assert pool.launches == launches and engine.bandit.told == 0
+    assert pool.launches == launches and engine.bandit.recorded == 0
     assert engine.stats.bursts == engine.stats.target_passes
     assert (engine.stats.spec_passes > 0) == (strategy != "off")
-    engine.bandit = Told(strategy, horizon=64)
+    engine.bandit = Counting(strategy, horizon=64)
     assert same(engine.generate(requests(), record=False), plain)
     assert engine.stats.bursts < engine.stats.target_passes
-    assert pool.launches > launches and engine.bandit.told == engine.stats.bursts
+    assert pool.launches > launches and engine.bandit.recorded == engine.stats.bursts
 
 
-def test_an_engine_without_graphs_goes_on_learning_op_by_op(policy, plain):
+def test_without_graphs_op_by_op_passes_are_recorded(policy, plain):
     engine = make_rollout(policy).engine
-    engine.bandit = Told("off")
+    engine.bandit = Counting("off")
     with pytest.raises(RuntimeError), engine.runner.op_by_op():
         assert same(engine.generate(requests(), record=False), plain)
         raise RuntimeError
-    assert engine.bandit.told == engine.stats.bursts > 0 and not engine.runner.bypass_graphs
+    assert engine.bandit.recorded == engine.stats.bursts > 0 and not engine.runner.bypass_graphs
 
 
 def drafter_kv(rollout, *menu, jobs=None, on_pass=None, **options):
@@ -202,8 +202,8 @@ def drafter_kv(rollout, *menu, jobs=None, on_pass=None, **options):
     return found
 
 
-def test_the_drafter_misses_nothing_that_others_emitted(policy, rollout):
-    """Faults 29, 30, 34: its cache is the same bits as if it had drafted in every pass."""
+def test_the_drafter_writes_entries_that_other_strategies_emitted(policy, rollout):
+    """Faults 29, 30, 34: its cache has the same bits as if it had drafted in every pass."""
     always = drafter_kv(looping(policy), "learned:4,3,12")
     for seed in range(3):
         mixed = drafter_kv(rollout, *ARMS, seed=seed, horizon=2)
@@ -213,14 +213,14 @@ def test_the_drafter_misses_nothing_that_others_emitted(policy, rollout):
 
 
 @pytest.mark.parametrize("others", [(), ("learned:3,1,4",), ("off", "ngram:6,4,16")])
-def test_the_drafter_catches_up_on_chains_longer_than_its_depth(policy, others):
-    """Alone within its passes; an arm that holds fewer entries than a chain has, before them."""
+def test_the_drafter_writes_chains_longer_than_its_depth(policy, others):
+    """In its own passes, or before passes of an arm that writes fewer entries than a chain has."""
     jobs = looping_requests()
     always = drafter_kv(looping(policy), "learned:4,3,12", jobs=jobs)
     rollout = looping(policy)
     engine, runner = rollout.engine, rollout.spot.runner
     got = drafter_kv(rollout, "hybrid:2,1,17", *others, jobs=jobs, horizon=2, seed=1)
-    assert engine.ring.num_emitted.max() > 8  # a chain, followed far
+    assert engine.ring.num_emitted.max() > 8  # a long accepted chain
     assert (runner.late_rows > 0) == bool(others)
     shared = {i: min(len(kv), len(always[i])) for i, kv in got.items()}
     assert sum(shared.values()) > 500
@@ -228,15 +228,15 @@ def test_the_drafter_catches_up_on_chains_longer_than_its_depth(policy, others):
     assert engine.stats.flagged == 0
 
 
-def test_pages_are_granted_ahead(rollout):
-    """One request alone: the host wakes for the ring's length, not for each page."""
+def test_pages_are_granted_in_advance(rollout):
+    """One request: the host wakes for the length of the ring, not for each page."""
     generate(rollout, requests(count=1, new=60, stop=()), "off", horizon=64)
     assert rollout.engine.stats.target_passes == 60
     assert rollout.engine.stats.bursts == 1
 
 
 @pytest.mark.parametrize("limit", range(24, 40, 3))
-def test_pages_that_run_short_in_mid_burst(policy, rollout, limit):
+def test_pages_that_run_short_during_a_burst(policy, rollout, limit):
     jobs = requests(count=8, new=40, stop=())
     wanted = generate(make_rollout(policy), jobs)
     assert same(generate(rollout, jobs, *ARMS, seed=limit, page_limit=limit, horizon=64), wanted)
@@ -269,7 +269,7 @@ def test_capture_out_of_memory_is_a_warning_and_the_same_tokens(policy, plain, m
     assert rollout.engine.stats.bursts == rollout.engine.stats.target_passes  # op by op
 
 
-def test_the_drafter_s_graphs_come_with_the_drafter(policy):
+def test_graphs_of_the_drafter_are_captured_once_there_is_one(policy):
     rollout = looping(policy)
     graphs, runner = rollout.engine.runner.graphs, rollout.spot.runner
     runner.version, version = 0, runner.version
@@ -282,13 +282,13 @@ def test_the_drafter_s_graphs_come_with_the_drafter(policy):
     assert rollout.engine.runner.step_s(2, Strategy.parse("learned:4,3,12")) > 0
 
 
-def test_graphs_on_a_cpu_are_refused_where_asked_for(policy):
+def test_graphs_on_a_cpu_are_refused(policy):
     with pytest.raises(UserError, match="engine.graphs=pass: CUDA graphs need run.device=cuda"):
         make_rollout(policy, "engine.graphs=pass")
 
 
 def one_by_one(count=8, first=9, apart=3):
-    """Requests that end one after the other."""
+    """Requests that finish one after the other."""
     jobs = requests(count=count, stop=())
     limits = [first + apart * i for i in range(count)]
     return [
@@ -298,8 +298,8 @@ def one_by_one(count=8, first=9, apart=3):
 
 
 @pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
-def test_several_requests_end_before_the_host_looks(policy, strategy):
-    """Eight requests that end one by one: it wakes where a smaller graph can take over."""
+def test_several_requests_finish_in_one_burst(policy, strategy):
+    """Eight requests that finish one by one: a burst ends when a smaller graph can take over."""
     jobs = one_by_one()
     wanted = generate(make_rollout(policy), jobs)
     rollout = looping(policy)
@@ -318,8 +318,8 @@ def test_several_requests_end_before_the_host_looks(policy, strategy):
     assert unlooped.engine.stats.spec_request_passes == stats.spec_request_passes
 
 
-def test_speculation_starts_as_soon_as_it_may(policy):
-    """Six requests may speculate; plain passes of eight know no graph between eight and four."""
+def test_speculation_starts_as_soon_as_the_batch_is_small_enough(policy):
+    """Six requests may speculate; plain graphs exist for eight and four."""
     rollout = looping(policy, "engine.spec_max_batch=6")
     generate(rollout, one_by_one(), "learned:4,3,12", horizon=64)
     trace = rollout.engine.stats.trace
@@ -327,15 +327,15 @@ def test_speculation_starts_as_soon_as_it_may(policy):
     assert min(active for _, active, arm in trace if arm == "off") == 7
 
 
-def test_what_waits_takes_the_first_place(policy):
-    """A request that ends while others wait wakes the host: all eight rows stay in use."""
+def test_a_waiting_request_takes_the_first_free_place(policy):
+    """A request that finishes while others wait ends the burst: all eight rows stay in use."""
     rollout = looping(policy)
     generate(rollout, one_by_one(12, first=5, apart=4), "off", horizon=64)
     actives = [active for _, active, _ in rollout.engine.stats.trace]
-    assert actives[: 5 + 4 * 4] == [8] * 21  # until the fifth ends, after which nobody waits
+    assert actives[: 5 + 4 * 4] == [8] * 21  # until the fifth finishes; then no request waits
 
 
-# ---- one burst after the other ------------------------------------------------------------------
+# ---- consecutive bursts -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +344,7 @@ def late(policy):
 
 
 def log_of(rollout, monkeypatch):
-    """Names of what the engine does from here on, in their order."""
+    """Names of the engine's calls from now on, in order."""
     log, engine = [], rollout.engine
 
     def watch(thing, name):
@@ -368,19 +368,19 @@ def test_the_next_burst_is_launched_before_the_last_one_is_read(
     log = log_of(late, monkeypatch)
     assert same(generate(late, jobs, strategy, horizon=5), wanted)
     bursts = late.engine.stats.bursts
-    assert bursts == -(-late.engine.stats.target_passes // 5)  # pages were there in time
+    assert bursts == -(-late.engine.stats.target_passes // 5)  # pages never ran short
     assert log == ["fill", "launch", *["launch", "collect"] * (bursts - 1), "collect"]
 
 
 def recorded(rollout, jobs, strategy, monkeypatch, horizon=1, page_limit=None):
-    """Responses; of each request its tokens, their features, and whether passes were under way."""
+    """Responses; of each request its tokens, its features, and whether passes were in flight."""
     engine, found = rollout.engine, {}
     pool = getattr(engine.runner.graphs, "_pool", None)
 
     def take(sequence):
         rows = engine.cache.features[sequence.pages].flatten(0, 1)[: sequence.context_len]
-        beside = pool is not None and getattr(pool, "queued", None) is not None
-        found[sequence.request.id] = sequence.tokens[:], rows.clone(), beside
+        in_flight = pool is not None and getattr(pool, "queued", None) is not None
+        found[sequence.request.id] = sequence.tokens[:], rows.clone(), in_flight
 
     engine.forget()
     with monkeypatch.context() as patch:
@@ -397,15 +397,17 @@ def assert_recorded(got, wanted):
 
 
 @pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12", "hybrid:4,3,12"])
-def test_who_ends_is_seen_to_beside_the_next_burst(policy, late, strategy, monkeypatch):
-    """Rows are filled anew for a smaller graph alone, and features are those of passes op by op."""
+def test_finished_requests_are_retired_during_the_next_burst(policy, late, strategy, monkeypatch):
+    """Rows are refilled only for a smaller graph; features equal those of passes op by op."""
     jobs = one_by_one()
     wanted = recorded(make_rollout(policy), jobs, strategy, monkeypatch)
     late.engine.runner.prepare()
     log = log_of(late, monkeypatch)
     got = recorded(late, jobs, strategy, monkeypatch, horizon=3)
     assert_recorded(got, wanted)
-    assert sum(beside for _, _, beside in got[1].values()) == len(jobs) - 1  # all but the last
+    assert (
+        sum(in_flight for _, _, in_flight in got[1].values()) == len(jobs) - 1
+    )  # all but the last
     assert log.count("fill") == 4  # 8, 4, 2 and 1 rows
     assert late.engine.stats.bursts > 8
 
@@ -413,7 +415,7 @@ def test_who_ends_is_seen_to_beside_the_next_burst(policy, late, strategy, monke
 @pytest.mark.parametrize("pool", [Pool, LatePool])
 @pytest.mark.parametrize("limit", [19, 24, 32, 48])
 def test_features_where_pages_are_short(policy, pool, limit, monkeypatch):
-    """Three times as many requests as rows: who ended holds pages that others wait for."""
+    """Three times as many requests as rows: finished ones hold pages that others wait for."""
     jobs = one_by_one(24, first=3, apart=1)
     wanted = recorded(make_rollout(policy), jobs, "learned:4,3,12", monkeypatch)
     rollout = looping(policy, pool=pool)
@@ -421,8 +423,8 @@ def test_features_where_pages_are_short(policy, pool, limit, monkeypatch):
     assert_recorded(recorded(rollout, jobs, "learned:4,3,12", monkeypatch, **short), wanted)
 
 
-def test_the_last_one_gets_the_pages_at_once(policy, monkeypatch):
-    """Of seventeen pages eight are full when the other request ends, which has the rest."""
+def test_the_last_request_gets_the_pages_at_once(policy, monkeypatch):
+    """Of seventeen pages eight are full when the other request, which holds the rest, finishes."""
     jobs = one_by_one(2, first=60, apart=-29)
     wanted = recorded(make_rollout(policy), jobs, "off", monkeypatch)
     rollout = looping(policy, pool=LatePool)
@@ -434,8 +436,8 @@ def test_the_last_one_gets_the_pages_at_once(policy, monkeypatch):
 @pytest.mark.parametrize("pool", [Pool, LatePool])
 @pytest.mark.parametrize("limit", [28, 31, 35, 39])
 @pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12"])
-def test_pages_of_who_ended_go_to_the_others(policy, pool, limit, strategy):
-    """With them the inert row loses them, into which its passes would write on."""
+def test_pages_of_finished_requests_go_to_running_ones(policy, pool, limit, strategy):
+    """The grant also removes them from the inert rows, whose passes would write into them."""
     jobs = one_by_one(first=3, apart=6)
     wanted = generate(make_rollout(policy), jobs)
     rollout = looping(policy, pool=pool)
@@ -443,8 +445,8 @@ def test_pages_of_who_ended_go_to_the_others(policy, pool, limit, strategy):
     assert same(got, wanted) and rollout.engine.stats.flagged == 0
 
 
-def test_those_that_wait_are_let_in_some_at_a_time(policy, monkeypatch):
-    """Sixteen rows: the host wakes for two places, which costs less than a wake for each."""
+def test_waiting_requests_are_admitted_several_at_a_time(policy, monkeypatch):
+    """Sixteen rows: a burst ends at two free places, which costs less than one burst per place."""
     words = ["engine.max_batch=16", "engine.spec_max_batch=16", "engine.num_pages=0"]
     jobs = one_by_one(40, first=6, apart=1)
     wanted = generate(make_rollout(policy, *words), jobs)
@@ -457,8 +459,8 @@ def test_those_that_wait_are_let_in_some_at_a_time(policy, monkeypatch):
     assert min(actives[:30]) >= 15
 
 
-def test_a_place_is_taken_by_the_next_burst(policy):
-    """Though fewer ended in this one than the host would wake for."""
+def test_a_free_place_is_taken_before_the_next_burst(policy):
+    """Although fewer requests finished than would end a burst."""
     words = ["engine.max_batch=16", "engine.spec_max_batch=16", "engine.num_pages=0"]
     rollout = looping(policy, *words, pool=LatePool)
     generate(rollout, one_by_one(24, first=6, apart=4), "off", horizon=3)
@@ -467,7 +469,7 @@ def test_a_place_is_taken_by_the_next_burst(policy):
 
 
 def test_two_bursts_fit_the_ring(policy, monkeypatch):
-    """The longest there are, one of them unread, round and round."""
+    """The longest bursts, one of them unread, across the end of the ring."""
     monkeypatch.setattr("driver.rollout.engine.RING_PASSES", 16)
     jobs = requests(count=2, new=70, stop=())
     wanted = generate(make_rollout(policy), jobs)
@@ -477,7 +479,7 @@ def test_two_bursts_fit_the_ring(policy, monkeypatch):
 
 
 class Script(Choose):
-    """One strategy after the other, each for a window of its own."""
+    """One strategy after the other, each for one window."""
 
     def choose(self, batch, usable, step_s=None):
         return self.menu[0]
@@ -489,8 +491,8 @@ class Script(Choose):
 
 
 @pytest.mark.parametrize("pool, loop", [(LatePool, True), (LatePool, False), (Pool, False)])
-def test_a_burst_that_is_not_wanted_stops(policy, pool, loop, monkeypatch):
-    """One pass of it was on its way; the bandit does not take it for the next arm's."""
+def test_a_burst_of_the_wrong_strategy_is_stopped(policy, pool, loop, monkeypatch):
+    """One pass of it was in flight; the bandit does not count it for the next arm."""
     jobs = requests(count=1, new=40, stop=())
     wanted = generate(make_rollout(policy), jobs)
     rollout = looping(policy, pool=pool, loop=loop)
@@ -506,8 +508,8 @@ def test_a_burst_that_is_not_wanted_stops(policy, pool, loop, monkeypatch):
     assert log.index("launch", 2) < log.index("collect") < log.index("request_stop")
 
 
-def test_a_new_drafter_takes_over_between_bursts(policy):
-    """Faults 29, 30: its cache is written anew, and a burst is its drafter's who made it."""
+def test_new_drafter_weights_are_used_from_the_next_burst(policy):
+    """Faults 29, 30: its cache is recomputed, and a burst is stamped with its own drafter."""
     strategy = "learned:4,3,12"
 
     def worse(rollout):
@@ -540,11 +542,11 @@ def test_an_error_of_the_host_leaves_nothing_in_flight(policy, late, monkeypatch
     assert same(generate(late, jobs, "off", horizon=5), wanted)
 
 
-# ---- short pools --------------------------------------------------------------------------------
+# ---- few pages ----------------------------------------------------------------------------------
 
 
-def test_an_arm_without_room_gives_way_to_one_that_has(policy, monkeypatch):
-    """The bandit learns of no passes that others made, and waits for no room that never comes."""
+def test_an_arm_without_pages_is_replaced_by_one_that_has_them(policy, monkeypatch):
+    """The bandit counts no passes of other arms and does not wait for pages."""
     large, small = Strategy.parse("learned:8,4,32"), Strategy.parse("ngram:4,1,5")
     jobs = requests(count=4, new=60, stop=())
     wanted = generate(make_rollout(policy), jobs)
@@ -564,8 +566,8 @@ def test_an_arm_without_room_gives_way_to_one_that_has(policy, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_pool_that_holds_all_to_their_end_pushes_nobody_out(policy, rollout, count):
-    """Who is accepted less gives back what was granted ahead."""
+def test_a_pool_that_holds_all_requests_preempts_none(policy, rollout, count):
+    """Requests with fewer accepted tokens give back pages granted in advance."""
     jobs = requests(count=count, new=70, stop=())
     wanted = generate(make_rollout(policy), jobs)
     pages = sum(pages_for(len(job.prompt_ids) - 1 + 70, 4) for job in jobs)

@@ -1,4 +1,4 @@
-"""The drafter at inference equals its training twin, entry by entry."""
+"""The drafter at inference equals its training forward pass, entry by entry."""
 
 import copy
 
@@ -39,7 +39,7 @@ def slots(request: RunningRequest, count: int) -> torch.Tensor:
 
 
 def twin(parts: Parts, request: RunningRequest, drafted: list[int]) -> list[torch.Tensor]:
-    """What training computes at the last committed entry and at the drafted ones after it."""
+    """The training forward pass at the last committed entry and at the drafted ones after it."""
     last = request.context_len - 1
     tokens = torch.tensor(request.tokens + drafted)
     features = parts.cache.features.flatten(0, 1)[slots(request, last + 1)]
@@ -101,8 +101,8 @@ def test_a_drafted_chain_equals_the_unroll_steps(parts, monkeypatch, length):
 
 
 @pytest.mark.parametrize("lengths", [(9,), (9, 21, 33)])
-def test_rows_that_all_attend_give_the_same_last(parts, monkeypatch, lengths):
-    """What a GPU does with few rows: bit for bit what picking each request's last row gives."""
+def test_attention_over_all_rows_gives_the_same_last_row(parts, monkeypatch, lengths):
+    """A GPU does this for few rows; the bits equal those of selecting the last rows first."""
     drawn = []
     for few in (0, 64):
         requests = [request_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate(lengths)]
@@ -148,11 +148,11 @@ def test_every_node_of_a_tree_equals_the_chain_of_its_path(parts, monkeypatch):
                 branched += above != [keep * j for j in range(level)]
             for index in range(keep):
                 token_at[level * keep + index] = int(ids[row * keep + index])
-    assert branched > 3  # paths off the first branch were among them
+    assert branched > 3  # also paths off the first branch
 
 
 def test_the_tree_proposes_the_best_children_under_the_shared_noise(parts, monkeypatch):
-    """The drafted root children are the top of draft logit / T + the target's own noise."""
+    """The children of the root are the top of draft logit / T + the target's noise."""
     recorder = Recorder(parts, monkeypatch)
     request = request_of(parts, 12, seed=5, first_page=0)
     tree, batch = parts.propose([request], Strategy("learned", 1, 4, 5))
@@ -183,7 +183,7 @@ def written(parts: Parts, request: RunningRequest) -> tuple[torch.Tensor, torch.
 
 
 def assert_rewritten(parts: Parts, request: RunningRequest) -> None:
-    """The drafter's committed K/V are the bits that a fresh catch-up writes."""
+    """The committed K/V of the drafter have the bits that recomputing them gives."""
     found = [x.clone() for x in written(parts, request)]
     for cache in (parts.runner.k, parts.runner.v):
         cache.flatten(0, 1)[slots(request, request.context_len)] = 0
@@ -196,7 +196,7 @@ def assert_rewritten(parts: Parts, request: RunningRequest) -> None:
 
 @pytest.mark.parametrize("accepted", [1, 3, 7])
 def test_entries_are_rewritten_from_features_after_each_pass(parts, accepted):
-    """faults 29 and 30: after all drafts were accepted too, the bonus token's entry included."""
+    """Faults 29 and 30: also after all drafts were accepted, including the bonus token."""
     request = request_of(parts, 20, seed=2, first_page=0)
     strategy = Strategy("learned", 6, 1, 7)
     parts.propose([request], strategy)
@@ -211,8 +211,8 @@ def test_entries_are_rewritten_from_features_after_each_pass(parts, accepted):
     assert_rewritten(parts, request)
 
 
-def test_all_entries_are_rewritten_after_a_swap_and_an_open_gate(parts, monkeypatch):
-    """Some at once, for the longer one."""
+def test_all_entries_are_rewritten_after_a_swap_and_after_plain_passes(parts, monkeypatch):
+    """Several chunks for the longer request."""
     monkeypatch.setattr(draft_runner, "CATCH_UP_ROWS", 16)
     request = request_of(parts, 57, seed=2, first_page=0)
     late = request_of(parts, 5, seed=3, first_page=100)
@@ -229,8 +229,8 @@ def test_all_entries_are_rewritten_after_a_swap_and_an_open_gate(parts, monkeypa
         assert_rewritten(parts, one)
 
 
-def test_a_swap_between_passes_reaches_requests_too_short_to_lag(parts):
-    """The entries that the next pass writes by itself are more than it would have been told."""
+def test_a_swap_between_passes_reaches_short_requests(parts):
+    """The next pass writes all entries of these requests, more than were new before the swap."""
     request = request_of(parts, 5, seed=3, first_page=0)
     strategy = Strategy("learned", 6, 1, 7)
     parts.propose([request], strategy)
@@ -257,7 +257,7 @@ def test_a_batch_row_drafts_as_it_does_alone(parts):
 
 @pytest.mark.parametrize("name", ["fc.weight", "midlayer.self_attn.k_proj.weight", "norm.weight"])
 def test_nan_weights_propose_nothing_and_raise_nothing(parts, name):
-    """fault 4: the tree is the root alone, the request flagged; other requests are whole."""
+    """Fault 4: the tree is the root alone and the request is flagged; others are unaffected."""
     state = {key: value.clone() for key, value in parts.drafter.state_dict().items()}
     state[name].fill_(float("nan"))
     parts.runner.load(state, 2)
@@ -269,7 +269,7 @@ def test_nan_weights_propose_nothing_and_raise_nothing(parts, name):
 
 
 def test_loading_writes_no_tensor_of_the_target(parts):
-    """fault 36: with the head tied to the embedding."""
+    """Fault 36: with the head tied to the embedding."""
     target = parts.target.state_dict()
     before = {name: weight.clone() for name, weight in target.items()}
     for version in (2, 3):
@@ -281,8 +281,8 @@ def test_loading_writes_no_tensor_of_the_target(parts):
     assert not theirs & {tensor.data_ptr() for tensor in own}
 
 
-def test_a_new_policy_reaches_the_drafter_only_when_told(parts):
-    """fault 36, the other way round."""
+def test_a_new_policy_reaches_the_drafter_only_by_a_refresh(parts):
+    """Fault 36, in the other direction."""
     runner, target = parts.runner, parts.target
     before = {name: weight.clone() for name, weight in runner.weights.items()}
     target.load_weights({name: w + 1 for name, w in target.state_dict().items()})
@@ -301,7 +301,7 @@ def test_weights_are_swapped_in_place(parts):
 
 
 def test_rope_of_the_drafter_reaches_as_far_as_the_target(parts):
-    """fault 38: there is one table."""
+    """Fault 38: both use one table."""
     assert parts.target.spec.max_position == 256
     request = request_of(parts, 256, seed=1, first_page=0)
     strategy = Strategy("learned", 6, 1, 7)

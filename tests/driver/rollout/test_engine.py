@@ -1,4 +1,4 @@
-"""The rollout engine: the same tokens by every way through it, and nothing lost on the way."""
+"""The rollout engine: the same tokens on every path through it, and no leaks."""
 
 import random
 from dataclasses import replace
@@ -27,12 +27,12 @@ STRATEGIES = [
     "hybrid:4,3,12",
     "hybrid:2,1,17",  # chains of 16 levels, an ancestor list's last slot
 ]
-LAWS = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (0.9, 0, 0.8)]
+SETTINGS = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (0.9, 0, 0.8)]
 SEED = 7
 
 
 class Choose:
-    """In the bandit's place: a fixed strategy, or a random one every `horizon` passes."""
+    """A stand-in for the bandit: a fixed strategy, or a random one every `horizon` passes."""
 
     def __init__(self, *menu, seed=0, horizon=1):
         self.horizon = horizon
@@ -76,13 +76,13 @@ def make_rollout(policy, *words):
 
 @pytest.fixture(scope="module")
 def rollout(policy):
-    """An engine whose drafter has random weights: accepted often enough to matter, never right."""
+    """An engine whose drafter has random weights; some of its drafts are accepted."""
     made = make_rollout(policy)
     made.spot.swap()
     return made
 
 
-def requests(count=12, new=24, laws=LAWS, stop=(3, 5)):
+def requests(count=12, new=24, settings=SETTINGS, stop=(3, 5)):
     rng = random.Random(1)
     prompts = [[rng.randrange(6, 97) for _ in range(n)] for n in (2, 5, 9, 17)]
     return [
@@ -90,7 +90,7 @@ def requests(count=12, new=24, laws=LAWS, stop=(3, 5)):
             1000 + i,
             i % 4,
             tuple(prompts[i % 4]),
-            SamplingParams(*laws[i % len(laws)], new, tuple(stop)),
+            SamplingParams(*settings[i % len(settings)], new, tuple(stop)),
         )
         for i in range(count)
     ]
@@ -128,8 +128,8 @@ def test_plain_decoding_is_the_keyed_sample_of_the_model(policy, plain):
             with torch.no_grad():
                 logits = policy(torch.tensor([ids])).logits[0, -1].double()
             temperature = params.temperature or 1.0
-            law = (logits / temperature).log_softmax(-1)
-            assert logprob == pytest.approx(float(law[token]), abs=2e-4)
+            expected = (logits / temperature).log_softmax(-1)
+            assert logprob == pytest.approx(float(expected[token]), abs=2e-4)
             if params.top_k == 0 and params.top_p == 1.0:
                 noise = torch.tensor([keyed_gumbel(request.id, len(ids), v) for v in range(97)])
                 score = logits / temperature + (noise if params.temperature else 0.0)
@@ -155,14 +155,14 @@ def test_every_strategy_gives_the_tokens_of_plain_decoding(rollout, plain, strat
     assert rollout.engine.stats.spec_passes > 0
 
 
-def test_an_oracle_is_followed_and_changes_nothing(rollout, plain):
+def test_an_oracle_is_accepted_and_changes_nothing(rollout, plain):
     answers = {r.request.id: r.token_ids for r in plain}
     rollout.engine.proposers["oracle"] = OracleProposer(answers, 97, seed=3)
     assert same(generate(rollout, requests(), Strategy("oracle", 8, 4, 16)), plain)
     assert rollout.engine.stats.accept_length > 3.0
 
 
-def test_an_oracle_that_misses_nothing_is_followed_to_its_depth(rollout, plain):
+def test_a_perfect_oracle_is_accepted_to_its_depth(rollout, plain):
     oracle = OracleProposer({r.request.id: r.token_ids for r in plain}, 97, seed=3)
     oracle.missing = 0.0
     rollout.engine.proposers["oracle"] = oracle
@@ -172,7 +172,7 @@ def test_an_oracle_that_misses_nothing_is_followed_to_its_depth(rollout, plain):
 
 
 def test_switching_at_every_pass_reprefills_nothing(rollout, plain):
-    """Faults 31 and 34: the gate and the draft depth change in mid-rollout."""
+    """Faults 31 and 34: strategy and draft depth change during the rollout."""
     for seed in range(3):
         assert same(generate(rollout, requests(), "off", *STRATEGIES, seed=seed), plain)
         stats = rollout.engine.stats
@@ -205,7 +205,7 @@ def test_tokens_after_a_stop_or_the_limit_are_trimmed(rollout):
     jobs = requests(new=40, stop=())
     long = generate(rollout, jobs)
     for cut in (1, 2, 3, 10):
-        # The token that plain decoding emits at `cut` becomes the stop id: it lies inside blocks.
+        # The token that plain decoding emits at `cut` becomes the stop id, inside accepted blocks.
         stops = [r.token_ids[cut] for r in long]
         stopped = [
             replace(job, params=replace(job.params, stop_ids=(stop,)))
@@ -255,8 +255,8 @@ def test_prefixes_are_computed_once_and_pages_come_back(rollout):
     assert rollout.engine.stats.prefilled_tokens == sum(len(p) - 1 for p in prompts)
 
 
-def test_a_prefix_of_whole_pages_is_let_go_with_the_last_that_wanted_it(policy):
-    """The last sibling shares its pages and copies none: admitting it leaves nothing to compute."""
+def test_a_prefix_of_whole_pages_is_freed_with_its_last_request(policy):
+    """The last sibling shares its pages and copies none, so nothing is left to compute."""
     made = make_rollout(policy, "engine.max_batch=2")
     long = Request(1, 0, (9, 8), SamplingParams(max_new_tokens=30))  # needs 8 of the 9 pages
     short = [Request(i, 1, tuple(range(6, 15)), SamplingParams(max_new_tokens=1)) for i in (2, 3)]
@@ -265,8 +265,8 @@ def test_a_prefix_of_whole_pages_is_let_go_with_the_last_that_wanted_it(policy):
     assert made.engine.stats.preemptions == 0
 
 
-def test_prefill_done_twice_is_counted(rollout, monkeypatch):
-    """The counter behind "zero re-prefilled tokens" sees rows that nobody needed."""
+def test_repeated_prefill_is_counted(rollout, monkeypatch):
+    """The counter behind "zero re-prefilled tokens" counts unnecessary rows."""
     jobs = [*requests(count=4), *requests(count=1, new=0)]  # the last never runs
     generate(rollout, jobs[:-1] + [replace(jobs[-1], id=9, prompt_ids=(7, 8, 9))])
     assert rollout.engine.stats.reprefilled_tokens == 0
@@ -277,7 +277,7 @@ def test_prefill_done_twice_is_counted(rollout, monkeypatch):
 
 
 def test_a_pass_that_emits_nothing_ends_the_rollout(rollout, monkeypatch):
-    """A damaged page table is an error with the request's status, not a loop without end."""
+    """A damaged page table is an error with the status of the request, not an endless loop."""
     monkeypatch.setattr("driver.rollout.request.RunningRequest.remaining", 0)
     with pytest.raises(RuntimeError, match="request 1000 emitted nothing in a pass"):
         generate(rollout, requests(count=1))
@@ -301,7 +301,7 @@ def test_new_weights_drop_what_the_old_ones_computed(policy):
 
 
 def test_recorded_features_are_those_of_a_fresh_forward(policy):
-    """Fault 37: what the spot trainer learns from, against transformers' hidden states."""
+    """Fault 37: the training data of the drafter, against hidden states of transformers."""
     made = make_rollout(policy)
     taken = []
     made.engine.observer = observer(
@@ -319,7 +319,7 @@ def test_recorded_features_are_those_of_a_fresh_forward(policy):
 
 
 def hidden_states(policy, layers, tokens):
-    """Outputs of decoder layers, by hooks: transformers' own list norms the last one."""
+    """Outputs of decoder layers, by hooks, since transformers' list has the last one normed."""
     states = []
 
     def keep(module, inputs, output):
@@ -347,16 +347,16 @@ def test_versions_are_stamped(rollout, plain, strategy):
 
 
 def looping_requests():
-    """Ragged: greedy siblings of two prompts repeat each other, others at T = 1 nobody."""
-    jobs = requests(count=12, new=40, laws=LAWS[:2], stop=())
+    """Ragged: greedy siblings of two prompts repeat each other; others, at T = 1, do not."""
+    jobs = requests(count=12, new=40, settings=SETTINGS[:2], stop=())
     return [
         replace(job, params=replace(job.params, max_new_tokens=30 + 5 * i))
         for i, job in enumerate(jobs)
     ]
 
 
-def test_a_batch_follows_repetitions_and_the_drafter_at_once(policy, monkeypatch):
-    """Hybrid: a request's tree is one or the other, and both are in the same pass."""
+def test_a_batch_mixes_ngram_and_learned_trees(policy, monkeypatch):
+    """Hybrid: each request has one kind of tree, and both kinds occur in one pass."""
     rollout, draft, written = make_rollout(policy), proposers.draft_ngrams, []
     rollout.spot.swap()
     jobs = looping_requests()
@@ -399,8 +399,8 @@ def test_families_with_bias_and_qk_norm_are_exact_too():
         assert same(generate(made, requests(count=6), "off", *STRATEGIES), wanted)
 
 
-def test_a_preemption_that_frees_what_others_take_is_noticed(rollout):
-    """The page count can come out equal while pages moved: the block tables must follow."""
+def test_block_tables_follow_pages_freed_by_a_preemption(rollout):
+    """The number of pages may stay equal although the pages changed."""
     jobs = requests(count=8, new=40, stop=())
     wanted = generate(rollout, jobs)
     for limit in range(18, 40):
@@ -408,8 +408,8 @@ def test_a_preemption_that_frees_what_others_take_is_noticed(rollout):
         assert same(got, wanted), limit
 
 
-def test_finished_siblings_go_on_serving_drafts(policy):
-    """Within a rollout, and in the next one where it was recorded, as far as rows go."""
+def test_finished_siblings_still_serve_drafts(policy):
+    """Within a rollout, and in the next one if it was recorded, while rows are free."""
     words = ("engine.max_batch=1", "engine.spec_max_batch=1", "engine.history=6")
     rollout = make_rollout(policy, *words)
     job = Request(7, 0, tuple(range(6, 20)), SamplingParams(temperature=0.0, max_new_tokens=30))
@@ -423,8 +423,8 @@ def test_finished_siblings_go_on_serving_drafts(policy):
         assert len(store._past) == kept
 
 
-def test_what_others_said_without_n_grams_serves_their_drafts(policy):
-    """The store knows a finished response in whole, whatever arm it finished in."""
+def test_tokens_of_plain_passes_serve_ngram_drafts(policy):
+    """The store has all tokens of a finished response, whatever arm it finished with."""
     rollout = make_rollout(policy, "engine.max_batch=1", "engine.spec_max_batch=1")
     job = Request(7, 0, tuple(range(6, 20)), SamplingParams(temperature=0.0, max_new_tokens=30))
     rollout.engine.observer = None
@@ -435,7 +435,7 @@ def test_what_others_said_without_n_grams_serves_their_drafts(policy):
 
 
 def test_a_nan_target_flags_its_responses_fault_3(policy):
-    """Every id stays valid, each response ends, and the rollout says what happened."""
+    """Every id stays valid, each response finishes, and a warning names the fault."""
     rollout = make_rollout(policy)
     rollout.target.final_norm.fill_(float("nan"))
     rollout.engine.bandit = Choose("off", "ngram:4,1,5")
@@ -456,8 +456,8 @@ def test_a_nan_drafter_flags_nothing_fault_4(policy):
     assert rollout.engine.stats.flagged == 0
 
 
-def test_a_pass_verifies_no_more_rows_than_it_may(policy, plain):
-    """Where a tree for all running requests is too wide, they decode plainly."""
+def test_a_pass_keeps_to_its_largest_number_of_rows(policy, plain):
+    """If trees for all running requests have too many rows, they decode plainly."""
     narrow = make_rollout(policy, "engine.spec_max_rows=20")
     assert same(generate(narrow, requests(), "ngram:4,1,5"), plain)
     speculated = {active for _, active, arm in narrow.engine.stats.trace if arm != "off"}

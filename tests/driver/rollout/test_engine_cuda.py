@@ -1,6 +1,6 @@
-"""The rollout engine on a GPU: the CPU's tokens in float32, and its own exactly in bfloat16.
+"""The rollout engine on a GPU: the CPU's tokens in float32, identical ones in bfloat16.
 
-The commands that run it too, on the tiny model or on a small random checkpoint.
+Also the commands that run it, on the tiny model or on a small random checkpoint.
 """
 
 import pytest
@@ -61,7 +61,7 @@ def test_identity_command_on_the_tiny_model():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A random model's folder, with a tokenizer."""
+    """The folder of a random model with a tokenizer."""
     folder = tmp_path / "model"
     sizes = {**SHAPE, "vocab_size": len(tiny.VOCABULARY)}
     save_model(folder, "llama-tied-llama3", **sizes, eos_token_id=1, pad_token_id=0)
@@ -77,7 +77,7 @@ def test_generate_command_on_a_checkpoint(checkpoint, capsys, strategy):
 
 
 def test_train_command_on_a_checkpoint(checkpoint, tmp_path, monkeypatch):
-    """Two steps, whose rewards a random model would not earn."""
+    """Two steps, with rewards that a random model would not get."""
     monkeypatch.setattr(Collector, "rewards", share_of_ones)
     train_command.main(
         [

@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs, looped on the device or launched one by one: eager's tokens and bits."""
+"""Passes as CUDA graphs, looped on the device or launched one by one: tokens and bits of eager."""
 
 import json
 import os
@@ -96,9 +96,9 @@ def test_the_host_wakes_for_bursts_not_for_passes(looped):
     ("strategy", "rows", "share"), [("off", 1, 0.5), ("learned:4,3,12", 12, 0.25)]
 )
 def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, strategy, rows, share):
-    """Graphs are on and hide none of them: op by op for the step, in one launch a burst again.
+    """Passes of the captured step run op by op although graphs are on; later ones use graphs.
 
-    The others are of prompts and of the drafter.
+    Other calls are those of prompts and of the drafter.
     """
     capture = Capture("tree_attention", step=3, calls=16)
     with looped.engine.runner.op_by_op(), capture_op(capture, tmp_path):
@@ -117,8 +117,8 @@ def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, stra
 
 
 @pytest.mark.parametrize("strategy", ["off", *STRATEGIES])
-def test_requests_that_end_are_inert_inside_the_loop(looped, eager, strategy):
-    """Faults 25, 26: eight end one by one, and the host wakes with 4, 2, 1 and none left."""
+def test_finished_requests_are_inert_inside_the_loop(looped, eager, strategy):
+    """Faults 25, 26: eight finish one by one, and bursts end with 4, 2, 1 and none left."""
     some = [
         replace(job, params=replace(job.params, max_new_tokens=9 + 7 * i))
         for i, job in enumerate(jobs(count=8, stop=()))
@@ -127,13 +127,13 @@ def test_requests_that_end_are_inert_inside_the_loop(looped, eager, strategy):
     assert same(generate(looped, some, strategy, horizon=64), wanted)
     stats = looped.engine.stats
     assert stats.bursts <= 6 and stats.flagged == 0
-    # The chain of a hybrid may end the last two at once.
+    # The chain of a hybrid may finish the last two at once.
     assert min(active for _, active, _ in stats.trace) <= 1 + strategy.startswith("hybrid")
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_switching_arms_and_depths(looped, plain, seed):
-    """Faults 31 and 34: the right graph for each arm, the gate both ways in mid-rollout."""
+    """Faults 31 and 34: the right graph for each arm, while speculation is switched on and off."""
     got = generate(looped, jobs()[:6], "off", *STRATEGIES, seed=seed, horizon=2)
     assert same(got, plain[:6])
     assert looped.engine.stats.switches > 5
@@ -142,7 +142,7 @@ def test_switching_arms_and_depths(looped, plain, seed):
 
 @pytest.mark.parametrize("others", [(), ("learned:3,1,4",), ("off", "ngram:6,4,16")])
 def test_chains_longer_than_the_drafter_s_depth(looped, launched, eager, others):
-    """Both ways of drafting in one graph; what it catches up on is more than it drafts."""
+    """Both kinds of drafts in one graph; more entries are written than are drafted."""
     wanted = generate(eager, looping_requests())
     for rollout in (looped, launched):
         got = generate(rollout, looping_requests(), "hybrid:2,1,17", *others, seed=1, horizon=4)
@@ -153,7 +153,7 @@ def test_chains_longer_than_the_drafter_s_depth(looped, launched, eager, others)
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 9])
 def test_any_batch_size(looped, plain, count):
-    """Faults 23, 25, 26: between the buckets, above the maximum of 8, down to none."""
+    """Faults 23, 25, 26: sizes between the buckets, above the maximum of 8, down to none."""
     some = jobs()[:count]
     for menu in (["off"], LEARNED):
         assert same(generate(looped, some, *menu, horizon=7), plain[:count])
@@ -171,7 +171,7 @@ def test_seventeen_requests_of_a_hundred_nodes_in_a_bucket_of_twenty(policy):
 
 
 @pytest.mark.parametrize("limit", [9, 12, 17])
-def test_pages_that_run_short_in_mid_burst(looped, eager, limit):
+def test_pages_that_run_short_during_a_burst(looped, eager, limit):
     some = jobs(count=12, new=60, stop=())
     wanted = generate(eager, some)
     got = generate(looped, some, "off", *LEARNED, seed=limit, page_limit=limit, horizon=64)
@@ -179,8 +179,8 @@ def test_pages_that_run_short_in_mid_burst(looped, eager, limit):
     assert looped.engine.stats.preemptions > 0
 
 
-def test_arms_captured_later_leave_the_first_graphs_whole(policy, plain):
-    """Scratch memory grows when the drafter's graphs are made; the older ones still write to it."""
+def test_later_captures_leave_earlier_graphs_valid(policy, plain):
+    """Captures of the drafter grow the scratch memory; older graphs still write to it."""
     rollout = make_rollout(policy, *WORDS)
     assert same(generate(rollout, jobs(), "off", *LEARNED, horizon=4), plain)
     rollout.spot.swap()
@@ -191,7 +191,7 @@ def test_arms_captured_later_leave_the_first_graphs_whole(policy, plain):
 
 
 def test_the_plan_counts_what_the_pool_charges(looped):
-    """Both by nodes: the plan's launches are those of the captured graphs."""
+    """Both count nodes: the launches of the plan are those of the captured graphs."""
     generate(looped, jobs()[:2])
     graphs = looped.engine.runner.graphs
     usage = graphs._pool.usage()
@@ -208,8 +208,8 @@ def test_the_plan_counts_what_the_pool_charges(looped):
 @pytest.mark.skipif(
     "PYTEST_XDIST_WORKER" in os.environ, reason="other processes change the card's free memory"
 )
-def test_the_memory_model_is_within_15_percent_of_what_the_card_says():
-    """In a process of its own: the driver keeps the memory of graphs that went."""
+def test_the_memory_model_is_within_15_percent_of_the_measured_memory():
+    """In a separate process, since the driver keeps the memory of destroyed graphs."""
     command = [sys.executable, "-m", "profiling.benches.graphs", "ours"]
     root = Path(__file__).parents[3]
     ratios = []
@@ -224,7 +224,7 @@ def test_the_memory_model_is_within_15_percent_of_what_the_card_says():
 
 
 def test_new_weights_keep_the_graphs(policy):
-    """Fault 35: graphs hold addresses, and what changes in place is seen."""
+    """Fault 35: graphs hold addresses, so they read weights that change in place."""
     rollout, other = made(policy), random_model("llama-tied-llama3", seed=1, **SHAPE)
     other = other.to(torch.bfloat16).cuda()
     generate(rollout, jobs(), "learned:4,3,12", horizon=64)
@@ -237,7 +237,7 @@ def test_new_weights_keep_the_graphs(policy):
 
 
 def test_out_of_memory_during_capture(policy, plain, monkeypatch):
-    """It is a warning, and the same tokens."""
+    """A warning, and the same tokens."""
     capture = PassGraphs._capture
 
     def fail(self, cell):
@@ -266,8 +266,8 @@ def test_an_arm_without_memory_is_never_chosen(policy, plain):
     assert graphs.metrics()["graphs/charged_mib"] <= 1
 
 
-def test_speculation_gives_way_to_plain_decoding(policy, plain, monkeypatch):
-    """A plan that was too hopeful: what the pool drops for the budget is told, and never chosen."""
+def test_graphs_of_speculation_are_evicted_first(policy, plain, monkeypatch):
+    """The plan underestimated memory: evicted graphs are reported and never chosen."""
     monkeypatch.setattr(GraphCost, "bytes_of", lambda self, cell: 1)
     rollout = made(policy, "engine.graph_mib=2")
     graphs = rollout.engine.runner.graphs
@@ -281,11 +281,11 @@ def test_speculation_gives_way_to_plain_decoding(policy, plain, monkeypatch):
     kept = [cell for cell in graphs.plan.cells if graphs.find(cell.batch, cell.strategy)]
     assert len(kept) == graphs.metrics()["graphs/count"] < len(graphs.plan.cells)
     assert all(cell in kept for cell in graphs.plan.cells if cell.strategy == OFF)
-    assert graphs.find(6, Strategy.parse("learned:8,4,32")) is None  # the widest, made first
+    assert graphs.find(6, Strategy.parse("learned:8,4,32")) is None  # the widest, captured first
 
 
 def test_the_bandit_s_clock_is_the_device_s(looped):
-    """A burst's time is that of its passes, not of the host between them."""
+    """The time of a burst is that of its passes, without the host."""
     looped.engine.bandit = recorder = Recorder("off", horizon=16)
     looped.engine.generate(requests(count=2, new=40, stop=()), record=False)
     step = looped.engine.runner.graphs.step_s

@@ -1,4 +1,4 @@
-"""Random arrivals, lengths, limits, laws, pages and switches: plain decoding's tokens, no leak."""
+"""Random arrivals, lengths, limits, sampling, pages and switches: plain-decode tokens, no leak."""
 
 import random
 from dataclasses import replace
@@ -28,7 +28,7 @@ def make(device, *words):
 
 
 def random_jobs(rng, seed):
-    """Up to thirty requests, their prompts new in every third round."""
+    """Up to thirty requests, with new prompts in every third round."""
     jobs = requests(count=rng.randint(1, 30))
     return [
         replace(
@@ -46,7 +46,7 @@ def random_jobs(rng, seed):
 
 
 def arrivals(rng):
-    """A scheduler whose waiting requests arrive at random, beside others that run."""
+    """A scheduler that admits waiting requests at random times."""
 
     class Arrivals(Scheduler):
         def _admit_first(self, admission):
@@ -60,7 +60,7 @@ def arrivals(rng):
 def test_soak(device, request, monkeypatch):
     """`--soak N` makes N passes instead of a few hundred.
 
-    `generate` takes a fixed set of requests, so arriving late is waiting though there is room.
+    `generate` takes a fixed set of requests, so a late arrival waits although there is room.
     """
     rollout, plain = make(device), make(device, "engine.graphs=off")
     store, passes, seed, held = rollout.engine.state.store, 0, 0, None
@@ -80,7 +80,7 @@ def test_soak(device, request, monkeypatch):
             )
         assert same(got, generate(plain, jobs)), f"round {seed}"
         assert len(store._free) + len(store._past) == len(store.tokens)
-        # Where pages are short, prefixes that nobody runs with give way too.
+        # With few pages, prefixes of waiting requests are evicted too.
         assert page_limit or rollout.engine.stats.reprefilled_tokens == 0
         passes += rollout.engine.stats.target_passes
         seed += 1

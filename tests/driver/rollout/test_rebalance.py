@@ -1,4 +1,4 @@
-"""Requests that change ranks in the tail: one owner at any time, the same tokens and bits."""
+"""Requests that move between ranks: one owner at any time, the same tokens and bits."""
 
 import pickle
 import random
@@ -30,7 +30,7 @@ policy, rollout, plain = test_engine.policy, test_engine.rollout, test_engine.pl
 
 
 class HandsOver:
-    """In the rebalancer's place: gives away what runs at its `look`-th look."""
+    """A stand-in for the rebalancer: hands over the running requests at the `look`-th call."""
 
     def __init__(self, look):
         self.look, self.parcels = look, []
@@ -51,7 +51,7 @@ class HandsOver:
 
 
 class TakesIn(HandsOver):
-    """Takes in what another gave away."""
+    """Adopts the requests that another one handed over."""
 
     def exchange(self, scheduler):
         self.look -= 1
@@ -67,10 +67,10 @@ def features(sequence, cache):
 
 @pytest.mark.parametrize("strategy", ["off", "ngram:4,1,5", "learned:4,3,12"])
 @pytest.mark.parametrize("pages", [None, 20])
-def test_a_request_that_changes_engines_has_the_same_bits(
+def test_a_request_that_moves_between_engines_has_the_same_bits(
     policy, rollout, plain, strategy, pages, monkeypatch
 ):
-    """Tokens, log-probs and features, also where the receiver preempts for lack of pages."""
+    """Tokens, log-probs and features, also if the receiver preempts for lack of pages."""
     other = make_rollout(policy)
     other.spot.swap()
     jobs, kept = requests(), {}
@@ -100,8 +100,8 @@ def test_a_request_that_changes_engines_has_the_same_bits(
         assert alone.equal(after)
 
 
-def test_bursts_that_follow_each_other_stop_for_an_exchange(policy):
-    """A device that needs the host for nothing would make passes until a request ends."""
+def test_consecutive_bursts_stop_for_an_exchange(policy):
+    """Without it the device would make passes until a request finishes."""
     one, two = looping(policy), looping(policy)
     jobs = requests(stop=())
     wanted = generate(one, jobs, horizon=2)
@@ -113,12 +113,12 @@ def test_bursts_that_follow_each_other_stop_for_an_exchange(policy):
     assert not given and same(sorted(received, key=lambda r: r.request.id), wanted)
 
 
-# ---- who hands over to whom ---------------------------------------------------------------------
+# ---- senders and receivers ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Ranks on one store that look at it whenever asked, with so many requests each."""
+    """Ranks with one store, which they read at every call; arguments: requests of each rank."""
     monkeypatch.setattr(rebalance, "LOOK_S", 0.0)
 
     def make(*running, most=2, max_batch=8):
@@ -155,7 +155,7 @@ def held(rank):
     return [s.request.id for s in (*rank[1].running, *rank[1].waiting)]
 
 
-def test_the_nearly_idle_hand_over_to_one_that_is_at_work(ranks):
+def test_nearly_idle_ranks_hand_over_to_a_busy_one(ranks):
     few, busy, late = ranks(2, 3, 1)
     assert look(busy) == [] and look(few) == [] and look(busy) == []  # its wish is seen
     free = few[1].pool.num_free
@@ -167,7 +167,7 @@ def test_the_nearly_idle_hand_over_to_one_that_is_at_work(ranks):
     assert end(few) == end(late) == []
 
 
-def test_of_two_nearly_idle_ranks_one_takes_all(ranks):
+def test_one_of_two_nearly_idle_ranks_takes_all(ranks):
     one, two = ranks(2, 1)
     for rank in (one, two, one, two):
         look(rank)
@@ -183,22 +183,22 @@ def test_a_rank_that_handed_over_is_not_the_receiver_of_later_ones(ranks):
     assert look(few) == [] and not few[1].active
 
 
-def test_a_receiver_that_ends_takes_what_came_and_closes(ranks):
+def test_a_finished_receiver_adopts_what_was_sent_and_closes(ranks):
     few, busy = ranks(1, 3)
     look(few), look(busy)
-    assert end(busy) == [] and not busy[1].active  # nothing came
+    assert end(busy) == [] and not busy[1].active  # nothing was sent
     assert look(few) == [] and held(few) == [0]
 
 
-def test_a_wish_goes_with_its_rank(ranks):
-    """Else the next one nearly idle would offer to receive instead of handing over."""
+def test_the_wish_of_a_finished_rank_is_withdrawn(ranks):
+    """Otherwise the next nearly idle rank would become the receiver instead of handing over."""
     first, few, busy = ranks(1, 2, 5)
     look(first), end(first)
     look(few), look(busy)
     assert look(few) == [100, 101]
 
 
-def test_a_full_batch_receives_no_more(ranks):
+def test_a_full_batch_receives_nothing(ranks):
     few, busy, late = ranks(2, 5, 2, max_batch=7)
     look(few), look(busy), look(few), look(busy)
     assert len(held(busy)) == 7 and look(late) == []
@@ -206,7 +206,7 @@ def test_a_full_batch_receives_no_more(ranks):
     assert look(few) == look(busy) == look(few) == []
 
 
-def test_ranks_with_requests_waiting_ask_nobody(ranks):
+def test_ranks_with_waiting_requests_do_not_read_the_store(ranks):
     few, busy = ranks(2, 3)
     busy[1].add(requests(1))
     busy[0].store = few[0].store = None  # any use of it fails
@@ -217,8 +217,8 @@ def test_ranks_with_requests_waiting_ask_nobody(ranks):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_request_ends_once_whoever_is_fast(ranks, seed):
-    """Four ranks at once, each with a random number of requests, which end at random times."""
+def test_every_request_finishes_once_at_any_speed(ranks, seed):
+    """Four concurrent ranks with random numbers of requests, which finish at random times."""
     chances = [random.Random(4 * seed + rank) for rank in range(4)]
     made = ranks(*[chance.randrange(1, 9) for chance in chances], most=3)
     wanted = sorted(id for rank in made for id in held(rank))
@@ -275,7 +275,7 @@ def noted(self, step):
     return got
 collector.Collector.gather = noted
 """
-# Rank 0 has eight requests, of which two begin when others end, rank 1 has four.
+# Rank 0 has eight requests, two of which start when others finish; rank 1 has four.
 STAGGERED = ("engine.max_batch=6", "engine.strategies=off")
 
 

@@ -1,4 +1,4 @@
-"""Pages are never lost, prefixes are shared, and the youngest gives way."""
+"""Pages are never lost, prefixes are shared, and the youngest request is preempted."""
 
 import random
 
@@ -70,15 +70,15 @@ def test_growth_is_all_or_nothing():
     assert [s.pages for s in made.running] == held
 
 
-def test_what_was_granted_ahead_is_taken_back():
-    """Siblings keep the pages that they share, and what there is room for can be granted."""
+def test_pages_granted_in_advance_are_taken_back():
+    """Siblings keep shared pages, and the freed ones can be granted again."""
     made = scheduler(pages=12, page_size=4)
     pair = made.add([request(i, range(10), new=20) for i in range(2)])  # 9 slots: 2 pages and 1
     made.admit()
     made.prefixes.release_unused()
     shared = pair[0].pages[:2]
-    pair[0].pages += made.pool.allocate(8)  # all that there are
-    assert made.has_room(19) and not made.has_room(20)  # 5 pages of its own for each, not 6
+    pair[0].pages += made.pool.allocate(8)  # all free pages
+    assert made.has_room(19) and not made.has_room(20)  # 5 unshared pages each, not 6
     assert not made._grow(19)
     made._trim(1)
     assert [s.pages[:2] for s in pair] == [shared, shared]

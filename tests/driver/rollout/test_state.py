@@ -1,4 +1,4 @@
-"""Static arrays of a batch: rows where they belong, inert past the last, addresses that stay."""
+"""Static arrays of a batch: rows of requests, inert rows past the last, constant addresses."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def running(number, length=6, stop_ids=(3, 5)):
 
 @pytest.mark.parametrize("device", kit.DEVICES)
 def test_rows_hold_their_requests_and_the_rest_is_inert(device):
-    """fault 26: mixed requests in a bucket of four."""
+    """Fault 26: mixed requests in a bucket of four."""
     made = state(device)
     first, second = running(1), running(2, length=9, stop_ids=())
     second.draft_len = 5
@@ -34,7 +34,7 @@ def test_rows_hold_their_requests_and_the_rest_is_inert(device):
     made.store.clear()
     assert len(made.fill([first, second])) == 2
     rows = made.rows(4)
-    assert made.running == [second, first]  # into the gap; who lies in bounds stays
+    assert made.running == [second, first]  # the second fills the gap; the first keeps its row
     assert rows.slot.tolist() == rows.store_row.tolist()[:2] + [-1, -1] == [3, 1, -1, -1]
     assert rows.store_row.tolist()[2:] == [4, 4]
     assert rows.group_slots[:, :2].tolist() == [[3, -1], [1, 2], [-1, -1], [-1, -1]]
@@ -63,16 +63,16 @@ def test_addresses_never_change():
 
 @pytest.mark.parametrize("device", kit.DEVICES)
 def test_moved_pages_and_requests_are_noticed(device):
-    """fault 35's kind: a table that looks as long as before."""
+    """Like fault 35: a table of the same length with other pages."""
     made = state(device)
     first, second = running(1), running(2)
     made.fill([first, second])
     assert not made.is_stale([first, second])
-    assert not made.is_stale([second, first])  # the rows' order is the state's own
+    assert not made.is_stale([second, first])  # the order of the rows is internal
     assert made.is_stale([first]) and made.is_stale([first, running(2)])
     first.pages[0] += 1
     second.pages += [5, 6]
-    first.context_len = 77  # the device knows better
+    first.context_len = 77  # the device advances this
     made.grant()
     rows = made.rows(4)
     assert rows.block_table[:, :5].tolist() == [
@@ -89,7 +89,7 @@ def test_moved_pages_and_requests_are_noticed(device):
     assert rows.context_len.tolist() == [5, 5, 0, 0]
 
 
-def test_more_stop_ids_than_there_is_room_for():
+def test_too_many_stop_ids_are_refused():
     made = state()
     made.fill([running(1, stop_ids=range(MAX_STOP_IDS))])
     with pytest.raises(UserError, match=r"request \d+: 17 stop ids; at most 16"):

@@ -1,4 +1,4 @@
-"""What a rollout says of itself, from bursts made up here."""
+"""Statistics of a rollout, from artificial bursts."""
 
 from types import SimpleNamespace
 
@@ -10,8 +10,8 @@ from driver.rollout.stats import RolloutStats
 LEARNED = Strategy.parse("learned:4,1,5")
 
 
-def booked(bursts):
-    """Statistics of (strategy, passes, requests, emitted) in their order."""
+def stats_of(bursts):
+    """Statistics of bursts given as (strategy, passes, requests, emitted)."""
     stats = RolloutStats()
     for strategy, passes, requests, emitted in bursts:
         ends = [0.1 * (i + 1) for i in range(passes)]
@@ -30,7 +30,7 @@ def booked(bursts):
 
 
 def test_accept_length_by_quarter_of_the_request_passes():
-    """32 of them: quarters of eight, whoever made them; plain passes are no part of it."""
+    """32 of them: quarters of eight, of any requests; plain passes do not count."""
     bursts = [
         (LEARNED, 1, 8, 16),
         (OFF, 9, 8, 72),
@@ -39,7 +39,7 @@ def test_accept_length_by_quarter_of_the_request_passes():
         (LEARNED, 4, 1, 16),
         (LEARNED, 4, 1, 20),
     ]
-    stats = booked(bursts)
+    stats = stats_of(bursts)
     assert stats.accept_by_quarter() == [2.0, 3.0, 1.5, 4.5]
     assert stats.accept_length == pytest.approx(88 / 32)
     metrics = stats.metrics()
@@ -47,10 +47,15 @@ def test_accept_length_by_quarter_of_the_request_passes():
 
 
 def test_a_burst_counts_in_each_quarter_by_its_share():
-    """3, 4, 4 and 5 of 16 request-passes: all but the first begin in the quarter before."""
+    """3, 4, 4 and 5 of 16 request-passes: all but the first begin in the previous quarter."""
     bursts = [(LEARNED, n, 1, n * each) for n, each in ((3, 2), (4, 3), (4, 4), (5, 5))]
-    assert booked(bursts).accept_by_quarter() == [9 / 4, 13 / 4, 17 / 4, 5.0]
-    assert booked([(LEARNED, 60, 1, 300), (LEARNED, 20, 1, 20)]).accept_by_quarter() == [5, 5, 5, 1]
+    assert stats_of(bursts).accept_by_quarter() == [9 / 4, 13 / 4, 17 / 4, 5.0]
+    assert stats_of([(LEARNED, 60, 1, 300), (LEARNED, 20, 1, 20)]).accept_by_quarter() == [
+        5,
+        5,
+        5,
+        1,
+    ]
 
 
 def test_the_host_s_share_is_of_the_time_since_the_first_pass():
@@ -60,12 +65,12 @@ def test_the_host_s_share_is_of_the_time_since_the_first_pass():
 
 
 def test_quarters_without_speculation():
-    assert booked([(OFF, 5, 2, 10)]).accept_by_quarter() == []
-    assert "spec/accept_length_q1" not in booked([(OFF, 5, 2, 10)]).metrics()
+    assert stats_of([(OFF, 5, 2, 10)]).accept_by_quarter() == []
+    assert "spec/accept_length_q1" not in stats_of([(OFF, 5, 2, 10)]).metrics()
 
 
-def test_refills_follow_and_ranks_stand_side_by_side():
-    first, second = booked([(LEARNED, 2, 1, 4)] * 2), booked([(LEARNED, 2, 1, 6)] * 2)
+def test_refills_are_appended_and_ranks_are_concurrent():
+    first, second = stats_of([(LEARNED, 2, 1, 4)] * 2), stats_of([(LEARNED, 2, 1, 6)] * 2)
     ranks = RolloutStats.side_by_side([first, second], own=1)
     assert ranks.accept_by_quarter() == [3.0] * 4 and ranks.spec_emitted == 20
     first.add(second)

@@ -1,4 +1,4 @@
-"""Rows of the token store: none is lost, siblings see each other, the oldest makes room."""
+"""Rows of the token store: none is lost, siblings share, the oldest is replaced."""
 
 import random
 
@@ -16,7 +16,7 @@ def store(slots=4):
     return TokenStore(slots, 10, torch.device("cpu"))
 
 
-def test_a_request_sees_itself_then_the_newest_of_its_prompt():
+def test_a_request_reads_its_own_row_then_the_newest_of_its_prompt():
     made = store()
     first, other, second = running([1, 2]), running([3]), running([1, 2], more=[7])
     made.take([first, other, second])
@@ -36,14 +36,14 @@ def test_a_request_sees_itself_then_the_newest_of_its_prompt():
     assert made.group_slots(third) == [made.slot(third), made.slot(second), past]
 
 
-def test_rows_are_a_multiple_of_four_and_one_length_is_for_nobody():
+def test_rows_are_a_multiple_of_four_and_one_length_is_spare():
     made = store()
     assert made.tokens.shape == (4, 12) and made.length.shape == (4,)
     made.advance(torch.tensor([1, made.spare]), torch.tensor([5, 99], dtype=torch.int32))
     assert made.length.tolist() == [0, 6, 0, 0]
 
 
-def test_the_longest_finished_makes_room():
+def test_the_request_that_finished_first_is_replaced():
     made = store(slots=2)
     old, new = running([1]), running([2])
     made.take([])
@@ -83,7 +83,7 @@ def test_no_row_is_lost_under_random_load():
     assert len(made._free) == 12 and not made._groups
 
 
-def test_a_request_that_never_ran_gives_nothing_back():
+def test_releasing_a_request_that_never_ran_changes_nothing():
     made = store()
     made.release(running([1]), keep=True)
     assert len(made._free) == 4
