@@ -252,7 +252,7 @@ from driver.rollout.scheduler import Scheduler
 from driver.tasks.sums import SumsTask
 from tests.driver.run.test_run import REWARDS
 collector.Collector.rewards = REWARDS
-SumsTask.reward = lambda self, prompt, text: sum(map(ord, prompt.id + text)) % 97 / 100
+SumsTask.reward = lambda self, prompt, text, finished: sum(map(ord, prompt.id + text)) % 97 / 100
 rebalance.LOOK_S = 0.0
 make = rebalance.Rebalancer.__init__
 def one_receives(self, world, most, max_batch):
