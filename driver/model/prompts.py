@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -45,8 +44,7 @@ class PromptEncoder:
         self.uses_template = has_template and (
             chat_template == "true" or (chat_template == "auto" and is_message)
         )
-        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        self._prefix = tuple(takewhile(special.__contains__, tokenizer.encode("0")))
+        self._prefix = _prefix(tokenizer)
 
     def __call__(self, text: str) -> tuple[int, ...]:
         """The token ids of one prompt.
@@ -95,3 +93,11 @@ class PromptEncoder:
                 f" ({type(error).__name__}: {error}); set task.chat_template=false"
             ) from None
         return rendered
+
+
+def _prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that the tokenizer itself puts in front of a text."""
+    text, whole = tokenizer.encode("0", add_special_tokens=False), tokenizer.encode("0")
+    starts = range(len(whole) - len(text), -1, -1)
+    start = next((i for i in starts if whole[i : i + len(text)] == text), 0)
+    return tuple(whole[:start])

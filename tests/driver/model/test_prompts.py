@@ -25,10 +25,10 @@ CHAT = (
 
 
 def make_tokenizer(template=None, chat=None):
-    """The tiny model's, whose unknown token serves as the begin token."""
+    """The tiny model's, whose unknown token is the begin token too, as in GPT-2's family."""
     tokenizer = tiny.build_tokenizer()
     if template:
-        tokenizer.unk_token, tokenizer.bos_token = None, "<unk>"
+        tokenizer.bos_token = "<unk>"
         tokenizer._tokenizer.post_processor = TemplateProcessing(
             single=template, special_tokens=[("<unk>", BEGIN), ("<eos>", END)]
         )
