@@ -43,16 +43,19 @@ def check_rewards(rewards: Iterable[float] | None, expected: int) -> list[float]
     """
     if rewards is None or isinstance(rewards, (str, Real)):
         raise ValueError(
-            f"rewards: wanted a list of {expected} numbers, one per response, got {shown(rewards)}"
+            f"rewards: expected a list of {expected} numbers, one per response,"
+            f" got {shown(rewards)}"
         )
     values = list(rewards)
     if len(values) != expected:
-        raise ValueError(f"rewards: wanted {expected} numbers, one per response, got {len(values)}")
+        raise ValueError(
+            f"rewards: expected {expected} numbers, one per response, got {len(values)}"
+        )
     checked = []
     for index, value in enumerate(values):
         number = finite(value)
         if number is None:
-            raise ValueError(f"rewards[{index}]: wanted a finite number, got {shown(value)}")
+            raise ValueError(f"rewards[{index}]: expected a finite number, got {shown(value)}")
         checked.append(number)
     return checked
 
@@ -112,10 +115,10 @@ def group_advantages(
     (2503.14476).
     """
     if kind not in ESTIMATORS:
-        raise ValueError(f"advantage: wanted one of {', '.join(ESTIMATORS)}, got {kind!r}")
+        raise ValueError(f"advantage: expected one of {', '.join(ESTIMATORS)}, got {kind!r}")
     if rewards.shape != groups.shape or rewards.dim() != 1:
         raise ValueError(
-            f"groups: wanted shape [N] like rewards, got {list(groups.shape)} for rewards of "
+            f"groups: expected shape [N] like rewards, got {list(groups.shape)} for rewards of "
             f"{list(rewards.shape)}"
         )
     if rewards.numel() == 0:

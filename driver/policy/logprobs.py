@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens from hidden states, without all logits at once.
+"""Log-probs of sampled tokens from hidden states, without all logits in memory at once.
 
 Shapes: M tokens, m of them in a chunk, H hidden size, V vocabulary.
 """
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits of a chunk of rows, 512 MiB in float32. A chunk's share of the head's gradient is added in
-# float32, 16 bytes a weight and chunk: with two thousand rows a seventh of its products' time.
+# Logits of a chunk of rows: 512 MiB in float32. Adding a chunk's share of the head's gradient in
+# float32 moves 16 bytes per weight. With 2,000 rows that takes a seventh of the products' time.
 CHUNK_LOGITS = 1 << 27
-# A log-prob below which the probability is 0 in float64 too: stands for -inf where 0 times it is 0.
+# Stands for -inf where it is multiplied by a probability of 0: exp(-1e4) is 0 in float64 too.
 LEAST_LOGPROB = -1e4
 
 
@@ -24,17 +24,16 @@ def token_logprobs(
     temperature: float | Tensor,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of sampled tokens and the entropy there, a chunk of rows at a time.
+    """Log-probs of sampled tokens and the entropy at them, computed in chunks of rows.
 
-    A chunk's logits are made again in the backward pass, so that only one chunk is ever held; they
-    and the head's gradient are sums in float32 that no half precision rounds.
+    The backward pass computes a chunk's logits again, so that only one chunk is in memory. Logits
+    and the gradient of the head are accumulated in float32 whatever the dtype of the head is.
 
     Args:
         hidden: float [M, H], final hidden state at the position before each token.
         head: float [V, H], rows of the language-model head.
         tokens: int64 [M], the sampled ids.
-        temperature: float or float [M]; it divides logits, never log-probs; 0 stands for plain
-            logits.
+        temperature: float or float [M], divides the logits; 0 leaves them as they are.
         entropy_grad: whether the entropy has a gradient.
 
     Returns:
@@ -44,7 +43,7 @@ def token_logprobs(
         >>> token_logprobs(torch.eye(2), torch.zeros(4, 2), torch.tensor([0, 3]), 1.0)[0].exp()
         tensor([0.2500, 0.2500])
     """
-    scale = None  # of the logits; a whole pass over them is not made for a factor of 1
+    scale = None  # of the logits; a factor of 1 costs no pass over them
     if isinstance(temperature, Tensor):
         scale = torch.where(temperature > 0, temperature, 1.0).reciprocal().unsqueeze(-1)  # [M, 1]
     elif temperature not in (0.0, 1.0):
@@ -53,7 +52,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """`token_logprobs`, with the gradient by its formula: few passes over [m, V], all in place."""
+    """`token_logprobs` with an explicit gradient: few passes over [m, V], all in place."""
 
     @staticmethod
     def forward(
@@ -71,7 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = _logits(hidden, head, scale, part)  # [m, V]
             logp = logits.log_softmax(-1)  # [m, V]
             logprobs[part] = logp.gather(-1, tokens[part]).squeeze(-1)
-            # -inf times its probability of 0 is NaN, and counts as nothing.
+            # -inf times its probability of 0 is NaN and is left out.
             entropy[part] = torch.exp(logp, out=logits).mul_(logp).nansum(-1).neg_()
         ctx.save_for_backward(hidden, head, tokens, scale, entropy if entropy_grad else None)
         if not entropy_grad:
@@ -81,7 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, tokens, scale, entropy = ctx.saved_tensors
-        # What all logits of a row share of their gradient goes to the narrow side of a product.
+        # A factor that all logits of a row share is applied to the narrow side of a product.
         factor = -grad if entropy is None else torch.full_like(grad, -1.0)  # [M]
         factor = factor.unsqueeze(-1) if scale is None else factor.unsqueeze(-1) * scale  # [M, 1]
         grad_hidden = torch.empty_like(hidden)  # [M, H]
@@ -89,7 +88,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for part in _chunks(len(tokens), len(head)):
             logits = _logits(hidden, head, scale, part)  # [m, V]
             if entropy is None:
-                slope = logits.softmax(-1)  # [m, V], of minus the log-prob
+                slope = logits.softmax(-1)  # [m, V], of the negative log-prob
                 own = slope.gather(-1, tokens[part]) - 1  # [m, 1]
             else:
                 logp = logits.log_softmax(-1).clamp_min_(LEAST_LOGPROB)  # [m, V]
@@ -116,7 +115,7 @@ def _logits(hidden: Tensor, head: Tensor, scale: Tensor | None, part: slice) -> 
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as float32 at least: on a card straight from its sums."""
+    """a @ b in float32 or wider; on a GPU the accumulator is not rounded to half precision."""
     if a.dtype not in (torch.float16, torch.bfloat16):
         return a @ b
     if a.is_cuda:

@@ -1,4 +1,4 @@
-"""Float32 masters of a model's parameters: what an optimizer works on."""
+"""Float32 master weights of a model's parameters, which the optimizer updates."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ WIDE = (torch.float32, torch.float64)
 
 
 class MasterWeights:
-    """The parameters that are trained, and float32 copies of those that are of half precision.
+    """The trained parameters, and float32 copies of those in half precision.
 
-    Parameters of float32 and wider are their own masters. Of several ranks each may hold a part of
-    every master instead, and of the optimizer's state with it.
+    Parameters in float32 or float64 are their own masters. With several ranks each may hold a part
+    of every master and of the optimizer's state.
 
     Args:
         model: trained in place: views of its parameters stay valid. The same on all ranks.
         world: ranks whose gradients are added up.
-        shard: each holds a part.
+        shard: whether each rank holds only a part.
 
     Example:
         >>> weights = MasterWeights(torch.nn.Linear(2, 2).bfloat16())
@@ -37,12 +37,12 @@ class MasterWeights:
         self.world = world or World()
         self._shards = None
         if shard and self.world.size > 1:
-            from ..common.shards import Shards  # which takes its time to load
+            from ..common.shards import Shards  # slow to import
 
             self._shards = Shards(self.world.device)
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters: list[Tensor] = [self._master(p) for p in self.params]
-        # Where this rank adds up the gradients of each parameter.
+        # This rank adds up the gradients of each parameter in the `grad` of these.
         self._sums: list[Any] = self.masters
         if self._shards is not None:
             self._sums = [p if p.dtype in WIDE else SimpleNamespace(grad=None) for p in self.params]
@@ -55,28 +55,28 @@ class MasterWeights:
 
     @property
     def copies(self) -> list[Tensor]:
-        """The masters of parameters of half precision."""
+        """The masters of parameters in half precision."""
         pairs = zip(self.params, self.masters, strict=True)
         return [master for param, master in pairs if param.dtype not in WIDE]
 
     def together(self) -> AbstractContextManager[None]:
-        """Where ranks need each other's parts: one that is lost is named."""
+        """A block in which ranks exchange parts; a lost rank is named in the error."""
         return contextlib.nullcontext() if self._shards is None else self.world.together()
 
     def part(self, whole: Tensor) -> Tensor:
-        """What a rank keeps of a tensor that all have: its part, or all of it."""
+        """This rank's part of a tensor that all ranks have, or all of it without sharding."""
         return whole if self._shards is None else self._shards.part(whole)
 
     def saved(self, part: Tensor) -> Tensor:
-        """For a checkpoint, what ranks have parts of, on rank 0's host; all ask for it together."""
+        """The whole tensor for a checkpoint, on rank 0's host; all ranks must call it together."""
         if self._shards is None:
             return part
-        whole = self._shards.whole(part)  # one at a time: a card need not have room for all
+        whole = self._shards.whole(part)  # one at a time: all at once may not fit on the GPU
         return whole.cpu() if self.world.rank == 0 else whole.new_empty(0)
 
     def collect_gradients(self) -> None:
         """Adds the parameters' gradients to their sums; call after each backward pass."""
-        # Sums over micro-batches stay in float32: bfloat16 would round small shares away.
+        # In float32: sums in bfloat16 would lose small shares of micro-batches.
         found = [
             (p, s)
             for p, s in zip(self.params, self._sums, strict=True)
@@ -86,7 +86,6 @@ class MasterWeights:
         more = [(p, s) for p, s in found if s.grad is not None]
         for param, total in first:
             total.grad = torch.empty_like(param, dtype=torch.float32)
-        # Lists of tensors: a kernel for many of them.
         if first:
             torch._foreach_copy_([s.grad for _, s in first], [p.grad for p, _ in first])
         if more:
@@ -95,7 +94,7 @@ class MasterWeights:
             param.grad = None
 
     def sum_gradients(self) -> None:
-        """Gives the masters the gradients of all ranks, added up; call before `step`."""
+        """Sets the masters' gradients to the sums over all ranks; call before `step`."""
         if self.world.size == 1:
             return
         for param, total in zip(self.params, self._sums, strict=True):
@@ -111,17 +110,17 @@ class MasterWeights:
                 master.grad = self._shards.add_up(addend)
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, lr: float) -> Tensor:
-        """Clips the masters' gradients, steps and writes the parameters; clears the gradients.
+        """Clips the masters' gradients, updates the parameters and clears the gradients.
 
-        A gradient that is not finite is a warning and changes nothing.
+        A gradient that is not finite is skipped with a warning.
 
         Args:
             optimizer: over `masters`.
-            max_norm: of the gradient.
+            max_norm: bound of the gradient's norm.
             lr: learning rate of this step.
 
         Returns:
-            The gradient's norm before the clipping, float [].
+            The gradient's norm before clipping, float [].
         """
         with self.together():
             norm = nn.utils.clip_grad_norm_(self.masters, max_norm)  # []

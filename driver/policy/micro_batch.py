@@ -1,4 +1,4 @@
-"""A packed row of prompts and responses, with what the policy loss needs at the response tokens."""
+"""A packed row of prompts and responses with the inputs of the policy loss at response tokens."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed documents of one pass, T tokens, and what the loss needs at M response tokens."""
+    """Packed documents of one pass, T tokens, and the inputs of the loss at M response tokens."""
 
     input_ids: Tensor  # int64 [1, T]
     documents: Documents
     rows: Tensor  # int64 [M], the position before each response token
     tokens: Tensor  # int64 [M]
     owner: Tensor  # int64 [M], index of the response in the step
-    temperature: float | Tensor  # float32 [M], or what all have
+    temperature: float | Tensor  # float32 [M], or the one of all
     rollout_logprobs: Tensor  # float32 [M]
     old_logprobs: Tensor | None = None  # float32 [M]
     entropy: Tensor | None = None  # float32 [M], of the step-start policy
     ref_logprobs: Tensor | None = None  # float32 [M]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same batch elsewhere; a card does not wait for its copies."""
+        """The same batch on another device; copies to a GPU are asynchronous."""
         return _moved(self, device)
 
 
 def build_micro_batch(
     responses: Sequence[Response], owners: Sequence[int], device: torch.device | str
 ) -> MicroBatch:
-    """Pack responses behind their prompts, every sampled token as it came and nothing added.
+    """Pack prompts and responses; every sampled token is kept and none is added.
 
     Args:
         responses: of the whole step.
-        owners: which of them to pack, in this order.
-        device: where the tensors live.
+        owners: indices of the responses to pack, in this order.
+        device: of the tensors.
 
     Returns:
         The packed row.
@@ -53,8 +53,8 @@ def build_micro_batch(
     packed = [responses[index] for index in owners]
     prompts = torch.tensor([len(r.request.prompt_ids) for r in packed])  # [D]
     counts = torch.tensor([len(r.token_ids) for r in packed])  # [D]
-    # The token at place j is predicted by the hidden state at j - 1. What lies before a response's
-    # rows in the row, less what lies before them among the rows, is the prompts up to its own.
+    # The hidden state at j - 1 predicts the token at j. The tokens before a response are earlier
+    # responses, which the count of rows includes, and the prompts up to its own.
     rows = torch.arange(int(counts.sum())) + (prompts.cumsum(0) - 1).repeat_interleave(counts)
     ids = _flat([part for r in packed for part in (r.request.prompt_ids, r.token_ids)], np.int64)
     input_ids = ids.unsqueeze(0)  # [1, T]
@@ -74,7 +74,7 @@ def build_micro_batch(
 
 
 def _flat(parts: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
-    """The numbers of all parts; NumPy reads a list in a tenth of the time that torch takes."""
+    """The numbers of all parts; NumPy reads a list ten times as fast as torch."""
     count = sum(map(len, parts))
     return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype, count))
 
@@ -89,5 +89,5 @@ def _moved(value: T, device: torch.device) -> T:
     if not isinstance(value, Tensor):
         return value
     if value.device.type == "cpu" and device.type == "cuda":
-        value = value.pin_memory()  # else the host would wait for all that the card has been given
+        value = value.pin_memory()  # otherwise the copy waits for all work queued on the GPU
     return value.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Packed sequences: documents laid end to end in one row, no padding, none seeing another."""
+"""Packed sequences: documents concatenated in one row, without padding or attention across."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Cut documents into rows of at most `budget` tokens.
 
-    Longest first, so that a row holds documents of like length; a document longer than the budget
-    has a row alone.
+    Longest first, so that the documents of a row have similar lengths. A document longer than the
+    budget gets a row to itself.
 
     Args:
         lengths: tokens of each document.
         budget: tokens in a row.
 
     Returns:
-        Rows of document indices; each index once.
+        The document indices of each row; each index occurs once.
 
     Example:
         >>> pack([2, 5, 3], 5)
@@ -37,7 +37,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def packed_positions(lengths: Sequence[int]) -> Tensor:
-    """Positions that restart at every document.
+    """Positions that start at 0 in every document.
 
     Args:
         lengths: tokens of each document of the row.

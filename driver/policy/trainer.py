@@ -60,7 +60,9 @@ class PolicyTrainer:
     ):
         self.world = world or World()
         if any(p.dtype == torch.float16 for p in model.parameters()):
-            raise ValueError("model: wanted bfloat16 or float32, got float16: gradients underflow")
+            raise ValueError(
+                "model: expected bfloat16 or float32, got float16: gradients underflow"
+            )
         # With dropout the trained policy would not be the one that sampled.
         self.model = model.eval()
         self.cfg = cfg
@@ -221,7 +223,7 @@ class PolicyTrainer:
         copies = self.weights.copies
         if len(copies) != len(state["masters"]):
             raise ValueError(
-                f"masters: wanted {len(copies)} tensors, got {len(state['masters'])}; "
+                f"masters: expected {len(copies)} tensors, got {len(state['masters'])}; "
                 "the checkpoint is of a model of another dtype"
             )
         with torch.no_grad():
@@ -343,16 +345,16 @@ def _each_moment(
 
 def _check_responses(responses: Sequence[Response]) -> None:
     if not responses:
-        raise ValueError("responses: wanted at least one, got none")
+        raise ValueError("responses: expected at least one, got none")
     if len({r.request.id for r in responses}) != len(responses):
         raise ValueError("responses: request ids must differ, got a repeated one")
     for response in responses:
         request = response.request
         if not request.prompt_ids:
-            raise ValueError(f"request {request.id}: wanted prompt_ids, got an empty prompt")
+            raise ValueError(f"request {request.id}: expected prompt_ids, got an empty prompt")
         if len(response.logprobs) != len(response.token_ids):
             raise ValueError(
-                f"request {request.id}: wanted one log-prob per token, got "
+                f"request {request.id}: expected one log-prob per token, got "
                 f"{len(response.logprobs)} for {len(response.token_ids)} tokens"
             )
         if request.params.top_k != 0 or request.params.top_p != 1.0:

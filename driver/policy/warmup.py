@@ -1,4 +1,4 @@
-"""Supervised warm-up: the policy imitates a task's worked responses for a few hundred steps."""
+"""Supervised warm-up: the policy is trained on a task's worked responses before RL."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .packing import pack
 RAMP_STEPS = 20
 FINAL_LR_SHARE = 0.1
 MAX_GRAD_NORM = 1.0
-MAX_WORKERS = 12  # processes that make demonstrations beside a GPU
-# Warm-up reads the train split from here on, far from the prompts that RL starts with.
+MAX_WORKERS = 12  # processes that make demonstrations while a GPU trains
+# First index of the train split that the warm-up reads; RL starts at 0 and does not get here.
 FIRST_INDEX = 1 << 40
 
 
@@ -41,17 +41,17 @@ def warm_up(
 ) -> list[float]:
     """Trains the model in place on demonstrations of the train split.
 
-    The loss is the mean cross-entropy over response tokens, the end token included; prompts are not
-    learned. AdamW on float32 masters, a short linear ramp, then a cosine down to a tenth of `lr`.
-    Every addition has one order: cards of one kind make the same weights, bit for bit.
+    The loss is the mean cross-entropy over response tokens, including the end token. The optimizer
+    is AdamW on float32 masters, with a short linear ramp and then a cosine down to a tenth of `lr`.
+    Operations are deterministic: GPUs of one kind get the same weights, bit for bit.
 
     Args:
         model: trained in place.
         encode: of the policy; its tokenizer needs an end token.
         task: its `demonstration` must not be None.
         config: steps, batch, lr, tokens of a packed row.
-        seed: decides which prompts are shown; the same seed gives the same weights.
-        progress: called after each step with the steps done and the step's loss.
+        seed: selects the prompts; the same seed gives the same weights.
+        progress: called after each step with the number of finished steps and the step's loss.
 
     Returns:
         The loss of each step.
@@ -62,7 +62,7 @@ def warm_up(
     Example:
         >>> losses = warm_up(model, encode, task, WarmupConfig(steps=200), 0)  # doctest: +SKIP
     """
-    demonstration(encode, task, FIRST_INDEX)  # a task without any is refused here
+    demonstration(encode, task, FIRST_INDEX)  # raises before any work if the task has none
     weights = MasterWeights(model)
     optimizer = torch.optim.AdamW(weights.masters, lr=config.lr, betas=(0.9, 0.98))
     losses = []
@@ -101,8 +101,8 @@ def demonstrations(
         encode: of the policy; its tokenizer needs an end token.
         task: its `demonstration` must not be None.
         config: steps, batch and tokens of a row.
-        seed: decides which prompts are shown.
-        workers: processes that make them ahead; 0: this one makes them.
+        seed: selects the prompts.
+        workers: processes that prefetch them; 0: the main process makes them.
 
     Returns:
         Rows on the CPU, step by step.
@@ -112,10 +112,10 @@ def demonstrations(
 
 
 def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
-    """The worked response to a prompt of the train split, as if it had been sampled.
+    """The worked response to a prompt of the train split, in the form of a sampled one.
 
     Raises:
-        UserError: the task has no demonstrations.
+        UserError: the task has no demonstrations, or the tokenizer no end token.
     """
     prompt = task.prompt("train", index)
     worked = task.demonstration(prompt)
@@ -130,10 +130,10 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
 
 
 def cross_entropy(model: PreTrainedModel, row: MicroBatch) -> Tensor:
-    """Summed over the response tokens of a packed row, []; one chunk of logits is held at a time.
+    """Cross-entropy summed over the response tokens of a packed row, [].
 
     Args:
-        model: of any family that `packed_forward` knows.
+        model: of a family that `packed_forward` supports.
         row: on the model's device.
     """
     hidden = packed_forward(model, row.input_ids, row.documents)  # [T, H]
@@ -142,7 +142,7 @@ def cross_entropy(model: PreTrainedModel, row: MicroBatch) -> Tensor:
 
 
 class _Steps(Dataset):
-    """What each step shows."""
+    """The packed rows of each step."""
 
     def __init__(self, encode: PromptEncoder, task: Task, config: WarmupConfig, first: int) -> None:
         self.encode, self.task, self.config, self.first = encode, task, config, first
@@ -153,9 +153,9 @@ class _Steps(Dataset):
     def __getitem__(self, step: int) -> list[MicroBatch]:
         batch = self.config.batch
         first = self.first + step * batch
-        shown = [demonstration(self.encode, self.task, first + i) for i in range(batch)]
-        lengths = [len(r.request.prompt_ids) + len(r.token_ids) for r in shown]
+        worked = [demonstration(self.encode, self.task, first + i) for i in range(batch)]
+        lengths = [len(r.request.prompt_ids) + len(r.token_ids) for r in worked]
         return [
-            build_micro_batch(shown, row, torch.device("cpu"))
+            build_micro_batch(worked, row, torch.device("cpu"))
             for row in pack(lengths, self.config.micro_batch_tokens)
         ]

@@ -140,7 +140,7 @@ class RewardWorkers:
         index, prompt, *_ = job
         number = finite(value)
         if not error and number is None:
-            error = f"wanted a finite number, got {shown(value)}"
+            error = f"expected a finite number, got {shown(value)}"
         if error:
             message = f"reward of response {index} to prompt {prompt.id}: {error}"
             if self.config.on_error == "stop":

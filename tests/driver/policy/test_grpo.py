@@ -75,7 +75,7 @@ def test_advantage_is_zero_where_all_rewards_are_equal_fault_48(kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if ESTIMATORS[kind].needs_siblings])
-def test_an_equal_group_is_zero_beside_a_mixed_one_fault_48(kind):
+def test_an_equal_group_is_zero_and_a_mixed_one_is_not_fault_48(kind):
     rewards, groups = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1]), torch.tensor([0, 1, 0, 1, 0])
     advantages = grpo.group_advantages(rewards, groups, kind)
     assert (advantages == 0).tolist() == [True, False, True, False, True]
@@ -137,7 +137,7 @@ def test_groups_are_identified_by_id_fault_45():
 
 
 def test_leave_one_out_is_finite_where_siblings_agree_fault_46():
-    # The odd one's siblings have no spread at all; it is not divided by.
+    # The siblings of the first response have a spread of 0, which nothing is divided by.
     advantages = grpo.group_advantages(
         torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.zeros(4, dtype=torch.long), "rloo"
     )
@@ -145,9 +145,9 @@ def test_leave_one_out_is_finite_where_siblings_agree_fault_46():
 
 
 def test_advantage_errors_name_the_argument():
-    with pytest.raises(ValueError, match="advantage: wanted one of .*got 'gae'"):
+    with pytest.raises(ValueError, match="advantage: expected one of .*got 'gae'"):
         grpo.group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), "gae")
-    with pytest.raises(ValueError, match=r"groups: wanted shape \[N\].*got \[3\]"):
+    with pytest.raises(ValueError, match=r"groups: expected shape \[N\].*got \[3\]"):
         grpo.group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.long), "grpo")
 
 
@@ -157,17 +157,17 @@ def test_advantage_errors_name_the_argument():
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        (None, "wanted a list of 2 numbers.*got None"),
-        (1.0, "wanted a list of 2 numbers.*got 1.0"),
-        ("ab", "wanted a list of 2 numbers.*got 'ab'"),
-        ([1.0], "wanted 2 numbers.*got 1"),
-        ([1.0, 2.0, 3.0], "wanted 2 numbers.*got 3"),
-        ([1.0, None], r"rewards\[1\]: wanted a finite number, got None"),
-        ([math.nan, 1.0], r"rewards\[0\]: wanted a finite number, got nan"),
-        ([1.0, math.inf], r"rewards\[1\]: wanted a finite number, got inf"),
-        ([1.0, "1"], r"rewards\[1\]: wanted a finite number, got '1'"),
-        ([10**400, 1.0], r"rewards\[0\]: wanted a finite number, got 1000"),
-        ([1.0, 10**5000], r"rewards\[1\]: wanted a finite number, got a value of type int"),
+        (None, "expected a list of 2 numbers.*got None"),
+        (1.0, "expected a list of 2 numbers.*got 1.0"),
+        ("ab", "expected a list of 2 numbers.*got 'ab'"),
+        ([1.0], "expected 2 numbers.*got 1"),
+        ([1.0, 2.0, 3.0], "expected 2 numbers.*got 3"),
+        ([1.0, None], r"rewards\[1\]: expected a finite number, got None"),
+        ([math.nan, 1.0], r"rewards\[0\]: expected a finite number, got nan"),
+        ([1.0, math.inf], r"rewards\[1\]: expected a finite number, got inf"),
+        ([1.0, "1"], r"rewards\[1\]: expected a finite number, got '1'"),
+        ([10**400, 1.0], r"rewards\[0\]: expected a finite number, got 1000"),
+        ([1.0, 10**5000], r"rewards\[1\]: expected a finite number, got a value of type int"),
     ],
 )
 def test_bad_rewards_are_refused_fault_51(rewards, message):

@@ -20,7 +20,7 @@ def test_temperature_divides_logits_not_logprobs_fault_44():
     assert_close(plain.exp(), torch.tensor([0.75]))
 
 
-def test_entropy_of_known_laws():
+def test_entropy_of_known_distributions():
     # A uniform row, and one with tokens whose probability underflows to 0.
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, -1e4, -1e4]])
     _, entropy = token_logprobs(logits, torch.eye(4), torch.tensor([0, 1]), 1.0)

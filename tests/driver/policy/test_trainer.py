@@ -67,7 +67,7 @@ def plain_logprobs(model, response):
 
 
 def make_responses(model, num=8, temperature=1.0, seed=0):
-    """Ragged responses of random tokens in groups of four, end tokens among and after them."""
+    """Responses of random tokens and lengths in groups of four, with end tokens in between."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high, count=1):
@@ -183,7 +183,8 @@ def test_gradient_does_not_depend_on_responses_per_micro_batch_fault_41(size):
 
 @pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_responses_left_out_leave_the_gradient_and_the_denominator_fault_42(advantage):
-    """The baseline and the spread of their siblings too: a group is left out in part, one whole."""
+    """So do the baseline and the spread of their siblings: one group is left out in part, one
+    completely."""
     model = make_model(torch.float64)
     responses = make_responses(model, num=12)
     rewards = [*REWARDS, 1.0, 0.0, 1.0, 0.0]
@@ -213,8 +214,8 @@ def test_ratio_is_exactly_one_at_the_first_update_fault_43(temperature):
     [{}, {"advantage": "dapo"}, {"entropy_coef": 0.1}, {"kl_coef": 0.1}, {"is_cap": 0.9}],
     ids=lambda options: next(iter(options), "plain"),
 )
-def test_the_update_s_own_logprobs_are_the_old_ones(dtype, options):
-    """With one update a step: the same policy and the same log as after a pass of their own."""
+def test_the_old_logprobs_come_from_the_update_itself(dtype, options):
+    """With one update a step, a separate pass for them gives the same policy and the same log."""
     model, reference = make_model(dtype), make_model(dtype, seed=5)
     responses = make_responses(model, temperature=0.7)
     cfg, found = Cfg(lr=1e-2, micro_batch_tokens=60, **options), []
@@ -239,7 +240,7 @@ def test_the_update_s_own_logprobs_are_the_old_ones(dtype, options):
     [{"epochs": 2}, {"minibatches": 2}, {"kl_coef": 0.1, "kl_in": "reward"}],
     ids=lambda options: next(iter(options)),
 )
-def test_old_logprobs_have_a_pass_of_their_own_where_they_are_not_the_update_s(options):
+def test_old_logprobs_have_a_separate_pass_when_the_update_cannot_give_them(options):
     model = make_model()
     trainer = PolicyTrainer(model, Cfg(**options), lambda: make_model(seed=5))
     responses, fixed = make_responses(model), []
@@ -250,7 +251,7 @@ def test_old_logprobs_have_a_pass_of_their_own_where_they_are_not_the_update_s(o
 
 
 def test_every_sampled_token_and_no_other_is_trained_on_fault_39_and_40():
-    # End ids within, at the end, and missing: the packed row is the plain concatenation.
+    # With end ids inside, at the end and missing, the packed row is the plain concatenation.
     model = make_model()
     responses = make_responses(model)
     batch = build_micro_batch(responses, range(8), "cpu")
@@ -301,7 +302,7 @@ def test_checkpointing_changes_no_gradient(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:sampling_logp_difference")  # the responses grow stale
-def test_entropy_bonus_makes_the_policy_less_sure():
+def test_entropy_bonus_raises_the_entropy():
     entropies = []
     for coef in (0.0, 1.0):
         model = make_model()
@@ -366,7 +367,7 @@ def test_updates_make_rewarded_responses_likelier(advantage):
     responses = make_responses(model)
     trainer = PolicyTrainer(model, Cfg(advantage=advantage, lr=3e-3))
     with warnings.catch_warnings():
-        # The same responses again and again: the policy moves away from them on purpose.
+        # The same responses in each update: the policy moves away from them.
         warnings.filterwarnings("ignore", "sampling_logp_difference")
         for _ in range(5):
             trainer.update(responses, REWARDS)
@@ -608,12 +609,12 @@ def test_resume_continues_bit_for_bit(dtype, tmp_path):
 
 def test_state_of_another_dtype_is_refused():
     state = PolicyTrainer(make_model(torch.bfloat16), Cfg()).state_dict()
-    with pytest.raises(ValueError, match="masters: wanted 0 tensors, got"):
+    with pytest.raises(ValueError, match="masters: expected 0 tensors, got"):
         PolicyTrainer(make_model(), Cfg()).load_state_dict(state)
 
 
 def test_half_precision_parameters_follow_float32_masters_in_place():
-    # Steps far below half a unit in the last place: without masters the weights would never move.
+    # Steps far below half a unit in the last place would be lost without masters.
     model = make_model(torch.bfloat16)
     storage = [p.data_ptr() for p in model.parameters()]
     before = [p.detach().clone() for p in model.parameters()]
@@ -635,7 +636,7 @@ def test_half_precision_parameters_follow_float32_masters_in_place():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: replace(r, logprobs=r.logprobs[:-1]), "wanted one log-prob per token"),
+        (lambda r: replace(r, logprobs=r.logprobs[:-1]), "expected one log-prob per token"),
         (lambda r: replace(r, request=replace(r.request, prompt_ids=())), "got an empty prompt"),
         (
             lambda r: replace(r, request=replace(r.request, params=SamplingParams(top_k=5))),
@@ -663,17 +664,17 @@ def test_missing_and_repeated_responses_are_refused():
     model = make_model()
     responses = make_responses(model)
     trainer = PolicyTrainer(model, Cfg())
-    with pytest.raises(ValueError, match="wanted at least one"):
+    with pytest.raises(ValueError, match="expected at least one"):
         trainer.update([], [])
     with pytest.raises(ValueError, match="request ids must differ"):
         trainer.update([responses[0], responses[0]], [0.0, 1.0])
-    with pytest.raises(ValueError, match="wanted 8 numbers, one per response, got 1"):
+    with pytest.raises(ValueError, match="expected 8 numbers, one per response, got 1"):
         trainer.update(responses, [1.0])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 9])
 def test_ranks_share_the_tokens_of_an_update_evenly(ranks):
-    """Whatever is packed is packed once; rows themselves may be fewer than the ranks."""
+    """Each response is packed once; there may be fewer rows than ranks."""
     model = make_model()
     responses, part = make_responses(model), [7, 0, 2, 5, 4, 1, 6, 3]
     seen, tokens = [], []

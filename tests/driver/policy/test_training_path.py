@@ -1,7 +1,7 @@
-"""Whole training steps of any checkpoint; what other trainers got wrong, on the path of a run.
+"""Whole training steps: known faults of other trainers, tested on the path of a run.
 
-Rollouts of the engine, rewards, the update and new weights into the engine, none of them replaced
-but for the rewards, which a random model would not earn.
+Rollouts, the update and the new weights in the engine are real. Rewards are replaced, because a
+random model would earn none.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ def mixed_rewards(monkeypatch):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts runs of the tiny model, or of what the words say."""
+    """Starts runs of the tiny model, changed by the words."""
     runs = []
 
     def make(*words):
@@ -48,7 +48,7 @@ def start(tmp_path):
 
 
 def one_step(run):
-    """A step as `run_steps` makes it; what it learned from, and its metrics."""
+    """One step as in `run_steps`: its experience and its metrics."""
     step = run.gather()
     run.finish_bubble()
     metrics = run.update_policy(step)
@@ -58,7 +58,7 @@ def one_step(run):
 
 
 def greedy(run, prompt, count):
-    """What the engine says without chance, and what the trainer's model does."""
+    """Greedy tokens of the engine, and of the trainer's model."""
     params = SamplingParams(temperature=0.0, max_new_tokens=count, stop_ids=())
     engine = run.rollout.engine
     (ours,) = engine.generate([Request(1, 0, prompt, params)], record=False)
@@ -75,12 +75,12 @@ def recomputed(run, response):
     ids = torch.tensor([[*prompt, *response.token_ids]])
     with torch.no_grad():
         logits = run.policy(ids).logits[0, len(prompt) - 1 : -1]
-    law = (logits / response.request.params.temperature).log_softmax(-1)
-    return law.gather(-1, torch.tensor(response.token_ids)[:, None])[:, 0]
+    logprobs = (logits / response.request.params.temperature).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(response.token_ids)[:, None])[:, 0]
 
 
 def caught_gradients(trainer):
-    """The gradient of each update from here on, none of which changes the policy."""
+    """The gradient of each later update; none of them changes the policy."""
     gradients = []
     trainer._optimizer_step = lambda lr: (
         gradients.append([m.grad.clone() for m in trainer.masters])
@@ -92,8 +92,8 @@ def caught_gradients(trainer):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_checkpoint_trains(variant, tmp_path, start):
-    """Two steps of a random checkpoint: log-probs of its speculative rollouts are those of the
-    model, and after every sync the engine's greedy text is the trainer's."""
+    """Two steps of a random checkpoint: the log-probs of its speculative rollouts are those of the
+    model, and after every sync the engine's greedy text is that of the trainer."""
     folder = tmp_path / "model"
     vocabulary = len(tiny.VOCABULARY)
     save_model(folder, variant, vocab_size=vocabulary, eos_token_id=END, pad_token_id=0)
@@ -109,7 +109,7 @@ def test_any_checkpoint_trains(variant, tmp_path, start):
         for response in step.responses:
             wanted = recomputed(run, response)
             torch.testing.assert_close(torch.tensor(response.logprobs), wanted, rtol=0, atol=1e-4)
-            # Fault 40: any of several ids ends a response, and none lies within.
+            # Fault 40: any of several ids ends a response, and none occurs before its end.
             finishes.add(response.token_ids[-1] if response.finish == "stop" else None)
             assert not set(response.token_ids[:-1]) & set(END)
         run.finish_bubble()
@@ -118,7 +118,7 @@ def test_any_checkpoint_trains(variant, tmp_path, start):
         run.sync_weights()
         ours, theirs = greedy(run, prompt, 16)
         assert ours == theirs
-    assert ours != before[0]  # the updates were large enough to be seen
+    assert ours != before[0]  # the updates were large enough to change the text
     assert finishes >= set(END)
 
 
@@ -154,7 +154,7 @@ def test_first_ratio_is_one_at_any_temperature_faults_43_and_44(
 def test_the_first_minibatch_starts_from_the_policy_that_sampled_fault_43(
     start, monkeypatch, temperature, dtype, off
 ):
-    """Its old log-probs are of a pass of their own, before the update: the ratio can be wrong."""
+    """A separate forward pass computes its old log-probs, so the ratio could differ from 1."""
     words = [f"sampling.temperature={temperature}", f"model.dtype={dtype}"]
     run = start(*words, "grpo.minibatches=2", "grpo.micro_batch_tokens=64", "grpo.lr=1e-2")
     farthest, loss = [], grpo.policy_loss
@@ -230,8 +230,8 @@ def test_the_gradient_is_that_of_a_batch_without_cut_responses_fault_42(start, a
 
 
 @pytest.mark.filterwarnings("ignore:dynamic sampling")
-def test_cut_responses_do_not_make_a_group_worth_learning_from_fault_42(start, monkeypatch):
-    """A group whose other responses have equal rewards would not have been kept without them."""
+def test_cut_responses_do_not_make_a_group_mixed_fault_42(start, monkeypatch):
+    """Without cut responses the rewards of a group may be equal; then the group is not kept."""
     monkeypatch.setattr(
         Collector,
         "rewards",
@@ -256,7 +256,7 @@ def test_equal_prompts_of_a_step_are_groups_of_their_own_fault_45(start, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore:.*equal rewards", "ignore:sampling_logp_difference")
-def test_odd_ones_out_and_equal_groups_are_finite_faults_46_and_48(start):
+def test_single_outliers_and_equal_groups_are_finite_faults_46_and_48(start):
     run = start("grpo.advantage=rloo")
     step = run.gather()
     step = replace(step, rewards=[0.0, 1.0, 1.0, 1.0, *[0.1] * 4, *[0.7] * 4])
@@ -293,22 +293,24 @@ def test_nan_of_a_response_that_is_left_out_is_not_read_fault_50(start):
 
 
 @pytest.mark.parametrize(("value", "message"), [(None, "got None"), (float("nan"), "got nan")])
-def test_rewards_that_are_no_numbers_stop_the_step_fault_51(start, monkeypatch, value, message):
+def test_rewards_that_are_not_numbers_stop_the_step_fault_51(start, monkeypatch, value, message):
     run = start()
     monkeypatch.undo()  # the real rewards
     monkeypatch.setattr(run.task, "reward", lambda *of: value)
-    wanted = f"response [0-3] to prompt sums/train/0: wanted a finite number, {message}"
+    wanted = f"response [0-3] to prompt sums/train/0: expected a finite number, {message}"
     with pytest.raises(UserError, match=wanted):
         run.gather()
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), [1.0]])
-def test_rewards_that_are_no_numbers_count_as_configured_fault_51(start, monkeypatch, value):
+def test_rewards_that_are_not_numbers_count_as_configured_fault_51(start, monkeypatch, value):
     run = start("reward.on_error=zero")
     monkeypatch.undo()
     bad = run.task.prompt("train", 1)
     monkeypatch.setattr(run.task, "reward", lambda p, *of: value if p == bad else 0.5)
-    with pytest.warns(UserWarning, match=f"prompt {bad.id}: wanted a finite number.*counted as 0"):
+    with pytest.warns(
+        UserWarning, match=f"prompt {bad.id}: expected a finite number.*counted as 0"
+    ):
         step = run.gather()
     assert step.rewards == [0.5] * 4 + [0.0] * 4 + [0.5] * 4
 
@@ -329,7 +331,7 @@ def test_an_engine_that_missed_a_sync_is_found_fault_53(start, monkeypatch):
         one_step(run)
 
 
-def test_the_loop_makes_such_steps(start):
+def test_the_training_loop_makes_the_same_steps(start):
     run = start("run.steps=2")
     run_steps(run, Progress(2))
     records = read_jsonl(run.folder.path / "metrics.jsonl")[1:]

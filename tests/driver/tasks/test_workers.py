@@ -96,9 +96,9 @@ def test_a_second_batch_does_not_see_the_first():
         (2, "raise", "ValueError: no such unit"),
         (2, "die", "its worker died with exit code 3"),
         (2, "hang", "no answer in reward.timeout_s=4"),
-        (0, "huge", r"wanted a finite number, got 1000\S+"),
-        (2, "huge", r"wanted a finite number, got 1000\S+"),
-        (0, "long", "wanted a finite number, got a value of type int"),
+        (0, "huge", r"expected a finite number, got 1000\S+"),
+        (2, "huge", r"expected a finite number, got 1000\S+"),
+        (0, "long", "expected a finite number, got a value of type int"),
     ],
 )
 def test_a_failure_names_its_sample(workers, text, reason):
