@@ -6,6 +6,7 @@ the vocabulary are cut, and whether the head is tied follows from the tensors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -238,3 +239,22 @@ def _entries(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
         if name not in headers[file]:
             raise UserError(f"{folder / file}: tensor {name} of the index is not in it")
     return {name: (folder / file, headers[file][name]) for name, file in files.items()}
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """A hash that tells a model from others: its settings, and names, sizes and starts of weights.
+
+    Args:
+        folder: in Hugging Face layout.
+
+    Example:
+        >>> folder_fingerprint(Path("my-model"))  # doctest: +SKIP
+        '0f4b5c8d9e6a7b1c'
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    for path in [folder / "config.json", *sorted(weights)]:
+        if path.exists():
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(1 << 20))
+    return digest.hexdigest()

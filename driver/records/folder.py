@@ -231,6 +231,26 @@ class RunFolder:
         """
         run_checkpoint.save_reference(self._checkpoints, write_policy)
 
+    def check_inputs(self, fingerprints: Mapping[str, str]) -> None:
+        """Refuses to resume with other data or another model behind the same settings.
+
+        Args:
+            fingerprints: setting -> hash of the contents that it names. A new run keeps them in
+                `inputs.json`.
+
+        Raises:
+            UserError: the contents are not those that the run began with.
+        """
+        path = self.path / "inputs.json"
+        if not path.exists():  # a new run, or one of an earlier version
+            return write_text(path, json.dumps(dict(fingerprints)) + "\n")
+        for name, began_with in json.loads(path.read_text(encoding="utf-8")).items():
+            if fingerprints[name] != began_with:
+                raise UserError(
+                    f"{name}: its contents are not those that the run in {self.path} began with;"
+                    " restore them, or start a run of another name"
+                )
+
     def write_ranks(self, states: Sequence[Sequence[tuple[float, str]]]) -> None:
         """Replaces `ranks.json`: rank -> [[seconds since the first entry, state from then on]].
 
@@ -356,11 +376,17 @@ def _check_same(config: Config, saved: Path) -> None:
             continue
         for name, value in values.items():
             fixed = name == "seed" if section == "run" else f"{section}.{name}" not in _FREE
+            if name == "path" and _is_same_place(before[section][name], value):
+                continue
             if fixed and before[section][name] != value:
                 raise UserError(
                     f"{section}.{name}: {value} now, {before[section][name]} in {saved}; a resumed"
                     " run keeps its settings: repeat them, or start a run of another name"
                 )
+
+
+def _is_same_place(before: str, now: str) -> bool:
+    return Path(before).expanduser().resolve() == Path(now).expanduser().resolve()
 
 
 def _set_back(path: Path, last_step: int) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import functools
 import gc
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..config.load import Config
 from ..config.strategy import OFF
 from ..drafter.checkpoint import DraftCheckpoints
 from ..drafter.coordinator import Coordinator
+from ..model.checkpoint import folder_fingerprint
 from ..policy.trainer import PolicyTrainer
 from ..policy.warmup import warm_up
 from ..records.checkpoint import Checkpoint, saved_reference
@@ -59,6 +61,7 @@ from .warm_start import (
 )
 
 MOST_BAD_UPDATES = 3
+MOSTLY = 0.9  # share of the responses
 MUST_BE_FINITE = ("actor/pg_loss", "actor/grad_norm")
 
 SAMPLES = 4  # responses of a step that are kept to read
@@ -150,6 +153,9 @@ class Run:
                 note(f"{folder.path} holds no whole checkpoint: starting over")
             if saved is not None:
                 saved.check(contents=folder is not None)  # one rank reads all of it
+            if folder is not None:
+                model = "" if source is None else folder_fingerprint(source)
+                folder.check_inputs({"task.path": task.fingerprint(), "model.path": model})
             policy, tokenizer = load_policy(config, saved.path if saved else source)
             encode = prompt_encoder(config, task, tokenizer)
             note(encode.describe())
@@ -310,7 +316,7 @@ class Run:
         self.lengths = [len(r.token_ids) for r in step.responses]
         self.correct += [n for n, r in zip(self.lengths, step.rewards, strict=True) if r >= 1.0]
         metrics = {**metrics, **stats.metrics(), **self.rollout.bandit.metrics()}
-        metrics |= self.rollout.engine.metrics()
+        metrics |= self.rollout.engine.metrics() | self._answer_metrics(step)
         metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
         if self.rollout.spot is not None:
             metrics |= self.rollout.spot.metrics()
@@ -324,6 +330,20 @@ class Run:
             self.folder.log_samples(self.step, self._samples(step))
             self.folder.log_step(self.step, self.last_metrics)
         self.phases.add("log", time.perf_counter() - begin)
+
+    def _answer_metrics(self, step: Experience) -> dict[str, float]:
+        """The share of responses without an answer, of tasks that look for one."""
+        if type(self.task).states_answer is Task.states_answer:
+            return {}
+        stated = [self.task.states_answer(self.collector.text(r)) for r in step.responses]
+        share = 1 - sum(stated) / len(stated)
+        if share > MOSTLY:
+            warnings.warn(
+                f"{share:.0%} of the responses state no answer in the form that task"
+                f" {self.task.name} looks for; show it in the prompt (task.shots) or in a warm-up",
+                stacklevel=2,
+            )
+        return {"reward/unanswered_share": share}
 
     def _samples(self, step: Experience) -> list[Sample]:
         """The first response to each of the first prompts."""

@@ -32,7 +32,7 @@ def make_task(
     """Builds a task from the fields of `TaskConfig`: `make_task(**asdict(config.task))`.
 
     Args:
-        name: one of `TASK_NAMES`.
+        name: one of `TASK_NAMES`, or a task of your own: `module:Class` or `path/to/file.py:Class`.
         path: jsonl: the file with question/answer lines; reasoning_gym: the name of the data set.
         digits: addition, multiplication: digits of each operand.
         shots: addition, multiplication, jsonl: worked examples before the question.
@@ -75,6 +75,10 @@ def make_task(
         from .reasoning_gym import ReasoningGymTask
 
         return ReasoningGymTask(path)
+    if ":" in name:
+        from .own import own_task
+
+        return own_task(name)
     near = difflib.get_close_matches(name, TASK_NAMES, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(f"task.name={name}: unknown task; {hint}there are {', '.join(TASK_NAMES)}")

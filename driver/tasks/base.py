@@ -50,6 +50,10 @@ class Task(Protocol):
         """
         ...
 
+    def states_answer(self, response: str) -> bool:
+        """Whether a response states an answer at all, right or wrong."""
+        return True
+
     def demonstration(self, prompt: Prompt) -> str | None:
         """A worked response for the supervised warm-up, or None where the task has none."""
         return None
@@ -57,6 +61,10 @@ class Task(Protocol):
     def size(self, split: Split) -> int | None:
         """Number of different prompts, after which they repeat; None where they are generated."""
         return None
+
+    def fingerprint(self) -> str:
+        """A hash of the data that the prompts come from, or "" where they are generated."""
+        return ""
 
     def place(self, split: Split, index: int) -> str:
         """File and line that a prompt comes from, or "" where it comes from no file."""

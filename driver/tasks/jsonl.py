@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
-import re
-from decimal import Decimal
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 from ..common.errors import UserError
-from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, generator, may_go_on, prompt_id
-
-_MARK = "####"
-_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+from .answers import MARK, equal_answers, final_answer
+from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, generator, prompt_id
 
 
 class Line(NamedTuple):
@@ -25,10 +23,10 @@ class Line(NamedTuple):
 
 
 class JsonlTask(Task):
-    """Word problems from a file; the number after the response's first `####` counts.
+    """Questions from a file; the answer after the response's first `####` (or boxed) counts.
 
-    Without `####`, or without a number after it, the reward is 0. Thousands separators, a currency
-    sign before and any text after the number are ignored, and `18.0` equals `18`. Each pass over
+    Answers are compared as numbers, as expressions or as text (`answers.equal_answers`). Without an
+    answer the reward is 0. Each pass over
     the lines of a split has a random order of its own, the same in every run.
 
     Args:
@@ -66,7 +64,21 @@ class JsonlTask(Task):
             raise UserError(f"{place}: {len(train)} training lines; wanted more than task.shots")
         self.shots = train[:shots]
         self.is_message = not shots
-        self.lines = {"train": train[shots:], "eval": held}
+        shown = {line.question for line in self.shots}
+        held = [line for line in held if line.question not in shown]
+        asked = shown | {line.question for line in held}
+        kept = [line for line in train[shots:] if line.question not in asked]
+        if not kept or not held:
+            raise UserError(
+                f"{place}: too few different questions for shots, training and evaluation"
+            )
+        if repeated := len(train) - shots - len(kept):
+            warnings.warn(
+                f"{place}: {repeated} training lines repeat a held-out question or a shot and are"
+                " left out",
+                stacklevel=2,
+            )
+        self.lines = {"train": kept, "eval": held}
 
     def prompt(self, split: Split, index: int) -> Prompt:
         id = prompt_id(self.name, split, index)
@@ -80,14 +92,23 @@ class JsonlTask(Task):
     def place(self, split: Split, index: int) -> str:
         return self._line(split, index).place
 
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for line in (*self.shots, *self.lines["train"], *self.lines["eval"]):
+            digest.update(json.dumps([line.question, line.answer]).encode())
+        return digest.hexdigest()
+
     def _line(self, split: Split, index: int) -> Line:
         lines = self.lines[split]
         epoch, at = divmod(index, len(lines))
         return lines[_order(split, epoch, len(lines))[at]]
 
     def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
-        number = final_number(response, finished)
-        return float(number is not None and number == final_number(prompt.answer))
+        gold, answer = final_answer(prompt.answer), final_answer(response, finished)
+        return float(gold is not None and answer is not None and equal_answers(gold, answer))
+
+    def states_answer(self, response: str) -> bool:
+        return final_answer(response) is not None
 
     def demonstration(self, prompt: Prompt) -> str:
         return f" {prompt.answer}\n\n"
@@ -101,29 +122,6 @@ def _order(split: Split, epoch: int, count: int) -> list[int]:
     return order
 
 
-def final_number(text: str, finished: bool = True) -> Decimal | None:
-    """The number in the line after the first `####` of a text.
-
-    Args:
-        text: a response or a worked answer.
-        finished: whether the text is complete.
-
-    Returns:
-        The number, or None where there is no mark, no number after it, or a number that may have
-        gone on in a text that was cut.
-
-    Example:
-        >>> final_number("#### 18.50 dollars")
-        Decimal('18.50')
-    """
-    line = text.partition(_MARK)[2].lstrip().partition("\n")
-    answer = line[0].lstrip("$ ")
-    found = _NUMBER.match(answer)
-    if found is None or not (finished or not may_go_on(answer[found.end() :] + line[1])):
-        return None
-    return Decimal(found.group().replace(",", ""))
-
-
 def read_jsonl(path: Path) -> list[Line]:
     """Reads and checks a question/answer file.
 
@@ -132,7 +130,7 @@ def read_jsonl(path: Path) -> list[Line]:
             are skipped.
 
     Returns:
-        The lines; each answer ends in a number after `####`.
+        The lines; each worked answer states a final answer.
 
     Raises:
         UserError: names the file, the line and what is wrong with it.
@@ -163,6 +161,6 @@ def _parse(place: str, line: str) -> Line:
             raise UserError(f"{place}: no text under {key!r}; fix or remove the line")
         if any("\ud800" <= letter <= "\udfff" for letter in item[key]):
             raise UserError(f"{place}: half a letter (a lone surrogate) in {key!r}; fix the line")
-    if final_number(item["answer"]) is None:
-        raise UserError(f"{place}: no number behind {_MARK} in the answer; fix or remove the line")
+    if final_answer(item["answer"]) is None:
+        raise UserError(f"{place}: no answer after {MARK} in 'answer'; fix or remove the line")
     return Line(item["question"], item["answer"], place)

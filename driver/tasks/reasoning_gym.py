@@ -11,10 +11,16 @@ from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, held_out, prompt_id
 # Items that one index may choose from until one is in its split: (7/8)^64 leaves 0.02 % without.
 _TRIES = 64
 _SIZE = 2**31 - 1
+# These data sets draw something for each of their items when they are made.
+_LISTED, _LISTED_SIZE = ("acre", "gsm_symbolic", "list_functions"), 1 << 12
+_SAMPLE = 8  # items that show whether answers have several lines
 
 
 class ReasoningGymTask(Task):
-    """A procedural data set of reasoning-gym; its own scorer judges the response's first line.
+    """A procedural data set of reasoning-gym, judged by its own scorer.
+
+    Where answers are one line the response's first line counts, and a line end stops generation;
+    else the whole response.
 
     Args:
         dataset: a data set's name, for example `basic_arithmetic`.
@@ -28,7 +34,6 @@ class ReasoningGymTask(Task):
     """
 
     name = "reasoning_gym"
-    stop: tuple[str, ...] = ("\n",)
     is_message = True
 
     def __init__(self, dataset: str) -> None:
@@ -41,28 +46,49 @@ class ReasoningGymTask(Task):
                 "task.name=reasoning_gym: the package is missing; pip install 'tlt-ext[gym]'"
             ) from None
         try:
-            self.items = reasoning_gym.create_dataset(dataset, seed=0, size=_SIZE)
+            size = _LISTED_SIZE if dataset in _LISTED else _SIZE
+            self.items = reasoning_gym.create_dataset(dataset, seed=0, size=size)
         except (ValueError, AssertionError) as error:
             raise UserError(f"task.path={dataset}: reasoning-gym refuses it ({error})") from None
+        answers = [str(self.items[i]["answer"]) for i in range(_SAMPLE)]
+        self.one_line = not any("\n" in answer for answer in answers)
+        self.stop = ("\n",) if self.one_line else ()
+        self.numbers: dict[str, list[int]] = {}  # of the items of each split, where they are listed
+        if dataset in _LISTED:
+            held = [held_out(self.items[number]["question"]) for number in range(size)]
+            for split in ("train", "eval"):
+                self.numbers[split] = [n for n in range(size) if held[n] == (split == "eval")]
 
     def prompt(self, split: Split, index: int) -> Prompt:
         id = prompt_id(self.name, split, index)
         item = self._item(split, index)
-        return Prompt(id, f"Question: {item['question']}\nAnswer:", str(item["answer"]))
+        answer = "" if item["answer"] is None else str(item["answer"])  # some have no single one
+        return Prompt(id, f"Question: {item['question']}\nAnswer:", answer)
+
+    def size(self, split: Split) -> int | None:
+        return len(self.numbers[split]) if self.numbers else None
 
     def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
         _, split, index = prompt.id.split("/")
         item = self._item(split, int(index))  # the scorer needs the whole item
-        line, newline, _ = response.lstrip().partition("\n")
-        if not finished and not newline:
+        answer = response.strip()
+        if self.one_line:
+            answer, newline, _ = response.lstrip().partition("\n")
+            finished = finished or bool(newline)
+        if not finished:
             return 0.0
-        line = line.strip()
-        return float(self.items.score_answer(answer=line, entry=item))
+        try:
+            return float(self.items.score_answer(answer=answer.strip(), entry=item))
+        except Exception:  # scorers of the package that parse the answer raise on malformed ones
+            return 0.0
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        return f" {prompt.answer}\n"
+        end = "\n" if self.one_line else ""
+        return f" {prompt.answer}{end}" if prompt.answer else None
 
     def _item(self, split: str, index: int) -> Mapping[str, Any]:
+        if self.numbers:
+            return self.items[self.numbers[split][index % len(self.numbers[split])]]
         for number in range(index * _TRIES, (index + 1) * _TRIES):
             item = self.items[number]
             if held_out(item["question"]) == (split == "eval"):

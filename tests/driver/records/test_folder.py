@@ -347,3 +347,19 @@ def test_a_broken_line_names_its_number(tmp_path):
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(UserError, match="metrics.jsonl:2: not a JSON object"):
         read_jsonl(path)
+
+
+def test_a_resumed_run_has_the_same_data_and_model(tmp_path):
+    """By contents: other data under the same name is refused, the same folder by another is not."""
+    data = tmp_path / "data"
+    data.mkdir()
+    words = [f"run.root={tmp_path / 'runs'}", "run.name=it", f"task.path={data}"]
+    folder = RunFolder(load_config(words))
+    folder.check_inputs({"task.path": "a", "model.path": "b"})
+    folder.close()
+    words[2] = f"task.path={data.parent / '.' / 'data'}/"
+    again = RunFolder(load_config([*words, "run.resume=true"]))
+    again.check_inputs({"task.path": "a", "model.path": "b"})
+    with pytest.raises(UserError, match="model.path: its contents are not those that the run in"):
+        again.check_inputs({"task.path": "a", "model.path": "other"})
+    again.close()

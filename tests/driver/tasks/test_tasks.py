@@ -13,7 +13,8 @@ import pytest
 from driver.common.errors import UserError
 from driver.config.sections import TaskConfig
 from driver.tasks import Prompt, make_task
-from driver.tasks.jsonl import final_number, read_jsonl
+from driver.tasks.answers import final_answer
+from driver.tasks.jsonl import read_jsonl
 from driver.tasks.sums import SLIP_RATE
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
@@ -269,7 +270,7 @@ def test_an_answer_that_the_length_limit_may_have_cut_does_not_count(
         ("####18\n\nQuestion: more? #### 19", 1),
         ("18", 0),
         ("#### -18", 0),
-        ("#### 1,8", 1),
+        ("#### 1,8", 0),
         ("#### 180", 0),
         ("####\n19", 0),
         ("#### \u0661\u0668", 0),
@@ -290,8 +291,8 @@ def test_jsonl_reward(word_problems, response, reward):
         ('["question", "answer"]', "wanted an object"),
         ('{"question": "a"}', "no text under 'answer'"),
         ('{"question": 3, "answer": "#### 3"}', "no text under 'question'"),
-        (line(answer="just 3"), "no number behind ####"),
-        (line(answer="#### three"), "no number behind ####"),
+        (line(answer="just 3"), "no answer after ####"),
+        (line(answer="####  "), "no answer after ####"),
         ("[" * 100_000, "not JSON"),
         ('{"question": "\\ud800", "answer": "#### 2"}', "half a letter"),
     ],
@@ -329,7 +330,7 @@ def test_gsm8k():
     for index in range(1319):
         prompt = task.prompt("eval", index)
         assert task.reward(prompt, task.demonstration(prompt)) == 1
-    assert final_number(task.prompt("eval", 0).answer) == 18
+    assert final_answer(task.prompt("eval", 0).answer) == "18"
 
 
 def test_reasoning_gym(fake_gym):
@@ -343,6 +344,59 @@ def test_reasoning_gym(fake_gym):
         assert task.reward(prompt, "x") == 0.01
     with pytest.raises(UserError, match="task.path=cubes: .*not registered"):
         make_task("reasoning_gym", path="cubes")
+
+
+class Gym:
+    """A data set whose answers are given; its scorer raises on anything but a number."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def __getitem__(self, n):
+        return {"question": f"{n}?", "answer": self.answers[n % len(self.answers)]}
+
+    def score_answer(self, answer, entry):
+        return float(answer == entry["answer"]) if answer else int(answer)
+
+
+@pytest.mark.parametrize(
+    ("answers", "stop", "demonstration"),
+    [(["1 2\n3 4"], (), " 1 2\n3 4"), (["12"], ("\n",), " 12\n"), ([None], ("\n",), None)],
+)
+def test_reasoning_gym_takes_the_form_of_its_answers(monkeypatch, answers, stop, demonstration):
+    module = types.SimpleNamespace(create_dataset=lambda name, seed, size: Gym(answers))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+    task = make_task("reasoning_gym", path="some")
+    prompt = task.prompt("train", 0)
+    assert task.stop == stop and task.demonstration(prompt) == demonstration
+    assert task.reward(prompt, answers[0] or "x") == (answers[0] is not None)
+    assert task.reward(prompt, "") == 0.0  # the scorer raises
+    assert task.reward(prompt, answers[0] or "x", finished=False) == 0.0
+
+
+def test_reasoning_gym_sets_that_are_listed_are_small(monkeypatch):
+    sizes = []
+    module = types.SimpleNamespace(
+        create_dataset=lambda name, seed, size: sizes.append(size) or Gym(["1"])
+    )
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+    task = make_task("reasoning_gym", path="acre")
+    count = task.size("train")
+    assert sizes == [count + task.size("eval")] and count > 3000
+    texts = [{task.prompt(split, i).text for i in range(500)} for split in ("train", "eval")]
+    assert len(texts[0]) == 500 and not texts[0] & texts[1]
+
+
+def test_repeated_questions_are_in_one_place(tmp_path):
+    path = tmp_path / "repeated.jsonl"
+    path.write_text("\n".join(line(question=f"{n % 11}?") for n in range(44)))
+    with pytest.warns(UserWarning, match="training lines repeat a held-out question or a shot"):
+        task = make_task("jsonl", path=str(path), shots=1)
+    train, held = (
+        {task.prompt(split, i).text.rpartition("Question")[2] for i in range(task.size(split))}
+        for split in ("train", "eval")
+    )
+    assert train and held and not train & held
 
 
 def test_reasoning_gym_missing(monkeypatch):

@@ -1,0 +1,159 @@
+"""Final answers: where a text states one, and when two of them are equal."""
+
+from __future__ import annotations
+
+import functools
+import re
+from fractions import Fraction
+from typing import Any
+
+from ..common.errors import UserError
+from .base import may_go_on
+
+MARK = "####"
+MOST_DIGITS = 400  # of a number, and of a power of ten: more is text
+
+_BOXED = re.compile(r"\\boxed\s*\{(.*)\}", re.DOTALL)
+# What may stand around an answer without changing it.
+_WRAPPED = re.compile(
+    r"\*\*(.+)\*\*|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|`(.+)`|\\text\{(.+)\}|\((.+)\)"
+)
+_SIGN = r"[-+\u2212]?"
+_MONEY = r"(?:[$€£¥]|\\\$)?"
+_NUMBER = re.compile(
+    rf"(?P<sign>{_SIGN})\s*{_MONEY}\s*(?P<inner>{_SIGN})"
+    r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?P<decimals>\.[0-9]+)?"
+    r"(?:[eE](?P<power>[-+]?[0-9]{1,4}))?(?:\s*/\s*(?P<below>[0-9]+))?(?:\s*\\?%)?"
+)
+# Words that may follow a number, "18 dollars"; those that scale it may not.
+_UNIT = re.compile(r"\s+(?!(?:hundred|thousand|million|billion|trillion|dozen)\b)[A-Za-z].*")
+
+
+def final_answer(text: str, finished: bool = True) -> str | None:
+    """The answer that a text states: its line after the first `####`, or the last `\\boxed{...}`.
+
+    Args:
+        text: a response or a worked answer.
+        finished: whether the text is complete. Otherwise an answer that may have gone on does not
+            count.
+
+    Returns:
+        The answer without decoration, or None if the text states none.
+
+    Example:
+        >>> final_answer("9 + 9 = 18\\n#### **$18**"), final_answer("so x is 18")
+        ('$18', None)
+    """
+    before, mark, after = text.partition(MARK)
+    if not mark:
+        boxed = before.rpartition("\\boxed")
+        found = _BOXED.match("\\boxed" + _balanced(boxed[2])) if boxed[1] else None
+        return _undecorated(found[1]) if found else None
+    line, newline, _ = after.lstrip().partition("\n")
+    if not finished and not newline:
+        number = _NUMBER.match(line)  # any line matches, without digits
+        if number is None or not number[0].strip() or may_go_on(line[number.end() :]):
+            return None
+    return _undecorated(line) or None
+
+
+def _balanced(text: str) -> str:
+    """The first group in braces."""
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if letter == "}" and depth == 0:
+            return text[: at + 1]
+    return ""
+
+
+def _undecorated(text: str) -> str:
+    text = text.strip()
+    while True:
+        before = text
+        text = text.removeprefix("=").removesuffix(".").strip()
+        boxed = _BOXED.fullmatch(text)
+        wrapped = _WRAPPED.fullmatch(text)
+        if boxed:
+            text = boxed[1].strip()
+        elif wrapped and not (wrapped[7] and "," in wrapped[7]):  # (1, 2) is a pair
+            text = next(group for group in wrapped.groups() if group is not None).strip()
+        if text == before:
+            return text
+
+
+def number_of(answer: str) -> Fraction | None:
+    """The value of an answer that is one number, perhaps with a currency, a percent sign or a unit.
+
+    Args:
+        answer: from `final_answer`.
+
+    Returns:
+        The exact value, or None if the answer is anything else, such as `42/2x`, `42k` or `1,2`.
+
+    Example:
+        >>> number_of("-$1,018.50"), number_of("2/6"), number_of("1e3 apples"), number_of("42k")
+        (Fraction(-2037, 2), Fraction(1, 3), Fraction(1000, 1), None)
+    """
+    text = answer.replace("{,}", ",").replace("\\,", "").replace("\\!", "").strip()
+    found = _NUMBER.match(text)
+    if found is None or not (found["whole"] or found["decimals"]):
+        return None
+    unit = text[found.end() :]
+    if unit and not _UNIT.fullmatch(unit):
+        return None
+    digits, power = (found["whole"] or "0").replace(",", ""), int(found["power"] or 0)
+    if len(digits) > MOST_DIGITS or abs(power) > MOST_DIGITS or int(found["below"] or 1) == 0:
+        return None
+    value = Fraction(digits + (found["decimals"] or "")) * Fraction(10) ** power
+    value /= int(found["below"] or 1)
+    signs = (found["sign"] + found["inner"]).replace("\u2212", "-")
+    return -value if signs.count("-") == 1 else value
+
+
+def equal_answers(gold: str, answer: str) -> bool:
+    """Whether an answer equals the gold answer: as numbers, as expressions, or as text.
+
+    Expressions are compared by math-verify, within its time limits.
+
+    Args:
+        gold: from `final_answer` of the worked answer.
+        answer: from `final_answer` of a response.
+
+    Example:
+        >>> equal_answers("1/2", "0.5"), equal_answers("1/2", "1/3"), equal_answers("blue", "Blue")
+        (True, False, True)
+
+    Source: Math-Verify (Hugging Face) for expressions.
+    """
+    left, right = number_of(gold), number_of(answer)
+    if left is not None and right is not None:
+        return left == right
+    if _as_text(gold) == _as_text(answer):
+        return True
+    if not (_is_expression(gold) and _is_expression(answer)):
+        return False
+    verifier = _verifier()
+    parsed = [verifier.parse(f"${x.strip('$')}$") for x in (gold, answer)]
+    return all(parsed) and bool(verifier.verify(*parsed))
+
+
+def _as_text(answer: str) -> str:
+    return re.sub(r"\s*([,;:])\s*", r"\1", " ".join(answer.casefold().split()))
+
+
+def _is_expression(answer: str) -> bool:
+    """Whether an answer is mathematics rather than words: words would be products of letters."""
+    without_commands = re.sub(r"\\[A-Za-z]+", "", answer)
+    return ":" not in answer and not re.search(r"[A-Za-z]{2}", without_commands)
+
+
+@functools.cache
+def _verifier() -> Any:
+    try:
+        import math_verify
+    except ImportError:
+        raise UserError(
+            "task.name=jsonl: its answers are expressions; pip install 'math-verify[antlr4_9_3]'"
+        ) from None
+    return math_verify

@@ -1,0 +1,84 @@
+"""Tasks of the user: a class of any module or file, given as `task.name=module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import UserError
+from .base import Prompt, Split, Task, prompt_id
+
+
+class OwnTask(Task):
+    """Fills in what a task of the user leaves out.
+
+    The class needs `prompt(split, index)`, which returns a text, a (text, answer) pair or a
+    `Prompt`, and `reward(prompt, response, answer)`, which returns a number; `finished` may be a
+    fourth parameter. `stop`, `demonstration(text, answer)` and `is_message` are optional.
+
+    Args:
+        name: as it was given, for messages.
+        task: the instance.
+
+    Raises:
+        UserError: a method is missing.
+    """
+
+    def __init__(self, name: str, task: Any) -> None:
+        for method in ("prompt", "reward"):
+            if not callable(getattr(task, method, None)):
+                raise UserError(f"task.name={name}: no method {method}; it needs prompt and reward")
+        self.name, self.task = Path(name.partition(":")[0]).stem, task
+        self.stop = tuple(getattr(task, "stop", ()))
+        self.is_message = bool(getattr(task, "is_message", False))
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        made = self.task.prompt(split, index)
+        if isinstance(made, Prompt):
+            return made
+        text, answer = made if isinstance(made, tuple) else (made, "")
+        return Prompt(prompt_id(self.name, split, index), text, answer)
+
+    def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
+        score: Callable[..., float] = self.task.reward
+        arguments = (prompt.text, response, prompt.answer)
+        takes = score.__code__.co_argcount if hasattr(score, "__code__") else 0
+        takes -= hasattr(score, "__self__")
+        return score(*arguments, finished) if takes == 4 else score(*arguments)
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        make = getattr(self.task, "demonstration", None)
+        return None if make is None else make(prompt.text, prompt.answer)
+
+
+def own_task(name: str) -> OwnTask:
+    """Imports and makes a task of the user.
+
+    Args:
+        name: `module:Class` or `path/to/file.py:Class`. The class is made without arguments. The
+            current folder is searched too.
+
+    Raises:
+        UserError: the module or class cannot be imported or made; names the reason.
+    """
+    place, _, kind = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            path = Path(place).expanduser().resolve()
+            if str(path.parent) not in sys.path:  # reward workers import it again by its name
+                sys.path.insert(0, str(path.parent))
+            place = path.stem
+        elif "" not in sys.path:
+            sys.path.insert(0, "")
+        return OwnTask(name, getattr(importlib.import_module(place), kind)())
+    except UserError:
+        raise
+    except Exception as error:  # code of the user
+        raise UserError(
+            f"task.name={name}: {type(error).__name__}: {error}; expected module:Class or"
+            " path/to/file.py:Class"
+        ) from error

@@ -1,0 +1,72 @@
+"""Tasks of the user, by module or file."""
+
+from pathlib import Path
+
+import pytest
+
+from driver.common.errors import UserError
+from driver.config.load import load_config
+from driver.records.progress import Progress
+from driver.tasks import make_task
+from driver.train import train
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_task.py"
+PARTS = """
+def score(prompt, response, answer, finished):
+    return float(finished and answer in response)
+
+class Words:
+    stop = ("\\n",)
+    reward = staticmethod(score)
+    def prompt(self, split, index):
+        return f"{split} {index}"
+
+class Half:
+    def prompt(self, split, index):
+        return ""
+
+class Broken:
+    def __init__(self):
+        raise ValueError("no data")
+"""
+
+
+@pytest.fixture
+def parts(tmp_path):
+    path = tmp_path / "parts_of_a_user.py"
+    path.write_text(PARTS)
+    return path
+
+
+def test_everything_but_prompt_and_reward_is_optional(parts):
+    task = make_task(f"{parts}:Words")
+    prompt = task.prompt("eval", 3)
+    assert prompt.text == "eval 3" and prompt.answer == "" and prompt.id.endswith("/eval/3")
+    assert task.reward(prompt, "x") == 1.0 and task.reward(prompt, "x", finished=False) == 0.0
+    assert task.stop == ("\n",) and task.demonstration(prompt) is None and not task.is_message
+    assert make_task("parts_of_a_user:Words").prompt("eval", 3) == prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("{parts}:Half", "no method reward; it needs prompt and reward"),
+        ("{parts}:Broken", "ValueError: no data; expected module:Class or path/to/file.py:Class"),
+        ("{parts}:Other", "AttributeError"),
+        ("no_such_module:Task", "ModuleNotFoundError"),
+    ],
+)
+def test_mistakes_are_one_line(parts, name, line):
+    name = name.format(parts=parts)
+    with pytest.raises(UserError, match=f"task.name={name}: {line}"):
+        make_task(name)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_example_trains(tmp_path, workers):
+    words = [f"task.name={EXAMPLE}:Reverse", f"run.root={tmp_path}", "run.steps=1"]
+    words += ["warmup.steps=4", "run.eval_prompts=2", "grpo.prompts_per_step=2"]
+    words += ["sampling.max_new_tokens=8", f"reward.workers={workers}"]
+    config = load_config(words)
+    run = train(config, Progress(config.run.steps))
+    assert run.step == 1 and "critic/rewards/mean" in run.last_metrics
