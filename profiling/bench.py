@@ -226,7 +226,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--add", action="store_true", help="to the cases that the JSON has")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--commit", default="", help="of these sources, where git is not at hand")
-    args, args.options = parser.parse_known_args(argv)
+    args, options = parser.parse_known_args(argv)
+    args.options = options
     wanted = names if args.name == "all" else [args.name]
     modules = {name: importlib.import_module(f"profiling.benches.{name}") for name in wanted}
     if args.name == "all":

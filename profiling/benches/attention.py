@@ -8,6 +8,8 @@ graph of one call on a cold L2, which includes the time of an empty graph.
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -38,6 +40,11 @@ class Case:
         return f"{kind} b{self.batch} kv{self.kv} {self.heads}"
 
     @property
+    def pages(self) -> int:
+        """Pages of a request."""
+        return -(-(self.kv + self.rows) // PAGE_SIZE)
+
+    @property
     def num_bytes(self) -> int:
         """Each key, value, query and output once."""
         heads, kv_heads, dim = HEADS[self.heads]
@@ -65,8 +72,8 @@ COMPILED_PEERS = [*OVER_CHAIN, *OVER_FAST]
 
 
 def make_rows(case: Case) -> tuple[tlt_ext.Rows, torch.Tensor | None]:
-    """What the layers of a step share: the rows of each request, and their ancestors in a tree."""
-    pages = -(-(case.kv + case.rows) // PAGE_SIZE)
+    """The rows of a step, which all layers share, and their ancestors in a tree."""
+    table = torch.randperm(case.batch * case.pages, device="cuda").int()
     depths, ancestors = tree_of(case.rows)
     if not case.tree:
         depths = torch.arange(case.rows, dtype=torch.int32)
@@ -75,16 +82,15 @@ def make_rows(case: Case) -> tuple[tlt_ext.Rows, torch.Tensor | None]:
         position=(case.kv + depths).repeat(case.batch).cuda(),
         status=torch.zeros(case.batch, dtype=torch.int32, device="cuda"),
         context_len=torch.full((case.batch,), case.kv).int().cuda(),
-        block_table=torch.randperm(case.batch * pages, device="cuda").int().view(case.batch, pages),
+        block_table=table.view(case.batch, case.pages),
     )
     return rows, ancestors.repeat(case.batch, 1).cuda() if case.tree else None
 
 
 def make_inputs(case: Case, rows: tlt_ext.Rows, ancestors: torch.Tensor | None) -> dict:
     heads, kv_heads, dim = HEADS[case.heads]
-    pages = rows.block_table.numel()
-    shape = (pages, PAGE_SIZE, kv_heads, dim)
-    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    shape = (case.batch * case.pages, PAGE_SIZE, kv_heads, dim)
+    bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     q = torch.randn(case.batch * case.rows, heads, dim, **bf16)
     size = tlt_ext.attention_workspace_bytes(
         num_requests=case.batch,
@@ -92,7 +98,7 @@ def make_inputs(case: Case, rows: tlt_ext.Rows, ancestors: torch.Tensor | None) 
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
-        max_slots=pages // case.batch * PAGE_SIZE,
+        max_slots=case.pages * PAGE_SIZE,
     )
     return {
         "q": q,
@@ -106,8 +112,8 @@ def make_inputs(case: Case, rows: tlt_ext.Rows, ancestors: torch.Tensor | None) 
     }
 
 
-def ours(inputs: list[dict]) -> list[Callable[[], object]]:
-    return [lambda x=x: tlt_ext.tree_attention(**x) for x in inputs]
+def ours(inputs: list[dict]) -> list[timing.Call]:
+    return [partial(tlt_ext.tree_attention, **x) for x in inputs]
 
 
 def rivals(
@@ -166,7 +172,7 @@ def run_case(bench: Bench, case: Case, late: set[str]) -> dict:
         {"ours": ours(inputs), **rivals(case, inputs, bench.quick, late)}
     )
     alone = timing.measure({"ours": ours(inputs[:1])[0]})["ours"]
-    if bool(rows.status.any()):
+    if bool(torch.as_tensor(rows.status).any()):
         raise RuntimeError(f"{case.name}: a request was refused")
     mine = times.pop("ours")
     return bench.add(case.name, mine, case.num_bytes, times, alone_us=round(alone.median_us, 3))

@@ -120,7 +120,8 @@ def measure(
     fix_bandit(rollout, policy=strategy)
     engine, arm = rollout.engine, Strategy.parse(strategy)
     engine.generate(requests, record=False)  # graphs, clocks, caches
-    engine.runner = clock = PassClock(engine.runner, batch, arm)
+    clock = PassClock(engine.runner, batch, arm)
+    engine.runner = clock  # type: ignore[assignment]
     try:
         engine.generate(requests, record=False)
         clock.note()

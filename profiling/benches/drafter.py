@@ -38,7 +38,14 @@ from driver.drafter.loss import unroll
 from driver.drafter.trainer import SpotTrainer
 from profiling.rig.bench import Bench, say
 from profiling.rig.results import ROOT
-from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
+from profiling.rig.subjects import (
+    QWEN2_7B,
+    Subject,
+    fix_bandit,
+    of_checkpoint,
+    of_shape,
+    spot_of,
+)
 from profiling.rig.warm import warm_words
 from profiling.studies import drafter_runs
 from profiling.studies.draft_cost import packing
@@ -157,7 +164,7 @@ def distributions(spot: SpotTrainer, rows: int) -> Iterator[tuple[Tensor, Tensor
 
 def compare_first(study: Study, spot: SpotTrainer) -> None:
     """Acceptance of the first drafted position by rule; the target's best token in the top k."""
-    ids, sums, count = spot.drafter.target_ids, defaultdict(float), 0
+    ids, sums, count = spot.drafter.target_ids, defaultdict[str, float](float), 0
     generator = torch.Generator(spot.target.device).manual_seed(0)
     for target, draft in distributions(spot, MEASURED_ROWS):
         best = target.argmax(-1, keepdim=True)
@@ -200,7 +207,7 @@ def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
 def compare(bench: Bench, subject: Subject, sizes: Sizes) -> None:
     """The parts that learn from the responses of one policy to its prompts."""
     study = Study(bench, subject, sizes)
-    spot, strategy = study.rollout.spot, sizes.strategies[-1]
+    spot, strategy = spot_of(study.rollout), sizes.strategies[-1]
     runner, proposers = spot.runner, study.rollout.engine.proposers
     bench.add_row("responses to learn from", 1e6 * study.collect(), tokens=spot.buffer.num_tokens)
     main = study.learner(sizes.unroll)
@@ -214,7 +221,7 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes) -> None:
     def accept() -> None:
         for one in sizes.strategies:
             shared = study.row(f"{one}, shared noise", study.draft(one))
-            proposers["learned"] = TargetOnly(runner)  # type: ignore[assignment]
+            proposers["learned"] = TargetOnly(runner)
             target_only = study.row(f"{one}, target-only", study.draft(one))
             proposers["learned"] = runner
         bench.got["accept_length_smollm2_gsm8k_t1"] = round(shared, 4)

@@ -57,9 +57,9 @@ def options(words: Sequence[str]) -> argparse.Namespace:
 
 def run(bench: Bench) -> None:
     chosen = options(bench.options)
-    arms, seeds = ("off,full", "0") if bench.quick else ("off,ngram,static,frozen,full", "0,1,2")
-    arms = (chosen.arms or arms).split(",")
-    seeds = [int(seed) for seed in (chosen.seeds or seeds).split(",")]
+    every = ("off,full", "0") if bench.quick else ("off,ngram,static,frozen,full", "0,1,2")
+    arms = (chosen.arms or every[0]).split(",")
+    seeds = [int(seed) for seed in (chosen.seeds or every[1]).split(",")]
     words = bench.words
     if bench.quick and not chosen.steps:  # in its own folder: a whole run could not resume it
         words, chosen.runs = [*words, "run.eval_prompts=0"], chosen.runs / "quick"

@@ -22,7 +22,7 @@ from driver.config.strategy import OFF
 from driver.run.comparison import ORACLE, Arm, Comparison, sibling_requests, teach
 from profiling.benches.decode import SHAPE_WORDS
 from profiling.rig.bench import Bench, say
-from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape
+from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape, spot_of
 
 TOKENS = 1_000_000  # that the arm of a target compares
 SMOLLM2_WORDS = ["task.name=questions", "drafter.draft_vocab=8192"]
@@ -87,7 +87,7 @@ def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool
 
     def learn() -> None:
         if train:
-            teach(rollout.spot, size.train_steps)
+            teach(spot_of(rollout), size.train_steps)
 
     return Comparison(
         rollout,

@@ -5,6 +5,7 @@ costs in a model's step. `alone_us` is a graph of one call.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ def run_linear(bench: Bench, rows: int, n: int, k: int) -> None:
     x, _, weight = tensors(rows, n, k)
     out, peer_out = (torch.empty(rows, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weights = copies(weight)
-    arms = {
+    arms: dict[str, list[timing.Call]] = {
         "ours": [partial(tlt_ext.linear_rows, x, w, out, pdl=True) for w in weights],
         "cublas": [partial(torch.mm, x, w.t(), out=peer_out) for w in weights],
     }
@@ -102,7 +103,7 @@ def run_fused(bench: Bench, rows: int, n: int, k: int) -> None:
         norm_two(w)
         tlt_ext.silu_mul(out, gated)
 
-    norm = {"norm_weight": norm_weight, "pdl": True}
+    norm: dict[str, Any] = {"norm_weight": norm_weight, "pdl": True}
     ops = {
         "rms_norm_linear": (lambda w: tlt_ext.linear_rows(x, w, out, **norm), norm_two),
         "linear_silu_mul": (lambda w: tlt_ext.linear_silu_mul(x, w, gated, pdl=True), silu_two),

@@ -9,16 +9,17 @@ of destroyed graphs.
 
 import json
 import sys
+from functools import partial
 
 import torch
 
 import tlt_ext
 from profiling.rig import timing
 from profiling.rig.bench import Bench, run_apart, say
+from profiling.rig.timing import INT
 
 PASSES = 64
 KERNELS = [0, 30, 300]
-INT = {"dtype": torch.int32, "device": "cuda"}
 
 
 class Pass:
@@ -67,6 +68,11 @@ class Pass:
         return graph
 
 
+def repeat(call: timing.Call) -> None:
+    for _ in range(PASSES):
+        call()
+
+
 def time_kernels(bench: Bench, kernels: int, batch: int) -> None:
     work = Pass(kernels, batch)
     graph = work.capture()
@@ -75,11 +81,11 @@ def time_kernels(bench: Bench, kernels: int, batch: int) -> None:
     pool.add("loop", [raw], work.control, loop=True)
     pool.add("once", [raw], work.control, loop=False)
     pool.add("chained", [raw] * PASSES, work.control, loop=False)
-    arms = {
+    arms: dict[str, timing.Call] = {
         "loop": lambda: pool.launch("loop"),
-        "once": lambda: [pool.launch("once") for _ in range(PASSES)],
+        "once": partial(repeat, partial(pool.launch, "once")),
         "chained": lambda: pool.launch("chained"),
-        "python": lambda: [work.step() for _ in range(PASSES)],
+        "python": partial(repeat, work.step),
     }
 
     def before() -> None:

@@ -13,8 +13,8 @@ import torch
 import tlt_ext
 from profiling.rig import timing
 from profiling.rig.bench import Bench
+from profiling.rig.timing import INT
 
-INT = {"dtype": torch.int32, "device": "cuda"}
 VOCAB, PERIOD = 50_000, 8
 
 

@@ -39,7 +39,7 @@ from driver.rollout.stats import RolloutStats
 from driver.run.assemble import Rollout
 from profiling.rig import timing
 from profiling.rig.bench import Bench, say
-from profiling.rig.subjects import Subject, fix_bandit, of_checkpoint
+from profiling.rig.subjects import Subject, fix_bandit, of_checkpoint, spot_of
 from profiling.rig.workload import Recording, Window, trace_lengths
 
 NEEDS_WARM_START = True
@@ -185,8 +185,7 @@ def settings_of(arms: Arms, name: str, suffix: str) -> dict[str, Any]:
 
 def adapt(rollout: Rollout, subject: Subject, lengths: list[int]) -> None:
     """Trains the drafter on a rollout with the lengths of the trace and other prompts and noise."""
-    spot, engine = rollout.spot, rollout.engine
-    assert spot is not None
+    spot, engine = spot_of(rollout), rollout.engine
     fix_bandit(rollout, policy="beg")
     engine.forget()
     engine.generate(other_requests(subject, lengths))
@@ -280,14 +279,15 @@ def hf_seconds(
         cache_implementation="static" if how == "static" else None,
     )
     policy.generation_config = settings
+    model: Any = policy  # its methods have no types
     if how == "continuous":
         inputs = [list(p) for p in prompts]
-        seconds = seconds_of(lambda: policy.generate_batch(inputs, generation_config=settings))
+        seconds = seconds_of(lambda: model.generate_batch(inputs, generation_config=settings))
         return seconds * sum(lengths) / (HF_STEPS * len(prompts))
     batch = padded(prompts, 0, policy.device)
     one = GenerationConfig(**{**settings.to_diff_dict(), "max_new_tokens": 1})
-    whole = seconds_of(lambda: policy.generate(**batch, generation_config=settings))
-    first = seconds_of(lambda: policy.generate(**batch, generation_config=one))
+    whole = seconds_of(lambda: model.generate(**batch, generation_config=settings))
+    first = seconds_of(lambda: model.generate(**batch, generation_config=one))
     return first + (whole - first) / (HF_STEPS - 1) * (max(lengths) - 1)
 
 

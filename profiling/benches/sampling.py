@@ -14,12 +14,14 @@ import torch
 import tlt_ext
 from profiling.rig import timing
 from profiling.rig.bench import Bench, say
+from profiling.rig.timing import INT
+
+Arms = dict[str, list[timing.Call]]
 
 VOCAB = 151_936
 DRAFT_VOCAB = 16_384
 BATCHES = [1, 4, 16, 64]
 TREES = {"tree16 b1": (1, 16), "chain5 b64": (64, 5), "tree16 b8": (8, 16), "tree64 b1": (1, 64)}
-INT = {"dtype": torch.int32, "device": "cuda"}
 
 
 def logits_of(rows: int, vocab: int = VOCAB) -> torch.Tensor:
@@ -35,12 +37,16 @@ def peaked_logits(rows: int) -> torch.Tensor:
     return logits.scatter_(1, likely, heights).bfloat16()
 
 
-def settings(batch: int, temperature: float, top_p: float) -> tlt_ext.Sampling:
+def settings(
+    batch: int, temperature: float = 1.0, top_p: float = 1.0, rows: int = 1
+) -> tlt_ext.Sampling:
+    """Settings of requests, or of `rows` rows of each."""
+    count = batch * rows
     return tlt_ext.Sampling(
-        temperature=torch.full((batch,), temperature, device="cuda"),
-        request=torch.arange(batch, device="cuda"),
-        top_k=torch.zeros(batch, **INT),
-        top_p=torch.full((batch,), top_p, device="cuda"),
+        temperature=torch.full((count,), temperature, device="cuda"),
+        request=torch.arange(batch, device="cuda").repeat_interleave(rows),
+        top_k=torch.zeros(count, **INT),
+        top_p=torch.full((count,), top_p, device="cuda"),
     )
 
 
@@ -49,8 +55,8 @@ def sampler(batch: int, temperature: float = 1.0, top_p: float = 1.0) -> Callabl
     sampling = settings(batch, temperature, top_p)
     tokens, position, status = torch.zeros(3, batch, **INT).unbind()
     logprobs = torch.zeros(batch, device="cuda")
-    arrays = {"position": position, "tokens": tokens, "logprobs": logprobs, "status": status}
-    return lambda logits: tlt_ext.sample(logits, sampling, **arrays, seed=1)
+    run = partial(tlt_ext.sample, position=position, tokens=tokens, logprobs=logprobs)
+    return lambda logits: run(logits, sampling, status=status, seed=1)
 
 
 def torch_sample(logits: torch.Tensor) -> torch.Tensor:
@@ -63,7 +69,7 @@ def torch_top_p(logits: torch.Tensor) -> torch.Tensor:
     return ids.gather(-1, torch.multinomial(probs, 1))
 
 
-def flashinfer_arms(inputs: list[torch.Tensor]) -> dict[str, list[Callable[[], object]]]:
+def flashinfer_arms(inputs: list[torch.Tensor]) -> Arms:
     """Calls of FlashInfer's samplers on the same rows; {} where it does not run."""
     try:
         from flashinfer import sampling
@@ -71,7 +77,7 @@ def flashinfer_arms(inputs: list[torch.Tensor]) -> dict[str, list[Callable[[], o
         top_p = sampling.top_p_sampling_from_probs
         probs = [torch.softmax(logits.float(), -1) for logits in inputs]
         wide = [logits.float() for logits in inputs]
-        arms: dict[str, list[Callable[[], object]]] = {
+        arms: Arms = {
             "flashinfer": [partial(sampling.sampling_from_logits, x) for x in wide],
             "flashinfer_top_p": [partial(top_p, p, 0.9) for p in probs],
         }
@@ -101,23 +107,26 @@ def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
     }
     if bench.quick:
         del ops["torch"], ops["torch_top_p"]
-    arms = {name: [partial(op, logits) for logits in inputs] for name, op in ops.items()}
+    arms: Arms = {name: [partial(op, logits) for logits in inputs] for name, op in ops.items()}
     if not bench.quick:
         arms |= flashinfer_arms(inputs)
     times = timing.measure_in_turn(arms)
     floor_us = num_bytes / bench.copy_gb_per_s / 1e3
-    peers = {name: times[name] for name in ("torch", "flashinfer") if name in times}
+
+    def peers(*names: str) -> dict[str, timing.Timing]:
+        return {name: times[name] for name in names if name in times}
+
     row = bench.add(
         case,
         times["sample"],
         num_bytes,
-        peers,
+        peers("torch", "flashinfer"),
         read_us=round(times["read"].median_us, 3),
         noise_x=round(times["sample"].median_us / times["greedy"].median_us, 3),
         over_read_x=round(times["sample"].median_us / floor_us, 3),
     )
-    peers = {name: times[name] for name in ("torch_top_p", "flashinfer_top_p") if name in times}
-    top_p = bench.add(f"sample top-p 0.9 {rows}", times["top_p"], num_bytes, peers)
+    others = peers("torch_top_p", "flashinfer_top_p")
+    top_p = bench.add(f"sample top-p 0.9 {rows}", times["top_p"], num_bytes, others)
     greedy = bench.add(f"sample greedy {rows}", times["greedy"], num_bytes)
     if batch == 64 and not peaked:
         bench.got["sample_b64_us"] = row["median_us"]
@@ -134,12 +143,12 @@ def verifier(requests: int, size: int, chain: bool, logits: torch.Tensor) -> Cal
     for row in range(1, size):
         depth[row] = depth[parents[row]] + 1
     rows = requests * size
-    sampling = settings(requests, 1.0, 1.0)
+    sampling = settings(requests)
     drawn, status = torch.zeros(2, rows, **INT).unbind()
     position = depth.repeat(requests) + 7
     tlt_ext.sample(
         logits,
-        tlt_ext.Sampling(*(array.repeat_interleave(size) for array in sampling)),
+        settings(requests, rows=size),
         position=position + 1,
         tokens=drawn,
         logprobs=torch.zeros(rows, device="cuda"),

@@ -10,6 +10,7 @@ import copy
 from functools import partial
 
 import torch
+from transformers import LlamaConfig, Qwen2Config
 
 from driver.model.kv_cache import KvCache
 from driver.model.target import TargetModel
@@ -20,13 +21,16 @@ from profiling.rig.subjects import QWEN2_7B, SMOLLM2, of_shape
 
 CONTEXT = 512  # tokens of each request
 CASES = [(1, 1), (8, 1), (32, 1), (1, 16), (8, 16), (1, 64)]  # requests, rows of each
-SHAPES = {"smollm2": SMOLLM2, "qwen2_7b_4_layers": copy.copy(QWEN2_7B)}
+SHAPES: dict[str, LlamaConfig | Qwen2Config] = {
+    "smollm2": SMOLLM2,
+    "qwen2_7b_4_layers": copy.copy(QWEN2_7B),
+}
 SHAPES["qwen2_7b_4_layers"].update({"num_hidden_layers": 4})
 
 
 def run(bench: Bench) -> None:
     for name, shape in SHAPES.items():
-        cases = [case for case in CASES if bench.wanted(f"{name} {case[0]}x{case[1]} rows")]
+        cases = [(r, n) for r, n in CASES if bench.wanted(f"{name} {r}x{n} rows")]
         cases = cases[:1] if bench.quick else cases
         if not cases:
             continue
@@ -35,10 +39,10 @@ def run(bench: Bench) -> None:
         model = TargetModel(spec, subject.weights, device="cuda", max_rows=128)
         del subject
         for requests, rows in cases:
-            batch, _ = make_rows(Case(requests, CONTEXT, rows, tree=False))
-            kv = KvCache.allocate(
-                spec, num_pages=batch.block_table.numel(), page_size=PAGE_SIZE, device="cuda"
-            )
+            case = Case(requests, CONTEXT, rows, tree=False)
+            batch, _ = make_rows(case)
+            pages = requests * case.pages
+            kv = KvCache.allocate(spec, num_pages=pages, page_size=PAGE_SIZE, device="cuda")
             ids = torch.arange(requests * rows, dtype=torch.int32, device="cuda")
             step = timing.measure({"ours": partial(model.forward, ids, batch, kv)})["ours"]
             cached = spec.num_layers * 2 * requests * CONTEXT * spec.num_kv_heads * spec.head_dim

@@ -6,11 +6,12 @@ are made before and not timed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 Calls = list[Callable[[], object]]
@@ -18,7 +19,7 @@ DEVICE = "cuda"
 PLAN_BYTES = 256 << 20
 
 
-def tree_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tree_of(rows: int) -> tuple[Tensor, Tensor]:
     """Depths and ancestors of a tree with four children a node, in breadth-first order."""
     paths: list[list[int]] = [[]]
     for node in range(1, rows):
@@ -30,7 +31,7 @@ def tree_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([len(path) for path in paths], dtype=torch.int32), ancestors
 
 
-def in_flight_mask(rows: int, tree: bool) -> torch.Tensor:
+def in_flight_mask(rows: int, tree: bool) -> Tensor:
     """bool [rows, rows]: row i attends to row j."""
     if not tree:
         return torch.ones(rows, rows, dtype=torch.bool, device=DEVICE).tril()
@@ -58,9 +59,8 @@ def sdpa(
         mask = torch.ones(rows, kv + rows, dtype=torch.bool, device=DEVICE)
         mask[:, kv:] = in_flight_mask(rows, tree)
         mask = mask[None, None].expand(batch, 1, -1, -1)
-    call = functools.partial(scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
-    inputs = [dense_inputs(shape, batch, rows, kv + rows) for _ in range(count)]
-    return [lambda x=x: call(*x) for x in inputs]
+    call = partial(scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+    return [partial(call, *dense_inputs(shape, batch, rows, kv + rows)) for _ in range(count)]
 
 
 def flex(
@@ -71,13 +71,13 @@ def flex(
 
     allowed, length = in_flight_mask(rows, tree), kv + rows
 
-    def attends(_b, _h, row, key):
+    def attends(_b: Tensor, _h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (key < kv) | allowed[row, (key - kv).clamp(min=0)]
 
     mask = create_block_mask(attends, None, None, rows, length, device=DEVICE)
     attend = torch.compile(flex_attention, dynamic=False)
-    inputs = [dense_inputs(shape, batch, rows, length) for _ in range(count)]
-    return [lambda x=x: attend(*x, block_mask=mask, enable_gqa=True) for x in inputs]
+    call = partial(attend, block_mask=mask, enable_gqa=True)
+    return [partial(call, *dense_inputs(shape, batch, rows, length)) for _ in range(count)]
 
 
 def flashinfer(
@@ -115,5 +115,5 @@ def flashinfer(
         q_data_type=torch.bfloat16,
     )
     return [
-        lambda x=x: wrapper.run(x["q"], (x["k_cache"], x["v_cache"]), out=x["out"]) for x in inputs
+        partial(wrapper.run, x["q"], (x["k_cache"], x["v_cache"]), out=x["out"]) for x in inputs
     ]

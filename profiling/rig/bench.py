@@ -74,6 +74,7 @@ class Bench:
     ) -> dict:
         """Appends a row of a kernel and prints it; `num_bytes` is what the case must move."""
         gb_per_s = num_bytes / ours.median_us / 1e3
+        ratios = {n: round(ours.median_us / t.median_us, 4) for n, t in (peers or {}).items()}
         row = {
             "bench": self.name,
             "case": case,
@@ -81,10 +82,7 @@ class Bench:
             "spread": round(ours.spread, 4),
             "gb_per_s": round(gb_per_s, 1),
             "fraction_of_copy": round(gb_per_s / self.copy_gb_per_s, 4),
-            "ratio_to": {
-                peer: round(ours.median_us / peer_timing.median_us, 4)
-                for peer, peer_timing in (peers or {}).items()
-            },
+            "ratio_to": ratios,
             **more,
         }
         self.rows.append(row)
@@ -92,7 +90,7 @@ class Bench:
         share = f"{row['fraction_of_copy']:6.1%} of copy  " if on_card else ""
         say(
             f"{case:44} {row['median_us']:9.2f} us {gb_per_s:7.0f} GB/s {share}"
-            + "  ".join(f"{ratio:.3f} x {peer}" for peer, ratio in row["ratio_to"].items())
+            + "  ".join(f"{ratio:.3f} x {peer}" for peer, ratio in ratios.items())
         )
         return row
 

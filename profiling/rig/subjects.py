@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from driver.config.load import load_config
 from driver.config.strategy import parse_strategies
+from driver.drafter.trainer import SpotTrainer
 from driver.model.spec import ModelSpec
 from driver.rollout.bandit import Bandit
 from driver.rollout.request import Request, SamplingParams, request_id
@@ -55,7 +57,7 @@ QWEN2_7B = Qwen2Config(
     num_key_value_heads=4,
     max_position_embeddings=32768,
     rms_norm_eps=1e-6,
-    rope_theta=1e6,
+    rope_theta=1e6,  # type: ignore[call-arg]
     tie_word_embeddings=False,
     eos_token_id=151643,
 )
@@ -136,8 +138,15 @@ def fix_bandit(rollout: Rollout, **settings: Any) -> Recorder:
     arms = parse_strategies(engine.config.strategies)
     config = replace(engine.bandit.config, **settings)
     bandit = Bandit(arms, config, engine.config.spec_max_batch, engine.program.seed)
-    engine.bandit = recorder = Recorder(bandit)
+    recorder = Recorder(bandit)
+    engine.bandit = recorder  # type: ignore[assignment]
     return recorder
+
+
+def spot_of(rollout: Rollout) -> SpotTrainer:
+    """The spot trainer of a rollout that has one."""
+    assert rollout.spot is not None
+    return rollout.spot
 
 
 def of_checkpoint(
@@ -154,6 +163,7 @@ def of_checkpoint(
             the first ones.
     """
     config = load_config(words)
+    folder: Path | None
     if warmed:
         folder = warm_start(load_config(warm_words(words)), note).path
     else:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ PROFILE_RANGE = "profile_target"  # the range that ncu profiles
 profiling = False
 
 Call = Callable[[], object]
+INT: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}  # for arrays of ids
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def alternate(
     """
     times: dict[str, list[float]] = {name: [] for name in arms}
     for index in range(rounds + warm_ups):
-        for name in list(arms) if index % 2 == 0 else list(reversed(arms)):
+        for name in list(arms)[:: 1 if index % 2 == 0 else -1]:
             spent = elapsed_us(arms[name], before)
             if index >= warm_ups:
                 times[name].append(spent)

@@ -172,7 +172,7 @@ def replay(bandit: Bandit, recording: Recording, work: Sequence[tuple[int, int]]
         recording: windows of every strategy.
         work: (batch, tokens) to emit at each batch, in the order of the rollout.
     """
-    out, turn = Replay(), Counter()
+    out, turn = Replay(), Counter[tuple[int, str]]()
     oracle = recording.oracle()
     for batch, tokens in work:
         bucket = recording.bucket(batch)
@@ -204,7 +204,7 @@ def work_of(lengths: Sequence[int], max_batch: int) -> list[tuple[int, int]]:
         >>> work_of([3, 1], 2), work_of([3, 1], 1)
         ([(2, 2), (1, 2)], [(1, 3), (1, 1)])
     """
-    waiting, running, out = list(lengths), [], []
+    waiting, running, out = list(lengths), list[int](), list[tuple[int, int]]()
     while waiting or running:
         while waiting and len(running) < max_batch:
             running.append(waiting.pop(0))

@@ -9,7 +9,7 @@ from driver.drafter.partition import Overlap
 from driver.rollout.request import Request
 from driver.run.assemble import Rollout
 from profiling.rig.bench import Bench
-from profiling.rig.subjects import Subject, fix_bandit
+from profiling.rig.subjects import Subject, fix_bandit, spot_of
 from profiling.rig.workload import trace_lengths
 
 OF_TARGETS = "SmolLM2"  # the model of the targets
@@ -37,7 +37,8 @@ def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
         "spot.tokens_per_step=256",
         longest=tail + 512,
     )
-    engine, spot, tuner = rollout.engine, rollout.spot, rollout.tuner
+    engine, spot, tuner = rollout.engine, spot_of(rollout), rollout.tuner
+    assert tuner is not None
     fix_bandit(rollout, policy="off")
     lengths = trace_lengths(REQUESTS, median=max(1, tail // 8), cap=tail)
     requests = subject.requests(lengths, stop=False)
@@ -81,8 +82,7 @@ def rollout_slowdown(
 
     The tail begins when at most `spot.tail_batch` requests are active.
     """
-    engine, spot = rollout.engine, rollout.spot
-    assert spot is not None
+    engine, spot = rollout.engine, spot_of(rollout)
     whole: dict[bool, list[float]] = {False: [], True: []}
     tails: dict[bool, list[float]] = {False: [], True: []}
     begun = spot.steps

@@ -58,7 +58,8 @@ def read_arms(runs: Path) -> dict[str, ArmRun]:
 def quarters(record: Mapping[str, Any]) -> list[float] | None:
     """Accept length of each quarter of a step's request-passes; None where there were too few."""
     found = [record.get(f"{ACCEPT_LENGTH}_q{number}") for number in range(1, QUARTERS + 1)]
-    return None if None in found else found
+    lengths = [length for length in found if length is not None]
+    return lengths if len(lengths) == QUARTERS else None
 
 
 def curves(arms: Mapping[str, ArmRun]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from driver.rollout.runner import Burst
 from driver.rollout.tree import Tree
 from driver.run.assemble import Rollout, build_drafter
 from profiling.rig.bench import Bench
-from profiling.rig.subjects import Subject, fix_bandit
+from profiling.rig.subjects import Subject, fix_bandit, spot_of
 
 NEVER = 10**9  # passes between two steps of the spot trainer: the study calls them
 
@@ -136,7 +136,7 @@ class Study:
         Only these plain passes use graphs: settings of drafts change from row to row.
         """
         begin, engine = time.perf_counter(), self.rollout.engine
-        runner = self.rollout.spot.runner
+        runner = spot_of(self.rollout).runner
         version, runner.version = runner.version, 0  # no graph of a drafter
         fix_bandit(self.rollout, policy="off")
         rounds = range(self.sizes.rounds)
@@ -146,7 +146,7 @@ class Study:
 
     def learner(self, unroll: int) -> SpotTrainer:
         """A trainer of a new drafter on the same documents."""
-        spot = self.rollout.spot
+        spot = spot_of(self.rollout)
         config = replace(self.drafter_config, unroll=unroll)
         drafter = build_drafter(spot.drafter.spec, spot.target, seed=0)
         new = SpotTrainer(drafter, spot.runner, spot.target, spot.cache, spot.config, config, 0)
@@ -193,7 +193,7 @@ class Study:
 @contextmanager
 def drafting_at(rollout: Rollout, way: tuple[float, float]) -> Iterator[str]:
     """Makes and ranks drafts at other temperatures; gives the name of the case."""
-    state, runner = rollout.engine.state, rollout.spot.runner
+    state, runner = rollout.engine.state, spot_of(rollout).runner
     before = state.draft_temperature, runner.score_temperature
     state.draft_temperature, runner.score_temperature = way
     try:

@@ -80,6 +80,11 @@ class ArmRun:
         """Of all steps."""
         return sum(part(times) for times in self.times)
 
+    def parts(self) -> dict[str, float]:
+        """Phase -> seconds of all steps."""
+        times = self.times
+        return {name: sum(t.phases[name] for t in times) for name in PHASES}
+
     @property
     def unaccounted_share(self) -> float:
         return self.seconds(lambda t: t.unaccounted) / self.seconds()
@@ -94,8 +99,7 @@ class ArmRun:
     def row(self) -> dict[str, Any]:
         """Means over the steps; accept length, cost of a pass and of drafter training."""
         count, totals = len(self.records), [t.total for t in self.times]
-        parts = {name: self.seconds(lambda t, n=name: t.phases[n]) for name in PHASES}
-        parts["other"] = self.seconds(lambda t: t.other)
+        parts = self.parts() | {"other": self.seconds(lambda t: t.other)}
         parts["unaccounted"] = self.seconds(lambda t: t.unaccounted)
         gen = parts["gen"]
         out: dict[str, Any] = {
@@ -103,11 +107,7 @@ class ArmRun:
             "spread": round((max(totals) - min(totals)) / statistics.median(totals), 4),
             "makespan_s": round(self.seconds(), 3),
             "tokens_per_s": round(self.tokens() / self.seconds(), 1),
-            **{
-                f"{n}_s": round(self.seconds(lambda t, n=n: t.phases[n]) / count, 4) for n in PHASES
-            },
-            "other_s": round(self.seconds(lambda t: t.other) / count, 4),
-            "unaccounted_s": round(self.seconds(lambda t: t.unaccounted) / count, 4),
+            **{f"{name}_s": round(seconds / count, 4) for name, seconds in parts.items()},
             "gen_share": round(gen / self.seconds(), 4),
             "unaccounted_share": round(self.unaccounted_share, 5),
             "reward_first": self.rewards[0],
@@ -147,7 +147,7 @@ def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
         run: any arm.
         off: the arm without speculation.
     """
-    equal = {"identical_steps": identical_steps(run, off)}
+    equal: dict[str, float | int] = {"identical_steps": identical_steps(run, off)}
     if not equal["identical_steps"]:
         return equal
     count = min(len(run.records), len(off.records))
@@ -182,12 +182,11 @@ def curves(runs: Sequence[ArmRun]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for run in runs:
         count = len(run.records)
-        parts = {n: run.seconds(lambda t, n=n: t.phases[n]) / count for n in PHASES}
-        parts["other"] = run.seconds(lambda t: t.other + t.unaccounted) / count
+        parts = run.parts() | {"other": run.seconds(lambda t: t.other + t.unaccounted)}
         out.setdefault(run.arm, {})[str(run.seed)] = {
             "reward": run.rewards,
             "step_s": [round(t.total, 4) for t in run.times],
-            "parts": {name: round(value, 4) for name, value in parts.items()},
+            "parts": {name: round(seconds / count, 4) for name, seconds in parts.items()},
         }
     return out
 

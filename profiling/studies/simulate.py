@@ -24,6 +24,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from driver.common.errors import UserError
@@ -183,8 +184,10 @@ def simulate(
         prompt: tokens of each prompt.
         speculate: whether strategies other than `off` may run.
     """
-    how = {"max_batch": max_batch, "prompt": prompt, "speculate": speculate}
-    times = [rank_seconds(lengths[rank::gpus], model, **how) for rank in range(gpus)]
+    rank = partial(
+        rank_seconds, model=model, max_batch=max_batch, prompt=prompt, speculate=speculate
+    )
+    times = [rank(lengths[index::gpus]) for index in range(gpus)]
     longest = max(times)
     idle = sum(longest - t for t in times)
     tokens = sum(lengths) + prompt * len(lengths)
@@ -196,7 +199,7 @@ def simulate(
 def load_model(machine: Machine) -> tuple[CostModel, str]:
     """The measured model where there is one, else the roofline; and a line about its source."""
     for path in newest_first(RESULTS, "decode"):
-        measured, arms = {}, []
+        measured, arms = {}, list[Arm]()
         for row in load(path)["rows"]:
             subject, batch, strategy = row["case"].split(" ", 2)
             if subject == SHAPE_ROWS:

@@ -291,8 +291,8 @@ def test_the_peer_writes_its_records_after_every_step(tmp_path):
 
 def test_the_peer_rewards_responses_without_the_end_token(tmp_path):
     class Sevens:
-        def reward(self, prompt, text):
-            return float(text == prompt * 2)
+        def reward(self, prompt, text, finished):
+            return float(text == prompt * 2 and finished == (prompt == "7"))
 
     class Decoder:
         def decode(self, ids, skip_special_tokens):
