@@ -27,7 +27,8 @@ def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
         name: prefix of the rows.
     """
     rollout = subject.rollout(
-        "engine.strategies=off",
+        "engine.strategies=off learned:2,1,3",  # the second one makes a drafter to train
+        "engine.spec_max_batch=1",
         f"engine.max_batch={REQUESTS}",
         "engine.num_pages=0",
         "spot.mode=auto",
