@@ -19,6 +19,7 @@ from statistics import NormalDist
 import torch
 
 from ..common.errors import UserError
+from ..common.memory import FLOAT_BYTES
 from ..config.load import Config
 from ..config.options import read_dry_run
 from ..config.strategy import OFF
@@ -36,7 +37,7 @@ from .assemble import (
     prompt_encoder,
 )
 from .fit import RunShape, check_fits, memory_gb
-from .footprint import FLOAT, policy_spec, table
+from .footprint import policy_spec, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "profiling" / "results"
 PROMPT_TOKENS = 256  # assumed without a tokenizer
@@ -223,9 +224,9 @@ def step_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -
     if grpo.checkpointing:
         update += forward - 2 * tokens * head
     sharers = ranks if grpo.shard else 1
-    optimizer = numbers * (FLOAT * 8 / sharers + size) / limits.bytes_per_s
+    optimizer = numbers * (FLOAT_BYTES * 8 / sharers + size) / limits.bytes_per_s
     # Ranks add up float32 gradients; shards are then sent back in the policy's dtype.
-    sent = FLOAT + (size if grpo.shard else FLOAT)
+    sent = FLOAT_BYTES + (size if grpo.shard else FLOAT_BYTES)
     exchange = numbers * sent * (ranks - 1) / ranks / limits.link_bytes_per_s
     minibatches = grpo.epochs * grpo.minibatches
     before = (not has_own_old_logprobs(grpo)) + (grpo.kl_coef > 0)  # the policy's, the reference's

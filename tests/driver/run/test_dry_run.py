@@ -12,21 +12,7 @@ from driver.model.tiny import build_tokenizer
 from driver.run import dry_run, run
 from driver.run.fit import RunShape, check_fits, fitting
 from driver.train import main
-from tests.driver.hugging_face import save_model
-
-# Qwen2.5-7B by its published configuration.
-SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
+from tests.driver.hugging_face import QWEN2_7B, save_model
 
 
 def shape_of(config):
@@ -36,7 +22,7 @@ def shape_of(config):
 @pytest.fixture
 def seven_b(tmp_path):
     """A folder with nothing but a shape."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_7B))
     return f"model.path={tmp_path}"
 
 
