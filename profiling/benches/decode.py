@@ -50,7 +50,7 @@ SYNTHETIC_TOKENS = 48  # without acceptance each token is a pass
 MAX_ROWS = 1280  # of a pass, as in preset=h100; cases with more are left out
 
 
-Cells = dict[tuple[int, str], dict[str, Any]]  # (batch, strategy) -> what was measured
+Cells = dict[tuple[int, str], dict[str, Any]]  # (batch, strategy) -> measurements
 
 
 class PassClock:
