@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> None:
         out(f"drafter: trained for {steps} steps in {seconds:.0f} s on other samples\n\n")
     fast, speed = generator.run(generator.strategy)
     stats = generator.rollout.engine.stats
-    out(generator.tokenizer.decode(fast.token_ids, skip_special_tokens=True) + "\n\n")
+    out(f"{generator.tokenizer.decode(fast.token_ids, skip_special_tokens=True)}\n\n")
     plain, plain_speed = generator.run(OFF)
     accept = "" if stats.accept_length is None else f", accept length {stats.accept_length:.2f}"
     passes = generator.rollout.engine.stats.target_passes

@@ -20,8 +20,7 @@ from .common.errors import UserError
 from .config.fields import read_options
 from .config.load import Config, load_config
 from .config.options import IdentityOptions
-from .config.sections import MAX_PREFILL_CHUNK, EngineConfig
-from .config.strategy import OFF, ORACLE, parse_strategies
+from .config.strategy import OFF, parse_strategies
 from .policy.warmup import warm_up
 from .rollout.request import Request
 from .run.assemble import (
@@ -35,6 +34,7 @@ from .run.assemble import (
 )
 from .run.comparison import (
     MIXED,
+    ORACLE,
     PREEMPT,
     Arm,
     Comparison,
@@ -44,6 +44,7 @@ from .run.comparison import (
 )
 from .tasks import make_task
 
+PREFILL_CHUNK, MAX_ROWS = 256, 8192  # the engine's default, and its most
 ROUND_FACTOR = 2  # requests of a round over the batch, so that slots are refilled in mid-rollout
 
 
@@ -52,9 +53,9 @@ class Identity:
 
     def __init__(self, options: IdentityOptions) -> None:
         self.options = options
-        texts = [s for s in options.strategies if not s.startswith(ORACLE.name)]
+        texts = [s for s in options.strategies if not s.startswith(ORACLE)]
         strategies = [str(s) for s in parse_strategies(texts) if s != OFF]
-        oracles = [str(oracle_strategy(s)) for s in options.strategies if s.startswith(ORACLE.name)]
+        oracles = [str(oracle_strategy(s)) for s in options.strategies if s.startswith(ORACLE)]
         self.config = self._config(strategies, oracles)
         policy, tokenizer = load_policy(self.config, find_model(self.config, _report))
         self.task = make_task(self.config.task.name, path=options.path)
@@ -75,10 +76,10 @@ class Identity:
         o = self.options
         # The engine knows nothing of oracles: their rows must fit into a chunk of the prefill.
         rows = [o.batch * oracle_strategy(oracle).num_verify for oracle in oracles]
-        if max(rows, default=0) > MAX_PREFILL_CHUNK:
+        if max(rows, default=0) > MAX_ROWS:
             raise UserError(
                 f"batch={o.batch}: the oracle would verify {max(rows)} rows in a pass, at most"
-                f" {MAX_PREFILL_CHUNK} fit; lower it or the oracle's num_verify"
+                f" {MAX_ROWS} fit; lower it or the oracle's num_verify"
             )
         words = [
             "preset=tiny",
@@ -92,7 +93,7 @@ class Identity:
             f"sampling.max_new_tokens={o.max_new_tokens}",
             f"engine.max_batch={o.batch}",
             f"engine.spec_max_batch={o.batch}",
-            f"engine.prefill_chunk={max([EngineConfig.prefill_chunk, *rows])}",
+            f"engine.prefill_chunk={max([PREFILL_CHUNK, *rows])}",
             f"engine.strategies={' '.join(['off', *strategies])}",
             "bandit.policy=off",
             "spot.mode=serial",
@@ -110,7 +111,11 @@ class Identity:
 
     def run(self) -> None:
         """Rounds until every arm has compared the tokens asked for."""
-        self.comparison.run(self.options.tokens, note=lambda line: sys.stderr.write(f"\r{line}"))
+
+        def note(line: str) -> None:
+            sys.stderr.write(f"\r{line}")
+
+        self.comparison.run(self.options.tokens, note=note)
         sys.stderr.write("\n")
 
     def _prepare_drafter(self) -> None:

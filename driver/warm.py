@@ -20,8 +20,13 @@ from .config.load import load_config
 from .run.warm_start import REPORT, told, warm_start
 
 
+def _report(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main(argv: Sequence[str]) -> None:
     config = load_config(argv)
-    kept = warm_start(config, lambda line: (sys.stdout.write(line + "\n"), sys.stdout.flush()))
+    kept = warm_start(config, _report)
     sys.stdout.write((kept.path / REPORT).read_text(encoding="utf-8"))
     sys.stdout.write(f"{told(kept.path)}\n")

@@ -33,7 +33,8 @@ def current_stream(array: Any, stream: int | None) -> int:
     torch: Any = sys.modules.get("torch")
     cupy: Any = sys.modules.get("cupy")
     # `()`: a module that is still being imported has no classes, and no arrays.
-    if isinstance(array, getattr(torch, "Tensor", ())):
+    tensor: Any = getattr(torch, "Tensor", ())
+    if isinstance(array, tensor):
         return torch.cuda.current_stream(array.device).cuda_stream if array.is_cuda else 0
     if isinstance(array, getattr(cupy, "ndarray", ())):
         return cupy.cuda.get_current_stream().ptr

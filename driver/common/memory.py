@@ -1,4 +1,4 @@
-"""Memory that this process has taken so far, and the size of a float."""
+"""How much memory this process has taken so far."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 
 import torch
 
-FLOAT_BYTES = 4  # float32
 CARD_MEMORY = "perf/max_memory_allocated_gb"
 
 

@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -174,7 +174,12 @@ def _read_bool(text: str) -> bool:
     return values[text.lower()]
 
 
-_READERS = {str: str, int: _read_int, float: float, bool: _read_bool}
+_READERS: dict[Any, Callable[[str], Any]] = {
+    str: str,
+    int: _read_int,
+    float: float,
+    bool: _read_bool,
+}
 
 
 def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ class Coordinator:
 
     def __init__(self, world: World, spot: SpotTrainer, min_ranks: int = 1) -> None:
         assert world.store is not None
+        self.store = world.store
         self.world, self.spot, self.min_ranks = world, spot, min_ranks
         self.changes: list[tuple[float, str]] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -73,9 +74,8 @@ class Coordinator:
         self._enter(IDLE)
         self.world.enter(WAITS)
         self._idle_since = time.monotonic()
-        store = self.world.store
-        first = store.add(self._key("finished"), 1) == 1
-        store.set(self._key(f"idle/{self.world.rank}"), "1")
+        first = self.store.add(self._key("finished"), 1) == 1
+        self.store.set(self._key(f"idle/{self.world.rank}"), "1")
         with self.world.meeting():
             leader = self._lead() if first else self._follow()
         self._enter(IDLE)
@@ -93,7 +93,7 @@ class Coordinator:
     # ---- leader and followers -------------------------------------------------------------------
 
     def _lead(self) -> int:
-        rank, store = self.world.rank, self.world.store
+        rank, store = self.world.rank, self.store
         store.set(self._key("leader"), str(rank))
         group = 0
         while not self._all_finished():
@@ -110,7 +110,7 @@ class Coordinator:
         return rank
 
     def _follow(self) -> int:
-        store, group = self.world.store, 0
+        store, group = self.store, 0
         while True:
             key = self._key(f"group/{group}")
             store.wait([key])  # until the time-out of the process group
@@ -201,13 +201,13 @@ class Coordinator:
                 dist.destroy_process_group(group)
 
     def _idle(self) -> list[int]:
-        store = self.world.store
+        store = self.store
         return [r for r in range(self.world.size) if store.check([self._key(f"idle/{r}")])]
 
     def _all_finished(self) -> bool:
         if time.monotonic() - self._idle_since > self.world.timeout_s:
             raise RuntimeError("a rank's rollout does not end")  # `meeting` names it
-        return self.world.store.add(self._key("finished"), 0) == self.world.size
+        return self.store.add(self._key("finished"), 0) == self.world.size
 
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -102,9 +103,10 @@ class Partition:
     """
 
     def __init__(self, sms: int, device: torch.device) -> None:
-        from torch.cuda.green_contexts import GreenContext  # needs a recent torch
+        from torch.cuda import green_contexts  # needs a recent torch
 
-        self._context = GreenContext.create(num_sms=sms, device_id=device.index or 0)
+        kind: Any = green_contexts.GreenContext
+        self._context = kind.create(num_sms=sms, device_id=device.index or 0)
         self.sms, self.stream = sms, self._context.Stream()  # other streams are outside of it
 
 

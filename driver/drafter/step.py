@@ -135,7 +135,7 @@ class Bin:
         rows = sum(lengths)
         longest = rows if self.fixed else max(lengths)
         ids, position, left = self.numbers[:, :rows]
-        spans = [(0, split, before), (split, rows, now)]
+        spans: list[tuple[int, int, Any]] = [(0, split, before), (split, rows, now)]
         return DraftBatch(
             self.target.embedding.index_select(0, ids).to(self.features.dtype),
             self.features[:rows],
@@ -222,7 +222,7 @@ class DraftStep:
         weights = self.drafter.trainable()
         finite = clip_grad_norm_(weights, MAX_GRAD_NORM).isfinite()
         skipped = torch.maximum((~finite).float(), self._frozen)
-        self.optimizer.found_inf = skipped
+        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self.optimizer.step()
         self.average.update(self.optimizer.state[weights[0]]["step"], skipped)
         self.report[3].copy_(finite)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ..rollout.pages import pages_for
 from ..rollout.request import RunningRequest
 from .buffer import DataBuffer, Document
 from .checkpoint import DraftCheckpoints
-from .loss import Teacher, Teachers
+from .loss import LossKind, Teacher, Teachers
 from .partition import Overlap, Placement
 from .step import IN_FLIGHT, Bin, DraftStep, Reduce, StepReports
 from .swap import WeightSwap
@@ -78,7 +78,8 @@ class SpotTrainer(RolloutObserver):
         self._stream = torch.cuda.Stream(target.device, priority=-1) if self.bin.fixed else None
         self.lr = config.lr or drafter_config.lr
         unroll, horizon = drafter_config.unroll, config.average
-        self.step = DraftStep(drafter, self.bin, drafter_config.loss, unroll, self.lr, horizon)
+        loss = cast(LossKind, drafter_config.loss)
+        self.step = DraftStep(drafter, self.bin, loss, unroll, self.lr, horizon)
         self.checkpoints: DraftCheckpoints | None = None
         self.placement: Placement | None = None
         self.overlap: Overlap | None = None
@@ -129,8 +130,10 @@ class SpotTrainer(RolloutObserver):
         count = request.context_len
         pages = request.pages[: pages_for(count, self.cache.page_size)]
         index = torch.tensor(pages, dtype=torch.int64, pin_memory=self.bin.fixed)
-        index = index.to(self.cache.features.device, non_blocking=True)
-        features = self.cache.features.index_select(0, index).flatten(0, 1)[:count].clone()
+        recorded = self.cache.features
+        assert recorded is not None
+        index = index.to(recorded.device, non_blocking=True)
+        features = recorded.index_select(0, index).flatten(0, 1)[:count].clone()
         tokens = torch.from_numpy(np.array(request.tokens[: count + 1]))
         ready = self._event() if self.bin.fixed else None
         self.buffer.add(Document(tokens, features, self.target_version, ready=ready))
@@ -290,7 +293,8 @@ class SpotTrainer(RolloutObserver):
         else:
             batch = self.bin.batch(*loaded, now, before) if loaded else None
             means = self.step.backward(batch)
-            tokens = reduce([p.grad for p in self.drafter.trainable()], tokens)
+            gradients = [cast(torch.Tensor, p.grad) for p in self.drafter.trainable()]
+            tokens = reduce(gradients, tokens)
             self.step.update(means)
         self.steps += 1
         self.tokens_seen += tokens
@@ -318,7 +322,8 @@ class SpotTrainer(RolloutObserver):
 
     def capture(self, split: int, placement: Placement | None) -> None:
         """Captures a graph of a step, if there is none."""
-        rows, where = self.bin.tokens, ()
+        rows = self.bin.tokens
+        where: tuple[Any, ...] = ()
         if placement is not None:
             rows, where = placement.rows, (placement.partition.sms, placement.partition.stream)
         self.step.capture(split, rows, *self.current_teachers(), *where)

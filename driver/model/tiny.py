@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -61,7 +63,7 @@ def build_policy(shape: ModelConfig, seed: int) -> LlamaForCausalLM:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(_config(shape))
+        model: Any = LlamaForCausalLM(_config(shape))
     return model.to(DTYPES[shape.dtype])
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +88,9 @@ class MasterWeights:
         for param, total in first:
             total.grad = torch.empty_like(param, dtype=torch.float32)
         if first:
-            torch._foreach_copy_([s.grad for _, s in first], [p.grad for p, _ in first])
+            torch._foreach_copy_(_gradients(s for _, s in first), _gradients(p for p, _ in first))
         if more:
-            torch._foreach_add_([s.grad for _, s in more], [p.grad for p, _ in more])
+            torch._foreach_add_(_gradients(s for _, s in more), _gradients(p for p, _ in more))
         for param, _ in found:
             param.grad = None
 
@@ -139,9 +140,13 @@ class MasterWeights:
     @torch.no_grad()
     def _write(self) -> None:
         if self._shards is None:
-            halves = [p for p in self.params if p.dtype not in WIDE]
+            halves: list[Tensor] = [p for p in self.params if p.dtype not in WIDE]
             if halves:
                 torch._foreach_copy_(halves, self.copies)
             return
         for param, master in zip(self.params, self.masters, strict=True):
             param.copy_(self._shards.whole(master.to(param.dtype)))
+
+
+def _gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [cast(Tensor, tensor.grad) for tensor in tensors]

@@ -95,12 +95,13 @@ def logprob_metrics(
     sums = torch.zeros(3, dtype=torch.float64)  # tokens, |difference|, entropy
     largest = torch.zeros((), dtype=torch.float64)
     for batch in batches:
+        assert batch.old_logprobs is not None and batch.entropy is not None
         difference = (batch.old_logprobs - batch.rollout_logprobs).abs()  # [M]
         parts = (len(difference), difference.sum(), batch.entropy.sum())
         sums += torch.tensor([float(part) for part in parts], dtype=torch.float64)
         largest = torch.maximum(largest, difference.max().cpu())  # keeps a NaN
     tokens, distance, entropy = world.add_up(sums).tolist()
-    largest = torch.stack(world.gather(largest)).max().item()
+    most = torch.stack(world.gather(largest)).max().item()
     if not tokens:
         return {}
     half = dtype in (torch.bfloat16, torch.float16)
@@ -114,7 +115,7 @@ def logprob_metrics(
     return {
         "actor/entropy": entropy / tokens,
         "sampling/sampling_logp_difference/mean": mean,
-        "sampling/sampling_logp_difference/max": largest,
+        "sampling/sampling_logp_difference/max": most,
     }
 
 

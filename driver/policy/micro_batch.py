@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..rollout.request import Response
 from .packed_forward import Documents
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,8 @@ def _flat(parts: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype, count))
 
 
-def _moved(value: T, device: torch.device) -> T:
-    if is_dataclass(value):
+def _moved(value: Any, device: torch.device) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value, **{f.name: _moved(getattr(value, f.name), device) for f in fields(value)}
         )

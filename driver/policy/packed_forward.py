@@ -88,23 +88,24 @@ def packed_forward(
     Example:
         >>> packed_forward(model, ids, Documents.of([2, 3]))  # doctest: +SKIP
     """
-    base, family = model.base_model, family_of(type(model).__name__)
+    base: Any = model.base_model
+    family = family_of(type(model).__name__)
     hidden = base.embed_tokens(ids[0])  # [T, H]
     # [T, 1, head_dim / 2]: the second half of a head has the angles of the first.
     turns = base.rotary_emb(hidden, documents.position)  # cosines and sines, [1, T, head_dim] each
-    angles = [x[0].chunk(2, -1)[0].unsqueeze(1) for x in turns]
+    cos, sin = (x[0].chunk(2, -1)[0].unsqueeze(1) for x in turns)
     for layer in base.layers:
         if checkpointing:
             hidden = checkpoint(
-                _layer, layer, hidden, *angles, documents, family, use_reentrant=False
+                _layer, layer, hidden, cos, sin, documents, family, use_reentrant=False
             )
         else:
-            hidden = _layer(layer, hidden, *angles, documents, family)
+            hidden = _layer(layer, hidden, cos, sin, documents, family)
     return _norm(base.norm, hidden)
 
 
 def _layer(
-    layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Documents, family: Family
+    layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Documents, family: Family
 ) -> Tensor:
     attention, mlp = layer.self_attn, layer.mlp
     x = _norm(layer.input_layernorm, hidden)  # [T, H]
@@ -153,8 +154,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) 
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     parts = [x.transpose(0, 1).unsqueeze(0).split(documents.lengths, dim=2) for x in (q, k, v)]
     attended = [
-        F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale)[0].transpose(0, 1)
-        for qkv in zip(*parts, strict=True)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1)
+        for q, k, v in zip(*parts, strict=True)
     ]
     return torch.cat(attended)  # [T, heads, head_dim]
 
@@ -176,7 +177,7 @@ def _attend_on_card(span: Span, q: Tensor, k: Tensor, v: Tensor, scale: float) -
 
 
 @functools.cache
-def _varlen_attention() -> Callable[..., Tensor]:
+def _varlen_attention() -> Callable[..., Any]:
     from torch.nn.attention.varlen import varlen_attn  # asks for a recent torch
 
     # The kernels share keys and values among heads anyway; later versions want to be told.
@@ -185,7 +186,7 @@ def _varlen_attention() -> Callable[..., Tensor]:
     return varlen_attn
 
 
-def _norm(module: nn.Module, x: Tensor) -> Tensor:
+def _norm(module: Any, x: Tensor) -> Tensor:
     return _RmsNorm.apply(x, module.weight, module.variance_epsilon)
 
 
@@ -248,7 +249,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _rotated(grad, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1), None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..common.deterministic import deterministic
 from ..common.spans import Spans
 from ..common.world import World, split_by_length
-from ..config.estimators import ESTIMATORS
+from ..config.estimators import ESTIMATORS, LossNorm
 from ..rollout.request import Response
 from . import grpo
 from .logprobs import token_logprobs
@@ -88,7 +88,7 @@ class PolicyTrainer:
         self.own_old_logprobs = has_own_old_logprobs(cfg)
         self.estimator = ESTIMATORS[cfg.advantage]
         auto = cfg.loss_norm == "auto"
-        self.loss_norm = self.estimator.loss_norm if auto else cfg.loss_norm
+        self.loss_norm = self.estimator.loss_norm if auto else cast(LossNorm, cfg.loss_norm)
         self.clip_high = cfg.clip_high if cfg.clip_high else self.estimator.clip_high
 
     def update(
@@ -129,7 +129,9 @@ class PolicyTrainer:
             parts = _cut(kept, self.cfg.minibatches)
             with deterministic(device):
                 fixed = self._with_fixed_logprobs
-                minibatches = [map(fixed, self._micro_batches(responses, part)) for part in parts]
+                minibatches: list[Iterable[MicroBatch]] = [
+                    map(fixed, self._micro_batches(responses, part)) for part in parts
+                ]
                 if not self.own_old_logprobs:  # else made one by one while the device is busy
                     minibatches = [list(batches) for batches in minibatches]
         with spans("update_actor") as training:
@@ -148,8 +150,7 @@ class PolicyTrainer:
                 grpo.loss_denominator(some, self.loss_norm, max_length) for some in lengths
             ]
             with deterministic(device):
-                minibatches, trained = self._train(minibatches, advantages.to(device), denominators)
-            done = [batch for part in minibatches for batch in part]
+                done, trained = self._train(minibatches, advantages.to(device), denominators)
             metrics |= logprob_metrics(done, self.params[0].dtype, self.world) | trained
         self.step += 1
         metrics["timing_s/old_log_prob"] = fixing.seconds
@@ -173,11 +174,13 @@ class PolicyTrainer:
         seen, shares = [], []
         for batch in batches:
             logprobs, entropy = self._logprobs(self.model, batch, self.cfg.entropy_coef > 0)
-            if batch.old_logprobs is None:
-                batch = replace(batch, old_logprobs=logprobs.detach(), entropy=entropy.detach())
+            old = batch.old_logprobs
+            if old is None:
+                old = logprobs.detach()
+                batch = replace(batch, old_logprobs=old, entropy=entropy.detach())
             share = grpo.policy_loss(
                 logprobs,
-                batch.old_logprobs,
+                old,
                 batch.rollout_logprobs,
                 advantages[batch.owner],  # [M]
                 torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
@@ -251,7 +254,7 @@ class PolicyTrainer:
         return batch
 
     def _logprobs(
-        self, model: nn.Module, batch: MicroBatch, entropy_grad: bool = False
+        self, model: Any, batch: MicroBatch, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
         hidden = packed_forward(model, batch.input_ids, batch.documents, self.cfg.checkpointing)
         hidden = hidden[batch.rows]  # [M, H]
@@ -275,6 +278,7 @@ class PolicyTrainer:
             return None
         penalty = torch.zeros(num_responses, dtype=torch.float64)  # [N]
         for batch in (b for part in minibatches for b in part):
+            assert batch.old_logprobs is not None and batch.ref_logprobs is not None
             k1 = grpo.kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")  # [M]
             penalty.index_add_(0, batch.owner.cpu(), k1.double().cpu())  # [N]
         return self.cfg.kl_coef * self.world.add_up(penalty)  # [N]
@@ -284,7 +288,7 @@ class PolicyTrainer:
         minibatches: Sequence[Iterable[MicroBatch]],
         advantages: Tensor,
         denominators: Sequence[int],
-    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+    ) -> tuple[list[MicroBatch], dict[str, float]]:
         """The micro-batches with old log-probs, and metrics; waits for the device at the end."""
         lr = self.cfg.lr * min(1.0, (self.step + 1) / max(1, self.cfg.warmup_steps))
         shares: list[grpo.PolicyLoss] = []
@@ -314,7 +318,7 @@ class PolicyTrainer:
         }
         if self.reference is not None:
             metrics["actor/ref_kl"] = ref_kl / tokens
-        return minibatches, metrics
+        return [batch for part in minibatches for batch in part], metrics
 
     def _optimizer_step(self, lr: float) -> Tensor:
         return self.weights.step(self.optimizer, self.cfg.max_grad_norm, lr)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import tlt_ext
-from tlt_ext.limits import MAX_DEPTH
 
-from ..config.strategy import Strategy
+from ..config.strategy import MAX_DEPTH, Strategy
 from .tree import NodeStore
 
 
@@ -26,9 +27,10 @@ class Levels:
         self.nodes = NodeStore(batch, capacity, strategy.num_verify, device)
         self.root = tlt_ext.Frontier(ints(batch, 1))  # of the first level
         nodes, rows = ints(2, depth, batch, keep)
-        ancestors = torch.zeros(depth, batch, keep, MAX_DEPTH, dtype=torch.uint8, device=device)
+        shape = (depth, batch, keep, MAX_DEPTH)
+        self.ancestors = torch.zeros(shape, dtype=torch.uint8, device=device)
         self.frontiers = [
-            tlt_ext.Frontier(*arrays) for arrays in zip(nodes, rows, ancestors, strict=True)
+            tlt_ext.Frontier(*arrays) for arrays in zip(nodes, rows, self.ancestors, strict=True)
         ]
         self.position = ints(batch * keep)
         self.row_start = torch.arange(batch + 1, dtype=torch.int32, device=device) * keep
@@ -48,7 +50,7 @@ class NewRows:
         self.row_start = ints(batch + 1)
         self.position, self.committed = ints(batch * most), ints(batch)
         self.each = torch.arange(batch + 1, dtype=torch.int32, device=features.device)
-        self.out = tlt_ext.NewRows(
+        self.out: Any = tlt_ext.NewRows(  # of tensors
             ids=ints(batch * most),
             first=ints(batch),
             last=ints(batch),

@@ -9,14 +9,14 @@ of the same pages.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import tlt_ext
-from tlt_ext.limits import MAX_DEPTH
 
-from ..config.strategy import Strategy
+from ..config.strategy import MAX_DEPTH, Strategy
 from ..model.drafter import DraftSpec
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel, appends
@@ -198,7 +198,7 @@ class DraftRunner:
             eps=self.spec.rms_eps,
         )
         q = self._append(joined, rows)
-        return self._attend(q, parents, rows, frontier.ancestors.view(-1, MAX_DEPTH))
+        return self._attend(q, parents, rows, level.ancestors[index].view(-1, MAX_DEPTH))
 
     def _levels(self, batch: int, strategy: Strategy) -> Levels:
         key = batch, strategy
@@ -217,9 +217,14 @@ class DraftRunner:
     # `pdl`: weights are written by torch's copies, and `gather_new_rows`, which begins every draft,
     # starts after those have ended.
 
-    def _norm_for(self, x: Tensor, norm: str, weight: str) -> dict[str, Tensor | float]:
+    def _norm_for(self, x: Tensor, norm: str, weight: str) -> dict[str, Any]:
         weights, between = self.weights, torch.empty_like(x)
         return self.target.norm_for(x, weights[norm], weights[weight], self.spec.rms_eps, between)
+
+    @property
+    def _features(self) -> Tensor:
+        assert self.cache.features is not None  # recorded whenever there is a drafter
+        return self.cache.features
 
     @property
     def _input_weights(self) -> tlt_ext.DraftWeights:
@@ -277,7 +282,7 @@ class DraftRunner:
         """
         key = len(batch), strategy.levels + 1
         if key not in self._gathered:
-            self._gathered[key] = NewRows(*key, self.cache.features)
+            self._gathered[key] = NewRows(*key, self._features)
         new = self._gathered[key]
         q, hidden, rows = self._write(new, batch, batch.context_len, batch.num_new)
         if len(q) <= self.few_rows:
@@ -302,7 +307,7 @@ class DraftRunner:
             ends[row] = written[row]
         self.late_rows += sum(counts)
         num_new, context_len = torch.tensor([counts, ends], dtype=torch.int32, device=self.k.device)
-        self._write(NewRows(size, most, self.cache.features), batch, context_len, num_new)
+        self._write(NewRows(size, most, self._features), batch, context_len, num_new)
 
     def _write(
         self, new: NewRows, batch: Batch, context_len: Tensor, num_new: Tensor
@@ -313,7 +318,7 @@ class DraftRunner:
             Queries, fused features and rows of the entries.
         """
         tlt_ext.gather_new_rows(
-            self.cache.features[..., : 3 * self.spec.hidden_size],
+            self._features[..., : 3 * self.spec.hidden_size],
             tlt_ext.Rows(new.row_start, new.position, batch.status, context_len, batch.block_table),
             batch.table,
             num_new=num_new,

@@ -85,6 +85,7 @@ class PassProgram:
             ancestors=tree.ancestors,
             want_features=self.cache.features is not None,
         )
+        assert logits is not None
         tlt_ext.verify_tree(
             logits,
             tree.group,

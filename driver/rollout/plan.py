@@ -6,13 +6,14 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import tlt_ext
-
-from ..common.memory import FLOAT_BYTES
 from ..config.strategy import OFF, Strategy
 from ..model.drafter import DraftSpec
 from ..model.spec import ModelSpec
 from ..model.target import LARGE_WEIGHTS, appends, fuses, layer_launches
+
+# Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (docs/notes/graphs.md).
+NODE_BYTES, GRAPH_BYTES, LOOP_BYTES = 2700, 40 << 10, 128 << 10
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,23 @@ class GraphCost:
     def nodes(self, cell: Cell) -> int:
         """Upper bound of the launches of a pass."""
         strategy, spec = cell.strategy, self.spec
-        launches = layer_launches(spec, cell.rows) * spec.num_layers + 8
-        launches += strategy.drafting.launches
+        target = layer_launches(spec, cell.rows) * spec.num_layers + 8
+        if strategy.kind == "ngram":
+            return target + 7
         if strategy.needs_drafter:
             widest = max(2 * spec.intermediate_size, spec.vocab_size) * spec.hidden_size
             drafted, late = cell.batch * strategy.top_k, cell.batch * (strategy.levels + 1)
             few = fuses(drafted, 2 * spec.intermediate_size * spec.hidden_size)
             first, level = (17, 12)
-            if few and widest <= LARGE_WEIGHTS:  # a long catch-up appends in two
+            if few and widest <= LARGE_WEIGHTS:
                 first, level = 14 + (not appends(late)), 9 + (not appends(drafted))
-            launches += first + level * (strategy.depth - 1)
-        return launches
+            matched = 4 if strategy.kind == "hybrid" else 0  # a long catch-up appends in two
+            return target + first + level * (strategy.depth - 1) + matched
+        return target
 
     def bytes_of(self, cell: Cell) -> int:
         """Predicted device memory of the executable."""
-        return tlt_ext.graph_bytes(self.nodes(cell), self.loop)
+        return self.nodes(cell) * NODE_BYTES + GRAPH_BYTES + self.loop * LOOP_BYTES
 
 
 def draft_bytes(cells: Iterable[Cell], spec: DraftSpec, number_bytes: int) -> int:

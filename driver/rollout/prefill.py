@@ -97,9 +97,10 @@ class Prefill:
         table = self.block_table([pages])
         rows = tlt_ext.Rows(self.ints([0, 1]), here, self.ints([0]), here, table)
         logits, _ = self.model.forward(self.ints([last]), rows, self.cache)
+        assert logits is not None
         return logits[0, : self.model.spec.vocab_size].clone()
 
-    def ints(self, values: list[int]) -> Tensor:
+    def ints(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def block_table(self, pages: list[list[int]]) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 import tlt_ext
 
-from ..config.strategy import HYBRID, LEARNED, NGRAM, Kind, Strategy
+from ..config.strategy import Strategy
 from .draft_runner import DraftRunner
 from .state import Batch
 from .token_store import TokenStore
@@ -28,8 +28,10 @@ class Proposer(Protocol):
             captured and repeated without the host.
     """
 
-    version: int
     on_device: bool
+
+    @property
+    def version(self) -> int: ...
 
     def usable(self) -> bool:
         """Whether it can draft now."""
@@ -67,7 +69,7 @@ def _capacity(strategy: Strategy) -> int:
     return 1 + strategy.depth * strategy.top_k
 
 
-def draft_ngrams(nodes: NodeStore, batch: Batch, store: TokenStore, **settings: int | bool) -> None:
+def draft_ngrams(nodes: NodeStore, batch: Batch, store: TokenStore, **settings: Any) -> None:
     """Drafts the tokens that followed a request's last tokens in rows of its prompt.
 
     Args:
@@ -214,16 +216,3 @@ class OracleProposer(ModelFree):
         good = np.cumprod((ahead >= 0) & ~missed, axis=1)
         levels = np.concatenate([np.ones((size, 1), int), good[:, :-1]], axis=1) * (ahead >= 0)
         return token, parent, levels.sum(axis=1)
-
-
-def make_proposers(seed: int, runner: DraftRunner | None) -> dict[str, Proposer]:
-    """The proposers of an engine, by the name of their kind.
-
-    Args:
-        seed: of the run's keyed noise.
-        runner: of the drafter; None = there is none, and no proposer that needs it.
-    """
-    made: dict[Kind, Proposer] = {NGRAM: NgramProposer(seed)}
-    if runner is not None:
-        made |= {LEARNED: runner, HYBRID: HybridProposer(runner)}
-    return {kind.name: proposer for kind, proposer in made.items()}

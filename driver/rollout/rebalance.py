@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import replace
+from typing import Any
 
 from ..common.world import World
 from .request import RunningRequest
@@ -101,7 +102,8 @@ class Rebalancer:
         self._over = True
         for i, state in enumerate(scheduler.running):
             moved = replace(state, pages=[], context_len=0, draft_len=0)
-            self.store.set(_parcel(self.world.rank, i), pickle.dumps(moved))
+            parcel: Any = pickle.dumps(moved)  # torch's annotation lacks bytes
+            self.store.set(_parcel(self.world.rank, i), parcel)
         written = self._write_once(f"from/{self._me}", str(len(scheduler.running)))
         return [] if written == CLOSED else scheduler.hand_over()
 

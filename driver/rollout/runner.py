@@ -149,11 +149,13 @@ class PassRunner:
         Until then their inert rows cost nothing, since a graph runs all rows of its bucket.
         """
         cell = self._cell(count, strategy)
-        return 1 if cell is None else count - self.graphs.plan.below(cell)
+        return 1 if self.graphs is None or cell is None else count - self.graphs.plan.below(cell)
 
     def step_s(self, count: int, strategy: Strategy) -> float | None:
         """Seconds of a pass, measured when its graph was captured; None: there is no graph."""
-        cell = None if self.graphs is None else self.graphs.find(count, strategy)
+        if self.graphs is None:
+            return None
+        cell = self.graphs.find(count, strategy)
         return None if cell is None else self.graphs.step_s[cell]
 
     def decode_s(self) -> float | None:
@@ -161,7 +163,9 @@ class PassRunner:
 
         No request may run.
         """
-        cell = None if self.graphs is None else self.graphs.find(1, OFF)
+        if self.graphs is None:
+            return None
+        cell = self.graphs.find(1, OFF)
         if cell is None:
             return None
         self.state.fill([])
@@ -200,7 +204,7 @@ class PassRunner:
         begin = self.ring.sequence
         cell = self._cell(count, strategy)
         version, rows = self.program.version(strategy), None
-        if cell is None:
+        if self.graphs is None or cell is None:
             meanwhile()
             begun = time.perf_counter()
             tlt_ext.arm_passes(self.state.control, self.ring, limit=1)

@@ -252,7 +252,8 @@ class Scheduler:
         """
         for state, row in zip(states, rows, strict=True):
             if not state.finish:  # else in an earlier burst
-                state.append(*row, strategy, version)
+                tokens, logprobs, counts, finish, status = row
+                state.append(tokens, logprobs, counts, finish, status, strategy, version)
 
     def set_draft_lens(
         self, states: Sequence[RunningRequest], lengths: Sequence[int], version: int

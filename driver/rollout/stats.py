@@ -104,7 +104,7 @@ class RolloutStats:
         self.flagged = len(flagged)
         if flagged:
             bits = functools.reduce(operator.or_, flagged)
-            names = ", ".join(bit.name for bit in tlt_ext.Status if bit & bits)
+            names = ", ".join(str(bit.name) for bit in tlt_ext.Status if bit & bits)
             warnings.warn(
                 f"{len(flagged)} of {len(finished)} responses are flagged ({names}): the target's"
                 " weights or caches are damaged",

@@ -48,7 +48,7 @@ class TokenStore:
         # Slots of finished requests, oldest first, and the number of changes when they finished.
         self._past: OrderedDict[int, int] = OrderedDict()
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._group_of: list[Group | None] = [None] * num_slots  # by slot
+        self._group_of: dict[int, Group] = {}  # by slot
         self.changes = 0
 
     @property
@@ -128,7 +128,7 @@ class TokenStore:
 
     def _drop(self, slot: int) -> None:
         del self._past[slot]
-        group, self._group_of[slot] = self._group_of[slot], None
+        group = self._group_of.pop(slot)
         group.slots.remove(slot)
         self._change(group)
         if not group.slots:

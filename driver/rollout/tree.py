@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-from tlt_ext.limits import MAX_DEPTH
+
+from ..config.strategy import MAX_DEPTH
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,15 @@ class Tree:
         """The tree without inert rows, at least one row; on a GPU this waits for the device."""
         used = max(1, int(self.row_start[-1]))
         ancestors = None if self.ancestors is None else self.ancestors[:used]
-        rows = (t[:used] for t in (self.tokens, self.parents, self.position))
-        return Tree(*rows, ancestors, self.row_start)
+        tokens, parents, position = (t[:used] for t in (self.tokens, self.parents, self.position))
+        return Tree(tokens, parents, position, ancestors, self.row_start)
 
     def to(self, device: torch.device) -> Tree:
         """The same tree on another device."""
         ancestors = None if self.ancestors is None else self.ancestors.to(device)
-        moved = [t.to(device) for t in (self.tokens, self.parents, self.position)]
-        return Tree(*moved, ancestors, self.row_start.to(device))
+        arrays = (self.tokens, self.parents, self.position, self.row_start)
+        tokens, parents, position, row_start = (t.to(device) for t in arrays)
+        return Tree(tokens, parents, position, ancestors, row_start)
 
 
 class NodeStore:

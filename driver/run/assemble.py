@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
@@ -33,8 +34,8 @@ from ..rollout.bandit import Bandit
 from ..rollout.draft_runner import DraftRunner
 from ..rollout.engine import RolloutEngine
 from ..rollout.pages import pages_for
-from ..rollout.proposers import make_proposers
-from ..tasks import Task
+from ..rollout.proposers import HybridProposer, NgramProposer, Proposer
+from ..tasks import Split, Task
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PROMPT_SAMPLE = 64  # prompts of a generated task whose lengths are looked at
@@ -96,10 +97,12 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
     """
     use_device(config.run.device)
     disable_progress_bar()  # a run shows its own progress
+    policy: Any  # the annotation of `PreTrainedModel.to` takes no device
     if folder is None:
         policy = tiny.build_policy(config.model, config.run.seed)
         return policy.to(config.run.device), load_tokenizer(None)
-    policy = load_model(folder, getattr(torch, config.model.dtype)).to(config.run.device)
+    policy = load_model(folder, getattr(torch, config.model.dtype))
+    policy = policy.to(config.run.device)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(folder, tokenizer, spec_of(policy))
     return policy, tokenizer
@@ -148,7 +151,8 @@ def prompt_lengths(task: Task, encode: PromptEncoder) -> Iterator[tuple[int, str
     Raises:
         UserError: a prompt has no tokens.
     """
-    for split, sample in (("train", PROMPT_SAMPLE), ("eval", 0)):
+    samples: dict[Split, int] = {"train": PROMPT_SAMPLE, "eval": 0}
+    for split, sample in samples.items():
         count = task.size(split) or sample
         for first in range(0, count, CHUNK):
             indices = range(first, min(first + CHUNK, count))
@@ -359,8 +363,12 @@ def build_rollout(
     seed, arms = config.run.seed, parse_strategies(config.engine.strategies)
     parts = build_parts(config, spec, weights, longest, config.run.device)
     target, cache, runner = parts.target, parts.cache, parts.runner
+    proposers: dict[str, Proposer] = {}
+    if any(arm.kind == "ngram" for arm in arms):
+        proposers["ngram"] = NgramProposer(seed)
     spot = None
-    if runner is not None:
+    if runner is not None and parts.drafter is not None:
+        proposers |= {"learned": runner, "hybrid": HybridProposer(runner)}
         spot = SpotTrainer(parts.drafter, runner, target, cache, config.spot, config.drafter, seed)
     bandit = Bandit(arms, config.bandit, config.engine.spec_max_batch, seed)
     engine = RolloutEngine(
@@ -368,7 +376,7 @@ def build_rollout(
         cache,
         config.engine,
         bandit,
-        make_proposers(seed, runner),
+        proposers,
         seed,
         observer=spot,
     )

@@ -135,7 +135,7 @@ def copy_arguments(op: Callable[..., Any], args: Any, named: Any) -> dict[str, A
     bound = inspect.signature(op).bind(*args, **named).arguments
     values: dict[str, Any] = {}
     for name, value in bound.items():
-        if isinstance(value, tuple):
+        if hasattr(value, "_asdict"):
             values |= {f"{name}.{field}": array for field, array in value._asdict().items()}
         elif name not in LEFT_OUT:
             values[name] = value

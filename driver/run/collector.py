@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..common.errors import UserError
 from ..common.memory import CARD_MEMORY, memory_metrics
@@ -318,8 +319,8 @@ class Collector(RolloutObserver):
         return self._decode(response.token_ids, response.finish == "stop")
 
     def _decode(self, ids: Sequence[int], finished: bool) -> str:
-        ids = ids[:-1] if finished else ids
-        return self._encode.tokenizer.decode(ids, skip_special_tokens=False)
+        decode: Any = self._encode.tokenizer.decode
+        return decode(ids[:-1] if finished else ids, skip_special_tokens=False)
 
     def rewards(
         self,
@@ -380,13 +381,13 @@ class Collector(RolloutObserver):
         mine = [] if self.coordinator is None else self.coordinator.changes
         trained_s = 0.0 if self.coordinator is None else self.coordinator.trained_s
         told = self.world.gather((memory_metrics().get(CARD_MEMORY), trained_s, mine))
-        memory = [part[0] for part in told]
-        if None not in memory:
-            out["ranks/max_memory_allocated_gb"] = max(memory)
+        memory = {rank: part[0] for rank, part in enumerate(told) if part[0] is not None}
+        if len(memory) == self.world.size:
+            out["ranks/max_memory_allocated_gb"] = max(memory.values())
         if self.world.size <= RANKS_SHOWN:
             for rank, seconds in enumerate(idle):
                 out[f"ranks/{rank}/idle_share"] = seconds / max(longest, 1e-9)
-                if memory[rank] is not None:
+                if rank in memory:
                     out[f"ranks/{rank}/max_memory_allocated_gb"] = memory[rank]
         if self.coordinator is not None:
             # The micro-step that the last rank's end interrupts is no use of the bubble.

@@ -179,9 +179,9 @@ class Run:
             longest = longest_request(config, spec, prompt_len)
             rollout = build_rollout(config, spec, policy.state_dict(), longest)
             rollout.watch(phases.timeline)
-            alone = rollout.spot is not None and folder is not None and world.size == 1
-            if alone and config.spot.checkpoint_every:
-                rollout.spot.checkpoints = DraftCheckpoints(folder.path / "drafter")
+            alone = folder if world.size == 1 and config.spot.checkpoint_every else None
+            if rollout.spot is not None and alone is not None:
+                rollout.spot.checkpoints = DraftCheckpoints(alone.path / "drafter")
             start = functools.partial(
                 _starting_policy, config, source, folder, saved, policy, tokenizer
             )
@@ -233,7 +233,7 @@ class Run:
 
     def finish_bubble(self) -> None:
         """Ends the drafter's training of the step, after measuring how to overlap it, once."""
-        if self.rollout.spot is not None:
+        if self.rollout.spot is not None and self.rollout.tuner is not None:
             self.rollout.tuner.tune()
             self.rollout.spot.begin_final_steps()
 
@@ -401,6 +401,7 @@ class Run:
 
     def _write(self, step: int, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
         write = functools.partial(_write_model, self.policy, tokenizer, saved["policy"])
+        assert self.folder is not None
         self.folder.save_checkpoint(step, write, saved["states"])
 
     @functools.cached_property

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..common.memory import CARD_MEMORY, peak_memory_gb
 from ..records import plots
-from ..records.folder import read_jsonl
+from ..records.folder import RunFolder, read_jsonl
 from ..records.phases import PHASES, StepTimes
 from .run import Run
 from .warm_start import begun_from
@@ -21,7 +21,7 @@ def summarize(run: Run) -> dict[str, Any]:
     """The numbers of `summary.json`: of the whole run, but for seconds, memory and correct lengths,
     which are of this process.
     """
-    records = read_jsonl(run.folder.path / "metrics.jsonl")
+    records = read_jsonl(_folder(run).path / "metrics.jsonl")
     rewards = [r["critic/rewards/mean"] for r in records if r["step"] > 0]
     accepts = [a for r in records if (a := r.get("spec/accept_length")) is not None]
     heldout = [run.evaluations[step] for step in sorted(run.evaluations)]
@@ -89,8 +89,8 @@ def _percentile(values: list[int], share: int) -> float | None:
 
 def write_plots(run: Run) -> None:
     """The figures of the run folder."""
-    records = read_jsonl(run.folder.path / "metrics.jsonl")
-    folder = run.folder.plots
+    records = read_jsonl(_folder(run).path / "metrics.jsonl")
+    folder = _folder(run).plots
     plots.plot_rewards(records, folder / "reward.png")
     plots.plot_accept_length(records, folder / "accept_length.png")
     plots.plot_step_times(records, folder / "step_times.png")
@@ -98,11 +98,16 @@ def write_plots(run: Run) -> None:
         plots.plot_lengths(run.lengths, run.config.sampling.max_new_tokens, folder / "lengths.png")
         plots.plot_active(run.trace, folder / "active.png")
     if run.collector.rank_states:
-        plots.plot_ranks(run.folder.rank_states(), folder / "ranks.png")
+        plots.plot_ranks(_folder(run).rank_states(), folder / "ranks.png")
+
+
+def _folder(run: Run) -> RunFolder:
+    assert run.folder is not None  # only the first rank writes a summary
+    return run.folder
 
 
 def write_summary(run: Run) -> None:
-    run.folder.write_summary(summarize(run))
+    _folder(run).write_summary(summarize(run))
 
 
 def summary_lines(run: Run) -> list[str]:
@@ -127,7 +132,7 @@ def summary_lines(run: Run) -> list[str]:
             name = key.removeprefix("spec/arm/").removesuffix("/pulls")
             rate = arms[key.removesuffix("pulls") + "reward"]
             lines.append(f"  {name:<28} {arms[key]:>7}   {rate:>8.0f}")
-    return [*lines, f"see {run.folder.path}/ (summary.json, metrics.jsonl, plots, samples.txt)"]
+    return [*lines, f"see {_folder(run).path}/ (summary.json, metrics.jsonl, plots, samples.txt)"]
 
 
 def _time_lines(step_s: dict[str, float], wall_s: dict[str, float]) -> list[str]:

@@ -95,7 +95,7 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=4)
     for name in sorted(state):
         digest.update(name.encode())
-        digest.update(state[name].detach().cpu().flatten().view(torch.uint8).numpy())
+        digest.update(state[name].detach().cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -256,7 +256,7 @@ class Warming:
         self.rollout.fix(OFF)
         responses = self.rollout.engine.generate(self.requests(FIRST_INDEX, count))
         lengths = np.array([len(r.token_ids) for r in responses])
-        decode = self.encode.tokenizer.decode
+        decode: Callable[..., Any] = self.encode.tokenizer.decode
         right = np.array(
             [
                 self.task.reward(
@@ -272,9 +272,11 @@ class Warming:
             count,
             float(right.mean()),
             float(np.mean([r.finish == "length" for r in responses])),
-            *(float(np.percentile(lengths, q)) for q in (50, 99)),
+            float(np.percentile(lengths, 50)),
+            float(np.percentile(lengths, 99)),
             int(lengths.max()),
-            *(float(np.percentile(correct, q)) for q in (50, 99)),
+            float(np.percentile(correct, 50)),
+            float(np.percentile(correct, 99)),
         )
 
     def show(self) -> None:
