@@ -44,6 +44,8 @@ def stub() -> str:
     for name, value in vars(core).items():
         if isinstance(value, type):
             out += f"\n{class_stub(name, value)}\n"
+        elif type(value) in (int, float):
+            out += f"{name}: {type(value).__name__}\n"
         elif isinstance(value, types.BuiltinFunctionType):
             out += function_stub(value.__doc__)
     return re.sub(r"\n{3,}", "\n\n", out).rstrip() + "\n"  # blank lines as ruff wants them

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/op.h"
+#include "common/limits.h"
 #include "common/math.h"
 #include "common/noise.h"
 #include "common/parallel.h"
@@ -88,6 +89,17 @@ void bind_common(py::module_& m) {
   m.def("uniform_open", [](uint32_t word) { return tlt::uniform_open(word); }, "word"_a);
   m.def("log_f32", [](float x) { return tlt::log_f32(x); }, "x"_a);
   m.def("exp_f32", [](float x) { return tlt::exp_f32(x); }, "x"_a);
+}
+
+// The limits of `common/limits.h`, for tlt_ext/limits.py.
+void bind_limits(py::module_& m) {
+  m.attr("MAX_DEPTH") = tlt::kMaxDepth;
+  m.attr("MAX_EMITTED") = tlt::kMaxPassTokens;
+  m.attr("MAX_TOP_K") = tlt::kMaxTopK;
+  m.attr("MAX_TREE_ROWS") = tlt::kMaxTreeRows;
+  m.attr("MAX_DRAFT_SLOTS") = tlt::kMaxDraftSlots;
+  m.attr("MAX_HEAD_DIM") = tlt::kMaxHeadDim;
+  m.attr("CONTROL_WORDS") = static_cast<int>(tlt::kControlWords);
 }
 
 // ---- layers -------------------------------------------------------------------------------------
@@ -280,6 +292,7 @@ void bind_graphs(py::module_& m) {
       });
   m.def("advance_batch", &tlt::advance_batch, "verified"_a, "table"_a, "requests"_a, "control"_a,
         "ring"_a, "lookahead"_a, "stream"_a, NoGil());
+  m.def("graph_bytes", &tlt::graph_bytes, "nodes"_a, "loop"_a);
   bind_graph_pool(m);
   m.def("arm_passes", &tlt::arm_passes, "control"_a, "ring"_a, "limit"_a, "ends"_a, "stream"_a,
         NoGil());
@@ -290,6 +303,7 @@ void bind_graphs(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   py::register_exception<tlt::DTypeError>(m, "DTypeError", PyExc_TypeError);
   bind_common(m);
+  bind_limits(m);
   bind_layers(m);
   bind_kv(m);
   bind_attention(m);

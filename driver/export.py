@@ -30,7 +30,7 @@ from .common.storage import storage_errors
 from .config.fields import read_options
 from .config.load import Config, load_config
 from .config.options import ExportOptions
-from .config.strategy import OFF, Strategy
+from .config.strategy import LEARNED, OFF, Strategy
 from .drafter.eagle3 import (
     CONFIG,
     KEYS,
@@ -109,7 +109,7 @@ class _Bench:
             prompt = task.prompt("eval", i)
             ids = encode(prompt.text)
             requests.append(Request(request_id("eval", 0, prompt.id, 0), i, ids, params))
-        learned: Any = self.rollout.engine.proposers["learned"]
+        learned: Any = self.rollout.engine.proposers[LEARNED.name]
         lengths, strategy = [], Strategy.parse(self.options.strategy)
         plain = self._generate(requests, OFF)
         for version, state in enumerate(self.drafters, 1):
@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> None:
     for name in ("drafter", "out"):
         if not getattr(options, name):
             raise UserError(f"{name}: missing; give {name}=<folder>")
-    if Strategy.parse(options.strategy).kind != "learned":
+    if Strategy.parse(options.strategy).drafting is not LEARNED:
         raise UserError(f"strategy={options.strategy}: wanted learned:depth,top_k,num_verify")
     checkpoint, out = Path(options.drafter).expanduser(), Path(options.out).expanduser()
     check_out(out)

@@ -20,7 +20,8 @@ from .common.errors import UserError
 from .config.fields import read_options
 from .config.load import Config, load_config
 from .config.options import IdentityOptions
-from .config.strategy import OFF, parse_strategies
+from .config.sections import MAX_PREFILL_CHUNK, EngineConfig
+from .config.strategy import OFF, ORACLE, parse_strategies
 from .policy.warmup import warm_up
 from .rollout.request import Request
 from .run.assemble import (
@@ -34,7 +35,6 @@ from .run.assemble import (
 )
 from .run.comparison import (
     MIXED,
-    ORACLE,
     PREEMPT,
     Arm,
     Comparison,
@@ -44,7 +44,6 @@ from .run.comparison import (
 )
 from .tasks import make_task
 
-PREFILL_CHUNK, MAX_ROWS = 256, 8192  # the engine's default, and its most
 ROUND_FACTOR = 2  # requests of a round over the batch, so that slots are refilled in mid-rollout
 
 
@@ -53,9 +52,9 @@ class Identity:
 
     def __init__(self, options: IdentityOptions) -> None:
         self.options = options
-        texts = [s for s in options.strategies if not s.startswith(ORACLE)]
+        texts = [s for s in options.strategies if not s.startswith(ORACLE.name)]
         strategies = [str(s) for s in parse_strategies(texts) if s != OFF]
-        oracles = [str(oracle_strategy(s)) for s in options.strategies if s.startswith(ORACLE)]
+        oracles = [str(oracle_strategy(s)) for s in options.strategies if s.startswith(ORACLE.name)]
         self.config = self._config(strategies, oracles)
         policy, tokenizer = load_policy(self.config, find_model(self.config, _report))
         self.task = make_task(self.config.task.name, path=options.path)
@@ -76,10 +75,10 @@ class Identity:
         o = self.options
         # The engine knows nothing of oracles: their rows must fit into a chunk of the prefill.
         rows = [o.batch * oracle_strategy(oracle).num_verify for oracle in oracles]
-        if max(rows, default=0) > MAX_ROWS:
+        if max(rows, default=0) > MAX_PREFILL_CHUNK:
             raise UserError(
                 f"batch={o.batch}: the oracle would verify {max(rows)} rows in a pass, at most"
-                f" {MAX_ROWS} fit; lower it or the oracle's num_verify"
+                f" {MAX_PREFILL_CHUNK} fit; lower it or the oracle's num_verify"
             )
         words = [
             "preset=tiny",
@@ -93,7 +92,7 @@ class Identity:
             f"sampling.max_new_tokens={o.max_new_tokens}",
             f"engine.max_batch={o.batch}",
             f"engine.spec_max_batch={o.batch}",
-            f"engine.prefill_chunk={max([PREFILL_CHUNK, *rows])}",
+            f"engine.prefill_chunk={max([EngineConfig.prefill_chunk, *rows])}",
             f"engine.strategies={' '.join(['off', *strategies])}",
             "bandit.policy=off",
             "spot.mode=serial",

@@ -201,7 +201,7 @@ def run_all(modules: dict[str, ModuleType], settings: list[str], options: list[s
         seconds = time.perf_counter() - begin
         ended = "written"
         if code is None:
-            ended = f"STOPPED at its limit of {limits[name]} s; what it had measured is written"
+            ended = f"STOPPED at its limit of {limits[name]} s; its rows so far are written"
         elif code:
             ended = f"FAILED (exit code {code})"
         lines.append((code != 0, f"{name:12} {seconds:6.0f} s  {ended}"))

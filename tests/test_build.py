@@ -1,10 +1,20 @@
-"""A build that cannot work ends in one line that names the remedy."""
+"""A build that cannot work ends in one line; an installation is complete."""
 
+import ast
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import setuptools
+import yaml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,3 +89,61 @@ def test_the_log_keeps_the_report_of_ptxas_and_the_terminal_does_not(build, tmp_
     assert (tmp_path / "build.log").read_text() == lines
     shown = capfd.readouterr().out
     assert "ptxas" not in shown and "x.cu(1): error" in shown
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_an_installation_has_every_package_and_data_file():
+    tool = PROJECT["tool"]["setuptools"]
+    packages = {
+        "tlt_ext." + path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        for path in ROOT.glob("driver/**/__init__.py")
+    }
+    assert set(tool["packages"]) == packages | {"tlt_ext", "tlt_ext.driver.presets"}
+    shipped = {
+        path
+        for package, patterns in tool["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.removeprefix("tlt_ext.").replace(".", "/")).glob(pattern)
+    }
+    data = {path for path in ROOT.glob("driver/**/*") if path.is_file() and path.suffix != ".pyc"}
+    assert {path for path in data if path.suffix != ".py"} <= shipped
+
+
+def imported_names(path):
+    """Modules that a file imports by their full names."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_the_driver_imports_itself_by_relative_names():
+    """It is `driver` in the checkout and `tlt_ext.driver` in an installation."""
+    sources = list(ROOT.glob("driver/**/*.py"))
+    names = [(path.name, name) for path in sources for name in imported_names(path)]
+    assert ("cli.py", "signal") in names
+    wrong = ("driver", "profiling", "tests")
+    assert [pair for pair in names if pair[1].partition(".")[0] in wrong] == []
+
+
+def test_a_folder_without_the_core_is_named(tmp_path):
+    """The source folder of an installation that is not editable."""
+    shutil.copytree(ROOT / "tlt_ext", tmp_path / "tlt_ext", ignore=shutil.ignore_patterns("_C*"))
+    for path in ("driver/cli.py", "driver/common", "driver/config", "driver/presets"):
+        copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        copy(ROOT / path, tmp_path / path)
+    (tmp_path / "driver" / "train.py").write_text("import tlt_ext\n")
+    start = "import sys; sys.argv = ['tlt', 'train']; from driver.cli import main; main()"
+    # Without `site`, whose finder of an editable installation would supply a core.
+    env = {"PYTHONPATH": str(Path(yaml.__file__).parents[1])}
+    for code in ("import tlt_ext", start):
+        command = [sys.executable, "-S", "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode and "circular" not in done.stderr
+        assert f"{tmp_path}/tlt_ext has no native core: build it there" in last
+    assert done.stderr.startswith("error: tlt_ext: ") and done.stderr.count("\n") == 1

@@ -4,11 +4,20 @@ Importing this package imports no array library. Outputs and workspaces belong t
 never allocates or synchronises. See `python -m tlt_ext` for what this build can do.
 """
 
+import importlib.util
+
+if importlib.util.find_spec("tlt_ext._C") is None:
+    raise ImportError(
+        f"tlt_ext: {__path__[0]} has no native core: build it there with `pip install -e .`, or"
+        " start from another folder to use an installation",
+        name="tlt_ext._C",
+    )
+
 from tlt_ext import _C
 from tlt_ext.attention import attention_workspace_bytes, tree_attention
 from tlt_ext.common import Status, num_threads, set_num_threads
 from tlt_ext.draft import draft_inputs, draft_level_inputs
-from tlt_ext.graph_pool import GraphError, GraphPool, GraphUsage
+from tlt_ext.graph_pool import GraphError, GraphPool, GraphUsage, graph_bytes
 from tlt_ext.graphs import Control, PassRing, StopReason, advance_batch, arm_passes
 from tlt_ext.groups import (
     DraftWeights,
@@ -94,6 +103,7 @@ __all__ = [
     "draft_level_inputs",
     "expand_tree",
     "gather_new_rows",
+    "graph_bytes",
     "linear_append",
     "linear_rows",
     "linear_silu_mul",

@@ -9,6 +9,20 @@ from tlt_ext.common import Array, current_stream
 GraphError = _C.GraphError
 
 
+def graph_bytes(nodes: int, loop: bool) -> int:
+    """Device memory that the budget of a `GraphPool` counts for a graph.
+
+    Args:
+        nodes: of the captured graphs.
+        loop: whether they are repeated in a loop.
+
+    Example:
+        >>> graph_bytes(nodes=100, loop=False)
+        310960
+    """
+    return _C.graph_bytes(nodes, loop)
+
+
 @dataclasses.dataclass(frozen=True)
 class GraphUsage:
     """What a graph of a pool costs.

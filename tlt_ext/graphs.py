@@ -12,6 +12,7 @@ from typing import Any
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
 from tlt_ext.groups import Requests, TokenTable, VerifyOutput
+from tlt_ext.limits import MAX_EMITTED
 
 
 class Control(enum.IntEnum):
@@ -61,7 +62,7 @@ class PassRing:
     """
 
     def __init__(
-        self, passes: int, max_batch: int, max_emitted: int = 17, *, pinned: bool = False
+        self, passes: int, max_batch: int, max_emitted: int = MAX_EMITTED, *, pinned: bool = False
     ) -> None:
         self._ring = _C.PassRing(passes, max_batch, max_emitted, pinned)
 

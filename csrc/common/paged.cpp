@@ -1,5 +1,7 @@
 #include "common/paged.h"
 
+#include "common/limits.h"
+
 namespace tlt {
 
 Sequences check_sequences(const char* op, const Tensor& anchor, const RowsArgs& rows,
@@ -38,8 +40,9 @@ void check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
   v.on(like).is_like(like_name, like).apart();
   v.shape({shape[0], shape[1], shape[2], shape[3]});
   if (shape[1] < 1) k.fail("a page size of 1 or more", std::to_string(shape[1]));
-  if (shape[3] < 8 || shape[3] > 256 || shape[3] % 8 != 0) {
-    k.fail("a head size that is a multiple of 8 up to 256", std::to_string(shape[3]));
+  if (shape[3] < 8 || shape[3] > kMaxHeadDim || shape[3] % 8 != 0) {
+    k.fail("a head size that is a multiple of 8 up to " + std::to_string(kMaxHeadDim),
+           std::to_string(shape[3]));
   }
 }
 

@@ -14,8 +14,6 @@ namespace tlt {
 namespace {
 
 constexpr const char* kName = "GraphPool";
-// What executables take, as measured (docs/notes/graphs.md).
-constexpr int64_t kNodeBytes = 2700, kGraphBytes = 40 << 10, kLoopBytes = 128 << 10;
 constexpr int kLoopDriver = 12040;  // the first whose conditional nodes we rely on
 
 struct GraphMemoryError : GraphError {
@@ -233,7 +231,7 @@ std::vector<std::string> GraphPool::add(const std::string& key, const GraphSourc
   }
   Entry entry{key, source.priority, {}, new_event(), {}};
   const int64_t nodes = count_nodes(source), budget = state_->budget;
-  const int64_t wanted = nodes * kNodeBytes + kGraphBytes + (source.loop ? kLoopBytes : 0);
+  const int64_t wanted = graph_bytes(nodes, source.loop);
   entry.usage = {wanted, 0, 0, nodes, 0, source.loop};
   const Graph graph = compose(source);
   if (contains(key)) remove(key);

@@ -17,6 +17,13 @@ struct GraphError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Device memory that the budget counts for an executable: the average over many nodes, as measured
+// (docs/notes/graphs.md).
+inline int64_t graph_bytes(int64_t nodes, bool loop) {
+  constexpr int64_t kNodeBytes = 2700, kGraphBytes = 40 << 10, kLoopBytes = 128 << 10;
+  return nodes * kNodeBytes + kGraphBytes + (loop ? kLoopBytes : 0);
+}
+
 // The driver takes memory in blocks that graphs share and keeps what a graph gives back for the
 // next, so the free memory shows a graph's own needs only on average over many nodes.
 struct GraphUsage {

@@ -4,13 +4,12 @@
 #include <cstring>
 
 #include "common/dtype.h"
+#include "common/limits.h"
 #include "common/parallel.h"
 #include "kv/op.h"
 
 namespace tlt {
 namespace {
-
-constexpr int64_t kMaxHeadDim = 256;
 
 template <typename T>
 T* head_at(const PagedCache& cache, const Place& place, int64_t head) {

@@ -112,8 +112,8 @@ VerifyParams check_verify(const char* op, const VerifyArrays& a, const Tensor& d
   }
   check_arrays(op, a.logits, wanted);
   const int64_t vocab = check_vocab_size(op, a.logits, vocab_size);
-  require(max_emitted >= kMinEmitted, op,
-          "emitted: expected at least " + std::to_string(kMinEmitted) + " columns, got " +
+  require(max_emitted >= kMaxPassTokens, op,
+          "emitted: expected at least " + std::to_string(kMaxPassTokens) + " columns, got " +
               std::to_string(max_emitted));
   require(!wants_draft || draft_probs.shape[1] >= vocab, op,
           "draft_probs: expected at least " + std::to_string(vocab) + " columns, got " +

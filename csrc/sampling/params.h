@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/limits.h"
 #include "common/noise.h"
 #include "common/tensor.h"
 
@@ -73,7 +74,5 @@ enum Finish : int32_t { kRunning = 0, kStopId = 1, kLimit = 2 };
 constexpr int64_t kNodeBytes = 16;  // scratch of verify_tree for a row on a GPU
 
 constexpr int64_t kMaxGpuVocabulary = 1 << 19;  // the sums of a row's steps fit shared memory
-constexpr int kMaxTreeRows = 128;               // of one request, root included
-constexpr int kMinEmitted = 17;                 // 16 drafted levels and the bonus token
 
 }  // namespace tlt

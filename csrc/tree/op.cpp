@@ -69,10 +69,12 @@ void expand_tree(const Tensor& draft_logits, const NodesArgs& nodes, const Expan
   }
   logits_arg.shape({B * F, kAny});
   require_range(op, "top_k (second axis of next.node)", K, 1, kMaxTopK);
-  require(slot_base >= 0 && slot_base + F <= 256, op,
+  require(slot_base >= 0 && slot_base + F <= kMaxDraftSlots, op,
           "slot_base: expected drafter slots 0 to 255, got " + std::to_string(slot_base) + " to " +
               std::to_string(slot_base + F - 1));
-  require(score_temperature == 0 || (score_temperature >= 1e-6 && score_temperature <= 1e6), op,
+  require(score_temperature == 0 ||
+              (score_temperature >= kMinScoreTemperature && score_temperature <= 1e6),
+          op,
           "score_temperature: expected 0 or 1e-6 to 1e6, got " + std::to_string(score_temperature));
   require(vocab_size >= 1, op, "vocab_size: expected 1 or more, got " + std::to_string(vocab_size));
   require_capacity(op, store.capacity, 1 + F * K);
@@ -111,7 +113,7 @@ void select_nodes(const NodesArgs& nodes, const TreeArgs& tree, const Tensor& ro
   constexpr const char* op = "select_nodes";
   const int64_t B = nodes.token.ndim > 0 ? nodes.token.shape[0] : 0;
   const NodeStore store = check_nodes(op, nodes.token, B, nodes);
-  require_range(op, "num_verify", num_verify, 1, kMaxVerifyRows);
+  require_range(op, "num_verify", num_verify, 1, kMaxTreeRows);
   const int64_t rows = B * num_verify;
   check_arrays(op, nodes.token,
                {{"root_position", root_position, DType::kInt32, {B}},

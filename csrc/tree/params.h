@@ -9,9 +9,6 @@
 
 namespace tlt {
 
-constexpr int kMaxTopK = 128;        // children of a node
-constexpr int kMaxVerifyRows = 128;  // rows of one request in a verify pass
-
 // Candidate nodes of B requests. Entry 0 is the root; parents come before their children. Entries
 // from `count` on are scratch.
 struct NodeStore {

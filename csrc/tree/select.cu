@@ -25,7 +25,7 @@ constexpr uint32_t kRootKey = 0xffffffffu;
 constexpr uint16_t kUnfit = 0x8000;  // beside a parent
 constexpr int kHelpers = 8;          // threads that place one chosen node
 constexpr int kPacked = 4096;        // rows that pack_kernel takes at once
-static_assert(kMaxStore <= kUnfit && kHelpers * kMaxVerifyRows <= kThreads);
+static_assert(kMaxStore <= kUnfit && kHelpers * kMaxTreeRows <= kThreads);
 
 // A chosen node, in a word: its store index, its depth, and the row of its parent in the request.
 struct Place {
@@ -144,7 +144,7 @@ __device__ void mark_unfit(const Nodes& nodes, const Slices& slices) {
 __device__ int32_t choose(const Nodes& nodes, int32_t num_verify, Place* chosen) {
   __shared__ int32_t num_chosen;
   __shared__ int32_t better_than[kThreads];
-  __shared__ int32_t taken[kMaxVerifyRows];  // by (depth, index)
+  __shared__ int32_t taken[kMaxTreeRows];  // by (depth, index)
   if (nodes.count == 0) return 0;
   const int t = threadIdx.x;
   const Slices slices(nodes.count);
@@ -220,12 +220,12 @@ __device__ void write_row(const SelectNodesParams& p, int64_t b, int64_t first, 
 __global__ void __launch_bounds__(kThreads)
     select_kernel(const __grid_constant__ SelectNodesParams p) {
   extern __shared__ uint32_t shared[];
-  __shared__ Place chosen[kMaxVerifyRows];
+  __shared__ Place chosen[kMaxTreeRows];
   const int64_t b = blockIdx.x;
   const int t = threadIdx.x;
   wait_for_prior_grid();
   launch_dependents();
-  const int32_t root_position = t < kMaxVerifyRows ? p.root_position[b] : 0;  // asked for early
+  const int32_t root_position = t < kMaxTreeRows ? p.root_position[b] : 0;  // asked for early
   const Nodes nodes = load_nodes(p.nodes, b, shared);
   const int32_t count = choose(nodes, static_cast<int32_t>(p.num_verify), chosen);
   if (t == 0) {

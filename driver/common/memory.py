@@ -1,4 +1,4 @@
-"""How much memory this process has taken so far."""
+"""Memory that this process has taken so far, and the size of a float."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+FLOAT_BYTES = 4  # float32
 CARD_MEMORY = "perf/max_memory_allocated_gb"
 
 

@@ -17,6 +17,7 @@ from .fields import Section, setting
 from .strategy import OFF, Strategy, parse_strategies, split_strategies
 
 MAX_NAME_BYTES = 200  # a file name may have 255, and files beside the folder have longer names
+MAX_PREFILL_CHUNK = 8192
 MIN_TEMPERATURE = 0.01  # below, logits over temperature lose the resolution of float32
 
 
@@ -219,7 +220,9 @@ class EngineConfig(Section):
     )
     spec_max_batch: int = setting(16, "most running requests at which a pass speculates", low=0)
     spec_max_rows: int = setting(0, "most rows that a pass verifies; 0: no limit", low=0)
-    prefill_chunk: int = setting(256, "prompt tokens of a prefill pass", low=1, high=8192)
+    prefill_chunk: int = setting(
+        256, "prompt tokens of a prefill pass", low=1, high=MAX_PREFILL_CHUNK
+    )
     history: int = setting(
         4,
         "token sequences kept for n-gram drafts, times engine.max_batch; the previous epoch's"

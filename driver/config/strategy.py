@@ -1,4 +1,4 @@
-"""Speculation strategies: parsed here once, carried everywhere as values."""
+"""Speculation strategies: parsed once, carried everywhere as values, and the kinds there are."""
 
 from __future__ import annotations
 
@@ -6,30 +6,64 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tlt_ext.limits import MAX_DEPTH, MAX_DRAFT_SLOTS, MAX_TOP_K, MAX_TREE_ROWS
+
 from ..common.errors import UserError
 
-KINDS = ("off", "ngram", "learned", "hybrid", "oracle")  # oracle: a test's, not for a config
-MAX_DEPTH = 16  # levels: an ancestor list has 16 slots
-MAX_VERIFY = 128  # rows a request sends to the target in one pass, the root included
-MAX_TOP_K = 128  # nodes kept per level, as the ops allow
-MAX_DRAFTED = 255  # nodes drafted before selection: a node's index is one byte
+MAX_DRAFTED = MAX_DRAFT_SLOTS - 1  # nodes drafted before selection, without the root
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to draft. `driver/rollout/proposers.py` has a proposer for each.
+
+    Attributes:
+        name: as configs, logs and metrics write it.
+        drafts: its strategies draft, and have numbers.
+        drafter: the trained drafter proposes.
+        lookup: tokens that followed the last ones elsewhere, in rows of the prompt, are proposed.
+        launches: of kernels for that lookup in a pass, at most.
+        in_config: a configuration may name it.
+        colors: of its smallest and of its largest tree in charts.
+    """
+
+    name: str
+    drafts: bool = True
+    drafter: bool = False
+    lookup: bool = False
+    launches: int = 0
+    in_config: bool = True
+    colors: tuple[str, str] = ("#c9ccd1", "#c9ccd1")
+
+    @property
+    def form(self) -> str:
+        """How a strategy of the kind is written."""
+        return f"{self.name}:depth,top_k,num_verify" if self.drafts else self.name
+
+
+# In the order of legends and reports.
+PLAIN = Kind("off", drafts=False)
+NGRAM = Kind("ngram", lookup=True, launches=7, colors=("#f2c48d", "#b3540c"))
+LEARNED = Kind("learned", drafter=True, colors=("#9cc9ea", "#2459a8"))
+# Its lookup replaces trees of the drafter, so it shares the launches that select nodes.
+HYBRID = Kind("hybrid", drafter=True, lookup=True, launches=4, colors=("#b5d8b9", "#2c6e3f"))
+ORACLE = Kind("oracle", in_config=False)  # knows the answers, for tests of token identity
+KINDS = {kind.name: kind for kind in (PLAIN, NGRAM, LEARNED, HYBRID, ORACLE)}
 
 _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<numbers>\d+,\d+,\d+)", re.ASCII)
-_REMEDY = (
-    "write 'off', 'ngram:depth,top_k,num_verify', 'learned:depth,top_k,num_verify' or"
-    " 'hybrid:depth,top_k,num_verify'"
-)
+_FORMS = [repr(kind.form) for kind in KINDS.values() if kind.in_config]
+_REMEDY = f"write {', '.join(_FORMS[:-1])} or {_FORMS[-1]}"
 
 
 @dataclass(frozen=True, order=True)
 class Strategy:
     """How one pass over a batch drafts and verifies; `off` is plain decoding.
 
-    `hybrid` drafts like `learned`, but a request whose last tokens stand elsewhere in sequences of
-    its prompt gets what followed them there, as one chain of all rows that it may verify.
+    `hybrid` drafts like `learned`. If the last tokens of a request occur elsewhere in rows of its
+    prompt, its tree is replaced by what followed them there, one chain of `num_verify` rows.
 
     Args:
-        kind: "off", "ngram", "learned" or "hybrid".
+        kind: name of one of `KINDS`.
         depth: levels drafted, at most 16 (0 for off).
         top_k: nodes kept per level (0 for off), at most 128; `depth * top_k` is at most 255.
         num_verify: rows sent to the target, root included, at most 128 (1 for off).
@@ -52,24 +86,29 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UserError(f"strategy kind {self.kind!r}: unknown; {_REMEDY}")
-        if self.kind == "off":
+        if not self.drafting.drafts:
             if (self.depth, self.top_k, self.num_verify) != (0, 0, 1):
-                raise UserError("strategy off: takes no numbers; write 'off'")
+                raise UserError(f"strategy {self.kind}: takes no numbers; write {self.kind!r}")
             return
         _limit(self, "depth", self.depth, 1, MAX_DEPTH)
         _limit(self, "top_k", self.top_k, 1, MAX_TOP_K)
         _limit(self, "depth*top_k", self.depth * self.top_k, 1, MAX_DRAFTED)
-        _limit(self, "num_verify", self.num_verify, 2, MAX_VERIFY)
+        _limit(self, "num_verify", self.num_verify, 2, MAX_TREE_ROWS)
 
     def __str__(self) -> str:
-        if self.kind == "off":
-            return "off"
+        if not self.drafting.drafts:
+            return self.kind
         return f"{self.kind}:{self.depth},{self.top_k},{self.num_verify}"
 
     @property
+    def drafting(self) -> Kind:
+        """Its kind."""
+        return KINDS[self.kind]
+
+    @property
     def needs_drafter(self) -> bool:
-        """Whether the learned model drafts."""
-        return self.kind in ("learned", "hybrid")
+        """Whether the trained drafter proposes."""
+        return self.drafting.drafter
 
     @property
     def chain(self) -> int:
@@ -78,15 +117,17 @@ class Strategy:
 
     @property
     def levels(self) -> int:
-        """Levels that a tree of it may have: a request emits at most one token more in a pass."""
-        return max(self.depth, self.chain) if self.kind == "hybrid" else self.depth
+        """Levels of its deepest tree; a request emits at most one token more in a pass."""
+        kind = self.drafting  # of both sources, the lookup drafts a chain
+        return max(self.depth, self.chain) if kind.drafter and kind.lookup else self.depth
 
     @classmethod
-    def parse(cls, text: str) -> Strategy:
+    def parse(cls, text: str, *others: Kind) -> Strategy:
         """Reads one strategy as it is written in configs, logs and metrics.
 
         Args:
-            text: "off" or "kind:depth,top_k,num_verify", the kind "ngram", "learned" or "hybrid".
+            text: "off" or "kind:depth,top_k,num_verify".
+            others: kinds that are allowed besides those of a configuration.
 
         Returns:
             The strategy; `str()` of it gives the text back.
@@ -99,15 +140,16 @@ class Strategy:
             'off'
         """
         text = text.strip()
-        if text == "off":
-            return cls("off")
+        if text == PLAIN.name:
+            return cls(text)
         match = _FORM.fullmatch(text)
-        if match is None or match["kind"] not in ("ngram", "learned", "hybrid"):
+        allowed = {k.name for k in KINDS.values() if k.drafts and (k.in_config or k in others)}
+        if match is None or match["kind"] not in allowed:
             raise UserError(f"strategy {text!r}: malformed; {_REMEDY}")
         return cls(match["kind"], *map(int, match["numbers"].split(",")))
 
 
-OFF = Strategy("off")
+OFF = Strategy(PLAIN.name)
 
 
 def split_strategies(text: str) -> list[str]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt_ext.limits import MAX_DEPTH, MAX_HEAD_DIM
+
 from ..common.errors import UserError
-from ..config.strategy import MAX_DEPTH
 from .families import EMBEDDING, FAMILIES, FINAL_NORM, GATE_UP, HEAD, LAYER, QKV, Family
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -212,8 +213,10 @@ class _Reader:
             raise self.refuse(
                 f"num_key_value_heads: wanted a divisor of {num_heads} heads, got {num_kv_heads}"
             )
-        if head_dim % 8 or head_dim > 256:
-            raise self.refuse(f"head_dim: wanted a multiple of 8 up to 256, got {head_dim}")
+        if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+            raise self.refuse(
+                f"head_dim: wanted a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}"
+            )
         bias = family.config_bias and self.flag("attention_bias")
         return ModelSpec(
             family=family.name,

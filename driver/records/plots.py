@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..common.storage import storage_errors
-from ..config.strategy import OFF, Strategy
+from ..config.strategy import KINDS, Strategy
 from .phases import PHASES, StepTimes
 
 Records = Sequence[Mapping[str, Any]]
@@ -27,14 +27,6 @@ _BLUE, _ORANGE, _GREY = "#2563ab", "#d1641b", "#8a8f98"
 # What a rank does (driver/drafter/coordinator.py).
 RANK_COLORS = {"busy": _BLUE, "idle": "#dfe2e6", "training": _ORANGE, "update": "#9db0a3"}
 RANK_NAMES = {"busy": "rollout", "idle": "idle", "training": "drafter training", "update": "update"}
-# One hue per kind of strategy, from light (small trees) to dark (large ones).
-_HUES = {
-    "ngram": ("#f2c48d", "#b3540c"),
-    "learned": ("#9cc9ea", "#2459a8"),
-    "hybrid": ("#b5d8b9", "#2c6e3f"),
-}
-
-
 # Where the data fills the axes, the legend is below them.
 _BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "columnspacing": 1.2}
 
@@ -239,12 +231,11 @@ def _bins(longest: int) -> list[float]:
 
 
 def strategy_colors(texts: Iterable[str]) -> dict[str, str]:
-    """A colour for each strategy that occurs, `off` first, then by kind and size."""
-    strategies = sorted({Strategy.parse(text) for text in texts}, key=lambda s: (s.kind, s))
-    colors = {"off": "#c9ccd1"} if OFF in strategies else {}
-    for kind, hue in _HUES.items():
-        of_kind = [strategy for strategy in strategies if strategy.kind == kind]
-        shades = LinearSegmentedColormap.from_list(kind, hue)
+    """A colour for each strategy that occurs, by kind, from light (small trees) to dark."""
+    strategies, colors = sorted({Strategy.parse(text) for text in texts}), {}
+    for kind in KINDS.values():
+        of_kind = [strategy for strategy in strategies if strategy.drafting is kind]
+        shades = LinearSegmentedColormap.from_list(kind.name, kind.colors)
         for position, strategy in enumerate(of_kind):
             share = position / (len(of_kind) - 1) if len(of_kind) > 1 else 0.6
             colors[str(strategy)] = to_hex(shades(share))

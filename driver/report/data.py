@@ -1,4 +1,4 @@
-"""What the report knows of a run: what its folder still holds, and notes on what it does not."""
+"""The data of a run folder for the report, and notes on what is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_PASSES = 1500  # of a rollout's record
 
 @dataclass
 class RunData:
-    """One run folder as read; every field may be empty, and `notes` then says why."""
+    """One run folder as read; `notes` name what is missing or damaged."""
 
     name: str
     path: Path
@@ -87,7 +87,7 @@ def read_run(path: Path) -> RunData:
         'tiny'
     """
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
-        raise UserError(f"{path}: holds no run; wanted a folder with metrics.jsonl")
+        raise UserError(f"{path}: holds no run; name a folder with metrics.jsonl")
     run = RunData(path.resolve().name, path)
     run.records = _numbered(_lines(path / "metrics.jsonl", run.notes))
     rollouts = map(_rollout, _numbered(_lines(path / "rollouts.jsonl", run.notes)))
@@ -174,7 +174,7 @@ def _summary(path: Path, notes: list[str]) -> dict[str, Any]:
         if not isinstance(whole, dict):
             raise ValueError
     except FileNotFoundError:
-        notes.append("summary.json: not there; the run goes on, or was stopped")
+        notes.append("summary.json: missing; the run is still running or was stopped")
         return {}
     except (OSError, ValueError):
         notes.append("summary.json: cannot be read")

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import tlt_ext
+from tlt_ext.limits import MAX_DEPTH
 
-from ..config.strategy import MAX_DEPTH, Strategy
+from ..config.strategy import Strategy
 from .tree import NodeStore
 
 

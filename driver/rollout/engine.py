@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import tlt_ext
+from tlt_ext.limits import MAX_EMITTED
 
 from ..common.spans import Spans
 from ..config.strategy import MAX_DRAFTED, OFF, Strategy
@@ -34,7 +35,7 @@ from .proposers import Proposer
 from .request import Request, Response
 from .runner import Burst, PassRunner
 from .scheduler import Scheduler
-from .state import MAX_EMITTED, Batch, BatchState
+from .state import Batch, BatchState
 from .stats import RolloutStats
 from .token_store import TokenStore
 

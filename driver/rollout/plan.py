@@ -6,14 +6,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import tlt_ext
+
+from ..common.memory import FLOAT_BYTES
 from ..config.strategy import OFF, Strategy
 from ..model.drafter import DraftSpec
 from ..model.spec import ModelSpec
 from ..model.target import LARGE_WEIGHTS, appends, fuses, layer_launches
-
-# Device memory of an executable graph, as `tlt_ext.GraphPool` charges it (docs/notes/graphs.md).
-NODE_BYTES, GRAPH_BYTES, LOOP_BYTES = 2700, 40 << 10, 128 << 10
-FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -60,23 +59,21 @@ class GraphCost:
     def nodes(self, cell: Cell) -> int:
         """Upper bound of the launches of a pass."""
         strategy, spec = cell.strategy, self.spec
-        target = layer_launches(spec, cell.rows) * spec.num_layers + 8
-        if strategy.kind == "ngram":
-            return target + 7
+        launches = layer_launches(spec, cell.rows) * spec.num_layers + 8
+        launches += strategy.drafting.launches
         if strategy.needs_drafter:
             widest = max(2 * spec.intermediate_size, spec.vocab_size) * spec.hidden_size
             drafted, late = cell.batch * strategy.top_k, cell.batch * (strategy.levels + 1)
             few = fuses(drafted, 2 * spec.intermediate_size * spec.hidden_size)
             first, level = (17, 12)
-            if few and widest <= LARGE_WEIGHTS:
+            if few and widest <= LARGE_WEIGHTS:  # a long catch-up appends in two
                 first, level = 14 + (not appends(late)), 9 + (not appends(drafted))
-            matched = 4 if strategy.kind == "hybrid" else 0  # a long catch-up appends in two
-            return target + first + level * (strategy.depth - 1) + matched
-        return target
+            launches += first + level * (strategy.depth - 1)
+        return launches
 
     def bytes_of(self, cell: Cell) -> int:
         """Predicted device memory of the executable."""
-        return self.nodes(cell) * NODE_BYTES + GRAPH_BYTES + self.loop * LOOP_BYTES
+        return tlt_ext.graph_bytes(self.nodes(cell), self.loop)
 
 
 def draft_bytes(cells: Iterable[Cell], spec: DraftSpec, number_bytes: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 import tlt_ext
 
-from ..config.strategy import Strategy
+from ..config.strategy import HYBRID, LEARNED, NGRAM, Kind, Strategy
 from .draft_runner import DraftRunner
 from .state import Batch
 from .token_store import TokenStore
@@ -216,3 +216,16 @@ class OracleProposer(ModelFree):
         good = np.cumprod((ahead >= 0) & ~missed, axis=1)
         levels = np.concatenate([np.ones((size, 1), int), good[:, :-1]], axis=1) * (ahead >= 0)
         return token, parent, levels.sum(axis=1)
+
+
+def make_proposers(seed: int, runner: DraftRunner | None) -> dict[str, Proposer]:
+    """The proposers of an engine, by the name of their kind.
+
+    Args:
+        seed: of the run's keyed noise.
+        runner: of the drafter; None = there is none, and no proposer that needs it.
+    """
+    made: dict[Kind, Proposer] = {NGRAM: NgramProposer(seed)}
+    if runner is not None:
+        made |= {LEARNED: runner, HYBRID: HybridProposer(runner)}
+    return {kind.name: proposer for kind, proposer in made.items()}

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 import tlt_ext
+from tlt_ext.limits import CONTROL_WORDS, MAX_EMITTED
 
 from ..common.errors import UserError
-from ..config.strategy import MAX_DEPTH
 from .request import RunningRequest
 from .token_store import GROUP_SLOTS, TokenStore
 from .tree import Tree
 
-MAX_EMITTED = MAX_DEPTH + 1  # tokens of a request in one pass
 MAX_STOP_IDS = 16  # of a request
-CONTROL_WORDS = 8
 
 DRAFT_TEMPERATURE = 0.75  # accept lengths at others: docs/notes/drafter.md
 
@@ -32,6 +30,11 @@ _INTS = ("slot", "context_len", "last_token", "remaining", "granted", "num_new",
 _FLOATS = ("temperature", "draft_temperature", "top_p")
 _LONGS = ("request", "store_row")
 _TABLES = {"stop_ids": MAX_STOP_IDS, "group_slots": GROUP_SLOTS}
+# 32-bit words of a request, without its block table: the columns, what a pass returns (three rows
+# and two numbers), and two constants.
+WORDS_PER_REQUEST = (
+    2 * len(_LONGS) + len(_INTS) + len(_FLOATS) + sum(_TABLES.values()) + 3 * MAX_EMITTED + 4
+)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-
-from ..config.strategy import MAX_DEPTH
+from tlt_ext.limits import MAX_DEPTH
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from ..rollout.bandit import Bandit
 from ..rollout.draft_runner import DraftRunner
 from ..rollout.engine import RolloutEngine
 from ..rollout.pages import pages_for
-from ..rollout.proposers import HybridProposer, NgramProposer, Proposer
+from ..rollout.proposers import make_proposers
 from ..tasks import Split, Task
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -363,12 +363,8 @@ def build_rollout(
     seed, arms = config.run.seed, parse_strategies(config.engine.strategies)
     parts = build_parts(config, spec, weights, longest, config.run.device)
     target, cache, runner = parts.target, parts.cache, parts.runner
-    proposers: dict[str, Proposer] = {}
-    if any(arm.kind == "ngram" for arm in arms):
-        proposers["ngram"] = NgramProposer(seed)
     spot = None
     if runner is not None and parts.drafter is not None:
-        proposers |= {"learned": runner, "hybrid": HybridProposer(runner)}
         spot = SpotTrainer(parts.drafter, runner, target, cache, config.spot, config.drafter, seed)
     bandit = Bandit(arms, config.bandit, config.engine.spec_max_batch, seed)
     engine = RolloutEngine(
@@ -376,7 +372,7 @@ def build_rollout(
         cache,
         config.engine,
         bandit,
-        proposers,
+        make_proposers(seed, runner),
         seed,
         observer=spot,
     )

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from tlt_ext import _C
 
 from ..common.errors import UserError
-from ..config.strategy import OFF, Strategy
+from ..config.strategy import OFF, ORACLE, Strategy
 from ..drafter.trainer import SpotTrainer
 from ..rollout.bandit import UNDECIDED, StepSeconds, unknown_step_s
 from ..rollout.proposers import OracleProposer
@@ -23,7 +23,7 @@ from ..rollout.request import Request, Response, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
 from .assemble import Rollout
 
-ORACLE, MIXED, PREEMPT = "oracle", "mixed", "preempt"
+MIXED, PREEMPT = "mixed", "preempt"
 SHOWN = 5  # first divergences of an arm that are described
 GOLDEN = 0.6180339887  # its multiples spread evenly over the unit interval
 # Sampling parameters cycle through the requests of a round: greedy, cold, plain, filtered.
@@ -33,9 +33,9 @@ LAWS = ((1.0, 0, 1.0), (0.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 0, 1.0), (1.0, 20, 1.
 def oracle_strategy(text: str) -> Strategy:
     """`oracle:depth,top_k,num_verify`, which no configuration takes."""
     try:
-        return replace(Strategy.parse(text.replace(ORACLE, "ngram", 1)), kind=ORACLE)
+        return Strategy.parse(text, ORACLE)
     except UserError:
-        raise UserError(f"strategies: {text!r}: wanted oracle:depth,top_k,num_verify") from None
+        raise UserError(f"strategies: {text!r}: wanted {ORACLE.form}") from None
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Arm:
         """The one of every pass; None: they alternate."""
         if self.name in (MIXED, PREEMPT):
             return None
-        if self.name.startswith(ORACLE):
+        if self.name.startswith(ORACLE.name):
             return oracle_strategy(self.name)
         return Strategy.parse(self.name)
 
@@ -180,7 +180,7 @@ class Comparison:
         self.off = Arm(str(OFF))
         self.rounds = 0
         drafted = [arm.strategy for arm in arms]
-        self._menu = [OFF, *(s for s in drafted if s is not None and s.kind != ORACLE)]
+        self._menu = [OFF, *(s for s in drafted if s is not None and s.drafting is not ORACLE)]
         self._random = random.Random(seed)
 
     def run(
@@ -213,7 +213,7 @@ class Comparison:
         answers = {r.request.id: r.token_ids for r in wanted}
         vocab_size = self.rollout.target.spec.vocab_size
         oracle = OracleProposer(answers, vocab_size, self.seed + self.rounds)
-        self.rollout.engine.proposers[ORACLE] = oracle
+        self.rollout.engine.proposers[ORACLE.name] = oracle
         for arm in self.arms:
             count = math.ceil(arm.part * len(requests))
             got = self._generate(arm, requests[:count])

@@ -19,6 +19,7 @@ from statistics import NormalDist
 import torch
 
 from ..common.errors import UserError
+from ..common.memory import FLOAT_BYTES
 from ..config.load import Config
 from ..config.options import read_dry_run
 from ..config.strategy import OFF
@@ -36,9 +37,9 @@ from .assemble import (
     prompt_encoder,
 )
 from .fit import RunShape, check_fits, memory_gb
-from .footprint import FLOAT, policy_spec, table
+from .footprint import policy_spec, table
 
-RESULTS = Path(__file__).resolve().parents[2] / "profiling" / "results"
+CEILINGS = Path(__file__).with_name("ceilings.json")  # by `python -m profiling.rig.ceilings`
 PROMPT_TOKENS = 256  # assumed without a tokenizer
 SIGMA = 1.0  # assumed: the deviation of the logarithm of response lengths
 MEAN_SHARE = 0.25  # assumed: the mean length over the limit
@@ -179,23 +180,19 @@ def ceilings(config: Config) -> Ceilings:
     """What this machine can do, as benchmarks measured it; what they did not, as stated."""
     if config.run.device == "cpu":
         return STATED["cpu"]
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    found, limits = [], STATED["cuda"]
-    for path in sorted(RESULTS.glob("*/l[ao]*.json")):  # of layers, of loop
-        result = json.loads(path.read_text())
-        meta, rows = result["meta"], result["rows"]
-        if here not in (None, meta["card"]):
-            continue
-        if path.stem == "layers" and "copy_gb_per_s" in meta:
-            limits = replace(limits, bytes_per_s=meta["copy_gb_per_s"] * 1e9)
-            found.append(f"copy of {meta['copy_gb_per_s']:.0f} GB/s")
-        if path.stem == "loop":
-            us = {row["case"]: row["median_us"] for row in rows if "median_us" in row}
-            each = (us["loop of 300 kernels b1"] - us["loop of 30 kernels b1"]) / 270
-            limits = replace(limits, launch_s=each * 1e-6)
-            found.append(f"{each:.2f} us a kernel")
+    cards = json.loads(CEILINGS.read_text(encoding="utf-8"))
+    # Without a card the run is to be on one that was measured.
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else next(iter(cards), "")
+    measured, limits, found = cards.get(card, {}), STATED["cuda"], []
+    if "copy_gb_per_s" in measured:
+        limits = replace(limits, bytes_per_s=measured["copy_gb_per_s"] * 1e9)
+        found.append(f"copy of {measured['copy_gb_per_s']:.0f} GB/s")
+    if "us_per_kernel" in measured:
+        limits = replace(limits, launch_s=measured["us_per_kernel"] * 1e-6)
+        found.append(f"{measured['us_per_kernel']:.2f} us a kernel")
     if found:
-        limits = replace(limits, source=f"measured: {', '.join(found)}; else {limits.source}")
+        text = f"measured on {card}: {', '.join(found)}; else {limits.source}"
+        limits = replace(limits, source=text)
     return limits
 
 
@@ -223,9 +220,9 @@ def step_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -
     if grpo.checkpointing:
         update += forward - 2 * tokens * head
     sharers = ranks if grpo.shard else 1
-    optimizer = numbers * (FLOAT * 8 / sharers + size) / limits.bytes_per_s
+    optimizer = numbers * (FLOAT_BYTES * 8 / sharers + size) / limits.bytes_per_s
     # Ranks add up float32 gradients; shards are then sent back in the policy's dtype.
-    sent = FLOAT + (size if grpo.shard else FLOAT)
+    sent = FLOAT_BYTES + (size if grpo.shard else FLOAT_BYTES)
     exchange = numbers * sent * (ranks - 1) / ranks / limits.link_bytes_per_s
     minibatches = grpo.epochs * grpo.minibatches
     before = (not has_own_old_logprobs(grpo)) + (grpo.kl_coef > 0)  # the policy's, the reference's

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..common.host_copies import held_bytes
+from ..common.memory import FLOAT_BYTES
 from ..config.load import Config
 from ..config.strategy import MAX_DRAFTED, parse_strategies
 from ..model import tiny
@@ -23,11 +24,10 @@ from ..policy import logprobs
 from ..policy.packed_forward import LONG_TOKENS
 from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, GraphCost, draft_bytes
+from ..rollout.state import WORDS_PER_REQUEST
 from ..rollout.token_store import TokenStore
 from .assemble import Parts, build_parts, longest_request
 
-FLOAT = 4
-STATE_WORDS = 128  # 32-bit words of a request in the engine's state, besides its block table
 CHUNK_ARRAYS = 2  # float arrays of a chunk of logits that are alive at once: logits, probabilities
 # As wide as the hidden state: what an entry of an unroll step of the drafter saves for its backward
 # pass, counted in the code (queries, results, norms, sums), not measured on a card.
@@ -102,7 +102,7 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
     if on_card:
         always[CONTEXT] = CONTEXT_BYTES
     tokens, longest = row_tokens(config, prompt_len), prompt_len + config.sampling.max_new_tokens
-    gradients = {"gradients": FLOAT * spec.num_parameters}
+    gradients = {"gradients": FLOAT_BYTES * spec.num_parameters}
     apart = longest >= LONG_TOKENS
     phases = update_bytes(spec, tokens, spec.dtype, config.grpo.checkpointing, on_card, apart)
     if longest * _responses(config) > tokens * config.grpo.minibatches:
@@ -144,7 +144,7 @@ def layer_bytes(
     shared = spec.num_kv_heads * spec.head_dim
     # Query, keys and values, the result.
     shared_too = (3 if apart else 2) * query + 2 * shared
-    attention = size * (shared_too if on_card else 5 * query) + FLOAT * spec.num_heads
+    attention = size * (shared_too if on_card else 5 * query) + FLOAT_BYTES * spec.num_heads
     if spec.qk_norm:  # their inputs are views of all three
         attention += size * (query + 2 * shared)
     # Weights are laid side by side for one product.
@@ -181,7 +181,7 @@ def update_bytes(
         "update, logits": {
             "activations": kept + ends,
             "logits chunk": chunk_bytes(spec, tokens, dtype),
-            "gradients of the head": FLOAT * head + tokens * size * spec.hidden_size,
+            "gradients of the head": FLOAT_BYTES * head + tokens * size * spec.hidden_size,
         },
         "update, layers": {
             "activations": kept + (layer if checkpointing else 0),
@@ -200,8 +200,8 @@ def chunk_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
     """Of one chunk of rows: logits and probabilities, or their slope and its share of the head's
     gradient."""
     rows = min(tokens, max(1, logprobs.CHUNK_LOGITS // spec.vocab_size))
-    share = dtype.itemsize * rows + FLOAT * spec.hidden_size
-    return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT * rows, share)
+    share = dtype.itemsize * rows + FLOAT_BYTES * spec.hidden_size
+    return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT_BYTES * rows, share)
 
 
 def _policy_parts(config: Config, spec: ModelSpec, ranks: int) -> dict[str, int]:
@@ -210,8 +210,8 @@ def _policy_parts(config: Config, spec: ModelSpec, ranks: int) -> dict[str, int]
     numbers = sum(-(-rows // sharers) * math.prod(columns) for rows, *columns in shapes)
     parts = {"policy": spec.num_parameters * spec.dtype.itemsize}
     if is_half(spec.dtype) or sharers > 1:
-        parts["float32 masters"] = FLOAT * numbers
-    parts["Adam"] = 2 * FLOAT * numbers
+        parts["float32 masters"] = FLOAT_BYTES * numbers
+    parts["Adam"] = 2 * FLOAT_BYTES * numbers
     if config.grpo.kl_coef:
         parts["reference"] = parts["policy"]
     return parts
@@ -226,11 +226,11 @@ def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str,
         max_len = min(spec.max_position, cache.num_pages * cache.page_size)
         store = TokenStore(engine.history * engine.max_batch, max_len, torch.device("meta"))
     own = held_bytes(target.state_dict())
-    words = STATE_WORDS + pages_for(max_len + MAX_DRAFTED, engine.page_size)
+    words = WORDS_PER_REQUEST + pages_for(max_len + MAX_DRAFTED, engine.page_size)
     held = {
         "engine weights": own,
         "engine buffers": held_bytes(vars(target)) - own,
-        "engine state": held_bytes(vars(store)) + FLOAT * engine.max_batch * words,
+        "engine state": held_bytes(vars(store)) + FLOAT_BYTES * engine.max_batch * words,
         "KV pages": held_bytes(cache.k, cache.v),
     }
     if cache.features is not None:
@@ -263,7 +263,7 @@ def _drafter_parts(config: Config, parts: Parts, prompt_len: int) -> dict[str, i
     trained = held_bytes(drafter.trainable())
     on_card = config.run.device != "cpu"
     feature = target.feature_size * target.dtype.itemsize
-    entry = feature if on_card else target.feature_size * FLOAT
+    entry = feature if on_card else target.feature_size * FLOAT_BYTES
     longest = prompt_len + config.sampling.max_new_tokens
     recorded = int(_responses(config) * longest * (1 + config.spot.keep_long))
     trains = config.spot.mode != "off"

@@ -122,7 +122,8 @@ def rivals(
     """Calls of the peers that run here; those that compile run in a few cases only.
 
     Args:
-        case, inputs: what they attend to.
+        case: the shape.
+        inputs: arrays of our op, which FlashInfer reads as well.
         quick: fewer cases and a shorter limit.
         late: peers that exceeded the limit; they are left out from then on.
     """

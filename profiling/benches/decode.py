@@ -22,12 +22,12 @@ import numpy as np
 from driver.config.strategy import OFF, Strategy
 from driver.rollout.graphs import nothing
 from driver.rollout.runner import Burst, PassRunner
-from driver.rollout.state import MAX_EMITTED
 from driver.run.assemble import Rollout
 from profiling.rig.bench import Bench, say
 from profiling.rig.results import RESULTS, newest_first
 from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
 from profiling.rig.workload import accept_length
+from tlt_ext.limits import MAX_EMITTED
 
 NEEDS_WARM_START = True
 SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
@@ -50,7 +50,7 @@ SYNTHETIC_TOKENS = 48  # without acceptance each token is a pass
 MAX_ROWS = 1280  # of a pass, as in preset=h100; cases with more are left out
 
 
-Cells = dict[tuple[int, str], dict[str, Any]]  # (batch, strategy) -> what was measured
+Cells = dict[tuple[int, str], dict[str, Any]]  # (batch, strategy) -> measurements
 
 
 class PassClock:

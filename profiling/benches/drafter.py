@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from driver.config.load import load_config
+from driver.config.strategy import LEARNED
 from driver.drafter.checkpoint import DraftCheckpoints
 from driver.drafter.loss import unroll
 from driver.drafter.trainer import SpotTrainer
@@ -221,9 +222,9 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes) -> None:
     def accept() -> None:
         for one in sizes.strategies:
             shared = study.row(f"{one}, shared noise", study.draft(one))
-            proposers["learned"] = TargetOnly(runner)
+            proposers[LEARNED.name] = TargetOnly(runner)
             target_only = study.row(f"{one}, target-only", study.draft(one))
-            proposers["learned"] = runner
+            proposers[LEARNED.name] = runner
         bench.got["accept_length_smollm2_gsm8k_t1"] = round(shared, 4)
         bench.got["shared_noise_over_target_only_x"] = round(shared / target_only, 4)
 

@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from driver.config.strategy import OFF
-from driver.run.comparison import ORACLE, Arm, Comparison, sibling_requests, teach
+from driver.config.strategy import OFF, ORACLE
+from driver.run.comparison import Arm, Comparison, sibling_requests, teach
 from profiling.benches.decode import SHAPE_WORDS
 from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape, spot_of
@@ -70,7 +70,7 @@ def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool
         train: train the drafter on the responses of `off` in the first round.
     """
     strategies = [arm.strategy for arm in arms if arm.strategy is not None]
-    captured = [str(s) for s in strategies if s.kind != ORACLE]
+    captured = [str(s) for s in strategies if s.drafting is not ORACLE]
     rows = size.batch * max((s.num_verify for s in strategies), default=1)
     ids = subject.prompts(PROMPTS)
     rollout = subject.rollout(

@@ -1,7 +1,7 @@
 """`linear_rows` and its fusions against the card's copy bandwidth and cuBLAS (`torch.mm`), bf16.
 
-`median_us` is a call among many in one graph, each on weights of its own, with `pdl`: what it
-costs in a model's step. `alone_us` is a graph of one call.
+`median_us` is a call among many in one graph with `pdl`, each on its own weights, as in a model's
+step. `alone_us` is a graph of one call.
 """
 
 from functools import partial

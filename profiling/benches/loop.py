@@ -3,8 +3,8 @@
 The pass is a chain of dependent small kernels that ends in `advance_batch`. `us` is of one pass,
 over 64 passes between two events. `chained` is a graph of 64 copies of the pass, without the
 decision whether another pass follows. `kib_per_node` is the device memory taken by each node of 64
-executables of one pass. It is measured in a process of its own, because the driver keeps the memory
-of destroyed graphs.
+executables of one pass. A separate process measures it, because the driver keeps the memory of
+destroyed graphs.
 """
 
 import json

@@ -86,7 +86,7 @@ class Arms:
     def run(self, name: str, rollout: Rollout, **settings: Any) -> None:
         """One round of an arm, after one that is not counted.
 
-        A bandit that learns keeps its state; its very first round is an arm of its own. In a quick
+        A bandit that learns keeps its state; its very first round is a separate arm. In a quick
         run other arms are counted at once, the first one after a short rollout.
         """
         learns, quick = settings["policy"] in LEARNING.values(), self.bench.quick

@@ -5,7 +5,7 @@
 #   profiling/kernels/ncu.sh attention --only 'tree16 b1 kv8192'
 #   profiling/kernels/ncu.sh replay runs/tiny/captures          # inputs of a real run
 #
-# Only what the benchmark runs inside the range `profile_target` is looked at, one call a case.
+# Profiles the launches inside the range `profile_target`, one call a case.
 # Writes profiling/out/<op>.ncu-rep and .csv. Run on an H100 for attention (6ecb0d9): a table of 6 launches.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -25,7 +25,7 @@ report=profiling/out/$op
 target=(profiling.bench "$op" --quick)
 if [ "$op" = replay ]; then target=(profiling.kernels.replay); fi
 metrics=$("$python" -m profiling.kernels.ncu_table --metrics)
-# The clocks stay as they are: times are then those of the benchmark's card.
+# Unlocked clocks, as in the benchmarks.
 ncu --force-overwrite --export "$report.ncu-rep" --target-processes all --clock-control none \
   --nvtx --nvtx-include "profile_target/" --metrics "$metrics" \
   "$python" -m "${target[@]}" --profile "$@"

@@ -15,7 +15,7 @@ fi
 mkdir -p profiling/out
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# `preset=` must come first; what the caller sets comes after the defaults and wins.
+# `preset=` must come first; settings of the caller follow the defaults and replace them.
 preset=preset=tiny
 if [[ ${1:-} == preset=* ]]; then
   preset=$1

@@ -4,9 +4,9 @@
 #   profiling/kernels/sanitize.sh                 # all four
 #   profiling/kernels/sanitize.sh memcheck        # one
 #
-# Runs every op on CuPy arrays and the tests marked `sanitize`, which reach every kernel that the
-# card's dispatch can choose, not each of its instances, with arrays that end where their memory
-# ends. Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything.
+# Runs every op on CuPy arrays and the tests marked `sanitize`. They launch every kernel that the
+# card's dispatch can choose, not each template instance, on arrays without spare memory behind them.
+# Writes profiling/out/sanitize-<tool>.log; fails if any tool finds anything.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -20,17 +20,17 @@ if [ $# -eq 0 ]; then tools=(memcheck racecheck synccheck initcheck); fi
 mkdir -p profiling/out
 
 run() {
-  # By itself synccheck has room for as many barriers as instructions make some, not lanes.
+  # The default number of barriers of synccheck counts instructions; barriers are made per lane.
   local sanitizer=(compute-sanitizer --tool "$1" --num-cuda-barriers 256 --error-exitcode 9
     --print-limit 20)
   local left_out=()
-  # What the others put into kernels fails in the body of a conditional node.
+  # The code that the other tools insert fails in the body of a conditional node.
   if [ "$1" != memcheck ]; then left_out=(-k "not several_graphs"); fi
   "${sanitizer[@]}" "$python" -m tests.csrc.plain_arrays cupy &&
     "${sanitizer[@]}" "$python" -m pytest -q -x -m "sanitize and gpu" "${left_out[@]}" tests/csrc
 }
 
-# Side by side: most of each tool's time is one core's, importing torch.
+# In parallel: each tool mostly uses one core, to import torch.
 declare -A pids
 for tool in "${tools[@]}"; do
   run "$tool" >"profiling/out/sanitize-$tool.log" 2>&1 &

@@ -69,7 +69,7 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     if not isinstance(result, dict) or not {"meta", "rows", "targets"} <= set(result):
-        raise ValueError(f"{path}: wanted an object with meta, rows and targets")
+        raise ValueError(f"{path}: not a result; it must have meta, rows and targets")
     return result
 
 

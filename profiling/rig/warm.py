@@ -32,7 +32,7 @@ def find_warm_start(words: Sequence[str]) -> Path | None:
 
 
 def make_warm_start(words: Sequence[str], seconds: float = LIMIT_S) -> Path:
-    """Makes the warm start where there is none; a process of its own frees its card memory.
+    """Makes the warm start where there is none, in a process that frees its card memory.
 
     Args:
         words: settings of a benchmark.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from driver.config.load import Config
-from driver.config.strategy import parse_strategies
+from driver.config.strategy import LEARNED, parse_strategies
 from driver.records.folder import read_jsonl
 from driver.records.phases import PHASES, StepTimes
 
@@ -30,7 +30,7 @@ def arm_words(config: Config) -> dict[str, list[str]]:
         ['engine.strategies=off learned:4,1,5', ...]
     """
     arms = parse_strategies(config.engine.strategies)
-    learned = [str(arm) for arm in arms if arm.kind == "learned"]
+    learned = [str(arm) for arm in arms if arm.drafting is LEARNED]
     static = learned[len(learned) // 2] if learned else str(arms[-1])
     ngrams = " ".join(str(arm) for arm in arms if not arm.needs_drafter)
     return {

@@ -27,6 +27,19 @@ SHAPE = {
     "initializer_range": 0.15,  # logits of order one
     "eos_token_id": [3, 5],
 }
+# Qwen2.5-7B by its published configuration.
+QWEN2_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,  # all three bands of frequencies occur within a small head

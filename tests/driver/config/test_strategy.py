@@ -1,7 +1,20 @@
 import pytest
 
 from driver.common.errors import UserError
-from driver.config.strategy import Strategy, parse_strategies, split_strategies
+from driver.config.strategy import (
+    KINDS,
+    ORACLE,
+    PLAIN,
+    Kind,
+    Strategy,
+    parse_strategies,
+    split_strategies,
+)
+from driver.model.fetch import SMOLLM2_CONFIG
+from driver.model.spec import ModelSpec
+from driver.records.plots import strategy_colors
+from driver.rollout.plan import Cell, GraphCost
+from driver.rollout.proposers import make_proposers
 
 
 @pytest.mark.parametrize("text", ["off", "ngram:4,1,5", "learned:16,15,128", "hybrid:1,1,2"])
@@ -106,3 +119,28 @@ def test_empty_list_has_no_items():
 def test_duplicates_are_refused():
     with pytest.raises(UserError, match="'ngram:4,1,5': listed twice"):
         parse_strategies(["off", "ngram:4,1,5", "ngram:4,1,05"])
+
+
+def test_every_kind_that_drafts_has_a_proposer():
+    """That of the oracle is made by the comparison, which knows the answers."""
+    drafts = {kind.name for kind in KINDS.values()} - {PLAIN.name, ORACLE.name}
+    assert make_proposers(0, runner=object()).keys() == drafts
+    alone = {name for name in drafts if not KINDS[name].drafter}
+    assert make_proposers(0, runner=None).keys() == alone
+
+
+def test_an_oracle_is_parsed_where_it_is_allowed_only():
+    assert str(Strategy.parse("oracle:8,4,32", ORACLE)) == "oracle:8,4,32"
+    assert Strategy.parse("ngram:8,4,32", ORACLE).drafting is not ORACLE
+
+
+def test_a_new_kind_is_one_entry(monkeypatch):
+    """Parsing, the number of launches and the colours follow from it."""
+    kind = Kind("suffix", lookup=True, launches=3, colors=("#000000", "#ffffff"))
+    monkeypatch.setitem(KINDS, kind.name, kind)
+    strategy = Strategy.parse("suffix:4,1,5")
+    assert strategy.drafting is kind and (strategy.levels, strategy.needs_drafter) == (4, False)
+    cost = GraphCost(ModelSpec.from_config(SMOLLM2_CONFIG))
+    plain, same = Cell(5, Strategy("off")), Cell(1, strategy)
+    assert cost.nodes(same) == cost.nodes(plain) + 3
+    assert strategy_colors([str(strategy)]) == {"suffix:4,1,5": "#999999"}

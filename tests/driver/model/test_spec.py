@@ -7,10 +7,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from driver.common.errors import UserError
-from driver.config.strategy import MAX_DEPTH
 from driver.model.families import FAMILIES
 from driver.model.spec import ModelSpec, RopeSpec, rope_table
 from tests.driver.hugging_face import LLAMA3_ROPE, VARIANTS, random_model, save_model
+from tlt_ext.limits import MAX_DEPTH
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

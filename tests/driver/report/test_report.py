@@ -59,7 +59,7 @@ def test_a_run_without_results_still_makes_a_page(tmp_path):
         "rollouts.jsonl: No such file or directory",
         "samples.jsonl: No such file or directory",
         "config.yaml: No such file or directory",
-        "summary.json: not there; the run goes on, or was stopped",
+        "summary.json: missing; the run is still running or was stopped",
         "metrics.jsonl: no finished training step yet",
     ]
     assert all(note in page for note in run.notes)
@@ -175,7 +175,7 @@ def test_the_command_writes_beside_the_run_and_names_what_is_no_run(tmp_path, ca
     report.main([str(folder)])
     assert "wrote" in capsys.readouterr().out
     assert "<h2>Reward</h2>" in (folder / "report.html").read_text(encoding="utf-8")
-    with pytest.raises(UserError, match="nowhere: holds no run; wanted a folder with metrics"):
+    with pytest.raises(UserError, match="nowhere: holds no run; name a folder with metrics"):
         report.main([str(tmp_path / "nowhere")])
     with pytest.raises(UserError, match="5 runs: at most 4 fit side by side"):
         report.main([str(folder)] * 5)
@@ -187,7 +187,7 @@ def test_a_user_s_mistake_is_one_line(tmp_path):
     assert done.returncode == 2
     assert (
         done.stderr
-        == f"error: {tmp_path}/nowhere: holds no run; wanted a folder with metrics.jsonl\n"
+        == f"error: {tmp_path}/nowhere: holds no run; name a folder with metrics.jsonl\n"
     )
 
 

@@ -1,7 +1,7 @@
 """Kernel launches of a pass where passes are graphs: a layer's, and those that are torch's."""
 
 import collections
-import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,16 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tlt_ext
 from driver.model.drafter import Drafter
+from driver.model.fetch import SMOLLM2_CONFIG
 from driver.model.kv_cache import KvCache
+from driver.model.spec import ModelSpec
 from driver.model.target import TargetModel, layer_launches
 from driver.rollout.draft_runner import DraftRunner
 from driver.rollout.request import Request, SamplingParams
-from profiling.benches.step import SHAPES
-from profiling.rig.subjects import of_shape
 from tests import kit
-from tests.driver.hugging_face import random_model
+from tests.driver.hugging_face import QWEN2_7B, random_model
 from tests.driver.rollout.test_engine import Choose, make_rollout
 
+SHAPES = {"smollm2": SMOLLM2_CONFIG, "qwen2_7b": {**QWEN2_7B, "dtype": "bfloat16"}}
 # Calls that compute nothing: views, and memory that a graph's pool hands out while it is captured.
 FREE = {"view", "slice", "select", "split", "split_with_sizes", "unbind", "expand", "as_strided",
         "unsqueeze", "squeeze", "_unsafe_view", "detach", "t", "alias", "empty", "new_empty",
@@ -74,13 +75,13 @@ def test_a_pass_is_made_of_ops(strategy, few_rows, wanted):
     assert seen[-1] == (strategy, wanted)
 
 
-def step_launches(shape, layers, requests, slots):
-    """Nodes of a captured decode step, one row per request, tables with room for `slots`; spec."""
-    config = copy.copy(SHAPES[shape])
-    config.update({"vocab_size": 256, "eos_token_id": 0, "num_hidden_layers": layers})
-    subject = of_shape(shape, [], config, "cuda")
-    spec = subject.spec
-    model = TargetModel(spec, subject.weights, device="cuda", max_rows=requests)
+def step_launches(spec, requests, slots):
+    """Nodes of a captured decode step, one row a request, of tables with room for `slots`."""
+    weights = {
+        name: torch.zeros(shape, dtype=spec.dtype, device="cuda")
+        for name, shape in spec.shapes().items()
+    }
+    model = TargetModel(spec, weights, device="cuda", max_rows=requests)
     pages = slots // 16
     kv = KvCache.allocate(spec, num_pages=requests * pages, page_size=16, device="cuda")
     ints = {"dtype": torch.int32, "device": "cuda"}
@@ -98,7 +99,7 @@ def step_launches(shape, layers, requests, slots):
         model.forward(ids, batch, kv)
     pool = tlt_ext.GraphPool()
     pool.add("step", [graph.raw_cuda_graph()], torch.zeros(8, **ints), loop=False)
-    return pool.usage()["step"].nodes, spec
+    return pool.usage()["step"].nodes
 
 
 @kit.gpu
@@ -112,9 +113,9 @@ def step_launches(shape, layers, requests, slots):
     [
         ("smollm2", 1, 1024, 5),
         ("smollm2", 16, 1024, 6),
-        ("qwen2_7b_4_layers", 1, 1024, 6),
-        ("qwen2_7b_4_layers", 1, 8192, 7),
-        ("qwen2_7b_4_layers", 16, 1024, 9),
+        ("qwen2_7b", 1, 1024, 6),
+        ("qwen2_7b", 1, 8192, 7),
+        ("qwen2_7b", 16, 1024, 9),
     ],
 )
 def test_launches_of_a_layer(shape, requests, slots, launches):
@@ -125,5 +126,6 @@ def test_launches_of_a_layer(shape, requests, slots, launches):
     two. A norm before large weights is one of its own. So is the append of a large model's q, k
     and v above eight rows, and then the norm before them.
     """
-    (one, spec), (two, _) = (step_launches(shape, n, requests, slots) for n in (1, 2))
+    spec = ModelSpec.from_config({**SHAPES[shape], "vocab_size": 256})
+    one, two = (step_launches(replace(spec, num_layers=n), requests, slots) for n in (1, 2))
     assert two - one == launches <= layer_launches(spec, requests)

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from driver.config.strategy import OFF, Strategy
 from driver.model.drafter import DraftSpec
+from driver.model.fetch import SMOLLM2_CONFIG
+from driver.model.spec import ModelSpec
 from driver.rollout.plan import (
     BucketPlan,
     Cell,
@@ -14,13 +16,11 @@ from driver.rollout.plan import (
     listed,
     plain_buckets,
 )
-from driver.run.assemble import spec_of
-from profiling.rig.subjects import SMOLLM2, empty_model
 
 ARMS = [
     Strategy.parse(s) for s in ("ngram:4,1,5", "learned:4,2,8", "learned:8,4,32", "hybrid:4,4,16")
 ]
-SPEC = spec_of(empty_model(SMOLLM2))
+SPEC = ModelSpec.from_config(SMOLLM2_CONFIG)
 COST = GraphCost(SPEC)
 
 

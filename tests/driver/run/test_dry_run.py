@@ -12,21 +12,7 @@ from driver.model.tiny import build_tokenizer
 from driver.run import dry_run, run
 from driver.run.fit import RunShape, check_fits, fitting
 from driver.train import main
-from tests.driver.hugging_face import save_model
-
-# Qwen2.5-7B by its published configuration.
-SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
+from tests.driver.hugging_face import QWEN2_7B, save_model
 
 
 def shape_of(config):
@@ -36,7 +22,7 @@ def shape_of(config):
 @pytest.fixture
 def seven_b(tmp_path):
     """A folder with nothing but a shape."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_7B))
     return f"model.path={tmp_path}"
 
 
@@ -181,20 +167,17 @@ def test_a_small_model_is_bound_by_its_launches():
     assert 0.4 * passes < seconds / (1e-3 * (6 * 3 + 7)) <= passes
 
 
-def test_ceilings_are_those_of_results(monkeypatch, tmp_path):
+def test_ceilings_are_those_of_the_card(monkeypatch, tmp_path):
     config = load_config(["run.device=cuda"])
-    monkeypatch.setattr(dry_run, "RESULTS", tmp_path)
+    monkeypatch.setattr(dry_run, "CEILINGS", tmp_path / "ceilings.json")
+    dry_run.CEILINGS.write_text('{"X": {"copy_gb_per_s": 1234.5, "us_per_kernel": 2.0}}')
     monkeypatch.setattr(dry_run.torch.cuda, "is_available", lambda: False)
-    assert dry_run.ceilings(config) == dry_run.STATED["cuda"]
-    folder = tmp_path / "card"
-    folder.mkdir()
-    layers = {"meta": {"card": "X", "copy_gb_per_s": 1234.5}, "rows": []}
-    rows = [{"case": f"loop of {n} kernels b1", "median_us": 10.0 + 2 * n} for n in (30, 300)]
-    (folder / "layers.json").write_text(json.dumps(layers))
-    (folder / "loop.json").write_text(json.dumps({"meta": {"card": "X"}, "rows": rows}))
     got = dry_run.ceilings(config)
     assert (got.bytes_per_s, got.launch_s) == (1234.5e9, pytest.approx(2e-6))
-    assert got.source.startswith("measured: copy of 1234 GB/s, 2.00 us a kernel; else stated")
+    assert got.source.startswith("measured on X: copy of 1234 GB/s, 2.00 us a kernel; else stated")
+    monkeypatch.setattr(dry_run.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dry_run.torch.cuda, "get_device_name", lambda: "Y")
+    assert dry_run.ceilings(config) == dry_run.STATED["cuda"]
 
 
 def test_lengths_have_the_mean_that_was_asked_for_and_a_tail():

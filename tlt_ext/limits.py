@@ -1,0 +1,11 @@
+"""Limits that the ops share. The native core states them (`csrc/common/limits.h`)."""
+
+from tlt_ext import _C
+
+MAX_DEPTH = _C.MAX_DEPTH  # levels below a tree's root; also the length of an ancestor list
+MAX_EMITTED = _C.MAX_EMITTED  # tokens of a request in a verify pass
+MAX_TOP_K = _C.MAX_TOP_K  # children of a node
+MAX_TREE_ROWS = _C.MAX_TREE_ROWS  # rows of a request in a verify pass, root included
+MAX_DRAFT_SLOTS = _C.MAX_DRAFT_SLOTS  # rows of a drafter in flight, root included
+MAX_HEAD_DIM = _C.MAX_HEAD_DIM
+CONTROL_WORDS = _C.CONTROL_WORDS  # of a `control` array
