@@ -127,8 +127,8 @@ def test_a_million_rejections(vocab):
     children = torch.multinomial(
         draft, MILLION, replacement=True, generator=kit.generator(vocab)
     ).int()
-    probs = draft.float().cuda()[None].expand(2 * CHUNK, -1)
-    tokens, counts = verified(tlt_ext.verify_rejection, logits, children.cuda(), draft_probs=probs)
+    rows = draft.float().cuda()[None].expand(2 * CHUNK, -1)
+    tokens, counts = verified(tlt_ext.verify_rejection, logits, children.cuda(), draft_probs=rows)
     kit.assert_distribution(tokens, probs)
     chance = float(torch.minimum(probs, draft).sum())
     kit.assert_distribution((counts == 2).int(), torch.tensor([1 - chance, chance]))
@@ -137,6 +137,6 @@ def test_a_million_rejections(vocab):
     with pytest.raises(AssertionError):  # fault 18: not the distribution of the drafts
         kit.assert_distribution(biased, probs)
     best = draft.argmax().int().cuda().expand(MILLION)
-    biased, _ = verified(tlt_ext.verify_rejection, logits, best, draft_probs=probs)
+    biased, _ = verified(tlt_ext.verify_rejection, logits, best, draft_probs=rows)
     with pytest.raises(AssertionError):  # fault 17: the draft's best token instead of a sample
         kit.assert_distribution(biased, probs)

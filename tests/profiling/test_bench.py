@@ -227,9 +227,7 @@ def test_an_unknown_target_is_refused():
 def test_an_unreadable_result_is_named(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("{}")
-    with pytest.raises(
-        ValueError, match="x.json: not a result; it must have meta, rows"
-    ):
+    with pytest.raises(ValueError, match="x.json: not a result; it must have meta, rows"):
         results.load(path)
     with pytest.raises(ValueError, match="y.json: cannot be read"):
         results.load(tmp_path / "y.json")

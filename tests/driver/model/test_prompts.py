@@ -105,8 +105,8 @@ def test_a_template_that_is_missing_or_fails_is_one_line():
 )
 def test_only_questions_without_worked_examples_are_messages(tmp_path, name, options, is_message):
     if name == "jsonl":
-        line = '{"question": "1+1?", "answer": "#### 2"}\n'
-        (tmp_path / "d.jsonl").write_text(line * 8)
+        lines = [f'{{"question": "{n}+1?", "answer": "#### {n + 1}"}}\n' for n in range(8)]
+        (tmp_path / "d.jsonl").write_text("".join(lines))
         options = {**options, "path": str(tmp_path / "d.jsonl")}
     assert make_task(name, **options).is_message == is_message
 
