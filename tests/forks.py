@@ -7,6 +7,7 @@ other ranks when one fails.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -96,6 +97,7 @@ def _rank(script: str, argv: list[str], log: Path, environment: dict[str, str]) 
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.enable()
     sys.argv = ["script", *argv]
     try:
         exec(compile(script, "script", "exec"), {"__name__": "__main__"})
