@@ -147,6 +147,14 @@ def test_the_other_commands(capsys, monkeypatch):
     assert "context of 1024" in line
 
 
+def test_identity_needs_no_drafter_where_no_strategy_does(capsys):
+    sizes = ["tokens=40", "batch=4", "max_new_tokens=8", "warmup_steps=1"]
+    identity.main(["model=tiny", "strategies=ngram:4,1,5", *sizes])
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[1:5]] == ["off", "ngram:4,1,5", "mixed", "preempt"]
+    assert all(row.count("100.00%") == 3 for row in rows[1:5])
+
+
 def test_a_run_in_place_of_its_checkpoint(capsys, monkeypatch, tmp_path):
     step = tmp_path / "checkpoints" / "step-000004"
     step.mkdir(parents=True)
