@@ -22,7 +22,6 @@ import numpy
 import numpy.typing
 
 from tlt_ext.common import Array
-
 '''
 # How pybind11 spells a type -> what the stub says.
 SPELLINGS = [
@@ -40,15 +39,15 @@ SPELLINGS = [
 
 def stub() -> str:
     """The text of the stub."""
-    out = HEADER
+    classes, constants, functions = [], [], []
     for name, value in vars(core).items():
         if isinstance(value, type):
-            out += f"\n{class_stub(name, value)}\n"
+            classes.append(class_stub(name, value))
         elif type(value) in (int, float):
-            out += f"{name}: {type(value).__name__}\n"
+            constants.append(f"{name}: {type(value).__name__}\n")
         elif isinstance(value, types.BuiltinFunctionType):
-            out += function_stub(value.__doc__)
-    return re.sub(r"\n{3,}", "\n\n", out).rstrip() + "\n"  # blank lines as ruff wants them
+            functions.append(function_stub(value.__doc__))
+    return "\n".join([HEADER, "".join(constants), *classes, "".join(functions)])
 
 
 def class_stub(name: str, kind: type) -> str:
