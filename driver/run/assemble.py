@@ -164,11 +164,6 @@ def prompt_lengths(task: Task, encode: PromptEncoder) -> Iterator[tuple[int, str
                 yield len(row), place
 
 
-def longest_prompt(task: Task, encode: PromptEncoder) -> int:
-    """Tokens of the longest prompt."""
-    return max(length for length, _ in prompt_lengths(task, encode))
-
-
 def check_prompts(task: Task, encode: PromptEncoder, max_new_tokens: int, max_position: int) -> int:
     """Tokens of the longest prompt, before a warm-up has taken its minutes.
 

@@ -32,8 +32,8 @@ from ..tasks import make_task
 from .assemble import (
     TOKENIZER_FILES,
     check_context,
+    check_prompts,
     load_tokenizer,
-    longest_prompt,
     prompt_encoder,
 )
 from .fit import RunShape, check_fits, memory_gb
@@ -119,7 +119,7 @@ def _on(ranks: int) -> str:
     return f" on each of {ranks} ranks" if ranks > 1 else ""
 
 
-def check_run(config: Config, folder: Path | None, ranks: int = 1) -> None:
+def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:
     """Refuses a run that exceeds the context of its model or the memory of its card.
 
     Args:
@@ -127,12 +127,17 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> None:
         folder: of the model; None = the tiny one.
         ranks: of the run.
 
+    Returns:
+        The shape of the run.
+
     Raises:
         UserError: as of a dry run, with the same numbers, before anything is allocated.
     """
-    shape = run_shape(config, folder, ranks)
-    if config.run.check_memory:
+    spec = policy_spec(config, folder)
+    shape = RunShape(spec, longest_prompt(config, folder, spec), ranks)
+    if config.run.check_memory and config.run.device != "cpu":
         check_fits(config, shape, memory_gb(config.run.device))
+    return shape
 
 
 def run_shape(
@@ -147,17 +152,26 @@ def run_shape(
         prompt_tokens: of the longest prompt; 0 = by the tokenizer, else `PROMPT_TOKENS`.
 
     Raises:
-        UserError: the model is not supported, or its context is too short.
+        UserError: the model is not supported, or its context is too short for a prompt.
     """
     spec = policy_spec(config, folder)
     if not prompt_tokens:
-        prompt_tokens = PROMPT_TOKENS
         if folder is None or any((folder / name).exists() for name in TOKENIZER_FILES):
-            task = make_task(**asdict(config.task))
-            encode = prompt_encoder(config, task, load_tokenizer(folder))
-            prompt_tokens = longest_prompt(task, encode)
+            return RunShape(spec, longest_prompt(config, folder, spec), ranks)
+        prompt_tokens = PROMPT_TOKENS
     check_context(prompt_tokens, config.sampling.max_new_tokens, spec.max_position)
     return RunShape(spec, prompt_tokens, ranks)
+
+
+def longest_prompt(config: Config, folder: Path | None, spec: ModelSpec) -> int:
+    """Tokens of the longest prompt of a run.
+
+    Raises:
+        UserError: the folder has no usable tokenizer, or a prompt is too long for the context.
+    """
+    task = make_task(**asdict(config.task))
+    encode = prompt_encoder(config, task, load_tokenizer(folder))
+    return check_prompts(task, encode, config.sampling.max_new_tokens, spec.max_position)
 
 
 def shape_folder(config: Config) -> Path | None:

@@ -39,7 +39,6 @@ from .assemble import (
     Rollout,
     build_rollout,
     check_pages,
-    check_prompts,
     find_model,
     load_policy,
     longest_request,
@@ -120,11 +119,11 @@ class Run:
             Capture.parse(config.run.capture, config.run.steps)
             task = make_task(**asdict(config.task))
             source = find_model(config, note)
-            if config.run.device != "cpu":
-                check_run(config, source, world.size)
+            prompt_len = check_run(config, source, world.size).prompt_len
+            check_pages(prompt_len, config.sampling.max_new_tokens, config.engine)
             folder = RunFolder(config) if world.rank == 0 else None
         try:
-            return Run._build(config, note, stop, world, phases, task, source, folder)
+            return Run._build(config, note, stop, world, phases, task, prompt_len, source, folder)
         except BaseException:
             if folder is not None:
                 with after_error():
@@ -139,6 +138,7 @@ class Run:
         world: World,
         phases: Phases,
         task: Task,
+        prompt_len: int,
         source: Path | None,
         folder: RunFolder | None,
     ) -> Run:
@@ -165,9 +165,7 @@ class Run:
                     f"evaluation: the task has {held_out} held-out prompts, fewer than"
                     f" run.eval_prompts={config.run.eval_prompts}"
                 )
-            spec, limit = spec_of(policy), config.sampling.max_new_tokens
-            prompt_len = check_prompts(task, encode, limit, spec.max_position)
-            check_pages(prompt_len, limit, config.engine)
+            spec = spec_of(policy)
         if saved is None and config.warmup.steps and not config.warmup.keep:
             with phases("warmup"):
                 progress = warm_up_progress(config, note)

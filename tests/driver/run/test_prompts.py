@@ -56,10 +56,10 @@ def test_a_run_with_an_overlong_line_does_not_start(tmp_path):
     """A line after the first ones would have ended it in the middle, and each resume again."""
     path = write_sums(tmp_path / "d.jsonl", 200, long=[110], terms=600)
     words = [*WORDS, f"run.root={tmp_path}", "run.name=run", "task.name=jsonl", "task.shots=0"]
-    config = load_config([*words, f"task.path={path}", "warmup.steps=0"])
+    config = load_config([*words, f"task.path={path}", "warmup.keep=true"])
     with pytest.raises(UserError, match="d.jsonl:111: prompt of"):
         Run.start(config, lambda line: None)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists() and not (tmp_path / "warm").exists()
 
 
 def test_an_evaluation_asks_each_held_out_line_once(tmp_path, monkeypatch):
