@@ -1,10 +1,4 @@
-"""`python -m driver.export drafter=runs/tiny/checkpoints/step-000028 out=my-drafter`.
-
-Writes the drafter of a training run's checkpoint as a folder that serving engines load as an
-EAGLE-3 draft model, checks its tensors and keys, reads it back into our engine, where it must draft
-what the checkpoint's does, and writes a model card with the accept lengths measured there: on the
-task it was trained on, and on one it never saw.
-"""
+"""`tlt export`, or `python -m driver.export`: a run's drafter as an EAGLE-3 draft model."""
 
 from __future__ import annotations
 
@@ -63,7 +57,7 @@ UNSEEN = ("multiplication", "addition")  # the first that the drafter was not tr
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a drafter did on one task."""
+    """Accept length of the drafter on one task."""
 
     task: str
     accept_length: float
@@ -72,7 +66,14 @@ class Measurement:
 
 
 class _Bench:
-    """The checkpoint's policy in our engine, with its own drafter and with the one read back."""
+    """The policy of the checkpoint in the engine, to measure drafters.
+
+    Args:
+        options: of the command.
+        config: of the run, with one strategy.
+        checkpoint: folder with the policy.
+        drafters: weights of the checkpoint's drafter and of the exported one.
+    """
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class _Bench:
             if self._generate(requests, strategy) != plain:
                 raise UserError(f"{task.name}: the drafter changed a token; please report this")
             lengths.append(self.rollout.engine.stats.accept_length or 1.0)
-        if len(set(lengths)) > 1:  # drafts change no token: only this tells drafters apart
+        if len(set(lengths)) > 1:  # tokens are equal with any drafter, accept lengths are not
             raise UserError(
                 f"{task.name}: accept length {lengths[0]} became {lengths[1]} when the drafter was"
                 " read back; please report this"
@@ -143,10 +144,13 @@ def check_out(folder: Path) -> None:
 
 
 def run_config(checkpoint: Path, options: ExportOptions) -> Config:
-    """The configuration of the checkpoint's run, with one strategy and the device asked for."""
+    """Returns the configuration of the run, with the strategy and device of `options`."""
     recorded = checkpoint.parent.parent / "config.yaml"
     if not recorded.exists():
-        raise UserError(f"drafter={checkpoint}: wanted runs/<name>/checkpoints/step-<n> of a run")
+        raise UserError(
+            f"drafter={checkpoint}: must be a checkpoint in a run's folder, such as"
+            " runs/tiny/checkpoints/step-000028"
+        )
     return load_config(
         [
             f"preset={recorded}",
@@ -162,13 +166,13 @@ def run_config(checkpoint: Path, options: ExportOptions) -> Config:
 
 
 def card(config: Mapping[str, Any], run: str, version: int, rows: Sequence[Measurement]) -> str:
-    """The model card, in Markdown."""
+    """Returns the model card in Markdown."""
     layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     text = (
-        "A one-layer EAGLE-3 draft model, trained beside the rollouts of a reinforcement learning"
+        "A one-layer EAGLE-3 draft model, trained during the rollouts of a reinforcement learning"
         f" run (version {version}). It reads the outputs of layers {', '.join(map(str, layers))} of"
         f" its target and drafts {config['draft_vocab_size']} of {config['vocab_size']} tokens. It"
-        " suits the policy it was trained beside, and drafts worse for any other."
+        " suits the policy of that run, and drafts worse for others."
     )
     lines = [
         f"# Draft model of {run}",
@@ -186,17 +190,18 @@ def card(config: Mapping[str, Any], run: str, version: int, rows: Sequence[Measu
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs the command; see `tlt export --help`."""
     options = read_options(ExportOptions, argv)
     for name in ("drafter", "out"):
         if not getattr(options, name):
-            raise UserError(f"{name}: missing; give {name}=<folder>")
+            raise UserError(f"{name}: missing; write {name}=FOLDER")
     if Strategy.parse(options.strategy).drafting is not LEARNED:
-        raise UserError(f"strategy={options.strategy}: wanted learned:depth,top_k,num_verify")
+        raise UserError(f"strategy={options.strategy}: must be learned:depth,top_k,num_verify")
     checkpoint, out = Path(options.drafter).expanduser(), Path(options.out).expanduser()
     check_out(out)
     saved = drafter_state(checkpoint)
     if saved is None or not saved["version"]:
-        raise UserError(f"drafter={checkpoint}: wanted a checkpoint with a trained drafter")
+        raise UserError(f"drafter={checkpoint}: must be a checkpoint with a trained drafter")
     run, spec = run_config(checkpoint, options), ModelSpec.from_folder(checkpoint)
     unseen = options.unseen or next(name for name in UNSEEN if name != run.task.name)
     options = replace(options, unseen=unseen)
@@ -204,7 +209,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(
             f"unseen={options.unseen}: the drafter was trained on it; name another task"
         )
-    _task(run, options.unseen)  # if mistyped, says so now
+    _task(run, options.unseen)  # refuses a mistyped name before anything is written
     state, target = saved["drafter"], read_json(checkpoint / CONFIG)
     middle, size = len(state["midlayer.mlp.gate_proj.weight"]), len(state["d2t"])
     shape = DraftSpec.of(spec, middle, size)
@@ -221,7 +226,7 @@ def main(argv: Sequence[str]) -> None:
     for key in KEYS:
         sys.stdout.write(f"{key:<48}{json.dumps(config[key])}\n")
     sys.stdout.write(
-        f"{out}: {len(names)} tensors and {len(KEYS)} keys, all that the loaders ask for\n"
+        f"{out}: {len(names)} tensors and {len(KEYS)} keys, all that serving engines load\n"
     )
     for row in rows:
         sys.stdout.write(f"{row.task}: accept length {row.accept_length:.2f}\n")

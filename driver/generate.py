@@ -1,10 +1,4 @@
-"""`python -m driver.generate model=smollm2 prompt='...' strategy=learned:8,4,32 seed=0`.
-
-Generates a text with speculation, then the same with `off`, and says how fast each was and whether
-the tokens are equal. A learned or hybrid strategy needs a drafter: that of a training run's
-checkpoint (when `model` is one), else one trained for a few seconds on other samples of the same
-prompt.
-"""
+"""`tlt generate`, or `python -m driver.generate`: a text with speculation and without, compared."""
 
 from __future__ import annotations
 
@@ -30,19 +24,26 @@ from .rollout.request import Request, Response, SamplingParams, request_id
 from .run.assemble import Rollout, build_rollout, find_model, load_policy, spec_of
 from .run.warm_start import adopt_drafter, drafter_state
 
-WARM_SAMPLES = 8  # responses a drafter without a past learns from
+WARM_SAMPLES = 8  # responses that a new drafter is trained on
 
 
 class Generator:
-    """One prompt through the engine, as often as asked."""
+    """Generates responses to one prompt.
+
+    Args:
+        options: of the command.
+
+    Raises:
+        UserError: a model that cannot be used, or an empty prompt.
+    """
 
     def __init__(self, options: GenerateOptions) -> None:
         self.options = options
         self.strategy = Strategy.parse(options.strategy)
         if options.model == "tiny":
             raise UserError(
-                "model=tiny: is built and trained by driver.train; give the checkpoint it leaves,"
-                " runs/<name>/checkpoints/step-<n>"
+                "model=tiny: has no trained weights; name a checkpoint of tlt train, such as"
+                " runs/tiny/checkpoints/step-000028"
             )
         config = load_config(
             [
@@ -85,11 +86,12 @@ class Generator:
         adopt_drafter(self.rollout.spot, state, _report)
 
     def request(self, sample: int) -> Request:
+        """Returns a request for the prompt; each sample has its own noise."""
         key = request_id("eval", self.options.seed, "prompt", sample)
         return Request(key, 0, self.ids, self.params)
 
     def warm_drafter(self) -> tuple[int, float]:
-        """Trains a drafter on other samples of this prompt; (micro-steps, seconds)."""
+        """Trains a drafter on other samples of the prompt; returns micro-steps and seconds."""
         spot = self.rollout.spot
         assert spot is not None
         started = time.perf_counter()
@@ -103,7 +105,7 @@ class Generator:
         return spot.steps, time.perf_counter() - started
 
     def run(self, strategy: Strategy) -> tuple[Response, float]:
-        """The prompt's response and its tokens per second, prefill included."""
+        """Returns the response and its tokens per second, prefill included."""
         self.rollout.fix(strategy)
         self.rollout.engine.forget()
         started = time.perf_counter()
@@ -116,13 +118,14 @@ def _report(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs the command; see `tlt generate --help`."""
     options = read_options(GenerateOptions, argv)
     generator = Generator(options)
     out = sys.stdout.write
     spot = generator.rollout.spot
     if generator.strategy.needs_drafter and spot is not None and not spot.runner.version:
         steps, seconds = generator.warm_drafter()
-        out(f"drafter: trained for {steps} steps in {seconds:.0f} s on other samples\n\n")
+        out(f"drafter: trained {steps} steps in {seconds:.0f} s on other samples of the prompt\n\n")
     fast, speed = generator.run(generator.strategy)
     stats = generator.rollout.engine.stats
     out(f"{generator.tokenizer.decode(fast.token_ids, skip_special_tokens=True)}\n\n")

@@ -1,9 +1,4 @@
-"""`python -m driver.identity model=smollm2 tokens=20000`: speculation changes no token, at scale.
-
-Runs the same requests with `off` and with each strategy and compares tokens, lengths and log-prob
-bits. Three arms of its own go further: `oracle` hides off's own tokens on random branches among
-wrong siblings, `mixed` switches the strategy at every pass, `preempt` does so with too few pages.
-"""
+"""`tlt identity`, or `python -m driver.identity`: checks that speculation changes no token."""
 
 from __future__ import annotations
 
@@ -44,11 +39,18 @@ from .run.comparison import (
 )
 from .tasks import make_task
 
-ROUND_FACTOR = 2  # requests of a round over the batch, so that slots are refilled in mid-rollout
+ROUND_FACTOR = 2  # requests of a round over the batch: slots are refilled during the rollout
 
 
 class Identity:
-    """The command's model and engine, and the comparison on it."""
+    """Model, engine and comparison of the command.
+
+    Args:
+        options: of the command.
+
+    Raises:
+        UserError: options that do not fit together, or a model that cannot be used.
+    """
 
     def __init__(self, options: IdentityOptions) -> None:
         self.options = options
@@ -73,12 +75,12 @@ class Identity:
 
     def _config(self, strategies: list[str], oracles: list[str]) -> Config:
         o = self.options
-        # The engine knows nothing of oracles: their rows must fit into a chunk of the prefill.
+        # The engine has no oracle strategy: its rows must fit into a prefill pass.
         rows = [o.batch * oracle_strategy(oracle).num_verify for oracle in oracles]
         if max(rows, default=0) > MAX_PREFILL_CHUNK:
             raise UserError(
                 f"batch={o.batch}: the oracle would verify {max(rows)} rows in a pass, at most"
-                f" {MAX_PREFILL_CHUNK} fit; lower it or the oracle's num_verify"
+                f" {MAX_PREFILL_CHUNK} fit; lower batch or the oracle's num_verify"
             )
         words = [
             "preset=tiny",
@@ -102,14 +104,14 @@ class Identity:
         return load_config(words)
 
     def requests(self, round_index: int) -> list[Request]:
-        """Pairs of siblings under every sampling law."""
+        """Returns pairs of siblings, with every kind of sampling."""
         count = ROUND_FACTOR * self.options.batch
         prompts = [self.task.prompt("eval", round_index * count + i) for i in range(count // 2)]
         encoded = [(p.id, self.encode(p.text)) for p in prompts]
         return sibling_requests(encoded, round_index, self.options.max_new_tokens, self.stop_ids)
 
     def run(self) -> None:
-        """Rounds until every arm has compared the tokens asked for."""
+        """Runs rounds until every arm has compared `tokens` tokens."""
 
         def note(line: str) -> None:
             sys.stderr.write(f"\r{line}")
@@ -125,7 +127,8 @@ class Identity:
             return teach(spot, self.options.train_steps if self.options.drafter == "trained" else 0)
         for weight in (*spot.drafter.trainable(), *spot.step.average.values.values()):
             weight.data.fill_(float("nan"))
-        spot.runner.load(spot.drafter.state_dict(), spot.runner.version + 1)  # no swap takes NaN
+        # A swap would refuse NaN.
+        spot.runner.load(spot.drafter.state_dict(), spot.runner.version + 1)
 
     # ---- report ---------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class Identity:
         return all(arm.worst_share == 1 for arm in self.arms)
 
     def table(self) -> str:
-        """One line an arm that has compared something."""
+        """Returns the results, one line per arm that compared something."""
         header = (
             f"{'arm':<16}{'tokens':>8}{'equal':>9}{'lengths':>9}{'logp bits':>11}"
             f"{'accept':>8}{'passes':>8}{'tok/s':>8}"
@@ -163,10 +166,11 @@ def _report(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs the command; see `tlt identity --help`."""
     identity = Identity(read_options(IdentityOptions, argv))
     try:
         identity.run()
-    finally:  # stopped early, it still says what it has seen
+    finally:  # after a signal too
         sys.stdout.write(identity.table() + "\n")
     if not identity.identical:
         sys.exit(1)

@@ -1,8 +1,8 @@
-"""`python -m driver.train [preset=tiny] key=value ...`: the whole loop, in the order of the README.
+"""`tlt train`, or `python -m driver.train`: the training loop.
 
-Rollouts with speculation, rewards, one GRPO update, new weights into the engine; the spot trainer
-works on the drafter while the tail of each rollout leaves the machine idle. With `--dry-run` it
-says what memory and time the run would take, and takes none.
+Each step makes rollouts with speculation, computes rewards, updates the policy once by GRPO and
+copies the new weights into the engine. The spot trainer trains the drafter while the tail of a
+rollout leaves the machine idle.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .run.summary import summary_lines, write_plots, write_summary
 
 
 def train(config: Config, progress: Progress) -> Run:
-    """Runs a configuration to its end.
+    """Trains until the last step.
 
     Args:
         config: of the run.
-        progress: where a person watches.
+        progress: shows the steps.
 
     Returns:
-        The finished run; all that it leaves is in `run.folder.path`.
+        The finished run; its files are in `run.folder.path`.
 
     Raises:
         UserError: bad input, or a run folder that cannot be written.
@@ -81,7 +81,7 @@ def save_after(run: Run, error: BaseException) -> str:
 
 
 def run_steps(run: Run, progress: Progress) -> None:
-    """The loop, then figures and summary."""
+    """Runs the remaining steps, then writes figures and summary."""
     config = run.config
     if run.step == 0 and config.run.steps:
         if config.warmup.steps and not config.warmup.keep:
@@ -109,10 +109,11 @@ def run_steps(run: Run, progress: Progress) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs the command; see `tlt train --help`."""
     if DRY_RUN in argv:
         return dry_run(argv, Console(soft_wrap=True, highlight=False, markup=False).print)
     config = load_config(argv)
-    # One of several ranks speaks for all.
+    # Only the first rank prints.
     console = None if World.is_first() else Console(file=io.StringIO())
     with Progress(config.run.steps, console=console) as progress:
         run = train(config, progress)

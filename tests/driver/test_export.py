@@ -146,7 +146,7 @@ def test_the_command_measures_what_it_wrote(checkpoint, tmp_path, capsys):
     words = command(checkpoint, tmp_path / "out")
     export.main(words)
     out = capsys.readouterr().out
-    assert "15 tensors and 17 keys, all that the loaders ask for" in out
+    assert "15 tensors and 17 keys, all that serving engines load" in out
     for line in ("lm_head.weight +20x32", 'model_type +"llama"', "draft_vocab_size +20"):
         assert re.search(f"^{line}$", out, flags=re.M), line
     assert "sums: accept length" in out and "multiplication: accept length" in out
@@ -159,9 +159,9 @@ def test_the_command_measures_what_it_wrote(checkpoint, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
     with pytest.raises(UserError, match="unseen=sums: the drafter was trained on it"):
         export.main([*words, "unseen=sums"])
-    with pytest.raises(UserError, match="wanted learned"):
+    with pytest.raises(UserError, match="must be learned"):
         export.main([*words, "strategy=off"])
-    with pytest.raises(UserError, match="nowhere: wanted a checkpoint with a trained drafter"):
+    with pytest.raises(UserError, match="nowhere: must be a checkpoint with a trained drafter"):
         export.main(["drafter=nowhere", "out=x"])
     with pytest.raises(UserError, match="drafter: missing"):
         export.main(["out=x"])
