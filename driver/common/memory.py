@@ -1,4 +1,4 @@
-"""Memory that this process has taken so far, and the size of a float."""
+"""Peak memory of this process, as metrics; and the size of a float."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def peak_memory_gb() -> float:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Peaks under the names of the metrics file, in 10^9 bytes; the card's as torch counts it."""
+    """Peaks by the names in the metrics file, in 10^9 bytes; GPU memory is what torch counts."""
     out = {"perf/max_memory_resident_gb": peak_memory_gb()}
     if torch.cuda.is_initialized():
         out[CARD_MEMORY] = torch.cuda.max_memory_allocated() / 1e9

@@ -1,6 +1,6 @@
 """The drafter: one Llama-shaped decoder layer in the EAGLE-3 layout, as a trainable module.
 
-Alignment (the classic mistake): entry t joins the target's features of position t with the
+Alignment: entry t joins the target's features of position t with the
 embedding of token t + 1, and predicts token t + 2. `driver/rollout/draft_runner.py` is its twin at
 inference.
 
@@ -21,7 +21,7 @@ from .spec import ModelSpec
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """Shape of a drafter; everything but the last two follows the target."""
+    """Shape of a drafter; all but the last two fields are those of the target."""
 
     hidden_size: int
     num_heads: int
@@ -97,8 +97,8 @@ class DraftLayer(nn.Module):
 class Drafter(nn.Module):
     """Parameters under the names that serving engines load.
 
-    The head is the target's rows gathered by `d2t`: a buffer, refreshed with every policy update
-    and never trained, so rebuilding the vocabulary costs nothing that was learned.
+    The head holds the rows of the target's head that `d2t` selects. It is refreshed after every
+    policy update and never trained, so a new vocabulary loses nothing that was learned.
 
     Args:
         spec: shape.

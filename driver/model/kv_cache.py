@@ -18,7 +18,7 @@ class KvCache:
     Attributes:
         k, v: [num_layers, num_pages, page_size, num_kv_heads, head_dim], dtype of the model.
         features: [num_pages, page_size, feature_size], the target's recorded features, addressed by
-            the same block tables; None where no drafter wants them.
+            the same block tables; None if there is no drafter.
     """
 
     k: Tensor
@@ -35,7 +35,7 @@ class KvCache:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
     ) -> KvCache:
-        """Makes a zeroed cache.
+        """Allocates a zeroed cache.
 
         Args:
             spec: the model.
@@ -55,7 +55,7 @@ class KvCache:
         return KvCache(torch.zeros(shape, **kind), torch.zeros(shape, **kind), features)
 
     def paged_tensors(self) -> list[Tensor]:
-        """Everything that lies in pages, each [layers, num_pages, ...]."""
+        """All tensors that are divided into pages, each [layers, num_pages, ...]."""
         return [self.k, self.v, *([] if self.features is None else [self.features[None]])]
 
     @property

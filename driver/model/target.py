@@ -1,7 +1,7 @@
-"""The target model on the native ops: fused weights, a paged KV cache, rows of any kind.
+"""The target model on the native ops: fused weights, a paged KV cache, ragged rows.
 
-Prefill, plain decoding and a draft tree are the same call: ragged rows, each with a position and,
-in a tree, its ancestors. A row's logits are the same bits in all three (row invariance).
+Prefill, plain decoding and the verification of a draft tree are one call. Each row has a position
+and, in a tree, its ancestors. A row's logits are the same bits in all three (row invariance).
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from .kv_cache import KvCache
 from .spec import ModelSpec, rope_table
 from .workspace import Workspace
 
-# On a GPU fused ops pay for FUSED_ROWS, and for more rows while the weights, read again for each
-# PIECE_ROWS of them, stay below FUSED_WEIGHTS in all. Beside LARGE_WEIGHTS the launch of a norm
-# hides, for they are on their way meanwhile, and by themselves they are read faster.
+# When a GPU uses fused ops (docs/notes/layers.md). They are faster for up to FUSED_ROWS rows, and
+# for more rows as long as the weights, which are read once per PIECE_ROWS rows, stay below
+# FUSED_WEIGHTS in total. With more than LARGE_WEIGHTS a separate norm costs nothing: its launch
+# overlaps with the prefetch of the weights, and the linear alone reads them faster.
 FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 
-# Without a norm an append inside a linear saves one launch; of more rows the launch costs less.
+# Up to this many rows a linear without a norm also appends, which saves one launch.
 APPENDED_ROWS = 64
 
 
 def fuses(rows: int, weights: int) -> bool:
-    """Whether, on a GPU, a linear of so many rows and weights norms its rows itself, or appends."""
+    """Whether a GPU fuses the norm or the append into a linear of so many rows and weights."""
     return rows <= FUSED_ROWS or -(-rows // PIECE_ROWS) * weights <= FUSED_WEIGHTS
 
 
 def norms(rows: int, weights: int) -> bool:
-    """Whether, on a GPU, a linear that does not append norms its rows itself."""
+    """Whether a GPU fuses the norm into a linear that does not append."""
     return fuses(rows, weights) and weights <= LARGE_WEIGHTS
 
 
 def appends(rows: int) -> bool:
-    """Whether a linear of so many rows, fused but without a norm, appends what it makes."""
+    """Whether a GPU fuses the append into a linear of so many rows without a norm."""
     return rows <= APPENDED_ROWS
 
 
 def layer_launches(spec: ModelSpec, rows: int) -> int:
-    """Launches of a layer on a GPU, at most: attention's are two, but one for few short rows."""
+    """Upper bound of a layer's launches on a GPU; attention counts as two."""
     qkv = (spec.q_dim + 2 * spec.kv_dim) * spec.hidden_size
     appended = fuses(rows, qkv) and not spec.qk_norm
     normed = appended or norms(rows, qkv)
@@ -57,7 +58,7 @@ def layer_launches(spec: ModelSpec, rows: int) -> int:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Weights of one layer; q, k, v and gate, up are fused. None where the family has none."""
+    """Weights of one layer; q, k, v and gate, up are fused. None if the family does not have it."""
 
     input_norm: Tensor  # [H]
     qkv: Tensor  # [(num_heads + 2 num_kv_heads) head_dim, H]
@@ -72,10 +73,10 @@ class DecoderLayer:
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Low, middle and high layer whose outputs feed the drafter, counted from 0.
+    """The low, middle and high layer whose outputs are the drafter's input, counted from 0.
 
-    These are what serving engines take for EAGLE-3 (there counted as the inputs of layers 2, n / 2
-    and n - 3); a model too shallow for that spreads them over its layers.
+    Serving engines use the same for EAGLE-3 (they count the inputs of layers 2, n / 2 and n - 3). A
+    model with fewer than seven layers spreads them over its layers.
 
     Args:
         num_layers: of the target.
@@ -94,9 +95,9 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class TargetModel:
-    """A model that owns its fused weights and scratch buffers.
+    """A model with its own fused weights and scratch buffers.
 
-    `forward` returns views of the buffers: read or copy them before the next call.
+    `forward` returns views of the buffers, which the next call overwrites.
 
     Args:
         spec: shape of the model.
@@ -151,13 +152,13 @@ class TargetModel:
         return dict(self._named)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies weights in place: no storage moves, so captured graphs stay valid.
+        """Copies weights in place: addresses stay, so captured graphs stay valid.
 
-        Everything is checked first; after an error the old weights are whole.
+        All checks come first: after an error the old weights are unchanged.
 
         Args:
-            weights: tensors by Hugging Face name, any float dtype and device. A head that is tied
-                may be there too.
+            weights: tensors by Hugging Face name, any float dtype and device; a tied head may be
+                among them.
 
         Raises:
             UserError: a tensor is missing, has the wrong shape, or does not belong to the model; or
@@ -189,16 +190,16 @@ class TargetModel:
 
         Args:
             ids: int32 or int64 [R], tokens of the rows.
-            rows: where the rows belong. Rows of no request are computed, too: their ids must be
-                valid, their results mean nothing.
+            rows: the requests of the rows. Rows past the last request are computed too: their ids
+                must be valid, their results are undefined.
             kv: the cache; slots from `context_len` on are written.
             ancestors: uint8 [R, 16], in-flight slots of a row's ancestors, root first; None where
                 the rows of a request are a chain (prefill, plain decoding).
             logits_rows: int32 or int64 [n], rows that need logits; None = all; empty = none.
-            want_features: record the features too.
+            want_features: return the features too.
 
         Returns:
-            logits: float32 [n, vocab_size], or None when no row needs them.
+            logits: float32 [n, vocab_size], or None if no row needs them.
             features: [R, 4 H] in the model's dtype, or None: the outputs (residual stream) of the
                 three feature layers, then the final hidden state *before* the final norm, so that
                 a teacher's logits are head(final_norm(last H columns)).
@@ -214,12 +215,12 @@ class TargetModel:
         features = self._features[:count] if want_features else None
         recorded = (*self.feature_layers, len(self.layers) - 1)  # layer of each part of a feature
         for index, layer in enumerate(self.layers):
-            # A recorded layer leaves the residual stream where it is recorded; others in one place.
+            # A recorded layer writes the residual stream into the features, others into one buffer.
             parts = [] if features is None else [i for i, of in enumerate(recorded) if of == index]
             out = self._feature(count, parts[0]) if parts else stream
             self._decoder_layer(layer, hidden, out, kv.k[index], kv.v[index], rows, ancestors)
             hidden = out
-            for again in parts[1:]:  # of a model with few layers
+            for again in parts[1:]:  # recorded twice: a model with few layers
                 self._feature(count, again).copy_(hidden)
         return self._logits_of(hidden, logits_rows), features
 
@@ -233,7 +234,7 @@ class TargetModel:
         rows: tlt_ext.Rows,
         ancestors: Tensor | None,
     ) -> None:
-        """One layer, from the residual stream `hidden` [R, H] to `out`, which may be the same."""
+        """One layer: residual stream `hidden` [R, H] in, `out` out; they may be one tensor."""
         q, attended, gated = (b[: len(hidden)] for b in (self._q, self._attended, self._gated))
         self._append(layer, hidden, q, k_cache, v_cache, rows)
         tlt_ext.tree_attention(
@@ -259,19 +260,19 @@ class TargetModel:
         tlt_ext.linear_silu_mul(**read, weight=layer.gate_up, out=gated, pdl=True)
         tlt_ext.linear_rows(gated, layer.down, out, residual=out, pdl=True)
 
-    # Where few rows meet few weights the launches count, and one op does the work of two or three;
-    # the bits are the same. `pdl`, `pdl_tables`: weights change by copies of torch's, and the
-    # embedding's lookup, which is torch's too, stands between those and the layers; so it does
-    # between what writes lengths, tables, positions and committed slots and what reads them.
+    # With few rows and few weights launches dominate, and one op replaces two or three, with the
+    # same bits. `pdl` and `pdl_tables` are safe: weights, lengths, tables, positions and committed
+    # slots are written by kernels before torch's lookup of the embedding, which is launched without
+    # `pdl` and separates them from the layers.
 
     def fuses(self, rows: int, weight: Tensor) -> bool:
-        """Whether a linear of so many rows should norm its rows itself, or append what it makes."""
+        """Whether the norm or the append is fused into a linear of so many rows."""
         return self.device.type == "cpu" or fuses(rows, weight.numel())
 
     def norm_for(
         self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, between: Tensor
     ) -> dict[str, Any]:
-        """What a linear of `weight` reads: x and its norm, or else the rows normed in `between`."""
+        """Arguments for a linear: x and its norm to fuse, or the rows normed into `between`."""
         large = self.device.type != "cpu" and weight.numel() > LARGE_WEIGHTS
         if self.fuses(len(x), weight) and not large:
             return {"x": x, "norm_weight": norm, "eps": eps}
@@ -288,7 +289,7 @@ class TargetModel:
         v_cache: Tensor,
         rows: tlt_ext.Rows,
     ) -> None:
-        """q of the rows, rotated, into `q`; k and v into the cache."""
+        """Writes the rotated queries into `q`, keys and values into the cache."""
         eps, cache = self.spec.rms_norm_eps, (k_cache, v_cache, self.cos_sin)
         if not self.spec.qk_norm and self.fuses(len(hidden), layer.qkv):
             return tlt_ext.linear_append(
@@ -375,7 +376,7 @@ class TargetModel:
         spec = self.spec
 
         def rows(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            # Zeros: rows that are inert are computed on, and must not be slow or alarming garbage.
+            # Zeros: inert rows are computed too, and NaN there would be slow and raise alarms.
             return torch.zeros(self.max_rows, *shape, dtype=dtype, device=self.device)
 
         self._hidden, self._chosen, self._normed = (rows(spec.hidden_size) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Scratch memory that ops ask of their caller."""
+"""Scratch memory that callers provide to ops."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import tlt_ext
 
 
 class Workspace:
-    """One array that grows to the largest size asked for; None on the CPU, where no op needs it.
+    """One array that grows to the largest requested size; None on the CPU, where no op needs it.
 
-    Ops of one stream may share it: what they leave there means nothing to the next. An array that
-    was outgrown is kept, since captured graphs go on writing to it.
+    Ops of one stream share it, since none reads what another has left there. Smaller arrays are
+    kept, because captured graphs still write to them.
 
     Args:
         device: where the ops run.
@@ -26,7 +26,7 @@ class Workspace:
         self._outgrown: list[Tensor] = []
 
     def take(self, wanted: int) -> Tensor | None:
-        """uint8 of at least `wanted` bytes, zero where it was never used, or None for 0."""
+        """uint8 [>= wanted], zero where it was never used; None for 0 bytes and on the CPU."""
         if wanted == 0 or self.device.type == "cpu":
             return None
         if len(self._bytes) < wanted:
@@ -36,11 +36,11 @@ class Workspace:
         return self._bytes
 
     def for_sampling(self, logits: Tensor) -> Tensor | None:
-        """What `verify_tree` wants for these logits."""
+        """The workspace of `verify_tree` for these logits."""
         return self.take(tlt_ext.sampling_workspace_bytes(len(logits)))
 
     def for_attention(self, q: Tensor, k_cache: Tensor, block_table: Any) -> Tensor | None:
-        """What `tree_attention` wants for these arrays."""
+        """The workspace of `tree_attention` for these arrays."""
         if self.device.type == "cpu":
             return None
         return self.take(

@@ -1,10 +1,10 @@
-"""The policy's forward pass over a packed row, for training: the layers of a transformers model.
+"""The policy's forward pass over a packed row, for training, on the layers of a transformers model.
 
-The same parameters and the same roundings as the model's own pass, which would read and write
-several times the memory: a norm is one kernel and a product, keys and values are not repeated for
-the query heads that share them, and RoPE turns halves in place. There is no [T, T] mask: work grows
-with the sum of the documents' squares, and a document's result does not depend on what it is packed
-with.
+Parameters and roundings are those of the model's own pass. It reads and writes a fraction of the
+memory: a norm is one kernel and a product, keys and values are not repeated for the query heads
+that share them, and RoPE works on halves without copies. There is no [T, T] mask: work grows with
+the sum of the squares of the documents' lengths, and a document's result does not depend on the
+other documents of its row.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from transformers import PreTrainedModel
 from ..model.families import Family, family_of
 from .packing import packed_positions
 
-# A document from here on is long enough to hold up the others of its call.
+# Documents of this many tokens are attended in a call apart from much shorter ones.
 LONG_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Span:
-    """Documents of a packed row that one call of attention takes."""
+    """Consecutive documents of a packed row, for one call of attention."""
 
     tokens: int
     longest: int
-    bounds: Tensor  # int32, where each begins and ends, counted from the first
+    bounds: Tensor  # int32 [documents + 1], where each begins and ends, from the first of the span
 
     @staticmethod
     def of(lengths: Sequence[int]) -> Span:
@@ -45,19 +45,19 @@ class Span:
 
 @dataclass(frozen=True)
 class Documents:
-    """How D documents lie in a packed row of T tokens."""
+    """The layout of D documents in a packed row of T tokens."""
 
     lengths: tuple[int, ...]
-    position: Tensor  # int64 [1, T], restarts at every document
-    spans: tuple[Span, ...]  # one behind the other
+    position: Tensor  # int64 [1, T], from 0 in every document
+    spans: tuple[Span, ...]  # in their order
 
     @staticmethod
     def of(lengths: Sequence[int]) -> Documents:
-        """Of documents of these lengths, on the CPU.
+        """The layout of documents of these lengths, on the CPU.
 
-        Deterministic FlashAttention gives a document's gradient, of one head, to as many blocks as
-        there are multiprocessors for each document and head of its call: one, where they are many.
-        A few long documents, which a row has in front, are a call of their own.
+        Deterministic FlashAttention divides the multiprocessors of a GPU among the documents and
+        heads of a call. With many documents each gets one, and a long document then decides the
+        time of its call. The long documents at the front of a row are therefore a span apart.
 
         Example:
             >>> [span.tokens for span in Documents.of([3000, 2000, 900, 20]).spans]
@@ -78,12 +78,15 @@ def packed_forward(
     Args:
         model: a transformers model of one of `driver.model.families`.
         ids: int64 [1, T], documents end to end.
-        documents: where they lie, on the model's device.
-        checkpointing: keep the inputs of the layers only and make the rest again in the backward
+        documents: their layout, on the model's device.
+        checkpointing: keep only the inputs of the layers and recompute the rest in the backward
             pass.
 
     Returns:
         [T, H], after the final norm.
+
+    Raises:
+        UserError: the model is of another family.
 
     Example:
         >>> packed_forward(model, ids, Documents.of([2, 3]))  # doctest: +SKIP
@@ -116,7 +119,7 @@ def _layer(
     if family.qk_norm:
         q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
     q, k = _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
-    # A view of `v` would keep what the other two were before they were turned.
+    # A view of `v` would keep q and k as they were before RoPE.
     attended = attend(q, k, v.contiguous(), documents, attention.scaling)  # [T, heads, head_dim]
     hidden = hidden + attention.o_proj(attended.flatten(1))
     x = _norm(layer.post_attention_layernorm, hidden)  # [T, H]
@@ -125,7 +128,7 @@ def _layer(
 
 
 def _project(x: Tensor, *parts: nn.Linear) -> Tensor:
-    """[T, H] through all parts, side by side: one product, as the gradient of x is then."""
+    """[T, H] through all parts at once: one product forward, and one for the gradient of x."""
     weight = torch.cat([part.weight for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     return F.linear(x, weight, bias)
@@ -138,14 +141,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) 
         q: [T, heads, head_dim].
         k: [T, kv_heads, head_dim]; kv_heads divides heads.
         v: like k.
-        documents: of the row.
-        scale: of the scores.
+        documents: the layout of the row.
+        scale: factor of the scores.
 
     Returns:
         [T, heads, head_dim].
 
-    Source: variable-length FlashAttention (Dao, 2023) on a GPU in half precision; elsewhere one
-    call of torch's attention a document.
+    Source: variable-length FlashAttention (Dao, 2023) on a GPU in half precision; otherwise one
+    call of torch's attention for each document.
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         return _by_spans(_attend_on_card, q, k, v, documents, scale)
@@ -178,9 +181,9 @@ def _attend_on_card(span: Span, q: Tensor, k: Tensor, v: Tensor, scale: float) -
 
 @functools.cache
 def _varlen_attention() -> Callable[..., Any]:
-    from torch.nn.attention.varlen import varlen_attn  # asks for a recent torch
+    from torch.nn.attention.varlen import varlen_attn  # needs a recent torch
 
-    # The kernels share keys and values among heads anyway; later versions want to be told.
+    # The kernels always share keys and values among heads; later versions require the flag.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         return functools.partial(varlen_attn, enable_gqa=True)
     return varlen_attn
@@ -191,15 +194,15 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm that is rounded before its weight, as the model's own and the engine's are.
+    """RMS norm that is rounded before the weight, as in the model's own pass and in the engine.
 
-    The gradient is that of the fused norm, which has no rounding between the two.
+    The gradient is that of the fused norm, which does not round there.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.eps, rstd = eps, None
-        if x.is_cuda:  # its own gradient would make the norm again
+        if x.is_cuda:  # F.rms_norm would compute the norm again in its backward pass
             out, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, None, eps)
         else:
             out = F.rms_norm(x, weight.shape, None, eps)
@@ -220,7 +223,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up of [T, 2 I], gate first; its gradient is written side by side, as one."""
+    """silu(gate) * up of [T, 2 I], gate first; the gradient is one tensor of that shape."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -240,7 +243,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """RoPE of [T, heads, head_dim] by angles [T, 1, head_dim / 2]: its gradient turns back."""
+    """RoPE of [T, heads, head_dim] by angles [T, 1, head_dim / 2]; the gradient rotates back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

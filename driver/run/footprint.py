@@ -1,7 +1,7 @@
-"""How much memory a run takes, by part, before any of it is taken.
+"""Predicts the memory of a run, by part.
 
-What lies there for the whole run is built on torch's meta device by the code that a run uses, and
-its tensors are counted; what an update saves for its backward pass follows from the shape.
+What is allocated for the whole run is built on torch's meta device by the code of the run, and its
+tensors are counted. What an update saves for its backward pass is computed from the shape.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..rollout.state import WORDS_PER_REQUEST
 from ..rollout.token_store import TokenStore
 from .assemble import Parts, build_parts, longest_request
 
-CHUNK_ARRAYS = 2  # float arrays of a chunk of logits that are alive at once: logits, probabilities
-# As wide as the hidden state: what an entry of an unroll step of the drafter saves for its backward
-# pass, counted in the code (queries, results, norms, sums), not measured on a card.
+CHUNK_ARRAYS = 2  # float arrays of a chunk that are alive at once: logits and probabilities
+# Hidden widths that an entry of an unroll step of the drafter saves for its backward pass: queries,
+# results, norms, sums. Counted in the code, not measured on a GPU.
 STEP_WIDTHS = 20
 CONTEXT, GRAPHS, STEP = "CUDA context", "graphs", "drafter's captured step"
-CONTEXT_BYTES = 600 << 20  # a CUDA context with its libraries' workspaces: no tensor of ours
+CONTEXT_BYTES = 600 << 20  # a CUDA context with the workspaces of its libraries
 
 
 def policy_spec(config: Config, folder: Path | None) -> ModelSpec:
@@ -57,8 +57,8 @@ class Footprint:
     """Bytes by part.
 
     Attributes:
-        always: what lies there from the start to the end.
-        phases: phase -> what it needs on top; one at a time.
+        always: part -> bytes, for the whole run.
+        phases: phase -> part -> bytes on top; one phase at a time.
     """
 
     always: dict[str, int]
@@ -71,12 +71,12 @@ class Footprint:
 
     @property
     def torch_peak(self) -> int:
-        """The same without what torch does not count: the context, and what graphs hold."""
+        """The peak as torch counts it: without the CUDA context and memory of graphs."""
         return self.peak - sum(self.always.get(part, 0) for part in (CONTEXT, GRAPHS, STEP))
 
     @property
     def largest(self) -> str:
-        """The phase that decides the peak."""
+        """The phase with the peak."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
 
@@ -87,10 +87,10 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
         config: of the run.
         spec: from `policy_spec`.
         prompt_len: tokens of the longest prompt.
-        ranks: that may share the optimizer.
+        ranks: processes of the run, which may share the optimizer.
 
     Returns:
-        Bytes on `run.device`, of one rank.
+        Bytes of one rank on `run.device`.
 
     Example:
         >>> config = load_config(["preset=tiny"])
@@ -106,7 +106,7 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
     apart = longest >= LONG_TOKENS
     phases = update_bytes(spec, tokens, spec.dtype, config.grpo.checkpointing, on_card, apart)
     if longest * _responses(config) > tokens * config.grpo.minibatches:
-        # Those of the micro-batches before.
+        # The sums of earlier micro-batches.
         phases = {phase: gradients | needs for phase, needs in phases.items()}
     ended = gradients | ({"half-precision ones": always["policy"]} if is_half(spec.dtype) else {})
     phases |= {"update, its end": ended, "optimizer": gradients}
@@ -118,7 +118,7 @@ def is_half(dtype: torch.dtype) -> bool:
 
 
 def row_tokens(config: Config, prompt_len: int) -> int:
-    """Most tokens of a packed row of an update."""
+    """Tokens of the longest packed row of an update."""
     longest = prompt_len + config.sampling.max_new_tokens
     return min(max(config.grpo.micro_batch_tokens, longest), _responses(config) * longest)
 
@@ -130,28 +130,25 @@ def _responses(config: Config) -> int:
 def layer_bytes(
     spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool = True, apart: bool = False
 ) -> int:
-    """What one layer of the policy saves for its backward pass.
+    """Bytes that one layer of the policy saves for its backward pass.
 
     Args:
         spec: of the policy.
         tokens: of the packed row.
         dtype: of the policy.
-        on_card: attention of a card shares keys and values among heads, and has one copy less of
-            its result.
-        apart: unless long documents have a call of their own there.
+        on_card: on a GPU heads share keys and values, and the result has one copy less.
+        apart: on a GPU long documents have an attention call apart, which copies the result.
     """
-    size, query = dtype.itemsize, spec.num_heads * spec.head_dim
-    shared = spec.num_kv_heads * spec.head_dim
-    # Query, keys and values, the result.
-    shared_too = (3 if apart else 2) * query + 2 * shared
-    attention = size * (shared_too if on_card else 5 * query) + FLOAT_BYTES * spec.num_heads
-    if spec.qk_norm:  # their inputs are views of all three
-        attention += size * (query + 2 * shared)
-    # Weights are laid side by side for one product.
-    width = query + 2 * shared + 2 * spec.intermediate_size
-    weights = size * spec.hidden_size * width
+    size, qkv = dtype.itemsize, spec.q_dim + 2 * spec.kv_dim
+    # Queries, keys, values and the result.
+    saved = qkv + (2 if apart else 1) * spec.q_dim if on_card else 5 * spec.q_dim
+    attention = size * saved + FLOAT_BYTES * spec.num_heads
+    if spec.qk_norm:  # the inputs of the norms are views of q, k and v
+        attention += size * qkv
+    # Weights are concatenated for one product.
+    weights = size * spec.hidden_size * (qkv + 2 * spec.intermediate_size)
     mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
-    norms = 2 * 2 * size * spec.hidden_size  # both sides
+    norms = 2 * 2 * size * spec.hidden_size  # input and output of both
     return tokens * (norms + attention + mlp) + weights
 
 
@@ -163,19 +160,20 @@ def update_bytes(
     on_card: bool = True,
     apart: bool = False,
 ) -> dict[str, dict[str, int]]:
-    """What a micro-batch takes, at the two moments that can be its largest.
+    """Bytes of a micro-batch at the two moments that can be its peak.
 
     Args:
-        spec, tokens, dtype, on_card, apart: as of `layer_bytes`.
-        checkpointing: each layer's input only is kept, and one layer whole while it is made again.
+        spec, tokens, dtype, on_card, apart: as in `layer_bytes`.
+        checkpointing: only the inputs of the layers are kept, and one layer while it is recomputed.
 
     Returns:
-        When all is saved and the logits are made; and when the layers' backward passes begin.
+        Phase -> part -> bytes: when the logits are computed, and when the backward passes of the
+        layers begin.
     """
     size, layer = dtype.itemsize, layer_bytes(spec, tokens, dtype, on_card, apart)
     inputs = spec.num_layers * tokens * size * spec.hidden_size
     kept = inputs if checkpointing else spec.num_layers * layer
-    ends = tokens * 2 * size * spec.hidden_size  # what the final norm reads, rows with logits
+    ends = tokens * 2 * size * spec.hidden_size  # input of the final norm, rows with logits
     head = spec.vocab_size * spec.hidden_size
     return {
         "update, logits": {
@@ -192,13 +190,12 @@ def update_bytes(
 
 
 def backward_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
-    """Gradients alive inside one layer's backward pass: three widths of the MLP, two streams."""
+    """Gradients alive in one layer's backward pass: three MLP widths, two residual streams."""
     return tokens * dtype.itemsize * (3 * spec.intermediate_size + 2 * spec.hidden_size)
 
 
 def chunk_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
-    """Of one chunk of rows: logits and probabilities, or their slope and its share of the head's
-    gradient."""
+    """One chunk of rows: logits and probabilities, or their gradient and its part of the head's."""
     rows = min(tokens, max(1, logprobs.CHUNK_LOGITS // spec.vocab_size))
     share = dtype.itemsize * rows + FLOAT_BYTES * spec.hidden_size
     return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT_BYTES * rows, share)
@@ -270,14 +267,14 @@ def _drafter_parts(config: Config, parts: Parts, prompt_len: int) -> dict[str, i
     held = {
         "drafter KV pages": held_bytes(runner.k, runner.v),
         "drafter": held_bytes(drafter) + held_bytes(runner.weights, runner.d2t),
-        # Two moments, the gradients, the average of the weights.
+        # Two moments, the gradients, the averaged weights.
         "drafter's optimizer": (3 + (config.spot.average > 0)) * trained,
         "data buffer": trains * min(config.spot.buffer_tokens, recorded) * feature,
-        # Features of a step's entries, and three int64.
+        # The features of a step's entries, and three int64 each.
         "training bin": config.spot.tokens_per_step * (entry + 3 * 8),
     }
     if trains and on_card:
-        # It keeps what it saves for its backward pass.
+        # A captured step keeps what it saves for its backward pass.
         saved = 4 * drafter.spec.intermediate_size + STEP_WIDTHS * drafter.spec.hidden_size
         entries = config.spot.tokens_per_step * config.drafter.unroll
         held[STEP] = entries * saved * target.dtype.itemsize
