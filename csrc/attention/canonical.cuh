@@ -1,13 +1,15 @@
-// The arithmetic that every distribution of the work shares, and the reason why they agree bit for
-// bit. A row at position p has
+// The arithmetic that all kernels of attention share; it is the reason why their results agree bit
+// for bit, however the work is distributed. A row at position p has
 //
-//   * tile keys, positions 0 .. tail_begin(p) - 1: folded in splits cut at fixed positions
-//     (`split_begin`), an online softmax over tiles of kTile keys starting afresh in each split;
-//   * tail keys, the last 17 to 32 positions p included (all of them below position 16): gathered
-//     in position order, so that key j is always column j of the same MMA (tail.cuh).
+//   * tile keys, positions 0 .. tail_begin(p) - 1: folded in splits whose bounds are fixed
+//   positions
+//     (`split_begin`), by an online softmax over tiles of kTile keys that restarts in each split;
+//   * tail keys, the last 17 to 32 positions up to p (all of them if p is below 32): gathered in
+//     position order, so that key j is always column j of the same MMA (tail.cuh).
 //
-// Partial softmaxes are folded from the left: split 0, split 1, ..., tail. Nothing here reads a
-// length, a slot or another row. Scores are in units of log2, partials unnormalised.
+// Partial softmaxes are folded from the left: split 0, split 1, ..., tail. The order does not
+// depend on a length, a slot or another row. Scores are in units of log2, partials are not
+// normalised.
 #pragma once
 
 #include "attention/params.h"
@@ -27,7 +29,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.0f : max; }
 
-// Folds over the four lanes that hold a row of an MMA fragment; the same bits in all of them.
+// Reductions over the four lanes that hold a row of an MMA fragment; all four get the same bits.
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(kFullWarp, v, 1));
   return fmaxf(v, __shfl_xor_sync(kFullWarp, v, 2));
@@ -38,12 +40,12 @@ __device__ __forceinline__ float quad_sum(float v) {
   return add_rn(v, __shfl_xor_sync(kFullWarp, v, 2));
 }
 
-// A score is q . k times `factor`, in units of log2. The scale's sign is moved into q, so that the
-// largest product is the largest score; a scale of zero becomes the smallest factor, which keeps
-// minus infinity what it is.
+// A score is q . k times `factor`, in units of log2. The sign of the scale is moved into q, so that
+// the largest product is the largest score. A scale of zero becomes the smallest factor, so that
+// minus infinity stays minus infinity.
 struct ScoreScale {
   float factor;
-  uint32_t flip;  // of the signs of two values of q
+  uint32_t flip;  // sign bits of two values of q
 
   __device__ __forceinline__ explicit ScoreScale(float scale)
       : factor(fmaxf(fabsf(mul_rn(scale, kInvLn2)), 0x1p-126f)),
@@ -55,8 +57,8 @@ struct Softmax {
   float max = -INFINITY, sum = 0.0f;
 };
 
-// Folds `part` into `total` from the right; `scale` gets the factors of the accumulators, to be
-// used as fma(part, scale[1], total * scale[0]). False where `part` has no keys.
+// Folds `part` into `total` from the right. `scale` returns the factors of the accumulators, for
+// fma(part, scale[1], total * scale[0]). False if `part` has no keys.
 __device__ __forceinline__ bool fold(Softmax* total, const Softmax& part, float (&scale)[2]) {
   if (part.sum == 0.0f) return false;
   const float max = fmaxf(total->max, part.max);
@@ -75,13 +77,14 @@ __device__ __forceinline__ float lse_of(const Softmax& s) {
   return fma_rn(s.max, kLn2, s.sum == s.sum ? log_f32(s.sum) : s.sum);
 }
 
-// One request of the launch, as a block reads it. Rows of a bad request are refused one by one.
+// One request of the launch, as a block reads it. The rows of a bad request are reported one by
+// one.
 struct Request {
   int64_t index, row, num_rows, context, slot;  // first row, its slot
   bool good;
 };
 
-// Past L1, which may hold what was there before the kernel waited for the one before it.
+// Bypasses L1, which may hold values from before the kernel waited for the previous one.
 __device__ __forceinline__ Request read_request(const TreeAttentionParams& p, int64_t index) {
   const Sequences& s = p.sequences;
   Request r;
@@ -96,26 +99,26 @@ __device__ __forceinline__ Request read_request(const TreeAttentionParams& p, in
   return r;
 }
 
-// Whether a row's position and slot go together and lie in the table.
-__device__ __forceinline__ bool well_placed(const TreeAttentionParams& p, const Request& r,
-                                            int64_t row, int64_t position) {
+// Whether a row's position and slot match and lie inside the table.
+__device__ __forceinline__ bool is_valid_row(const TreeAttentionParams& p, const Request& r,
+                                             int64_t row, int64_t position) {
   const int64_t slot = r.slot + row, depth = position - r.context;
   if (slot < 0 || slot >= p.sequences.max_pages * p.sequences.page_size) return false;
   return p.ancestors == nullptr ? position == slot : 0 <= depth && depth <= kMaxDepth;
 }
 
-// No row of the request stands past this position.
+// An upper bound of the positions of a request's rows.
 __device__ __forceinline__ int64_t last_position(const TreeAttentionParams& p, const Request& r) {
   return p.ancestors == nullptr ? r.slot + r.num_rows : r.context + kMaxDepth;
 }
 
-// A position in 32 bits, which is all that keys are counted in: instructions are dear where a block
-// starts. Those of a request without a good slot come out as anything.
+// A position in 32 bits, in which all keys are counted: 64-bit instructions are expensive at the
+// start of a block. The result is arbitrary for a request without a valid slot.
 __device__ __forceinline__ uint32_t clamp_position(int64_t position) {
   return static_cast<uint32_t>(min(static_cast<uint64_t>(position), uint64_t{kMaxTileKeys}));
 }
 
-// Tile keys that some row of a block of rows ending before `row_end` may have. Every one of them
+// An upper bound of the tile keys of a block of rows that ends before `row_end`. Each of these keys
 // is committed or, in a chain, the slot of an earlier row; none is past the table.
 __device__ __forceinline__ int tile_keys(const TreeAttentionParams& p, const Request& r,
                                          int64_t row_end) {

@@ -1,6 +1,7 @@
-// One launch for all of attention: a cluster has a row block, each of its blocks some splits of the
-// keys (the first one folds its own) or tails. They keep what they have in shared memory, meet, and
-// finish some of the rows each, from what all have kept.
+// All of attention in one launch: a cluster owns a row block. Each of its blocks computes some
+// splits of the keys (the first block folds its own) or tails and stores the results in its shared
+// memory. After a cluster barrier each block finishes some of the rows from the results of all
+// blocks.
 #pragma once
 
 #include "attention/row_block.cuh"
@@ -16,11 +17,11 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
   using Base::Base;
   using typename Base::Memory;
 
-  // What block `rank` of a cluster does: splits and tails, which it keeps, then its part of the
-  // rows, from what all have kept.
+  // The part of block `rank` of a cluster: it computes splits and tails, then finishes its rows
+  // from the results of all blocks.
   __device__ __forceinline__ void run(int rank) {
     const ClusterCuts<kDim> cuts(tile_keys(p_, r_, row_ + num_rows_));
-    if (Memory::kKeeps > 1 && warp_ == kWarps - 1) place_partials(rank, cuts);
+    if (Memory::kNumPartials > 1 && warp_ == kWarps - 1) locate_partials(rank, cuts);
     if (rank < cuts.blocks) {
       const KeyRange keys = cluster_keys(rank, cuts);
       this->consume(this->source_of(keys));
@@ -28,18 +29,18 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
       this->read_bad_from();
       this->report_bad_pages();
       if (this->folds(keys)) keep_total();
-      refuse_kept();
+      invalidate_kept();
     }
     if (rank >= cuts.first_tail()) keep_tails(rank, cuts);
     arrive_at_cluster();
-    wait_for_cluster();  // all is kept
+    wait_for_cluster();  // all results are stored
     merge_rows(rank, cuts);
     arrive_after_reads();
-    wait_for_cluster();  // nothing goes away while it is read
+    wait_for_cluster();  // no block exits while others read its memory
   }
 
  private:
-  // Keeps the total of several splits.
+  // Stores the total of several splits.
   __device__ __forceinline__ void keep_total() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -50,12 +51,12 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
         part_.acc[n][2 * half + 1] = value.y;
       }
     }
-    __syncwarp();  // all are read
+    __syncwarp();  // all values are read
     this->keep_part(0, total_softmax_);
   }
 
-  // Says that rows that need a bad page of this block have no result.
-  __device__ __forceinline__ void refuse_kept() {
+  // Marks rows that need a bad page of this block as having no result.
+  __device__ __forceinline__ void invalidate_kept() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (bad(half) && lane_ % 4 == 0) shared_.parts[0].softmax[pair(half).m].sum = -1.0f;
@@ -67,7 +68,7 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
     return 1 << (31 - __clz(kClusterBlocks - cuts.first_tail()));
   }
 
-  // Keeps the tails of rows turn, turn + turns, ..., a warp each.
+  // Stores the tails of rows turn, turn + turns, ..., one warp per row.
   __device__ __forceinline__ void keep_tails(int rank, const ClusterCuts<kDim>& cuts) {
     const int turn = rank - cuts.first_tail(), turns = tail_blocks(cuts);
     if (warp_ >= Memory::kTails || turn >= turns) return;
@@ -85,14 +86,14 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
     }
   }
 
-  // What the blocks of the cluster keep of a pair, and of two of its dimensions.
-  struct Kept {
+  // The partials of a (row, head) pair in the blocks of the cluster, for two dimensions.
+  struct ClusterPartials {
     const Memory& shared;
-    uint32_t softmax_at, value_at;  // in a part
+    uint32_t softmax_at, value_at;  // offsets in a part
 
-    // Where the part of a partial is; past the last one, where anything is.
+    // The address of the part of a partial; past the last one, an address that may be read.
     __device__ __forceinline__ uint32_t part(int i) const {
-      if constexpr (Memory::kKeeps > 1) return shared.place[i];
+      if constexpr (Memory::kNumPartials > 1) return shared.partial_address[i];
       return remote_address(shared.parts, i);
     }
     __device__ __forceinline__ Softmax softmax_of(uint32_t part) const {
@@ -106,33 +107,36 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
     __device__ __forceinline__ float2 value(int i, int) const { return value_of(part(i)); }
   };
 
-  // Writes down where the partials are, and how many, before anybody waits for them. Past the last
-  // one a block reads its own: were it the last one's again, all blocks would queue for one.
-  __device__ __forceinline__ void place_partials(int rank, const ClusterCuts<kDim>& cuts) {
+  // Stores the addresses of the partials and their number before they are waited for. Past the last
+  // partial a block uses its own part: if all blocks used the last one, they would queue for one
+  // block's memory.
+  __device__ __forceinline__ void locate_partials(int rank, const ClusterCuts<kDim>& cuts) {
     const int partials = cuts.partials();
-    const int at = lane_ < partials ? cuts.place_of(lane_) : rank * Memory::kKeeps;
-    shared_.place[lane_] = remote_address(&shared_.parts[at % Memory::kKeeps], at / Memory::kKeeps);
+    const int at = lane_ < partials ? cuts.location_of(lane_) : rank * Memory::kNumPartials;
+    shared_.partial_address[lane_] =
+        remote_address(&shared_.parts[at % Memory::kNumPartials], at / Memory::kNumPartials);
     if (lane_ == 0) shared_.partials = partials;
   }
 
-  // Folds what the blocks keep of splits and of tails; a warp for 64 dimensions of a row and head.
+  // Folds the splits and tails of all blocks; a warp takes 64 dimensions of a row and head.
   __device__ __forceinline__ void merge_rows(int rank, const ClusterCuts<kDim>& cuts) {
     constexpr int kPairWarps = kDim / 64;
     const int tasks = num_rows_ * l_.group * kPairWarps, last_tail = tail_blocks(cuts) - 1;
-    const int partials = Memory::kKeeps > 1 ? shared_.partials : cuts.blocks;
+    const int partials = Memory::kNumPartials > 1 ? shared_.partials : cuts.blocks;
     const uint32_t parts = shared_address(shared_.parts);
     for (int task = rank + kClusterBlocks * warp_; task < tasks; task += kClusterBlocks * kWarps) {
       const int m = task / kPairWarps, i = task % kPairWarps * kWarpSize + lane_;
       const int row = l_.rows_of(m), head = kv_head_ * l_.group + m - row * l_.group;
-      const Kept kept_by{shared_, shared_address(&shared_.parts[0].softmax[m]) - parts,
-                         shared_address(this->kept(0, m, i)) - parts};
+      const ClusterPartials partials_of{shared_,
+                                        shared_address(&shared_.parts[0].softmax[m]) - parts,
+                                        shared_address(this->kept(0, m, i)) - parts};
       const uint32_t tail_part =
           remote_address(&shared_.parts[cuts.tail_kept()], cuts.first_tail() + (row & last_tail));
-      const Softmax tail = kept_by.softmax_of(tail_part);
-      const float2 tail_value = kept_by.value_of(tail_part);
+      const Softmax tail = partials_of.softmax_of(tail_part);
+      const float2 tail_value = partials_of.value_of(tail_part);
       Softmax total;
       float2 acc{};
-      fold_all<2 * kFoldStep>(kept_by, partials, shared_.steps[warp_], &total, &acc);
+      fold_all<2 * kFoldStep>(partials_of, partials, shared_.steps[warp_], &total, &acc);
       fold_pair(tail, tail_value, &total, &acc);
       write_pair<T>(p_, r_.row + row_ + row, head, i, total, acc);
     }

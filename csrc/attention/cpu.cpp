@@ -2,14 +2,14 @@
 //
 //   out[row, head] = sum_j softmax_j(scale * q . k_j) v_j    over the row's keys j = 0 .. position
 //
-// Row invariance: keys are taken in position order, in blocks cut at multiples of kBlock, with an
-// online softmax over blocks. A score is one chain of fma over the head; weights are folded over a
-// block by lane = position mod kBlock; values are added one after the other. So a row's bits are a
-// function of its q and its keys in position order, and of nothing else: not of the slots, of
-// which keys are committed, or of the rows beside it.
+// Row invariance: keys are taken in position order, in blocks that begin at multiples of kBlock,
+// with an online softmax over blocks. A score is one chain of fma over the head; weights are summed
+// over a block by lane = position mod kBlock; values are added one after the other. So the bits of
+// a row are a function of its q and its keys in position order. They do not depend on the slots, on
+// which keys are committed, or on other rows.
 //
 // One work item is up to kRows rows of a request and one kv head. Blocks of keys that all of them
-// share are loaded once (transposed, in float32); the rest is gathered row by row.
+// share are loaded once (transposed, in float32); the others are gathered row by row.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -37,13 +37,13 @@ struct Softmax {
   float max, sum;
 };
 
-// Keys transposed, values as they are; one block of one kv head.
+// A block of keys (transposed) and values of one kv head.
 struct KeyBlock {
   float* keys;    // [head_dim, kBlock]
   float* values;  // [kBlock, head_dim]
 };
 
-// out[i] += sum_j weight[j] * values[j, i] for kWidth dimensions, j going up.
+// out[i] += sum_j weight[j] * values[j, i] for kWidth dimensions, in ascending order of j.
 template <int kWidth>
 __attribute__((always_inline)) inline void add_values(const float* weight, const float* values,
                                                       int64_t stride, int count, float* out) {
@@ -68,15 +68,15 @@ TLT_SIMD void attend(const KeyBlock& block, int count, int64_t head_dim, const f
   for (int j = count; j < kBlock; ++j) score[j] = -kInfinity;
   for (int j = 0; j < kBlock; ++j) max = score[j] > max ? score[j] : max;
   if (max > softmax->max) {
-    const float shrink = exp_f32(softmax->max - max);
+    const float rescale = exp_f32(softmax->max - max);
     softmax->max = max;
-    softmax->sum *= shrink;
-    for (int64_t d = 0; d < head_dim; ++d) out[d] *= shrink;
+    softmax->sum *= rescale;
+    for (int64_t d = 0; d < head_dim; ++d) out[d] *= rescale;
   }
   float weight[kBlock], lane[kBlock];
   for (int j = 0; j < kBlock; ++j) {
     const float x = score[j] - max;
-    weight[j] = lane[j] = x == x ? exp_f32(x) : x;  // a NaN score stays visible
+    weight[j] = lane[j] = x == x ? exp_f32(x) : x;  // a NaN score gives a NaN result
   }
   for (int width = kBlock / 2; width > 0; width /= 2) {
     for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
@@ -91,13 +91,13 @@ TLT_SIMD void attend(const KeyBlock& block, int count, int64_t head_dim, const f
   }
 }
 
-// The keys of a row that are not committed: its ancestors in flight, then itself, as slots.
+// The slots of a row's keys that are not committed: its ancestors in flight, then itself.
 struct OwnKeys {
   int64_t slot[kMaxDepth + kRows];
   int count;
 };
 
-// Fills a row's own keys. `shared` is how many slots every row of its group attends to.
+// Fills in a row's own keys. `shared` is the number of slots that all rows of its group attend to.
 int32_t find_own_keys(const TreeAttentionParams& p, const RowGroup& group, int64_t row,
                       int64_t shared, OwnKeys* own) {
   const Sequences& s = p.sequences;
@@ -112,7 +112,7 @@ int32_t find_own_keys(const TreeAttentionParams& p, const RowGroup& group, int64
     if (depth < 0 || depth > kMaxDepth) return kStatusBadLength;
     const uint8_t* ancestors = p.ancestors + row * p.ancestor_stride;
     for (int64_t i = 0; i < depth; ++i) {
-      // Rising and before the row itself: whatever the array holds, only older slots are read.
+      // Slots must rise and precede the row: whatever the array holds, only older slots are read.
       const bool rising = i == 0 || ancestors[i] > ancestors[i - 1];
       if (!rising || context + ancestors[i] >= own_slot) return kStatusBadTree;
       own->slot[own->count++] = context + ancestors[i];
@@ -173,7 +173,7 @@ class GroupAttention {
         if (good_[i]) attend_row(i, block_[0], kBlock);
       }
     }
-    // The last shared keys stay in their lanes; each row puts its own behind them.
+    // The last shared keys stay in their lanes; each row appends its own keys.
     const int rest = static_cast<int>(shared - slot);
     for (int j = 0; j < rest; ++j) load_key(block_[0], j, slot + j);
     for (int64_t i = 0; i < group_.num_rows; ++i) {
@@ -188,7 +188,7 @@ class GroupAttention {
   }
 
   void load_key(const KeyBlock& block, int lane, int64_t slot) {
-    Place place{};  // checked before: cannot fail
+    Place place{};  // checked before, cannot fail
     locate(p_.sequences, group_.request, slot, &place);
     const auto at = [&](const PagedCache& cache) {
       return static_cast<const T*>(cache.data) + place.page * cache.page_stride +
@@ -244,7 +244,7 @@ class GroupAttention {
 void tree_attention_cpu(const TreeAttentionParams& p) {
   const Sequences& s = p.sequences;
   thread_local std::vector<RowGroup> scratch;
-  std::vector<RowGroup>& groups = scratch;  // workers must see this thread's list
+  std::vector<RowGroup>& groups = scratch;  // worker threads must see this thread's list
   groups.clear();
   int64_t keys = 0;
   for (int64_t request = 0; request < s.num_requests; ++request) {

@@ -1,8 +1,8 @@
-// Attention in float32 without tensor cores, to compare engines with the CPU's: not for speed.
+// Attention in float32 without tensor cores: for comparing with the CPU, not for speed.
 //
-// A warp owns one row and head. It takes the keys in position order in blocks of 32 cut at
-// multiples of 32, one a lane, with the partial softmaxes of the blocks folded from the left.
-// Any head_dim to 256 and page size.
+// A warp owns one row and head. It takes the keys in position order in blocks of 32 that begin at
+// multiples of 32, one key per lane, and folds the partial softmaxes of the blocks from the left.
+// Any head_dim up to 256 and any page size.
 #include "attention/op.h"
 #include "attention/tail.cuh"
 
@@ -12,7 +12,7 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kLaneDims = 8;  // lane l owns dimensions l, l + 32, ...
 
-// Slot of the row's key at `position`, given that find_tail_key took the row.
+// Slot of the row's key at `position`; the row was accepted by find_tail_key.
 __device__ int64_t slot_of(const TreeAttentionParams& p, const Request& r, int64_t row,
                            int64_t position) {
   if (p.ancestors == nullptr || position < r.context) return position;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
       score = lane < count ? mul_rn(score, mul_rn(p.scale, kInvLn2)) : -INFINITY;
       Softmax part;
       part.max = warp_max_all(score);
-      // Not the fast exponential: its error would show beside float32.
+      // Not the fast exponential: its error would be visible in float32.
       const float x = add_rn(score, -finite_max(part.max));
       const float weight = x == x ? exp_f32(mul_rn(x, kLn2)) : x;
       part.sum = warp_sum_all(weight);

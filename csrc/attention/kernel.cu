@@ -1,23 +1,23 @@
-// Attention of ragged rows over a paged cache, 16-bit, tensor cores:
+// Attention of ragged rows over a paged cache, 16-bit, on tensor cores:
 //
 //   out[row, head] = sum_j softmax_j(scale * q . k_j) v_j    over the row's keys j = 0 .. position
 //
-// The query heads of a kv head and the rows of a request are packed into M, 64 (row, head) pairs to
-// four warps: on sm_90a one wgmma of all four, where fewer pairs are padded; before, mma.sync of 16
-// pairs a warp. A block owns one request, kv head and block of rows, and a range of splits of the
-// keys (splits.h). Four more warps, or one of them where there are blocks enough, stream tiles of
-// 64 keys and of 64 values through a ring in shared memory, once, by tensor copies (on sm_80 all
-// warps do, by cp.async).
+// The query heads of a kv head and the rows of a request are packed into the MMA's M, 64 (row,
+// head) pairs per four warps: on sm_90a one wgmma of four warps, padded if there are fewer pairs;
+// on older cards mma.sync of 16 pairs per warp. A block owns one request, kv head and block of
+// rows, and a range of splits of the keys (splits.h). Four producer warps (one, if there are enough
+// blocks) stream tiles of 64 keys and of 64 values once through a ring in shared memory, by tensor
+// copies (on sm_80 all warps do, by cp.async).
 //
-// With few blocks one more grid dimension shares out the splits: partials go to the caller's
-// workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all in
-// index order. With very few, and short tables, a cluster does all of that in one launch, through
-// its blocks' shared memory. Otherwise a block folds its own. Launches start before the one before
-// them ends: they ask for keys to come into L2 (with pdl, they copy those that are committed),
-// wait, and read.
+// With few blocks one more grid dimension distributes the splits: partials go to the caller's
+// workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all
+// partials in index order. With very few blocks, and short tables, a cluster does all of that in
+// one launch, through its blocks' shared memory. Otherwise a block folds its own splits. All
+// launches use programmatic dependent launch: they prefetch keys into L2 (with pdl, they copy the
+// committed keys), wait for the previous kernel, and read.
 //
-// Moves each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
-// groups to 8. Every address comes from a checked page; the grid depends on shapes alone.
+// Reads each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
+// groups up to 8. Every address is derived from a checked page; the grid depends on shapes alone.
 #include <algorithm>
 #include <string>
 #include <type_traits>
@@ -33,9 +33,9 @@ namespace tlt {
 namespace {
 
 constexpr const char* kOp = "tree_attention";
-constexpr int kClusterWarps = 4;  // that compute
+constexpr int kClusterWarps = 4;  // warps that compute
 
-// Makes the barriers of a ring; the same code for sm_80, which has none.
+// Initialises the barriers of a ring; does nothing for sm_80, which has none.
 template <int kRing>
 __device__ __forceinline__ void init_ring(RingBarriers<kRing>* barriers, int warps,
                                           int loader_shift) {
@@ -49,14 +49,14 @@ __device__ __forceinline__ void init_ring(RingBarriers<kRing>* barriers, int war
 #endif
 }
 
-// Lets copies overwrite what this thread wrote to the ring's memory.
+// Allows copies to overwrite what this thread wrote to the ring's memory.
 __device__ __forceinline__ void release_ring() {
 #if __CUDA_ARCH__ >= 900
   fence_copies();
 #endif
 }
 
-// Which kv head a block has, and which of its row blocks: mostly the only one, and a division of a
+// The kv head and the row block of a block. Mostly there is one row block, and a division of a
 // hundred cycles is saved.
 struct BlockRows {
   int kv_head, first;
@@ -68,12 +68,12 @@ __device__ __forceinline__ BlockRows find_rows(const Launch& l, unsigned block) 
   return {static_cast<int>(block / row_blocks), static_cast<int>(block % row_blocks)};
 }
 
-// Calls f(block) for each of a thread's turns: rows that are row_blocks blocks apart, from the
-// block `first` of a kv head on.
+// Calls f(block) for each row block of a thread block: from row block `first` of the kv head on,
+// every row_blocks-th.
 template <typename Block, int kRows, typename F>
-__device__ __forceinline__ void for_turns(const Launch& l, int kv_head, int first,
-                                          typename Block::Memory* shared, F&& f) {
-  typename Block::Place place;
+__device__ __forceinline__ void for_row_blocks(const Launch& l, int kv_head, int first,
+                                               typename Block::Memory* shared, F&& f) {
+  typename Block::Cursor cursor;
   const Request r = read_request(l.p, blockIdx.y);
   if (!r.good && blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) {
     wait_for_prior_grid();
@@ -81,7 +81,7 @@ __device__ __forceinline__ void for_turns(const Launch& l, int kv_head, int firs
   }
   const int block_rows = l.rows_of(kRows);
   for (int64_t row = first * block_rows; row < r.num_rows; row += l.row_blocks * block_rows) {
-    Block block(l, r, kv_head, row, shared, &place);
+    Block block(l, r, kv_head, row, shared, &cursor);
     f(block);
   }
 }
@@ -102,11 +102,11 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
     give_registers<56>();
 #endif
     if (!l.p.pdl) {
-      for_turns<Block, kRows>(l, kv_head, first, shared,
-                              [](const Block& block) { block.prefetch(blockIdx.z); });
+      for_row_blocks<Block, kRows>(l, kv_head, first, shared,
+                                   [](const Block& block) { block.prefetch(blockIdx.z); });
       wait_for_prior_grid();
     }
-    for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
+    for_row_blocks<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
       block.produce(blockIdx.z);
       sync_block<kWarps>();
     });
@@ -116,14 +116,14 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
 #endif
     if (!l.p.pdl) {
       wait_for_prior_grid();
-      launch_dependents();  // only now, since the merge reads keys before it waits for this grid
+      launch_dependents();  // not earlier: the merge reads keys before it waits for this grid
     }
-    for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
+    for_row_blocks<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
       block.run(blockIdx.z);
       release_ring();
-      sync_block<kWarps>();  // the next turn reuses shared memory
+      sync_block<kWarps>();  // the next row block reuses shared memory
     });
-    wait_for_prior_grid();  // nor may a block without rows end before
+    wait_for_prior_grid();  // a block without rows must not exit earlier either
   }
 }
 
@@ -145,13 +145,13 @@ __global__ void __launch_bounds__((kClusterWarps + kProducerWarps) * kWarpSize, 
     give_registers<56>();
 #endif
     if (!l.p.pdl) {
-      for_turns<Block, kRows>(l, kv_head, first, shared,
-                              [](const Block& block) { block.prefetch(blockIdx.x); });
+      for_row_blocks<Block, kRows>(l, kv_head, first, shared,
+                                   [](const Block& block) { block.prefetch(blockIdx.x); });
       wait_for_prior_grid();
     }
-    for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
+    for_row_blocks<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
       block.produce(blockIdx.x);
-      for (int meeting = 0; meeting < 2; ++meeting) {  // those of run
+      for (int barrier = 0; barrier < 2; ++barrier) {  // the cluster barriers of run()
         arrive_after_reads();
         wait_for_cluster();
       }
@@ -162,12 +162,12 @@ __global__ void __launch_bounds__((kClusterWarps + kProducerWarps) * kWarpSize, 
     take_registers<200>();
 #endif
     if (!l.p.pdl) wait_for_prior_grid();
-    for_turns<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
+    for_row_blocks<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
       block.run(blockIdx.x);
       release_ring();
-      sync_block<kWarps>();  // the next turn reuses shared memory
+      sync_block<kWarps>();  // the next row block reuses shared memory
     });
-    wait_for_prior_grid();  // nor may a block without rows end before
+    wait_for_prior_grid();  // a block without rows must not exit earlier either
   }
 #endif
 }
@@ -176,7 +176,7 @@ CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
   const Sequences& s = p.sequences;
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   const int64_t lines = p.head_dim * 2 / kLine;
-  // A map needs an address. Of a cache without pages nothing is read: every request is BAD_PAGE.
+  // A tensor map needs an address. A cache without pages is never read: every request is BAD_PAGE.
   const void* const data = s.num_pages > 0 ? cache.data : p.q;
   return make_tensor_map(data,
                          {kLine / 2, size(p.num_kv_heads), size(s.page_size), size(lines),
@@ -196,7 +196,7 @@ void launch_attend(const Launch& l, const AttentionPlan& plan, bool hopper, cuda
                           1,
                           static_cast<unsigned>(l.p.sequences.num_requests),
                           static_cast<unsigned>(l.partials.items)};
-  // Early, as the merge: both wait before they read what others wrote.
+  // Dependent launches, like the merge: both wait before they read what previous kernels wrote.
   launch_kernel(kOp, attend_kernel<T, kDim, kWarps>, shape, stream, true, l);
 }
 
@@ -213,7 +213,7 @@ void launch_merge(const Launch& l, cudaStream_t stream) {
   launch_kernel(kOp, merge_kernel<T, kDim>, shape, stream, true, l);
 }
 
-// False where the card has no such clusters.
+// False if the card cannot run such clusters.
 template <typename T, int kDim>
 bool launch_clusters(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
   const auto kernel = cluster_kernel<T, kDim>;
@@ -232,7 +232,7 @@ bool launch_clusters(const Launch& l, const AttentionPlan& plan, cudaStream_t st
 
 template <typename T, int kDim>
 void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
-  // A build has code of the same architectures for all kernels.
+  // A build contains the same architectures for all kernels.
   const bool hopper = has_hopper_code(kOp, cluster_kernel<T, kDim>);
   if (hopper) l.maps = {map_of(l.p, l.p.k), map_of(l.p, l.p.v)};
   const bool shares = l.partials.acc != nullptr;
@@ -265,7 +265,7 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
            page_shift,
            (1 << 16) / group + 1,
            static_cast<int>(plan.merge_rows),
-           plan.items > 1 ? 2 : 0,  // four warps or one
+           plan.items > 1 ? 2 : 0,  // four producer warps or one
            {}};
   l.partials = {nullptr, nullptr, 1, 0};
   if (workspace != nullptr && plan.items > 1) {

@@ -1,28 +1,29 @@
-// What the kernels of attention are told, and which keys each block takes.
+// Arguments of the attention kernels, and which keys each block takes.
 #pragma once
 
 #include "attention/stream.cuh"
 
 namespace tlt {
 
-// Partials of every (row, head): of the first item's splits together, then of each later split.
+// Partials of every (row, head): one of the splits of the first item together, then one of each
+// later split.
 struct Partials {
-  float* acc;        // [partials, rows, heads, head_dim]; null: each block folds its own
+  float* acc;        // [partials, rows, heads, head_dim]; null: each block folds its own splits
   Softmax* softmax;  // [partials, rows, heads]
-  int items;         // that share the keys of a row block
-  uint32_t share;    // of one (splits.h)
+  int items;         // blocks that share the keys of a row block
+  uint32_t share;    // of the keys, for one item (splits.h)
 };
 
 struct Launch {
   TreeAttentionParams p;
   Partials partials;
   int group, row_blocks, page_shift;
-  int group_inverse;  // 2^16 / group, up
-  int merge_rows;     // of a kv head that a block of the merge finishes at once
-  int loader_shift;   // log2 of the warps of a block that load: one where there are blocks enough
+  int group_inverse;  // 2^16 / group, rounded up
+  int merge_rows;     // (row, kv head) pairs that a block of the merge finishes together
+  int loader_shift;   // log2 of the producer warps of a block
   TileMaps maps;
 
-  // pairs / group, where both are small.
+  // pairs / group, if both are small.
   __device__ __forceinline__ int rows_of(int pairs) const { return pairs * group_inverse >> 16; }
 };
 
@@ -31,7 +32,7 @@ __device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t partia
   return (partial * l.p.sequences.num_rows + row) * l.p.num_heads + head;
 }
 
-// Keys of each item of a request; every item takes the splits that begin in its share of them.
+// Keys of each item of a request; an item takes the splits that begin in its part of the keys.
 template <int kDim>
 __device__ __forceinline__ uint32_t item_size(const Launch& l, const Request& r) {
   return Cuts<kDim>::keys_of_item(clamp_position(last_position(l.p, r)), l.partials.share);
@@ -55,7 +56,7 @@ __device__ __forceinline__ KeyRange cluster_keys(int rank, const ClusterCuts<kDi
   return {cuts.begin(rank), cuts.begin(rank + 1)};
 }
 
-// Which partial is the first of an item, whose keys begin at `begin`.
+// Index of the first partial of an item whose keys begin at `begin`.
 template <int kDim>
 __device__ __forceinline__ int first_partial(const Launch& l, const Request& r, int begin) {
   if (begin == 0) return 0;

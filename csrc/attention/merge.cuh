@@ -1,5 +1,5 @@
-// The second launch of attention whose keys are shared: tails of rows beside the first one's
-// stream, then all partials of a row, folded from the left as one block would.
+// The second launch of attention with shared keys: it computes the tails of rows while the first
+// launch streams keys, then folds all partials of a row from the left, as one block would.
 #pragma once
 
 #include "attention/fold.cuh"
@@ -7,10 +7,11 @@
 
 namespace tlt {
 
-constexpr int kAhead = 24;  // partials read at once
+constexpr int kPrefetch = 24;  // partials read together
 
-// The partials of one (row, head); a lane has two dimensions. Where they are is known before they
-// are there. Few blocks share keys, so that steps from one to the next fit in an int.
+// The partials of one (row, head); a lane has two dimensions. Their addresses are computed before
+// the first launch ends. Few blocks share keys, so the distance between two partials fits in an
+// int.
 template <int kDim>
 class SharedPartials {
  public:
@@ -25,7 +26,8 @@ class SharedPartials {
     return {pair.x, pair.y};
   }
 
-  __device__ __forceinline__ float2 value(int i, int last) const {  // no more bytes than needed
+  __device__ __forceinline__ float2 value(int i,
+                                          int last) const {  // reads nothing past the last partial
     return i <= last ? __ldcg(acc_ + i * step_ * (kDim / 2)) : float2{};
   }
 
@@ -35,18 +37,18 @@ class SharedPartials {
   const float2* acc_;
 };
 
-constexpr int kTailWarps = 4;  // of a block of the merge, that compute tails
+constexpr int kTailWarps = 4;  // warps of a merge block that compute tails
 
-// What the merge knows of a row and kv head before there are partials.
+// What the merge computes for a row and kv head before the partials are ready.
 template <int kDim>
 struct alignas(16) MergeRow {
   float2 acc[kMaxGroup][kDim / 2];  // of the tail
   Softmax softmax[kMaxGroup];
   int count;         // of partials
-  int row, kv_head;  // among all rows
+  int row, kv_head;  // row among all rows
 };
 
-// One warp's part of that: the row's tail.
+// Prepares one row, by one warp.
 template <typename T, int kDim>
 __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, int row, int kv_head,
                                             TailScratch<kDim>* scratch, MergeRow<kDim>* to) {
@@ -58,7 +60,7 @@ __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, i
   for (int n = 0; n < kDim / 8; ++n) to->acc[head][n * 4 + lane % 4] = tail.acc[n];
   const int64_t position = l.p.position[r.row + row];
   int count = 0;
-  if (well_placed(l.p, r, row, position)) {
+  if (is_valid_row(l.p, r, row, position)) {
     using C = Cuts<kDim>;
     const auto splits = static_cast<int>(C::splits_below(tail_begin(position)));
     const auto first = static_cast<int>(C::splits_below(C::next_split(item_size<kDim>(l, r))));
@@ -71,7 +73,8 @@ __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, i
   }
 }
 
-// Folds the partials of rows and their tails, and writes them; a warp for 64 dimensions of a head.
+// Folds the partials and tails of rows and writes the results; a warp takes 64 dimensions of a
+// head.
 template <typename T, int kDim>
 class WarpMerge {
  public:
@@ -90,19 +93,19 @@ class WarpMerge {
     for (int i = 0; i < count; ++i) {
       Softmax total;
       float2 acc{};
-      fold_all<kAhead>(partials_of(i), rows_[i].count, steps_, &total, &acc);
+      fold_all<kPrefetch>(partials_of(i), rows_[i].count, steps_, &total, &acc);
       finish(i, &total, &acc);
     }
   }
 
  private:
-  // Where partials are few, those of several rows are read before the first fold; past the last
-  // row, that one again.
+  // If there are few partials, those of several rows are read before the first fold. Past the last
+  // row, that row is read again.
   __device__ __forceinline__ void merge_few(int count) const {
     constexpr int kRows = 4;
 #pragma unroll 1
     for (int first = 0; first < count; first += kRows) {
-      PartialsAhead<kFoldStep> ahead[kRows];
+      PrefetchedPartials<kFoldStep> ahead[kRows];
       Softmax total[kRows];
       float2 acc[kRows]{};
 #pragma unroll
@@ -139,8 +142,8 @@ class WarpMerge {
   int group_head_, pair_;
 };
 
-// Finishes rows, `merge_rows` pairs of a row and a kv head a turn: their tails, a warp each, while
-// the launch before still streams, then their partials. Grid: (turns, requests).
+// Finishes rows, `merge_rows` (row, kv head) pairs a turn: first their tails, a warp each, while
+// the first launch still streams, then their partials. Grid: (turns, requests).
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 128 / kDim)
     merge_kernel(const __grid_constant__ Launch l) {
@@ -161,12 +164,12 @@ __global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 128 / kDim)
       prepare_row<T, kDim>(l, r, (first + i) / kv_heads, (first + i) % kv_heads, &scratches[warp],
                            &rows[i]);
     }
-    __syncthreads();        // the tails are there
-    wait_for_prior_grid();  // what was read so far is older than that grid
+    __syncthreads();        // the tails are stored
+    wait_for_prior_grid();  // everything read so far was written before that grid
     warp_merge.merge(count);
-    __syncthreads();  // the next turn's tails come where these were
+    __syncthreads();  // the next turn overwrites the tails
   }
-  wait_for_prior_grid();  // nor may a block without rows end before it
+  wait_for_prior_grid();  // a block without rows must not exit earlier either
 }
 
 }  // namespace tlt

@@ -10,7 +10,8 @@ namespace {
 constexpr int64_t kMultiprocessors = 132;
 constexpr int64_t kMmaRows = 16;
 
-// The most partials that any length to `max_slots` has: just past the start of some split.
+// The largest number of partials of any length up to `max_slots`: it occurs just past the start of
+// a split.
 template <int kDim>
 int64_t most_partials(int64_t max_slots, int64_t items) {
   using C = Cuts<kDim>;
@@ -24,9 +25,9 @@ int64_t most_partials(int64_t max_slots, int64_t items) {
   return most;
 }
 
-// Enough to give each multiprocessor one block, which leaves room there for the launch that merges;
-// two small ones where that is less idle, or where one could not ask for all that memory gives: a
-// tile of 64 dimensions has half the bytes and takes as long.
+// Enough items to give each multiprocessor one block, which leaves room for the merge. Two small
+// blocks per multiprocessor where fewer multiprocessors are idle then, or where one block cannot
+// request the full memory bandwidth: a tile of 64 dimensions has half the bytes and takes as long.
 int64_t items_for(const AttentionShape& shape, int64_t blocks, int64_t warps) {
   const bool light = shape.head_dim <= 64 && warps == 4;
   if (blocks >= (light ? kMultiprocessors : kMultiprocessors * 4 / 5)) return 1;
@@ -34,21 +35,23 @@ int64_t items_for(const AttentionShape& shape, int64_t blocks, int64_t warps) {
   return (two ? 2 : 1) * kMultiprocessors / blocks;
 }
 
-// As few rows a block of the merge as let all blocks find room at once. Where the first launch has
-// one block of four warps a multiprocessor, one of eight warps starts beside it, so that all tails
-// are computed while keys still stream; otherwise two start after it.
+// The smallest number of rows per merge block with which all blocks are resident together. Where
+// the first launch has one block of four warps per multiprocessor, one merge block of eight warps
+// runs concurrently with it, so that all tails are computed while keys are streamed; otherwise two
+// start after it.
 int64_t merge_rows_for(const AttentionShape& shape, const AttentionPlan& plan, int64_t blocks) {
   const int64_t tails = shape.num_rows * shape.num_kv_heads;
   const bool fits = shape.head_dim > 64 && shape.num_heads <= 4 * shape.num_kv_heads;
-  const bool beside = plan.warps == 4 && fits && blocks * plan.items <= kMultiprocessors;
-  const int64_t places = (beside ? 1 : 2) * kMultiprocessors;
-  return std::clamp<int64_t>((tails - 1) / places + 1, 1, beside ? 8 : 4);
+  const bool concurrent = plan.warps == 4 && fits && blocks * plan.items <= kMultiprocessors;
+  const int64_t slots = (concurrent ? 1 : 2) * kMultiprocessors;
+  return std::clamp<int64_t>((tails - 1) / slots + 1, 1, concurrent ? 8 : 4);
 }
 
-// Clusters reach fewer places than blocks alone: 15 of them, two blocks a multiprocessor, and not
-// all multiprocessors equally, so that they pay where contexts are short. With 128 dimensions the
-// first block of one has all splits that are too many: 3 of them cost nothing, for it then has 512
-// keys, as the others. With 64 all have as many, 512 to a length of 8,192 and 1,024 after it.
+// A card runs fewer blocks in clusters than alone: 15 clusters at two blocks per multiprocessor,
+// spread unevenly, so clusters pay only for short contexts. With 128 dimensions the first block of
+// a cluster takes all surplus splits: 3 of them cost nothing, since it then has 512 keys like the
+// others. With 64 dimensions all blocks have the same number of keys, 512 up to a length of 8,192
+// and 1,024 above.
 constexpr int64_t kClusters = 15, kClusterSlots = 6144, kLightClusterSlots = 9216;
 static_assert(kLightClusterSlots <= ClusterCuts<64>::kMaxKeys);
 

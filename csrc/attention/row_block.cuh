@@ -1,5 +1,5 @@
-// One block's part of an attention launch: which keys it folds for which rows, and how it keeps,
-// shares and finishes what it has. See kernel.cu for the whole.
+// The part of one thread block in an attention launch: the keys that it folds for its rows, and how
+// it stores, shares and finishes the results. kernel.cu describes the whole.
 #pragma once
 
 #include "attention/fold.cuh"
@@ -15,33 +15,34 @@ class RowBlock {
  public:
   using Memory = Shared<kDim, kWarps, kHopper, kCluster>;
   using C = Cuts<kDim>;
-  using Place = RingPlace<Memory::kRing>;
+  using Cursor = RingCursor<Memory::kRing>;
 
   __device__ __forceinline__ RowBlock(const Launch& l, const Request& r, int64_t kv_head,
-                                      int64_t row, Memory* shared, Place* place)
-      : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(*shared), place_(*place) {
+                                      int64_t row, Memory* shared, Cursor* cursor)
+      : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(*shared), cursor_(*cursor) {
     num_rows_ = static_cast<int>(min(r.num_rows - row, int64_t{l.rows_of(kWarps * kMmaRows)}));
     warp_ = threadIdx.x / kWarpSize;
     lane_ = threadIdx.x % kWarpSize;
   }
 
-  // Asks for the first keys of an item ahead of time.
+  // Prefetches the first keys of an item into L2.
   __device__ __forceinline__ void prefetch(int item) const {
-    prefetch_keys<kDim>(source_of(keys_of(item)), 0, kAheadKeys);
+    prefetch_keys<kDim>(source_of(keys_of(item)), 0, kPrefetchKeys);
   }
 
-  // A producing warp's part of an item. Early, it copies committed keys at once and waits before it
-  // asks for others.
+  // The part of a producer warp in an item. With pdl it copies committed keys at once and waits for
+  // the previous kernel before it copies others.
   __device__ __forceinline__ void produce(int item) {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
-    const int old = p_.pdl ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
-    produce_tiles(source_of(keys), l_.loader_shift, old, p_.pdl && shares() ? kAheadKeys : 0,
-                  &shared_.ring, &shared_.barriers, &place_, shared_.bad_from);
+    const int committed = p_.pdl ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
+    produce_tiles(source_of(keys), l_.loader_shift, committed,
+                  p_.pdl && shares() ? kPrefetchKeys : 0, &shared_.ring, &shared_.barriers,
+                  &cursor_, shared_.bad_from);
     sync_block<kWarps>();
   }
 
-  // Folds the tile keys of one item; keeps its partials, or writes the rows.
+  // Folds the tile keys of one item; stores its partials, or writes the rows.
   __device__ __forceinline__ void run(int item) {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
@@ -49,10 +50,10 @@ class RowBlock {
     sync_block<kWarps>();  // the ring is free, and bad_from is set
     read_bad_from();
     report_bad_pages();
-    if (keys.begin > 0) return refuse_partial(first_partial<kDim>(l_, r_, keys.begin));
+    if (keys.begin > 0) return invalidate_partial(first_partial<kDim>(l_, r_, keys.begin));
     if (l_.partials.acc != nullptr) return store_total();
     store_softmax();
-    sync_threads<2, kWarps * kWarpSize>();  // the totals are there for all
+    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
     finish();
   }
 
@@ -66,11 +67,11 @@ class RowBlock {
   // Whether other blocks have keys of these rows.
   __device__ __forceinline__ bool shares() const { return kCluster || l_.partials.acc != nullptr; }
 
-  // Keys that a block asks for ahead of time, 64 KB: the launch before still streams its last ones
-  // then, merges, and waits behind these. Where one warp loads, no more than the ring holds.
-  static constexpr int kAheadKeys = (1 << 14) / kDim;
+  // Keys to prefetch, 64 KB: at that time the previous launch still streams its last keys or
+  // merges, and these wait behind it. If one warp loads, no more than the ring holds.
+  static constexpr int kPrefetchKeys = (1 << 14) / kDim;
 
-  // Whether a block of a cluster has several splits.
+  // Whether a block of a cluster has several splits to fold.
   __device__ __forceinline__ bool folds(const KeyRange& keys) const {
     return keys.begin == 0 && keys.end > kSmall;
   }
@@ -85,7 +86,8 @@ class RowBlock {
     return {p_, l_.maps, r_.index, kv_head_, l_.page_shift, keys};
   }
 
-  // Tails of this block's rows, a warp each, folded into the totals; writes the rows.
+  // Computes the tails of this block's rows, a warp each, folds them into the totals and writes the
+  // rows.
   __device__ __forceinline__ void finish() {
     if (warp_ >= Memory::kTails) return;
     for (int i = warp_; i < num_rows_; i += Memory::kTails) {
@@ -96,30 +98,30 @@ class RowBlock {
     }
   }
 
-  // Folds the first item's splits into the totals; keeps each split of the others as it is.
+  // Folds the first item's splits into the totals; stores each split of the other items separately.
   __device__ __forceinline__ void consume(const KeySource& source) {
-    KeyStream<T, kDim, kWarps, kRing> stream(source, &shared_.ring, &shared_.barriers, &place_);
+    KeyStream<T, kDim, kWarps, kRing> stream(source, &shared_.ring, &shared_.barriers, &cursor_);
     const ScoreScale scale(p_.scale);
     const bool totals = kCluster ? folds(source.keys) : source.keys.begin == 0;
     read_queries(scale.flip, totals);
     int partial = kCluster ? 0 : first_partial<kDim>(l_, r_, source.keys.begin);
-    WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_, &shared_.weighed[warp_]);
+    WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_, &shared_.sink[warp_]);
     part_.clear();
     const auto ends = [&](int key) { return C::starts_split(key) || key >= source.keys.end; };
-    // Two tiles are soonest done one after the other, by instructions fetched once.
+    // Two tiles alone are fastest one after the other, as the instructions are then fetched once.
     const bool many = source.keys.end - source.keys.begin > kSmall;
     for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
-      tile.fold_keys(key, stream.take_keys());
-      stream.leave_keys();
+      tile.fold_keys(key, stream.acquire_keys());
+      stream.release_keys();
       tile.weigh_keys(key);
       for (; kWarpGroups && many && tile.is_whole(key + kTile) && !ends(key + kTile);
            key += kTile) {
-        const uint32_t next_keys = stream.take_keys(), values = stream.take_values();
-        tile.fold_both(values, next_keys, [&] { stream.leave_keys(); });
-        stream.leave_values();
+        const uint32_t next_keys = stream.acquire_keys(), values = stream.acquire_values();
+        tile.fold_both(values, next_keys, [&] { stream.release_keys(); });
+        stream.release_values();
       }
-      tile.fold_values(key, stream.take_values());
-      stream.leave_values();
+      tile.fold_values(key, stream.acquire_values());
+      stream.release_values();
       if (!ends(key + kTile)) continue;
       if (kCluster && !totals) {
         keep_part(partial++, {part_.softmax(0), part_.softmax(1)});
@@ -152,8 +154,8 @@ class RowBlock {
     return static_cast<int>(tail_begin(clamp_position(first)));
   }
 
-  // Asks for all queries and positions before it looks at any, or, with pdl, finds out what it can
-  // before there are queries; clears the totals meanwhile.
+  // Loads all queries and positions before it uses any; with pdl it first computes what does not
+  // depend on the queries. Clears the totals meanwhile.
   __device__ __forceinline__ void read_queries(uint32_t flip, bool totals) {
     int position[2];
     const uint32_t* pairs[2];
@@ -202,14 +204,15 @@ class RowBlock {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
-      const bool good = at.inside && well_placed(p_, r_, at.row - r_.row, position[half]);
+      const bool good = at.inside && is_valid_row(p_, r_, at.row - r_.row, position[half]);
       queries_.end[half] = good ? static_cast<int>(tail_begin(position[half])) : kNoRow;
       if (good) largest = max(largest, queries_.end[half]);
     }
     queries_.largest = __reduce_max_sync(kFullWarp, largest);
   }
 
-  // A lane's accumulators of the splits done: columns 8 n + 2 (lane % 4) and the next of a half.
+  // The lane's accumulators of finished splits: columns 8 n + 2 (lane % 4) and the next one of a
+  // half.
   __device__ __forceinline__ float2& total(int half, int n) {
     return shared_.parts[0].total[warp_][2 * n + half][lane_];
   }
@@ -237,9 +240,9 @@ class RowBlock {
     }
   }
 
-  // Where a block of a cluster keeps dimensions 2 i and 2 i + 1 of pair m of a partial: rows of the
-  // totals' memory, 32 bytes of four rows beside each other in different banks. A warp's rows of
-  // the first partial are where its totals were.
+  // The address of dimensions 2 i and 2 i + 1 of pair m of a partial of a cluster block, in the
+  // memory of the totals: four rows of 32 bytes each fall into different banks. The rows of a warp
+  // in the first partial lie where its totals were.
   __device__ __forceinline__ float2* kept(int partial, int m, int i) const {
     return &shared_.parts[partial].total[0][0][0] + m * (kDim / 2) + (i ^ (m & 3) * 4);
   }
@@ -257,7 +260,7 @@ class RowBlock {
     }
   }
 
-  // Whether a page that the pair's tile keys need was bad.
+  // Whether a page that the pair's tile keys need is bad.
   __device__ __forceinline__ bool bad(int half) const {
     return queries_.end[half] != kNoRow && bad_from_ < queries_.end[half];
   }
@@ -273,7 +276,7 @@ class RowBlock {
     if (any && kv_head_ == 0) report_on_device(p_.sequences, r_.index, kStatusBadPage);
   }
 
-  // What is known of a half's splits; refused where one of their pages is bad.
+  // The softmax of a half's splits; invalid if one of their pages is bad.
   __device__ __forceinline__ Softmax result(int half) const {
     Softmax softmax = total_softmax_[half];
     if (bad(half)) softmax.sum = -1.0f;
@@ -288,7 +291,7 @@ class RowBlock {
     return reinterpret_cast<float2*>(l_.partials.acc + index * kDim) + lane_ % 4;
   }
 
-  // The first item's splits, folded.
+  // Stores the first item's splits, folded.
   __device__ __forceinline__ void store_total() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -302,7 +305,7 @@ class RowBlock {
     }
   }
 
-  // One split, from the registers that hold it.
+  // Stores one split from registers.
   __device__ __forceinline__ void store_part(int partial) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -319,8 +322,8 @@ class RowBlock {
     }
   }
 
-  // Says that rows that need a bad page of the item have no result; they read its first partial.
-  __device__ __forceinline__ void refuse_partial(int partial) {
+  // Marks rows that need a bad page of the item as having no result, in its first partial.
+  __device__ __forceinline__ void invalidate_partial(int partial) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Pair at = pair(half);
@@ -336,15 +339,15 @@ class RowBlock {
     }
   }
 
-  // Folds the tail of row i of the block, of head lane / 4, into the totals, and writes the row.
+  // Folds the tail of row i of the block, of head lane / 4, into the totals and writes the row.
   __device__ __forceinline__ void store_out(int i, const Tail<kDim>& tail) {
     const int m = i * l_.group + lane_ / 4;
     const auto& totals = shared_.parts[0].total[m / kMmaRows];
     Softmax softmax = shared_.parts[0].softmax[m];
-    const bool refused = softmax.sum < 0.0f || tail.softmax.sum < 0.0f;
+    const bool invalid = softmax.sum < 0.0f || tail.softmax.sum < 0.0f;
     float scale[2] = {1.0f, 0.0f};
-    if (!refused) fold(&softmax, tail.softmax, scale);
-    const float inverse = refused ? 0.0f : __frcp_rn(softmax.sum);
+    if (!invalid) fold(&softmax, tail.softmax, scale);
+    const float inverse = invalid ? 0.0f : __frcp_rn(softmax.sum);
     const int64_t row = r_.row + row_ + i, head = kv_head_ * l_.group + lane_ / 4;
     T* out = static_cast<T*>(p_.out) + row * p_.out_row_stride + head * p_.out_head_stride;
     uint32_t* pairs = reinterpret_cast<uint32_t*>(out) + lane_ % 4;
@@ -353,10 +356,10 @@ class RowBlock {
       const float2 before = totals[2 * n + m / 8 % 2][m % 8 * 4 + lane_ % 4];
       const float x = mul_rn(folded(before.x, tail.acc[n].x, scale), inverse);
       const float y = mul_rn(folded(before.y, tail.acc[n].y, scale), inverse);
-      pairs[n * 4] = refused ? 0 : pack_pair<T>(x, y);
+      pairs[n * 4] = invalid ? 0 : pack_pair<T>(x, y);
     }
     if (p_.lse != nullptr && lane_ % 4 == 0) {
-      p_.lse[row * p_.lse_stride + head] = refused ? -INFINITY : lse_of(softmax);
+      p_.lse[row * p_.lse_stride + head] = invalid ? -INFINITY : lse_of(softmax);
     }
   }
 
@@ -365,7 +368,7 @@ class RowBlock {
   const Request& r_;
   const int64_t kv_head_, row_;
   Memory& shared_;
-  Place& place_;
+  Cursor& cursor_;
   int num_rows_, warp_, lane_;
   int bad_from_;
   Queries<kDim> queries_;

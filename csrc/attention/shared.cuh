@@ -1,4 +1,4 @@
-// What a block of attention has in shared memory.
+// The shared memory of an attention block.
 #pragma once
 
 #include "attention/fold.cuh"
@@ -7,40 +7,42 @@
 
 namespace tlt {
 
-// Tiles of the ring, by what a block may have: on sm_90 two blocks of four warps a multiprocessor
-// or one of eight.
+// Tiles of the ring, from the shared memory available to a block: on sm_90 two blocks of four warps
+// per multiprocessor, or one of eight.
 template <int kWarps, bool kHopper>
 constexpr int kRingTiles = kWarps == 4 ? 5
                            : kHopper   ? 10
                                        : 6;
 
-// Shared memory of a block: the ring of tiles, which the tails use after it, and the totals of
-// splits done, kept out of the registers that the tiles need.
+// The ring of tiles, whose memory the tails use afterwards, and the totals of finished splits,
+// which would take registers that the tiles need.
 template <int kDim, int kWarps, bool kHopper, bool kCluster = false>
 struct Shared {
   static constexpr int kRing = kRingTiles<kWarps, kHopper>;
   static constexpr int kFit = sizeof(Ring<kDim, kRing>) / sizeof(TailScratch<kDim>);
-  static constexpr int kTails = kWarps < kFit ? kWarps : kFit;  // warps that do tails at once
+  static constexpr int kTails =
+      kWarps < kFit ? kWarps : kFit;  // warps that compute tails at the same time
   union {
     Ring<kDim, kRing> ring;
     TailScratch<kDim> tails[kTails];
     FoldStep steps[kWarps][kWarpSize];
   };
-  // Accumulators of a lane, a column of its own; then a partial, which the cluster reads.
+  // The accumulators of a lane, one column each; later a partial that the cluster reads.
   struct Part {
     float2 total[kWarps][kDim / 4][kWarpSize];
     Softmax softmax[kWarps * kMmaRows];
   };
-  static constexpr int kKeeps = kCluster ? kKept<kDim> : 1;
-  Part parts[kKeeps];
+  static constexpr int kNumPartials = kCluster ? kBlockPartials<kDim> : 1;
+  Part parts[kNumPartials];
   RingBarriers<kRing> barriers;
-  float2 weighed[kWarps];    // of each warp (tiles.cuh)
-  int bad_from[kTileSteps];  // first position whose page is bad, of each step of a tile
-  uint32_t place[kKeeps > 1 ? kWarpSize : 1];  // where the cluster has the part of each partial
-  int partials;                                // how many it has
+  float2 sink[kWarps];       // of each warp (tiles.cuh)
+  int bad_from[kTileSteps];  // first position with a bad page, for each step of a tile
+  // Where in the cluster the part of each partial is, and the number of partials.
+  uint32_t partial_address[kNumPartials > 1 ? kWarpSize : 1];
+  int partials;
 };
 
-// Waits for the warps that compute and those that load.
+// Barrier of the warps that compute and those that load.
 template <int kWarps>
 __device__ __forceinline__ void sync_block() {
   meet_threads<1, (kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize>();

@@ -1,4 +1,4 @@
-// Where the keys of a row are cut, from its position alone (see canonical.cuh).
+// Where the keys of a row are split, as a function of its position alone (see canonical.cuh).
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 namespace tlt {
 
 constexpr int kTile = 64;      // keys a tile
-constexpr int kStep = 16;      // keys an MMA step: tails begin at multiples of it
-constexpr int kTailKeys = 32;  // at most
+constexpr int kStep = 16;      // keys an MMA step; tails begin at its multiples
+constexpr int kTailKeys = 32;  // keys of a tail, at most
 
-// Short contexts need small splits to fill the card, long ones large splits, whose partials cost
-// less: 128 keys up to 1024, 512 up to 8192, then 1024. With 64 dimensions, where few keys are soon
-// read and a tile takes its time all the same, 256 up to 4096.
+// Short contexts need small splits to fill the card; long contexts use large ones, which have fewer
+// partials: 128 keys up to 1024, 512 up to 8192, then 1024. With 64 dimensions also 256 up to 4096,
+// since a tile takes as long as one of 128 dimensions although it has half the bytes.
 constexpr int kSmallEnd = 1024, kSmall = 128, kMediumEnd = 8192, kMedium = 512, kLarge = 1024;
-constexpr int kMaxTileKeys = INT32_MAX - 2 * kLarge + 1;  // positions may be counted up in int
+constexpr int kMaxTileKeys = INT32_MAX - 2 * kLarge + 1;  // positions plus a split must fit an int
 
 template <int kDim>
 struct Cuts {
@@ -42,54 +42,55 @@ struct Cuts {
     return kMediumSplits + (end - kMediumEnd + kLarge - 1) / kLarge;
   }
 
-  // Keys of the splits at a position.
+  // Keys of a split at this position.
   TLT_HD static uint32_t split_keys(uint32_t key) {
     return key < kSmallEnd ? kSmall : key < kMidEnd ? kMid : key < kMediumEnd ? kMedium : kLarge;
   }
 
   TLT_HD static bool starts_split(uint32_t key) { return (key & (split_keys(key) - 1)) == 0; }
 
-  // The first position from `key` on where a split begins.
+  // The first position from `key` on at which a split begins.
   TLT_HD static uint32_t next_split(uint32_t key) {
     const uint32_t keys = split_keys(key);
     return (key + keys - 1) & ~(keys - 1);
   }
 
-  // Keys of each item but the last where they share `end` keys: a multiple of the size that most
-  // of their splits have, so that all items have as many. `share` is what share_of gives.
+  // Keys of each item but the last, if the items share `end` keys: a multiple of the size of most
+  // of their splits, so that all items have the same number. `share` is the result of share_of.
   TLT_HD static uint32_t keys_of_item(uint32_t end, uint32_t share) {
     const uint32_t unit = split_keys(end / 2);
     const auto part = static_cast<uint32_t>(uint64_t{end} * share >> 32);
-    return (part + unit) & ~(unit - 1);  // up, to one unit at least
+    return (part + unit) & ~(unit - 1);  // rounded up, at least one unit
   }
 };
 
-// What each of `items` (2 or more) takes of the keys, as a fraction of 2^32. The last one takes
-// what is left, a sixteenth of all or one item more, so that a length just past a multiple is cut
-// no coarser than the multiple.
+// The share of the keys for each of `items` (2 or more), as a fraction of 2^32. The last item takes
+// the rest: in addition to its share a sixteenth of all keys, or one more share if there are more
+// than 16 items. So a length just past a multiple is not split more coarsely than the multiple.
 inline uint32_t share_of(int64_t items) {
   const int64_t parts = items < 16 ? 16 : items;
   return static_cast<uint32_t>((int64_t{1} << 32) * (parts - 1) / (parts * items));
 }
 
-// Blocks of a cluster that shares all keys of a row block in one launch.
+// Blocks of a cluster that shares the keys of a row block in one launch.
 constexpr int kClusterBlocks = 16;
 
-// Partials that a block of a cluster keeps: the first one folds all that it has, from the left.
+// Partials that a cluster block stores: the first block folds all its splits from the left.
 template <int kDim>
-constexpr int kKept = kDim <= 64 ? 4 : 1;
+constexpr int kBlockPartials = kDim <= 64 ? 4 : 1;
 
-// Which blocks of a cluster have which of the `end` tile keys of a row block, none more partials
-// than it can keep. Where that is one, each has one split and the first one all before those, too;
-// the last block has none. Otherwise each has a power of two of keys.
+// Which blocks of a cluster have which of the `end` tile keys of a row block; no block has more
+// partials than it can store. If it can store one, each block has one split, the first block has
+// all earlier splits as well, and the last block has none. Otherwise each block has a power of two
+// of keys.
 template <int kDim>
 struct ClusterCuts {
   using C = Cuts<kDim>;
-  static constexpr bool kSingle = kKept<kDim> == 1;
-  static constexpr int kMaxKeys = kClusterBlocks * kLarge;  // where several are kept
+  static constexpr bool kSingle = kBlockPartials<kDim> == 1;
+  static constexpr int kMaxKeys = kClusterBlocks * kLarge;  // if several partials are stored
   int end;
-  int blocks;     // that have keys
-  int first = 0;  // split of the first block that it has as block 1 has the next one
+  int blocks;     // blocks that have keys
+  int first = 0;  // index of the first block's last split
   int shift = 7;  // log2 of the keys of a block
 
   TLT_HD explicit ClusterCuts(int end) : end(end) {
@@ -117,19 +118,20 @@ struct ClusterCuts {
     return C::splits_below(end) - C::splits_below(1 << shift) + 1;
   }
 
-  // Where a partial is: kKept times the block, and which of its own it is.
-  TLT_HD int place_of(int partial) const {
+  // Location of a partial: kBlockPartials * block + index within the block.
+  TLT_HD int location_of(int partial) const {
     if (kSingle || partial == 0) return partial;
     const int split = partial - 1 + C::splits_below(1 << shift);
     const int rank = C::split_begin(split) >> shift;
-    return rank * kKept<kDim> + split - C::splits_below(rank << shift);
+    return rank * kBlockPartials<kDim> + split - C::splits_below(rank << shift);
   }
 
-  // The first block that computes tails: those without keys do, or the later half after their own.
+  // The first block that computes tails: blocks without keys do; without any, the later half does
+  // after its own splits.
   TLT_HD int first_tail() const { return blocks < kClusterBlocks ? blocks : kClusterBlocks / 2; }
 
-  // What that block keeps them as: no block of the later half has as many of its own.
-  TLT_HD int tail_kept() const { return blocks < kClusterBlocks ? 0 : kKept<kDim> - 1; }
+  // The index under which that block stores tails: no block of the later half has as many partials.
+  TLT_HD int tail_kept() const { return blocks < kClusterBlocks ? 0 : kBlockPartials<kDim> - 1; }
 };
 
 // First position of the tail of a row at `position`.

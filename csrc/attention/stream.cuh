@@ -1,10 +1,10 @@
 // Streams the keys and values of one kv head, tile by tile, from their pages through a ring in
-// shared memory: keys, values, keys, ... Positions from the end on, and bad pages, become zeros.
+// shared memory: keys, values, keys, ... Positions past the end, and bad pages, are read as zeros.
 //
-// A tile is [head_dim / 64 lines][64 keys][128 bytes], swizzled as ldmatrix and wgmma want it. On
-// sm_90 warps of their own ask for it, a lane for the line of 16 keys; its bytes complete a
-// barrier, and the warps that leave it complete another. On sm_80 every thread copies its chunks
-// and the block's barrier does both.
+// A tile is [head_dim / 64 lines][64 keys][128 bytes], in the swizzle of ldmatrix and wgmma. On
+// sm_90 producer warps copy it, one lane per line of 16 keys; the arrival of its bytes completes a
+// "full" barrier, the warps that release it complete an "empty" barrier. On sm_80 every thread
+// copies its chunks, and the block's barrier serves for both.
 #pragma once
 
 #include "attention/canonical.cuh"
@@ -19,14 +19,14 @@ constexpr bool kHopper = true;
 constexpr bool kHopper = false;
 #endif
 
-constexpr int kProducerWarps = 4;  // on sm_90, after the others
+constexpr int kProducerWarps = 4;  // on sm_90, after the consumer warps
 constexpr int kTileSteps = kTile / kStep;
-constexpr int kLine = 128;  // bytes of a key that lie together
+constexpr int kLine = 128;  // contiguous bytes of a key
 
 template <int kDim>
 constexpr int kTileBytes = kTile * kDim * 2;  // of keys, or of values
 
-constexpr int kLineBytes = kTile * kLine;  // of the tile
+constexpr int kLineBytes = kTile * kLine;  // of a tile
 
 // Byte offset of 16-byte chunk `chunk` of a key in its tile.
 __device__ __forceinline__ uint32_t chunk_offset(int key, int chunk) {
@@ -38,9 +38,9 @@ struct Ring {
   char tile[kRing][kTileBytes<kDim>];
 };
 
-// A place in the ring and how often it came round; lives as long as the block.
+// A position in the ring and the parity of its round; lives as long as the block.
 template <int kRing>
-struct RingPlace {
+struct RingCursor {
   int slot = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void advance() {
@@ -48,7 +48,7 @@ struct RingPlace {
   }
 };
 
-// Barriers of the ring (sm_90): the bytes of a tile have come; all warps have left it.
+// Barriers of the ring (sm_90): the bytes of a tile have arrived; all warps have released it.
 template <int kRing>
 struct RingBarriers {
   uint64_t full[kRing], empty[kRing];
@@ -96,11 +96,11 @@ template <typename T, int kDim, int kWarps, int kRing>
 class KeyStream {
  public:
   __device__ __forceinline__ KeyStream(const KeySource& source, Ring<kDim, kRing>* ring,
-                                       RingBarriers<kRing>*, RingPlace<kRing>* place)
+                                       RingBarriers<kRing>*, RingCursor<kRing>* cursor)
       : source_(source),
         ring_(*ring),
-        place_(*place),
-        ahead_(*place),
+        cursor_(*cursor),
+        ahead_(*cursor),
         key_(source.keys.begin),
         chunk_(threadIdx.x % kChunks),
         row_(threadIdx.x / kChunks),
@@ -110,12 +110,12 @@ class KeyStream {
     for (int i = 0; i < kRing - 1; ++i) load_next();
   }
 
-  __device__ __forceinline__ uint32_t take_keys() { return take(); }
-  __device__ __forceinline__ uint32_t take_values() { return take(); }
-  __device__ __forceinline__ void leave_keys() { place_.advance(); }
-  __device__ __forceinline__ void leave_values() { place_.advance(); }
+  __device__ __forceinline__ uint32_t acquire_keys() { return acquire(); }
+  __device__ __forceinline__ uint32_t acquire_values() { return acquire(); }
+  __device__ __forceinline__ void release_keys() { cursor_.advance(); }
+  __device__ __forceinline__ void release_values() { cursor_.advance(); }
 
-  // Says which position is the first whose page is bad.
+  // Stores the first position whose page is bad.
   __device__ __forceinline__ void finish(int* bad_from) {
     wait_copies<0>();
     if (threadIdx.x < kTileSteps) bad_from[threadIdx.x] = bad_from_;
@@ -131,12 +131,13 @@ class KeyStream {
     int64_t page_stride, slot_stride;
   };
 
-  // Waits for the next tile, which is there for all then, and loads one where the last one was.
-  __device__ __forceinline__ uint32_t take() {
+  // Waits until the next tile is complete for all threads, and loads a tile into the slot of the
+  // previous one.
+  __device__ __forceinline__ uint32_t acquire() {
     wait_copies<kRing - 2>();
     __syncthreads();
     load_next();
-    return shared_address(ring_.tile[place_.slot]);
+    return shared_address(ring_.tile[cursor_.slot]);
   }
 
   __device__ __forceinline__ Array array_of(const PagedCache& cache) const {
@@ -188,8 +189,8 @@ class KeyStream {
 
   const KeySource& source_;
   Ring<kDim, kRing>& ring_;
-  RingPlace<kRing>& place_;
-  RingPlace<kRing> ahead_;
+  RingCursor<kRing>& cursor_;
+  RingCursor<kRing> ahead_;
   int key_;
   bool values_next_ = false;
   const int chunk_, row_;
@@ -200,47 +201,47 @@ class KeyStream {
 
 #else
 
-// What a consuming warp sees of the stream.
+// The stream as a consumer warp sees it.
 template <typename T, int kDim, int kWarps, int kRing>
 class KeyStream {
  public:
   __device__ __forceinline__ KeyStream(const KeySource&, Ring<kDim, kRing>* ring,
-                                       RingBarriers<kRing>* barriers, RingPlace<kRing>* place)
-      : ring_(*ring), barriers_(*barriers), keys_(*place), values_(*place) {
+                                       RingBarriers<kRing>* barriers, RingCursor<kRing>* cursor)
+      : ring_(*ring), barriers_(*barriers), keys_(*cursor), values_(*cursor) {
     values_.advance();
   }
 
-  // Keys may be taken before the values of the tile before; each are left before the next are
-  // taken.
-  __device__ __forceinline__ uint32_t take_keys() { return take(keys_); }
-  __device__ __forceinline__ uint32_t take_values() { return take(values_); }
-  __device__ __forceinline__ void leave_keys() { leave(&keys_); }
-  __device__ __forceinline__ void leave_values() { leave(&values_); }
+  // Keys may be acquired before the values of the previous tile; each kind is released before the
+  // next of it is acquired.
+  __device__ __forceinline__ uint32_t acquire_keys() { return acquire(keys_); }
+  __device__ __forceinline__ uint32_t acquire_values() { return acquire(values_); }
+  __device__ __forceinline__ void release_keys() { release(&keys_); }
+  __device__ __forceinline__ void release_values() { release(&values_); }
   __device__ __forceinline__ void finish(int*) {}
 
  private:
-  using Place = RingPlace<kRing>;
+  using Cursor = RingCursor<kRing>;
 
-  __device__ __forceinline__ uint32_t take(const Place& place) {
-    wait_barrier(&barriers_.full[place.slot], place.parity);
-    return shared_address(ring_.tile[place.slot]);
+  __device__ __forceinline__ uint32_t acquire(const Cursor& cursor) {
+    wait_barrier(&barriers_.full[cursor.slot], cursor.parity);
+    return shared_address(ring_.tile[cursor.slot]);
   }
 
-  __device__ __forceinline__ void leave(Place* place) {
+  __device__ __forceinline__ void release(Cursor* cursor) {
     __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) arrive(&barriers_.empty[place->slot]);
-    place->advance();
-    place->advance();
+    if (threadIdx.x % kWarpSize == 0) arrive(&barriers_.empty[cursor->slot]);
+    cursor->advance();
+    cursor->advance();
   }
 
   Ring<kDim, kRing>& ring_;
   RingBarriers<kRing>& barriers_;
-  Place& keys_;  // the block's, which is past all tiles when these are
-  Place values_;
+  Cursor& keys_;  // the block's cursor, which is past all tiles when this one is
+  Cursor values_;
 };
 
-// Asks for keys and values `first` to `last` of the stream to come into L2, two producing warps for
-// each. No more than a hint, so the table that it follows may be out of date.
+// Prefetches keys and values `first` to `last` of the stream into L2, two producer warps for each.
+// It is only a hint, so the block table may be out of date.
 template <int kDim>
 __device__ __forceinline__ void prefetch_keys(const KeySource& source, int first, int last) {
   constexpr int kLines = kDim * 2 / kLine, kLanes = kProducerWarps * kWarpSize / 2;
@@ -257,21 +258,21 @@ __device__ __forceinline__ void prefetch_keys(const KeySource& source, int first
   }
 }
 
-// A producing warp's part: 1 << `loader_shift` of them, to 4, share the steps of all tiles, a lane
-// for the line of 16 keys (a warp asks for one box after the other, some 100 cycles each), and say
-// which position is the first whose page is bad. Keys from `old` on may be what the kernel before
-// writes. When the ring is full, they ask for the keys after those, to the stream's key `ahead`, to
-// come into L2.
+// The part of a producer warp. 1 << `loader_shift` of them, up to 4, share the steps of all tiles,
+// one lane per line of 16 keys (a warp issues its boxes one after the other, some 100 cycles each).
+// They store the first position whose page is bad. Keys from `committed` on may be written by the
+// previous kernel. When the ring is full, the keys after those, up to key `ahead` of the stream,
+// are prefetched into L2.
 template <int kDim, int kRing>
-__device__ __forceinline__ void produce_tiles(const KeySource& source, int loader_shift, int old,
-                                              int ahead, Ring<kDim, kRing>* ring,
+__device__ __forceinline__ void produce_tiles(const KeySource& source, int loader_shift,
+                                              int committed, int ahead, Ring<kDim, kRing>* ring,
                                               RingBarriers<kRing>* barriers,
-                                              RingPlace<kRing>* place, int* bad_from) {
+                                              RingCursor<kRing>* cursor, int* bad_from) {
   constexpr int kLines = kDim * 2 / kLine, kFull = kRing / 2 * kTile;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % kProducerWarps;
   if (warp >> loader_shift > 0) return;
   static_assert(kTileSteps == 4);
-  const int shift = 2 - loader_shift, steps = 1 << shift;  // without divisions: a first tile waits
+  const int shift = 2 - loader_shift, steps = 1 << shift;  // no divisions before the first tile
   const int line = lane >> shift, step = (warp << shift) + (lane & (steps - 1));
   const uint32_t to = shared_address(ring) + line * kLineBytes + step * (kStep * kLine);
   int bad = INT32_MAX;
@@ -282,19 +283,19 @@ __device__ __forceinline__ void produce_tiles(const KeySource& source, int loade
     const int next_page = source.page_at(at + kTile);
     const bool good = source.good(page);
     if (at < source.keys.end && !good) bad = min(bad, at);
-    if (min(key + kTile, source.keys.end) > old) wait_for_prior_grid();
+    if (min(key + kTile, source.keys.end) > committed) wait_for_prior_grid();
     if (key - source.keys.begin == kFull) prefetch_keys<kDim>(source, kFull, ahead);
 #pragma unroll
     for (int values = 0; values < 2; ++values) {
-      uint64_t* full = &barriers->full[place->slot];
-      wait_barrier(&barriers->empty[place->slot], place->parity ^ 1);
+      uint64_t* full = &barriers->full[cursor->slot];
+      wait_barrier(&barriers->empty[cursor->slot], cursor->parity ^ 1);
       if (lane == 0) arrive_expecting(full, kTileBytes<kDim> >> loader_shift);
       __syncwarp();
       if (line < kLines) {  // a page outside the cache reads as zeros
-        copy_box(to + place->slot * kTileBytes<kDim>, values ? &source.maps.v : &source.maps.k, 0,
+        copy_box(to + cursor->slot * kTileBytes<kDim>, values ? &source.maps.v : &source.maps.k, 0,
                  source.kv_head, source.offset_of(at), line, good ? page : source.num_pages, full);
       }
-      place->advance();
+      cursor->advance();
     }
     page = next_page;
   }
@@ -304,10 +305,10 @@ __device__ __forceinline__ void produce_tiles(const KeySource& source, int loade
 #endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-// Never called there.
+// Never called for sm_80.
 template <int kDim, int kRing>
 __device__ __forceinline__ void produce_tiles(const KeySource&, int, int, int, Ring<kDim, kRing>*,
-                                              RingBarriers<kRing>*, RingPlace<kRing>*, int*) {}
+                                              RingBarriers<kRing>*, RingCursor<kRing>*, int*) {}
 template <int kDim>
 __device__ __forceinline__ void prefetch_keys(const KeySource&, int, int) {}
 #endif

@@ -1,8 +1,8 @@
 // The last keys of one row, for the query heads of one kv head: one warp, mma.sync.
 //
-// Keys and values are gathered in position order from wherever their slots are, so that tail key j
-// is column j of the scores whatever its slot. Of the 16 rows of an MMA the first ones are the
-// query heads and the others are zeros. Checks everything that the row depends on.
+// Keys and values are gathered from their slots in position order, so that tail key j is column j
+// of the scores whatever its slot is. Of the 16 rows of an MMA the first ones are the query heads
+// and the others are zeros. Checks everything that the row depends on.
 #pragma once
 
 #include "attention/canonical.cuh"
@@ -10,7 +10,7 @@
 
 namespace tlt {
 
-// What lane j reads: the slot of tail key j. Returns status bits, the same in every lane.
+// What lane j reads: the slot of tail key j. Returns status bits, the same in all lanes.
 struct TailKey {
   int64_t begin;  // position of key 0
   int count;      // keys of the tail
@@ -24,9 +24,9 @@ __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, c
                                                  TailKey* key) {
   const uint8_t* ancestors = p.ancestors + (r.row + row) * p.ancestor_stride;
   const bool has_ancestor = p.ancestors != nullptr && lane < kMaxDepth;
-  int ancestor = has_ancestor ? ancestors[lane] : 0;  // read beside the position, not after it
+  int ancestor = has_ancestor ? ancestors[lane] : 0;  // loaded together with the position
   const int64_t position = p.position[r.row + row], own_slot = r.slot + row;
-  if (!well_placed(p, r, row, position)) return kStatusBadLength;
+  if (!is_valid_row(p, r, row, position)) return kStatusBadLength;
   key->begin = tail_begin(position);
   key->count = static_cast<int>(position - key->begin) + 1;
   int64_t slot = key->begin + lane;
@@ -34,11 +34,11 @@ __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, c
     const int64_t depth = position - r.context;
     if (lane >= depth) ancestor = 0;
     const int before = __shfl_up_sync(kFullWarp, ancestor, 1);
-    // Rising and before the row itself: whatever the array holds, only older slots are read.
+    // Slots must rise and precede the row: whatever the array holds, only older slots are read.
     const bool rising = lane == 0 || ancestor > before;
     const bool bad = lane < depth && (!rising || r.context + ancestor >= own_slot);
     if (__any_sync(kFullWarp, bad)) return kStatusBadTree;
-    const int64_t in_flight = slot - r.context;  // -1 and less: a committed key
+    const int64_t in_flight = slot - r.context;  // negative: a committed key
     const int index = in_flight >= 0 && in_flight < depth ? static_cast<int>(in_flight) : 0;
     const int ancestor_slot = __shfl_sync(kFullWarp, ancestor, index);
     if (in_flight >= 0) slot = in_flight < depth ? r.context + ancestor_slot : own_slot;
@@ -47,21 +47,21 @@ __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, c
   return static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bits)));
 }
 
-// Shared memory of one warp's tail; padded: ldmatrix has no bank conflicts.
+// Shared memory of one warp's tail; padded, so that ldmatrix has no bank conflicts.
 template <int kDim>
 struct TailScratch {
   static constexpr int kStride = kDim / 8 + 1;
   uint4 keys[kTailKeys][kStride], values[kTailKeys][kStride];
 };
 
-// What a lane gets of a tail: of head lane / 4, dimensions 8 n + 2 (lane % 4) and the next.
+// A lane's part of a tail: of head lane / 4, dimensions 8 n + 2 (lane % 4) and the next.
 template <int kDim>
 struct Tail {
   Softmax softmax;
   float2 acc[kDim / 8];
 };
 
-// Copies the tail's keys or values; a few lanes a key.
+// Copies the tail's keys or values; a few lanes per key.
 template <typename T, int kDim>
 __device__ __forceinline__ void stage_tail(const PagedCache& cache, const TailKey& key,
                                            int64_t kv_head, uint4 (*to)[kDim / 8 + 1]) {
@@ -72,13 +72,13 @@ __device__ __forceinline__ void stage_tail(const PagedCache& cache, const TailKe
 #pragma unroll 4
   for (int first = 0; first < kTailKeys; first += kKeysAtOnce) {
     const int j = first + lane / kLanesAKey;
-    const int64_t at = __shfl_sync(kFullWarp, offset, j);  // 0 where there is no key
+    const int64_t at = __shfl_sync(kFullWarp, offset, j);  // 0 without a key
     copy_async_16(shared_address(&to[j][vector]), from + at, j < key.count);
   }
   commit_copies();
 }
 
-// Scores of a staged tail: keys 8 n + 2 (lane % 4) and the next in weight[n][0] and [1].
+// Scores of a staged tail: keys 8 n + 2 (lane % 4) and the next in score[n][0] and [1].
 template <typename T, int kDim>
 __device__ __forceinline__ void score_tail(const uint32_t (&query)[kDim / 16][2],
                                            const TailScratch<kDim>& scratch,
@@ -97,7 +97,7 @@ __device__ __forceinline__ void score_tail(const uint32_t (&query)[kDim / 16][2]
   }
 }
 
-// Scores become weights.
+// Turns scores into weights.
 __device__ __forceinline__ Softmax weigh_tail(float (&score)[kTailKeys / 8][4], float factor,
                                               int count) {
   const int first = threadIdx.x % 4 * 2;
@@ -125,7 +125,7 @@ __device__ __forceinline__ Softmax weigh_tail(float (&score)[kTailKeys / 8][4], 
   return softmax;
 }
 
-// Adds up the staged values. Keys past the tail are zero times zero.
+// Accumulates the staged values. Keys past the tail contribute zero times zero.
 template <typename T, int kDim>
 __device__ __forceinline__ void add_tail_values(const float (&weight)[kTailKeys / 8][4],
                                                 const TailScratch<kDim>& scratch,
@@ -149,8 +149,8 @@ __device__ __forceinline__ void add_tail_values(const float (&weight)[kTailKeys 
   }
 }
 
-// The tail of one row; where it cannot be computed its sum is negative, and the status says why.
-// kWaits: finds the keys first, and reads what the kernel before wrote once that has ended.
+// The tail of one row; if it cannot be computed, its sum is negative and the status is set. kWaits:
+// finds the keys first, waits for the previous kernel, and then reads what it wrote.
 template <typename T, int kDim, bool kWaits = false>
 __device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const Request& r,
                                             int64_t row, int64_t kv_head, int group, int page_shift,
@@ -191,7 +191,7 @@ __device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const 
     tail->softmax.sum = -1.0f;
     return;
   }
-  __syncwarp();  // the warp's last row is done with the scratch
+  __syncwarp();  // the scratch of the warp's previous row is no longer used
   stage_tail<T, kDim>(p.k, key, kv_head, scratch->keys);
   stage_tail<T, kDim>(p.v, key, kv_head, scratch->values);
   float score[kTailKeys / 8][4] = {};

@@ -1,4 +1,4 @@
-// Tiles of keys and values in shared memory, folded into the rows of a warp: by mma.sync, a warp
+// Folds tiles of keys and values in shared memory into the rows of a warp: by mma.sync, one warp
 // alone, or on sm_90a by wgmma, four warps together.
 //
 // Fragments are those of mma.m16n8k16: lane 4 g + q holds rows g and g + 8 ("low" and "high") at
@@ -19,11 +19,11 @@ constexpr bool kWarpGroups = true;
 constexpr bool kWarpGroups = false;
 #endif
 
-// What a warp folds tiles into: a partial softmax of its 16 rows since the split began.
+// The result of folding tiles: a partial softmax of the warp's 16 rows since the split began.
 template <int kDim>
 struct Fragment {
   float acc[kDim / 8][4];
-  float sum[2];  // this lane's share of the weights of the low and the high row
+  float sum[2];  // this lane's part of the weights of the low and the high row
   float max[2];
 
   __device__ __forceinline__ void clear() {
@@ -41,11 +41,11 @@ struct Fragment {
   }
 };
 
-// The end of a row that is not there or not well placed: it never makes a step mixed, and its
-// results are not used.
+// The end of a row that does not exist or is not valid: it never forces masking, and its results
+// are not used.
 constexpr int kNoRow = INT32_MAX;
 
-// The queries of a warp's rows and how far their tile keys go.
+// The queries of a warp's rows and where their tile keys end.
 template <int kDim>
 struct Queries {
   uint32_t q[kDim / 16][4];
@@ -53,15 +53,16 @@ struct Queries {
   int largest;  // over the warp's rows; 0: nothing to fold
 };
 
-// A copy that the compiler takes for another value: the accumulators then stay where they are.
-__device__ __forceinline__ float copy_of(float x) {
+// A copy that the compiler does not recognise as one, so that the accumulators stay in their
+// registers.
+__device__ __forceinline__ float opaque_copy(float x) {
   float copy;
   asm volatile("mov.f32 %0, %1;" : "=f"(copy) : "f"(x));
   return copy;
 }
 
-// A store of the warp's first lane to shared memory, which stays where it is written.
-__device__ __forceinline__ void put(float2* to, const float (&x)[2]) {
+// A store to shared memory by the warp's first lane that the compiler does not move.
+__device__ __forceinline__ void store_in_order(float2* to, const float (&x)[2]) {
   asm volatile(
       "{\n.reg .pred first;\nsetp.eq.u32 first, %3, 0;\n"
       "@first st.shared.v2.f32 [%0], {%1, %2};\n}" ::"r"(shared_address(to)),
@@ -74,12 +75,12 @@ class WarpTile {
  public:
   // No row ends before `smallest_end`.
   __device__ __forceinline__ WarpTile(const Queries<kDim>& queries, int smallest_end, float factor,
-                                      Fragment<kDim>* fragment, float2* weighed)
+                                      Fragment<kDim>* fragment, float2* sink)
       : queries_(queries),
         smallest_end_(smallest_end),
         factor_(factor),
         f_(*fragment),
-        weighed_(weighed),
+        sink_(sink),
         lane_(threadIdx.x % kWarpSize) {}
 
   // Scores the keys at `keys`, positions from `key` on.
@@ -93,13 +94,13 @@ class WarpTile {
   __device__ __forceinline__ void weigh_keys(int key) {
     if (!kWarpGroups && key >= queries_.largest) return;
     if (key + kTile > smallest_end_) mask(key);
-    float shrink[2];
-    weigh(&shrink);
-    scale(shrink);
+    float rescale[2];
+    weigh(&rescale);
+    scale(rescale);
     pack();
   }
 
-  // Adds the values of the keys that were weighed.
+  // Accumulates the values of the keys whose weights were computed.
   __device__ __forceinline__ void fold_values(int key, uint32_t values) {
     if (!kWarpGroups && key >= queries_.largest) return;
     if (key + kTile > smallest_end_) return add_some_values(key, values);
@@ -107,22 +108,23 @@ class WarpTile {
     if constexpr (kWarpGroups) group_wait_behind<0>(f_.acc);
   }
 
-  // Whether all rows have the tile at `key`.
+  // Whether all rows need the whole tile at `key`.
   __device__ __forceinline__ bool is_whole(int key) const { return key + kTile <= smallest_end_; }
 
-  // The values of one tile and the keys of the next, both whole, side by side: the tensor cores add
-  // values while the next scores are weighed. Calls `leave` when the keys are scored.
+  // The values of one tile and the keys of the next, if all rows need both whole: the tensor cores
+  // accumulate values while the next scores become weights. Calls `release` when the keys are
+  // scored.
   template <typename F>
-  __device__ __forceinline__ void fold_both(uint32_t values, uint32_t next_keys, F&& leave) {
+  __device__ __forceinline__ void fold_both(uint32_t values, uint32_t next_keys, F&& release) {
     start_scores(next_keys);
     start_values(values);
     group_wait_behind<1>(score_);
-    leave();
-    float shrink[2];
-    weigh(&shrink);
-    put(weighed_, f_.sum);  // a store keeps the wait behind the work before it
+    release();
+    float rescale[2];
+    weigh(&rescale);
+    store_in_order(sink_, f_.sum);  // a store keeps the wait after the work before it
     group_wait_behind<0>(f_.acc);
-    scale(shrink);
+    scale(rescale);
     pack();
   }
 
@@ -130,7 +132,7 @@ class WarpTile {
   static constexpr int kLines = kDim * 2 / kLine;
   using Values = std::conditional_t<kWarpGroups, SharedMatrix, uint32_t>;
 
-  // Of four warps the tensor cores only start.
+  // With wgmma this only starts the computation.
   __device__ __forceinline__ void start_scores(uint32_t keys) {
     if constexpr (kWarpGroups) {
       const SharedMatrix matrix(keys);
@@ -161,7 +163,8 @@ class WarpTile {
     }
   }
 
-  // A row's ends are multiples of kStep, so each pair of 8 columns is in or out as a whole.
+  // The ends of rows are multiples of kStep, so each pair of 8 columns is masked as a whole or not
+  // at all.
   __device__ __forceinline__ void mask(int key) {
 #pragma unroll
     for (int n = 0; n < kTile / 8; ++n) {
@@ -173,9 +176,10 @@ class WarpTile {
     }
   }
 
-  // Scores become weights; `shrink` scales what was folded before to the new maximum.
-  __device__ __forceinline__ void weigh(float (*shrink_to)[2]) {
-    auto& shrink = *shrink_to;
+  // Turns scores into weights; `rescale` returns the factors that bring earlier sums to the new
+  // maximum.
+  __device__ __forceinline__ void weigh(float (*rescale_to)[2]) {
+    auto& rescale = *rescale_to;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float max = -INFINITY;
@@ -185,7 +189,7 @@ class WarpTile {
       }
       max = fmaxf(f_.max[half], mul_rn(quad_max(max), factor_));
       const float base = finite_max(max);
-      shrink[half] = exp2_fast(add_rn(f_.max[half], -base));
+      rescale[half] = exp2_fast(add_rn(f_.max[half], -base));
       f_.max[half] = max;
       float sum = 0.0f;
 #pragma unroll
@@ -196,17 +200,17 @@ class WarpTile {
           sum = add_rn(sum, score_[n][i]);
         }
       }
-      f_.sum[half] = fma_rn(f_.sum[half], shrink[half], sum);
+      f_.sum[half] = fma_rn(f_.sum[half], rescale[half], sum);
     }
   }
 
-  __device__ __forceinline__ void scale(const float (&shrink)[2]) {
-    // Times one changes nothing, so all of them are skipped where no maximum moved.
-    if (__all_sync(kFullWarp, shrink[0] == 1.0f && shrink[1] == 1.0f)) return;
+  __device__ __forceinline__ void scale(const float (&rescale)[2]) {
+    // A factor of one changes nothing, so all are skipped if no maximum changed.
+    if (__all_sync(kFullWarp, rescale[0] == 1.0f && rescale[1] == 1.0f)) return;
 #pragma unroll
     for (auto& column : f_.acc) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) column[i] = mul_rn(column[i], shrink[i / 2]);
+      for (int i = 0; i < 4; ++i) column[i] = mul_rn(column[i], rescale[i / 2]);
     }
   }
 
@@ -232,14 +236,14 @@ class WarpTile {
     if constexpr (kWarpGroups) group_commit();
   }
 
-  // Adds the keys where some rows may end before them, and keep what they have whatever the values
-  // are (a weight of zero would still spread a NaN).
+  // Accumulates keys that lie past the end of some rows; those rows keep their accumulators
+  // whatever the values are (with a weight of zero a NaN would still spread).
   __device__ __forceinline__ void add_some_values(int key, uint32_t values) {
     const Values matrix(values);
 #pragma unroll
     for (int step = 0; step < kTileSteps; ++step) {
       const int at = key + step * kStep;
-      if (at + kStep <= smallest_end_) {  // which all rows have
+      if (at + kStep <= smallest_end_) {  // all rows need it
         if constexpr (kWarpGroups) group_fence();
 #pragma unroll
         for (int line = 0; line < kLines; ++line) add_line(weights_[step], matrix, step, line);
@@ -253,7 +257,7 @@ class WarpTile {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) kept[n][i] = copy_of(acc[n][i]);
+          for (int i = 0; i < 4; ++i) kept[n][i] = opaque_copy(acc[n][i]);
         }
         if constexpr (kWarpGroups) group_fence();
         add_line(weights_[step], matrix, step, line);
@@ -269,7 +273,7 @@ class WarpTile {
     }
   }
 
-  // Adds 64 dimensions of 16 keys; wgmma only starts.
+  // Accumulates 64 dimensions of 16 keys; with wgmma this only starts the computation.
   __device__ __forceinline__ void add_line(const uint32_t (&weights)[4], const SharedMatrix& values,
                                            int step, int line) {
     const uint64_t b = values.at(line * kLineBytes + step * (kStep * kLine));
@@ -293,10 +297,10 @@ class WarpTile {
   const int smallest_end_;
   const float factor_;
   Fragment<kDim>& f_;
-  float2* const weighed_;  // of the warp; nobody reads it
+  float2* const sink_;  // of the warp; never read
   const int lane_;
-  float score_[kTile / 8][4];        // then weights
-  uint32_t weights_[kTileSteps][4];  // packed: the next tile may be scored
+  float score_[kTile / 8][4];        // later the weights
+  uint32_t weights_[kTileSteps][4];  // packed, so that the next tile can be scored
 };
 
 }  // namespace tlt
