@@ -1,4 +1,4 @@
-// What append_kv and the linear that appends its own output share: a row's slot, and RoPE.
+// Shared by append_kv and linear_append: the slot of a row, and RoPE.
 #pragma once
 
 #include "common/device.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ float2 rotated(float low, float high, float cosine, f
                      add_rn(mul_rn(high, cosine), mul_rn(low, sine)));
 }
 
-// Where a row belongs, or why it cannot be written.
+// Where a row is written, or why it cannot be written.
 struct RowPlace {
   Place place;
   int64_t position;
@@ -41,16 +41,16 @@ __device__ __forceinline__ T* slot_of(const PagedCache& cache, const Place& plac
          place.offset * cache.slot_stride + kv_head * cache.head_stride;
 }
 
-// Of q, k and v together: what RoPE turns lies at i and i + head_dim / 2 of a head.
+// One head of (q | k | v): RoPE pairs the elements i and i + head_dim / 2 of a head.
 struct HeadPair {
   int head, i;
 };
 
-// Where the two values of a pair go: low[0] and low[head_dim / 2].
+// Where the two values of a pair are written: low[0] and low[head_dim / 2].
 template <typename T>
 struct PairOut {
-  T* low = nullptr;   // null: nowhere
-  bool zero = false;  // zeros go there
+  T* low = nullptr;   // null: not written
+  bool zero = false;  // zeros are written
   bool turns = false;
 };
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ PairOut<T> pair_out(const AppendKvParams& p, int64_t 
   return {slot_of<T>(p.v, at.place, head - p.num_heads - p.num_kv_heads) + i, false, false};
 }
 
-// Four neighbouring pairs of `rotated`, in words of two values.
+// Four consecutive pairs of `rotated`, in words of two values.
 template <typename T>
 __device__ __forceinline__ void turn_4(uint32_t& low0, uint32_t& low1, uint32_t& high0,
                                        uint32_t& high1, const float4& cosine, const float4& sine) {
@@ -83,8 +83,8 @@ __device__ __forceinline__ void turn_4(uint32_t& low0, uint32_t& low1, uint32_t&
   turn(low1, high1, make_float2(cosine.z, cosine.w), make_float2(sine.z, sine.w));
 }
 
-// Writes eight neighbouring pairs of a head, 16 bits each; `cosines`: of the first, and where they
-// turn. See has_whole_chunks.
+// Writes eight consecutive pairs of a head, 16 bits each; `cosines`: those of the first pair, if
+// the head is rotated. See has_whole_chunks.
 template <typename T>
 __device__ __forceinline__ void store_pairs(const PairOut<T>& out, int half, uint4 low, uint4 high,
                                             const float* cosines) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_pairs(const PairOut<T>& out, int half, uin
   *reinterpret_cast<uint4*>(out.low + half) = high;
 }
 
-// Whether eight neighbours of a half head are one aligned chunk wherever they go.
+// Whether eight consecutive elements of a half head are one aligned chunk in all arrays.
 inline bool has_whole_chunks(const AppendKvParams& p) {
   const auto address = [](const void* data) { return reinterpret_cast<uintptr_t>(data) / 2; };
   const auto of = [&](const PagedCache& c) {

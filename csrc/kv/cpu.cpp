@@ -17,7 +17,7 @@ T* head_at(const PagedCache& cache, const Place& place, int64_t head) {
          place.offset * cache.slot_stride + head * cache.head_stride;
 }
 
-// RMS norm (where there is a weight), then RoPE on the pairs (i, i + dim / 2). out may be x.
+// RMS norm (if there is a weight), then RoPE on the pairs (i, i + dim / 2). out may be x.
 template <typename T>
 void norm_and_rotate(const T* x, const T* weight, float eps, const float* cos_sin, int64_t dim,
                      T* out) {
@@ -69,8 +69,7 @@ void append_row(const AppendKvParams& p, int64_t request, int64_t row, int64_t s
   }
 }
 
-// kStatusOk where every kept slot and its new place can be used, else the status bit that says why
-// not.
+// kStatusOk if every kept slot and its destination can be used, else the status bit of the reason.
 int32_t check_path(const CommitPathParams& p, int64_t request) {
   const Sequences& s = p.sequences;
   const int32_t* path = p.path + request * p.path_stride;
@@ -111,7 +110,7 @@ void commit_request(const CommitPathParams& p, int64_t request) {
   if (const int32_t bits = check_path(p, request)) return report(s, request, bits);
   const int32_t* path = p.path + request * p.path_stride;
   const int64_t context = s.context_len[request];
-  // path[i] >= i, so going up never overwrites a slot that is still to be moved.
+  // path[i] >= i, so in ascending order no slot is overwritten before it is moved
   for (int64_t i = 0; i < p.num_emitted[request]; ++i) {
     Place from, to;
     locate(s, request, context + path[i], &from);

@@ -1,10 +1,10 @@
-// gather_new_rows on the GPU: a block a row, so that a pass of one request still copies its rows
-// side by side.
+// gather_new_rows on the GPU: one block per row, so that a pass of one request also copies its rows
+// in parallel.
 //
-// Rows are packed, so a block first counts the rows of all requests before its own; those are a few
-// words that every block reads. Block (i, b) has row i of request b where there is one; the others
-// have the inert rows at the end, in the same order, and write their id. Moves the features once in
-// and once out.
+// Rows are packed, so a block first counts the rows of all requests before its own; the counts are
+// a few words that every block reads. Block (i, b) has row i of request b if there is one. The
+// other blocks write the ids of the padding rows at the end, in the same order. Reads and writes
+// the features once.
 #include <type_traits>
 
 #include "common/device.cuh"
@@ -33,7 +33,7 @@ __device__ int2 block_sum(int2 v) {
   return sum;
 }
 
-// Grid: (rows of a request at most, requests).
+// Grid: (largest number of rows of a request, requests).
 template <typename Word>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ GatherNewRowsParams p) {

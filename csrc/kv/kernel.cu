@@ -1,11 +1,11 @@
-// Cache kernels: append_kv, commit_path, copy_pages. All move bytes and little else.
+// Cache kernels: append_kv, commit_path, copy_pages. All are bound by the bytes that they move.
 //
-// append_kv: one warp owns one head of one row (query, key or value), so bits do not depend on the
-// rows beside it; where nothing is normed, one thread eight pairs of a head, as chunks of 16 bytes.
-// commit_path: a thread owns one word of a slot, in every layer, key and value, and moves it along
-// the path from the front: a kept slot never lies before its new place, so later sources are still
-// whole. A second launch then advances the lengths, which the first one reads. copy_pages: a thread
-// copies one word of one page.
+// append_kv: one warp owns one head of one row (query, key or value), so the bits of a row do not
+// depend on other rows; without norms, one thread owns eight pairs of a head, in chunks of 16
+// bytes. commit_path: a thread owns one word of a slot in every layer, of keys and values, and
+// moves it along the path from the front: a kept slot never precedes its destination, so later
+// sources are still intact. A second launch then advances the lengths, which the first one reads.
+// copy_pages: a thread copies one word of one page.
 #include <array>
 #include <type_traits>
 
@@ -21,8 +21,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kChunkThreads = 128;
-constexpr int kLanePairs = 4;   // of a half head of 128
-constexpr int kMovesAhead = 4;  // reads of a path before the first of their writes
+constexpr int kLanePairs = 4;      // of a half head of 128
+constexpr int kPrefetchMoves = 4;  // loads of a path before the first of their stores
 constexpr int64_t kMaxBlocks = 1024;
 
 unsigned blocks_for(int64_t work, int64_t per_block) {
@@ -32,7 +32,7 @@ unsigned blocks_for(int64_t work, int64_t per_block) {
 
 // ---- append_kv ----------------------------------------------------------------------------------
 
-// RMS norm (where there is a weight), then RoPE on the pairs (i, i + dim / 2). out may be x: a lane
+// RMS norm (if there is a weight), then RoPE on the pairs (i, i + dim / 2). out may be x: a lane
 // writes what it read.
 template <typename T>
 __device__ void norm_and_rotate(const T* x, const T* weight, float eps, const float* cos_sin,
@@ -67,7 +67,7 @@ __device__ void norm_and_rotate(const T* x, const T* weight, float eps, const fl
   }
 }
 
-// Grid: (blocks by turns, requests).
+// Grid: (blocks, in a grid-stride loop; requests).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ AppendKvParams p) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The same of 16-bit heads that are not normed, in whole chunks: of both halves one a thread.
+// The same for 16-bit heads without norms, in whole chunks: one thread has a chunk of both halves.
 template <typename T>
 __global__ void __launch_bounds__(kChunkThreads)
     append_chunks_kernel(const __grid_constant__ AppendKvParams p) {
@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(kChunkThreads)
 
 // ---- commit_path --------------------------------------------------------------------------------
 
-// kStatusOk where every kept slot and its new place can be used. By one warp; the same in all.
+// kStatusOk if every kept slot and its destination can be used. Called by one warp; the same result
+// in all lanes.
 __device__ int32_t check_path(const CommitPathParams& p, int64_t request) {
   const Sequences& s = p.sequences;
   const int32_t* path = p.path + request * p.path_stride;
@@ -166,10 +167,10 @@ __device__ int32_t check_path(const CommitPathParams& p, int64_t request) {
   }
   bad_tree = static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bad_tree)));
   bad_slot = static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bad_slot)));
-  return bad_tree ? bad_tree : bad_slot;  // where the path is no path its slots say nothing
+  return bad_tree ? bad_tree : bad_slot;  // if the path is invalid, its slots are meaningless
 }
 
-// One word of a slot: where it is in slot `place`, and where row `row` recorded it, if it did.
+// One word of a slot: its address in slot `place`, and in row `row` of the recorded features.
 template <typename Word>
 struct Column {
   char* data;
@@ -186,14 +187,14 @@ __device__ void move_column(const CommitPathParams& p, int64_t request, const Co
   const int32_t* path = p.path + request * p.path_stride;
   const int64_t kept = p.num_emitted[request], context = s.context_len[request];
   const auto slot_at = [&](int64_t slot) {
-    Place place{};  // checked before: cannot fail
+    Place place{};  // checked before, cannot fail
     locate(s, request, slot, &place);
     return column.at(place);
   };
-  for (int64_t first = 0; first < kept; first += kMovesAhead) {
-    Word word[kMovesAhead];
+  for (int64_t first = 0; first < kept; first += kPrefetchMoves) {
+    Word word[kPrefetchMoves];
 #pragma unroll
-    for (int n = 0; n < kMovesAhead; ++n) {
+    for (int n = 0; n < kPrefetchMoves; ++n) {
       if (first + n >= kept) break;
       const int64_t slot = path[first + n];
       word[n] = rows == nullptr ? *slot_at(context + slot)
@@ -201,14 +202,14 @@ __device__ void move_column(const CommitPathParams& p, int64_t request, const Co
                                       rows + slot * p.feature_row_stride * p.feature_element_bytes);
     }
 #pragma unroll
-    for (int n = 0; n < kMovesAhead; ++n) {
+    for (int n = 0; n < kPrefetchMoves; ++n) {
       if (first + n >= kept) break;
       if (rows != nullptr || path[first + n] != first + n) *slot_at(context + first + n) = word[n];
     }
   }
 }
 
-// Grid: (blocks by turns, requests).
+// Grid: (blocks, in a grid-stride loop; requests).
 template <typename Word>
 __global__ void __launch_bounds__(kThreads)
     move_kernel(const __grid_constant__ CommitPathParams p) {
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t cache_words = p.num_layers * slot_words;
   const int64_t feature_words = p.features == nullptr ? 0 : p.feature_bytes / size;
   const int64_t step = int64_t{gridDim.x} * kThreads;
-  // A rising path that ends where a straight one does is straight: its slots stay where they are.
+  // A rising path that ends at its own index is straight: its slots stay where they are.
   const int64_t kept = p.num_emitted[request];
   const bool still = kept == 0 || p.path[request * p.path_stride + kept - 1] == kept - 1;
   const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A warp a request: reports what kept move_kernel from it, or advances its length.
+// One warp per request: reports why move_kernel skipped it, or advances its length.
 __global__ void __launch_bounds__(kThreads)
     advance_kernel(const __grid_constant__ CommitPathParams p) {
   const int64_t request = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize;
@@ -263,12 +264,12 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- copy_pages ---------------------------------------------------------------------------------
 
-// Grid: (blocks by turns, pairs, layers).
+// Grid: (blocks, in a grid-stride loop; pairs; layers).
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ CopyPagesParams p) {
   const int64_t source = p.source[blockIdx.y], destination = p.destination[blockIdx.y];
   const auto inside = [&](int64_t page) { return 0 <= page && page < p.num_pages; };
-  if (!inside(source) || !inside(destination) || source == destination) return;  // padded
+  if (!inside(source) || !inside(destination) || source == destination) return;  // padding
   char* layer = p.cache + blockIdx.z * p.layer_bytes;
   const Word* from = reinterpret_cast<const Word*>(layer + source * p.page_stride_bytes);
   Word* to = reinterpret_cast<Word*>(layer + destination * p.page_stride_bytes);

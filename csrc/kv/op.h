@@ -11,7 +11,8 @@ void append_kv(const Tensor& qkv, const Tensor& q_out, const Tensor& k_cache, co
                const Tensor& cos_sin, const RowsArgs& rows, const Tensor& q_norm,
                const Tensor& k_norm, double eps, uintptr_t stream);
 
-// Checks all of the above but qkv and the norms, which stay null; `like`: [rows, ...], named so.
+// Checks all of these but qkv and the norms, which stay null. `like`: [rows, ...], named
+// `like_name`.
 AppendKvParams check_append(const char* op, const char* like_name, const Tensor& like,
                             const Tensor& q_out, const Tensor& k_cache, const Tensor& v_cache,
                             const Tensor& cos_sin, const RowsArgs& rows);

@@ -50,8 +50,8 @@ struct CopyPagesParams {
   int64_t layer_bytes, page_stride_bytes, page_bytes;
 };
 
-// Entries of the drafter that a request has to catch up on: t = context_len - num_new and so on up
-// to context_len - 1, each the features of position t beside the token of position t + 1.
+// The entries that the drafter has yet to write for a request: t = context_len - num_new to
+// context_len - 1, each the features of position t and the token of position t + 1.
 struct GatherNewRowsParams {
   const char* features;    // [num_pages, page_size, feature_dim]
   const int32_t* tokens;   // [num_slots, token_len], by absolute position
@@ -69,7 +69,7 @@ struct GatherNewRowsParams {
   int64_t feature_bytes, page_bytes, slot_bytes, row_bytes;  // of a row; strides
 };
 
-// How many rows a request has; `bits` where what it asks for cannot be.
+// The number of rows of a request; `bits` if its fields are invalid.
 TLT_HD int64_t new_rows_of(const GatherNewRowsParams& p, int64_t request, int32_t* bits) {
   *bits = kStatusOk;
   const int64_t slot = p.slot[request];

@@ -51,7 +51,7 @@ TLT_HD bool in_turn(int64_t steps, int64_t rounds, int64_t depth) {
 template <typename T, typename Params>
 TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int64_t vocab_size) {
   require(vocab_size <= kMaxGpuVocabulary, op,
-          "vocab_size: the GPU takes at most " + std::to_string(kMaxGpuVocabulary) + ", got " +
+          "vocab_size: expected at most " + std::to_string(kMaxGpuVocabulary) + " on a GPU, got " +
               std::to_string(vocab_size));
   const bool hopper = has_hopper_code(op, kernel);
   const int64_t steps = ceil_div(vocab_size, kStep);

@@ -1,5 +1,5 @@
 // CPU draft trees. Every loop over a vocabulary runs in blocks of kLanes with the lanes innermost,
-// so the compiler vectorises it; sums are integers, so they have no order.
+// so that the compiler vectorises it; sums are integers, so they do not depend on the order.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -18,14 +18,15 @@ namespace tlt {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int kBlock = 64;           // ids whose noise is made together
-constexpr float kMaxGumbel = 22.9f;  // above gumbel(0), the largest there is
+constexpr int kBlock = 64;           // ids whose noise is computed together
+constexpr float kMaxGumbel = 22.9f;  // above gumbel(0), the largest variate
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 int64_t padded(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
 
-// score[i] = scaled[i] + gumbel noise of target_id[i] for one block. A draft id's noise is its
-// target id's, which shares its quad with no neighbour, so each lane evaluates Philox for itself.
+// score[i] = scaled[i] + gumbel noise of target_id[i] for one block. The noise of a draft id is
+// that of its target id, whose neighbours are usually other draft ids, so each lane evaluates
+// Philox for itself.
 TLT_SIMD void add_noise(const float* scaled, const int32_t* target_id, const NoiseKey& key,
                         int32_t position, float* score) {
   uint32_t word[kBlock];
@@ -50,7 +51,7 @@ TLT_SIMD float max_of(const float* value, int64_t n) {
   return *std::max_element(lane, lane + kLanes);
 }
 
-// Sum of exp((value - max) * inverse) in integer weights, which no order of summation changes; at
+// Sum of exp((value - max) * inverse) in integer weights, which does not depend on the order; at
 // least 1.
 TLT_SIMD float exp_sum(const float* value, int64_t n, float max, float inverse) {
   constexpr float kScale = 0x1p40f;
@@ -61,7 +62,7 @@ TLT_SIMD float exp_sum(const float* value, int64_t n, float max, float inverse) 
   return mul_rn(static_cast<float>(mass), 1.0f / kScale);
 }
 
-// out[i] = logit / T, or -inf where that is NaN or +inf; returns whether any was.
+// out[i] = logit / T, or -inf if that is NaN or +inf; returns whether any was.
 template <typename T>
 TLT_HD bool scale(const T* logits, int64_t n, float inv_temperature, float* out) {
   int32_t bad = 0;
@@ -84,7 +85,7 @@ TLT_SIMD bool scale_row(const BFloat16* logits, int64_t n, float inv_temperature
   return scale(logits, n, inv_temperature, out);
 }
 
-// One row of draft logits made ready: arrays of padded(draft_vocab), reused by a thread.
+// One row of draft logits, prepared: arrays of padded(draft_vocab), reused by a thread.
 struct DraftRow {
   std::vector<float> scaled;  // logit / T; -inf where the id can never be drawn
   std::vector<float> score;   // scaled + noise
@@ -130,7 +131,7 @@ bool ranks_before(const Child& a, const Child& b) {
 struct ChildList {
   Child child[kMaxTopK];
   int64_t top_k, count = 0;
-  float threshold = kNegInf;  // a score below it has no chance
+  float threshold = kNegInf;  // a lower score cannot enter the list
 
   explicit ChildList(int64_t top_k) : top_k(top_k) {}
 
@@ -146,8 +147,8 @@ struct ChildList {
   }
 };
 
-// Scores a row block by block and keeps the best. Noise is made only for blocks whose largest logit
-// could still reach the list, unless every score is wanted.
+// Scores a row block by block and keeps the best. Noise is computed only for blocks whose largest
+// logit could still enter the list, unless all scores are needed.
 ChildList best_children(const ExpandTreeParams& p, DraftRow& row, bool greedy, const NoiseKey& key,
                         int32_t position) {
   ChildList best(p.top_k);
@@ -174,7 +175,7 @@ void report(const ExpandTreeParams& p, int64_t b, int32_t bits) {
   if (bits != 0) __atomic_fetch_or(&p.status[b], bits, __ATOMIC_RELAXED);
 }
 
-// Whether all F * K children fit behind a believable count.
+// Whether all F * K children fit behind a valid count.
 bool has_room(const ExpandTreeParams& p, int64_t b) {
   const int64_t count = p.nodes.count[b];
   return count >= 1 && count + p.frontier_rows * p.top_k <= p.nodes.capacity;
@@ -263,9 +264,9 @@ void append_children(const ExpandTreeParams& p, int64_t b, std::vector<int32_t>&
   }
 }
 
-// Chooses the nodes of one request; returns how many and leaves their store indices, ordered by
-// (depth, index), in `chosen`. Candidates are visited in rank order and taken when their parent was
-// taken before: scores fall along a path, so this is the best connected tree.
+// Chooses the nodes of one request; returns how many, and writes their store indices, ordered by
+// (depth, index), to `chosen`. Candidates are visited in rank order and taken if their parent was
+// taken before: scores fall along a path, so this gives the best connected tree.
 struct Selector {
   std::vector<int32_t> candidates;
   std::vector<uint8_t> taken;
@@ -346,7 +347,7 @@ void expand_tree_cpu(const ExpandTreeParams& p) {
 }
 
 void select_nodes_cpu(const SelectNodesParams& p) {
-  // Chosen nodes wait at b * num_verify of `source`, counts in row_start, until all are known.
+  // Chosen nodes are kept at b * num_verify of `source`, counts in row_start, until all are known.
   parallel_for(p.num_requests, 20 * p.nodes.capacity, [&](int64_t begin, int64_t end) {
     thread_local Selector selector;
     for (int64_t b = begin; b < end; ++b) {

@@ -1,5 +1,5 @@
-// What a warp makes of a row of draft logits: values and noise of a tile of ids, and the list of
-// the best children.
+// A warp's work on a row of draft logits: values and noise of a tile of ids, and the list of the
+// best children.
 #pragma once
 
 #include "common/status.h"
@@ -8,15 +8,15 @@
 
 namespace tlt {
 
-// Candidates that a warp holds: the best K, and one more a lane.
+// Capacity of a warp's list: the best K and one candidate per lane.
 constexpr int kListRows = (kMaxTopK + kWarpSize - 1) / kWarpSize + 1;
 TLT_HD int list_capacity(int top_k) {
   return ((top_k + kWarpSize - 1) / kWarpSize + 1) * kWarpSize;
 }
 
 struct alignas(16) Candidate {
-  uint64_t key;  // rank_key(score, target id); 0 is nobody
-  float value;   // that the log-softmax takes: scaled logit or score
+  uint64_t key;  // rank_key(score, target id); 0: none
+  float value;   // input of the log-softmax: scaled logit or score
   int32_t unused;
 
   __device__ int32_t token() const { return static_cast<int32_t>(~static_cast<uint32_t>(key)); }
@@ -34,14 +34,14 @@ __device__ __forceinline__ float nth_largest(float value, int n) {
   return highest == 0 ? kNegInf : from_ascending(highest);
 }
 
-// The best candidates that one warp has seen, in its own shared memory: in no order, and more than
-// top_k of them until `keep_best` ranks them by counting.
+// The best candidates of one warp, in its own shared memory: unordered, and possibly more than
+// top_k until `keep_best` ranks them by counting.
 class WarpList {
  public:
   __device__ WarpList(Candidate* entries, int top_k)
       : entries_(entries), top_k_(top_k), capacity_(list_capacity(top_k)) {}
 
-  // Takes the lanes' candidates. Called by whole warps.
+  // Adds the lanes' candidates. Called by whole warps.
   __device__ void take(bool has, uint64_t key, float value) {
     const unsigned takers = __ballot_sync(kFullWarp, has);
     if (num_ + __popc(takers) > capacity_) {
@@ -54,8 +54,8 @@ class WarpList {
     __syncwarp();
   }
 
-  // The best top_k, best first, then empty places; returns how many there are. `out` may be where
-  // the candidates are.
+  // Writes the best top_k in rank order, then empty entries; returns how many there are. `out` may
+  // be the candidates' own memory.
   __device__ int keep_best(Candidate* out) const {
     const int lane = threadIdx.x % kWarpSize;
     Candidate mine[kListRows];
@@ -72,7 +72,7 @@ class WarpList {
         rank[r] += other > mine[r].key || (other == mine[r].key && j < i);
       }
     }
-    __syncwarp();  // all have read what is written over
+    __syncwarp();  // all lanes have read what is overwritten next
 #pragma unroll
     for (int r = 0; r < kListRows; ++r) {
       const int i = r * kWarpSize + lane;
@@ -83,10 +83,11 @@ class WarpList {
     return min(num_, top_k_);
   }
 
-  // A score that top_k ids are known to reach; `sure` is one that some id of each lane reaches.
-  __device__ float threshold(float sure) {
-    if (top_k_ <= kWarpSize && __any_sync(kFullWarp, sure > floor_)) {
-      floor_ = fmaxf(floor_, nth_largest(sure, top_k_));
+  // A score that top_k ids are known to reach; `lower_bound`: one that some id of each lane
+  // reaches.
+  __device__ float threshold(float lower_bound) {
+    if (top_k_ <= kWarpSize && __any_sync(kFullWarp, lower_bound > floor_)) {
+      floor_ = fmaxf(floor_, nth_largest(lower_bound, top_k_));
     }
     return floor_;
   }
@@ -98,38 +99,38 @@ class WarpList {
   float floor_ = kNegInf;
 };
 
-// Reads past the nearest cache, so that a later read finds what was written in between.
-__device__ __forceinline__ uint32_t load_shared_cache(const int32_t* from) {
+// Bypasses L1, so that a later load sees what was written in between.
+__device__ __forceinline__ uint32_t load_from_l2(const int32_t* from) {
   uint32_t word;
   asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(word) : "l"(from));
   return word;
 }
 
-// A lane's ids of a tile, in registers.
+// The ids of a lane in a tile, in registers.
 template <typename T, int kTileIds>
 class DraftTile {
  public:
   static constexpr int32_t kTile = kWarpSize * kTileIds;  // of a warp
 
-  // Makes the noise of a tile for a likely draw, ahead of the wait for what comes before: nothing
-  // that is read here needs to be right, as `draw` compares it with what is.
-  __device__ __forceinline__ void guess(const ExpandTreeParams& p, const Draw& likely,
-                                        int32_t first) {
-    likely_request_low_ = likely.key.request_low;
-    likely_request_high_ = likely.key.request_high;
-    likely_position_ = likely.position;
-    guessed_ = first + kTileIds <= p.draft_vocab;
-    if (!guessed_) return;
+  // Computes the noise of a tile for the expected draw, before the wait for the previous kernel.
+  // The values that it reads may be outdated: `draw` compares them with the current ones.
+  __device__ __forceinline__ void precompute(const ExpandTreeParams& p, const Draw& expected,
+                                             int32_t first) {
+    expected_request_low_ = expected.key.request_low;
+    expected_request_high_ = expected.key.request_high;
+    expected_position_ = expected.position;
+    precomputed_ = first + kTileIds <= p.draft_vocab;
+    if (!precomputed_) return;
     if (p.d2t != nullptr) {
 #pragma unroll
       for (int i = 0; i < kTileIds; ++i) {
-        likely_id_.word[i] = load_shared_cache(p.d2t + first + i);
+        expected_id_.word[i] = load_from_l2(p.d2t + first + i);
       }
     }
-    make_words(p, likely, likely_id_, first);
+    make_words(p, expected, expected_id_, first);
   }
 
-  // Reads that wait for nothing but their addresses. Ids past the row are not read.
+  // Issues loads that depend only on addresses. Ids past the row are not read.
   __device__ __forceinline__ void fetch(const ExpandTreeParams& p, const RowData<T>& row,
                                         int32_t first) {
     const RowData<float> ids(p.d2t, 0, 0, row.vocab_size);
@@ -138,7 +139,7 @@ class DraftTile {
     if (p.d2t != nullptr) ids_ = ids.load<kTileIds>(first);
   }
 
-  // Makes values of what was fetched: logits / T. Returns status bits.
+  // Computes logits / T from what was fetched. Returns status bits.
   __device__ __forceinline__ int32_t prepare(const ExpandTreeParams& p, const Row<T>& row) {
     int32_t status = kStatusOk;
     float x[kTileIds];
@@ -165,18 +166,18 @@ class DraftTile {
     return status;
   }
 
-  // Makes the noise words of the ids, unless they are there; values become scores if `perturbed`.
-  // Called by whole warps.
+  // Computes the noise words of the ids, unless they are precomputed; values become scores if
+  // `perturbed`. Called by whole warps.
   __device__ __forceinline__ void draw(const ExpandTreeParams& p, const Draw& noise,
                                        bool perturbed) {
-    bool right = guessed_ && likely_request_low_ == noise.key.request_low &&
-                 likely_request_high_ == noise.key.request_high &&
-                 likely_position_ == noise.position;
+    bool right = precomputed_ && expected_request_low_ == noise.key.request_low &&
+                 expected_request_high_ == noise.key.request_high &&
+                 expected_position_ == noise.position;
     if (p.d2t != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kTileIds; ++i) right &= likely_id_.word[i] == ids_.word[i];
+      for (int i = 0; i < kTileIds; ++i) right &= expected_id_.word[i] == ids_.word[i];
     }
-    guessed_ = false;  // the next tile is another
+    precomputed_ = false;  // valid for the first tile only
     if (!__all_sync(kFullWarp, right)) make_words(p, noise, ids_, first_);
     if (!perturbed) return;
     largest_ = kNegInf;
@@ -189,24 +190,24 @@ class DraftTile {
 
   __device__ float largest() const { return largest_; }
 
-  // Hands to the list what may belong there; `exact`: values are scores. Only ids whose largest
-  // variate would do take logs. Called by whole warps.
+  // Passes candidates to the list; `exact`: values are scores. Logarithms are computed only for ids
+  // whose largest possible variate would suffice. Called by whole warps.
   __device__ __forceinline__ void offer(const ExpandTreeParams& p, bool exact,
                                         WarpList& list) const {
-    float upper[kTileIds], sure = largest_;
+    float upper[kTileIds], lower_bound = largest_;
 #pragma unroll
     for (int i = 0; i < kTileIds; ++i) upper[i] = value_[i];
     if (!exact) {
-      sure = kNegInf;
+      lower_bound = kNegInf;
 #pragma unroll
       for (int i = 0; i < kTileIds; ++i) {
         const float bound = gumbel_bound(word_[i]);  // as in GumbelMax::lower_bound
         upper[i] = add_rn(value_[i], bound);
         const float lower = add_rn(value_[i], add_rn(bound, -0.3f));
-        if (word_[i] < 1u << 30) sure = fmaxf(sure, lower);
+        if (word_[i] < 1u << 30) lower_bound = fmaxf(lower_bound, lower);
       }
     }
-    const float threshold = list.threshold(sure);
+    const float threshold = list.threshold(lower_bound);
     uint32_t left = 0;
 #pragma unroll
     for (int i = 0; i < kTileIds; ++i) {
@@ -259,10 +260,10 @@ class DraftTile {
   }
 
   Raw<T, kTileIds> raw_;
-  Raw<float, kTileIds> ids_, likely_id_;
-  uint32_t likely_request_low_, likely_request_high_;
-  int32_t likely_position_;
-  bool guessed_ = false;
+  Raw<float, kTileIds> ids_, expected_id_;
+  uint32_t expected_request_low_, expected_request_high_;
+  int32_t expected_position_;
+  bool precomputed_ = false;
   float value_[kTileIds];
   uint32_t word_[kTileIds] = {};
   int32_t first_ = 0;

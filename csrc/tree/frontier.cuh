@@ -1,4 +1,4 @@
-// What a level of expand_tree reads of a request and of the frontier rows that it expands.
+// The fields of a request and of its frontier rows that a level of expand_tree reads.
 #pragma once
 
 #include "common/status.h"
@@ -37,7 +37,8 @@ __device__ inline FrontierRow frontier_row(const ExpandTreeParams& p, int64_t b,
   return row;
 }
 
-// What a request and one of its frontier rows say, by one load of a warp: lane l has word l.
+// The fields of a request and of one frontier row, loaded by one instruction of a warp: lane l
+// holds word l.
 class FrontierWords {
  public:
   __device__ FrontierWords(const ExpandTreeParams& p, int64_t b, int64_t f) {
@@ -62,8 +63,8 @@ class FrontierWords {
   uint32_t word_;
 };
 
-// The noise that a level most likely draws: of the depth that its drafter slots broadcast.
-__device__ __forceinline__ Draw likely_draw(const ExpandTreeParams& p, int64_t b) {
+// The noise key that a level expects: the depth follows from its drafter slots.
+__device__ __forceinline__ Draw expected_draw(const ExpandTreeParams& p, int64_t b) {
   const volatile int64_t* const request = p.request + b;
   const volatile int32_t* const root_position = p.root_position + b;
   const int64_t depth =

@@ -1,19 +1,19 @@
 // expand_tree on the GPU: children = the top K of logit / T + gumbel(noise word of the target id).
 //
-// One team of blocks a request (a cluster of up to 16 on Hopper). Frontier rows are taken up to
-// kWave at a time and the team's warps are dealt to them, so a row is spread over many
-// multiprocessors. The noise of a warp's first ids needs no logit: it is made before the kernel
-// waits for the one ahead, from what that will most likely leave as it is, and made again if not. A
-// warp tells all blocks the largest value of its ids, and draws the noise of further ids while the
-// others' is on its way; then it sums their weights and leaves its best K and its sum
-// with the first block, whose warps merge the lists, score, link and rank the children in shared
-// memory. What one block must know of another is written into its shared memory ahead of a
-// barrier, never fetched after one, unless the lists are too long for that. The log-softmax sums
-// integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
+// One team of blocks per request (a cluster of up to 16 on Hopper). Frontier rows are processed in
+// waves of up to kWave, and the team's warps are distributed over them, so a row is spread over
+// many multiprocessors. The noise of a warp's first ids does not depend on logits: it is computed
+// before the kernel waits for the previous one, from values that rarely change meanwhile, and
+// recomputed if they did. A warp sends the largest value of its ids to all blocks and draws the
+// noise of further ids while it waits for theirs. Then it sums its weights and stores its best K
+// and its sum in the first block, whose warps merge the lists, and score, link and rank the
+// children in shared memory. What a block needs from another is written into its shared memory
+// before a barrier and never fetched after one, unless the lists are too long for that. The
+// log-softmax sums integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
 //
-// Moves B * F * draft_vocab logits, once from memory, and once more from cache where a warp has
-// more than a tile (the largest value must be known before the weights). Limits: K <= 128, 256
-// drafter slots, kMaxChildren.
+// Reads B * F * draft_vocab logits once from memory, and once more from cache if a warp has more
+// than one tile (the largest value must be known before the weights). Limits: K <= 128, 256 drafter
+// slots, kMaxChildren.
 #include "common/mma.cuh"
 #include "tree/ancestors.cuh"
 #include "tree/draft.cuh"
@@ -23,33 +23,35 @@
 namespace tlt {
 namespace {
 
-constexpr int kMostBlocks = 2 * kMaxTeam;  // of a team: Hopper's own limit, not a portable one
+constexpr int kMostBlocks = 2 * kMaxTeam;  // of a team: the limit of Hopper, not a portable one
 constexpr int kWave = 8;
 constexpr int kMaxFrontier = 256;
 constexpr int kMaxSlices = 64;  // of a row
 constexpr int kMaxChildren = 8192;
-constexpr int kMaxCollected = 4096;             // entries of lists that the first block takes in
+constexpr int kMaxCollected = 4096;             // list entries that fit into the first block
 constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
 constexpr int kQueue = 4;                       // entries of each that it holds
 
-// Warps of a block, and ids that a lane has of a warp's tile. Where few ids a lane are enough, so
-// are small blocks: a warp is done sooner, and a block finds room beside another kernel's.
-struct Many {
+// Warps of a block, and ids per lane in a warp's tile. If few ids per lane suffice, small blocks
+// are better: a warp finishes sooner, and a block fits beside those of another kernel.
+struct LargeBlock {
   static constexpr int kWarps = 16, kIds = kGroup;
 };
-struct Few {
+struct SmallBlock {
   static constexpr int kWarps = 8, kIds = 4;
 };
-constexpr int kMostWarps = kMostBlocks * Many::kWarps;  // of a team
-static_assert(kWave <= Few::kWarps, "the first block has a warp of each row of a wave");
+constexpr int kMostWarps = kMostBlocks * LargeBlock::kWarps;  // of a team
+static_assert(kWave <= SmallBlock::kWarps, "the first block has a warp of each row of a wave");
 
 struct Child {
-  float value;  // then its score
+  float value;  // later its score
   int32_t token;
 };
 
-// Whether all lists of a team lie in its first block, or each in its own.
-TLT_HD bool collects(int team_warps, int top_k) { return team_warps * top_k <= kMaxCollected; }
+// Whether all lists of a team are in its first block, or each list in its own block.
+TLT_HD bool fits_first_block(int team_warps, int top_k) {
+  return team_warps * top_k <= kMaxCollected;
+}
 
 // Dynamic shared memory: the warps' candidates, the lists that are merged, the children.
 struct Layout {
@@ -58,7 +60,7 @@ struct Layout {
 
   TLT_HD Layout(int team, int warps, int frontier_rows, int top_k)
       : candidates(warps * list_capacity(top_k)),
-        lists((collects(team * warps, top_k) ? team : 1) * warps * top_k),
+        lists((fits_first_block(team * warps, top_k) ? team : 1) * warps * top_k),
         children(frontier_rows * top_k) {}
   TLT_HD int bytes() const {
     return static_cast<int>((candidates + lists) * sizeof(Candidate) + children * sizeof(Child));
@@ -72,34 +74,35 @@ struct Shared {
   int32_t parent[kMaxFrontier], depth[kMaxFrontier];
   float parent_score[kMaxFrontier], max[kMaxFrontier], log_sum[kMaxFrontier];
   alignas(16) uint8_t ancestors[kMaxFrontier * kMaxDepth];
-  int32_t begin;  // nodes before this level's; 0 if there is no room for them
+  int32_t begin;  // nodes before this level; 0 if the store has no room
 };
 
-// How the team's warps are dealt to the rows of a wave: warp w works on row w % rows.
-struct Deal {
+// The distribution of the team's warps over the rows of a wave: warp w works on row w % rows.
+struct WarpAssignment {
   int rows, slices;
 
-  __device__ Deal(int team_warps, int rows)
+  __device__ WarpAssignment(int team_warps, int rows)
       : rows(rows), slices(min(kMaxSlices, team_warps / rows)) {}
-  // The warp that has a slice of a row.
+  // The warp of a slice of a row.
   __device__ int warp(int row, int slice) const { return slice * rows + row; }
 };
 
-// Merges a row's lists by one warp of the first block. `list_of(warp)` is that of a team's warp.
+// Merges a row's lists by one warp of the first block. `list_of(warp)` is the list of a warp of the
+// team.
 template <typename ListOf>
-__device__ void merge_lists(const Deal& deal, int row, int top_k, ListOf&& list_of, Child* children,
-                            int32_t* count) {
+__device__ void merge_lists(const WarpAssignment& assignment, int row, int top_k, ListOf&& list_of,
+                            Child* children, int32_t* count) {
   const int lane = threadIdx.x % kWarpSize;
   const Candidate* list[kHeads];
   Candidate queue[kHeads][kQueue];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     const int slice = h * kWarpSize + lane;
-    list[h] = list_of(deal.warp(row, min(slice, deal.slices - 1)));
+    list[h] = list_of(assignment.warp(row, min(slice, assignment.slices - 1)));
 #pragma unroll
     for (int i = 0; i < kQueue; ++i) {
       queue[h][i] = Candidate{};
-      if (slice < deal.slices && i < top_k) queue[h][i] = list[h][i];
+      if (slice < assignment.slices && i < top_k) queue[h][i] = list[h][i];
     }
   }
   int next[kHeads] = {};
@@ -127,8 +130,8 @@ __device__ void merge_lists(const Deal& deal, int row, int top_k, ListOf&& list_
   if (lane == 0) *count = k;
 }
 
-// The first block's last act: scores and links the children, and ranks the next frontier. A row's
-// children have top_k places, of which the first `count` are taken.
+// Last step, in the first block: scores and links the children, and ranks the next frontier. A
+// row's children have room for top_k entries, of which the first `count` are used.
 __device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t begin,
                                 const Shared& shared, Child* children) {
   const int rows = static_cast<int>(p.frontier_rows), top_k = static_cast<int>(p.top_k);
@@ -144,7 +147,7 @@ __device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t be
   for (int i = threadIdx.x; i < rows * top_k; i += static_cast<int>(blockDim.x)) {
     const int f = i / top_k, k = i - f * top_k;
     const Child child = children[i];
-    float score = NAN;  // of an empty place: neither above nor equal to any
+    float score = NAN;  // of an unused entry: not above, below or equal to any score
     if (k < shared.count[f]) {
       const float log_prob =
           add_rn(mul_rn(add_rn(child.value, -shared.max[f]), inverse), -shared.log_sum[f]);
@@ -195,11 +198,11 @@ __device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t be
   if (threadIdx.x == 0 && begin > 0) p.nodes.count[b] = begin + total;
 }
 
-// The frontier's ancestors on their way to shared memory: asked for early, stored when they are
-// there.
-class Inherited {
+// The ancestors of the frontier: loaded to registers early, stored to shared memory when they have
+// arrived.
+class FrontierAncestors {
  public:
-  __device__ Inherited(const ExpandTreeParams& p, int64_t b, bool wanted)
+  __device__ FrontierAncestors(const ExpandTreeParams& p, int64_t b, bool wanted)
       : size_(wanted && p.frontier_ancestors != nullptr
                   ? static_cast<int>(p.frontier_rows) * kMaxDepth
                   : 0),
@@ -222,7 +225,7 @@ class Inherited {
 };
 
 template <typename T, typename Size>
-__global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::kWarps)
+__global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / Size::kWarps)
     expand_kernel(const __grid_constant__ ExpandTreeParams p) {
   extern __shared__ Candidate memory[];
   __shared__ Shared shared;
@@ -233,7 +236,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::
   const Layout layout(team.size(), kWarps, rows, top_k);
   Candidate* const lists = memory + layout.candidates;
   Child* const children = reinterpret_cast<Child*>(lists + layout.lists);  // [rows, top_k]
-  const bool collected = collects(team.size() * kWarps, top_k);
+  const bool in_first_block = fits_first_block(team.size() * kWarps, top_k);
   const int64_t b = team.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int team_warp = team.rank() * kWarps + warp;
@@ -241,31 +244,32 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::
       p.d2t != nullptr || p.draft_vocab < p.vocab_size ? p.draft_vocab : p.vocab_size);
   const bool perturbed = p.score_temperature > 0.0f;
   const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
-  // Where a warp of the team leaves its list.
+  // The list of a warp of the team.
   const auto list_of = [&](int of) {
-    return collected ? lists + of * top_k : team.remote(lists, of / kWarps) + of % kWarps * top_k;
+    return in_first_block ? lists + of * top_k
+                          : team.remote(lists, of / kWarps) + of % kWarps * top_k;
   };
 
 #pragma unroll 1
   for (int wave = 0; wave < rows; wave += kWave) {
-    const Deal deal(team.size() * kWarps, min(kWave, rows - wave));
-    const int mine = team_warp % deal.rows, slice = team_warp / deal.rows;
-    const bool works = slice < deal.slices;
+    const WarpAssignment assignment(team.size() * kWarps, min(kWave, rows - wave));
+    const int mine = team_warp % assignment.rows, slice = team_warp / assignment.rows;
+    const bool has_slice = slice < assignment.slices;
     const RowData<T> data(p.draft_logits, p.logits_stride, b * rows + wave + mine, columns);
     using Tile = DraftTile<T, kIds>;
-    const int32_t step = deal.slices * Tile::kTile, begin = slice * Tile::kTile + lane * kIds;
-    const int32_t end = works ? columns + lane * kIds : 0;  // the same for all lanes of a tile
+    const int32_t step = assignment.slices * Tile::kTile, begin = slice * Tile::kTile + lane * kIds;
+    const int32_t end = has_slice ? columns + lane * kIds : 0;  // the same for all lanes of a tile
     Tile tile;
-    if (wave == 0) {  // nothing so far was a read that counts
+    if (wave == 0) {  // all loads so far were speculative
       const volatile float* const temperature = p.temperature + b;
       if (begin < end && !is_greedy(*temperature)) {
-        tile.guess(p, likely_draw(p, b), begin);
+        tile.precompute(p, expected_draw(p, b), begin);
       }
       wait_for_prior_grid();
       launch_dependents();
     }
     const FrontierWords words(p, b, wave + mine);
-    const Inherited inherited(p, b, wave == 0 && team.rank() == 0);
+    const FrontierAncestors frontier_ancestors(p, b, wave == 0 && team.rank() == 0);
     if (begin < end) tile.fetch(p, data, begin);
     const int32_t count = words.count();
     const FrontierRow row = frontier_row(p, b, wave + mine, words.parent(), count);
@@ -279,7 +283,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::
       shared.begin = has_room(p, count) ? count : 0;
     }
     if (wave == 0) {
-      inherited.store(shared);
+      frontier_ancestors.store(shared);
       team.wait();  // all blocks run
     }
     WarpList list(memory + warp * list_capacity(top_k), top_k);
@@ -287,7 +291,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::
     const int32_t stop = row.active ? end : 0;
     float most = kNegInf;
     int64_t sum = 0;
-    int32_t status = works && slice == 0 ? row.status : kStatusOk;
+    int32_t status = has_slice && slice == 0 ? row.status : kStatusOk;
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {  // the children, then the weights
       int32_t first = begin;
@@ -295,7 +299,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::
       do {
         last = !(first + step < stop);
         const bool some = first < stop, fresh = some && (pass == 0 || begin + step < stop);
-        const auto send = [&] {  // what the other blocks wait for
+        const auto send = [&] {  // the other blocks wait for it
           if (pass != 0) return;
           if (some) most = fmaxf(most, tile.largest());
           if (!last) return;
@@ -309,7 +313,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::
         if (!perturbed) send();
         if (fresh && !logits.greedy && (pass == 0 || perturbed)) tile.draw(p, draw, perturbed);
         if (perturbed) send();
-        if (pass == 0 && last) team.arrive();  // which waits for what was sent
+        if (pass == 0 && last) team.arrive();  // also waits for the values that were sent
         if (some && pass == 0) tile.offer(p, exact, list);
         if (some && pass != 0) sum += tile.weigh(most, inverse);
         first += step;
@@ -317,35 +321,39 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Many::kWarps / Size::
       if (pass != 0) break;
       team.wait();
       most = kNegInf;
-      for (int i = lane; i < deal.slices; i += kWarpSize) {
-        most = fmaxf(most, shared.largest[deal.warp(mine, i)]);
+      for (int i = lane; i < assignment.slices; i += kWarpSize) {
+        most = fmaxf(most, shared.largest[assignment.warp(mine, i)]);
       }
       most = warp_max(most);
       if (team_warp == mine) shared.max[wave + mine] = most;
     }
-    list.keep_best(collected ? team.remote(lists, 0) + team_warp * top_k : lists + warp * top_k);
+    list.keep_best(in_first_block ? team.remote(lists, 0) + team_warp * top_k
+                                  : lists + warp * top_k);
     sum = warp_reduce(sum, Sum());
     if (lane == 0) *team.remote(&shared.mass[team_warp], 0) = sum;
     status = __reduce_or_sync(kFullWarp, static_cast<unsigned>(status));
     if (lane == 0 && status != kStatusOk) atomicOr(&p.status[b], status);
     team.arrive();
-    if (team.rank() != 0 && collected && wave + kWave >= rows) return;  // nobody reads its memory
+    if (team.rank() != 0 && in_first_block && wave + kWave >= rows)
+      return;  // no block reads its memory
     team.wait();
-    for (int i = team.rank() == 0 ? warp : 2 * deal.rows; i < 2 * deal.rows; i += kWarps) {
-      if (i < deal.rows) {
+    for (int i = team.rank() == 0 ? warp : 2 * assignment.rows; i < 2 * assignment.rows;
+         i += kWarps) {
+      if (i < assignment.rows) {
         const int row = wave + i;
-        merge_lists(deal, i, top_k, list_of, children + row * top_k, &shared.count[row]);
+        merge_lists(assignment, i, top_k, list_of, children + row * top_k, &shared.count[row]);
         continue;
       }
-      const int row = i - deal.rows;
+      const int row = i - assignment.rows;
       int64_t total = 0;
-      for (int k = lane; k < deal.slices; k += kWarpSize) total += shared.mass[deal.warp(row, k)];
+      for (int k = lane; k < assignment.slices; k += kWarpSize)
+        total += shared.mass[assignment.warp(row, k)];
       total = warp_reduce(total, Sum());
       if (lane == 0) {
         shared.log_sum[wave + row] = log_f32(mul_rn(static_cast<float>(total), 0x1p-40f));
       }
     }
-    if (!collected) team.sync();  // the lists were read
+    if (!in_first_block) team.sync();  // the lists were read
   }
   if (team.rank() != 0) return;
   __syncthreads();
@@ -359,7 +367,7 @@ int64_t tiles_of(const ExpandTreeParams& p) {
   return ceil_div(p.draft_vocab, kTile);
 }
 
-// As many blocks a request as have work and as run at once.
+// As many blocks per request as have work and as run concurrently.
 template <typename T, typename Size>
 TeamShape expand_shape(const char* op, const ExpandTreeParams& p) {
   const auto kernel = expand_kernel<T, Size>;
@@ -384,18 +392,20 @@ void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
   constexpr const char* op = "expand_tree";
   const int64_t children = p.frontier_rows * p.top_k;
   require(children <= kMaxChildren, op,
-          "frontier: the GPU takes at most " + std::to_string(kMaxChildren) +
-              " children a request and level (rows times top_k), got " + std::to_string(children));
-  require(p.frontier_rows > 0, op, "frontier: the GPU takes one row a request or more, got none");
+          "frontier: expected at most " + std::to_string(kMaxChildren) +
+              " children a request and level (rows times top_k) on a GPU, got " +
+              std::to_string(children));
+  require(p.frontier_rows > 0, op, "frontier: expected 1 row a request or more on a GPU, got none");
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    const TeamShape few = expand_shape<T, Few>(op, p);
-    const int64_t warps = std::min<int64_t>(p.frontier_rows, kWave) * tiles_of<T, Few>(p);
-    if (warps <= few.team * Few::kWarps) {  // each has one tile at most
-      return launch_teams(op, expand_kernel<T, Few>, few, as_stream(stream), p);
+    const TeamShape small = expand_shape<T, SmallBlock>(op, p);
+    const int64_t warps = std::min<int64_t>(p.frontier_rows, kWave) * tiles_of<T, SmallBlock>(p);
+    if (warps <= small.team * SmallBlock::kWarps) {  // at most one tile per warp
+      return launch_teams(op, expand_kernel<T, SmallBlock>, small, as_stream(stream), p);
     }
-    launch_teams(op, expand_kernel<T, Many>, expand_shape<T, Many>(op, p), as_stream(stream), p);
+    launch_teams(op, expand_kernel<T, LargeBlock>, expand_shape<T, LargeBlock>(op, p),
+                 as_stream(stream), p);
   });
 }
 

@@ -1,15 +1,17 @@
 // select_nodes on the GPU: the root and the best num_verify - 1 connected nodes of each request.
 //
 // The CPU takes nodes in rank order (score desc, index asc), each after its parent and never a
-// second sibling with the same token. Here every node decides for itself, from ranks alone:
-//   fit       linked, scored, ranked behind its parent, and first of the siblings of its token that
-//             are ranked behind their parent
-//   eligible  fit, and so are its ancestors
+// second sibling with the same token. Here each node is decided independently, from ranks alone:
+//   valid     linked, scored, ranked behind its parent, and the first of the siblings with its
+//   token
+//             that are ranked behind their parent
+//   eligible  valid, and so are its ancestors
 //   chosen    fewer than num_verify - 1 eligible nodes rank before it
-// A block a request reads its nodes at once into shared memory, where a few threads share a node's
-// count of better ones, and chooses. With one request it writes the rows as well; else it leaves a
-// Place a row at b * num_verify of `source` and a count in row_start, from which one more block
-// packs the rows of all requests. count^2 comparisons; stores of up to kMaxStore nodes.
+//
+// One block per request loads its nodes into shared memory, where several threads share the count
+// of better nodes, and chooses. With one request it also writes the rows. Otherwise it stores one
+// PackedNode per row at b * num_verify of `source` and a count in row_start, from which one more
+// block packs the rows of all requests. count^2 comparisons; stores of up to kMaxStore nodes.
 #include "common/mma.cuh"
 #include "common/team.cuh"
 #include "tree/ancestors.cuh"
@@ -20,18 +22,18 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kMaxStore = 16384;
-constexpr int kSharedTokens = 8192;  // of larger stores, tokens are read where they are
+constexpr int kSharedTokens = 8192;  // the tokens of larger stores stay in global memory
 constexpr uint32_t kRootKey = 0xffffffffu;
-constexpr uint16_t kUnfit = 0x8000;  // beside a parent
-constexpr int kHelpers = 8;          // threads that place one chosen node
-constexpr int kPacked = 4096;        // rows that pack_kernel takes at once
-static_assert(kMaxStore <= kUnfit && kHelpers * kMaxTreeRows <= kThreads);
+constexpr uint16_t kExcluded = 0x8000;  // flag in a link
+constexpr int kHelpers = 8;             // threads that find the row of one chosen node
+constexpr int kPacked = 4096;           // rows that pack_kernel processes together
+static_assert(kMaxStore <= kExcluded && kHelpers * kMaxTreeRows <= kThreads);
 
-// A chosen node, in a word: its store index, its depth, and the row of its parent in the request.
-struct Place {
+// A chosen node in one word: its store index, its depth, and the row of its parent in the request.
+struct PackedNode {
   uint32_t word;
 
-  __device__ static Place of(int32_t node, int32_t depth, int32_t parent) {
+  __device__ static PackedNode of(int32_t node, int32_t depth, int32_t parent) {
     return {static_cast<uint32_t>(node | depth << 16 | parent << 24)};
   }
   __device__ int32_t node() const { return word & 0xffff; }
@@ -39,27 +41,28 @@ struct Place {
   __device__ int32_t parent() const { return word >> 24; }
 };
 
-// A request's nodes in shared memory. `key` orders scores, larger is better, 0 never; `link` is the
-// parent's index, and whether no path may cross the node; `place` is its row once it is chosen.
+// The nodes of a request in shared memory. `key` orders scores: larger is better, 0 is never
+// chosen. `link` is the parent's index and the flag kExcluded; `row_of` is the row of a chosen
+// node.
 struct Nodes {
   const int32_t* token;
   uint32_t* key;
   uint16_t* link;
-  uint8_t *depth, *place;
+  uint8_t *depth, *row_of;
   int32_t count;
 
   static int64_t bytes(int64_t capacity) {
     return capacity * (8 + (capacity <= kSharedTokens ? 4 : 0));
   }
 
-  __device__ int32_t parent(int32_t node) const { return link[node] & ~kUnfit; }
+  __device__ int32_t parent(int32_t node) const { return link[node] & ~kExcluded; }
   // Two nodes with keys; ties go to the lower index.
   __device__ bool better(int32_t i, int32_t j) const {
     return key[i] > key[j] || (key[i] == key[j] && i < j);
   }
 };
 
-// Reads a request's nodes; a count that cannot be believed makes it none. Ends with a barrier.
+// Loads the nodes of a request; an invalid count gives none. Ends with a barrier.
 __device__ Nodes load_nodes(const NodeStore& store, int64_t b, uint32_t* shared) {
   const int32_t capacity = static_cast<int32_t>(store.capacity);
   const int64_t first = b * capacity;
@@ -70,7 +73,7 @@ __device__ Nodes load_nodes(const NodeStore& store, int64_t b, uint32_t* shared)
   nodes.token = keeps_tokens ? token : store.token + first;
   nodes.link = reinterpret_cast<uint16_t*>(shared + (keeps_tokens ? 2 : 1) * capacity);
   nodes.depth = reinterpret_cast<uint8_t*>(nodes.link + capacity);
-  nodes.place = nodes.depth + capacity;
+  nodes.row_of = nodes.depth + capacity;
   nodes.count = store.count[b];
   if (nodes.count < 1 || nodes.count > capacity) nodes.count = 0;
   const auto load = [&](int32_t i) {
@@ -80,10 +83,11 @@ __device__ Nodes load_nodes(const NodeStore& store, int64_t b, uint32_t* shared)
     const bool linked = parent >= 0 && parent < i && depth >= 1 && depth <= kMaxDepth;
     nodes.key[i] = i == 0 ? kRootKey : linked && !isnan(score) ? ascending(score) : 0;
     nodes.link[i] = linked ? static_cast<uint16_t>(parent) : 0;
-    nodes.depth[i] = linked ? static_cast<uint8_t>(depth) : 0;  // 0 at the root, whatever it says
+    nodes.depth[i] =
+        linked ? static_cast<uint8_t>(depth) : 0;  // 0 at the root, whatever the store holds
     if (keeps_tokens) token[i] = node_token;
   };
-  // Entries past the count are memory too, so the first reads need not wait for it.
+  // Entries past the count are memory too, so the first loads need not wait for the count.
   int32_t i = threadIdx.x;
   if (i < capacity) load(i);
   for (i += kThreads; i < nodes.count; i += kThreads) load(i);
@@ -91,8 +95,8 @@ __device__ Nodes load_nodes(const NodeStore& store, int64_t b, uint32_t* shared)
   return nodes;
 }
 
-// How a node's comparisons are shared: threads of one `slice` have different nodes, all of a warp
-// the same slice.
+// How the comparisons of a node are shared: threads of one `slice` have different nodes; all
+// threads of a warp have the same slice.
 struct Slices {
   int32_t first, stride;  // nodes of this thread
   int32_t slice, count;
@@ -105,12 +109,13 @@ struct Slices {
   }
 };
 
-// Marks nodes that no path may cross: unlinked, not behind their parent, or a sibling's double.
-__device__ void mark_unfit(const Nodes& nodes, const Slices& slices) {
-  __shared__ uint8_t unfit[kThreads];  // of the nodes that several threads share
+// Marks nodes that no path may contain: not linked, not ranked behind their parent, or a duplicate
+// of a sibling.
+__device__ void mark_excluded(const Nodes& nodes, const Slices& slices) {
+  __shared__ uint8_t excluded[kThreads];  // of nodes that several threads share
   const bool shares = slices.count > 1;
   if (shares) {
-    unfit[threadIdx.x] = 0;
+    excluded[threadIdx.x] = 0;
     __syncthreads();
   }
   for (int32_t i = slices.first; i < nodes.count; i += slices.stride) {
@@ -126,22 +131,22 @@ __device__ void mark_unfit(const Nodes& nodes, const Slices& slices) {
     }
     if (!bad) continue;
     if (shares) {
-      unfit[i] = 1;
+      excluded[i] = 1;
     } else {
-      nodes.link[i] |= kUnfit;
+      nodes.link[i] |= kExcluded;
     }
   }
   __syncthreads();
   if (shares) {
-    if (slices.slice == 0 && slices.first < nodes.count && unfit[slices.first]) {
-      nodes.link[slices.first] |= kUnfit;
+    if (slices.slice == 0 && slices.first < nodes.count && excluded[slices.first]) {
+      nodes.link[slices.first] |= kExcluded;
     }
     __syncthreads();
   }
 }
 
-// Leaves the chosen nodes, ordered by (depth, index), in `chosen`; returns how many.
-__device__ int32_t choose(const Nodes& nodes, int32_t num_verify, Place* chosen) {
+// Writes the chosen nodes, ordered by (depth, index), to `chosen`; returns how many.
+__device__ int32_t choose(const Nodes& nodes, int32_t num_verify, PackedNode* chosen) {
   __shared__ int32_t num_chosen;
   __shared__ int32_t better_than[kThreads];
   __shared__ int32_t taken[kMaxTreeRows];  // by (depth, index)
@@ -150,14 +155,14 @@ __device__ int32_t choose(const Nodes& nodes, int32_t num_verify, Place* chosen)
   const Slices slices(nodes.count);
   if (t == 0) num_chosen = 0;
   better_than[t] = 0;
-  mark_unfit(nodes, slices);
-  // An ancestor that is not fit ends a path: at most kMaxDepth steps, as depths fall by one.
+  mark_excluded(nodes, slices);
+  // An excluded ancestor ends a path: at most kMaxDepth steps, as depths decrease by one.
   for (int32_t i = t; i < nodes.count; i += kThreads) {
     uint16_t link = nodes.link[i];
-    for (int step = 0; step < kMaxDepth && link != 0 && link < kUnfit; ++step) {
+    for (int step = 0; step < kMaxDepth && link != 0 && link < kExcluded; ++step) {
       link = nodes.link[link];
     }
-    if (link >= kUnfit) nodes.key[i] = 0;
+    if (link >= kExcluded) nodes.key[i] = 0;
   }
   __syncthreads();
   const bool shares = slices.count > 1;
@@ -182,31 +187,31 @@ __device__ int32_t choose(const Nodes& nodes, int32_t num_verify, Place* chosen)
     __syncthreads();
   }
   const int32_t mine = t / kHelpers < num_chosen ? taken[t / kHelpers] : 0;
-  int32_t place = 0;
-  for (int i = t % kHelpers; i < num_chosen; i += kHelpers) place += taken[i] < mine;
+  int32_t row_of = 0;
+  for (int i = t % kHelpers; i < num_chosen; i += kHelpers) row_of += taken[i] < mine;
 #pragma unroll
   for (int lane = kHelpers / 2; lane > 0; lane /= 2) {
-    place += __shfl_xor_sync(kFullWarp, place, lane);
+    row_of += __shfl_xor_sync(kFullWarp, row_of, lane);
   }
   const int32_t node = mine & 0xffff;
   const bool writes = t / kHelpers < num_chosen && t % kHelpers == 0;
-  if (writes) nodes.place[node] = static_cast<uint8_t>(place);
+  if (writes) nodes.row_of[node] = static_cast<uint8_t>(row_of);
   __syncthreads();
-  if (writes) chosen[place] = Place::of(node, mine >> 16, nodes.place[nodes.parent(node)]);
+  if (writes) chosen[row_of] = PackedNode::of(node, mine >> 16, nodes.row_of[nodes.parent(node)]);
   __syncthreads();
   return num_chosen;
 }
 
 // Writes packed row `first` + t of a request whose chosen nodes are given.
 __device__ void write_row(const SelectNodesParams& p, int64_t b, int64_t first, int t,
-                          const Place* chosen, int32_t token, int32_t root_position) {
+                          const PackedNode* chosen, int32_t token, int32_t root_position) {
   const int64_t row = first + t;
-  const Place mine = chosen[t];
+  const PackedNode mine = chosen[t];
   p.source[row] = mine.node();
   p.tokens[row] = token;
   p.position[row] = root_position + mine.depth();
   p.parents[row] = t == 0 ? -1 : mine.parent();
-  uint64_t low = 0, high = 0;  // a byte a depth, the root's the lowest
+  uint64_t low = 0, high = 0;  // one byte per depth, the root's is the lowest
   int32_t up = mine.parent();
   for (int d = mine.depth(); d > 0; --d) {
     high = high << 8 | low >> 56;
@@ -216,16 +221,16 @@ __device__ void write_row(const SelectNodesParams& p, int64_t b, int64_t first, 
   write_ancestors(p.ancestors + row * kMaxDepth, low, high);
 }
 
-// One block a request; with one request it writes the rows as well.
+// One block per request; with one request it also writes the rows.
 __global__ void __launch_bounds__(kThreads)
     select_kernel(const __grid_constant__ SelectNodesParams p) {
   extern __shared__ uint32_t shared[];
-  __shared__ Place chosen[kMaxTreeRows];
+  __shared__ PackedNode chosen[kMaxTreeRows];
   const int64_t b = blockIdx.x;
   const int t = threadIdx.x;
   wait_for_prior_grid();
   launch_dependents();
-  const int32_t root_position = t < kMaxTreeRows ? p.root_position[b] : 0;  // asked for early
+  const int32_t root_position = t < kMaxTreeRows ? p.root_position[b] : 0;  // loaded early
   const Nodes nodes = load_nodes(p.nodes, b, shared);
   const int32_t count = choose(nodes, static_cast<int32_t>(p.num_verify), chosen);
   if (t == 0) {
@@ -243,10 +248,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Counts of requests become row_start. By all threads; ends with a barrier.
+// Turns the counts of the requests into row_start. Called by all threads; ends with a barrier.
 __device__ void scan_counts(const SelectNodesParams& p) {
   __shared__ int32_t warp_sum[kWarpSize];
-  __shared__ int32_t before;  // rows of the requests of earlier rounds
+  __shared__ int32_t before;  // rows of the requests of previous rounds
   const int t = threadIdx.x, warp = t / kWarpSize, lane = t % kWarpSize;
   if (t == 0) before = 0;
   for (int64_t base = 0; base < p.num_requests; base += kThreads) {
@@ -266,10 +271,10 @@ __device__ void scan_counts(const SelectNodesParams& p) {
   }
 }
 
-// One block for all requests. Rows land below all that were not read yet.
+// One block for all requests. Rows are written below all entries that were not read yet.
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const __grid_constant__ SelectNodesParams p) {
-  __shared__ Place chosen[kPacked];
+  __shared__ PackedNode chosen[kPacked];
   const int32_t num_verify = static_cast<int32_t>(p.num_verify), many = kPacked / num_verify;
   wait_for_prior_grid();
   launch_dependents();
