@@ -1,4 +1,4 @@
-// The single face of the native core: module `tlt_ext._C`.
+// The Python module of the native core, `tlt_ext._C`.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -191,9 +191,9 @@ void bind_sampling(py::module_& m) {
 // ---- tree ---------------------------------------------------------------------------------------
 
 void bind_tree(py::module_& m) {
-  m.def("expand_tree", &tlt::expand_tree, "draft_logits"_a, "nodes"_a, "frontier"_a, "next"_a,
-        "sampling"_a, "root_position"_a, "status"_a, "seed"_a, "vocab_size"_a, "slot_base"_a,
-        "d2t"_a, "score_temperature"_a, "stream"_a, NoGil());
+  m.def("expand_tree", &tlt::expand_tree, "draft_logits"_a, "nodes"_a, "frontier"_a,
+        "next_frontier"_a, "sampling"_a, "root_position"_a, "status"_a, "seed"_a, "vocab_size"_a,
+        "slot_base"_a, "d2t"_a, "score_temperature"_a, "stream"_a, NoGil());
   m.def("select_nodes", &tlt::select_nodes, "nodes"_a, "tree"_a, "root_position"_a, "position"_a,
         "row_start"_a, "source"_a, "num_verify"_a, "stream"_a, NoGil());
 }
@@ -217,8 +217,8 @@ void bind_ngram(py::module_& m) {
 
 // ---- graphs -------------------------------------------------------------------------------------
 
-// A property that shows one of the ring's arrays, which the ring outlives: [passes], by request, by
-// token. The last two axes lie the other way round in memory.
+// A property that returns a view of one of the ring's arrays, [passes, requests, tokens], and keeps
+// the ring alive. The last two axes are transposed in memory.
 template <auto kMember>
 auto show(int axes) {
   return [axes](py::object self) {

@@ -12,7 +12,7 @@ import tlt_ext
 FLAT_NAMES = {
     "nodes": {f: f"node_{f}" for f in ("token", "parent", "score", "depth", "count")},
     "frontier": {"node": "frontier", "row": "row", "ancestors": "frontier_ancestors"},
-    "next": {"node": "next_frontier", "row": "next_row", "ancestors": "next_ancestors"},
+    "next_frontier": {"node": "next_frontier", "row": "next_row", "ancestors": "next_ancestors"},
     "out": {"features": "new_features"},
 }
 

@@ -1,4 +1,4 @@
-"""What the tests share: tolerances, random inputs, comparisons."""
+"""Shared by the tests: tolerances, random inputs, comparisons."""
 
 import functools
 import inspect
@@ -99,9 +99,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    """Chance of counts at least this far from `probs` (sums to 1); cells under 10 are put together.
+    """Probability of counts at least this far from `probs` (sum 1); cells under 10 are pooled.
 
-    A count where the distribution has none gives 0.
+    0 if a count is positive where the probability is 0.
     """
     counts, probs = counts.double(), probs.double()
     if bool((counts[probs == 0] > 0).any()):
@@ -118,7 +118,7 @@ def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
-    """Asserts that integer draws follow `probs`; the seeds are fixed, so it never flickers."""
+    """Asserts that integer draws follow `probs`; the seeds are fixed, so the result never varies."""
     counts = torch.bincount(tokens.flatten().long(), minlength=len(probs))
     assert len(counts) == len(probs), f"an id past the distribution: {len(counts) - 1}"
     assert chi_square_p(counts, probs) > 1e-3, f"{counts.tolist()}, expected {len(tokens) * probs}"

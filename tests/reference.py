@@ -427,7 +427,7 @@ def ngram_propose(
     seed: int,
     request: int,
 ) -> list[dict]:
-    """One request's nodes; `group` are the texts it looks at, in their order."""
+    """One request's nodes; `group`: the texts that it searches, in order."""
     matches = []
     for order, text in enumerate(group):
         for end in range(1, len(text)):  # text[:end] has something after it

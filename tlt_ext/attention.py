@@ -1,4 +1,4 @@
-"""Attention of ragged rows over a paged cache: plain decoding, drafting and verifying in one op."""
+"""Attention of ragged rows over a paged cache, for plain decoding, drafting and verifying."""
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
@@ -14,7 +14,7 @@ def attention_workspace_bytes(
     head_dim: int,
     max_slots: int,
 ) -> int:
-    """The size of `tree_attention`'s workspace for arrays of these shapes.
+    """Bytes of the workspace of `tree_attention` for arrays of these shapes.
 
     Args:
         num_requests: entries of context_len.
@@ -25,7 +25,7 @@ def attention_workspace_bytes(
         max_slots: block_table.shape[1] * page_size, whatever the lengths are.
 
     Returns:
-        Bytes; 0 where so many blocks run at once that sharing keys among them gains nothing.
+        Bytes; 0 if there are enough blocks without sharing keys among them.
 
     Raises:
         ValueError: a count is negative, or the heads do not divide.
@@ -36,7 +36,7 @@ def attention_workspace_bytes(
         0
 
     Source: Dao et al., "Flash-Decoding" (2023), for splitting keys.
-    Reference: none; it has no effect on results.
+    Reference: none, as it does not affect results.
     """
     return _C.attention_workspace_bytes(
         num_requests, num_rows, num_heads, num_kv_heads, head_dim, max_slots
@@ -69,9 +69,9 @@ def tree_attention(
         q: [rows, num_heads, head_dim], float32, float16 or bfloat16; head_dim a multiple of 8 up
             to 256. Rows and heads may be strided.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of q, any strides with a
-            contiguous last axis; holds the rows in flight too (`append_kv`).
+            contiguous last axis; it holds the rows in flight, too (`append_kv`).
         v_cache: like k_cache.
-        out: like q. Rows of no request are left alone.
+        out: like q. Padding rows keep their values.
         rows: all fields. position: at most context_len + 16 in a tree, the row's slot in a chain.
             status: BAD_PAGE, BAD_LENGTH and BAD_TREE (ancestors not rising, or not before the row)
             make the row's out 0 and its lse -inf.
@@ -79,8 +79,9 @@ def tree_attention(
             None: a chain, where the row at position p sits at slot p and attends to slots 0 .. p.
         scale: factor of the scores; None = 1 / sqrt(head_dim).
         lse: float32 [rows, num_heads] or None; log of the sum of exponentials, natural.
-        workspace: uint8 [`attention_workspace_bytes`] on a GPU, or None. With it a small batch's
-            keys are shared among the multiprocessors; the bits are the same. The CPU ignores it.
+        workspace: uint8 [`attention_workspace_bytes`] on a GPU, or None. With it the keys of a
+            small batch are shared among the multiprocessors; the bits are the same. The CPU does
+            not need it.
         pdl: programmatic dependent launch, on a GPU of compute capability 9.0 or higher (no effect
             elsewhere): the launch may read `rows`, ancestors and committed slots of the cache
             before the previous kernels on the stream end; it waits for them before it reads q and

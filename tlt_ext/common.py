@@ -1,4 +1,4 @@
-"""What every family of ops shares: the array type, streams, status words, threads."""
+"""Shared by all ops: the array type, streams, status words, threads."""
 
 import enum
 import sys
@@ -15,7 +15,7 @@ class Array(Protocol):
 
 
 class Status(enum.IntFlag):
-    """Bits of a per-request status word; an op ORs them in, 0 means healthy."""
+    """Bits of a per-request status word; an op ORs them in, 0 = no error."""
 
     OK = 0
     NAN_LOGITS = 1

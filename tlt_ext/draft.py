@@ -1,4 +1,4 @@
-"""The input rows of a one-layer drafter: a token's embedding beside a hidden state, both normed."""
+"""The input rows of a one-layer drafter: embedding of a token and hidden state, both normed."""
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
@@ -14,11 +14,11 @@ def draft_inputs(
     eps: float,
     stream: int | None = None,
 ) -> None:
-    """Joins each row's embedding and hidden state, both RMS-normed with the bits of `rms_norm`.
+    """Concatenates each row's embedding and hidden state after RMS norms (bits of `rms_norm`).
 
     Args:
         weights: of any floating dtype.
-        ids: int32 [rows]; an id outside the vocabulary counts as an embedding of zeros.
+        ids: int32 [rows]; the embedding of an id outside the vocabulary is zeros.
         hidden: [rows, dim], dtype of the weights; rows may be strided.
         out: [rows, 2 * dim], dtype of the weights; rows may be strided; written.
         eps: added to the mean squares.
@@ -55,22 +55,22 @@ def draft_level_inputs(
     eps: float,
     stream: int | None = None,
 ) -> None:
-    """The input rows of a tree's next level: `draft_inputs` of what `expand_tree` chose.
+    """The input rows of a tree's next level: `draft_inputs` of the frontier of `expand_tree`.
 
-    Row b * K + f takes the token of node `frontier.node[b, f]` and the hidden state of its parent.
+    Row b * K + f has the token of node `frontier.node[b, f]` and the hidden state of its parent.
 
     Args:
         weights: of any floating dtype.
         nodes: token, whose rows may be strided.
-        frontier: node and row, of width K; nodes that are inert (negative) count as the root, and a
-            row outside of `hidden` as a hidden state of zeros.
+        frontier: node and row, of width K. A negative node stands for the root; a row outside of
+            `hidden` stands for a hidden state of zeros.
         hidden: [any, dim], dtype of the weights; rows may be strided.
         rows: context_len, the roots' positions; position, int32 [requests * K], is written:
             `context_len[b] + depth`.
         out: [requests * K, 2 * dim], dtype of the weights; rows may be strided; written.
         hidden_out: [requests * K, dim], dtype of the weights, other memory than hidden; written:
-            the rows taken, not normed (the layer's residual).
-        depth: of the rows' features, one less than that of their nodes.
+            the hidden states without norm (the layer's residual).
+        depth: depth of the rows' features, one less than that of their nodes.
         eps: added to the mean squares.
         stream: CUDA stream; default is the array library's current one.
 

@@ -1,4 +1,4 @@
-"""Executable CUDA graphs of captured passes, with a loop around them where the device can."""
+"""Executable CUDA graphs of captured passes, with a loop on the device where it is supported."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,16 +25,17 @@ def graph_bytes(nodes: int, loop: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class GraphUsage:
-    """What a graph of a pool costs.
+    """The memory and the launches of a graph of a pool.
 
-    The driver takes memory in blocks that graphs share and keeps what a graph gives back for the
-    next one, so free memory shows a graph's needs only on average over many nodes.
+    The CUDA driver allocates memory in blocks that graphs share, and keeps freed memory for the
+    next graph. So the change of free memory gives the needs of a graph only on average over many
+    nodes.
     """
 
-    charged_bytes: int  # what the budget counts, by that average
-    settled_bytes: int  # by how much the device's free memory fell when the graph was made
-    peak_bytes: int  # the most that it fell meanwhile
-    nodes: int  # of the captured graphs, and the loop's own
+    charged_bytes: int  # what the budget counts: that average times the nodes
+    settled_bytes: int  # decrease of the device's free memory after the graph was made
+    peak_bytes: int  # largest decrease while it was made
+    nodes: int  # of the captured graphs and of the loop
     launches: int
     loop: bool
 
@@ -42,16 +43,15 @@ class GraphUsage:
 class GraphPool:
     """Makes, launches and evicts the executable graphs of captured passes.
 
-    With `loop` the captured graphs, one after the other, are the body of a WHILE node: one launch
+    With `loop` the captured graphs, in their order, are the body of a WHILE node: one launch
     repeats them until `control[Control.GO]` is 0 (`advance_batch` decides), at most as often as
     `arm_passes` allowed passes. Without it a launch is one pass. All calls come from one thread.
     Everything that a graph reads or writes must outlive it.
 
     Args:
         device: index of the CUDA device.
-        budget_bytes: most device memory that the graphs are charged with together, those of the
-            lowest priority giving way, the least recently used first; 0 = no limit but the
-            device's.
+        budget_bytes: upper bound of the memory that all graphs are charged with. Graphs of the
+            lowest priority are evicted first, and of these the least recently used. 0 = no bound.
 
     Raises:
         GraphError: there is no CUDA in this build or on this machine.
@@ -88,18 +88,18 @@ class GraphPool:
         priority: int = 0,
         stream: int | None = None,
     ) -> list[str]:
-        """Makes an executable graph; an earlier one of the same key goes first.
+        """Makes an executable graph; an earlier graph of the same key is removed first.
 
         Waits for `stream`. Graphs that are running, or of a higher priority, are never evicted.
 
         Args:
             key: its name.
-            graphs: captured graphs (`cudaGraph_t`), run in this order; they are copied, so their
-                owners may go after the call.
-            control: int32 [8] on the device; the loop's word is read from it.
-            loop: whether they are a loop's body; it may hold kernels, copies, memsets and such
-                graphs, no events and no allocations.
-            priority: it gives way to graphs of the same one or a higher one.
+            graphs: captured graphs (`cudaGraph_t`), run in this order. They are copied and may be
+                destroyed after the call.
+            control: int32 [8] on the device; the loop reads `Control.GO`.
+            loop: whether the graphs are the body of a loop. A body may hold kernels, copies,
+                memsets and child graphs of these, but no events and no allocations.
+            priority: the graph is evicted only for graphs of the same or a higher priority.
             stream: CUDA stream; default is the array library's current one.
 
         Returns:
@@ -107,8 +107,8 @@ class GraphPool:
 
         Raises:
             GraphError: the graph cannot be made, or does not fit; the caller may run without it. An
-                earlier graph of the same key is gone. Other graphs are kept, except those that the
-                message names: they were evicted before the device's memory turned out too small.
+                earlier graph of the same key is removed all the same. Other graphs are kept, except
+                those that the message names: they were evicted before the device ran out of memory.
             TypeError, ValueError: an argument is wrong.
         """
         stream = current_stream(control, stream)
@@ -128,7 +128,7 @@ class GraphPool:
         self._pool.launch(key, current_stream(self._control.get(key), stream))
 
     def remove(self, key: str) -> None:
-        """Drops a graph once its last launch has ended.
+        """Removes a graph; waits for its last launch.
 
         Raises:
             GraphError: there is no such graph.
@@ -137,7 +137,7 @@ class GraphPool:
         del self._control[key]
 
     def usage(self) -> dict[str, GraphUsage]:
-        """What each graph costs, the least recently used first."""
+        """Memory and launches of each graph, the least recently used first."""
         return {key: GraphUsage(*values) for key, values in self._pool.usage().items()}
 
     def __contains__(self, key: str) -> bool:

@@ -1,8 +1,8 @@
-"""Passes that run without the host: how one ends, and the ring through which its results leave.
+"""Passes that run without the host: the end of a pass, and the ring that holds its results.
 
-A *pass* is one round of the engine over its batch. `arm_passes` allows a number of them,
-`advance_batch` ends each, and whoever repeats them (the host, or a loop inside a CUDA graph) goes
-on while `control[Control.GO]` is 1.
+A *pass* is one step of the engine over its batch. `arm_passes` allows a number of passes and
+`advance_batch` ends each of them. The host, or a loop inside a CUDA graph, repeats passes while
+`control[Control.GO]` is 1.
 """
 
 import enum
@@ -19,26 +19,26 @@ class Control(enum.IntEnum):
     """Words of a `control` array, int32 [8]; the rest is reserved."""
 
     GO = 0  # 1: another pass may run
-    PASSES = 1  # done since they were armed
-    LIMIT = 2  # armed
+    PASSES = 1  # passes since they were armed
+    LIMIT = 2  # passes that were armed
     REASON = 3  # StopReason bits of the last pass
     SEQUENCE = 4  # number of the next record in the ring
-    ENDS = 5  # requests that may end before the passes stop
-    ENDED = 6  # have done so since the passes were armed
+    ENDS = 5  # the passes stop when so many requests have finished
+    ENDED = 6  # requests that finished since the passes were armed
 
 
 class StopReason(enum.IntFlag):
     """Why passes stop; 0 = they do not."""
 
-    FINISHED = 1  # as many requests met a stop id or their limit as may before the host looks
-    PAGES = 2  # a request has not the slots that the next pass may write
-    LIMIT = 4  # as many passes as were armed
-    STOPPED = 8  # the host asked
+    FINISHED = 1  # `ends` requests reached a stop id or their limit
+    PAGES = 2  # a request lacks KV slots that the next pass may write
+    LIMIT = 4  # all armed passes were made
+    STOPPED = 8  # the host requested it
     STALLED = 16  # an active request emitted nothing: its state is damaged
 
 
 class PassRing:
-    """Results of the last passes in memory that the host reads while the device runs on.
+    """Results of the last passes, in memory that the host reads while the device runs.
 
     Record p (counted from 0 since the ring was made) lies at row `p % passes` of every array and
     is complete when `sequence > p`. The arrays are NumPy views.
@@ -47,11 +47,11 @@ class PassRing:
         passes: records held, and the most passes that can be armed at once.
         max_batch: most requests of a pass.
         max_emitted: most tokens of a request in a pass, up to 32.
-        pinned: page-locked memory that a GPU can write; without it the ring serves CPU arrays.
+        pinned: use page-locked memory, which a GPU can write; False serves CPU arrays only.
 
     Raises:
         ValueError: an argument is out of range, or this build has no CUDA.
-        RuntimeError: there is no pinned memory.
+        RuntimeError: pinned memory could not be allocated.
 
     Example:
         >>> ring = PassRing(64, max_batch=2)   # `advance_batch` fills it, `collect` reads it
@@ -78,7 +78,7 @@ class PassRing:
 
     @property
     def reason(self) -> StopReason:
-        """Why the last recorded pass was the last; 0 while passes run on."""
+        """Why passes stopped after the last recorded one; 0 while they run."""
         return StopReason(self._ring.reason)
 
     @cached_property
@@ -88,7 +88,7 @@ class PassRing:
 
     @cached_property
     def time_ns(self) -> Any:
-        """int64 [passes]: end of each pass, by the GPU's clock where it ran there."""
+        """int64 [passes]: end of each pass, by the clock of the device that ran it."""
         return self._ring.time_ns
 
     @cached_property
@@ -108,34 +108,34 @@ class PassRing:
 
     @cached_property
     def tokens(self) -> Any:
-        """int32 [passes, max_batch, max_emitted], garbage past `num_emitted`."""
+        """int32 [passes, max_batch, max_emitted]; undefined past `num_emitted`."""
         return self._ring.tokens
 
     @cached_property
     def logprobs(self) -> Any:
-        """float32 [passes, max_batch, max_emitted], garbage past `num_emitted`."""
+        """float32 [passes, max_batch, max_emitted]; undefined past `num_emitted`."""
         return self._ring.logprobs
 
     def request_stop(self) -> None:
-        """Ends the passes after the one that is running."""
+        """Stops the passes after the current one."""
         self._ring.request_stop()
 
     def wait(self, timeout_s: float) -> StopReason:
-        """Waits, without the interpreter's lock, until passes stop; 0 when the time is over."""
+        """Waits until passes stop, without holding the GIL; returns 0 on a time-out."""
         return StopReason(self._ring.wait(timeout_s))
 
     def collect(
         self, begin: int, end: int, rows: int
     ) -> list[tuple[list[int], list[float], list[int], int, int]]:
-        """What each request got in passes `begin` to `end - 1`.
+        """The results of each request in passes `begin` to `end - 1`.
 
         Args:
             begin, end: record numbers; the ring must still hold them.
-            rows: of the batch, from the first.
+            rows: number of requests, from the first row of the batch.
 
         Returns:
-            For each row its tokens, their log-probs, and the tokens of each pass, up to the one
-            with which it ended; then its finish word, 0 where it goes on, and its status bits.
+            For each row its tokens, their log-probs, and the number of tokens of each pass up to
+            the one in which it finished; then its finish word (0: not finished) and status bits.
 
         Raises:
             ValueError: the ring does not hold these passes, or more rows than it has.
@@ -146,16 +146,16 @@ class PassRing:
 def arm_passes(
     control: Array, ring: PassRing, *, limit: int, ends: int = 1, stream: int | None = None
 ) -> None:
-    """Allows up to `limit` passes, and notes the time.
+    """Allows up to `limit` passes and records the time.
 
-    Takes back an earlier request to stop. The passes armed before must have ended. Of several
-    `ends`, all but the last leave an inert row in passes that go on.
+    Clears an earlier request to stop. The passes that were armed before must have ended. A request
+    that finishes before the passes stop leaves an inert row.
 
     Args:
         control: int32 [8], written.
         ring: pinned where control is on a GPU.
         limit: 1 to `ring.passes`, so that no record is lost before the host reads it.
-        ends: requests, 1 to the ring's rows, with whose end the passes stop.
+        ends: 1 to the ring's rows; the passes stop when so many requests have finished.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -186,20 +186,20 @@ def advance_batch(
 ) -> None:
     """Ends a pass: stores and records what was emitted, and decides whether another may follow.
 
-    Comes after `verify_tree` and `commit_path`. The emitted tokens take the positions up to
-    `context_len[b]`, the last of them being the next pass's root. A request that ended is inert
-    from here on, so that passes may go on without it: `verify_tree` emits nothing more.
+    Runs after `verify_tree` and `commit_path`. The emitted tokens take the positions up to
+    `context_len[b]`; the last of them is the root of the next pass. A request that finished is
+    inert in later passes: `verify_tree` emits nothing for it.
 
     Args:
-        verified: all fields but path and filtered_logprobs; finish is not 0 where a request ended.
-        table: tokens and slot. The tokens are written. The slot of a request that ended becomes -1;
-            where it is negative nothing is taken, and the request has no vote.
+        verified: all fields but path and filtered_logprobs; finish is 0 unless a request finished.
+        table: tokens and slot. The tokens are written. The slot of a request that finished becomes
+            -1. A request with a negative slot is ignored.
         requests: all fields. context_len is already advanced by num_emitted. status: BAD_LENGTH for
             a count outside 0 to E, a slot outside `tokens` or a position outside its row; nothing
             is taken then. last_token and num_new (the tokens taken) are written, remaining is
-            decreased by the tokens taken, 0 where the request ended.
+            decreased by the tokens taken, 0 where the request finished.
         control: int32 [8], updated; see `Control`.
-        ring: takes the record; pinned where the arrays are on a GPU.
+        ring: the record is written to it; pinned where the arrays are on a GPU.
         lookahead: slots past `context_len` that a next pass may write.
         stream: CUDA stream; default is the array library's current one.
 
@@ -208,7 +208,7 @@ def advance_batch(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        A request of ten committed slots emitted 7 and 8, and goes on:
+        A request of ten committed slots emitted 7 and 8 and has not finished:
 
         >>> import numpy as np
         >>> tokens, control = np.zeros((1, 32), np.int32), np.zeros(8, np.int32)

@@ -1,11 +1,11 @@
 """The paged cache of keys, values and features.
 
-Words. A launch has *rows in flight* of several requests, ragged: request b owns rows `row_start[b]`
-to `row_start[b + 1] - 1`; later rows of an array are inert. `context_len[b]` slots of a request are
-committed. A row's *slot* is where its keys lie in the request's sequence: `context_len[b] +
+Terms. A launch has *rows in flight* of several requests: request b owns rows `row_start[b]` to
+`row_start[b + 1] - 1`; later rows of an array are padding. `context_len[b]` slots of a request are
+*committed*. The *slot* of a row is the index of its keys in the request's cache: `context_len[b] +
 slot_base[b] +` its index in the request. Slot s is at page `block_table[b, s // page_size]`, offset
-`s % page_size`; table entries past the last needed slot are never followed. An *in-flight slot*
-is a slot minus `context_len[b]`. A row's *position* is where its token stands in the text.
+`s % page_size`; table entries past the last needed slot are never read. An *in-flight slot* is a
+slot minus `context_len[b]`. The *position* of a row is the index of its token in the text.
 """
 
 from tlt_ext import _C
@@ -111,8 +111,8 @@ def commit_path(
             entries are valid (`verify_tree` writes them).
         num_emitted: int32 [requests].
         features: [num_pages, page_size, dim], any floating dtype, or None.
-        feature_rows: [rows, dim], dtype of features: what the rows in flight recorded; None where
-            features is.
+        feature_rows: [rows, dim], dtype of features: the features of the rows in flight; None if
+            features is None.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -151,14 +151,14 @@ def commit_path(
 def copy_pages(
     cache: Array, source: Array, destination: Array, *, stream: int | None = None
 ) -> None:
-    """Copies whole pages in every layer: a prompt's partial last page, once per sample.
+    """Copies whole pages in every layer, for example a prompt's partial last page to each sample.
 
     Args:
         cache: [num_layers, num_pages, ...] of 3 to 6 axes, float32, float16 or bfloat16; layers and
             pages may be strided, a page is contiguous.
         source: int32 [count], page ids.
-        destination: int32 [count], page ids; none of them also a source. A pair with an id outside
-            the cache is skipped, so lists may be padded with -1.
+        destination: int32 [count], page ids, none of which is also a source. A pair with an id
+            outside the cache is skipped, so lists may be padded with -1.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -187,9 +187,9 @@ def gather_new_rows(
     out: NewRows,
     stream: int | None = None,
 ) -> None:
-    """Gathers what a drafter has to catch up on: features of a position beside the next token.
+    """Gathers the entries that a drafter has yet to write: features of a position, next token.
 
-    Request b's entries are the positions t from `context_len[b] - num_new[b]` to
+    Request b has an entry for each position t from `context_len[b] - num_new[b]` to
     `context_len[b] - 1`; its rows are packed after those of the requests before it.
 
     Args:
@@ -198,8 +198,8 @@ def gather_new_rows(
         rows: all fields but slot_base; M is the most entries of a request. row_start and position,
             int32 [requests * M], are written; position is t, and 0 in rows of no request. status:
             BAD_LENGTH for a count that is negative, above M or above `context_len`, or a token
-            outside `tokens`, and there are no rows then; BAD_PAGE for a page id outside features,
-            BAD_LENGTH for a position past the block table, and that row is 0.
+            outside `tokens`: the request then has no rows. BAD_PAGE for a page id outside
+            features and BAD_LENGTH for a position past the block table: that row is then 0.
         table: tokens and slot.
         num_new: int32 [requests].
         out: written; ids holds the token of position t + 1.

@@ -1,4 +1,4 @@
-"""Small-row layers of a decode step, row-invariant: a row's bits never depend on its neighbours."""
+"""Layers of a decode step, row-invariant: the bits of a row do not depend on other rows."""
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
@@ -21,14 +21,14 @@ def linear_rows(
 
     The order of the sum depends on K alone, so a row has the same bits alone, in a batch and in a
     prefill. The weights are read once for every 64 rows. float32 has the same bits on CPU and GPU.
-    With `norm_weight` it has the bits of `rms_norm` before it, without the array between them; on a
-    GPU that pays while rows and weights are few (`driver/model/target.py`).
+    With `norm_weight` the result has the bits of `rms_norm` followed by this op, without an array
+    in between; on a GPU that is faster for few rows and weights (`driver/model/target.py`).
 
     Args:
         x: [rows, K], float32, float16 or bfloat16; rows may be strided.
         weight: [N, K], dtype of x; rows may be strided.
         out: [rows, N], dtype of x or float32; rows may be strided; must not overlap x.
-        norm_weight: [K], dtype of x; None = x is taken as it is.
+        norm_weight: [K], dtype of x; None = no norm.
         eps: of the norm.
         bias: [N], dtype of x.
         residual: [rows, N], dtype of out; may be out itself.
@@ -68,7 +68,7 @@ def linear_silu_mul(
     pdl: bool = False,
     stream: int | None = None,
 ) -> None:
-    """`silu_mul` of `linear_rows(x)`: their bits, without the array (gate | up) between them.
+    """`silu_mul` of `linear_rows(x)`, with the same bits, without the array (gate | up) in between.
 
     Args:
         x: [rows, K], float32, float16 or bfloat16; rows may be strided.
@@ -170,10 +170,10 @@ def linear_append(
     pdl_tables: bool = False,
     stream: int | None = None,
 ) -> None:
-    """`append_kv` of `linear_rows(x)`: their bits, without the array (q | k | v) between them.
+    """`append_kv` of `linear_rows(x)`, with the same bits, without the array (q | k | v).
 
-    On a GPU rows are taken 16 at a time, so with many rows, or large weights, the ops one by one
-    are faster; 16-bit rows must start at and span multiples of 16 bytes there.
+    A GPU processes 16 rows at a time, so with many rows or large weights the two ops are faster;
+    16-bit rows must start at and span multiples of 16 bytes there.
 
     Args:
         x: [rows, K], float32, float16 or bfloat16; rows may be strided.
@@ -198,7 +198,7 @@ def linear_append(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        The row of `append_kv`'s example, unturned (cosines 1, sines 0):
+        The row of the example of `append_kv`, without rotation (cosines 1, sines 0):
 
         >>> import numpy as np
         >>> x, weight = np.float32([[3, 4]]), np.ones((3 * 8, 2), np.float32)

@@ -1,4 +1,4 @@
-"""The model-free drafter: what followed the same tokens before."""
+"""The model-free drafter: continuations of earlier occurrences of the last tokens."""
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
@@ -20,19 +20,20 @@ def ngram_propose(
     keep_unmatched: bool = False,
     stream: int | None = None,
 ) -> None:
-    """Drafts a tree of what followed the request's last tokens elsewhere in its group.
+    """Drafts a tree of the tokens that followed the request's last tokens elsewhere in its group.
 
-    The token table is the index: nothing is built or kept between calls. A *match* is a place in a
-    sequence of the group whose tokens, counted back from it, equal the request's last `min_ngram`
-    or more, and which has a token after it; its length is how many agree, `max_ngram` at most. The
-    32 best matches are followed: longest first, then the earlier sequence in `group_slots`, then
-    the later place. A match of n tokens counts 4^(n - 1).
+    The token table is the index: nothing is built or kept between calls. A *match* is a position in
+    a sequence of the group at which the last `min_ngram` or more tokens equal those of the request,
+    and which is not the end of the sequence. Its length is the number of equal tokens, at most
+    `max_ngram`. The 32 best matches are used: longest first, then the earlier sequence in
+    `group_slots`, then the later position. A match of n tokens has weight 4^(n - 1).
 
-    What follows the matches forms a trie; a node's count is the sum over the matches that pass
-    through it. Children of a node are the best `top_k` by log count + the target's noise (T = 0: by
-    count; ties: lower id), and per level the `top_k` best nodes by score are kept (ties: parent
-    order, then rank order). A child's score is its parent's plus log(count / (total + 1)), where
-    total is the count of all its siblings with it. A negative token ends a continuation.
+    The continuations of the matches form a trie; the count of a node is the sum of the weights of
+    the matches that pass through it. The children of a node are the best `top_k` by log count + the
+    target's noise (T = 0: by count; ties: lower id). Per level the `top_k` best nodes by score are
+    kept (ties: parent order, then rank order). The score of a child is that of its parent plus
+    log(count / (total + 1)), where total is the count of all children of the parent. A negative
+    token ends a continuation.
 
     Args:
         table: all fields. Rows of tokens are read 16 bytes at once where L is a multiple of 4. G at
@@ -40,15 +41,15 @@ def ngram_propose(
         nodes: written; C at least 1 + depth * min(top_k, 32).
         sampling: temperature and request.
         context_len: [B] int32, position of the root, which is the request's last known token.
-        status: [B] int32, bits are ORed in. BAD_LENGTH: a slot or length outside the store; that
-            sequence is left out, and a request whose own is so is inert.
+        status: [B] int32, bits are ORed in. BAD_LENGTH: a slot or length outside the table; that
+            sequence is left out, and the request is inert if it is its own.
         seed: the run's seed.
         depth: levels, 1 to 16.
-        top_k: nodes kept per level, 1 to 128 (of which 32 can be).
+        top_k: nodes kept per level, 1 to 128 (there are at most 32).
         max_ngram: longest suffix that is compared, 1 to 8.
         min_ngram: shortest match that counts, 1 to max_ngram.
-        keep_unmatched: leave a request without a match, or inert, the nodes that another drafter
-            gave it; else it gets its root alone, or count 0.
+        keep_unmatched: keep the nodes in the store (of another drafter) for a request that has no
+            match or is inert. False: it gets only its root, or count 0 if it is inert.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -56,7 +57,7 @@ def ngram_propose(
         ValueError: a device, layout, shape or value is wrong.
 
     Example:
-        The request's 2, 3 was followed by 4 in the other sequence: below the root, 3, comes 4.
+        In the other sequence 4 followed 2, 3: the child of the root 3 is 4.
 
         >>> import numpy as np
         >>> token, parent, depth = np.zeros((3, 1, 2), np.int32)

@@ -1,4 +1,4 @@
-"""Draft trees: grow a node store level by level, then keep the nodes worth verifying."""
+"""Draft trees: expand a node store level by level, then select the nodes to verify."""
 
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
@@ -6,7 +6,7 @@ from tlt_ext.groups import Frontier, Nodes, Sampling, Tree
 
 
 def tree_capacity(depth: int, top_k: int) -> int:
-    """How many nodes a store needs for `depth` levels of `top_k` kept nodes.
+    """Capacity of a node store for `depth` levels of `top_k` kept nodes.
 
     Example:
         >>> tree_capacity(3, 2)   # root, 2 children, then twice 2 * 2
@@ -19,7 +19,7 @@ def expand_tree(
     draft_logits: Array,
     nodes: Nodes,
     frontier: Frontier,
-    next: Frontier,
+    next_frontier: Frontier,
     sampling: Sampling,
     *,
     root_position: Array,
@@ -31,32 +31,33 @@ def expand_tree(
     score_temperature: float = 0.0,
     stream: int | None = None,
 ) -> None:
-    """Appends the best children of every frontier node and picks the next frontier among them.
+    """Appends the best children of every frontier node and selects the next frontier among them.
 
-    Children are the top K of `draft logit / T + noise`, where the noise is the one the target will
-    use for that token at that position (T = 0: by logit), so a good draft often proposes the very
-    token the target samples. Ties go to the lower target id. A child's score is its parent's plus
+    Children are the top K of `draft logit / T + noise`. The noise is that of the target for the
+    token at that position (T = 0: by logit), so a good draft often contains the token that the
+    target samples. Ties go to the lower target id. The score of a child is that of its parent plus
     its log-softmax over the draft vocabulary.
 
     Args:
         draft_logits: [B * F, Vd], float32, float16 or bfloat16; row b * F + f belongs to
             frontier.node[b, f]; rows may be strided.
-        nodes: new nodes go behind the count, in the order of the frontier, then of their ranks.
-        frontier: node and ancestors, those of `next` of the level before.
-        next: of width K, written: the K new nodes of highest cumulative score (ties: lower index).
+        nodes: new nodes are appended, in frontier order, then in rank order.
+        frontier: node and ancestors; `next_frontier` of the previous level.
+        next_frontier: of width K, written: the K new nodes of highest score (ties: lower index).
             ancestors: those of the parent, then the parent's own slot, `slot_base + f`; none in the
             first level.
         sampling: temperature and request.
         root_position: [B] int32, absolute position of the root.
         status: [B] int32. NAN_DRAFT: a NaN or +inf logit (never a child); BAD_TOKEN: a d2t entry
-            outside the vocabulary (never a child); BAD_TREE: a frontier entry that is no node of
-            depth 0 to 15 (inert); BAD_LENGTH: nodes.count + F * K is outside 1..C (request inert).
+            outside the vocabulary (never a child); BAD_TREE: a frontier entry that is not a node
+            of depth 0 to 15 (inert); BAD_LENGTH: nodes.count + F * K is not in 1 .. C (request
+            inert).
         seed: the run's seed.
         vocab_size: the target's true vocabulary; without d2t, columns from there on are not read.
         slot_base: in-flight drafter slot of frontier row 0.
         d2t: [Vd] int32, target id of each draft id; None = the same ids.
         score_temperature: 0: score by log-softmax(draft logits / T); else by log-softmax of
-            (draft logit / T + noise) / score_temperature, which ranks by what the noise favours.
+            (draft logit / T + noise) / score_temperature, which includes the noise in the rank.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -70,9 +71,9 @@ def expand_tree(
         >>> token, parent, depth = np.int32([[[5, 0, 0]], [[-1, 0, 0]], [[0, 0, 0]]])
         >>> score, count = np.zeros((1, 3), np.float32), np.int32([1])
         >>> node, row = np.zeros((2, 1, 2), np.int32)
-        >>> next = Frontier(node, row, ancestors=np.zeros((1, 2, 16), np.uint8))
+        >>> chosen = Frontier(node, row, ancestors=np.zeros((1, 2, 16), np.uint8))
         >>> expand_tree(np.float32([[1, 3, 2]]), Nodes(token, parent, score, depth, count),
-        ...             Frontier(np.int32([[0]])), next,
+        ...             Frontier(np.int32([[0]])), chosen,
         ...             Sampling(temperature=np.float32([0]), request=np.int64([0])),
         ...             root_position=np.int32([4]), status=np.zeros(1, np.int32), seed=0,
         ...             vocab_size=3)
@@ -87,7 +88,7 @@ def expand_tree(
         draft_logits,
         nodes,
         frontier,
-        next,
+        next_frontier,
         sampling,
         root_position,
         status,
@@ -113,10 +114,11 @@ def select_nodes(
 ) -> None:
     """Keeps the root and the best `num_verify - 1` connected nodes, as packed rows for the target.
 
-    Nodes are taken by (score descending, index ascending), each only after its parent; since scores
-    fall along a path that is the best connected tree. Of siblings with one token the first taken
-    counts. Nodes with a NaN score, a parent that is not an earlier node, or a depth that is not its
-    parent's plus one are left out. Rows are ordered by (depth, index), so parents come first.
+    Nodes are taken by (score descending, index ascending), each only after its parent. As scores
+    fall along a path, that is the best connected tree. Of siblings with the same token only the
+    first is taken. Nodes with a NaN score, a parent that is not an earlier node, or a depth that is
+    not that of the parent plus one are left out. Rows are ordered by (depth, index), so parents
+    come first.
 
     Args:
         nodes: a count of 0 (or past C) gives the request no rows.

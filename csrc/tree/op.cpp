@@ -39,7 +39,7 @@ void require_capacity(const char* op, int64_t capacity, int64_t needed) {
 }
 
 void expand_tree(const Tensor& draft_logits, const NodesArgs& nodes, const ExpandFrontier& frontier,
-                 const FrontierArgs& next, const DraftSampling& sampling,
+                 const FrontierArgs& next_frontier, const DraftSampling& sampling,
                  const Tensor& root_position, const Tensor& status, uint64_t seed,
                  int64_t vocab_size, int64_t slot_base, const Tensor& d2t, double score_temperature,
                  uintptr_t stream) {
@@ -48,18 +48,20 @@ void expand_tree(const Tensor& draft_logits, const NodesArgs& nodes, const Expan
   logits_arg.is(kFloating).dense_last().shape({kAny, kAny});
   check_arrays(op, draft_logits,
                {{"frontier.node", frontier.node, DType::kInt32, {kAny, kAny}},
-                {"next.node", next.node, DType::kInt32, {kAny, kAny}}});
-  const int64_t B = frontier.node.shape[0], F = frontier.node.shape[1], K = next.node.shape[1];
+                {"next_frontier.node", next_frontier.node, DType::kInt32, {kAny, kAny}}});
+  const int64_t B = frontier.node.shape[0], F = frontier.node.shape[1],
+                K = next_frontier.node.shape[1];
   const int64_t draft_vocab = draft_logits.shape[1];
   const NodeStore store = check_nodes(op, draft_logits, B, nodes);
-  check_arrays(op, draft_logits,
-               {{"next.node", next.node, DType::kInt32, {B, K}},
-                {"next.row", next.row, DType::kInt32, {B, K}},
-                {"next.ancestors", next.ancestors, DType::kUInt8, {B, K, kMaxDepth}},
-                {"temperature", sampling.temperature, DType::kFloat32, {B}},
-                {"request", sampling.request, DType::kInt64, {B}},
-                {"root_position", root_position, DType::kInt32, {B}},
-                {"status", status, DType::kInt32, {B}}});
+  check_arrays(
+      op, draft_logits,
+      {{"next_frontier.node", next_frontier.node, DType::kInt32, {B, K}},
+       {"next_frontier.row", next_frontier.row, DType::kInt32, {B, K}},
+       {"next_frontier.ancestors", next_frontier.ancestors, DType::kUInt8, {B, K, kMaxDepth}},
+       {"temperature", sampling.temperature, DType::kFloat32, {B}},
+       {"request", sampling.request, DType::kInt64, {B}},
+       {"root_position", root_position, DType::kInt32, {B}},
+       {"status", status, DType::kInt32, {B}}});
   if (d2t.defined()) {
     check_arrays(op, draft_logits, {{"d2t", d2t, DType::kInt32, {draft_vocab}}});
   }
@@ -68,7 +70,7 @@ void expand_tree(const Tensor& draft_logits, const NodesArgs& nodes, const Expan
                  {{"frontier.ancestors", frontier.ancestors, DType::kUInt8, {B, F, kMaxDepth}}});
   }
   logits_arg.shape({B * F, kAny});
-  require_range(op, "top_k (second axis of next.node)", K, 1, kMaxTopK);
+  require_range(op, "top_k (second axis of next_frontier.node)", K, 1, kMaxTopK);
   require(slot_base >= 0 && slot_base + F <= kMaxDraftSlots, op,
           "slot_base: expected drafter slots 0 to 255, got " + std::to_string(slot_base) + " to " +
               std::to_string(slot_base + F - 1));
@@ -82,9 +84,9 @@ void expand_tree(const Tensor& draft_logits, const NodesArgs& nodes, const Expan
   const ExpandTreeParams params{draft_logits.data,
                                 frontier.node.ptr<int32_t>(),
                                 store,
-                                next.node.ptr<int32_t>(),
-                                next.row.ptr<int32_t>(),
-                                next.ancestors.ptr<uint8_t>(),
+                                next_frontier.node.ptr<int32_t>(),
+                                next_frontier.row.ptr<int32_t>(),
+                                next_frontier.ancestors.ptr<uint8_t>(),
                                 sampling.temperature.ptr<float>(),
                                 sampling.request.ptr<int64_t>(),
                                 root_position.ptr<int32_t>(),

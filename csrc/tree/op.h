@@ -29,7 +29,7 @@ void require_capacity(const char* op, int64_t capacity, int64_t needed);
 using ExpandFrontier = Part<FrontierArgs, &FrontierArgs::node, &FrontierArgs::ancestors>;
 using DraftSampling = Part<SamplingArgs, &SamplingArgs::temperature, &SamplingArgs::request>;
 void expand_tree(const Tensor& draft_logits, const NodesArgs& nodes, const ExpandFrontier& frontier,
-                 const FrontierArgs& next, const DraftSampling& sampling,
+                 const FrontierArgs& next_frontier, const DraftSampling& sampling,
                  const Tensor& root_position, const Tensor& status, uint64_t seed,
                  int64_t vocab_size, int64_t slot_base, const Tensor& d2t, double score_temperature,
                  uintptr_t stream);

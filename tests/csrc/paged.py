@@ -1,4 +1,4 @@
-"""Batches of ragged requests over a paged cache, hostile wherever an op must not look."""
+"""Batches of ragged requests over a paged cache, with invalid values where no op may read."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ GARBAGE = [-1, 2**31 - 1, -(2**31), 10**6]  # table entries past a request's end
 
 @dataclasses.dataclass
 class Batch:
-    """What the paged ops share; `extra` pages belong to no request."""
+    """The arrays that the paged ops share."""
 
     row_start: torch.Tensor
     context_len: torch.Tensor
@@ -31,7 +31,7 @@ class Batch:
 def make_batch(
     contexts: list[int], rows: list[int], page_size: int, *, seed: int = 0, spare_slots: int = 0
 ) -> Batch:
-    """Requests on shuffled pages; tables hold garbage past the slots that are needed."""
+    """Requests on shuffled pages; tables hold invalid ids past the last needed slot."""
     needed = [-(-(c + r + spare_slots) // page_size) for c, r in zip(contexts, rows, strict=True)]
     num_pages = sum(needed) + 3
     pages = torch.randperm(num_pages, generator=kit.generator(seed)).tolist()

@@ -1,4 +1,4 @@
-"""Tree attention equals its reference, reads only what it must, and is invariant bit for bit."""
+"""Tree attention equals its reference, reads only the keys it needs, and is row-invariant."""
 
 from bisect import bisect_left
 
@@ -136,7 +136,7 @@ def test_v_cache_may_have_other_strides_than_k_cache(ops):
     assert kit.same_bits(attend(ops, case, v_cache=v)[0], attend(ops, case)[0])
 
 
-def path_case(context, length, slots, *, rows, neighbours, dtype, seed=3):
+def path_case(context, length, slots, *, rows, others, dtype, seed=3):
     """A path of keys of one text, its tail in flight at `slots` among rejected siblings.
 
     Of `length` keys the first `context` are committed; key context + i lies at in-flight slot
@@ -144,12 +144,12 @@ def path_case(context, length, slots, *, rows, neighbours, dtype, seed=3):
     """
     kv_heads, head_dim = 2, 64
     page_size = 5 if dtype == torch.float32 else 16
-    contexts, counts = [context, *([11] * neighbours)], [rows, *([3] * neighbours)]
+    contexts, counts = [context, *([11] * others)], [rows, *([3] * others)]
     case = make_case(
         contexts, counts, page_size=page_size, heads=(6, kv_heads), head_dim=head_dim,
-        dtype=dtype, seed=100 * seed + rows + neighbours,
+        dtype=dtype, seed=100 * seed + rows + others,
     )  # fmt: skip
-    batch = make_batch(contexts, counts, page_size, seed=100 * seed + rows + neighbours)
+    batch = make_batch(contexts, counts, page_size, seed=100 * seed + rows + others)
     assert torch.equal(batch.block_table, case["block_table"])
     for i, name in enumerate(("k_cache", "v_cache")):
         text = kit.randn(length, kv_heads, head_dim, seed=seed + i, dtype=dtype)
@@ -166,8 +166,8 @@ def path_case(context, length, slots, *, rows, neighbours, dtype, seed=3):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 31, 32, 33, 34, 48, 63, 64, 65, 97, 129, 200])
 def test_a_row_depends_on_its_keys_in_position_order_alone(ops, length, dtype):
-    """Permuted slots, rejected siblings between, other committed lengths and other neighbours."""
-    alone, row = path_case(length - 1, length, [0], rows=1, neighbours=0, dtype=dtype)
+    """Permuted slots, rejected siblings, other committed lengths and other requests in the batch."""
+    alone, row = path_case(length - 1, length, [0], rows=1, others=0, dtype=dtype)
     out, lse, status = attend(ops, alone, ancestors=None)  # plain decoding of one row
     assert not status.any()
     expected = out[row], lse[row]
@@ -176,7 +176,7 @@ def test_a_row_depends_on_its_keys_in_position_order_alone(ops, length, dtype):
         for rows in {in_flight, in_flight + 5, 128}:
             slots = torch.randperm(rows, generator=draw)[:in_flight].sort().values.tolist()
             case, row = path_case(
-                length - in_flight, length, slots, rows=rows, neighbours=in_flight % 3, dtype=dtype
+                length - in_flight, length, slots, rows=rows, others=in_flight % 3, dtype=dtype
             )
             out, lse, status = attend(ops, case)
             assert not status.any()

@@ -288,7 +288,7 @@ def test_bad_pages_of_a_long_context_are_reported(where, share, shape):
 
 @pytest.mark.parametrize("length", [300, 3000])
 def test_a_bad_page_hurts_one_of_many_requests_that_are_merged(length):
-    """Eight rows a block of the merge: of few partials, read side by side."""
+    """Eight rows per merge block; with few partials, those of several rows are read together."""
     lengths = [length, 17, length + 1, 3, length - 16, 129, 0, length]
     case = make_case(lengths, [16] * 8, SHAPES["32/8x128"])
     expected, expected_lse, _ = attend(case, share=False)

@@ -1,4 +1,4 @@
-"""A drafter's input rows: the right token beside the right hidden state, both normed."""
+"""The input rows of a drafter: the right token and the right hidden state, both normed."""
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def test_draft_inputs_row_equals_a_batch_of_one(ops):
 
 @pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1, -(2**31)])
 def test_an_id_outside_the_vocabulary_is_zeros(ops, bad):
-    """Fault 22's kind: what the device alone knows is bounded before it becomes an address."""
+    """Like fault 22: values that only the device knows are checked before they become addresses."""
     case = entries_case([3, bad, 5])
     ops.draft_inputs(**case)
     assert (case["out"][1, :24] == 0).all()

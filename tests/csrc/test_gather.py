@@ -1,4 +1,4 @@
-"""What a drafter catches up on: features of a position beside the next token, packed."""
+"""The entries that a drafter has yet to write: features of a position and the next token."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def check_gather(ops, case):
     contexts = zip(case["context_len"].tolist(), counts, strict=True)
     assert case["first"].tolist() == [context - count for context, count in contexts]
     assert kit.same_bits(case["new_features"][:total], rows)
-    assert case["new_features"][total:].isnan().all()  # nobody's rows stay as they were
+    assert case["new_features"][total:].isnan().all()  # padding rows keep their values
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -90,7 +90,7 @@ def test_gather_new_rows_of_all_and_of_none(ops):
 
 
 def test_gather_new_rows_leaves_inert_requests_alone(ops):
-    """Fault 26: a padded request has no rows, whatever its words say."""
+    """Fault 26: a padded request has no rows, whatever its fields hold."""
     case = gather_case([9, 9, 9], [4, 2, 3], most=4, slots=[0, -1, 2])
     case["num_new"][1], case["context_len"][1] = 2**31 - 1, -5
     case["block_table"][1] = 2**31 - 1

@@ -78,7 +78,7 @@ class Bigram:
             array.zero_()
         self.remaining.copy_(torch.tensor(limits))
         self.granted.fill_(LENGTH)
-        self.slot.copy_(torch.arange(self.batch))  # who has ended lost its own
+        self.slot.copy_(torch.arange(self.batch))  # a finished request has slot -1
         self.request.copy_(torch.arange(self.batch) + 1000 * seed)
         self.last_token.copy_(torch.arange(self.batch) + seed)
 

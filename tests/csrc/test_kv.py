@@ -1,4 +1,4 @@
-"""The paged cache: rows land where they belong, paths are kept, nothing else is touched."""
+"""The paged cache: rows are written to their slots, paths are kept, nothing else changes."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def check_append(ops, case):
     assert not case["status"].any()
     kit.assert_close(case["q_out"], q)
     for cache, expected in ((case["k_cache"], k_expected), (case["v_cache"], v_expected)):
-        assert torch.equal(cache.isnan(), expected.isnan())  # written where wanted, nowhere else
+        assert torch.equal(cache.isnan(), expected.isnan())  # written in the right slots only
         kit.assert_close(cache.nan_to_num(), expected.nan_to_num())
 
 
@@ -233,7 +233,7 @@ def test_append_kv_checks_its_arguments(changes, error, match):
 
 
 def commit_case(contexts, rows, paths, *, page_size=5, dtype=torch.float32, layers=3, seed=0):
-    """A pass's rows at their slots; memory that belongs to nobody holds NaN."""
+    """The rows of a pass at their slots; unused memory holds NaN."""
     batch = make_batch(contexts, rows, page_size, seed=seed)
     shape = (layers, batch.num_pages, page_size, 2, 8)
     caches = [torch.full(shape, NAN, dtype=dtype) for _ in range(2)]

@@ -11,11 +11,11 @@ from tests.grouping import flat
 from tlt_ext import Nodes, Rows, Sampling, Status, TokenTable, Tree, VerifyOutput
 
 SEED, REQUEST = 2**40 + 7, 2**61 + 2**33 + 5
-HUGE = 2**31 - 1  # stands in memory that must not be read
+HUGE = 2**31 - 1  # in memory that must not be read
 
 
 class Case:
-    """Texts in a store, and requests that look at them: `Case(texts, [(own, group), ...])`."""
+    """Texts in a table, and the requests that search them: `Case(texts, [(own, group), ...])`."""
 
     def __init__(self, texts, requests, *, max_len=None, temperature=0.0):
         longest = max([len(text) for text in texts], default=1)
@@ -90,7 +90,7 @@ def tokens_of(tree):
 
 
 def first(ops, texts, own=0, group=None, **options):
-    """The tokens proposed to one request that looks at every text."""
+    """The tokens proposed to one request that searches all texts."""
     case = Case(texts, [(own, list(range(len(texts))) if group is None else group)])
     return tokens_of(case.propose(ops, **options)[0])
 
@@ -239,7 +239,7 @@ def test_without_a_match_another_s_nodes_stay(ops):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("min_ngram", [1, 3, 6])
-def test_matched_requests_get_the_same_tree_whoever_drafted_before(ops, min_ngram, temperature):
+def test_matched_requests_get_the_same_tree_after_any_drafter(ops, min_ngram, temperature):
     matched = 0
     for step in range(8):
         case = random_case(3, 40, step, temperature, batch=6)
@@ -337,7 +337,7 @@ def test_bad_slots_and_lengths_are_left_out(ops):
 
 @pytest.mark.sanitize
 def test_tokens_past_a_length_are_not_read(ops):
-    """The row goes on with what would match and follow, and so do the rows around it."""
+    """The tokens behind it would match and continue, and so would those of the rows around it."""
     texts = [[5, 1, 2, 3, 1, 2, 9], [1, 2, 7, 1, 2, 8, 1], [2, 6, 1, 2, 4, 2, 1]]
     case = Case(texts, [(0, [0, 1])])
     case.context_len[0], case.length[1] = 2, 2

@@ -1,4 +1,4 @@
-"""The end of a pass: tokens into the store and the ring, lengths, and whether passes go on."""
+"""The end of a pass: tokens in the table and the ring, lengths, and whether passes continue."""
 
 import threading
 
@@ -11,7 +11,7 @@ from tests import kit, reference
 from tests.grouping import flat
 from tlt_ext import Control, PassRing, Status, StopReason
 
-NOBODY = -77  # what no op may write over
+NOBODY = -77  # must not be overwritten
 
 
 def ints(*values):
@@ -99,7 +99,7 @@ def test_advance_batch_stores_and_records(ops, counts):
 
 
 def test_advance_batch_leaves_inert_rows_alone(ops):
-    """Fault 26: rows of a bucket that belong to nobody have no token, no vote and no record."""
+    """Fault 26: padding rows of a bucket store no token, stop no pass and have no record."""
     case = pass_case(make_ring(ops), [2, 3, 0, 1], slots=[4, -1, -1, 0], finish=[0, 1, 2, 0])
     case["granted"][1] = 0
     case["emitted"][1] = NOBODY
@@ -145,7 +145,7 @@ def test_advance_batch_says_why_passes_stop(ops, change, reason):
 
 @pytest.mark.parametrize("ends", [1, 2, 3])
 def test_passes_go_on_until_several_requests_have_ended(ops, ends):
-    """Three of five requests end, one in each pass; who has ended is inert and keeps its record."""
+    """Three of five requests finish, one per pass; a finished one is inert and keeps its record."""
     ring, control = make_ring(ops, max_batch=5), torch.zeros(8, dtype=torch.int32)
     ops.arm_passes(control, ring, limit=8, ends=ends)
     case = pass_case(ring, [1, 2, 3, 2, 1]) | {"control": control}
@@ -157,7 +157,7 @@ def test_passes_go_on_until_several_requests_have_ended(ops, ends):
         case["remaining"] = torch.full((5,), 100, dtype=torch.int32)
         alive = [b for b, slot in enumerate(case["slot"].tolist()) if slot >= 0]
         check_pass(ops, case)
-        case["status"][leaving] |= Status.BAD_LENGTH  # of rows that belong to nobody by now
+        case["status"][leaving] |= Status.BAD_LENGTH  # of rows that are inert by now
         for b in alive:
             tokens[b] += emitted_rows(case)[b]
         assert control[Control.ENDED] == index + 1
