@@ -118,7 +118,7 @@ def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
-    """Asserts that integer draws follow `probs`; the seeds are fixed, so the result never varies."""
+    """Asserts that integer draws follow `probs`; the seeds are fixed, so the result is, too."""
     counts = torch.bincount(tokens.flatten().long(), minlength=len(probs))
     assert len(counts) == len(probs), f"an id past the distribution: {len(counts) - 1}"
     assert chi_square_p(counts, probs) > 1e-3, f"{counts.tolist()}, expected {len(tokens) * probs}"

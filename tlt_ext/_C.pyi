@@ -247,7 +247,7 @@ def expand_tree(
     draft_logits: Array | None,
     nodes: tuple[Array | None, ...],
     frontier: tuple[Array | None, ...],
-    next: tuple[Array | None, ...],
+    next_frontier: tuple[Array | None, ...],
     sampling: tuple[Array | None, ...],
     root_position: Array | None,
     status: Array | None,

@@ -166,7 +166,7 @@ def path_case(context, length, slots, *, rows, others, dtype, seed=3):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 31, 32, 33, 34, 48, 63, 64, 65, 97, 129, 200])
 def test_a_row_depends_on_its_keys_in_position_order_alone(ops, length, dtype):
-    """Permuted slots, rejected siblings, other committed lengths and other requests in the batch."""
+    """Permuted slots, rejected siblings, other committed lengths and other requests beside it."""
     alone, row = path_case(length - 1, length, [0], rows=1, others=0, dtype=dtype)
     out, lse, status = attend(ops, alone, ancestors=None)  # plain decoding of one row
     assert not status.any()
