@@ -17,11 +17,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 GRACE_S = 30  # for a rank to stop after SIGTERM, as torchrun gives
 
-_context = multiprocessing.get_context("forkserver")
+# A CUDA build of torch crashes in a fork of a process that has imported it.
+_context = multiprocessing.get_context("forkserver" if torch.version.cuda is None else "spawn")
 _context.set_forkserver_preload(["driver.train", "driver.records.plots", __name__])
 
 

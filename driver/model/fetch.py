@@ -226,6 +226,9 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
+    # Versions of transformers read the special tokens of the file differently.
+    end = tokenizer.convert_ids_to_tokens(SMOLLM2_CONFIG["eos_token_id"])
+    tokenizer.eos_token = tokenizer.pad_token = end
     tokenizer.model_max_length = model.config.max_position_embeddings
     model = model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
