@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .common.errors import UserError
-from .common.storage import storage_errors
+from .common.storage import storage_errors, user_path
 from .config.fields import read_options
 from .config.load import Config, load_config
 from .config.options import ExportOptions
@@ -197,7 +197,7 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"{name}: missing; write {name}=FOLDER")
     if Strategy.parse(options.strategy).drafting is not LEARNED:
         raise UserError(f"strategy={options.strategy}: must be learned:depth,top_k,num_verify")
-    checkpoint, out = Path(options.drafter).expanduser(), Path(options.out).expanduser()
+    checkpoint, out = user_path(options.drafter), user_path(options.out)
     check_out(out)
     saved = drafter_state(checkpoint)
     if saved is None or not saved["version"]:

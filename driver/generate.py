@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from .common.errors import UserError
+from .common.storage import user_path
 from .config.fields import read_options
 from .config.load import load_config
 from .config.options import GenerateOptions
@@ -71,7 +71,7 @@ class Generator:
             options.temperature, options.top_k, options.top_p, options.max_new_tokens, spec.eos_ids
         )
         longest = min(len(self.ids) + options.max_new_tokens, spec.max_position)
-        state = drafter_state(Path(options.model).expanduser())
+        state = drafter_state(user_path(options.model))
         if state is not None:
             weights = state["drafter"]
             config = replace(

@@ -82,6 +82,22 @@ class FolderLock:
         self.close()
 
 
+def user_path(text: str) -> Path:
+    """A path that a user wrote, with `~` for the home directory.
+
+    Raises:
+        UserError: there is no such home directory.
+
+    Example:
+        >>> user_path("runs/tiny")
+        PosixPath('runs/tiny')
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # no HOME and no entry of the user, or no such user
+        raise UserError(f"{text}: no home directory is known; write the whole path") from None
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces a file whole: after a crash it holds the old text or the new.
 

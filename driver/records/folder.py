@@ -16,7 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from ..common.errors import UserError, after_error
-from ..common.storage import FolderLock, storage_errors, write_text
+from ..common.storage import FolderLock, storage_errors, user_path, write_text
 from ..config.load import Config, load_config, to_yaml
 from ..config.sections import RunConfig
 from . import checkpoint as run_checkpoint
@@ -337,7 +337,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _choose(run: RunConfig, preset: str) -> Path:
     """The run's folder: the named one, or the preset's name, numbered."""
-    root, stem = Path(run.root).expanduser(), Path(preset).stem
+    root, stem = user_path(run.root), Path(preset).stem
     if run.name:
         path = root / run.name
         if run.resume and not (path / "config.yaml").exists():
@@ -386,7 +386,7 @@ def _check_same(config: Config, saved: Path) -> None:
 
 
 def _is_same_place(before: str, now: str) -> bool:
-    return Path(before).expanduser().resolve() == Path(now).expanduser().resolve()
+    return user_path(before).resolve() == user_path(now).resolve()
 
 
 def _set_back(path: Path, last_step: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ..common.errors import UserError, after_error
 from ..common.memory import memory_metrics
 from ..common.stop import StopRequest
+from ..common.storage import user_path
 from ..common.world import World
 from ..config.load import Config
 from ..config.strategy import OFF
@@ -480,7 +481,7 @@ def _write_model(
 
 def _went_before(config: Config, world: World) -> bool:
     """Whether torchrun restarts a run that got as far as its folder."""
-    folder = Path(config.run.root).expanduser() / (config.run.name or Path(config.preset).stem)
+    folder = user_path(config.run.root) / (config.run.name or Path(config.preset).stem)
     return world.restarts() > 0 and (folder / "config.yaml").exists()
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..common.deterministic import deterministic
 from ..common.errors import UserError
+from ..common.storage import user_path
 from ..config.load import Config
 from ..config.strategy import OFF, parse_strategies
 from ..drafter.trainer import SpotTrainer
@@ -81,7 +82,7 @@ def warm_folder(config: Config) -> Path:
     parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
     key = json.dumps([PROCEDURE, parts, config.run.seed], sort_keys=True).encode()
     digest = hashlib.blake2b(key, digest_size=4).hexdigest()
-    root = Path(config.run.root).expanduser()
+    root = user_path(config.run.root)
     return root / "warm" / f"{Path(config.preset).stem}-{digest}"
 
 
@@ -109,7 +110,7 @@ def fingerprints(folder: Path) -> dict[str, str]:
 def begun_from(config: Config) -> dict[str, str]:
     """The fingerprints of the warm start that a run of these settings begins from."""
     found = latest_checkpoint(warm_folder(config)) if config.warmup.keep else None
-    return fingerprints(found.path if found else Path(config.model.path).expanduser())
+    return fingerprints(found.path if found else user_path(config.model.path))
 
 
 def told(folder: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..common.errors import UserError
+from ..common.storage import user_path
 from .answers import MARK, equal_answers, final_answer
 from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, generator, prompt_id
 
@@ -48,7 +49,7 @@ class JsonlTask(Task):
     def __init__(self, path: str, shots: int = 4) -> None:
         if not path:
             raise UserError("task.path: empty; task.name=jsonl wants task.path=FILE.jsonl")
-        place = Path(path).expanduser()
+        place = user_path(path)
         if place.is_dir():
             train, held = read_jsonl(place / "train.jsonl"), read_jsonl(place / "test.jsonl")
         else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError
+from ..common.storage import user_path
 from .base import Prompt, Split, Task, prompt_id
 
 
@@ -68,7 +69,7 @@ def own_task(name: str) -> OwnTask:
     place, _, kind = name.rpartition(":")
     try:
         if place.endswith(".py"):
-            path = Path(place).expanduser().resolve()
+            path = user_path(place).resolve()
             if str(path.parent) not in sys.path:  # reward workers import it again by its name
                 sys.path.insert(0, str(path.parent))
             place = path.stem
