@@ -213,7 +213,7 @@ def main(argv: Sequence[str]) -> None:
     state, target = saved["drafter"], read_json(checkpoint / CONFIG)
     middle, size = len(state["midlayer.mlp.gate_proj.weight"]), len(state["d2t"])
     shape = DraftSpec.of(spec, middle, size)
-    layers = run.drafter.feature_layers or default_feature_layers(spec.num_layers)
+    layers = default_feature_layers(spec.num_layers)
     config = drafter_config(shape, target, layers, getattr(torch, run.model.dtype))
     write_drafter(out, state, config)
     rows = _Bench(options, run, checkpoint, (state, read_drafter(out, spec))).measure()

@@ -73,15 +73,8 @@ class Generator:
         longest = min(len(self.ids) + options.max_new_tokens, spec.max_position)
         state = drafter_state(user_path(options.model))
         if state is not None:
-            weights = state["drafter"]
-            config = replace(
-                config,
-                drafter=replace(
-                    config.drafter,
-                    draft_vocab=len(weights["d2t"]),
-                    intermediate_size=len(weights["midlayer.mlp.gate_proj.weight"]),
-                ),
-            )
+            size = len(state["drafter"]["d2t"])
+            config = replace(config, drafter=replace(config.drafter, draft_vocab=size))
         self.rollout: Rollout = build_rollout(config, spec, policy.state_dict(), longest)
         adopt_drafter(self.rollout.spot, state, _report)
 

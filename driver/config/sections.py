@@ -160,11 +160,16 @@ class TaskConfig(Section):
         "jsonl: the file, one object with question and answer per line; reasoning_gym: the name of"
         " the data set",
     )
-    digits: int = setting(2, "addition, multiplication: digits of each operand", low=1, high=18)
     shots: int = setting(
         4, "addition, multiplication, jsonl: worked examples before the question", low=0
     )
-    difficulty: int = setting(1, "sums, puzzles: size of the numbers", low=1, high=16)
+    difficulty: int = setting(
+        1,
+        "size of the numbers: puzzles, addition, multiplication: at most one digit more; sums: at"
+        " most two digits more",
+        low=1,
+        high=16,
+    )
     chat_template: str = setting(
         "auto",
         "prompts are a user's message in the tokenizer's chat template; auto: where it has one and"
@@ -306,20 +311,9 @@ class DrafterConfig(Section):
 
     prefix: ClassVar[str] = "drafter."
     draft_vocab: int = setting(0, "tokens that it drafts; 0: the whole vocabulary", low=0)
-    intermediate_size: int = setting(0, "width of its MLP; 0: the target's", low=0)
     unroll: int = setting(3, "steps unrolled in training", low=1, high=16)
     loss: str = setting("soft_ce", "training loss", words=("soft_ce", "kl", "tv", "hybrid"))
     lr: float = setting(2e-3, "learning rate of its warm-up", above=0)
-    feature_layers: list[int] = setting(
-        [], "three target layers whose outputs it reads; empty: low, middle, high", low=0
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.feature_layers) not in (0, 3):
-            raise UserError(
-                f"drafter.feature_layers: must be three layers or none, got {self.feature_layers}"
-            )
 
 
 @dataclass(frozen=True)

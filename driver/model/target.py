@@ -134,7 +134,7 @@ class TargetModel:
         for layer in self.feature_layers:
             if not 0 <= layer < spec.num_layers:
                 raise UserError(
-                    f"drafter.feature_layers: wanted layers 0 to {spec.num_layers - 1}, got {layer}"
+                    f"feature_layers: must be layers 0 to {spec.num_layers - 1}, got {layer}"
                 )
         self.workspace = Workspace(self.device)
         self._named: dict[str, Tensor] = {}

@@ -319,7 +319,6 @@ def build_parts(
         device=device,
         dtype=dtype,
         max_rows=max_rows(engine, arms),
-        feature_layers=config.drafter.feature_layers,
     )
     num_pages = engine.num_pages or auto_pages(engine, arms, longest)
     try:
@@ -338,7 +337,7 @@ def build_parts(
         ) from error
     if not engine.needs_drafter:
         return Parts(target, cache, None, None)
-    shape = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
+    shape = DraftSpec.of(spec, draft_vocab=config.drafter.draft_vocab)
     drafter = build_drafter(shape, target, config.run.seed, on_card=config.run.device != "cpu")
     runner = DraftRunner(shape, target, cache, config.run.seed)
     return Parts(target, cache, drafter, runner)

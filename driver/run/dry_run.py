@@ -248,7 +248,7 @@ def step_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -
         "update_weights": 2 * numbers * size / limits.bytes_per_s,
     }
     if config.engine.needs_drafter and config.spot.mode != "off":
-        draft = DraftSpec.of(spec, config.drafter.intermediate_size, config.drafter.draft_vocab)
+        draft = DraftSpec.of(spec, draft_vocab=config.drafter.draft_vocab)
         width = 5 * spec.hidden_size + 3 * draft.intermediate_size + draft.draft_vocab
         seen = config.spot.final_steps * config.spot.tokens_per_step * config.drafter.unroll
         out["update_drafter"] = 6 * seen * spec.hidden_size * width / limits.flops_per_s

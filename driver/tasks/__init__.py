@@ -24,7 +24,6 @@ def make_task(
     name: str,
     *,
     path: str = "",
-    digits: int = 2,
     shots: int = 4,
     difficulty: int = 1,
     chat_template: str = "auto",
@@ -34,10 +33,9 @@ def make_task(
     Args:
         name: one of `TASK_NAMES`, or a task of your own: `module:Class` or `path/to/file.py:Class`.
         path: jsonl: the file with question/answer lines; reasoning_gym: the name of the data set.
-        digits: addition, multiplication: digits of each operand.
         shots: addition, multiplication, jsonl: worked examples before the question.
-        difficulty: sums: the start has this many digits and two more; puzzles: the terms of sums
-            have one more.
+        difficulty: sums: the start has this many digits and two more; puzzles, addition,
+            multiplication: the terms have one more.
         chat_template: ignored; see `driver.model.prompts.PromptEncoder`.
 
     Returns:
@@ -66,7 +64,7 @@ def make_task(
     if name in ("addition", "multiplication"):
         from .fewshot import FewShotTask
 
-        return FewShotTask(name, digits, shots)
+        return FewShotTask(name, difficulty + 1, shots)
     if name == "jsonl":
         from .jsonl import JsonlTask
 

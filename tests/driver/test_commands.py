@@ -111,8 +111,6 @@ def test_a_start_that_fails_late_frees_its_name(capsys, monkeypatch, root):
     for _ in range(2):  # the second would find the name taken
         line = fails(capsys, monkeypatch, train.main, *words, "engine.num_pages=1")
         assert "engine.num_pages=1" in line
-        line = fails(capsys, monkeypatch, train.main, *words, "drafter.feature_layers=[0,1,9]")
-        assert "drafter.feature_layers" in line
     assert not (root / "a").exists()
 
 

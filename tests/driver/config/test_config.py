@@ -47,7 +47,7 @@ def test_lists_with_and_without_brackets():
     mapped = load_config(words).bandit.fixed()
     assert list(map(str, mapped.values())) == ["learned:8,4,32", "ngram:4,1,5"]
     assert list(mapped) == [4, 16]
-    assert load_config(["drafter.feature_layers=[]"]).drafter.feature_layers == []
+    assert load_config(["bandit.buckets=[ 3 ]"]).bandit.buckets == [3]
 
 
 def test_config_is_frozen():
@@ -163,7 +163,7 @@ def test_keys_of_an_earlier_version_are_named_and_ignored(tmp_path):
         (["bandit.buckets=[4,2]"], r"^bandit.buckets: must be rising sizes"),
         (["bandit.buckets=[1,x]"], r"^bandit.buckets\[1\]: must be an integer, got 'x'$"),
         (["bandit.buckets=[0,1]"], r"^bandit.buckets: must be at least 1, got 0"),
-        (["drafter.feature_layers=[1,2]"], r"^drafter.feature_layers: must be three layers"),
+        (["bandit.buckets=[]"], r"^bandit.buckets: must be rising sizes, got \[\]"),
         (["engine.strategies=off,learned:8,4"], r"^engine.strategies: strategy 'learned:8,4'"),
         (["engine.strategies=ngram:4,1,5"], r"^engine.strategies: 'off' is missing"),
         (["engine.strategies="], r"^engine.strategies: 'off' is missing"),

@@ -318,7 +318,7 @@ def test_a_tied_head_and_rope_frequencies_may_be_there(llama):
 
 def test_limits_are_refused_by_name(llama):
     spec, weights = load_checkpoint(llama[1])
-    with pytest.raises(UserError, match="drafter.feature_layers: wanted layers 0 to 3, got 4"):
+    with pytest.raises(UserError, match="feature_layers: must be layers 0 to 3, got 4"):
         load(llama[1], feature_layers=(0, 1, 4))
     with pytest.raises(UserError, match=r"shape \[97, 48\], config.json makes it \[98, 48\]"):
         TargetModel(dataclasses.replace(spec, vocab_size=98), weights)

@@ -14,6 +14,7 @@ from driver.common.errors import UserError
 from driver.config.sections import TaskConfig
 from driver.tasks import Prompt, make_task
 from driver.tasks.answers import final_answer
+from driver.tasks.fewshot import FewShotTask
 from driver.tasks.jsonl import read_jsonl
 from driver.tasks.sums import SLIP_RATE
 
@@ -21,9 +22,9 @@ GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 GENERATED = [
     ("sums", {}),
     ("sums", {"difficulty": 3}),
-    ("addition", {"digits": 1}),
-    ("addition", {"digits": 2, "shots": 0}),
-    ("multiplication", {"digits": 2}),
+    ("addition", {"difficulty": 2}),
+    ("addition", {"shots": 0}),
+    ("multiplication", {}),
 ]
 
 
@@ -158,12 +159,12 @@ def test_sums_reward(response, reward):
     ],
 )
 def test_few_shot_reward(response, reward):
-    task = make_task("addition", digits=1)
+    task = FewShotTask("addition", digits=1)
     assert task.reward(Prompt("0", "3+4=", "7"), response) == reward
 
 
 def test_few_shot_reward_of_zero():
-    task = make_task("multiplication", digits=1)
+    task = FewShotTask("multiplication", digits=1)
     prompt = Prompt("0", "0*4=", "0")
     assert task.reward(prompt, "0") == task.reward(prompt, "-0") == 1
     assert task.reward(prompt, "40") == 0
@@ -171,7 +172,7 @@ def test_few_shot_reward_of_zero():
 
 @pytest.mark.parametrize(("digits", "low", "high"), [(1, 0, 9), (3, 100, 999)])
 def test_few_shot_form(digits, low, high):
-    task = make_task("multiplication", digits=digits, shots=5)
+    task = FewShotTask("multiplication", digits=digits, shots=5)
     for index in range(100):
         *shots, last = task.prompt("eval", index).text.split("\n")
         assert len(shots) == 5
