@@ -73,12 +73,16 @@ def _run(name: str, argv: Sequence[str]) -> None:
             signal.signal(number, _quit)
     if name != "report":  # it has a parser of its own
         from .config.help import help_text
+        from .config.load import Config
         from .config.options import check_words
+        from .tasks import check_task_name
 
         if HELP & set(argv):
             sys.stdout.write(help_text(name, argv) + "\n")
             return
-        check_words(name, argv)
+        settings = check_words(name, argv)
+        if isinstance(settings, Config):
+            check_task_name(settings.task.name)
     command = importlib.import_module(f".{name}", __package__).main
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -132,22 +132,24 @@ OPTIONS: dict[str, type[Section]] = {
 DRY_RUN = "--dry-run"
 
 
-def check_words(command: str, argv: Sequence[str]) -> None:
+def check_words(command: str, argv: Sequence[str]) -> Config | Section:
     """Refuses the words that a command would refuse; imports nothing heavy.
 
     Args:
         command: train, warm, generate, identity or export.
         argv: its words.
 
+    Returns:
+        The settings of a run, or the options of another command.
+
     Raises:
         UserError: one line that names the key.
     """
     if command in OPTIONS:
-        read_options(OPTIONS[command], argv)
-    elif command == "train" and DRY_RUN in argv:
-        read_dry_run(argv)
-    else:
-        load_config(argv)
+        return read_options(OPTIONS[command], argv)
+    if command == "train" and DRY_RUN in argv:
+        return read_dry_run(argv)[1]
+    return load_config(argv)
 
 
 def read_dry_run(argv: Sequence[str]) -> tuple[DryRunOptions, Config]:

@@ -7,7 +7,7 @@ import difflib
 from ..common.errors import UserError
 from .base import Prompt, Split, Task
 
-__all__ = ["TASK_NAMES", "Prompt", "Split", "Task", "make_task"]
+__all__ = ["TASK_NAMES", "Prompt", "Split", "Task", "check_task_name", "make_task"]
 
 TASK_NAMES = (
     "sums",
@@ -48,6 +48,7 @@ def make_task(
         >>> make_task("sums").name
         'sums'
     """
+    check_task_name(name)
     # Each import stays in its branch: a task's dependencies load only with it.
     if name == "sums":
         from .sums import SumsTask
@@ -73,10 +74,22 @@ def make_task(
         from .reasoning_gym import ReasoningGymTask
 
         return ReasoningGymTask(path)
-    if ":" in name:
-        from .own import own_task
+    from .own import own_task
 
-        return own_task(name)
-    near = difflib.get_close_matches(name, TASK_NAMES, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"task.name={name}: unknown task; {hint}there are {', '.join(TASK_NAMES)}")
+    return own_task(name)
+
+
+def check_task_name(name: str) -> None:
+    """Refuses a name that `make_task` would refuse; imports no task.
+
+    Args:
+        name: of `task.name`.
+
+    Raises:
+        UserError: it is neither in `TASK_NAMES` nor a task of the user.
+    """
+    if name not in TASK_NAMES and ":" not in name:
+        near = difflib.get_close_matches(name, TASK_NAMES, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        names = ", ".join(TASK_NAMES)
+        raise UserError(f"task.name={name}: unknown task; {hint}there are {names}")

@@ -36,6 +36,7 @@ LIGHT = f"""
         ("export -h", 0, "usage: tlt export"),
         ("train run.stesp=3", 2, "error: run.stesp: unknown key; did you mean run.steps?"),
         ("train --dry-run run.steps=x", 2, "error: run.steps: must be an integer, got 'x'"),
+        ("train task.name=sum", 2, "error: task.name=sum: unknown task; did you mean sums?"),
         ("warm preset=tinny", 2, "error: preset=tinny: unknown; did you mean tiny?"),
         ("generate temperature=hot", 2, "error: temperature: must be a number, got 'hot'"),
         ("trian", 2, "error: trian: unknown command; choose one of train, generate"),
