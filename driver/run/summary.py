@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ..common.memory import CARD_MEMORY, peak_memory_gb
-from ..records import plots
 from ..records.folder import RunFolder, read_jsonl
 from ..records.phases import PHASES, StepTimes
 from .run import Run
@@ -89,6 +88,8 @@ def _percentile(values: list[int], share: int) -> float | None:
 
 def write_plots(run: Run) -> None:
     """The figures of the run folder."""
+    from ..records import plots  # here: matplotlib takes half a second to import
+
     records = read_jsonl(_folder(run).path / "metrics.jsonl")
     folder = _folder(run).plots
     plots.plot_rewards(records, folder / "reward.png")

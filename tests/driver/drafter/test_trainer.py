@@ -500,11 +500,11 @@ def test_the_thread_rests_between_steps_and_a_stop_interrupts_the_rest():
     thread.stop()
     assert events[:6] == ["step", "settled"] * 3
     count, begin = len(events), time.perf_counter()
-    thread.start(None, duty=1e-4)  # would rest for 100 s
+    thread.start(None, duty=1e-6)  # would rest for 10,000 s
     while len(events) == count:
         time.sleep(0.001)
     thread.stop()
-    assert time.perf_counter() - begin < 20 and not thread.running
+    assert time.perf_counter() - begin < 300 and not thread.running
 
 
 def test_overlapped_training_learns_swaps_and_leaves_torch_s_threads(parts):

@@ -300,6 +300,6 @@ Scheduler.adopt = dies
 
 
 def test_a_receiver_that_dies_is_named(tmp_path):
-    words = (*STAGGERED, "spot.rebalance=2", "run.timeout_s=8")
+    words = (*STAGGERED, "spot.rebalance=2", "run.timeout_s=15")
     code, log = launch(tmp_path, 2, *words, script=TAIL + DIES)
     assert code != 0 and "rank 1 (in gen)" in log, log[-3000:]

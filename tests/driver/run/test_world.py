@@ -295,7 +295,7 @@ KILLED = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
 )
 def test_a_lost_rank_is_named_with_its_phase(tmp_path, start, where, how, phase):
     script = DIES.format(where=where, how=how, drawn=3)
-    words = ["run.timeout_s=8", "run.checkpoint_every=1"]
+    words = ["run.timeout_s=15", "run.checkpoint_every=1"]
     code, log = start(tmp_path, 2, *words, script=script)
     assert code != 0
     assert f"rank 1 (in {phase})" in log, log[-3000:]
@@ -333,7 +333,7 @@ def test_a_rank_that_hangs_behind_its_rollout_is_named(
     tmp_path, ranks, slow, hangs, gathers, named
 ):
     script = STEP_HANGS.format(slow=slow, hangs=hangs, gathers=gathers)
-    code, log = launch(tmp_path, ranks, "run.timeout_s=8", script=script)
+    code, log = launch(tmp_path, ranks, "run.timeout_s=15", script=script)
     assert code != 0 and named in log, log[-3000:]
     assert "a rank that had come" not in log
 
