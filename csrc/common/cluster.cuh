@@ -1,12 +1,12 @@
-// The blocks of a cluster (sm_90): how they meet, and read each other's shared memory. What only
-// some kernels need in pieces; `Team` has the whole.
+// The blocks of a cluster (sm_90): the halves of the cluster barrier, and reads of another block's
+// shared memory. Most kernels use `Team`, which wraps both.
 #pragma once
 
 #include "common/cuda.h"
 
 namespace tlt {
 
-// Says that all that this thread wrote may be read. Every thread of every block that has not ended
+// Publishes this thread's writes to the cluster. Every thread of every block that has not exited
 // arrives, then waits.
 __device__ __forceinline__ void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
@@ -14,7 +14,7 @@ __device__ __forceinline__ void arrive_at_cluster() {
 #endif
 }
 
-// The same of a thread that has only read.
+// The same for a thread that has only read.
 __device__ __forceinline__ void arrive_after_reads() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -27,7 +27,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 #endif
 }
 
-// Where a block has what is at `shared` in this one.
+// The cluster address, in block `rank`, of the variable at `shared` in this block.
 __device__ __forceinline__ uint32_t remote_address(const void* shared, int rank) {
   uint32_t address = 0;
 #if __CUDA_ARCH__ >= 900
@@ -38,7 +38,7 @@ __device__ __forceinline__ uint32_t remote_address(const void* shared, int rank)
   return address;
 }
 
-// Two floats that some block has there.
+// Two floats at a cluster address.
 __device__ __forceinline__ float2 read_remote(uint32_t address) {
   float2 value{};
 #if __CUDA_ARCH__ >= 900

@@ -21,7 +21,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
 
 inline cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-// Makes the tensor's device current for the length of a launch.
+// Makes the tensor's device current while the guard lives.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -48,14 +48,14 @@ struct KernelShape {
   int64_t blocks;
   int threads;
   int shared_bytes = 0;
-  unsigned cluster = 1;  // more on sm_90 alone
-  unsigned rows = 1;     // of blocks: the grid's second axis
-  unsigned layers = 1;   // of rows: its third
+  unsigned cluster = 1;  // blocks of a cluster; above 1 only on sm_90
+  unsigned rows = 1;     // the grid's second axis
+  unsigned layers = 1;   // the grid's third axis
 };
 
-constexpr int64_t kGridAxis = 65535;  // of the second and third axes of a grid, at most
+constexpr int64_t kGridAxis = 65535;  // maximum of the second and third axes of a grid
 
-// Refuses what has no room there.
+// Rejects a count that exceeds such an axis.
 inline unsigned grid_axis(const char* op, const char* what, int64_t count) {
   if (count > kGridAxis) {
     throw std::invalid_argument(std::string(op) + ": expected at most " +
@@ -65,8 +65,8 @@ inline unsigned grid_axis(const char* op, const char* what, int64_t count) {
   return static_cast<unsigned>(count);
 }
 
-// What is known of a kernel, by (kernel, device, cluster, bytes of shared memory), for every place
-// that asks: -1 at first, then what `f` makes of what was known.
+// A cached property of a kernel, by (kernel, device, cluster, bytes of shared memory), one cache
+// for each call site. The value is -1 at first; `f` maps the old value to the new one.
 template <typename F>
 int recall(const char* op, const void* kernel, unsigned cluster, int shared_bytes, F&& f) {
   static std::mutex mutex;
@@ -79,8 +79,8 @@ int recall(const char* op, const void* kernel, unsigned cluster, int shared_byte
 }
 
 // Whether the code that runs on the current card is of sm_90 or later: clusters, tensor copies,
-// programmatic dependent launch. Asked of the code and not of the card, which also runs what was
-// compiled for older ones. So a Hopper card tests the code for sm_80:
+// programmatic dependent launch. It depends on the code and not on the card, because a card also
+// runs code compiled for older ones. So a Hopper card can test the code for sm_80:
 //   TLT_CUDA_ARCHS=80-virtual pip install -e . && pytest -m gpu tests/csrc
 template <typename... Params>
 bool has_hopper_code(const char* op, void (*kernel)(Params...)) {
@@ -92,7 +92,8 @@ bool has_hopper_code(const char* op, void (*kernel)(Params...)) {
   });
 }
 
-// Lets a kernel have dynamic shared memory, from then on: graphs hold launches that have more.
+// Raises a kernel's limit of dynamic shared memory. It never lowers it, because captured graphs may
+// hold launches that need more.
 template <typename... Params>
 void allow_shared(const char* op, void (*kernel)(Params...), int bytes) {
   recall(op, reinterpret_cast<const void*>(kernel), 0, 0, [&](int most) {
@@ -103,7 +104,8 @@ void allow_shared(const char* op, void (*kernel)(Params...), int bytes) {
   });
 }
 
-// One split of the cache of a layer's kernels: another would wait until an SM is empty.
+// Gives all kernels of a layer the same split of L1 and shared memory: a kernel with another split
+// waits until an SM is empty.
 template <typename... Params>
 void prefer_shared(const char* op, void (*kernel)(Params...)) {
   recall(op, reinterpret_cast<const void*>(kernel), 0, 0, [&](int known) {
@@ -148,9 +150,9 @@ struct LaunchConfig {
   LaunchConfig(const LaunchConfig&) = delete;
 };
 
-// Launches a kernel. `pdl` (programmatic dependent launch, sm_90): it may begin before the previous
-// kernel on the stream ends, and waits itself (wait_for_prior_grid) before it uses what that wrote.
-// Every block of such a kernel must wait, so that its own end means the end of all before it.
+// Launches a kernel. `pdl` (programmatic dependent launch, sm_90): the kernel may start before the
+// previous kernel on the stream ends, and calls wait_for_prior_grid before it uses that kernel's
+// results. Every block of it must wait, so that its end implies the end of all earlier kernels.
 template <typename... Params, typename... Args>
 void launch_kernel(const char* op, void (*kernel)(Params...), const KernelShape& shape,
                    cudaStream_t stream, bool pdl, const Args&... args) {

@@ -32,14 +32,14 @@ __device__ __forceinline__ __nv_bfloat16 as_storage<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
-// Waits for `kThreads` threads, whole warps, at barrier `kId`, to which all of them come at one
-// place of the code. Barrier 0 is that of __syncthreads.
+// Waits for `kThreads` threads, whole warps, at barrier `kId`. All of them must execute the same
+// call. __syncthreads uses barrier 0.
 template <int kId, int kThreads>
 __device__ __forceinline__ void sync_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
-// The same of threads that come to it at different places.
+// The same, for threads that execute different calls.
 template <int kId, int kThreads>
 __device__ __forceinline__ void meet_threads() {
   asm volatile("barrier.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
@@ -62,7 +62,7 @@ __device__ __forceinline__ float warp_max_all(float v) {
   return v;
 }
 
-// Many blocks may report on one request; most of them nothing.
+// Many blocks may report on one request; most of them report nothing.
 __device__ __forceinline__ void report_on_device(const Sequences& s, int64_t request,
                                                  int32_t bits) {
   if (bits != kStatusOk) atomicOr(&s.status[request], bits);

@@ -6,7 +6,7 @@
 
 namespace tlt {
 
-// Where the arrays lie on a GPU: run `cuda()` if this build has it, else say how to get it.
+// For arrays on a GPU: runs `cuda()`, or throws if this build has no CUDA kernels.
 template <typename Cpu, typename Cuda>
 void dispatch_device(const char* op, const Tensor& tensor, Cpu&& cpu,
                      [[maybe_unused]] Cuda&& cuda) {

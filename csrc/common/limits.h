@@ -9,6 +9,6 @@ constexpr int kMaxTopK = 128;                  // children of a node
 constexpr int kMaxTreeRows = 128;              // rows of a request in a verify pass, root included
 constexpr int kMaxDraftSlots = 256;  // rows of a drafter in flight; ancestor lists hold bytes
 constexpr int kMaxHeadDim = 256;
-constexpr double kMinScoreTemperature = 1e-6;  // besides 0
+constexpr double kMinScoreTemperature = 1e-6;  // 0 is allowed too
 
 }  // namespace tlt

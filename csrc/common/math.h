@@ -15,7 +15,7 @@
 
 namespace tlt {
 
-// Of integers that are not negative.
+// For integers of 0 or more.
 template <typename N, typename By>
 TLT_HD N ceil_div(N n, By by) {
   return (n + by - 1) / by;

@@ -13,7 +13,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes to shared memory, past L1; zeros (and no read) where not `valid`.
+// Copies 16 bytes to shared memory, past L1. Writes zeros and reads nothing if not `valid`.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -22,7 +22,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, boo
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 
-// Waits until at most kPending of this thread's newest groups are still under way.
+// Waits until at most kPending of this thread's newest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "r"(address));
 }
 
-// Puts such matrices, four or two, into shared memory, transposed (sm_90).
+// Stores four or two such matrices to shared memory, transposed (sm_90).
 __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b,
                                                           uint32_t c, uint32_t d) {
   asm volatile(
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
                : "memory");
 }
 
-// 16 bytes of shared memory.
+// Loads 16 bytes of shared memory.
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -120,12 +120,12 @@ __device__ __forceinline__ uint32_t pack(float2 v) {
   return pack_pair<T>(v.x, v.y);
 }
 
-// The 128 bytes around an address to L2: a hint, right whoever still writes them.
+// Prefetches the 128 bytes around an address into L2: a hint, correct even while they are written.
 __device__ __forceinline__ void prefetch_line(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// On sm_90 a launch may let the next one start early, and wait for the one before it.
+// Programmatic dependent launch (sm_90): lets the next kernel start, or waits for the previous one.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -4,8 +4,8 @@
 //   key     = the run's 64-bit seed
 //   counter = (id >> 2, position, low 32 bits of request, high 30 bits of request | domain << 30)
 //   word    = id & 3
-// so four neighbouring token ids share one evaluation. Never a function of the batch row, the
-// bucket or how often it was called: that is what makes speculation exact token by token.
+// so four neighbouring token ids share one evaluation. The noise never depends on the batch row,
+// the bucket or the number of calls: that makes speculation exact token by token.
 #pragma once
 
 #include "common/math.h"
@@ -53,7 +53,7 @@ TLT_HD void philox_round(Philox4& c, uint32_t k0, uint32_t k1) {
   c = {{high1 ^ c.word[1] ^ k0, low1, high0 ^ c.word[3] ^ k1, low0}};
 }
 
-constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;  // that a round adds to the key
+constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;  // each round adds them to the key
 
 TLT_HD Philox4 philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                       uint32_t k1) {
@@ -62,7 +62,7 @@ TLT_HD Philox4 philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32
   return c;
 }
 
-// The keys of all rounds. Made on the host, they cost a kernel no instruction.
+// The keys of all rounds, computed on the host to save instructions in the kernel.
 struct RoundKeys {
   uint32_t word[10][2];
 };
@@ -102,22 +102,22 @@ TLT_HD float uniform_open(uint32_t word) {
   return mul_rn(add_rn(static_cast<float>(word >> 9), 0.5f), 0x1p-23f);
 }
 
-// Below this a temperature means greedy: 1/T and any sane logit / T stay finite above it.
+// A temperature below this means greedy sampling. Above it, 1/T and logit / T stay finite.
 constexpr float kMinTemperature = 1e-6f;
 constexpr float kMinInverse = 1e-30f;
 
 TLT_HD bool is_greedy(float temperature) { return !(temperature >= kMinTemperature); }
 
-// What logits are multiplied by: 1/T, or 1 where sampling is greedy. Never 0, so that a logit of
-// -inf stays -inf at an infinite temperature, where all others tie.
+// The factor of the logits: 1/T, or 1 for greedy sampling. It is never 0, so that a logit of -inf
+// stays -inf at an infinite temperature, where all others tie.
 TLT_HD float inverse_temperature(float temperature) {
   if (is_greedy(temperature)) return 1.0f;
   const float inverse = 1.0f / temperature;
   return inverse > kMinInverse ? inverse : kMinInverse;
 }
 
-// The one score that everything ranks by. A row with temperature 0 uses inv_temperature 1 and no
-// noise.
+// The score by which every kernel ranks tokens. A row with temperature 0 uses inv_temperature 1 and
+// no noise.
 TLT_HD float keyed_score(float logit, float inv_temperature, float noise) {
   return add_rn(mul_rn(logit, inv_temperature), noise);
 }

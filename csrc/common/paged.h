@@ -1,8 +1,8 @@
-// Where the rows in flight and their keys live: ragged rows over a paged cache. The words (slot,
-// position, in flight) are those of `tlt_ext/kv.py`.
+// The rows in flight and their keys: ragged rows over a paged cache. `tlt_ext/kv.py` defines the
+// terms (slot, position, in flight).
 //
-// Lengths, tables and positions are known to the device only, so everything read from them passes
-// through `rows_of` and `locate`, which bound every value before it becomes an address.
+// Only the device knows lengths, tables and positions. So every value read from them passes through
+// `rows_of` and `locate`, which check its bounds before it becomes an address.
 #pragma once
 
 #include "common/groups.h"
@@ -22,7 +22,7 @@ struct Place {
   int64_t page, offset;
 };
 
-// The requests of a launch: which rows are theirs and which pages hold their slots.
+// The requests of a launch: their rows, and the pages that hold their slots.
 struct Sequences {
   const int32_t* row_start;    // [num_requests + 1]
   const int32_t* context_len;  // [num_requests], committed slots
@@ -40,14 +40,15 @@ TLT_HD bool rows_of(const Sequences& s, int64_t request, int64_t* begin, int64_t
   return 0 <= *begin && *begin <= *end && *end <= s.num_rows;
 }
 
-// Slot of a request's first row of this launch; a negative length gives one that `locate` refuses.
+// Slot of a request's first row of this launch. A negative length gives a slot that `locate`
+// rejects.
 TLT_HD int64_t first_slot(const Sequences& s, int64_t request) {
   const int64_t base = s.slot_base == nullptr ? 0 : s.slot_base[request];
   const int64_t context = s.context_len[request];
   return context < 0 || base < 0 ? INT64_MIN / 2 : context + base;
 }
 
-// Finds a slot's page. Returns a status bit, kStatusOk where `place` is good.
+// Finds a slot's page. Returns a status bit: kStatusOk if `place` is valid.
 TLT_HD int32_t locate(const Sequences& s, int64_t request, int64_t slot, Place* place) {
   if (slot < 0 || slot >= s.max_pages * s.page_size) return kStatusBadLength;
   const int64_t page = s.block_table[request * s.table_stride + slot / s.page_size];

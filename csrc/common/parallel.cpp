@@ -18,7 +18,7 @@
 namespace tlt {
 namespace {
 
-constexpr int64_t kMinWorkPerThread = 100'000;  // about 30 us: what waking a thread is worth
+constexpr int64_t kMinWorkPerThread = 100'000;  // about 30 us: less is not worth waking a thread
 constexpr int kMaxThreads = 1024;
 
 int available_cores() {
@@ -32,7 +32,7 @@ int available_cores() {
 // Workers wait for a job number to change, take chunks from a shared counter and report back.
 class Pool {
  public:
-  // Keeps the workers that could be started: a container may limit processes or memory.
+  // Keeps the workers that started: a container may limit processes or memory.
   explicit Pool(int workers) {
     threads_.reserve(workers);
     try {
@@ -159,7 +159,7 @@ void set_num_threads(int count) {
     throw std::invalid_argument("set_num_threads: count: expected 0 to " +
                                 std::to_string(kMaxThreads) + ", got " + std::to_string(count));
   }
-  std::shared_ptr<Pool> previous = get_pool();  // its workers end with its last user
+  std::shared_ptr<Pool> previous = get_pool();  // its last user stops its workers
   std::lock_guard<std::mutex> lock(shared().mutex);
   const int wanted = count == 0 ? available_cores() : count;
   if (wanted == shared().thread_count) return;

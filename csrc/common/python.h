@@ -1,5 +1,5 @@
-// DLPack at the Python border: any array with `__dlpack__` converts to `tlt::Tensor` in a binding.
-// None becomes an undefined tensor, for arguments that may be null.
+// DLPack conversion in the bindings: any array with `__dlpack__` converts to `tlt::Tensor`. None
+// becomes an undefined tensor, for arguments that may be null.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -58,8 +58,8 @@ struct type_caster<tlt::Tensor> {
   }
 
  private:
-  // Stream -1 asks the exporter not to synchronise, which a graph capture would not survive. Torch
-  // tensors take its own export function, a tenth of the cost of the protocol's Python wrapper.
+  // Stream -1 requests no synchronisation, which would invalidate a graph capture. Torch tensors
+  // use torch's export function, at a tenth of the cost of the protocol's Python wrapper.
   static object export_dlpack(handle source) {
     const Torch& torch = find_torch();
     if (torch.to_dlpack != nullptr && PyType_IsSubtype(Py_TYPE(source.ptr()), torch.tensor_type)) {
@@ -99,7 +99,7 @@ struct type_caster<tlt::Tensor> {
   object capsule_;  // keeps the export alive for the length of the call
 };
 
-// A group of arrays, from the named tuple of its name. Fields that the op does not read stay
+// A group of arrays, from the named tuple with its name. Fields that the op does not read stay
 // undefined.
 template <typename G>
 struct type_caster<G, enable_if_t<std::is_base_of_v<tlt::Group, G>>> {

@@ -1,5 +1,5 @@
-// NVTX ranges of the launchers, `tlt/<part>/<step>`: about 0.1 us where no tool is attached. The
-// headers come with the CUDA toolkit; a build without it or without them has no ranges.
+// NVTX ranges of the launchers, `tlt/<part>/<step>`: about 0.1 us each if no tool is attached. The
+// headers come with the CUDA toolkit; a build without them has no ranges.
 #pragma once
 
 #if defined(TLT_WITH_CUDA) && __has_include(<nvtx3/nvToolsExt.h>)

@@ -1,5 +1,5 @@
-// One build, every machine: a hot function marked TLT_SIMD is compiled for three x86 levels and the
-// best is chosen when the module loads. Functions it calls in its loops must be always_inline.
+// A function marked TLT_SIMD is compiled for three x86 levels, and the best one for the machine is
+// chosen when the module loads. Functions that it calls in loops must be always_inline.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

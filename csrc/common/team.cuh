@@ -14,7 +14,7 @@ namespace tlt {
 
 constexpr int kMaxTeam = kPortableCluster;
 
-// Order of floats as order of integers; -0 equals +0.
+// Maps floats to integers of the same order; -0 equals +0.
 __device__ __forceinline__ uint32_t ascending(float x) {
   const uint32_t bits = as_bits(add_rn(x, 0.0f));
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
@@ -24,7 +24,7 @@ __device__ __forceinline__ float from_ascending(uint32_t key) {
   return as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
 }
 
-// Highest first, then the lower id: the largest of these words wins.
+// The largest word has the highest score; of equal scores, the lowest id.
 __device__ __forceinline__ uint64_t rank_key(float score, uint32_t id) {
   return static_cast<uint64_t>(ascending(score)) << 32 | ~id;
 }
@@ -104,11 +104,11 @@ class Team {
   __device__ int thread() const { return rank_ * kThreads + threadIdx.x; }
   __device__ int threads() const { return size_ * kThreads; }
 
-  // Each warp leaves its part with all blocks, kMaxTeam at most, ahead of one barrier, and folds
-  // those of all warps.
+  // Each warp writes its part to all blocks (at most kMaxTeam), waits at one barrier, and folds the
+  // parts of all warps.
   template <typename V, typename Op>
   __device__ V reduce(V v, V identity, Op op) {
-    __shared__ V of_warp[2][kMaxTeam * kWarps];  // used in turn: read one barrier ahead of a write
+    __shared__ V of_warp[2][kMaxTeam * kWarps];  // alternate: read one barrier ahead of a write
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     v = warp_reduce(v, op);
     if (lane < size_) remote(of_warp[turn_], lane)[rank_ * kWarps + warp] = v;
@@ -138,7 +138,7 @@ struct TeamShape {
   int64_t items;
   int threads;  // of a block
   int shared_bytes;
-  unsigned team;  // blocks an item where the card has clusters, else 1
+  unsigned team;  // blocks of an item if the card has clusters, else 1
   bool pdl;       // see launch_kernel
 
   template <typename... Params>
@@ -148,15 +148,15 @@ struct TeamShape {
   }
 };
 
-// Launches one team an item.
+// Launches one team for each item.
 template <typename... Params>
 void launch_teams(const char* op, void (*kernel)(Params...), const TeamShape& shape,
                   cudaStream_t stream, const Params&... params) {
   launch_kernel(op, kernel, shape.of(op, kernel), stream, shape.pdl, params...);
 }
 
-// How many teams of a kernel the current card runs at once. Clusters do not fit everywhere: a card
-// of 132 multiprocessors may hold 15 clusters of 8, and one of few multiprocessors none of 16.
+// Number of teams of a kernel that run on the current card at once. Clusters do not fit everywhere:
+// a card of 132 multiprocessors may hold 15 clusters of 8, and a small card none of 16.
 template <typename... Params>
 int64_t max_active_teams(const char* op, void (*kernel)(Params...), const TeamShape& shape) {
   const auto* of = reinterpret_cast<const void*>(kernel);
@@ -167,7 +167,7 @@ int64_t max_active_teams(const char* op, void (*kernel)(Params...), const TeamSh
     const cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, kernel, &launch.config);
     if (error == cudaErrorInvalidClusterSize ||
         (error != cudaSuccess && shape.team > kPortableCluster)) {
-      cudaGetLastError();  // not of this card
+      cudaGetLastError();  // clears the error: the card does not support this cluster size
       return 0;
     }
     check_cuda(error, op);

@@ -40,7 +40,7 @@ const char* name_of(DType dtype) {
     case DType::kOther:
       break;
   }
-  return "None";  // no array: those of other dtypes are refused where they are read
+  return "None";  // no array: unsupported dtypes are rejected when an array is imported
 }
 
 int64_t bytes_of(DType dtype) {
@@ -77,8 +77,8 @@ std::string device_name(DLDevice device) {
   return "device type " + std::to_string(device.device_type);
 }
 
-// Whether no two elements share an address, as those of a broadcast array do, and no axis runs
-// backwards. Axes may lie in memory in any order.
+// Whether no two elements share an address (as in a broadcast array) and no stride is negative.
+// Axes may lie in memory in any order.
 bool has_separate_elements(const Tensor& tensor) {
   std::array<std::pair<int64_t, int64_t>, kMaxDims> axes;  // (stride, extent)
   int count = 0;
@@ -137,7 +137,7 @@ const Arg& Arg::is_like(const char* other_name, const Tensor& other) const {
 }
 
 const Arg& Arg::dense_last() const {
-  if (tensor_.numel() == 0) return *this;  // the strides of an empty array say nothing
+  if (tensor_.numel() == 0) return *this;  // the strides of an empty array have no meaning
   const int last = tensor_.ndim - 1;
   if (last >= 0 && tensor_.shape[last] > 1 && tensor_.stride[last] != 1) {
     fail("a contiguous last axis", "stride " + std::to_string(tensor_.stride[last]));

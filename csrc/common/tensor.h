@@ -1,8 +1,8 @@
-// A borrowed view of someone else's array, and the checks every op makes on its arguments.
+// A view of the caller's array, and the checks that every op makes on its arguments.
 //
 // Arrays enter as DLPack capsules (python.h); the core never owns, allocates or frees them. Checks
-// run in the order device, dtype, layout, shape, value, and a message names the op, the argument,
-// what was wanted and what came.
+// run in the order device, dtype, layout, shape, value. A message names the op, the argument, the
+// expected value and the actual one.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +45,8 @@ struct DTypeError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// One argument under check: `Arg("rms_norm", "x", x).on(out).is({kFloat32}).dense_last().shape({r,
-// h})`. kAny in a wanted shape matches any extent.
+// The checks of one argument: `Arg("rms_norm", "x",
+// x).on(out).is({kFloat32}).dense_last().shape({r, h})`. kAny in a shape matches any extent.
 constexpr int64_t kAny = -1;
 
 class Arg {
@@ -57,8 +57,8 @@ class Arg {
   const Arg& on(const Tensor& other) const;                               // same device
   const Arg& is(std::initializer_list<DType> wanted) const;               // dtype is one of
   const Arg& is_like(const char* other_name, const Tensor& other) const;  // same dtype as another
-  const Arg& dense_last() const;  // last axis contiguous; rows may be repeated, as of a broadcast
-  const Arg& apart() const;       // the same without repeats: what is written, or copied in tiles
+  const Arg& dense_last() const;  // last axis contiguous; rows may overlap, as in a broadcast
+  const Arg& apart() const;       // the same without overlap: arrays written, or copied in tiles
   const Arg& dense() const;       // C-contiguous
   const Arg& shape(std::initializer_list<int64_t> wanted) const;
   [[noreturn]] void fail(const std::string& wanted, const std::string& got) const;

@@ -1,5 +1,5 @@
-// Hopper's tensor copies and the barriers they complete on, one function each; and the host's half,
-// the tensor map.
+// Hopper's tensor copies and their barriers, one function each, and the tensor map, which the host
+// makes.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +11,7 @@
 namespace tlt {
 
 // A tensor map of 16-bit elements: extents and box from the innermost axis on, byte strides of all
-// axes but that one. Copies are swizzled in rows of 128 bytes; elements outside read as zeros.
+// other axes. Copies are swizzled in rows of 128 bytes; elements outside read as zeros.
 template <int kRank>
 CUtensorMap make_tensor_map(const void* data, const cuuint64_t (&extents)[kRank],
                             const cuuint64_t (&strides)[kRank - 1],
@@ -46,7 +46,7 @@ inline CUtensorMap make_row_map(const void* data, int64_t rows, int64_t columns,
                             {64, static_cast<cuuint32_t>(box_rows)});
 }
 
-// The same of a matrix of two halves: a box is 8 rows of the first half, the same 8 of the second,
+// The same for a matrix of two halves: a box is 8 rows of the first half, the same 8 of the second,
 // the next 8 of the first, and so on, `box_rows` in all. A half has a multiple of 8 rows.
 inline CUtensorMap make_pair_map(const void* data, int64_t rows, int64_t columns, int64_t stride,
                                  int64_t box_rows) {
@@ -65,21 +65,21 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
                : "memory");
 }
 
-// Shows barriers that this thread made to the cluster, before all meet.
+// Makes this thread's barrier initialisation visible to the cluster; a cluster barrier follows.
 __device__ __forceinline__ void fence_barriers() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
-// Orders this thread's earlier shared-memory accesses before later copies of Hopper's.
+// Orders this thread's earlier shared-memory accesses before later tensor copies.
 __device__ __forceinline__ void fence_copies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// Barriers are also known by their addresses, which loops work out once.
+// Barriers can also be named by their addresses, which loops compute once.
 __device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -97,16 +97,15 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
   arrive(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)));
 }
 
-// Arrives once all that this thread has begun to copy by copy_async_16 has landed; also before
-// Hopper.
+// Arrives once all copy_async_16 copies that this thread started are complete (sm_80 and later).
 __device__ __forceinline__ void arrive_copied(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
                : "memory");
 }
 
-// Counts up to `most`, then from 0 again; ordered after the accesses that this thread knows of.
-// Returns the count before.
+// Increments a counter, which wraps to 0 after `most`, and returns its old value. Ordered after the
+// accesses that happened before it (acquire and release).
 __device__ __forceinline__ uint32_t count_up(uint32_t* counter, uint32_t most) {
   uint32_t before;
   asm volatile("atom.acq_rel.cta.shared.inc.u32 %0, [%1], %2;"
@@ -146,7 +145,7 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       : "memory");
 }
 
-// The same of a matrix: 64 columns from `column` on of the rows from `row` on.
+// The same for a matrix: 64 columns from `column` on, of the rows from `row` on.
 __device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, int column, int row,
                                           uint32_t barrier) {
   asm volatile(
@@ -156,7 +155,7 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, i
       : "memory");
 }
 
-// The same of a map of pairs: from place `row` of its order on, a multiple of 16.
+// The same for a map of pairs: rows from `row` on, a multiple of 16, in the map's order.
 __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap* map, int column, int row,
                                            uint32_t barrier) {
   asm volatile(
@@ -166,7 +165,7 @@ __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap* map, 
       : "memory");
 }
 
-// The same of consecutive bytes; addresses and size are multiples of 16.
+// The same for consecutive bytes; addresses and size are multiples of 16.
 __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
                                            uint64_t* barrier) {
   asm volatile(
@@ -176,12 +175,12 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32
       : "memory");
 }
 
-// A cold tensor map delays its first copy.
+// Prefetches a tensor map; otherwise its first copy is slow.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Asks for a box to come into L2.
+// Prefetches a box into L2.
 __device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int x0, int x1, int x2, int x3,
                                              int x4) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),

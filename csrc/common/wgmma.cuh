@@ -1,8 +1,8 @@
 // Hopper's tensor-core instructions of four warps (wgmma, sm_90a), one function each.
 //
 // A (64 rows, 16 to a warp) and the accumulators are in registers, laid out as those of m16n8k16; B
-// is in shared memory in rows of 128 bytes, swizzled as a tensor copy leaves them. All warps of a
-// group run them together.
+// is in shared memory in rows of 128 bytes, swizzled by a tensor copy. All warps of a warpgroup
+// execute them together.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -12,9 +12,9 @@
 
 namespace tlt {
 
-// Changes how many registers each thread of four warps has; all of them call it, at the start of
-// what is theirs alone. What some give back, others of the block can take; to take more is to wait
-// forever, whatever else the multiprocessor has left.
+// Sets the number of registers of each thread of a warpgroup; all its warps call it, at the start
+// of the code that only they run. A warpgroup can take the registers that others of the block have
+// released; a request for more never returns, even if the multiprocessor has free registers.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -25,8 +25,8 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// A matrix in shared memory of which each block of 8 rows follows the one before; `address` must be
-// the same in all lanes. Kept in two words, so that an offset is one addition in uniform registers.
+// Descriptor of a matrix in shared memory, with consecutive blocks of 8 rows; `address` must be the
+// same in all lanes. It has two words, so that an offset is one addition in uniform registers.
 struct SharedMatrix {
   uint32_t low;
 
@@ -55,18 +55,18 @@ __device__ __forceinline__ void group_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Makes a group of all that was started.
+// Commits all started products as a group.
 __device__ __forceinline__ void group_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending groups are under way.
+// Waits until at most kPending groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void group_wait_for_all_but() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until at most kPending groups are under way; `d` must not be read before.
+// Waits until at most kPending groups are in flight; `d` must not be read before.
 template <int kPending, int kColumns>
 __device__ __forceinline__ void group_wait_behind(float (&d)[kColumns][4]) {
   group_wait_for_all_but<kPending>();
@@ -77,15 +77,15 @@ __device__ __forceinline__ void group_wait_behind(float (&d)[kColumns][4]) {
   }
 }
 
-// Waits for all that was started; `d` must not be read before.
+// Waits for all started products; `d` must not be read before.
 template <int kColumns>
 __device__ __forceinline__ void group_wait(float (&d)[kColumns][4]) {
   group_commit();
   group_wait_behind<0>(d);
 }
 
-// Starts d = a b^T, or d += a b^T where `add`: 64x64x16. B is 64 rows of 16, or where kTransposed
-// 16 rows of 64.
+// Starts d = a b^T, or d += a b^T if `add`: 64x64x16. B is 64 rows of 16, or 16 rows of 64 if
+// kTransposed.
 template <typename T, bool kTransposed>
 __device__ __forceinline__ void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t b,
                                           bool add) {

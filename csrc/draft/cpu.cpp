@@ -8,7 +8,7 @@
 namespace tlt {
 namespace {
 
-// One half of a row; from = null: zeros.
+// Writes one half of a row; zeros if `from` is null.
 void norm_half(const DraftInputsParams& p, const char* from, const void* weight, char* to) {
   if (from == nullptr) {
     std::memset(to, 0, static_cast<size_t>(p.dim * bytes_of(p.dtype)));

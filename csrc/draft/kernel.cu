@@ -1,9 +1,9 @@
 // The drafter's input rows: out[r] = rms_norm(embedding[id]) | rms_norm(hidden[row]).
 //
-// One launch for what would be a gather of ids, two gathers of rows, two norms and the positions of
-// a level. A block owns one half of a row; the norm is that of csrc/layers/kernel.cu, bit for bit.
-// Moves each row once in and once out, the hidden states of a level once more. Any dim; float32,
-// float16, bfloat16.
+// One launch replaces a gather of ids, two gathers of rows, two norms and the positions of a level.
+// A block owns one half of a row; the norm has the bits of csrc/layers/kernel.cu. Reads and writes
+// each row once, and writes the hidden states of a level once more. Any dim; float32, float16,
+// bfloat16.
 #include "common/mma.cuh"
 #include "draft/op.h"
 #include "layers/device.cuh"
@@ -13,7 +13,8 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// One row of `dim` from `from` (null: zeros) to `to`, and as it is to `copy` (may be null).
+// Normalises one row of `dim` from `from` (null: zeros) to `to`, and copies it unchanged to `copy`
+// (may be null).
 template <typename T>
 __device__ void norm_row(const DraftInputsParams& p, const T* from, const T* weight, T* to, T* copy,
                          bool aligned) {
@@ -34,7 +35,7 @@ __device__ void norm_row(const DraftInputsParams& p, const T* from, const T* wei
   }
 }
 
-// Two blocks a row: embedding, hidden state.
+// Two blocks for each row: embedding, hidden state.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     inputs_kernel(const __grid_constant__ DraftInputsParams p, const bool aligned) {

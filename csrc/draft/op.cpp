@@ -7,7 +7,7 @@
 namespace tlt {
 namespace {
 
-// Checks what both ops share and fills it in; rows of `out` are the rows.
+// Checks and fills in the arguments that both ops share. The number of rows is that of `out`.
 DraftInputsParams check_inputs(const char* op, const DraftWeightsArgs& weights,
                                const Tensor& hidden, const Tensor& out, double eps) {
   const auto& [embedding, input_norm, hidden_norm] = weights;
@@ -81,7 +81,7 @@ void draft_level_inputs(const DraftWeightsArgs& weights, const LevelNodes& nodes
   hidden_out_arg.shape({params.rows, params.dim});
   ints("position", rows.position).dense().shape({params.rows});
   require(hidden_out.data != hidden.data || params.rows == 0, op,
-          "hidden_out: expected other memory than hidden, got the same");
+          "hidden_out: expected memory separate from hidden, got the same memory");
   require(depth >= 0, op, "depth: expected 0 or more, got " + std::to_string(depth));
   params.node_token = nodes.token.ptr<int32_t>();
   params.frontier = frontier.node.ptr<int32_t>();

@@ -14,9 +14,9 @@ struct DraftInputsParams {
   const void* input_norm;   // [dim], dtype: of the embedding
   const void* hidden_norm;  // [dim], dtype: of the hidden state
   void* out;                // [rows, 2 * dim], dtype: embedding | hidden state, both normed
-  // One of the two: the rows' ids, or where a level's rows find theirs.
+  // Either the ids of the rows, or the arrays from which the rows of a level get theirs.
   const int32_t* ids;            // [rows]; null for a level
-  const int32_t* node_token;     // [requests, capacity]; null without a level, and so the rest
+  const int32_t* node_token;     // [requests, capacity]; null without a level, like the rest
   const int32_t* frontier;       // [requests, width], store index; negative = inert, counts as 0
   const int32_t* row;            // [requests, width], row of `hidden`
   const int32_t* root_position;  // [requests]
@@ -29,7 +29,7 @@ struct DraftInputsParams {
   DType dtype;
 };
 
-// Row of the embedding that row r takes; -1 where its id is none.
+// Row of the embedding that row r reads; -1 if its id is invalid.
 TLT_HD int64_t embedding_row(const DraftInputsParams& p, int64_t r) {
   int64_t id;
   if (p.ids != nullptr) {
@@ -41,7 +41,7 @@ TLT_HD int64_t embedding_row(const DraftInputsParams& p, int64_t r) {
   return 0 <= id && id < p.vocab_size ? id : -1;
 }
 
-// Row of `hidden` that row r takes; -1 where there is none.
+// Row of `hidden` that row r reads; -1 if there is none.
 TLT_HD int64_t hidden_row(const DraftInputsParams& p, int64_t r) {
   const int64_t row = p.row == nullptr ? r : p.row[r];
   return 0 <= row && row < p.hidden_rows ? row : -1;

@@ -1,4 +1,4 @@
-// What a request's end of a pass is, the same on CPU and GPU.
+// The end of a pass for one request, shared by CPU and GPU.
 #pragma once
 
 #include "common/math.h"
@@ -16,7 +16,8 @@ struct RowAdvance {
   bool ended;
 };
 
-// Everything read here is known to the device only, so it is bounded before it becomes an address.
+// Only the device knows the values read here, so their bounds are checked before they become
+// addresses.
 TLT_HD RowAdvance plan_row(const AdvanceBatchParams& p, int64_t b) {
   const int64_t slot = p.slot[b], count = p.num_emitted[b], context = p.context_len[b];
   if (slot < 0) return {false, 0, 0, kStatusOk, 0, false};
@@ -32,7 +33,7 @@ TLT_HD RowAdvance plan_row(const AdvanceBatchParams& p, int64_t b) {
   return {true, static_cast<int32_t>(count), first, kStatusOk, reason, ended};
 }
 
-// Token i of the row, i < row.count: into the store and the record.
+// Writes token i of the row, i < row.count, to the store and the record.
 TLT_HD void take_token(const AdvanceBatchParams& p, const RowAdvance& row, int64_t record,
                        int64_t b, int64_t i) {
   const int32_t token = p.emitted[b * p.emitted_stride + i];
@@ -43,7 +44,7 @@ TLT_HD void take_token(const AdvanceBatchParams& p, const RowAdvance& row, int64
   if (i == row.count - 1) p.last_token[b] = token;
 }
 
-// What is one word a request.
+// Writes the fields that have one word for each request.
 TLT_HD void take_row(const AdvanceBatchParams& p, const RowAdvance& row, int64_t record,
                      int64_t b) {
   const int32_t status = p.status[b] | row.status;
@@ -56,14 +57,14 @@ TLT_HD void take_row(const AdvanceBatchParams& p, const RowAdvance& row, int64_t
   p.ring.status[at] = status;
 }
 
-// A request that ended is inert from here on: later passes of the same graph find nothing left for
-// it to emit, so that its lengths, pages and features stay as they are until the host looks.
+// A finished request is inert from here on: later passes of the same graph emit nothing for it, so
+// its lengths, pages and features stay unchanged until the host reads them.
 TLT_HD void retire_row(const AdvanceBatchParams& p, int64_t b) {
   p.slot[b] = -1;
   p.remaining[b] = 0;
 }
 
-// The pass as a whole; returns the ring's new state.
+// Finishes the whole pass; returns the ring's new state.
 TLT_HD uint64_t take_pass(const AdvanceBatchParams& p, int32_t reason, int32_t ended, bool stop) {
   int32_t* control = p.control;
   ended += control[kControlEnded];

@@ -1,8 +1,8 @@
 // The last node of a loop's body: decides whether the body runs again. Every iteration ends a pass;
-// counting them bounds a body that does not.
+// counting iterations bounds a faulty body that does not.
 //
-// In a file of its own, hence in a module of its own: drivers that know no conditional nodes cannot
-// load it, and never have to.
+// A separate file makes a separate module. Drivers without conditional nodes cannot load it, and
+// never need it.
 #include "graphs/condition.h"
 #include "graphs/params.h"
 

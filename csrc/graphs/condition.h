@@ -4,8 +4,8 @@
 
 namespace tlt {
 
-// Appends to a WHILE body, after its last node, the kernel that sets the condition: whether
-// control[GO] is set and the body has run less often than passes were armed.
+// Appends the kernel that sets the condition to a WHILE body, after its last node. The condition
+// holds while control[GO] is set and the body has run less often than passes were armed.
 cudaError_t add_condition(cudaGraph_t body, cudaGraphNode_t after,
                           cudaGraphConditionalHandle handle, int32_t* control);
 

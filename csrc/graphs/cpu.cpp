@@ -1,4 +1,4 @@
-// CPU version of a pass's end.
+// The end of a pass on the CPU.
 #include <chrono>
 
 #include "graphs/advance.h"

@@ -1,11 +1,11 @@
-// The end of a pass on the GPU: one block, a thread a request, then a thread a token, then a thread
-// a request again where some ended. Neighbouring threads have neighbouring requests, so that what
-// goes to the ring is written in whole lines.
+// The end of a pass on the GPU: one block; one thread for each request, then one for each token,
+// then one for each request again if some finished. Neighbouring threads have neighbouring
+// requests, so the ring is written in whole lines.
 //
-// Moves 8 bytes a token into the ring and 4 into the token store, and a dozen words a request; the
-// launch and the latency of the ring's memory, which is the host's, are all that it costs. The
-// record is complete when the ring's state says so: the block's writes happen before the barrier,
-// the first thread's system-wide fence orders them before that word.
+// Moves 8 bytes per token into the ring and 4 into the token store, and a dozen words per request.
+// The cost is the launch and the latency of the ring's host memory. The ring's state is written
+// last: the block's writes happen before the barrier, and the first thread's system-wide fence
+// orders them before the state.
 #include "common/device.cuh"
 #include "common/mma.cuh"
 #include "graphs/advance.h"
@@ -15,7 +15,7 @@ namespace tlt {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kFew = 4;  // requests that four warps serve: a barrier of few warps is quicker
+constexpr int kFew = 4;  // requests up to which four warps run: a barrier of few warps is faster
 
 __device__ int64_t device_ns() {
   int64_t ns;
@@ -26,7 +26,7 @@ __device__ int64_t device_ns() {
 __global__ void __launch_bounds__(kThreads)
     advance_kernel(const __grid_constant__ AdvanceBatchParams p) {
   __shared__ int32_t reason_s, most_s, ended_s;
-  // Asked for before the kernels before have ended: the answer comes from the host's memory.
+  // Loaded before the prior kernels end, because it comes from host memory.
   bool stop = false;
   if (threadIdx.x == 0) {
     stop = *static_cast<volatile int32_t*>(p.ring.stop) != 0;

@@ -1,4 +1,4 @@
-// What a pass ends with: arguments of advance_batch, and the memory that device and host share.
+// The end of a pass: arguments of advance_batch, and the memory that device and host share.
 #pragma once
 
 #include <cstdint>
@@ -14,25 +14,25 @@ enum ControlWord {
   kControlLimit,
   kControlReason,
   kControlSequence,
-  kControlEnds,   // requests that may end before the passes stop
-  kControlEnded,  // of them, since the passes were armed
+  kControlEnds,   // number of finished requests at which the passes stop
+  kControlEnded,  // requests that finished since the passes were armed
   kControlLoops,  // iterations of a graph's loop since then: bounds a body that ends no pass
   kControlWords = 8
 };
 
 // Why passes stop; bits of control[kControlReason], tlt_ext.StopReason.
 enum StopReason : int32_t {
-  kStopFinished = 1 << 0,  // as many requests ended as were allowed for
-  kStopPages = 1 << 1,     // a request has not the slots that the next pass may write
-  kStopLimit = 1 << 2,     // as many passes as were armed, or as the ring can hold
-  kStopStopped = 1 << 3,   // the host asked
+  kStopFinished = 1 << 0,  // control[kControlEnds] requests finished
+  kStopPages = 1 << 1,     // a request lacks slots that the next pass may write
+  kStopLimit = 1 << 2,     // all armed passes ran, or the ring is full
+  kStopStopped = 1 << 3,   // the host requested a stop
   kStopStalled = 1 << 4,   // an active request emitted nothing
 };
 
-// A ring of passes in host memory that the device can write. Record p lies at p % passes.
+// A ring of passes in host memory that the device can write. Record p has index p % passes.
 struct RingView {
   uint64_t* state;       // [1], see below; written last
-  int32_t* stop;         // [1], not 0: the host asks the passes to stop
+  int32_t* stop;         // [1], not 0: the host requests a stop
   int64_t* begin_ns;     // [1], when the passes were armed
   int64_t* time_ns;      // [passes], end of each
   int32_t* num_emitted;  // [passes, max_batch], and so the next two
@@ -46,8 +46,8 @@ struct RingView {
   uint32_t wrap;  // sequence numbers on the device are modulo this multiple of `passes`
 };
 
-// A ring's state: the sequence number of the next record, modulo `wrap`, and why the last pass was
-// the last (0 if it was not). One word, so that a reader gets both from the same pass.
+// A ring's state: the sequence number of the next record, modulo `wrap`, and the stop reason of the
+// last pass (0 if passes go on). One word, so that a reader gets both from the same pass.
 constexpr uint64_t kReasonMask = 0xffffffff;
 constexpr int kSequenceShift = 32;
 
@@ -55,13 +55,13 @@ struct AdvanceBatchParams {
   const int32_t* emitted;      // [batch, max_emitted]
   const float* logprobs;       // [batch, max_emitted]
   const int32_t* num_emitted;  // [batch]
-  const int32_t* finish;       // [batch], not 0: the request ended
+  const int32_t* finish;       // [batch], not 0: the request finished
   int32_t* status;             // [batch]
   const int32_t* context_len;  // [batch], already advanced by num_emitted
   int32_t* slot;               // [batch], row of `tokens`; negative = inert
   int32_t* tokens;             // [slots, token_len], by absolute position
   int32_t* last_token;         // [batch]
-  int32_t* remaining;          // [batch], decreased; 0 where the request ended
+  int32_t* remaining;          // [batch], decreased; 0 if the request finished
   int32_t* num_new;            // [batch]
   const int32_t* granted;      // [batch], slots that the request's pages hold
   int32_t* control;            // [kControlWords]

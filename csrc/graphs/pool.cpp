@@ -14,13 +14,13 @@ namespace tlt {
 namespace {
 
 constexpr const char* kName = "GraphPool";
-constexpr int kLoopDriver = 12040;  // the first whose conditional nodes we rely on
+constexpr int kLoopDriver = 12040;  // the first driver version whose conditional nodes are used
 
 struct GraphMemoryError : GraphError {
   using GraphError::GraphError;
 };
 
-// Clears what the failed call left for the next check to find, and says what went wrong.
+// Clears the error state, which the next check would report, and throws.
 void check_graph(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();
@@ -113,7 +113,7 @@ struct GraphPool::Entry {
 
   bool in_flight() const {
     if (cudaEventQuery(launched.get()) != cudaErrorNotReady) return false;
-    cudaGetLastError();  // the answer is kept as an error, which the next check would find
+    cudaGetLastError();  // clears cudaErrorNotReady, which the next check would report
     return true;
   }
 };
@@ -142,8 +142,8 @@ struct GraphPool::State {
     return bytes;
   }
 
-  // The graphs that may be evicted for one of this priority, in this order: none of a higher
-  // priority and none that runs; the lowest priority first, of these the least recently used.
+  // The graphs that may be evicted for one of this priority, lowest priority first, then least
+  // recently used. Graphs of a higher priority and graphs in flight are not evicted.
   std::vector<std::list<Entry>::iterator> evictable(int priority) {
     std::vector<std::list<Entry>::iterator> found;
     for (auto entry = entries.begin(); entry != entries.end(); ++entry) {
@@ -194,7 +194,7 @@ Event new_event() {
   return Event(event);
 }
 
-// Makes the executable, puts it on the device, and notes how much the free memory fell.
+// Instantiates and uploads the executable, and measures how far the device's free memory fell.
 Executable instantiate(cudaGraph_t graph, cudaStream_t stream, GraphUsage* usage) {
   const int64_t before = free_bytes();
   cudaGraphInstantiateParams params{};
@@ -211,7 +211,7 @@ Executable instantiate(cudaGraph_t graph, cudaStream_t stream, GraphUsage* usage
 }
 
 void check_source(const GraphSource& source) {
-  require(!source.parts.empty(), kName, "graphs: expected one or more");
+  require(!source.parts.empty(), kName, "graphs: expected one or more, got none");
   for (const uintptr_t part : source.parts) {
     require(part != 0, kName, "graphs: expected captured graphs, got a null handle");
   }
@@ -227,7 +227,7 @@ std::vector<std::string> GraphPool::add(const std::string& key, const GraphSourc
   check_source(source);
   const DeviceGuard guard(state_->device);
   if (source.loop && !supports_loop(state_->device)) {
-    throw GraphError("GraphPool: this driver cannot loop inside a graph; it needs CUDA 12.4");
+    throw GraphError("GraphPool: this driver has no loops in graphs; expected CUDA 12.4 or later");
   }
   Entry entry{key, source.priority, {}, new_event(), {}};
   const int64_t nodes = count_nodes(source), budget = state_->budget;
@@ -236,7 +236,7 @@ std::vector<std::string> GraphPool::add(const std::string& key, const GraphSourc
   const Graph graph = compose(source);
   if (contains(key)) remove(key);
   if (budget > 0) {
-    int64_t least = state_->charged() + wanted;  // once everything that may be evicted is
+    int64_t least = state_->charged() + wanted;  // after all possible evictions
     for (const auto found : state_->evictable(source.priority)) least -= found->usage.charged_bytes;
     if (least > budget) {
       throw GraphError("GraphPool: '" + key + "' needs " + std::to_string(wanted) +

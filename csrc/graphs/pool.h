@@ -12,7 +12,7 @@
 
 namespace tlt {
 
-// A graph cannot be made or is not there; the caller can run the pass without one.
+// A graph cannot be made or does not exist; the caller can run the pass without one.
 struct GraphError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -24,19 +24,19 @@ inline int64_t graph_bytes(int64_t nodes, bool loop) {
   return nodes * kNodeBytes + kGraphBytes + (loop ? kLoopBytes : 0);
 }
 
-// The driver takes memory in blocks that graphs share and keeps what a graph gives back for the
-// next, so the free memory shows a graph's own needs only on average over many nodes.
+// The driver allocates memory in blocks that graphs share, and reuses the memory of destroyed
+// graphs. So the free memory shows what one graph needs only on average over many nodes.
 struct GraphUsage {
-  int64_t charged_bytes;  // what the budget counts, by that average
-  int64_t settled_bytes;  // by how much the device's free memory fell when the graph was made
-  int64_t peak_bytes;     // the most that it fell meanwhile
+  int64_t charged_bytes;  // counted against the budget, by that average
+  int64_t settled_bytes;  // decrease of the device's free memory once the graph is uploaded
+  int64_t peak_bytes;     // largest decrease until then
   int64_t nodes, launches;
   bool loop;
 };
 
-// What one executable is made of: captured graphs (cudaGraph_t), run in this order; with `loop`
-// again and again until control[GO], int32 on the device, is 0 or as many times as passes were
-// armed. Graphs of a lower priority are evicted first.
+// The source of one executable: captured graphs (cudaGraph_t), run in this order. With `loop` they
+// repeat until control[GO], int32 on the device, is 0, and at most as often as passes were armed.
+// Graphs of a lower priority are evicted first.
 struct GraphSource {
   const std::vector<uintptr_t>& parts;
   const Tensor& control;
@@ -47,7 +47,7 @@ struct GraphSource {
 // All calls come from one thread.
 class GraphPool {
  public:
-  GraphPool(int device, int64_t budget_bytes);  // budget 0: no limit but the device's
+  GraphPool(int device, int64_t budget_bytes);  // budget 0: only the device's memory is a limit
   ~GraphPool();
   GraphPool(const GraphPool&) = delete;
   GraphPool& operator=(const GraphPool&) = delete;
@@ -55,8 +55,8 @@ class GraphPool {
   // Whether this build, the driver and the device can loop inside a graph.
   static bool supports_loop(int device);
 
-  // Returns the keys of the graphs that were evicted. The parts may be destroyed afterwards. Where
-  // it throws, an earlier graph of the same key is gone; others are only if the message names them.
+  // Returns the keys of the evicted graphs. The parts may be destroyed afterwards. If it throws, an
+  // earlier graph of the same key may be removed; the message names other evicted graphs.
   std::vector<std::string> add(const std::string& key, const GraphSource& source, uintptr_t stream);
   void launch(const std::string& key, uintptr_t stream);
   void remove(const std::string& key);

@@ -83,14 +83,14 @@ PassRing::PassRing(int64_t passes, int64_t max_batch, int64_t max_emitted, bool 
 PassRing::~PassRing() {
 #if defined(TLT_WITH_CUDA)
   if (pinned_) {
-    cudaFreeHost(memory_);  // waits for the device, so nothing writes here any more
+    cudaFreeHost(memory_);  // waits for the device, so no kernel still writes here
     return;
   }
 #endif
   std::free(memory_);
 }
 
-// At most `passes` records were made since the passes were armed, so the difference is unambiguous.
+// At most `passes` records were made since arming, so the difference is unambiguous.
 int64_t PassRing::sequence_of(uint64_t state) const {
   const int64_t wrap = view_.wrap;
   const int64_t now = static_cast<int64_t>(state >> kSequenceShift);
@@ -116,7 +116,7 @@ void PassRing::clear() {
 int32_t PassRing::wait(double timeout_s) const {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + std::chrono::duration<double>(timeout_s);
-  // A sleep ends some 60 us late, as long as a short pass; most waits are over before the first.
+  // A sleep ends about 60 us late, the length of a short pass; most waits end before the first one.
   const auto spin_until = Clock::now() + std::chrono::milliseconds(50);
   int32_t why;
   while ((why = reason()) == 0) {

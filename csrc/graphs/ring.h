@@ -1,4 +1,4 @@
-// The ring through which passes leave for the host while the device runs on.
+// The ring that carries the results of passes to the host while the device continues.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace tlt {
 
-// What a request got in some passes.
+// The results of a request in some passes.
 struct Collected {
   std::vector<int32_t> tokens;
   std::vector<float> logprobs;
-  std::vector<int32_t> counts;  // tokens of each pass, up to the one that it ended with
-  int32_t finish = 0;           // not 0: it ended
+  std::vector<int32_t> counts;  // tokens of each pass, up to the one in which it finished
+  int32_t finish = 0;           // not 0: it finished
   int32_t status = 0;           // as of its last pass
 };
 
@@ -29,14 +29,14 @@ class PassRing {
   bool pinned() const { return pinned_; }
 
   int64_t sequence() const;  // passes recorded since the ring was made
-  int32_t reason() const;    // of the last pass since they were armed; 0 = passes run on
+  int32_t reason() const;    // stop reason since the passes were armed; 0 = passes go on
   void request_stop();
-  void clear();  // as passes are armed: no reason yet, no stop asked for
+  void clear();  // called when passes are armed: resets the stop reason and the stop request
 
-  // Waits until the passes stop; 0 after the timeout.
+  // Waits until the passes stop and returns the reason; 0 after the timeout.
   int32_t wait(double timeout_s) const;
 
-  // Of the first `rows` rows, in passes begin to end - 1, which the ring must still hold.
+  // Results of the first `rows` rows in passes begin to end - 1, which the ring must still hold.
   std::vector<Collected> collect(int64_t begin, int64_t end, int64_t rows) const;
 
  private:
@@ -44,7 +44,7 @@ class PassRing {
 
   RingView view_;
   bool pinned_;
-  int64_t armed_ = 0;  // sequence at that time; the state is the device's alone to write
+  int64_t armed_ = 0;  // sequence when passes were armed; only the device writes the state
   void* memory_ = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// The end of a tile of the wgmma kernel: rows of out, eight columns at a time.
+// The epilogue of the wgmma kernel: rows of out, eight columns at a time.
 #pragma once
 
 #include "layers/linear.cuh"
@@ -40,7 +40,7 @@ __device__ __forceinline__ void store_8(void* to, int64_t at, bool wide, const f
   }
 }
 
-// Eight gates become what silu_mul makes of them and their ups, which arrays of T would have held.
+// Replaces eight gates by silu_mul of them and their ups, rounded as arrays of T would have been.
 template <typename T>
 __device__ __forceinline__ void activate_8(float (&gate)[8], const float (&up)[8]) {
   Chunk<T> chunk, other;
@@ -57,9 +57,9 @@ __device__ __forceinline__ void activate_8(float (&gate)[8], const float (&up)[8
   }
 }
 
-// Eight columns of out: rows `row`, `row + step`, ... before `end`; of gates and ups load_sums
-// gives the products. Loops rather than unrolled code: what runs once a tile is mostly cold, and
-// costs its fetch.
+// Writes eight columns of out: rows `row`, `row + step`, ... before `end`. For gates and ups,
+// load_sums gives the products. Loops are not unrolled: code that runs once a tile is cold in the
+// instruction cache, so its size costs time.
 template <typename T, typename F>
 __device__ __forceinline__ void store_columns(const LinearKernelParams& params, int64_t col,
                                               int row, int end, int step, F&& load_sums) {

@@ -1,5 +1,5 @@
-// CPU layers. One row, one fixed order of additions: the bits of a row never depend on its
-// neighbours, on how many there are, or on how the work was cut for threads.
+// CPU layers. Each row has one fixed order of additions: its bits never depend on the other rows,
+// on their number, or on how the work was cut for threads.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -17,9 +17,9 @@ namespace tlt {
 namespace {
 
 constexpr int64_t kRowChunk = 64;     // rows of x that share one pass over the weights
-constexpr int64_t kColumnBlock = 16;  // weight rows that stay in the second-level cache meanwhile
+constexpr int64_t kColumnBlock = 16;  // weight rows that stay in the L2 cache during such a pass
 
-// Scratch of the calling thread; each Purpose has its own, which lives as long as the thread.
+// Scratch memory of the calling thread, one buffer for each Purpose; lives as long as the thread.
 template <typename Purpose>
 float* scratch(int64_t count) {
   thread_local std::vector<float> buffer;
@@ -27,7 +27,7 @@ float* scratch(int64_t count) {
   return buffer.data();
 }
 
-// Rounds to the storage type T, and gives it back as Out: T itself, or float for a linear to read.
+// Rounds to the storage type T and returns the value as Out: T, or float as input of a linear.
 template <typename T, typename Out>
 inline __attribute__((always_inline)) Out rounded(float value) {
   if constexpr (std::is_same_v<T, Out>) {
@@ -48,7 +48,7 @@ template <typename T, typename Out>
 TLT_SIMD void scale_row(const T* x, const T* weight, int64_t dim, float scale, Out* out) {
 #pragma GCC ivdep  // out may be x itself
   for (int64_t i = 0; i < dim; ++i) {
-    // Rounding to the storage type before the weight is what the models were trained with.
+    // Rounds to the storage type before the weight is applied, as in the models' training.
     const float normed = to_float(from_float<T>(to_float(x[i]) * scale));
     out[i] = rounded<T, Out>(normed * to_float(weight[i]));
   }
@@ -72,8 +72,8 @@ void rms_norm_row(const T* x, const T* weight, int64_t dim, float eps, Out* out)
 
 // ---- silu_mul -----------------------------------------------------------------------------------
 
-// gate * sigmoid(gate). exp sees only values of 0 or less, so it neither overflows nor loses the
-// small tail of large negative gates.
+// gate * sigmoid(gate). The argument of exp is 0 or less, so it neither overflows nor loses the
+// small results of large negative gates.
 inline __attribute__((always_inline)) float silu(float gate) {
   const float e = exp_f32(-std::fabs(gate));
   return gate * ((gate < 0.0f ? e : 1.0f) / (1.0f + e));
@@ -114,7 +114,7 @@ void store_block(const LinearParams& p, int64_t row_begin, int64_t rows, int64_t
   }
 }
 
-// The float32 form of `count` weight rows: themselves, or widened into scratch.
+// `count` weight rows as float32: the array itself, or a widened copy in scratch memory.
 template <typename T>
 const float* float_weight(const LinearParams& p, int64_t col, int64_t count, int64_t* stride) {
   const T* weight = at<T>(p.weight, col * p.weight_stride);
@@ -131,8 +131,8 @@ const float* float_weight(const LinearParams& p, int64_t col, int64_t count, int
   }
 }
 
-// One chunk of rows, already float32, against all weight rows: threads share the weight rows, so
-// each is read from memory once.
+// Multiplies one chunk of float32 rows by all weight rows. Threads divide the weight rows, so each
+// is read from memory once.
 template <typename T>
 void linear_chunk(const LinearParams& p, const float* x, int64_t x_stride, int64_t row,
                   int64_t rows) {
@@ -155,7 +155,7 @@ void linear_chunk(const LinearParams& p, const float* x, int64_t x_stride, int64
   });
 }
 
-// fill(row, out) writes one float32 row of what the linear reads.
+// fill(row, out) writes one float32 row of the linear's input.
 template <typename T, typename Fill>
 void linear_filled(const LinearParams& p, Fill&& fill) {
   float* x = scratch<struct RowChunk>(std::min(kRowChunk, p.rows) * p.in_dim);
@@ -213,7 +213,7 @@ void linear_rows_cpu(const LinearParams& p) {
   });
 }
 
-// Gate and up, or q, k and v, lie in scratch between the two.
+// Gate and up, or q, k and v, are in scratch memory between the two ops.
 void linear_silu_mul_cpu(const LinearParams& p) {
   LinearParams to_scratch = p;
   to_scratch.out = scratch<struct GateUpRows>(p.rows * p.out_dim);

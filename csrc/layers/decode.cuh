@@ -1,4 +1,4 @@
-// Parts of the decode kernel: its tiles, a block's share of the weights, and the end of a tile.
+// Parts of the decode kernel: its tiles, a block's share of the weights, and the epilogue.
 #pragma once
 
 #include <algorithm>
@@ -7,11 +7,11 @@
 
 namespace tlt {
 
-// Each warp has a part of K to itself.
+// Each warp owns one part of K.
 template <int kRowTiles_, int kStages_>
 struct Decode {
-  static constexpr int kTiles = 2;              // of 16 weight rows
-  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
+  static constexpr int kTiles = 2;              // tiles of 16 weight rows
+  static constexpr int kRowTiles = kRowTiles_;  // tiles of 8 rows of x
   static constexpr int kCols = 16 * kTiles, kRows = 8 * kRowTiles;
   static constexpr int kStages = kStages_;
   static constexpr int kChunks = 4 * kTiles;                   // a lane's share of one step
@@ -21,7 +21,7 @@ struct Decode {
 };
 using Few = Decode<1, 3>;
 using Many = Decode<2, 3>;
-using ManyAppending = Decode<2, 2>;  // which leave room for their places
+using ManyAppending = Decode<2, 2>;  // a smaller ring leaves room for RowPlaces
 static_assert(Many::kRows == kPieceRows);
 
 constexpr int kBlocksPerSm = 2;
@@ -32,9 +32,9 @@ static_assert(kBlocksPerSm *
                   228 * 1024,
               "shared memory of an SM");
 
-// A block owns `base` weight rows (or pairs of them: pairs.cuh), the first `extra` blocks one
-// more: equal shares, since the card gives each SM an equal share of its bandwidth. It takes them
-// in equal tiles.
+// A block owns `base` weight rows (or pairs of them: pairs.cuh), and the first `extra` blocks own
+// one more. Shares are equal because each SM gets an equal share of the card's bandwidth. A block
+// divides its rows into equal tiles.
 struct Shares {
   int base, extra;
 };
@@ -56,10 +56,10 @@ struct Share {
 template <typename T, int kRowTiles>
 struct Rows {
   Chunk<T> x[kRowTiles][2];
-  Chunk<T> norm_weight[2];  // where x is normed
+  Chunk<T> norm_weight[2];  // used if x is normed
 };
 
-// Where a lane's own sum of (x row, column) of a tile goes: lanes of a warp hit 32 banks.
+// Index in shared memory of a sum (x row, column) of a tile: the lanes of a warp hit 32 banks.
 template <int kCols>
 __device__ __forceinline__ int sum_index(int row, int col) {
   return (row * kCols + col) ^ (row / 2 % 4 * 8);
@@ -80,10 +80,10 @@ __device__ __forceinline__ uint4 shuffle(const uint4& v, int lane) {
                     __shfl_sync(kFullWarp, v.z, lane), __shfl_sync(kFullWarp, v.w, lane));
 }
 
-// ---- the end of a tile: out ---------------------------------------------------------------------
+// ---- epilogue -----------------------------------------------------------------------------------
 
-// What is added to a sum, as it lies in memory: to convert it is to wait for it. A thread asks for
-// its first one early: nothing else hides its way.
+// The values added to a sum, in their storage type, because a conversion would wait for the load.
+// A thread loads its first ones early: nothing else hides their latency.
 struct Added {
   uint32_t bias, residual;
 };
@@ -119,8 +119,8 @@ __device__ __forceinline__ void store_added(const LinearParams& p, int64_t at, f
   }
 }
 
-// Four neighbours, from a multiple of four on, of an array of 16-bit or, where `wide`, of float32
-// elements, as they lie there.
+// Four neighbours, from a multiple of four on, of an array of 16-bit or, if `wide`, float32
+// elements, unconverted.
 template <typename T>
 __device__ __forceinline__ uint4 load_four(const void* from, int64_t at, bool wide) {
   if (wide) return *reinterpret_cast<const uint4*>(static_cast<const float*>(from) + at);

@@ -1,5 +1,5 @@
-// What the layer kernels share on the device: 16-byte chunks of a row, and the element-wise maths
-// of the norm and the activation, so that a fused op has the bits of the two ops.
+// Device code that the layer kernels share: 16-byte chunks of a row, and the element-wise maths of
+// the norm and the activation, so that a fused op has the bits of the two separate ops.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +33,9 @@ union Chunk {
 };
 
 // Elements [k, k + kSize) of a row of `dim`; zeros past its end, which is not read. The first form
-// is for arrays of which every chunk starts at a multiple of 16 bytes and none is cut by the end.
-// The second is slow; its callers keep it out of unrolled loops, for a cold start fetches all the
-// code that it steps over.
+// requires that every chunk starts at a multiple of 16 bytes and that the row has whole chunks. The
+// second is slow. Callers keep it out of unrolled loops, because a cold start also fetches the
+// instructions that it skips.
 template <typename T>
 __device__ __forceinline__ Chunk<T> load_whole(const T* row, int k, int dim) {
   Chunk<T> chunk;
@@ -123,7 +123,7 @@ __device__ __forceinline__ float silu(float gate) {
   return __fmul_rn(gate, __fdiv_rn(gate < 0.0f ? e : 1.0f, __fadd_rn(1.0f, e)));
 }
 
-// The same in two special-function instructions, for types that round away what those lose.
+// The same in two special-function instructions, for types whose rounding hides their error.
 __device__ __forceinline__ float fast_silu(float gate) {
   float e, inverse;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(gate * -1.44269504f));
@@ -133,7 +133,7 @@ __device__ __forceinline__ float fast_silu(float gate) {
 
 __device__ __forceinline__ float silu_mul_one(float gate, float up) { return silu(gate) * up; }
 
-// The same of two 16-bit values in a word.
+// The same for two 16-bit values in a word.
 template <typename T>
 __device__ __forceinline__ uint32_t silu_mul_word(uint32_t gate, uint32_t up) {
   const float2 g = unpack<T>(gate);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void silu_mul_chunk(Chunk<T>& gate, const Chunk<T>& u
   }
 }
 
-// The same of two sums, which are rounded first, as an array of them would have been.
+// The same for two sums, which are first rounded to T as an array of T would have been.
 template <typename T>
 __device__ __forceinline__ T silu_mul_sums(float gate, float up) {
   if constexpr (sizeof(T) == 4) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ float norm_one(float x, float scale, float weight) {
   return x * scale * weight;
 }
 
-// Rounding to the storage type before the weight is what the models were trained with.
+// Rounds to the storage type before the weight is applied, as in the models' training.
 template <typename T>
 __device__ __forceinline__ void norm_chunk(Chunk<T>& x, float scale, const Chunk<T>& weight) {
   if constexpr (sizeof(T) == 4) {
@@ -186,8 +186,9 @@ __device__ __forceinline__ void norm_chunk(Chunk<T>& x, float scale, const Chunk
   }
 }
 
-// 1 / sqrt(mean square + eps): of float32 with the bits of the CPU, of types that round away what
-// they lose by two special-function instructions, for rows wait for it.
+// 1 / sqrt(mean square + eps). float32 has the bits of the CPU. Types whose rounding hides the
+// error use two special-function instructions, which are faster: the whole row waits for the
+// result.
 template <typename T>
 __device__ __forceinline__ float norm_scale(float squares, int dim, float eps) {
   if constexpr (sizeof(T) == 4) {
@@ -208,13 +209,13 @@ __device__ __forceinline__ float fold(float v, int lanes) {
   return v;
 }
 
-// A 16-bit row's squares are summed as the linears sum (linear.cuh), by tensor cores: of each block
-// of 64 elements of part w the first 32 go to one sum and the others to another, 16 at a time; the
-// two are added, then the parts, pairwise.
+// The squares of a 16-bit row are summed by tensor cores in the order of the linears (linear.cuh).
+// Of each block of 64 elements of part w, the first 32 go to one sum and the others to another, 16
+// at a time; the two sums are added, then the parts, pairwise.
 constexpr int kBlockK = 64;  // elements of k in one step: 128 bytes of a row
 constexpr int kParts = 8;    // interleaved parts of K
 
-// Adds the squares of 32 elements of each row of a fragment to what lies on the diagonal.
+// Adds the squares of 32 elements of each row of a fragment to the diagonal of the accumulators.
 template <typename T>
 __device__ __forceinline__ void add_squares(float (&sum)[4], const Chunk<T>& x) {
   const uint32_t* w = x.word;
@@ -222,21 +223,22 @@ __device__ __forceinline__ void add_squares(float (&sum)[4], const Chunk<T>& x) 
   mma_16816<T>(sum, {w[2], w[2], w[3], w[3]}, w[2], w[3]);
 }
 
-// Of row g, in lane 4 g + g / 2, from the sums of the first and the other 32 elements of blocks.
+// The sum of squares of row g, in lane 4 g + g / 2, from the sums of the first and the other 32
+// elements of blocks.
 __device__ __forceinline__ float squares_of(const float (&sum)[2][4]) {
   const bool odd = threadIdx.x / 4 % 2 == 1;
   return odd ? sum[0][1] + sum[1][1] : sum[0][0] + sum[1][0];
 }
 
-// By a warp, whose row g of a fragment is elements of row[r] of its lanes 4 g to 4 g + 3: from
-// `begin`, the same in all lanes, every eighth block up to `end`; a lane's own elements lie `at`
-// further on. Lane 4 g + g / 2 gets the sums of row g.
+// Called by a warp. Row g of a fragment has elements of row[r] of lanes 4 g to 4 g + 3: every
+// eighth block from `begin`, the same in all lanes, up to `end`. A lane's elements start at offset
+// `at` in a block. Lane 4 g + g / 2 gets the sums of row g.
 template <int kRows, typename T>
 __device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const int (&dim)[kRows],
                                             int begin, int end, int at, bool aligned,
                                             float (&squares)[kRows]) {
   float sum[kRows][2][4] = {};
-  constexpr int kStep = kParts * kBlockK, kAhead = 4 / kRows;  // steps on their way at once
+  constexpr int kStep = kParts * kBlockK, kAhead = 4 / kRows;  // steps in flight at once
   if (aligned) {
 #pragma unroll 1
     for (int k = begin; k < end; k += kAhead * kStep) {
@@ -278,7 +280,8 @@ __device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const 
   for (int r = 0; r < kRows; ++r) squares[r] = squares_of(sum[r]);
 }
 
-// What squares_of gives of the parts of a row, a row of the fragment each, added for all lanes.
+// Adds the sums from squares_of of the parts of a row (each part is a row of the fragment); every
+// lane gets the total.
 __device__ __forceinline__ float fold_parts(float squares) {
   const int lane = threadIdx.x % kWarpSize;
   float sum = __shfl_sync(kFullWarp, squares, lane / 4 * 4 + lane / 8);

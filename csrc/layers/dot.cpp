@@ -1,6 +1,6 @@
-// The fused multiply-add is written as the instruction: contraction of a vector `a * b + c` is the
-// compiler's choice, which it was seen to make in one tile and not in another. Where the machine
-// has none, __builtin_fmaf gives the same bits, slowly.
+// The fused multiply-add is written as the instruction, because compilers contract a vector
+// `a * b + c` in one tile and not in another. On a machine without the instruction, __builtin_fmaf
+// gives the same bits, slowly.
 #include "layers/dot.h"
 
 #include <algorithm>
@@ -59,7 +59,7 @@ TLT_INLINE V fold_halves(const V& a, const V& b, std::integer_sequence<int, kLan
          __builtin_shufflevector(a, b, (kLane / half * kGroup + kLane % half + half)...);
 }
 
-// Folds kCount sums at once, two vectors into one a step; sum i ends in out[i].
+// Folds kCount sums at once, two vectors into one in each step; sum i goes to out[i].
 template <int kWidth, int kGroup, int kCount, typename V>
 TLT_INLINE void fold_vectors(const V (&v)[kCount], float* out) {
   if constexpr (kGroup == 1) {
@@ -106,7 +106,8 @@ TLT_INLINE void tile(const DotBlock& b, int64_t row, int64_t col) {
 #pragma GCC unroll 4
     for (int j = 0; j < kCols; ++j) {
       const float* w_row = w + j * b.w_stride;
-      // The next tile's weights: the machine's own prefetcher loses its stream between short rows.
+      // Prefetches the next tile's weights: the hardware prefetcher loses its stream between short
+      // rows.
       if (row == 0) __builtin_prefetch(w_row + kCols * b.w_stride + k);
       const Lanes<kWidth> w_lanes = load_at(w_row);
 #pragma GCC unroll 4

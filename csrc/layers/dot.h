@@ -2,8 +2,8 @@
 //
 // Every dot is summed the same way: element k goes to lane k % 16 by a fused multiply-add, in
 // rising k, the tail padded with zeros, and the 16 lanes are folded pairwise (i + 8, i + 4, i + 2,
-// i + 1). So the bits of an output depend on its two rows alone: not on the register tile that
-// computed it, on how many rows came along, or on the machine's vector width.
+// i + 1). So the bits of an output depend only on its two rows: not on the register tile that
+// computed it, on the number of rows, or on the machine's vector width.
 #pragma once
 
 #include <cstdint>

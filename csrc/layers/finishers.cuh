@@ -1,5 +1,6 @@
-// The blocks of the small and the mid linear: eight warps multiply, a part of K each; in the
-// appending forms two more, the finishers, find out meanwhile where the sums go.
+// The blocks of the small and the mid linear: eight warps multiply, one part of K each. The
+// appending forms have two more warps, the finishers, which meanwhile look up the destinations of
+// the sums.
 #pragma once
 
 #include "layers/linear.cuh"
@@ -16,8 +17,8 @@ constexpr int kBlockThreads = kMultipliers + kAppends<After> * kFinishers;
 // Barriers of the multipliers, of the finishers, and of both; 0 is that of __syncthreads.
 constexpr int kMultipliersBarrier = 1, kFinishersBarrier = 2, kSumsBarrier = 3;
 
-// Waits until the sums are there, and known where they go. Finishers and multipliers come to it at
-// different places of the code, which __syncthreads does not allow.
+// Waits until the sums and their destinations are in shared memory. Finishers and multipliers
+// execute different calls of it, which __syncthreads does not allow.
 template <typename After>
 __device__ __forceinline__ void sync_sums() {
   if constexpr (kAppends<After>) {
@@ -27,13 +28,13 @@ __device__ __forceinline__ void sync_sums() {
   }
 }
 
-// A finisher's row, of those that it has in turns: one of S::kRows.
+// The row of a finisher lane in one of its turns, out of S::kRows.
 template <typename S>
 __device__ __forceinline__ int finished_row(int turn) {
   return (static_cast<int>(threadIdx.x) - kMultipliers + turn * kFinishers) / S::kUnit;
 }
 
-// Positions of a finisher's rows, from `first_row` on, of which there are `rows`; -1: no row.
+// Positions of a finisher's rows, counted from `first_row`, out of `rows`; -1 = no row.
 template <typename S, typename Position, int kTurns>
 __device__ __forceinline__ void find_positions(const AppendKvParams& after, int first_row, int rows,
                                                Position (&position)[kTurns]) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void find_positions(const AppendKvParams& after, int 
   }
 }
 
-// Angles of pair `pair` of a head at these positions; of one that is none the row has no place.
+// Angles of pair `pair` of a head at these positions. A row without a valid position is not stored.
 template <typename Position, int kTurns>
 __device__ __forceinline__ void find_angles(const AppendKvParams& after,
                                             const Position (&position)[kTurns], int pair,
@@ -56,15 +57,15 @@ __device__ __forceinline__ void find_angles(const AppendKvParams& after,
   }
 }
 
-// Where the two sums of a pair of a row go, and what becomes of them.
+// The destinations of the two sums of a pair of a row, and their rotation.
 struct PairEnd {
-  void* low;  // null: nowhere
+  void* low;  // null: not stored
   float2 angle, bias;
   int zero, turns;
 };
 
-// By the finishers of a block of S::kRows rows from `first_row` on, of which there are `rows`, and
-// of `count` pairs from `begin` on: fills `ends`, [S::kRows, S::kUnit], while the others multiply.
+// Called by the finishers of a block with `rows` of at most S::kRows rows from `first_row` on and
+// `count` pairs from `begin` on: fills `ends`, [S::kRows, S::kUnit], while the others multiply.
 template <typename T, typename S>
 __device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvParams& after,
                                           int first_row, int rows, int begin, int count,
@@ -79,7 +80,7 @@ __device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvP
     bias = make_float2(as_float32(from[0]), as_float32(from[half]));
   }
   if (!p.pdl_tables) wait_for_prior_grid();
-  // Rows' positions are asked for beside their places, angles before those are known to all.
+  // Positions are loaded together with the destinations, and angles before the barrier.
   constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
   int32_t position[kTurns];
   find_positions<S>(after, first_row, rows, position);

@@ -1,4 +1,4 @@
-// What the wgmma kernel (linear_hopper.cu) multiplies, and what becomes of the sums.
+// The products and the epilogue of the wgmma kernel (linear_hopper.cu).
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -9,7 +9,7 @@
 
 namespace tlt {
 
-// What a warpgroup multiplies, and what becomes of its sums.
+// The products and the epilogue of one warpgroup.
 template <typename T, typename Of>
 class Multiplier {
  public:
@@ -26,7 +26,8 @@ class Multiplier {
         stages_(shared_address(ring)),
         full_(shared_address(barriers->full)),
         empty_(shared_address(barriers->empty)) {
-    asm volatile("" : "+r"(stages_), "+r"(full_), "+r"(empty_));  // not worked out a block of K
+    asm volatile(""
+                 : "+r"(stages_), "+r"(full_), "+r"(empty_));  // not recomputed for each block of K
     describe();
   }
 
@@ -41,7 +42,7 @@ class Multiplier {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         multiply<false>(acc[part % 2]);
-        if (part > 0) {  // the one before is done: it is added while this one is multiplied
+        if (part > 0) {  // the previous part is complete: it is added while this one is multiplied
           settle(acc[1 - part % 2]);
           add(acc[1 - part % 2]);
         }
@@ -65,7 +66,8 @@ class Multiplier {
     }
   }
 
-  // Where a cluster shares the parts: sums this block's, and keeps each in the ring's place.
+  // For a cluster that shares the parts: sums this block's parts, and stores each in the memory of
+  // the ring.
   __device__ __forceinline__ void sum_parts() {
     float acc[Of::kHeld][Of::kRows / 8][4];
     sum_held(acc, work_.begin);
@@ -81,16 +83,17 @@ class Multiplier {
     }
   }
 
-  // Whether outputs are whole chunks of 8, and a residual has room where all of them are turned.
+  // Whether outputs are whole chunks of 8, and a residual fits where they are transposed.
   __device__ __forceinline__ bool packs() const {
     return params_.out_aligned && (Of::kAddsPacked || !p_.residual) && p_.out_dtype == p_.dtype &&
            p_.out_dim % 8 == 0;
   }
 
-  // Asks for the residual of a tile that is to be packed, into the place where it will be turned.
+  // Prefetches the residual of a tile with packed outputs, into the memory where they are
+  // transposed.
   __device__ __forceinline__ void load_residual(int tile, float* turn) const {
     if (!Of::kAddsPacked || !p_.residual || !packs()) return;
-    if (tile != work_.tile) sync_group();  // the last tile is read
+    if (tile != work_.tile) sync_group();  // the previous tile has been read
     const int thread = threadIdx.x % kGroup, chunk = thread % 8, col = group_ * 64 + chunk * 8;
     const int64_t w_row = first_w_row(grid_, tile);
     const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
@@ -104,8 +107,8 @@ class Multiplier {
     commit_copies();
   }
 
-  // Stores a tile whose outputs are packed before they are turned: each word two rows of x, four
-  // 8x8 matrices an instruction.
+  // Stores a tile whose outputs are packed before they are transposed: each word holds two rows of
+  // x, and each instruction stores four 8x8 matrices.
   __device__ __forceinline__ void store_packed(float (&total)[Of::kRows / 8][4], int tile,
                                                float* turn) {
     constexpr int kTurned = Of::kTurned;
@@ -130,7 +133,7 @@ class Multiplier {
     for (int first = 0; first < Of::kRows; first += kTurned) {
       if (first >= rows) break;
       if (Of::kAddsPacked && p_.residual) wait_copies<0>();
-      sync_group();  // the last rows are read; what is to be added is there
+      sync_group();  // the previous rows have been read; the residual is complete
       if (params_.silu_mul) {
 #pragma unroll
         for (int j = 0; j < kTurned / 8; j += 2) {
@@ -144,7 +147,7 @@ class Multiplier {
         for (int j = 0; j < kTurned / 8; j += 2) {
           const int k = first / 8 + j;
           const uint32_t at = place((j + matrix / 2) * 8 + matrix_row, warp * 2 + matrix % 2);
-          uint32_t more[4] = {};  // as those that take its place
+          uint32_t more[4] = {};  // the residual, at the same address
           if (Of::kAddsPacked && p_.residual) load_matrices_transposed(more, at);
           store_matrices_transposed(at, word(k, 0, more[0]), word(k, 1, more[1]),
                                     word(k + 1, 0, more[2]), word(k + 1, 1, more[3]));
@@ -162,7 +165,7 @@ class Multiplier {
     }
   }
 
-  // Stores a tile's sums, kTurnRows rows at a time turned through shared memory.
+  // Stores a tile's sums, transposed through shared memory kTurnRows rows at a time.
   __device__ __forceinline__ void store_tile(const float (&total)[Of::kRows / 8][4], int tile,
                                              float* turn) {
     int thread = threadIdx.x % kGroup;
@@ -178,7 +181,7 @@ class Multiplier {
     for (int part = 0; part < Of::kRows / Of::kTurnRows; ++part, x_row += Of::kTurnRows) {
       if (x_row >= p_.rows) break;
       const int end = min(x_row + Of::kTurnRows, static_cast<int>(p_.rows));
-      sync_group();  // the last rows are read
+      sync_group();  // the previous rows have been read
 #pragma unroll
       for (int i = 0; i < Of::kRows / Of::kTurnRows; ++i) {
         if (i != part) continue;
@@ -241,12 +244,12 @@ class Multiplier {
   }
 
  private:
-  // A turned row of packed outputs has 128 bytes, its chunks in the order chunk ^ row.
+  // A transposed row of packed outputs has 128 bytes, its chunks in the order chunk ^ row.
   static __device__ __forceinline__ uint32_t turned_place(uint32_t base, int row, int chunk) {
     return base + row * 128 + (chunk ^ (row & 7)) * 16;
   }
 
-  // Of the two weight rows, from `w_row` on, of which a thread has sums.
+  // Bias of the two weight rows, from `w_row` on, of a thread's sums.
   __device__ __forceinline__ float2 load_bias(int64_t w_row, int thread) const {
     const int64_t at = w_row + thread / kWarpSize * 16 + thread % kWarpSize / 4;
     const T* bias = static_cast<const T*>(p_.bias);
@@ -271,11 +274,11 @@ class Multiplier {
   }
 
   __device__ __forceinline__ int64_t out_col(int64_t w_row) const {
-    return params_.silu_mul ? w_row / 2 : w_row;  // of eight gates
+    return params_.silu_mul ? w_row / 2 : w_row;  // of the gate
   }
 
-  // Where sum (j, c) of this lane lies among kCols columns: sum_index of row 8 j + 2 t + c % 2 and
-  // column 16 warp + g + 8 (c / 2), as one of two registers and a constant.
+  // Index of sum (j, c) of this lane among kCols columns: sum_index of row 8 j + 2 t + c % 2 and
+  // column 16 warp + g + 8 (c / 2), as one of two registers plus a constant.
   template <int kCols>
   static __device__ __forceinline__ int first_place(int thread) {
     static_assert(kCols % 32 == 0, "rows leave the bits that sum_index changes alone");
@@ -287,7 +290,7 @@ class Multiplier {
     return (first ^ c / 2 * 8) + (j * 8 + c % 2) * kCols;
   }
 
-  // Parts `first` to `first` + kHeld of the next tile, those of them that are this block's.
+  // Sums this block's share of parts `first` to `first` + kHeld of the next tile.
   __device__ __forceinline__ void sum_held(float (&acc)[Of::kHeld][Of::kRows / 8][4], int first) {
 #pragma unroll
     for (int i = 0; i < Of::kHeld; ++i) {
@@ -306,19 +309,19 @@ class Multiplier {
     release();
   }
 
-  // Sums that are done may be read from here on.
+  // Completed sums may be read from here on.
   __device__ __forceinline__ void settle(float (&acc)[Of::kRows / 8][4]) {
     for_each_sum<Of::kRows>([&](int j, int c) { asm volatile("" : "+f"(acc[j][c])::"memory"); });
   }
 
-  // Multiplies the next block of K; where not kAdd, as the first of its sums.
+  // Multiplies the next block of K; without kAdd it starts new sums.
   template <bool kAdd = true>
   __device__ __forceinline__ void multiply(float (&acc)[Of::kRows / 8][4]) {
     wait_barrier(full_ + at_.stage * 8, at_.parity);
     if constexpr (!kAdd) {
       for_each_sum<Of::kRows>([&](int j, int c) { asm volatile("" : "=f"(acc[j][c])); });
     }
-    const bool multiplies = Of::kTurns || multiplies_;  // rows that a tile lacks go nowhere
+    const bool multiplies = Of::kTurns || multiplies_;  // rows past the tile's end are not stored
     if (multiplies) {
       group_fence();
 #pragma unroll
@@ -336,7 +339,7 @@ class Multiplier {
     last_ = stage;
   }
 
-  // Where the next block's operands are: asked of all lanes while products are under way.
+  // Waits for the next block's operands, in all lanes, while products are in flight.
   __device__ __forceinline__ void describe() {
     const uint32_t stage = stages_ + at_.stage * Of::kStageBytes;
     w_ = SharedMatrix(stage + group_ * 64 * kLineBytes);
@@ -344,9 +347,9 @@ class Multiplier {
     x_ = Of::kGroups == 1 ? w_.after(kX) : SharedMatrix(stage + kX);
   }
 
-  // The stage before is read.
+  // Releases the previous stage, which has been read.
   __device__ __forceinline__ void release() {
-    __syncwarp();  // all lanes have seen the stage full: its barrier may turn again
+    __syncwarp();  // all lanes have seen the stage full: its barrier may enter the next phase
     if (last_ >= 0 && lane_ == 0) arrive(empty_ + last_ * 8);
     last_ = -1;
   }
@@ -365,7 +368,7 @@ class Multiplier {
   uint32_t stages_, full_, empty_;
   SharedMatrix w_, x_;
   RingPosition<Of::kStages> at_;
-  int last_ = -1;  // the stage of the products under way
+  int last_ = -1;  // the stage of the products in flight
 };
 
 }  // namespace tlt

@@ -1,4 +1,4 @@
-// Tiles of the wgmma kernel (linear_hopper.cu), who takes which, and the loads.
+// Tiles of the wgmma kernel (linear_hopper.cu), their assignment to blocks, and the loads.
 #pragma once
 
 #include <algorithm>
@@ -15,26 +15,28 @@ constexpr int kMaxShared = 227 * 1024;
 
 template <int kGroups_, int kRows_, int kHeld_, bool kTurns_ = false>
 struct Tile {
-  static constexpr int kGroups = kGroups_;  // that multiply
-  static constexpr int kRows = kRows_;      // of x
-  static constexpr int kHeld = kHeld_;      // parts of K summed side by side
-  // Of two parts one is multiplied while the other is added, and their blocks do not alternate.
+  static constexpr int kGroups = kGroups_;  // warpgroups that multiply
+  static constexpr int kRows = kRows_;      // rows of x
+  static constexpr int kHeld = kHeld_;      // parts of K summed at once
+  // One part is multiplied while the previous one is added; blocks of different parts do not
+  // alternate.
   static constexpr bool kTurns = kTurns_;
   static_assert(!kTurns || kHeld == 2);
-  static constexpr int kPerSm = kGroups == 1 ? 2 : 1;  // blocks that fit beside each other
+  static constexpr int kPerSm = kGroups == 1 ? 2 : 1;  // blocks of a multiprocessor
   static constexpr int kWeightRows = 64 * kGroups;
   static constexpr int kThreads = (kGroups + 1) * kGroup;
   static constexpr int kSums = kWeightRows * kRows;
-  static constexpr int kTurnRows = std::min(kRows, 32);  // turned from wgmma's layout at once
+  static constexpr int kTurnRows = std::min(kRows, 32);  // rows transposed at once
   static constexpr int kTurn = kTurnRows * 64;
-  static constexpr int kTurned = std::min(kRows, 2 * kTurnRows);  // the same of packed outputs
-  static constexpr bool kAddsPacked = kTurned == kRows;  // a residual has a place beside them
+  static constexpr int kTurned = std::min(kRows, 2 * kTurnRows);  // the same for packed outputs
+  static constexpr bool kAddsPacked = kTurned == kRows;           // a residual fits too
   static constexpr int kStageBytes = (kWeightRows + kRows) * kLineBytes;
   static constexpr int kStages = std::min(
       kMaxStages, (kMaxShared / kPerSm - 1024 * (kPerSm + 1) - kGroups * kTurn * 4) / kStageBytes);
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kTurn * 4;
-  static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, where a cluster shares
-  // A block starts with kStartRegisters a thread; those that multiply take what the others give.
+  static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, if a cluster shares
+  // Each thread starts with kStartRegisters; multiplying warps take the registers that others
+  // release.
   static constexpr int kStartRegisters = 65536 / (kPerSm * kThreads) / 8 * 8;
   static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 232 : 160;
   static constexpr int kLoadRegisters = kGroups == 3 ? 32 : kGroups == 2 ? 40 : 48;
@@ -46,10 +48,10 @@ struct Tile {
 struct Grid {
   int row_tiles, tiles, blocks;
   int split;      // blocks of a cluster that share the parts of a tile
-  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 where they are gates and ups
+  int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 for gates and ups
 };
 
-// First rows of a tile; those of the same weights are neighbours.
+// First rows of a tile. Tiles of the same weights are neighbours.
 __device__ __forceinline__ int first_x_row(const Grid& g, int tile, int rows) {
   return tile % g.row_tiles * rows;
 }
@@ -58,7 +60,7 @@ __device__ __forceinline__ int first_w_row(const Grid& g, int tile) {
   return tile / g.row_tiles * g.tile_rows;
 }
 
-// What a block does: parts [begin, end) of tiles `tile`, `tile + step`, ...
+// The work of a block: parts [begin, end) of tiles `tile`, `tile + step`, ...
 struct Work {
   int num_blocks, begin, end, tile, step;
   __device__ Work(const LinearParams& p, const Grid& grid)
@@ -69,7 +71,7 @@ struct Work {
   }
 };
 
-// A place in the ring, and the phase of its barriers.
+// A stage of the ring, and the phase of its barriers.
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -86,8 +88,8 @@ struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
 };
 
-// By one thread: fills the weights' half of the ring, or that of x once the kernels before this one
-// have ended, in the order of sum_tile and sum_held.
+// Called by one thread: fills the weights' half of the ring, or the half of x once the prior
+// kernels have ended, in the order of sum_tile and sum_held.
 template <typename Of, bool kWeights>
 __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid, bool pairs,
                                              const CUtensorMap* map, char* ring,

@@ -3,9 +3,9 @@
 //
 // One block owns one row of the norm, so its bits never depend on how many rows there are; the
 // order of its sum is in device.cuh (float32: the CPU's). The second read of x hits L1. One thread
-// owns one 16-byte chunk of the activation. Both move what they read and write once: 2 (norm) and 3
-// (activation) times rows * dim elements. Rows that are not 16-byte aligned go element by element,
-// in the same order. Any dim; float32, float16, bfloat16.
+// owns one 16-byte chunk of the activation. Both read and write each element once: 2 (norm) and 3
+// (activation) times rows * dim elements. Rows that are not 16-byte aligned are read element by
+// element, in the same order. Any dim; float32, float16, bfloat16.
 #include "common/cuda.h"
 #include "layers/device.cuh"
 #include "layers/op.h"

@@ -1,5 +1,5 @@
-// Which kernel runs a linear: float32 has its own; 16-bit types go by the number of rows, and all
-// of their kernels give a row the same bits.
+// Selects the kernel of a linear. float32 has one kernel; for 16-bit types the number of rows
+// decides, and all of their kernels give a row the same bits.
 #include "layers/linear.cuh"
 
 namespace tlt {
@@ -28,9 +28,9 @@ LinearKernelParams kernel_params(const char* op, const LinearParams& p, bool sil
   return params;
 }
 
-// Whether aligned rows are few: 8 always, but of wide large weights, which wgmma's larger copies
-// read faster; more where it costs less to read the weights again for each piece than another
-// kernel takes to start.
+// Whether aligned rows are few. Up to 8 are, except for large wide weights, which the larger copies
+// of wgmma read faster. More are if it costs less to read the weights again for each piece than to
+// start another kernel.
 bool decodes(const LinearParams& p) {
   constexpr int64_t kFewRows = 8, kFewNormedRows = 128, kFewPieces = 64, kFewWeights = 4 << 20;
   if (p.norm_weight) return p.rows <= kFewNormedRows;

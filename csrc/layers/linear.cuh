@@ -1,6 +1,6 @@
-// What the linear kernels share: their arguments, tensor-core and asynchronous-copy instructions.
+// Shared code of the linear kernels: arguments, tensor-core and asynchronous-copy instructions.
 //
-// The one order of a 16-bit linear, for every row count: K is cut into blocks of 64; part w (of 8)
+// A 16-bit linear has one order for every row count: K is cut into blocks of 64; part w (of 8)
 // sums blocks w, w + 8, w + 16, ... in rising order, 16 elements at a time, on tensor cores with
 // float32 accumulators; the parts are added from 0 to 7; bias, then residual, are added; one
 // rounding. Of 16 elements lane t of an MMA row holds 4 consecutive ones, 4 t to 4 t + 3.
@@ -14,22 +14,23 @@
 namespace tlt {
 
 struct LinearKernelParams {
-  LinearParams linear;  // pdl: see launch_kernel; weight, norm_weight and bias are read at once
-  bool silu_mul;        // weight rows are those of gate, then of up; out is silu_mul of their sums
+  LinearParams
+      linear;     // pdl: see launch_kernel; weight, norm_weight, bias are read before the wait
+  bool silu_mul;  // weight rows are those of gate, then of up; out is silu_mul of their sums
   bool x_aligned, w_aligned;  // 16-byte chunks can be loaded whole
-  bool out_aligned;  // 8 outputs from a multiple of 8 on, and what is added, are whole chunks
+  bool out_aligned;  // 8 outputs from a multiple of 8 on, and their addends, are whole chunks
 };
 
 __device__ __forceinline__ int num_blocks_of(const LinearParams& p) {
   return static_cast<int>((p.in_dim + kBlockK - 1) / kBlockK);
 }
 
-// Blocks of part w; none where K is short.
+// Blocks of part w; 0 if K is short.
 __device__ __forceinline__ int part_steps(int num_blocks, int part) {
   return (num_blocks - part + kParts - 1) / kParts;
 }
 
-// The parts of one output, in their order.
+// Adds the parts of one output, in order.
 __device__ __forceinline__ float sum_of_parts(const float* part) {
   float sum = part[0];
 #pragma unroll
@@ -52,7 +53,7 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-// copy_async_16 of what is read once.
+// copy_async_16 for data that is read once.
 __device__ __forceinline__ void copy_async_once(void* to, const void* from, bool valid,
                                                 uint64_t policy) {
   asm volatile(
@@ -61,7 +62,7 @@ __device__ __forceinline__ void copy_async_once(void* to, const void* from, bool
       : "memory");
 }
 
-// An aligned 16-byte chunk of the first or second half of what load_split takes.
+// An aligned 16-byte chunk of the first or second half of the input of load_split.
 __device__ __forceinline__ uint4 join(uint2 first, uint2 second) {
   return make_uint4(first.x, first.y, second.x, second.y);
 }
@@ -90,15 +91,15 @@ struct Card {
   int num_sms, max_shared;  // bytes of a block
 };
 
-// Aligned rows, fast where they or the weights are few; more of them, without a norm, silu_mul of a
-// multiple of 8 columns; any; float32. Each launches on the current device.
-constexpr int kPieceRows = 16;  // that the decode kernel takes at once
-constexpr int kSmallRows = 8;   // that launch_small takes, but where they append
+// Launchers, on the current device: aligned rows, fast if rows or weights are few; more aligned
+// rows, without a norm, silu_mul of a multiple of 8 columns; any rows; float32.
+constexpr int kPieceRows = 16;  // rows that the decode kernel takes at once
+constexpr int kSmallRows = 8;   // rows that launch_small takes, unless they append
 void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
                           const Card& card, cudaStream_t stream);
-// Aligned rows of a small model's layer, asked first: few of them, and more. False: not of such
-// rows or weights.
+// Aligned rows of a small model's layer, tried first: few rows, and more. They return false if they
+// do not support these rows or weights.
 bool launch_small(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 bool launch_small_append(const LinearKernelParams& p, const AppendKvParams& append,
                          const Card& card, cudaStream_t stream);

@@ -1,18 +1,19 @@
-// The linears of few rows, with or without a norm before, of float16 or bfloat16 in aligned rows:
-// the weights leave memory once, and that is all the time there is (order of the sum: linear.cuh).
-// Up to 8 rows have a form of their own, more than 16 are pieces: the grid's second axis. All
-// pieces run at once, and read the weights from L2 but for the first.
+// The linears of few aligned float16 or bfloat16 rows, with or without a norm before. The weights
+// are read from memory once, which determines the time (order of the sum: linear.cuh). Up to 8 rows
+// have a separate form. More than 16 rows are cut into pieces, the grid's second axis. All pieces
+// run at once, and all but the first read the weights from L2.
 //
 // A block owns tiles of up to 32 weight rows; each of its 8 warps owns one part of K. A warp copies
 // the weight chunks of its own MMA fragments into its own ring slots, so the ring needs no barrier
-// of the block and stays full across tiles: up to 96 KB in flight a block. An early launch fills it
-// while the kernels before still run. x (weights are MMA operand A, x rows operand B) comes from L2
-// a few steps ahead through registers, where the norm is applied. At a tile's end the warps' sums
-// meet in shared memory. Bytes: the weights, plus rows / 32 of that from L2.
+// of the block and stays full across tiles: up to 96 KB in flight a block. With programmatic
+// dependent launch it is filled while the prior kernels still run. x (weights are MMA operand A, x
+// rows operand B) is loaded from L2 a few steps ahead into registers, where the norm is applied. At
+// a tile's end the warps' sums are added in shared memory. Bytes: the weights, plus rows / 32 of
+// that from L2.
 //
-// Where what comes after takes pairs of sums (pairs.cuh), their weight rows are the low and the
-// high rows of a fragment. The appending form has two more warps: one looks up where the rows
-// belong, one what the pairs are and the angles by which they turn.
+// If the epilogue takes pairs of sums (pairs.cuh), their weight rows are the low and the high rows
+// of a fragment. The appending form has two more warps: one looks up the destinations of the rows,
+// the other the pairs and their rotation angles.
 #include <algorithm>
 #include <type_traits>
 
@@ -22,7 +23,7 @@
 namespace tlt {
 namespace {
 
-constexpr int kWarps = kParts;  // each has its own
+constexpr int kWarps = kParts;  // one part each
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim), first_row = blockIdx.y * D::kRows;
   const int rows = min(static_cast<int>(p.rows) - first_row, D::kRows);
-  // One appending form serves both; asking also keeps the compiler from what would spill.
+  // One appending form serves both; the branch also avoids register spills.
   const bool norms = kNorms && p.norm_weight != nullptr;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
@@ -50,12 +51,13 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
   const int steps = multiplies ? part_steps(num_blocks_of(p), warp) : 0;
   const int first_k = warp * kBlockK, step_k = kParts * kBlockK;
 
-  // Weights. Evict first: what the next kernels share should stay in L2. Chunks 0 and 1 of a row
-  // trade places with 2 and 3 in every other pair of rows, so that reads by 8 bytes hit all banks.
+  // Weights are evicted first, so that data which the next kernels share stays in L2. Chunks 0 and
+  // 1 of a row are swapped with 2 and 3 in every other pair of rows, so that 8-byte reads hit all
+  // banks.
   uint4* my_ring = ring + warp * D::kChunks * kWarpSize;
   uint4* my_slot = my_ring + g * 4 + (t ^ (g & 2));
   const uint64_t policy = evict_first_policy();
-  int load_tile = 0, load_step = 0, left = 0;  // left: of the tile, from this lane's on
+  int load_tile = 0, load_step = 0, left = 0;  // left: rows of the tile from this lane's row on
   const T* load_from[kPairs<After> ? D::kTiles : 1];
   const int64_t tile_step = 16 * p.weight_stride;
   int64_t high_step = 8 * p.weight_stride;
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
         }
       }
       uint4* to = my_slot + stage * D::kStage;
-      const int k = load_step * step_k;  // from load_from on
+      const int k = load_step * step_k;  // offset from load_from
       const int dim = in_dim - first_k - t * 8;
       const auto row = [&](int i) {  // rows g, g + 8, ... of the tile, or pairs of them
         if constexpr (kPairs<After>) return load_from[i / 2] + i % 2 * high_step;
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
   constexpr int kTilePairs = D::kCols / 2;
   __shared__ float2 angles[kAppends<After> ? D::kRows : 1][kTilePairs];  // of a tile's pairs
   __shared__ HeadPair pairs[kAppends<After> ? kTilePairs : 1];
-  const auto find_pairs = [&](int tile) {  // by a warp
+  const auto find_pairs = [&](int tile) {  // called by a warp
     if constexpr (kAppends<After>) {
       const int first = share.first(tile), count = share.first(tile + 1) - first;
       const int pair = lane % kTilePairs;
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       pairs[pair] = at;
       for (int row = lane / kTilePairs; row < rows; row += kWarpSize / kTilePairs) {
         const int64_t position = after.position[first_row + row];
-        if (position < 0 || position >= after.max_position) continue;  // the row has no place
+        if (position < 0 || position >= after.max_position) continue;  // the row is not stored
         angles[row][pair] = angle_of(after, position, at.i);
       }
     }
@@ -137,17 +139,17 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
     }
   }
 
-  // With fewer than 8 rows the lanes of absent rows take later steps of those present, so that a
-  // load and a norm serve up to 8 steps; shuffles bring the chunks to where they are needed.
+  // With fewer than 8 rows, the lanes of absent rows load later steps of the present rows, so that
+  // a load and a norm serve up to 8 steps; shuffles move the chunks to the lanes that need them.
   int spread = 0;  // log2 of the steps in a batch
   if constexpr (D::kRowTiles == 1) spread = rows == 1 ? 3 : rows == 2 ? 2 : rows <= 4 ? 1 : 0;
   const int batch_steps = 1 << spread;
   const int x_g = g & ((8 >> spread) - 1), x_slot = g >> (3 - spread);
   const int x_k = first_k + t * 4 + x_slot * step_k;  // the first element that this lane loads
   const int64_t x_at = (first_row + x_g) * p.x_stride;
-  // The lane that holds what this one feeds to the tensor cores, at step 0 of a batch.
+  // The lane that holds this lane's operand of the tensor cores, at step 0 of a batch.
   const int source = x_g * 4 + t, source_step = 4 * (8 >> spread);
-  // Where in a slot this lane's elements of the first 16 of 32 lie; of the others: that ^ 32.
+  // Offset in a slot of this lane's elements of the first 16 of 32; of the others: that ^ 32.
   const int my_read = g * 64 + ((t / 2) ^ (g & 2)) * 16 + t % 2 * 8;
   const auto x_row = [&](int i) { return static_cast<const T*>(p.x) + x_at + i * 8 * p.x_stride; };
   const auto x_dim = [&](int i) { return i * 8 + x_g < rows ? in_dim : 0; };
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
     float of_part[D::kRowTiles];
 #pragma unroll
     for (int i = 0; i < D::kRowTiles; ++i) {
-      row[i] = x_row(i);  // of lanes of absent rows: another's
+      row[i] = x_row(i);  // lanes of absent rows use another row
       dim[i] = i * 8 + g < rows ? in_dim : 0;
     }
     sum_squares(row, dim, first_k, in_dim, t * 4, true, of_part);
@@ -187,9 +189,9 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       if (t == g / 2) squares[warp][i * 8 + g] = of_part[i];
     }
   }
-  if (steps > 0) load_x(next, 0);  // from L1 where squares were summed
+  if (steps > 0) load_x(next, 0);  // from L1 if squares were summed
 
-  // A thread's outputs of a tile, and what will be added to them.
+  // A thread's outputs of a tile, and their addends.
   constexpr int kOutputs = D::kRows * D::kCols / (kWarps * kWarpSize);
   struct Output {
     int row, col;
@@ -246,7 +248,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
         if (norms) apply_norm(now);
         if (step + batch_steps < steps || tile + 1 < share.tiles) {
           const int following = step + batch_steps < steps ? step + batch_steps : 0;
-          load_x(next, following);  // of the next tile where this one has no more
+          load_x(next, following);  // of the next tile if this one has no more
           if (norms) load_norm_weight(next, following);
         }
       }
@@ -262,7 +264,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
         }
       }
       wait_copies<D::kStages - 1>();
-      __syncwarp();  // the step's chunks are the whole warp's
+      __syncwarp();  // the step's chunks are visible to the whole warp
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
           for (int i = 0; i < D::kRowTiles; ++i) mma_k32<T>(acc[m][i], low, high, x[i][h]);
         }
       }
-      __syncwarp();  // all have read the slots
+      __syncwarp();  // all lanes have read the slots
       load_stage(stage);
       stage = stage + 1 == D::kStages ? 0 : stage + 1;
     }
@@ -313,7 +315,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
         const Output to = output(i);
         if (to.row >= rows) break;
         const float sum = tile_sum<D>(sums, to.row, to.col);
-        const float up = __shfl_down_sync(kFullWarp, sum, 8);  // of the gate of this lane
+        const float up = __shfl_down_sync(kFullWarp, sum, 8);  // the up of this lane's gate
         const int pair = to.col / 16 * 8 + to.col % 8;
         if (pair >= count || to.col % 16 >= 8) continue;
         static_cast<T*>(p.out)[(first_row + to.row) * p.out_stride + share.begin + first + pair] =
@@ -339,8 +341,8 @@ void launch(const LinearKernelParams& p, const After& after, const Card& card,
             cudaStream_t stream) {
   const auto kernel = decode_kernel<T, D, kNorms, After>;
   prefer_shared("linear", kernel);
-  // Two blocks a multiprocessor where there are 16 weight rows for each, one where there are not,
-  // so that all read the same; blocks of 16 rows where those are too few, then of 8.
+  // Two blocks a multiprocessor if each gets 16 weight rows, else one, so that all read the same
+  // amount. If that gives too few blocks, they have 16 rows, then 8.
   const int64_t out_dim = p.linear.out_dim, pieces = (p.linear.rows + D::kRows - 1) / D::kRows;
   const int64_t sms = std::max<int64_t>(1, card.num_sms / pieces);
   const int64_t narrow = (out_dim + 15) / 16;
@@ -350,7 +352,7 @@ void launch(const LinearKernelParams& p, const After& after, const Card& card,
                                                    : (out_dim + 7) / 8;
   const int64_t count = out_dim / (kPairs<After> ? 2 : 1), each = (count + grid - 1) / grid;
   const Shares shares = {static_cast<int>(count / grid), static_cast<int>(count % grid)};
-  // Small weights need a part of the ring, and leave room for the kernels that follow.
+  // Small weights need only a part of the ring, which leaves room for the next kernels.
   const int64_t max_tile = D::kCols / (kPairs<After> ? 2 : 1);
   const int64_t steps = (p.linear.in_dim + kParts * kBlockK - 1) / (kParts * kBlockK) *
                         ((each + max_tile - 1) / max_tile);

@@ -1,10 +1,10 @@
 // The float32 linears, with the bits of the CPU (csrc/layers/dot.h): element k goes to lane k % 16
-// by a fused multiply-add in rising k, and the 16 lanes fold pairwise. For comparing engines; a
-// decode step of a large model is what the 16-bit kernels are for.
+// by a fused multiply-add in rising k, and the 16 lanes fold pairwise. For comparing engines; the
+// 16-bit kernels are for speed.
 //
-// A block owns 8 rows of x and 64 weight rows: each of its 16 half-warps 4 weight rows, a lane of
-// it the elements of k that are its own, straight from global memory (64 bytes a half-warp). x
-// passes through the norm as it is loaded, by every half-warp for itself.
+// A block owns 8 rows of x and 64 weight rows. Each of its 16 half-warps owns 4 weight rows, and a
+// lane of it reads its elements of k directly from global memory (64 bytes a half-warp). Every
+// half-warp applies the norm to x as it loads it.
 #include "layers/linear.cuh"
 #include "layers/pairs.cuh"
 
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
   const int cols = static_cast<int>(
       max(static_cast<int64_t>(0), min(static_cast<int64_t>(kCols), p.out_dim - col_begin)));
 
-  int64_t weight_row[kCols];  // pairs, where they are taken so
+  int64_t weight_row[kCols];  // grouped in pairs if the epilogue takes pairs
 #pragma unroll
   for (int c = 0; c < kCols; ++c) {
     weight_row[c] = col_begin + c;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
 
   __shared__ float scale[kRows];
   if (norm_weight) {
-    const int row = threadIdx.x / kWarpSize;  // one a warp
+    const int row = threadIdx.x / kWarpSize;  // one for each warp
     if (row < rows) {
       const float squares = warp_squares(x + row * p.x_stride, in_dim, true);
       if (threadIdx.x % kWarpSize == 0) scale[row] = norm_scale<float>(squares, in_dim, p.eps);

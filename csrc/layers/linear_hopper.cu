@@ -4,14 +4,14 @@
 //
 // A tile is up to 128 or 192 weight rows (operand A, 64 to a warpgroup) x 16 to 128 rows of x
 // (operand B). Two warps of one more warpgroup keep a ring of blocks of 64 elements of k filled:
-// one with weights, which it asks for before the kernels before this one end, one with x. Several
-// parts of K are summed side by side, so that a row's bytes are asked for 256 and more at a time,
-// as memory likes it; of many rows one is multiplied while the one before is added. A block asks
-// for its next tile while the last one is stored. For silu_mul 8 rows of gate and 8 of up lie by
-// turns in a tile: a tensor copy puts them so.
+// one with weights, which it loads before the prior kernels end, one with x. Several parts of K are
+// summed at once, so that 256 or more consecutive bytes of a row are requested together, which
+// memory serves faster. With many rows, one part is multiplied while the previous one is added. A
+// block loads its next tile while the last one is stored. For silu_mul a tensor copy interleaves 8
+// rows of gate and 8 of up in a tile.
 //
-// With few tiles of long rows a cluster shares the parts of K, and its blocks' sums meet in
-// distributed shared memory, part by part. Which shape and grid a call gets: `consider`.
+// With few tiles of long rows a cluster shares the parts of K, and its blocks' sums are added
+// through distributed shared memory, part by part. `consider` chooses the shape and grid of a call.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -83,13 +83,13 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
       }
     }
   }
-  if (grid.split > 1) cluster.sync();  // nobody's sums go away while they are read
+  if (grid.split > 1) cluster.sync();  // no block exits while its sums are read
 #endif
 }
 
 // ---- the grid -----------------------------------------------------------------------------------
 
-constexpr int64_t kSmallWeights = 4 << 20;  // of which the rings of two blocks hold enough
+constexpr int64_t kSmallWeights = 4 << 20;  // elements for which two blocks' rings are deep enough
 
 struct Choice {
   int64_t cycles = INT64_MAX;
@@ -111,26 +111,26 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
                 make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
 }
 
-// Takes a tile shape where it promises to be faster than the best so far. A block of K takes as
-// long as its bytes come from L2, as its products take, or as a warpgroup takes from one to the
-// next; all of them as long as the weights take to leave memory. All in cycles, as measured but for
-// kLeastCycles, which is counted.
+// Takes a tile shape if its estimate beats the best so far. The time of a block of K is the maximum
+// of its loads from L2, its products, and the overhead of a warpgroup; the total is at least the
+// time to read the weights from memory. All constants are measured cycles, except kLeastCycles,
+// which is counted.
 template <typename T, typename Of>
 void consider(const LinearKernelParams& params, const Card& card, Choice* best) {
   const LinearParams& p = params.linear;
-  const int64_t unit = params.silu_mul ? 16 : 8;      // of weight rows
-  constexpr int kL2Bytes = 53, kMemoryBytes = 13;     // a cycle, for a multiprocessor
-  constexpr int kLeastCycles = 200, kRowCycles = 45;  // of a block of K, to store a row of a tile
-  constexpr int kFullCycles = 2000;   // there is no room for the next kernel to start early
-  constexpr int kSplitCycles = 8000;  // for a cluster to start, and to meet
-  // To add parts of many rows, and for the products to begin again, where nothing hides it.
+  const int64_t unit = params.silu_mul ? 16 : 8;      // weight rows
+  constexpr int kL2Bytes = 53, kMemoryBytes = 13;     // per cycle and multiprocessor
+  constexpr int kLeastCycles = 200, kRowCycles = 45;  // per block of K; to store a row of a tile
+  constexpr int kFullCycles = 2000;   // the next kernel has no room to start before this one ends
+  constexpr int kSplitCycles = 8000;  // for a cluster to start and to synchronise
+  // To add parts of many rows and to restart the products, if nothing hides it.
   constexpr int kAddCycles =
       Of::kRows == 128 && !Of::kTurns ? kParts * (Of::kRows * Of::kGroups + 200 / Of::kHeld) : 0;
   const int64_t row_tiles = ceil_div(p.rows, Of::kRows), num_blocks = ceil_div(p.in_dim, kBlockK);
-  if (Of::kTurns && num_blocks < kParts) return;  // each part begins anew
+  if (Of::kTurns && num_blocks < kParts) return;  // every part needs a block
   const int64_t memory_cycles = 2 * p.in_dim * p.out_dim / (kMemoryBytes * card.num_sms);
   for (const int split : {1, 8, 4, 3, 2}) {
-    // Clusters of more than two do not reach all multiprocessors.
+    // Clusters of more than two do not use all multiprocessors.
     const int64_t sms = split > 2 ? card.num_sms * 15 / 16 : card.num_sms;
     const int64_t slots = std::max<int64_t>(sms - sms % split, split) * Of::kPerSm;
     const int64_t parts = ceil_div(kParts, split);
@@ -139,13 +139,13 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
     if (split > 1 && (parts > Of::kMaxSplitParts || tiles_of(tile_rows) * split > slots)) continue;
     const int64_t rounds = ceil_div(tiles_of(tile_rows) * split, slots);
     const bool few = tiles_of(tile_rows) <= card.num_sms;
-    if (split == 1 && (Of::kPerSm == 1 || few)) {  // equal shares of the weights for all
+    if (split == 1 && (Of::kPerSm == 1 || few)) {  // equal shares of the weights
       const int64_t places = few ? card.num_sms : rounds * slots;
       const int64_t shares = std::max<int64_t>(places / row_tiles, 1);
       tile_rows = std::min(ceil_div(ceil_div(p.out_dim, shares), unit) * unit, tile_rows);
     }
     const int64_t tiles = tiles_of(tile_rows);
-    const int64_t beside = ceil_div(std::min(tiles * split, slots), sms);  // on a multiprocessor
+    const int64_t beside = ceil_div(std::min(tiles * split, slots), sms);  // per multiprocessor
     const int64_t loaded = beside * (tile_rows + Of::kRows) * kLineBytes;
     const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
     const int64_t block_cycles =

@@ -1,13 +1,13 @@
-// The linears of a small model's layer for 9 rows and more (17, where they append), of whole blocks
-// of K: too few rows for tiles of wgmma to fill the card, too many to be read anew by every 8
-// weight rows (order of the sum: linear.cuh).
+// The linears of a small model's layer for 9 rows or more (17 if they append), of whole blocks of
+// K. There are too few rows for tiles of wgmma to fill the card, and too many to read them again
+// for every 8 weight rows (order of the sum: linear.cuh).
 //
-// A block owns up to 64 weight rows (of pairs the low and the high ones, as fragments hold them:
+// A block owns up to 64 weight rows (of pairs, the low and the high rows, as fragments hold them:
 // pairs.cuh) and a piece of 16 or 32 rows of x; pieces are the grid's second axis. Each of its 8
-// warps copies its own part of K of both into shared memory, the weights before the kernels before
-// this one end, then x, all of it at once; norms x as it reads it, multiplies, and leaves its sums
-// where its first block of K was. So warps meet once, and with a norm twice. Bytes: the weights
-// once a piece, x once a block, from L2 but for the first.
+// warps copies its part of K of both into shared memory: the weights before the prior kernels end,
+// then x, all of it at once. It applies the norm as it reads x, multiplies, and writes its sums
+// over its first block of K. So warps synchronise once, with a norm twice. Bytes: the weights once
+// for each piece, x once for each block; all but the first reads come from L2.
 #include <algorithm>
 #include <type_traits>
 
@@ -21,17 +21,17 @@ constexpr int kRowChunks = kBlockK / 8;
 
 template <int kRowTiles_, int kTiles_, typename After>
 struct Mid {
-  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
+  static constexpr int kRowTiles = kRowTiles_;  // tiles of 8 rows of x
   static constexpr int kTiles = kTiles_;        // fragments of 16 weight rows
   static constexpr int kRows = 8 * kRowTiles, kCols = 16 * kTiles;
   static constexpr int kUnit = kPairs<After> ? kCols / 2 : kCols;  // outputs of a row
-  // A block of K in shared memory: weight rows, rows of x, and that of the norm's weight.
+  // A block of K in shared memory: weight rows, rows of x, and the norm's weight.
   static constexpr int kNormRow = kCols + kRows;
   static constexpr int kSlot = (kNormRow + 1) * kRowChunks;  // chunks
   static_assert(kRows * kCols * 4 <= kSlot * 16, "sums of a part reuse the first of its slots");
 };
 
-// A row's chunks lie in the order chunk ^ row, so that 8 rows of a matrix are in different banks.
+// A row's chunks are in the order chunk ^ row, so that 8 rows of a matrix are in different banks.
 __device__ __forceinline__ int chunk_of(int row, int chunk) {
   return row * kRowChunks + (chunk ^ row % 8);
 }
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
 
   if (!kAppends<After> || warp < kParts) {
     const int steps = part_steps(num_blocks_of(p), warp);
-    uint4* const my_slot = shared + warp * S::kSlot;  // of block `warp`; the next is 8 further on
+    uint4* const my_slot = shared + warp * S::kSlot;  // of block `warp`; the next is 8 slots later
     // A lane copies one chunk of every fourth row.
     const int copy_row = lane / kRowChunks, first_k = warp * kBlockK + lane % kRowChunks * 8;
     const uint32_t slot_address = shared_address(my_slot);
@@ -91,16 +91,16 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
       const T* from = static_cast<const T*>(p.norm_weight) + first_k;
       for (int step = 0; step < steps; ++step) copy(S::kNormRow, step, from + step * kStepK, true);
     }
-    // Asking for a line that is yet to be written has its address worked out, and found, now.
+    // Prefetching a line of the output computes and translates its address before the store.
     const T* x = static_cast<const T*>(p.x) + (first_row + copy_row) * p.x_stride + first_k;
     const int64_t row_step = 4 * p.x_stride;
     if (copy_row < rows && steps > 0) prefetch_line(x);
-    // Where a lane's row of a matrix lies: of a fragment of weights, 16 rows x 16 elements, of 8
-    // rows of x x 32; the next elements are at an address that differs in bits of the chunk.
+    // Addresses of a lane's row of a matrix: a fragment of weights, 16 rows x 16 elements, or 8
+    // rows of x x 32. The address of the next elements differs in bits of the chunk.
     const int matrix = lane / 8;
     const int fragment_at = chunk_of(matrix % 2 * 8 + lane % 8, matrix / 2) * 16;
     const int x_at = chunk_of(lane % 8, matrix) * 16;
-    // Four neighbouring outputs of a thread, and what will be added to them.
+    // Four neighbouring outputs of a thread, and their addends.
     const int out_row = threadIdx.x / (S::kUnit / 4), out_col = threadIdx.x % (S::kUnit / 4) * 4;
     static_assert(kAppends<After> || S::kRows * S::kUnit <= 4 * kMultipliers);
     const bool ends_here = !kAppends<After> && out_row < rows && out_col < count;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
         copy(S::kCols + i * 4, step, from, i * 4 + copy_row < rows);
         from += row_step;
       }
-      commit_copies();  // the first with the weights
+      commit_copies();  // the first group includes the weights
     }
     if constexpr (!kPairs<After>) {
       if (ends_here && p.residual) {
@@ -127,14 +127,14 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
                                 (first_row + out_row) * p.residual_stride + begin + out_col, wide);
       }
     }
-    const auto wait_for_step = [&](int step) {  // while the later ones are on their way
+    const auto wait_for_step = [&](int step) {  // while the later steps are in flight
       const int left = steps - 1 - step;
       left >= 2 ? wait_copies<2>() : left == 1 ? wait_copies<1>() : wait_copies<0>();
-      __syncwarp();  // what a warp copied is all its lanes'
+      __syncwarp();  // a warp's copies are visible to all its lanes
     };
 
-    // Of 8 rows, half h of their 64 elements: words 0 and 1 are of the first 16, 2 and 3 of the
-    // next.
+    // Loads half h of the 64 elements of 8 rows: words 0 and 1 are of the first 16 elements, 2 and
+    // 3 of the next.
     const auto load_x = [&](int step, int i, int h, Chunk<T>* to) {
       const uint32_t slot = slot_address + step * kParts * S::kSlot * 16;
       load_matrices(to->word, slot + (S::kCols + i * 8) * 128 + (x_at ^ h * 64));
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
 
     float scale[S::kRowTiles] = {};
     if (norms) {
-      // As add_squares, of two times 8 rows: a fragment of both, times each. One after the other,
-      // or they would need the registers of two blocks a multiprocessor.
+      // Like add_squares, for two times 8 rows: a fragment of both, times each. One after the
+      // other, because both at once need too many registers for two blocks a multiprocessor.
 #pragma unroll 1
       for (int i = 0; i < S::kRowTiles; i += 2) {
         float sum[2][2][4] = {};
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
           }
         }
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {  // squares_of, of the low and the high 8 rows
+        for (int j = 0; j < 2; ++j) {  // squares_of for the low and the high 8 rows
           const float of_part = g % 2 == 1 ? sum[j][0][j * 2 + 1] + sum[j][1][j * 2 + 1]
                                            : sum[j][0][j * 2] + sum[j][1][j * 2];
           if (t == g / 2) reinterpret_cast<float*>(squares[(i + j) * 8 + g])[warp] = of_part;
@@ -212,8 +212,8 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
         }
       }
     }
-    __syncwarp();  // the warp's slots are read
-    // sum_index of row 8 i + 2 t + c % 2 and column 16 m + g + 8 (c / 2), as few registers.
+    __syncwarp();  // the warp's slots have been read
+    // sum_index of row 8 i + 2 t + c % 2 and column 16 m + g + 8 (c / 2), in few registers.
     float* mine = reinterpret_cast<float*>(my_slot);
     const int sum_at = t * 2 * S::kCols + (g ^ t * 8);
 #pragma unroll
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
     }
   } else if constexpr (kAppends<After>) {
     find_ends<T, S>(p, after, first_row, rows, begin, count, ends);
-    sync_sums<After>();  // and the grids before have ended
+    sync_sums<After>();  // the prior grids have ended too
   }
   if constexpr (kAppends<After>) {
     for (int i = threadIdx.x; i < rows * S::kUnit; i += kBlockThreads<After>) {
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
 
 template <typename After>
 struct Choice {
-  int64_t max_waves;  // of blocks that the card holds
+  int64_t max_waves;  // waves of resident blocks
   int64_t cycles = INT64_MAX;
   void (*launch)(const LinearKernelParams& p, const After& after, cudaStream_t stream) = nullptr;
 };
@@ -322,16 +322,17 @@ void launch(const LinearKernelParams& p, const After& after, cudaStream_t stream
   launch_kernel("linear", kernel, shape_of<S, After>(p.linear), stream, p.linear.pdl, p, after);
 }
 
-// Takes a tile where it promises to be faster than the best so far. Without pairs by the blocks
-// that one multiprocessor gets, and of each the bytes of x that come from L2 and the products. What
-// norms and ends pairs waits for itself more than for others, so two blocks beside each other cost
-// little more than one, but what does not fit beside them as much again: all as measured.
+// Takes a tile if its estimate beats the best so far. Without pairs, the estimate is the number of
+// blocks of one multiprocessor, times the bytes of x from L2 and the products of each. Blocks with
+// a norm and pairs mostly wait for their own results, so two resident blocks cost little more than
+// one, but each further wave costs as much again. All constants are measured.
 template <typename T, typename S, bool kNorms, typename After>
 void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
-  constexpr int kStatic = 20 << 10;  // bytes at most
+  constexpr int kStatic = 20 << 10;  // upper bound of static shared memory, in bytes
   const KernelShape shape = shape_of<S, After>(p);
   if (shape.shared_bytes + kStatic > card.max_shared || shape.rows > kGridAxis) return;
-  // What a block has beside what it asks for; a multiprocessor has the system's part of one more.
+  // A block's shared memory besides the dynamic part. A multiprocessor has room for the system's
+  // part of one more block.
   constexpr int kSystem = 1024, kSquares = S::kRows * kParts * 4;
   constexpr int kEnds =
       kAppends<After> ? S::kRows * S::kUnit * sizeof(PairEnd) + sizeof(RowPlaces<S::kRows>) : 0;
@@ -342,12 +343,12 @@ void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
   const int64_t products = p.in_dim * S::kRows * S::kCols;
   int64_t cycles;
   if constexpr (kPairs<After>) {
-    constexpr int kProducts = 137, kBesideCycles = 2200;  // a cycle
+    constexpr int kProducts = 137, kBesideCycles = 2200;  // kProducts: per cycle
     constexpr int kBlockCycles = kAppends<After> ? 5400 : 2500;
     cycles =
         waves * (products / kProducts + kBlockCycles + (two && rounds > 1 ? kBesideCycles : 0));
   } else {
-    constexpr int kL2Bytes = 53, kProducts = 1270, kBlockCycles = 400;  // a cycle; a block's ends
+    constexpr int kL2Bytes = 53, kProducts = 1270, kBlockCycles = 400;  // per cycle; per block
     cycles = rounds * (p.in_dim * S::kRows * 2 / kL2Bytes + products / kProducts + kBlockCycles);
   }
   if (waves > best->max_waves || cycles >= best->cycles) return;
@@ -359,7 +360,7 @@ template <typename T, typename After>
 bool launch_best(const LinearKernelParams& params, const After& after, const Card& card,
                  cudaStream_t stream) {
   const LinearParams& p = params.linear;
-  constexpr int64_t kAloneRows = 320;  // without a norm: wgmma takes more of them, or of waves
+  constexpr int64_t kAloneRows = 320;  // without a norm: wgmma runs more rows or waves
   const bool alone = p.norm_weight == nullptr && !kAppends<After>;
   if (alone && p.rows > kAloneRows) return false;
   const int64_t alone_waves = has_hopper_kernel() ? 1 : 2;
@@ -370,7 +371,7 @@ bool launch_best(const LinearKernelParams& params, const After& after, const Car
     consider<T, Mid<4, 1, After>, false>(p, card, &best);
     consider<T, Mid<4, 2, After>, false>(p, card, &best);
   } else {
-    constexpr int kWide = kAppends<After> ? 1 : 4;  // pairs that are appended need room themselves
+    constexpr int kWide = kAppends<After> ? 1 : 4;  // appended pairs need shared memory too
     consider<T, Mid<2, kWide, After>, true>(p, card, &best);
     consider<T, Mid<4, kWide, After>, true>(p, card, &best);
     consider<T, Mid<4, 2, After>, true>(p, card, &best);

@@ -1,11 +1,11 @@
-// The linears of few rows whose weights all wait in registers, of a small model's layer: K up to
-// 1,536, two blocks a multiprocessor at most (order of the sum: linear.cuh).
+// The linears of few rows of a small model's layer, with all weights in registers: K up to 1,536,
+// at most two blocks a multiprocessor (order of the sum: linear.cuh).
 //
-// In such a layer launches follow each other so fast that what counts is what a warp runs after its
-// input exists. So all else is done before: every weight is asked for at once, by the lane that
-// feeds it to the tensor cores, outputs know their places. Then each of 8 warps loads x for its
-// part of K, all of it at once, multiplies, and the parts meet in shared memory. Blocks are small,
-// so that those of the next launches find room beside them, and their weights are there in time.
+// Launches in a small model are so short that the time after a kernel's input exists decides. So a
+// block does all other work before: each lane loads its weights for the tensor cores at once, and
+// computes the addresses of its outputs. Then each of 8 warps loads x for its part of K, all of it
+// at once, and multiplies; the parts are added in shared memory. Blocks are small, so that blocks
+// of the next launches fit on the same multiprocessor and load their weights in time.
 //
 // A block owns up to 8 weight rows, or 8 or 16 pairs of them (pairs.cuh): low and high rows of a
 // fragment. Bytes: the weights.
@@ -22,8 +22,8 @@ constexpr int kStepK = kParts * kBlockK;
 
 template <int kRowTiles_, int kSteps_, typename After>
 struct Small {
-  static constexpr int kRowTiles = kRowTiles_;  // of 8 rows of x
-  static constexpr int kSteps = kSteps_;        // blocks of K of a part, at most
+  static constexpr int kRowTiles = kRowTiles_;  // tiles of 8 rows of x
+  static constexpr int kSteps = kSteps_;        // at most so many blocks of K in a part
   // Fragments of weight rows; with a norm and an activation, one row's products cost little more.
   static constexpr int kTiles = std::is_same_v<After, SiluMul> ? 2 : 1;
   static constexpr int kHalves = kPairs<After> ? 2 : 1;  // of a fragment, low and high rows
@@ -32,7 +32,7 @@ struct Small {
   static constexpr int kPerSm = kAppends<After> && kRowTiles * kSteps > 2 ? 1 : 2;  // blocks
 };
 
-// Of a pair of a block the low column; the high one is 8 further on.
+// The low column of a block's pair; the high column is 8 further.
 __device__ __forceinline__ int low_col(int pair) { return pair / 8 * 16 + pair % 8; }
 
 // 8 bytes that are read once, or zeros.
@@ -56,7 +56,8 @@ __device__ __forceinline__ void load_inside(Chunk<T>& to, const T* from, bool in
   to.raw = join(low, high);
 }
 
-// The appending form's end, by warps of its own: they find out where sums go, then put them there.
+// The epilogue of the appending form, in separate warps: they look up the destinations of the sums,
+// then store them.
 template <typename T, typename S>
 __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendKvParams& after,
                                             const float* sums, int rows, int begin, int count) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
   const bool has_pair = pair < count;
   const HeadPair at = head_pair(after, begin + (has_pair ? pair : 0));
   if (!p.pdl_tables) wait_for_prior_grid();
-  // A row's position is asked for beside its place, angles before that is known to all.
+  // Positions are loaded together with the destinations, and angles before the barrier.
   int64_t position[kTurns];
   find_positions<S>(after, 0, rows, position);
   float bias[2] = {};
@@ -87,7 +88,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
     if (!has_pair || row >= rows || places.request[row] < 0) continue;
     out[i] = pair_out<T>(after, row, at, places.at[row]);
   }
-  sync_sums<AppendKvParams>();  // and the grids before have ended
+  sync_sums<AppendKvParams>();  // the prior grids have ended too
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     if (out[i].low == nullptr) continue;
@@ -153,14 +154,14 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
       }
     }
   }
-  // Asking for lines that are yet to be written has their addresses worked out, and found, now.
+  // Prefetching lines of the output computes and translates their addresses before the store.
   const T* x_from[S::kRowTiles];
 #pragma unroll
   for (int i = 0; i < S::kRowTiles; ++i) {
     x_from[i] = static_cast<const T*>(p.x) + (i * 8 + g) * p.x_stride + first_k;
     if (i * 8 + g < rows && steps > 0) prefetch_line(x_from[i]);
   }
-  // The output of those threads that have one.
+  // The output of a thread, if it has one.
   const int out_row = threadIdx.x / S::kUnit, out_col = threadIdx.x % S::kUnit;
   const bool ends = !kAppends<After> && out_row < rows && out_col < count;
   const int64_t out_at = out_row * p.out_stride + begin + out_col;
@@ -261,13 +262,13 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
   }
 }
 
-// False where the weights are too many.
+// Returns false if there are too many weights.
 template <typename T, typename S, bool kNorms, typename After>
 bool launch(const LinearKernelParams& p, const After& after, const Card& card,
             cudaStream_t stream) {
   const int64_t units = p.linear.out_dim / (kPairs<After> ? 2 : 1);
   const int64_t sms = card.num_sms;
-  // Few blocks, whose fragments are full, leave the others' launches most room.
+  // Few blocks with full fragments leave the most room for other launches.
   const int64_t even = (units + sms - 1) / sms;
   const int64_t unit = std::clamp<int64_t>(even, 8, S::kUnit);
   const int64_t blocks = (units + unit - 1) / unit;
@@ -279,7 +280,7 @@ bool launch(const LinearKernelParams& p, const After& after, const Card& card,
   return true;
 }
 
-// Launches the form for its rows, the length of its parts and its type, where it has one.
+// Launches the form for these rows, length of parts and type; returns false if there is none.
 template <int kMaxSteps, bool kNorms, typename After>
 bool launch_form(const LinearKernelParams& p, const After& after, const Card& card,
                  cudaStream_t stream) {

@@ -1,11 +1,11 @@
-// linear_rows and linear_silu_mul, with or without a norm before, for any rows of float16 or
-// bfloat16, with the bits of the decode kernel (order of the sum: linear.cuh): the parts of K come
-// one after the other.
+// linear_rows and linear_silu_mul, with or without a norm before, for any float16 or bfloat16 rows,
+// with the bits of the decode kernel (order of the sum: linear.cuh): the parts of K are summed one
+// after the other.
 //
-// A block owns 64 weight rows x 64 rows of x, a warp 32 x 32 outputs. Both operands come through a
-// ring of shared memory; a thread applies the norm to the chunks that it copied itself, one step
-// ahead of their use. For silu_mul 8 rows of gate and 8 of up lie by turns in a tile. Row tiles are
-// neighbours in the grid, so the weights leave memory once and come from L2 after that.
+// A block owns 64 weight rows x 64 rows of x, a warp 32 x 32 outputs. Both operands pass through a
+// ring in shared memory; a thread applies the norm to the chunks that it copied, one step before
+// their use. For silu_mul, 8 rows of gate and 8 of up alternate in a tile. Row tiles are neighbours
+// in the grid, so the weights are read from memory once and from L2 after that.
 #include "layers/linear.cuh"
 
 namespace tlt {
@@ -18,17 +18,17 @@ constexpr int kStages = 4;
 constexpr int kRowChunks = kBlockK / 8;
 constexpr int kTileChunks = kTile * kRowChunks, kStageChunks = 2 * kTileChunks;
 constexpr int kCopies = kTileChunks / kThreads;   // chunks of one tile that a thread copies
-constexpr int kCopyRows = kThreads / kRowChunks;  // apart, in one column of chunks
-static_assert(kCopyRows % 4 == 0, "a thread's chunks have one place in the swizzle");
-constexpr int kPitch = kTile + 4;  // of the sums in shared memory: no bank conflicts
+constexpr int kCopyRows = kThreads / kRowChunks;  // rows between the chunks of a thread
+static_assert(kCopyRows % 4 == 0, "a thread's chunks have one position in the swizzle");
+constexpr int kPitch = kTile + 4;  // row pitch of the sums in shared memory: no bank conflicts
 static_assert(kTile * kPitch * 4 <= kStages * kStageChunks * 16, "sums reuse the ring");
 
-// Four rows that are read together, 32 bytes of each, lie in different banks.
+// Four rows that are read together, 32 bytes of each, are in different banks.
 __device__ __forceinline__ int chunk_index(int row, int chunk) {
   return row * kRowChunks + (chunk ^ (row % 4) * 2);
 }
 
-// What load_split would take at half h of the 64 elements of a row.
+// The elements of load_split at half h of the 64 elements of a row.
 __device__ __forceinline__ uint4 read_split(const uint4* tile, int row, int h, int t) {
   const auto half = [&](int e) {
     const uint4* chunk = tile + chunk_index(row, h * 4 + e * 2 + t / 2);
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint4 read_split(const uint4* tile, int row, int h, i
   return join(half(0), half(1));
 }
 
-// A thread copies chunks of rows `row`, row + apart, ... of an array, up to but without `end`.
+// A thread copies chunks of rows `row`, row + apart, ... of an array, below `end`.
 template <typename T>
 struct Operand {
   const T* from;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       at.next();
       wait_copies<kStages - 3>();  // this step's copies and the next's
       if (norms && !at.done()) apply_norm(following(stage), at.block);
-      __syncthreads();  // this step's chunks are everybody's; the last step's stage is free
+      __syncthreads();  // this step's chunks are visible to the block; the last stage is free
       load_stage(stage == 0 ? kStages - 1 : stage - 1);
       if (has_rows) multiply(stage);
       stage = following(stage);

@@ -45,7 +45,7 @@ LinearParams check_linear(const char* op, const Tensor& x, const Tensor& weight,
 
 void set_out(const char* op, const Tensor& x, const Tensor& out, LinearParams* p) {
   require(x.data == nullptr || out.data != x.data, op,
-          "out: expected other memory than x, got the same");
+          "out: expected memory separate from x, got the same memory");
   p->out = out.data;
   p->out_stride = out.stride[0];
   p->out_dtype = out.dtype;

@@ -1,6 +1,6 @@
-// What comes after a linear, a type in its kernels. Where it takes sums in *pairs*, a block owns
-// both weight rows of each: of gate and up, or of what RoPE turns together, row i of a head and row
-// i + head_dim / 2. Sums of q, k and v then go where `append_kv` would have put them.
+// The epilogue of a linear, a type in its kernels. If it takes sums in *pairs*, a block owns both
+// weight rows of each: gate and up, or row i of a head and row i + head_dim / 2, which RoPE rotates
+// together. Sums of q, k and v are then stored where `append_kv` would store them.
 #pragma once
 
 #include <type_traits>
@@ -10,15 +10,15 @@
 
 namespace tlt {
 
-struct Nothing {};  // sums go to out
-struct SiluMul {};  // products of activated gates and ups do
+struct Nothing {};  // out = sums
+struct SiluMul {};  // out = products of activated gates and ups
 
 template <typename After>
 constexpr bool kAppends = std::is_same_v<After, AppendKvParams>;
 template <typename After>
 constexpr bool kPairs = !std::is_same_v<After, Nothing>;
 
-// Low row of pair `pair` of the weight, and how far after it the high one lies.
+// Low row of pair `pair` of the weight, and the distance from it to the high row.
 __device__ __forceinline__ int64_t low_row(const SiluMul&, int64_t pair) { return pair; }
 
 __device__ __forceinline__ int64_t rows_apart(const LinearParams& p, const SiluMul&) {
@@ -44,11 +44,12 @@ __device__ __forceinline__ int64_t low_row(const AppendKvParams& p, int64_t pair
 
 template <int kRows>
 struct RowPlaces {
-  int32_t request[kRows];  // -1: of none
+  int32_t request[kRows];  // -1 = no request
   RowPlace at[kRows];
 };
 
-// By one warp: where `rows` rows from `first_row` on belong. Reports for all rows where asked to.
+// Called by one warp: looks up the requests and cache pages of `rows` rows from `first_row` on.
+// Reports errors of all rows if requested.
 template <int kRows>
 __device__ __forceinline__ void find_places(const AppendKvParams& p, int64_t first_row, int rows,
                                             bool reports, RowPlaces<kRows>* places) {
@@ -56,7 +57,7 @@ __device__ __forceinline__ void find_places(const AppendKvParams& p, int64_t fir
   const int lane = threadIdx.x % kWarpSize;
   if (lane < rows) places->request[lane] = -1;
   __syncwarp();
-  constexpr int kAhead = 4;  // requests of a lane whose rows are asked for at once
+  constexpr int kAhead = 4;  // requests of a lane whose rows are loaded at once
   for (int64_t first = lane; first < s.num_requests; first += kAhead * kWarpSize) {
     int64_t begin[kAhead] = {}, end[kAhead] = {};
     bool valid[kAhead];
@@ -89,13 +90,13 @@ __device__ __forceinline__ void find_places(const AppendKvParams& p, int64_t fir
   __syncwarp();
 }
 
-// Cosine and sine of a pair at a position that has them.
+// Cosine and sine of a pair at a valid position.
 __device__ __forceinline__ float2 angle_of(const AppendKvParams& p, int64_t position, int i) {
   const float* from = p.cos_sin + position * p.cos_sin_stride + i;
   return make_float2(from[0], from[p.head_dim / 2]);
 }
 
-// Writes the two sums of a pair; `angle` counts where they turn.
+// Writes the two sums of a pair; `angle` is used only for heads that RoPE rotates.
 template <typename T>
 __device__ __forceinline__ void store_pair(const PairOut<T>& out, int half, float low, float high,
                                            float2 angle) {

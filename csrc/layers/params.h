@@ -27,7 +27,7 @@ struct SiluMulParams {
 
 struct LinearParams {
   const void* x;            // [rows, in_dim], dtype
-  const void* norm_weight;  // [in_dim], dtype; null: x is taken as it is
+  const void* norm_weight;  // [in_dim], dtype; null: no norm
   const void* weight;       // [out_dim, in_dim], dtype; silu_mul: out_dim / 2 of gate, then of up
   const void* bias;         // [out_dim], dtype; may be null; silu_mul: null
   const void* residual;     // [rows, out_dim], out_dtype; may be null, may be out itself; the same

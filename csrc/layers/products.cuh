@@ -1,6 +1,6 @@
 // Hopper's tensor cores on two operands in shared memory (wgmma, sm_90a): d += a b^T, or d = a b^T,
 // by four warps, a being 64 rows of 16 elements, b 16, 32, 64 or 128 of them, both in rows of 128
-// bytes, swizzled as a tensor copy leaves them. d is laid out as that of m16n8k16: column 8 j + 2 t
+// bytes, swizzled by a tensor copy. d is laid out as that of m16n8k16: column 8 j + 2 t
 // + c % 2 of row 16 warp + g + 8 (c / 2) is d[j][c]. The sums have the bits of m16n8k16 on the same
 // 16 elements.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace tlt {
 
-// f(j, c) for each sum d[j][c] of a lane, of kRows rows of b.
+// Calls f(j, c) for each sum d[j][c] of a lane, for kRows rows of b.
 template <int kRows, typename F>
 __device__ __forceinline__ void for_each_sum(F&& f) {
 #pragma unroll

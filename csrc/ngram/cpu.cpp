@@ -1,7 +1,7 @@
-// The n-gram drafter on the CPU: the rule as it reads.
+// The n-gram drafter on the CPU.
 //
-// Every place of the request's group whose tokens end like the request does is a match; the
-// kMaxMatches best are followed, and their continuations form a trie of weighted counts.
+// A match is a position in the sequences of the request's group that ends with the same tokens as
+// the request. The continuations of the kMaxMatches best matches form a trie of weighted counts.
 #include <algorithm>
 #include <functional>
 #include <iterator>
@@ -17,23 +17,23 @@ namespace {
 
 struct Text {
   const int32_t* token;
-  int32_t length;  // 0: nothing to look at
+  int32_t length;  // 0: empty
 };
 
-// A match on its way down the trie.
+// A match and its current node of the trie.
 struct Walker {
   Text text;
   int32_t position;  // of the match; depth d continues with position + d
   int32_t weight;
   int32_t node;  // store index
 
-  // Below 0 where the text ends.
+  // Below 0 at the end of the text.
   int32_t next(int32_t depth) const {
     return position + depth < text.length ? text.token[position + depth] : -1;
   }
 };
 
-// A node of the next level: what walkers of `parent` with `token` next speak for.
+// A node of the next level: the walkers of `parent` whose next token is `token`.
 struct Child {
   int32_t parent, token, count;
   float score;  // cumulative
@@ -86,7 +86,7 @@ class Drafter {
     return {nullptr, 0};
   }
 
-  // How many tokens, up to max_ngram, the text up to `position` and the request have in common.
+  // Length of the common suffix, at most max_ngram, of the text up to `position` and the request.
   int32_t matched(const Text& text, int32_t position) const {
     const int32_t root = own.length - 1;
     const int32_t most = std::min({static_cast<int32_t>(p.max_ngram), position + 1, root + 1});
@@ -95,7 +95,7 @@ class Drafter {
     return n;
   }
 
-  // Latest place first, so that of equally long matches the first ones found are the best.
+  // Latest position first, so that of equally long matches the first ones found are the best.
   void find_in(const Text& text, int32_t g, std::vector<uint32_t>& best) const {
     const int32_t last = own.token[own.length - 1];
     for (int32_t position = text.length - 2; position >= 0; --position) {
@@ -120,11 +120,11 @@ class Drafter {
     return p.nodes.count[b]++;
   }
 
-  // One level: siblings stand together by parent, in rank order; walkers move to their new nodes.
+  // One level: siblings are grouped by parent, in rank order; walkers move to their new nodes.
   void grow(int32_t depth) {
     std::vector<Child> level;
     for (size_t i = 0; i < walkers.size(); ++i) {
-      const int32_t parent = walkers[i].node;  // walkers stand by their nodes
+      const int32_t parent = walkers[i].node;  // walkers are sorted by node
       if (i == 0 || walkers[i - 1].node != parent) add_children(parent, depth, level);
     }
     keep_best(level);
@@ -169,7 +169,7 @@ class Drafter {
     level.insert(level.end(), siblings.begin(), siblings.end());
   }
 
-  // The top_k best of a level by (score desc, order), in the order they have.
+  // The top_k best nodes of a level by (score desc, order), in their original order.
   void keep_best(std::vector<Child>& level) const {
     while (level.size() > static_cast<size_t>(p.top_k)) {
       const auto last_of_the_lowest =

@@ -1,17 +1,17 @@
 // ngram_propose on the GPU: the same trees as cpu.cpp, bit for bit.
 //
-// One team of blocks a request (a cluster of 8 on Hopper), four steps:
-//   scan   The team's warps share out the group's tokens in chunks of 128, latest first. A lane
-//          looks at four tokens; where one equals the root it counts how far back the texts agree.
-//          A warp holds the best kMaxMatches of its matches as sorted keys, one a lane; newcomers
-//          that beat the least wait in a queue until there are 32, are sorted and merged in.
-//   merge  The warps' lists meet in log2 rounds, then the blocks' in the first block. Keys are
-//          totally ordered, so neither the split of the work nor the order of arrival shows.
-//   look   The trie before any node is left out, all levels at once, one warp a level and one match
-//          a lane: lanes with the same tokens so far are one node, and its count is a weighted
-//          population count of their mask. Noise, ranks among siblings and log shares come here.
-//   grow   One warp goes down the levels: adds up scores, keeps top_k nodes, writes them.
-// Moves 4 bytes a token of the group, once, normally out of the L2.
+// One team of blocks for each request (a cluster of 8 on Hopper), four steps:
+//   scan   The team's warps divide the group's tokens into chunks of 128, latest first. A lane
+//          reads four tokens; for one that equals the root it counts how far back the texts agree.
+//          A warp holds its best kMaxMatches matches as sorted keys, one in each lane. Better keys
+//          wait in a queue; every 32 of them are sorted and merged.
+//   merge  The warps' lists are merged in log2 rounds, then the blocks' lists in the first block.
+//          Keys are totally ordered, so the result does not depend on the split or the order.
+//   look   Builds the trie before pruning, all levels at once, one warp for each level and one lane
+//          for each match: lanes with the same tokens so far are one node, and its count is a
+//          weighted population count of their mask. Computes noise, ranks and log shares.
+//   grow   One warp goes down the levels: it adds up scores, keeps top_k nodes and writes them.
+// Moves 4 bytes per token of the group, once, normally from L2.
 #include "common/status.h"
 #include "ngram/trie.cuh"
 
@@ -20,10 +20,10 @@ namespace {
 
 using namespace ngram;
 
-constexpr int kTeamThreads = 256;    // of a block in a team of several
-constexpr int kAloneThreads = 1024;  // of one that is alone
+constexpr int kTeamThreads = 256;    // threads of a block in a team of several
+constexpr int kAloneThreads = 1024;  // threads of a team of one block
 
-// Reads who the request and its group are; bad numbers set the status and are left out.
+// Reads the request and its group. Invalid slots and lengths set the status and are skipped.
 template <int kThreads>
 __device__ void set_up(const NgramProposeParams& p, int64_t b, bool reports, Shared<kThreads>& s) {
   const int t = threadIdx.x;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) propose_kernel(const NgramProposePar
   }
   const uint32_t key = merge_team(team, Scanner<kThreads>(p, s).run(team), s);
   if (team.rank() > 0) return;
-  // The best key is lane 0's in every warp, so the whole block agrees.
+  // Lane 0 of every warp has the best key, so the branch is the same for the whole block.
   if (p.keep_unmatched && __shfl_sync(kFullWarp, key, 0) == 0) return;
   Levels<kThreads>(p, b, s, key).run();
   if (threadIdx.x >= kWarpSize) return;

@@ -1,4 +1,4 @@
-// Arguments of the n-gram drafter, and what the CPU and the GPU must agree on bit by bit.
+// Arguments of the n-gram drafter, and the arithmetic that CPU and GPU share bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace tlt {
 
 constexpr int kMaxNgram = 8;     // longest suffix that is compared
-constexpr int kMaxMatches = 32;  // places that a proposal follows: one lane of a warp each
-constexpr int kMaxGroup = 128;   // sequences that a request looks at
+constexpr int kMaxMatches = 32;  // matches of a proposal: one lane of a warp each
+constexpr int kMaxGroup = 128;   // sequences that a request searches
 
 struct NgramProposeParams {
   const int32_t* tokens;       // [num_slots, max_len], token at each absolute position
@@ -24,12 +24,12 @@ struct NgramProposeParams {
   int32_t* status;             // [B]
   int64_t num_requests, group_size, num_slots, max_len;
   int64_t depth, top_k, max_ngram, min_ngram;
-  bool keep_unmatched;  // a request without a match keeps the nodes that it has
+  bool keep_unmatched;  // a request without a match keeps its nodes
   uint64_t seed;
 };
 
-// A place in the group that ends a suffix of the request, as one number: the larger the better.
-// Longer matches first, then the earlier sequence of the group, then the later position. 0 = none.
+// A match as one number; the largest is the best. Longer matches come first, then the earlier
+// sequence of the group, then the later position. 0 = none.
 constexpr int kPlaceBits = 28;
 constexpr uint32_t kMaxPlaces = 1u << kPlaceBits;  // group_size * max_len at most
 static_assert(kMaxNgram < 1 << (32 - kPlaceBits));
@@ -48,13 +48,13 @@ TLT_HD void place_of(uint32_t key, int32_t max_len, int32_t* sequence, int32_t* 
   *position = max_len - 1 - static_cast<int32_t>(order % static_cast<uint32_t>(max_len));
 }
 
-// What one place counts: four times as much for every further token that matches. Sums over all
-// places stay exact in float32.
+// The weight of a match: each further matching token multiplies it by four. Sums over all matches
+// stay exact in float32.
 TLT_HD int32_t match_weight(int32_t matched) { return 1 << 2 * (matched - 1); }
-static_assert(2 * (kMaxNgram - 1) <= 19, "32 places of the largest weight stay below 2^24");
+static_assert(2 * (kMaxNgram - 1) <= 19, "32 matches of the largest weight stay below 2^24");
 
-// Log-probability of a child that `count` of its parent's `total` speak for; the one more stands
-// for everything not seen.
+// Log-probability of a child with weight `count` of its parent's `total`. One more stands for all
+// unseen tokens.
 TLT_HD float log_share(int32_t count, int32_t total) {
   return add_rn(log_f32(static_cast<float>(count)), -log_f32(static_cast<float>(total + 1)));
 }

@@ -1,5 +1,5 @@
-// The matches of `ngram_propose`: what a block shares, sorted lists of a warp, the search, and how
-// the lists of warps and blocks become one (steps `scan` and `merge` of kernel.cu).
+// The matches of `ngram_propose`: shared memory of a block, sorted lists of a warp, the search, and
+// the merge of all lists (steps `scan` and `merge` of kernel.cu).
 #pragma once
 
 #include "common/team.cuh"
@@ -9,25 +9,25 @@ namespace tlt::ngram {
 
 constexpr int kLoad = 4;  // tokens a lane reads at once
 constexpr int kChunk = kWarpSize * kLoad;
-constexpr int kUnroll = 4;  // chunks that a warp has on their way
+constexpr int kUnroll = 4;  // chunks that a warp has in flight
 static_assert(kMaxMatches == kWarpSize);
 
-// What a block knows of the request and its group.
+// Shared memory of a block: the request and its group.
 template <int kThreads>
 struct Shared {
   static constexpr int kWarps = kThreads / kWarpSize;
   static_assert(kMaxGroup < kThreads && kMaxTeam <= kWarps);
 
   int32_t suffix[kMaxNgram];  // the request's last tokens, newest first; -1 before its start
-  int32_t root;               // its position; below 0: nothing to do
+  int32_t root;               // its position; below 0: no work
   int32_t slot[kMaxGroup];
   int32_t length[kMaxGroup];
   int32_t chunks[kMaxGroup];
   int32_t first_chunk[kMaxGroup + 1];     // chunks of the sequences before
   uint32_t list[kWarps][kMaxMatches];     // keys, largest first
   uint32_t queue[kWarps][2 * kWarpSize];  // keys that wait to be merged
-  // Of each level of the trie and each match:
-  int32_t token[kMaxDepth][kMaxMatches];   // what follows; -1 = nothing
+  // For each level of the trie and each match:
+  int32_t token[kMaxDepth][kMaxMatches];   // the next token; -1 = none
   unsigned equal[kMaxDepth][kMaxMatches];  // the lanes with the same token
   unsigned node[kMaxDepth][kMaxMatches];   // the lanes at the same node; 0 = at none
   float gain[kMaxDepth][kMaxMatches];      // log share of that node
@@ -63,7 +63,7 @@ __device__ __forceinline__ uint32_t merge_keys(uint32_t a, uint32_t b, int lane)
   return sort_bitonic(max(a, __shfl_sync(kFullWarp, b, kWarpSize - 1 - lane)), lane);
 }
 
-// The best keys that one warp has met.
+// The best keys that one warp has found.
 class Best {
  public:
   __device__ Best(uint32_t* queue, int lane) : queue_(queue), lane_(lane) {}
@@ -116,7 +116,7 @@ __device__ __forceinline__ int4 load_tokens(const int32_t* text, int32_t positio
   return v;
 }
 
-// A chunk of a sequence that a warp is about to look at.
+// A chunk of a sequence, loaded by a warp.
 struct Chunk {
   int32_t sequence = -1;  // none
   int32_t position = 0;   // of the lane's first token
@@ -132,7 +132,7 @@ class Scanner {
         lane_(threadIdx.x % kWarpSize),
         aligned_(p.max_len % kLoad == 0 && reinterpret_cast<uintptr_t>(p.tokens) % 16 == 0) {}
 
-  // The best keys of the chunks that fall to this warp.
+  // The best keys of this warp's chunks.
   __device__ uint32_t run(const Team<kThreads>& team) {
     Best best(s_.queue[threadIdx.x / kWarpSize], lane_);
     const int32_t chunks = s_.first_chunk[p_.group_size];
@@ -143,7 +143,7 @@ class Scanner {
       for (int u = 0; u < kUnroll; ++u) {
         if (first + u * warps < chunks) chunk[u] = load(first + u * warps);
       }
-      // All from the first place: the instruction cache is cold, so one copy of this code.
+      // A loop over element 0: the instruction cache is cold, so the code has one copy.
 #pragma unroll 1
       for (int u = 0; u < kUnroll && chunk[0].sequence >= 0; ++u) {
         match(chunk[0], best);
@@ -160,7 +160,7 @@ class Scanner {
     return p_.tokens + s_.slot[sequence] * p_.max_len;
   }
 
-  // Places from here on have nothing after them.
+  // Positions from here on have no continuation.
   __device__ __forceinline__ int32_t end(int32_t sequence) const { return s_.length[sequence] - 1; }
 
   __device__ __forceinline__ Chunk load(int32_t index) {
@@ -210,7 +210,7 @@ class Scanner {
 
 // ---- merge --------------------------------------------------------------------------------------
 
-// The best keys of `count` warps, in the first of them: a power of 2. Called by the whole block.
+// Merges the keys of `count` warps, a power of 2, into the first. Called by the whole block.
 template <int kThreads>
 __device__ uint32_t merge_warps(uint32_t key, int count, Shared<kThreads>& s) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -222,7 +222,7 @@ __device__ uint32_t merge_warps(uint32_t key, int count, Shared<kThreads>& s) {
   return key;
 }
 
-// The same for a team; every warp of the first block gets them.
+// The same for a team; every warp of the first block gets the result.
 template <int kThreads>
 __device__ uint32_t merge_team(const Team<kThreads>& team, uint32_t key, Shared<kThreads>& s) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -231,7 +231,7 @@ __device__ uint32_t merge_team(const Team<kThreads>& team, uint32_t key, Shared<
   if (team.size() > 1) {
     team.sync();
     if (team.rank() == 0 && warp < team.size()) key = team.remote(&s.list[0][0], warp)[lane];
-    team.sync();  // read; the other blocks may end
+    team.sync();  // the lists are read; the other blocks may exit
     if (team.rank() > 0) return 0;
     key = merge_warps(key, team.size(), s);
     if (warp == 0) s.list[0][lane] = key;

@@ -8,7 +8,7 @@ namespace tlt::ngram {
 
 // ---- look ---------------------------------------------------------------------------------------
 
-// The matches (keys, one a lane) as the levels of a trie see them.
+// The levels of the trie for the matches (keys, one in each lane).
 template <int kThreads>
 class Levels {
  public:
@@ -68,7 +68,7 @@ class Levels {
     return gumbel(token & 2 ? high : low);
   }
 
-  // Finds who shares a node at a level, what it is worth and its place among its siblings.
+  // Finds the lanes that share a node at a level, its log share and its rank among its siblings.
   __device__ void count(int level, float noise) {
     unsigned parent = __ballot_sync(kFullWarp, key_ != 0);
     for (int above = 0; above < level; ++above) parent &= s_.equal[above][lane_];
@@ -82,7 +82,7 @@ class Levels {
       const float log_count = log_f32(static_cast<float>(weight));
       gain = log_share(weight, weigh(family));
       const float score = greedy_ ? log_count : keyed_score(log_count, 1.0f, noise);
-      rank = lane_ == __ffs(node) - 1 ? rank_key(score, token) : 0;  // one lane speaks for a node
+      rank = lane_ == __ffs(node) - 1 ? rank_key(score, token) : 0;  // one lane represents a node
     }
     int place = 0;
 #pragma unroll 8
@@ -95,7 +95,7 @@ class Levels {
     s_.place[level][lane_] = static_cast<uint8_t>(place);
   }
 
-  // A match longer by one token weighs four times as much.
+  // One more matching token multiplies the weight by four.
   __device__ int32_t weigh(unsigned lanes) const {
     int32_t sum = 0;
 #pragma unroll
@@ -109,12 +109,12 @@ class Levels {
   uint32_t key_;
   bool greedy_;
   NoiseKey noise_key_;
-  unsigned of_length_[kMaxNgram];  // the lanes whose match is n + 1 tokens long
+  unsigned of_length_[kMaxNgram];  // the lanes whose match has n + 1 tokens
 };
 
 // ---- grow ---------------------------------------------------------------------------------------
 
-// Writes the nodes with one warp, a match a lane.
+// Writes the nodes with one warp, one match for each lane.
 template <int kThreads>
 class Trie {
  public:
@@ -179,7 +179,7 @@ class Trie {
   const Shared<kThreads>& s_;
   int64_t first_;
   int top_k_, lane_;
-  int32_t node_ = 0;    // where this lane's match stands; -1 = nowhere any more
+  int32_t node_ = 0;    // the node of this lane's match; -1 = its path was pruned or ended
   float score_ = 0.0f;  // of that node
 };
 

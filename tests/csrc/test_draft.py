@@ -207,5 +207,5 @@ def test_draft_level_inputs_checks_its_arguments(changes, error, match):
 
 def test_draft_level_inputs_does_not_copy_in_place():
     case = level_case([[4, 9], [1, 2]], [[0, 3], [3, 3]], hidden_rows=4)
-    with pytest.raises(ValueError, match="hidden_out: expected other memory than hidden"):
+    with pytest.raises(ValueError, match="hidden_out: expected memory separate from hidden"):
         flat.draft_level_inputs(**case | {"hidden_out": case["hidden"]})

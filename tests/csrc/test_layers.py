@@ -271,7 +271,7 @@ def bad_linear_calls(call, x, weight):
         call(x, weight, out, residual=out[:3])
     with pytest.raises(ValueError, match="residual: expected a contiguous last axis"):
         call(x, weight, out, residual=torch.empty(3, 4).t())
-    with pytest.raises(ValueError, match="out: expected other memory than x, got the same"):
+    with pytest.raises(ValueError, match="out: expected memory separate from x, got the same"):
         call(x, weight, x[:, :3])
 
 
@@ -305,7 +305,7 @@ def test_linear_silu_mul_checks_its_arguments():
         tlt_ext.linear_silu_mul(x, weight, out[:, :2])
     with pytest.raises(ValueError, match="out: expected a contiguous last axis"):
         tlt_ext.linear_silu_mul(x, weight, torch.empty(3, 4).t())
-    with pytest.raises(ValueError, match="out: expected other memory than x, got the same"):
+    with pytest.raises(ValueError, match="out: expected memory separate from x, got the same"):
         tlt_ext.linear_silu_mul(x, weight, x[:, :3])
     with pytest.raises(TypeError, match="norm_weight: expected the dtype of x, float32, got"):
         tlt_ext.linear_silu_mul(x, weight, out, norm_weight=torch.ones(8).half())
