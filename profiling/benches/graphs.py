@@ -51,7 +51,6 @@ WORDS = [
     f"engine.max_batch={MAX_BATCH}",
     "engine.num_pages=2048",
     "engine.prefill_chunk=256",
-    "engine.graphs=pass",
 ]
 CASES = ("single", "ours", "naive")  # the longest last
 SHOWN = ("mib", "graphs_mib", "settled_mib", "buffers_mib", "count", "setup_s")

@@ -239,7 +239,7 @@ def test_spilling_waits_for_nothing_while_documents_are_read():
 def overlapped(policy, *words):
     """A rollout with a placement and documents, its requests, and their tokens without training."""
     rollout = make_rollout(
-        policy, *WORDS, "engine.graphs=pass", "bandit.policy=off", "spot.mode=overlapped",
+        policy, *WORDS, "bandit.policy=off", "spot.mode=overlapped",
         "spot.swap_every=4", *words,
     )  # fmt: skip
     spot, jobs = rollout.spot, requests(count=8, new=60, stop=())
@@ -270,7 +270,7 @@ def test_a_partition_trains_during_the_tail_and_changes_no_token(policy):
 
 def test_measured_steps_change_nothing(policy):
     rollout = make_rollout(
-        policy, *WORDS, "engine.graphs=pass", "bandit.policy=off", "spot.mode=overlapped",
+        policy, *WORDS, "bandit.policy=off", "spot.mode=overlapped",
         "spot.final_steps=0",
     )  # fmt: skip
     spot = rollout.spot
