@@ -431,8 +431,8 @@ collector.Collector.roll_out = later
 @pytest.mark.parametrize("leader", [0, 1])
 def test_a_rank_whose_steps_fail_does_not_stop_its_group(tmp_path, leader):
     """Rank 1 fails, as the leader too. It has the drafter of the others when the step ends."""
-    script = BROKEN_SHARE + LAST_IS_SLOW + FINISHES_LATER.format(rank=1 - leader) + SAME_EVERYWHERE
-    records = run(tmp_path, 3, "run.timeout_s=60", "spot.min_ranks=2", script=script)
+    script = PAIRS + BROKEN_SHARE + LAST_IS_SLOW + FINISHES_LATER.format(rank=1 - leader)
+    records = run(tmp_path, 3, "run.timeout_s=60", script=script + SAME_EVERYWHERE)
     assert records[-1]["drafter/tokens_seen"] > 0
     assert "micro-step failed (RuntimeError: kernel on fire)" in (tmp_path / "log").read_text()
 
