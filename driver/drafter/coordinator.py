@@ -43,8 +43,8 @@ class Coordinator:
 
     def __init__(self, world: World, spot: SpotTrainer, min_ranks: int = 1) -> None:
         assert world.store is not None
-        self.store = world.store
-        self.world, self.spot, self.min_ranks = world, spot, min_ranks
+        self.world, self.store = world, world.store
+        self.spot, self.min_ranks = spot, min_ranks
         self.changes: list[tuple[float, str]] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._round, self._idle_since = "", 0.0
@@ -93,8 +93,8 @@ class Coordinator:
     # ---- leader and followers -------------------------------------------------------------------
 
     def _lead(self) -> int:
-        rank, store = self.world.rank, self.store
-        store.set(self._key("leader"), str(rank))
+        rank = self.world.rank
+        self.store.set(self._key("leader"), str(rank))
         group = 0
         while not self._all_finished():
             ranks = [rank, *(r for r in self._idle() if r != rank)]
@@ -103,20 +103,20 @@ class Coordinator:
                 time.sleep(POLL_S)
                 continue
             self.spot.first_vocabulary()
-            store.set(self._key(f"group/{group}"), json.dumps(ranks))
+            self.store.set(self._key(f"group/{group}"), json.dumps(ranks))
             self._train(ranks)
             group += 1
-        store.set(self._key(f"group/{group}"), "[]")
+        self.store.set(self._key(f"group/{group}"), "[]")
         return rank
 
     def _follow(self) -> int:
-        store, group = self.store, 0
+        group = 0
         while True:
             key = self._key(f"group/{group}")
-            store.wait([key])  # until the time-out of the process group
-            ranks = json.loads(store.get(key))
+            self.store.wait([key])  # until the time-out of the process group
+            ranks = json.loads(self.store.get(key))
             if not ranks:
-                return int(store.get(self._key("leader")))
+                return int(self.store.get(self._key("leader")))
             if self.world.rank in ranks:
                 self._train(ranks)
             else:
@@ -201,8 +201,7 @@ class Coordinator:
                 dist.destroy_process_group(group)
 
     def _idle(self) -> list[int]:
-        store = self.store
-        return [r for r in range(self.world.size) if store.check([self._key(f"idle/{r}")])]
+        return [r for r in range(self.world.size) if self.store.check([self._key(f"idle/{r}")])]
 
     def _all_finished(self) -> bool:
         if time.monotonic() - self._idle_since > self.world.timeout_s:

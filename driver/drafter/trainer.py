@@ -322,11 +322,12 @@ class SpotTrainer(RolloutObserver):
 
     def capture(self, split: int, placement: Placement | None) -> None:
         """Captures a graph of a step, if there is none."""
-        rows = self.bin.tokens
-        where: tuple[Any, ...] = ()
-        if placement is not None:
-            rows, where = placement.rows, (placement.partition.sms, placement.partition.stream)
-        self.step.capture(split, rows, *self.current_teachers(), *where)
+        teachers = self.current_teachers()
+        if placement is None:
+            self.step.capture(split, self.bin.tokens, *teachers)
+        else:
+            partition = placement.partition
+            self.step.capture(split, placement.rows, *teachers, partition.sms, partition.stream)
 
     def attempt(self) -> bool:
         """A micro-step whose failure `stop` reports; False if none was made."""

@@ -20,10 +20,9 @@ MIN_MATCH = 8  # matching tokens after which an n-gram replaces the drafter's tr
 
 
 class Proposer(Protocol):
-    """Drafts a tree for every running request.
+    """Drafts a tree for every running request; subclasses inherit defaults for model-free drafts.
 
     Attributes:
-        version: of the learned drafter, 0 = none.
         on_device: `propose` reads static arrays only and never waits for the device, so it can be
             captured and repeated without the host.
     """
@@ -31,38 +30,25 @@ class Proposer(Protocol):
     on_device: bool
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Of the learned drafter, 0 = none."""
+        return 0
 
     def usable(self) -> bool:
         """Whether it can draft now."""
-        ...
+        return True
 
     def lookahead(self, strategy: Strategy) -> int:
         """KV slots past the committed ones that drafting itself writes."""
-        ...
+        return 0
 
     def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> list[int] | None:
         """Host work before a burst; the new `draft_len` of each row, None if none changed."""
-        ...
+        return None
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
         """A tree for each row of the batch."""
         ...
-
-
-class ModelFree:
-    """Base of proposers without a model."""
-
-    version = 0
-
-    def usable(self) -> bool:
-        return True
-
-    def lookahead(self, strategy: Strategy) -> int:
-        return 0
-
-    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> list[int] | None:
-        return None
 
 
 def _capacity(strategy: Strategy) -> int:
@@ -89,7 +75,7 @@ def draft_ngrams(nodes: NodeStore, batch: Batch, store: TokenStore, **settings: 
     )
 
 
-class NgramProposer(ModelFree):
+class NgramProposer(Proposer):
     """Drafts by n-gram lookup in the request's own tokens and in those of its prompt.
 
     Args:
@@ -149,7 +135,7 @@ class HybridProposer:
         return nodes.select(batch.context_len)
 
 
-class OracleProposer(ModelFree):
+class OracleProposer(Proposer):
     """Drafts the known answer on a random branch among wrong siblings.
 
     Nearly every draft is accepted, through a different tree each time: this tests token identity

@@ -21,31 +21,18 @@ from .state import BatchState
 
 @dataclass(frozen=True)
 class Burst:
-    """Passes made without the host in between; their results can be read during the next burst.
-
-    Attributes:
-        strategy: of the passes.
-        version: of the drafter, 0 = not a learned one.
-        ring: their results.
-        begin: first record in the ring.
-        end: the record after the last.
-        count: running requests.
-        unbroken: it ended at its limit only, so the passes can continue.
-        begun_s: by time.perf_counter.
-        elapsed_s: by the device's clock for graphs, else by the host's.
-        counted_rows: rows of the target without a graph; None: a graph made the passes.
-    """
+    """Passes made without the host in between; their results can be read during the next burst."""
 
     strategy: Strategy
-    version: int
+    version: int  # of the drafter, 0 = not a learned one
     ring: tlt_ext.PassRing
-    begin: int
-    end: int
-    count: int
-    unbroken: bool
-    begun_s: float
-    elapsed_s: float
-    counted_rows: int | None = None
+    begin: int  # first record in the ring
+    end: int  # the record after the last
+    count: int  # running requests
+    unbroken: bool  # it ended at its limit only, so the passes can continue
+    begun_s: float  # by time.perf_counter
+    elapsed_s: float  # by the device's clock for graphs, else by the host's
+    counted_rows: int | None = None  # rows of the target; None: a graph made the passes
 
     @property
     def captured(self) -> bool:
