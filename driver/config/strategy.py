@@ -21,7 +21,7 @@ class Kind:
         name: as configs, logs and metrics write it.
         drafts: its strategies draft, and have numbers.
         drafter: the trained drafter proposes.
-        lookup: tokens that followed the last ones elsewhere, in rows of the prompt, are proposed.
+        lookup: tokens that followed the last ones in other rows of the prompt are proposed.
         launches: of kernels for that lookup in a pass, at most.
         in_config: a configuration may name it.
         colors: of its smallest and of its largest tree in charts.

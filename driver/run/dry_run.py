@@ -229,7 +229,7 @@ def step_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -
     tokens = grpo.prompts_per_step * grpo.samples_per_prompt * length / ranks
     attention = 4 * spec.num_layers * spec.q_dim * length / 2
     forward = tokens * (2 * matrix_numbers(spec) + attention)
-    # Backward is twice a forward pass; logits are made again, and layers if checkpointed.
+    # Backward is twice a forward pass; logits are recomputed, and layers if checkpointed.
     update = 3 * forward + 2 * tokens * head
     if grpo.checkpointing:
         update += forward - 2 * tokens * head
@@ -273,7 +273,7 @@ def rollout_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings
     lengths = lengths[::-1][:: shape.ranks][::-1]
     seconds = 2 * matrix * prompts * prompt_len / limits.flops_per_s
     launches = limits.launch_s * GraphCost(spec).nodes(Cell(1, OFF))
-    running = list(lengths[: config.engine.max_batch])  # the pass at which each ends
+    running = list(lengths[: config.engine.max_batch])  # the last pass of each
     heapq.heapify(running)
     waiting, now = list(lengths[config.engine.max_batch :]), 0
     while running:

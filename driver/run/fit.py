@@ -63,8 +63,8 @@ def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
 def _remedy(config: Config, shape: RunShape, limit: int) -> str:
     ranks = shape.ranks
     while ranks <= min(MOST_RANKS, config.grpo.prompts_per_step):
-        asked = replace(shape, ranks=ranks)
-        words = fitting(config, asked, limit)
+        larger = replace(shape, ranks=ranks)
+        words = fitting(config, larger, limit)
         if words is not None:
             more = f" on {ranks} ranks" if ranks > shape.ranks else ""
             return (

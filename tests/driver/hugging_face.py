@@ -56,7 +56,7 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-# What the tests of training are made of: small, with weights large enough to matter.
+# For tests of training: small, with weights large enough to matter.
 TRAINED = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -75,7 +75,7 @@ def test_half_precision_is_about_as_near_to_float64_as_the_models_own(family, id
 @pytest.mark.parametrize("device", kit.DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_norm_is_rounded_before_its_weight(dtype, device):
-    """As the engine's is: another law would show in every log-prob of half precision."""
+    """As in the engine: any other rounding changes every log-prob in half precision."""
     norm = make_model("llama", dtype).model.norm.to(device)
     x = kit.randn(300, 32, seed=2).to(device, dtype)
     same = _norm(norm, x) == norm(x)

@@ -34,7 +34,7 @@ def test_every_batch_has_a_bucket_that_holds_it(max_batch, spec, data):
     batch = data.draw(st.integers(1, max_batch))
     cell = plan.find(batch, OFF)
     assert cell in plan.cells and batch <= cell.batch <= max_batch
-    assert cell.batch < 2 * batch  # rows computed for nobody
+    assert cell.batch < 2 * batch  # fewer inert rows than requests
     for arm in ARMS:
         found = plan.find(batch, arm)
         assert (found is not None) == (batch <= min(spec, max_batch))
