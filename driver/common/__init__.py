@@ -1,1 +1,1 @@
-"""What every part of the driver uses: errors, storage, spans, memory, ranks."""
+"""Shared code of the driver: errors, storage, spans, memory, ranks."""

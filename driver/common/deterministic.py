@@ -1,4 +1,4 @@
-"""One order for every addition of a card."""
+"""Deterministic algorithms of torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-# Deterministic cuBLAS wants it, and reads it once.
+# Deterministic cuBLAS requires it and reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Gives every addition of the block one order, so that equal tokens make equal policies.
+    """Uses deterministic algorithms in the block, so that equal tokens give equal policies.
 
     Args:
-        device: where the block works; on the CPU torch has one order anyway.
+        device: device of the block; on the CPU torch is deterministic anyway.
     """
     if device.type != "cuda":
         yield

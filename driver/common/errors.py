@@ -1,4 +1,4 @@
-"""The one error that a user of the command line is meant to see."""
+"""The error that the command line shows to its user."""
 
 import contextlib
 import warnings
@@ -7,16 +7,17 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """One clear line that names the thing at fault and the remedy.
+    """One line that names the cause and the remedy.
 
-    The command line prints the line and exits with code 2; a traceback is for faults of ours.
+    The command line prints the line and exits with code 2. A traceback means a fault in this
+    package.
 
     Args:
-        message: the line. Newlines are folded into spaces, so that it stays one line.
+        message: the line. Newlines are replaced by spaces, so that it stays one line.
 
     Example:
-        >>> str(UserError("run.steps: wanted at least 1,\\n got 0"))
-        'run.steps: wanted at least 1, got 0'
+        >>> str(UserError("run.steps: expected at least 1,\\n got 0"))
+        'run.steps: expected at least 1, got 0'
     """
 
     exit_code = 2
@@ -27,13 +28,13 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def library_errors(path: Path) -> Iterator[None]:
-    """Turns whatever a library raises about a file into one line.
+    """Turns any exception of a library that reads a file into one line.
 
     Args:
         path: the file that the library reads.
 
     Raises:
-        UserError: the library raised anything.
+        UserError: the library raised an exception.
 
     Example:
         >>> with library_errors(Path("config.json")):
@@ -52,9 +53,9 @@ def library_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def after_error() -> Iterator[None]:
-    """For what has to be ended after an error: if it fails too, that is a warning.
+    """Turns an error during the cleanup after an earlier error into a warning.
 
-    So the error that came first is the one that is told.
+    So the earlier error is the one that is raised.
 
     Example:
         >>> try:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 PLAIN = {int, float, str}
 
-Place = tuple[str | int, ...]  # of a tensor in a state: keys and indices, from the outside in
+Place = tuple[str | int, ...]  # path of a tensor in a state: keys and indices, outermost first
 
 
 class HostCopies:
-    """Room for the tensors of a state, kept from copy to copy; pinned for those of a GPU.
+    """Host buffers for the tensors of a state, reused by each copy; pinned for tensors of a GPU.
 
-    Tensors that are one, such as tied weights, stay one.
+    Tensors that share memory, such as tied weights, are copied once.
 
     Example:
         >>> live = {"w": torch.ones(2), "steps": 3}
@@ -32,25 +32,25 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Of all room."""
+        """Bytes of all buffers."""
         return sum(room.nbytes for room in self.room.values())
 
     def prepare(self, state: Any) -> None:
-        """Makes room for the copies of a state, which is slow where it is pinned.
+        """Allocates the buffers of a state, which is slow for pinned memory.
 
-        What has room keeps it: only tensors that are new, such as an optimizer's once it has made a
-        step, cost anything.
+        Existing buffers are reused, so only new tensors cost time, such as those of an optimizer
+        after its first step.
         """
         self._each(state, self._room, {})
 
     def take(self, state: Any) -> tuple[Any, Callable[[], None]]:
-        """Copies a state, on a GPU behind what its stream has been given.
+        """Copies a state; on a GPU the copy is enqueued on the current stream.
 
         Args:
             state: tensors, numbers, strings, None, and lists and dicts of these.
 
         Returns:
-            The copy, good until the next is taken, and what waits until it is whole.
+            The copy, valid until the next call, and a function that waits until it is complete.
         """
 
         def copied(path: Place, value: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class HostCopies:
         seen: dict[tuple[Any, ...], Tensor],
         path: Place = (),
     ) -> Any:
-        """The same with other tensors; counts of tens of thousands of tokens go as a whole."""
+        """The state with changed tensors; large dicts of plain values are copied as a whole."""
         if isinstance(value, Tensor):
             place = (value.data_ptr(), value.dtype, value.shape, value.stride())
             if place not in seen or not value.numel():

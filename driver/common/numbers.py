@@ -1,4 +1,4 @@
-"""Numbers that come from code of others, such as reward functions."""
+"""Numbers from code of the user, such as reward functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def finite(value: Any) -> float | None:
-    """The value as a float, or None where it is not a finite real number.
+    """The value as a float, or None if it is not a finite real number.
 
     Args:
         value: anything. An integer beyond the range of a float is not finite.
@@ -28,7 +28,7 @@ def finite(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """The value for an error message: at most a line, whatever its `repr` does.
+    """The value for an error message: at most one line, even if its `repr` fails.
 
     Args:
         value: anything.

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds some rows, by torch's `DTensor`."""
+"""Tensors whose rows are sharded over the ranks, with torch's `DTensor`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 
 class Shards:
-    """Cuts tensors over all ranks, and puts them together again.
+    """Shards tensors over all ranks, and joins the shards.
 
     Args:
-        device: where this rank works.
+        device: device of this rank.
     """
 
     def __init__(self, device: str) -> None:
@@ -25,11 +25,11 @@ class Shards:
         return rows.clone()  # a view would keep the whole
 
     def add_up(self, addend: Tensor) -> Tensor:
-        """This rank's rows of the sum of what all ranks have; they call it together."""
+        """This rank's rows of the sum over all ranks; a collective call."""
         addends = DTensor.from_local(addend, self._mesh, [Partial()], run_check=False)
         return addends.redistribute(placements=[Shard(0)])
 
     @staticmethod
     def whole(part: Tensor) -> Tensor:
-        """The tensor of which all ranks have rows; they call it together."""
+        """The whole tensor from the shards of all ranks; a collective call."""
         return part.full_tensor() if isinstance(part, DTensor) else part

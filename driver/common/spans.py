@@ -15,7 +15,7 @@ except ImportError:  # Nsight then sees the ranges of the native core only
 
 
 def nvtx_range(name: str) -> AbstractContextManager[object]:
-    """An NVTX range of this very name; does nothing where the package `nvtx` is missing.
+    """An NVTX range of this name; does nothing if the package `nvtx` is missing.
 
     Args:
         name: as Nsight shows it.
@@ -28,7 +28,7 @@ def nvtx_range(name: str) -> AbstractContextManager[object]:
 
 
 class Sink(Protocol):
-    """Who keeps finished spans (`driver.records.timeline.Timeline`)."""
+    """Stores finished spans (`driver.records.timeline.Timeline`)."""
 
     def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None: ...
 
@@ -38,7 +38,7 @@ class Spans:
 
     Args:
         part: for example "rollout".
-        sink: keeps begin and end of each, by `time.perf_counter`; None: NVTX only.
+        sink: stores begin and end of each, by `time.perf_counter`; None: NVTX only.
 
     Example:
         >>> spans = Spans("rollout")

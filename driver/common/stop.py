@@ -32,10 +32,10 @@ class Stopped(UserError):
 
 
 class StopRequest:
-    """Notes the first signal inside its block; the second one ends the process at once.
+    """Records the first signal inside its block; the second one ends the process at once.
 
-    A rollout is abandoned between two bursts of passes (`check`). An update that has begun is
-    finished first, so that the policy that is saved is that of a whole step.
+    A rollout is stopped between two bursts of passes (`check`). An update in progress is finished
+    first, so that the saved policy is that of a whole step.
 
     Example:
         >>> with StopRequest() as stop:
@@ -45,7 +45,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.name = ""  # of the signal; empty = none came
+        self.name = ""  # of the signal; empty = no signal yet
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:

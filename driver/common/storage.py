@@ -1,4 +1,4 @@
-"""Small durable-write helpers that run folders and checkpoints share."""
+"""Helpers for durable writes, shared by run folders and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .errors import UserError
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns a full or unwritable disk into one line for the user; other errors pass.
+    """Turns a write error of the file system into one line for the user; other errors pass.
 
     Args:
-        path: what the line names.
+        path: path in the message.
 
     Raises:
-        UserError: the file system refused a write below.
+        UserError: a write in the block failed.
 
     Example:
         >>> with storage_errors(Path("/dev/null/x")):
@@ -32,27 +32,27 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeError, SafetensorError, RuntimeError) as error:
-        # torch writes through a stream of its own, and hides the system's reason.
+        # torch writes through its own stream, which hides the system's reason.
         hides = ("inline_container", "iostream error")
         if isinstance(error, RuntimeError) and not any(word in str(error) for word in hides):
             raise
-        hidden = "the file stayed incomplete" if isinstance(error, RuntimeError) else str(error)
+        hidden = "the file is incomplete" if isinstance(error, RuntimeError) else str(error)
         reason = getattr(error, "strerror", None) or hidden
         raise UserError(
-            f"{path}: cannot be written ({reason}); free space or name another place"
+            f"{path}: cannot be written ({reason}); free space or choose another path"
         ) from error
 
 
 class FolderLock:
-    """Keeps a second process out of a folder until it is closed or its process is gone.
+    """An exclusive lock on a folder, until it is closed or its process ends.
 
-    A file system that knows no locks has none.
+    On a file system without locks it does nothing.
 
     Args:
         path: an existing folder.
 
     Raises:
-        UserError: another one holds it.
+        UserError: another process holds the lock.
 
     Example:
         >>> lock = FolderLock(Path("runs/tiny"))  # doctest: +SKIP
@@ -67,13 +67,13 @@ class FolderLock:
         except BlockingIOError:
             self.close()
             raise UserError(
-                f"{path}: another run is at work there; wait for its end or choose another run.name"
+                f"{path}: another run is using it; wait until it ends or choose another run.name"
             ) from None
         except OSError:
             pass
 
     def close(self) -> None:
-        """Lets others in."""
+        """Releases the lock."""
         if self._handle is not None:
             os.close(self._handle)
         self._handle = None
@@ -83,7 +83,7 @@ class FolderLock:
 
 
 def user_path(text: str) -> Path:
-    """A path that a user wrote, with `~` for the home directory.
+    """A path from the user, with `~` for the home directory.
 
     Raises:
         UserError: there is no such home directory.
@@ -95,18 +95,18 @@ def user_path(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:  # no HOME and no entry of the user, or no such user
-        raise UserError(f"{text}: no home directory is known; write the whole path") from None
+        raise UserError(f"{text}: unknown home directory; write the full path") from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file whole: after a crash it holds the old text or the new.
+    """Replaces a file atomically: after a crash it holds either the old text or the new text.
 
     Args:
         path: the file.
         text: its new content.
 
     Raises:
-        UserError: the file system refused.
+        UserError: the file cannot be written.
 
     Example:
         >>> write_text(Path("summary.json"), "{}")  # doctest: +SKIP
@@ -124,7 +124,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Forces a file's content, or a folder's list of names, to the disk.
+    """Flushes a file's content, or a folder's list of names, to the disk.
 
     Args:
         path: a file or folder.
@@ -140,7 +140,7 @@ def sync_path(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Forces a folder, with all it holds, to the disk.
+    """Flushes a folder and its contents to the disk.
 
     Args:
         folder: a folder of plain files and folders.

@@ -1,7 +1,7 @@
-"""The processes of a run: one, or as many as torchrun started, on torch's own distributed stack.
+"""The processes of a run: one, or as many as torchrun started, with `torch.distributed`.
 
-Every rank knows everything that a step learns from; what is split between them is work. The store
-that torchrun keeps also tells where each rank is, so that one that is lost is named.
+Every rank has all data of a step; only the work is divided. Each rank records its phase in the
+store of torchrun, so that an error message can name a lost rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _from_environment(name: str, default: int) -> int:
     """A count that torchrun sets.
 
     Raises:
-        UserError: it is set, and no whole number of 0 or more.
+        UserError: it is set, but not to a whole number of 0 or more.
     """
     text = os.environ.get(name)
     if text is None:
@@ -40,12 +40,12 @@ def _from_environment(name: str, default: int) -> int:
 
 
 class World:
-    """This process among its peers; alone unless `join` found others.
+    """This process and its peers; a single process unless `join` found others.
 
     Args:
-        rank, size: of this process, and how many there are.
-        device: where this rank works.
-        timeout_s: how long it waits for the others.
+        rank, size: rank of this process, and the number of ranks.
+        device: device of this rank.
+        timeout_s: how long it waits for the other ranks.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class World:
 
     @staticmethod
     def join(device: str, timeout_s: float) -> World:
-        """Meets the ranks that torchrun started; alone where it started none.
+        """Joins the ranks that torchrun started; without torchrun there is a single rank.
 
         Args:
-            device: `cpu`, or `cuda` for the card of this rank's number.
-            timeout_s: how long a rank waits for the others before it gives them up.
+            device: `cpu`, or `cuda` for the card with this rank's local number.
+            timeout_s: how long a rank waits for the others before it fails.
 
         Raises:
-            UserError: the cards do not suffice, or the others never came.
+            UserError: there are too few cards, or the other ranks did not join.
         """
         size = _from_environment("WORLD_SIZE", 1)
         if size == 1:
@@ -80,8 +80,8 @@ class World:
         if device.startswith("cuda"):
             if local >= torch.cuda.device_count():
                 raise UserError(
-                    f"rank {rank} wants card {local}, there are {torch.cuda.device_count()};"
-                    " lower --nproc-per-node"
+                    f"rank {rank}: needs card {local}, but there are {torch.cuda.device_count()}"
+                    " cards; lower --nproc-per-node"
                 )
             device = f"cuda:{local}"
             torch.cuda.set_device(local)
@@ -89,7 +89,7 @@ class World:
         wait = datetime.timedelta(seconds=timeout_s)
         try:
             store, *_ = next(dist.rendezvous("env://", rank, size, timeout=wait))
-            # The store outlives a restart; where the last attempt's ranks were must not be found.
+            # The store outlives a restart; the entries of earlier attempts must not be read.
             attempt = dist.PrefixStore(f"attempt/{World.restarts()}", store)
             backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
             dist.init_process_group(
@@ -100,39 +100,41 @@ class World:
             if "EADDRINUSE" in str(error) or "address already in use" in str(error):
                 port = os.environ.get("MASTER_PORT")
                 raise UserError(
-                    f"MASTER_PORT={port}: another program listens there ({reason}); choose another"
+                    f"MASTER_PORT={port}: another program uses this port ({reason}); choose another"
                 ) from error
-            raise UserError(f"rank {rank} of {size}: the others did not come ({reason})") from error
+            raise UserError(
+                f"rank {rank} of {size}: the other ranks did not join ({reason})"
+            ) from error
         world.store = dist.PrefixStore("tlt", attempt)
-        world.store.set_timeout(2 * wait)  # who leads gives up first, and is not blamed itself
+        world.store.set_timeout(2 * wait)  # collectives time out first and name the lost rank
         world.enter("load")
         return world
 
     @staticmethod
     def is_first() -> bool:
-        """Whether this process speaks for the run; known before `join`."""
-        alone = _from_environment("WORLD_SIZE", 1) == 1  # a RANK without it is a leftover
+        """Whether this process reports for the run; valid before `join`."""
+        alone = _from_environment("WORLD_SIZE", 1) == 1  # then RANK is ignored
         return alone or _from_environment("RANK", 0) == 0
 
     @staticmethod
     def restarts() -> int:
-        """How often torchrun started the ranks again after one was lost."""
+        """How often torchrun has restarted the ranks after one was lost."""
         return _from_environment("TORCHELASTIC_RESTART_COUNT", 0)
 
     def leave(self) -> None:
-        """Ends the meeting; not after an error, when the others may be gone."""
+        """Leaves the process group; not called after an error, when other ranks may be lost."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
-    # ---- who is where ---------------------------------------------------------------------------
+    # ---- progress of the ranks ------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
-        """Notes what this rank does now, for a message that may have to name it."""
+        """Records the phase of this rank, for error messages."""
         self._phase, self._beats = phase, 0
         self._tell()
 
     def beat(self) -> None:
-        """Notes that this rank got on with a phase in which others wait for it."""
+        """Records progress of this rank within a phase in which others wait for it."""
         self._beats += 1
         self._tell()
 
@@ -142,7 +144,7 @@ class World:
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
-        """All ranks come together here; one that does not is named.
+        """A collective call of all ranks; an error names the ranks that did not reach it.
 
         Raises:
             UserError: a rank is lost or late.
@@ -164,12 +166,12 @@ class World:
             ) from error
 
     def where(self) -> str:
-        """What each rank did last, for the message of a run that is stopped from outside."""
+        """The last phase of each rank, for the message of a run that a signal stopped."""
         places = ", ".join(place for *_, place in self._places())
-        return f"stopped: {places}; torchrun says which one failed, if one did"
+        return f"stopped: {places}; torchrun reports which rank failed, if one did"
 
     def _lost(self) -> list[str]:
-        """Ranks that have not come; where all have, those that got on least of those that work."""
+        """Ranks that have not reached the call, or else the working ranks with least progress."""
         places = self._places()
         late = [place for meetings, _, place in places if meetings < self._meetings]
         working = [(beats, place) for _, beats, place in places if beats]
@@ -177,11 +179,11 @@ class World:
         return late or [place for beats, place in working if beats == least]
 
     def _places(self) -> list[tuple[int, int, str]]:
-        """Of each rank its meetings, its beats, and its number and phase."""
+        """(collective calls, beats, rank and phase) of each rank."""
         places = []
         for rank in range(self.size):
             key, found = f"at/{rank}", "0 0 load"
-            with contextlib.suppress(RuntimeError):  # the store may be gone too
+            with contextlib.suppress(RuntimeError):  # the store may be lost too
                 if self.store is not None and self.store.check([key]):
                     found = self.store.get(key).decode()
             meetings, beats, phase = found.split(" ", 2)
@@ -231,9 +233,9 @@ class World:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A meeting in which cards exchange something."""
+        """A collective call in which cards exchange data."""
         with self.meeting():
-            # On the host: cards that wait for a lost one are ended by NCCL before they can name it.
+            # On the host: NCCL ends processes whose cards wait for a lost rank without naming it.
             dist.all_reduce(torch.zeros(1))
             yield
 
@@ -241,14 +243,15 @@ class World:
 def share_state(
     state: Any, source: int, device: str, group: dist.ProcessGroup | None = None
 ) -> Any:
-    """A state of rank `source`; its tensors travel from device to device, those of a dtype as one.
+    """Broadcasts a state of rank `source`, device to device, one message for each dtype.
 
-    Pickled, tensors of a card would be made on the card that they left.
+    Pickled tensors of a card would be restored on the card of the source.
 
     Args:
-        state: tensors, numbers, strings, None, and lists and dicts of these; of other ranks unused.
-        source: by its number among all ranks.
-        device: where this rank wants the tensors.
+        state: tensors, numbers, strings, None, and lists and dicts of these; ignored on other
+            ranks.
+        source: global rank.
+        device: device of the tensors on this rank.
         group: None = all ranks.
 
     Returns:
@@ -308,17 +311,17 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None
 
 
 def split_by_length(expected: Sequence[float], parts: int) -> list[list[int]]:
-    """Splits items into parts of nearly equal number and nearly equal expected length.
+    """Splits items into parts of nearly equal size and nearly equal total length.
 
-    Longest first, each to the part with the least so far that has room. The number decides before
-    the length: a rank's batch is what its memory was planned for.
+    Items are assigned longest first, each to the shortest part that has room. Sizes are balanced
+    before lengths, because the batch size determines a rank's memory.
 
     Args:
-        expected: length of each item.
-        parts: with fewer items the last ones are empty.
+        expected: expected length of each item.
+        parts: number of parts; with fewer items the last parts are empty.
 
     Returns:
-        Indices of each part, rising; sizes differ by one at most.
+        Rising indices of each part; sizes differ by at most one.
 
     Example:
         >>> split_by_length([9, 1, 5, 4, 2], 2)

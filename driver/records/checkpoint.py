@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: written beside, synced, renamed."""
+"""Atomic checkpoints: written to a scratch folder, synced, renamed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ..model.checkpoint import check_checkpoint
 
 _FOLDER = re.compile(r"step-(\d+)")
 _MARK = "checkpoint.json"  # written last
-_REFERENCE = "reference"  # folder in a run's
+_REFERENCE = "reference"  # subfolder of a run folder
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk.
+    """A complete checkpoint on disk.
 
     Args:
-        path: a Hugging Face model folder (`model.path=` takes it) with `state/` beside the weights.
+        path: a Hugging Face model folder (valid for `model.path`) that also contains `state/`.
         step: the last finished step.
 
     Example:
@@ -41,10 +41,10 @@ class Checkpoint:
     step: int
 
     def check(self, contents: bool = True) -> None:
-        """Checks the policy's files, and the contents of all files against their checksums.
+        """Checks that the policy's files exist, and that all files match their checksums.
 
         Args:
-            contents: False: reads no tensors.
+            contents: False = skip the checksums.
 
         Raises:
             UserError: a file is missing, cut short or damaged.
@@ -69,7 +69,7 @@ class Checkpoint:
         return f"remove {self.path} to resume from the checkpoint before it"
 
     def state(self, name: str) -> Any:
-        """Reads one state that `save_checkpoint` was given.
+        """Reads one state that `save_checkpoint` saved.
 
         Args:
             name: its key there, for example "trainer".
@@ -86,20 +86,20 @@ class Checkpoint:
         path = self.path / "state" / f"{name}.pt"
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # unpickling a damaged file raises nearly anything
+        except Exception as error:  # unpickling a damaged file raises many types
             raise UserError(
                 f"{path}: cannot be read ({type(error).__name__}); {self._remedy}"
             ) from error
 
     def restore(self, name: str, load: Callable[[Any], None]) -> None:
-        """Hands one state to who takes it over.
+        """Reads one state and passes it to `load`.
 
         Args:
             name: its key, for example "trainer".
-            load: takes it over.
+            load: restores the state.
 
         Raises:
-            UserError: it cannot be read, or lacks something that is kept by now.
+            UserError: it cannot be read, or an earlier version saved it without a required key.
 
         Example:
             >>> Checkpoint(Path("step-000010"), 10).restore("bandit", bandit.load_state_dict)
@@ -114,14 +114,14 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def earlier_versions(what: str, remedy: str) -> Iterator[None]:
-    """Names what a state lacks that the block takes over.
+    """Reports a key that is missing in a state from an earlier version.
 
     Args:
-        what: the state.
+        what: name of the state.
         remedy: for the user.
 
     Raises:
-        UserError: it lacks something that is kept by now.
+        UserError: the block raised a KeyError.
 
     Example:
         >>> with earlier_versions("bandit.pt", "retrain"):
@@ -146,16 +146,16 @@ def save_checkpoint(
 
     Args:
         folder: holds the checkpoints.
-        step: the last finished step; a whole checkpoint of it is left as it is.
-        write_policy: writes the policy's Hugging Face files into the folder it is given.
+        step: the last finished step; an existing complete checkpoint of it is kept.
+        write_policy: writes the policy's Hugging Face files into the given folder.
         states: name -> tensors, numbers, strings, None, and lists and dicts of these.
-        keep: whole checkpoints left afterwards, at least 1.
+        keep: number of complete checkpoints to keep, at least 1.
 
     Returns:
         The new checkpoint.
 
     Raises:
-        UserError: the disk is full or unwritable; nothing half-written stays.
+        UserError: the disk is full or unwritable; no incomplete checkpoint remains.
 
     Example:
         >>> save_checkpoint(Path("ckpt"), 3, model.save, {"bandit": {}}, 2)  # doctest: +SKIP
@@ -174,14 +174,14 @@ def save_checkpoint(
             mark = {"step": step, "checksums": _checksums(scratch)}
             (scratch / _MARK).write_text(json.dumps(mark), encoding="utf-8")
             sync_tree(scratch)
-            if final.exists():  # copied here in part, or by an earlier version
+            if final.exists():  # an incomplete copy, or from an earlier version
                 shutil.rmtree(final)
             os.rename(scratch, final)
             sync_path(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         for old in whole_checkpoints(folder)[:-keep]:
-            gone = folder / f".gone-{old.path.name}"  # a half-deleted one must not look whole
+            gone = folder / f".gone-{old.path.name}"  # a half-deleted one must not look complete
             os.rename(old.path, gone)
             shutil.rmtree(gone)
     return Checkpoint(final, step)
@@ -193,7 +193,7 @@ def _checksums(folder: Path) -> dict[str, int]:
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of a file: it is to find damage, not forgery."""
+    """CRC-32 of a file, which detects damage but not forgery."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 24):
@@ -202,7 +202,7 @@ def _checksum(path: Path) -> int:
 
 
 def save_reference(folder: Path, write_policy: Callable[[Path], None]) -> Checkpoint:
-    """Saves the reference policy of the KL beside the checkpoints, replacing an earlier one.
+    """Saves the reference policy of the KL term in the run folder, replacing an earlier one.
 
     Args:
         folder: holds the checkpoints.
@@ -229,10 +229,10 @@ def saved_reference(checkpoint: Checkpoint) -> Checkpoint:
         checkpoint: in `checkpoints/` of a run.
 
     Returns:
-        What `save_reference` saved.
+        The checkpoint that `save_reference` saved.
 
     Raises:
-        UserError: there is none.
+        UserError: the run has no saved reference policy.
 
     Example:
         >>> saved_reference(latest_checkpoint(Path("checkpoints")))  # doctest: +SKIP
@@ -241,13 +241,13 @@ def saved_reference(checkpoint: Checkpoint) -> Checkpoint:
     found = latest_checkpoint(place)
     if found is None:
         raise UserError(
-            f"run.resume: {place} holds no reference policy for grpo.kl_coef; start a new run"
+            f"run.resume: {place} contains no reference policy for grpo.kl_coef; start a new run"
         )
     return found
 
 
 def whole_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints that were finished, oldest first; half-written ones are ignored.
+    """The complete checkpoints, oldest first; incomplete ones are ignored.
 
     Args:
         folder: holds the checkpoints; need not exist.
@@ -268,7 +268,7 @@ def whole_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint, or None.
+    """The newest complete checkpoint, or None.
 
     Args:
         folder: holds the checkpoints; need not exist.
@@ -285,7 +285,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def clean_checkpoints(folder: Path) -> None:
-    """Removes what a killed process left behind.
+    """Removes incomplete checkpoints of a killed process.
 
     Args:
         folder: holds the checkpoints; need not exist.

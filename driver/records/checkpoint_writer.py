@@ -1,4 +1,4 @@
-"""Checkpoints of a run that its steps do not wait for."""
+"""Checkpoints that are written in the background."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from ..common.host_copies import HostCopies, held_bytes
 
-HOST_SHARE = 0.25  # of the machine's memory, the most that copies may take
-# What a container may take of it, by the second and the first version of control groups.
+HOST_SHARE = 0.25  # largest share of the machine's memory for copies
+# Memory limits of a container, in the second and the first version of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class CheckpointWriter:
-    """Has a checkpoint written from a thread of its own: the caller waits for a copy of the state.
+    """Writes checkpoints in a background thread; the caller waits only for a copy of the state.
 
-    One at a time: the next waits for the one before. What goes wrong in the thread is raised by the
-    next call here, so that a full disk ends a run.
+    There is one write at a time: the next one waits for it. The next call raises an error of the
+    thread, so that a full disk ends a run.
 
     Args:
-        beside: False: `save` writes the state itself, and copies nothing.
+        beside: whether to use a thread. False: `save` writes the state directly, without a copy.
 
     Example:
         >>> writer, written = CheckpointWriter(beside=True), []
@@ -41,28 +41,28 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def save(self, write: Callable[[Any], object], state: Any) -> None:
-        """Has a state written.
+        """Starts to write a state.
 
         Args:
-            write: called with the state, or with its copy in the thread.
+            write: called with the state, or in the thread with a copy of it.
             state: tensors, numbers, strings, None, and lists and dicts of these.
 
         Raises:
-            UserError: this one or the one before could not be written.
+            UserError: this checkpoint or the previous one could not be written.
         """
         self.collect()
         if self.beside and held_bytes(state) > HOST_SHARE * _host_bytes():
             self.beside = False
             warnings.warn(
-                f"a checkpoint's {held_bytes(state) / 1e9:.1f} GB are more than {HOST_SHARE:.0%} of"
-                " this machine's memory: steps wait until it is written",
+                f"a checkpoint of {held_bytes(state) / 1e9:.1f} GB exceeds {HOST_SHARE:.0%} of"
+                " this machine's memory: each step waits until its checkpoint is written",
                 stacklevel=2,
             )
         if not self.beside:
             write(state)
             return
         copy, wait = self._copies.take(state)
-        # No daemon: whatever ends the process, a checkpoint that was begun becomes whole.
+        # Not a daemon, so that a started checkpoint is completed before the process exits.
         self._thread = threading.Thread(
             target=self._work, args=(write, copy, wait), name="checkpoint"
         )
@@ -76,10 +76,10 @@ class CheckpointWriter:
             self._error = error
 
     def collect(self, wait: bool = True) -> None:
-        """Raises what went wrong in the thread.
+        """Raises the error of the thread, if there is one.
 
         Args:
-            wait: for its end; else what it still does is left to the next call.
+            wait: whether to wait until the thread ends; otherwise a running thread is not checked.
 
         Raises:
             UserError: the checkpoint could not be written.
@@ -95,6 +95,6 @@ class CheckpointWriter:
 def _host_bytes() -> int:
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in LIMITS:
-        with suppress(OSError, ValueError):  # not there, or "max": no limit
+        with suppress(OSError, ValueError):  # the file is missing, or "max" = no limit
             sizes.append(int(Path(path).read_text()))
     return min(sizes)

@@ -1,4 +1,4 @@
-"""`runs/<name>/`: everything a run leaves on disk, and how it is picked up again."""
+"""`runs/<name>/`: the files of a run, and how a resumed run continues them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from ..config.sections import RunConfig
 from . import checkpoint as run_checkpoint
 from .checkpoint import Checkpoint
 
-# Sections and settings that a resumed run may change: speed, memory and failures, not tokens.
+# Sections and settings that a resumed run may change. They affect speed, memory and the handling of
+# failures, but not tokens.
 _FREE = {
     "bandit",
     "engine",
@@ -37,10 +38,10 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One response for people to read.
+    """One logged response.
 
     Args:
-        prompt_id, prompt, response: as the task and the tokenizer give them.
+        prompt_id, prompt, response: from the task and the tokenizer.
         reward: of the response.
         num_tokens: of the response, EOS included.
         finish: "stop" or "length".
@@ -57,15 +58,16 @@ class Sample:
 class RunFolder:
     """Metrics, samples, checkpoints and summary of one run.
 
-    `metrics.jsonl` (one object a step), the same values under `tensorboard/`, `rollouts.jsonl`,
-    `samples.jsonl` and `samples.txt`, `config.yaml`, `summary.json`, `trace.json`,
-    `checkpoints/step-NNNNNN/`, `plots/`; `reference/` with a KL after a warm-up.
+    The folder contains `metrics.jsonl` (one object for each step), the same values under
+    `tensorboard/`, `rollouts.jsonl`, `samples.jsonl` and `samples.txt`, `config.yaml`,
+    `summary.json`, `trace.json`, `checkpoints/step-NNNNNN/` and `plots/`. A run with a KL term and
+    a warm-up also has `reference/`.
 
     Args:
-        config: decides the place (`run.root`, `run.name`) and whether to resume.
+        config: sets the path (`run.root`, `run.name`) and whether to resume.
 
     Raises:
-        UserError: the folder is taken or in use, cannot be written, or holds nothing to resume.
+        UserError: the folder exists or is in use, cannot be written, or has no run to resume.
 
     Example:
         >>> folder = RunFolder(load_config([]))  # doctest: +SKIP
@@ -83,14 +85,14 @@ class RunFolder:
         try:
             self._open(config)
         except BaseException:
-            if not config.run.resume:  # no half-made folder keeps the name
+            if not config.run.resume:  # an incomplete folder must not block the name
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
 
     def _open(self, config: Config) -> None:
         with storage_errors(self.path):
             self._checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.path)  # two at once would mix their records
+            self._lock = FolderLock(self.path)  # two processes would mix their records
             (self.path / "plots").mkdir(exist_ok=True)
             run_checkpoint.clean_checkpoints(self._checkpoints)
         self.resumed = run_checkpoint.latest_checkpoint(self._checkpoints)
@@ -105,7 +107,7 @@ class RunFolder:
             self._rollouts = _append(self.path / "rollouts.jsonl")
             self._samples = _append(self.path / "samples.jsonl")
             self._sample_text = _append(self.path / "samples.txt")
-            # TensorBoard's own purging goes by file names; what was kept is written anew instead.
+            # TensorBoard purges by file name, so the kept records are written again instead.
             shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
             self._board = SummaryWriter(self.path / "tensorboard")
             for record in kept:
@@ -113,7 +115,7 @@ class RunFolder:
 
     @property
     def plots(self) -> Path:
-        """Folder of the figures."""
+        """The folder of the figures."""
         return self.path / "plots"
 
     @property
@@ -126,7 +128,7 @@ class RunFolder:
 
         Args:
             step: rising; 0 is before training.
-            values: name -> number; NaN and infinities become null, which any JSON reader takes.
+            values: name -> number; NaN and infinities become null, which is valid JSON.
 
         Raises:
             UserError: the disk is full or unwritable.
@@ -146,19 +148,19 @@ class RunFolder:
             for name, value in values.items()
             if name != "step"
         ]
-        # One event for all: a hundred of them take as long as the rest of a step's records.
+        # One event for all values: a hundred events take as long as the rest of a step's records.
         self._board._get_file_writer().add_summary(Summary(value=shown), step)
 
     def log_rollout(
         self, step: int, lengths: Sequence[int], passes: Sequence[tuple[float, int, str]]
     ) -> None:
-        """Appends a rollout to `rollouts.jsonl`: how long its responses were, and its tail.
+        """Appends the response lengths and active requests of a rollout to `rollouts.jsonl`.
 
         Args:
             step: rising.
             lengths: tokens of each response.
             passes: (seconds since the start, active requests, strategy) of each pass and of the
-                end; passes like the one before are left out.
+                end; repeated values are left out.
 
         Raises:
             UserError: the disk is full or unwritable.
@@ -175,11 +177,11 @@ class RunFolder:
             _write_line(self._rollouts, {"step": step, "lengths": lengths, "active": active})
 
     def log_samples(self, step: int, samples: Iterable[Sample]) -> None:
-        """Appends responses to `samples.jsonl` and, readable, to `samples.txt`.
+        """Appends responses to `samples.jsonl` and, as text, to `samples.txt`.
 
         Args:
-            step: the step they were sampled in.
-            samples: a few.
+            step: the step in which they were sampled.
+            samples: the responses.
 
         Raises:
             UserError: the disk is full or unwritable.
@@ -198,7 +200,7 @@ class RunFolder:
     def save_checkpoint(
         self, step: int, write_policy: Callable[[Path], None], states: Mapping[str, Any]
     ) -> Checkpoint:
-        """Saves a whole checkpoint after `step`, keeping the last `run.keep_checkpoints`.
+        """Saves a complete checkpoint after `step`, and keeps the last `run.keep_checkpoints`.
 
         Args:
             step: the last finished step, already logged.
@@ -208,7 +210,7 @@ class RunFolder:
             The checkpoint.
 
         Raises:
-            UserError: the disk is full or unwritable; nothing half-written stays.
+            UserError: the disk is full or unwritable; no incomplete checkpoint remains.
 
         Example:
             >>> folder.save_checkpoint(3, model.save, {"bandit": {}})  # doctest: +SKIP
@@ -218,7 +220,7 @@ class RunFolder:
         )
 
     def save_reference(self, write_policy: Callable[[Path], None]) -> None:
-        """Saves the reference policy of the KL, in place of that of an earlier start.
+        """Saves the reference policy of the KL term, replacing an earlier one.
 
         Args:
             write_policy: see `driver.records.checkpoint.save_checkpoint`.
@@ -232,14 +234,14 @@ class RunFolder:
         run_checkpoint.save_reference(self._checkpoints, write_policy)
 
     def check_inputs(self, fingerprints: Mapping[str, str]) -> None:
-        """Refuses to resume with other data or another model behind the same settings.
+        """Rejects a resume with data or a model that changed since the run started.
 
         Args:
-            fingerprints: setting -> hash of the contents that it names. A new run keeps them in
+            fingerprints: setting -> hash of the contents that it names. A new run stores them in
                 `inputs.json`.
 
         Raises:
-            UserError: the contents are not those that the run began with.
+            UserError: the contents have changed.
         """
         path = self.path / "inputs.json"
         if not path.exists():  # a new run, or one of an earlier version
@@ -247,8 +249,8 @@ class RunFolder:
         for name, began_with in json.loads(path.read_text(encoding="utf-8")).items():
             if fingerprints[name] != began_with:
                 raise UserError(
-                    f"{name}: its contents are not those that the run in {self.path} began with;"
-                    " restore them, or start a run of another name"
+                    f"{name}: its contents have changed since the run in {self.path} started;"
+                    " restore them, or start a run with another name"
                 )
 
     def write_ranks(self, states: Sequence[Sequence[tuple[float, str]]]) -> None:
@@ -268,11 +270,11 @@ class RunFolder:
         write_text(self.path / "ranks.json", json.dumps(relative))
 
     def rank_states(self) -> dict[str, list[tuple[float, str]]]:
-        """What `write_ranks` wrote last."""
+        """The contents of `ranks.json`."""
         return json.loads((self.path / "ranks.json").read_text(encoding="utf-8"))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes `summary.json` whole.
+        """Replaces `summary.json`.
 
         Args:
             summary: JSON values; NaN and infinities become null.
@@ -286,7 +288,7 @@ class RunFolder:
         write_text(self.path / "summary.json", json.dumps(_json_safe(summary), indent=2) + "\n")
 
     def discard(self) -> None:
-        """Removes the folder of a run that failed before it had anything to keep."""
+        """Closes the folder of a failed run; removes it if it has no metrics and no checkpoint."""
         with after_error():
             self.close()
         logged = (self.path / "metrics.jsonl").stat().st_size > 0
@@ -294,7 +296,7 @@ class RunFolder:
             shutil.rmtree(self.path)
 
     def close(self) -> None:
-        """Closes the files; what was logged is on disk already."""
+        """Closes the files; logged records are on disk already."""
         with storage_errors(self.path), contextlib.ExitStack() as files:
             files.callback(self._lock.close)
             for file in (self._metrics, self._rollouts, self._samples, self._sample_text):
@@ -303,13 +305,13 @@ class RunFolder:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole objects of a JSONL file; a last line cut short by a crash is left out.
+    """The objects of a JSONL file; a last line without a newline (after a crash) is left out.
 
     Args:
         path: the file; need not exist.
 
     Returns:
-        One dict a line.
+        One dict for each line.
 
     Raises:
         UserError: a line in the middle is not a JSON object.
@@ -323,14 +325,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     records = []
-    # A whole line ends in a newline, so what follows the last one was cut short.
+    # A complete line ends with a newline, so the text after the last one is incomplete.
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise UserError(f"{path}:{number}: not a JSON object; mend or remove the line")
+            raise UserError(f"{path}:{number}: not a JSON object; fix or remove the line")
         records.append(record)
     return records
 
@@ -341,15 +343,16 @@ def _choose(run: RunConfig, preset: str) -> Path:
     if run.name:
         path = root / run.name
         if run.resume and not (path / "config.yaml").exists():
-            raise UserError(f"run.resume: {path} holds no run; check run.root and run.name")
+            raise UserError(f"run.resume: {path} contains no run; check run.root and run.name")
         if not run.resume and path.is_dir() and any(path.iterdir()):
             if (path / "config.yaml").exists():
                 raise UserError(
-                    f"run.name: {path} holds a run already; set run.resume=true to continue it, or"
-                    " choose another name"
+                    f"run.name: {path} already contains a run; set run.resume=true to continue it,"
+                    " or choose another name"
                 )
             raise UserError(
-                f"run.name: {path} holds other files and no run; choose another name or remove it"
+                f"run.name: {path} contains other files and no run; choose another name or"
+                " remove it"
             )
         return path
     taken, number = [], 1
@@ -359,15 +362,15 @@ def _choose(run: RunConfig, preset: str) -> Path:
     if not run.resume:
         return path
     if not taken:
-        raise UserError(f"run.resume: no run {stem} under {root}; name one with run.name")
+        raise UserError(f"run.resume: no run {stem} under {root}; set run.name")
     return taken[-1]
 
 
 def _check_same(config: Config, saved: Path) -> None:
-    """Refuses to resume with settings that change what is learned; the `_FREE` ones do not.
+    """Rejects a resume with other settings, except those in `_FREE`, which do not change tokens.
 
     Raises:
-        UserError: another value of a setting that must stay.
+        UserError: a fixed setting has another value.
     """
     before = dataclasses.asdict(load_config([f"preset={saved}"], saved=True))
     now = dataclasses.asdict(config)
@@ -381,7 +384,7 @@ def _check_same(config: Config, saved: Path) -> None:
             if fixed and before[section][name] != value:
                 raise UserError(
                     f"{section}.{name}: {value} now, {before[section][name]} in {saved}; a resumed"
-                    " run keeps its settings: repeat them, or start a run of another name"
+                    " run keeps its settings: repeat them, or start a run with another name"
                 )
 
 
@@ -390,10 +393,10 @@ def _is_same_place(before: str, now: str) -> bool:
 
 
 def _set_back(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Moves the records of later steps, which are made again, to `<name>.replaced.jsonl`.
+    """Moves the records of later steps, which are run again, to `<name>.replaced.jsonl`.
 
     Returns:
-        The records that stay.
+        The kept records.
     """
     records = read_jsonl(path)
     kept = [record for record in records if record["step"] <= last_step]
@@ -417,7 +420,7 @@ def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
 
 
 def _json_safe(value: Any) -> Any:
-    """NaN and infinities are no JSON: null in their place."""
+    """Replaces NaN and infinities by null, because JSON has neither."""
     if isinstance(value, Mapping):
         return {key: _json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""The time of a step by phase."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from ..common.spans import Spans
 from .timeline import Timeline
 
-# Phases of a step, as the records name them; what is left is `other` and `unaccounted`.
+# Phases of a step, by their names in the records; the rest is `other` and `unaccounted`.
 PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "update_drafter")
-# Booked in a step's record but no part of training.
+# In a step's record, but not part of its training time.
 APART = ("load", "warmup", "eval", "checkpoint", "plots")
 
 
@@ -22,7 +22,7 @@ class Phases:
     """Seconds by phase, of the current step and of the whole run; each is a span of `train`.
 
     Args:
-        rank, ranks: of this process, and how many there are.
+        rank, ranks: rank of this process, and the number of ranks.
 
     Example:
         >>> phases = Phases()
@@ -36,7 +36,7 @@ class Phases:
         self.timeline = Timeline(rank, ranks)
         self.started = self._step_started = time.perf_counter()
         self.total: dict[str, float] = defaultdict(float)
-        self._earlier_s = 0.0  # wall time of the processes that a resumed run had before
+        self._earlier_s = 0.0  # wall time of the earlier processes of a resumed run
         self._step: dict[str, float] = defaultdict(float)
         self._spans = Spans("train", self.timeline)
 
@@ -47,12 +47,12 @@ class Phases:
         self.add(name, span.seconds)
 
     def add(self, name: str, seconds: float) -> None:
-        """Books time measured elsewhere."""
+        """Adds time that the caller measured."""
         self.total[name] += seconds
         self._step[name] += seconds
 
     def add_ended(self, phases: Mapping[str, float]) -> None:
-        """Books phases measured elsewhere that followed one another and end now.
+        """Adds consecutive phases that the caller measured and that end now.
 
         Args:
             phases: name -> seconds, in their order.
@@ -78,7 +78,7 @@ class Phases:
         return {"wall": self._wall(), "total": dict(self.total)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds the seconds of the processes before a resume."""
+        """Adds the seconds of the run before it was resumed."""
         self._earlier_s += state["wall"]
         for name, seconds in state["total"].items():
             self.total[name] += seconds
@@ -95,7 +95,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step: each phase, the rest that is booked, and what nothing accounts for."""
+    """Seconds of one step: each phase, other measured time, and unaccounted time."""
 
     phases: dict[str, float]
     other: float

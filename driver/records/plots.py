@@ -24,13 +24,13 @@ HELD_OUT = "eval/accuracy"
 ACCEPT_LENGTH = "spec/accept_length"
 
 _BLUE, _ORANGE, _GREY = "#2563ab", "#d1641b", "#8a8f98"
-# What a rank does (driver/drafter/coordinator.py).
+# States of a rank (driver/drafter/coordinator.py).
 RANK_COLORS = {"busy": _BLUE, "idle": "#dfe2e6", "training": _ORANGE, "update": "#9db0a3"}
 RANK_NAMES = {"busy": "rollout", "idle": "idle", "training": "drafter training", "update": "update"}
-# Where the data fills the axes, the legend is below them.
+# The legend is below the axes if the data fills them.
 _BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "columnspacing": 1.2}
 
-# Of the phases of a step in their order, and of the rest.
+# Colours of the phases of a step, in order, and of the rest.
 PHASE_COLORS = ("#2563ab", "#9cc9ea", "#f2c48d", "#d1641b", "#4f9d69", "#7a5ea8", "#c9ccd1")
 
 
@@ -97,8 +97,8 @@ def plot_active(passes: Sequence[tuple[float, int, str]], path: Path) -> None:
     """Active requests over the time of one rollout, coloured by strategy: the long tail.
 
     Args:
-        passes: (seconds since the rollout's start, active requests, strategy) from there on, by
-            rising time; the last entry ends the rollout.
+        passes: (seconds since the rollout's start, active requests, strategy), by rising time; each
+            holds until the next. The last entry is the end of the rollout.
         path: the PNG to write.
 
     Raises:
@@ -215,7 +215,7 @@ def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]], path: Path) ->
 
 
 def _series(records: Records, name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric where it is present and a number."""
+    """Steps and values of a metric, where it is present and not null."""
     found = [(record["step"], record[name]) for record in records if _present(record, name)]
     return [step for step, _ in found], [value for _, value in found]
 
@@ -225,13 +225,13 @@ def _present(record: Mapping[str, Any], name: str) -> bool:
 
 
 def _bins(longest: int) -> list[float]:
-    """At most 60 bins of a whole number of tokens."""
+    """At most 60 bins, each a whole number of tokens wide."""
     width = -(-longest // 60)
     return np.arange(0.5, longest + width + 0.5, width).tolist()
 
 
 def strategy_colors(texts: Iterable[str]) -> dict[str, str]:
-    """A colour for each strategy that occurs, by kind, from light (small trees) to dark."""
+    """A colour for each strategy in `texts`, by kind, from light (small trees) to dark."""
     strategies, colors = sorted({Strategy.parse(text) for text in texts}), {}
     for kind in KINDS.values():
         of_kind = [strategy for strategy in strategies if strategy.drafting is kind]
@@ -243,7 +243,7 @@ def strategy_colors(texts: Iterable[str]) -> dict[str, str]:
 
 
 def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    """An empty figure of one chart, in the style of all, without global state of pyplot."""
+    """An empty figure of one chart, in the common style, without the global state of pyplot."""
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = styled(figure.add_subplot())

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar at the bottom, one line a step above it."""
+"""The progress of a run on the command line: a bar, and above it one line for each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 from .phases import StepTimes
 
 STEP = "timing_s/step"
-# Metric -> its short name and format in the line of a step; absent ones are left out.
+# Metric -> its short name and format in a step's line; absent metrics are left out.
 COLUMNS = {
     "critic/rewards/mean": ("reward", "{:.3f}"),
     "eval/accuracy": ("held-out", "{:.3f}"),
@@ -38,17 +38,17 @@ def step_line(step: int, values: Mapping[str, float], width: int = 0) -> str:
 
     Args:
         step: its number.
-        values: the metrics that go to `metrics.jsonl`.
-        width: characters of a line, which ends between two cells; 0 = one line.
+        values: the metrics in `metrics.jsonl`.
+        width: characters of a line, which is wrapped between two cells; 0 = one line.
 
     Returns:
-        Name and value of those of `COLUMNS` that are there.
+        Name and value of each metric of `COLUMNS` in `values`.
 
     Example:
         >>> step_line(3, {"critic/rewards/mean": 0.5, "timing_s/step": 2.0})
         'step 3  reward 0.500  s 2.0'
     """
-    if STEP in values:  # the first one's holds the warm-up, others' evaluations and checkpoints
+    if STEP in values:  # it includes warm-up, evaluations and checkpoints; the line does not
         values = {**values, STEP: StepTimes.of(values).total}
     cells = [
         f"{name} {form.format(values[metric])}"
@@ -69,7 +69,7 @@ class Progress:
 
     Args:
         steps: of the whole run.
-        console: where to; a file or pipe gets plain lines and no bar.
+        console: the output; a file or pipe gets plain lines and no bar.
 
     Example:
         >>> with Progress(steps=2) as progress:  # doctest: +SKIP
@@ -104,10 +104,10 @@ class Progress:
         self._bar.stop()
 
     def note(self, text: str) -> None:
-        """Shows a line that is not a step's.
+        """Shows a line of text.
 
         Args:
-            text: plain; brackets are no markup.
+            text: plain text; brackets are not markup.
 
         Example:
             >>> progress.note("converting weights")  # doctest: +SKIP
@@ -115,7 +115,7 @@ class Progress:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows a finished step and moves the bar there.
+        """Shows a finished step and advances the bar.
 
         Args:
             step: its number.

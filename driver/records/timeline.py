@@ -1,4 +1,4 @@
-"""`trace.json`: where the time of a run went, for chrome://tracing and ui.perfetto.dev."""
+"""`trace.json`: the events of a run, for chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _json = functools.lru_cache(maxsize=4096, typed=True)(json.dumps)
 
 
 class Event(NamedTuple):
-    """What happened on a track; seconds since the timeline's start."""
+    """An event on a track; times are seconds since the timeline's start."""
 
     part: str
     name: str
@@ -31,17 +31,16 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """Events of a run in Chrome's trace format, in bounded space whatever the run's length.
+    """Events of a run in Chrome's trace format, with a bounded file size.
 
-    All events of a step are kept or none: when those kept outgrow the limit, every second step
-    goes, and from then on only every second one is taken in. A step that alone would take more than
-    an eighth of the limit keeps every k-th of its frequent events. What was thinned is in
-    `otherData`.
+    A step is kept or dropped as a whole: when the kept steps exceed the limit, every second one is
+    dropped, and from then on only every second step is recorded. A step that alone exceeds an
+    eighth of the limit keeps every k-th of its frequent events. `otherData` reports the thinning.
 
     Args:
         rank: the process of a distributed run; its number is the event's `pid`.
-        ranks: of the run; they share the file and its limit.
-        max_bytes: of the file.
+        ranks: number of ranks; they share the file and its limit.
+        max_bytes: limit of the file's size.
 
     Example:
         >>> timeline = Timeline()
@@ -53,15 +52,15 @@ class Timeline:
     def __init__(self, rank: int = 0, ranks: int = 1, max_bytes: int = MAX_BYTES) -> None:
         self.rank, self.max_bytes = rank, max_bytes // ranks
         self.started, self.started_unix_s = time.perf_counter(), time.time()
-        self.every = 1  # steps from one that is kept to the next
-        self._events: list[Event] = []  # of the step that goes on; other threads append
+        self.every = 1  # distance between kept steps
+        self._events: list[Event] = []  # of the current step; other threads append
         self._steps: list[tuple[int, str]] = []  # (step, its events as JSON)
         self._size = 0
         self._tracks = list(TRACKS)
         self._thinned = 0  # steps that lost some of their events
 
     def align(self, unix_s: float) -> None:
-        """Counts from where another rank does, as far as the clocks of their hosts agree.
+        """Uses the time origin of another rank, as far as the clocks of their hosts agree.
 
         Args:
             unix_s: `started_unix_s` of that rank. Earlier events keep their times.
@@ -70,7 +69,7 @@ class Timeline:
         self.started_unix_s = unix_s
 
     def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None:
-        """Adds an event of the step that goes on; any thread may.
+        """Adds an event of the current step; any thread may call it.
 
         Args:
             part: the track.
@@ -81,7 +80,7 @@ class Timeline:
         self._events.append(Event(part, name, begin - self.started, end - begin, args))
 
     def end_step(self, step: int) -> None:
-        """Closes the step; events from here on are the next one's.
+        """Ends the step; later events belong to the next one.
 
         Args:
             step: its number, rising.
@@ -94,11 +93,11 @@ class Timeline:
         self._take(step, [Event("train", f"{STEP} {step}", begin, length, {STEP: step}), *events])
 
     def resume(self, path: Path, last_step: int) -> None:
-        """Takes over what an earlier process wrote; new events follow those of all its ranks.
+        """Loads the events of an earlier process; new events follow those of all its ranks.
 
         Args:
             path: its `trace.json`; need not exist.
-            last_step: later steps are left out.
+            last_step: later steps are dropped.
         """
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -108,11 +107,11 @@ class Timeline:
         except FileNotFoundError:
             return
         except (OSError, ValueError, LookupError, TypeError):
-            warnings.warn(f"{path} cannot be read: the timeline starts anew", stacklevel=2)
+            warnings.warn(f"{path}: cannot be read; the timeline starts empty", stacklevel=2)
             return
         mine: dict[int, list[Event]] = defaultdict(list)
         step, end = last_step + 1, 0.0
-        for rank, event in events:  # one rank after the other, each step after its own event
+        for rank, event in events:  # rank by rank; the event of a step precedes the step's events
             step = event.args[STEP] if event.name.startswith(f"{STEP} ") else step
             if step <= last_step:
                 end = max(end, event.begin_s + event.length_s)
@@ -121,10 +120,10 @@ class Timeline:
         self.every = saved["otherData"]["every"]
         for step, chunk in mine.items():
             self._take(step, chunk)
-        self.started -= end  # the clock goes on from where the earlier one's ended, on every rank
+        self.started -= end  # on every rank the clock continues from the earlier end
 
     def text(self) -> str:
-        """What this rank has for the file: its events, and the names of its tracks.
+        """This rank's part of the file: its events, and the names of its tracks.
 
         Example:
             >>> '"rank 1"' in Timeline(rank=1, ranks=2).text()
@@ -149,7 +148,7 @@ class Timeline:
         write_text(path, f'{{"otherData": {other}, "traceEvents": [\n{body}\n]}}\n')
 
     def _to_text(self, events: Iterable[Event]) -> str:
-        """As JSON, put together by hand: a step has thousands of events of a few names."""
+        """The events as JSON, formatted by hand: a step has thousands of events of a few names."""
         lines = []
         for part, name, begin, length, args in events:
             shown = ",".join(f"{_json(key)}:{_json(value)}" for key, value in args.items())
@@ -189,7 +188,7 @@ def _read(event: dict[str, Any]) -> Event:
 
 
 def _every(events: list[Event], stride: int) -> list[Event]:
-    """Every `stride`-th event of each name that occurs often; the others all, where that helps."""
+    """Every `stride`-th event of each frequent name, and all events of rare names if possible."""
     count = Counter(event.name for event in events)
     most = max(count.values())
     if stride > most:  # a step of very many names

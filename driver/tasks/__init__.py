@@ -1,4 +1,4 @@
-"""Tasks: prompts and rewards, each task one class behind one small interface."""
+"""Tasks: prompts and rewards. Each task is one class with a small interface."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def make_task(
     """Builds a task from the fields of `TaskConfig`: `make_task(**asdict(config.task))`.
 
     Args:
-        name: one of `TASK_NAMES`, or a task of your own: `module:Class` or `path/to/file.py:Class`.
+        name: one of `TASK_NAMES`, or a task of the user: `module:Class` or `path/to/file.py:Class`.
         path: jsonl: the file with question/answer lines; reasoning_gym: the name of the data set.
-        shots: addition, multiplication, jsonl: worked examples before the question.
-        difficulty: sums: the start has this many digits and two more; puzzles, addition,
-            multiplication: the terms have one more.
+        shots: addition, multiplication, jsonl: number of worked examples before the question.
+        difficulty: sums: the start has `difficulty` + 2 digits; puzzles, addition, multiplication:
+            the terms have `difficulty` + 1 digits.
         chat_template: ignored; see `driver.model.prompts.PromptEncoder`.
 
     Returns:
@@ -49,7 +49,7 @@ def make_task(
         'sums'
     """
     check_task_name(name)
-    # Each import stays in its branch: a task's dependencies load only with it.
+    # Each import is in its branch, so that a task's dependencies load only with it.
     if name == "sums":
         from .sums import SumsTask
 
@@ -80,7 +80,7 @@ def make_task(
 
 
 def check_task_name(name: str) -> None:
-    """Refuses a name that `make_task` would refuse; imports no task.
+    """Rejects a name that `make_task` would reject, without importing a task.
 
     Args:
         name: of `task.name`.
@@ -92,4 +92,4 @@ def check_task_name(name: str) -> None:
         near = difflib.get_close_matches(name, TASK_NAMES, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         names = ", ".join(TASK_NAMES)
-        raise UserError(f"task.name={name}: unknown task; {hint}there are {names}")
+        raise UserError(f"task.name={name}: unknown task; {hint}expected one of {names}")

@@ -1,4 +1,4 @@
-"""Final answers: where a text states one, and when two of them are equal."""
+"""Final answers: how to find them in a text, and how to compare them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..common.errors import UserError
 from .base import may_go_on
 
 MARK = "####"
-MOST_DIGITS = 400  # of a number, and of a power of ten: more is text
+MOST_DIGITS = 400  # limit of digits and of exponents; a longer number is text
 
 _BOXED = re.compile(r"\\boxed\s*\{(.*)\}", re.DOTALL)
-# What may stand around an answer without changing it.
+# Markup around an answer that does not change it.
 _WRAPPED = re.compile(
     r"\*\*(.+)\*\*|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|`(.+)`|\\text\{(.+)\}|\((.+)\)"
 )
@@ -25,16 +25,16 @@ _NUMBER = re.compile(
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?P<decimals>\.[0-9]+)?"
     r"(?:[eE](?P<power>[-+]?[0-9]{1,4}))?(?:\s*/\s*(?P<below>[0-9]+))?(?:\s*\\?%)?"
 )
-# Words that may follow a number, "18 dollars"; those that scale it may not.
+# Words that may follow a number, as in "18 dollars", except those that scale it.
 _UNIT = re.compile(r"\s+(?!(?:hundred|thousand|million|billion|trillion|dozen)\b)[A-Za-z].*")
 
 
 def final_answer(text: str, finished: bool = True) -> str | None:
-    """The answer that a text states: its line after the first `####`, or the last `\\boxed{...}`.
+    """The final answer of a text: its line after the first `####`, or the last `\\boxed{...}`.
 
     Args:
         text: a response or a worked answer.
-        finished: whether the text is complete. Otherwise an answer that may have gone on does not
+        finished: whether the text is complete. Otherwise an answer that may be incomplete does not
             count.
 
     Returns:
@@ -83,13 +83,13 @@ def _undecorated(text: str) -> str:
 
 
 def number_of(answer: str) -> Fraction | None:
-    """The value of an answer that is one number, perhaps with a currency, a percent sign or a unit.
+    """The value of an answer that is one number, with an optional currency, percent sign or unit.
 
     Args:
         answer: from `final_answer`.
 
     Returns:
-        The exact value, or None if the answer is anything else, such as `42/2x`, `42k` or `1,2`.
+        The exact value, or None for any other answer, such as `42/2x`, `42k` or `1,2`.
 
     Example:
         >>> number_of("-$1,018.50"), number_of("2/6"), number_of("1e3 apples"), number_of("42k")
@@ -143,7 +143,7 @@ def _as_text(answer: str) -> str:
 
 
 def _is_expression(answer: str) -> bool:
-    """Whether an answer is mathematics rather than words: words would be products of letters."""
+    """Whether an answer is an expression, not words, which would parse as products of letters."""
     without_commands = re.sub(r"\\[A-Za-z]+", "", answer)
     return ":" not in answer and not re.search(r"[A-Za-z]{2}", without_commands)
 
@@ -154,6 +154,7 @@ def _verifier() -> Any:
         import math_verify
     except ImportError:
         raise UserError(
-            "task.name=jsonl: its answers are expressions; pip install 'math-verify[antlr4_9_3]'"
+            "task.name=jsonl: answers that are expressions need the package math-verify;"
+            " pip install 'math-verify[antlr4_9_3]'"
         ) from None
     return math_verify

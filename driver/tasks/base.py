@@ -1,4 +1,4 @@
-"""What a task is: prompts that are a pure function of their index, and a reward."""
+"""The interface of a task: prompts that are a pure function of their index, and a reward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 Split = Literal["train", "eval"]
 
-# One problem in eight is held out, decided by its text, so that no problem is in both splits.
+# One problem in eight is held out. The text decides, so that no problem is in both splits.
 HELD_OUT_ONE_IN = 8
 
 
@@ -23,11 +23,11 @@ class Prompt:
 
 
 class Task(Protocol):
-    """Where prompts and rewards come from.
+    """A source of prompts and rewards.
 
-    `stop` lists texts that end a response besides the model's end token (few-shot prompts of a base
-    model need one); those that are one token of the model serve as stop ids, unless prompts are in
-    a chat template. `is_message` says that prompts are messages to a chat model, not texts to
+    `stop` lists texts that end a response, in addition to the model's end token (few-shot prompts
+    of a base model need one). Texts that are one token of the model become stop ids, unless prompts
+    use a chat template. `is_message` means that prompts are messages to a chat model, not texts to
     continue.
     """
 
@@ -36,38 +36,38 @@ class Task(Protocol):
     is_message: bool = False
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """The prompt at `index` (any index from 0 on) of `split`: the same in every run."""
+        """The prompt at `index` (0 or more) of `split`, the same in every run."""
         ...
 
     def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
         """Reward of a response.
 
         Args:
-            prompt: that was answered.
+            prompt: the prompt of the response.
             response: its text, without the end token.
-            finished: whether the model ended it. Otherwise the length limit cut it, perhaps within
-                its answer, and an answer that may have gone on does not count.
+            finished: whether the model ended it. Otherwise the length limit cut it, and an answer
+                that may be incomplete does not count.
         """
         ...
 
     def states_answer(self, response: str) -> bool:
-        """Whether a response states an answer at all, right or wrong."""
+        """Whether a response states an answer, right or wrong."""
         return True
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """A worked response for the supervised warm-up, or None where the task has none."""
+        """A worked response for the supervised warm-up, or None if the task has none."""
         return None
 
     def size(self, split: Split) -> int | None:
-        """Number of different prompts, after which they repeat; None where they are generated."""
+        """Number of different prompts, after which they repeat; None if they are generated."""
         return None
 
     def fingerprint(self) -> str:
-        """A hash of the data that the prompts come from, or "" where they are generated."""
+        """A hash of the data of the prompts, or "" if they are generated."""
         return ""
 
     def place(self, split: Split, index: int) -> str:
-        """File and line that a prompt comes from, or "" where it comes from no file."""
+        """File and line of a prompt, or "" if it is not from a file."""
         return ""
 
 
@@ -75,7 +75,7 @@ def held_out(problem: str) -> bool:
     """Whether a problem belongs to the eval split.
 
     Args:
-        problem: the text that tells the problem from all others.
+        problem: a text that identifies the problem.
 
     Returns:
         True for one text in `HELD_OUT_ONE_IN`, the same in every run and on every machine.
@@ -89,12 +89,12 @@ def held_out(problem: str) -> bool:
 
 
 def prompt_id(task: str, split: Split, index: int) -> str:
-    """Id of a prompt, with the checks that every task shares.
+    """Checks split and index, and makes the id of a prompt.
 
     Args:
         task: the task's name.
         split: "train" or "eval".
-        index: from 0 on.
+        index: 0 or more.
 
     Returns:
         "<task>/<split>/<index>".
@@ -107,17 +107,17 @@ def prompt_id(task: str, split: Split, index: int) -> str:
         'sums/train/3'
     """
     if split not in ("train", "eval"):
-        raise ValueError(f"split: wanted train or eval, got {split!r}")
+        raise ValueError(f"split: expected train or eval, got {split!r}")
     if index < 0:
-        raise ValueError(f"index: wanted at least 0, got {index}")
+        raise ValueError(f"index: expected at least 0, got {index}")
     return f"{task}/{split}/{index}"
 
 
 def may_go_on(rest: str) -> bool:
-    """Whether a number could have gone on where a response was cut.
+    """Whether a number at the end of a cut response may be incomplete.
 
     Args:
-        rest: of the response's line after the number, its line end included.
+        rest: the rest of the response's line after the number, its line end included.
 
     Example:
         >>> may_go_on(""), may_go_on("."), may_go_on(" apples"), may_go_on("\\n")
@@ -127,5 +127,5 @@ def may_go_on(rest: str) -> bool:
 
 
 def generator(id: str) -> random.Random:
-    """The random generator of one prompt: text seeds are hashed, so runs and machines agree."""
+    """The random generator of one prompt; text seeds give the same numbers on every machine."""
     return random.Random(id)

@@ -1,8 +1,8 @@
-"""Countdown: reach a target from a few numbers, found by a depth-first search that is written out.
+"""Countdown: reach a target from a few numbers, with a depth-first search that is written out.
 
-The search tries pairs in their order of place and `+ - *` for each, so its text says everything
-that decides the next line. How long it gets is decided by where the first hit lies in a tree of
-thousands of leaves: lengths of one problem size spread over two orders of magnitude.
+The search tries pairs in order of their positions and `+ - *` for each, so its text determines the
+next line. Its length depends on the position of the first hit in a tree of thousands of leaves:
+lengths of one problem size vary by two orders of magnitude.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 LARGEST = 25  # given numbers
-TABLE = 12  # products are tried up to 12 * 12, as one learns them
+TABLE = 12  # products are tried up to 12 * 12
 
 _STEP = re.compile(r"([0-9]{1,6})([-+*])([0-9]{1,6})=([0-9]{1,6})")
 
 
 def combine(a: int, b: int) -> Iterator[tuple[str, int]]:
-    """What two numbers can become.
+    """The possible results of two numbers.
 
     Args:
         a: the larger one.
         b: the smaller one.
 
     Returns:
-        (`a sign b`, value), never a zero, a product only within the times table.
+        (`a sign b`, value), without zeros, and products only up to `TABLE`.
 
     Example:
         >>> list(combine(7, 3))
@@ -39,7 +39,7 @@ def combine(a: int, b: int) -> Iterator[tuple[str, int]]:
 
 
 def pairs(numbers: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
-    """Every pair in order of place: (larger, smaller, the others in their order)."""
+    """Every pair in order of position: (larger, smaller, the others in order)."""
     for i, first in enumerate(numbers):
         for j in range(i + 1, len(numbers)):
             others = [n for k, n in enumerate(numbers) if k not in (i, j)]
@@ -47,11 +47,11 @@ def pairs(numbers: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def draw_problem(draw: random.Random, count: int, low: int, high: int) -> tuple[list[int], int]:
-    """Different numbers and a target that a random way through them reaches.
+    """Different numbers and a target that random operations reach.
 
     Args:
         draw: the problem's generator.
-        count: of numbers, at least 2.
+        count: how many numbers, at least 2.
         low, high: bounds of the target.
 
     Returns:
@@ -68,7 +68,7 @@ def draw_problem(draw: random.Random, count: int, low: int, high: int) -> tuple[
 
 
 class TooLong(Exception):
-    """A search passed its limit of lines."""
+    """A search exceeded its limit of lines."""
 
 
 def search(
@@ -77,9 +77,9 @@ def search(
     is_hit: Callable[[int], bool] | None = None,
     max_lines: int = 10_000,
 ) -> tuple[list[str], list[str]]:
-    """The search to its first hit.
+    """The search up to its first hit.
 
-    A line is a step, the numbers it leaves, and for the last two of them all that they can become:
+    A line is a step, the remaining numbers, and if two remain, all their results:
     `10+25=35;50,35:85,15`. A hit ends its line with `!`.
 
     Args:
@@ -128,11 +128,11 @@ def search(
 
 
 def reaches(numbers: Sequence[int], target: int, answer: str) -> bool:
-    """Whether `3+7=10, 25+10=35` uses each given number once, computes right and ends at target.
+    """Whether steps like `3+7=10, 25+10=35` use each number once, are right and end at the target.
 
     Args:
-        numbers: given.
-        target: wanted.
+        numbers: the given numbers.
+        target: the number to reach.
         answer: the steps, separated by commas.
 
     Returns:

@@ -14,12 +14,12 @@ _INTEGER = re.compile(r"-?[0-9]+")
 
 
 class FewShotTask(Task):
-    """Worked lines `a + b = c`, then one to complete; the first integer of the first line counts.
+    """Worked lines `a + b = c`, then one to complete. The answer is the first line's first integer.
 
     Args:
         name: "addition" or "multiplication".
         digits: digits of each operand; one-digit operands include 0.
-        shots: solved lines before the question, never held-out problems.
+        shots: number of solved lines before the question; none is a held-out problem.
 
     Example:
         >>> task = FewShotTask("addition", digits=1, shots=0)
@@ -52,7 +52,7 @@ class FewShotTask(Task):
         found = _INTEGER.search(line[0])
         if found is None or not (finished or not may_go_on(line[0][found.end() :] + line[1])):
             return 0.0
-        # Compared as text without leading zeros: no conversion of a response's thousand digits.
+        # Compared as text without leading zeros, because integers may have thousands of digits.
         return float(_plain(found.group()) == prompt.answer)
 
     def demonstration(self, prompt: Prompt) -> str:

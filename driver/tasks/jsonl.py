@@ -1,4 +1,4 @@
-"""Question/answer lines in GSM8K's form: the final answer follows `####`."""
+"""Question/answer lines in the format of GSM8K: the final answer follows `####`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Line(NamedTuple):
 
 
 class JsonlTask(Task):
-    """Questions from a file; the answer after the response's first `####` (or boxed) counts.
+    """Questions from a file; the reward compares the answer after the first `####`, or in a box.
 
     Answers are compared as numbers, as expressions or as text (`answers.equal_answers`). Without an
-    answer the reward is 0. Each pass over
-    the lines of a split has a random order of its own, the same in every run.
+    answer the reward is 0. Each pass over the lines of a split has a different random order, the
+    same in every run.
 
     Args:
         path: a `.jsonl` file, of which every eighth line is held out, or a folder with
@@ -36,7 +36,7 @@ class JsonlTask(Task):
         shots: worked examples before the question: the first lines of the train split.
 
     Raises:
-        UserError: no file, an unreadable one, or a line that is not of the form; names the line.
+        UserError: the file is missing or unreadable, or a line has the wrong format.
 
     Example:
         >>> final_number("2 a day for 9 days.\\n#### $1,018 in all")
@@ -48,7 +48,7 @@ class JsonlTask(Task):
 
     def __init__(self, path: str, shots: int = 4) -> None:
         if not path:
-            raise UserError("task.path: empty; task.name=jsonl wants task.path=FILE.jsonl")
+            raise UserError("task.path: empty; task.name=jsonl needs task.path=FILE.jsonl")
         place = user_path(path)
         if place.is_dir():
             train, held = read_jsonl(place / "train.jsonl"), read_jsonl(place / "test.jsonl")
@@ -58,11 +58,13 @@ class JsonlTask(Task):
             train = [x for i, x in enumerate(lines, 1) if i % HELD_OUT_ONE_IN]
             if not held:
                 raise UserError(
-                    f"{place}: {len(lines)} lines; wanted at least {HELD_OUT_ONE_IN},"
+                    f"{place}: {len(lines)} lines; expected at least {HELD_OUT_ONE_IN},"
                     " of which one is held out"
                 )
         if len(train) <= shots:
-            raise UserError(f"{place}: {len(train)} training lines; wanted more than task.shots")
+            raise UserError(
+                f"{place}: {len(train)} training lines; expected more than task.shots={shots}"
+            )
         self.shots = train[:shots]
         self.is_message = not shots
         shown = {line.question for line in self.shots}
@@ -127,14 +129,14 @@ def read_jsonl(path: Path) -> list[Line]:
     """Reads and checks a question/answer file.
 
     Args:
-        path: one JSON object a line with the texts `question` and `answer`; blank lines
-            are skipped.
+        path: each line is a JSON object with the strings `question` and `answer`; blank lines are
+            skipped.
 
     Returns:
-        The lines; each worked answer states a final answer.
+        The lines; each worked answer has a final answer.
 
     Raises:
-        UserError: names the file, the line and what is wrong with it.
+        UserError: the file or a line is invalid; the message names both.
 
     Example:
         >>> read_jsonl(Path("missing.jsonl"))
@@ -142,7 +144,7 @@ def read_jsonl(path: Path) -> list[Line]:
         driver.common.errors.UserError: missing.jsonl: cannot be read (No such file or directory)
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors mark their files
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors write a BOM
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
     except OSError as error:
@@ -156,12 +158,12 @@ def _parse(place: str, line: str) -> Line:
     except (ValueError, RecursionError):
         raise UserError(f"{place}: not JSON; fix or remove the line") from None
     if not isinstance(item, dict):
-        raise UserError(f"{place}: wanted an object with question and answer, got {line[:40]!r}")
+        raise UserError(f"{place}: expected an object with question and answer, got {line[:40]!r}")
     for key in ("question", "answer"):
         if not isinstance(item.get(key), str) or not item[key].strip():
             raise UserError(f"{place}: no text under {key!r}; fix or remove the line")
         if any("\ud800" <= letter <= "\udfff" for letter in item[key]):
-            raise UserError(f"{place}: half a letter (a lone surrogate) in {key!r}; fix the line")
+            raise UserError(f"{place}: a lone surrogate in {key!r}; fix the line")
     if final_answer(item["answer"]) is None:
         raise UserError(f"{place}: no answer after {MARK} in 'answer'; fix or remove the line")
     return Line(item["question"], item["answer"], place)

@@ -1,4 +1,4 @@
-"""Tasks of the user: a class of any module or file, given as `task.name=module:Class`."""
+"""Tasks of the user: a class from any module or file, set by `task.name=module:Class`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .base import Prompt, Split, Task, prompt_id
 
 
 class OwnTask(Task):
-    """Fills in what a task of the user leaves out.
+    """Adapts a task of the user to `Task`, with defaults for optional members.
 
     The class needs `prompt(split, index)`, which returns a text, a (text, answer) pair or a
     `Prompt`, and `reward(prompt, response, answer)`, which returns a number; `finished` may be a
     fourth parameter. `stop`, `demonstration(text, answer)` and `is_message` are optional.
 
     Args:
-        name: as it was given, for messages.
+        name: the value of `task.name`, for messages.
         task: the instance.
 
     Raises:
@@ -32,7 +32,7 @@ class OwnTask(Task):
     def __init__(self, name: str, task: Any) -> None:
         for method in ("prompt", "reward"):
             if not callable(getattr(task, method, None)):
-                raise UserError(f"task.name={name}: no method {method}; it needs prompt and reward")
+                raise UserError(f"task.name={name}: no method {method}; needs prompt and reward")
         self.name, self.task = Path(name.partition(":")[0]).stem, task
         self.stop = tuple(getattr(task, "stop", ()))
         self.is_message = bool(getattr(task, "is_message", False))
@@ -57,20 +57,20 @@ class OwnTask(Task):
 
 
 def own_task(name: str) -> OwnTask:
-    """Imports and makes a task of the user.
+    """Imports and creates a task of the user.
 
     Args:
-        name: `module:Class` or `path/to/file.py:Class`. The class is made without arguments. The
+        name: `module:Class` or `path/to/file.py:Class`. The class is called without arguments. The
             current folder is searched too.
 
     Raises:
-        UserError: the module or class cannot be imported or made; names the reason.
+        UserError: the module cannot be imported, or the task cannot be created.
     """
     place, _, kind = name.rpartition(":")
     try:
         if place.endswith(".py"):
             path = user_path(place).resolve()
-            if str(path.parent) not in sys.path:  # reward workers import it again by its name
+            if str(path.parent) not in sys.path:  # reward workers import the module by name
                 sys.path.insert(0, str(path.parent))
             place = path.stem
         elif "" not in sys.path:

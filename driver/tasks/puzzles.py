@@ -1,7 +1,7 @@
-"""Puzzles worked step by step: long sums, word problems, countdown with its search written out.
+"""Puzzles solved step by step: long sums, word problems, countdown with a written search.
 
-Most responses take a few lines and a few take thousands of tokens, because counts of steps fall
-like a power and because where a search finds its first hit varies that much.
+Most responses have a few lines and some have thousands of tokens, because the number of steps
+follows a power law and the position of a search's first hit varies as much.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .base import Prompt, Split, Task, generator, held_out, prompt_id
 # Share of each kind.
 MIX = {"sum": 0.2, "story": 0.15, "easy": 0.1, "near": 0.25, "far": 0.25, "wide": 0.05}
 # Countdown: how many numbers, and the bounds of the target. A tree of four numbers has up to 3,100
-# characters, each a token of its own to most tokenizers; of five, up to 50,000.
+# characters, each one token for most tokenizers; a tree of five, up to 50,000.
 COUNTDOWN = {"easy": (3, 10, 99), "near": (4, 10, 99), "far": (4, 100, 399), "wide": (5, 10, 99)}
-MAX_LINES = 150  # of a search among five numbers: beyond, the problem is not asked
-# Demonstrations are imperfect on purpose: what a policy that imitates them still has to learn from
-# rewards is care, and how much of it is decided here, since a policy comes to imitate them closely
-# (SmolLM2-135M within 6 million tokens: .753 right of demonstrations of which .72 were).
-SLIP_RATE, SLIPS = 0.15, (-10, -1, 1, 10)  # of results that are worked out or copied
-OVERLOOK_RATE = 0.15  # of hits
-MISREAD_RATE = 0.6  # of results a slip beside the target, taken for it
+MAX_LINES = 150  # longest search among five numbers; longer problems are not used
+# Demonstrations contain errors on purpose, so that a policy that imitates them can still improve by
+# rewards. The rates below decide by how much, since a policy imitates closely (SmolLM2-135M within
+# 6 million tokens: .753 right, after demonstrations of which .72 were right).
+SLIP_RATE, SLIPS = 0.15, (-10, -1, 1, 10)  # errors in computed or copied results
+OVERLOOK_RATE = 0.15  # overlooked hits
+MISREAD_RATE = 0.6  # results that differ from the target by a slip and are taken for a hit
 MARK = "=> "  # before the final answer
 NOTHING = "none"  # the answer of a search that overlooked every hit
 
@@ -38,14 +38,14 @@ class _Search:
 
 
 class PuzzlesTask(Task):
-    """Three kinds of problems; the reward is 1 where what follows the last `=>` is right.
+    """Three kinds of problems; the reward is 1 if the answer after the last `=>` is right.
 
-    A sum or a story wants its number. Countdown wants steps that use every number once and end at
-    the target, `=> 3+2=5, 9+5=14`; they are computed again, so any right way counts. What stands
-    before the mark is not judged.
+    The answer of a sum or a story is a number. The answer of a countdown is a list of steps that
+    use every number once and end at the target, `=> 3+2=5, 9+5=14`. The steps are checked, so any
+    solution counts. The text before the mark is ignored.
 
     Args:
-        difficulty: the terms of sums have up to this many digits and one more.
+        difficulty: the terms of sums have up to `difficulty` + 1 digits.
 
     Example:
         >>> task = PuzzlesTask()
@@ -80,10 +80,10 @@ class PuzzlesTask(Task):
         return float(answer.strip() == prompt.answer)
 
     def demonstration(self, prompt: Prompt) -> str:
-        """Works the problem as a fallible teacher does: results slip, hits escape or are not."""
+        """A solution with random errors: wrong results, overlooked hits, wrong hits."""
         problem, draw = self._problem(prompt.id), generator(f"{prompt.id}/slips")
         if isinstance(problem, _Search):
-            # After a hit among five numbers the next may be thousands of lines away.
+            # With five numbers, the next hit may be thousands of lines later.
             overlook = OVERLOOK_RATE if len(problem.numbers) < 5 else 0.0
 
             def is_hit(value: int) -> bool:
@@ -92,7 +92,7 @@ class PuzzlesTask(Task):
                 return draw.random() < chance
 
             lines, steps = countdown.search(problem.numbers, problem.target, is_hit)
-            # However long the search was, its steps are copied once.
+            # The final steps are copied once, however long the search was.
             final = ", ".join(_copy(draw, step) for step in steps) or NOTHING
         else:
             lines, total = problem.work(lambda result: _slip(draw, result))
@@ -108,7 +108,7 @@ class PuzzlesTask(Task):
                 return problem
 
     def _draw(self, draw: random.Random, kind: str) -> _Search | stories.Chain | None:
-        """A problem of a kind, or None where the one drawn takes too long."""
+        """A problem of a kind, or None if its search is too long."""
         if kind == "sum":
             return stories.draw_sum(draw, self.digits)
         if kind == "story":

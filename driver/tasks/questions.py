@@ -1,4 +1,4 @@
-"""Open questions without a right answer: for what a model says, not for how well."""
+"""Open questions without a right answer, to generate text without a reward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMS = (
 
 
 class QuestionsTask(Task):
-    """Responses are long and never alike; every reward is 0, so there is nothing to train on."""
+    """Open questions with long, varied responses. Every reward is 0, so they train nothing."""
 
     name = "questions"
 

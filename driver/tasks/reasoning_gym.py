@@ -8,25 +8,25 @@ from typing import Any
 from ..common.errors import UserError
 from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, held_out, prompt_id
 
-# Items that one index may choose from until one is in its split: (7/8)^64 leaves 0.02 % without.
+# Items that one index searches for one in its split: it fails with probability (7/8)^64 = 0.02 %.
 _TRIES = 64
 _SIZE = 2**31 - 1
-# These data sets draw something for each of their items when they are made.
+# These data sets generate something for every item when they are created.
 _LISTED, _LISTED_SIZE = ("acre", "gsm_symbolic", "list_functions"), 1 << 12
-_SAMPLE = 8  # items that show whether answers have several lines
+_SAMPLE = 8  # items that are checked for answers of several lines
 
 
 class ReasoningGymTask(Task):
-    """A procedural data set of reasoning-gym, judged by its own scorer.
+    """A procedural data set of reasoning-gym, scored by its scorer.
 
-    Where answers are one line the response's first line counts, and a line end stops generation;
-    else the whole response.
+    If answers have one line, the first line of the response is scored and a line end stops
+    generation. Otherwise the whole response is scored.
 
     Args:
         dataset: a data set's name, for example `basic_arithmetic`.
 
     Raises:
-        UserError: the package is missing, or it knows no such data set.
+        UserError: the package is missing, or it has no data set of this name.
 
     Example:
         >>> ReasoningGymTask("basic_arithmetic").prompt("train", 0).id  # doctest: +SKIP
@@ -49,11 +49,11 @@ class ReasoningGymTask(Task):
             size = _LISTED_SIZE if dataset in _LISTED else _SIZE
             self.items = reasoning_gym.create_dataset(dataset, seed=0, size=size)
         except (ValueError, AssertionError) as error:
-            raise UserError(f"task.path={dataset}: reasoning-gym refuses it ({error})") from None
+            raise UserError(f"task.path={dataset}: reasoning-gym rejects it ({error})") from None
         answers = [str(self.items[i]["answer"]) for i in range(_SAMPLE)]
         self.one_line = not any("\n" in answer for answer in answers)
         self.stop = ("\n",) if self.one_line else ()
-        self.numbers: dict[str, list[int]] = {}  # of the items of each split, where they are listed
+        self.numbers: dict[str, list[int]] = {}  # item numbers of each split, if listed
         if dataset in _LISTED:
             held = [held_out(self.items[number]["question"]) for number in range(size)]
             for split in ("train", "eval"):
@@ -62,7 +62,7 @@ class ReasoningGymTask(Task):
     def prompt(self, split: Split, index: int) -> Prompt:
         id = prompt_id(self.name, split, index)
         item = self._item(split, index)
-        answer = "" if item["answer"] is None else str(item["answer"])  # some have no single one
+        answer = "" if item["answer"] is None else str(item["answer"])  # some have several
         return Prompt(id, f"Question: {item['question']}\nAnswer:", answer)
 
     def size(self, split: Split) -> int | None:
@@ -79,7 +79,7 @@ class ReasoningGymTask(Task):
             return 0.0
         try:
             return float(self.items.score_answer(answer=answer.strip(), entry=item))
-        except Exception:  # scorers of the package that parse the answer raise on malformed ones
+        except Exception:  # some scorers of the package raise on malformed answers
             return 0.0
 
     def demonstration(self, prompt: Prompt) -> str | None:
@@ -94,6 +94,6 @@ class ReasoningGymTask(Task):
             if held_out(item["question"]) == (split == "eval"):
                 return item
         raise UserError(
-            f"task.path: {_TRIES} items of reasoning-gym in a row hold no {split} problem; the"
+            f"task.path: no {split} problem in {_TRIES} consecutive items of reasoning-gym; the"
             f" data set has too few problems to hold out one in {HELD_OUT_ONE_IN}"
         )

@@ -1,4 +1,4 @@
-"""Sums of many terms and word problems: one running total, worked line by line."""
+"""Sums of many terms and word problems: one running total, computed line by line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# P(moves >= k) falls like k ** -TAIL: most chains are short, a few are very long.
+# P(moves >= k) ~ k ** -TAIL: most chains are short, a few are very long.
 TAIL = 1.1
 MAX_TERMS, MAX_EVENTS = 48, 12
 
@@ -32,7 +32,7 @@ LOSSES = ("gives away {0} {1}", "loses {0} {1}", "sells {0} {1}", "trades away {
 
 @dataclass(frozen=True)
 class Move:
-    """What happens to the total: `sign` and one operand, or the product of two."""
+    """A change of the total: `sign` and one operand, or the product of two."""
 
     sign: str
     operand: int
@@ -45,7 +45,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Chain:
-    """A problem's text, where its total starts and what happens to it."""
+    """A problem's text, the start of its total, and the changes of the total."""
 
     text: str
     start: int
@@ -59,10 +59,10 @@ class Chain:
         return total
 
     def work(self, slip: Callable[[int], int] = lambda result: result) -> tuple[list[str], int]:
-        """The lines of a solution, and where it ends.
+        """The lines of a solution, and its result.
 
         Args:
-            slip: what the one who works makes of each right result; later lines go on with it.
+            slip: maps each right result to the written one, which later lines use.
 
         Example:
             >>> Chain("", 20, (Move("+", 4, 6), Move("-", 9))).work()
@@ -81,7 +81,7 @@ class Chain:
 
 
 def heavy(draw: random.Random, low: int, high: int) -> int:
-    """A count from `low` to `high` whose tail falls like a power."""
+    """A count from `low` to `high` with a power-law tail."""
     return min(low - 1 + int((1.0 - draw.random()) ** (-1.0 / TAIL)), high)
 
 
@@ -90,7 +90,7 @@ def draw_sum(draw: random.Random, digits: int) -> Chain:
 
     Args:
         draw: the problem's generator.
-        digits: of the largest terms.
+        digits: number of digits of the largest terms.
     """
     total = start = draw.randint(10, 10**digits - 1)
     moves: list[Move] = []
@@ -104,7 +104,7 @@ def draw_sum(draw: random.Random, digits: int) -> Chain:
 
 
 def draw_story(draw: random.Random) -> Chain:
-    """A word problem about one person's things, with a bystander whose number does not count."""
+    """A word problem about one person's things, sometimes with an irrelevant second person."""
     name, other = draw.sample(NAMES, 2)
     thing = draw.choice(THINGS)
     total = start = draw.randint(5, 60)

@@ -9,20 +9,20 @@ from .base import Prompt, Split, Task, generator, held_out, prompt_id
 # P(addend > k) = k ** -TAIL up to the cap: half of the prompts add 2, one in 23 adds all 24.
 TAIL = 1.0
 MIN_ADDEND, MAX_ADDEND = 2, 24
-# Demonstrations are imperfect on purpose: a step repeats or skips a number. What a policy that
-# imitates them still has to learn from rewards is care, and how much of it does not depend on how
-# far a seed's warm-up came.
+# Demonstrations contain errors on purpose: a step repeats or skips a number. So a policy that
+# imitates them can still improve by rewards, by an amount that does not depend on the seed's
+# warm-up.
 SLIP_RATE, SLIPS = 0.3, (0, 2)
 
 
 class SumsTask(Task):
-    """`start+addend=`, answered by counting on, one line a step.
+    """`start+addend=`, answered by counting on, one step at a time.
 
-    The prompt `578+3=` wants `579+2=580+1=581`. The reward is 1 when the text after the last `=` is
-    the answer and 0 otherwise; the steps before it are not judged.
+    The response to `578+3=` is `579+2=580+1=581`. The reward is 1 if the text after the last `=` is
+    the answer, else 0; the steps before it are ignored.
 
     Args:
-        difficulty: the start has this many digits and two more.
+        difficulty: the start has `difficulty` + 2 digits.
 
     Example:
         >>> task = SumsTask()
@@ -49,7 +49,7 @@ class SumsTask(Task):
         return float(finished and response.rpartition("=")[2] == prompt.answer)
 
     def demonstration(self, prompt: Prompt) -> str:
-        """Counts on as a fallible teacher does: each step slips with probability `SLIP_RATE`."""
+        """Counts on with random errors: each step is wrong with probability `SLIP_RATE`."""
         start, _, addend = prompt.text.removesuffix("=").partition("+")
         draw, total, lines = generator(f"{prompt.id}/slips"), int(start), []
         for left in range(int(addend) - 1, -1, -1):

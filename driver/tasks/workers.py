@@ -1,8 +1,8 @@
-"""Rewards: computed in processes of their own while the rollout goes on, or in this one.
+"""Rewards: computed in worker processes during the rollout, or in this process.
 
-A reward function is a user's code: it may raise, hang, take its process down with it or return what
-is no number. Each of these ends in one line that names the sample, or counts the sample as 0, as
-configured.
+A reward function is code of the user: it may raise, hang, kill its process or return something that
+is not a number. Each failure gives one line that names the sample; the configuration decides
+whether it ends the run or counts as 0.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..config.sections import RewardConfig
 from . import Prompt, Task
 
 Job = tuple[int, Prompt, str, bool]  # index of the response, its prompt, its text, finished
-START_S = 300.0  # for a worker to start, before its time for a sample begins
+START_S = 300.0  # limit for a worker to start, before the time limit of its first sample
 
 
 class RewardWorkers:
-    """Scores responses as they finish; with no workers when `score` or `collect` is called.
+    """Scores responses as they finish; without workers, when `score` or `collect` is called.
 
     Args:
-        task: whose `reward` is called; it is pickled into each worker.
-        config: number of workers, time-out (of a worker's answer), what a failure means.
+        task: the task whose `reward` is called; it is pickled for each worker.
+        config: number of workers, time limit of an answer, and the handling of failures.
 
     Example:
         >>> workers = RewardWorkers(task, RewardConfig(workers=2))
@@ -50,9 +50,9 @@ class RewardWorkers:
         """Queues a response; returns at once.
 
         Args:
-            index: its place, by which `collect` orders the rewards.
-            prompt: that it answers.
-            text: of the response.
+            index: its index, by which `collect` orders the rewards.
+            prompt: the prompt of the response.
+            text: the text of the response.
             finished: whether the model ended it.
 
         Raises:
@@ -63,13 +63,13 @@ class RewardWorkers:
             self._turn(0.0)
 
     def collect(self, count: int) -> list[float]:
-        """Waits for `count` responses and forgets them.
+        """Waits for the rewards of `count` responses, and removes them.
 
         Args:
             count: responses submitted since the last call.
 
         Returns:
-            What `task.reward` gave for each, in the order of their places: finite numbers.
+            The reward of each, a finite number, in the order of their indices.
 
         Raises:
             UserError: a sample failed and `reward.on_error=stop`.
@@ -84,12 +84,12 @@ class RewardWorkers:
         return values
 
     def score(self) -> None:
-        """Scores what waits, in this process, where there are no workers to do it."""
+        """Without workers, scores the queued responses in this process."""
         while self._waiting and not self.config.workers:
             self._score(self._waiting.popleft())
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing."""
+        """Kills the workers, even if they are busy."""
         for worker in self._workers:
             worker.end()
         self._workers.clear()
@@ -97,7 +97,7 @@ class RewardWorkers:
         self._values.clear()
 
     def _turn(self, seconds: float) -> None:
-        """Hands out what waits and takes in what is done, for at most `seconds`."""
+        """Gives queued jobs to workers and receives results, for at most `seconds`."""
         idle = [worker for worker in self._workers if worker.job is None]
         while self._waiting and (idle or len(self._workers) < self.config.workers):
             if not idle:
@@ -124,7 +124,7 @@ class RewardWorkers:
                 )
 
     def _score(self, job: Job) -> None:
-        """In this process."""
+        """Scores a job in this process."""
         try:
             value, error = self._task.reward(*job[1:]), ""
         except Exception as failure:
@@ -136,7 +136,7 @@ class RewardWorkers:
         self._workers.remove(worker)
 
     def _take(self, job: Job, value: Any, error: str) -> None:
-        """Notes a reward, or what kept it from being computed."""
+        """Records a reward, or reports the error of its computation."""
         index, prompt, *_ = job
         number = finite(value)
         if not error and number is None:
@@ -145,21 +145,22 @@ class RewardWorkers:
             message = f"reward of response {index} to prompt {prompt.id}: {error}"
             if self.config.on_error == "stop":
                 self.close()
-                raise UserError(f"{message}; reward.on_error=zero would count it as 0")
+                raise UserError(f"{message}; reward.on_error=zero counts it as 0")
             warnings.warn(f"{message}; counted as 0", stacklevel=4)
         self._values[index] = 0.0 if number is None else number
 
 
 class _Worker:
-    """One process and the sample it works on."""
+    """One process and its current sample."""
 
     def __init__(self, task: Task) -> None:
         # Not forked: the parent has threads and may hold a CUDA context.
         context = multiprocessing.get_context("spawn")
         self.pipe, child = context.Pipe()
         self.process = context.Process(target=_serve, args=(child, task), daemon=True)
-        # Ctrl-C reaches the whole group: it is the run's, and a worker inherits what is blocked.
-        resource_tracker.ensure_running()  # its own start would unblock it
+        # Ctrl-C reaches the whole process group, but only the run handles it. A worker inherits the
+        # blocked signals.
+        resource_tracker.ensure_running()  # its start would unblock the signal
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()
@@ -176,7 +177,7 @@ class _Worker:
         try:
             self.pipe.send(job[1:])
         except OSError:
-            pass  # it died between two samples: `receive` reads the end of the pipe
+            pass  # the worker died between two samples: `receive` reads the end of the pipe
 
     def receive(self) -> tuple[Job, tuple[Any, str]] | None:
         """Reads one message: a job with its reward and error, or None when the worker started."""
@@ -207,7 +208,7 @@ def _serve(pipe: Connection, task: Task) -> None:
             return
         try:
             pipe.send((task.reward(*sample), ""))
-        except Exception as error:  # the sample's failure, told to the run
+        except Exception as error:  # reported to the run
             pipe.send((None, _reason(error)))
 
 

@@ -39,7 +39,7 @@ def root(tmp_path):
         (["engine.strategies=off learned:8,4"], "strategy 'learned:8,4': malformed"),
         (["model.path=/no/such/folder"], "/no/such/folder"),
         (["task.name=sum"], "task.name=sum: unknown task; did you mean sums?"),
-        (["run.root=~nobody-of-this-name/x"], "~nobody-of-this-name/x: no home directory is known"),
+        (["run.root=~nobody-of-this-name/x"], "~nobody-of-this-name/x: unknown home directory"),
         (["preset=tinny"], "preset=tinny: unknown; did you mean tiny?"),
         (["run.steps"], "'run.steps': must be key=value"),
         (["engine.page_size=5000"], "engine.page_size: must be at most 1024"),

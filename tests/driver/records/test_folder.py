@@ -112,7 +112,7 @@ def test_a_rollout_is_kept_without_repeated_passes(tmp_path):
 def test_a_run_never_writes_over_another(tmp_path):
     first, second = RunFolder(config(tmp_path)), RunFolder(config(tmp_path))
     assert (first.path.name, second.path.name) == ("tiny", "tiny-2")
-    with pytest.raises(UserError, match="run.name: .*tiny holds a run already; set run.resume"):
+    with pytest.raises(UserError, match="run.name: .*tiny already contains a run; set run.resume"):
         RunFolder(config(tmp_path, "run.name=tiny"))
 
 
@@ -241,7 +241,7 @@ def test_two_at_once_do_not_share_a_folder(tmp_path):
     """The second would cut what the first logs after its checkpoint."""
     folder = RunFolder(config(tmp_path, "run.name=a"))
     folder.log_step(1, {"x": 1.0})
-    with pytest.raises(UserError, match="a: another run is at work there; wait for its end"):
+    with pytest.raises(UserError, match="a: another run is using it; wait until it ends"):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true"))
     folder.log_step(2, {"x": 2.0})
     folder.close()
@@ -260,7 +260,7 @@ def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
     words += ["reward.on_error=zero", "model.cache=x", "spot.mode=coordinated"]
     RunFolder(config(tmp_path, "run.name=a", "run.resume=true", *words)).close()
     RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=serial"))
-    with pytest.raises(UserError, match="run.resume: .*/b holds no run"):
+    with pytest.raises(UserError, match="run.resume: .*/b contains no run"):
         RunFolder(config(tmp_path, "run.name=b", "run.resume=true"))
     with pytest.raises(UserError, match="run.resume: no run tiny under"):
         RunFolder(config(tmp_path, "run.resume=true"))
@@ -297,7 +297,7 @@ def test_a_disk_that_fills_up_as_torch_closes_its_file_is_named(tmp_path):
     def write(folder):
         raise RuntimeError("basic_ios::clear: iostream error")
 
-    with pytest.raises(UserError, match="step-000002: cannot be written .the file stayed incompl"):
+    with pytest.raises(UserError, match="step-000002: cannot be written .the file is incompl"):
         save_checkpoint(tmp_path, 2, write, {}, keep=1)
 
 
@@ -360,6 +360,6 @@ def test_a_resumed_run_has_the_same_data_and_model(tmp_path):
     words[2] = f"task.path={data.parent / '.' / 'data'}/"
     again = RunFolder(load_config([*words, "run.resume=true"]))
     again.check_inputs({"task.path": "a", "model.path": "b"})
-    with pytest.raises(UserError, match="model.path: its contents are not those that the run in"):
+    with pytest.raises(UserError, match="model.path: its contents have changed since the run in"):
         again.check_inputs({"task.path": "a", "model.path": "other"})
     again.close()

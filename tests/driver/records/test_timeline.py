@@ -140,7 +140,7 @@ def test_ranks_are_aligned_by_the_wall_clock_and_stay_so(tmp_path, monkeypatch):
 def test_a_damaged_timeline_is_started_anew_with_a_warning(tmp_path):
     (tmp_path / "trace.json").write_text('{"traceEvents": [')
     timeline = Timeline()
-    with pytest.warns(UserWarning, match="trace.json cannot be read: the timeline starts anew"):
+    with pytest.warns(UserWarning, match="trace.json: cannot be read; the timeline starts empty"):
         timeline.resume(tmp_path / "trace.json", 3)
     timeline.resume(tmp_path / "absent.json", 3)
     timeline.write(tmp_path / "trace.json")

@@ -272,7 +272,7 @@ def test_the_kl_reference_is_the_policy_after_the_warm_up_and_stays_it_on_resume
     )
     assert all(torch.equal(a, b) for a, b in pairs)
     shutil.rmtree(resumed.folder.path / "reference")
-    with pytest.raises(UserError, match="broken/reference holds no reference policy"):
+    with pytest.raises(UserError, match="broken/reference contains no reference policy"):
         run(tmp_path, "broken", "run.steps=4", "run.resume=true", *words)
 
 

@@ -471,7 +471,7 @@ def test_one_process_needs_no_meeting(monkeypatch):
 def test_a_rank_without_a_card_says_so(monkeypatch):
     for key, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "99"}.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match="rank 1 wants card 99, there are"):
+    with pytest.raises(UserError, match="rank 1: needs card 99, but there are"):
         World.join("cuda", 1.0)
 
 

@@ -50,7 +50,7 @@ def test_everything_but_prompt_and_reward_is_optional(parts):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("{parts}:Half", "no method reward; it needs prompt and reward"),
+        ("{parts}:Half", "no method reward; needs prompt and reward"),
         ("{parts}:Broken", "ValueError: no data; expected module:Class or path/to/file.py:Class"),
         ("{parts}:Other", "AttributeError"),
         ("no_such_module:Task", "ModuleNotFoundError"),

@@ -289,13 +289,13 @@ def test_jsonl_reward(word_problems, response, reward):
     ("bad", "message"),
     [
         ('{"question": "a", ', "not JSON"),
-        ('["question", "answer"]', "wanted an object"),
+        ('["question", "answer"]', "expected an object"),
         ('{"question": "a"}', "no text under 'answer'"),
         ('{"question": 3, "answer": "#### 3"}', "no text under 'question'"),
         (line(answer="just 3"), "no answer after ####"),
         (line(answer="####  "), "no answer after ####"),
         ("[" * 100_000, "not JSON"),
-        ('{"question": "\\ud800", "answer": "#### 2"}', "half a letter"),
+        ('{"question": "\\ud800", "answer": "#### 2"}', "a lone surrogate"),
     ],
 )
 def test_broken_line_is_named(tmp_path, bad, message):
@@ -314,13 +314,13 @@ def test_unusable_files(tmp_path):
         make_task("jsonl", path=str(tmp_path))
     short = tmp_path / "short.jsonl"
     short.write_text(line())
-    with pytest.raises(UserError, match="1 lines; wanted at least 8"):
+    with pytest.raises(UserError, match="1 lines; expected at least 8"):
         make_task("jsonl", path=str(short))
     short.write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not UTF-8"):
         make_task("jsonl", path=str(short))
     short.write_text("\n".join([line()] * 8))
-    with pytest.raises(UserError, match="7 training lines; wanted more than task.shots"):
+    with pytest.raises(UserError, match="7 training lines; expected more than task.shots"):
         make_task("jsonl", path=str(short), shots=7)
 
 
@@ -431,9 +431,9 @@ def test_options_are_the_fields_of_the_configuration():
 def test_mistakes():
     with pytest.raises(UserError, match="task.name=sum: unknown task; did you mean sums"):
         make_task("sum")
-    with pytest.raises(ValueError, match="split: wanted train or eval, got 'test'"):
+    with pytest.raises(ValueError, match="split: expected train or eval, got 'test'"):
         make_task("sums").prompt("test", 0)
-    with pytest.raises(ValueError, match="index: wanted at least 0, got -1"):
+    with pytest.raises(ValueError, match="index: expected at least 0, got -1"):
         make_task("sums").prompt("train", -1)
 
 
