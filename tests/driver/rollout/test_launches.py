@@ -1,4 +1,4 @@
-"""Kernel launches of a pass where passes are graphs: a layer's, and those that are torch's."""
+"""Kernel launches of a captured pass: those of a layer, and those of torch."""
 
 import collections
 from dataclasses import replace
@@ -20,14 +20,14 @@ from tests.driver.hugging_face import QWEN2_7B, random_model
 from tests.driver.rollout.test_engine import Choose, make_rollout
 
 SHAPES = {"smollm2": SMOLLM2_CONFIG, "qwen2_7b": {**QWEN2_7B, "dtype": "bfloat16"}}
-# Calls that compute nothing: views, and memory that a graph's pool hands out while it is captured.
+# Calls that launch nothing: views, and allocations from the pool of a graph during capture.
 FREE = {"view", "slice", "select", "split", "split_with_sizes", "unbind", "expand", "as_strided",
         "unsqueeze", "squeeze", "_unsafe_view", "detach", "t", "alias", "empty", "new_empty",
         "empty_like", "_local_scalar_dense"}  # fmt: skip
 
 
 class TorchCalls(TorchDispatchMode):
-    """Counts the calls that compute something, by name."""
+    """Counts the calls that launch a kernel, by name."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class TorchCalls(TorchDispatchMode):
     ],
 )
 def test_a_pass_is_made_of_ops(strategy, few_rows, wanted):
-    """Whatever the depth: a level is ops alone, and features are recorded without a copy."""
+    """At any depth: a level consists of ops only, and features are recorded without a copy."""
     engine = make_rollout(random_model("llama-tied-llama3")).engine
     for proposer in engine.proposers.values():
         if isinstance(proposer, DraftRunner):
@@ -119,12 +119,12 @@ def step_launches(spec, requests, slots):
     ],
 )
 def test_launches_of_a_layer(shape, requests, slots, launches):
-    """Five where a request decodes a small model: norm, q, k, v and append; attention; output;
-    norm, gate and up; down.
+    """Five for a request of a small model: norm, q, k, v and append; attention; output; norm, gate
+    and up; down.
 
-    Attention is one launch on a card with clusters, for few requests with short tables, and else
-    two. A norm before large weights is one of its own. So is the append of a large model's q, k
-    and v above eight rows, and then the norm before them.
+    Attention is one launch on a card with clusters, for few requests with short tables, and two
+    otherwise. A norm before large weights is a separate launch. So are, above eight rows, the
+    append of a large model's q, k and v, and the norm before them.
     """
     spec = ModelSpec.from_config({**SHAPES[shape], "vocab_size": 256})
     one, two = (step_launches(replace(spec, num_layers=n), requests, slots) for n in (1, 2))
