@@ -1,4 +1,4 @@
-"""Puts the parts of a run together: policy, target, cache, drafter, bandit, engine."""
+"""Builds the parts of a run: policy, target, cache, drafter, bandit, engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..rollout.proposers import make_proposers
 from ..tasks import Split, Task
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-PROMPT_SAMPLE = 64  # prompts of a generated task whose lengths are looked at
+PROMPT_SAMPLE = 64  # prompts of a generated task whose lengths are checked
 CHUNK = 512  # prompts tokenized at once
 
 
@@ -53,19 +53,19 @@ class Rollout:
     tuner: OverlapTuner | None = None  # of `spot`
 
     def watch(self, sink: Sink) -> None:
-        """Hands the spans of the engine and of the spot trainer to `sink`."""
+        """Sends the spans of the engine and of the spot trainer to `sink`."""
         self.engine.spans.sink = sink
         if self.spot is not None:
             self.spot.spans.sink = sink
 
     def fix(self, strategy: Strategy) -> None:
-        """Has the engine decode by one strategy wherever that can run."""
+        """Makes the engine use one strategy wherever it can run, and `off` elsewhere."""
         engine = self.engine
         config = replace(engine.bandit.config, policy=str(strategy))
         engine.bandit = Bandit([OFF, strategy], config, engine.config.spec_max_batch)
 
     def update_weights(self, state: dict[str, torch.Tensor], version: int) -> None:
-        """Copies a new policy in place; whatever depended on the old one is dropped."""
+        """Copies the weights of a new policy into the engine, in place."""
         self.target.load_weights(state)
         self.engine.target_version = version
         if self.spot is not None:
@@ -73,7 +73,7 @@ class Rollout:
 
 
 def find_model(config: Config, report: Callable[[str], None] = lambda line: None) -> Path | None:
-    """The folder that `model.path` names, fetched where need be; None for the tiny model.
+    """The folder of `model.path`, downloaded if necessary; None for the tiny model.
 
     Raises:
         UserError: it cannot be found, or the engine cannot run it.
@@ -109,7 +109,7 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
 
 
 def check_vocabulary(folder: Path, tokenizer: Tokenizer, spec: ModelSpec) -> None:
-    """Refuses a tokenizer with tokens that the embedding does not have."""
+    """Rejects a tokenizer with tokens that the embedding does not have."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= spec.vocab_size:
         raise UserError(
@@ -122,7 +122,7 @@ def load_tokenizer(folder: Path | None) -> Tokenizer:
     """The tokenizer of a folder; None = the tiny model's.
 
     Raises:
-        UserError: there is none that can be used.
+        UserError: the folder has no usable tokenizer.
     """
     if folder is None:
         return tiny.build_tokenizer()
@@ -136,17 +136,17 @@ def load_tokenizer(folder: Path | None) -> Tokenizer:
         reason = f"{type(error).__name__}: {error}"[:200]
         settings = folder / "tokenizer_config.json"
         if settings.exists() and "auto_map" in read_json(settings):
-            reason = "it needs code that comes with the model, which is not run"
+            reason = "it needs code from the model folder, which is not executed"
         raise UserError(f"{where} ({reason}); copy tokenizer.json there again") from None
 
 
 def prompt_encoder(config: Config, task: Task, tokenizer: Tokenizer) -> PromptEncoder:
-    """The encoder of a task's prompts, in the form that `task.chat_template` asks for."""
+    """The encoder of a task's prompts, in the form set by `task.chat_template`."""
     return PromptEncoder(tokenizer, config.task.chat_template, task.is_message)
 
 
 def prompt_lengths(task: Task, encode: PromptEncoder) -> Iterator[tuple[int, str]]:
-    """Tokens and place of each prompt of a finite data set, or of the first generated ones.
+    """Tokens and location of each prompt of a finite data set, or of the first generated ones.
 
     Raises:
         UserError: a prompt has no tokens.
@@ -181,15 +181,15 @@ def check_prompts(task: Task, encode: PromptEncoder, max_new_tokens: int, max_po
 def check_context(
     prompt_len: int, max_new_tokens: int, max_position: int, place: str = "", count: int = 1
 ) -> None:
-    """Refuses a prompt whose response may not fit into the context.
+    """Rejects a prompt whose response may exceed the context.
 
     Args:
         prompt_len, max_new_tokens, max_position: tokens.
-        place: of the prompt, for the message.
-        count: prompts that are too long.
+        place: location of the prompt, for the message.
+        count: number of prompts that are too long.
 
     Raises:
-        UserError: it may not.
+        UserError: prompt and response may exceed the context.
     """
     if prompt_len + max_new_tokens > max_position:
         others = f" (one of {count} prompts that do)" if count > 1 else ""
@@ -201,7 +201,7 @@ def check_context(
 
 
 def check_pages(prompt_len: int, max_new_tokens: int, config: EngineConfig) -> None:
-    """Refuses a page pool too small for one request, before a warm-up has taken its minutes.
+    """Rejects a page pool that is too small for one request, before the warm-up starts.
 
     Raises:
         UserError: `engine.num_pages` is too small.
@@ -210,15 +210,16 @@ def check_pages(prompt_len: int, max_new_tokens: int, config: EngineConfig) -> N
     if 0 < config.num_pages < needed:
         raise UserError(
             f"engine.num_pages={config.num_pages}: one request of {prompt_len + max_new_tokens}"
-            f" tokens needs {needed} pages of {config.page_size}; raise it, or 0 for enough"
+            f" tokens needs {needed} pages of {config.page_size}; raise it, or set"
+            " 0 for the default size"
         )
 
 
 def use_device(device: str) -> None:
-    """Makes a card the current one, which streams and events are taken of.
+    """Makes a card the current device, which determines the device of streams and events.
 
     Raises:
-        UserError: this machine, or this torch, does not have it.
+        UserError: torch does not find this device.
     """
     kind, _, index = device.partition(":")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
@@ -232,8 +233,8 @@ def use_device(device: str) -> None:
 def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
     """End tokens of the model: those of its configuration, and that of its tokenizer.
 
-    A warm-up teaches the tokenizer's one, so both have to end a response. Warns when they differ or
-    when there is none.
+    A warm-up trains with the tokenizer's end token, so both must end a response. Warns if they
+    differ or if there is none.
     """
     own = tokenizer.eos_token_id
     if own is None or own in spec.eos_ids:
@@ -255,7 +256,7 @@ def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
 def stop_ids(spec: ModelSpec, task: Task, encode: PromptEncoder) -> tuple[int, ...]:
     """Ids that end a response: the end tokens, and stop texts of the task that are one token.
 
-    In a chat template a response ends with an end token, so stop texts are not used.
+    With a chat template a response ends with an end token, so stop texts are not used.
     """
     ends = end_ids(spec, encode.tokenizer)
     if encode.uses_template:
@@ -294,7 +295,7 @@ def eos_ids(policy: PreTrainedModel) -> list[int]:
 
 @dataclass
 class Parts:
-    """What holds the memory of rollouts."""
+    """The parts that hold the memory of rollouts."""
 
     target: TargetModel
     cache: KvCache
@@ -305,11 +306,11 @@ class Parts:
 def build_parts(
     config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int, device: str
 ) -> Parts:
-    """Target, cache and drafter: for a run, and to be measured on the meta device.
+    """Target, cache and drafter, for a run or, on the meta device, for a memory estimate.
 
     Args:
-        config, spec, weights, longest: as of `build_rollout`.
-        device: where they are made; what is made follows from `run.device`.
+        config, spec, weights, longest: see `build_rollout`.
+        device: device of the parts; `run.device` determines which parts are built.
     """
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
     dtype = getattr(torch, config.model.dtype)
@@ -333,7 +334,7 @@ def build_parts(
     except RuntimeError as error:  # the CPU's allocator has no type of its own for it
         raise UserError(
             f"engine.num_pages={num_pages}: the KV cache does not fit ({error}); lower it or"
-            " engine.max_batch, or see what takes how much with driver.train --dry-run"
+            " engine.max_batch, or see the memory of each part with driver.train --dry-run"
         ) from error
     if not engine.needs_drafter:
         return Parts(target, cache, None, None)
@@ -378,15 +379,15 @@ def build_rollout(
 def build_drafter(
     shape: DraftSpec, target: TargetModel, seed: int, on_card: bool = False
 ) -> Drafter:
-    """A drafter with random weights beside its target, on whose device it is trained.
+    """A drafter with random weights, on the device of its target.
 
     Args:
         shape, target, seed: of the drafter.
-        on_card: a target on the meta device stands for one on a card.
+        on_card: whether a target on the meta device represents one on a card.
     """
     drafter = Drafter(shape, seed).to(target.device)
     if on_card or target.device.type == "cuda":
-        drafter.lm_head.to(target.head.dtype)  # it is the target's, and never trained
+        drafter.lm_head.to(target.head.dtype)  # a copy of the target's head, never trained
     drafter.refresh_head(target.head)
     return drafter
 

@@ -1,6 +1,6 @@
-"""Saves what an op was called with in a real run, so that it can be timed on real shapes.
+"""Saves the inputs of an op in a real run, so that it can be timed on real shapes.
 
-`driver.train run.capture=tree_attention:3` leaves files in `runs/<name>/captures/`, and
+`driver.train run.capture=tree_attention:3` writes files to `runs/<name>/captures/`, and
 `python -m profiling.kernels.replay runs/<name>/captures` runs them again.
 """
 
@@ -24,9 +24,9 @@ from ..common.errors import UserError
 from ..common.storage import storage_errors
 
 TABLE = "rows.block_table"
-# Arrays addressed by it -> the axis of their pages, from the end.
+# Arrays that the table indexes -> the axis of their pages, from the end.
 PAGED = {"k_cache": -4, "v_cache": -4, "features": -3}
-LEFT_OUT = ("stream", "workspace")  # the replay brings its own
+LEFT_OUT = ("stream", "workspace")  # the replay creates them
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Capture:
     Args:
         op: name in `tlt_ext`.
         step: the training step, from 1.
-        calls: most calls that are saved, spread over the step.
+        calls: largest number of saved calls, spread over the step.
     """
 
     op: str
@@ -71,16 +71,16 @@ class Capture:
 
 @contextmanager
 def capture_op(capture: Capture, folder: Path) -> Iterator[None]:
-    """Saves calls of `capture.op` that Python makes while the block runs.
+    """Saves calls of `capture.op` from Python while the block runs.
 
-    At most `capture.calls` of them, evenly spread over the block, with every array as it was before
-    the call; of caches only the pages that the call's requests own, renumbered. A CUDA graph makes
-    its calls unseen, so the engine's are to stand aside (`PassRunner.op_by_op`). Calls that are
-    recorded into one have no values yet and are passed on.
+    It saves at most `capture.calls` calls, evenly spread over the block, with every array as before
+    the call. Of caches it saves only the pages of the call's requests, renumbered. Calls inside a
+    CUDA graph cannot be captured, so graphs must be off (`PassRunner.op_by_op`). Calls during the
+    recording of a graph have no values yet and are not saved.
 
     Args:
-        capture: which op; the block is part of its step.
-        folder: for the files, `<op>-<step>-<call>.pt`.
+        capture: the op; the block is part of its step.
+        folder: folder of the files, `<op>-<step>-<call>.pt`.
 
     Raises:
         UserError: the disk is full or unwritable.
@@ -129,8 +129,8 @@ def copy_arguments(op: Callable[..., Any], args: Any, named: Any) -> dict[str, A
     The field of a group is named `argument.field`.
 
     Args:
-        op: of `tlt_ext`.
-        args, named: as the op was called.
+        op: a function of `tlt_ext`.
+        args, named: arguments of the call.
     """
     bound = inspect.signature(op).bind(*args, **named).arguments
     values: dict[str, Any] = {}

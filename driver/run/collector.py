@@ -1,4 +1,4 @@
-"""What a step learns from: prompts, rollouts of them on every rank, rewards."""
+"""The experience of a step: prompts, their rollouts on every rank, rewards."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .assemble import Rollout
 from .capture import Capture, capture_op
 from .prompt_lengths import PromptLengths
 
-RANKS_SHOWN = 8  # each of so many has metrics of its own
+RANKS_SHOWN = 8  # up to this number, each rank has separate metrics
 
 
 @dataclass(frozen=True)
 class Experience:
-    """What a step learns from: prompts, the responses to each side by side, their rewards."""
+    """The training data of a step: prompts, responses grouped by prompt, and their rewards."""
 
     prompts: list[Prompt] = field(default_factory=list)
     responses: list[Response] = field(default_factory=list)
@@ -44,20 +44,20 @@ class Experience:
 
 
 class Collector(RolloutObserver):
-    """Draws prompts, rolls them out, scores them; each rank does its share and knows the whole.
+    """Draws prompts, rolls them out and scores them; each rank does its share and gets all results.
 
     Args:
         config: of the run.
         world: the ranks.
         phases: of the step.
-        task: where prompts and rewards come from.
+        task: source of prompts and rewards.
         encode: tokenizes prompts.
         rollout: this rank's engine.
-        params: of every request.
-        workers: that score responses, beside the rollout where there are any.
-        coordinator: of the bubble; None = there is only this rank.
+        params: sampling parameters of every request.
+        workers: score responses, during the rollout if there are worker processes.
+        coordinator: trains the drafter while ranks are idle; None = there is a single rank.
         captures: folder of captured ops; None = this rank captures none.
-        stop: ends a rollout when a signal came.
+        stop: ends a rollout after a signal.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Collector(RolloutObserver):
         self.prompts_drawn = 0  # from the training split
         self.stats = RolloutStats()  # of the step, all ranks together
         self.rank_seconds: list[float] = []  # of each rank, in the step's rollouts and rewards
-        # Of each rank, (wall clock, what it does from then on) since the run began.
+        # Of each rank, (wall clock, state from then on) since the run started.
         self.rank_states: list[list[tuple[float, str]]] = []
         self.lengths = PromptLengths()
         # Work for `on_wait`: finished responses to score (place, prompt, request), and prompts of
@@ -93,7 +93,7 @@ class Collector(RolloutObserver):
         self._prompts: Mapping[int, Prompt] = {}  # of the rollout, by group
         self._place: dict[int, int] = {}  # of the response, by request id
         self._submitted: set[int] = set()  # places of those that the reward workers have
-        self._places: list[int] = []  # of all responses; those handed to other ranks leave gaps
+        self._places: list[int] = []  # of all responses; requests moved to other ranks leave gaps
         self._ahead: dict[int, Prompt] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}  # their ids
         self._most_ahead = 0
@@ -101,15 +101,15 @@ class Collector(RolloutObserver):
     def gather(self, step: int) -> Experience:
         """The rollouts and rewards of a step.
 
-        With `grpo.max_refills` groups of equal rewards are replaced by groups of further prompts,
-        at most that many times (DAPO's dynamic sampling); all that was drawn is in the metrics.
-        Cut responses that `grpo.truncated=mask` leaves out have no say in it.
+        With `grpo.max_refills`, groups of equal rewards are replaced by groups of further prompts,
+        at most that many times (DAPO's dynamic sampling). The metrics count all responses. Cut
+        responses that `grpo.truncated=mask` leaves out are ignored in the comparison.
 
         Args:
             step: its number.
 
         Raises:
-            Stopped: a signal came to one of the ranks; the next call draws the same prompts.
+            Stopped: one of the ranks got a signal; the next call draws the same prompts.
         """
         first_prompt = self.prompts_drawn
         try:
@@ -155,7 +155,7 @@ class Collector(RolloutObserver):
         return response.finish != "length" or self.config.grpo.truncated == "train"
 
     def _draw(self, step: int, refill: int, count: int) -> Experience:
-        """Responses to the next `count` prompts: siblings side by side."""
+        """Responses to the next `count` prompts, grouped by prompt."""
         first = self.prompts_drawn
         self.prompts_drawn += count
         prompts = [self._prompt(first + i) for i in range(count)]
@@ -188,7 +188,7 @@ class Collector(RolloutObserver):
 
     @contextlib.contextmanager
     def _capturing(self, step: int) -> Iterator[None]:
-        """Saves inputs of an op where they are wanted of this step; no graph hides them."""
+        """Captures inputs of an op if this is the configured step, with graphs off."""
         capture = Capture.parse(self.config.run.capture, self.config.run.steps)
         if self.captures is None or capture is None or capture.step != step + 1:
             yield
@@ -200,7 +200,7 @@ class Collector(RolloutObserver):
             yield
 
     def _shares(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Indices of the prompts of each rank, by how long their responses were last time."""
+        """Indices of the prompts of each rank, balanced by the last response lengths."""
         expected = self.lengths.expected([prompt.text for prompt in prompts])
         return split_by_length(expected, self.world.size)
 
@@ -213,7 +213,7 @@ class Collector(RolloutObserver):
         stats: RolloutStats,
         seconds: float,
     ) -> Experience:
-        """What all ranks drew, in the order of the prompts, whichever rank finished it."""
+        """The responses of all ranks, in the order of the prompts."""
         self.world.enter("gather")
         with self.phases("gather"):
             parts = self.world.gather((responses, rewards, stats, seconds, self.stop.name))
@@ -240,14 +240,14 @@ class Collector(RolloutObserver):
     def roll_out(
         self, prompts: Mapping[int, Prompt], requests: Sequence[Request]
     ) -> list[Response]:
-        """The responses that this rank finished; spot trainer and rewards use the tail.
+        """The responses that this rank finished; spot trainer and rewards run during the tail.
 
         Args:
-            prompts: of all ranks, by the group of their requests.
-            requests: of this rank.
+            prompts: prompts of all ranks, by the group of their requests.
+            requests: requests of this rank.
 
         Returns:
-            In the order of the requests, those of other ranks' requests behind.
+            Responses in the order of the requests, then those to requests of other ranks.
         """
         self._ended.clear()
         self._submitted, self._places = set(), []
@@ -270,7 +270,7 @@ class Collector(RolloutObserver):
     # ---- called by the engine -------------------------------------------------------------------
 
     def on_pass(self, active: int, passes: int = 1) -> None:
-        if self.rebalancer is None:  # else other ranks may wait for requests of this one
+        if self.rebalancer is None:  # otherwise other ranks may wait for requests of this rank
             self.stop.check()
         if self.rollout.spot is not None:
             self.rollout.spot.on_pass(active, passes)
@@ -282,10 +282,10 @@ class Collector(RolloutObserver):
         at = self._place.setdefault(request.request.id, len(self._place))
         self._ended.append((at, self._prompts[request.request.group], request))
         if self.config.reward.workers:
-            self.on_wait()  # the workers begin at once
+            self.on_wait()  # the workers start at once
 
     def on_wait(self) -> bool:
-        """Scores a response, or else draws a prompt of the next step; False: there is neither."""
+        """Scores a response, or draws a prompt of the next step; False if there is no work."""
         if self._ended:
             at, prompt, request = self._ended.popleft()
             finished = request.finish == "stop"
@@ -298,7 +298,7 @@ class Collector(RolloutObserver):
             return False
         index = self.prompts_drawn + len(self._ahead)
         prompt = self._ahead[index] = self.task.prompt("train", index)
-        if self.world.size == 1:  # else other ranks may serve it
+        if self.world.size == 1:  # otherwise another rank may serve it
             self._encoded[prompt.id] = self.encode(prompt)
         return True
 
@@ -328,13 +328,13 @@ class Collector(RolloutObserver):
         responses: Sequence[Response],
         places: Sequence[int] = (),
     ) -> list[float]:
-        """One reward a response, in order.
+        """One reward for each response, in order.
 
         Args:
-            prompts: of the responses.
-            responses: siblings side by side.
-            places: of the responses, some of which the reward workers have already; () = as they
-                come, and the workers have none.
+            prompts: prompts of the responses.
+            responses: responses grouped by prompt.
+            places: indices of the responses, some of which are already submitted; () = in order,
+                and none is submitted.
         """
         each = len(responses) // max(1, len(prompts))
         submitted = self._submitted if places else ()
@@ -348,11 +348,11 @@ class Collector(RolloutObserver):
     def evaluate(self, count: int) -> float:
         """Mean reward of one response to each of the first prompts of the eval split.
 
-        Sampled as in training, with the same noise each time, so two evaluations differ by the
-        policy alone.
+        Sampled as in training, with the same noise each time, so two evaluations differ only by the
+        policy.
 
         Args:
-            count: prompts; fewer where the split has fewer, so that each counts once.
+            count: number of prompts, at most the size of the split, so that each counts once.
         """
         self.world.enter("eval")
         count = min(count, self.task.size("eval") or count)
@@ -367,7 +367,7 @@ class Collector(RolloutObserver):
         return sum(sum(part) for part in self.world.gather(rewards)) / count
 
     def rank_metrics(self) -> dict[str, float]:
-        """How well the ranks were used in the step's rollouts; {} where there is only one."""
+        """Utilisation of the ranks in the step's rollouts; {} for a single rank."""
         if self.world.size == 1:
             return {}
         longest = max(self.rank_seconds)
@@ -390,7 +390,7 @@ class Collector(RolloutObserver):
                 if rank in memory:
                     out[f"ranks/{rank}/max_memory_allocated_gb"] = memory[rank]
         if self.coordinator is not None:
-            # The micro-step that the last rank's end interrupts is no use of the bubble.
+            # Training after the last rank has finished does not use the bubble.
             trained = map(min, (part[1] for part in told), idle)
             out["ranks/bubble_used_share"] = sum(trained) / max(sum(idle), 1e-9)
             states = self.rank_states or [[] for _ in told]

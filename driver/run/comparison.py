@@ -1,4 +1,4 @@
-"""Runs the same requests with plain decoding and with speculation, and counts what is equal."""
+"""Runs the same requests with plain and speculative decoding, and counts equal outputs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ..rollout.stats import RolloutStats
 from .assemble import Rollout
 
 MIXED, PREEMPT = "mixed", "preempt"
-SHOWN = 5  # first divergences of an arm that are described
+SHOWN = 5  # divergences of an arm that are described
 GOLDEN = 0.6180339887  # its multiples spread evenly over the unit interval
 # Sampling parameters cycle through the requests of a round: greedy, cold, plain, filtered.
 LAWS = ((1.0, 0, 1.0), (0.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 0, 1.0), (1.0, 20, 1.0), (0.8, 50, 0.9))
 
 
 def oracle_strategy(text: str) -> Strategy:
-    """`oracle:depth,top_k,num_verify`, which no configuration takes."""
+    """Parses `oracle:depth,top_k,num_verify`, which is not valid in a configuration."""
     try:
         return Strategy.parse(text, ORACLE)
     except UserError:
@@ -40,12 +40,12 @@ def oracle_strategy(text: str) -> Strategy:
 
 @dataclass
 class Arm:
-    """What one way to decode did over all rounds.
+    """The results of one way to decode, over all rounds.
 
     Attributes:
-        name: a strategy, an oracle's, `mixed` (another one at every pass) or `preempt` (the same
+        name: a strategy, an oracle's, `mixed` (a random one at every pass) or `preempt` (the same
             with too few pages).
-        part: of each round's requests that it is given.
+        part: share of each round's requests that it runs.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Arm:
 
     @property
     def strategy(self) -> Strategy | None:
-        """The one of every pass; None: they alternate."""
+        """The strategy of every pass; None = a random one."""
         if self.name in (MIXED, PREEMPT):
             return None
         if self.name.startswith(ORACLE.name):
@@ -74,7 +74,7 @@ class Arm:
 
     @property
     def token_share(self) -> float:
-        """Of the tokens, how many are equal."""
+        """The share of tokens that are equal."""
         return self.equal_tokens / self.tokens
 
     @property
@@ -83,7 +83,7 @@ class Arm:
 
     @property
     def bit_share(self) -> float:
-        """Of the log-probs, how many have equal bits."""
+        """The share of log-probs with equal bits."""
         return self.equal_bits / self.tokens
 
     @property
@@ -92,14 +92,14 @@ class Arm:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens of a request in a speculative pass; None where nothing was speculated."""
+        """Tokens of a request in a speculative pass; None without speculative passes."""
         if not self.spec_request_passes:
             return None
         return self.spec_emitted / self.spec_request_passes
 
 
 def compare(arm: Arm, wanted: Sequence[Response], got: Sequence[Response]) -> list[tuple[int, int]]:
-    """Books equal tokens, lengths and log-prob bits.
+    """Counts equal tokens, lengths and log-prob bits.
 
     Returns:
         (response index, token index) of each first divergence.
@@ -129,14 +129,15 @@ def sibling_requests(
     stop_ids: tuple[int, ...],
     spread: float = 0.0,
 ) -> list[Request]:
-    """Two requests of each prompt under the sampling laws by turns.
+    """Two requests for each prompt; sampling parameters cycle through the requests.
 
     Args:
         prompts: (id, token ids) of each.
-        round_index: another one has other noise.
+        round_index: each round has different noise.
         max_new_tokens: the largest limit.
-        stop_ids: end a response.
-        spread: limits are `1 - spread` to 1 times the largest, so that requests end at odd times.
+        stop_ids: ids that end a response.
+        spread: limits are `1 - spread` to 1 times the largest, so that requests end at different
+            passes.
     """
     out, count = [], 2 * len(prompts)
     for i in range(count):
@@ -149,7 +150,7 @@ def sibling_requests(
 
 
 def teach(spot: SpotTrainer, steps: int) -> None:
-    """Trains the drafter on what was recorded so far, and hands it to the engine."""
+    """Trains the drafter on the recorded data, and passes it to the engine."""
     spot.start_step(0)
     for _ in range(steps):
         spot.micro_step()
@@ -160,11 +161,11 @@ class Comparison:
     """Rounds of the same requests through `off` and every arm.
 
     Args:
-        rollout: the engine; its rows and pages must suffice for every arm.
-        arms: what is compared to `off`.
-        requests: number of a round -> its requests.
-        learn: called after `off`'s first round, which is recorded.
-        seed: of the run, and of what `mixed` and the oracle choose.
+        rollout: the engine, with enough rows and pages for every arm.
+        arms: the ways to decode that are compared to `off`.
+        requests: index of a round -> its requests.
+        learn: called after the first round of `off`, which is recorded.
+        seed: of the run, and of the choices of `mixed` and the oracle.
     """
 
     def __init__(
@@ -189,12 +190,12 @@ class Comparison:
         seconds: float = math.inf,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Rounds until `off` has emitted the tokens asked for, or the next would take too long.
+        """Runs rounds until `off` has emitted enough tokens, or the next would take too long.
 
         Args:
-            tokens: wanted.
-            seconds: at most, where more than one round is made.
-            note: takes lines of progress.
+            tokens: number of tokens to emit.
+            seconds: time limit; the first round always runs.
+            note: called with lines of progress.
         """
         begin = time.perf_counter()
         while self.off.tokens < tokens:
@@ -223,12 +224,12 @@ class Comparison:
         self.rounds += 1
 
     def _generate(self, arm: Arm, requests: list[Request], record: bool = False) -> list[Response]:
-        """One rollout with a fixed strategy, or with another one at every pass."""
+        """One rollout with a fixed strategy, or with a random one at every pass."""
         engine = self.rollout.engine
         fixed: Any = _Fixed(arm.strategy, self._menu, self._random)
         engine.bandit = fixed
         engine.forget()
-        engine.runner.prepare()  # graphs are not the arm's time
+        engine.runner.prepare()  # the arm's time excludes the capture of graphs
         if arm.name == PREEMPT:
             longest = max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests)
             engine.page_limit = -(-longest // engine.cache.page_size) + 3
@@ -248,13 +249,11 @@ class Comparison:
         arm.spec_request_passes += stats.spec_request_passes
         arm.preemptions += stats.preemptions
         if arm.strategy not in (OFF, None) and stats.target_passes and not stats.spec_passes:
-            # It would look as if speculation had been compared.
-            raise UserError(
-                f"{arm.name}: no pass of it drafted anything; its prompts are too short"
-            )
+            # Otherwise the comparison would pass without any speculation.
+            raise UserError(f"{arm.name}: no pass drafted a token; use longer prompts")
 
     def _describe(self, a: Response, b: Response, place: int) -> str:
-        """Where two responses part, and by how much the target preferred off's token."""
+        """The first divergence of two responses, and the score margin of off's token."""
         request = a.request
         head = f"request {request.id} token {place}"
         if place >= min(len(a.token_ids), len(b.token_ids)):
@@ -280,7 +279,7 @@ class Comparison:
 
 
 class _Fixed:
-    """Stands where the bandit does: one strategy, or a random one at every pass."""
+    """Replaces the bandit: one strategy, or a random one at every pass."""
 
     def __init__(
         self, strategy: Strategy | None, menu: Sequence[Strategy], generator: random.Random

@@ -1,9 +1,9 @@
-"""`python -m driver.train --dry-run key=value ...`: what a run would take, before it takes it.
+"""`python -m driver.train --dry-run key=value ...`: estimates memory and time of a run.
 
 Reports the memory by part (`footprint.py`) and the time of a step by phase, as bytes, FLOPs and
-launches over the ceilings of the machine; refuses a run that does not fit and proposes settings
-that do (`fit.py`). It downloads nothing: `model.path=` may be a folder with nothing but a
-`config.json`, and smollm2 need not be in the cache. Its own options are in `DryRunOptions`.
+launches over the ceilings of the machine. Rejects a run that does not fit and proposes settings
+that do (`fit.py`). It downloads nothing: `model.path=` may be a folder with only a `config.json`,
+and smollm2 need not be in the cache. `DryRunOptions` has its additional options.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ MEAN_SHARE = 0.25  # assumed: the mean length over the limit
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a machine can do at most, and the source of the numbers."""
+    """The peak rates of a machine, and the source of the numbers."""
 
     bytes_per_s: float
     flops_per_s: float
-    launch_s: float  # of one of many small kernels that wait for each other, in a graph
-    link_bytes_per_s: float  # that a rank sends to the others
+    launch_s: float  # of one of many small dependent kernels in a graph
+    link_bytes_per_s: float  # from a rank to the others
     source: str
 
 
@@ -75,25 +75,27 @@ STATED = {
 
 
 def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
-    """Reports a run of these words.
+    """Reports the memory and time of a run.
 
     Args:
         argv: `key=value` words.
-        say: takes the lines.
+        say: called with each line.
 
     Raises:
-        UserError: a mistake in the words, or the run does not fit: the message has the numbers.
+        UserError: a word is invalid, or the run does not fit into memory.
     """
     words, config = read_dry_run(argv)
     shape = run_shape(config, shape_folder(config), words.ranks or 1, words.prompt_tokens)
     if shape.ranks > config.grpo.prompts_per_step:
         raise UserError(
-            f"ranks={shape.ranks}: wanted at most grpo.prompts_per_step="
-            f"{config.grpo.prompts_per_step}, each rank needs a prompt"
+            f"ranks={shape.ranks}: expected at most grpo.prompts_per_step="
+            f"{config.grpo.prompts_per_step}, because each rank needs a prompt"
         )
     most = config.sampling.max_new_tokens
     if words.mean_tokens > most:
-        raise UserError(f"mean_tokens: wanted at most sampling.max_new_tokens={most}")
+        raise UserError(
+            f"mean_tokens={words.mean_tokens}: expected at most sampling.max_new_tokens={most}"
+        )
     mean = words.mean_tokens or max(1, round(MEAN_SHARE * most))
     spec, limits = shape.spec, ceilings(config)
     say(f"{spec.family}, {spec.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}")
@@ -120,7 +122,7 @@ def _on(ranks: int) -> str:
 
 
 def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:
-    """Refuses a run that exceeds the context of its model or the memory of its card.
+    """Rejects a run that exceeds the context of its model or the memory of its card.
 
     Args:
         config: of the run.
@@ -131,7 +133,7 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:
         The shape of the run.
 
     Raises:
-        UserError: as of a dry run, with the same numbers, before anything is allocated.
+        UserError: the same errors as in a dry run, before anything is allocated.
     """
     spec = policy_spec(config, folder)
     shape = RunShape(spec, longest_prompt(config, folder, spec), ranks)
@@ -143,7 +145,7 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:
 def run_shape(
     config: Config, folder: Path | None, ranks: int = 1, prompt_tokens: int = 0
 ) -> RunShape:
-    """What memory and time of a run depend on besides its configuration.
+    """The inputs of the memory and time estimates besides the configuration.
 
     Args:
         config: of the run.
@@ -177,7 +179,7 @@ def longest_prompt(config: Config, folder: Path | None, spec: ModelSpec) -> int:
 def shape_folder(config: Config) -> Path | None:
     """The folder with the model's `config.json`; None = the tiny model.
 
-    That of smollm2 may not be there yet.
+    The folder of smollm2 may not exist yet.
     """
     model = config.model
     if model.path == "tiny":
@@ -191,11 +193,11 @@ def shape_folder(config: Config) -> Path | None:
 
 
 def ceilings(config: Config) -> Ceilings:
-    """What this machine can do, as benchmarks measured it; what they did not, as stated."""
+    """The ceilings of this machine: measured by benchmarks, or else the stated values."""
     if config.run.device == "cpu":
         return STATED["cpu"]
     cards = json.loads(CEILINGS.read_text(encoding="utf-8"))
-    # Without a card the run is to be on one that was measured.
+    # Without a card, the estimate is for a measured one.
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else next(iter(cards), "")
     measured, limits, found = cards.get(card, {}), STATED["cuda"], []
     if "copy_gb_per_s" in measured:
@@ -256,7 +258,7 @@ def step_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -
 
 
 def matrix_numbers(spec: ModelSpec) -> int:
-    """Numbers that a row is multiplied with: an embedding is looked up, a tied head is used."""
+    """Weights that a row is multiplied with: all but the embedding, unless it is the head too."""
     embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
     return spec.num_parameters - embedding
 
@@ -269,7 +271,7 @@ def rollout_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings
     prompts = -(-config.grpo.prompts_per_step // shape.ranks)
     responses = config.grpo.prompts_per_step * config.grpo.samples_per_prompt
     lengths = tail_lengths(responses, mean, config.sampling.max_new_tokens)
-    # Of the rank with the longest response; the ranks' lengths are nearly equal.
+    # Lengths of the rank with the longest response; the ranks' lengths are nearly equal.
     lengths = lengths[::-1][:: shape.ranks][::-1]
     seconds = 2 * matrix * prompts * prompt_len / limits.flops_per_s
     launches = limits.launch_s * GraphCost(spec).nodes(Cell(1, OFF))

@@ -16,17 +16,17 @@ from ..rollout.pages import pages_for
 from .assemble import auto_pages, longest_request
 from .footprint import Footprint, footprint
 
-MOST_RANKS = 64  # of a proposal
+MOST_RANKS = 64  # largest number of ranks in a proposal
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """What the memory of a run depends on besides its configuration.
+    """The inputs of the memory estimate besides the configuration.
 
     Attributes:
         spec: of the policy, in the dtype of the run.
         prompt_len: tokens of the longest prompt.
-        ranks: that share the run.
+        ranks: number of ranks.
     """
 
     spec: ModelSpec
@@ -38,12 +38,12 @@ class RunShape:
 
 
 def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
-    """Refuses a run that does not fit.
+    """Rejects a run that does not fit into memory.
 
     Args:
         config: of the run.
         shape: its model, longest prompt and ranks.
-        limit_gb: memory of the card or the machine, in 10^9 bytes; 0 = not known.
+        limit_gb: memory of the card or the machine, in 10^9 bytes; 0 = unknown.
 
     Raises:
         UserError: with the predicted peak, its largest part, and settings that fit.
@@ -82,8 +82,8 @@ def _remedy(config: Config, shape: RunShape, limit: int) -> str:
 def fitting(config: Config, shape: RunShape, limit: int) -> list[str] | None:
     """The nearest settings whose run fits.
 
-    From the smallest run, the settings are raised again one by one, those that cost most speed
-    first, as far as the limit allows.
+    Starts from the smallest run and raises the settings one by one as far as the limit allows,
+    starting with those that matter most for speed.
 
     Args:
         config: of a run that does not fit.
@@ -91,7 +91,7 @@ def fitting(config: Config, shape: RunShape, limit: int) -> list[str] | None:
         limit: bytes.
 
     Returns:
-        `key=value` words over those of the run; None = not even the smallest run fits.
+        `key=value` words to add to those of the run; None = not even the smallest run fits.
     """
     chosen = _smallest(config, shape)
     if shape.footprint(chosen).peak > limit:
@@ -99,7 +99,7 @@ def fitting(config: Config, shape: RunShape, limit: int) -> list[str] | None:
     words = []
     for knob in KNOBS:
         values = list(knob.values(config, shape))
-        # Values fall, and so does the peak: the first that fits.
+        # Values fall, and so does the peak: find the first value that fits.
         low, high = 0, len(values) - 1
         while low < high:
             middle = (low + high) // 2
@@ -119,7 +119,7 @@ class Knob:
 
     Attributes:
         section, name: its key.
-        values: its value in the run, then ever smaller ones.
+        values: its value in the run, then falling values.
     """
 
     section: str
@@ -163,7 +163,7 @@ def _shard(config: Config, shape: RunShape) -> Iterator[bool]:
 
 
 def _pages(config: Config, shape: RunShape) -> Iterator[int]:
-    """The pool, down to what one request of full length takes."""
+    """Sizes of the pool, down to one request of full length."""
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
     longest = longest_request(config, shape.spec, shape.prompt_len)
     flight = max((max(arm.num_verify, arm.depth * arm.top_k) for arm in arms), default=1)
@@ -181,7 +181,7 @@ def _buffers(config: Config, shape: RunShape) -> Iterator[int]:
     return _halved(spot.buffer_tokens, min(spot.buffer_tokens, spot.tokens_per_step))
 
 
-# Those that cost most speed come first: they are lowered last.
+# The settings that matter most for speed come first: they are lowered last.
 KNOBS = (
     Knob("engine", "max_batch", _batches),
     Knob("engine", "num_pages", _pages),
@@ -193,7 +193,7 @@ KNOBS = (
 
 
 def memory_gb(device: str) -> float:
-    """Memory of the card or the machine, in 10^9 bytes; 0 = not known."""
+    """Memory of the card or the machine, in 10^9 bytes; 0 = unknown."""
     if device == "cpu":
         try:
             lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,7 +1,7 @@
 """Predicts the memory of a run, by part.
 
-What is allocated for the whole run is built on torch's meta device by the code of the run, and its
-tensors are counted. What an update saves for its backward pass is computed from the shape.
+The code of the run builds its permanent allocations on torch's meta device, and their tensors are
+counted. The memory that an update saves for its backward pass is computed from the shape.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def policy_spec(config: Config, folder: Path | None) -> ModelSpec:
 
     Args:
         config: `model.*`.
-        folder: with a `config.json`; None = the tiny model. That of smollm2 may not be there yet.
+        folder: with a `config.json`; None = the tiny model. That of smollm2 may not exist yet.
     """
     if folder is None:
         spec = tiny.spec(config.model)

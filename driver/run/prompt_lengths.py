@@ -1,4 +1,4 @@
-"""How long the responses to a prompt were when it last came up."""
+"""Response lengths of each prompt, from its last use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ KEPT = 1 << 16  # prompts remembered, about 10 MB
 
 
 class PromptLengths:
-    """Mean response length by prompt, of the prompts that came up last.
+    """Mean response length by prompt, for the most recent prompts.
 
-    Keyed by a hash of the text: a prompt's id is new in each epoch, and the hash is the same on
-    every rank, which all have to expect the same. A resumed run begins without: it splits its first
-    prompts by number alone, and which rank serves a prompt changes no token.
+    The key is a hash of the text: a prompt's id changes with each epoch, and all ranks must get the
+    same key. A resumed run starts empty and splits its first prompts by number alone; the rank of a
+    prompt changes no token.
 
     Args:
-        kept: prompts remembered; the one longest not seen gives way.
+        kept: number of prompts kept; the least recently used one is dropped.
 
     Example:
         >>> lengths = PromptLengths()
@@ -31,14 +31,14 @@ class PromptLengths:
         self._means: dict[bytes, float] = {}  # longest not seen first
 
     def note(self, text: str, lengths: Sequence[int]) -> None:
-        """Remembers the responses to a prompt."""
+        """Records the response lengths of a prompt."""
         self._means.pop(_key(text), None)
         self._means[_key(text)] = fmean(lengths)
         if len(self._means) > self.kept:
             del self._means[next(iter(self._means))]
 
     def expected(self, texts: Sequence[str]) -> list[float]:
-        """Of each prompt; the mean of all where it is not known."""
+        """The expected length of each prompt; the mean of all prompts for an unknown one."""
         usual = fmean(self._means.values()) if self._means else 1.0
         return [self._means.get(_key(text), usual) for text in texts]
 

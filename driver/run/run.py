@@ -1,4 +1,4 @@
-"""The state of one training run: its parts, its step counter, what each phase of a step does."""
+"""The state of one training run: its parts, its step counter, and the phases of a step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SAMPLES = 4  # responses of a step that are kept to read
 
 @dataclass
 class Run:
-    """Everything a training loop touches; `driver/train.py` gives the order."""
+    """The parts and the phases of a training loop; `driver/train.py` calls the phases in order."""
 
     config: Config
     world: World
@@ -97,14 +97,14 @@ class Run:
 
     @staticmethod
     def start(config: Config, note: Callable[[str], None], stop: StopRequest | None = None) -> Run:
-        """Opens the run folder, makes or loads the policy, warms it up, builds the rest.
+        """Opens the run folder, creates or loads the policy, warms it up, builds the other parts.
 
-        A start that fails leaves no folder behind, so that the next try may use its name.
+        A start that fails removes the new folder, so that the next try can use its name.
 
         Args:
             config: of the run.
-            note: takes lines of progress.
-            stop: ends rollouts when a signal came; None = none is caught.
+            note: called with lines of progress.
+            stop: ends rollouts after a signal; None = signals are not caught.
         """
         stop = stop or StopRequest()
         world = World.join(config.run.device, config.run.timeout_s)
@@ -114,7 +114,7 @@ class Run:
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         with phases("load"):
-            # What shows as mistyped by now fails before the run folder is made.
+            # Invalid settings are reported before the run folder is created.
             use_device(config.run.device)
             check_dtype(config)
             Capture.parse(config.run.capture, config.run.steps)
@@ -146,12 +146,12 @@ class Run:
         saved = world.share(folder.resumed if folder else None)
         if config.warmup.keep and (saved is None or config.grpo.kl_coef):
             world.enter("warmup")
-            with phases("warmup"):  # one rank makes it, all use it
+            with phases("warmup"):  # one rank creates it, all ranks use it
                 source = world.share(warm_start(config, note).path if folder else None)
                 gc.collect()  # its engine refers to itself, and holds a card's memory
         with phases("load"):
             if folder is not None and config.run.resume and saved is None:
-                note(f"{folder.path} holds no whole checkpoint: starting over")
+                note(f"{folder.path} contains no complete checkpoint: starting over")
             if saved is not None:
                 saved.check(contents=folder is not None)  # one rank reads all of it
             if folder is not None:
@@ -227,11 +227,11 @@ class Run:
     # ---- the phases of a step -------------------------------------------------------------------
 
     def gather(self) -> Experience:
-        """The step's rollouts, of all ranks, and their rewards."""
+        """The rollouts and rewards of the step, of all ranks."""
         return self.collector.gather(self.step)
 
     def finish_bubble(self) -> None:
-        """Ends the drafter's training of the step, after measuring how to overlap it, once."""
+        """Tunes the overlap once, then starts the final drafter steps."""
         if self.rollout.spot is not None and self.rollout.tuner is not None:
             self.rollout.tuner.tune()
             self.rollout.spot.begin_final_steps()
@@ -249,7 +249,7 @@ class Run:
         return metrics
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
-        """Ends a run that cannot learn any more, while the last good checkpoint is kept.
+        """Ends a run that can no longer learn; its last good checkpoint is kept.
 
         Raises:
             UserError: the weights are not finite, or `MOST_BAD_UPDATES` updates in a row were not.
@@ -268,7 +268,7 @@ class Run:
         )
 
     def sync_weights(self) -> None:
-        """The new policy into the engine, in place: the step is done."""
+        """Copies the new policy into the engine, in place, and finishes the step."""
         self.step += 1
         self.version += 1
         if self.rollout.spot is not None:
@@ -277,7 +277,7 @@ class Run:
         self.consistent = True
 
     def evaluate(self) -> None:
-        """Held-out accuracy of the policy as it is."""
+        """Measures the held-out accuracy of the current policy."""
         count = self.config.run.eval_prompts
         if count == 0 or self.step in self.evaluations:
             return
@@ -287,12 +287,12 @@ class Run:
             self.folder.log_step(0, {"eval/accuracy": self.evaluations[0]})
 
     def close(self, whole: bool) -> None:
-        """Ends what works beside the run, and its records.
+        """Ends workers, background threads and records of the run.
 
         Args:
-            whole: whether the run came to its end.
+            whole: whether the run finished.
         """
-        with contextlib.ExitStack() as ends:  # from the last to the first, whichever of them fail
+        with contextlib.ExitStack() as ends:  # all run, last to first, even if one fails
             if self.folder is not None:
                 ends.callback(self.folder.close if whole else self.folder.discard)
             if whole:
@@ -305,7 +305,7 @@ class Run:
     # ---- records --------------------------------------------------------------------------------
 
     def log(self, metrics: dict[str, float], step: Experience) -> None:
-        """Books the step that just ended; `self.step` counts it already."""
+        """Logs the finished step; `self.step` already counts it."""
         begin = time.perf_counter()
         self.writer.collect(wait=False)  # a full disk ends the run
         stats = self.collector.stats
@@ -331,7 +331,7 @@ class Run:
         self.phases.add("log", time.perf_counter() - begin)
 
     def _answer_metrics(self, step: Experience) -> dict[str, float]:
-        """The share of responses without an answer, of tasks that look for one."""
+        """The share of responses without an answer, for tasks that check for one."""
         if type(self.task).states_answer is Task.states_answer:
             return {}
         stated = [self.task.states_answer(self.collector.text(r)) for r in step.responses]
@@ -357,13 +357,13 @@ class Run:
         ]
 
     def is_due(self, every: int) -> bool:
-        """At every `every`-th step and at the last; with 0 at the last only."""
+        """Whether this is an `every`-th step or the last one; with 0, only the last one."""
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
 
     def checkpoint(self) -> None:
-        """Saves everything a resumed run needs; whole or absent.
+        """Saves everything that a resumed run needs, atomically.
 
-        On a card the step waits until it is copied; `end_checkpoint` waits until it is written.
+        On a card this waits until the state is copied; `end_checkpoint` waits until it is written.
         """
         timelines = self.world.gather(self.phases.timeline.text())
         with self.phases("checkpoint"):
@@ -405,7 +405,7 @@ class Run:
 
     @functools.cached_property
     def _kept_tokenizer(self) -> Tokenizer:
-        """Of the writer alone: a tokenizer that encodes meanwhile cannot be saved."""
+        """A copy for the writer: a tokenizer cannot be saved while another thread encodes."""
         return copy.deepcopy(self.tokenizer)
 
     def end_checkpoint(self) -> None:
@@ -448,10 +448,10 @@ def _starting_policy(
     policy: PreTrainedModel,
     tokenizer: Tokenizer,
 ) -> PreTrainedModel:
-    """The policy before the first RL step, for the KL.
+    """The policy before the first RL step, the reference of the KL term.
 
-    A warm-up within the run trains `policy` in place. Its result is in no other file, so it is
-    saved in the run folder for resumed runs.
+    A warm-up within the run trains `policy` in place. No other file has its result, so it is saved
+    in the run folder for resumed runs.
 
     Args:
         config, source: of the run; `source` is the folder that the policy was loaded from.
@@ -480,13 +480,13 @@ def _write_model(
 
 
 def _went_before(config: Config, world: World) -> bool:
-    """Whether torchrun restarts a run that got as far as its folder."""
+    """Whether torchrun restarts a run that has already created its folder."""
     folder = user_path(config.run.root) / (config.run.name or Path(config.preset).stem)
     return world.restarts() > 0 and (folder / "config.yaml").exists()
 
 
 def _for_rank(config: Config, world: World) -> Config:
-    """The configuration with what follows from the number of ranks.
+    """The configuration with the settings that depend on the number of ranks.
 
     Raises:
         UserError: more ranks than prompts, or a mode that needs several.
@@ -494,7 +494,7 @@ def _for_rank(config: Config, world: World) -> Config:
     if world.size == 1:
         if config.spot.mode == "coordinated":
             raise UserError(
-                "spot.mode=coordinated: wanted several ranks, got one; start them with torchrun, or"
+                "spot.mode=coordinated: expected several ranks, got one; start with torchrun, or"
                 " choose serial, overlapped or auto"
             )
         return config

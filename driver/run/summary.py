@@ -1,4 +1,4 @@
-"""What a finished run says of itself: summary.json, figures, a few closing lines."""
+"""The summary of a finished run: summary.json, figures, closing lines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ ENDS = 5  # steps averaged at each end of the run
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """The numbers of `summary.json`: of the whole run, but for seconds, memory and correct lengths,
-    which are of this process.
-    """
+    """The numbers of `summary.json`: of the whole run, except the peak memory of this process."""
     records = read_jsonl(_folder(run).path / "metrics.jsonl")
     rewards = [r["critic/rewards/mean"] for r in records if r["step"] > 0]
     accepts = [a for r in records if (a := r.get("spec/accept_length")) is not None]
@@ -137,7 +135,7 @@ def summary_lines(run: Run) -> list[str]:
 
 
 def _time_lines(step_s: dict[str, float], wall_s: dict[str, float]) -> list[str]:
-    """The table of where the time went: of a step, of the whole run."""
+    """The table of the time by phase: of a step, of the whole run."""
     wall = wall_s["wall"]
     lines = ["phase                  s a step    s in all   of wall"]
     rows = {name: seconds for name, seconds in wall_s.items() if name != "unaccounted_share"}

@@ -1,4 +1,4 @@
-"""A warm start: a warmed-up policy and its drafter, made once and kept.
+"""A warm start: a warmed-up policy and its drafter, created once and stored.
 
 The policy imitates worked responses (`driver.policy.warmup`) and samples responses of its own. The
 drafter learns from the features recorded of these and of as many worked ones. Both are saved in
@@ -54,8 +54,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the warmed policy's own responses are like: the shares of right and of cut ones, and
-    lengths in tokens."""
+    """Statistics of the warmed policy's responses: shares right and cut, and lengths in tokens."""
 
     responses: int
     accuracy: float
@@ -108,7 +107,7 @@ def fingerprints(folder: Path) -> dict[str, str]:
 
 
 def begun_from(config: Config) -> dict[str, str]:
-    """The fingerprints of the warm start that a run of these settings begins from."""
+    """The fingerprints of the warm start that a run with these settings starts from."""
     found = latest_checkpoint(warm_folder(config)) if config.warmup.keep else None
     return fingerprints(found.path if found else user_path(config.model.path))
 
@@ -121,7 +120,7 @@ def told(folder: Path) -> str:
 
 
 def check_dtype(config: Config) -> None:
-    """Refuses to train in float16: small gradients become 0, and no loss is scaled here.
+    """Rejects training in float16: small gradients become 0, because the loss is not scaled.
 
     Raises:
         UserError: `model.dtype` is float16.
@@ -184,14 +183,14 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
 
 
 def drafter_state(folder: Path | None) -> dict[str, Any] | None:
-    """The drafter's part of a checkpoint; None where the folder holds none."""
+    """The drafter's state in a checkpoint; None if the folder has none."""
     if folder is None or not (folder / "state" / "spot.pt").exists():
         return None
     return Checkpoint(folder, 0).state("spot")
 
 
 def adopt_drafter(spot: SpotTrainer | None, state: dict[str, Any] | None, note: Note) -> None:
-    """Goes on with the drafter of the checkpoint that the policy came from, where it fits."""
+    """Loads the drafter of the policy's checkpoint, if its shape matches."""
     if spot is None or state is None:
         return
     have = {name: value.shape for name, value in state["drafter"].items()}
@@ -204,7 +203,7 @@ def adopt_drafter(spot: SpotTrainer | None, state: dict[str, Any] | None, note: 
 
 
 def sampling_params(config: Config) -> SamplingParams:
-    """The sampling of training responses, stop ids not yet known."""
+    """The sampling parameters of training responses, without stop ids."""
     s = config.sampling
     return SamplingParams(s.temperature, max_new_tokens=s.max_new_tokens)
 
@@ -226,7 +225,7 @@ class Warming:
         self.rollout, self.spot, self.params, self.note = rollout, spot, params, note
 
     def run(self, phases: Phases) -> dict[str, Any]:
-        """Samples, learns, measures."""
+        """Samples responses, trains the drafter, and measures its accept length."""
         with phases("rollout"):
             sampled = self.sample()
             self.show()
@@ -252,7 +251,7 @@ class Warming:
         ]
 
     def sample(self) -> Sampled:
-        """Responses of the policy's own, whose features the spot trainer keeps."""
+        """Samples responses of the policy; the spot trainer records their features."""
         count = self.config.warmup.responses
         self.rollout.fix(OFF)
         responses = self.rollout.engine.generate(self.requests(FIRST_INDEX, count))
@@ -281,7 +280,7 @@ class Warming:
         )
 
     def show(self) -> None:
-        """As many worked responses through the prefill: their features cost no decoding."""
+        """Prefills as many worked responses, which records features without decoding."""
         one = replace(self.params, max_new_tokens=1)
         first, count = FIRST_INDEX + self.config.warmup.responses, self.config.warmup.responses
         shown = [demonstration(self.encode, self.task, first + i) for i in range(count)]
@@ -294,9 +293,9 @@ class Warming:
         )
 
     def train(self) -> list[float]:
-        """The drafter's steps; the losses that were told."""
+        """Trains the drafter; returns the logged losses."""
         steps, spot = self.config.warmup.drafter_steps, self.spot
-        # Which response ended first may follow from when the host looked.
+        # The order in which responses finished may depend on the timing of the host.
         spot.buffer.fresh.sort(key=lambda document: document.tokens.tolist())
         losses = []
         for step in range(steps):
@@ -313,7 +312,7 @@ class Warming:
         return losses
 
     def accept_length(self) -> dict[str, float]:
-        """Of each strategy with the learned drafter, on prompts that nothing was trained on."""
+        """The accept length of each learned strategy, on prompts not used for training."""
         first = FIRST_INDEX + 2 * self.config.warmup.responses
         requests = self.requests(first, min(CHECKED, self.config.engine.spec_max_batch))
         out = {}
@@ -326,9 +325,9 @@ class Warming:
 
 
 def _for_warmth(config: Config) -> Config:
-    """The run's engine, with a spot trainer that holds all it is shown and waits to be asked.
+    """The run's configuration, with a spot trainer that keeps all data and trains only on request.
 
-    Its rate falls, so its last weights need no average.
+    Its learning rate decays, so its last weights need no average.
     """
     engine, responses = config.engine, 2 * config.warmup.responses
     if not engine.needs_drafter:  # runs of other strategies find this warm start too

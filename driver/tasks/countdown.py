@@ -83,14 +83,14 @@ def search(
     `10+25=35;50,35:85,15`. A hit ends its line with `!`.
 
     Args:
-        numbers: given.
-        target: wanted.
-        is_hit: whether a result is taken for the target; None = where it is the target. A wrong
-            one is written as the target all the same.
-        max_lines: of the search.
+        numbers: the given numbers.
+        target: the number to reach.
+        is_hit: whether a result is taken for the target; None = if it equals the target. A wrong
+            hit is written as the target too.
+        max_lines: limit of the lines.
 
     Returns:
-        lines, and the steps that reach the target, empty where all was tried in vain.
+        lines, and the steps that reach the target, empty without a hit.
 
     Raises:
         TooLong: no hit within `max_lines`.

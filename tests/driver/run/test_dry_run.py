@@ -97,7 +97,7 @@ def test_a_whole_checkpoint_is_measured_by_its_own_tokenizer(tmp_path):
     [
         (["memory_gb=much"], "memory_gb: must be a number, got 'much'"),
         (["mean_tokens=-5"], "mean_tokens: must be at least 0, got -5"),
-        (["mean_tokens=9999"], "mean_tokens: wanted at most sampling.max_new_tokens=192"),
+        (["mean_tokens=9999"], "mean_tokens=9999: expected at most sampling.max_new_tokens=192"),
         (["prompt_tokens=-5"], "prompt_tokens: must be at least 0"),
         (["memory_gb=inf"], "memory_gb: must be a finite number, got inf"),
         (["run.stepps=1"], "run.stepps: unknown key"),
@@ -241,7 +241,7 @@ def test_nothing_is_downloaded(tmp_path, monkeypatch):
 
 
 def test_ranks_beyond_the_prompts_are_refused():
-    with pytest.raises(UserError, match="ranks=33: wanted at most grpo.prompts_per_step=32"):
+    with pytest.raises(UserError, match="ranks=33: expected at most grpo.prompts_per_step=32"):
         dry_run.dry_run(["ranks=33"], lambda line: None)
     lines = []
     dry_run.dry_run(["ranks=32"], lines.append)

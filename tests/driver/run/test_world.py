@@ -496,7 +496,7 @@ def test_ranks_without_a_number_are_refused(monkeypatch):
 
 def test_one_rank_alone_cannot_be_coordinated(tmp_path):
     config = load_config([*WORDS, f"run.root={tmp_path}", "spot.mode=coordinated"])
-    with pytest.raises(UserError, match="spot.mode=coordinated: wanted several ranks, got one"):
+    with pytest.raises(UserError, match="spot.mode=coordinated: expected several ranks, got one"):
         Run.start(config, print)
     assert not list(tmp_path.iterdir())
 
