@@ -323,7 +323,7 @@ class SpotConfig(Section):
     prefix: ClassVar[str] = "spot."
     mode: str = setting(
         "serial",
-        "serial: between passes of the tail; overlapped: beside them; auto: the faster of the two,"
+        "serial: between passes of the tail; overlapped: during them; auto: the faster of the two,"
         " measured; coordinated: on idle ranks, which several ranks always use unless off",
         words=("auto", "overlapped", "serial", "coordinated", "off"),
     )

@@ -1,4 +1,4 @@
-"""RL with a frozen drafter, one trained between passes, and one trained beside them.
+"""RL with a frozen drafter, one trained between passes, and one trained during them.
 
 All arms use one warm start and one seed. Speculation changes no token, so every step of every arm
 has the same responses, and accept lengths of a step differ by the drafter alone.
