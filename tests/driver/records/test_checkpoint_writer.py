@@ -68,7 +68,9 @@ def test_without_a_thread_nothing_is_copied(tmp_path):
 def test_a_state_too_large_for_the_machine_is_written_at_once(monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_host_bytes", lambda: 100)
     writer, state, seen = CheckpointWriter(beside=True), {"w": torch.zeros(7)}, []
-    with pytest.warns(UserWarning, match="0.0 GB are more than 25% of this machine's memory"):
+    with pytest.warns(
+        UserWarning, match="a checkpoint of 0.0 GB exceeds 25% of this machine's memory"
+    ):
         writer.save(seen.append, state)
     assert seen[0] is state
 

@@ -288,7 +288,7 @@ def test_no_space_left_is_named(tmp_path):
         with open("/dev/full", "w") as file:
             file.write("x")
 
-    with pytest.raises(UserError, match=r"No space left on device\); free space or name another"):
+    with pytest.raises(UserError, match=r"No space left on device\); free space or choose another"):
         save_checkpoint(tmp_path, 2, write_full, {}, keep=1)
     assert names(tmp_path) == []
 
