@@ -22,7 +22,8 @@ def pytest_cmdline_main(config):
     """
     option = config.option
     whole = config.args_source is config.ArgsSource.TESTPATHS
+    chosen = getattr(option, "numprocesses", 0) is not None  # 0: pytest-xdist is missing
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     has_gpu = Path("/dev/nvidiactl").exists()
-    if whole and not (is_worker or has_gpu or option.usepdb) and option.numprocesses is None:
+    if whole and not (chosen or is_worker or has_gpu or option.usepdb):
         option.numprocesses, option.dist = 2, "worksteal"
