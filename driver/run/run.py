@@ -144,6 +144,9 @@ class Run:
         folder: RunFolder | None,
     ) -> Run:
         saved = world.share(folder.resumed if folder else None)
+        if folder is not None:  # before a warm start, which a resumed run may not need
+            model = "" if source is None else folder_fingerprint(source)
+            folder.check_inputs({"task.path": task.fingerprint(), "model.path": model})
         if config.warmup.keep and (saved is None or config.grpo.kl_coef):
             world.enter("warmup")
             with phases("warmup"):  # one rank creates it, all ranks use it
@@ -154,9 +157,6 @@ class Run:
                 note(f"{folder.path} contains no complete checkpoint: starting over")
             if saved is not None:
                 saved.check(contents=folder is not None)  # one rank reads all of it
-            if folder is not None:
-                model = "" if source is None else folder_fingerprint(source)
-                folder.check_inputs({"task.path": task.fingerprint(), "model.path": model})
             policy, tokenizer = load_policy(config, saved.path if saved else source)
             encode = prompt_encoder(config, task, tokenizer)
             note(encode.describe())
@@ -256,7 +256,7 @@ class Run:
         """
         finite = all(math.isfinite(metrics[name]) for name in MUST_BE_FINITE)
         self.bad_updates = 0 if finite else self.bad_updates + 1
-        whole = all(bool(weight.isfinite().all()) for weight in self.policy.parameters())
+        whole = bool(torch.stack([w.isfinite().all() for w in self.policy.parameters()]).all())
         if whole and self.bad_updates < MOST_BAD_UPDATES:
             return
         what = f"loss or gradient was not finite in {self.bad_updates} updates in a row"

@@ -15,8 +15,10 @@ from driver.drafter.buffer import DataBuffer
 from driver.drafter.trainer import SpotTrainer
 from driver.generate import Generator
 from driver.policy import warmup
+from driver.records.progress import Progress
 from driver.run import warm_start as warm
 from driver.run.run import Run
+from driver.train import train
 from tests import kit
 
 WORDS = [
@@ -192,6 +194,15 @@ def test_a_run_starts_from_it_with_its_drafter(config, made):
     drafter = run.rollout.spot.drafter.state_dict()
     assert all(torch.equal(drafter[name], kept["drafter"][name]) for name in drafter)
     run.folder.discard()
+
+
+def test_a_run_that_started_from_it_resumes(config, made):
+    """With and without a KL: only the first start needs the warm start as its policy."""
+    for kl_coef in (0.0, 0.1):
+        for steps in (1, 2):
+            words = replace(config.run, name=f"kl-{kl_coef}", steps=steps, resume=steps > 1)
+            again = replace(config, run=words, grpo=replace(config.grpo, kl_coef=kl_coef))
+            assert train(again, Progress(steps)).step == steps
 
 
 def test_a_drafter_of_another_shape_is_left_out(config, made, root):
