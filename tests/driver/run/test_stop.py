@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from driver.common.errors import UserError
 from driver.common.stop import Stopped, StopRequest
 from driver.common.world import World
 from driver.records.folder import read_jsonl
+from driver.records.progress import step_line
 from driver.run.collector import Collector
 from driver.run.run import Run
 from driver.tasks.workers import RewardWorkers
@@ -197,3 +199,27 @@ def test_a_rank_that_is_left_over_from_another_job_speaks(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "3")
     assert World.is_first() and World.join("cpu", 1.0).size == 1
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in {
+            "WORLD_SIZE": 2,
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "MASTER_PORT": port,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        with pytest.raises(UserError, match=f"MASTER_PORT={port}: another program"):
+            World.join("cpu", 5.0)
+
+
+def test_a_step_line_ends_between_two_cells():
+    values = {"critic/rewards/mean": 0.123, "response_length/mean": 330, "perf/throughput": 12345.0}
+    whole = step_line(7, values)
+    lines = step_line(7, values, width=24).split("\n")
+    assert len(lines) > 1 and max(map(len, lines)) <= 24
+    assert " ".join(" ".join(lines).split()) == " ".join(whole.split())
+    assert all(cell in "\n".join(lines) for cell in ("reward 0.123", "length 330", "tok/s 12345"))
