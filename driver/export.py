@@ -29,6 +29,7 @@ from .drafter.eagle3 import (
     CONFIG,
     KEYS,
     KIND,
+    LAYERS,
     WEIGHTS,
     drafter_config,
     expected_tensors,
@@ -145,11 +146,14 @@ def check_out(folder: Path) -> None:
 
 def run_config(checkpoint: Path, options: ExportOptions) -> Config:
     """Returns the configuration of the run, with the strategy and device of `options`."""
-    recorded = checkpoint.parent.parent / "config.yaml"
+    recorded = checkpoint / "config.yaml"  # of a warm start
+    if not recorded.exists():
+        recorded = checkpoint.parent.parent / "config.yaml"
     if not recorded.exists():
         raise UserError(
-            f"drafter={checkpoint}: must be a checkpoint in a run's folder, such as"
-            " runs/tiny/checkpoints/step-000028"
+            f"drafter={checkpoint}: must be a checkpoint in the folder of a run, such as"
+            " runs/tiny/checkpoints/step-000028, or of a warm start, such as"
+            " runs/warm/tiny-1234abcd/step-000000"
         )
     return load_config(
         [
@@ -167,12 +171,13 @@ def run_config(checkpoint: Path, options: ExportOptions) -> Config:
 
 def card(config: Mapping[str, Any], run: str, version: int, rows: Sequence[Measurement]) -> str:
     """Returns the model card in Markdown."""
-    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    layers = config["eagle_config"][LAYERS]
+    names = ", ".join(map(str, layers))
     text = (
-        "A one-layer EAGLE-3 draft model, trained during the rollouts of a reinforcement learning"
-        f" run (version {version}). It reads the outputs of layers {', '.join(map(str, layers))} of"
+        "A one-layer EAGLE-3 draft model, trained on the responses of a policy in reinforcement"
+        f" learning (version {version}). It reads the outputs of layers {names} of"
         f" its target and drafts {config['draft_vocab_size']} of {config['vocab_size']} tokens. It"
-        " suits the policy of that run, and drafts worse for others."
+        " suits that policy, and drafts worse for others."
     )
     lines = [
         f"# Draft model of {run}",
@@ -217,7 +222,8 @@ def main(argv: Sequence[str]) -> None:
     config = drafter_config(shape, target, layers, getattr(torch, run.model.dtype))
     write_drafter(out, state, config)
     rows = _Bench(options, run, checkpoint, (state, read_drafter(out, spec))).measure()
-    text = card(config, checkpoint.parent.parent.name, saved["version"], rows)
+    of = checkpoint.parent if (checkpoint / "config.yaml").exists() else checkpoint.parent.parent
+    text = card(config, of.name, saved["version"], rows)
     with storage_errors(out):
         (out / CARD).write_text(text, encoding="utf-8")
     names = expected_tensors(config)

@@ -102,7 +102,7 @@ class ExportOptions(Section):
     the task it was trained on and on one it was not.
     """
 
-    drafter: str = setting("", "a checkpoint of a run; required")
+    drafter: str = setting("", "a checkpoint of a run or of a warm start; required")
     out: str = setting("", "the folder to write; required")
     strategy: str = setting("learned:8,4,32", "learned:depth,top_k,num_verify of the measurement")
     unseen: str = setting("", "the task that it was not trained on; empty: a built-in one")

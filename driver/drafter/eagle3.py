@@ -30,9 +30,10 @@ FIXED: dict[str, Any] = {  # keys of `config.json` with the only value that a lo
 SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
 )  # fmt: skip
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 KEYS = (  # all that a loader reads
     *FIXED, *SIZES, "vocab_size", "draft_vocab_size", "max_position_embeddings", "rms_norm_eps",
-    "rope_theta", "eagle_config",
+    "rope_theta", "eagle_config", LAYERS,
 )  # fmt: skip
 
 
@@ -79,9 +80,17 @@ def drafter_config(
     Args:
         shape: of the drafter.
         target: the policy's `config.json`, which gives the RoPE settings and the context length.
-        layers: of the target whose outputs feed the drafter.
+        layers: of the target whose outputs feed the drafter, counted from 0.
         dtype: of the weights.
+
+    Raises:
+        UserError: a server cannot represent the layers.
     """
+    if not _in_order(layers):
+        raise UserError(
+            f"feature layers {list(layers)}: a server reads each layer once, in rising order;"
+            " export the drafter of a target with three layers or more"
+        )
     rope = {k: target[k] for k in ("rope_parameters", "rope_theta", "rope_scaling") if k in target}
     parameters = rope.get("rope_parameters") or {}
     if "rope_theta" in parameters:  # older loaders read it from the top level
@@ -92,10 +101,10 @@ def drafter_config(
     return {
         **FIXED,
         "draft_vocab_size": shape.draft_vocab,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(layers),
-            "use_aux_hidden_state": True,
-        },
+        # SGLang reads the nested key and takes the outputs of these layers. vLLM reads the upper
+        # one first, and takes the inputs of its layers.
+        "eagle_config": {LAYERS: list(layers), "use_aux_hidden_state": True},
+        LAYERS: [layer + 1 for layer in layers],
         "head_dim": shape.head_dim,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -108,6 +117,10 @@ def drafter_config(
         **rope,
         **ends,
     }
+
+
+def _in_order(layers: Sequence[int]) -> bool:
+    return list(layers) == sorted(set(layers))
 
 
 def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -193,9 +206,14 @@ def _config_problems(config: Mapping[str, Any], target: ModelSpec | None) -> lis
         if key in config and config[key] != value
     ]
     eagle = config.get("eagle_config") or {}
-    layers = eagle.get("eagle_aux_hidden_state_layer_ids", [])
+    layers = eagle.get(LAYERS, [])
     if len(layers) != 3:
         problems.append("config.json: eagle_config does not name three layers")
+    if not _in_order(layers):
+        problems.append(f"config.json: layers {layers} repeat or do not rise")
+    inputs = [layer + 1 for layer in layers]
+    if config.get(LAYERS, inputs) != inputs:
+        problems.append(f"config.json: {LAYERS} is {config[LAYERS]}, wanted {inputs}")
     if not eagle.get("use_aux_hidden_state", True):
         problems.append("config.json: eagle_config turns use_aux_hidden_state off")
     if target is None or problems:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..common.deterministic import deterministic
 from ..common.errors import UserError
 from ..common.storage import user_path
-from ..config.load import Config
+from ..config.load import Config, to_yaml
 from ..config.strategy import OFF, parse_strategies
 from ..drafter.trainer import SpotTrainer
 from ..model.prompts import PromptEncoder
@@ -177,6 +177,7 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     def write_policy(path: Path) -> None:
         policy.save_pretrained(path)
         tokenizer.save_pretrained(path)
+        (path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         (path / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     return save_checkpoint(folder, 0, write_policy, states, keep=1)

@@ -9,11 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from driver import export
 from driver.common.errors import UserError
+from driver.config.load import load_config
 from driver.drafter.eagle3 import check_drafter, drafter_config, read_drafter, write_drafter
+from driver.model.target import default_feature_layers
 from driver.rollout.draft_runner import DraftRunner
 from driver.run.collector import Collector
+from driver.run.warm_start import warm_start
 from tests.driver.drafting import SEED, Parts, build_parts
-from tests.driver.run.test_run import run, share_of_ones
+from tests.driver.run.test_run import WORDS, run, share_of_ones
 from tests.kit import same_bits
 
 
@@ -77,6 +80,36 @@ def test_names_and_keys_are_those_of_the_serving_loaders(parts, tmp_path):
     assert config["rope_scaling"]["rope_type"] == "llama3"  # the target's own
 
 
+def captured(config, num_layers, reads_nested):
+    """Layers whose outputs vLLM 0.24 feeds to the drafter, by its source: ids name the inputs of
+    its layers, and each one is appended when the model comes to it. Model runner V1 reads the
+    nested key after the upper one, V2 does not."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    nested = config["eagle_config"][name] if reads_nested else None
+    ids = config.get(name) or nested or (2, num_layers // 2, num_layers - 3)
+    return [i - 1 for i in range(num_layers + 1) if i in ids]
+
+
+@pytest.mark.parametrize("reads_nested", [True, False])
+@pytest.mark.parametrize(
+    ("num_layers", "layers"),
+    [(n, default_feature_layers(n)) for n in (3, 4, 5, 6, 7, 28, 30)]
+    + [(30, (0, 1, 2)), (30, (5, 20, 29))],
+)
+def test_servers_read_the_layers_of_the_features(parts, num_layers, layers, reads_nested):
+    config = drafter_config(parts.drafter.spec, {"max_position_embeddings": 8}, layers, torch.half)
+    assert captured(config, num_layers, reads_nested) == list(layers)
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(layers)  # of SGLang
+
+
+@pytest.mark.parametrize(
+    "layers", [default_feature_layers(1), default_feature_layers(2), (2, 0, 1)]
+)
+def test_layers_that_a_server_cannot_represent_are_refused(parts, layers):
+    with pytest.raises(UserError, match=r"feature layers .* each layer once, in rising order"):
+        drafter_config(parts.drafter.spec, {"max_position_embeddings": 8}, layers, torch.half)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -95,8 +128,19 @@ def test_names_and_keys_are_those_of_the_serving_loaders(parts, tmp_path):
         (lambda c, t: c.pop("eagle_config"), "does not name three layers"),
         (lambda c, t: c["eagle_config"].update(use_aux_hidden_state=False), "aux_hidden_state off"),
         (
-            lambda c, t: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 1, 99]),
+            lambda c, t: (
+                c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 1, 99]),
+                c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 100]),
+            ),
             r"layers \[0, 1, 99\] of a target",
+        ),
+        (
+            lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+            r"layer_ids is \[0, 1, 2\], wanted \[1, 2, 3\]",
+        ),
+        (
+            lambda c, t: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 0, 1]),
+            r"layers \[0, 0, 1\] repeat",
         ),
         (lambda c, t: c.pop("rms_norm_eps"), "rms_norm_eps is missing"),
         (lambda c, t: c.update(rms_norm_eps=0.5), "rms_norm_eps is 0.5, the target's"),
@@ -127,9 +171,10 @@ def test_a_half_written_file_is_one_line(parts, tmp_path):
 
 def train(root, *words):
     """A checkpoint of a short run."""
+    words = ("model.num_layers=3", "drafter.draft_vocab=20", *words)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Collector, "rewards", share_of_ones)
-        trained = run(root, "run", "run.steps=2", "drafter.draft_vocab=20", *words)
+        trained = run(root, "run", "run.steps=2", *words)
     return trained.folder.path / "checkpoints" / "step-000002"
 
 
@@ -146,7 +191,7 @@ def test_the_command_measures_what_it_wrote(checkpoint, tmp_path, capsys):
     words = command(checkpoint, tmp_path / "out")
     export.main(words)
     out = capsys.readouterr().out
-    assert "15 tensors and 17 keys, all that serving engines load" in out
+    assert "15 tensors and 18 keys, all that serving engines load" in out
     for line in ("lm_head.weight +20x32", 'model_type +"llama"', "draft_vocab_size +20"):
         assert re.search(f"^{line}$", out, flags=re.M), line
     assert "sums: accept length" in out and "multiplication: accept length" in out
@@ -165,6 +210,20 @@ def test_the_command_measures_what_it_wrote(checkpoint, tmp_path, capsys):
         export.main(["drafter=nowhere", "out=x"])
     with pytest.raises(UserError, match="drafter: missing"):
         export.main(["out=x"])
+
+
+def test_a_warm_start_is_exported_too(tmp_path, capsys):
+    words = [*WORDS, "model.num_layers=3", "drafter.draft_vocab=20", "warmup.drafter_steps=8"]
+    words += [
+        "warmup.keep=true",
+        "warmup.responses=4",
+        "warmup.drafter_tokens=64",
+        f"run.root={tmp_path}",
+    ]
+    made = warm_start(load_config(["preset=tiny", *words]), lambda line: None).path
+    export.main(command(made, tmp_path / "out"))
+    assert "sums: accept length" in capsys.readouterr().out
+    assert f"# Draft model of {made.parent.name}" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_drafter_that_was_read_back_wrong_is_found(checkpoint, tmp_path, monkeypatch):
