@@ -1,9 +1,8 @@
 """`python -m driver.train --dry-run key=value ...`: estimates memory and time of a run.
 
 Reports the memory by part (`footprint.py`) and the time of a step by phase, as bytes, FLOPs and
-launches over the ceilings of the machine. Rejects a run that does not fit and proposes settings
-that do (`fit.py`). It downloads nothing: `model.path=` may be a folder with only a `config.json`,
-and smollm2 need not be in the cache. `DryRunOptions` has its additional options.
+launches over the ceilings of the machine. Rejects a run that does not fit. It downloads nothing:
+`model.path=` may be a folder with only a `config.json`, and smollm2 need not be in the cache.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from .assemble import (
     load_tokenizer,
     prompt_encoder,
 )
-from .fit import RunShape, check_fits, memory_gb
-from .footprint import policy_spec, table
+from .footprint import RunShape, check_fits, memory_gb, policy_spec, table
 
 CEILINGS = Path(__file__).with_name("ceilings.json")  # by `python -m profiling.rig.ceilings`
 PROMPT_TOKENS = 256  # assumed without a tokenizer
@@ -56,30 +54,16 @@ class Ceilings:
     source: str
 
 
+H100 = "stated for an H100: 3.0 TB/s, 600 TFLOP/s, 1.3 us a launch, NVLink at 300 GB/s"
+CPU = "stated for two cores: 20 GB/s, 0.1 TFLOP/s, a network of 1 GB/s"
 STATED = {
-    "cuda": Ceilings(
-        3.0e12,
-        6.0e14,
-        1.3e-6,
-        3.0e11,
-        "stated for an H100: 3.0 TB/s, 600 TFLOP/s, 1.3 us a launch, NVLink at 300 GB/s",
-    ),
-    "cpu": Ceilings(
-        2.0e10,
-        1.0e11,
-        0.0,
-        1.0e9,
-        "stated for two cores: 20 GB/s, 0.1 TFLOP/s, a network of 1 GB/s",
-    ),
+    "cuda": Ceilings(3.0e12, 6.0e14, 1.3e-6, 3.0e11, H100),
+    "cpu": Ceilings(2.0e10, 1.0e11, 0.0, 1.0e9, CPU),
 }
 
 
 def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
-    """Reports the memory and time of a run.
-
-    Args:
-        argv: `key=value` words.
-        say: called with each line.
+    """Calls `say` with the lines about memory and time of the run that the words `argv` describe.
 
     Raises:
         UserError: a word is invalid, or the run does not fit into memory.
@@ -105,9 +89,10 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     flipped = shape.footprint(replace(config, grpo=other))
     state = str(other.checkpointing).lower()
     say(f"  with grpo.checkpointing={state}: peak {flipped.peak / 1e9:.3f}")
+    on = f" on each of {shape.ranks} ranks" if shape.ranks > 1 else ""
     say(
-        f"a step in seconds, at least{_on(shape.ranks)}: prompts of {shape.prompt_len} tokens,"
-        f" responses of {mean} in the mean, without speculation"
+        f"a step in seconds, at least{on}: prompts of {shape.prompt_len} tokens, responses of"
+        f" {mean} in the mean, without speculation"
     )
     say(f"  {limits.source}")
     seconds = step_seconds(config, shape, mean, limits)
@@ -117,23 +102,16 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     check_fits(config, shape, words.memory_gb or memory_gb(config.run.device))
 
 
-def _on(ranks: int) -> str:
-    return f" on each of {ranks} ranks" if ranks > 1 else ""
-
-
 def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:
-    """Rejects a run that exceeds the context of its model or the memory of its card.
+    """The shape of a run, checked as in a dry run before anything is allocated.
 
     Args:
         config: of the run.
         folder: of the model; None = the tiny one.
         ranks: of the run.
 
-    Returns:
-        The shape of the run.
-
     Raises:
-        UserError: the same errors as in a dry run, before anything is allocated.
+        UserError: the run exceeds the context of its model or the memory of its card.
     """
     spec = policy_spec(config, folder)
     shape = RunShape(spec, longest_prompt(config, folder, spec), ranks)
@@ -166,21 +144,14 @@ def run_shape(
 
 
 def longest_prompt(config: Config, folder: Path | None, spec: ModelSpec) -> int:
-    """Tokens of the longest prompt of a run.
-
-    Raises:
-        UserError: the folder has no usable tokenizer, or a prompt is too long for the context.
-    """
+    """Tokens of the longest prompt of a run; a prompt that exceeds the context is an error."""
     task = make_task(**asdict(config.task))
     encode = prompt_encoder(config, task, load_tokenizer(folder))
     return check_prompts(task, encode, config.sampling.max_new_tokens, spec.max_position)
 
 
 def shape_folder(config: Config) -> Path | None:
-    """The folder with the model's `config.json`; None = the tiny model.
-
-    The folder of smollm2 may not exist yet.
-    """
+    """The folder with the model's `config.json`, which smollm2 may not have yet; None = tiny."""
     model = config.model
     if model.path == "tiny":
         return None
@@ -199,17 +170,14 @@ def ceilings(config: Config) -> Ceilings:
     cards = json.loads(CEILINGS.read_text(encoding="utf-8"))
     # Without a card, the estimate is for a measured one.
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else next(iter(cards), "")
-    measured, limits, found = cards.get(card, {}), STATED["cuda"], []
-    if "copy_gb_per_s" in measured:
-        limits = replace(limits, bytes_per_s=measured["copy_gb_per_s"] * 1e9)
-        found.append(f"copy of {measured['copy_gb_per_s']:.0f} GB/s")
-    if "us_per_kernel" in measured:
-        limits = replace(limits, launch_s=measured["us_per_kernel"] * 1e-6)
-        found.append(f"{measured['us_per_kernel']:.2f} us a kernel")
-    if found:
-        text = f"measured on {card}: {', '.join(found)}; else {limits.source}"
-        limits = replace(limits, source=text)
-    return limits
+    limits, measured = STATED["cuda"], cards.get(card, {})
+    if not {"copy_gb_per_s", "us_per_kernel"} <= measured.keys():
+        return limits
+    copy, launch = measured["copy_gb_per_s"], measured["us_per_kernel"]
+    source = f"measured on {card}: copy of {copy:.0f} GB/s, {launch:.2f} us a kernel; else "
+    return replace(
+        limits, bytes_per_s=copy * 1e9, launch_s=launch * 1e-6, source=source + limits.source
+    )
 
 
 def step_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -> dict[str, float]:

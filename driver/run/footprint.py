@@ -7,12 +7,14 @@ counted. The memory that an update saves for its backward pass is computed from 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from ..common.errors import UserError
 from ..common.host_copies import held_bytes
 from ..common.memory import FLOAT_BYTES
 from ..config.load import Config
@@ -91,11 +93,6 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
 
     Returns:
         Bytes of one rank on `run.device`.
-
-    Example:
-        >>> config = load_config(["preset=tiny"])
-        >>> footprint(config, policy_spec(config, None), 20).largest
-        'update, layers'
     """
     always = _policy_parts(config, spec, ranks) | _engine_parts(config, spec, prompt_len)
     on_card = config.run.device != "cpu"
@@ -103,14 +100,66 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
         always[CONTEXT] = CONTEXT_BYTES
     tokens, longest = row_tokens(config, prompt_len), prompt_len + config.sampling.max_new_tokens
     gradients = {"gradients": FLOAT_BYTES * spec.num_parameters}
-    apart = longest >= LONG_TOKENS
-    phases = update_bytes(spec, tokens, spec.dtype, config.grpo.checkpointing, on_card, apart)
+    separate = longest >= LONG_TOKENS
+    phases = update_bytes(spec, tokens, spec.dtype, config.grpo.checkpointing, on_card, separate)
     if longest * _responses(config) > tokens * config.grpo.minibatches:
         # The sums of earlier micro-batches.
         phases = {phase: gradients | needs for phase, needs in phases.items()}
     ended = gradients | ({"half-precision ones": always["policy"]} if is_half(spec.dtype) else {})
     phases |= {"update, its end": ended, "optimizer": gradients}
     return Footprint(always, phases)
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """The inputs of the memory estimate besides the configuration.
+
+    Attributes:
+        spec: of the policy, in the dtype of the run.
+        prompt_len: tokens of the longest prompt.
+        ranks: number of ranks.
+    """
+
+    spec: ModelSpec
+    prompt_len: int
+    ranks: int = 1
+
+    def footprint(self, config: Config) -> Footprint:
+        return footprint(config, self.spec, self.prompt_len, self.ranks)
+
+
+def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
+    """Rejects a run that does not fit into memory.
+
+    Args:
+        config, shape: of the run.
+        limit_gb: memory of the card or the machine, in 10^9 bytes; 0 = unknown.
+
+    Raises:
+        UserError: with the predicted peak, its largest part, and the settings that lower it.
+    """
+    parts = shape.footprint(config)
+    if not limit_gb or parts.peak <= limit_gb * 1e9:
+        return
+    held = parts.always | parts.phases[parts.largest]
+    largest = max(held, key=lambda part: held[part])
+    raise UserError(
+        f"memory: the run needs {parts.peak / 1e9:.2f} GB in the phase {parts.largest!r}, there are"
+        f" {limit_gb:.2f} GB; the largest part is {largest}, {held[largest] / 1e9:.2f} GB; set"
+        " grpo.checkpointing=true, lower grpo.micro_batch_tokens, engine.max_batch or"
+        " engine.num_pages, or share the optimizer between ranks (grpo.shard=true); if responses"
+        " stay far below sampling.max_new_tokens, run.check_memory=false starts the run anyway"
+    )
+
+
+def memory_gb(device: str) -> float:
+    """Memory of the card or the machine, in 10^9 bytes; 0 = unknown."""
+    if device == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        return 0.0
+    return torch.cuda.get_device_properties(index).total_memory / 1e9
 
 
 def is_half(dtype: torch.dtype) -> bool:
@@ -128,7 +177,7 @@ def _responses(config: Config) -> int:
 
 
 def layer_bytes(
-    spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool = True, apart: bool = False
+    spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool = True, separate: bool = False
 ) -> int:
     """Bytes that one layer of the policy saves for its backward pass.
 
@@ -137,11 +186,11 @@ def layer_bytes(
         tokens: of the packed row.
         dtype: of the policy.
         on_card: on a GPU heads share keys and values, and the result has one copy less.
-        apart: on a GPU long documents have an attention call apart, which copies the result.
+        separate: on a GPU long documents have their own attention call, which copies the result.
     """
     size, qkv = dtype.itemsize, spec.q_dim + 2 * spec.kv_dim
     # Queries, keys, values and the result.
-    saved = qkv + (2 if apart else 1) * spec.q_dim if on_card else 5 * spec.q_dim
+    saved = qkv + (2 if separate else 1) * spec.q_dim if on_card else 5 * spec.q_dim
     attention = size * saved + FLOAT_BYTES * spec.num_heads
     if spec.qk_norm:  # the inputs of the norms are views of q, k and v
         attention += size * qkv
@@ -158,19 +207,19 @@ def update_bytes(
     dtype: torch.dtype,
     checkpointing: bool,
     on_card: bool = True,
-    apart: bool = False,
+    separate: bool = False,
 ) -> dict[str, dict[str, int]]:
     """Bytes of a micro-batch at the two moments that can be its peak.
 
     Args:
-        spec, tokens, dtype, on_card, apart: as in `layer_bytes`.
+        spec, tokens, dtype, on_card, separate: as in `layer_bytes`.
         checkpointing: only the inputs of the layers are kept, and one layer while it is recomputed.
 
     Returns:
         Phase -> part -> bytes: when the logits are computed, and when the backward passes of the
         layers begin.
     """
-    size, layer = dtype.itemsize, layer_bytes(spec, tokens, dtype, on_card, apart)
+    size, layer = dtype.itemsize, layer_bytes(spec, tokens, dtype, on_card, separate)
     inputs = spec.num_layers * tokens * size * spec.hidden_size
     kept = inputs if checkpointing else spec.num_layers * layer
     ends = tokens * 2 * size * spec.hidden_size  # input of the final norm, rows with logits

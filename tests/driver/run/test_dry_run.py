@@ -10,7 +10,7 @@ from driver.config.load import load_config
 from driver.model import fetch
 from driver.model.tiny import build_tokenizer
 from driver.run import dry_run, run
-from driver.run.fit import RunShape, check_fits, fitting
+from driver.run.footprint import check_fits
 from driver.train import main
 from tests.driver.hugging_face import QWEN2_7B, save_model
 
@@ -194,34 +194,17 @@ def test_requests_beyond_the_batch_wait():
     assert few > 3 * all_
 
 
-# ---- settings that fit --------------------------------------------------------------------------
+# ---- what fits ----------------------------------------------------------------------------------
 
 
-def test_settings_that_fit_are_proposed_and_do_fit(seven_b):
-    """The nearest: each of them, taken back by one step, does not fit any more."""
-    words = ["preset=h100", seven_b]
-    config = load_config(words)
-    for ranks, limit in ((1, 200), (4, 141), (1, 500)):
-        shape = RunShape(shape_of(config).spec, 256, ranks)
-        found = fitting(config, shape, limit * 10**9)
-        chosen = load_config([*words, *found])
-        check_fits(chosen, shape, limit)
-        for word in found:
-            rest = [other for other in found if other != word]
-            with pytest.raises(UserError, match="these settings fit: "):
-                check_fits(load_config([*words, *rest]), shape, limit)
-    with pytest.raises(UserError, match=f"there are 500.00 GB; .* fit: {' '.join(found)}; if resp"):
-        check_fits(config, shape, 500)
-    check_fits(config, shape, 0)  # a machine whose memory is not known
-
-
-def test_more_ranks_are_proposed_where_one_does_not_suffice(seven_b):
+def test_a_run_of_an_unknown_machine_fits_and_a_refusal_names_settings_that_help(seven_b):
     config = load_config(["preset=h100", seven_b])
     shape = shape_of(config)
-    with pytest.raises(UserError, match="these settings fit on 2 ranks: .*grpo.shard=true"):
-        check_fits(config, shape, 141)
-    with pytest.raises(UserError, match="page pool still need 183.* GB: use a smaller model, more"):
-        check_fits(config, shape, 40)
+    check_fits(config, shape, 0)  # a machine whose memory is not known
+    peak = shape.footprint(config).peak / 1e9
+    check_fits(config, shape, peak + 0.01)
+    with pytest.raises(UserError, match="there are .* GB; .*grpo.shard=true.*run.check_memory"):
+        check_fits(config, shape, peak - 0.01)
 
 
 # ---- what a dry run takes -----------------------------------------------------------------------
