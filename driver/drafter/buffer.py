@@ -6,6 +6,7 @@ import random
 import threading
 import warnings
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -22,6 +23,9 @@ class Document:
     target_version: int
     spilled: bool = False  # the features are in host memory
     ready: torch.cuda.Event | None = None  # recorded after the features were written
+    # int64 [N - 2], for each entry the targets in a row from its own on that the model generated;
+    # None: no tool wrote a token.
+    generated: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -30,6 +34,32 @@ class Document:
     def entries(self) -> int:
         """Training entries: entry t needs the features of t and t + 1."""
         return len(self.tokens) - 2
+
+
+def generated_run(count: int, tools: Iterable[tuple[int, int]]) -> Tensor | None:
+    """The field `generated` of a document.
+
+    A draft ends where a tool writes, so no entry is trained to draft a tool's token or past one.
+
+    Args:
+        count: tokens of the document.
+        tools: half-open ranges of them that tools wrote, in order.
+
+    Returns:
+        int64 [count - 2], or None without ranges. The target of entry t is token t + 2.
+
+    Example:
+        >>> generated_run(9, [(5, 7)])
+        tensor([3, 2, 1, 0, 0, 2, 1])
+    """
+    bounds = [(begin, min(end, count)) for begin, end in tools if begin < count]
+    if not bounds:
+        return None
+    left = torch.zeros(count, dtype=torch.int64)
+    begins = [0, *(end for _, end in bounds)]
+    for begin, end in zip(begins, [*(begin for begin, _ in bounds), count], strict=True):
+        left[begin:end] = torch.arange(end - begin, 0, -1)
+    return left[2:]
 
 
 @dataclass(frozen=True)

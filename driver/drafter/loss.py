@@ -83,7 +83,7 @@ class DraftBatch:
     features: Tensor  # [T, 3H], of position t
     final: Tensor  # [T, H], the target's final hidden state of position t + 1, before its norm
     position: Tensor  # int64 [T], absolute
-    left: Tensor  # int32 [T], entries of the piece from here to its end; 0 = padding
+    left: Tensor  # int32 [T], unroll steps to train, to the end of the piece or a tool's token
     segments: Segments  # the pieces, and padding
     spans: tuple[tuple[int, int, Teacher], ...]  # (first row, end row, policy that recorded it)
 

@@ -49,7 +49,7 @@ class Bin:
         dtype = target.embedding.dtype if self.fixed else torch.float32
         self.features = torch.zeros(tokens, 3 * width, dtype=dtype, device=device)
         self.final = torch.zeros(tokens, width, dtype=dtype, device=device)
-        # Token id, position, entries left in the piece.
+        # Token id, position, unroll steps that an entry trains.
         self.numbers = torch.zeros(3, tokens, dtype=torch.int64, device=device)
         self.offsets = torch.zeros(self.most + 3, dtype=torch.int32, device=device)
         # Each step in flight has host copies; on the CPU there is one.
@@ -111,7 +111,10 @@ class Bin:
             rows = slice(row, row + piece.length)
             numbers[0, rows] = document.tokens[begin + 1 : end + 1]
             numbers[1, rows] = torch.arange(begin, end)
-            numbers[2, rows] = torch.arange(piece.length, 0, -1)
+            left = torch.arange(piece.length, 0, -1)
+            if document.generated is not None:
+                left = left.minimum(document.generated[begin:end])
+            numbers[2, rows] = left
             if document.ready is not None:
                 torch.cuda.current_stream().wait_event(document.ready)
             self.features[rows].copy_(document.features[begin:end, :width], non_blocking=True)

@@ -18,7 +18,7 @@ from ..rollout.draft_runner import DraftRunner
 from ..rollout.observer import RolloutObserver
 from ..rollout.pages import pages_for
 from ..rollout.request import RunningRequest
-from .buffer import DataBuffer, Document
+from .buffer import DataBuffer, Document, generated_run
 from .checkpoint import DraftCheckpoints
 from .loss import LossKind, Teacher, Teachers
 from .partition import Overlap, Placement
@@ -136,7 +136,10 @@ class SpotTrainer(RolloutObserver):
         features = recorded.index_select(0, index).flatten(0, 1)[:count].clone()
         tokens = torch.from_numpy(np.array(request.tokens[: count + 1]))
         ready = self._event() if self.bin.fixed else None
-        self.buffer.add(Document(tokens, features, self.target_version, ready=ready))
+        first = len(request.request.prompt_ids)
+        generated = generated_run(len(tokens), [(first + a, first + b) for a, b in request.tools])
+        version = self.target_version
+        self.buffer.add(Document(tokens, features, version, ready=ready, generated=generated))
 
     def on_pass(self, active: int, passes: int = 1) -> None:
         """Trains if few requests are active; hands new weights to the runner.

@@ -231,7 +231,7 @@ def loss_denominator(lengths: Iterable[int], norm: LossNorm, max_length: int) ->
     """Divisor of the summed loss of a whole optimizer minibatch.
 
     Args:
-        lengths: response tokens of each response that is trained on, over all micro-batches.
+        lengths: sampled tokens of each response that is trained on, over all micro-batches.
         norm: "tokens" counts them; "constant" is `max_length` times the number of responses.
         max_length: the length limit.
 

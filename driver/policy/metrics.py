@@ -32,9 +32,10 @@ def response_metrics(
         kept: int64 [K], indices of the responses that are trained on.
 
     Returns:
-        Metrics by their names in the log. Only `frac_reward_zero_std` depends on `kept`.
+        Metrics by their names in the log. Lengths are of what the model generated. Only
+        `frac_reward_zero_std` depends on `kept`.
     """
-    lengths = [len(r.token_ids) for r in responses]
+    lengths = [r.num_generated for r in responses]
     clip_ratio = sum(r.finish == "length" for r in responses) / len(responses)
     if clip_ratio >= NEAR_ONE:
         warnings.warn(

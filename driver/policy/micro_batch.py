@@ -1,4 +1,4 @@
-"""A packed row of prompts and responses with the inputs of the policy loss at response tokens."""
+"""A packed row of prompts and responses with the inputs of the policy loss at sampled tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .packed_forward import Documents
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed documents of one pass, T tokens, and the inputs of the loss at M response tokens."""
+    """Packed documents of one pass, T tokens, and the inputs of the loss at M sampled tokens."""
 
     input_ids: Tensor  # int64 [1, T]
     documents: Documents
-    rows: Tensor  # int64 [M], the position before each response token
+    rows: Tensor  # int64 [M], the position before each sampled token
     tokens: Tensor  # int64 [M]
     owner: Tensor  # int64 [M], index of the response in the step
     temperature: float | Tensor  # float32 [M], or the one of all
@@ -38,7 +38,7 @@ class MicroBatch:
 def build_micro_batch(
     responses: Sequence[Response], owners: Sequence[int], device: torch.device | str
 ) -> MicroBatch:
-    """Pack prompts and responses; every sampled token is kept and none is added.
+    """Pack prompts and responses; the loss reads each sampled token and no token of a tool.
 
     Args:
         responses: of the whole step.
@@ -56,18 +56,24 @@ def build_micro_batch(
     rows = torch.arange(int(counts.sum())) + (prompts.cumsum(0) - 1).repeat_interleave(counts)
     ids = _flat([part for r in packed for part in (r.request.prompt_ids, r.token_ids)], np.int64)
     input_ids = ids.unsqueeze(0)  # [1, T]
+    owner = torch.tensor(owners).repeat_interleave(counts)
+    logprobs = _flat([r.logprobs for r in packed], np.float32)
+    if any(r.tools for r in packed):
+        generated = _flat([r.generated for r in packed], np.bool_)
+        rows, owner, logprobs = rows[generated], owner[generated], logprobs[generated]
+        counts = torch.tensor([r.num_generated for r in packed])  # [D]
     temperatures = [r.request.params.temperature for r in packed]
     temperature: float | Tensor = temperatures[0]
     if len(set(temperatures)) > 1:
         temperature = torch.tensor(temperatures).repeat_interleave(counts)
     return MicroBatch(
         input_ids=input_ids,
-        documents=Documents.of((prompts + counts).tolist()),
+        documents=Documents.of([len(r.request.prompt_ids) + len(r.token_ids) for r in packed]),
         rows=rows,
         tokens=input_ids[0, rows + 1],
-        owner=torch.tensor(owners).repeat_interleave(counts),
+        owner=owner,
         temperature=temperature,
-        rollout_logprobs=_flat([r.logprobs for r in packed], np.float32),
+        rollout_logprobs=logprobs,
     ).to(torch.device(device))
 
 

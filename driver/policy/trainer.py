@@ -145,7 +145,7 @@ class PolicyTrainer:
                 self.cfg.advantage,
                 None if penalty is None else penalty[trained_on],
             )
-            lengths = [[len(responses[i].token_ids) for i in part] for part in parts]
+            lengths = [[responses[i].num_generated for i in part] for part in parts]
             denominators = [
                 grpo.loss_denominator(some, self.loss_norm, max_length) for some in lengths
             ]

@@ -87,6 +87,7 @@ class Response:
         logprobs: the target's at each token, of `log_softmax(logits / T)`.
         target_version: of the policy.
         drafter_versions: learned drafters that drafted for it, in order of use.
+        tools: half-open ranges of `token_ids` that a tool wrote, in order; their log-probs are 0.
     """
 
     request: Request
@@ -95,6 +96,25 @@ class Response:
     finish: Finish
     target_version: int = 0
     drafter_versions: list[int] = field(default_factory=list)
+    tools: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def generated(self) -> list[bool]:
+        """For each token, True if the model generated it and False if a tool wrote it."""
+        mask = [True] * len(self.token_ids)
+        for begin, end in self.tools:
+            mask[begin:end] = [False] * (end - begin)
+        return mask
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the model generated."""
+        return len(self.token_ids) - sum(end - begin for begin, end in self.tools)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model."""
+        return len(self.tools) + 1
 
 
 @dataclass(eq=False)
@@ -115,6 +135,7 @@ class RunningRequest:
     draft_version: int = 0  # of the drafter that wrote them
     finish: Finish | None = None
     status: int = 0  # status bits that the ops set
+    tools: list[tuple[int, int]] = field(default_factory=list)  # as in `Response`
 
     @property
     def num_emitted(self) -> int:
@@ -124,6 +145,16 @@ class RunningRequest:
     def new_tokens(self) -> list[int]:
         """The emitted tokens."""
         return self.tokens[len(self.request.prompt_ids) :]
+
+    @property
+    def turn(self) -> int:
+        """Number of the model's turn, from 0."""
+        return len(self.tools)
+
+    @property
+    def turn_tokens(self) -> list[int]:
+        """The tokens of the model's turn."""
+        return self.new_tokens[self.tools[-1][1] if self.tools else 0 :]
 
     @property
     def remaining(self) -> int:
@@ -174,6 +205,7 @@ class RunningRequest:
             self.finish,
             target_version,
             self.drafter_versions,
+            self.tools,
         )
 
 

@@ -157,6 +157,23 @@ def test_a_finished_request_becomes_a_document(parts):
     assert len(trainer.buffer.fresh) == 1
 
 
+def test_a_tools_tokens_are_not_drafted_in_training(parts):
+    """Of a request with tools, in whole and in a crop; a piece without tools trains all."""
+    trainer = parts.trainer()
+    request = Request(1, 0, (5, 6), SamplingParams())
+    sequence = RunningRequest(request, list(range(14)), pages=[7, 2], context_len=13)
+    sequence.tools = [(3, 5), (9, 12)]  # tokens 5, 6 and 11 to 13
+    trainer.on_finish(sequence)
+    (document,) = trainer.buffer.fresh
+    assert document.generated.tolist() == [3, 2, 1, 0, 0, 4, 3, 2, 1, 0, 0, 0]
+    sequence.tools = []
+    trainer.on_finish(sequence)
+    plain = trainer.buffer.fresh[1]
+    assert plain.generated is None
+    batch = packed(trainer, [Piece(document, 0, 12), Piece(document, 4, 3), Piece(plain, 2, 3)])
+    assert batch.left.tolist() == [3, 2, 1, 0, 0, 4, 3, 2, 1, 0, 0, 0, 0, 2, 1, 3, 2, 1]
+
+
 @pytest.mark.parametrize("strategy", ["off", "learned:4,3,12"])
 def test_features_recorded_by_the_engine_equal_a_fresh_forward_pass(parts, strategy):
     """Prefilled, decoded and accepted rows, through shared pages, trims and freed pages."""

@@ -124,13 +124,17 @@ def padded_gradients(model, responses, rewards, cfg, norm, old=None):
     logp = logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     groups = torch.tensor([r.request.group for r in responses])
     advantages = grpo.group_advantages(torch.tensor(rewards), groups, cfg.advantage).double()
-    denominator = int(lengths.sum()) if norm == "tokens" else LIMIT * len(responses)
+    mask = torch.zeros(len(responses), LIMIT, dtype=torch.bool)
+    for row, response in enumerate(responses):
+        for place in range(len(response.token_ids)):
+            mask[row, place] = not any(a <= place < b for a, b in response.tools)
+    denominator = int(mask.sum()) if norm == "tokens" else LIMIT * len(responses)
     share = grpo.policy_loss(
         logp,
         logp.detach(),
         rollout,
         advantages[:, None].expand_as(logp),
-        torch.arange(LIMIT) < lengths[:, None],
+        mask,
         denominator=denominator,
         clip_low=cfg.clip_low,
         clip_high=cfg.clip_high or 0.2,
@@ -261,6 +265,69 @@ def test_every_sampled_token_and_no_other_is_trained_on_fault_39_and_40():
     assert batch.input_ids[0, batch.rows + 1].tolist() == batch.tokens.tolist()
     assert batch.owner.bincount().tolist() == [len(r.token_ids) for r in responses]
     assert (batch.tokens == EOS).sum() >= 6
+
+
+def with_tools(responses):
+    """The same responses, where a tool wrote some of the tokens: none, one or several ranges."""
+    written = []
+    for index, response in enumerate(responses):
+        end = len(response.token_ids)
+        ranges = [], [(1, min(3, end))], [(end - 1, end)], [(2, 5), (9, 10), (20, LIMIT)]
+        tools = [(a, b) for a, b in ranges[index % 4] if 0 < a < b]
+        logprobs = list(response.logprobs)
+        for a, b in tools:
+            logprobs[a:b] = [0.0] * (b - a)
+        written.append(replace(response, tools=tools, logprobs=logprobs))
+    assert sum(bool(r.tools) for r in written) > len(responses) / 2
+    return written
+
+
+@pytest.mark.parametrize("norm", ["tokens", "constant"])
+def test_tokens_of_tools_take_no_part_in_the_gradient(norm):
+    model = make_model(torch.float64)
+    responses = with_tools(make_responses(model))
+    wanted = padded_gradients(model, responses, REWARDS, Cfg(), norm)
+    for budget in (1, 60, 1024):
+        cfg = Cfg(loss_norm=norm, micro_batch_tokens=budget)
+        got, _ = update_gradients(model, responses, REWARDS, cfg)
+        assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"entropy_coef": 0.1}, {"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward"}],
+    ids=str,
+)
+def test_metrics_and_updates_do_not_read_log_probs_of_tools(options):
+    """The metrics are means over the tokens of the model, by hand; NaN elsewhere is not read."""
+    model, reference = make_model(), make_model(seed=5)
+    responses = with_tools(make_responses(model))
+    policies = []
+    for elsewhere in (0.0, math.nan):
+        trainer = PolicyTrainer(copy.deepcopy(model), Cfg(epochs=2, **options), lambda: reference)
+        shifted = []
+        for r in responses:
+            pairs = zip(r.logprobs, r.generated, strict=True)
+            shifted.append(replace(r, logprobs=[x + 0.004 if g else elsewhere for x, g in pairs]))
+        metrics = trainer.update(shifted, REWARDS)
+        assert all(math.isfinite(value) for value in metrics.values())
+        policies.append(trainer.params)
+    generated = [torch.tensor(r.generated) for r in responses]
+    count = int(sum(mask.sum() for mask in generated))
+    assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(0.004, rel=1e-2)
+    assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0.004, rel=1e-2)
+    entropy = 0.0
+    for response, mask in zip(responses, generated, strict=True):
+        prompt = response.request.prompt_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *response.token_ids]])).logits[0]
+        logp = logits[len(prompt) - 1 : -1].log_softmax(-1)[mask]
+        entropy -= float((logp.exp() * logp).sum())
+    assert metrics["actor/entropy"] == pytest.approx(entropy / count, rel=1e-4)
+    lengths = [int(mask.sum()) for mask in generated]
+    assert metrics["response_length/mean"] == count / len(responses)
+    assert metrics["response_length/max"] == max(lengths)
+    assert all(torch.equal(first, second) for first, second in zip(*policies, strict=True))
 
 
 def test_packed_documents_do_not_see_each_other():
