@@ -332,7 +332,7 @@ class Multiplier {
       group_commit();
     }
     const int stage = at_.stage;
-    at_.advance();
+    at_.advance(grid_.stages);
     describe();
     if (multiplies) group_wait_for_all_but<1>();
     release();
@@ -341,10 +341,10 @@ class Multiplier {
 
   // Waits for the next block's operands, in all lanes, while products are in flight.
   __device__ __forceinline__ void describe() {
-    const uint32_t stage = stages_ + at_.stage * Of::kStageBytes;
+    const uint32_t stage = stages_ + at_.stage * grid_.stage_bytes;
     w_ = SharedMatrix(stage + group_ * 64 * kLineBytes);
-    constexpr uint32_t kX = Of::kWeightRows * kLineBytes;
-    x_ = Of::kGroups == 1 ? w_.after(kX) : SharedMatrix(stage + kX);
+    const uint32_t x = grid_.tile_rows * kLineBytes;
+    x_ = Of::kGroups == 1 ? w_.after(x) : SharedMatrix(stage + x);
   }
 
   // Releases the previous stage, which has been read.
@@ -367,7 +367,7 @@ class Multiplier {
   const bool multiplies_;
   uint32_t stages_, full_, empty_;
   SharedMatrix w_, x_;
-  RingPosition<Of::kStages> at_;
+  RingPosition at_;
   int last_ = -1;  // the stage of the products in flight
 };
 

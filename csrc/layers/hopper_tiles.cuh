@@ -10,7 +10,7 @@ namespace tlt {
 
 constexpr int kGroup = 4 * kWarpSize;  // threads of a warpgroup
 constexpr int kLineBytes = kBlockK * 2;
-constexpr int kMaxStages = 10;
+constexpr int kMaxStages = 32;
 constexpr int kMaxShared = 227 * 1024;
 
 template <int kGroups_, int kRows_, int kHeld_, bool kTurns_ = false>
@@ -30,10 +30,10 @@ struct Tile {
   static constexpr int kTurn = kTurnRows * 64;
   static constexpr int kTurned = std::min(kRows, 2 * kTurnRows);  // the same for packed outputs
   static constexpr bool kAddsPacked = kTurned == kRows;           // a residual fits too
-  static constexpr int kStageBytes = (kWeightRows + kRows) * kLineBytes;
-  static constexpr int kStages = std::min(
-      kMaxStages, (kMaxShared / kPerSm - 1024 * (kPerSm + 1) - kGroups * kTurn * 4) / kStageBytes);
-  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kTurn * 4;
+  static constexpr int kTurnBytes = kGroups * kTurn * 4;
+  static constexpr int kRingBytes =
+      (kMaxShared / kPerSm - 1024 * (kPerSm + 1) - kTurnBytes) / 1024 * 1024;
+  static constexpr int kSharedBytes = 1024 + kRingBytes + kTurnBytes;
   static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, if a cluster shares
   // Each thread starts with kStartRegisters; multiplying warps take the registers that others
   // release.
@@ -42,13 +42,18 @@ struct Tile {
   static constexpr int kLoadRegisters = kGroups == 3 ? 32 : kGroups == 2 ? 40 : 48;
   static_assert(kGroups * kRegisters + kLoadRegisters <= (kGroups + 1) * kStartRegisters,
                 "a warpgroup would wait for registers forever");
-  static_assert(kMaxSplitParts * kSums * 4 <= kStages * kStageBytes, "sums reuse the ring");
+  static_assert(kMaxSplitParts * kSums * 4 <= kRingBytes, "sums reuse the ring");
+  // A warpgroup multiplies 64 weight rows. Those past the end of a tile are not stored, but they
+  // are read, from the next bytes of shared memory.
+  static_assert((64 - 8 - kRows) * kLineBytes <= kTurnBytes, "the last stage reads too far");
 };
 
 struct Grid {
   int row_tiles, tiles, blocks;
   int split;      // blocks of a cluster that share the parts of a tile
   int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 for gates and ups
+  // The ring: a stage holds a block of K of a tile's weight rows, then of its rows of x.
+  int stages, stage_bytes;
 };
 
 // First rows of a tile. Tiles of the same weights are neighbours.
@@ -72,12 +77,11 @@ struct Work {
 };
 
 // A stage of the ring, and the phase of its barriers.
-template <int kStages>
 struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
-  __device__ void advance() {
-    if (++stage == kStages) {
+  __device__ void advance(int stages) {
+    if (++stage == stages) {
       stage = 0;
       parity ^= 1;
     }
@@ -95,10 +99,10 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
                                              const CUtensorMap* map, char* ring,
                                              Barriers* barriers) {
   const int rows = kWeights ? grid.tile_rows : Of::kRows;
-  uint32_t base = shared_address(ring) + (kWeights ? 0 : Of::kWeightRows * kLineBytes);
+  uint32_t base = shared_address(ring) + (kWeights ? 0 : grid.tile_rows * kLineBytes);
   uint32_t full = shared_address(barriers->full), empty = shared_address(barriers->empty);
   asm volatile("" : "+r"(base), "+r"(full), "+r"(empty));  // not worked out a block of K
-  RingPosition<Of::kStages> at;
+  RingPosition at;
   for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
     int row = kWeights ? first_w_row(grid, tile) : first_x_row(grid, tile, Of::kRows);
     if (!kWeights && tile == work.tile) {
@@ -106,12 +110,12 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
       wait_for_prior_grid();
     }
     const auto load = [&](int block) {
-      const uint32_t barrier = full + at.stage * 8, to = base + at.stage * Of::kStageBytes;
+      const uint32_t barrier = full + at.stage * 8, to = base + at.stage * grid.stage_bytes;
       wait_barrier(empty + at.stage * 8, at.parity ^ 1);
       arrive_expecting(barrier, rows * kLineBytes);
       kWeights&& pairs ? copy_pairs(to, map, block * kBlockK, row, barrier)
                        : copy_rows(to, map, block * kBlockK, row, barrier);
-      at.advance();
+      at.advance(grid.stages);
     };
     const int beside = Of::kTurns && grid.split == 1 ? 1 : Of::kHeld;
     for (int first = work.begin; first < work.end; first += beside) {

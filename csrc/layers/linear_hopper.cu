@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   constexpr int kLoader = Of::kGroups * 4;  // the warp that loads weights; the next one loads x
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Of::kStages; ++stage) {
+    for (int stage = 0; stage < grid.stages; ++stage) {
       init_barrier(&barriers.full[stage], 2);
       init_barrier(&barriers.empty[stage], Of::kGroups * 4);
     }
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
   } else {
     take_registers<Of::kRegisters>();
     const Work work(p, grid);
-    float* turn = reinterpret_cast<float*>(ring + Of::kStages * Of::kStageBytes);
+    float* turn = reinterpret_cast<float*>(ring + Of::kRingBytes);
     Multiplier<T, Of> multiplier(params, grid, work, ring, &barriers);
     if (grid.split > 1) {
       multiplier.sum_parts();
@@ -156,9 +156,14 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
                            (Of::kPerSm == 1 ? kFullCycles : 0) + (split > 1 ? kSplitCycles : 0);
     if (cycles >= best->cycles) continue;
     best->cycles = cycles;
-    best->grid = {static_cast<int>(row_tiles), static_cast<int>(tiles),
-                  static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)), split,
-                  static_cast<int>(tile_rows)};
+    const int stage_bytes = static_cast<int>(tile_rows + Of::kRows) * kLineBytes;
+    best->grid = {static_cast<int>(row_tiles),
+                  static_cast<int>(tiles),
+                  static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)),
+                  split,
+                  static_cast<int>(tile_rows),
+                  std::min(kMaxStages, Of::kRingBytes / stage_bytes),
+                  stage_bytes};
     best->launch = launch<T, Of>;
   }
 }
