@@ -109,8 +109,7 @@ class HostRing:
                     self._stream.wait_event(event)
             with torch.cuda.stream(self._stream):
                 rows.copy_(document.features, non_blocking=True)
-                ready = torch.cuda.Event()
-                ready.record(self._stream)
+            ready = self._stream.record_event()
             document.features.record_stream(self._stream)
         held = replace(document, features=rows, spilled=True, ready=ready)
         self._head = begin + len(rows)

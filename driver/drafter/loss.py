@@ -30,9 +30,8 @@ CHUNK_LOGITS = 1 << 24  # float32 logits of each model alive at once: 64 MiB
 
 @dataclass(frozen=True)
 class Teacher:
-    """Maps the final hidden states of one policy version to draft-vocabulary probabilities."""
+    """Maps the final hidden states of a policy to draft-vocabulary probabilities."""
 
-    version: int
     norm: Tensor  # [H]
     head: Tensor  # [draft_vocab, H]
 
@@ -53,26 +52,19 @@ class Teachers:
     """
 
     def __init__(self, norm: Tensor, head: Tensor) -> None:
-        self._norm, self._head = norm, head
+        self.current = Teacher(norm, head.detach())
         self.previous: Teacher | None = None
-
-    def now(self, version: int) -> Teacher:
-        """The policy in the target."""
-        return Teacher(version, self._norm, self._head)
-
-    def kept(self, version: int) -> bool:
-        """Whether the previous policy has this version."""
-        return self.previous is not None and self.previous.version == version
+        self.previous_version = -1
 
     def keep(self, version: int) -> None:
-        """Copies the policy in the target; call before the target gets new weights."""
-        if self.previous is None:
-            self.previous = Teacher(version, self._norm.clone(), self._head.detach().clone())
+        """Copies the current policy; call before the target gets new weights."""
+        current, previous = self.current, self.previous
+        if previous is None:
+            self.previous = Teacher(current.norm.clone(), current.head.clone())
         else:
-            norm, head = self.previous.norm, self.previous.head
-            norm.copy_(self._norm)
-            head.copy_(self._head.detach())
-            self.previous = Teacher(version, norm, head)
+            previous.norm.copy_(current.norm)
+            previous.head.copy_(current.head)
+        self.previous_version = version
 
 
 @dataclass(frozen=True)
@@ -111,20 +103,8 @@ class DraftBatch:
         return DraftBatch(embedded, features, final, position, left, segments, tuple(spans))
 
 
-def combine(kind: LossKind, distance: Tensor, variation: Tensor, acceptance: Tensor) -> Tensor:
-    """The loss of each row, or its gradient, from those of its two parts.
-
-    `soft_ce` is the cross-entropy against the target's distribution, `kl` the same minus the
-    entropy of that distribution, `tv` the total variation, which is the probability that one draft
-    is rejected. `hybrid` is lambda * KL + (1 - lambda) * TV with lambda = exp(-3 * acceptance): TV
-    has almost no gradient while little is accepted, so KL dominates at first.
-
-    Args:
-        kind: the loss.
-        distance: KL, or cross-entropy.
-        variation: total variation.
-        acceptance: of the drafter so far, in [0, 1].
-    """
+def _combine(kind: LossKind, distance: Tensor, variation: Tensor, acceptance: Tensor) -> Tensor:
+    """The loss of each row, or its gradient, from cross-entropy or KL and total variation."""
     if kind == "hybrid":
         share = torch.exp(-HYBRID_DECAY * acceptance)
         return share * distance + (1 - share) * variation
@@ -141,12 +121,17 @@ def unrolled_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss against the target's distribution, a weighted mean over entries and unroll steps.
 
+    `soft_ce` is the cross-entropy against the target's distribution, `kl` the same minus the
+    entropy of that distribution, `tv` the total variation, which is the probability that one draft
+    is rejected. `hybrid` is lambda * KL + (1 - lambda) * TV with lambda = exp(-3 * acceptance): TV
+    has almost no gradient while little is accepted, so KL dominates at first.
+
     Args:
         drafter: the module.
         batch: packed entries.
         cos_sin: float32 [max_position, head_dim], the RoPE table of the target.
         steps: unroll steps: 1 is EAGLE-like, 3 HASS-like, 7 EAGLE-3.
-        kind: the loss (see `combine`).
+        kind: the loss.
         acceptance: of the drafter so far, in [0, 1]; sets the mix of `hybrid`.
 
     Returns:
@@ -159,26 +144,6 @@ def unrolled_loss(
     weight = torch.stack(
         [STEP_WEIGHT**step * (batch.left > step).to(wide) for step in range(steps)]
     )  # [steps, T]
-    total, sums = _against_teachers(drafter, hidden, batch, weight, kind, acceptance)
-    cross_entropy, variation, same = sums / (batch.left > 0).sum().clamp_min(1)
-    means = torch.stack([cross_entropy, 1 - variation, same])
-    return total / weight.sum().clamp_min(1e-9), means
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums: float32, or float64 if the input is."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _against_teachers(
-    drafter: Drafter,
-    hidden: list[Tensor],
-    batch: DraftBatch,
-    weight: Tensor,
-    kind: LossKind,
-    acceptance: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The weighted sum of losses; sums of cross-entropy, variation and agreement at step 0."""
     dtype = batch.final.dtype
     normed = [drafter.norm(x).to(dtype) for x in hidden]
     head = drafter.lm_head.weight.detach().to(dtype)
@@ -191,7 +156,14 @@ def _against_teachers(
                 *inputs, kind, acceptance, *(x[part] for x in normed)
             )
         total, sums = total + loss, sums + values
-    return total, sums
+    cross_entropy, variation, same = sums / (batch.left > 0).sum().clamp_min(1)
+    means = torch.stack([cross_entropy, 1 - variation, same])
+    return total / weight.sum().clamp_min(1e-9), means
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of sums: float32, or float64 if the input is."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 class _AgainstTeacher(torch.autograd.Function):
@@ -251,11 +223,9 @@ def _row_losses(
     acceptance: Tensor,
     report: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses of rows [m, H] against probabilities [m, draft_vocab].
+    """Losses [m] of rows [m, H] against probabilities [m, draft_vocab], and their gradient [m, H].
 
-    Returns:
-        Losses [m]; their gradient by the rows [m, H]; if `report`, cross-entropy, variation and
-        top-1 agreement [3, m].
+    If `report`, cross-entropy, variation and top-1 agreement [3, m] too.
     """
     logits = normed @ head.t()
     logp = logits.log_softmax(-1, dtype=target.dtype)
@@ -267,20 +237,16 @@ def _row_losses(
     # The gradient of either distance by the logits; it reuses their memory and dtype.
     apart = torch.sub(draft, target, out=logits)
     variation = torch.linalg.vector_norm(apart, 1, -1, dtype=target.dtype) / 2
-    loss = combine(kind, distance, variation, acceptance)
+    loss = _combine(kind, distance, variation, acceptance)
     if kind in ("tv", "hybrid"):
-        apart = combine(kind, apart, _variation_by_logits(draft, target), acceptance)
+        by_probability = (draft - target).sign_().div_(2)
+        by_logits = draft * (by_probability - (draft * by_probability).sum(-1, keepdim=True))
+        apart = _combine(kind, apart, by_logits, acceptance)
     values = target.new_empty(0)
     if report:
         same = (draft.argmax(-1) == target.argmax(-1)).to(target.dtype)
         values = torch.stack([cross_entropy, variation, same])
     return loss, apart.to(head.dtype) @ head, values
-
-
-def _variation_by_logits(draft: Tensor, target: Tensor) -> Tensor:
-    """Gradient of the total variation by the drafter's logits."""
-    by_probability = (draft - target).sign_().div_(2)
-    return draft * (by_probability - (draft * by_probability).sum(-1, keepdim=True))
 
 
 def unroll(drafter: Drafter, batch: DraftBatch, cos_sin: Tensor, steps: int) -> Iterator[Tensor]:
@@ -322,13 +288,11 @@ def _layer(
     values: list[Tensor],
 ) -> Tensor:
     """One unroll step over [T, H]; appends its K/V to those of the steps before."""
-    layer = drafter.midlayer
-    attention, size = layer.self_attn, drafter.spec.head_dim
+    layer, size = drafter.midlayer, drafter.spec.head_dim
+    attention = layer.self_attn
     joined = torch.cat([embedded, layer.hidden_norm(hidden)], -1)  # [T, 2H]
-    q, k, v = (
-        project(joined).unflatten(-1, (-1, size))
-        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (project(joined).unflatten(-1, (-1, size)) for project in projections)
     keys.append(_rotate(k, table))
     values.append(v)
     attended = chain_attention(_rotate(q, table), keys, values, segments)

@@ -21,7 +21,7 @@ LEAST_DUTY = 0.05  # a duty cycle below this trains almost nothing
 
 
 class OverlapTuner:
-    """Chooses the placement of a spot trainer's steps.
+    """Measures and chooses the placement of a spot trainer's steps.
 
     Args:
         spot: the trainer.
@@ -40,10 +40,10 @@ class OverlapTuner:
         self._done = False
 
     def tune(self) -> None:
-        """Measures and sets the placement, if the mode needs one and none was chosen yet.
+        """Sets the placement, if the mode needs one and none was chosen yet.
 
         Call while no request runs. The measured steps see one rollout's documents many times, so
-        they change nothing.
+        they change no weight.
         """
         spot = self.spot
         if self._done or not (spot.bin.fixed and spot.config.mode in ("auto", "overlapped")):
@@ -121,7 +121,7 @@ class OverlapTuner:
         spot, decode = self.spot, self.decode
         spot.placement = placement
         for split in (0, spot.share(placement.rows)) if spot.buffer.kept else (0,):
-            spot.capture(split, placement)
+            spot.step.capture(split, placement)
         decode()  # warm-up
         alone_s = statistics.median(decode() or 0.0 for _ in range(TRIALS))
         spot.start()

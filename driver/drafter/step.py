@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from ..model.target import TargetModel
 from .attention import HALF, Segments, flash_works
 from .average import WeightAverage
 from .buffer import Piece
-from .loss import DraftBatch, LossKind, Teacher, unrolled_loss
+from .loss import DraftBatch, LossKind, Teachers, unrolled_loss
+from .partition import Placement
 
 MAX_GRAD_NORM = 1.0
 IN_FLIGHT = 2  # steps enqueued during a rollout: more would delay a stop, fewer leave gaps
@@ -53,19 +55,19 @@ class Bin:
         self.numbers = torch.zeros(3, tokens, dtype=torch.int64, device=device)
         self.offsets = torch.zeros(self.most + 3, dtype=torch.int32, device=device)
         # Each step in flight has host copies; on the CPU there is one.
-        self._staged = [
-            [torch.zeros_like(x, device="cpu", pin_memory=self.fixed) for x in self.small()]
+        self._staged = cycle(
+            [torch.zeros_like(x, device="cpu", pin_memory=self.fixed) for x in self.small]
             for _ in range(in_flight if self.fixed else 1)
-        ]
-        self._turn = 0
+        )
 
+    @property
     def small(self) -> tuple[Tensor, Tensor]:
         """The arrays that are made on the host."""
         return self.numbers, self.offsets
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (self.features, self.final, *self.small()))
+        return sum(x.nbytes for x in (self.features, self.final, *self.small))
 
     def load(
         self, pieces: Sequence[Piece], version: int, share: int, rows: int = 0
@@ -87,9 +89,7 @@ class Bin:
         split = used = sum(p.length for p in old)
         if self.fixed and old:
             split = max(share, used) if new else rows
-        self._turn = (self._turn + 1) % len(self._staged)
-        staged = self._staged[self._turn]
-        numbers, offsets = staged
+        numbers, offsets = staged = next(self._staged)
         numbers.zero_()
         lengths = self._fill(numbers, old, 0)
         if split > used:
@@ -100,7 +100,7 @@ class Bin:
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
         offsets.fill_(int(bounds[-1]))
         offsets[: len(bounds)] = bounds
-        for host, device in zip(staged, self.small(), strict=True):
+        for host, device in zip(staged, self.small, strict=True):
             device.copy_(host, non_blocking=True)
         return split, lengths
 
@@ -131,14 +131,15 @@ class Bin:
         self.final[begin:end].zero_()
         return end - begin
 
-    def batch(
-        self, split: int, lengths: Sequence[int], now: Teacher, before: Teacher | None
-    ) -> DraftBatch:
+    def batch(self, split: int, lengths: Sequence[int], teachers: Teachers) -> DraftBatch:
         """The batch that was loaded."""
         rows = sum(lengths)
         longest = rows if self.fixed else max(lengths)
         ids, position, left = self.numbers[:, :rows]
-        spans: list[tuple[int, int, Any]] = [(0, split, before), (split, rows, now)]
+        spans: list[tuple[int, int, Any]] = [
+            (0, split, teachers.previous),
+            (split, rows, teachers.current),
+        ]
         return DraftBatch(
             self.target.embedding.index_select(0, ids).to(self.features.dtype),
             self.features[:rows],
@@ -158,6 +159,7 @@ class DraftStep:
     Args:
         drafter: the trained module, float32; half precision runs under autocast.
         bin: its entries.
+        teachers: the policies that recorded them.
         loss: kind of loss.
         unroll: unroll steps of the loss.
         lr: learning rate.
@@ -168,12 +170,14 @@ class DraftStep:
         self,
         drafter: Drafter,
         bin: Bin,
+        teachers: Teachers,
         loss: LossKind,
         unroll: int,
         lr: float,
         horizon: int = 0,
     ) -> None:
-        self.drafter, self.bin, self.loss, self.unroll = drafter, bin, loss, unroll
+        self.drafter, self.bin, self.teachers = drafter, bin, teachers
+        self.loss, self.unroll = loss, unroll
         device = bin.target.device
         self.lr = torch.tensor(lr, device=device)  # a tensor, since a graph reads it
         self.optimizer = torch.optim.AdamW(
@@ -192,10 +196,6 @@ class DraftStep:
         self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
 
-    def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of the next steps."""
-        self.lr.fill_(lr)
-
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Inside the block, steps change no weight, average or optimizer state."""
@@ -213,7 +213,7 @@ class DraftStep:
         if batch is None:
             return None
         dtype, cos_sin = self.bin.features.dtype, self.bin.target.cos_sin
-        with torch.autocast("cuda", dtype) if self.half else nullcontext():
+        with torch.autocast("cuda", dtype) if dtype in HALF else nullcontext():
             loss, means = unrolled_loss(
                 self.drafter, batch, cos_sin, self.unroll, self.loss, self.acceptance
             )
@@ -233,60 +233,40 @@ class DraftStep:
             self.report[:3].copy_(torch.where(finite, means, self.report[:3]))
             self.acceptance.copy_(self.report[1])
 
-    def run(
-        self,
-        split: int,
-        lengths: Sequence[int],
-        now: Teacher,
-        before: Teacher | None,
-        sms: int = 0,
-    ) -> None:
+    def run(self, split: int, lengths: Sequence[int], placement: Placement | None) -> None:
         """Makes a step on what was loaded, as a graph if `capture` made one for it."""
-        graph = self._graphs.get((split, sum(lengths), sms))
+        graph = self._graphs.get((split, sum(lengths), placement.partition.sms if placement else 0))
         if graph is not None:
             graph.replay()
         else:
-            self.update(self.backward(self.bin.batch(split, lengths, now, before)))
+            self.update(self.backward(self.bin.batch(split, lengths, self.teachers)))
 
-    @property
-    def half(self) -> bool:
-        """Whether it runs in half precision, on a GPU."""
-        return self.bin.fixed and self.bin.features.dtype in HALF
-
-    def capture(
-        self,
-        split: int,
-        rows: int,
-        now: Teacher,
-        before: Teacher | None,
-        sms: int = 0,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
+    def capture(self, split: int, placement: Placement | None) -> None:
         """Captures the step, if it was not yet; a step without a graph runs op by op.
 
         Call while no other step runs.
 
         Args:
             split: first row of the current policy.
-            rows: of the bin that the step computes.
-            now, before: teachers, whose tensors a replay reads again.
-            sms: multiprocessors of the partition, 0 = the whole GPU; a graph runs where it was
-                captured.
-            stream: of the partition.
+            placement: where it will run; None: the whole bin on the whole GPU.
         """
         spec, features = self.drafter.spec, self.bin.features
-        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        rows, sms, stream = self.bin.tokens, 0, None
+        if placement is not None:
+            rows, sms = placement.rows, placement.partition.sms
+            stream = placement.partition.stream
         known = (split, rows, sms) in self._graphs
-        if self.failed_capture or known or (split and not before):
+        if self.failed_capture or known or (split and self.teachers.previous is None):
             return
         # Without FlashAttention the step reads lengths on the host.
+        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
         if not flash_works(features.device, features.dtype, *shape):
             return
         side = stream or torch.cuda.Stream(features.device)
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side):
-                self._capture(split, rows, now, before, sms)
+                self._graphs[split, rows, sms] = self._captured(split, rows)
         except RuntimeError as error:
             self.failed_capture = True
             warnings.warn(
@@ -296,12 +276,13 @@ class DraftStep:
             )
         torch.cuda.current_stream().wait_stream(side)
 
-    def _capture(
-        self, split: int, rows: int, now: Teacher, before: Teacher | None, sms: int
-    ) -> None:
-        """Captures on the current stream; raises RuntimeError if that fails."""
-        batch = (split, [rows], now, before)
-        state = (*self.bin.small(), self.report, self.acceptance)
+    def _captured(self, split: int, rows: int) -> torch.cuda.CUDAGraph:
+        """A step captured on the current stream; raises RuntimeError if that fails."""
+
+        def step() -> None:
+            self.update(self.backward(self.bin.batch(split, [rows], self.teachers)))
+
+        state = (*self.bin.small, self.report, self.acceptance)
         kept = [x.clone() for x in state]
         self.bin.numbers.zero_()
         self.bin.offsets.fill_(rows)[0] = 0
@@ -310,22 +291,19 @@ class DraftStep:
         try:
             with self.frozen():
                 for _ in range(WARM_UPS):
-                    self.update(self.backward(self.bin.batch(*batch)))
+                    step()
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
                 try:
-                    self.update(self.backward(self.bin.batch(*batch)))
+                    step()
                 finally:
                     graph.capture_end()
-            self._graphs[split, rows, sms] = graph
+            return graph
         finally:
             for x, value in zip(state, kept, strict=True):
                 x.copy_(value)
             stream.synchronize()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads optimizer state; in place if steps were made, so that graphs stay valid.
@@ -358,11 +336,8 @@ class StepReports:
             report: float32 [4]: loss, acceptance, top-1, 1 if the gradient was finite.
         """
         if report.is_cuda:
-            copy = torch.empty(4, pin_memory=True)
-            copy.copy_(report, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._queued.append((copy, event))
+            copy = torch.empty(4, pin_memory=True).copy_(report, non_blocking=True)
+            self._queued.append((copy, torch.cuda.current_stream().record_event()))
         else:
             self._queued.append((report.clone(), None))
             self.read(0)
@@ -375,10 +350,7 @@ class StepReports:
                 event.synchronize()
             loss, acceptance, top1, finite = report.tolist()
             if finite:
-                self.last = {
-                    "drafter/loss": loss,
-                    "drafter/acceptance": acceptance,
-                    "drafter/top1": top1,
-                }
+                values = {"loss": loss, "acceptance": acceptance, "top1": top1}
+                self.last = {f"drafter/{name}": value for name, value in values.items()}
             else:
                 warnings.warn("spot trainer: gradient is not finite: step skipped", stacklevel=2)

@@ -37,8 +37,7 @@ class WeightSwap:
         event = None
         if finite.is_cuda:
             finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, True)
-            event = torch.cuda.Event()
-            event.record()
+            event = torch.cuda.current_stream().record_event()
         with self._lock:
             self._ready = (state, finite, event)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..rollout.pages import pages_for
 from ..rollout.request import RunningRequest
 from .buffer import DataBuffer, Document, generated_run
 from .checkpoint import DraftCheckpoints
-from .loss import LossKind, Teacher, Teachers
+from .loss import LossKind, Teachers
 from .partition import Overlap, Placement
 from .step import IN_FLIGHT, Bin, DraftStep, Reduce, StepReports
 from .swap import WeightSwap
@@ -79,7 +79,8 @@ class SpotTrainer(RolloutObserver):
         self.lr = config.lr or drafter_config.lr
         unroll, horizon = drafter_config.unroll, config.average
         loss = cast(LossKind, drafter_config.loss)
-        self.step = DraftStep(drafter, self.bin, loss, unroll, self.lr, horizon)
+        self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
+        self.step = DraftStep(drafter, self.bin, self.teachers, loss, unroll, self.lr, horizon)
         self.checkpoints: DraftCheckpoints | None = None
         self.placement: Placement | None = None
         self.overlap: Overlap | None = None
@@ -87,7 +88,6 @@ class SpotTrainer(RolloutObserver):
         self.target_version = self.steps = self.tokens_seen = 0
         self.busy_s = self._spent_s = 0.0  # of the last step, and of the current one
         self.reports = StepReports()
-        self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
         self.weights = WeightSwap(self.step.average.state_dict, runner)
         self.thread = StepThread(self.attempt, self._wait, self._fail)
         self._passes = 0  # of tails
@@ -97,11 +97,6 @@ class SpotTrainer(RolloutObserver):
     def running(self) -> bool:
         """Whether the thread trains."""
         return self.thread.running
-
-    @property
-    def stop_s(self) -> float:
-        """Seconds of the longest stop."""
-        return self.thread.stop_s
 
     @property
     def mode(self) -> str:
@@ -120,7 +115,7 @@ class SpotTrainer(RolloutObserver):
         Its documents are of one policy: a run that starts or resumes has no others.
         """
         if self.bin.fixed and self.config.mode != "off" and self.steps:
-            self.capture(0, None)
+            self.step.capture(0, None)
 
     def on_finish(self, request: RunningRequest) -> None:
         """Copies the features of a finished request out of the cache."""
@@ -135,7 +130,7 @@ class SpotTrainer(RolloutObserver):
         index = index.to(recorded.device, non_blocking=True)
         features = recorded.index_select(0, index).flatten(0, 1)[:count].clone()
         tokens = torch.from_numpy(np.array(request.tokens[: count + 1]))
-        ready = self._event() if self.bin.fixed else None
+        ready = torch.cuda.current_stream().record_event() if self.bin.fixed else None
         first = len(request.request.prompt_ids)
         generated = generated_run(len(tokens), [(first + a, first + b) for a, b in request.tools])
         version = self.target_version
@@ -177,7 +172,9 @@ class SpotTrainer(RolloutObserver):
         if self.config.mode in ("off", "coordinated"):  # the coordinator trained to the end
             return
         self._in_flight = max(IN_FLIGHT, self.config.final_steps)
-        with self._side_stream():
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for _ in range(self.config.final_steps):
                 if not self.attempt():
                     break
@@ -197,12 +194,6 @@ class SpotTrainer(RolloutObserver):
             self.checkpoints.collect(wait=False)
             self.checkpoints.copies.prepare(self._state())
         self.teachers.keep(self.target_version)
-
-    def _side_stream(self) -> AbstractContextManager[object]:
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
 
     def start(self) -> None:
         """Trains in a thread, with the placement if there is one, until `stop`."""
@@ -245,7 +236,7 @@ class SpotTrainer(RolloutObserver):
     def start_step(self, target_version: int) -> None:
         """Adapts to a new policy in the target: gathers its head, keeps the longest documents."""
         self.stop()
-        if target_version != self.target_version and not self.teachers.kept(self.target_version):
+        if self.target_version not in (target_version, self.teachers.previous_version):
             self.buffer.clear()  # their teacher's weights are gone
         self.buffer.start_step()
         self.target_version = target_version
@@ -254,11 +245,11 @@ class SpotTrainer(RolloutObserver):
         if self.runner.version:
             self.runner.refresh_head()
         if self.placement is not None:  # from now on there are documents of two policies
-            self.capture(self.share(self.placement.rows), self.placement)
+            self.step.capture(self.share(self.placement.rows), self.placement)
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of the next micro-steps."""
-        self.step.set_lr(lr)
+        self.step.lr.fill_(lr)
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -285,16 +276,15 @@ class SpotTrainer(RolloutObserver):
             where = self.target_version, self.share(rows), rows
             loaded = self.bin.load(pieces, *where) if pieces else None
             if any(piece.document.spilled for piece in pieces) and self.bin.fixed:
-                self.buffer.read = self._event()
+                self.buffer.read = torch.cuda.current_stream().record_event()
         tokens = sum(piece.length for piece in pieces)
-        now, before = self.current_teachers()
         if reduce is None:
             assert loaded is not None
             if placement is None:
-                self.capture(loaded[0], None)
-            self.step.run(*loaded, now, before, placement.partition.sms if placement else 0)
+                self.step.capture(loaded[0], None)
+            self.step.run(*loaded, placement)
         else:
-            batch = self.bin.batch(*loaded, now, before) if loaded else None
+            batch = self.bin.batch(*loaded, self.teachers) if loaded else None
             means = self.step.backward(batch)
             gradients = [cast(torch.Tensor, p.grad) for p in self.drafter.trainable()]
             tokens = reduce(gradients, tokens)
@@ -313,24 +303,6 @@ class SpotTrainer(RolloutObserver):
     def share(self, rows: int) -> int:
         """Rows of a step reserved for documents of the previous policy."""
         return int(rows * self.config.keep_long)
-
-    def current_teachers(self) -> tuple[Teacher, Teacher | None]:
-        """The current policy, and the previous one if it was kept."""
-        return self.teachers.now(self.target_version), self.teachers.previous
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def capture(self, split: int, placement: Placement | None) -> None:
-        """Captures a graph of a step, if there is none."""
-        teachers = self.current_teachers()
-        if placement is None:
-            self.step.capture(split, self.bin.tokens, *teachers)
-        else:
-            partition = placement.partition
-            self.step.capture(split, placement.rows, *teachers, partition.sms, partition.stream)
 
     def attempt(self) -> bool:
         """A micro-step whose failure `stop` reports; False if none was made."""
@@ -388,7 +360,7 @@ class SpotTrainer(RolloutObserver):
             out["drafter/overlap_slowdown"] = self.overlap.slowdown
             out["drafter/sms"] = self.overlap.sms
             out["drafter/duty"] = self.overlap.duty
-            out["drafter/stop_ms"] = 1e3 * self.stop_s
+            out["drafter/stop_ms"] = 1e3 * self.thread.stop_s
         if self.checkpoints is not None:
             out["drafter/checkpoint_stall_ms"] = 1e3 * self.checkpoints.stall_s
         return out
@@ -408,7 +380,7 @@ class SpotTrainer(RolloutObserver):
         del drafter["lm_head.weight"]
         return {
             "drafter": drafter,
-            "optimizer": self.step.state_dict(),
+            "optimizer": self.step.optimizer.state_dict(),
             "version": self.runner.version,
             "steps": self.steps,
             "acceptance": float(self.reports.last.get("drafter/acceptance", 0.0)),
@@ -423,8 +395,8 @@ class SpotTrainer(RolloutObserver):
         self.weights.drop()
         vocabulary = self.drafter.d2t.clone()
         head = {"lm_head.weight": self.drafter.lm_head.weight}
-        trained = state.get("trained", {})  # absent without an average
-        self.step.average.load(head | state["drafter"], trained)
+        # Without an average there are no separate trained weights.
+        self.step.average.load(head | state["drafter"], state.get("trained", {}))
         self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
         self.step.acceptance.fill_(state["acceptance"])

@@ -151,7 +151,7 @@ def distributions(spot: SpotTrainer, rows: int) -> Iterator[tuple[Tensor, Tensor
         found = loaded_batch(spot, 1 << 30 | draw)
         if found is None or seen >= rows:
             return
-        (batch, used), now = found, spot.current_teachers()[0]
+        (batch, used), now = found, spot.teachers.current
         half = spot.bin.features.dtype
         with torch.autocast(spot.target.device.type, half, enabled=half != torch.float32):
             hidden = next(unroll(spot.drafter, batch, spot.target.cos_sin, 1))[:used]

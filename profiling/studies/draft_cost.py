@@ -76,7 +76,7 @@ def _random_batch(spot: SpotTrainer, lengths: Sequence[int], pad: bool) -> Draft
         numbers(width),
         torch.cat([torch.arange(n, device=device) for n in rows]),
         rows,
-        [spot.current_teachers()[0]] * len(rows),
+        [spot.teachers.current] * len(rows),
     )
     left = torch.cat(
         [

@@ -104,6 +104,6 @@ def rollout_slowdown(
         tail_slowdown=round(longer / tail, 4),
         tail_share=round(tail / alone, 4),
         steps=(spot.steps - begun) // ROUNDS,
-        stop_ms=round(1e3 * spot.stop_s, 3),
+        stop_ms=round(1e3 * spot.thread.stop_s, 3),
     )
     return round(beside / alone, 4)

@@ -220,7 +220,7 @@ def loaded_batch(spot: SpotTrainer, draw: int) -> tuple[DraftBatch, int] | None:
     if not pieces:
         return None
     loaded = spot.bin.load(pieces, spot.target_version, 0)
-    return spot.bin.batch(*loaded, *spot.current_teachers()), sum(piece.length for piece in pieces)
+    return spot.bin.batch(*loaded, spot.teachers), sum(piece.length for piece in pieces)
 
 
 def first_acceptance(

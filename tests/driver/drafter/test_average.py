@@ -118,7 +118,7 @@ def acceptance(parts: Parts, documents: list[Document]) -> float:
     """Acceptance of first drafts over the documents."""
     whole = parts.trainer(tokens_per_step=4096)
     pieces = [Piece(d, 0, d.entries) for d in documents]
-    batch = whole.bin.batch(*whole.bin.load(pieces, 0, 0), *whole.current_teachers())
+    batch = whole.bin.batch(*whole.bin.load(pieces, 0, 0), whole.teachers)
     with torch.no_grad():
         return float(unrolled_loss(parts.drafter, batch, parts.target.cos_sin, 1)[1][1])
 

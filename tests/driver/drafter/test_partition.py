@@ -65,7 +65,7 @@ class Card:
         self.bin = SimpleNamespace(tokens=tokens, fixed=True)
         self.buffer = SimpleNamespace(kept=[], num_tokens=100)
         self.reports = SimpleNamespace(read=lambda most: None)
-        self.step = SimpleNamespace(frozen=contextlib.nullcontext)
+        self.step = SimpleNamespace(frozen=contextlib.nullcontext, capture=self.capture)
         self.target = SimpleNamespace(device=torch.device("cuda", 0))
         self.placement: Placement | None = None
         self.overlap: Overlap | None = None

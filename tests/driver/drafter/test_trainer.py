@@ -46,7 +46,7 @@ def fill(trainer: SpotTrainer, parts: Parts, seeds=(1, 2, 3), length: int = 40) 
 def packed(trainer: SpotTrainer, pieces: list[Piece]) -> DraftBatch:
     share = trainer.share(trainer.bin.tokens)
     loaded = trainer.bin.load(pieces, trainer.target_version, share)
-    return trainer.bin.batch(*loaded, *trainer.current_teachers())
+    return trainer.bin.batch(*loaded, trainer.teachers)
 
 
 @pytest.mark.parametrize("variant", ["llama-tied-llama3", "qwen2"])
@@ -350,8 +350,8 @@ def test_the_first_graph_of_a_trained_drafter_is_captured_at_the_start(
     monkeypatch.setattr(trainer.step, "capture", lambda *place: calls.append(place))
     trainer.steps, trainer.bin.fixed = int(trained), fixed
     trainer.prepare()
-    assert [place[:2] for place in calls] == [(0, trainer.bin.tokens)] * made
-    assert all(place[3] is None for place in calls)  # there is no previous policy
+    assert calls == [(0, None)] * made
+    assert trainer.teachers.previous is None
 
 
 def test_final_steps_end_later_and_a_failure_is_a_warning(parts, monkeypatch):

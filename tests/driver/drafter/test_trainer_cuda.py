@@ -67,7 +67,7 @@ def test_half_precision_is_close_to_float64(policy):
     spot = trainer(policy)
     fill(spot)
     pieces = spot.buffer.sample(256, 0)
-    batch = spot.bin.batch(*spot.bin.load(pieces, 0, 0), *spot.current_teachers())
+    batch = spot.bin.batch(*spot.bin.load(pieces, 0, 0), spot.teachers)
     means = spot.step.backward(batch)
     used = sum(piece.length for piece in pieces)
     exact = Drafter(spot.drafter.spec).double()
@@ -76,7 +76,7 @@ def test_half_precision_is_close_to_float64(policy):
     def wide(x):
         return x[:used].double().cpu()
 
-    teacher = Teacher(0, spot.target.final_norm.double().cpu(), exact.lm_head.weight)
+    teacher = Teacher(spot.target.final_norm.double().cpu(), exact.lm_head.weight)
     reference = DraftBatch.of(
         wide(batch.embedded),
         wide(batch.features),
@@ -314,7 +314,7 @@ def test_a_stop_waits_for_the_step_in_flight_alone(policy):
             time.sleep(1e-3)
         spot.stop()
         assert spot.placement.partition.stream.query() and not spot.reports._queued
-        stops.append(spot.stop_s)
+        stops.append(spot.thread.stop_s)
     assert max(most) == 1
     assert min(stops) < max(STOP_S, 2 * spot.overlap.stop_s), stops
 

@@ -51,7 +51,7 @@ def twin(parts: Parts, request: RunningRequest, drafted: list[int]) -> list[torc
         torch.empty(0),
         torch.arange(entries),
         (entries,),
-        (Teacher(0, parts.target.final_norm, parts.drafter.lm_head.weight),),
+        (Teacher(parts.target.final_norm, parts.drafter.lm_head.weight),),
     )
     with torch.no_grad():
         steps = list(unroll(parts.drafter, batch, parts.target.cos_sin, len(drafted) + 1))
