@@ -1,10 +1,10 @@
-"""Decoding at a fixed batch: `off` and each strategy, on the warmed policy, SmolLM2, a 7B shape.
+"""Decoding at a fixed batch: `off` and each strategy, on the warmed policy, SmolLM2, Qwen2.5.
 
 `median_us` is the device time of a pass in which all requests of the batch run, `tokens_per_s`
-counts the tokens of all requests. The 7B shape has random weights, so no draft would be accepted.
-Its `tokens_per_s` with speculation comes from its own pass time and the accept length of the warmed
-policy with the same strategy (`decode-accept.json`: how many requests emitted 1, 2, .. tokens in a
-pass). Such rows are marked `synthetic`.
+counts the tokens of all requests. The shapes of Qwen2.5 have random weights, so no draft would be
+accepted. With speculation the `tokens_per_s` of 7B comes from its own pass time and the accept
+length of the warmed policy with the same strategy (`decode-accept.json`: how many requests emitted
+1, 2, .. tokens in a pass). Such rows are marked `synthetic`. 0.5B and 1.5B decode with `off` alone.
 
 `pass_over_off` of a row is the cost of its pass. `pass_cost_over_plain_b1_x` is that of the fastest
 strategy of depth 4, not that of the cheapest pass.
@@ -25,12 +25,22 @@ from driver.rollout.runner import Burst, PassRunner
 from driver.run.assemble import Rollout
 from profiling.rig.bench import Bench, say
 from profiling.rig.results import RESULTS, newest_first
-from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape
+from profiling.rig.subjects import (
+    QWEN2_05B,
+    QWEN2_7B,
+    QWEN2_15B,
+    Subject,
+    fix_bandit,
+    of_checkpoint,
+    of_shape,
+)
 from profiling.rig.workload import accept_length
 from tlt_ext.limits import MAX_EMITTED
 
 NEEDS_WARM_START = True
 SHAPE_WORDS = ["model.dtype=bfloat16", "drafter.draft_vocab=16384", "drafter.unroll=1"]
+SHAPES = {"qwen2_05b": QWEN2_05B, "qwen2_15b": QWEN2_15B, "qwen2_7b_shape": QWEN2_7B}
+DENSE = 64  # requests, of the targets of the dense phase
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 QUICK_BATCHES = [1, 32]  # of the targets
 STRATEGIES = [
@@ -218,6 +228,8 @@ def book_warmed(bench: Bench, got: Cells) -> None:
         bench.got["smollm2_b1_us"] = round(off["pass_us"], 1)
         tail = [cell["host_share"] for (batch, _), cell in got.items() if batch <= TAIL]
         bench.got["tail_host_share"] = round(max(tail), 4)
+        if dense := [cell["host_share"] for (batch, _), cell in got.items() if batch >= DENSE]:
+            bench.got["dense_host_share"] = round(max(dense), 4)
         if drafted := [got[1, s] for s in DEPTH4 if (1, s) in got]:
             fastest = max(drafted, key=lambda cell: cell["tokens_per_s"])
             cost = fastest["pass_us"] / off["pass_us"]
@@ -244,10 +256,16 @@ def run(bench: Bench) -> None:
         plain = of_checkpoint("smollm2", bench.words, warmed=False, note=say)
         grid(bench, plain, batches, ["ngram:6,1,7"])
         del plain
-    if bench.wanted("qwen2_7b_shape"):
-        shape = of_shape("qwen2_7b_shape", [*bench.words, *SHAPE_WORDS], QWEN2_7B, "cuda")
-        got = grid(bench, shape, batches, STRATEGIES[1:], accepts)
+    for name, config in SHAPES.items():
+        if not bench.wanted(name):
+            continue
+        shape = of_shape(name, [*bench.words, *SHAPE_WORDS], config, "cuda")
+        large = config is QWEN2_7B
+        sizes = batches if large else sorted({*batches, DENSE})
+        got = grid(bench, shape, sizes, STRATEGIES[1:] if large else [], accepts)
         if (1, "off") in got:
             read_us = shape.num_bytes / bench.copy_gb_per_s / 1e3
             share = read_us / got[1, "off"]["pass_us"]
-            bench.got["qwen2_7b_shape_b1_of_weight_read"] = round(share, 4)
+            bench.got[f"{name}_b1_of_weight_read"] = round(share, 4)
+        if name == "qwen2_15b" and (DENSE, "off") in got:
+            bench.got["qwen2_15b_b64_us"] = round(got[DENSE, "off"]["pass_us"], 1)

@@ -1,4 +1,4 @@
-"""A whole captured decode step, embedding to logits: SmolLM2-135M, and four layers of Qwen2-7B.
+"""A whole captured decode step, embedding to logits: SmolLM2, shapes of Qwen2.5 (7B: four layers).
 
 Weights are random, because the time of a step does not depend on them. The bytes of a step are the
 weights with the head, and the keys and values of the context.
@@ -17,12 +17,14 @@ from driver.model.target import TargetModel
 from profiling.benches.attention import PAGE_SIZE, Case, make_rows
 from profiling.rig import timing
 from profiling.rig.bench import Bench
-from profiling.rig.subjects import QWEN2_7B, SMOLLM2, of_shape
+from profiling.rig.subjects import QWEN2_05B, QWEN2_7B, QWEN2_15B, SMOLLM2, of_shape
 
 CONTEXT = 512  # tokens of each request
-CASES = [(1, 1), (8, 1), (32, 1), (1, 16), (8, 16), (1, 64)]  # requests, rows of each
+CASES = [(1, 1), (8, 1), (32, 1), (64, 1), (1, 16), (8, 16), (1, 64)]  # requests, rows of each
 SHAPES: dict[str, LlamaConfig | Qwen2Config] = {
     "smollm2": SMOLLM2,
+    "qwen2_05b": QWEN2_05B,
+    "qwen2_15b": QWEN2_15B,
     "qwen2_7b_4_layers": copy.copy(QWEN2_7B),
 }
 SHAPES["qwen2_7b_4_layers"].update({"num_hidden_layers": 4})

@@ -48,19 +48,28 @@ SMOLLM2 = LlamaConfig(
     tie_word_embeddings=True,
     eos_token_id=0,
 )
-QWEN2_7B = Qwen2Config(
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    max_position_embeddings=32768,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,  # type: ignore[call-arg]
-    tie_word_embeddings=False,
-    eos_token_id=151643,
-)
+
+
+def qwen2(
+    hidden: int, intermediate: int, layers: int, heads: int, kv: int, **more: Any
+) -> Qwen2Config:
+    """The shape of a model of Qwen2.5."""
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        eos_token_id=151643,
+        **{"vocab_size": 151936, "rope_theta": 1e6, "tie_word_embeddings": True, **more},
+    )
+
+
+QWEN2_05B = qwen2(896, 4864, 24, 14, 2)
+QWEN2_15B = qwen2(1536, 8960, 28, 12, 2)
+QWEN2_7B = qwen2(3584, 18944, 28, 28, 4, vocab_size=152064, tie_word_embeddings=False)
 
 
 @dataclass
