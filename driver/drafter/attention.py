@@ -24,6 +24,8 @@ from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 TOLERANCE = 0.05  # relative, of half precision against half precision
+_flash = torch.ops.aten._flash_attention_forward
+_flash_backward = torch.ops.aten._flash_attention_backward
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,7 @@ def chain_attention(
 def flash_works(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> bool:
-    """Whether FlashAttention supports these shapes here; checked once, against the reference.
-
-    Args:
-        device: False unless it is a GPU.
-        dtype: of queries, keys and values.
-        heads, kv_heads, head_dim: of the drafter.
-    """
+    """Whether FlashAttention supports these shapes on this GPU; checked once, by the reference."""
     if device.type != "cuda" or dtype not in HALF:
         return False
     error = _flash_error(device, dtype, heads, kv_heads, head_dim)
@@ -156,34 +152,6 @@ def _by_segment(
     return torch.cat(outputs, 2).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Any, ...]:
-    """Causal attention within pieces: output, log-sum-exp [heads, T], inputs of its backward."""
-    bounds, longest = segments.offsets, segments.longest
-    out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
-    )
-    return out, lse, rng, unused
-
-
-def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rng: Tensor,
-    unused: Tensor,
-    segments: Segments,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    bounds, longest = segments.offsets, segments.longest
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, rng, unused,
-        scale=scale,
-    )  # fmt: skip
-
-
 class _Chain(torch.autograd.Function):
     """FlashAttention over the committed entries, merged with the scores of the drafted ones."""
 
@@ -198,7 +166,11 @@ class _Chain(torch.autograd.Function):
         segments: Segments,
         scale: float,
     ) -> Tensor:
-        out, lse, rng, unused = _flash(q, k, v, segments, scale)
+        bounds, longest = segments.offsets, segments.longest
+        # `lse` is the log-sum-exp [heads, T] of the causal attention within pieces.
+        out, lse, rng, unused, _ = _flash(
+            q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+        )
         wide = torch.promote_types(q.dtype, torch.float32)
         grouped = q.to(wide).unflatten(1, (k.shape[1], -1))  # [T, kv_heads, groups, head_dim]
         scores = scale * (grouped * drafted_k[:, :, :, None]).sum(-1)  # [j, T, kv_heads, groups]
@@ -216,10 +188,11 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, drafted_k, drafted_v, drafted, merged, total, rng, unused = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad, bounds, longest = grad.contiguous(), ctx.segments.offsets, ctx.segments.longest
         dq, dk, dv = _flash_backward(
-            grad, q, k, v, merged, total, rng, unused, ctx.segments, ctx.scale
-        )
+            grad, q, k, v, merged, total, bounds, bounds, longest, longest, 0.0, True, rng, unused,
+            scale=ctx.scale,
+        )  # fmt: skip
         if not len(drafted):
             return dq, dk, dv, torch.zeros_like(drafted_k), torch.zeros_like(drafted_v), None, None
         kv_heads, wide = k.shape[1], drafted.dtype

@@ -50,11 +50,9 @@ class WeightAverage:
         return {**self.drafter.state_dict(), **self.values}
 
     def load(self, drafted: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
-        """Loads both in place.
+        """Loads in place a drafter's state with averaged weights, and the trained weights.
 
-        Args:
-            drafted: state of a drafter with averaged weights.
-            trained: the trained weights by name; {} for a drafter without an average.
+        The latter are {} for a drafter without an average.
         """
         self.drafter.load_state_dict({**drafted, **trained})
         for name, value in self.values.items():

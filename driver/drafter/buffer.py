@@ -72,14 +72,10 @@ class Piece:
 
 
 class HostRing:
-    """A ring of feature rows in host memory, pinned if the features are on a GPU.
+    """A ring of `rows` feature rows in host memory, pinned if the features are on a GPU.
 
     Copies run on a separate stream, after the reads of what they overwrite, so neither the rollout
     nor the training waits for them.
-
-    Args:
-        rows: capacity.
-        like: features of a document.
     """
 
     def __init__(self, rows: int, like: Tensor) -> None:
@@ -89,14 +85,10 @@ class HostRing:
         self._held: deque[tuple[int, int, Document]] = deque()  # in the order of the rows
 
     def put(self, document: Document, read: torch.cuda.Event | None) -> Document:
-        """Copies a document in; first drop the documents that `overwritten` returns.
+        """The document with its features copied into the ring.
 
-        Args:
-            document: on the device, no longer than the ring.
-            read: recorded after the last reads of the ring; None: there were none.
-
-        Returns:
-            The document with its features in the ring.
+        First drop the documents that `overwritten` returns. `read` was recorded after the last
+        reads of the ring.
         """
         begin = self._place(len(document.features))
         rows = self.rows[begin : begin + len(document.features)]
@@ -176,11 +168,7 @@ class DataBuffer:
             return {"device": sum(held), "host": self._host.rows.nbytes if self._host else 0}
 
     def reserve(self, like: Tensor) -> None:
-        """Allocates the host memory, once; pinning a lot of it takes seconds.
-
-        Args:
-            like: features of a document of any length.
-        """
+        """Allocates the host memory for features like these, once; pinning it takes seconds."""
         if self.spill and self._host is None:
             self._host = HostRing(self.spill, like)
 
@@ -238,24 +226,26 @@ class DataBuffer:
         """Keeps the longest documents of the step that ended and drops the rest."""
         with self.lock:
             budget = int((self.capacity + self.spill) * self.keep_long)
-            self.kept = []
+            kept: list[Document] = []
             for document in sorted(self.fresh, key=len, reverse=True):
                 if len(document) <= budget:
                     budget -= len(document)
-                    self.kept.append(document)
-            self.fresh = []
-            self._on_device = sum(len(d) for d in self.kept if not d.spilled)
+                    kept.append(document)
+            self._hold([], kept)
 
     def drop_kept(self) -> None:
         """Drops the documents of the previous step."""
         with self.lock:
-            self._on_device -= sum(len(d) for d in self.kept if not d.spilled)
-            self.kept = []
+            self._hold(self.fresh, [])
 
     def clear(self) -> None:
         """Drops every document; token counts stay."""
         with self.lock:
-            self.fresh, self.kept, self._on_device = [], [], 0
+            self._hold([], [])
+
+    def _hold(self, fresh: list[Document], kept: list[Document]) -> None:
+        self.fresh, self.kept = fresh, kept
+        self._on_device = sum(len(d) for d in fresh + kept if not d.spilled)
 
     def sample(self, tokens: int, draw: int, most: int = 1 << 30) -> list[Piece]:
         """Draws a training batch.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,14 @@ class DraftCheckpoints:
 
     Attributes:
         stall_s: seconds of the longest `save`.
-
-    Example:
-        >>> checkpoints = DraftCheckpoints(Path("runs/tiny/drafter"))
-        >>> checkpoints.save(lambda: {"weight": torch.ones(2)}, 8)  # doctest: +SKIP
-        True
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder, self.keep = folder, keep
         self.stall_s = 0.0
         self.copies = HostCopies()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "draft-checkpoint")
+        self._writes: list[Future[None]] = []  # since the last `collect`; one runs at a time
 
     def save(self, state: Callable[[], Mapping[str, Any]], step: int) -> bool:
         """Copies a state and starts writing it.
@@ -57,50 +52,45 @@ class DraftCheckpoints:
             False if it was skipped, since the previous one is still being written.
         """
         begin = time.perf_counter()
-        if self._thread is not None and self._thread.is_alive():
+        if self._writes and not self._writes[-1].done():
             return False
         copy, wait = self.copies.take(state())
-        self._thread = threading.Thread(
-            target=self._write, args=(copy, step, wait), name="draft-checkpoint", daemon=True
-        )
-        self._thread.start()
+        self._writes.append(self._thread.submit(self._write, copy, step, wait))
         self.stall_s = max(self.stall_s, time.perf_counter() - begin)
         return True
 
     def _write(self, state: Any, step: int, wait: Callable[[], None]) -> None:
         final = self.folder / f"step-{step:08d}.pt"
         scratch = self.folder / f".new-{final.name}"
-        try:
-            wait()
-            with storage_errors(final):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                try:
-                    with scratch.open("wb") as file:
-                        torch.save(state, file)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    os.replace(scratch, final)
-                    sync_path(self.folder)
-                finally:
-                    scratch.unlink(missing_ok=True)
-                for _, old in self._whole()[: -self.keep]:
-                    old.unlink()
-        except Exception as error:  # `collect` reports it
-            self._error = error
+        wait()
+        with storage_errors(final):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with scratch.open("wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(scratch, final)
+                sync_path(self.folder)
+            finally:
+                scratch.unlink(missing_ok=True)
+            for _, old in self._whole()[: -self.keep]:
+                old.unlink()
 
     def collect(self, wait: bool = True) -> None:
-        """Warns of an error in the thread.
+        """Warns if a checkpoint could not be written.
 
         Args:
-            wait: wait for the thread to end; otherwise a running thread is left to the next call.
+            wait: whether to wait for the last one; otherwise one in flight is left to the next
+                call.
         """
-        if self._thread is not None and (wait or not self._thread.is_alive()):
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        if not self._writes or not (wait or self._writes[-1].done()):
+            return
+        errors = [error for write in self._writes if (error := write.exception())]
+        self._writes.clear()
+        if errors:
             warnings.warn(
-                f"drafter checkpoint not written ({error}); training and rollout go on",
+                f"drafter checkpoint not written ({errors[-1]}); training and rollout go on",
                 stacklevel=2,
             )
 

@@ -35,10 +35,6 @@ class Coordinator:
 
     Attributes:
         changes: (wall clock, state from then on) of the step.
-
-    Example:
-        >>> coordinator.start(step, 0)  # on every rank, before its rollout
-        >>> coordinator.finished()      # after it; returns when all ranks have finished
     """
 
     def __init__(self, world: World, spot: SpotTrainer, min_ranks: int = 1) -> None:
@@ -67,6 +63,8 @@ class Coordinator:
 
     def finished(self) -> None:
         """Trains with the other idle ranks until all ranks have finished their rollouts.
+
+        Call on every rank after its rollout.
 
         Raises:
             UserError: a rank was lost.
@@ -131,11 +129,10 @@ class Coordinator:
         group = self._group(ranks)
         if len(ranks) > 1:
             self._share_drafter(ranks[0], group)
-        leads = self.world.rank == ranks[0]
-        while True:
+        leads, ended = self.world.rank == ranks[0], False
+        while not ended:
             stop = leads and (self._all_finished() or len(self._idle()) > len(ranks))
-            if self._micro_step(stop, group):
-                break
+            ended = self._micro_step(stop, group)
         self._enter(IDLE)
         self.world.enter(WAITS)
 

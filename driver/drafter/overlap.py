@@ -83,10 +83,7 @@ class OverlapTuner:
         """Times training steps during decoding, in partitions of each size.
 
         The steps of each size are short enough for a stop. The size that would train most within
-        the budget is then measured again at duty cycles that keep to it.
-
-        Args:
-            budget: slowdown allowed.
+        the budget, a slowdown, is then measured again at duty cycles that keep to it.
 
         Raises:
             RuntimeError: partitions are not supported, or training failed.
@@ -125,7 +122,7 @@ class OverlapTuner:
         decode()  # warm-up
         alone_s = statistics.median(decode() or 0.0 for _ in range(TRIALS))
         spot.start()
-        passes = [decode() or alone_s]
+        passes = [decode() or alone_s]  # this one may have begun before a step did
         done, begin = spot.steps, time.perf_counter()
         while len(passes) <= TRIALS or spot.steps < done + TRIALS:
             passes.append(decode() or alone_s)
@@ -133,10 +130,8 @@ class OverlapTuner:
                 raise RuntimeError("training ended during its measurement")
         step_s = (time.perf_counter() - begin) / (spot.steps - done)
         spot.stop()
-        # The first call may have begun before a step did.
-        during_s = statistics.median(passes[1:])
         sms, rows, duty = placement.partition.sms, placement.rows, placement.duty
-        return Overlap.of(sms, alone_s, during_s, step_s, rows, duty)
+        return Overlap.of(sms, alone_s, statistics.median(passes[1:]), step_s, rows, duty)
 
 
 def sizes_of(device: torch.device) -> list[int]:

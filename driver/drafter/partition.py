@@ -22,29 +22,20 @@ MARGIN = 0.85  # share of the budget to aim at, since the next measurement may b
 
 @dataclass(frozen=True)
 class Overlap:
-    """Measured cost of training during decoding, with one placement.
+    """Measured cost of training during decoding, with one placement."""
 
-    Attributes:
-        sms: multiprocessors.
-        slowdown: time of a decode pass during training over that alone.
-        step_s: seconds between two training steps, rests included.
-        tokens_per_ms: tokens trained for each millisecond that the tail gets longer.
-        rows: entries of a step.
-        duty: share of the time in which steps run.
-    """
-
-    sms: int
-    slowdown: float
-    step_s: float
-    tokens_per_ms: float
-    rows: int
-    duty: float = 1.0
+    sms: int  # multiprocessors
+    slowdown: float  # time of a decode pass during training over that alone
+    step_s: float  # seconds between two training steps, rests included
+    tokens_per_ms: float  # tokens trained for each millisecond that the tail gets longer
+    rows: int  # entries of a step
+    duty: float = 1.0  # share of the time in which steps run
 
     @staticmethod
     def of(
         sms: int, alone_s: float, during_s: float, step_s: float, rows: int, duty: float = 1.0
     ) -> Overlap:
-        """From the times of a decode pass alone and during training, and of a training step."""
+        """The cost by the times of a decode pass, alone and during training, and of a step."""
         slowdown = during_s / alone_s
         delay = max(slowdown - 1.0, 1e-3) / slowdown  # share of the tail
         return Overlap(sms, slowdown, step_s, rows / step_s / delay / 1e3, rows, duty)
@@ -76,10 +67,6 @@ def choose_overlap(
     Returns:
         The fastest of the candidates that keep to the budget, stop within `STOP_S`, and train more
         tokens per delay than serial steps do.
-
-    Example:
-        >>> choose_overlap([Overlap.of(8, 1e-3, 1.05e-3, 4e-3, 256)], 256e3, 1.06).sms
-        8
     """
     good = [
         o
@@ -90,16 +77,10 @@ def choose_overlap(
 
 
 class Partition:
-    """A set of multiprocessors with a stream that runs on them only.
-
-    Args:
-        sms: how many; the driver may round up.
-        device: the GPU.
+    """A CUDA green context: multiprocessors (the driver may round up), and a stream on them only.
 
     Raises:
         RuntimeError: torch or the driver does not support green contexts.
-
-    Source: CUDA green contexts.
     """
 
     def __init__(self, sms: int, device: torch.device) -> None:
@@ -122,14 +103,8 @@ def partition_of(sms: int, device: torch.device) -> Partition:
 
 @dataclass(frozen=True)
 class Placement:
-    """How training steps run during the tail.
-
-    Attributes:
-        partition: where.
-        rows: entries of a step.
-        duty: share of the time in which steps run.
-    """
+    """How training steps run during the tail."""
 
     partition: Partition
-    rows: int
-    duty: float = 1.0
+    rows: int  # entries of a step
+    duty: float = 1.0  # share of the time in which steps run

@@ -43,11 +43,9 @@ class StepThread:
         return threading.current_thread() is self.thread
 
     def start(self, stream: torch.cuda.Stream | None, duty: float = 1.0) -> None:
-        """Starts the thread.
+        """Starts the thread, on a stream or on the CPU.
 
-        Args:
-            stream: of its work; None: on the CPU.
-            duty: share of the time in which it makes steps; it rests for the remainder.
+        `duty` is the share of the time in which it makes steps; it rests for the remainder.
         """
         self._stop.clear()
         self.thread = threading.Thread(

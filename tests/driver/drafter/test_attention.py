@@ -40,32 +40,30 @@ def plain(parts: list[torch.Tensor], steps: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def causal(segments: Segments) -> torch.Tensor:
-    document = torch.repeat_interleave(
-        torch.arange(len(segments.offsets) - 1), segments.offsets.diff()
-    )
+def causal(offsets: torch.Tensor) -> torch.Tensor:
+    document = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
     row = torch.arange(len(document))
     return (document[:, None] == document) & (row[:, None] >= row)
 
 
-def scores_of(q, k, segments, scale):
+def scores_of(q, k, offsets, scale):
     k = k.repeat_interleave(HEADS // KV_HEADS, 1)
     scores = scale * torch.einsum("thd,shd->hts", q, k)
-    return scores.masked_fill(~causal(segments), float("-inf"))
+    return scores.masked_fill(~causal(offsets), float("-inf"))
 
 
-def dense(q, k, v, segments, scale):
+def dense(q, k, v, offsets, *settings, scale):
     """What the forward pass of FlashAttention returns."""
-    scores = scores_of(q, k, segments, scale)
+    scores = scores_of(q, k, offsets, scale)
     v = v.repeat_interleave(HEADS // KV_HEADS, 1)
     out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
-    return out, scores.logsumexp(-1), torch.zeros(2), torch.zeros(0)
+    return out, scores.logsumexp(-1), torch.zeros(2), torch.zeros(0), None
 
 
-def dense_backward(grad, q, k, v, out, lse, rng, unused, segments, scale):
+def dense_backward(grad, q, k, v, out, lse, offsets, *settings, scale):
     """What its backward pass computes from the given output and log-sum-exp."""
     wide_k, wide_v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    share = (scores_of(q, k, segments, scale) - lse[..., None]).exp()
+    share = (scores_of(q, k, offsets, scale) - lse[..., None]).exp()
     delta = (grad * out).sum(-1).t()[..., None]
     ds = scale * share * (torch.einsum("thd,shd->hts", grad, wide_v) - delta)
     dk, dv = torch.einsum("hts,thd->shd", ds, q), torch.einsum("hts,thd->shd", share, grad)
@@ -116,13 +114,13 @@ def test_unknown_lengths_are_refused_where_they_are_needed():
 def test_flash_attention_is_checked_before_it_is_used(monkeypatch, fault, reason):
     """A correct one, one with a wrong backward pass, one that is missing."""
 
-    def flash(*inputs):
+    def flash(*inputs, scale):
         if isinstance(fault, Exception):
             raise fault
-        return dense(*inputs)
+        return dense(*inputs, scale=scale)
 
-    def backward(*inputs):
-        return tuple(x * fault for x in dense_backward(*inputs))
+    def backward(*inputs, scale):
+        return tuple(x * fault for x in dense_backward(*inputs, scale=scale))
 
     monkeypatch.setattr(draft_attention, "_flash", flash)
     monkeypatch.setattr(draft_attention, "_flash_backward", backward)

@@ -65,7 +65,7 @@ def test_the_state_at_the_save_is_written_without_waiting(tmp_path, monkeypatch)
     made = []
     assert not checkpoints.save(lambda: made.append(1), 2) and not made  # still being written
     checkpoints.collect(wait=False)
-    assert checkpoints.stall_s < 250 and checkpoints._thread.is_alive()
+    assert checkpoints.stall_s < 250 and not checkpoints._writes[-1].done()
     go.set()
     checkpoints.collect()
     step, back = checkpoints.latest()
@@ -113,7 +113,7 @@ def test_a_full_disk_is_a_warning_and_leaves_no_file(tmp_path, monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert checkpoints.save(lambda: state(2.0), 2)
-            checkpoints._thread.join()
+            assert checkpoints._writes[-1].exception()
         with pytest.warns(UserWarning, match="No space left on device.*; training and rollout go"):
             checkpoints.collect()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.pt"]
@@ -184,7 +184,8 @@ def test_a_trainer_resumes_from_its_newer_checkpoint(tmp_path):
         if step == 4:
             torch.save(trainer.state_dict(), file)
         trainer.micro_step()
-        trainer.checkpoints._thread and trainer.checkpoints._thread.join()
+        for write in trainer.checkpoints._writes:
+            write.result()
         if step == 7:
             wanted = {name: value.clone() for name, value in parts.drafter.state_dict().items()}
             average = {name: w.clone() for name, w in trainer.step.average.values.items()}
@@ -220,7 +221,7 @@ def test_training_and_rollout_go_on_while_the_disk_is_full(tmp_path, monkeypatch
         warnings.simplefilter("error")
         for _ in range(4):
             trainer.on_pass(1)
-        trainer.checkpoints._thread.join()
+        assert trainer.checkpoints._writes[-1].exception()
     with pytest.warns(UserWarning, match="drafter checkpoint not written .*No space left"):
         trainer.finish()
         trainer.close()
