@@ -22,7 +22,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from driver.records.plots import PHASE_COLORS, new_figure, plot_active, strategy_colors, styled
+from driver.records.plots import (
+    PHASE_COLORS,
+    new_figure,
+    plot_active,
+    save,
+    strategy_colors,
+    styled,
+)
 from driver.rollout.stats import QUARTERS
 from profiling.rig.results import RESULTS, TARGETS_CARD
 
@@ -78,7 +85,9 @@ def draw_active(traces: Mapping[str, Sequence[Sequence]], folder: Path) -> list[
     made = []
     for arm in filter(traces.__contains__, ACTIVE_ARMS):
         made.append(folder / f"active-{re.sub('[^a-z0-9]+', '-', arm)}.png")
-        plot_active([(at, active, strategy) for at, active, strategy in traces[arm]], made[-1])
+        save(
+            plot_active([(at, active, strategy) for at, active, strategy in traces[arm]]), made[-1]
+        )
     return made
 
 

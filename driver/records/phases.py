@@ -107,7 +107,7 @@ class StepTimes:
         booked = {
             name.removeprefix("timing_s/"): value
             for name, value in record.items()
-            if name.startswith("timing_s/")
+            if name.startswith("timing_s/") and value is not None
         }
         step = booked.pop("step") - sum(booked.pop(name, 0.0) for name in APART)
         phases = {name: booked.pop(name, 0.0) for name in PHASES}

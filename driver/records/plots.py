@@ -1,11 +1,13 @@
-"""Figures of a run, drawn from `metrics.jsonl` and from records of one rollout."""
+"""Figures of a run: PNG files in its folder, and SVG in its report."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,187 +20,127 @@ from ..config.strategy import KINDS, Strategy
 from .phases import PHASES, StepTimes
 
 Records = Sequence[Mapping[str, Any]]
+Passes = Sequence[tuple[float, int, str]]
 
 TRAIN_REWARD = "critic/rewards/mean"
 HELD_OUT = "eval/accuracy"
 ACCEPT_LENGTH = "spec/accept_length"
+SMOOTH = 5  # steps of a moving mean
+MAX_BARS = 80  # of step times
+MAX_MARKERS = 100  # of a curve
+WHOLE = ("step", "responses", "active requests")  # axes of integers
 
 _BLUE, _ORANGE, _GREY = "#2563ab", "#d1641b", "#8a8f98"
 # States of a rank (driver/drafter/coordinator.py).
 RANK_COLORS = {"busy": _BLUE, "idle": "#dfe2e6", "training": _ORANGE, "update": "#9db0a3"}
 RANK_NAMES = {"busy": "rollout", "idle": "idle", "training": "drafter training", "update": "update"}
-# The legend is below the axes if the data fills them.
-_BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "columnspacing": 1.2}
-
 # Colours of the phases of a step, in order, and of the rest.
 PHASE_COLORS = ("#2563ab", "#9cc9ea", "#f2c48d", "#d1641b", "#4f9d69", "#7a5ea8", "#c9ccd1")
 
 
-def plot_rewards(records: Records, path: Path) -> None:
-    """Training reward and held-out accuracy by step.
-
-    Args:
-        records: lines of `metrics.jsonl`; absent and null values are left out.
-        path: the PNG to write.
-
-    Raises:
-        UserError: the file cannot be written.
-
-    Example:
-        >>> plot_rewards([{"step": 1, "critic/rewards/mean": 0.5}], Path("r.png"))  # doctest: +SKIP
-    """
+def plot_rewards(records: Records) -> Figure:
+    """Training reward and held-out accuracy by step, from lines of `metrics.jsonl`."""
     figure, axes = new_figure("Reward by step", "step", "mean reward, share correct")
-    steps, train = _series(records, TRAIN_REWARD)
-    if train:
-        axes.plot(steps, train, color=_BLUE, alpha=0.35, linewidth=1, marker=".", label="train")
-    if len(train) >= 5:
-        smooth = np.convolve(train, np.ones(5) / 5, mode="valid")
-        axes.plot(steps[4:], smooth, color=_BLUE, linewidth=2, label="train, mean of last 5")
-    steps, held_out = _series(records, HELD_OUT)
-    if held_out:
-        axes.plot(steps, held_out, color=_ORANGE, linewidth=1.5, marker="o", label="held out")
-    _finish(figure, axes, path, empty=not (train or held_out))
+    draw_curve(axes, *with_gaps(records, TRAIN_REWARD), label="train", smooth=SMOOTH)
+    found = [(r["step"], r[HELD_OUT]) for r in records if r.get(HELD_OUT) is not None]
+    if found:
+        axes.plot(*zip(*found, strict=True), color=_ORANGE, marker="o", label="held out")
+    return _finished(figure, axes)
 
 
-def plot_lengths(lengths: Sequence[int], limit: int, path: Path) -> None:
+def plot_lengths(lengths: Sequence[float], limit: int | None = None) -> Figure:
     """Histogram of response lengths with p50, p75 and the maximum marked.
 
     Args:
         lengths: tokens of each response, EOS included.
-        limit: `sampling.max_new_tokens`.
-        path: the PNG to write.
-
-    Raises:
-        UserError: the file cannot be written.
-
-    Example:
-        >>> plot_lengths([3, 5, 40], 64, Path("lengths.png"))  # doctest: +SKIP
+        limit: `sampling.max_new_tokens`, if it is known.
     """
     figure, axes = new_figure("Response lengths", "response length (tokens)", "responses")
     if lengths:
-        longest = max(lengths)
+        longest = round(max(lengths))
         axes.hist(lengths, bins=_bins(longest), color=_BLUE, alpha=0.7)
-        at_limit = sum(length >= limit for length in lengths)
-        marks = [
-            (f"p50 = {np.percentile(lengths, 50):.0f}", np.percentile(lengths, 50), "-"),
-            (f"p75 = {np.percentile(lengths, 75):.0f}", np.percentile(lengths, 75), "--"),
-            (f"max = {longest}", longest, ":"),
-        ]
-        for label, value, style in marks:
+        p50, p75 = np.percentile(lengths, (50, 75))
+        for name, value, style in (("p50", p50, "-"), ("p75", p75, "--"), ("max", longest, ":")):
+            label = f"{name} = {value:.0f}"
             axes.axvline(value, color=_ORANGE, linestyle=style, linewidth=1.8, label=label)
-        axes.set_title(
-            f"Response lengths: {len(lengths)} responses, {at_limit} at the limit of {limit}"
-        )
+        title = f"Response lengths: {len(lengths)} responses"
+        if limit is not None:
+            title += f", {sum(n >= limit for n in lengths)} at the limit of {limit}"
+        axes.set_title(title)
         axes.set_xlim(left=0)
-    _finish(figure, axes, path, empty=not lengths)
+    return _finished(figure, axes)
 
 
-def plot_active(passes: Sequence[tuple[float, int, str]], path: Path) -> None:
+def plot_active(passes: Passes, colors: Mapping[str, str] | None = None) -> Figure:
     """Active requests over the time of one rollout, coloured by strategy: the long tail.
 
     Args:
         passes: (seconds since the rollout's start, active requests, strategy), by rising time; each
             holds until the next. The last entry is the end of the rollout.
-        path: the PNG to write.
-
-    Raises:
-        UserError: the file cannot be written.
-
-    Example:
-        >>> plot_active([(0.0, 8, "off"), (1.5, 2, "ngram:4,1,5"), (2.0, 0, "off")],
-        ...             Path("active.png"))  # doctest: +SKIP
+        colors: of the strategies; None = those of `strategy_colors`.
     """
     figure, axes = new_figure("Active requests in one rollout", "time (s)", "active requests")
-    shown = [text for _, _, text in passes[:-1]]
-    colors = strategy_colors(shown)
-    for text, color in colors.items():
-        start = [here[0] for here in passes[:-1] if here[2] == text]
-        width = [
-            after[0] - here[0]
-            for here, after in zip(passes, passes[1:], strict=False)
-            if here[2] == text
-        ]
-        height = [here[1] for here in passes[:-1] if here[2] == text]
-        label = f"{text} ({sum(width):.1f} s)"
-        axes.bar(start, height, width, align="edge", color=color, linewidth=0, label=label)
-    if passes:
-        times, active = [p[0] for p in passes], [p[1] for p in passes]
-        axes.step(times, active, where="post", color="black", linewidth=0.8)
+    if len(passes) > 1:
+        times, active, names = zip(*passes, strict=True)
+        seconds = dict.fromkeys(names[:-1], 0.0)
+        for name, begin, end in zip(names, times, times[1:], strict=False):
+            seconds[name] += end - begin
+        for name, color in (colors or strategy_colors(seconds)).items():
+            if name in seconds:
+                height = np.where(np.array(names) == name, active, 0)
+                label = f"{name} ({seconds[name]:.1f} s)"
+                axes.fill_between(times, height, step="post", color=color, linewidth=0, label=label)
+        axes.step(times, active, where="post", color="#555b66", linewidth=0.8)
         axes.set_xlim(0, times[-1] or None)
         axes.set_ylim(bottom=0)
-    _finish(figure, axes, path, empty=not shown, legend=_BELOW | {"ncols": 4})
+    return _finished(figure, axes, below=True)
 
 
-def plot_accept_length(records: Records, path: Path) -> None:
-    """Mean tokens emitted per speculative pass, by step.
-
-    Args:
-        records: lines of `metrics.jsonl`.
-        path: the PNG to write.
-
-    Raises:
-        UserError: the file cannot be written.
-
-    Example:
-        >>> plot_accept_length([{"step": 1, "spec/accept_length": 2.1}], Path("a.png"))
-        ... # doctest: +SKIP
-    """
-    figure, axes = new_figure(
-        "Accept length by step", "step", "tokens emitted per speculative pass"
-    )
-    _, values = _series(records, ACCEPT_LENGTH)
-    if values:
-        steps = [record["step"] for record in records]
-        # A step without speculation is a gap.
-        shown = [r[ACCEPT_LENGTH] if _present(r, ACCEPT_LENGTH) else np.nan for r in records]
-        axes.plot(steps, shown, color=_BLUE, linewidth=1.8, marker=".", label="accept length")
+def plot_accept_length(records: Records) -> Figure:
+    """Mean tokens emitted per speculative pass, from lines of `metrics.jsonl`."""
+    title = "Accept length by step"
+    figure, axes = new_figure(title, "step", "tokens emitted per speculative pass")
+    steps, values = with_gaps(records, ACCEPT_LENGTH)
+    draw_curve(axes, steps, values, label="accept length")
+    if np.isfinite(values).any():
         axes.axhline(1, color=_GREY, linestyle="--", linewidth=1, label="1: drafting is useless")
-        axes.set_ylim(bottom=min(0.9, min(values)), top=max(values) * 1.08)
-    _finish(figure, axes, path, empty=not values)
+        axes.set_ylim(bottom=min(0.9, np.nanmin(values)), top=np.nanmax(values) * 1.08)
+    return _finished(figure, axes)
 
 
-def plot_step_times(records: Records, path: Path) -> None:
+def plot_step_times(records: Records) -> Figure:
     """Seconds of each phase of each step, stacked; evaluations and checkpoints are left out.
 
     Args:
-        records: lines of `metrics.jsonl`.
-        path: the PNG to write.
-
-    Raises:
-        UserError: the file cannot be written.
-
-    Example:
-        >>> plot_step_times([{"step": 1, "timing_s/gen": 2.0, "timing_s/step": 2.5}], Path("t.png"))
-        ... # doctest: +SKIP
+        records: lines of `metrics.jsonl`. Neighbouring steps of a long run share a bar.
     """
     figure, axes = new_figure("Where a step's time goes", "step", "seconds")
-    timed = [r for r in records if r["step"] > 0 and _present(r, "timing_s/step")]
-    steps, times = [r["step"] for r in timed], [StepTimes.of(r) for r in timed]
-    below = np.zeros(len(steps))
-    for name, color in zip((*PHASES, "other"), PHASE_COLORS, strict=True):
-        rest = name == "other"
-        height = np.array([t.other + t.unaccounted if rest else t.phases[name] for t in times])
-        if height.any():
-            axes.bar(steps, height, bottom=below, width=0.85, color=color, label=name)
-        below += height
-    _finish(figure, axes, path, empty=not timed, legend=_BELOW | {"ncols": 7})
+    timed = [r for r in records if r["step"] > 0 and r.get("timing_s/step") is not None]
+    if timed:
+        times = [StepTimes.of(r) for r in timed]
+        parts = {name: [t.phases[name] for t in times] for name in PHASES}
+        parts["other"] = [t.other + t.unaccounted for t in times]
+        whole = sum(map(sum, parts.values())) or 1.0
+        firsts = range(0, len(timed), -(-len(timed) // MAX_BARS))
+        left = np.array([timed[first]["step"] for first in firsts]) - 0.425
+        widths = np.diff(left, append=timed[-1]["step"] + 0.575) - 0.15
+        below = np.zeros(len(firsts))
+        for (name, seconds), color in zip(parts.items(), PHASE_COLORS, strict=True):
+            height = np.array([np.mean(seconds[f : f + firsts.step]) for f in firsts])
+            if height.any():
+                label = f"{name} {sum(seconds) / whole:.0%}"
+                axes.bar(left, height, widths, below, color=color, align="edge", label=label)
+            below += height
+    return _finished(figure, axes, below=True)
 
 
-def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]], path: Path) -> None:
+def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]]) -> Figure:
     """What each rank did, a row a rank: rollout, idle, drafter training, update.
 
     Args:
         states: of `ranks.json`: rank -> (seconds, state from then on).
-        path: the PNG to write.
-
-    Raises:
-        UserError: the file cannot be written.
-
-    Example:
-        >>> plot_ranks({"0": [(0.0, "busy"), (2.0, "idle")]}, Path("r.png"))  # doctest: +SKIP
     """
     figure, axes = new_figure("What each rank did", "seconds since the first rollout", "rank")
-    ends = [changes[-1][0] for changes in states.values() if changes]
     for rank, changes in states.items():
         for (begin, state), (end, _) in zip(changes, changes[1:], strict=False):
             axes.barh(int(rank), end - begin, left=begin, height=0.7, color=RANK_COLORS[state])
@@ -208,20 +150,38 @@ def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]], path: Path) ->
             axes.barh(0, 0, color=color, label=RANK_NAMES[state])
     if seen:
         axes.set_yticks([int(rank) for rank in states])
-        axes.set_xlim(0, max(ends))
+        axes.set_xlim(0, max(changes[-1][0] for changes in states.values() if changes))
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
-    _finish(figure, axes, path, empty=not seen, legend=_BELOW | {"ncols": len(RANK_COLORS)})
+    return _finished(figure, axes, below=True)
 
 
-def _series(records: Records, name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric, where it is present and not null."""
-    found = [(record["step"], record[name]) for record in records if _present(record, name)]
-    return [step for step, _ in found], [value for _, value in found]
+def with_gaps(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric; an absent value is NaN, which leaves a gap in a curve."""
+    values = [r[name] if r.get(name) is not None else np.nan for r in records]
+    return np.array([r["step"] for r in records], float), np.array(values, float)
 
 
-def _present(record: Mapping[str, Any], name: str) -> bool:
-    return name in record and record[name] is not None
+def draw_curve(
+    axes: Axes,
+    x: np.ndarray,
+    values: np.ndarray,
+    color: str = _BLUE,
+    label: str = "",
+    smooth: int = 1,
+    line: str = "-",
+) -> None:
+    """Draws values, if any is finite; with `smooth` faintly, and the mean of so many over them."""
+    if not np.isfinite(values).any():
+        return
+    marker = "." if len(values) <= MAX_MARKERS else ""
+    smooth = smooth if len(values) >= smooth else 1
+    look: dict[str, Any] = {"alpha": 0.35, "linewidth": 1} if smooth > 1 else {"linewidth": 1.8}
+    axes.plot(x, values, line, color=color, marker=marker, label=label, **look)
+    if smooth > 1:
+        mean = np.convolve(values, np.ones(smooth) / smooth, mode="valid")
+        text = f"{label}, mean of last {smooth}"
+        axes.plot(x[smooth - 1 :], mean, line, color=color, linewidth=2, label=text)
 
 
 def _bins(longest: int) -> list[float]:
@@ -248,6 +208,9 @@ def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     FigureCanvasAgg(figure)
     axes = styled(figure.add_subplot())
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    for axis, label in ((axes.xaxis, x_label), (axes.yaxis, y_label)):
+        if label in WHOLE:
+            axis.set_major_locator(MaxNLocator(integer=True))
     return figure, axes
 
 
@@ -256,25 +219,39 @@ def styled(axes: Axes) -> Axes:
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(_GREY)  # visible on a dark page too
+    axes.tick_params(color=_GREY)
     return axes
 
 
-def _finish(
-    figure: Figure,
-    axes: Axes,
-    path: Path,
-    *,
-    empty: bool,
-    legend: Mapping[str, Any] | None = None,
-) -> None:
-    if empty:
+def _finished(figure: Figure, axes: Axes, *, below: bool = False) -> Figure:
+    """Adds a legend, below the axes if the data fill them; without data, a text."""
+    if not axes.get_legend_handles_labels()[0]:
         axes.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axes.transAxes)
+    elif below:
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
     else:
-        axes.legend(frameon=False, **(legend or {}))
-    if axes.get_xlabel() == "step":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if axes.get_ylabel() in ("responses", "active requests"):
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(frameon=False)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a PNG.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
+
+
+def to_svg(figure: Figure) -> str:
+    """The figure as an `<svg>` element whose text is text and whose background is the page's."""
+    figure.set_size_inches(5.6, 3.4)  # its text is readable on a phone
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "path.simplify_threshold": 1.0}):
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+    text = out.getvalue()
+    return text[text.index("<svg") :]

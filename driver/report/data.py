@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -15,10 +15,6 @@ from ..common.errors import UserError
 from ..config.strategy import Strategy
 
 Record = dict[str, Any]
-Point = tuple[float, float]
-
-MAX_POINTS = 400  # of a curve
-MAX_PASSES = 1500  # of a rollout's record
 
 
 @dataclass
@@ -27,34 +23,23 @@ class RunData:
 
     name: str
     path: Path
-    records: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)  # finite numbers or None
     rollouts: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def series(self, metric: str) -> list[Point]:
-        """(step, value) where the metric is a finite number, thinned to `MAX_POINTS` means."""
-        return [point for line in self.lines(metric) for point in line]
-
-    def lines(self, metric: str) -> list[list[Point]]:
-        """The same in pieces: a step without a value ends one."""
-        pieces: list[list[Point]] = [[]]
-        for record in self.records:
-            if is_number(record.get(metric)):
-                pieces[-1].append((record["step"], record[metric]))
-            elif pieces[-1]:
-                pieces.append([])
-        size = -(-sum(map(len, pieces)) // MAX_POINTS) or 1
-        return [thin(piece, size) for piece in pieces if piece]
+    def series(self, metric: str) -> list[tuple[float, float]]:
+        """(step, value) where the metric has a value."""
+        values = [(record["step"], record.get(metric)) for record in self.records]
+        return [(step, value) for step, value in values if value is not None]
 
     def seconds(self) -> dict[float, float]:
         """Step -> seconds of the run up to its end, the warm-up included."""
         clock, total = {}, 0.0
         for record in self.records:
-            seconds = record.get("timing_s/step")
-            total += seconds if is_number(seconds) else 0.0
+            total += record.get("timing_s/step") or 0.0
             clock[record["step"]] = total
         return clock
 
@@ -71,30 +56,29 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Reads a run folder as far as it goes.
+    """Reads as much of a run folder as is there.
 
     Args:
         path: `runs/<name>`.
 
-    Returns:
-        What is there.
-
     Raises:
-        UserError: the folder holds no run at all.
-
-    Example:
-        >>> read_run(Path("runs/tiny")).name  # doctest: +SKIP
-        'tiny'
+        UserError: the folder contains no run at all.
     """
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         raise UserError(f"{path}: holds no run; name a folder with metrics.jsonl")
     run = RunData(path.resolve().name, path)
-    run.records = _numbered(_lines(path / "metrics.jsonl", run.notes))
-    rollouts = map(_rollout, _numbered(_lines(path / "rollouts.jsonl", run.notes)))
+    metrics = _lines(path / "metrics.jsonl", run.notes)
+    run.records = [{k: v if is_number(v) else None for k, v in r.items()} for r in metrics]
+    rollouts = map(_rollout, _lines(path / "rollouts.jsonl", run.notes))
     run.rollouts = [rollout for rollout in rollouts if rollout is not None]
-    run.samples = _numbered(_lines(path / "samples.jsonl", run.notes))
-    run.config = _settings(path / "config.yaml", run.notes)
-    run.summary = _summary(path / "summary.json", run.notes)
+    run.samples = _lines(path / "samples.jsonl", run.notes)
+    for section, values in _mapping(path / "config.yaml", yaml.safe_load, run.notes).items():
+        inner = values if isinstance(values, dict) else {"": values}
+        run.config |= {f"{section}.{key}".rstrip("."): value for key, value in inner.items()}
+    if (path / "summary.json").exists():
+        run.summary = _mapping(path / "summary.json", json.loads, run.notes)
+    else:
+        run.notes.append("summary.json: missing; the run is still running or was stopped")
     if path.joinpath("metrics.jsonl").exists() and not run.steps():
         run.notes.append("metrics.jsonl: no finished training step yet")
     return run
@@ -105,35 +89,25 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def thin(points: Sequence[Point], size: int) -> list[Point]:
-    """A point for each `size` neighbours: the last step, the mean of the values."""
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(g[-1][0], sum(value for _, value in g) / len(g)) for g in groups]
-
-
 def _lines(path: Path, notes: list[str]) -> list[Record]:
-    """The objects of a JSONL file; lines that are none are counted in a note."""
+    """The objects with a step in a JSONL file; lines that are no objects are counted in a note."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         notes.append(f"{path.name}: {error.strerror or error}")
         return []
     records, bad = [], 0
-    for line in text.splitlines():
+    for line in filter(str.strip, text.splitlines()):
         try:
             record = json.loads(line)
         except ValueError:
             record = None
         if isinstance(record, dict):
             records.append(record)
-        elif line.strip():
+        else:
             bad += 1
     if bad:
         notes.append(f"{path.name}: {bad} damaged or truncated line{'s' * (bad > 1)} left out")
-    return records
-
-
-def _numbered(records: list[Record]) -> list[Record]:
     return [record for record in records if is_number(record.get("step"))]
 
 
@@ -150,33 +124,14 @@ def _rollout(record: Record) -> Record | None:
     return {"step": record["step"], "lengths": lengths, "active": active}
 
 
-def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
-    """`section.key` -> value."""
+def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
+    """The mapping in a file; if there is none, {} and a note."""
     try:
-        whole = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(whole, dict):
-            raise ValueError("not a mapping")
+        whole = parse(path.read_text(encoding="utf-8"))
+        if isinstance(whole, dict):
+            return whole
+        reason = "cannot be read"
     except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"{path.name}: {getattr(error, 'strerror', None) or 'cannot be read'}")
-        return {}
-    flat: dict[str, Any] = {}
-    for section, values in whole.items():
-        if isinstance(values, dict):
-            flat |= {f"{section}.{key}": value for key, value in values.items()}
-        else:
-            flat[str(section)] = values
-    return flat
-
-
-def _summary(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(whole, dict):
-            raise ValueError
-    except FileNotFoundError:
-        notes.append("summary.json: missing; the run is still running or was stopped")
-        return {}
-    except (OSError, ValueError):
-        notes.append("summary.json: cannot be read")
-        return {}
-    return whole
+        reason = getattr(error, "strerror", None) or "cannot be read"
+    notes.append(f"{path.name}: {reason}")
+    return {}

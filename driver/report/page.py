@@ -10,8 +10,8 @@ from importlib import resources
 from typing import Any
 
 from ..config.strategy import Strategy
+from ..records.plots import strategy_colors
 from . import figures
-from .chart import short
 from .data import Record, RunData, is_number
 
 ENDS = 5  # steps averaged at each end of a run
@@ -27,13 +27,6 @@ def render(runs: Sequence[RunData], refresh_s: int = 0) -> str:
     Args:
         runs: one, or several to compare.
         refresh_s: seconds after which a browser reads the page again; 0 = never.
-
-    Returns:
-        HTML.
-
-    Example:
-        >>> "<h1>" in render([RunData("tiny", Path("runs/tiny"))])  # doctest: +SKIP
-        True
     """
     style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     names = " · ".join(run.name for run in runs)
@@ -73,20 +66,17 @@ def _header(runs: Sequence[RunData]) -> str:
 
 
 def _named(run: RunData, index: int) -> str:
-    return f'<b class="run" style="--run:{figures.run_color(index)}">{escape(run.name)}</b>'
+    return f"<b{_run_class(index)}>{escape(run.name)}</b>"
+
+
+def _run_class(index: int) -> str:
+    return f' class="run" style="--run:{figures.RUN_COLORS[index]}"'
 
 
 def _about(run: RunData) -> str:
     parts = [f"{len(run.steps())} steps"]
-    for key, form in (
-        ("preset", "preset {}"),
-        ("model.path", "model {}"),
-        ("task.name", "task {}"),
-        ("run.device", "on {}"),
-        ("run.seed", "seed {}"),
-    ):
-        if key in run.config:
-            parts.append(form.format(run.config[key]))
+    keys = ("preset", "model.path", "task.name", "run.device", "run.seed")
+    parts += [f"{key} {run.config[key]}" for key in keys if key in run.config]
     return f'<span class="soft">{escape(" · ".join(parts))}</span>'
 
 
@@ -135,10 +125,6 @@ def _tiles(runs: Sequence[RunData]) -> str:
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 
-def _run_class(index: int) -> str:
-    return f' class="run" style="--run:{figures.run_color(index)}"'
-
-
 def _ends(run: RunData, metric: str, form: str = "{:.3g}") -> str:
     """Means of the first and of the last few steps."""
     values = [value for _, value in run.series(metric)]
@@ -155,20 +141,20 @@ def _held_out(run: RunData) -> str:
 
 
 def _median(run: RunData, metric: str, unit: str) -> str:
-    values = [r[metric] for r in run.steps()[1:] or run.steps() if is_number(r.get(metric))]
-    return f"{short(statistics.median(values))} <i>{unit}</i>" if values else ""
+    values = [value for _, value in run.series(metric)]
+    return f"{short(statistics.median(values[1:] or values))} <i>{unit}</i>" if values else ""
 
 
 def _last(run: RunData, metric: str, unit: str = "") -> str:
-    values = [r[metric] for r in run.records if is_number(r.get(metric))]
-    return f"{short(values[-1])} <i>{unit}</i>" if values else ""
+    values = run.series(metric)
+    return f"{short(values[-1][1])} <i>{unit}</i>" if values else ""
 
 
 def _wall(run: RunData) -> str:
     wall = run.summary.get("wall_s")
     seconds = wall.get("wall") if isinstance(wall, dict) else None
     if not is_number(seconds):
-        seconds = sum(r["timing_s/step"] for r in run.steps() if is_number(r.get("timing_s/step")))
+        seconds = max(run.seconds().values(), default=0)
     if not seconds:
         return ""
     return f"{seconds:.0f} <i>s</i>" if seconds < 600 else f"{seconds / 60:.0f} <i>min</i>"
@@ -272,7 +258,7 @@ def _arm_cells(run: RunData) -> str:
     if not arms:
         return ""
     buckets = sorted({bucket for bucket, _ in arms})
-    colors = figures.report_colors(name for _, name in arms)
+    colors = strategy_colors(name for _, name in arms)
     pulled = {b: sum(pulls for (at, _), (pulls, _) in arms.items() if at == b) for b in buckets}
     fastest = {b: max(speed for (at, _), (_, speed) in arms.items() if at == b) for b in buckets}
     rows = []
@@ -302,7 +288,7 @@ def _arms_of(record: Record) -> dict[tuple[int, str], tuple[float, float]]:
         if parts[:2] != ["spec", "arm"] or len(parts) != 5 or parts[4] != "pulls":
             continue
         speed = record.get("/".join([*parts[:4], "reward"]))
-        if is_number(pulls) and is_number(speed):
+        if pulls is not None and speed is not None:
             arms[int(parts[2]), str(Strategy.parse(parts[3]))] = (pulls, speed)
     return arms
 
@@ -377,3 +363,16 @@ def _value(value: Any) -> str:
     if value is None:
         return '<span class="soft">-</span>'
     return escape(" ".join(map(str, value)) if isinstance(value, list) else str(value))
+
+
+def short(value: float) -> str:
+    """A number in a few characters.
+
+    Example:
+        >>> short(12500), short(0.25), short(3.0)
+        ('12.5k', '0.25', '3')
+    """
+    for limit, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -88,16 +88,20 @@ def write_plots(run: Run) -> None:
     """The figures of the run folder."""
     from ..records import plots  # here: matplotlib takes half a second to import
 
-    records = read_jsonl(_folder(run).path / "metrics.jsonl")
-    folder = _folder(run).plots
-    plots.plot_rewards(records, folder / "reward.png")
-    plots.plot_accept_length(records, folder / "accept_length.png")
-    plots.plot_step_times(records, folder / "step_times.png")
+    folder = _folder(run)
+    records = read_jsonl(folder.path / "metrics.jsonl")
+    figures = {
+        "reward": plots.plot_rewards(records),
+        "accept_length": plots.plot_accept_length(records),
+        "step_times": plots.plot_step_times(records),
+    }
     if run.lengths:  # a run resumed at its end keeps the figures of its last rollout
-        plots.plot_lengths(run.lengths, run.config.sampling.max_new_tokens, folder / "lengths.png")
-        plots.plot_active(run.trace, folder / "active.png")
+        figures["lengths"] = plots.plot_lengths(run.lengths, run.config.sampling.max_new_tokens)
+        figures["active"] = plots.plot_active(run.trace)
     if run.collector.rank_states:
-        plots.plot_ranks(_folder(run).rank_states(), folder / "ranks.png")
+        figures["ranks"] = plots.plot_ranks(folder.rank_states())
+    for name, figure in figures.items():
+        plots.save(figure, folder.plots / f"{name}.png")
 
 
 def _folder(run: Run) -> RunFolder:

@@ -47,8 +47,8 @@ def count(image, color):
     ],
 )
 def test_figures_show_their_data_and_say_when_there_is_none(tmp_path, draw, drawn, nothing):
-    draw(*drawn, tmp_path / "sub" / "data.png")
-    draw(*nothing, tmp_path / "empty.png")
+    plots.save(draw(*drawn), tmp_path / "sub" / "data.png")
+    plots.save(draw(*nothing), tmp_path / "empty.png")
     data, empty = pixels(tmp_path / "sub" / "data.png"), pixels(tmp_path / "empty.png")
 
     def colored(image):
@@ -61,11 +61,11 @@ def test_figures_show_their_data_and_say_when_there_is_none(tmp_path, draw, draw
 
 def test_rewards_leave_gaps_for_null_and_absent_values(tmp_path):
     records = [*RECORDS, {"step": 9, plots.TRAIN_REWARD: None}, {"step": 10}]
-    plots.plot_rewards(records, tmp_path / "gaps.png")
-    plots.plot_rewards(RECORDS, tmp_path / "whole.png")
+    plots.save(plots.plot_rewards(records), tmp_path / "gaps.png")
+    plots.save(plots.plot_rewards(RECORDS), tmp_path / "whole.png")
     assert (pixels(tmp_path / "gaps.png") == pixels(tmp_path / "whole.png")).all()
     held_out = [{"step": 0, plots.HELD_OUT: 0.5}, {"step": 5, plots.HELD_OUT: 0.7}]
-    plots.plot_rewards(held_out, tmp_path / "held_out.png")
+    plots.save(plots.plot_rewards(held_out), tmp_path / "held_out.png")
     assert count(pixels(tmp_path / "held_out.png"), plots._ORANGE) > 300
 
 
@@ -73,8 +73,8 @@ def test_a_step_without_speculation_is_a_gap(tmp_path):
     """The line of the other steps is not drawn across it."""
     values = {1: 2.0, 2: 2.0, 3: None, 4: None, 5: None, 6: 2.0, 7: 2.0}
     records = [{"step": step, plots.ACCEPT_LENGTH: value} for step, value in values.items()]
-    plots.plot_accept_length(records, tmp_path / "gap.png")
-    plots.plot_accept_length([records[0], records[-1]], tmp_path / "whole.png")
+    plots.save(plots.plot_accept_length(records), tmp_path / "gap.png")
+    plots.save(plots.plot_accept_length([records[0], records[-1]]), tmp_path / "whole.png")
     gap, whole = (count(pixels(tmp_path / f"{name}.png"), plots._BLUE) for name in ("gap", "whole"))
     assert gap < 0.6 * whole
 
@@ -83,7 +83,7 @@ def test_the_legend_of_step_times_covers_no_bar(tmp_path):
     """Bars reach the top of the axes, and all of their colour is there."""
     times = {"timing_s/gen": 2.98, "timing_s/update_actor": 0.01, "timing_s/step": 3.0}
     records = [{"step": step, **times} for step in range(1, 41)]
-    plots.plot_step_times(records, tmp_path / "times.png")
+    plots.save(plots.plot_step_times(records), tmp_path / "times.png")
     image = pixels(tmp_path / "times.png")
     rows = (abs(image - [int(plots.PHASE_COLORS[0][i : i + 2], 16) for i in (1, 3, 5)]) <= 2).all(
         -1
@@ -94,7 +94,7 @@ def test_the_legend_of_step_times_covers_no_bar(tmp_path):
 
 
 def test_each_strategy_covers_its_share_of_time_and_requests(tmp_path):
-    plots.plot_active(PASSES, tmp_path / "active.png")
+    plots.save(plots.plot_active(PASSES), tmp_path / "active.png")
     image = pixels(tmp_path / "active.png")
     colors = plots.strategy_colors([text for _, _, text in PASSES])
     assert list(colors) == ["off", "ngram:4,1,5", "learned:8,4,32"]
@@ -129,7 +129,7 @@ def test_histogram_bins_hold_every_length_once():
 def test_an_unwritable_place_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="x.png: cannot be written"):
-        plots.plot_rewards(RECORDS, tmp_path / "file" / "x.png")
+        plots.save(plots.plot_rewards(RECORDS), tmp_path / "file" / "x.png")
 
 
 def test_a_step_is_one_line_whatever_its_width():

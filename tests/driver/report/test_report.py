@@ -1,6 +1,7 @@
 """The report's page: what it shows of whole, damaged and very long runs."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,9 @@ import pytest
 
 from driver import report
 from driver.common.errors import UserError
-from driver.report import chart, data, figures
+from driver.records.phases import StepTimes
+from driver.report import figures
+from driver.report import page as report_page
 from driver.report.data import read_run
 from driver.report.page import render
 from tests.driver.report.runs import write_run
@@ -106,20 +109,17 @@ def test_a_long_run_stays_small(tmp_path):
     with (folder / "rollouts.jsonl").open("a") as file:
         file.write(json.dumps(long) + "\n")
     run = read_run(folder)
-    assert len(run.series("critic/rewards/mean")) <= data.MAX_POINTS
     assert len(render([run] * 4)) < 5_000_000
 
 
 def test_a_step_without_a_value_is_a_gap(tmp_path):
     """Step 5 never speculated: no line leads across it."""
     run = read_run(write_run(tmp_path / "a", steps=8))
-    assert [[x for x, _ in piece] for piece in run.lines("spec/accept_length")] == [
-        [1, 2, 3, 4],
-        [6, 7, 8],
-    ]
-    drawn = figures.curves([run], "spec/accept_length", "accept length")
-    assert drawn.count("<polyline") == 2
-    assert figures.curves([run], "drafter/loss", "loss").count("<polyline") == 1
+    assert [step for step, _ in run.series("spec/accept_length")] == [1, 2, 3, 4, 6, 7, 8]
+    for metric, pieces in (("spec/accept_length", 2), ("drafter/loss", 1)):
+        drawn = figures.curves([run], metric, "label")
+        (path,) = re.findall(rf'd="([^"]*)"[^>]*stroke: {figures.RUN_COLORS[0]}; stroke-w', drawn)
+        assert path.count("M") == pieces
 
 
 def test_what_a_policy_update_logs_is_drawn(tmp_path):
@@ -164,10 +164,14 @@ def test_watch_writes_the_page_until_the_run_is_finished(tmp_path, monkeypatch, 
 
 def test_step_bars_hold_the_whole_step_without_the_start(tmp_path):
     record = {"step": 1, "timing_s/warmup": 30.0, "timing_s/gen": 2.0, "timing_s/step": 33.0}
-    step, seconds = figures._phase_seconds(record)
-    assert step == 1 and seconds["gen"] == 2.0
-    assert seconds["other"] == pytest.approx(1.0)
-    assert sum(seconds.values()) == pytest.approx(3.0)
+    times = StepTimes.of(record)
+    assert times.phases["gen"] == 2.0
+    assert times.other + times.unaccounted == pytest.approx(1.0)
+    assert times.total == pytest.approx(3.0)
+    folder = write_run(tmp_path / "a", steps=1)
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (drawn,) = figures.step_times([read_run(folder)])
+    assert "gen 67%" in drawn and "other 33%" in drawn
 
 
 def test_the_command_writes_beside_the_run_and_names_what_is_no_run(tmp_path, capsys):
@@ -192,33 +196,7 @@ def test_a_user_s_mistake_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "wanted"),
-    [
-        (0, 9.2, [0, 2, 4, 6, 8]),
-        (0.31, 0.78, [0.4, 0.5, 0.6, 0.7]),
-        (0.31, 0.34, [0.31, 0.32, 0.33, 0.34]),
-        (1, 12, [2, 4, 6, 8, 10, 12]),
-        (0, 5.1, [0, 1, 2, 3, 4, 5]),
-        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
-        (5, 5, [5]),
-    ],
-)
-def test_ticks_are_round(low, high, wanted):
-    assert chart.ticks(low, high) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("high", [1.0, 1.3, 2.0, 3.1, 4.9, 7.7, 9.99])
-@pytest.mark.parametrize("scale", [1e-3, 1, 1e5])
-def test_an_axis_has_several_ticks(high, scale):
-    for least in (3, 4):
-        found = chart.ticks(0.07 * scale, high * scale, least)
-        assert least <= len(found) <= 2.5 * least + 1
-    assert chart.ticks(1, 3, 3, whole=True) == [1, 2, 3]
-    assert chart.ticks(1, 2, 3, whole=True) == [1, 2]
-
-
-@pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (0.25, "0.25"), (123.4, "123"), (12500, "12.5k"), (2.5e6, "2.5M")]
 )
 def test_numbers_are_short(value, text):
-    assert chart.short(value) == text
+    assert report_page.short(value) == text

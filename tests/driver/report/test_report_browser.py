@@ -68,7 +68,7 @@ def test_page_is_quiet_and_fits(browser, page_file, view):
     assert trouble == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     sizes = page.eval_on_selector_all(
-        ".plot svg", "all => all.map(e => [e.clientWidth, e.clientHeight])"
+        ".chart svg", "all => all.map(e => [e.clientWidth, e.clientHeight])"
     )
     assert len(sizes) >= 10 and all(w > 200 and h > 150 for w, h in sizes)
     columns = page.eval_on_selector_all(
