@@ -59,7 +59,8 @@ class IdentityOptions(Section):
     Runs the same requests without speculation and with each strategy, and compares tokens, lengths
     and log-prob bits. Three more arms: `oracle` hides the right tokens on random branches among
     wrong siblings, `mixed` switches the strategy at every pass, `preempt` does so with too few KV
-    pages. Exits with 1 if anything differs.
+    pages. Exits with 1 if anything differs. Drafts are verified with shared noise:
+    `engine.verify=rejection` keeps the distribution of tokens and not the tokens.
     """
 
     model: str = setting("tiny", "tiny, smollm2, a Hugging Face folder, or a checkpoint of a run")

@@ -14,7 +14,7 @@ from typing import ClassVar
 from ..common.errors import UserError
 from .estimators import ESTIMATORS
 from .fields import Section, setting
-from .strategy import OFF, Strategy, parse_strategies, split_strategies
+from .strategy import OFF, REJECTION, SHARED, Strategy, parse_strategies, split_strategies
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_NAME_BYTES = 200  # a file name may have 255, and files beside the folder have longer names
@@ -222,6 +222,13 @@ class EngineConfig(Section):
         "arms of the bandit: off, or kind:depth,top_k,num_verify with the kind ngram, learned or"
         " hybrid; off is required",
     )
+    verify: str = setting(
+        SHARED,
+        "how drafts are accepted: shared (drafter and target draw with the same noise; the tokens"
+        " are those of plain decoding), or rejection (classical speculative sampling, the same"
+        " distribution but other tokens; only chains kind:n,1,n+1 of ngram and learned)",
+        words=(SHARED, REJECTION),
+    )
     spec_max_batch: int = setting(16, "most running requests at which a pass speculates", low=0)
     spec_max_rows: int = setting(0, "most rows that a pass verifies; 0: no limit", low=0)
     prefill_chunk: int = setting(
@@ -249,6 +256,12 @@ class EngineConfig(Section):
             raise UserError(f"engine.strategies: {error}") from None
         if OFF not in parsed:
             raise UserError("engine.strategies: 'off' is missing; plain decoding is always an arm")
+        for arm in parsed:
+            if self.verify == REJECTION and arm != OFF and not arm.is_chain:
+                raise UserError(
+                    f"engine.verify=rejection: engine.strategies has '{arm}'; only chains can be"
+                    " verified: list ngram:n,1,n+1 or learned:n,1,n+1, or use engine.verify=shared"
+                )
 
     @property
     def needs_drafter(self) -> bool:

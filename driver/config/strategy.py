@@ -10,6 +10,7 @@ from tlt_ext.limits import MAX_DEPTH, MAX_DRAFT_SLOTS, MAX_TOP_K, MAX_TREE_ROWS
 
 from ..common.errors import UserError
 
+SHARED, REJECTION = "shared", "rejection"  # words of engine.verify
 MAX_DRAFTED = MAX_DRAFT_SLOTS - 1  # nodes drafted before selection, without the root
 
 
@@ -109,6 +110,12 @@ class Strategy:
     def needs_drafter(self) -> bool:
         """Whether the trained drafter proposes."""
         return self.drafting.drafter
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether one source drafts one token a level and all are verified."""
+        mixed = self.drafting.drafter and self.drafting.lookup
+        return self.top_k == 1 and self.num_verify == self.depth + 1 and not mixed
 
     @property
     def chain(self) -> int:

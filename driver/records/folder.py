@@ -34,6 +34,7 @@ _FREE = {
     "grpo.shard",
     "model.cache",
 }
+_FIXED = {"engine.verify"}  # of a section in `_FREE`
 
 
 @dataclass(frozen=True)
@@ -375,10 +376,12 @@ def _check_same(config: Config, saved: Path) -> None:
     before = dataclasses.asdict(load_config([f"preset={saved}"], saved=True))
     now = dataclasses.asdict(config)
     for section, values in now.items():
-        if section == "preset" or section in _FREE:
+        if section == "preset":
             continue
         for name, value in values.items():
-            fixed = name == "seed" if section == "run" else f"{section}.{name}" not in _FREE
+            free = section in _FREE or f"{section}.{name}" in _FREE
+            fixed = name == "seed" if section == "run" else not free
+            fixed |= f"{section}.{name}" in _FIXED
             if name == "path" and _is_same_place(before[section][name], value):
                 continue
             if fixed and before[section][name] != value:

@@ -145,8 +145,19 @@ class DraftRunner:
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
         return self.draft(batch, strategy, store).select(batch.context_len)
 
-    def draft(self, batch: Batch, strategy: Strategy, store: TokenStore) -> NodeStore:
-        """Writes new entries and drafts the levels of the strategy; no nodes are selected yet."""
+    def draft(
+        self,
+        batch: Batch,
+        strategy: Strategy,
+        store: TokenStore,
+        keep_logits: list[Tensor] | None = None,
+    ) -> NodeStore:
+        """Writes new entries and drafts the levels of the strategy; no nodes are selected yet.
+
+        Args:
+            batch, strategy, store: as for `propose`.
+            keep_logits: takes the logits of each level, float32 [B * frontier, draft_vocab].
+        """
         hidden = self._catch_up(batch, strategy)
         level = self._levels(len(batch), strategy)
         nodes, keep, depth = level.nodes, strategy.top_k, strategy.depth
@@ -154,8 +165,11 @@ class DraftRunner:
         frontier = level.root
         for index in range(depth):
             chosen = level.frontiers[index]
+            logits = self._logits(hidden)
+            if keep_logits is not None:
+                keep_logits.append(logits)
             tlt_ext.expand_tree(
-                self._logits(hidden),
+                logits,
                 nodes.arrays,
                 frontier,
                 chosen,

@@ -12,7 +12,7 @@ import torch
 import tlt_ext
 
 from ..common.errors import UserError
-from ..config.strategy import OFF, Strategy, parse_strategies
+from ..config.strategy import OFF, REJECTION, Strategy, parse_strategies
 from .passes import PassProgram
 from .plan import BucketPlan, Cell, GraphCost, listed
 from .state import BatchState
@@ -75,7 +75,7 @@ def build_graphs(
         parse_strategies(config.strategies),
         buckets,
         max_rows,
-        GraphCost(program.model.spec, loop),
+        GraphCost(program.model.spec, loop, config.verify == REJECTION),
         budget,
     )
     if plan.dropped:

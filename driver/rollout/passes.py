@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tlt_ext
 
 from ..common.spans import Spans
-from ..config.strategy import OFF, Strategy
+from ..config.strategy import OFF, REJECTION, SHARED, Strategy
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel
 from .proposers import Proposer
@@ -27,6 +29,7 @@ class PassProgram:
         proposers: by strategy kind.
         seed: run seed of the keyed noise.
         spans: of drafting and verifying.
+        verify: `engine.verify`, how drafts are accepted.
     """
 
     def __init__(
@@ -38,9 +41,10 @@ class PassProgram:
         proposers: dict[str, Proposer],
         seed: int,
         spans: Spans,
+        verify: str = SHARED,
     ) -> None:
         self.model, self.cache, self.state, self.ring = model, cache, state, ring
-        self.proposers, self.seed, self.spans = proposers, seed, spans
+        self.proposers, self.seed, self.spans, self.verify = proposers, seed, spans, verify
 
     def run(self, batch: Batch, strategy: Strategy) -> int:
         """Makes one pass over the batch; returns the number of rows of the target."""
@@ -50,7 +54,7 @@ class PassProgram:
             with self.spans("draft", active=len(batch), strategy=str(strategy)):
                 tree = proposer.propose(batch, strategy, self.state.store)
         with self.spans("verify", active=len(batch), strategy=str(strategy)):
-            self._verify(batch, tree)
+            self._verify(batch, tree, strategy)
         tlt_ext.advance_batch(
             batch.output,
             batch.table,
@@ -75,7 +79,7 @@ class PassProgram:
             return 1
         return max(strategy.num_verify, self.proposers[strategy.kind].lookahead(strategy))
 
-    def _verify(self, batch: Batch, tree: Tree) -> None:
+    def _verify(self, batch: Batch, tree: Tree, strategy: Strategy) -> None:
         """Runs the target on the tree, verifies it and commits the accepted rows."""
         rows = batch.rows_of(tree)
         logits, features = self.model.forward(
@@ -86,18 +90,19 @@ class PassProgram:
             want_features=self.cache.features is not None,
         )
         assert logits is not None
-        tlt_ext.verify_tree(
-            logits,
-            tree.group,
-            rows,
-            batch.sampling,
-            batch.output,
-            stop_ids=batch.stop_ids,
-            limit=batch.remaining,
-            seed=self.seed,
-            vocab_size=self.model.spec.vocab_size,
-            workspace=self.model.workspace.for_sampling(logits),
-        )
+        arrays = tree.group, rows, batch.sampling, batch.output
+        settings: Any = {
+            "stop_ids": batch.stop_ids,
+            "limit": batch.remaining,
+            "seed": self.seed,
+            "vocab_size": self.model.spec.vocab_size,
+        }
+        if self.verify == REJECTION and strategy != OFF:
+            q = tree.draft_probs  # n-gram drafts are not drawn
+            tlt_ext.verify_rejection(logits, q, *arrays, **settings, deterministic=q is None)
+        else:
+            workspace = self.model.workspace.for_sampling(logits)
+            tlt_ext.verify_tree(logits, *arrays, **settings, workspace=workspace)
         tlt_ext.commit_path(
             self.cache.k,
             self.cache.v,

@@ -44,6 +44,9 @@ def listed(cells: Iterable[Cell]) -> str:
     return "; ".join(f"{strategy} x {', '.join(map(str, b))}" for strategy, b in batches.items())
 
 
+CHAIN_LAUNCHES = 9  # of torch's, that make a chain and its probabilities for rejection
+
+
 @dataclass(frozen=True)
 class GraphCost:
     """Memory model of a graph, from the launches of its pass.
@@ -51,10 +54,12 @@ class GraphCost:
     Args:
         spec: of the target.
         loop: whether the pass is repeated inside its graph.
+        rejection: whether learned drafts are verified by rejection.
     """
 
     spec: ModelSpec
     loop: bool = True
+    rejection: bool = False
 
     def nodes(self, cell: Cell) -> int:
         """Upper bound of the launches of a pass."""
@@ -68,7 +73,7 @@ class GraphCost:
             first, level = (17, 12)
             if few and widest <= LARGE_WEIGHTS:  # a long catch-up appends in two
                 first, level = 14 + (not appends(late)), 9 + (not appends(drafted))
-            launches += first + level * (strategy.depth - 1)
+            launches += first + level * (strategy.depth - 1) + CHAIN_LAUNCHES * self.rejection
         return launches
 
     def bytes_of(self, cell: Cell) -> int:
@@ -76,7 +81,9 @@ class GraphCost:
         return tlt_ext.graph_bytes(self.nodes(cell), self.loop)
 
 
-def draft_bytes(cells: Iterable[Cell], spec: DraftSpec, number_bytes: int) -> int:
+def draft_bytes(
+    cells: Iterable[Cell], spec: DraftSpec, number_bytes: int, rejection: bool = False
+) -> int:
     """Predicted device memory of learned drafts in graphs, without the executables.
 
     It holds static arrays of features for each batch and depth, and the temporaries of the widest
@@ -86,6 +93,7 @@ def draft_bytes(cells: Iterable[Cell], spec: DraftSpec, number_bytes: int) -> in
         cells: captured graphs.
         spec: of the drafter.
         number_bytes: of a feature or an activation.
+        rejection: whether the distributions of all levels are kept for verification.
     """
     learned = [cell for cell in cells if cell.strategy.needs_drafter]
     new_rows = {(cell.batch, cell.strategy.levels + 1) for cell in learned}
@@ -94,7 +102,11 @@ def draft_bytes(cells: Iterable[Cell], spec: DraftSpec, number_bytes: int) -> in
     # Hidden states before and after, their norms, inputs of two widths; queries and their results.
     layer = 7 * spec.hidden_size + 2 * spec.num_heads * spec.head_dim + spec.intermediate_size
     features = 3 * spec.hidden_size * number_bytes
-    return entries * features + widest * (layer * number_bytes + FLOAT_BYTES * spec.draft_vocab)
+    total = entries * features + widest * (layer * number_bytes + FLOAT_BYTES * spec.draft_vocab)
+    if rejection:  # logits one by one, stacked, and their softmax; then over the whole vocabulary
+        rows = max((cell.rows for cell in learned), default=0)
+        total += rows * FLOAT_BYTES * (3 * spec.draft_vocab + spec.vocab_size)
+    return total
 
 
 def plain_buckets(max_batch: int) -> list[int]:

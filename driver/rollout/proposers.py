@@ -7,15 +7,18 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import tlt_ext
+from tlt_ext.limits import MAX_DEPTH
 
-from ..config.strategy import HYBRID, LEARNED, NGRAM, Kind, Strategy
+from ..config.strategy import HYBRID, LEARNED, NGRAM, REJECTION, SHARED, Kind, Strategy
 from .draft_runner import DraftRunner
 from .state import Batch
 from .token_store import TokenStore
 from .tree import NodeStore, Tree
 
+GREEDY_BELOW = 1e-6  # temperature of ops (`csrc/common/noise.h`)
 MIN_MATCH = 8  # matching tokens after which an n-gram replaces the drafter's tree
 
 
@@ -99,12 +102,8 @@ class NgramProposer(Proposer):
         return nodes.select(batch.context_len)
 
 
-class HybridProposer:
-    """Learned drafts, replaced by n-gram drafts for requests that repeat earlier tokens.
-
-    The learned model drafts for the whole batch, so its cache stays complete. If the last
-    `MIN_MATCH` tokens of a request occur elsewhere in rows of its prompt, its tree is replaced by a
-    chain of the tokens that followed them there. Scores of the two are never compared.
+class DrafterProposer:
+    """What proposers that use the learned model share.
 
     Args:
         runner: the learned model.
@@ -128,11 +127,66 @@ class HybridProposer:
     def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> list[int] | None:
         return self.runner.prepare(batch, strategy, store)
 
+
+class HybridProposer(DrafterProposer):
+    """Learned drafts, replaced by n-gram drafts for requests that repeat earlier tokens.
+
+    The learned model drafts for the whole batch, so its cache stays complete. If the last
+    `MIN_MATCH` tokens of a request occur elsewhere in rows of its prompt, its tree is replaced by a
+    chain of the tokens that followed them there. Scores of the two are never compared.
+    """
+
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
         nodes = self.runner.draft(batch, strategy, store)
         drawn = {"seed": self.runner.seed, "depth": strategy.chain, "top_k": 1}
         draft_ngrams(nodes, batch, store, **drawn, min_ngram=MIN_MATCH, keep_unmatched=True)
         return nodes.select(batch.context_len)
+
+
+class ChainProposer(DrafterProposer):
+    """Chains drawn from the learned model, with their distributions, for rejection sampling.
+
+    The noise of the draws has another domain than that of acceptance and residuals
+    (`csrc/common/noise.h`), so a draft says nothing about the decision on it.
+    """
+
+    def __init__(self, runner: DraftRunner) -> None:
+        super().__init__(runner)
+        self._links: dict[tuple[int, Strategy], Links] = {}
+
+    def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
+        key = len(batch), strategy
+        if key not in self._links:
+            assert strategy.is_chain  # `EngineConfig` lists no others
+            self._links[key] = Links(len(batch), strategy.num_verify, batch.slot.device)
+        links, logits = self._links[key], list[Tensor]()
+        nodes = self.runner.draft(batch, strategy, store, keep_logits=logits)
+        # An id of -1 or of an earlier pass where a NaN ended the draft: its probability is NaN.
+        tokens = nodes.token[:, : strategy.num_verify].clamp_min(0).flatten()
+        position = (batch.context_len[:, None] + links.depth).flatten()
+        probs = self._probs(torch.stack(logits, 1), batch.draft_temperature)
+        return Tree(tokens, links.parents, position, links.ancestors, links.row_start, probs)
+
+    def _probs(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        """Distributions [B * (depth + 1), V] of drafts with logits [B, depth, draft_vocab]."""
+        batch, depth, _ = logits.shape
+        # Colder draws are greedy, and the softmax is then one-hot.
+        logits /= temperature.clamp_min(GREEDY_BELOW)[:, None, None]
+        probs = logits.new_zeros(batch, depth + 1, self.runner.target.spec.vocab_size)
+        probs[:, :depth].index_copy_(2, self.runner.d2t.long(), logits.softmax(-1))
+        return probs.flatten(0, 1)
+
+
+class Links:
+    """The constant arrays of chains: one of `rows` rows for each request."""
+
+    def __init__(self, batch: int, rows: int, device: torch.device) -> None:
+        self.depth = torch.arange(rows, dtype=torch.int32, device=device)
+        self.parents = (self.depth - 1).repeat(batch)
+        self.row_start = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
+        level = torch.arange(MAX_DEPTH, device=device)
+        ancestors = torch.where(level < self.depth[:, None], level, 0).to(torch.uint8)
+        self.ancestors = ancestors.repeat(batch, 1)
 
 
 class OracleProposer(Proposer):
@@ -204,14 +258,19 @@ class OracleProposer(Proposer):
         return token, parent, levels.sum(axis=1)
 
 
-def make_proposers(seed: int, runner: DraftRunner | None) -> dict[str, Proposer]:
+def make_proposers(
+    seed: int, runner: DraftRunner | None, verify: str = SHARED
+) -> dict[str, Proposer]:
     """The proposers of an engine, by the name of their kind.
 
     Args:
         seed: of the run's keyed noise.
         runner: of the drafter; None = there is none, and no proposer that needs it.
+        verify: `engine.verify`.
     """
     made: dict[Kind, Proposer] = {NGRAM: NgramProposer(seed)}
-    if runner is not None:
+    if runner is not None and verify == REJECTION:
+        made |= {LEARNED: ChainProposer(runner)}
+    elif runner is not None:
         made |= {LEARNED: runner, HYBRID: HybridProposer(runner)}
     return {kind.name: proposer for kind, proposer in made.items()}

@@ -20,6 +20,7 @@ class Tree:
     position: Tensor  # int32 [R], absolute
     ancestors: Tensor | None  # uint8 [R, 16]; None: only roots
     row_start: Tensor  # int32 [B + 1]; rows past the last entry are inert
+    draft_probs: Tensor | None = None  # float32 [R, V], what each row's children were drawn from
 
     @property
     def num_rows(self) -> int:

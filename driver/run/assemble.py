@@ -367,7 +367,7 @@ def build_rollout(
         cache,
         config.engine,
         bandit,
-        make_proposers(seed, runner),
+        make_proposers(seed, runner, config.engine.verify),
         seed,
         observer=spot,
     )

@@ -15,7 +15,7 @@ import torch
 from tlt_ext import _C
 
 from ..common.errors import UserError
-from ..config.strategy import OFF, ORACLE, Strategy
+from ..config.strategy import OFF, ORACLE, SHARED, Strategy
 from ..drafter.trainer import SpotTrainer
 from ..rollout.bandit import UNDECIDED, StepSeconds, unknown_step_s
 from ..rollout.proposers import OracleProposer
@@ -166,6 +166,9 @@ class Comparison:
         requests: index of a round -> its requests.
         learn: called after the first round of `off`, which is recorded.
         seed: of the run, and of the choices of `mixed` and the oracle.
+
+    Raises:
+        UserError: the engine verifies by rejection.
     """
 
     def __init__(
@@ -176,6 +179,12 @@ class Comparison:
         learn: Callable[[], None],
         seed: int,
     ) -> None:
+        verify = rollout.engine.config.verify
+        if verify != SHARED:
+            raise UserError(
+                f"engine.verify={verify}: its tokens have the distribution of plain decoding's but"
+                f" differ from them; compare tokens with engine.verify={SHARED}"
+            )
         self.rollout, self.arms = rollout, list(arms)
         self.requests, self.learn, self.seed = requests, learn, seed
         self.off = Arm(str(OFF))

@@ -18,7 +18,7 @@ from ..common.errors import UserError
 from ..common.host_copies import held_bytes
 from ..common.memory import FLOAT_BYTES
 from ..config.load import Config
-from ..config.strategy import MAX_DRAFTED, parse_strategies
+from ..config.strategy import MAX_DRAFTED, REJECTION, parse_strategies
 from ..model import tiny
 from ..model.fetch import SMOLLM2_CONFIG, is_smollm2
 from ..model.spec import DTYPES, ModelSpec
@@ -283,7 +283,8 @@ def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str,
         held["feature pages"] = held_bytes(cache.features)
         held |= _drafter_parts(config, parts, prompt_len)
     if config.run.device != "cpu" and engine.graphs != "off":
-        cost = GraphCost(spec, engine.graphs != "pass")
+        rejection = engine.verify == REJECTION
+        cost = GraphCost(spec, engine.graphs != "pass", rejection)
         limits = engine.max_batch, engine.spec_max_batch
         arms = parse_strategies(engine.strategies)
         plan = BucketPlan(
@@ -297,7 +298,7 @@ def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str,
         held[GRAPHS] = plan.predicted_bytes
         if parts.runner is not None:
             size = target.dtype.itemsize
-            held["drafts in graphs"] = draft_bytes(plan.cells, parts.runner.spec, size)
+            held["drafts in graphs"] = draft_bytes(plan.cells, parts.runner.spec, size, rejection)
     return held
 
 

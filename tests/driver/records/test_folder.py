@@ -349,6 +349,15 @@ def test_a_broken_line_names_its_number(tmp_path):
         read_jsonl(path)
 
 
+def test_a_resumed_run_may_change_its_batch_but_not_the_rule_of_verification(tmp_path):
+    words = [f"run.root={tmp_path}", "run.name=it", "engine.strategies=off learned:4,1,5"]
+    RunFolder(load_config(words)).close()
+    words += ["run.resume=true", "engine.max_batch=3"]
+    RunFolder(load_config(words)).close()
+    with pytest.raises(UserError, match="engine.verify: rejection now, shared in"):
+        RunFolder(load_config([*words, "engine.verify=rejection"]))
+
+
 def test_a_resumed_run_has_the_same_data_and_model(tmp_path):
     """By contents: other data under the same name is refused, the same folder by another is not."""
     data = tmp_path / "data"

@@ -301,3 +301,15 @@ class Recorder(Choose):
 
     def record(self, emitted, elapsed_s, passes, request_passes):
         self.records.append((emitted, elapsed_s, passes))
+
+
+def test_rejection_is_captured_with_the_same_tokens(policy):
+    """Chains and their probabilities are made inside the graph."""
+    words = ["engine.verify=rejection", "engine.strategies=off ngram:4,1,5 learned:4,1,5"]
+    rollouts = [made(policy, *words, f"engine.graphs={way}") for way in ("off", "pass", "loop")]
+    wanted, *others = [generate(rollout, jobs(), "learned:4,1,5") for rollout in rollouts]
+    assert all(same(got, wanted) for got in others)
+    for rollout in rollouts[1:]:
+        assert not rollout.engine.runner.graphs.failed
+        assert rollout.engine.stats.spec_passes > 0
+        assert rollout.engine.stats.accept_length > 1

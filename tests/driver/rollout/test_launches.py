@@ -13,7 +13,7 @@ from driver.model.fetch import SMOLLM2_CONFIG
 from driver.model.kv_cache import KvCache
 from driver.model.spec import ModelSpec
 from driver.model.target import TargetModel, layer_launches
-from driver.rollout.draft_runner import DraftRunner
+from driver.rollout.plan import CHAIN_LAUNCHES
 from driver.rollout.request import Request, SamplingParams
 from tests import kit
 from tests.driver.hugging_face import QWEN2_7B, random_model
@@ -56,11 +56,22 @@ class TorchCalls(TorchDispatchMode):
 )
 def test_a_pass_is_made_of_ops(strategy, few_rows, wanted):
     """At any depth: a level consists of ops only, and features are recorded without a copy."""
-    engine = make_rollout(random_model("llama-tied-llama3")).engine
-    for proposer in engine.proposers.values():
-        if isinstance(proposer, DraftRunner):
-            proposer.load(Drafter(proposer.spec).state_dict(), 1)
-            proposer.few_rows = few_rows
+    assert torch_calls(strategy, few_rows) == wanted
+
+
+def test_a_pass_with_rejection_has_the_launches_of_the_plan():
+    """They make the chain and its probabilities, whatever its depth."""
+    words = "engine.verify=rejection", "engine.strategies=off learned:5,1,6"
+    more = torch_calls("learned:5,1,6", 64, *words) - torch_calls("learned:5,1,6", 64)
+    assert sum(more.values()) == CHAIN_LAUNCHES, more
+
+
+def torch_calls(strategy, few_rows, *words):
+    """Counts of the last pass."""
+    rollout = make_rollout(random_model("llama-tied-llama3"), *words)
+    runner, engine = rollout.spot.runner, rollout.engine
+    runner.load(Drafter(runner.spec).state_dict(), 1)
+    runner.few_rows = few_rows
     engine.bandit = Choose(strategy)
     run, seen = engine.program.run, []
 
@@ -72,7 +83,8 @@ def test_a_pass_is_made_of_ops(strategy, few_rows, wanted):
 
     engine.program.run = counted
     engine.generate([Request(0, 0, (1, 2, 3), SamplingParams(max_new_tokens=12))])
-    assert seen[-1] == (strategy, wanted)
+    assert seen[-1][0] == strategy
+    return seen[-1][1]
 
 
 def step_launches(spec, requests, slots):

@@ -94,6 +94,8 @@ def test_drafts_take_arrays_of_their_own_and_share_temporaries():
     assert draft_bytes([small, wide], spec, 2) == features + 2 * 4 * row  # both of depth 4
     deep = Cell(2, ARMS[2])
     assert draft_bytes([deep, small], spec, 2) == features * (5 + 9) // 5 + 2 * 4 * row
+    kept = draft_bytes([small], spec, 2, rejection=True) - draft_bytes([small], spec, 2)
+    assert kept == 2 * 8 * 4 * (3 * 1000 + SPEC.vocab_size)  # rows x bytes x ids
 
 
 def test_the_largest_is_captured_first():
