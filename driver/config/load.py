@@ -26,6 +26,7 @@ from .sections import (
     SamplingConfig,
     SpotConfig,
     TaskConfig,
+    ToolConfig,
     WarmupConfig,
 )
 from .strategy import parse_strategies
@@ -43,6 +44,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    tool: ToolConfig = field(default_factory=ToolConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -153,7 +153,8 @@ class TaskConfig(Section):
     prefix: ClassVar[str] = "task."
     name: str = setting(
         "sums",
-        "sums, puzzles, addition, multiplication, jsonl, reasoning_gym, or questions (no reward)",
+        "sums, puzzles, addition, multiplication, calculator (turns with a tool), jsonl,"
+        " reasoning_gym, or questions (no reward)",
     )
     path: str = setting(
         "",
@@ -165,8 +166,8 @@ class TaskConfig(Section):
     )
     difficulty: int = setting(
         1,
-        "size of the numbers: puzzles, addition, multiplication: at most one digit more; sums: at"
-        " most two digits more",
+        "size of the numbers: puzzles, addition, multiplication, calculator: at most one digit"
+        " more; sums: at most two digits more",
         low=1,
         high=16,
     )
@@ -187,12 +188,38 @@ class RewardConfig(Section):
         0, "processes that score responses while the rollout runs; 0: the main process", low=0
     )
     timeout_s: float = setting(
-        60.0, "seconds to score one response, a worker's start included", above=0
+        60.0,
+        "seconds to score one response, a worker's start included, or to answer one of its turns",
+        above=0,
     )
     on_error: str = setting(
         "stop",
         "what a response that cannot be scored does: stop the run, or count as 0",
         words=("stop", "zero"),
+    )
+
+
+@dataclass(frozen=True)
+class ToolConfig(Section):
+    """Limits of responses with several turns, and what happens if a tool fails.
+
+    `sampling.max_new_tokens` is the limit of a response in all, answers included, and
+    `reward.timeout_s` that of an answer's time.
+    """
+
+    prefix: ClassVar[str] = "tool."
+    turns: int = setting(8, "most turns of the model in a response", low=1)
+    turn_tokens: int = setting(
+        0,
+        "longest turn of the model, which ends the response, and longest answer, whose rest is cut"
+        " off, in tokens; 0: only sampling.max_new_tokens is a limit",
+        low=0,
+    )
+    on_error: str = setting(
+        "end",
+        "a turn that gets no valid answer ends the response, which is scored as usual (end) or"
+        " masked out of loss and baseline (mask)",
+        words=("end", "mask"),
     )
 
 

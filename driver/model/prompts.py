@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,9 +67,17 @@ class PromptEncoder:
             return []
         prefix = () if self.uses_template else self._prefix
         if self.uses_template:
-            texts = [self._in_template(text) for text in texts]
+            texts = [self.render(self.message(text)) for text in texts]
         rows = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [(*prefix, *row) for row in rows]
+
+    @functools.cached_property
+    def turns(self) -> TurnEncoder:
+        """The encoder of answers to turns, with a tokenizer of its own."""
+        return TurnEncoder(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "turns"}  # has a lock
 
     def message(self, text: str) -> list[dict[str, str]]:
         """A prompt as the conversation that the chat template is applied to."""
@@ -82,10 +93,15 @@ class PromptEncoder:
             line += "; task.chat_template=true would use the tokenizer's chat template"
         return line
 
-    def _in_template(self, text: str) -> str:
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """A conversation in the chat template, followed by the start of the assistant's turn.
+
+        Raises:
+            UserError: the chat template cannot be applied.
+        """
         try:
             rendered: Any = self.tokenizer.apply_chat_template(
-                self.message(text), tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is a program of the model's author
             raise UserError(
@@ -93,6 +109,72 @@ class PromptEncoder:
                 f" ({type(error).__name__}: {error}); set task.chat_template=false"
             ) from None
         return rendered
+
+
+class TurnEncoder:
+    """Token ids of the answers to a model's turns, and texts of the turns; for any thread.
+
+    An answer is plain text. With the chat template it is the next message of the user, and the
+    assistant's turn follows. Special tokens in an answer are encoded as the characters of their
+    names, so that no answer can end a turn or begin a message.
+
+    Args:
+        encode: of the prompts.
+
+    Example:
+        >>> TurnEncoder(encode)("12<eos>")                  # doctest: +SKIP
+        [5, 6, 22, 2, 2, 2, 23]
+    """
+
+    def __init__(self, encode: PromptEncoder) -> None:
+        # Its settings change with each answer, while another thread may encode prompts.
+        self._tokenizer: Any = copy.deepcopy(encode.tokenizer)
+        self._lock = threading.Lock()
+        self._before: list[int] = []
+        self._after: list[int] = []
+        if encode.uses_template:
+            self._before, self._after = self._frame(encode)
+
+    def __call__(self, text: str) -> list[int]:
+        """The token ids of an answer."""
+        return self.framed(self.plain(text))
+
+    def plain(self, text: str) -> list[int]:
+        """The token ids of a text in which special tokens have no meaning."""
+        with self._lock:
+            return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def framed(self, ids: Sequence[int]) -> list[int]:
+        """The token ids of an answer from those of its text, in the chat template if it is used."""
+        return [*self._before, *ids, *self._after]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a turn."""
+        with self._lock:
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _frame(self, encode: PromptEncoder) -> tuple[list[int], list[int]]:
+        """What the chat template puts between a turn and its answer, and after the answer.
+
+        Raises:
+            UserError: the chat template drops messages.
+        """
+        marks = "first-turn-of-the-model", "answer-to-that-turn"
+        roles = "user", "assistant", "user"
+        contents = "0", *marks
+        rendered = encode.render(
+            [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+        )
+        if any(rendered.count(mark) != 1 for mark in marks):
+            raise UserError(
+                "the tokenizer's chat template cannot continue a conversation; set"
+                " task.chat_template=false"
+            )
+        before, after = rendered.partition(marks[0])[2].split(marks[1])
+        # The model has ended its turn already.
+        before = before.removeprefix(self._tokenizer.eos_token or "")
+        ids = [self._tokenizer.encode(part, add_special_tokens=False) for part in (before, after)]
+        return ids[0], ids[1]
 
 
 def _prefix(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -115,7 +115,8 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
     """The worked response to a prompt of the train split, in the form of a sampled one.
 
     Raises:
-        UserError: the task has no demonstrations, or the tokenizer no end token.
+        UserError: the task has no demonstrations, or no answer to a turn that is not the last one,
+            or the tokenizer has no end token.
     """
     prompt = task.prompt("train", index)
     worked = task.demonstration(prompt)
@@ -124,9 +125,26 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
     tokenizer = encode.tokenizer
     if tokenizer.eos_token_id is None:
         raise UserError("warmup.steps: the tokenizer has no end token to teach; set it to 0")
-    tokens = [*tokenizer.encode(worked, add_special_tokens=False), tokenizer.eos_token_id]
+    turns, end = [worked] if isinstance(worked, str) else worked, tokenizer.eos_token_id
+    tokens: list[int] = []
+    tools: list[tuple[int, int]] = []
+    for turn, text in enumerate(turns):
+        tokens += tokenizer.encode(text, add_special_tokens=False)
+        last = turn == len(turns) - 1
+        if last or encode.uses_template or not text.endswith(task.stop):
+            tokens.append(end)
+        if not last:
+            answer = task.respond(prompt, turn, text)
+            if answer is None:
+                raise UserError(
+                    f"demonstration of prompt {prompt.id}: turn {turn} has no answer, but turns"
+                    " follow it; end the demonstration there"
+                )
+            begin = len(tokens)
+            tokens += encode.turns(answer)
+            tools.append((begin, len(tokens)))
     request = Request(index, index, encode(prompt.text), SamplingParams(max_new_tokens=len(tokens)))
-    return Response(request, tokens, [0.0] * len(tokens), "stop")
+    return Response(request, tokens, [0.0] * len(tokens), "stop", tools=tools)
 
 
 def cross_entropy(model: PreTrainedModel, row: MicroBatch) -> Tensor:

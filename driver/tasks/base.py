@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -54,8 +55,32 @@ class Task(Protocol):
         """Whether a response states an answer, right or wrong."""
         return True
 
-    def demonstration(self, prompt: Prompt) -> str | None:
-        """A worked response for the supervised warm-up, or None if the task has none."""
+    def respond(self, prompt: Prompt, turn: int, text: str) -> str | None:
+        """The answer of a tool or an environment to a turn of the model; for several threads.
+
+        The answer follows the turn as plain text, and the model goes on after it. Tokens are equal
+        in each rollout only if equal arguments get equal answers.
+
+        Args:
+            prompt: the prompt of the response.
+            turn: number of the turn, from 0.
+            text: of the turn, with the stop text that ended it, without the model's end token.
+
+        Returns:
+            The answer, or None if the turn ends the response.
+        """
+        return None
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the task answers turns of the model."""
+        return type(self).respond is not Task.respond
+
+    def demonstration(self, prompt: Prompt) -> str | Sequence[str] | None:
+        """A worked response for the supervised warm-up, or None if the task has none.
+
+        If the task answers turns, the texts of the model's turns; `respond` gives the answers.
+        """
         return None
 
     def size(self, split: Split) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ class OwnTask(Task):
 
     The class needs `prompt(split, index)`, which returns a text, a (text, answer) pair or a
     `Prompt`, and `reward(prompt, response, answer)`, which returns a number; `finished` may be a
-    fourth parameter. `stop`, `demonstration(text, answer)` and `is_message` are optional.
+    fourth parameter. `stop`, `demonstration(prompt, answer)`, `is_message` and
+    `respond(prompt, turn, text)`, with `answer` as an optional fourth parameter, are optional.
 
     Args:
         name: the value of `task.name`, for messages.
@@ -47,13 +48,26 @@ class OwnTask(Task):
     def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
         score: Callable[..., float] = self.task.reward
         arguments = (prompt.text, response, prompt.answer)
-        takes = score.__code__.co_argcount if hasattr(score, "__code__") else 0
-        takes -= hasattr(score, "__self__")
-        return score(*arguments, finished) if takes == 4 else score(*arguments)
+        return score(*arguments, finished) if _takes_four(score) else score(*arguments)
 
-    def demonstration(self, prompt: Prompt) -> str | None:
+    def respond(self, prompt: Prompt, turn: int, text: str) -> str | None:
+        answer: Callable[..., str | None] = self.task.respond
+        arguments = (prompt.text, turn, text)
+        return answer(*arguments, prompt.answer) if _takes_four(answer) else answer(*arguments)
+
+    @property
+    def has_turns(self) -> bool:
+        return hasattr(self.task, "respond")
+
+    def demonstration(self, prompt: Prompt) -> str | Sequence[str] | None:
         make = getattr(self.task, "demonstration", None)
         return None if make is None else make(prompt.text, prompt.answer)
+
+
+def _takes_four(function: Any) -> bool:
+    """Whether a function takes four arguments, or a method four besides its object."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_argcount - hasattr(function, "__self__") == 4
 
 
 def own_task(name: str) -> OwnTask:

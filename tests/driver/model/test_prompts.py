@@ -15,6 +15,7 @@ from driver.model.prompts import PromptEncoder
 from driver.policy.warmup import demonstration
 from driver.run.assemble import end_ids, spec_of, stop_ids
 from driver.tasks import make_task
+from driver.tasks.calculator import CalculatorTask
 from tests.driver.hugging_face import random_model, save_model
 
 BEGIN, END = 2, 1
@@ -151,3 +152,44 @@ def test_commands_put_the_begin_token_in_front(tmp_path):
     assert worked.request.prompt_ids[0] == BEGIN and BEGIN not in worked.token_ids
     generator = Generator(GenerateOptions(model=str(folder), prompt="1+2=", strategy="off"))
     assert generator.ids == (BEGIN, *ids_of("1+2="))
+
+
+def test_demonstrations_of_several_turns_have_the_answers_that_a_rollout_would_have():
+    tokenizer, task = make_tokenizer(), CalculatorTask()
+    prompt = task.prompt("train", 0)
+    turns = task.demonstration(prompt)
+    worked = demonstration(PromptEncoder(tokenizer), task, 0)
+    assert len(worked.tools) == len(turns) - 1 == worked.turns - 1 > 1
+    answers = [task.respond(prompt, i, turn) for i, turn in enumerate(turns[:-1])]
+    assert [tokenizer.decode(worked.token_ids[a:b]) for a, b in worked.tools] == answers
+    ends = [worked.token_ids[a - 1] for a, _ in worked.tools]
+    assert {tokenizer.decode([end]) for end in ends} == {">"}  # a stop text ends a turn
+    generated = [t for t, g in zip(worked.token_ids, worked.generated, strict=True) if g]
+    assert tokenizer.decode(generated) == "".join(turns) + "<eos>"
+
+
+def test_turns_of_a_chat_end_with_the_end_token():
+    """The template puts it behind the model's turn, where the demonstration has it already."""
+    tokenizer = make_tokenizer(chat=CHAT.replace("}}", "}}<eos>", 1))
+    task = CalculatorTask()
+    first, *_ = task.demonstration(task.prompt("train", 0))
+    worked = demonstration(PromptEncoder(tokenizer, "true"), task, 0)
+    (begin, end), *_ = worked.tools
+    assert tokenizer.decode(worked.token_ids[:begin]) == f"{first}<eos>"
+    answer = task.respond(task.prompt("train", 0), 0, first)
+    assert tokenizer.decode(worked.token_ids[begin:end]) == f"={answer}<eos>+"
+
+
+def test_a_chat_template_that_drops_messages_cannot_continue():
+    encode = PromptEncoder(make_tokenizer(chat="{{ messages[0]['content'] }}"), "true")
+    with pytest.raises(UserError, match="cannot continue a conversation"):
+        encode.turns("1")
+
+
+def test_a_demonstration_ends_where_the_task_ends_it():
+    class Deaf(CalculatorTask):
+        def respond(self, prompt, turn, text):
+            return None
+
+    with pytest.raises(UserError, match="turn 0 has no answer"):
+        demonstration(PromptEncoder(make_tokenizer()), Deaf(), 0)

@@ -31,6 +31,18 @@ class Broken:
 """
 
 
+def test_respond_is_optional_and_may_take_the_answer(parts):
+    task = make_task(f"{EXAMPLE.with_name('tool_task.py')}:Guess")
+    prompt = task.prompt("train", 0)
+    assert task.has_turns and not make_task(f"{parts}:Words").has_turns
+    turns = task.demonstration(prompt)
+    answers = [task.respond(prompt, turn, text) for turn, text in enumerate(turns)]
+    assert answers[-1] is None and set(answers[:-1]) <= {"<", ">"}
+    whole = "".join(turn + (answer or "") for turn, answer in zip(turns, answers, strict=True))
+    assert task.reward(prompt, whole.removesuffix("?")) == 1.0
+    assert task.reward(prompt, "100") == 0.0 and task.respond(prompt, 0, "x?") is None
+
+
 @pytest.fixture
 def parts(tmp_path):
     path = tmp_path / "parts_of_a_user.py"

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -14,6 +15,8 @@ from driver.common.errors import UserError
 from driver.config.sections import TaskConfig
 from driver.tasks import Prompt, make_task
 from driver.tasks.answers import final_answer
+from driver.tasks.calculator import MOST_STEPS, calculate
+from driver.tasks.calculator import SLIP_RATE as CALL_SLIP_RATE
 from driver.tasks.fewshot import FewShotTask
 from driver.tasks.jsonl import read_jsonl
 from driver.tasks.sums import SLIP_RATE
@@ -25,7 +28,10 @@ GENERATED = [
     ("addition", {"difficulty": 2}),
     ("addition", {"shots": 0}),
     ("multiplication", {}),
+    ("calculator", {}),
+    ("calculator", {"difficulty": 3}),
 ]
+SLIPPING = "sums", "calculator"  # their demonstrations contain errors on purpose
 
 
 def line(question: str = "1+1?", answer: str = "Two.\n#### 2") -> str:
@@ -61,7 +67,7 @@ def fake_gym(monkeypatch):
 
 def question(task, prompt: Prompt) -> str:
     """The problem of a prompt, without the shots before it."""
-    return prompt.text.rpartition("\n")[2] if task.name != "sums" else prompt.text
+    return prompt.text.rpartition("\n")[2]
 
 
 @pytest.mark.parametrize(("name", "options"), GENERATED)
@@ -82,7 +88,9 @@ def test_no_eval_problem_is_ever_trained_on(name, options):
     assert not any(problem in shown.replace("=", "=\n").split("\n") for problem in held)
 
 
-@pytest.mark.parametrize(("name", "options"), [task for task in GENERATED if task[0] != "sums"])
+@pytest.mark.parametrize(
+    ("name", "options"), [task for task in GENERATED if task[0] not in SLIPPING]
+)
 def test_demonstration_earns_the_reward(name, options):
     task = make_task(name, **options)
     for index in range(200):
@@ -103,6 +111,81 @@ def test_sums_demonstrations_count_on_and_slip_at_their_rate():
         assert task.reward(prompt, worked) == (sum(errors) == 0)
         slips, steps = slips + sum(error != 0 for error in errors), steps + len(errors)
     assert slips / steps == pytest.approx(SLIP_RATE, abs=0.02)
+
+
+def test_calculator_demonstrations_call_it_for_each_operation_and_slip_at_their_rate():
+    task, right, calls = make_task("calculator"), 0, 0
+    for index in range(2000):
+        prompt = task.prompt("train", index)
+        *turns, last = task.demonstration(prompt)
+        assert len(turns) == len(re.findall("[-+*]", prompt.text)) <= MOST_STEPS
+        answers = [task.respond(prompt, turn, text) for turn, text in enumerate(turns)]
+        assert None not in answers and "?" not in answers and last == f"={answers[-1]}"
+        assert task.respond(prompt, len(turns), last) is None
+        assert int(prompt.answer) == eval(prompt.text.removesuffix("="))
+        whole = "".join(part for pair in zip(turns, answers, strict=True) for part in pair) + last
+        right += task.reward(prompt, whole)
+        calls += len(turns)
+        assert task.reward(prompt, whole, finished=False) == 0 and task.states_answer(whole)
+    # A multiplication by 0 or an equal error later may still end right.
+    assert right / 2000 == pytest.approx((1 - CALL_SLIP_RATE) ** (calls / 2000), abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12*7+5", "89"),
+        (" (3+4) *-5 ", "-35"),
+        ("1/3", "0.333333"),
+        ("10/4*2", "5"),
+        ("7%4", "3"),
+        ("2**-2", "0.25"),
+        ("2**64", "18446744073709551616"),
+        ("1.5+0.1", "1.6"),
+        ("1e9", "?"),
+        ("1/0", "?"),
+        ("0**-1", "?"),
+        ("9**9**9", "?"),
+        ("2**128", "?"),
+        ("2**0.5", "?"),
+        ("9" * 150, "?"),
+        ("9**60/9**60", "?"),
+        ("-" * 30 + "1", "?"),
+        ("(" * 99 + "1" + ")" * 99, "1"),
+        ("1+" * 30 + "1", "?"),
+        ("1" * 201, "?"),
+        ("1(2)", "?"),
+        ("1,2", "?"),
+        ("1 2", "?"),
+        ("()", "?"),
+        ("", "?"),
+        ("x", "?"),
+        ("__import__('os')", "?"),
+        ("٣+1", "?"),
+        ("True+1", "?"),
+        ("1 if 1 else 2", "?"),
+        ("1//2", "?"),
+    ],
+)
+def test_the_calculator_computes_arithmetic_and_nothing_else(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("turn", "answer"),
+    [
+        ("<12*7>", "84"),
+        ("<1+1>2<3+3>", "6"),  # the call that the turn ends with
+        ("<>", "?"),
+        ("<a>", "?"),
+        ("12>", None),
+        ("<12*7>=84", None),
+        ("=84", None),
+        ("", None),
+    ],
+)
+def test_the_calculator_answers_calls_only(turn, answer):
+    assert make_task("calculator").respond(Prompt("0", "", ""), 0, turn) == answer
 
 
 def test_sums_lengths_have_a_heavy_tail():

@@ -1,0 +1,148 @@
+"""Chains of arithmetic, computed by a calculator that the model calls."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from .base import Prompt, Split, Task, generator, held_out, prompt_id
+
+# Demonstrations contain errors on purpose, as those of `sums`: a call has a wrong digit.
+SLIP_RATE = 0.15
+MOST_STEPS = 5  # operations of a chain
+INVALID = "?"  # the calculator's answer to what it does not compute
+
+MAX_CHARACTERS = 200
+MAX_DEPTH = 20
+MAX_EXPONENT = 64
+MAX_BITS = 128  # of a numerator or denominator
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
+}
+
+
+class CalculatorTask(Task):
+    """`12*7+5=`, answered by calls of a calculator: `<12*7>84<84+5>89=89`.
+
+    The model writes an expression between `<` and `>`, and the calculator writes the value behind
+    it. The reward is 1 if the text after the last `=` is the answer, else 0.
+
+    Args:
+        difficulty: the numbers have up to `difficulty` + 1 digits.
+
+    Example:
+        >>> task = CalculatorTask()
+        >>> task.respond(Prompt("0", "12*7+5=", "89"), 0, "<12*7>")
+        '84'
+    """
+
+    name = "calculator"
+    stop = (">",)
+
+    def __init__(self, difficulty: int = 1) -> None:
+        self.high = 10 ** (difficulty + 1) - 1
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        id = prompt_id(self.name, split, index)
+        draw = generator(id)
+        while True:
+            total = draw.randint(2, self.high)
+            text = str(total)
+            # Half of the chains have one operation, a quarter two, and so on.
+            steps = 1
+            while steps < MOST_STEPS and draw.random() < 0.5:
+                steps += 1
+            for step in range(steps):
+                other = draw.randint(2, self.high)
+                if step == 0 and draw.random() < 0.5:  # only the first: no precedence to observe
+                    text, total = f"{text}*{other}", total * other
+                elif other <= total and draw.random() < 0.5:
+                    text, total = f"{text}-{other}", total - other
+                else:
+                    text, total = f"{text}+{other}", total + other
+            text = f"{text}="
+            if held_out(text) == (split == "eval"):
+                return Prompt(id, text, str(total))
+
+    def respond(self, prompt: Prompt, turn: int, text: str) -> str | None:
+        call = re.search(r"<([^<>]*)>$", text)
+        return None if call is None else calculate(call[1])
+
+    def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
+        return float(finished and response.rpartition("=")[2] == prompt.answer)
+
+    def states_answer(self, response: str) -> bool:
+        return "=" in response
+
+    def demonstration(self, prompt: Prompt) -> Sequence[str]:
+        """A call for each operation; each is wrong in a digit with probability `SLIP_RATE`."""
+        draw = generator(f"{prompt.id}/slips")
+        total, *steps = re.findall(r"[-+*]?\d+", prompt.text)
+        turns = []
+        for step in steps:
+            if draw.random() < SLIP_RATE:
+                step = step[:-1] + str((int(step[-1]) + 1) % 10)
+            turns.append(f"<{total}{step}>")
+            total = calculate(f"{total}{step}")
+        return [*turns, f"={total}"]
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression, computed exactly and without `eval`.
+
+    Args:
+        expression: numbers, `+ - * / % **`, parentheses and spaces; at most `MAX_CHARACTERS`.
+
+    Returns:
+        An integer, or a decimal with six significant digits. `INVALID` if the expression is not
+        such a text, divides by 0, is nested deeper than `MAX_DEPTH`, or has an exponent beyond
+        `MAX_EXPONENT` or a value beyond `MAX_BITS` bits.
+
+    Example:
+        >>> calculate("(3+4)*5"), calculate("1/3"), calculate("9**9**9"), calculate("x")
+        ('35', '0.333333', '?', '?')
+    """
+    if len(expression) > MAX_CHARACTERS or not re.fullmatch(r"[0-9+\-*/%.() ]+", expression):
+        return INVALID
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body, MAX_DEPTH)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return INVALID
+    return str(value) if value.denominator == 1 else f"{float(value):.6g}"
+
+
+def _value(node: ast.expr, depth: int) -> Fraction:
+    """The value of a syntax tree.
+
+    Raises:
+        ValueError: it holds anything but arithmetic, or exceeds a limit.
+        ZeroDivisionError: it divides by 0.
+    """
+    if depth == 0:
+        raise ValueError("depth")
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            value = Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            value = _value(operand, depth - 1)
+            value = -value if isinstance(node.op, ast.USub) else value
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _value(left, depth - 1), _value(right, depth - 1)
+            if type(op) in _OPERATIONS:
+                value = _OPERATIONS[type(op)](a, b)
+            elif isinstance(op, ast.Pow) and b.denominator == 1 and abs(b) <= MAX_EXPONENT:
+                value = a ** int(b)
+            else:
+                raise ValueError("operator")
+        case _:
+            raise ValueError("syntax")
+    if max(abs(value.numerator), value.denominator).bit_length() > MAX_BITS:
+        raise ValueError("size")
+    return value
