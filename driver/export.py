@@ -31,15 +31,13 @@ from .drafter.eagle3 import (
     KIND,
     LAYERS,
     WEIGHTS,
-    drafter_config,
+    config_of_state,
     expected_tensors,
     read_drafter,
     write_drafter,
 )
-from .model.drafter import DraftSpec
 from .model.prompts import PromptEncoder
 from .model.spec import ModelSpec, read_json
-from .model.target import default_feature_layers
 from .rollout.request import Request, SamplingParams, request_id
 from .run.assemble import (
     build_rollout,
@@ -216,10 +214,7 @@ def main(argv: Sequence[str]) -> None:
         )
     _task(run, options.unseen)  # refuses a mistyped name before anything is written
     state, target = saved["drafter"], read_json(checkpoint / CONFIG)
-    middle, size = len(state["midlayer.mlp.gate_proj.weight"]), len(state["d2t"])
-    shape = DraftSpec.of(spec, middle, size)
-    layers = default_feature_layers(spec.num_layers)
-    config = drafter_config(shape, target, layers, getattr(torch, run.model.dtype))
+    config = config_of_state(state, spec, target, getattr(torch, run.model.dtype))
     write_drafter(out, state, config)
     rows = _Bench(options, run, checkpoint, (state, read_drafter(out, spec))).measure()
     of = checkpoint.parent if (checkpoint / "config.yaml").exists() else checkpoint.parent.parent

@@ -16,6 +16,7 @@ from ..common.errors import UserError
 from ..common.storage import storage_errors
 from ..model.drafter import DraftSpec
 from ..model.spec import ModelSpec, read_json, read_rope
+from ..model.target import default_feature_layers
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 KIND = "LlamaForCausalLMEagle3"
@@ -117,6 +118,23 @@ def drafter_config(
         **rope,
         **ends,
     }
+
+
+def config_of_state(
+    state: Mapping[str, Tensor], spec: ModelSpec, target: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """The `config.json` of a drafter of our engine.
+
+    Args:
+        state: of `driver.model.drafter.Drafter`.
+        spec, target: the policy's shape and its `config.json`.
+        dtype: of the weights.
+
+    Raises:
+        UserError: a server cannot represent the layers of the target's features.
+    """
+    shape = DraftSpec.of(spec, len(state["midlayer.mlp.gate_proj.weight"]), len(state["d2t"]))
+    return drafter_config(shape, target, default_feature_layers(spec.num_layers), dtype)
 
 
 def _in_order(layers: Sequence[int]) -> bool:

@@ -83,6 +83,7 @@ class Subject:
         prompts: gives the ids of the first n prompts.
         drafter: state of a checkpoint; None = random weights.
         policy: the model of transformers, where there is one.
+        folder: of the policy; None = none is on the disk.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Subject:
     prompts: Callable[[int], list[tuple[int, ...]]]
     drafter: dict | None = None
     policy: PreTrainedModel | None = None
+    folder: Path | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -197,6 +199,7 @@ def of_checkpoint(
         prompts,
         drafter_state(folder) if warmed else None,
         policy,
+        folder,
     )
 
 

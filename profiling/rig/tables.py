@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiling.rig.results import Target, known_targets
+from profiling.rig.results import RESULTS, Target, known_targets, load, newest_first
 from profiling.rig.targets import wanted_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,15 @@ HEADLINES = (
     ("at 32 requests", "decode", "spec_over_plain_b32_x"),
     ("equal tokens, trained drafter, bf16", "identity", "smollm2_trained_drafter"),
     ("attention, 32 requests of 4k keys", "attention", "decode_b32_kv4k_of_copy"),
+    ("plain decoding over vLLM's, 135M, worst of 1 to 256", "peers", "decode_smollm2_over_vllm_x"),
+    ("1.5B and 7B", "peers", "decode_big_over_vllm_x"),
+    (
+        "speculation over vLLM's, 135M, worst of 1 to 128",
+        "peers",
+        "spec_smollm2_over_vllm_eagle3_x",
+    ),
+    ("1.5B and 7B, equal accept lengths", "peers", "spec_big_over_vllm_eagle3_x"),
+    ("128 requests with a long tail, over vLLM's best", "peers", "trace_over_vllm_x"),
 )
 
 OPS = (
@@ -110,7 +119,8 @@ def figure(name: str, value: float | None) -> str:
 def headlines_table(targets: Sequence[Target]) -> list[str]:
     """The results that the README shows; exact commands are in the table of all targets."""
     by_name = {(target.table, target.name): target for target in targets}
-    shown = [(text, by_name[table, name]) for text, table, name in HEADLINES]
+    named = [(text, by_name[table, name]) for text, table, name in HEADLINES]
+    shown = [(text, target) for text, target in named if target.figure]
     cards = {target.figure.meta["card"] for _, target in shown if target.figure}
     out = [f"| {', '.join(sorted(cards))} | measured | commit | command |", "|---|---|---|---|"]
     for text, target in shown:
@@ -155,7 +165,38 @@ def targets_table(targets: Sequence[Target]) -> list[str]:
     return [*out, "", *provenance(targets)]
 
 
-TABLES = {"headlines": headlines_table, "ops": ops_table, "targets": targets_table}
+def peers_table(targets: Sequence[Target]) -> list[str]:
+    """Each comparison with vLLM, and the accept lengths of exported drafters."""
+    paths = newest_first(RESULTS, "peers")
+    if not paths:
+        return ["Not measured yet."]
+    result = load(paths[0])
+    out = ["| case | ours, tokens/s | vLLM, tokens/s | ours / vLLM |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        if "over_vllm" in row:
+            pairs = ((row[name], row[f"{at}tokens_per_s"]) for name, at in PEERS.items())
+            sides = " | ".join(f"{rate:,.0f} ({setting})" for setting, rate in pairs)
+            out.append(f"| {row['case']} | {sides} | {row['over_vllm']:.2f} × |")
+    out += [
+        "",
+        "| exported drafter | accept length, ours | vLLM | equal tokens |",
+        "|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if "vllm_accept_length" in row:
+            lengths = f"{row['accept_length']:.2f} | {row['vllm_accept_length']:.2f}"
+            equal = figure("equal", row.get("equal_to_plain"))
+            out.append(f"| {row['case'].removeprefix('export ')} | {lengths} | {equal} |")
+    return [*out, "", *provenance([target for target in targets if target.table == "peers"])]
+
+
+PEERS = {"ours": "", "vllm": "vllm_"}  # setting of a side -> what its rate's name begins with
+TABLES = {
+    "headlines": headlines_table,
+    "ops": ops_table,
+    "peers": peers_table,
+    "targets": targets_table,
+}
 
 
 def provenance(targets: Sequence[Target]) -> list[str]:

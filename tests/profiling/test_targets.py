@@ -125,7 +125,8 @@ def test_a_table_names_card_driver_cuda_torch_and_commit(known):
     assert "| fake: `c_x` | at least 1.00 × | - | not measured |" in out
     assert "NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0, commit abc1234" in out
     assert tables.filled(out, results.known_targets(known)) == out
-    with pytest.raises(ValueError, match="unknown table speed: use one of headlines, ops, targets"):
+    known_names = "headlines, ops, peers, targets"
+    with pytest.raises(ValueError, match=f"unknown table speed: use one of {known_names}"):
         tables.filled("<!-- results: speed -->\n<!-- end of results -->", [])
 
 

@@ -1,0 +1,620 @@
+"""Beside vLLM: the same weights, prompts and lengths in both engines, on one card, by turns.
+
+`smollm2`: plain decoding and speculation of the warmed policy by batch, the trace of `rollout`,
+and the rollout of a GRPO step. `15b`, `7b`: random weights of these shapes. `export`: vLLM with our
+exported drafters, a Llama (the warmed policy), a Qwen3 and a Qwen2. `--only` picks parts; `--vllm`
+is the folder with the package (`pip install --target`), which runs in processes of its own.
+
+Tokens a second of a batch are of its tokens after the first: B (n - 1) / (T(n) - T(1)), medians of
+wall times of `generate`, token ids in and out, end tokens ignored, T = 1. Both have their CUDA
+graphs. Drafts of random models are not accepted, so their rows with speculation are synthetic: vLLM
+accepts at the rates of the warmed policy (its `synthetic_acceptance_rates`), and our time of a pass
+is multiplied by the same accept length.
+
+In the rows of a comparison `over_vllm` is ours over vLLM's better setting. Rows of single settings
+hold what the comparison is made of, and how each vLLM engine was started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+
+from driver.config.load import load_config
+from driver.config.strategy import Strategy
+from driver.drafter.eagle3 import config_of_state, write_drafter
+from driver.model.drafter import Drafter, DraftSpec
+from driver.model.spec import read_json
+from driver.model.tiny import build_tokenizer
+from driver.rollout.request import Request, SamplingParams, request_id
+from driver.run.assemble import Rollout
+from profiling.benches.decode import SHAPE_WORDS, recorded_accepts
+from profiling.peers.vllm import Vllm, lacks_vllm
+from profiling.rig import timing
+from profiling.rig.bench import Bench, say
+from profiling.rig.subjects import (
+    QWEN2_7B,
+    QWEN2_15B,
+    Subject,
+    fix_bandit,
+    of_checkpoint,
+    of_shape,
+)
+from profiling.rig.workload import accept_length, trace_lengths
+
+NEEDS_WARM_START = True
+BATCHES, SPEC_BATCHES = [1, 8, 32, 128, 256], [1, 32, 128]
+CHAIN = "learned:4,1,5"  # as vLLM's chains of 4
+STRATEGIES = ["ngram:6,1,7", CHAIN, "learned:6,1,7", "hybrid:6,4,16"]
+CHAINS = [4, 8]  # tokens that vLLM drafts
+MAX_ROWS = 1280  # of a pass, as in preset=h100
+ROUNDS = 3
+WARM_TOKENS = 32  # of each request of the trace before it is timed
+PROMPTS, SAMPLES, STEP_TOKENS = 32, 8, 4096  # of a step of preset=h100
+START_LIMIT_S = 300
+SHAPES: dict[str, tuple[Qwen2Config, int]] = {"15b": (QWEN2_15B, 5), "7b": (QWEN2_7B, 9)}  # GiB
+EXPORT_PROMPTS, EXPORT_TOKENS = 64, 192
+# Depths below and above seven layers, where vLLM's own choice of layers is another.
+SMALL = {"qwen3": 6, "qwen2": 5}
+HIDDEN = 256
+SMALL_WORDS = [
+    "preset=tiny",
+    "model.dtype=bfloat16",
+    "warmup.keep=true",
+    "warmup.steps=200",
+    "warmup.drafter_steps=300",
+    "warmup.drafter_tokens=4096",
+    "warmup.responses=256",
+    "engine.max_batch=64",
+    "engine.spec_max_batch=64",
+    f"engine.strategies=off {CHAIN}",
+]
+
+
+def options(words: Sequence[str]) -> argparse.Namespace:
+    """The options of this benchmark alone."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.bench peers", description=__doc__)
+    parser.add_argument("--vllm", default="", help="folder that holds the package vllm")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for what vLLM prints")
+    return parser.parse_args(words)
+
+
+def lacks() -> str:
+    """Why `all` leaves this benchmark out; "" = it does not."""
+    return lacks_vllm("")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that both engines get."""
+
+    prompts: list[tuple[int, ...]]
+    limits: list[int]
+    temperature: float = 1.0
+    stops: tuple[int, ...] = ()
+
+    def cut(self, limit: int) -> Batch:
+        return replace(self, limits=[min(limit, own) for own in self.limits])
+
+    def requests(self) -> list[Request]:
+        """For our engine; equal prompts are a group."""
+        groups = {ids: number for number, ids in enumerate(dict.fromkeys(self.prompts))}
+        params = SamplingParams(self.temperature, stop_ids=self.stops)
+        return [
+            Request(
+                request_id("eval", 0, f"peers/{i}", 0),
+                groups[ids],
+                ids,
+                replace(params, max_new_tokens=limit),
+            )
+            for i, (ids, limit) in enumerate(zip(self.prompts, self.limits, strict=True))
+        ]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an engine made of a batch."""
+
+    seconds: float
+    lengths: list[int]
+    accept_length: float = 1.0
+    tokens: tuple[tuple[int, ...], ...] = ()
+
+
+Arm = Callable[[Batch], Made]
+
+
+def ours(rollout: Rollout, policy: str) -> Arm:
+    """Our engine with a policy of the bandit. One that learns keeps its state."""
+    states: list[Any] = []
+
+    def generate(batch: Batch) -> Made:
+        recorder = fix_bandit(rollout, policy=policy)
+        if states:
+            recorder.bandit.load_state_dict(states[0])
+        engine = rollout.engine
+        engine.forget()
+        requests = batch.requests()
+        begin = time.perf_counter()
+        responses = engine.generate(requests, record=False)
+        seconds = time.perf_counter() - begin
+        if policy in ("ucb", "beg"):
+            states[:] = [recorder.bandit.state_dict()]
+        tokens = tuple(tuple(response.token_ids) for response in responses)
+        return Made(seconds, [*map(len, tokens)], engine.stats.accept_length or 1.0, tokens)
+
+    return generate
+
+
+def theirs(engine: Vllm, *, counted: bool = False, tokens: bool = False) -> Arm:
+    """A vLLM engine; `counted`: with accept lengths, which cost it time."""
+
+    def generate(batch: Batch) -> Made:
+        made = engine.generate(
+            batch.prompts,
+            batch.limits,
+            temperature=batch.temperature,
+            stops=batch.stops,
+            counted=counted,
+            tokens=tokens,
+        )
+        ids = tuple(map(tuple, made.get("tokens", ())))
+        return Made(made["seconds"], made["lengths"], made.get("accept_length", 1.0), ids)
+
+    return generate
+
+
+class Peers:
+    """The vLLM engines of a part, started side by side.
+
+    Args:
+        bench: takes a row for each start.
+        chosen: the options.
+        scratch: folder for logs.
+    """
+
+    def __init__(self, bench: Bench, chosen: argparse.Namespace, scratch: Path) -> None:
+        self.bench, self.folder, self.logs = bench, chosen.vllm, chosen.logs or scratch
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.engines: dict[str, Vllm] = {}
+
+    def start(
+        self,
+        name: str,
+        model: Path,
+        *,
+        k: int = 0,
+        kv_gib: int,
+        invariant: bool = False,
+        **more: Any,
+    ) -> None:
+        """Begins to start an engine with `k` drafted tokens; `invariant` = by batch, and eager."""
+        rows = max(BATCHES) * (k + 1)
+        graphs: dict[str, Any] = {
+            "compilation_config": {"max_cudagraph_capture_size": max(512, -(-rows // 16) * 16)}
+        }
+        self.engines[name] = Vllm(
+            name,
+            self.folder,
+            self.logs / f"vllm-{name.replace(' ', '-')}.log",
+            {"VLLM_BATCH_INVARIANT": "1"} if invariant else {},
+            model=str(model),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            gpu_memory_utilization=0.1,  # of the card, which must be free; the cache is as below
+            kv_cache_memory_bytes=kv_gib << 30,
+            max_num_seqs=max(BATCHES),
+            max_num_batched_tokens=16384,
+            enable_prefix_caching=False,
+            attention_backend="FLASH_ATTN",
+            **({"enforce_eager": True} if invariant else graphs),
+            **more,
+        )
+
+    def ready(self) -> None:
+        """Waits for all of them; one that fails is reported and left out."""
+        for name, engine in list(self.engines.items()):
+            with self.bench.part(f"vLLM {name}"):
+                try:
+                    with timing.time_limit(START_LIMIT_S):
+                        about = engine.ready()
+                except BaseException:
+                    self.engines.pop(name).close()
+                    raise
+                self.bench.add_row(f"start of vLLM, {name}", 1e6 * about["start_s"], **about)
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+
+@contextlib.contextmanager
+def peers(bench: Bench, chosen: argparse.Namespace) -> Iterator[tuple[Peers, Path]]:
+    """Engines that are closed at the end, and a folder for models and drafters."""
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        made = Peers(bench, chosen, Path(scratch))
+        stack.callback(made.close)
+        yield made, Path(scratch)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one arm at one batch."""
+
+    tokens_per_s: float
+    accept_length: float
+    spread: float
+
+
+def speeds(arms: Mapping[str, Arm], counted: Mapping[str, Arm], batch: Batch) -> dict[str, Speed]:
+    """Tokens a second after the first token.
+
+    Args:
+        arms: timed, every other round in reverse.
+        counted: run once before, for accept lengths and warm caches.
+        batch: with equal limits.
+    """
+    accepted = {name: arm(batch).accept_length for name, arm in counted.items()}
+    whole, first = defaultdict(list), defaultdict(list)
+    for index in range(ROUNDS):
+        for name in arms if index % 2 == 0 else reversed(list(arms)):
+            first[name].append(arms[name](batch.cut(1)).seconds)
+            whole[name].append(arms[name](batch).seconds)
+    out, tokens = {}, sum(batch.limits) - len(batch.limits)
+    for name in arms:
+        seconds = statistics.median(whole[name]) - statistics.median(first[name])
+        spread = (max(whole[name]) - min(whole[name])) / statistics.median(whole[name])
+        out[name] = Speed(tokens / seconds, accepted[name], spread)
+    return out
+
+
+def compare(
+    bench: Bench,
+    case: str,
+    found: Mapping[str, Speed],
+    own: Sequence[str],
+    peer: Sequence[str],
+    **more: Any,
+) -> None:
+    """A row for each arm, and one for our best over vLLM's best."""
+    for name in (*own, *peer):
+        speed = found[name]
+        bench.add_row(
+            f"{case}, {name}",
+            1e6 / speed.tokens_per_s,
+            tokens_per_s=round(speed.tokens_per_s, 1),
+            accept_length=round(speed.accept_length, 3),
+            spread=round(speed.spread, 3),
+        )
+    best, other = (max(names, key=lambda n: found[n].tokens_per_s) for names in (own, peer))
+    bench.add_row(
+        case,
+        1e6 / found[best].tokens_per_s,
+        ours=best,
+        tokens_per_s=round(found[best].tokens_per_s, 1),
+        vllm=other,
+        vllm_tokens_per_s=round(found[other].tokens_per_s, 1),
+        over_vllm=round(found[best].tokens_per_s / found[other].tokens_per_s, 3),
+        **more,
+    )
+
+
+def tokens_of(batch: int) -> int:
+    return 384 if batch <= 32 else 128
+
+
+def write_state(
+    state: Mapping[str, Tensor], subject: Subject, target: Mapping[str, Any], folder: Path
+) -> None:
+    write_drafter(folder, state, config_of_state(state, subject.spec, target, torch.bfloat16))
+
+
+def export(subject: Subject, folder: Path) -> Path:
+    """Writes the drafter of a warm start as `driver.export` does."""
+    assert subject.drafter is not None and subject.folder is not None
+    target = read_json(subject.folder / "config.json")
+    write_state(subject.drafter["drafter"], subject, target, folder)
+    return folder
+
+
+def eagle3(drafter: Path, k: int, **more: Any) -> dict[str, Any]:
+    config = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": k, **more}
+    return {"k": k, "speculative_config": config}
+
+
+# ---- the warmed policy ---------------------------------------------------------------------------
+
+
+def smollm2(bench: Bench, chosen: argparse.Namespace) -> None:
+    subject = of_checkpoint("smollm2", bench.words, warmed=True, note=say)
+    assert subject.folder is not None
+    with peers(bench, chosen) as (vllm, scratch):
+        drafter = export(subject, scratch / "drafter")
+        # Its proposer on the host needs numba.
+        lookup = {"method": "ngram_gpu", "num_speculative_tokens": 4}
+        lookup |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        longest: dict[str, Any] = {"max_model_len": 8192, "kv_gib": 12}
+        vllm.start("plain", subject.folder, **longest)
+        for k in CHAINS:
+            vllm.start(f"eagle3 k={k}", subject.folder, **eagle3(drafter, k), **longest)
+        vllm.start("ngram k=4", subject.folder, k=4, speculative_config=lookup, **longest)
+        rollout = subject.rollout(
+            f"engine.strategies={' '.join(['off', *STRATEGIES])}",
+            longest=max(trace_lengths()) + 512,
+        )
+        vllm.ready()
+        plain_rows(bench, "smollm2", subject, rollout, vllm)
+        speculative = [name for name in vllm.engines if name != "plain"]
+        for size in SPEC_BATCHES if speculative else []:
+            fitting = [s for s in STRATEGIES if size * Strategy.parse(s).num_verify <= MAX_ROWS]
+            batch = Batch(subject.prompts(size), [tokens_of(size)] * size)
+            arms = {s: ours(rollout, s) for s in fitting}
+            timed = {n: theirs(vllm.engines[n]) for n in speculative}
+            counted = {n: theirs(vllm.engines[n], counted=True) for n in speculative}
+            found = speeds({**arms, **timed}, {**arms, **counted}, batch)
+            compare(bench, f"smollm2 speculative b{size}", found, fitting, speculative)
+        with bench.part("trace"):
+            lengths = trace_lengths()
+            batch = Batch(subject.prompts(len(lengths)), lengths)
+            rollouts(bench, "trace of 128", rollout, vllm, batch)
+        with bench.part("step"):
+            step = of_checkpoint("step", bench.words, warmed=True, note=say, longest=False)
+            prompts = [ids for ids in step.prompts(PROMPTS) for _ in range(SAMPLES)]
+            batch = Batch(prompts, [STEP_TOKENS] * len(prompts), stops=subject.stops)
+            rollouts(bench, "rollout of a step", rollout, vllm, batch)
+
+
+def plain_rows(
+    bench: Bench, name: str, subject: Subject, rollout: Rollout, vllm: Peers, engine: str = "plain"
+) -> None:
+    """Plain decoding by batch."""
+    if engine not in vllm.engines:
+        return
+    for size in BATCHES:
+        batch = Batch(subject.prompts(size), [tokens_of(size)] * size)
+        arms = {"off": ours(rollout, "off"), "plain": theirs(vllm.engines[engine])}
+        compare(bench, f"{name} plain b{size}", speeds(arms, arms, batch), ["off"], ["plain"])
+
+
+def rollouts(bench: Bench, case: str, rollout: Rollout, vllm: Peers, batch: Batch) -> None:
+    """A whole rollout in our engine, plain and with its bandit, and in vLLM's engines.
+
+    Our bandit has learned in a rollout before. The other arms have run the requests cut short.
+    """
+    arms = {"off": ours(rollout, "off"), "bandit": ours(rollout, "ucb")}
+    arms |= {n: theirs(e) for n, e in vllm.engines.items() if not n.startswith("ngram")}
+    for name, arm in arms.items():
+        arm(batch if name == "bandit" else batch.cut(WARM_TOKENS))
+    made = {name: arm(batch) for name, arm in arms.items()}
+    rates = {name: sum(m.lengths) / m.seconds for name, m in made.items()}
+    for name, one in made.items():
+        bench.add_row(
+            f"{case}, {name}",
+            1e6 * one.seconds,
+            tokens=sum(one.lengths),
+            longest=max(one.lengths),
+            tokens_per_s=round(rates[name], 1),
+        )
+    own, peer = (
+        max(names, key=rates.__getitem__)
+        for names in (["off", "bandit"], [n for n in arms if n in vllm.engines])
+    )
+    bench.add_row(
+        case,
+        1e6 * made[own].seconds,
+        ours=own,
+        tokens_per_s=round(rates[own], 1),
+        vllm=peer,
+        vllm_tokens_per_s=round(rates[peer], 1),
+        vllm_s=round(made[peer].seconds, 3),
+        # The responses of a step differ, as the noise does; a trace has fixed lengths.
+        over_vllm=round(rates[own] / rates[peer], 3),
+    )
+
+
+# ---- shapes with random weights ------------------------------------------------------------------
+
+
+def shapes(bench: Bench, chosen: argparse.Namespace) -> None:
+    wanted = {name: shape for name, shape in SHAPES.items() if bench.wanted(name)}
+    counts = recorded_accepts()[CHAIN]
+    rates = [sum(counts[n:]) / sum(counts) for n in range(1, len(counts))]
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    with peers(bench, chosen) as (vllm, scratch):
+        subjects = {}
+        for name, (shape, kv_gib) in wanted.items():
+            subject = of_shape(name, [*bench.words, *SHAPE_WORDS], shape, "cuda")
+            subjects[name] = subject
+            folder = scratch / name
+            config = {**shape.to_dict(), "architectures": ["Qwen2ForCausalLM"]}
+            write_config(folder, config)
+            drafter = scratch / f"{name}-drafter"
+            size = load_config(subject.words).drafter.draft_vocab
+            random = Drafter(DraftSpec.of(subject.spec, draft_vocab=size), 0)
+            write_state(random.state_dict(), subject, config, drafter)
+            common: dict[str, Any] = {"max_model_len": 2048, "kv_gib": kv_gib}
+            common["load_format"] = "dummy"
+            vllm.start(f"{name} plain", folder, **common)
+            spec = eagle3(drafter, len(rates), draft_load_format="auto", **synthetic)
+            vllm.start(f"{name} eagle3 k=4", folder, **spec, **common)
+        vllm.ready()
+        for name, subject in subjects.items():
+            with bench.part(name):
+                one_shape(bench, name, subject, vllm, accept_length(counts))
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    AutoConfig.for_model(**config).save_pretrained(folder)
+
+
+def one_shape(bench: Bench, name: str, subject: Subject, vllm: Peers, accept: float) -> None:
+    rollout = subject.rollout(
+        f"engine.strategies=off {CHAIN}",
+        f"bandit.buckets={BATCHES}",
+        f"engine.max_batch={max(BATCHES)}",
+        f"engine.spec_max_batch={max(SPEC_BATCHES)}",
+        "engine.num_pages=0",
+        longest=512,
+    )
+    subject.weights.clear()  # the engine has its own copy
+    plain_rows(bench, name, subject, rollout, vllm, f"{name} plain")
+    if not (engine := vllm.engines.get(f"{name} eagle3 k=4")):
+        return
+    for size in SPEC_BATCHES:
+        batch = Batch(subject.prompts(size), [tokens_of(size)] * size)
+        arms = {CHAIN: ours(rollout, CHAIN), "eagle3 k=4": theirs(engine)}
+        counted = {**arms, "eagle3 k=4": theirs(engine, counted=True)}
+        found = speeds(arms, counted, batch)
+        # Every pass of ours emits one token of a request, and would emit `accept`.
+        own = found[CHAIN]
+        factor = accept / own.accept_length
+        found[CHAIN] = replace(own, tokens_per_s=factor * own.tokens_per_s, accept_length=accept)
+        case = f"{name} speculative b{size}"
+        compare(bench, case, found, [CHAIN], ["eagle3 k=4"], synthetic=True)
+
+
+# ---- the exported drafter ------------------------------------------------------------------------
+
+
+def exported(bench: Bench, chosen: argparse.Namespace) -> None:
+    with peers(bench, chosen) as (vllm, scratch):
+        subjects = {}
+        for name in ("llama", *SMALL):
+            words = bench.words if name == "llama" else small_words(name, scratch)
+            subject = of_checkpoint(name, words, warmed=True, note=say)
+            assert subject.folder is not None
+            subjects[name] = subject
+            drafter = export(subject, scratch / f"{name}-drafter")
+            common: dict[str, Any] = {"max_model_len": 1024, "kv_gib": 2, "invariant": True}
+            vllm.start(f"{name} plain", subject.folder, **common)
+            for way in ("greedy", "probabilistic"):
+                spec = eagle3(drafter, 4, draft_sample_method=way)
+                vllm.start(f"{name} {way}", subject.folder, **spec, **common)
+        vllm.ready()
+        for name, subject in subjects.items():
+            with bench.part(f"export {name}"):
+                one_export(bench, name, subject, vllm)
+
+
+def small_words(family: str, scratch: Path) -> list[str]:
+    """The settings of a small random model of a family, which is written to the disk."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(build_tokenizer()),
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=SMALL[family],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        eos_token_id=build_tokenizer().eos_token_id,
+        pad_token_id=build_tokenizer().pad_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    folder = scratch / family
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [
+        *SMALL_WORDS,
+        f"model.path={folder}",
+        f"run.root={scratch / 'runs'}",
+        f"run.device={device}",
+    ]
+
+
+def one_export(bench: Bench, name: str, subject: Subject, vllm: Peers) -> None:
+    """Accept lengths of both engines for chains of 4, and vLLM's tokens with and without them."""
+    rollout = subject.rollout(
+        f"engine.strategies=off {CHAIN}", "engine.num_pages=0", longest=EXPORT_TOKENS + 512
+    )
+    prompts = subject.prompts(EXPORT_PROMPTS)
+    for temperature, way in ((0.0, "greedy"), (1.0, "greedy"), (1.0, "probabilistic")):
+        batch = Batch(prompts, [EXPORT_TOKENS] * len(prompts), temperature, subject.stops)
+        own = ours(rollout, CHAIN)(batch)
+        made = theirs(vllm.engines[f"{name} {way}"], counted=True, tokens=True)(batch)
+        more = {}
+        if temperature == 0:
+            plain = theirs(vllm.engines[f"{name} plain"], tokens=True)(batch)
+            more = {
+                "equal_to_plain": equal_share(made.tokens, plain.tokens),
+                "ours_equal_to_plain": equal_share(own.tokens, plain.tokens),
+            }
+        bench.add_row(
+            f"export {name} T={temperature:g} {way}",
+            1e6 * made.seconds,
+            accept_length=round(own.accept_length, 3),
+            vllm_accept_length=round(made.accept_length, 3),
+            vllm_over_ours=round(made.accept_length / own.accept_length, 4),
+            **more,
+        )
+
+
+def equal_share(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+    """Share of the tokens before the first difference of each response.
+
+    Example:
+        >>> equal_share([[1, 2], [3, 4]], [[1, 2], [3, 5]])
+        0.75
+    """
+    equal = total = 0
+    for one, other in zip(some, others, strict=True):
+        longest = max(len(one), len(other))
+        same = [i for i in range(longest) if one[i : i + 1] != other[i : i + 1]]
+        equal += same[0] if same else longest
+        total += longest
+    return round(equal / total, 6)
+
+
+def book(bench: Bench) -> None:
+    """The targets, each the worst of its rows, those of earlier parts among them."""
+    rows = {row["case"]: row for row in [*bench.known, *bench.rows]}
+
+    def worst(target: str, cases: Sequence[str], field: str = "over_vllm") -> None:
+        if all(case in rows for case in cases):
+            bench.got[target] = min(rows[case][field] for case in cases)
+
+    worst("decode_smollm2_over_vllm_x", [f"smollm2 plain b{b}" for b in BATCHES])
+    worst("decode_big_over_vllm_x", [f"{s} plain b{b}" for s in SHAPES for b in BATCHES])
+    worst("spec_smollm2_over_vllm_eagle3_x", [f"smollm2 speculative b{b}" for b in SPEC_BATCHES])
+    big = [f"{s} speculative b{b}" for s in SHAPES for b in SPEC_BATCHES]
+    worst("spec_big_over_vllm_eagle3_x", big)
+    worst("trace_over_vllm_x", ["trace of 128"])
+    greedy = [f"export {name} T=0 greedy" for name in ("llama", *SMALL)]
+    worst("vllm_accept_over_ours_x", greedy, "vllm_over_ours")
+    worst("vllm_greedy_equal_share", greedy, "equal_to_plain")
+
+
+def run(bench: Bench) -> None:
+    chosen = options(bench.options)
+    if lacking := lacks_vllm(chosen.vllm):
+        raise SystemExit(f"peers: {lacking}")
+    try:
+        if bench.wanted("smollm2"):
+            with bench.part("smollm2"):
+                smollm2(bench, chosen)
+        if any(bench.wanted(name) for name in SHAPES):
+            with bench.part("shapes"):
+                shapes(bench, chosen)
+        if bench.wanted("export"):
+            with bench.part("export"):
+                exported(bench, chosen)
+    finally:
+        book(bench)
