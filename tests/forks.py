@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-GRACE_S = 30  # for a rank to stop after SIGTERM, as torchrun gives
+GRACE_S = (2, 30)  # for a rank to stop after SIGTERM, and after a second one, which ends a sleep
 
 # A CUDA build of torch crashes in a fork of a process that has imported it.
 _context = multiprocessing.get_context("forkserver" if torch.version.cuda is None else "spawn")
@@ -73,10 +73,11 @@ def run_ranks(
                 process = running.pop(sentinel)
                 process.join()
                 code = code or process.exitcode
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.join(GRACE_S)
+        for grace_s in GRACE_S:
+            for process in running.values():
+                process.terminate()
+            for process in running.values():
+                process.join(grace_s)
     finally:
         for process in running.values():
             process.kill()

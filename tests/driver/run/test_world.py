@@ -223,7 +223,8 @@ LAST_IS_SLOW = """
 generate = collector.Collector.roll_out
 def slow(self, prompts, requests):
     if RANK == 2:
-        time.sleep(8)
+        self.world.store.wait([self.coordinator._key("group/0")])  # the others train
+        time.sleep(2)
     return generate(self, prompts, requests)
 collector.Collector.roll_out = slow
 """
@@ -422,7 +423,8 @@ if RANK == 1:
 FINISHES_LATER = """
 roll_out = collector.Collector.roll_out
 def later(self, prompts, requests):
-    time.sleep(4 * (RANK == {rank}))
+    if RANK == {rank}:
+        self.world.store.wait([self.coordinator._key("leader")])  # it has finished
     return roll_out(self, prompts, requests)
 collector.Collector.roll_out = later
 """
