@@ -18,18 +18,10 @@ _STEP = re.compile(r"([0-9]{1,6})([-+*])([0-9]{1,6})=([0-9]{1,6})")
 
 
 def combine(a: int, b: int) -> Iterator[tuple[str, int]]:
-    """The possible results of two numbers.
+    """The possible results of two numbers, the larger one first.
 
-    Args:
-        a: the larger one.
-        b: the smaller one.
-
-    Returns:
+    Yields:
         (`a sign b`, value), without zeros, and products only up to `TABLE`.
-
-    Example:
-        >>> list(combine(7, 3))
-        [('7+3', 10), ('7-3', 4), ('7*3', 21)]
     """
     yield f"{a}+{b}", a + b
     if a != b:
@@ -47,16 +39,7 @@ def pairs(numbers: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def draw_problem(draw: random.Random, count: int, low: int, high: int) -> tuple[list[int], int]:
-    """Different numbers and a target that random operations reach.
-
-    Args:
-        draw: the problem's generator.
-        count: how many numbers, at least 2.
-        low, high: bounds of the target.
-
-    Returns:
-        numbers, target.
-    """
+    """`count` different numbers, and a target from `low` to `high` that random operations reach."""
     while True:
         numbers = draw.sample(range(1, LARGEST + 1), count)
         left = list(numbers)
@@ -129,14 +112,6 @@ def search(
 
 def reaches(numbers: Sequence[int], target: int, answer: str) -> bool:
     """Whether steps like `3+7=10, 25+10=35` use each number once, are right and end at the target.
-
-    Args:
-        numbers: the given numbers.
-        target: the number to reach.
-        answer: the steps, separated by commas.
-
-    Returns:
-        True for a right answer.
 
     Example:
         >>> reaches([2, 3, 9], 14, "2+3=5, 9+5=14"), reaches([2, 3, 9], 14, "9+5=14")

@@ -37,10 +37,6 @@ class JsonlTask(Task):
 
     Raises:
         UserError: the file is missing or unreadable, or a line has the wrong format.
-
-    Example:
-        >>> final_number("2 a day for 9 days.\\n#### $1,018 in all")
-        Decimal('1018')
     """
 
     name = "jsonl"
@@ -65,8 +61,7 @@ class JsonlTask(Task):
             raise UserError(
                 f"{place}: {len(train)} training lines; expected more than task.shots={shots}"
             )
-        self.shots = train[:shots]
-        self.is_message = not shots
+        self.shots, self.is_message = train[:shots], not shots
         shown = {line.question for line in self.shots}
         held = [line for line in held if line.question not in shown]
         asked = shown | {line.question for line in held}
@@ -137,11 +132,6 @@ def read_jsonl(path: Path) -> list[Line]:
 
     Raises:
         UserError: the file or a line is invalid; the message names both.
-
-    Example:
-        >>> read_jsonl(Path("missing.jsonl"))
-        Traceback (most recent call last):
-        driver.common.errors.UserError: missing.jsonl: cannot be read (No such file or directory)
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors write a BOM

@@ -63,11 +63,10 @@ class PuzzlesTask(Task):
     def prompt(self, split: Split, index: int) -> Prompt:
         id = prompt_id(self.name, split, index)
         problem = self._problem(id)
-        if isinstance(problem, _Search):
-            answer = f"{problem.target} from {' '.join(map(str, problem.numbers))}"
-        else:
-            answer = str(problem.answer)
-        return Prompt(id, problem.text, answer)
+        if not isinstance(problem, _Search):
+            return Prompt(id, problem.text, str(problem.answer))
+        numbers = " ".join(map(str, problem.numbers))
+        return Prompt(id, problem.text, f"{problem.target} from {numbers}")
 
     def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
         _, mark, answer = response.rpartition(MARK)
@@ -93,11 +92,12 @@ class PuzzlesTask(Task):
 
             lines, steps = countdown.search(problem.numbers, problem.target, is_hit)
             # The final steps are copied once, however long the search was.
-            final = ", ".join(_copy(draw, step) for step in steps) or NOTHING
+            texts = [step.split("=") for step in steps]
+            final = ", ".join(f"{text}={_slip(draw, int(result))}" for text, result in texts)
         else:
             lines, total = problem.work(lambda result: _slip(draw, result))
             final = str(total)
-        return "\n".join([*lines, MARK + final])
+        return "\n".join([*lines, MARK + (final or NOTHING)])
 
     def _problem(self, id: str) -> _Search | stories.Chain:
         draw, eval_split = generator(f"{id}/{self.digits}"), id.split("/")[1] == "eval"
@@ -121,11 +121,6 @@ class PuzzlesTask(Task):
                 return None
         text = f"Numbers: {' '.join(map(str, numbers))}\nTarget: {target}\n"
         return _Search(text, tuple(numbers), target)
-
-
-def _copy(draw: random.Random, step: str) -> str:
-    text, _, result = step.partition("=")
-    return f"{text}={_slip(draw, int(result))}"
 
 
 def _slip(draw: random.Random, result: int) -> int:

@@ -27,10 +27,6 @@ class ReasoningGymTask(Task):
 
     Raises:
         UserError: the package is missing, or it has no data set of this name.
-
-    Example:
-        >>> ReasoningGymTask("basic_arithmetic").prompt("train", 0).id  # doctest: +SKIP
-        'reasoning_gym/train/0'
     """
 
     name = "reasoning_gym"

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 # P(moves >= k) ~ k ** -TAIL: most chains are short, a few are very long.
 TAIL = 1.1
 MAX_TERMS, MAX_EVENTS = 48, 12
 
-NAMES = (
-    "Ada",
-    "Ben",
-    "Chloe",
-    "Dev",
-    "Elif",
-    "Femi",
-    "Grace",
-    "Hugo",
-    "Ines",
-    "Jun",
-    "Kofi",
-    "Lea",
-)
+NAMES = "Ada Ben Chloe Dev Elif Femi Grace Hugo Ines Jun Kofi Lea".split()
 THINGS = ("shells", "stamps", "marbles", "coins", "cards", "beads", "apples", "pencils", "stickers")
 PACKS = ("bags", "boxes", "packs", "jars")
 GAINS = ("finds {0} more {1}", "buys {0} {1}", "is given {0} {1}", "wins {0} {1}")
@@ -53,20 +40,12 @@ class Chain:
 
     @property
     def answer(self) -> int:
-        total = self.start
-        for move in self.moves:
-            total = move.apply(total)
-        return total
+        return self.work()[1]
 
     def work(self, slip: Callable[[int], int] = lambda result: result) -> tuple[list[str], int]:
         """The lines of a solution, and its result.
 
-        Args:
-            slip: maps each right result to the written one, which later lines use.
-
-        Example:
-            >>> Chain("", 20, (Move("+", 4, 6), Move("-", 9))).work()
-            (['6*4=24', '20+24=44', '44-9=35'], 35)
+        `slip` maps each right result to the written one, which later lines use.
         """
         lines, total = [], self.start
         for move in self.moves:
@@ -86,12 +65,7 @@ def heavy(draw: random.Random, low: int, high: int) -> int:
 
 
 def draw_sum(draw: random.Random, digits: int) -> Chain:
-    """`347+85-29=`: terms of at most `digits` digits, the total never below zero.
-
-    Args:
-        draw: the problem's generator.
-        digits: number of digits of the largest terms.
-    """
+    """`347+85-29=`: terms of at most `digits` digits, the total never below zero."""
     total = start = draw.randint(10, 10**digits - 1)
     moves: list[Move] = []
     for _ in range(heavy(draw, 4, MAX_TERMS)):
@@ -123,7 +97,8 @@ def draw_story(draw: random.Random) -> Chain:
 
 
 def _event(draw: random.Random, total: int, thing: str) -> tuple[str, Move]:
-    kind = draw.choice(_kinds(total))
+    kinds = ["gain", "pack"] + ["loss", "loss"] * (total >= 10) + ["double"] * (total <= 100)
+    kind = draw.choice(kinds)
     if kind == "pack":
         packs, each = draw.randint(2, 9), draw.randint(2, 9)
         text = f"buys {packs} {draw.choice(PACKS)} of {each} {thing}"
@@ -135,12 +110,3 @@ def _event(draw: random.Random, total: int, thing: str) -> tuple[str, Move]:
         return draw.choice(LOSSES).format(operand, thing), Move("-", operand)
     operand = draw.randint(2, 60)
     return draw.choice(GAINS).format(operand, thing), Move("+", operand)
-
-
-def _kinds(total: int) -> Sequence[str]:
-    kinds = ["gain", "pack"]
-    if total >= 10:
-        kinds += ["loss", "loss"]
-    if total <= 100:
-        kinds.append("double")
-    return kinds

@@ -31,12 +31,6 @@ class RewardWorkers:
     Args:
         task: the task whose `reward` is called; it is pickled for each worker.
         config: number of workers, time limit of an answer, and the handling of failures.
-
-    Example:
-        >>> workers = RewardWorkers(task, RewardConfig(workers=2))
-        >>> workers.submit(0, prompt, "42")
-        >>> workers.collect(1)
-        [1.0]
     """
 
     def __init__(self, task: Task, config: RewardConfig) -> None:
@@ -50,9 +44,8 @@ class RewardWorkers:
         """Queues a response; returns at once.
 
         Args:
-            index: its index, by which `collect` orders the rewards.
-            prompt: the prompt of the response.
-            text: the text of the response.
+            index: orders the rewards that `collect` returns.
+            prompt, text: of the response.
             finished: whether the model ended it.
 
         Raises:
@@ -74,11 +67,9 @@ class RewardWorkers:
         Raises:
             UserError: a sample failed and `reward.on_error=stop`.
         """
+        self.score()
         while len(self._values) < count:
-            if self.config.workers:
-                self._turn(0.05)
-            else:
-                self._score(self._waiting.popleft())
+            self._turn(0.05)
         values = [self._values[i] for i in sorted(self._values)]
         self._values.clear()
         return values
@@ -86,7 +77,8 @@ class RewardWorkers:
     def score(self) -> None:
         """Without workers, scores the queued responses in this process."""
         while self._waiting and not self.config.workers:
-            self._score(self._waiting.popleft())
+            job = self._waiting.popleft()
+            self._take(job, *_reward(self._task, *job[1:]))
 
     def close(self) -> None:
         """Kills the workers, even if they are busy."""
@@ -119,17 +111,8 @@ class RewardWorkers:
         for worker in busy.values():
             if worker.job is not None and time.monotonic() > worker.deadline:
                 self._retire(worker)
-                self._take(
-                    worker.job, None, f"no answer in reward.timeout_s={self.config.timeout_s:g}"
-                )
-
-    def _score(self, job: Job) -> None:
-        """Scores a job in this process."""
-        try:
-            value, error = self._task.reward(*job[1:]), ""
-        except Exception as failure:
-            value, error = None, _reason(failure)
-        self._take(job, value, error)
+                late = f"no answer in reward.timeout_s={self.config.timeout_s:g}"
+                self._take(worker.job, None, late)
 
     def _retire(self, worker: _Worker) -> None:
         worker.end()
@@ -206,11 +189,16 @@ def _serve(pipe: Connection, task: Task) -> None:
             sample = pipe.recv()
         except EOFError:  # the run is over
             return
+        answer = _reward(task, *sample)
         try:
-            pipe.send((task.reward(*sample), ""))
-        except Exception as error:  # reported to the run
-            pipe.send((None, _reason(error)))
+            pipe.send(answer)
+        except Exception as error:  # the value cannot be pickled
+            pipe.send((None, f"{type(error).__name__}: {error}"))
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _reward(task: Task, prompt: Prompt, text: str, finished: bool) -> tuple[Any, str]:
+    """The reward, and the error of its computation."""
+    try:
+        return task.reward(prompt, text, finished), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
