@@ -22,7 +22,7 @@ import tlt_ext
 from tlt_ext.limits import MAX_EMITTED
 
 from ..common.spans import Spans
-from ..config.strategy import MAX_DRAFTED, OFF, REJECTION, Strategy
+from ..config.strategy import MAX_DRAFTED, OFF, Strategy
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel
 from .bandit import Bandit
@@ -35,7 +35,7 @@ from .proposers import Proposer
 from .request import Request, Response
 from .runner import Burst, PassRunner
 from .scheduler import Scheduler
-from .state import DRAFT_TEMPERATURE, Batch, BatchState
+from .state import Batch, BatchState
 from .stats import RolloutStats
 from .token_store import TokenStore
 
@@ -86,9 +86,7 @@ class RolloutEngine:
         max_len = min(model.spec.max_position, cache.num_pages * size)
         max_pages = pages_for(max_len + MAX_DRAFTED, size)
         self.store = TokenStore(config.history * config.max_batch, max_len, device)
-        # Rejection accepts most if drafts are drawn at the temperature of the target.
-        relative = 1.0 if config.verify == REJECTION else DRAFT_TEMPERATURE
-        self.state = BatchState(config.max_batch, max_pages, size, self.store, device, relative)
+        self.state = BatchState(config.max_batch, max_pages, size, self.store, device)
         self.ring = tlt_ext.PassRing(
             RING_PASSES, config.max_batch, MAX_EMITTED, pinned=device.type == "cuda"
         )

@@ -6,20 +6,25 @@ accepted. With speculation the `tokens_per_s` of 7B comes from its own pass time
 length of the warmed policy with the same strategy (`decode-accept.json`: how many requests emitted
 1, 2, .. tokens in a pass). Such rows are marked `synthetic`. 0.5B and 1.5B decode with `off` alone.
 
+Cases with T1 or T0.6 compare `engine.verify=shared` and `rejection` at that temperature; `--only
+'warmed$|T1|T0'` makes only these.
+
 `pass_over_off` of a row is the cost of its pass. `pass_cost_over_plain_b1_x` is that of the fastest
 strategy of depth 4, not that of the cheapest pass.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from driver.config.strategy import OFF, Strategy
+from driver.config.strategy import OFF, REJECTION, SHARED, Strategy
 from driver.rollout.graphs import nothing
 from driver.rollout.runner import Burst, PassRunner
 from driver.run.assemble import Rollout
@@ -52,6 +57,8 @@ STRATEGIES = [
     "learned:8,4,32",
     "hybrid:6,4,16",
 ]
+CHAINS = ["learned:2,1,3", "learned:4,1,5", "learned:6,1,7"]  # verified in both ways
+TEMPERATURES = (1.0, 0.6)
 DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
 SWEEP_DEPTHS, SWEEP_TOP_K, SWEEP_ROWS = [2, 4, 6, 8, 12], [1, 2, 4, 8], 32
 TAIL = 8  # requests at most
@@ -116,7 +123,13 @@ def sweep() -> list[str]:
 
 
 def measure(
-    rollout: Rollout, subject: Subject, strategy: str, batch: int, *, synthetic: bool
+    rollout: Rollout,
+    subject: Subject,
+    strategy: str,
+    batch: int,
+    *,
+    synthetic: bool = False,
+    temperature: float = 1.0,
 ) -> dict[str, Any]:
     """Decodes with one strategy and measures the passes in which the whole batch runs.
 
@@ -126,7 +139,10 @@ def measure(
     """
     tokens = next(count for most, count in TOKENS.items() if batch <= most)
     tokens = SYNTHETIC_TOKENS if synthetic else tokens
-    requests = subject.requests([tokens] * batch, stop=not synthetic)
+    requests = [
+        replace(request, params=replace(request.params, temperature=temperature))
+        for request in subject.requests([tokens] * batch, stop=not synthetic)
+    ]
     fix_bandit(rollout, policy=strategy)
     engine, arm = rollout.engine, Strategy.parse(strategy)
     engine.generate(requests, record=False)  # graphs, clocks, caches
@@ -215,6 +231,31 @@ def grid(
     return out
 
 
+def compare_verification(bench: Bench, subject: Subject, batches: Sequence[int]) -> None:
+    """Rows of chains that are verified with shared noise and by rejection, at two temperatures."""
+    chains = CHAINS[1:2] if bench.quick else CHAINS
+    for verify in (SHARED, REJECTION):
+        rollout = subject.rollout(
+            f"engine.verify={verify}",
+            f"engine.max_batch={max(batches)}",
+            f"engine.spec_max_batch={max(batches)}",
+            f"engine.strategies=off {' '.join(chains)}",
+            f"bandit.buckets={list(batches)}",
+            "engine.num_pages=0",
+            longest=max(TOKENS.values()) + 512,
+        )
+        for temperature, batch, chain in itertools.product(TEMPERATURES, batches, chains):
+            case = f"{subject.name} b{batch} {chain} T{temperature:g} {verify}"
+            if bench.wanted(case):
+                got = measure(rollout, subject, chain, batch, temperature=temperature)
+                bench.add_row(
+                    case,
+                    got["pass_us"],
+                    tokens_per_s=round(got["tokens_per_s"], 1),
+                    accept_length=round(got["accept_length"], 3),
+                )
+
+
 def recorded_accepts() -> dict[str, list[int]]:
     """The counts of the warmed policy in the result file; {} where there is none."""
     paths = newest_first(RESULTS, "decode", "decode-accept.json")
@@ -249,6 +290,7 @@ def run(bench: Bench) -> None:
         book_warmed(bench, got)
         if not bench.quick:
             got = grid(bench, subject, [1], sweep(), known=got)
+        compare_verification(bench, subject, QUICK_BATCHES)
         accepts |= {s: cell["counts"] for (b, s), cell in got.items() if b == 1 and s != "off"}
         bench.files["accept"] = accepts
         del subject

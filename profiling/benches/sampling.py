@@ -1,13 +1,20 @@
-"""`sample`, `verify_tree` and the `expand_tree` levels of a draft, V = 151,936 in bf16, T = 1.
+"""`sample`, `verify_tree`, `verify_rejection` and the `expand_tree` levels of a draft.
+
+V = 151,936 in bf16, T = 1.
 
 Every case runs on inputs that together exceed the L2 several times over. `read_us` is one read of
 the logits by a sum. `noise_x` is a sampled batch over a greedy one, which differ by the noise
 alone. Peers: softmax and multinomial in torch, top-p in torch by sorting, and FlashInfer's
-samplers, from logits and, for top-p, from probabilities made beforehand.
+samplers, from logits and, for top-p, from probabilities made beforehand. Chains are verified by
+rejection on the rows of `verify_tree` as well; half of the drafts are drawn from the target. The
+peer is FlashInfer's `chain_speculative_sampling`, which takes probabilities: with the softmax of
+the logits that ours includes, and without.
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -21,7 +28,13 @@ Arms = dict[str, list[timing.Call]]
 VOCAB = 151_936
 DRAFT_VOCAB = 16_384
 BATCHES = [1, 4, 16, 64]
-TREES = {"tree16 b1": (1, 16), "chain5 b64": (64, 5), "tree16 b8": (8, 16), "tree64 b1": (1, 64)}
+TREES = {
+    "tree16 b1": (1, 16),
+    "chain5 b64": (64, 5),
+    "chain5 b8": (8, 5),
+    "tree16 b8": (8, 16),
+    "tree64 b1": (1, 64),
+}
 
 
 def logits_of(rows: int, vocab: int = VOCAB) -> torch.Tensor:
@@ -59,34 +72,41 @@ def sampler(batch: int, temperature: float = 1.0, top_p: float = 1.0) -> Callabl
     return lambda logits: run(logits, sampling, status=status, seed=1)
 
 
+def softmax(logits: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(logits.float(), -1)
+
+
 def torch_sample(logits: torch.Tensor) -> torch.Tensor:
-    return torch.multinomial(torch.softmax(logits.float(), -1), 1)
+    return torch.multinomial(softmax(logits), 1)
 
 
 def torch_top_p(logits: torch.Tensor) -> torch.Tensor:
-    probs, ids = torch.softmax(logits.float(), -1).sort(-1, descending=True)
+    probs, ids = softmax(logits).sort(-1, descending=True)
     probs = probs.masked_fill(probs.cumsum(-1) - probs > 0.9, 0.0)
     return ids.gather(-1, torch.multinomial(probs, 1))
 
 
-def flashinfer_arms(inputs: list[torch.Tensor]) -> Arms:
-    """Calls of FlashInfer's samplers on the same rows; {} where it does not run."""
+def flashinfer_arms(make: Callable[[Any], Arms]) -> Arms:
+    """The arms that `make` gives for FlashInfer's samplers; {} where it does not run."""
     try:
         from flashinfer import sampling
 
-        top_p = sampling.top_p_sampling_from_probs
-        probs = [torch.softmax(logits.float(), -1) for logits in inputs]
-        wide = [logits.float() for logits in inputs]
-        arms: Arms = {
-            "flashinfer": [partial(sampling.sampling_from_logits, x) for x in wide],
-            "flashinfer_top_p": [partial(top_p, p, 0.9) for p in probs],
-        }
+        arms = make(sampling)
         for calls in arms.values():
             timing.record(calls[0])
     except Exception as error:  # the other peers still run
         say(f"no flashinfer: {type(error).__name__}: {str(error).splitlines()[:1]}")
         return {}
     return arms
+
+
+def sample_arms(inputs: list[torch.Tensor], sampling: Any) -> Arms:
+    top_p = sampling.top_p_sampling_from_probs
+    wide = [logits.float() for logits in inputs]
+    return {
+        "flashinfer": [partial(sampling.sampling_from_logits, x) for x in wide],
+        "flashinfer_top_p": [partial(top_p, torch.softmax(x, -1), 0.9) for x in wide],
+    }
 
 
 def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
@@ -109,7 +129,7 @@ def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
         del ops["torch"], ops["torch_top_p"]
     arms: Arms = {name: [partial(op, logits) for logits in inputs] for name, op in ops.items()}
     if not bench.quick:
-        arms |= flashinfer_arms(inputs)
+        arms |= flashinfer_arms(partial(sample_arms, inputs))
     times = timing.measure_in_turn(arms)
     floor_us = num_bytes / bench.copy_gb_per_s / 1e3
 
@@ -135,8 +155,53 @@ def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
         bench.got["top_p_b64_us"] = top_p["median_us"]
 
 
-def verifier(requests: int, size: int, chain: bool, logits: torch.Tensor) -> Callable:
-    """A call of `verify_tree` in which half of the drafts are the target's own tokens."""
+@dataclass
+class Verified:
+    """Rows to verify, in which half of the drafts are the target's own tokens."""
+
+    logits: torch.Tensor
+    tokens: torch.Tensor  # [rows]
+    right: torch.Tensor  # bool [rows], whether the token is the target's
+    run: Callable[..., None]  # either op, with its own arguments
+
+    def tree(self) -> None:
+        self.run(tlt_ext.verify_tree, workspace=self.workspace)
+
+    @cached_property
+    def workspace(self) -> torch.Tensor:
+        size_bytes = tlt_ext.sampling_workspace_bytes(len(self.logits))
+        return torch.zeros(size_bytes, dtype=torch.uint8, device="cuda")
+
+    @cached_property
+    def draft_probs(self) -> torch.Tensor:
+        """Of chains: the target's where the next row's draft is right, else uniform."""
+        right = self.right.roll(-1)[:, None]
+        return torch.where(right, softmax(self.logits), 1 / VOCAB)
+
+    def rejection(self) -> None:
+        self.run(tlt_ext.verify_rejection, self.draft_probs)
+
+
+def chain_arms(inputs: list[Verified], requests: int, sampling: Any) -> Arms:
+    """FlashInfer's rejection sampling of the same chains, from logits and from probabilities."""
+
+    def probs(rows: Verified) -> torch.Tensor:
+        return torch.softmax(rows.logits.view(requests, -1, VOCAB), -1, dtype=torch.float32)
+
+    def from_logits(drafts: torch.Tensor, ids: torch.Tensor, rows: Verified) -> None:
+        op(drafts, ids, probs(rows))
+
+    op = sampling.chain_speculative_sampling
+    drafts = [rows.draft_probs.view(requests, -1, VOCAB)[:, :-1].contiguous() for rows in inputs]
+    ids = [rows.tokens.view(requests, -1)[:, 1:].contiguous() for rows in inputs]
+    chains = list(zip(drafts, ids, inputs, strict=True))
+    return {
+        "flashinfer": [partial(from_logits, *chain) for chain in chains],
+        "flashinfer_from_probs": [partial(op, d, i, probs(rows)) for d, i, rows in chains],
+    }
+
+
+def verified(requests: int, size: int, chain: bool, logits: torch.Tensor) -> Verified:
     nodes = torch.arange(size, **INT)
     parents = nodes - 1 if chain else torch.where(nodes == 0, -1, (nodes - 1) // 4).int()
     depth = torch.zeros(size, **INT)
@@ -158,27 +223,21 @@ def verifier(requests: int, size: int, chain: bool, logits: torch.Tensor) -> Cal
     source = torch.arange(rows, device="cuda") - torch.arange(size, device="cuda").repeat(requests)
     source = source + parents.clamp_min(0).repeat(requests)
     wrong = torch.randint(0, VOCAB, (rows,), **INT)
-    tokens = torch.where(torch.rand(rows, device="cuda") < 0.5, drawn[source.long()], wrong)
+    right = torch.rand(rows, device="cuda") < 0.5
+    tokens = torch.where(right, drawn[source.long()], wrong).int()
     emitted, path = torch.zeros(2, requests, 17, **INT).unbind()
     num_emitted, finish, status = torch.zeros(3, requests, **INT).unbind()
-    size_bytes = tlt_ext.sampling_workspace_bytes(rows)
-    workspace = torch.zeros(size_bytes, dtype=torch.uint8, device="cuda")
-    tree = tlt_ext.Tree(tokens.int(), parents.repeat(requests))
+    tree = tlt_ext.Tree(tokens, parents.repeat(requests))
     packed = tlt_ext.Rows(torch.arange(0, rows + 1, size, **INT), position, status)
     logprobs = torch.zeros(requests, 17, device="cuda")
     output = tlt_ext.VerifyOutput(emitted, logprobs, num_emitted, finish, path)
     stop_ids, limit = torch.full((requests, 2), -1, **INT), torch.full((requests,), 17, **INT)
-    return lambda: tlt_ext.verify_tree(
-        logits,
-        tree,
-        packed,
-        sampling,
-        output,
-        stop_ids=stop_ids,
-        limit=limit,
-        seed=1,
-        workspace=workspace,
-    )
+
+    def run(op: Callable, *draft_probs: torch.Tensor, **more: torch.Tensor) -> None:
+        arrays = tree, packed, sampling, output
+        op(logits, *draft_probs, *arrays, stop_ids=stop_ids, limit=limit, seed=1, **more)
+
+    return Verified(logits, tokens, right, run)
 
 
 def run_verify(bench: Bench, case: str, requests: int, size: int) -> None:
@@ -189,11 +248,23 @@ def run_verify(bench: Bench, case: str, requests: int, size: int) -> None:
     count = timing.num_cold_inputs(num_bytes)
     inputs = [logits_of(rows) for _ in range(count)]
     chain = case.startswith("chain")
-    arms = {"ours": [verifier(requests, size, chain, logits) for logits in inputs]}
+    trees = [verified(requests, size, chain, logits) for logits in inputs]
+    arms: Arms = {"ours": [rows.tree for rows in trees]}
     if not bench.quick:
-        arms["torch_softmax"] = [lambda x=x: torch.softmax(x.float(), -1) for x in inputs]
+        arms["torch_softmax"] = [partial(softmax, x) for x in inputs]
+    if chain:
+        arms["rejection"] = [rows.rejection for rows in trees]
+        if not bench.quick:
+            arms |= flashinfer_arms(partial(chain_arms, trees, requests))
     times = timing.measure_in_turn(arms)
+    others = {name: times.pop(name) for name in list(times) if name.startswith("flashinfer")}
     row = bench.add(f"verify {case}", times.pop("ours"), num_bytes, times)
+    if chain:
+        num_bytes += 4 * requests * (size - 1) * VOCAB
+        other = bench.add(f"verify by rejection {case}", times["rejection"], num_bytes, others)
+        if case == "chain5 b64":
+            over = row["median_us"] / other["median_us"]
+            bench.got["verify_tree_over_rejection_x"] = round(over, 3)
     names = {"tree16 b1": "verify_tree16_b1_us", "chain5 b64": "verify_chain5_b64_us"}
     if case in names:
         bench.got[names[case]] = row["median_us"]

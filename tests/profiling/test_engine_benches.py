@@ -123,6 +123,18 @@ def test_only_picks_cases(subject, monkeypatch):
     assert [row["case"] for row in bench.rows] == ["tiny b2 off"]
 
 
+def test_both_ways_to_verify_a_chain_are_compared(subject, monkeypatch):
+    monkeypatch.setattr(decode, "TOKENS", {8: 12})
+    bench = Bench("decode", math.nan, quick=True)
+    monkeypatch.setattr(decode, "TEMPERATURES", (1.0, 0.0))
+    decode.compare_verification(bench, subject, [3])
+    case = "tiny b3 learned:4,1,5"
+    lengths = {row["case"].removeprefix(f"{case} "): row["accept_length"] for row in bench.rows}
+    assert [*lengths] == ["T1 shared", "T0 shared", "T1 rejection", "T0 rejection"]
+    assert lengths["T0 shared"] == lengths["T0 rejection"]  # greedy drafts and decisions
+    assert lengths["T1 shared"] != lengths["T1 rejection"]
+
+
 def test_sweep_stays_within_its_rows():
     for text in decode.sweep():
         assert Strategy.parse(text).num_verify <= decode.SWEEP_ROWS
