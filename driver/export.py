@@ -39,15 +39,9 @@ from .drafter.eagle3 import (
 from .model.prompts import PromptEncoder
 from .model.spec import ModelSpec, read_json
 from .rollout.request import Request, SamplingParams, request_id
-from .run.assemble import (
-    build_rollout,
-    check_prompts,
-    load_policy,
-    prompt_encoder,
-    spec_of,
-    stop_ids,
-)
-from .run.warm_start import drafter_state
+from .run.assemble import check_prompts, prompt_encoder, stop_ids
+from .session.load import load_policy, spec_of
+from .session.parts import build_rollout, drafter_state
 from .tasks import Task, make_task
 
 CARD = "README.md"

@@ -21,8 +21,8 @@ from .config.options import GenerateOptions
 from .config.strategy import OFF, Strategy
 from .model.prompts import PromptEncoder
 from .rollout.request import Request, Response, SamplingParams, request_id
-from .run.assemble import Rollout, build_rollout, find_model, load_policy, spec_of
-from .run.warm_start import adopt_drafter, drafter_state
+from .session.load import find_model, load_policy, spec_of
+from .session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
 
 WARM_SAMPLES = 8  # responses that a new drafter is trained on
 

@@ -19,15 +19,7 @@ from .config.sections import MAX_PREFILL_CHUNK, EngineConfig
 from .config.strategy import OFF, ORACLE, parse_strategies
 from .policy.warmup import warm_up
 from .rollout.request import Request
-from .run.assemble import (
-    build_rollout,
-    check_prompts,
-    find_model,
-    load_policy,
-    prompt_encoder,
-    spec_of,
-    stop_ids,
-)
+from .run.assemble import check_prompts, prompt_encoder, stop_ids
 from .run.comparison import (
     MIXED,
     PREEMPT,
@@ -37,6 +29,8 @@ from .run.comparison import (
     sibling_requests,
     teach,
 )
+from .session.load import find_model, load_policy, spec_of
+from .session.parts import build_rollout
 from .tasks import make_task
 
 ROUND_FACTOR = 2  # requests of a round over the batch: slots are refilled during the rollout

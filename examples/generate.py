@@ -9,7 +9,8 @@ import sys
 from driver.config.load import load_config
 from driver.config.strategy import OFF, Strategy
 from driver.rollout.request import Request, SamplingParams, request_id
-from driver.run.assemble import build_rollout, find_model, load_policy, spec_of
+from driver.session.load import find_model, load_policy, spec_of
+from driver.session.parts import build_rollout
 
 STRATEGY = Strategy.parse("ngram:6,4,16")
 

@@ -32,7 +32,7 @@ from .pages import PagePool, pages_for
 from .passes import PassProgram
 from .prefill import Prefill
 from .proposers import Proposer
-from .request import Request, Response
+from .request import Request, Response, RunningRequest
 from .runner import Burst, PassRunner
 from .scheduler import Scheduler
 from .state import Batch, BatchState
@@ -41,13 +41,13 @@ from .token_store import TokenStore
 
 if TYPE_CHECKING:
     from ..config.sections import EngineConfig
-    from .rebalance import Rebalancer
+    from .source import RequestSource
 
 RING_PASSES = 128  # twice the longest burst: one is read while the next runs
 
 
 class RolloutEngine:
-    """Generates responses for a fixed set of requests.
+    """Generates responses to requests, which may arrive while others run.
 
     Args:
         model: the target; the engine never writes its weights.
@@ -103,18 +103,19 @@ class RolloutEngine:
         requests: Sequence[Request],
         record: bool = True,
         observer: RolloutObserver | None = None,
-        rebalancer: Rebalancer | None = None,
+        sources: Sequence[RequestSource] = (),
     ) -> list[Response]:
         """Responses in the order of the requests, then those of requests taken from other ranks.
 
-        Requests that another rank took have none here.
+        Requests that another rank took have none here. Sources keep the responses to requests that
+        they add.
 
         Args:
-            requests: all of them; they join the batch as places and pages allow.
+            requests: they join the batch as places and pages allow.
             record: whether the observer is called and n-gram drafts of later rollouts use the
                 responses (not for an evaluation).
             observer: instead of the engine's own.
-            rebalancer: exchanges requests with other ranks.
+            sources: add requests and take others out between bursts.
 
         Raises:
             UserError: a request can never run (too long for the context or the page pool).
@@ -124,7 +125,7 @@ class RolloutEngine:
         self.runner.prepare()
         self._started = time.perf_counter()
         self._observer = (observer or self.observer) if record else None
-        self._rebalancer = rebalancer
+        self._sources = sources
         self._choice = OFF  # of the bandit
         self.stats = RolloutStats()
         self.prefill.rows = self.prefill.recomputed = 0
@@ -137,8 +138,13 @@ class RolloutEngine:
             self._observer.on_finish if self._observer else None,
         )
         added = self.scheduler.add(requests)
+        for state in added:
+            if state.finish and self._goes_on(state):
+                self.scheduler.paused.append(state)
         strategy, changes = OFF, self.store.changes
         while self._unfinished():
+            if self.scheduler.idle:
+                continue
             self._admit()
             previous, strategy = strategy, self._choose()
             limit = self._reserve(strategy)
@@ -148,9 +154,14 @@ class RolloutEngine:
         if not record:
             self.store.clear(since=changes)
         finished = [s for s in (*added, *self.scheduler.adopted) if s.finish]
-        self.stats.close(self.scheduler, self.prefill, added, finished)
+        self.stats.close(self.scheduler, self.prefill)
         self.stats.elapsed_s = time.perf_counter() - self._started
         return [state.response(self.target_version) for state in finished]
+
+    def remove(self, state: RunningRequest) -> None:
+        """Takes an unfinished request out of the rollout, which must be between two bursts."""
+        self.scheduler.remove(state)
+        self.store.release(state, keep=False)
 
     def forget(self) -> None:
         """Drops the finished responses that n-gram drafts use."""
@@ -163,11 +174,15 @@ class RolloutEngine:
     # ---- between bursts -------------------------------------------------------------------------
 
     def _unfinished(self) -> bool:
-        """Whether requests are left, those taken from other ranks included."""
-        if self._rebalancer is not None:
-            for state in self._rebalancer.exchange(self.scheduler):
+        """Whether requests are left, those that sources add included."""
+        for source in self._sources:
+            for state in source.exchange(self.scheduler):
                 self.store.release(state, keep=False)
         return self.scheduler.active > 0
+
+    def _goes_on(self, state: RunningRequest) -> bool:
+        """Whether a tool may continue a finished request."""
+        return any([source.ended(state) for source in self._sources])  # all of them are called
 
     def _admit(self) -> None:
         if admission := self.scheduler.admit():
@@ -260,7 +275,7 @@ class RolloutEngine:
         """Whether the next burst can start before this one is read."""
         if self.scheduler.waiting and burst.ended:  # there is a free place
             return False
-        if self._rebalancer is not None and self._rebalancer.due(self.scheduler):
+        if any(source.due(self.scheduler) for source in self._sources):
             return False
         same_drafter = self.program.version(burst.strategy) == burst.version
         return burst.captured and same_drafter and burst.strategy == self._choice
@@ -306,8 +321,9 @@ class RolloutEngine:
         if burst.strategy == self._choice and not self.runner.bypass_graphs:
             self.bandit.record(burst.total, burst.elapsed_s, burst.passes, burst.request_passes)
         self.stats.add_burst(burst, burst.begun_s - self._started)
-        done = self.scheduler.retire()
+        done = self.scheduler.retire(self._goes_on)
         if done:  # n-gram drafts use all tokens, including those of passes without n-grams
             self.store.advance(batch.store_row, batch.context_len)
-        for state in done:
-            self.store.release(state, keep=True)
+        paused = set(self.scheduler.paused)
+        for state in done:  # a continued request gets a row again, with all of its tokens
+            self.store.release(state, keep=state not in paused)

@@ -25,3 +25,21 @@ class RolloutObserver:
         Called again until it returns False or the device is done.
         """
         return False
+
+
+class Observers(RolloutObserver):
+    """Several observers, called in order."""
+
+    def __init__(self, *parts: RolloutObserver) -> None:
+        self.parts = parts
+
+    def on_pass(self, active: int, passes: int = 1) -> None:
+        for part in self.parts:
+            part.on_pass(active, passes)
+
+    def on_finish(self, request: RunningRequest) -> None:
+        for part in self.parts:
+            part.on_finish(request)
+
+    def on_wait(self) -> bool:
+        return any(part.on_wait() for part in self.parts)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Prompt = tuple[int, ...]
-Job = tuple[list[int], list[int]]  # tokens to commit, their pages
+
+
+class Job(NamedTuple):
+    """Tokens to commit from a position on; the pages begin at position 0."""
+
+    tokens: list[int]
+    pages: list[int]
+    begin: int = 0
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -102,6 +110,13 @@ class PrefixCache:
         """Counts a waiting request with this prompt."""
         self._prefixes.setdefault(prompt, _Prefix()).waiting += 1
 
+    def withdraw(self, prompt: Prompt) -> None:
+        """Counts one waiting request less with this prompt."""
+        prefix = self._prefixes[prompt]
+        prefix.waiting -= 1
+        if prefix.waiting == 0:
+            self._unused.append(self._prefixes.pop(prompt))
+
     def take(self, prompt: Prompt, spare: int, admission: Admission) -> list[int] | None:
         """Pages of a request that waits with this prompt.
 
@@ -119,15 +134,13 @@ class PrefixCache:
             return None
         if not prefix.ready:
             prefix.pages, prefix.ready = self.pool.allocate(count) or [], True
-            admission.prefixes.append((list(prompt[:-1]), prefix.pages))
+            admission.prefixes.append(Job(list(prompt[:-1]), prefix.pages))
         whole, rest = divmod(length, self.page_size)
         own = self.pool.allocate(1) or []
         self.pool.share(prefix.pages[:whole])
         if rest:
             admission.copies.append((prefix.pages[whole], own[0]))
-        prefix.waiting -= 1
-        if prefix.waiting == 0:
-            self._unused.append(self._prefixes.pop(prompt))
+        self.withdraw(prompt)
         return prefix.pages[:whole] + own
 
     def release_unused(self) -> None:

@@ -34,11 +34,11 @@ class Prefill:
 
     def admit(self, admission: Admission) -> None:
         """Computes prefixes and requests that had emitted tokens, then copies partial pages."""
-        self.recomputed += sum(len(tokens) for tokens, _ in admission.recompute)
+        self.recomputed += sum(len(job.tokens) for job in admission.recompute)
         pairs = None
         if admission.copies:  # uploaded first, since an upload waits for enqueued work
             pairs = torch.tensor(admission.copies, dtype=torch.int32, device=self.device)
-        self.run([job for job in (*admission.prefixes, *admission.recompute) if job[0]])
+        self.run([job for job in (*admission.prefixes, *admission.recompute) if job.tokens])
         if pairs is not None:
             source, destination = pairs.t().contiguous()
             for pages in self.cache.paged_tensors():
@@ -47,10 +47,10 @@ class Prefill:
     def run(self, jobs: list[Job]) -> None:
         """Commits the KV and features of the jobs."""
         done = [0] * len(jobs)
-        while pending := [j for j, (ids, _) in enumerate(jobs) if done[j] < len(ids)]:
+        while pending := [j for j, job in enumerate(jobs) if done[j] < len(job.tokens)]:
             take, budget = {}, self.chunk
             for job in pending:
-                take[job] = min(budget, MAX_ROWS, len(jobs[job][0]) - done[job])
+                take[job] = min(budget, MAX_ROWS, len(jobs[job].tokens) - done[job])
                 budget -= take[job]
                 if budget == 0:
                     break
@@ -61,12 +61,13 @@ class Prefill:
     def _pass(self, jobs: list[Job], done: list[int], take: dict[int, int]) -> None:
         counts = list(take.values())
         self.rows += sum(counts)
-        ids = [i for j, n in take.items() for i in jobs[j][0][done[j] : done[j] + n]]
-        position = [p for j, n in take.items() for p in range(done[j], done[j] + n)]
+        first = {j: jobs[j].begin + done[j] for j in take}  # position
+        ids = [i for j, n in take.items() for i in jobs[j].tokens[done[j] : done[j] + n]]
+        position = [p for j, n in take.items() for p in range(first[j], first[j] + n)]
         count = self.ints(counts)
         row_start = torch.cat([self.ints([0]), count.cumsum(0).to(torch.int32)])
-        context_len = self.ints([done[j] for j in take])
-        table = self.block_table([jobs[j][1] for j in take])
+        context_len = self.ints(list(first.values()))
+        table = self.block_table([jobs[j].pages for j in take])
         status = torch.zeros_like(count)
         rows = tlt_ext.Rows(row_start, self.ints(position), status, context_len, table)
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -92,7 +93,7 @@ class Prefill:
         """The target's logits after `tokens`, float32 [V]; overwrites pages: no request may run."""
         pages = list(range(pages_for(len(tokens), self.cache.page_size)))
         *context, last = tokens
-        self.run([(context, pages)] if context else [])
+        self.run([Job(context, pages)] if context else [])
         here = self.ints([len(context)])
         table = self.block_table([pages])
         rows = tlt_ext.Rows(self.ints([0, 1]), here, self.ints([0]), here, table)

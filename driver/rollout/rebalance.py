@@ -18,12 +18,13 @@ from typing import Any
 from ..common.world import World
 from .request import RunningRequest
 from .scheduler import Scheduler
+from .source import RequestSource
 
 LOOK_S = 0.1  # between two reads of the store
 CLOSED = "0"  # number of requests in a slot that the receiver closed
 
 
-class Rebalancer:
+class Rebalancer(RequestSource):
     """One rank's part in merging the tails of each rollout.
 
     Args:

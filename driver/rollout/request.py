@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import tlt_ext
 
 from ..common.errors import UserError
 from ..config.sections import check_temperature
-from ..config.strategy import Strategy
+from ..config.strategy import OFF, Strategy
 from .pages import pages_for
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "abort"]
 FINISH: tuple[Finish | None, ...] = (None, "stop", "length")  # by the number that the ops write
+MAX_STOP_IDS = 16  # of a request
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled.
 
-    `top_k=0` and `top_p=1` disable the filters; `temperature=0` is argmax.
+    `top_k=0` and `top_p=1` disable the filters; `temperature=0` is argmax. `max_new_tokens` limits
+    the response, the answers of tools included; `max_turn_tokens` limits what the model writes
+    before each of them (0: no limit).
 
     Raises:
         UserError: a temperature that is neither 0 nor at least `MIN_TEMPERATURE`.
@@ -33,6 +37,7 @@ class SamplingParams:
     top_p: float = 1.0
     max_new_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
+    max_turn_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_temperature("temperature", self.temperature)
@@ -45,17 +50,29 @@ class Request:
     Attributes:
         id: 62-bit key of its noise.
         group: identifies the prompt; siblings share it.
+        resume: an aborted response to this request, which goes on with the tokens of an
+            uninterrupted one.
     """
 
     id: int
     group: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    resume: Response | None = field(default=None, compare=False, repr=False)
 
     def check(self, max_position: int, page_size: int, num_pages: int) -> None:
-        """Raises UserError if the context or the page pool is too small for the request."""
-        length = len(self.prompt_ids)
+        """Raises UserError if the engine can never run the request."""
+        length, stops = len(self.prompt_ids), len(self.params.stop_ids)
         total = length + self.params.max_new_tokens
+        if stops > MAX_STOP_IDS:
+            raise UserError(f"request {self.id}: {stops} stop ids; at most {MAX_STOP_IDS}")
+        if self.resume is not None:
+            begun = self.resume.request
+            if (begun.id, begun.prompt_ids) != (self.id, self.prompt_ids):
+                raise UserError(
+                    f"request {self.id}: resume is a response to request {begun.id} or to another"
+                    " prompt; give the response to this request"
+                )
         if length == 0:
             raise UserError(f"request {self.id}: the prompt is empty; it needs one token")
         if length >= max_position:
@@ -82,29 +99,31 @@ class Response:
     """The tokens of one request.
 
     Attributes:
-        token_ids: emitted tokens. A sampled end token is the last one; nothing is appended at the
-            length limit.
-        logprobs: the target's at each token, of `log_softmax(logits / T)`.
-        target_version: of the policy.
+        token_ids: tokens after the prompt. A sampled end token is the last one; nothing is appended
+            at the length limit.
+        logprobs: the target's at each token, of `log_softmax(logits / T)`; 0 at tokens of tools.
+        finish: "abort": it can be resumed (`Request.resume`).
+        version: of the policy, at the last token.
         drafter_versions: learned drafters that drafted for it, in order of use.
-        tools: half-open ranges of `token_ids` that a tool wrote, in order; their log-probs are 0.
+        tools: half-open ranges of `token_ids` that tools wrote.
+        turn_ended: it was aborted while a tool worked.
+        accept_length: mean tokens of its speculative passes; None without any.
     """
 
     request: Request
     token_ids: list[int]
     logprobs: list[float]
     finish: Finish
-    target_version: int = 0
+    version: int = 0
     drafter_versions: list[int] = field(default_factory=list)
     tools: list[tuple[int, int]] = field(default_factory=list)
+    turn_ended: bool = False
+    accept_length: float | None = field(default=None, compare=False)
 
     @property
-    def generated(self) -> list[bool]:
-        """For each token, True if the model generated it and False if a tool wrote it."""
-        mask = [True] * len(self.token_ids)
-        for begin, end in self.tools:
-            mask[begin:end] = [False] * (end - begin)
-        return mask
+    def turns(self) -> int:
+        """Turns of the model."""
+        return 1 + len(self.tools)
 
     @property
     def num_generated(self) -> int:
@@ -112,9 +131,12 @@ class Response:
         return len(self.token_ids) - sum(end - begin for begin, end in self.tools)
 
     @property
-    def turns(self) -> int:
-        """Turns of the model."""
-        return len(self.tools) + 1
+    def generated(self) -> list[bool]:
+        """Of each token, whether the model generated it (not a tool)."""
+        mask = [True] * len(self.token_ids)
+        for begin, end in self.tools:
+            mask[begin:end] = [False] * (end - begin)
+        return mask
 
 
 @dataclass(eq=False)
@@ -135,7 +157,25 @@ class RunningRequest:
     draft_version: int = 0  # of the drafter that wrote them
     finish: Finish | None = None
     status: int = 0  # status bits that the ops set
-    tools: list[tuple[int, int]] = field(default_factory=list)  # as in `Response`
+    tools: list[tuple[int, int]] = field(default_factory=list)  # ranges of `new_tokens`
+    spec_passes: int = 0
+    spec_tokens: int = 0  # emitted in them
+
+    @staticmethod
+    def begin(request: Request) -> RunningRequest:
+        """The state of a new or resumed request."""
+        state, done = RunningRequest(request, list(request.prompt_ids)), request.resume
+        if done is not None:
+            state.request = replace(request, resume=None)
+            state.tokens += done.token_ids
+            state.logprobs += done.logprobs
+            state.drafter_versions += done.drafter_versions
+            state.tools += done.tools
+            if done.turn_ended:
+                state.finish = "stop"
+        if state.finish is None and state.room <= 0:
+            state.finish = "length"
+        return state
 
     @property
     def num_emitted(self) -> int:
@@ -143,23 +183,36 @@ class RunningRequest:
 
     @property
     def new_tokens(self) -> list[int]:
-        """The emitted tokens."""
+        """The tokens after the prompt, those of tools included."""
         return self.tokens[len(self.request.prompt_ids) :]
 
     @property
     def turn(self) -> int:
-        """Number of the model's turn, from 0."""
+        """Number of the turn of the model, from 0."""
         return len(self.tools)
 
     @property
+    def turn_begin(self) -> int:
+        """Index of the first token of the turn among the new tokens."""
+        return self.tools[-1][1] if self.tools else 0
+
+    @property
     def turn_tokens(self) -> list[int]:
-        """The tokens of the model's turn."""
-        return self.new_tokens[self.tools[-1][1] if self.tools else 0 :]
+        """The tokens of the turn."""
+        return self.tokens[len(self.request.prompt_ids) + self.turn_begin :]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow, those of tools included."""
+        return self.request.params.max_new_tokens - self.num_emitted
 
     @property
     def remaining(self) -> int:
-        """Tokens that it may still emit."""
-        return self.request.params.max_new_tokens - self.num_emitted
+        """Tokens that it may still emit in this turn."""
+        most = self.request.params.max_turn_tokens
+        if most == 0:
+            return self.room
+        return min(self.room, most - self.num_emitted + self.turn_begin)
 
     @property
     def num_new(self) -> int:
@@ -194,28 +247,51 @@ class RunningRequest:
             self.draft_len = self.context_len - counts[-1]
         if version and self.drafter_versions[-1:] != [version]:
             self.drafter_versions.append(version)
+        if strategy != OFF:
+            self.spec_passes += len(counts)
+            self.spec_tokens += len(tokens)
 
-    def response(self, target_version: int) -> Response:
-        """The response, once it has finished."""
-        assert self.finish is not None
+    def answer(self, tokens: Sequence[int]) -> None:
+        """Appends the answer of a tool as far as there is room; the next turn follows."""
+        begin, taken = self.num_emitted, list(tokens[: self.room])
+        self.tokens += taken
+        self.logprobs += [0.0] * len(taken)
+        self.tools.append((begin, begin + len(taken)))
+        self.finish = None if self.room else "length"
+
+    def response(self, version: int, aborted: bool = False) -> Response:
+        """The response, once it has finished or is aborted.
+
+        Args:
+            version: of the policy.
+            aborted: it may go on later.
+        """
+        finish: Finish | None = "abort" if aborted else self.finish
+        assert finish is not None
         return Response(
             self.request,
             self.new_tokens,
-            self.logprobs,
-            self.finish,
-            target_version,
-            self.drafter_versions,
-            self.tools,
+            list(self.logprobs),
+            finish,
+            version,
+            list(self.drafter_versions),
+            list(self.tools),
+            aborted and self.finish is not None,
+            self.spec_tokens / self.spec_passes if self.spec_passes else None,
         )
 
 
 def request_id(
-    phase: Literal["train", "eval"], step: int, prompt_id: str, sample: int, refill: int = 0
+    phase: Literal["train", "eval", "session"],
+    step: int,
+    prompt_id: str,
+    sample: int,
+    refill: int = 0,
 ) -> int:
     """Hashes the identity of a request to 62 bits; independent of rank, slot, order and resume.
 
     Args:
-        phase: "train" or "eval".
+        phase: "train", "eval", or "session" for prompts without an id.
         step: training step of the request.
         prompt_id: id of the prompt, unique in its split.
         sample: index among the siblings of one prompt.

@@ -8,14 +8,19 @@ from typing import Any
 
 from ..common.errors import UserError
 from ..config.strategy import Strategy
-from .pages import Admission, PagePool, PrefixCache, pages_for
+from .pages import Admission, Job, PagePool, PrefixCache, pages_for
 from .request import Request, RunningRequest
 
 FREE_SHARE = 1 / 8  # of the running requests that finish before waiting ones are admitted
 
 
+def never(state: RunningRequest) -> bool:
+    """No request is continued by a tool."""
+    return False
+
+
 class Scheduler:
-    """Continuous batching over a fixed set of requests.
+    """Continuous batching: requests wait, run, and may pause while a tool answers their last turn.
 
     Args:
         pool: pages of the KV cache.
@@ -28,7 +33,9 @@ class Scheduler:
 
     Attributes:
         running: oldest first.
+        paused: finished turns that a tool may continue; they hold pages while there are enough.
         adopted: requests begun by another engine.
+        prompt_tokens: of each prompt once, to be prefilled.
         preemptions: so far.
     """
 
@@ -46,15 +53,24 @@ class Scheduler:
         self.spec_max_batch, self.on_release = spec_max_batch, on_release
         self.waiting: deque[RunningRequest] = deque()
         self.running: list[RunningRequest] = []
+        self.paused: list[RunningRequest] = []
         self.adopted: list[RunningRequest] = []
-        self.preemptions = 0
+        self.preemptions = self.prompt_tokens = 0
+        self._prompts: set[int] = set()  # hashes of those counted
+        self.num_finished = 0
+        self.statuses: list[int] = []  # status words of finished requests that are not 0
         self._finished: list[RunningRequest] = []  # hold pages until `release`
         self.prefixes = PrefixCache(pool, page_size)
 
     @property
     def active(self) -> int:
-        """Requests that run or wait."""
-        return len(self.running) + len(self.waiting)
+        """Requests that run, wait or pause."""
+        return len(self.running) + len(self.waiting) + len(self.paused)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request can run now."""
+        return not self.running and not self.waiting
 
     @property
     def lacks_pages(self) -> bool:
@@ -62,7 +78,7 @@ class Scheduler:
         return bool(self.waiting) and len(self.running) < self.max_batch
 
     def add(self, requests: Iterable[Request]) -> list[RunningRequest]:
-        """Queues requests in order; returns their states.
+        """Queues requests in order; returns their states, some of which may have finished.
 
         Raises:
             UserError: a request can never run.
@@ -70,14 +86,21 @@ class Scheduler:
         added = []
         for request in requests:
             request.check(self.max_position, self.page_size, self.pool.num_pages)
-            state = RunningRequest(request, list(request.prompt_ids))
-            if request.params.max_new_tokens == 0:
-                state.finish = "length"
-            else:
+            state = RunningRequest.begin(request)
+            if not state.finish:
                 self.waiting.append(state)
-                self.prefixes.expect(request.prompt_ids)
+                self._expect(state)
             added.append(state)
         return added
+
+    def _expect(self, state: RunningRequest) -> None:
+        if state.num_emitted:
+            return  # it is computed alone
+        prompt = state.request.prompt_ids
+        self.prefixes.expect(prompt)
+        if hash(prompt) not in self._prompts:
+            self._prompts.add(hash(prompt))
+            self.prompt_tokens += len(prompt) - 1
 
     # ---- admission ------------------------------------------------------------------------------
 
@@ -99,9 +122,9 @@ class Scheduler:
 
     def _admit_while_room(self, admission: Admission) -> None:
         while self.waiting and len(self.running) < self.max_batch:
-            admitted = self._admit_first(admission)
-            if not admitted and not self.running and self.prefixes.evict():
-                admitted = self._admit_first(admission)
+            while not (admitted := self._admit_first(admission)):
+                if self.running or not (self.prefixes.evict() or self._reclaim()):
+                    break
             if not admitted:
                 break
             self.running.append(self.waiting.popleft())
@@ -109,12 +132,13 @@ class Scheduler:
     def _admit_first(self, admission: Admission) -> bool:
         state = self.waiting[0]
         spare = len(self.running) + 1 if self.running else 0
-        if state.num_emitted:
-            count = pages_for(len(state.tokens), self.page_size)
+        if state.num_emitted:  # a continued request still has the pages of its earlier turns
+            count = max(0, pages_for(len(state.tokens), self.page_size) - len(state.pages))
             if self.pool.num_free < count + spare:
                 return False
-            state.pages, state.context_len = self.pool.allocate(count) or [], len(state.tokens) - 1
-            admission.recompute.append((state.tokens[:-1], state.pages))
+            state.pages += self.pool.allocate(count) or []
+            begin, state.context_len = state.context_len, len(state.tokens) - 1
+            admission.recompute.append(Job(state.tokens[begin:-1], state.pages, begin))
             return True
         pages = self.prefixes.take(state.request.prompt_ids, spare, admission)
         if pages is None:
@@ -165,6 +189,8 @@ class Scheduler:
         self.release()
         self._trim(lookahead)
         while not self._grow(lookahead):
+            if self._reclaim():
+                continue
             if len(self.running) > 1:
                 preempted.append(self._preempt())
             elif not self.prefixes.evict():
@@ -201,11 +227,30 @@ class Scheduler:
     def _preempt(self) -> RunningRequest:
         state = self.running.pop()
         self._reset(state)
-        if state.num_emitted == 0:
-            self.prefixes.expect(state.request.prompt_ids)
+        self._expect(state)
         self.waiting.appendleft(state)
         self.preemptions += 1
         return state
+
+    def _reclaim(self) -> bool:
+        """Frees the pages of the last request that holds some outside of the batch, if any does."""
+        outside = (*reversed(self.paused), *reversed(self.waiting))
+        state = next((s for s in outside if s.pages), None)
+        if state is not None:
+            self._reset(state)
+        return state is not None
+
+    def drop_kv(self) -> list[RunningRequest]:
+        """Takes all pages back, before they lose their contents; no device work may run.
+
+        Returns:
+            The preempted requests.
+        """
+        self.release()
+        preempted = [self._preempt() for _ in range(len(self.running))]
+        while self._reclaim() or self.prefixes.evict():
+            pass
+        return preempted
 
     def _free(self, state: RunningRequest) -> None:
         self.pool.release(state.pages)
@@ -262,15 +307,56 @@ class Scheduler:
         for state, length in zip(states, lengths, strict=True):
             state.draft_len, state.draft_version = length, version
 
-    def retire(self) -> list[RunningRequest]:
-        """Takes finished requests out of the batch and returns them."""
+    def retire(self, goes_on: Callable[[RunningRequest], bool] = never) -> list[RunningRequest]:
+        """Takes finished requests out of the batch and returns them.
+
+        Args:
+            goes_on: whether a tool may continue a request, which pauses then.
+        """
         done = [s for s in self.running if s.finish]
         if done:
             self.running = [s for s in self.running if not s.finish]
-        self._finished += done
+        for state in done:
+            if goes_on(state):
+                self.paused.append(state)
+            else:
+                self._finish(state)
+        return done
+
+    def resume(self, state: RunningRequest, answer: Sequence[int]) -> None:
+        """Continues a paused request with the answer of a tool, if there is room for a turn."""
+        self.paused.remove(state)
+        state.answer(answer)
+        if state.finish:
+            self._finish(state)
+        else:
+            self.waiting.appendleft(state)
+            self._expect(state)
+
+    def end(self, state: RunningRequest) -> None:
+        """Ends a paused request."""
+        self.paused.remove(state)
+        self._finish(state)
+
+    def remove(self, state: RunningRequest) -> None:
+        """Takes an unfinished request out for good; no device work may run."""
+        if state in self.running:
+            self.running.remove(state)
+        elif state in self.paused:
+            self.paused.remove(state)
+        else:
+            self.waiting.remove(state)
+            if not state.num_emitted:
+                self.prefixes.withdraw(state.request.prompt_ids)
+        self._reset(state)
+
+    def _finish(self, state: RunningRequest) -> None:
+        self.num_finished += 1
+        if state.status:
+            self.statuses.append(state.status)
+        self._finished.append(state)
         if self.on_release is None:
             self.release()
-        return done
 
     def release(self) -> None:
         """Frees the pages of finished requests."""

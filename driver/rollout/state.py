@@ -16,12 +16,9 @@ from torch import Tensor
 import tlt_ext
 from tlt_ext.limits import CONTROL_WORDS, MAX_EMITTED
 
-from ..common.errors import UserError
-from .request import RunningRequest
+from .request import MAX_STOP_IDS, RunningRequest
 from .token_store import GROUP_SLOTS, TokenStore
 from .tree import Tree
-
-MAX_STOP_IDS = 16  # of a request
 
 DRAFT_TEMPERATURE = 0.75  # accept lengths at others: docs/notes/drafter.md
 
@@ -182,8 +179,8 @@ class BatchState:
         return self._views[count]
 
     def is_stale(self, running: list[RunningRequest]) -> bool:
-        """Whether the rows hold other requests than these."""
-        return set(self.running) != set(running)
+        """Whether the rows hold other requests than these, or one that was interrupted."""
+        return set(self.running) != set(running) or not self.store.holds(running)
 
     def grant(self) -> None:
         """Uploads the pages that changed, and nothing else."""
@@ -209,14 +206,12 @@ class BatchState:
 
         Returns:
             Their rows.
-
-        Raises:
-            UserError: a request has more than MAX_STOP_IDS stop ids.
         """
-        self.store.take(running)
+        new = set(self.store.take(running))
         self.running[:] = self._arranged(running)
         for row, state in enumerate(self.running):
-            if self._assigned[row] is not state or self._slots[row] != self.store.slot(state):
+            moved = self._assigned[row] is not state or self._slots[row] != self.store.slot(state)
+            if moved or state in new:
                 self._assign(row, state)
             if self._pages[row] != state.pages:
                 self._put_pages(row, state.pages)
@@ -251,8 +246,6 @@ class BatchState:
         """Writes the columns that stay constant while the request has this row."""
         request, slot = state.request, self.store.slot(state)
         params, stops = request.params, request.params.stop_ids
-        if len(stops) > MAX_STOP_IDS:
-            raise UserError(f"request {request.id}: {len(stops)} stop ids; at most {MAX_STOP_IDS}")
         self._columns["slot"][row] = self._columns["store_row"][row] = slot
         self._columns["request"][row] = request.id
         self._columns["temperature"][row] = params.temperature

@@ -15,7 +15,6 @@ from ..config.strategy import OFF
 
 if TYPE_CHECKING:
     from .prefill import Prefill
-    from .request import RunningRequest
     from .runner import Burst
     from .scheduler import Scheduler
 
@@ -34,7 +33,7 @@ class RolloutStats:
     target_passes: int = 0
     emitted: int = 0
     prefilled_tokens: int = 0  # rows of prefill
-    recomputed_tokens: int = 0  # of them, for requests preempted or taken from other ranks
+    recomputed_tokens: int = 0  # of them, for requests that had tokens: preempted, moved, continued
     reprefilled_tokens: int = 0  # of them, neither recomputed nor a prompt's first time
     spec_passes: int = 0
     spec_request_passes: int = 0
@@ -81,33 +80,20 @@ class RolloutStats:
         self.drafted += burst.rows - request_passes
         self.accepted += emitted - request_passes
 
-    def close(
-        self,
-        scheduler: Scheduler,
-        prefill: Prefill,
-        added: Sequence[RunningRequest],
-        finished: Sequence[RunningRequest],
-    ) -> None:
-        """Adds what is known at the end of a rollout; warns of flagged responses.
-
-        Args:
-            scheduler, prefill: of the rollout.
-            added: requests of this engine.
-            finished: requests that have a response here.
-        """
+    def close(self, scheduler: Scheduler, prefill: Prefill) -> None:
+        """Adds what is known at the end of a rollout; warns of flagged responses."""
         self.adopted, self.preemptions = len(scheduler.adopted), scheduler.preemptions
         self.prefilled_tokens, self.recomputed_tokens = prefill.rows, prefill.recomputed
-        prompts = {s.request.prompt_ids for s in added if s.num_emitted}
-        once = sum(len(prompt) - 1 for prompt in prompts)
-        self.reprefilled_tokens = self.prefilled_tokens - once - self.recomputed_tokens
-        flagged = [s.status & ~HARMLESS for s in finished if s.status & ~HARMLESS]
+        fresh = self.prefilled_tokens - self.recomputed_tokens
+        self.reprefilled_tokens = fresh - scheduler.prompt_tokens
+        flagged = [status & ~HARMLESS for status in scheduler.statuses if status & ~HARMLESS]
         self.flagged = len(flagged)
         if flagged:
             bits = functools.reduce(operator.or_, flagged)
             names = ", ".join(str(bit.name) for bit in tlt_ext.Status if bit & bits)
             warnings.warn(
-                f"{len(flagged)} of {len(finished)} responses are flagged ({names}): the target's"
-                " weights or caches are damaged",
+                f"{len(flagged)} of {scheduler.num_finished} responses are flagged ({names}): the"
+                " target's weights or caches are damaged",
                 stacklevel=3,
             )
 

@@ -65,11 +65,15 @@ class TokenStore:
         """The row of a request."""
         return self._slots[request]
 
-    def take(self, requests: Iterable[RunningRequest]) -> None:
-        """Gives a row, with the tokens so far, to each request without one."""
+    def holds(self, requests: Iterable[RunningRequest]) -> bool:
+        """Whether every request has a row."""
+        return all(request in self._slots for request in requests)
+
+    def take(self, requests: Iterable[RunningRequest]) -> list[RunningRequest]:
+        """Gives a row, with the tokens so far, to each request without one; returns those."""
         new = [request for request in requests if request not in self._slots]
         if not new:
-            return
+            return new
         for request in new:
             self._assign(request)
         lengths = [len(request.tokens) for request in new]
@@ -81,6 +85,7 @@ class TokenStore:
         self.tokens[:, : ids.shape[1]].index_copy_(0, slots, ids.to(device))
         known = torch.tensor(lengths, dtype=torch.int32, device=device)
         self._lengths.index_copy_(0, slots, known)
+        return new
 
     def _assign(self, request: RunningRequest) -> None:
         if not self._free:

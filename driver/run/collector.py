@@ -23,9 +23,9 @@ from ..rollout.observer import RolloutObserver
 from ..rollout.rebalance import Rebalancer
 from ..rollout.request import Request, Response, RunningRequest, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
+from ..session.session import Session
 from ..tasks import Prompt, Task
 from ..tasks.workers import RewardWorkers
-from .assemble import Rollout
 from .capture import Capture, capture_op
 from .prompt_lengths import PromptLengths
 
@@ -52,7 +52,7 @@ class Collector(RolloutObserver):
         phases: of the step.
         task: source of prompts and rewards.
         encode: tokenizes prompts.
-        rollout: this rank's engine.
+        session: this rank's engine.
         params: sampling parameters of every request.
         workers: score responses, during the rollout if there are worker processes.
         coordinator: trains the drafter while ranks are idle; None = there is a single rank.
@@ -67,7 +67,7 @@ class Collector(RolloutObserver):
         phases: Phases,
         task: Task,
         encode: PromptEncoder,
-        rollout: Rollout,
+        session: Session,
         params: SamplingParams,
         workers: RewardWorkers,
         coordinator: Coordinator | None,
@@ -75,7 +75,7 @@ class Collector(RolloutObserver):
         stop: StopRequest,
     ) -> None:
         self.config, self.world, self.phases = config, world, phases
-        self.task, self._encode, self.rollout, self.params = task, encode, rollout, params
+        self.task, self._encode, self.session, self.params = task, encode, session, params
         self.workers, self.coordinator, self.captures = workers, coordinator, captures
         self.stop = stop
         self.rebalancer: Rebalancer | None = None
@@ -175,7 +175,7 @@ class Collector(RolloutObserver):
         responses: list[Response] = []
         with self.phases("gen"), self._capturing(step), contextlib.suppress(Stopped):
             responses = self.roll_out(groups, requests)
-        stats = self.rollout.engine.stats if requests else RolloutStats()
+        stats = self.session.engine.stats if requests else RolloutStats()
         self.world.enter("reward")
         with self.phases("reward"):
             own = [groups[response.request.group] for response in responses]
@@ -194,7 +194,7 @@ class Collector(RolloutObserver):
             yield
             return
         with (
-            self.rollout.engine.runner.op_by_op(),
+            self.session.engine.runner.op_by_op(),
             capture_op(capture, self.captures),
         ):
             yield
@@ -255,14 +255,7 @@ class Collector(RolloutObserver):
             return []
         self._prompts = prompts
         self._place = {request.id: i for i, request in enumerate(requests)}
-        try:
-            responses = self.rollout.engine.generate(
-                requests, observer=self, rebalancer=self.rebalancer
-            )
-        except BaseException:
-            if self.rollout.spot is not None:
-                self.rollout.spot.stop()  # its thread must not outlive the rollout
-            raise
+        responses = self.session.roll_out(requests, observer=self, source=self.rebalancer)
         responses.sort(key=lambda response: self._place[response.request.id])
         self._places = [self._place[response.request.id] for response in responses]
         return responses
@@ -272,13 +265,9 @@ class Collector(RolloutObserver):
     def on_pass(self, active: int, passes: int = 1) -> None:
         if self.rebalancer is None:  # otherwise other ranks may wait for requests of this rank
             self.stop.check()
-        if self.rollout.spot is not None:
-            self.rollout.spot.on_pass(active, passes)
 
     def on_finish(self, request: RunningRequest) -> None:
-        """Records features; queues the response for scoring."""
-        if self.rollout.spot is not None:
-            self.rollout.spot.on_finish(request)
+        """Queues the response for scoring."""
         at = self._place.setdefault(request.request.id, len(self._place))
         self._ended.append((at, self._prompts[request.request.group], request))
         if self.config.reward.workers:
@@ -362,7 +351,7 @@ class Collector(RolloutObserver):
             Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.params)
             for i, p in zip(mine, prompts, strict=True)
         ]
-        responses = self.rollout.engine.generate(requests, record=False) if requests else []
+        responses = self.session.roll_out(requests, record=False) if requests else []
         rewards = self.rewards(prompts, responses)
         return sum(sum(part) for part in self.world.gather(rewards)) / count
 

@@ -21,7 +21,7 @@ from ..rollout.bandit import UNDECIDED, StepSeconds, unknown_step_s
 from ..rollout.proposers import OracleProposer
 from ..rollout.request import Request, Response, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
-from .assemble import Rollout
+from ..session.parts import Rollout
 
 MIXED, PREEMPT = "mixed", "preempt"
 SHOWN = 5  # divergences of an arm that are described

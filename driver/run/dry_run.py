@@ -27,14 +27,9 @@ from ..model.fetch import is_smollm2, model_folder, smollm2_folder
 from ..model.spec import ModelSpec
 from ..policy.trainer import has_own_old_logprobs
 from ..rollout.plan import Cell, GraphCost
+from ..session.load import TOKENIZER_FILES, load_tokenizer
 from ..tasks import make_task
-from .assemble import (
-    TOKENIZER_FILES,
-    check_context,
-    check_prompts,
-    load_tokenizer,
-    prompt_encoder,
-)
+from .assemble import check_context, check_prompts, prompt_encoder
 from .footprint import RunShape, check_fits, memory_gb, policy_spec, table
 
 CEILINGS = Path(__file__).with_name("ceilings.json")  # by `python -m profiling.rig.ceilings`

@@ -28,7 +28,8 @@ from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, GraphCost, draft_bytes
 from ..rollout.state import WORDS_PER_REQUEST
 from ..rollout.token_store import TokenStore
-from .assemble import Parts, build_parts, longest_request
+from ..session.parts import Parts, build_parts
+from .assemble import longest_request
 
 CHUNK_ARRAYS = 2  # float arrays of a chunk that are alive at once: logits and probabilities
 # Hidden widths that an entry of an unroll step of the drafter saves for its backward pass: queries,

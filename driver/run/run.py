@@ -34,31 +34,16 @@ from ..records.checkpoint import Checkpoint, saved_reference
 from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder, Sample
 from ..records.phases import Phases
+from ..session.load import find_model, load_policy, spec_of, use_device
+from ..session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
+from ..session.session import Session
 from ..tasks import Task, make_task
 from ..tasks.workers import RewardWorkers
-from .assemble import (
-    Rollout,
-    build_rollout,
-    check_pages,
-    find_model,
-    load_policy,
-    longest_request,
-    prompt_encoder,
-    spec_of,
-    stop_ids,
-    use_device,
-)
+from .assemble import check_pages, longest_request, prompt_encoder, stop_ids
 from .capture import Capture
 from .collector import Collector, Experience
 from .dry_run import check_run
-from .warm_start import (
-    adopt_drafter,
-    check_dtype,
-    drafter_state,
-    sampling_params,
-    warm_start,
-    warm_up_progress,
-)
+from .warm_start import check_dtype, sampling_params, warm_start, warm_up_progress
 
 MOST_BAD_UPDATES = 3
 MOSTLY = 0.9  # share of the responses
@@ -79,7 +64,7 @@ class Run:
     tokenizer: Tokenizer
     policy: PreTrainedModel
     trainer: PolicyTrainer
-    rollout: Rollout
+    session: Session
     collector: Collector
     writer: CheckpointWriter
     step: int = 0  # finished steps
@@ -177,6 +162,7 @@ class Run:
             params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, encode))
             longest = longest_request(config, spec, prompt_len)
             rollout = build_rollout(config, spec, policy.state_dict(), longest)
+            session = Session(rollout, encode, params)
             rollout.watch(phases.timeline)
             alone = folder if world.size == 1 and config.spot.checkpoint_every else None
             if rollout.spot is not None and alone is not None:
@@ -194,7 +180,7 @@ class Run:
                 phases,
                 task,
                 encode,
-                rollout,
+                session,
                 params,
                 RewardWorkers(task, config.reward),
                 coordinator,
@@ -210,7 +196,7 @@ class Run:
                 tokenizer,
                 policy,
                 trainer,
-                rollout,
+                session,
                 collector,
                 CheckpointWriter(beside=config.run.device != "cpu"),
             )
@@ -224,6 +210,11 @@ class Run:
                 rollout.spot.prepare()
         return run
 
+    @property
+    def rollout(self) -> Rollout:
+        """The parts of the session."""
+        return self.session.rollout
+
     # ---- the phases of a step -------------------------------------------------------------------
 
     def gather(self) -> Experience:
@@ -232,9 +223,8 @@ class Run:
 
     def finish_bubble(self) -> None:
         """Tunes the overlap once, then starts the final drafter steps."""
-        if self.rollout.spot is not None and self.rollout.tuner is not None:
-            self.rollout.tuner.tune()
-            self.rollout.spot.begin_final_steps()
+        if self.rollout.spot is not None:
+            self.session.train_drafter()
 
     def update_policy(self, step: Experience) -> dict[str, float]:
         self.world.enter("update_actor")
@@ -271,9 +261,7 @@ class Run:
         """Copies the new policy into the engine, in place, and finishes the step."""
         self.step += 1
         self.version += 1
-        if self.rollout.spot is not None:
-            self.rollout.spot.end_final_steps()
-        self.rollout.update_weights(self.policy.state_dict(), self.version)
+        self.session.update_weights(self.policy.state_dict(), self.version)
         self.consistent = True
 
     def evaluate(self) -> None:
@@ -298,8 +286,7 @@ class Run:
             if whole:
                 ends.callback(self.world.leave)
             ends.callback(self.writer.collect)
-            if self.rollout.spot is not None:
-                ends.callback(self.rollout.spot.close)
+            ends.callback(self.session.close)
             ends.callback(self.collector.workers.close)
 
     # ---- records --------------------------------------------------------------------------------

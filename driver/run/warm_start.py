@@ -27,19 +27,13 @@ from ..config.strategy import OFF, parse_strategies
 from ..drafter.trainer import SpotTrainer
 from ..model.prompts import PromptEncoder
 from ..policy.warmup import demonstration, lr_share, warm_up
-from ..records.checkpoint import Checkpoint, earlier_versions, latest_checkpoint, save_checkpoint
+from ..records.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from ..records.phases import Phases
 from ..rollout.request import Request, SamplingParams, request_id
+from ..session.load import find_model, load_policy, spec_of
+from ..session.parts import Rollout, build_rollout
 from ..tasks import Task, make_task
-from .assemble import (
-    Rollout,
-    build_rollout,
-    find_model,
-    load_policy,
-    prompt_encoder,
-    spec_of,
-    stop_ids,
-)
+from .assemble import prompt_encoder, stop_ids
 
 REPORT = "warm.json"
 PROCEDURE = 2  # one more whenever the same settings make another warm start
@@ -181,26 +175,6 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
         (path / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     return save_checkpoint(folder, 0, write_policy, states, keep=1)
-
-
-def drafter_state(folder: Path | None) -> dict[str, Any] | None:
-    """The drafter's state in a checkpoint; None if the folder has none."""
-    if folder is None or not (folder / "state" / "spot.pt").exists():
-        return None
-    return Checkpoint(folder, 0).state("spot")
-
-
-def adopt_drafter(spot: SpotTrainer | None, state: dict[str, Any] | None, note: Note) -> None:
-    """Loads the drafter of the policy's checkpoint, if its shape matches."""
-    if spot is None or state is None:
-        return
-    have = {name: value.shape for name, value in state["drafter"].items()}
-    want = {name: value.shape for name, value in spot.drafter.state_dict().items()}
-    if have == want:
-        with earlier_versions("the checkpoint's drafter", "remove its state/spot.pt to start anew"):
-            spot.load_state_dict(state)
-    else:
-        note("the checkpoint's drafter has another shape (drafter.*): starting a new one")
 
 
 def sampling_params(config: Config) -> SamplingParams:

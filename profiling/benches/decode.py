@@ -27,7 +27,7 @@ import numpy as np
 from driver.config.strategy import OFF, REJECTION, SHARED, Strategy
 from driver.rollout.graphs import nothing
 from driver.rollout.runner import Burst, PassRunner
-from driver.run.assemble import Rollout
+from driver.session.parts import Rollout
 from profiling.rig.bench import Bench, say
 from profiling.rig.results import RESULTS, newest_first
 from profiling.rig.subjects import (

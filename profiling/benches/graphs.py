@@ -29,7 +29,7 @@ from driver.common.host_copies import held_bytes
 from driver.config.strategy import parse_strategies
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.plan import BucketPlan, Cell, GraphCost, draft_bytes, plain_buckets
-from driver.run.assemble import Rollout
+from driver.session.parts import Rollout
 from profiling.rig.bench import Bench, run_apart, say
 from profiling.rig.subjects import QWEN2_7B, of_shape
 

@@ -39,7 +39,7 @@ from driver.model.drafter import Drafter, DraftSpec
 from driver.model.spec import read_json
 from driver.model.tiny import build_tokenizer
 from driver.rollout.request import Request, SamplingParams, request_id
-from driver.run.assemble import Rollout
+from driver.session.parts import Rollout
 from profiling.benches.decode import SHAPE_WORDS, recorded_accepts
 from profiling.peers.vllm import Vllm, lacks_vllm
 from profiling.rig import timing

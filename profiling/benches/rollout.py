@@ -36,7 +36,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from driver.config.load import load_config
 from driver.rollout.request import Request
 from driver.rollout.stats import RolloutStats
-from driver.run.assemble import Rollout
+from driver.session.parts import Rollout
 from profiling.rig import timing
 from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import Subject, fix_bandit, of_checkpoint, spot_of

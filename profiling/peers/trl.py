@@ -23,7 +23,8 @@ from driver.common.storage import write_text
 from driver.config.command import run_command
 from driver.config.estimators import ESTIMATORS
 from driver.config.load import Config, load_config
-from driver.run.assemble import find_model, load_policy, prompt_encoder, spec_of, stop_ids
+from driver.run.assemble import prompt_encoder, stop_ids
+from driver.session.load import find_model, load_policy, spec_of
 from driver.tasks import Prompt, Task, make_task
 from profiling.rig.bench import say
 

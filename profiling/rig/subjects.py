@@ -18,16 +18,10 @@ from driver.drafter.trainer import SpotTrainer
 from driver.model.spec import ModelSpec
 from driver.rollout.bandit import Bandit
 from driver.rollout.request import Request, SamplingParams, request_id
-from driver.run.assemble import (
-    Rollout,
-    build_rollout,
-    find_model,
-    load_policy,
-    prompt_encoder,
-    spec_of,
-    stop_ids,
-)
-from driver.run.warm_start import adopt_drafter, drafter_state, warm_start
+from driver.run.assemble import prompt_encoder, stop_ids
+from driver.run.warm_start import warm_start
+from driver.session.load import find_model, load_policy, spec_of
+from driver.session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
 from driver.tasks import make_task
 from profiling.rig.warm import warm_words
 from profiling.rig.workload import Recorder

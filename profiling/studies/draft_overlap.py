@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from driver.drafter.partition import Overlap
 from driver.rollout.request import Request
-from driver.run.assemble import Rollout
+from driver.session.parts import Rollout
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import Subject, fix_bandit, spot_of
 from profiling.rig.workload import trace_lengths

@@ -19,7 +19,7 @@ from driver.drafter.trainer import SpotTrainer
 from driver.rollout.request import Request
 from driver.rollout.runner import Burst
 from driver.rollout.tree import Tree
-from driver.run.assemble import Rollout, build_drafter
+from driver.session.parts import Rollout, build_drafter
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import Subject, fix_bandit, spot_of
 

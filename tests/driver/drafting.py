@@ -17,7 +17,7 @@ from driver.rollout.request import RunningRequest
 from driver.rollout.state import Batch, BatchState
 from driver.rollout.token_store import TokenStore
 from driver.rollout.tree import Tree
-from driver.run.assemble import spec_of
+from driver.session.load import spec_of
 from tests.driver.hugging_face import random_model
 from tests.kit import randn
 

@@ -14,7 +14,7 @@ LAYERS = [
     {"rollout"},
     {"policy", "drafter"},
     {"records"},
-    {"report"},
+    {"report", "session"},
     {"run"},
 ]
 RANKS = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}

@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 from driver.config.load import load_config
 from driver.config.strategy import Strategy, parse_strategies
 from driver.rollout.plan import BucketPlan, GraphCost
-from driver.run.assemble import spec_of
+from driver.session.load import spec_of
 from profiling.benches import decode, graphs, rollout
 from profiling.rig import timing
 from profiling.rig.bench import Bench

@@ -10,7 +10,7 @@ from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.model.checkpoint import check_checkpoint, load_checkpoint, load_model, read_header
 from driver.model.target import TargetModel
-from driver.run.assemble import load_policy, load_tokenizer, spec_of
+from driver.session.load import load_policy, load_tokenizer, spec_of
 from tests.driver.hugging_face import VARIANTS, logits_of, save_model
 from tests.driver.model.test_target import Sequences, token_ids
 

@@ -3,7 +3,7 @@
 import torch
 
 from driver.model.drafter import Drafter, DraftSpec
-from driver.run.assemble import spec_of
+from driver.session.load import spec_of
 from tests.driver.drafting import build_parts
 from tests.driver.hugging_face import random_model
 from tests.kit import randn

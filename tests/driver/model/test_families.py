@@ -9,8 +9,8 @@ from driver.model.checkpoint import check_checkpoint
 from driver.model.families import FAMILIES, family_of
 from driver.model.spec import ModelSpec
 from driver.policy.packed_forward import Documents, packed_forward
-from driver.run.assemble import spec_of
 from driver.run.dry_run import dry_run
+from driver.session.load import spec_of
 from tests.driver import hugging_face
 from tests.driver.hugging_face import VARIANTS, random_model
 

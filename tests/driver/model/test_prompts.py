@@ -13,7 +13,8 @@ from driver.identity import Identity
 from driver.model import tiny
 from driver.model.prompts import PromptEncoder
 from driver.policy.warmup import demonstration
-from driver.run.assemble import end_ids, spec_of, stop_ids
+from driver.run.assemble import stop_ids
+from driver.session.load import end_ids, spec_of
 from driver.tasks import make_task
 from driver.tasks.calculator import CalculatorTask
 from tests.driver.hugging_face import random_model, save_model

@@ -14,7 +14,8 @@ from driver.rollout import proposers
 from driver.rollout.observer import RolloutObserver
 from driver.rollout.proposers import OracleProposer
 from driver.rollout.request import Request, SamplingParams
-from driver.run.assemble import build_rollout, spec_of
+from driver.session.load import spec_of
+from driver.session.parts import build_rollout
 from tests.driver.hugging_face import random_model
 from tlt_ext import _C
 
@@ -96,13 +97,13 @@ def requests(count=12, new=24, settings=SETTINGS, stop=(3, 5)):
     ]
 
 
-def generate(rollout, jobs, *menu, seed=0, page_limit=None, horizon=1, rebalancer=None):
+def generate(rollout, jobs, *menu, seed=0, page_limit=None, horizon=1, sources=()):
     engine = rollout.engine
     engine.bandit = Choose(*(menu or ["off"]), seed=seed, horizon=horizon)
     engine.page_limit = page_limit
     engine.forget()
     try:
-        return engine.generate(jobs, record=False, rebalancer=rebalancer)
+        return engine.generate(jobs, record=False, sources=sources)
     finally:
         engine.page_limit = None
 
@@ -297,7 +298,7 @@ def test_new_weights_drop_what_the_old_ones_computed(policy):
     fresh = make_rollout(other)
     got = generate(made, requests(), "off", "ngram:4,1,5")
     assert same(got, generate(fresh, requests()))
-    assert {r.target_version for r in got} == {1}
+    assert {r.version for r in got} == {1}
 
 
 def test_recorded_features_are_those_of_a_fresh_forward(policy):

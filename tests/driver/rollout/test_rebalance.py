@@ -14,6 +14,7 @@ from driver.rollout import rebalance
 from driver.rollout.pages import PagePool
 from driver.rollout.rebalance import Rebalancer
 from driver.rollout.scheduler import Scheduler
+from driver.rollout.source import RequestSource
 from tests.driver.rollout import test_engine
 from tests.driver.rollout.test_bursts import looping
 from tests.driver.rollout.test_engine import (
@@ -29,7 +30,7 @@ from tests.driver.run.test_world import KILLED, launch, run
 policy, rollout, plain = test_engine.policy, test_engine.rollout, test_engine.plain  # fixtures
 
 
-class HandsOver:
+class HandsOver(RequestSource):
     """A stand-in for the rebalancer: hands over the running requests at the `look`-th call."""
 
     def __init__(self, look):
@@ -83,10 +84,10 @@ def test_a_request_that_moves_between_engines_has_the_same_bits(
         monkeypatch.setattr(engine, "observer", observer(note))
     one.generate(jobs)
     gives, takes = HandsOver(6), TakesIn(4)
-    given = generate(rollout, jobs[:6], strategy, rebalancer=gives)
+    given = generate(rollout, jobs[:6], strategy, sources=[gives])
     takes.parcels = gives.parcels
     two.bandit, two.page_limit = Choose(strategy), pages
-    received = two.generate(jobs[6:], rebalancer=takes)
+    received = two.generate(jobs[6:], sources=[takes])
     moved = {pickle.loads(p).request.id for p in takes.parcels}
     assert moved and moved.isdisjoint(r.request.id for r in given)
     assert [r.request for r in received[:6]] == jobs[6:]
@@ -106,9 +107,9 @@ def test_consecutive_bursts_stop_for_an_exchange(policy):
     jobs = requests(stop=())
     wanted = generate(one, jobs, horizon=2)
     gives, takes = HandsOver(4), TakesIn(2)
-    given = generate(one, jobs[:6], horizon=2, rebalancer=gives)
+    given = generate(one, jobs[:6], horizon=2, sources=[gives])
     takes.parcels = gives.parcels
-    received = generate(two, jobs[6:], horizon=2, rebalancer=takes)
+    received = generate(two, jobs[6:], horizon=2, sources=[takes])
     assert one.engine.stats.target_passes == 6 and two.engine.stats.adopted == 6
     assert not given and same(sorted(received, key=lambda r: r.request.id), wanted)
 
@@ -249,6 +250,7 @@ from pathlib import Path
 from driver.rollout import rebalance
 from driver.rollout.engine import RolloutEngine
 from driver.rollout.scheduler import Scheduler
+from driver.rollout.source import RequestSource
 from driver.tasks.sums import SumsTask
 from tests.driver.run.test_run import REWARDS
 collector.Collector.rewards = REWARDS
@@ -262,7 +264,7 @@ bursts = RolloutEngine._run_bursts
 def slowly(self, *args):
     if self._observer is not None:
         self._observer.on_wait()  # scores a finished response, if there is one
-    few = self._rebalancer and len(self.scheduler.running) <= 2
+    few = self._sources and len(self.scheduler.running) <= 2
     time.sleep(0.3 if few else 0.02 + 0.1 * RANK)
     return bursts(self, *args)
 RolloutEngine._run_bursts = slowly

@@ -6,7 +6,7 @@ import pytest
 
 from driver.common.errors import UserError
 from driver.rollout.pages import PagePool, pages_for
-from driver.rollout.request import Request, SamplingParams
+from driver.rollout.request import MAX_STOP_IDS, Request, SamplingParams
 from driver.rollout.scheduler import Scheduler
 
 
@@ -96,7 +96,7 @@ def test_the_youngest_is_preempted_and_recomputed():
     assert made._preempt() is young
     assert young.context_len == 0 and young.pages == []
     admission = made.admit()
-    assert [pages for _, pages in admission.recompute] == [young.pages]
+    assert [job.pages for job in admission.recompute] == [young.pages]
     assert len(young.pages) == pages_for(len(young.tokens), 4)
     assert made.running == [old, young]
 
@@ -111,6 +111,9 @@ def test_requests_that_can_never_run_are_refused():
         made.add([request(0, range(10))])
     with pytest.raises(UserError, match="prompt is empty"):
         made.add([request(0, [])])
+    stops = SamplingParams(max_new_tokens=2, stop_ids=tuple(range(MAX_STOP_IDS + 1)))
+    with pytest.raises(UserError, match="request 0: 17 stop ids; at most 16"):
+        made.add([Request(0, 0, (1,), stops)])
 
 
 def test_no_page_is_lost_under_random_load():

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from driver.common.errors import UserError
 from driver.rollout.request import Request, RunningRequest, SamplingParams
-from driver.rollout.state import MAX_STOP_IDS, BatchState
+from driver.rollout.state import BatchState
 from driver.rollout.token_store import TokenStore
 from tests import kit
 
@@ -87,10 +86,3 @@ def test_moved_pages_and_requests_are_noticed(device):
     made.update_num_new()
     assert rows.num_new.tolist() == [77, 2, 0, 0]
     assert rows.context_len.tolist() == [5, 5, 0, 0]
-
-
-def test_too_many_stop_ids_are_refused():
-    made = state()
-    made.fill([running(1, stop_ids=range(MAX_STOP_IDS))])
-    with pytest.raises(UserError, match=r"request \d+: 17 stop ids; at most 16"):
-        made.fill([running(1, stop_ids=range(MAX_STOP_IDS + 1))])

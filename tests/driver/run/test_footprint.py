@@ -14,7 +14,6 @@ from driver.policy.micro_batch import build_micro_batch
 from driver.policy.trainer import PolicyTrainer
 from driver.records.progress import Progress
 from driver.rollout.request import Request, Response, SamplingParams
-from driver.run.assemble import build_rollout, load_policy, spec_of
 from driver.run.dry_run import run_shape
 from driver.run.footprint import (
     footprint,
@@ -23,6 +22,8 @@ from driver.run.footprint import (
     row_tokens,
     update_bytes,
 )
+from driver.session.load import load_policy, spec_of
+from driver.session.parts import build_rollout
 from driver.train import train
 from tests import kit
 from tests.driver.hugging_face import FAMILIES

@@ -17,9 +17,9 @@ from driver.common.world import World, split_by_length
 from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.progress import Progress
-from driver.run.assemble import use_device
 from driver.run.collector import Collector
 from driver.run.run import Run, _for_rank
+from driver.session.load import use_device
 from driver.train import train
 from tests.driver.run.test_run import WORDS
 from tests.forks import run_ranks

@@ -1,0 +1,230 @@
+"""Requests of a session on their way into the engine, and the tools that continue them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ..common.errors import UserError
+from ..rollout.request import Request, Response, RunningRequest
+from ..rollout.scheduler import Scheduler
+from ..rollout.source import RequestSource
+
+OnEnd = Callable[[RunningRequest], Sequence[int] | None]
+
+
+class SessionClosed(RuntimeError):
+    """The session was closed before the request had finished."""
+
+
+def check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises UserError if a token is not in the vocabulary."""
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise UserError(
+            f"{where}: token {wrong} is not in the vocabulary of {vocab_size}; use the model's own"
+            " tokenizer"
+        )
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A submitted request."""
+
+    request: Request
+    on_end: OnEnd | None
+    future: Future[Response]
+
+
+class Inbox(RequestSource):
+    """Arrivals, answers of tools, and changes of the engine by other threads.
+
+    The thread of a rollout calls `due`, `exchange` and `ended`. Other threads call the rest.
+
+    Args:
+        engine: held by the thread that uses the engine.
+        version: returns the version of the policy.
+        vocab_size: answers of tools hold smaller ids.
+        tools: most calls of `on_end` at once.
+
+    Attributes:
+        on_end: of requests without a ticket.
+        poll_s: longest wait for a tool while other sources exist; None = no limit.
+        kv_lost: set by a change after which the KV cache has to be computed again.
+        asleep: the engine has no memory.
+    """
+
+    def __init__(
+        self,
+        engine: threading.Lock,
+        version: Callable[[], int],
+        vocab_size: int,
+        tools: int,
+    ) -> None:
+        self.engine, self.version, self.vocab_size, self.tools = engine, version, vocab_size, tools
+        self.on_end: OnEnd | None = None
+        self.poll_s: float | None = None
+        self.kv_lost = self.asleep = self.closed = False
+        self.tickets: dict[RunningRequest, Ticket] = {}  # of the rollout
+        self._arrivals: deque[Ticket] = deque()
+        self._answers: deque[tuple[RunningRequest, Future[Sequence[int] | None]]] = deque()
+        self._wanted = 0  # threads that wait for the engine
+        self._changed = threading.Condition()
+        self._pool: ThreadPoolExecutor | None = None
+
+    # ---- called by other threads ----------------------------------------------------------------
+
+    def put(self, ticket: Ticket) -> None:
+        """Adds an arrival.
+
+        Raises:
+            SessionClosed: the session is closed.
+        """
+        with self._changed:
+            if self.closed:
+                raise SessionClosed("the session is closed")
+            self._arrivals.append(ticket)
+            self._changed.notify_all()
+
+    def wait(self) -> bool:
+        """Waits for an arrival; False once the session is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or (self._arrivals and not self.asleep))
+            return not self.closed
+
+    def close(self) -> None:
+        """Ends the running rollout, and every request with an error."""
+        with self._changed:
+            self.closed, self.asleep = True, False
+            self._changed.notify_all()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def between_bursts(self) -> Iterator[None]:
+        """Inside the block, no thread uses the engine; a running rollout waits between bursts."""
+        with self._changed:
+            self._wanted += 1
+            self._changed.notify_all()
+        try:
+            with self.engine:
+                yield
+        finally:
+            with self._changed:
+                self._wanted -= 1
+                self._changed.notify_all()
+
+    def withdraw(self, ids: set[int] | None) -> list[Ticket]:
+        """Takes arrivals back, of the given ids or all."""
+        with self._changed:
+            taken = [t for t in self._arrivals if ids is None or t.request.id in ids]
+            self._arrivals = deque(t for t in self._arrivals if t not in taken)
+        return taken
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all requests with an error."""
+        tickets = list(self.tickets.values())
+        tickets += [t for t in self.withdraw(None) if t.future.set_running_or_notify_cancel()]
+        self.tickets.clear()
+        for ticket in tickets:
+            ticket.future.set_exception(error)
+
+    # ---- called by the rollout ------------------------------------------------------------------
+
+    def due(self, scheduler: Scheduler) -> bool:
+        return bool(self._arrivals or self._answers or self._wanted or self.closed)
+
+    def exchange(self, scheduler: Scheduler) -> list[RunningRequest]:
+        interrupted: list[RunningRequest] = []
+        while True:
+            if self._wanted:
+                interrupted += self._give_way(scheduler)
+            if self.closed:
+                raise SessionClosed("the session was closed while requests ran")
+            while self._arrivals:
+                self._admit(scheduler, self._arrivals.popleft())
+            while self._answers:
+                interrupted += self._continue(scheduler, *self._answers.popleft())
+            if not (scheduler.idle and scheduler.paused):
+                return interrupted
+            scheduler.release()  # finished requests need not wait for the tools
+            with self._changed:
+                if not self._changed.wait_for(lambda: self.due(scheduler), self.poll_s):
+                    return interrupted
+
+    def ended(self, state: RunningRequest) -> bool:
+        """Starts the tool of a request, or delivers the response."""
+        ticket = self.tickets.get(state)
+        on_end = self.on_end if ticket is None else ticket.on_end
+        if on_end is not None and state.finish == "stop" and state.room > 0:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.tools, "tlt-tool")
+            answer = self._pool.submit(on_end, state)
+            answer.add_done_callback(lambda answer: self._answered(state, answer))
+            return True
+        self._deliver(state)
+        return False
+
+    def _answered(self, state: RunningRequest, answer: Future[Sequence[int] | None]) -> None:
+        with self._changed:
+            self._answers.append((state, answer))
+            self._changed.notify_all()
+
+    def _give_way(self, scheduler: Scheduler) -> list[RunningRequest]:
+        """Lets other threads change the engine; returns the requests to be computed again."""
+        scheduler.release()  # the drafter's features are those of the old policy
+        self.engine.release()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._wanted and not self.asleep)
+        finally:
+            self.engine.acquire()
+        lost, self.kv_lost = self.kv_lost, False
+        return scheduler.drop_kv() if lost else []
+
+    def _admit(self, scheduler: Scheduler, ticket: Ticket) -> None:
+        if not ticket.future.set_running_or_notify_cancel():
+            return
+        try:
+            (state,) = scheduler.add([ticket.request])
+        except UserError as error:
+            ticket.future.set_exception(error)
+            return
+        self.tickets[state] = ticket
+        if state.finish and self.ended(state):
+            scheduler.paused.append(state)
+
+    def _continue(
+        self, scheduler: Scheduler, state: RunningRequest, answer: Future[Sequence[int] | None]
+    ) -> list[RunningRequest]:
+        """Gives a paused request its answer; returns it if that ends it with an error."""
+        if state not in scheduler.paused:  # aborted, or of a rollout that an error ended
+            return []
+        try:
+            tokens = answer.result()
+            if tokens is None:
+                scheduler.end(state)
+            else:
+                scheduler.resume(state, self._checked(tokens))
+        except Exception as error:
+            if state not in self.tickets:
+                raise
+            scheduler.remove(state)
+            self.tickets.pop(state).future.set_exception(error)
+            return [state]
+        if state.finish:
+            self._deliver(state)
+        return []
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        ids = [int(token) for token in tokens]
+        check_ids("on_end", ids, self.vocab_size)
+        return ids
+
+    def _deliver(self, state: RunningRequest) -> None:
+        if ticket := self.tickets.pop(state, None):
+            ticket.future.set_result(state.response(self.version()))

@@ -1,0 +1,147 @@
+"""Loads a policy and its tokenizer, and describes them to the engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from ..common.errors import UserError
+from ..config.load import Config
+from ..model import tiny
+from ..model.checkpoint import load_model
+from ..model.fetch import resolve_model
+from ..model.spec import ModelSpec, read_json
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def find_model(config: Config, report: Callable[[str], None] = lambda line: None) -> Path | None:
+    """The folder of `model.path`, downloaded if necessary; None for the tiny model.
+
+    Raises:
+        UserError: it cannot be found, or the engine cannot run it.
+    """
+    model = config.model
+    if model.path == "tiny":
+        return None
+    return resolve_model(model.path, model.cache, report)
+
+
+def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, Tokenizer]:
+    """The trainable policy and its tokenizer.
+
+    Args:
+        config: `model.*` and the seed.
+        folder: in Hugging Face layout; None = the tiny model, random.
+
+    Raises:
+        UserError: the checkpoint is damaged or not supported, there is no usable tokenizer, or the
+            device does not exist.
+    """
+    use_device(config.run.device)
+    disable_progress_bar()  # a run shows its own progress
+    policy: Any  # the annotation of `PreTrainedModel.to` takes no device
+    if folder is None:
+        policy = tiny.build_policy(config.model, config.run.seed)
+        return policy.to(config.run.device), load_tokenizer(None)
+    policy = load_model(folder, getattr(torch, config.model.dtype))
+    policy = policy.to(config.run.device)
+    tokenizer = load_tokenizer(folder)
+    check_vocabulary(folder, tokenizer, spec_of(policy))
+    return policy, tokenizer
+
+
+def check_vocabulary(folder: Path, tokenizer: Tokenizer, spec: ModelSpec) -> None:
+    """Rejects a tokenizer with tokens that the embedding does not have."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= spec.vocab_size:
+        raise UserError(
+            f"model.path={folder}: the tokenizer has token {token!r} with id {largest}, but the"
+            f" embedding has {spec.vocab_size} rows; enlarge it or use the model's own tokenizer"
+        )
+
+
+def load_tokenizer(folder: Path | None) -> Tokenizer:
+    """The tokenizer of a folder; None = the tiny model's.
+
+    Raises:
+        UserError: the folder has no usable tokenizer.
+    """
+    if folder is None:
+        return tiny.build_tokenizer()
+    where = f"model.path={folder}: no usable tokenizer"
+    # Without its files a family's class makes an empty tokenizer.
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise UserError(f"{where}; copy tokenizer.json there")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # libraries raise many types here, which differ by version
+        reason = f"{type(error).__name__}: {error}"[:200]
+        settings = folder / "tokenizer_config.json"
+        if settings.exists() and "auto_map" in read_json(settings):
+            reason = "it needs code from the model folder, which is not executed"
+        raise UserError(f"{where} ({reason}); copy tokenizer.json there again") from None
+
+
+def use_device(device: str) -> None:
+    """Makes a card the current device, which determines the device of streams and events.
+
+    Raises:
+        UserError: torch does not find this device.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"run.device={device}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
+    if kind == "cuda":
+        torch.cuda.set_device(int(index or 0))
+
+
+def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """End tokens of the model: those of its configuration, and that of its tokenizer.
+
+    A warm-up trains with the tokenizer's end token, so both must end a response. Warns if they
+    differ or if there is none.
+    """
+    own = tokenizer.eos_token_id
+    if own is None or own in spec.eos_ids:
+        if not spec.eos_ids:
+            warnings.warn(
+                "neither the model nor its tokenizer has an end token: only"
+                " sampling.max_new_tokens ends a response",
+                stacklevel=2,
+            )
+        return spec.eos_ids
+    warnings.warn(
+        f"the end token of the tokenizer is {own}, those of the model's configuration are"
+        f" {list(spec.eos_ids)}: each of them ends a response",
+        stacklevel=2,
+    )
+    return (*spec.eos_ids, own)
+
+
+def spec_of(policy: PreTrainedModel) -> ModelSpec:
+    """The engine's description of a transformers model."""
+    head, embedding = policy.get_output_embeddings(), policy.get_input_embeddings()
+    stated = {
+        "architectures": [type(policy).__name__],
+        "eos_token_id": eos_ids(policy),
+        "tie_word_embeddings": head.weight is embedding.weight,
+    }
+    return ModelSpec.from_config({**policy.config.to_dict(), **stated})
+
+
+def eos_ids(policy: PreTrainedModel) -> list[int]:
+    """Every id that ends a response, from the generation settings first."""
+    eos = policy.generation_config.eos_token_id
+    if eos is None:
+        eos = policy.config.eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])

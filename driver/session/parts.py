@@ -1,0 +1,218 @@
+"""Builds the parts of rollouts: target, cache, drafter, bandit, engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tlt_ext
+
+from ..common.errors import UserError
+from ..common.spans import Sink
+from ..config.load import Config
+from ..config.sections import EngineConfig
+from ..config.strategy import OFF, Strategy, parse_strategies
+from ..drafter.overlap import OverlapTuner
+from ..drafter.trainer import SpotTrainer
+from ..model.drafter import Drafter, DraftSpec
+from ..model.kv_cache import KvCache
+from ..model.spec import ModelSpec
+from ..model.target import TargetModel
+from ..records.checkpoint import Checkpoint, earlier_versions
+from ..rollout.bandit import Bandit
+from ..rollout.draft_runner import DraftRunner
+from ..rollout.engine import RolloutEngine
+from ..rollout.pages import pages_for
+from ..rollout.proposers import make_proposers
+
+Note = Callable[[str], None]
+
+
+@dataclass
+class Rollout:
+    """The rollout side of a run."""
+
+    target: TargetModel
+    engine: RolloutEngine
+    bandit: Bandit
+    spot: SpotTrainer | None
+    tuner: OverlapTuner | None = None  # of `spot`
+
+    def watch(self, sink: Sink) -> None:
+        """Sends the spans of the engine and of the spot trainer to `sink`."""
+        self.engine.spans.sink = sink
+        if self.spot is not None:
+            self.spot.spans.sink = sink
+
+    def fix(self, strategy: Strategy) -> None:
+        """Makes the engine use one strategy wherever it can run, and `off` elsewhere."""
+        engine = self.engine
+        config = replace(engine.bandit.config, policy=str(strategy))
+        engine.bandit = Bandit([OFF, strategy], config, engine.config.spec_max_batch)
+
+    def update_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+        """Copies the weights of a new policy into the engine, in place."""
+        self.target.load_weights(state)
+        self.engine.target_version = version
+        if self.spot is not None:
+            self.spot.start_step(version)
+
+    def free(self) -> None:
+        """Frees the KV cache, the recorded features and the graphs; no request may run."""
+        if self.engine.runner.graphs is not None:
+            self.engine.runner.graphs.drop()
+        for array in self._paged():
+            array.untyped_storage().resize_(0)
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def allocate(self) -> None:
+        """Gets back what `free` freed, with zeros; graphs are captured before the next rollout."""
+        for array in self._paged():
+            array.untyped_storage().resize_(array.nbytes)
+            array.zero_()
+
+    def _paged(self) -> list[torch.Tensor]:
+        cache, runner = self.engine.cache, self.spot.runner if self.spot else None
+        features = [] if cache.features is None else [cache.features]
+        return [cache.k, cache.v, *features, *([runner.k, runner.v] if runner else [])]
+
+
+@dataclass
+class Parts:
+    """The parts that hold the memory of rollouts."""
+
+    target: TargetModel
+    cache: KvCache
+    drafter: Drafter | None
+    runner: DraftRunner | None  # the drafter's twin at inference
+
+
+def build_parts(
+    config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int, device: str
+) -> Parts:
+    """Target, cache and drafter, for a run or, on the meta device, for a memory estimate.
+
+    Args:
+        config, spec, weights, longest: see `build_rollout`.
+        device: device of the parts; `run.device` determines which parts are built.
+    """
+    engine, arms = config.engine, parse_strategies(config.engine.strategies)
+    dtype = getattr(torch, config.model.dtype)
+    target = TargetModel(
+        spec,
+        weights,
+        device=device,
+        dtype=dtype,
+        max_rows=max_rows(engine, arms),
+    )
+    num_pages = engine.num_pages or auto_pages(engine, arms, longest)
+    try:
+        cache = KvCache.allocate(
+            spec,
+            num_pages=num_pages,
+            page_size=engine.page_size,
+            feature_size=target.feature_size if engine.needs_drafter else 0,
+            dtype=dtype,
+            device=device,
+        )
+    except RuntimeError as error:  # the CPU's allocator has no type of its own for it
+        raise UserError(
+            f"engine.num_pages={num_pages}: the KV cache does not fit ({error}); lower it or"
+            " engine.max_batch, or see the memory of each part with driver.train --dry-run"
+        ) from error
+    if not engine.needs_drafter:
+        return Parts(target, cache, None, None)
+    shape = DraftSpec.of(spec, draft_vocab=config.drafter.draft_vocab)
+    drafter = build_drafter(shape, target, config.run.seed, on_card=config.run.device != "cpu")
+    runner = DraftRunner(shape, target, cache, config.run.seed)
+    return Parts(target, cache, drafter, runner)
+
+
+def build_rollout(
+    config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int
+) -> Rollout:
+    """The engine of a run with its proposers and spot trainer.
+
+    Args:
+        config: `engine.*`, `bandit.*`, `drafter.*`, `spot.*`.
+        spec: of the policy.
+        weights: its tensors; the engine keeps its own fused copy.
+        longest: tokens of the longest request, for the automatic size of the page pool.
+    """
+    seed, arms = config.run.seed, parse_strategies(config.engine.strategies)
+    parts = build_parts(config, spec, weights, longest, config.run.device)
+    target, cache, runner = parts.target, parts.cache, parts.runner
+    spot = None
+    if runner is not None and parts.drafter is not None:
+        spot = SpotTrainer(parts.drafter, runner, target, cache, config.spot, config.drafter, seed)
+    bandit = Bandit(arms, config.bandit, config.engine.spec_max_batch, seed)
+    engine = RolloutEngine(
+        target,
+        cache,
+        config.engine,
+        bandit,
+        make_proposers(seed, runner, config.engine.verify),
+        seed,
+        observer=spot,
+    )
+    tlt_ext.set_num_threads(config.run.threads)
+    tuner = OverlapTuner(spot, engine.runner.decode_s) if spot else None
+    return Rollout(target, engine, bandit, spot, tuner)
+
+
+def build_drafter(
+    shape: DraftSpec, target: TargetModel, seed: int, on_card: bool = False
+) -> Drafter:
+    """A drafter with random weights, on the device of its target.
+
+    Args:
+        shape, target, seed: of the drafter.
+        on_card: whether a target on the meta device represents one on a card.
+    """
+    drafter = Drafter(shape, seed).to(target.device)
+    if on_card or target.device.type == "cuda":
+        drafter.lm_head.to(target.head.dtype)  # a copy of the target's head, never trained
+    drafter.refresh_head(target.head)
+    return drafter
+
+
+def max_rows(config: EngineConfig, arms: tuple[Strategy, ...]) -> int:
+    """Rows of the largest pass: plain, speculative or prefill."""
+    speculative = max((arm.num_verify for arm in arms), default=1)
+    rows = min(config.max_batch, config.spec_max_batch) * speculative
+    if config.spec_max_rows:
+        rows = min(rows, config.spec_max_rows)
+    return max(config.max_batch, rows, config.prefill_chunk)
+
+
+def auto_pages(config: EngineConfig, arms: tuple[Strategy, ...], longest: int) -> int:
+    """Pages that hold `max_batch` of the longest requests and the rows in flight of the tail."""
+    flight = max((max(arm.num_verify, arm.depth * arm.top_k) for arm in arms), default=1)
+    batch = min(config.max_batch, config.spec_max_batch)
+    size = config.page_size
+    return config.max_batch * (pages_for(longest, size) + 1) + batch * (pages_for(flight, size) + 1)
+
+
+def drafter_state(folder: Path | None) -> dict[str, Any] | None:
+    """The drafter's state in a checkpoint; None if the folder has none."""
+    if folder is None or not (folder / "state" / "spot.pt").exists():
+        return None
+    return Checkpoint(folder, 0).state("spot")
+
+
+def adopt_drafter(spot: SpotTrainer | None, state: dict[str, Any] | None, note: Note) -> None:
+    """Loads the drafter of the policy's checkpoint, if its shape matches."""
+    if spot is None or state is None:
+        return
+    have = {name: value.shape for name, value in state["drafter"].items()}
+    want = {name: value.shape for name, value in spot.drafter.state_dict().items()}
+    if have == want:
+        with earlier_versions("the checkpoint's drafter", "remove its state/spot.pt to start anew"):
+            spot.load_state_dict(state)
+    else:
+        note("the checkpoint's drafter has another shape (drafter.*): starting a new one")

@@ -1,0 +1,488 @@
+"""`Session`: the engine for a training loop of your own."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ..common.errors import UserError
+from ..common.storage import user_path
+from ..config.load import Config, load_config
+from ..config.strategy import parse_strategies
+from ..model.families import HEAD
+from ..model.prompts import PromptEncoder
+from ..model.spec import ModelSpec
+from ..model.target import TargetModel
+from ..rollout.observer import Observers, RolloutObserver
+from ..rollout.rebalance import LOOK_S
+from ..rollout.request import Request, Response, RunningRequest, SamplingParams, request_id
+from ..rollout.source import RequestSource
+from .inbox import Inbox, OnEnd, SessionClosed, Ticket, check_ids
+from .load import end_ids, find_model, load_policy, load_tokenizer, spec_of, use_device
+from .parts import Rollout, adopt_drafter, auto_pages, build_rollout, drafter_state
+
+Prompt = str | Sequence[int] | Request
+
+FREE_SHARE = 0.8  # of the device's free memory, for the KV cache
+SHARED_FREE_SHARE = 0.3  # the same beside a live model, which is trained on the device
+BATCH = {"cpu": 16, "cuda": 256}  # default of `max_batch`
+
+
+class Session:
+    """Generates responses with the rollout engine, for any program.
+
+    Use it as a context manager. `submit`, `generate`, `abort`, `update_weights`, `sleep` and `wake`
+    may be called from any thread, but not from a callback of a future.
+
+    Args:
+        rollout: the engine and its parts.
+        encode: turns text into ids; None: prompts must be ids.
+        params: sampling parameters of prompts without their own.
+
+    Attributes:
+        params: see above; its `stop_ids` are the end tokens of the model.
+
+    Example:
+        >>> with Session.from_pretrained("smollm2") as session:       # doctest: +SKIP
+        ...     (response,) = session.generate("12 * 7 =")
+        ...     print(session.decode(response))
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        encode: PromptEncoder | None = None,
+        params: SamplingParams | None = None,
+    ) -> None:
+        self.rollout, self.encode = rollout, encode
+        self.engine, self.spot = rollout.engine, rollout.spot
+        self.params = params or SamplingParams(stop_ids=rollout.target.spec.eos_ids)
+        self._using = threading.Lock()  # held by the thread that uses the engine
+        self._inbox = Inbox(
+            self._using,
+            lambda: self.engine.target_version,
+            rollout.target.spec.vocab_size,
+            self.engine.config.max_batch,
+        )
+        self._lock = threading.Lock()  # of the next two
+        self._worker: threading.Thread | None = None
+        self._prompts = 0  # so far, whose ids the session chose
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | PreTrainedModel,
+        *,
+        tokenizer: Tokenizer | str | None = None,
+        drafter: str | None = None,
+        train_drafter: bool = False,
+        device: str | None = None,
+        seed: int = 0,
+        max_batch: int | None = None,
+        max_len: int | None = None,
+        settings: Sequence[str] = (),
+    ) -> Session:
+        """A session for a model.
+
+        Args:
+            model: a folder in Hugging Face layout, a name such as `smollm2` (see `model.path`), or
+                a live transformers model, whose weights are copied.
+            tokenizer: a tokenizer or its folder; None: that of the folder, and for a live model
+                none, so that prompts must be ids.
+            drafter: a checkpoint of a run with a drafter; None: n-gram drafts and plain decoding.
+            train_drafter: train the drafter, a new one if there is no checkpoint, during the tails
+                of rollouts.
+            device: `cpu`, `cuda` or `cuda:N`; None: that of a live model, else a GPU if there is
+                one.
+            seed: of the noise, and of a new drafter.
+            max_batch: most requests that run at once; None: 256 on a GPU, 16 on a CPU.
+            max_len: most tokens of a request, prompt included; None: the context of the model.
+            settings: `key=value` words as on the command line, such as `engine.page_size=32`.
+
+        Raises:
+            UserError: a model, drafter or setting that cannot be used.
+        """
+        live = model if isinstance(model, PreTrainedModel) else None
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = device if live is None else str(live.device)
+        on_card = device != "cpu"
+        dtype = "bfloat16" if on_card else "float32"
+        words = [
+            f"preset={'h100' if on_card else 'tiny'}",
+            f"model.dtype={dtype if live is None else str(live.dtype).removeprefix('torch.')}",
+            f"run.device={device}",
+            f"run.seed={seed}",
+            f"engine.max_batch={max_batch or BATCH['cuda' if on_card else 'cpu']}",
+            "engine.num_pages=0",
+            f"spot.mode={'serial' if train_drafter else 'off'}",
+        ]
+        if live is None:
+            words.append(f"model.path={model}")
+        if drafter is None and not train_drafter:
+            words.append("engine.strategies=off ngram:4,1,5")
+        state = None
+        if drafter is not None:
+            state = drafter_state(user_path(drafter))
+            if state is None:
+                raise UserError(f"drafter={drafter}: no checkpoint with a drafter (state/spot.pt)")
+            words.append(f"drafter.draft_vocab={len(state['drafter']['d2t'])}")
+        config = load_config([*words, *settings])
+        use_device(config.run.device)
+        policy, found = (live, None) if live else load_policy(config, find_model(config))
+        if isinstance(tokenizer, str):
+            found = load_tokenizer(user_path(tokenizer))
+        elif tokenizer is not None:
+            found = tokenizer
+        spec = spec_of(policy)
+        longest = min(max_len or spec.max_position, spec.max_position)
+        spec = replace(spec, max_position=longest)
+        stops = spec.eos_ids if found is None else end_ids(spec, found)
+        weights = policy.state_dict()
+        del policy
+        if not config.engine.num_pages:
+            share = FREE_SHARE if live is None else SHARED_FREE_SHARE
+            pages = _pages(config, spec, longest, share * _free_bytes(device))
+            config = replace(config, engine=replace(config.engine, num_pages=pages))
+        rollout = build_rollout(config, spec, weights, longest)
+        adopt_drafter(rollout.spot, state, _refuse_drafter)
+        encode = None if found is None else PromptEncoder(found, config.task.chat_template)
+        limit = min(config.sampling.max_new_tokens, longest // 2)
+        return cls(rollout, encode, SamplingParams(max_new_tokens=limit, stop_ids=stops))
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- responses ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Request | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        samples: int = 1,
+        on_end: OnEnd | None = None,
+    ) -> list[Response]:
+        """Responses in the order of the prompts, the samples of a prompt side by side.
+
+        Args:
+            prompts: texts, ids or requests; a text or a request may stand alone.
+            params: of texts and ids; None: `self.params`. Without stop ids the end tokens of the
+                model end a response.
+            samples: responses to each text or list of ids.
+            on_end: see `submit`.
+
+        Raises:
+            UserError: a request that can never run.
+            SessionClosed: the session was closed meanwhile.
+        """
+        listed = [prompts] if isinstance(prompts, (str, Request)) else prompts
+        requests = [r for prompt in listed for r in self._requests(prompt, params, samples)]
+        futures = [self._submit(request, on_end) for request in requests]
+        try:
+            wait(futures)
+        except BaseException:  # Ctrl-C
+            self.abort([request.id for request in requests])
+            raise
+        return [future.result() for future in futures]
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        on_end: OnEnd | None = None,
+    ) -> Future[Response]:
+        """Starts a request, at once if others run.
+
+        Args:
+            prompt: text, ids or a request, whose id is the key of its noise.
+            params: see `generate`.
+            on_end: called in a thread whenever the model ends a turn, with the state of the
+                request, which does not change meanwhile. It returns tokens that continue the
+                response, such as the output of a tool, or None. Others run on while it works.
+
+        Returns:
+            A future of the response. An error in `on_end` is an error of this request alone.
+
+        Raises:
+            UserError: the request can never run.
+            SessionClosed: the session is closed.
+        """
+        (request,) = self._requests(prompt, params, 1)
+        return self._submit(request, on_end)
+
+    def abort(self, ids: Iterable[int] | None = None) -> list[Response]:
+        """Ends unfinished requests.
+
+        Args:
+            ids: of the requests; None = all.
+
+        Returns:
+            The responses so far, with the finish reason "abort"; their futures have them too.
+            `replace(request, resume=response)` goes on, to the tokens of an uninterrupted request.
+        """
+        wanted = None if ids is None else set(ids)
+        inbox, version = self._inbox, self.engine.target_version
+        aborted: list[tuple[Future[Response], Response]] = []
+        with self._between_bursts():
+            for state, ticket in list(inbox.tickets.items()):
+                if wanted is None or state.request.id in wanted:
+                    del inbox.tickets[state]
+                    self.engine.remove(state)
+                    aborted.append((ticket.future, state.response(version, aborted=True)))
+            for ticket in inbox.withdraw(wanted):
+                if ticket.future.set_running_or_notify_cancel():
+                    state = RunningRequest.begin(ticket.request)
+                    aborted.append((ticket.future, state.response(version, aborted=True)))
+        for future, response in aborted:
+            future.set_result(response)
+        return [response for _, response in aborted]
+
+    def decode(self, response: Response) -> str:
+        """The text of a response, without special tokens."""
+        if self.encode is None:
+            raise UserError("session: there is no tokenizer; give one to from_pretrained")
+        decode: Any = self.encode.tokenizer.decode
+        return decode(response.token_ids, skip_special_tokens=True)
+
+    def roll_out(
+        self,
+        requests: Sequence[Request],
+        *,
+        record: bool = True,
+        observer: RolloutObserver | None = None,
+        source: RequestSource | None = None,
+        on_end: OnEnd | None = None,
+    ) -> list[Response]:
+        """Makes a rollout in this thread, after one that runs; submitted requests join it.
+
+        Args:
+            requests: of the rollout.
+            record: see `RolloutEngine.generate`.
+            observer: called besides the spot trainer.
+            source: adds requests and takes others out.
+            on_end: of the requests, see `submit`; an error in it ends the rollout.
+        """
+        inbox = self._inbox
+        with self._using:
+            if inbox.asleep:
+                raise UserError("session: it sleeps; call wake() first")
+            inbox.on_end, inbox.kv_lost = on_end, False
+            inbox.poll_s = None if source is None else LOOK_S
+            parts = [part for part in (observer, self.spot) if part is not None]
+            try:
+                return self.engine.generate(
+                    requests,
+                    record=record,
+                    observer=Observers(*parts) if observer else None,
+                    sources=[inbox] if source is None else [inbox, source],
+                )
+            except BaseException as error:
+                if self.spot is not None:
+                    self.spot.stop()  # its thread must not outlive the rollout
+                inbox.fail(error)
+                raise
+
+    # ---- the policy, the drafter, memory --------------------------------------------------------
+
+    def update_weights(
+        self,
+        stream: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        version: int | None = None,
+    ) -> None:
+        """Copies new weights into the engine, in place.
+
+        Unfinished requests wait for it between two passes. They keep their tokens, whose KV is
+        computed again with the new weights, and `Response.version` is that of the last token.
+
+        Args:
+            stream: a state dict, or its items, each of which is copied before the next is read.
+            version: of the policy; None = the next number.
+
+        Raises:
+            UserError: tensors that do not fit. A state dict is checked first, so that the old
+                weights stay; of a stream a part may have been copied.
+        """
+        with self._between_bursts():
+            if self.spot is not None:
+                self.spot.end_final_steps()
+            self._inbox.kv_lost = True
+            if not isinstance(stream, Mapping):
+                stream = _copied(self.rollout.target, stream)
+            if version is None:
+                version = self.engine.target_version + 1
+            self.rollout.update_weights(stream, version)
+
+    def train_drafter(self, steps: int | None = None) -> int:
+        """Trains the drafter on the responses so far, between rollouts.
+
+        Args:
+            steps: micro-steps; their result is used at once. None: the final steps of a training
+                step (`spot.final_steps`), which a GPU runs during what follows and
+                `update_weights` ends.
+
+        Returns:
+            The micro-steps made so far in all.
+        """
+        if self.spot is None:
+            raise UserError("session: there is no drafter; use train_drafter=True or drafter=...")
+        with self._between_bursts():
+            if steps is None:
+                if self.rollout.tuner is not None:
+                    self.rollout.tuner.tune()
+                self.spot.begin_final_steps()
+            else:
+                self.spot.stop()
+                for _ in range(steps):
+                    if not self.spot.micro_step():
+                        break
+                self.spot.renew()
+            return self.spot.steps
+
+    def sleep(self) -> None:
+        """Frees KV cache, features and graphs; unfinished requests wait for `wake`."""
+        with self._between_bursts():
+            if not self._inbox.asleep:
+                self.rollout.free()
+                self._inbox.asleep = self._inbox.kv_lost = True
+
+    def wake(self) -> None:
+        """Gets the memory back; unfinished requests go on to the same tokens."""
+        with self._between_bursts():
+            if self._inbox.asleep:
+                self.rollout.allocate()
+                self._inbox.asleep = False
+
+    def close(self) -> None:
+        """Ends the session; unfinished requests end with `SessionClosed`."""
+        self._inbox.close()
+        if self._worker is not None and self._worker is not threading.current_thread():
+            self._worker.join()
+        self._inbox.fail(SessionClosed("the session was closed"))
+        if self.spot is not None:
+            self.spot.close()
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def _requests(
+        self, prompt: Prompt, params: SamplingParams | None, samples: int
+    ) -> list[Request]:
+        if isinstance(prompt, Request):
+            self._check(prompt)
+            return [prompt]
+        if isinstance(prompt, str):
+            if self.encode is None:
+                raise UserError("session: a text needs a tokenizer; give one to from_pretrained")
+            ids = self.encode(prompt)
+        else:
+            ids = tuple(int(token) for token in prompt)
+        params = params or self.params
+        if not params.stop_ids:
+            params = replace(params, stop_ids=self.params.stop_ids)
+        with self._lock:
+            number, self._prompts = self._prompts, self._prompts + 1
+        keys = [request_id("session", 0, str(number), sample) for sample in range(samples)]
+        requests = [Request(key, number, ids, params) for key in keys]
+        self._check(requests[0])
+        return requests
+
+    def _check(self, request: Request) -> None:
+        spec, cache = self.rollout.target.spec, self.engine.cache
+        request.check(spec.max_position, cache.page_size, cache.num_pages)
+        check_ids(f"request {request.id}", request.prompt_ids, spec.vocab_size)
+
+    def _submit(self, request: Request, on_end: OnEnd | None) -> Future[Response]:
+        ticket = Ticket(request, on_end, Future())
+        self._inbox.put(ticket)
+        with self._lock:
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="tlt-session", daemon=True)
+                self._worker.start()
+        return ticket.future
+
+    def _work(self) -> None:
+        """Makes rollouts of what arrives until the session is closed."""
+        if self.rollout.target.device.type == "cuda":
+            torch.cuda.set_device(self.rollout.target.device)
+        while self._inbox.wait():
+            try:
+                self.roll_out(())
+            except Exception:  # the futures have it
+                continue
+
+    def _between_bursts(self) -> Any:
+        if threading.current_thread() is self._worker:
+            raise RuntimeError("session: called from a callback of a future; use another thread")
+        return self._inbox.between_bursts()
+
+
+def _copied(target: TargetModel, stream: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies tensors into the target one by one; returns its weights."""
+    own = target.state_dict()
+    missing = set(own)
+    for name, tensor in stream:
+        if name not in own:
+            if name == HEAD or "rotary_emb" in name:  # a tied head
+                continue
+            raise UserError(f"update_weights: {name} does not belong to the model")
+        if tensor.shape != own[name].shape:
+            raise UserError(
+                f"update_weights: {name} has the shape {tuple(tensor.shape)}; wanted"
+                f" {tuple(own[name].shape)}"
+            )
+        own[name].copy_(tensor.detach())
+        missing.discard(name)
+    if missing:
+        raise UserError(
+            f"update_weights: {len(missing)} tensors are missing, such as {min(missing)}; give all"
+            " of them"
+        )
+    return own
+
+
+def _refuse_drafter(line: str) -> None:
+    raise UserError("drafter: its shape is not that of the model's drafter; see drafter.*")
+
+
+def _free_bytes(device: str) -> int:
+    """Free memory of a card, or all memory of the machine, which is used when it is written."""
+    if device == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return torch.cuda.mem_get_info(torch.device(device))[0]
+
+
+def _pages(config: Config, spec: ModelSpec, longest: int, free_bytes: float) -> int:
+    """Pages for `engine.max_batch` of the longest requests, or as many as the memory holds.
+
+    Args:
+        config: of the session.
+        spec: of the model.
+        longest: tokens of a request.
+        free_bytes: for the engine's copy of the weights and the KV cache.
+    """
+    engine, arms = config.engine, parse_strategies(config.engine.strategies)
+    numbers = 2 * (spec.num_layers + engine.needs_drafter) * spec.num_kv_heads * spec.head_dim
+    if engine.needs_drafter:
+        numbers += 4 * spec.hidden_size  # features
+    each = getattr(torch, config.model.dtype).itemsize
+    weights = sum(math.prod(shape) for shape in spec.shapes().values())
+    fit = int((free_bytes / each - weights) // (numbers * engine.page_size))
+    return max(1, min(auto_pages(engine, arms, longest), fit))
