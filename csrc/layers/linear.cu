@@ -28,16 +28,18 @@ LinearKernelParams kernel_params(const char* op, const LinearParams& p, bool sil
   return params;
 }
 
-// Whether aligned rows are few. Up to 8 are, except for large wide weights, which the larger copies
-// of wgmma read faster. More are if it costs less to read the weights again for each piece than to
-// start another kernel.
-bool decodes(const LinearParams& p) {
+// Whether aligned rows are few. Up to 8 are, except for wide weights, which the larger copies of
+// wgmma read faster, and for narrow ones with long rows, whose parts clusters share. More are if it
+// costs less to read the weights again for each piece than to start another kernel.
+bool decodes(const LinearParams& p, const Card& card) {
   constexpr int64_t kFewRows = 8, kFewNormedRows = 128, kFewPieces = 64, kFewWeights = 4 << 20;
   if (p.norm_weight) return p.rows <= kFewNormedRows;
   const int64_t pieces = (p.rows + kPieceRows - 1) / kPieceRows;
   const int64_t weights = p.in_dim * p.out_dim;
-  const bool wide = p.out_dim > p.in_dim && weights > 8 * kFewWeights;
-  return (p.rows <= kFewRows && !wide) || (pieces == 1 && weights <= 4 * kFewWeights) ||
+  const bool wide = p.out_dim > p.in_dim && weights > (p.rows > 4 ? 2 : 8) * kFewWeights;
+  const bool narrow =
+      p.out_dim < 16 * card.num_sms && p.in_dim > 2 * p.out_dim && weights > kFewWeights;
+  return (p.rows <= kFewRows && !wide && !narrow) ||
          (pieces <= kFewPieces && pieces * weights <= kFewWeights);
 }
 
@@ -50,7 +52,7 @@ void launch_linear(const char* op, const LinearParams& linear, bool silu_mul, in
   const bool aligned = p.x_aligned && p.w_aligned, norms = linear.norm_weight != nullptr;
   const bool hopper = !norms && aligned && linear.in_dim > 0 && has_hopper_kernel() &&
                       (!silu_mul || linear.out_dim % 16 == 0);
-  const bool few = decodes(linear) || (linear.rows <= kPieceRows && !hopper);
+  const bool few = decodes(linear, card) || (linear.rows <= kPieceRows && !hopper);
   if (aligned && launch_small(p, card, as_stream(stream))) return;
   if (aligned && launch_mid(p, card, as_stream(stream))) return;
   if (aligned && few && (norms || !silu_mul || !hopper)) {

@@ -89,8 +89,6 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
 
 // ---- the grid -----------------------------------------------------------------------------------
 
-constexpr int64_t kSmallWeights = 4 << 20;  // elements for which two blocks' rings are deep enough
-
 struct Choice {
   int64_t cycles = INT64_MAX;
   Grid grid;
@@ -111,60 +109,66 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
                 make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
 }
 
-// Takes a tile shape if its estimate beats the best so far. The time of a block of K is the maximum
-// of its loads from L2, its products, and the overhead of a warpgroup; the total is at least the
-// time to read the weights from memory. All constants are measured cycles, except kLeastCycles,
-// which is counted.
+// Considers one grid: takes it if its estimate beats the best so far. The time of a block of K is
+// the maximum of its loads from L2, its products, and what a tile takes at least; the total is at
+// least the time to read the weights from memory. The constants are cycles, fitted to 4,179 grids
+// of 13 shapes at 8 to 1,056 rows on an H200 (docs/notes/layers.md).
+template <typename T, typename Of>
+void consider_grid(const LinearParams& p, const Card& card, int split, int64_t tile_rows,
+                   Choice* best) {
+  constexpr int kL2Bytes = 55, kMemoryBytes = 17;  // per cycle and multiprocessor
+  constexpr int kRowCycles = 33;                   // to store a row of a tile
+  constexpr int kFullCycles = 520;    // the next kernel has no room to start before this one ends
+  constexpr int kSplitCycles = 5900;  // for a cluster to start and to synchronise
+  // To add parts of many rows and to restart the products, if nothing hides it.
+  constexpr int kAddCycles = Of::kRows == 128 && !Of::kTurns ? 350 * kParts * Of::kGroups : 0;
+  const int64_t row_tiles = ceil_div(p.rows, Of::kRows), parts = ceil_div(kParts, split);
+  const int64_t tiles = ceil_div(p.out_dim, tile_rows) * row_tiles;
+  // Clusters of more than two do not use all multiprocessors.
+  const int64_t sms = split > 2 ? card.num_sms * 15 / 16 : card.num_sms;
+  const int64_t slots = std::max<int64_t>(sms - sms % split, split) * Of::kPerSm;
+  if (split > 1 && tiles * split > slots) return;
+  const int64_t rounds = ceil_div(tiles * split, slots);
+  const int64_t beside = ceil_div(std::min(tiles * split, slots), sms);  // per multiprocessor
+  const int64_t loaded = beside * (tile_rows + Of::kRows) * kLineBytes;
+  const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
+  const int64_t block_cycles =
+      std::max({loaded / kL2Bytes, products + products / 7, int64_t{Of::kBlockCycles}});
+  const int64_t num_blocks = ceil_div(p.in_dim, kBlockK);
+  const int64_t loop = ceil_div(num_blocks * parts, kParts) * block_cycles + kAddCycles;
+  const int64_t end = kRowCycles * Of::kRows;
+  const int64_t memory = 2 * p.in_dim * (p.out_dim + p.rows) / (kMemoryBytes * card.num_sms);
+  const int64_t cycles = std::max(rounds * loop + (rounds - 1) * end, memory) + end +
+                         (Of::kPerSm == 1 ? kFullCycles : 0) + (split > 1 ? kSplitCycles : 0);
+  if (cycles >= best->cycles) return;
+  const int stage_bytes = static_cast<int>(tile_rows + Of::kRows) * kLineBytes;
+  best->cycles = cycles;
+  best->grid = {static_cast<int>(row_tiles),
+                static_cast<int>(tiles),
+                static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)),
+                split,
+                static_cast<int>(tile_rows),
+                std::min(kMaxStages, Of::kRingBytes / stage_bytes),
+                stage_bytes};
+  best->launch = launch<T, Of>;
+}
+
+// Considers the grids of a tile: whole tiles, three quarters or half of their weight rows, and
+// equal shares of the weights.
 template <typename T, typename Of>
 void consider(const LinearKernelParams& params, const Card& card, Choice* best) {
   const LinearParams& p = params.linear;
-  const int64_t unit = params.silu_mul ? 16 : 8;      // weight rows
-  constexpr int kL2Bytes = 53, kMemoryBytes = 13;     // per cycle and multiprocessor
-  constexpr int kLeastCycles = 200, kRowCycles = 45;  // per block of K; to store a row of a tile
-  constexpr int kFullCycles = 2000;   // the next kernel has no room to start before this one ends
-  constexpr int kSplitCycles = 8000;  // for a cluster to start and to synchronise
-  // To add parts of many rows and to restart the products, if nothing hides it.
-  constexpr int kAddCycles =
-      Of::kRows == 128 && !Of::kTurns ? kParts * (Of::kRows * Of::kGroups + 200 / Of::kHeld) : 0;
-  const int64_t row_tiles = ceil_div(p.rows, Of::kRows), num_blocks = ceil_div(p.in_dim, kBlockK);
-  if (Of::kTurns && num_blocks < kParts) return;  // every part needs a block
-  const int64_t memory_cycles = 2 * p.in_dim * p.out_dim / (kMemoryBytes * card.num_sms);
+  const int64_t unit = params.silu_mul ? 16 : 8;                   // weight rows
+  if (Of::kTurns && ceil_div(p.in_dim, kBlockK) < kParts) return;  // every part needs a block
+  const int64_t shares = std::max<int64_t>(card.num_sms / ceil_div(p.rows, Of::kRows), 1);
+  const int64_t equal = ceil_div(ceil_div(p.out_dim, shares), unit) * unit;
+  constexpr int64_t kWhole = Of::kWeightRows;
   for (const int split : {1, 8, 4, 3, 2}) {
-    // Clusters of more than two do not use all multiprocessors.
-    const int64_t sms = split > 2 ? card.num_sms * 15 / 16 : card.num_sms;
-    const int64_t slots = std::max<int64_t>(sms - sms % split, split) * Of::kPerSm;
-    const int64_t parts = ceil_div(kParts, split);
-    const auto tiles_of = [&](int64_t rows) { return ceil_div(p.out_dim, rows) * row_tiles; };
-    int64_t tile_rows = Of::kWeightRows;
-    if (split > 1 && (parts > Of::kMaxSplitParts || tiles_of(tile_rows) * split > slots)) continue;
-    const int64_t rounds = ceil_div(tiles_of(tile_rows) * split, slots);
-    const bool few = tiles_of(tile_rows) <= card.num_sms;
-    if (split == 1 && (Of::kPerSm == 1 || few)) {  // equal shares of the weights
-      const int64_t places = few ? card.num_sms : rounds * slots;
-      const int64_t shares = std::max<int64_t>(places / row_tiles, 1);
-      tile_rows = std::min(ceil_div(ceil_div(p.out_dim, shares), unit) * unit, tile_rows);
+    if (split > 1 && ceil_div(kParts, split) > Of::kMaxSplitParts) continue;
+    for (const int64_t tile_rows : {kWhole, kWhole * 3 / 4, kWhole / 2}) {
+      consider_grid<T, Of>(p, card, split, tile_rows, best);
     }
-    const int64_t tiles = tiles_of(tile_rows);
-    const int64_t beside = ceil_div(std::min(tiles * split, slots), sms);  // per multiprocessor
-    const int64_t loaded = beside * (tile_rows + Of::kRows) * kLineBytes;
-    const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
-    const int64_t block_cycles =
-        std::max({loaded / kL2Bytes, products + products / 16, int64_t{kLeastCycles}});
-    const int64_t loop = ceil_div(num_blocks * parts, kParts) * block_cycles + kAddCycles;
-    const int64_t end = kRowCycles * Of::kRows;
-    const int64_t cycles = std::max(rounds * loop + (rounds - 1) * end, memory_cycles) + end +
-                           (Of::kPerSm == 1 ? kFullCycles : 0) + (split > 1 ? kSplitCycles : 0);
-    if (cycles >= best->cycles) continue;
-    best->cycles = cycles;
-    const int stage_bytes = static_cast<int>(tile_rows + Of::kRows) * kLineBytes;
-    best->grid = {static_cast<int>(row_tiles),
-                  static_cast<int>(tiles),
-                  static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)),
-                  split,
-                  static_cast<int>(tile_rows),
-                  std::min(kMaxStages, Of::kRingBytes / stage_bytes),
-                  stage_bytes};
-    best->launch = launch<T, Of>;
+    if (split == 1 && equal < kWhole) consider_grid<T, Of>(p, card, split, equal, best);
   }
 }
 
@@ -173,11 +177,8 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
   Choice best;
   if (p.linear.rows <= 16) consider<T, Tile<2, 16, 8>>(p, card, &best);
   if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p, card, &best);
-  const bool small = p.linear.in_dim * p.linear.out_dim <= kSmallWeights;
-  if (p.linear.rows <= 512 || small) consider<T, Tile<2, 64, 4>>(p, card, &best);
-  if (small) {
-    consider<T, Tile<1, 64, 2, true>>(p, card, &best);
-  }
+  consider<T, Tile<2, 64, 4>>(p, card, &best);
+  consider<T, Tile<1, 64, 2, true>>(p, card, &best);
   if (p.linear.rows > 64) {
     consider<T, Tile<2, 128, 2, true>>(p, card, &best);
     consider<T, Tile<3, 128, 1>>(p, card, &best);
