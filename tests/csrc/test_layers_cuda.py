@@ -15,7 +15,7 @@ SANITIZE = pytest.mark.sanitize
 # N so large that the decode kernel leaves all but few rows to wgmma, whose tiles are shared out in
 # every way: one tile a block and several, one block a multiprocessor and two, parts over a cluster.
 SHAPES = [(37, 100), (401, 1001), (960, 576), (576, 1536), (9001, 200), (136, 3584), (72, 18944)]
-SHAPES += [(5001, 1032), (25001, 200), (3080, 576)]
+SHAPES += [(5001, 1032), (25001, 200), (3080, 576), (896, 4864), (1536, 8960)]
 # Of whole blocks of K, whose weights may all wait in registers: parts of none to three of them.
 SHAPES += [(200, 64), (1000, 448), (2112, 1024), (600, 1088)]
 OPS = ["linear_rows", "norm, linear_rows", "linear_silu_mul", "norm, linear_silu_mul"]
