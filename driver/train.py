@@ -86,7 +86,8 @@ def run_steps(run: Run, progress: Progress) -> None:
     if run.step == 0 and config.run.steps:
         if config.warmup.steps and not config.warmup.keep:
             run.checkpoint()  # the warm-up is the longest part of a short run
-        run.evaluate()
+        if config.run.eval_every and config.run.eval_first:
+            run.evaluate()
     for _ in range(run.step, config.run.steps):
         step = run.gather()  # rollouts with speculation, and their rewards
         with run.phases("update_drafter"):
@@ -94,7 +95,7 @@ def run_steps(run: Run, progress: Progress) -> None:
         metrics = run.update_policy(step)
         with run.phases("update_weights"):
             run.sync_weights()
-        if run.is_due(config.run.eval_every):
+        if config.run.eval_every and run.is_due(config.run.eval_every):
             run.evaluate()
         run.log(metrics, step)
         progress.step(run.step, run.last_metrics)

@@ -29,7 +29,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "steps": run.step,
         "reward": _ends(rewards),
         "heldout_accuracy": {
-            "before": heldout[0] if heldout else None,
+            "before": run.evaluations.get(0),
             "after": heldout[-1] if heldout else None,
         },
         "correct_length": {f"p{q}": _percentile(run.correct, q) for q in (50, 75, 99, 100)},

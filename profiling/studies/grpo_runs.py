@@ -15,7 +15,7 @@ from profiling.studies.grpo_arms import TRL, finished_steps
 
 # The warm start is made once, for all arms and seeds.
 WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
-RHYTHM = ["run.eval_every=0", "run.checkpoint_every=5", "run.keep_checkpoints=1"]
+RHYTHM = ["run.checkpoint_every=5", "run.keep_checkpoints=1"]
 SEVERAL_SEEDS = ("off", "full")
 TRL_STEPS = 2
 TRL_NEEDS = ("trl", "datasets", "dill", "multiprocess")
@@ -54,6 +54,7 @@ def make_runs(
         if finished_steps(folder) >= count:
             continue
         base = [*words, *WARMED, *RHYTHM, f"model.path={warmed}", f"run.steps={count}"]
+        base += [f"run.eval_every={count}"]  # before the first step and after the last
         base += [f"run.root={runs}", f"run.name={folder.name}", f"run.seed={seed}"]
         if arm == TRL:
             command = trl_command(base)

@@ -183,6 +183,20 @@ def test_strategies_change_no_reward(unbroken, tmp_path):
     assert history(plain.folder.path) == history(unbroken.folder.path)
 
 
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [(["run.eval_every=0"], []), (["run.eval_every=1", "run.eval_first=false"], [1, 2])],
+)
+def test_evaluations_are_optional(unbroken, tmp_path, words, steps):
+    """Without them, and without the first one, the run trains as with them."""
+    made = run(tmp_path, "few", "run.steps=2", *words)
+    records = read_jsonl(made.folder.path / "metrics.jsonl")
+    assert [r["step"] for r in records if "eval/accuracy" in r] == steps
+    heldout = json.loads((made.folder.path / "summary.json").read_text())["heldout_accuracy"]
+    assert heldout["before"] is None and (heldout["after"] is None) == (not steps)
+    assert rolled_out(made.folder.path) == rolled_out(unbroken.folder.path)[:2]
+
+
 def test_a_run_that_starts_over_leaves_no_older_drafter(tmp_path):
     words = ["run.steps=0", "run.eval_prompts=0", "spot.checkpoint_every=1"]
     folder = run(tmp_path, "run", *words).folder.path
