@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 class SpotTrainer(RolloutObserver):
     """Runs micro-steps on recorded features while few requests are active.
 
-    The modes: `serial` runs micro-steps between passes of the tail. `overlapped` runs them in a
-    thread during the passes, on a GPU in a partition; a stop takes a few milliseconds. `auto` is
-    serial unless overlapping was measured to be better. `coordinated` trains when the coordinator
-    asks for it. `off` never trains. New weights reach the runner between passes only.
+    `serial` runs micro-steps between passes of the tail. `overlapped` runs them in a thread during
+    the passes, on a GPU in a partition. `auto` is serial unless overlapping was measured to be
+    better. `coordinated` trains when the coordinator asks for it. `off` never trains. New weights
+    reach the runner between passes only.
 
-    Features, embedding, head and norm of the target are read, never written. A micro-step that
-    fails is a warning: the drafter loses the step and the rollout goes on.
+    No tensor of the target is written. A micro-step that fails is a warning: the drafter loses the
+    step and the rollout goes on.
 
     Args:
         drafter: the trained module.
@@ -198,8 +199,9 @@ class SpotTrainer(RolloutObserver):
     def start(self) -> None:
         """Trains in a thread, with the placement if there is one, until `stop`."""
         if self.placement is None:
-            return self.thread.start(None)
-        self.thread.start(self.placement.partition.stream, self.placement.duty)
+            self.thread.start(None)
+        else:
+            self.thread.start(self.placement.partition.stream, self.placement.duty)
 
     def stop(self) -> None:
         """Returns once no micro-step runs; a failure in the thread becomes a warning here."""
@@ -220,18 +222,18 @@ class SpotTrainer(RolloutObserver):
         if self.steps:
             self.swap()
 
-    def close(self) -> None:
-        """Stops the thread and waits for the last checkpoint."""
-        self.stop()
-        if self.checkpoints is not None:
-            self.checkpoints.collect()
-
     def swap(self) -> None:
         """Hands the current weights to the runner; call while the thread does not train."""
         self.weights.publish()
         if self.bin.fixed:
             torch.cuda.current_stream().synchronize()
         self.weights.swap()
+
+    def close(self) -> None:
+        """Stops the thread and waits for the last checkpoint."""
+        self.stop()
+        if self.checkpoints is not None:
+            self.checkpoints.collect()
 
     def start_step(self, target_version: int) -> None:
         """Adapts to a new policy in the target: gathers its head, keeps the longest documents."""
@@ -332,12 +334,12 @@ class SpotTrainer(RolloutObserver):
         spec, before = self.drafter.spec, self.drafter.d2t.clone()
         if spec.draft_vocab < spec.vocab_size:
             self.drafter.set_vocabulary(self.buffer.most_seen(spec.draft_vocab, spec.vocab_size))
-            self.drafter.refresh_head(self.target.head)
-            self._drop_stale_documents(before)
+            self._use_vocabulary(before)
 
-    def _drop_stale_documents(self, vocabulary: torch.Tensor) -> None:
-        """Drops the kept documents if the vocabulary of their teacher is no longer in use."""
-        if not torch.equal(vocabulary, self.drafter.d2t):
+    def _use_vocabulary(self, before: torch.Tensor) -> None:
+        """Gathers the head; drops the kept documents if their teacher had another vocabulary."""
+        self.drafter.refresh_head(self.target.head)
+        if not torch.equal(before, self.drafter.d2t):
             self.buffer.drop_kept()
 
     # ---- records --------------------------------------------------------------------------------
@@ -401,10 +403,8 @@ class SpotTrainer(RolloutObserver):
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
         self.step.acceptance.fill_(state["acceptance"])
         self.reports.last["drafter/acceptance"] = state["acceptance"]
-        self.buffer.seen_tokens.clear()
-        self.buffer.seen_tokens.update(state["seen_tokens"])
-        self.drafter.refresh_head(self.target.head)
-        self._drop_stale_documents(vocabulary)
+        self.buffer.seen_tokens = Counter(state["seen_tokens"])
+        self._use_vocabulary(vocabulary)
         if state["version"]:
             self.runner.load(self.step.average.state_dict(), state["version"])
 

