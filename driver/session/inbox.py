@@ -14,6 +14,8 @@ from ..rollout.request import Request, Response, RunningRequest
 from ..rollout.scheduler import Scheduler
 from ..rollout.source import RequestSource
 
+TOOLS = 512  # most calls of `on_end` at once; threads start as they are needed
+
 OnEnd = Callable[[RunningRequest], Sequence[int] | None]
 
 
@@ -49,7 +51,6 @@ class Inbox(RequestSource):
         engine: held by the thread that uses the engine.
         version: returns the version of the policy.
         vocab_size: answers of tools hold smaller ids.
-        tools: most calls of `on_end` at once.
 
     Attributes:
         on_end: of requests without a ticket.
@@ -63,9 +64,8 @@ class Inbox(RequestSource):
         engine: threading.Lock,
         version: Callable[[], int],
         vocab_size: int,
-        tools: int,
     ) -> None:
-        self.engine, self.version, self.vocab_size, self.tools = engine, version, vocab_size, tools
+        self.engine, self.version, self.vocab_size = engine, version, vocab_size
         self.on_end: OnEnd | None = None
         self.poll_s: float | None = None
         self.kv_lost = self.asleep = self.closed = False
@@ -162,7 +162,7 @@ class Inbox(RequestSource):
         on_end = self.on_end if ticket is None else ticket.on_end
         if on_end is not None and state.finish == "stop" and state.room > 0:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.tools, "tlt-tool")
+                self._pool = ThreadPoolExecutor(TOOLS, "tlt-tool")
             answer = self._pool.submit(on_end, state)
             answer.add_done_callback(lambda answer: self._answered(state, answer))
             return True

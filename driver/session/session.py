@@ -68,12 +68,12 @@ class Session:
         self.rollout, self.encode = rollout, encode
         self.engine, self.spot = rollout.engine, rollout.spot
         self.params = params or SamplingParams(stop_ids=rollout.target.spec.eos_ids)
+        self._rolling = threading.Lock()  # held during a rollout
         self._using = threading.Lock()  # held by the thread that uses the engine
         self._inbox = Inbox(
             self._using,
             lambda: self.engine.target_version,
             rollout.target.spec.vocab_size,
-            self.engine.config.max_batch,
         )
         self._lock = threading.Lock()  # of the next two
         self._worker: threading.Thread | None = None
@@ -282,9 +282,9 @@ class Session:
             on_end: of the requests, see `submit`; an error in it ends the rollout.
         """
         inbox = self._inbox
-        with self._using:
-            if inbox.asleep:
-                raise UserError("session: it sleeps; call wake() first")
+        self._check_awake()  # a rollout that waits for `wake` holds the first lock
+        with self._rolling, self._using:
+            self._check_awake()
             inbox.on_end, inbox.kv_lost = on_end, False
             inbox.poll_s = None if source is None else LOOK_S
             parts = [part for part in (observer, self.spot) if part is not None]
@@ -408,6 +408,10 @@ class Session:
         spec, cache = self.rollout.target.spec, self.engine.cache
         request.check(spec.max_position, cache.page_size, cache.num_pages)
         check_ids(f"request {request.id}", request.prompt_ids, spec.vocab_size)
+
+    def _check_awake(self) -> None:
+        if self._inbox.asleep:
+            raise UserError("session: it sleeps; call wake() first")
 
     def _submit(self, request: Request, on_end: OnEnd | None) -> Future[Response]:
         ticket = Ticket(request, on_end, Future())
