@@ -21,6 +21,7 @@ from .policy.warmup import warm_up
 from .rollout.request import Request
 from .run.assemble import check_prompts, prompt_encoder, stop_ids
 from .run.comparison import (
+    ARRIVALS,
     MIXED,
     PREEMPT,
     Arm,
@@ -62,7 +63,7 @@ class Identity:
         self.stop_ids = stop_ids(spec, self.task, self.encode)
         longest = min(spec.max_position, 1024 + options.max_new_tokens)
         self.rollout = build_rollout(self.config, spec, policy.state_dict(), longest)
-        arms = [Arm(name) for name in (*strategies, *oracles, MIXED, PREEMPT)]
+        arms = [Arm(name) for name in (*strategies, *oracles, MIXED, PREEMPT, ARRIVALS)]
         self.comparison = Comparison(
             self.rollout, arms, self.requests, self._prepare_drafter, options.seed
         )
@@ -151,8 +152,8 @@ class Identity:
                 f"{accept:>8}{arm.passes:>8}{arm.tokens / arm.seconds:>8.0f}"
             )
             lines += [f"    first divergence: {text}" for text in arm.divergences]
-        preemptions = sum(arm.preemptions for arm in self.arms)
-        return "\n".join([*lines, f"preemptions: {preemptions}"])
+        lines.append(f"preemptions: {sum(arm.preemptions for arm in self.arms)}")
+        return "\n".join([*lines, *(f"{a.name}: {a.interruptions}" for a in self.arms[-1:])])
 
 
 def _report(line: str) -> None:

@@ -57,10 +57,12 @@ class IdentityOptions(Section):
     """Check on many tokens that speculation changes none.
 
     Runs the same requests without speculation and with each strategy, and compares tokens, lengths
-    and log-prob bits. Three more arms: `oracle` hides the right tokens on random branches among
+    and log-prob bits. Four more arms: `oracle` hides the right tokens on random branches among
     wrong siblings, `mixed` switches the strategy at every pass, `preempt` does so with too few KV
-    pages. Exits with 1 if anything differs. Drafts are verified with shared noise:
-    `engine.verify=rejection` keeps the distribution of tokens and not the tokens.
+    pages, `arrivals` does so with requests that arrive late, are aborted and resumed, and are
+    continued by a tool; there the wanted tokens come from a plain rollout for each turn. Exits with
+    1 if anything differs. Drafts are verified with shared noise: `engine.verify=rejection` keeps
+    the distribution of tokens and not the tokens.
     """
 
     model: str = setting("tiny", "tiny, smollm2, a Hugging Face folder, or a checkpoint of a run")

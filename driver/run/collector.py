@@ -23,11 +23,13 @@ from ..rollout.observer import RolloutObserver
 from ..rollout.rebalance import Rebalancer
 from ..rollout.request import Request, Response, RunningRequest, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
+from ..session.inbox import OnEnd
 from ..session.session import Session
 from ..tasks import Prompt, Task
 from ..tasks.workers import RewardWorkers
 from .capture import Capture, capture_op
 from .prompt_lengths import PromptLengths
+from .tools import Tools, ToolStats
 
 RANKS_SHOWN = 8  # up to this number, each rank has separate metrics
 
@@ -58,6 +60,7 @@ class Collector(RolloutObserver):
         coordinator: trains the drafter while ranks are idle; None = there is a single rank.
         captures: folder of captured ops; None = this rank captures none.
         stop: ends a rollout after a signal.
+        tools: answer turns; None = the task has none.
     """
 
     def __init__(
@@ -73,11 +76,13 @@ class Collector(RolloutObserver):
         coordinator: Coordinator | None,
         captures: Path | None,
         stop: StopRequest,
+        tools: Tools | None = None,
     ) -> None:
         self.config, self.world, self.phases = config, world, phases
         self.task, self._encode, self.session, self.params = task, encode, session, params
         self.workers, self.coordinator, self.captures = workers, coordinator, captures
-        self.stop = stop
+        self.stop, self.tools = stop, tools
+        self.tool_stats = ToolStats()  # of the step, all ranks together
         self.rebalancer: Rebalancer | None = None
         if config.spot.rebalance and world.size > 1:
             self.rebalancer = Rebalancer(world, config.spot.rebalance, config.engine.max_batch)
@@ -120,7 +125,7 @@ class Collector(RolloutObserver):
 
     def _gather(self, step: int) -> Experience:
         grpo = self.config.grpo
-        self.stats = RolloutStats()
+        self.stats, self.tool_stats = RolloutStats(), ToolStats()
         self.rank_seconds = [0.0] * self.world.size
         self._most_ahead = grpo.prompts_per_step if step + 1 < self.config.run.steps else 0
         rounds: list[Experience] = []
@@ -152,7 +157,9 @@ class Collector(RolloutObserver):
         )
 
     def _is_learned_from(self, response: Response) -> bool:
-        return response.finish != "length" or self.config.grpo.truncated == "train"
+        cut = response.finish == "length" and self.config.grpo.truncated == "mask"
+        failed = response.request.id in self.tool_stats.failures
+        return not (cut or (failed and self.config.tool.on_error == "mask"))
 
     def _draw(self, step: int, refill: int, count: int) -> Experience:
         """Responses to the next `count` prompts, grouped by prompt."""
@@ -176,6 +183,7 @@ class Collector(RolloutObserver):
         with self.phases("gen"), self._capturing(step), contextlib.suppress(Stopped):
             responses = self.roll_out(groups, requests)
         stats = self.session.engine.stats if requests else RolloutStats()
+        tools = self.tools.stats if self.tools and requests else ToolStats()
         self.world.enter("reward")
         with self.phases("reward"):
             own = [groups[response.request.group] for response in responses]
@@ -184,7 +192,7 @@ class Collector(RolloutObserver):
         if self.coordinator is not None:
             with self.phases("update_drafter"):
                 self.coordinator.finished()
-        return self._together(prompts, ids, responses, rewards, stats, seconds)
+        return self._together(prompts, ids, responses, rewards, stats, tools, seconds)
 
     @contextlib.contextmanager
     def _capturing(self, step: int) -> Iterator[None]:
@@ -211,16 +219,19 @@ class Collector(RolloutObserver):
         responses: list[Response],
         rewards: list[float],
         stats: RolloutStats,
+        tools: ToolStats,
         seconds: float,
     ) -> Experience:
         """The responses of all ranks, in the order of the prompts."""
         self.world.enter("gather")
         with self.phases("gather"):
-            parts = self.world.gather((responses, rewards, stats, seconds, self.stop.name))
+            parts = self.world.gather((responses, rewards, stats, seconds, tools, self.stop.name))
         for *_, signal_name in parts:
             if signal_name:
                 raise Stopped(signal_name)
         self.stats.add(RolloutStats.side_by_side([part[2] for part in parts], self.world.rank))
+        for part in parts:
+            self.tool_stats.add(part[4])
         self.rank_seconds = [
             before + part[3] for before, part in zip(self.rank_seconds, parts, strict=True)
         ]
@@ -255,10 +266,23 @@ class Collector(RolloutObserver):
             return []
         self._prompts = prompts
         self._place = {request.id: i for i, request in enumerate(requests)}
-        responses = self.session.roll_out(requests, observer=self, source=self.rebalancer)
+        with self._answering(prompts) as on_end:
+            responses = self.session.roll_out(
+                requests, observer=self, source=self.rebalancer, on_end=on_end
+            )
         responses.sort(key=lambda response: self._place[response.request.id])
         self._places = [self._place[response.request.id] for response in responses]
         return responses
+
+    @contextlib.contextmanager
+    def _answering(self, prompts: Mapping[int, Prompt]) -> Iterator[OnEnd | None]:
+        """What continues the responses of a rollout, whose prompts these are by group."""
+        if self.tools is None:
+            yield None
+            return
+        self.tools.start(prompts)
+        yield self.tools.on_end
+        self.tools.report()
 
     # ---- called by the engine -------------------------------------------------------------------
 
@@ -351,7 +375,10 @@ class Collector(RolloutObserver):
             Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.params)
             for i, p in zip(mine, prompts, strict=True)
         ]
-        responses = self.session.roll_out(requests, record=False) if requests else []
+        responses: list[Response] = []
+        if requests:
+            with self._answering(dict(zip(mine, prompts, strict=True))) as on_end:
+                responses = self.session.roll_out(requests, record=False, on_end=on_end)
         rewards = self.rewards(prompts, responses)
         return sum(sum(part) for part in self.world.gather(rewards)) / count
 

@@ -6,7 +6,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from ..rollout.bandit import UNDECIDED, StepSeconds, unknown_step_s
 from ..rollout.proposers import OracleProposer
 from ..rollout.request import Request, Response, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
+from ..session import Session
 from ..session.parts import Rollout
+from .interrupted import Interruptions, answer, by_turns, interrupted, with_turn_limits
 
-MIXED, PREEMPT = "mixed", "preempt"
+MIXED, PREEMPT, ARRIVALS = "mixed", "preempt", "arrivals"
 SHOWN = 5  # divergences of an arm that are described
 GOLDEN = 0.6180339887  # its multiples spread evenly over the unit interval
 # Sampling parameters cycle through the requests of a round: greedy, cold, plain, filtered.
@@ -43,8 +46,8 @@ class Arm:
     """The results of one way to decode, over all rounds.
 
     Attributes:
-        name: a strategy, an oracle's, `mixed` (a random one at every pass) or `preempt` (the same
-            with too few pages).
+        name: a strategy, an oracle's, `mixed` (a random one at every pass), `preempt` (the same
+            with too few pages), or `arrivals` (the same with late arrivals, aborts and tools).
         part: share of each round's requests that it runs.
     """
 
@@ -62,11 +65,12 @@ class Arm:
     seconds: float = 0.0
     preemptions: int = 0
     divergences: list[str] = field(default_factory=list)
+    interruptions: Interruptions = field(default_factory=Interruptions)
 
     @property
     def strategy(self) -> Strategy | None:
         """The strategy of every pass; None = a random one."""
-        if self.name in (MIXED, PREEMPT):
+        if self.name in (MIXED, PREEMPT, ARRIVALS):
             return None
         if self.name.startswith(ORACLE.name):
             return oracle_strategy(self.name)
@@ -225,20 +229,46 @@ class Comparison:
         oracle = OracleProposer(answers, vocab_size, self.seed + self.rounds)
         self.rollout.engine.proposers[ORACLE.name] = oracle
         for arm in self.arms:
-            count = math.ceil(arm.part * len(requests))
-            got = self._generate(arm, requests[:count])
-            for index, place in compare(arm, wanted[:count], got):
+            some = requests[: math.ceil(arm.part * len(requests))]
+            if arm.name == ARRIVALS:
+                some = with_turn_limits(some)
+                expected = by_turns(partial(self._generate, Arm(str(OFF))), some, answer)
+                got = self._interrupted(arm, some)
+            else:
+                expected, got = wanted[: len(some)], self._generate(arm, some)
+            for index, place in compare(arm, expected, got):
                 if len(arm.divergences) < SHOWN:
-                    arm.divergences.append(self._describe(wanted[index], got[index], place))
+                    arm.divergences.append(self._describe(expected[index], got[index], place))
         self.rounds += 1
 
-    def _generate(self, arm: Arm, requests: list[Request], record: bool = False) -> list[Response]:
-        """One rollout with a fixed strategy, or with a random one at every pass."""
+    def _prepare(self, arm: Arm) -> None:
+        """Makes the engine use the strategy of an arm, or a random one at every pass."""
         engine = self.rollout.engine
         fixed: Any = _Fixed(arm.strategy, self._menu, self._random)
         engine.bandit = fixed
         engine.forget()
         engine.runner.prepare()  # the arm's time excludes the capture of graphs
+
+    def _interrupted(self, arm: Arm, requests: list[Request]) -> list[Response]:
+        """One rollout of a session, whose requests arrive late, are aborted and have turns."""
+        self._prepare(arm)
+        started = time.perf_counter()
+        engine = self.rollout.engine
+        observer, engine.observer = engine.observer, None  # nothing is trained on these responses
+        try:
+            with Session(replace(self.rollout, spot=None)) as session:
+                out, count = interrupted(session, requests, answer, self._random)
+        finally:
+            engine.observer = observer
+        arm.seconds += time.perf_counter() - started
+        self._book(arm, engine.stats)
+        arm.interruptions = arm.interruptions + count
+        return out
+
+    def _generate(self, arm: Arm, requests: list[Request], record: bool = False) -> list[Response]:
+        """One rollout of all requests."""
+        engine = self.rollout.engine
+        self._prepare(arm)
         if arm.name == PREEMPT:
             longest = max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests)
             engine.page_limit = -(-longest // engine.cache.page_size) + 3

@@ -43,6 +43,7 @@ from .assemble import check_pages, longest_request, prompt_encoder, stop_ids
 from .capture import Capture
 from .collector import Collector, Experience
 from .dry_run import check_run
+from .tools import Tools
 from .warm_start import check_dtype, sampling_params, warm_start, warm_up_progress
 
 MOST_BAD_UPDATES = 3
@@ -160,6 +161,10 @@ class Run:
             world.copy_(p.detach() for p in policy.parameters())  # cards do not agree to the bit
         with phases("load"):
             params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, encode))
+            tools = None
+            if task.has_turns:
+                params = replace(params, max_turn_tokens=config.tool.turn_tokens)
+                tools = Tools(task, encode, config.tool, config.reward.timeout_s)
             longest = longest_request(config, spec, prompt_len)
             rollout = build_rollout(config, spec, policy.state_dict(), longest)
             session = Session(rollout, encode, params)
@@ -186,6 +191,7 @@ class Run:
                 coordinator,
                 folder.path / "captures" if folder else None,
                 stop,
+                tools,
             )
             run = Run(
                 config,
@@ -306,6 +312,8 @@ class Run:
         metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
         if self.rollout.spot is not None:
             metrics |= self.rollout.spot.metrics()
+        if self.collector.tools is not None:
+            metrics |= self.collector.tool_stats.metrics(step.responses)
         metrics |= memory_metrics()
         if self.step in self.evaluations:
             metrics["eval/accuracy"] = self.evaluations[self.step]

@@ -89,7 +89,7 @@ class Tools:
             return None
         prompt, tokens = self._prompts[state.request.group], state.turn_tokens
         text = self._encode.text(tokens if tokens[-1] in self._kept else tokens[:-1])
-        limit, error = self.config.turn_tokens or state.remaining, ""
+        limit, error = self.config.turn_tokens or state.room, ""
         ids: list[int] = []
         try:
             answer = self._ask(prompt, state.turn, text)

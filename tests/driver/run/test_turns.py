@@ -1,0 +1,128 @@
+"""Runs of a task with a tool: equal tokens at any speed, failures, and a training."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from driver.config.load import load_config
+from driver.records.folder import read_jsonl
+from driver.records.progress import Progress
+from driver.run.run import Run
+from driver.tasks.calculator import CalculatorTask
+from driver.train import train
+from tests.driver.run.test_run import WORDS
+
+ARMS = "engine.strategies=off ngram:4,1,5 learned:4,2,8"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts runs of a model that was not warmed up: it calls the calculator at random."""
+    runs = []
+
+    def make(*words):
+        root = [f"run.root={tmp_path}", f"run.name=run-{len(runs)}", "task.name=calculator"]
+        lengths = ["warmup.steps=0", "sampling.max_new_tokens=96", "grpo.prompts_per_step=4"]
+        run = Run.start(load_config([*WORDS, *lengths, *root, *words]), lambda line: None)
+        runs.append(run)
+        return run
+
+    yield make
+    for run in runs:
+        run.close(whole=True)
+
+
+def talkative(monkeypatch, answer=lambda text: f"{len(text)}<1"):
+    """Each turn that ends with the stop text gets an answer, so that responses have many turns."""
+
+    def respond(self, prompt, turn, text):
+        return answer(text) if text.endswith(">") else None
+
+    monkeypatch.setattr(CalculatorTask, "respond", respond)
+
+
+def test_tokens_depend_on_neither_strategy_nor_latency_of_the_tool(start, monkeypatch):
+    talkative(monkeypatch)
+    wanted = start("engine.strategies=off").collector.gather(0)
+    respond = CalculatorTask.respond
+
+    def late(*arguments):
+        time.sleep(0.02 * random.random())
+        return respond(*arguments)
+
+    monkeypatch.setattr(CalculatorTask, "respond", late)
+    run = start(ARMS, "engine.max_batch=5", "bandit.epsilon=1")
+    got = run.collector.gather(0)
+    assert [(r.token_ids, r.tools, r.finish) for r in got.responses] == [
+        (r.token_ids, r.tools, r.finish) for r in wanted.responses
+    ]
+    for a, b in zip(got.responses, wanted.responses, strict=True):
+        assert np.array_equal(np.float32(a.logprobs), np.float32(b.logprobs))
+    assert got.rewards == wanted.rewards
+    assert run.collector.stats.spec_passes > 0
+    turns = [r.turns for r in got.responses]
+    assert max(turns) == run.config.tool.turns and np.mean(turns) > 2
+    metrics = run.collector.tool_stats.metrics(got.responses)
+    assert metrics["tool/calls"] == sum(turns) - len(turns) and metrics["tool/failures"] == 0
+
+
+def test_limits_of_turns_and_of_the_response(start, monkeypatch):
+    talkative(monkeypatch, lambda text: "7" * 30)
+    run = start("tool.turns=3", "tool.turn_tokens=20", "engine.strategies=off")
+    responses = run.collector.gather(0).responses
+    assert max(r.turns for r in responses) == 3
+    assert {r.finish for r in responses} == {"stop", "length"}
+    for r in responses:
+        assert len(r.token_ids) <= 96 and all(b - a <= 20 for a, b in r.tools)
+        turn = len(r.token_ids) - (r.tools[-1][1] if r.tools else 0)
+        assert (turn == 20 or len(r.token_ids) == 96) if r.finish == "length" else turn <= 20
+    full = start("sampling.max_new_tokens=40", "engine.strategies=off").collector.gather(0)
+    ended_by_answer = [r for r in full.responses if r.tools and r.tools[-1][1] == 40]
+    assert ended_by_answer and {r.finish for r in ended_by_answer} == {"length"}
+    assert all(len(r.token_ids) <= 40 for r in full.responses)
+
+
+@pytest.mark.parametrize("on_error", ["end", "mask"])
+def test_a_failed_sample_is_reported_and_left_out_as_configured(start, monkeypatch, on_error):
+    def fail(text):
+        if len(text) % 2:
+            raise OSError("no connection")
+        return "8"
+
+    talkative(monkeypatch, fail)
+    run = start(f"tool.on_error={on_error}", "engine.strategies=off")
+    with pytest.warns(UserWarning, match=r"to prompt calculator/train/\d+, turn \d+: OSError: no"):
+        step = run.collector.gather(0)
+    failures = run.collector.tool_stats.failures
+    failed = [r.request.id in failures for r in step.responses]
+    assert 0 < sum(failed) < len(failed) and len(failures) == sum(failed)
+    assert {r.finish for r, f in zip(step.responses, failed, strict=True) if f} == {"stop"}
+    kept = [True] * len(failed) if on_error == "end" else [not f for f in failed]
+    assert step.keep == kept and len(step.rewards) == len(failed)
+    metrics = run.update_policy(step)
+    assert np.isfinite(metrics["actor/grad_norm"])
+    assert run.collector.tool_stats.metrics(step.responses)["tool/failures"] == sum(failed)
+
+
+def test_an_evaluation_has_turns(start, monkeypatch):
+    asked = []
+    talkative(monkeypatch, lambda text: asked.append(text) or "1")
+    run = start("engine.strategies=off")
+    run.collector.evaluate(8)
+    assert len(asked) > 8 and run.collector.tools.stats.calls == len(asked)
+
+
+@pytest.mark.slow  # a minute: the warm-up teaches calls
+def test_training_with_the_calculator_raises_the_reward(tmp_path):
+    words = ["preset=tiny", "task.name=calculator", f"run.root={tmp_path}", "run.steps=8"]
+    words += ["warmup.steps=120", "run.eval_prompts=0", "sampling.max_new_tokens=96", ARMS]
+    words += ["tool.turns=6", "run.checkpoint_every=0"]
+    config = load_config(words)
+    run = train(config, Progress(config.run.steps))
+    records = read_jsonl(run.folder.path / "metrics.jsonl")
+    rewards = [record["critic/rewards/mean"] for record in records if record["step"]]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.05
+    assert all(record["tool/turns"] > 1.5 for record in records if record["step"])
+    assert records[-1]["tool/failures"] == 0
