@@ -1,6 +1,6 @@
 """Speculative rollout driver for reasoning RL.
 
-`Session`, the engine for a loop of your own, is imported on first use: it needs torch.
+The names below, the engine for a loop of your own, are imported on first use: they need torch.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .session import Request, Response, SamplingParams, Session
 
-__all__ = ["Session"]
+__all__ = ["Request", "Response", "SamplingParams", "Session"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Session":
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .session import Session
+    from . import session
 
-    return Session
+    return getattr(session, name)

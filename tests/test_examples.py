@@ -30,6 +30,12 @@ def test_train_tiny_prints_metrics_and_its_folder(monkeypatch, capsys, tmp_path)
     assert folder.parent == tmp_path and (folder / "summary.json").exists()
 
 
+def test_own_loop_learns(monkeypatch, capsys):
+    lines = run("own_loop.py", monkeypatch, capsys).splitlines()
+    rewards = [float(line.split()[-1]) for line in lines]
+    assert len(rewards) == 8 and sum(rewards[-2:]) > sum(rewards[:2]) + 0.1
+
+
 def test_ops_accepts_the_child_that_the_target_draws(monkeypatch, capsys):
     try:
         counts, tokens, status = run("ops.py", monkeypatch, capsys).strip("[]\n").split("] [")

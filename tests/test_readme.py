@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import tlt_ext
+from driver.config.load import load_config
 from driver.config.options import check_words
+from driver.model.tiny import build_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -71,8 +73,26 @@ def test_modules_exist_and_take_their_words(words):
         check_words(command, rest)
 
 
+def python_of(heading):
+    """The code under a heading."""
+    (example,) = re.findall(rf"^## {heading}$.*?^```python\n(.*?)^```", README, flags=re.S | re.M)
+    return example
+
+
+def test_the_example_of_the_session_runs(capsys):
+    example = python_of("Use the engine from your own code")
+    small = {'"smollm2"': '"tiny"', "max_new_tokens=256": "max_new_tokens=8"}
+    for found, replacement in small.items():
+        assert found in example
+        example = example.replace(found, replacement)
+    policy = build_policy(load_config([]).model, 1)
+    exec(compile(example, "README.md", "exec"), {"new_weights": policy.state_dict()})
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith(("length ", "stop "))]) == 8
+
+
 def test_the_example_of_the_ops_is_the_one_that_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    example = python_of("Use the ops")
     script = (ROOT / "examples" / "ops.py").read_text(encoding="utf-8")
     assert script.endswith('"""\n\n' + example)
     assert len([line for line in example.splitlines() if line]) <= 25
