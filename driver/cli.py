@@ -41,11 +41,7 @@ def main() -> NoReturn:
 
 
 def start(name: str) -> NoReturn:
-    """Runs a command on `sys.argv[1:]` and exits.
-
-    Args:
-        name: one of `COMMANDS`.
-    """
+    """Runs one of `COMMANDS` on `sys.argv[1:]` and exits."""
     signal.signal(signal.SIGINT, _quit)
     try:
         from .config.command import run_command

@@ -28,14 +28,7 @@ WARM_SAMPLES = 8  # responses that a new drafter is trained on
 
 
 class Generator:
-    """Generates responses to one prompt.
-
-    Args:
-        options: of the command.
-
-    Raises:
-        UserError: a model that cannot be used, or an empty prompt.
-    """
+    """Generates responses to one prompt."""
 
     def __init__(self, options: GenerateOptions) -> None:
         self.options = options
@@ -79,7 +72,7 @@ class Generator:
         adopt_drafter(self.rollout.spot, state, _report)
 
     def request(self, sample: int) -> Request:
-        """Returns a request for the prompt; each sample has its own noise."""
+        """A request for the prompt; each sample has its own noise."""
         key = request_id("eval", self.options.seed, "prompt", sample)
         return Request(key, 0, self.ids, self.params)
 
@@ -98,7 +91,7 @@ class Generator:
         return spot.steps, time.perf_counter() - started
 
     def run(self, strategy: Strategy) -> tuple[Response, float]:
-        """Returns the response and its tokens per second, prefill included."""
+        """The response and its tokens per second, prefill included."""
         self.rollout.fix(strategy)
         self.rollout.engine.forget()
         started = time.perf_counter()

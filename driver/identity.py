@@ -38,14 +38,7 @@ ROUND_FACTOR = 2  # requests of a round over the batch: slots are refilled durin
 
 
 class Identity:
-    """Model, engine and comparison of the command.
-
-    Args:
-        options: of the command.
-
-    Raises:
-        UserError: options that do not fit together, or a model that cannot be used.
-    """
+    """Model, engine and comparison of the command."""
 
     def __init__(self, options: IdentityOptions) -> None:
         self.options = options
@@ -99,7 +92,7 @@ class Identity:
         return load_config(words)
 
     def requests(self, round_index: int) -> list[Request]:
-        """Returns pairs of siblings, with every kind of sampling."""
+        """Pairs of siblings, with every kind of sampling."""
         count = ROUND_FACTOR * self.options.batch
         prompts = [self.task.prompt("eval", round_index * count + i) for i in range(count // 2)]
         encoded = [(p.id, self.encode(p.text)) for p in prompts]
@@ -136,7 +129,7 @@ class Identity:
         return all(arm.worst_share == 1 for arm in self.arms)
 
     def table(self) -> str:
-        """Returns the results, one line per arm that compared something."""
+        """The results, a line for each arm that compared tokens."""
         header = (
             f"{'arm':<16}{'tokens':>8}{'equal':>9}{'lengths':>9}{'logp bits':>11}"
             f"{'accept':>8}{'passes':>8}{'tok/s':>8}"

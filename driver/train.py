@@ -65,7 +65,7 @@ def train(config: Config, progress: Progress) -> Run:
 
 
 def save_after(run: Run, error: BaseException) -> str:
-    """Saves the last finished step after a signal or an error; returns what a user should know.
+    """Saves the last finished step after a signal or an error; returns the message about it.
 
     After an error the ranks of a distributed run cannot agree to save. A second signal saves
     nothing.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from .config.load import load_config
-from .run.warm_start import REPORT, told, warm_start
+from .run.warm_start import REPORT, describe, warm_start
 
 
 def _report(line: str) -> None:
@@ -25,4 +25,4 @@ def main(argv: Sequence[str]) -> None:
     config = load_config(argv)
     kept = warm_start(config, _report)
     sys.stdout.write((kept.path / REPORT).read_text(encoding="utf-8"))
-    sys.stdout.write(f"{told(kept.path)}\n")
+    sys.stdout.write(f"{describe(kept.path)}\n")

@@ -15,12 +15,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Uses deterministic algorithms in the block, so that equal tokens give equal policies.
-
-    Args:
-        device: device of the block; on the CPU torch is deterministic anyway.
-    """
-    if device.type != "cuda":
+    """Uses deterministic algorithms in the block, so that equal tokens give equal policies."""
+    if device.type != "cuda":  # on the CPU torch is deterministic anyway
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()

@@ -28,10 +28,7 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def library_errors(path: Path) -> Iterator[None]:
-    """Turns any exception of a library that reads a file into one line.
-
-    Args:
-        path: the file that the library reads.
+    """Turns any exception of a library that reads the file `path` into one line.
 
     Raises:
         UserError: the library raised an exception.
@@ -56,16 +53,8 @@ def after_error() -> Iterator[None]:
     """Turns an error during the cleanup after an earlier error into a warning.
 
     So the earlier error is the one that is raised.
-
-    Example:
-        >>> try:
-        ...     write(file)
-        ... except BaseException:
-        ...     with after_error():
-        ...         file.close()
-        ...     raise  # doctest: +SKIP
     """
     try:
         yield
     except Exception as error:
-        warnings.warn(f"ending the run failed too ({error})", stacklevel=3)
+        warnings.warn(f"the cleanup after an error failed ({error})", stacklevel=3)

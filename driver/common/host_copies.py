@@ -36,11 +36,7 @@ class HostCopies:
         return sum(room.nbytes for room in self.room.values())
 
     def prepare(self, state: Any) -> None:
-        """Allocates the buffers of a state, which is slow for pinned memory.
-
-        Existing buffers are reused, so only new tensors cost time, such as those of an optimizer
-        after its first step.
-        """
+        """Allocates the buffers that a state lacks, which is slow for pinned memory."""
         self._each(state, self._room, {})
 
     def take(self, state: Any) -> tuple[Any, Callable[[], None]]:

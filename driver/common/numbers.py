@@ -11,9 +11,6 @@ from typing import Any
 def finite(value: Any) -> float | None:
     """The value as a float, or None if it is not a finite real number.
 
-    Args:
-        value: anything. An integer beyond the range of a float is not finite.
-
     Example:
         >>> finite(True), finite("1"), finite(10**400)
         (1.0, None, None)
@@ -29,9 +26,6 @@ def finite(value: Any) -> float | None:
 
 def shown(value: Any) -> str:
     """The value for an error message: at most one line, even if its `repr` fails.
-
-    Args:
-        value: anything.
 
     Example:
         >>> shown(10**400)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 try:
     import nvtx
@@ -15,15 +14,7 @@ except ImportError:  # Nsight then sees the ranges of the native core only
 
 
 def nvtx_range(name: str) -> AbstractContextManager[object]:
-    """An NVTX range of this name; does nothing if the package `nvtx` is missing.
-
-    Args:
-        name: as Nsight shows it.
-
-    Example:
-        >>> with nvtx_range("tlt/rollout/verify"):
-        ...     pass
-    """
+    """An NVTX range of this name; does nothing if the package `nvtx` is missing."""
     return contextlib.nullcontext() if nvtx is None else nvtx.annotate(name)
 
 
@@ -50,12 +41,7 @@ class Spans:
         self.part, self.sink = part, sink
 
     def __call__(self, step: str, **args: object) -> Span:
-        """A context manager around one step.
-
-        Args:
-            step: its name within the part.
-            args: shown with the event in the timeline.
-        """
+        """A context manager around one step; the timeline shows `args` with its event."""
         return Span(self, step, args)
 
 
@@ -74,14 +60,9 @@ class Span:
         self._begin = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         end = time.perf_counter()
-        self._range.__exit__(kind, error, trace)
+        self._range.__exit__(*error)
         self.seconds = end - self._begin
         if self._spans.sink is not None:
             self._spans.sink.add(self._spans.part, self._step, self._begin, end, **self._args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from .errors import UserError
@@ -19,10 +19,6 @@ class Stopped(UserError):
     Args:
         name: of the signal.
         message: what was saved.
-
-    Example:
-        >>> Stopped("SIGTERM", "stopped").exit_code
-        143
     """
 
     def __init__(self, name: str, message: str = "stopped") -> None:
@@ -55,12 +51,7 @@ class StopRequest:
                     self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -71,10 +62,6 @@ class StopRequest:
         self.name = signal.Signals(number).name
 
     def check(self) -> None:
-        """Raises `Stopped` if a signal came.
-
-        Raises:
-            Stopped: a signal came.
-        """
+        """Raises `Stopped` if a signal came."""
         if self.name:
             raise Stopped(self.name)

@@ -48,14 +48,8 @@ class FolderLock:
 
     On a file system without locks it does nothing.
 
-    Args:
-        path: an existing folder.
-
     Raises:
         UserError: another process holds the lock.
-
-    Example:
-        >>> lock = FolderLock(Path("runs/tiny"))  # doctest: +SKIP
     """
 
     _handle: int | None = None
@@ -73,7 +67,6 @@ class FolderLock:
             pass
 
     def close(self) -> None:
-        """Releases the lock."""
         if self._handle is not None:
             os.close(self._handle)
         self._handle = None
@@ -87,10 +80,6 @@ def user_path(text: str) -> Path:
 
     Raises:
         UserError: there is no such home directory.
-
-    Example:
-        >>> user_path("runs/tiny")
-        PosixPath('runs/tiny')
     """
     try:
         return Path(text).expanduser()
@@ -101,15 +90,8 @@ def user_path(text: str) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Replaces a file atomically: after a crash it holds either the old text or the new text.
 
-    Args:
-        path: the file.
-        text: its new content.
-
     Raises:
         UserError: the file cannot be written.
-
-    Example:
-        >>> write_text(Path("summary.json"), "{}")  # doctest: +SKIP
     """
     scratch = path.with_name(f".{path.name}.tmp")
     with storage_errors(path):
@@ -124,14 +106,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flushes a file's content, or a folder's list of names, to the disk.
-
-    Args:
-        path: a file or folder.
-
-    Example:
-        >>> sync_path(Path("."))
-    """
+    """Flushes a file's content, or a folder's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -140,13 +115,6 @@ def sync_path(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flushes a folder and its contents to the disk.
-
-    Args:
-        folder: a folder of plain files and folders.
-
-    Example:
-        >>> sync_tree(Path("runs"))  # doctest: +SKIP
-    """
+    """Flushes a folder and its contents to the disk."""
     for path in [*folder.rglob("*"), folder]:
         sync_path(path)

@@ -24,11 +24,7 @@ BUCKET = 1 << 24  # elements reduced at once
 
 
 def _from_environment(name: str, default: int) -> int:
-    """A count that torchrun sets.
-
-    Raises:
-        UserError: it is set, but not to a whole number of 0 or more.
-    """
+    """A count that torchrun sets."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -53,7 +49,7 @@ class World:
     ) -> None:
         self.rank, self.size, self.device, self.timeout_s = rank, size, device, timeout_s
         self.store: dist.Store | None = None
-        self._meetings = self._beats = 0
+        self._collectives = self._beats = 0
         self._phase = "load"
 
     @staticmethod
@@ -131,38 +127,38 @@ class World:
     def enter(self, phase: str) -> None:
         """Records the phase of this rank, for error messages."""
         self._phase, self._beats = phase, 0
-        self._tell()
+        self._report()
 
     def beat(self) -> None:
         """Records progress of this rank within a phase in which others wait for it."""
         self._beats += 1
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self.store is not None:
-            self.store.set(f"at/{self.rank}", f"{self._meetings} {self._beats} {self._phase}")
+            self.store.set(f"at/{self.rank}", f"{self._collectives} {self._beats} {self._phase}")
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """A collective call of all ranks; an error names the ranks that did not reach it.
 
         Raises:
             UserError: a rank is lost or late.
         """
         phase = self._phase
-        self._meetings += 1
+        self._collectives += 1
         self.enter(phase)
         try:
             yield
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # this rank's own
             raise
         except (RuntimeError, ValueError) as error:
-            who = ", ".join(self._lost()) or "a rank that had come"
+            who = ", ".join(self._lost()) or "a rank that had reached the call"
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"{who} was lost or did not answer in run.timeout_s={self.timeout_s:g}, rank"
                 f" {self.rank} waited for it after {phase} ({reason}): the run stops here;"
-                " run.resume=true goes on from its last checkpoint"
+                " run.resume=true continues from its last checkpoint"
             ) from error
 
     def where(self) -> str:
@@ -173,7 +169,7 @@ class World:
     def _lost(self) -> list[str]:
         """Ranks that have not reached the call, or else the working ranks with least progress."""
         places = self._places()
-        late = [place for meetings, _, place in places if meetings < self._meetings]
+        late = [place for calls, _, place in places if calls < self._collectives]
         working = [(beats, place) for _, beats, place in places if beats]
         least = min(working, default=(0, ""))[0]
         return late or [place for beats, place in working if beats == least]
@@ -186,8 +182,8 @@ class World:
             with contextlib.suppress(RuntimeError):  # the store may be lost too
                 if self.store is not None and self.store.check([key]):
                     found = self.store.get(key).decode()
-            meetings, beats, phase = found.split(" ", 2)
-            places.append((int(meetings), int(beats), f"rank {rank} (in {phase})"))
+            calls, beats, phase = found.split(" ", 2)
+            places.append((int(calls), int(beats), f"rank {rank} (in {phase})"))
         return places
 
     # ---- exchange -------------------------------------------------------------------------------
@@ -197,7 +193,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.meeting():
+        with self.collective():
             dist.all_gather_object(values, value)  # through the host, whatever the device
         return values
 
@@ -206,7 +202,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        with self.meeting():
+        with self.collective():
             dist.broadcast_object_list(box, src=source)
         return box[0]
 
@@ -234,7 +230,7 @@ class World:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """A collective call in which cards exchange data."""
-        with self.meeting():
+        with self.collective():
             # On the host: NCCL ends processes whose cards wait for a lost rank without naming it.
             dist.all_reduce(torch.zeros(1))
             yield

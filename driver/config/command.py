@@ -19,10 +19,7 @@ def run_command(command: Callable[[Sequence[str]], None]) -> None:
     """Runs `command(argv)` on the words of the command line.
 
     A UserError is one line on stderr and exit code 2. SIGTERM, SIGUSR1 and SIGHUP end the command
-    as Ctrl-C does, so that what was found so far is still printed.
-
-    Args:
-        command: takes the words.
+    as Ctrl-C does, so that the results so far are still printed.
     """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP

@@ -35,13 +35,6 @@ def setting(
         meaning: what the field does, in one line, with its unit; `--help` prints it.
         low, above, high: `value >= low`, `value > above`, `value <= high`; of each list item too.
         words: the allowed words of a string field.
-
-    Returns:
-        A `dataclasses.field`.
-
-    Example:
-        >>> setting(4, "requests that run at once", low=1).default
-        4
     """
     metadata = {"meaning": meaning, "low": low, "above": above, "high": high, "words": words}
     if isinstance(default, list):
@@ -51,7 +44,7 @@ def setting(
 
 @dataclass(frozen=True)
 class Section:
-    """Base of all groups of fields: an instance whose values exceed their limits is refused."""
+    """Base of all groups of fields; values outside their limits are rejected."""
 
     prefix: ClassVar[str] = ""  # of the keys, for example "run."
 
@@ -69,15 +62,12 @@ def field_types(kind: type[Section]) -> dict[str, Any]:
 
 
 def read_value(key: str, declared: Any, raw: Any) -> Any:
-    """Converts text to the type of a field.
+    """Converts text to the type of a field; the section that takes the value checks its limits.
 
     Args:
         key: names the field in an error.
         declared: str, int, float, bool, or a list of one of them.
         raw: text, or for a list field a list of texts; anything else is refused.
-
-    Returns:
-        The value; limits are checked by the section that takes it.
 
     Raises:
         UserError: `raw` is of another type.
@@ -93,33 +83,19 @@ def read_value(key: str, declared: Any, raw: Any) -> Any:
             raise UserError(f"{key}: must be a list, got {raw!r}")
         return [read_value(f"{key}[{i}]", kind, item) for i, item in enumerate(items)]
     try:
-        if not isinstance(raw, str) or "\0" in raw:  # which no path may hold
+        if not isinstance(raw, str) or "\0" in raw:  # not allowed in a path
             raise ValueError
-        raw.encode()  # a lone surrogate stands for a byte that is no UTF-8
+        raw.encode()  # a lone surrogate is a byte that is not UTF-8
         return _READERS[declared](raw)
     except ValueError:
         raise UserError(f"{key}: must be {KINDS[declared]}, got {raw!r}") from None
 
 
 def read_options(kind: type[Options], argv: Sequence[str]) -> Options:
-    """Fills a group of fields from `key=value` words.
-
-    Args:
-        kind: a dataclass of `setting` fields.
-        argv: the words; a later one wins.
-
-    Returns:
-        The checked options.
+    """Fills a group of fields from `key=value` words; a later word wins.
 
     Raises:
         UserError: a word without `=`, an unknown key, a value of another type or out of its limits.
-
-    Example:
-        >>> @dataclass(frozen=True)
-        ... class Job(Section):
-        ...     tokens: int = setting(10, "tokens to compare", low=1)
-        >>> read_options(Job, ["tokens=3"]).tokens
-        3
     """
     types = field_types(kind)
     values = {}
@@ -132,11 +108,7 @@ def read_options(kind: type[Options], argv: Sequence[str]) -> Options:
 
 
 def split_word(word: str, example: str) -> tuple[str, str]:
-    """Splits `key=value`.
-
-    Raises:
-        UserError: the word is none.
-    """
+    """Splits `key=value`; anything else is an error."""
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise UserError(f"{word!r}: must be key=value, for example {example}=...")
@@ -144,12 +116,7 @@ def split_word(word: str, example: str) -> tuple[str, str]:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Returns the hint behind an unknown name: the nearest known one, or all.
-
-    Example:
-        >>> nearest("promt", ["prompt", "seed"])
-        'did you mean prompt?'
-    """
+    """The hint behind an unknown name: the nearest known one, or all."""
     names = list(names)
     near = difflib.get_close_matches(word, names, n=1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"

@@ -18,26 +18,22 @@ Each step: rollouts with speculation, rewards, one GRPO update, new weights into
 spot trainer trains the drafter in time that the tail of each rollout leaves idle. Everything is
 kept under runs/<name>: metrics, samples, checkpoints, figures, summary.
 
-With --dry-run: print the memory and the time that the run would take, and run nothing; a folder
-with nothing but a config.json suffices as model.path. A run on a card is refused by the same
+With --dry-run: print the memory and the time that the run would take, and run nothing; then
+model.path may be a folder with only a config.json. A run on a card is refused by the same
 numbers."""
 WARM = """Make a warm start, a warmed-up policy with its drafter, once, and keep it.
 
-tlt train with the same settings and warmup.keep=true begins from it; model.path= and tlt
-generate model= take its folder. The same settings give the same bits on cards of one kind:
-compare the printed fingerprints."""
+tlt train with the same settings and warmup.keep=true starts from it; its folder can be used as
+model.path= and as model= of tlt generate. The same settings give the same bits on cards of one
+kind: compare the printed fingerprints."""
 
 
 def help_text(command: str, argv: Sequence[str] = ()) -> str:
-    """Returns the help of a command.
+    """The help of a command.
 
     Args:
         command: train, warm, generate, identity or export.
-        argv: the other words; of them only `preset=` counts, whose values are shown.
-
-    Example:
-        >>> help_text("export").splitlines()[0]
-        'usage: tlt export [key=value ...]'
+        argv: the other words; a `preset=` among them is shown with its values.
     """
     if command in OPTIONS:
         kind = OPTIONS[command]

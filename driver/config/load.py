@@ -77,10 +77,6 @@ def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
     Raises:
         UserError: an unknown key or preset, a malformed word, a wrong type, or a value out of its
             limits; one line that names the key.
-
-    Example:
-        >>> load_config(["run.steps=3"]).run.steps
-        3
     """
     preset, words = DEFAULT_PRESET, {}
     types = _key_types()
@@ -99,29 +95,18 @@ def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Writes a configuration as YAML text that `preset=FILE` reads back.
-
-    Args:
-        config: any configuration.
-
-    Returns:
-        YAML with every key, in the order of the dataclasses.
-
-    Example:
-        >>> to_yaml(Config()).splitlines()[0]
-        'preset: tiny'
-    """
-    # Escaped text is ASCII: U+0085 and its like would be read back as line ends.
+    """A configuration as YAML text with every key, which `preset=FILE` reads back."""
+    # Escaped text is ASCII: U+0085 and the like would be read back as line ends.
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 def preset_names() -> list[str]:
-    """Returns the names of the shipped presets, sorted."""
+    """The names of the shipped presets, sorted."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
 def section_types() -> dict[str, type[Section]]:
-    """Returns section name -> its dataclass, in the order of `Config`."""
+    """Section name -> its dataclass, in the order of `Config`."""
     hints = typing.get_type_hints(Config)
     return {f.name: hints[f.name] for f in dataclasses.fields(Config) if f.name != "preset"}
 
@@ -143,7 +128,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _key_types() -> dict[str, Any]:
-    """Returns dotted key -> declared type, over all sections."""
+    """Dotted key -> declared type, over all sections."""
     return {key: t for kind in section_types().values() for key, t in field_types(kind).items()}
 
 
@@ -162,7 +147,7 @@ def _declared_type(types: Mapping[str, Any], key: str) -> Any:
 
 
 def _read_preset(types: Mapping[str, Any], preset: str, saved: bool) -> dict[str, Any]:
-    """Returns dotted key -> value of a preset file."""
+    """Dotted key -> value of a preset file."""
     if preset.endswith((".yaml", ".yml")):
         source = Path(preset)
     elif preset in preset_names():
@@ -185,7 +170,7 @@ def _read_preset(types: Mapping[str, Any], preset: str, saved: bool) -> dict[str
 
 
 def _read_nodes(preset: str, source: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the dotted keys of a YAML file with their text."""
+    """The dotted keys of a YAML file with their text."""
     try:
         tree = yaml.load(source.read_text(encoding="utf-8"), _Loader) or {}  # a SafeLoader
     except OSError as error:

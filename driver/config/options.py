@@ -136,14 +136,7 @@ DRY_RUN = "--dry-run"
 
 
 def check_words(command: str, argv: Sequence[str]) -> Config | Section:
-    """Refuses the words that a command would refuse; imports nothing heavy.
-
-    Args:
-        command: train, warm, generate, identity or export.
-        argv: its words.
-
-    Returns:
-        The settings of a run, or the options of another command.
+    """The settings of a run (train, warm) or the options of another command from its words.
 
     Raises:
         UserError: one line that names the key.
@@ -156,11 +149,7 @@ def check_words(command: str, argv: Sequence[str]) -> Config | Section:
 
 
 def read_dry_run(argv: Sequence[str]) -> tuple[DryRunOptions, Config]:
-    """Splits the words of a dry run into its own options and the settings of the run.
-
-    Args:
-        argv: the words of `train`, `--dry-run` among them or not.
-    """
+    """Splits the words of a dry run into its own options and the settings of the run."""
     own = {item.name for item in fields(DryRunOptions)}
     mine = [word for word in argv if word.partition("=")[0] in own]
     rest = [word for word in argv if word not in (DRY_RUN, *mine)]

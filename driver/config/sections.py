@@ -23,15 +23,7 @@ MIN_TEMPERATURE = 0.01  # below, logits over temperature lose the resolution of 
 
 
 def check_temperature(key: str, value: float) -> None:
-    """Refuses a temperature that is neither greedy nor resolved by float32.
-
-    Args:
-        key: names the temperature in the error.
-        value: 0 = greedy.
-
-    Raises:
-        UserError: it is negative, or above 0 and below `MIN_TEMPERATURE`.
-    """
+    """Rejects a temperature that is neither 0 (greedy) nor large enough for float32."""
     if value != 0 and not value >= MIN_TEMPERATURE:
         raise UserError(f"{key}: must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {value}")
 
@@ -308,7 +300,7 @@ class BanditConfig(Section):
     window_passes: int = setting(8, "passes that make one reward", low=1)
     buckets: list[int] = setting(
         [1, 2, 4, 8, 16],
-        "rising batch sizes; the strategies of each are valued apart",
+        "rising batch sizes; each has its own values of the strategies",
         low=1,
     )
     policy: str = setting(
@@ -324,11 +316,7 @@ class BanditConfig(Section):
         self.fixed()
 
     def fixed(self) -> dict[int, Strategy] | None:
-        """Returns largest batch -> its strategy, by rising batch; None where the bandit learns.
-
-        Raises:
-            UserError: the policy is malformed.
-        """
+        """Largest batch -> its strategy, by rising batch; None if the bandit learns."""
         if self.policy in ("beg", "ucb"):
             return None
         chosen = {}
@@ -384,7 +372,6 @@ class SpotConfig(Section):
     every: int = setting(8, "serial: passes between two micro-steps", low=1)
     tokens_per_step: int = setting(256, "tokens of a micro-step", low=1)
     buffer_tokens: int = setting(65536, "recorded tokens held on the device", low=1)
-    spill_tokens: int = setting(0, "further recorded tokens held in host memory", low=0)
     keep_long: float = setting(
         0.25, "share of a micro-step taken from long responses of the previous step", low=0, high=1
     )

@@ -130,21 +130,14 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str, *others: Kind) -> Strategy:
-        """Reads one strategy as it is written in configs, logs and metrics.
+        """Reads "off" or "kind:depth,top_k,num_verify", the text that `str()` gives.
 
         Args:
-            text: "off" or "kind:depth,top_k,num_verify".
+            text: as in configs, logs and metrics.
             others: kinds that are allowed besides those of a configuration.
-
-        Returns:
-            The strategy; `str()` of it gives the text back.
 
         Raises:
             UserError: malformed text or a value outside the limits.
-
-        Example:
-            >>> str(Strategy.parse("off"))
-            'off'
         """
         text = text.strip()
         if text == PLAIN.name:
@@ -160,13 +153,9 @@ OFF = Strategy(PLAIN.name)
 
 
 def split_strategies(text: str) -> list[str]:
-    """Cuts a list typed on the command line, whose items hold commas themselves.
+    """Splits a list typed on the command line, whose items contain commas themselves.
 
-    Args:
-        text: items separated by commas, semicolons or spaces, with or without brackets and quotes.
-
-    Returns:
-        The items' texts, not yet parsed.
+    Items are separated by commas, semicolons or spaces, with or without brackets and quotes.
 
     Example:
         >>> split_strategies("[off, ngram:4,1,5, learned:8,4,32]")
@@ -180,20 +169,10 @@ def split_strategies(text: str) -> list[str]:
 
 
 def parse_strategies(texts: Iterable[str]) -> tuple[Strategy, ...]:
-    """Parses a list of strategies and refuses duplicates.
-
-    Args:
-        texts: one strategy each.
-
-    Returns:
-        The strategies in the given order.
+    """Parses strategies, one a text.
 
     Raises:
         UserError: a malformed or repeated item.
-
-    Example:
-        >>> [s.kind for s in parse_strategies(["off", "ngram:4,1,5"])]
-        ['off', 'ngram']
     """
     strategies = tuple(Strategy.parse(text) for text in texts)
     for position, strategy in enumerate(strategies):

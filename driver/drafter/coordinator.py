@@ -74,7 +74,7 @@ class Coordinator:
         self._idle_since = time.monotonic()
         first = self.store.add(self._key("finished"), 1) == 1
         self.store.set(self._key(f"idle/{self.world.rank}"), "1")
-        with self.world.meeting():
+        with self.world.collective():
             leader = self._lead() if first else self._follow()
         self._enter(IDLE)
         steps = self.world.gather(self.spot.steps)
@@ -83,7 +83,7 @@ class Coordinator:
             source = leader if steps[leader] == max(steps) else steps.index(max(steps))
             if self.world.rank == source:
                 self.spot.renew()  # one vocabulary and one version for all ranks
-            with self.world.meeting():
+            with self.world.collective():
                 self._share_drafter(source, None)
         self._shared_steps = self.spot.steps
         self._enter(UPDATE)
@@ -202,7 +202,7 @@ class Coordinator:
 
     def _all_finished(self) -> bool:
         if time.monotonic() - self._idle_since > self.world.timeout_s:
-            raise RuntimeError("a rank's rollout does not end")  # `meeting` names it
+            raise RuntimeError("a rank's rollout does not end")  # `collective` names it
         return self.store.add(self._key("finished"), 0) == self.world.size
 
     def _key(self, name: str) -> str:

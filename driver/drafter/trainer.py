@@ -70,9 +70,7 @@ class SpotTrainer(RolloutObserver):
     ) -> None:
         self.drafter, self.runner, self.target, self.cache = drafter, runner, target, cache
         self.config = config
-        self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed, config.spill_tokens)
-        if cache.features is not None:
-            self.buffer.reserve(cache.features.flatten(0, 1))
+        self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed)
         self.bin = Bin(config.tokens_per_step, target, max(IN_FLIGHT, config.final_steps))
         self._in_flight = IN_FLIGHT  # steps that may be enqueued
         # For the final steps: hundreds of small kernels, which must not wait for large ones.
@@ -277,8 +275,6 @@ class SpotTrainer(RolloutObserver):
                 self.first_vocabulary()
             where = self.target_version, self.share(rows), rows
             loaded = self.bin.load(pieces, *where) if pieces else None
-            if any(piece.document.spilled for piece in pieces) and self.bin.fixed:
-                self.buffer.read = torch.cuda.current_stream().record_event()
         tokens = sum(piece.length for piece in pieces)
         if reduce is None:
             assert loaded is not None

@@ -28,32 +28,26 @@ _FREE = {
     "bandit",
     "engine",
     "reward",
+    "run",
     "spot",
     "grpo.checkpointing",
     "grpo.micro_batch_tokens",
     "grpo.shard",
     "model.cache",
 }
-_FIXED = {"engine.verify"}  # of a section in `_FREE`
+_FIXED = {"engine.verify", "run.seed"}  # of sections in `_FREE`
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One logged response.
-
-    Args:
-        prompt_id, prompt, response: from the task and the tokenizer.
-        reward: of the response.
-        num_tokens: of the response, EOS included.
-        finish: "stop" or "length".
-    """
+    """One logged response; `num_tokens` includes EOS."""
 
     prompt_id: str
     prompt: str
     response: str
     reward: float
     num_tokens: int
-    finish: str
+    finish: str  # "stop" or "length"
 
 
 class RunFolder:
@@ -62,20 +56,15 @@ class RunFolder:
     The folder contains `metrics.jsonl` (one object for each step), the same values under
     `tensorboard/`, `rollouts.jsonl`, `samples.jsonl` and `samples.txt`, `config.yaml`,
     `summary.json`, `trace.json`, `checkpoints/step-NNNNNN/` and `plots/`. A run with a KL term and
-    a warm-up also has `reference/`.
+    a warm-up also has `reference/`. Methods that write raise a UserError if the disk is full or
+    unwritable.
 
     Args:
         config: sets the path (`run.root`, `run.name`) and whether to resume.
 
     Raises:
         UserError: the folder exists or is in use, cannot be written, or has no run to resume.
-
-    Example:
-        >>> folder = RunFolder(load_config([]))  # doctest: +SKIP
-        >>> folder.log_step(1, {"critic/rewards/mean": 0.5})  # doctest: +SKIP
     """
-
-    TIMELINE = "trace.json"
 
     def __init__(self, config: Config) -> None:
         self.path = _choose(config.run, config.preset)
@@ -103,7 +92,7 @@ class RunFolder:
             kept = _set_back(self.path / "metrics.jsonl", done)
             _set_back(self.path / "rollouts.jsonl", done)
             samples = _set_back(self.path / "samples.jsonl", done)
-            _write_sample_text(self.path / "samples.txt", samples)
+            write_text(self.path / "samples.txt", "".join(map(_sample_text, samples)))
             self._metrics = _append(self.path / "metrics.jsonl")
             self._rollouts = _append(self.path / "rollouts.jsonl")
             self._samples = _append(self.path / "samples.jsonl")
@@ -114,28 +103,12 @@ class RunFolder:
             for record in kept:
                 self._show_on_board(record["step"], record)
 
-    @property
-    def plots(self) -> Path:
-        """The folder of the figures."""
-        return self.path / "plots"
-
-    @property
-    def timeline(self) -> Path:
-        """The file of the run's timeline."""
-        return self.path / self.TIMELINE
-
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one step to `metrics.jsonl` and to TensorBoard.
 
         Args:
             step: rising; 0 is before training.
             values: name -> number; NaN and infinities become null, which is valid JSON.
-
-        Raises:
-            UserError: the disk is full or unwritable.
-
-        Example:
-            >>> folder.log_step(1, {"critic/rewards/mean": float("nan")})  # doctest: +SKIP
         """
         plain = {name: float(value) for name, value in values.items()}
         with storage_errors(self.path / "metrics.jsonl"):
@@ -162,12 +135,6 @@ class RunFolder:
             lengths: tokens of each response.
             passes: (seconds since the start, active requests, strategy) of each pass and of the
                 end; repeated values are left out.
-
-        Raises:
-            UserError: the disk is full or unwritable.
-
-        Example:
-            >>> folder.log_rollout(1, [3, 5], [(0.0, 2, "off"), (0.1, 0, "off")])  # doctest: +SKIP
         """
         active = [
             [round(at, 6), count, strategy]
@@ -178,19 +145,7 @@ class RunFolder:
             _write_line(self._rollouts, {"step": step, "lengths": lengths, "active": active})
 
     def log_samples(self, step: int, samples: Iterable[Sample]) -> None:
-        """Appends responses to `samples.jsonl` and, as text, to `samples.txt`.
-
-        Args:
-            step: the step in which they were sampled.
-            samples: the responses.
-
-        Raises:
-            UserError: the disk is full or unwritable.
-
-        Example:
-            >>> sample = Sample("t-1", "1+1=", "2", 1.0, 2, "stop")
-            >>> folder.log_samples(1, [sample])  # doctest: +SKIP
-        """
+        """Appends responses of a step to `samples.jsonl` and, as text, to `samples.txt`."""
         with storage_errors(self.path / "samples.jsonl"):
             for sample in samples:
                 record = {"step": step, **dataclasses.asdict(sample)}
@@ -206,32 +161,13 @@ class RunFolder:
         Args:
             step: the last finished step, already logged.
             write_policy, states: see `driver.records.checkpoint.save_checkpoint`.
-
-        Returns:
-            The checkpoint.
-
-        Raises:
-            UserError: the disk is full or unwritable; no incomplete checkpoint remains.
-
-        Example:
-            >>> folder.save_checkpoint(3, model.save, {"bandit": {}})  # doctest: +SKIP
         """
         return run_checkpoint.save_checkpoint(
             self._checkpoints, step, write_policy, states, self._keep
         )
 
     def save_reference(self, write_policy: Callable[[Path], None]) -> None:
-        """Saves the reference policy of the KL term, replacing an earlier one.
-
-        Args:
-            write_policy: see `driver.records.checkpoint.save_checkpoint`.
-
-        Raises:
-            UserError: the disk is full or unwritable.
-
-        Example:
-            >>> folder.save_reference(model.save_pretrained)  # doctest: +SKIP
-        """
+        """Saves the reference policy of the KL term, replacing an earlier one."""
         run_checkpoint.save_reference(self._checkpoints, write_policy)
 
     def check_inputs(self, fingerprints: Mapping[str, str]) -> None:
@@ -259,9 +195,6 @@ class RunFolder:
 
         Args:
             states: of each rank, by the wall clock.
-
-        Raises:
-            UserError: the disk is full or unwritable.
         """
         start = min(at for rank in states for at, _ in rank)
         relative = {
@@ -275,17 +208,7 @@ class RunFolder:
         return json.loads((self.path / "ranks.json").read_text(encoding="utf-8"))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Replaces `summary.json`.
-
-        Args:
-            summary: JSON values; NaN and infinities become null.
-
-        Raises:
-            UserError: the disk is full or unwritable.
-
-        Example:
-            >>> folder.write_summary({"tokens": 10})  # doctest: +SKIP
-        """
+        """Replaces `summary.json`; NaN and infinities become null."""
         write_text(self.path / "summary.json", json.dumps(_json_safe(summary), indent=2) + "\n")
 
     def discard(self) -> None:
@@ -306,13 +229,7 @@ class RunFolder:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a last line without a newline (after a crash) is left out.
-
-    Args:
-        path: the file; need not exist.
-
-    Returns:
-        One dict for each line.
+    """The objects of a JSONL file, if it exists, without a last line that a crash cut off.
 
     Raises:
         UserError: a line in the middle is not a JSON object.
@@ -368,39 +285,26 @@ def _choose(run: RunConfig, preset: str) -> Path:
 
 
 def _check_same(config: Config, saved: Path) -> None:
-    """Rejects a resume with other settings, except those in `_FREE`, which do not change tokens.
-
-    Raises:
-        UserError: a fixed setting has another value.
-    """
+    """Rejects a resume with other settings, except those in `_FREE`, which do not change tokens."""
     before = dataclasses.asdict(load_config([f"preset={saved}"], saved=True))
     now = dataclasses.asdict(config)
     for section, values in now.items():
         if section == "preset":
             continue
         for name, value in values.items():
-            free = section in _FREE or f"{section}.{name}" in _FREE
-            fixed = name == "seed" if section == "run" else not free
-            fixed |= f"{section}.{name}" in _FIXED
-            if name == "path" and _is_same_place(before[section][name], value):
+            key, old = f"{section}.{name}", before[section][name]
+            if name == "path" and user_path(old).resolve() == user_path(value).resolve():
                 continue
-            if fixed and before[section][name] != value:
+            fixed = key in _FIXED or not _FREE & {section, key}
+            if fixed and old != value:
                 raise UserError(
-                    f"{section}.{name}: {value} now, {before[section][name]} in {saved}; a resumed"
-                    " run keeps its settings: repeat them, or start a run with another name"
+                    f"{key}: {value} now, {old} in {saved}; a resumed run keeps its settings:"
+                    " repeat them, or start a run with another name"
                 )
 
 
-def _is_same_place(before: str, now: str) -> bool:
-    return user_path(before).resolve() == user_path(now).resolve()
-
-
 def _set_back(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Moves the records of later steps, which are run again, to `<name>.replaced.jsonl`.
-
-    Returns:
-        The kept records.
-    """
+    """Moves records of later steps, which run again, to `<name>.replaced.jsonl`; the rest."""
     records = read_jsonl(path)
     kept = [record for record in records if record["step"] <= last_step]
     if len(kept) < len(records):
@@ -423,7 +327,7 @@ def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
 
 
 def _json_safe(value: Any) -> Any:
-    """Replaces NaN and infinities by null, because JSON has neither."""
+    """The value with NaN and infinities, which JSON lacks, replaced by None."""
     if isinstance(value, Mapping):
         return {key: _json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -437,8 +341,3 @@ def _sample_text(record: Mapping[str, Any]) -> str:
         f"  {record['num_tokens']} tokens ({record['finish']})"
     )
     return f"=== {head}\n{record['prompt']}\n--- response\n{record['response']}\n\n"
-
-
-def _write_sample_text(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    if path.exists():
-        write_text(path, "".join(map(_sample_text, records)))

@@ -15,7 +15,7 @@ from .timeline import Timeline
 # Phases of a step, by their names in the records; the rest is `other` and `unaccounted`.
 PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "update_drafter")
 # In a step's record, but not part of its training time.
-APART = ("load", "warmup", "eval", "checkpoint", "plots")
+OUTSIDE_STEP = ("load", "warmup", "eval", "checkpoint", "plots")
 
 
 class Phases:
@@ -23,13 +23,6 @@ class Phases:
 
     Args:
         rank, ranks: rank of this process, and the number of ranks.
-
-    Example:
-        >>> phases = Phases()
-        >>> with phases("gen"):
-        ...     pass
-        >>> list(phases.end_step(1))
-        ['timing_s/gen', 'timing_s/step']
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
@@ -52,11 +45,7 @@ class Phases:
         self._step[name] += seconds
 
     def add_ended(self, phases: Mapping[str, float]) -> None:
-        """Adds consecutive phases that the caller measured and that end now.
-
-        Args:
-            phases: name -> seconds, in their order.
-        """
+        """Adds consecutive phases (name -> seconds) that the caller measured and that end now."""
         begin = time.perf_counter() - sum(phases.values())
         for name, seconds in phases.items():
             self.add(name, seconds)
@@ -109,7 +98,7 @@ class StepTimes:
             for name, value in record.items()
             if name.startswith("timing_s/") and value is not None
         }
-        step = booked.pop("step") - sum(booked.pop(name, 0.0) for name in APART)
+        step = booked.pop("step") - sum(booked.pop(name, 0.0) for name in OUTSIDE_STEP)
         phases = {name: booked.pop(name, 0.0) for name in PHASES}
         other = sum(booked.values())
         return StepTimes(phases, other, step - other - sum(phases.values()))

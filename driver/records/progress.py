@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -34,15 +33,12 @@ COLUMNS = {
 
 
 def step_line(step: int, values: Mapping[str, float], width: int = 0) -> str:
-    """The line of one step.
+    """Name and value of each metric of `COLUMNS` in the metrics of a step.
 
     Args:
         step: its number.
         values: the metrics in `metrics.jsonl`.
         width: characters of a line, which is wrapped between two cells; 0 = one line.
-
-    Returns:
-        Name and value of each metric of `COLUMNS` in `values`.
 
     Example:
         >>> step_line(3, {"critic/rewards/mean": 0.5, "timing_s/step": 2.0})
@@ -70,11 +66,6 @@ class Progress:
     Args:
         steps: of the whole run.
         console: the output; a file or pipe gets plain lines and no bar.
-
-    Example:
-        >>> with Progress(steps=2) as progress:  # doctest: +SKIP
-        ...     progress.note("warm-up")
-        ...     progress.step(1, {"critic/rewards/mean": 0.5})
     """
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
@@ -95,34 +86,14 @@ class Progress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def note(self, text: str) -> None:
-        """Shows a line of text.
-
-        Args:
-            text: plain text; brackets are not markup.
-
-        Example:
-            >>> progress.note("converting weights")  # doctest: +SKIP
-        """
+        """Shows a line of plain text; brackets are not markup."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows a finished step and advances the bar.
-
-        Args:
-            step: its number.
-            values: the step's metrics.
-
-        Example:
-            >>> progress.step(1, {"critic/rewards/mean": 0.5})  # doctest: +SKIP
-        """
+        """Shows a finished step with its metrics, and advances the bar."""
         self.note(step_line(step, values, self.console.width if self.console.is_terminal else 0))
         self._bar.update(self._task, completed=step)

@@ -41,12 +41,6 @@ class Timeline:
         rank: the process of a distributed run; its number is the event's `pid`.
         ranks: number of ranks; they share the file and its limit.
         max_bytes: limit of the file's size.
-
-    Example:
-        >>> timeline = Timeline()
-        >>> timeline.add("rollout", "verify", 0.25, 0.5, active=3)
-        >>> timeline.end_step(1)
-        >>> timeline.write(Path("trace.json"))  # doctest: +SKIP
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1, max_bytes: int = MAX_BYTES) -> None:
@@ -60,11 +54,7 @@ class Timeline:
         self._thinned = 0  # steps that lost some of their events
 
     def align(self, unix_s: float) -> None:
-        """Uses the time origin of another rank, as far as the clocks of their hosts agree.
-
-        Args:
-            unix_s: `started_unix_s` of that rank. Earlier events keep their times.
-        """
+        """Uses the time origin of another rank, its `started_unix_s`; earlier events stay."""
         self.started += unix_s - self.started_unix_s
         self.started_unix_s = unix_s
 
@@ -80,11 +70,7 @@ class Timeline:
         self._events.append(Event(part, name, begin - self.started, end - begin, args))
 
     def end_step(self, step: int) -> None:
-        """Ends the step; later events belong to the next one.
-
-        Args:
-            step: its number, rising.
-        """
+        """Ends the step with this number; later events belong to the next one."""
         events, self._events = self._events, []
         if step % self.every or not events:
             return
@@ -123,12 +109,7 @@ class Timeline:
         self.started -= end  # on every rank the clock continues from the earlier end
 
     def text(self) -> str:
-        """This rank's part of the file: its events, and the names of its tracks.
-
-        Example:
-            >>> '"rank 1"' in Timeline(rank=1, ranks=2).text()
-            True
-        """
+        """This rank's part of the file: its events, and the names of its tracks."""
         names = [self._name("process_name", 0, f"rank {self.rank}")]
         names += [self._name("thread_name", tid, part) for tid, part in enumerate(self._tracks)]
         return ",\n".join([*map(json.dumps, names), *(text for _, text in self._steps)])
@@ -139,9 +120,6 @@ class Timeline:
         Args:
             path: of `trace.json`.
             others: `text()` of the other ranks.
-
-        Raises:
-            UserError: the disk is full or unwritable.
         """
         other = json.dumps({"every": self.every, "thinned_steps": self._thinned})
         body = ",\n".join([self.text(), *others])

@@ -31,32 +31,18 @@ LEFT_OUT = ("stream", "workspace")  # the replay creates them
 
 @dataclass(frozen=True)
 class Capture:
-    """Which inputs are saved.
+    """Which inputs are saved."""
 
-    Args:
-        op: name in `tlt_ext`.
-        step: the training step, from 1.
-        calls: largest number of saved calls, spread over the step.
-    """
-
-    op: str
-    step: int
-    calls: int = 8
+    op: str  # name in `tlt_ext`
+    step: int  # of training, from 1
+    calls: int = 8  # largest number of saved calls, spread over the step
 
     @staticmethod
     def parse(text: str, steps: int) -> Capture | None:
-        """Reads `run.capture`.
-
-        Args:
-            text: "op:step", or "" for no capture.
-            steps: of the run.
+        """Reads `run.capture`, "op:step" or "", of a run with so many steps.
 
         Raises:
             UserError: an unknown op, or a step after the last.
-
-        Example:
-            >>> Capture.parse("tree_attention:3", 10)
-            Capture(op='tree_attention', step=3, calls=8)
         """
         if not text:
             return None
@@ -80,14 +66,10 @@ def capture_op(capture: Capture, folder: Path) -> Iterator[None]:
 
     Args:
         capture: the op; the block is part of its step.
-        folder: folder of the files, `<op>-<step>-<call>.pt`.
+        folder: of the files `<op>-<step>-<call>.pt`.
 
     Raises:
         UserError: the disk is full or unwritable.
-
-    Example:
-        >>> with capture_op(Capture("tree_attention", 3), folder):  # doctest: +SKIP
-        ...     engine.generate(requests)
     """
     op = getattr(tlt_ext, capture.op)
     kept: list[tuple[int, dict[str, Any]]] = []
@@ -124,14 +106,7 @@ def capture_op(capture: Capture, folder: Path) -> Iterator[None]:
 
 
 def copy_arguments(op: Callable[..., Any], args: Any, named: Any) -> dict[str, Any]:
-    """Name -> value of a call, arrays copied to the CPU with their strides.
-
-    The field of a group is named `argument.field`.
-
-    Args:
-        op: a function of `tlt_ext`.
-        args, named: arguments of the call.
-    """
+    """Argument, or `argument.field` of a group, -> value; arrays as copies on the CPU."""
     bound = inspect.signature(op).bind(*args, **named).arguments
     values: dict[str, Any] = {}
     for name, value in bound.items():

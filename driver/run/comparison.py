@@ -11,9 +11,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-
-from tlt_ext import _C
 
 from ..common.errors import UserError
 from ..config.strategy import OFF, ORACLE, SHARED, Strategy
@@ -30,7 +27,7 @@ MIXED, PREEMPT, ARRIVALS = "mixed", "preempt", "arrivals"
 SHOWN = 5  # divergences of an arm that are described
 GOLDEN = 0.6180339887  # its multiples spread evenly over the unit interval
 # Sampling parameters cycle through the requests of a round: greedy, cold, plain, filtered.
-LAWS = ((1.0, 0, 1.0), (0.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 0, 1.0), (1.0, 20, 1.0), (0.8, 50, 0.9))
+SAMPLED = (1.0, 0, 1.0), (0.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 0, 1.0), (1.0, 20, 1.0), (0.8, 50, 0.9)
 
 
 def oracle_strategy(text: str) -> Strategy:
@@ -147,7 +144,7 @@ def sibling_requests(
     for i in range(count):
         name, ids = prompts[i // 2]
         limit = math.ceil(max_new_tokens * (1 - spread * (i * GOLDEN % 1)))
-        params = SamplingParams(*LAWS[i % len(LAWS)], limit, stop_ids)
+        params = SamplingParams(*SAMPLED[i % len(SAMPLED)], limit, stop_ids)
         group = round_index * count + i // 2
         out.append(Request(request_id("eval", round_index, name, i), group, ids, params))
     return out
@@ -238,7 +235,7 @@ class Comparison:
                 expected, got = wanted[: len(some)], self._generate(arm, some)
             for index, place in compare(arm, expected, got):
                 if len(arm.divergences) < SHOWN:
-                    arm.divergences.append(self._describe(expected[index], got[index], place))
+                    arm.divergences.append(describe(expected[index], got[index], place))
         self.rounds += 1
 
     def _prepare(self, arm: Arm) -> None:
@@ -291,30 +288,13 @@ class Comparison:
             # Otherwise the comparison would pass without any speculation.
             raise UserError(f"{arm.name}: no pass drafted a token; use longer prompts")
 
-    def _describe(self, a: Response, b: Response, place: int) -> str:
-        """The first divergence of two responses, and the score margin of off's token."""
-        request = a.request
-        head = f"request {request.id} token {place}"
-        if place >= min(len(a.token_ids), len(b.token_ids)):
-            return f"{head}: lengths {len(a.token_ids)} and {len(b.token_ids)}"
-        x, y = a.token_ids[place], b.token_ids[place]
-        context = [*request.prompt_ids, *a.token_ids[:place]]
-        logits = self.rollout.engine.prefill.next_logits(context)
-        margin = float(
-            self._score(logits, request, len(context), x)
-            - self._score(logits, request, len(context), y)
-        )
-        return f"{head}: {x} and {y}, score margin {margin:.3g}"
 
-    def _score(self, logits: torch.Tensor, request: Request, position: int, token: int) -> float:
-        temperature = request.params.temperature
-        if temperature == 0:
-            return float(logits[token])
-        low, high = request.id & 0xFFFFFFFF, request.id >> 32
-        words = _C.philox(
-            [token >> 2, position, low, high], [self.seed & 0xFFFFFFFF, self.seed >> 32]
-        )
-        return float(logits[token]) / temperature + _C.gumbel(words[token & 3])
+def describe(a: Response, b: Response, place: int) -> str:
+    """The first divergence of two responses."""
+    head = f"request {a.request.id} token {place}"
+    if place >= min(len(a.token_ids), len(b.token_ids)):
+        return f"{head}: lengths {len(a.token_ids)} and {len(b.token_ids)}"
+    return f"{head}: {a.token_ids[place]} and {b.token_ids[place]}"
 
 
 class _Fixed:

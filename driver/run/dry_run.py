@@ -125,9 +125,6 @@ def run_shape(
         folder: from `shape_folder`.
         ranks: of the run.
         prompt_tokens: of the longest prompt; 0 = by the tokenizer, else `PROMPT_TOKENS`.
-
-    Raises:
-        UserError: the model is not supported, or its context is too short for a prompt.
     """
     spec = policy_spec(config, folder)
     if not prompt_tokens:

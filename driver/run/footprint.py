@@ -44,7 +44,7 @@ def policy_spec(config: Config, folder: Path | None) -> ModelSpec:
 
     Args:
         config: `model.*`.
-        folder: with a `config.json`; None = the tiny model. That of smollm2 may not exist yet.
+        folder: of its `config.json`; None = the tiny model. That of smollm2 may not exist yet.
     """
     if folder is None:
         spec = tiny.spec(config.model)
@@ -57,15 +57,10 @@ def policy_spec(config: Config, folder: Path | None) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by part.
+    """Bytes by part."""
 
-    Attributes:
-        always: part -> bytes, for the whole run.
-        phases: phase -> part -> bytes on top; one phase at a time.
-    """
-
-    always: dict[str, int]
-    phases: dict[str, dict[str, int]]
+    always: dict[str, int]  # for the whole run
+    phases: dict[str, dict[str, int]]  # phase -> part -> bytes on top, one phase at a time
 
     @property
     def peak(self) -> int:
@@ -84,16 +79,13 @@ class Footprint:
 
 
 def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) -> Footprint:
-    """The memory of a run.
+    """Bytes of one rank of a run on `run.device`.
 
     Args:
         config: of the run.
         spec: from `policy_spec`.
         prompt_len: tokens of the longest prompt.
         ranks: processes of the run, which may share the optimizer.
-
-    Returns:
-        Bytes of one rank on `run.device`.
     """
     always = _policy_parts(config, spec, ranks) | _engine_parts(config, spec, prompt_len)
     on_card = config.run.device != "cpu"
@@ -113,16 +105,10 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
 
 @dataclass(frozen=True)
 class RunShape:
-    """The inputs of the memory estimate besides the configuration.
+    """The inputs of the memory estimate besides the configuration."""
 
-    Attributes:
-        spec: of the policy, in the dtype of the run.
-        prompt_len: tokens of the longest prompt.
-        ranks: number of ranks.
-    """
-
-    spec: ModelSpec
-    prompt_len: int
+    spec: ModelSpec  # in the dtype of the run
+    prompt_len: int  # tokens of the longest prompt
     ranks: int = 1
 
     def footprint(self, config: Config) -> Footprint:

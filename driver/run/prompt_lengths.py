@@ -14,10 +14,7 @@ class PromptLengths:
 
     The key is a hash of the text: a prompt's id changes with each epoch, and all ranks must get the
     same key. A resumed run starts empty and splits its first prompts by number alone; the rank of a
-    prompt changes no token.
-
-    Args:
-        kept: number of prompts kept; the least recently used one is dropped.
+    prompt changes no token. Beyond `kept` prompts the least recently used one is dropped.
 
     Example:
         >>> lengths = PromptLengths()
@@ -28,7 +25,7 @@ class PromptLengths:
 
     def __init__(self, kept: int = KEPT) -> None:
         self.kept = kept
-        self._means: dict[bytes, float] = {}  # longest not seen first
+        self._means: dict[bytes, float] = {}  # least recently used first
 
     def note(self, text: str, lengths: Sequence[int]) -> None:
         """Records the response lengths of a prompt."""

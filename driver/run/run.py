@@ -50,6 +50,7 @@ MOST_BAD_UPDATES = 3
 MOSTLY = 0.9  # share of the responses
 MUST_BE_FINITE = ("actor/pg_loss", "actor/grad_norm")
 
+TIMELINE = "trace.json"
 SAMPLES = 4  # responses of a step that are kept to read
 
 
@@ -210,7 +211,7 @@ class Run:
                 run._restore(saved)
             else:
                 if rollout.spot is not None and rollout.spot.checkpoints is not None:
-                    rollout.spot.checkpoints.clear()  # of a start that got to no checkpoint
+                    rollout.spot.checkpoints.clear()  # of an earlier start without a checkpoint
                 adopt_drafter(rollout.spot, drafter_state(source), note)
             if rollout.spot is not None:
                 rollout.spot.prepare()
@@ -245,11 +246,7 @@ class Run:
         return metrics
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
-        """Ends a run that can no longer learn; its last good checkpoint is kept.
-
-        Raises:
-            UserError: the weights are not finite, or `MOST_BAD_UPDATES` updates in a row were not.
-        """
+        """Ends a run whose weights, or `MOST_BAD_UPDATES` updates in a row, are not finite."""
         finite = all(math.isfinite(metrics[name]) for name in MUST_BE_FINITE)
         self.bad_updates = 0 if finite else self.bad_updates + 1
         whole = bool(torch.stack([w.isfinite().all() for w in self.policy.parameters()]).all())
@@ -281,12 +278,8 @@ class Run:
             self.folder.log_step(0, {"eval/accuracy": self.evaluations[0]})
 
     def close(self, whole: bool) -> None:
-        """Ends workers, background threads and records of the run.
-
-        Args:
-            whole: whether the run finished.
-        """
-        with contextlib.ExitStack() as ends:  # all run, last to first, even if one fails
+        """Ends workers, threads and records of the run; `whole` is whether it finished."""
+        with contextlib.ExitStack() as ends:  # all are called, last to first, even if one fails
             if self.folder is not None:
                 ends.callback(self.folder.close if whole else self.folder.discard)
             if whole:
@@ -369,7 +362,7 @@ class Run:
                     self.writer.save(write, self._states(learned))
                 self.saved_step = self.step
             if self.folder is not None:
-                self.phases.timeline.write(self.folder.timeline, timelines[1:])
+                self.phases.timeline.write(self.folder.path / TIMELINE, timelines[1:])
                 if self.collector.rank_states:
                     self.folder.write_ranks(self.collector.rank_states)
 
@@ -414,7 +407,7 @@ class Run:
 
     def _restore(self, saved: Checkpoint) -> None:
         self.step = self.saved_step = saved.step
-        self.phases.timeline.resume(saved.path.parents[1] / RunFolder.TIMELINE, self.step)
+        self.phases.timeline.resume(saved.path.parents[1] / TIMELINE, self.step)
         saved.restore("trainer", self.trainer.load_state_dict)
         saved.restore("bandit", self.rollout.bandit.load_state_dict)
         saved.restore("counters", self._restore_counters)
@@ -445,17 +438,8 @@ def _starting_policy(
 ) -> PreTrainedModel:
     """The policy before the first RL step, the reference of the KL term.
 
-    A warm-up within the run trains `policy` in place. No other file has its result, so it is saved
-    in the run folder for resumed runs.
-
-    Args:
-        config, source: of the run; `source` is the folder that the policy was loaded from.
-        folder: of the run on rank 0; None on other ranks.
-        saved: the checkpoint that the run resumes from, if any.
-        policy, tokenizer: at the start of this process.
-
-    Raises:
-        UserError: the resumed run has no saved reference.
+    A warm-up within the run trains `policy`, which was loaded from `source`, in place. No other
+    file has its result, so it is saved in the run folder for resumed runs.
     """
     if config.warmup.keep or not config.warmup.steps:
         return load_policy(config, source)[0]
@@ -474,18 +458,14 @@ def _write_model(
     tokenizer.save_pretrained(path)
 
 
-def _went_before(config: Config, world: World) -> bool:
+def _is_restart(config: Config, world: World) -> bool:
     """Whether torchrun restarts a run that has already created its folder."""
     folder = user_path(config.run.root) / (config.run.name or Path(config.preset).stem)
     return world.restarts() > 0 and (folder / "config.yaml").exists()
 
 
 def _for_rank(config: Config, world: World) -> Config:
-    """The configuration with the settings that depend on the number of ranks.
-
-    Raises:
-        UserError: more ranks than prompts, or a mode that needs several.
-    """
+    """The configuration with the settings that depend on the number of ranks."""
     if world.size == 1:
         if config.spot.mode == "coordinated":
             raise UserError(
@@ -499,10 +479,6 @@ def _for_rank(config: Config, world: World) -> Config:
             " needs one prompt; raise it or lower --nproc-per-node"
         )
     mode = "off" if config.spot.mode == "off" else "coordinated"
-    return replace(
-        config,
-        run=replace(
-            config.run, device=world.device, resume=config.run.resume or _went_before(config, world)
-        ),
-        spot=replace(config.spot, mode=mode),
-    )
+    resume = config.run.resume or _is_restart(config, world)
+    run = replace(config.run, device=world.device, resume=resume)
+    return replace(config, run=run, spot=replace(config.spot, mode=mode))

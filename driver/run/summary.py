@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..common.memory import CARD_MEMORY, peak_memory_gb
 from ..records.folder import RunFolder, read_jsonl
 from ..records.phases import PHASES, StepTimes
 from .run import Run
-from .warm_start import begun_from
+from .warm_start import start_fingerprints
 
 ENDS = 5  # steps averaged at each end of the run
 
@@ -19,25 +20,25 @@ ENDS = 5  # steps averaged at each end of the run
 def summarize(run: Run) -> dict[str, Any]:
     """The numbers of `summary.json`: of the whole run, except the peak memory of this process."""
     records = read_jsonl(_folder(run).path / "metrics.jsonl")
-    rewards = [r["critic/rewards/mean"] for r in records if r["step"] > 0]
+    steps = [r for r in records if r["step"] > 0]
+    rewards = [r["critic/rewards/mean"] for r in steps]
     accepts = [a for r in records if (a := r.get("spec/accept_length")) is not None]
     heldout = [run.evaluations[step] for step in sorted(run.evaluations)]
     spot = run.rollout.spot
     return {
         "preset": run.config.preset,
-        "warm_start": begun_from(run.config),
+        "warm_start": start_fingerprints(run.config),
         "steps": run.step,
         "reward": _ends(rewards),
         "heldout_accuracy": {
             "before": run.evaluations.get(0),
             "after": heldout[-1] if heldout else None,
         },
-        "correct_length": {f"p{q}": _percentile(run.correct, q) for q in (50, 75, 99, 100)},
-        "clip_ratio": statistics.mean(
-            r["response_length/clip_ratio"] for r in records if r["step"] > 0
-        )
-        if rewards
-        else None,
+        "correct_length": {
+            f"p{q}": float(np.percentile(run.correct, q)) if run.correct else None
+            for q in (50, 75, 99, 100)
+        },
+        "clip_ratio": _over(statistics.mean, [r["response_length/clip_ratio"] for r in steps]),
         "tokens": run.tokens,
         "target_passes": run.target_passes,
         "accept_length": _ends(accepts),
@@ -46,21 +47,19 @@ def summarize(run: Run) -> dict[str, Any]:
         "reprefilled_tokens": sum(r.get("spec/reprefilled_tokens", 0) for r in records),
         "peak_memory_gb": peak_memory_gb(),
         "card_memory_gb": max((r[CARD_MEMORY] for r in records if CARD_MEMORY in r), default=None),
-        "tokens_per_s": _throughput(records),
-        "step_s": _step_seconds(records),
+        "tokens_per_s": _over(statistics.median, [r["perf/throughput"] for r in steps]),
+        "step_s": _step_seconds(steps),
         "wall_s": run.phases.summary(),
     }
 
 
-def _throughput(records: list[dict[str, Any]]) -> float | None:
-    """Tokens a second of generation, the median of the steps."""
-    rates = [r["perf/throughput"] for r in records if r["step"] > 0]
-    return statistics.median(rates) if rates else None
+def _over(statistic: Callable[[list[float]], float], values: list[float]) -> float | None:
+    return statistic(values) if values else None
 
 
-def _step_seconds(records: list[dict[str, Any]]) -> dict[str, float]:
+def _step_seconds(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Median seconds of each phase of a step, of what no phase covers, and of the step."""
-    times = [StepTimes.of(r) for r in records if r["step"] > 0]
+    times = [StepTimes.of(record) for record in steps]
     if not times:
         return {}
     out = {name: statistics.median(t.phases[name] for t in times) for name in PHASES}
@@ -70,18 +69,9 @@ def _step_seconds(records: list[dict[str, Any]]) -> dict[str, float]:
 
 def _ends(values: list[float]) -> dict[str, float | None]:
     """First, last, and the means of the first and the last few."""
-    if not values:
-        return {"first": None, "last": None, "first_mean": None, "last_mean": None}
-    return {
-        "first": values[0],
-        "last": values[-1],
-        "first_mean": statistics.mean(values[:ENDS]),
-        "last_mean": statistics.mean(values[-ENDS:]),
-    }
-
-
-def _percentile(values: list[int], share: int) -> float | None:
-    return float(np.percentile(values, share)) if values else None
+    parts = {"first": values[:1], "last": values[-1:]}
+    parts |= {"first_mean": values[:ENDS], "last_mean": values[-ENDS:]}
+    return {name: _over(statistics.mean, part) for name, part in parts.items()}
 
 
 def write_plots(run: Run) -> None:
@@ -101,7 +91,7 @@ def write_plots(run: Run) -> None:
     if run.collector.rank_states:
         figures["ranks"] = plots.plot_ranks(folder.rank_states())
     for name, figure in figures.items():
-        plots.save(figure, folder.plots / f"{name}.png")
+        plots.save(figure, folder.path / "plots" / f"{name}.png")
 
 
 def _folder(run: Run) -> RunFolder:

@@ -46,30 +46,8 @@ CHECKED = 32  # responses whose accept length is measured
 Note = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """Statistics of the warmed policy's responses: shares right and cut, and lengths in tokens."""
-
-    responses: int
-    accuracy: float
-    cut: float
-    p50: float
-    p99: float
-    longest: int
-    correct_p50: float
-    correct_p99: float
-
-    def lines(self) -> list[str]:
-        return [
-            f"accuracy {self.accuracy:.3f}, {self.cut:.1%} cut at the limit, {self.responses}"
-            " responses",
-            f"lengths p50 {self.p50:.0f}, p99 {self.p99:.0f}, longest {self.longest};"
-            f" correct ones p50 {self.correct_p50:.0f}, p99 {self.correct_p99:.0f}",
-        ]
-
-
 def warm_folder(config: Config) -> Path:
-    """Where the warm start of these settings lies: whatever decides it is in the name."""
+    """Folder of the warm start of these settings; its name is a hash of all that affect it."""
     parts = {name: asdict(getattr(config, name)) for name in ("model", "warmup", "task")}
     del parts["model"]["cache"]
     parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
@@ -80,12 +58,7 @@ def warm_folder(config: Config) -> Path:
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """Eight hex digits of all bits of a module's state.
-
-    Example:
-        >>> fingerprint({"weight": torch.zeros(2)}) == fingerprint({"weight": torch.zeros(2)})
-        True
-    """
+    """A hash of all bits of a module's state, eight hex digits."""
     digest = hashlib.blake2b(digest_size=4)
     for name in sorted(state):
         digest.update(name.encode())
@@ -94,31 +67,25 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
-    """Of the policy and the drafter of a warm start; {} where the folder holds none that tells."""
+    """The hashes of policy and drafter of a warm start; {} if the folder has none."""
     path = folder / REPORT
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return report.get("fingerprint", {})
 
 
-def begun_from(config: Config) -> dict[str, str]:
-    """The fingerprints of the warm start that a run with these settings starts from."""
+def start_fingerprints(config: Config) -> dict[str, str]:
+    """The hashes of the warm start that a run with these settings starts from."""
     found = latest_checkpoint(warm_folder(config)) if config.warmup.keep else None
     return fingerprints(found.path if found else user_path(config.model.path))
 
 
-def told(folder: Path) -> str:
-    """A warm start as words: where it lies, and its fingerprints."""
-    return ", ".join(
-        [str(folder), *(f"{part} {mark}" for part, mark in fingerprints(folder).items())]
-    )
+def describe(folder: Path) -> str:
+    """Folder and hashes of a warm start, in one line."""
+    return ", ".join([str(folder), *map(" ".join, fingerprints(folder).items())])
 
 
 def check_dtype(config: Config) -> None:
-    """Rejects training in float16: small gradients become 0, because the loss is not scaled.
-
-    Raises:
-        UserError: `model.dtype` is float16.
-    """
+    """Rejects training in float16: small gradients become 0, because the loss is not scaled."""
     if config.model.dtype == "float16":
         raise UserError(
             "model.dtype=float16: gradients underflow in float16; train in bfloat16 or float32"
@@ -126,19 +93,19 @@ def check_dtype(config: Config) -> None:
 
 
 def warm_start(config: Config, note: Note) -> Checkpoint:
-    """The warm start of these settings, made where there is none yet.
+    """The warm start of these settings, which is made if it does not exist.
 
     Args:
         config: `warmup.*`, `model.*`, `task.*`, `drafter.*`, `sampling.*`, `run.seed`.
-        note: takes lines of progress.
+        note: called with lines of progress.
 
     Returns:
-        Its checkpoint, with `warm.json`, what was measured of it.
+        Its checkpoint, which also contains the measurements `warm.json`.
     """
     folder = warm_folder(config)
     found = latest_checkpoint(folder)
     if found is not None:
-        note(f"warm start: {told(found.path)}")
+        note(f"warm start: {describe(found.path)}")
         return found
     check_dtype(config)
     if not config.warmup.steps:
@@ -148,9 +115,8 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     encode = prompt_encoder(config, task, tokenizer)
     phases = Phases()
     with phases("policy"):
-        losses = warm_up(
-            policy, encode, task, config.warmup, config.run.seed, warm_up_progress(config, note)
-        )
+        progress = warm_up_progress(config, note)
+        losses = warm_up(policy, encode, task, config.warmup, config.run.seed, progress)
     report: dict[str, Any] = {"loss": [losses[0], float(np.mean(losses[-20:]))]}
     marks = {"policy": fingerprint(policy.state_dict())}
     states: dict[str, Any] = {}
@@ -158,13 +124,12 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
         spec = spec_of(policy)
         params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, encode))
         longest = min(spec.max_position, 2 * params.max_new_tokens)
-        rollout = build_rollout(_for_warmth(config), spec, policy.state_dict(), longest)
+        rollout = build_rollout(_on_request(config), spec, policy.state_dict(), longest)
         assert rollout.spot is not None
         warming = Warming(config, task, encode, rollout, rollout.spot, params, note)
         report |= warming.run(phases)
         states["spot"] = rollout.spot.state_dict()
         marks["drafter"] = fingerprint(states["spot"]["drafter"])
-
     report["fingerprint"] = marks
     report["seconds"] = {name: round(value, 2) for name, value in phases.summary().items()}
 
@@ -183,30 +148,29 @@ def sampling_params(config: Config) -> SamplingParams:
     return SamplingParams(s.temperature, max_new_tokens=s.max_new_tokens)
 
 
+@dataclass(frozen=True)
 class Warming:
     """The drafter's warm-up on a policy that is in the engine."""
 
-    def __init__(
-        self,
-        config: Config,
-        task: Task,
-        encode: PromptEncoder,
-        rollout: Rollout,
-        spot: SpotTrainer,
-        params: SamplingParams,
-        note: Note,
-    ) -> None:
-        self.config, self.task, self.encode = config, task, encode
-        self.rollout, self.spot, self.params, self.note = rollout, spot, params, note
+    config: Config
+    task: Task
+    encode: PromptEncoder
+    rollout: Rollout
+    spot: SpotTrainer
+    params: SamplingParams
+    note: Note
 
     def run(self, phases: Phases) -> dict[str, Any]:
         """Samples responses, trains the drafter, and measures its accept length."""
         with phases("rollout"):
             sampled = self.sample()
-            self.show()
-        report: dict[str, Any] = {"sampled": asdict(sampled)}
-        for line in sampled.lines():
-            self.note(line)
+            self.prefill_demonstrations()
+        report: dict[str, Any] = {"sampled": sampled}
+        self.note(
+            "accuracy {accuracy:.3f}, {cut:.1%} cut at the limit, {responses} responses;"
+            " lengths p50 {p50:.0f}, p99 {p99:.0f}, longest {longest}; correct ones"
+            " p50 {correct_p50:.0f}, p99 {correct_p99:.0f}".format(**sampled)
+        )
         with phases("drafter"):
             with deterministic(self.rollout.target.device):
                 losses = self.train()
@@ -225,8 +189,8 @@ class Warming:
             for i, p in enumerate(prompts)
         ]
 
-    def sample(self) -> Sampled:
-        """Samples responses of the policy; the spot trainer records their features."""
+    def sample(self) -> dict[str, float]:
+        """Samples responses, whose features the spot trainer records; returns their statistics."""
         count = self.config.warmup.responses
         self.rollout.fix(OFF)
         responses = self.rollout.engine.generate(self.requests(FIRST_INDEX, count))
@@ -243,26 +207,26 @@ class Warming:
             ]
         )
         correct = lengths[right >= 1.0] if (right >= 1.0).any() else np.zeros(1)
-        return Sampled(
-            count,
-            float(right.mean()),
-            float(np.mean([r.finish == "length" for r in responses])),
-            float(np.percentile(lengths, 50)),
-            float(np.percentile(lengths, 99)),
-            int(lengths.max()),
-            float(np.percentile(correct, 50)),
-            float(np.percentile(correct, 99)),
-        )
+        return {
+            "responses": count,
+            "accuracy": float(right.mean()),
+            "cut": float(np.mean([r.finish == "length" for r in responses])),
+            "p50": float(np.percentile(lengths, 50)),
+            "p99": float(np.percentile(lengths, 99)),
+            "longest": int(lengths.max()),
+            "correct_p50": float(np.percentile(correct, 50)),
+            "correct_p99": float(np.percentile(correct, 99)),
+        }
 
-    def show(self) -> None:
+    def prefill_demonstrations(self) -> None:
         """Prefills as many worked responses, which records features without decoding."""
         one = replace(self.params, max_new_tokens=1)
         first, count = FIRST_INDEX + self.config.warmup.responses, self.config.warmup.responses
-        shown = [demonstration(self.encode, self.task, first + i) for i in range(count)]
+        worked = [demonstration(self.encode, self.task, first + i) for i in range(count)]
         self.rollout.engine.generate(
             [
                 replace(r.request, prompt_ids=(*r.request.prompt_ids, *r.token_ids), params=one)
-                for r in shown
+                for r in worked
                 if len(r.token_ids) <= self.params.max_new_tokens
             ]
         )
@@ -299,7 +263,7 @@ class Warming:
         return out
 
 
-def _for_warmth(config: Config) -> Config:
+def _on_request(config: Config) -> Config:
     """The run's configuration, with a spot trainer that keeps all data and trains only on request.
 
     Its learning rate decays, so its last weights need no average.

@@ -31,7 +31,7 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
     """
     target, held, shape = spot.target, spot.buffer.num_bytes, spot.drafter.spec
     row = 4 * target.spec.hidden_size * target.embedding.element_size()
-    rows = sum(len(d) - 1 for d in spot.buffer.fresh + spot.buffer.kept if not d.spilled)
+    rows = sum(len(d) - 1 for d in spot.buffer.fresh + spot.buffer.kept)
     trained = trained_numbers(shape)
     # The head in the target's precision on a GPU, ids of the draft vocabulary, a flag per token.
     head = shape.draft_vocab * shape.hidden_size * spot.drafter.lm_head.weight.element_size()
@@ -45,8 +45,7 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
     average = spot.step.average.values.values() if spot.config.average else ()
     entry = row if spot.bin.fixed else 4 * target.spec.hidden_size * BYTES
     return {
-        "features": (rows * row, held["device"]),
-        "spilled": (spot.config.spill_tokens * row if held["host"] else 0, held["host"]),
+        "features": (rows * row, held),
         "weights": (whole, sum(w.nbytes for w in copies)),
         "gradients": (BYTES * trained, sum(w.grad.nbytes for w in weights if w.grad is not None)),
         "optimizer": (2 * BYTES * trained, sum(moments)),

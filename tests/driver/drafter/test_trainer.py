@@ -585,13 +585,13 @@ def test_a_killed_thread_is_reported_and_replaced(parts, monkeypatch):
 
 
 def test_a_full_buffer_trains_on_and_keeps_its_bound(parts):
-    trainer = parts.trainer(buffer_tokens=90, spill_tokens=50, keep_long=0.5, final_steps=1)
+    trainer = parts.trainer(buffer_tokens=90, keep_long=0.5, final_steps=1)
     with pytest.warns(UserWarning, match="its buffer of 90 tokens .* is full") as caught:
         for seed in range(12):
             trainer.buffer.add(parts.document(40, seed))
             trainer.on_pass(1)
     assert trainer.steps == 12 and trainer.buffer.dropped > 1 and len(caught) == 1
-    assert trainer.buffer.num_tokens <= 90 + 50 + 1
+    assert trainer.buffer.num_tokens <= 90
     assert trainer.metrics()["drafter/loss"] > 0
 
 
@@ -605,7 +605,7 @@ def test_auto_is_serial_on_the_cpu(parts):
 
 
 def test_memory_is_what_was_predicted(parts):
-    trainer = parts.trainer(buffer_tokens=90, spill_tokens=50)
+    trainer = parts.trainer(buffer_tokens=90)
     for seed in range(4):
         trainer.buffer.add(parts.document(40, seed))
     trainer.micro_step()

@@ -1,4 +1,4 @@
-"""The spot trainer on a GPU: captured steps, partitions, spilled features."""
+"""The spot trainer on a GPU: captured steps, partitions."""
 
 import time
 from copy import deepcopy
@@ -6,13 +6,12 @@ from copy import deepcopy
 import pytest
 import torch
 
-from driver.drafter.buffer import DataBuffer, Document
+from driver.drafter.buffer import Document
 from driver.drafter.loss import DraftBatch, Teacher, unrolled_loss
 from driver.drafter.overlap import sizes_of
 from driver.drafter.partition import STOP_S
 from driver.model.drafter import Drafter
 from tests import kit
-from tests.driver.draft_memory import training_memory
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_engine import generate, make_rollout, requests, same
 
@@ -195,45 +194,6 @@ def test_captured_steps_stay_valid_after_loading_a_state(policy):
     losses = [steps(spot, 3) for spot in spots]
     assert spots[0].step._graphs == graphs and len(graphs) == 1
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
-
-
-def test_spilled_features_are_the_same_numbers(policy):
-    losses = []
-    for words in ((), ("spot.buffer_tokens=160", "spot.spill_tokens=320")):
-        spot = trainer(policy, *words)
-        fill(spot)
-        losses.append(steps(spot, 6))
-        spilled = [d for d in spot.buffer.fresh if d.spilled]
-        assert bool(spilled) == bool(words) and len(spot.buffer.fresh) == 5
-        assert all(d.features.is_pinned() for d in spilled)
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
-    for part, (predicted, held) in training_memory(spot).items():
-        assert held > 0 and abs(predicted - held) <= 0.1 * held, part
-
-
-def test_spilling_waits_for_nothing_while_documents_are_read():
-    """Copies run in order on a separate stream; every listed document has its own rows."""
-    buffer, side = DataBuffer(64, 0.0, seed=0, spill=128), torch.cuda.Stream()
-    for number in range(60):
-        tokens = torch.full((16,), number)
-        rows = torch.full((15, 8), float(number), device="cuda")
-        event = torch.cuda.Event()
-        event.record()
-        buffer.add(Document(tokens, rows, 0, ready=event))
-        with buffer.lock, torch.cuda.stream(side):
-            read = []
-            for held in buffer.fresh:
-                side.wait_event(held.ready)
-                read.append((int(held.tokens[0]), held.features.to("cuda", non_blocking=True)))
-                if held.features.is_cuda:
-                    held.features.record_stream(side)
-            torch.cuda._sleep(100_000)
-            buffer.read = torch.cuda.Event()
-            buffer.read.record(side)
-        side.synchronize() if number % 7 == 0 else None
-        for value, copy in read if number % 7 == 0 else []:
-            assert bool((copy == value).all())
-    assert sum(d.spilled for d in buffer.fresh) >= 6
 
 
 def overlapped(policy, *words):

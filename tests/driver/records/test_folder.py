@@ -328,7 +328,7 @@ def test_a_folder_closes_every_file_and_goes_even_when_the_disk_is_full(tmp_path
     with pytest.raises(UserError, match="cannot be written .No space left on device"):
         folder.close()
     assert folder._samples.closed and folder._sample_text.closed
-    with pytest.warns(UserWarning, match="ending the run failed too .*No space left"):
+    with pytest.warns(UserWarning, match="the cleanup after an error failed .*No space left"):
         folder.discard()
     assert not folder.path.exists()
 

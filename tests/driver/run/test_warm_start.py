@@ -18,6 +18,7 @@ from driver.policy import warmup
 from driver.records.progress import Progress
 from driver.run import warm_start as warm
 from driver.run.run import Run
+from driver.session.parts import adopt_drafter
 from driver.train import train
 from tests import kit
 
@@ -64,8 +65,8 @@ def test_it_is_made_once_and_found_by_its_settings(config, made):
     again = []
     assert warm.warm_start(config, again.append) == checkpoint
     marks = warm.fingerprints(checkpoint.path)
-    told = f"{checkpoint.path}, policy {marks['policy']}, drafter {marks['drafter']}"
-    assert again == [f"warm start: {told}"]
+    described = f"{checkpoint.path}, policy {marks['policy']}, drafter {marks['drafter']}"
+    assert again == [f"warm start: {described}"]
     assert checkpoint.path.parent == warm.warm_folder(config)
     for other in (
         replace(config, run=replace(config.run, seed=1)),
@@ -148,11 +149,11 @@ def test_a_fingerprint_is_of_all_bits():
 def test_a_run_knows_what_it_begins_from(config, made, tmp_path):
     marks = warm.fingerprints(made[0].path)
     assert set(marks) == {"policy", "drafter"}
-    assert warm.begun_from(config) == marks
-    assert warm.begun_from(load_config([f"model.path={made[0].path}"])) == marks
-    assert warm.begun_from(load_config([])) == {}
+    assert warm.start_fingerprints(config) == marks
+    assert warm.start_fingerprints(load_config([f"model.path={made[0].path}"])) == marks
+    assert warm.start_fingerprints(load_config([])) == {}
     (tmp_path / warm.REPORT).write_text("{}")  # of an earlier version
-    assert warm.begun_from(load_config([f"model.path={tmp_path}"])) == {}
+    assert warm.start_fingerprints(load_config([f"model.path={tmp_path}"])) == {}
 
 
 @kit.gpu
@@ -221,7 +222,7 @@ def test_a_drafter_of_an_earlier_version_is_named_with_what_it_lacks(made):
     options = GenerateOptions(model=str(made[0].path), strategy="learned:4,2,8")
     spot = Generator(options).rollout.spot
     with pytest.raises(UserError, match="drafter lacks 'acceptance', an earlier version wrote it"):
-        warm.adopt_drafter(spot, state, print)
+        adopt_drafter(spot, state, print)
 
 
 def test_generate_takes_it(made):

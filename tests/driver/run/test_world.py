@@ -336,7 +336,7 @@ def test_a_rank_that_hangs_behind_its_rollout_is_named(
     script = STEP_HANGS.format(slow=slow, hangs=hangs, gathers=gathers)
     code, log = launch(tmp_path, ranks, "run.timeout_s=15", script=script)
     assert code != 0 and named in log, log[-3000:]
-    assert "a rank that had come" not in log
+    assert "a rank that had reached the call" not in log
 
 
 @pytest.mark.slow
@@ -453,13 +453,13 @@ def test_a_failed_step_of_the_idle_rank_costs_the_drafter_only(tmp_path):
         (torch.OutOfMemoryError("out"), torch.OutOfMemoryError, "out"),
     ],
 )
-def test_what_a_meeting_died_of_is_told(error, seen, match):
+def test_the_error_of_a_collective_call_is_reported(error, seen, match):
     """A fault of this rank's own card is not called the loss of another."""
-    with pytest.raises(seen, match=match), World(rank=0, size=2).meeting():
+    with pytest.raises(seen, match=match), World(rank=0, size=2).collective():
         raise error
 
 
-def test_one_process_needs_no_meeting(monkeypatch):
+def test_one_process_makes_no_collective_call(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     world = World.join("cpu", 1.0)
     assert (world.rank, world.size, world.device) == (0, 1, "cpu")
