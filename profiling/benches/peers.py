@@ -19,12 +19,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +35,6 @@ from driver.drafter.eagle3 import config_of_state, write_drafter
 from driver.model.drafter import Drafter, DraftSpec
 from driver.model.spec import read_json
 from driver.model.tiny import build_tokenizer
-from driver.rollout.request import Request, SamplingParams, request_id
 from driver.session.parts import Rollout
 from profiling.benches.decode import SHAPE_WORDS, recorded_accepts
 from profiling.peers.vllm import Vllm, lacks_vllm
@@ -48,11 +44,11 @@ from profiling.rig.subjects import (
     QWEN2_7B,
     QWEN2_15B,
     Subject,
-    fix_bandit,
     of_checkpoint,
     of_shape,
 )
 from profiling.rig.workload import accept_length, trace_lengths
+from profiling.studies.by_turns import Batch, compare, equal_share, ours, speeds, theirs
 
 NEEDS_WARM_START = True
 BATCHES, SPEC_BATCHES = [1, 8, 32, 128, 256], [1, 32, 128]
@@ -60,12 +56,17 @@ CHAIN = "learned:4,1,5"  # as vLLM's chains of 4
 STRATEGIES = ["ngram:6,1,7", CHAIN, "learned:6,1,7", "hybrid:6,4,16"]
 CHAINS = [4, 8]  # tokens that vLLM drafts
 MAX_ROWS = 1280  # of a pass, as in preset=h100
-ROUNDS = 3
 WARM_TOKENS = 32  # of each request of the trace before it is timed
 PROMPTS, SAMPLES, STEP_TOKENS = 32, 8, 4096  # of a step of preset=h100
 START_LIMIT_S = 300
 SHAPES: dict[str, tuple[Qwen2Config, int]] = {"15b": (QWEN2_15B, 5), "7b": (QWEN2_7B, 9)}  # GiB
 EXPORT_PROMPTS, EXPORT_TOKENS = 64, 192
+# Temperature, how vLLM drafts, how we verify. At T = 1 the last one is the same rule in both.
+EXPORT_ARMS = (
+    (0.0, "greedy", "shared"),
+    (1.0, "greedy", "shared"),
+    (1.0, "probabilistic", "rejection"),
+)
 # Depths below and above seven layers, where vLLM's own choice of layers is another.
 SMALL = {"qwen3": 6, "qwen2": 5}
 HIDDEN = 256
@@ -96,97 +97,18 @@ def lacks() -> str:
     return lacks_vllm("")
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Requests that both engines get."""
-
-    prompts: list[tuple[int, ...]]
-    limits: list[int]
-    temperature: float = 1.0
-    stops: tuple[int, ...] = ()
-
-    def cut(self, limit: int) -> Batch:
-        return replace(self, limits=[min(limit, own) for own in self.limits])
-
-    def requests(self) -> list[Request]:
-        """For our engine; equal prompts are a group."""
-        groups = {ids: number for number, ids in enumerate(dict.fromkeys(self.prompts))}
-        params = SamplingParams(self.temperature, stop_ids=self.stops)
-        return [
-            Request(
-                request_id("eval", 0, f"peers/{i}", 0),
-                groups[ids],
-                ids,
-                replace(params, max_new_tokens=limit),
-            )
-            for i, (ids, limit) in enumerate(zip(self.prompts, self.limits, strict=True))
-        ]
-
-
-@dataclass(frozen=True)
-class Made:
-    """What an engine made of a batch."""
-
-    seconds: float
-    lengths: list[int]
-    accept_length: float = 1.0
-    tokens: tuple[tuple[int, ...], ...] = ()
-
-
-Arm = Callable[[Batch], Made]
-
-
-def ours(rollout: Rollout, policy: str) -> Arm:
-    """Our engine with a policy of the bandit. One that learns keeps its state."""
-    states: list[Any] = []
-
-    def generate(batch: Batch) -> Made:
-        recorder = fix_bandit(rollout, policy=policy)
-        if states:
-            recorder.bandit.load_state_dict(states[0])
-        engine = rollout.engine
-        engine.forget()
-        requests = batch.requests()
-        begin = time.perf_counter()
-        responses = engine.generate(requests, record=False)
-        seconds = time.perf_counter() - begin
-        if policy in ("ucb", "beg"):
-            states[:] = [recorder.bandit.state_dict()]
-        tokens = tuple(tuple(response.token_ids) for response in responses)
-        return Made(seconds, [*map(len, tokens)], engine.stats.accept_length or 1.0, tokens)
-
-    return generate
-
-
-def theirs(engine: Vllm, *, counted: bool = False, tokens: bool = False) -> Arm:
-    """A vLLM engine; `counted`: with accept lengths, which cost it time."""
-
-    def generate(batch: Batch) -> Made:
-        made = engine.generate(
-            batch.prompts,
-            batch.limits,
-            temperature=batch.temperature,
-            stops=batch.stops,
-            counted=counted,
-            tokens=tokens,
-        )
-        ids = tuple(map(tuple, made.get("tokens", ())))
-        return Made(made["seconds"], made["lengths"], made.get("accept_length", 1.0), ids)
-
-    return generate
-
-
 class Peers:
     """The vLLM engines of a part, started side by side.
 
     Args:
         bench: takes a row for each start.
         chosen: the options.
-        scratch: folder for logs.
+        scratch: folder for caches.
     """
 
     def __init__(self, bench: Bench, chosen: argparse.Namespace, scratch: Path) -> None:
-        self.bench, self.folder, self.logs = bench, chosen.vllm, chosen.logs or scratch
+        self.bench, self.folder, self.scratch = bench, chosen.vllm, scratch
+        self.logs = chosen.logs or scratch
         self.logs.mkdir(parents=True, exist_ok=True)
         self.engines: dict[str, Vllm] = {}
 
@@ -195,13 +117,24 @@ class Peers:
         name: str,
         model: Path,
         *,
-        k: int = 0,
         kv_gib: int,
+        k: int = 0,
+        most: int = 256,
         invariant: bool = False,
         **more: Any,
     ) -> None:
-        """Begins to start an engine with `k` drafted tokens; `invariant` = by batch, and eager."""
-        rows = max(BATCHES) * (k + 1)
+        """Begins to start an engine.
+
+        Args:
+            name: of the engine.
+            model: folder.
+            kv_gib: size of its cache.
+            k: drafted tokens.
+            most: requests of the largest batch with a graph.
+            invariant: results do not depend on the batch; without graphs.
+            **more: settings of `vllm.LLM`.
+        """
+        rows = most * (k + 1)
         graphs: dict[str, Any] = {
             "compilation_config": {"max_cudagraph_capture_size": max(512, -(-rows // 16) * 16)}
         }
@@ -209,13 +142,15 @@ class Peers:
             name,
             self.folder,
             self.logs / f"vllm-{name.replace(' ', '-')}.log",
-            {"VLLM_BATCH_INVARIANT": "1"} if invariant else {},
+            # Engines that compile the same model side by side must not share a cache.
+            {"VLLM_CACHE_ROOT": str(self.scratch / f"cache {name}")}
+            | ({"VLLM_BATCH_INVARIANT": "1"} if invariant else {}),
             model=str(model),
             dtype="bfloat16",
             skip_tokenizer_init=True,
             gpu_memory_utilization=0.1,  # of the card, which must be free; the cache is as below
             kv_cache_memory_bytes=kv_gib << 30,
-            max_num_seqs=max(BATCHES),
+            max_num_seqs=256,
             max_num_batched_tokens=16384,
             enable_prefix_caching=False,
             attention_backend="FLASH_ATTN",
@@ -247,68 +182,6 @@ def peers(bench: Bench, chosen: argparse.Namespace) -> Iterator[tuple[Peers, Pat
         made = Peers(bench, chosen, Path(scratch))
         stack.callback(made.close)
         yield made, Path(scratch)
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Of one arm at one batch."""
-
-    tokens_per_s: float
-    accept_length: float
-    spread: float
-
-
-def speeds(arms: Mapping[str, Arm], counted: Mapping[str, Arm], batch: Batch) -> dict[str, Speed]:
-    """Tokens a second after the first token.
-
-    Args:
-        arms: timed, every other round in reverse.
-        counted: run once before, for accept lengths and warm caches.
-        batch: with equal limits.
-    """
-    accepted = {name: arm(batch).accept_length for name, arm in counted.items()}
-    whole, first = defaultdict(list), defaultdict(list)
-    for index in range(ROUNDS):
-        for name in arms if index % 2 == 0 else reversed(list(arms)):
-            first[name].append(arms[name](batch.cut(1)).seconds)
-            whole[name].append(arms[name](batch).seconds)
-    out, tokens = {}, sum(batch.limits) - len(batch.limits)
-    for name in arms:
-        seconds = statistics.median(whole[name]) - statistics.median(first[name])
-        spread = (max(whole[name]) - min(whole[name])) / statistics.median(whole[name])
-        out[name] = Speed(tokens / seconds, accepted[name], spread)
-    return out
-
-
-def compare(
-    bench: Bench,
-    case: str,
-    found: Mapping[str, Speed],
-    own: Sequence[str],
-    peer: Sequence[str],
-    **more: Any,
-) -> None:
-    """A row for each arm, and one for our best over vLLM's best."""
-    for name in (*own, *peer):
-        speed = found[name]
-        bench.add_row(
-            f"{case}, {name}",
-            1e6 / speed.tokens_per_s,
-            tokens_per_s=round(speed.tokens_per_s, 1),
-            accept_length=round(speed.accept_length, 3),
-            spread=round(speed.spread, 3),
-        )
-    best, other = (max(names, key=lambda n: found[n].tokens_per_s) for names in (own, peer))
-    bench.add_row(
-        case,
-        1e6 / found[best].tokens_per_s,
-        ours=best,
-        tokens_per_s=round(found[best].tokens_per_s, 1),
-        vllm=other,
-        vllm_tokens_per_s=round(found[other].tokens_per_s, 1),
-        over_vllm=round(found[best].tokens_per_s / found[other].tokens_per_s, 3),
-        **more,
-    )
 
 
 def tokens_of(batch: int) -> int:
@@ -448,7 +321,7 @@ def shapes(bench: Bench, chosen: argparse.Namespace) -> None:
             common["load_format"] = "dummy"
             vllm.start(f"{name} plain", folder, **common)
             spec = eagle3(drafter, len(rates), draft_load_format="auto", **synthetic)
-            vllm.start(f"{name} eagle3 k=4", folder, **spec, **common)
+            vllm.start(f"{name} eagle3 k=4", folder, most=max(SPEC_BATCHES), **spec, **common)
         vllm.ready()
         for name, subject in subjects.items():
             with bench.part(name):
@@ -542,11 +415,10 @@ def small_words(family: str, scratch: Path) -> list[str]:
 
 def one_export(bench: Bench, name: str, subject: Subject, vllm: Peers) -> None:
     """Accept lengths of both engines for chains of 4, and vLLM's tokens with and without them."""
-    rollout = subject.rollout(
-        f"engine.strategies=off {CHAIN}", "engine.num_pages=0", longest=EXPORT_TOKENS + 512
-    )
+    words = [f"engine.strategies=off {CHAIN}", "engine.num_pages=0"]
     prompts = subject.prompts(EXPORT_PROMPTS)
-    for temperature, way in ((0.0, "greedy"), (1.0, "greedy"), (1.0, "probabilistic")):
+    for temperature, way, verify in EXPORT_ARMS:
+        rollout = subject.rollout(*words, f"engine.verify={verify}", longest=EXPORT_TOKENS + 512)
         batch = Batch(prompts, [EXPORT_TOKENS] * len(prompts), temperature, subject.stops)
         own = ours(rollout, CHAIN)(batch)
         made = theirs(vllm.engines[f"{name} {way}"], counted=True, tokens=True)(batch)
@@ -567,22 +439,6 @@ def one_export(bench: Bench, name: str, subject: Subject, vllm: Peers) -> None:
         )
 
 
-def equal_share(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """Share of the tokens before the first difference of each response.
-
-    Example:
-        >>> equal_share([[1, 2], [3, 4]], [[1, 2], [3, 5]])
-        0.75
-    """
-    equal = total = 0
-    for one, other in zip(some, others, strict=True):
-        longest = max(len(one), len(other))
-        same = [i for i in range(longest) if one[i : i + 1] != other[i : i + 1]]
-        equal += same[0] if same else longest
-        total += longest
-    return round(equal / total, 6)
-
-
 def book(bench: Bench) -> None:
     """The targets, each the worst of its rows, those of earlier parts among them."""
     rows = {row["case"]: row for row in [*bench.known, *bench.rows]}
@@ -598,7 +454,8 @@ def book(bench: Bench) -> None:
     worst("spec_big_over_vllm_eagle3_x", big)
     worst("trace_over_vllm_x", ["trace of 128"])
     greedy = [f"export {name} T=0 greedy" for name in ("llama", *SMALL)]
-    worst("vllm_accept_over_ours_x", greedy, "vllm_over_ours")
+    sampled = [f"export {name} T=1 probabilistic" for name in ("llama", *SMALL)]
+    worst("vllm_accept_over_ours_x", [*greedy, *sampled], "vllm_over_ours")
     worst("vllm_greedy_equal_share", greedy, "equal_to_plain")
 
 
