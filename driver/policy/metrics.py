@@ -79,7 +79,10 @@ def warn_of_equal_rewards(
 
 
 def logprob_metrics(
-    batches: Sequence[MicroBatch], dtype: torch.dtype, world: World
+    batches: Sequence[MicroBatch],
+    dtype: torch.dtype,
+    world: World,
+    idle: Sequence[Response] = (),
 ) -> dict[str, float]:
     """Entropy, and the difference between the log-probs of rollout and trainer.
 
@@ -89,6 +92,8 @@ def logprob_metrics(
         batches: of this rank, with old log-probs and entropy.
         dtype: of the policy.
         world: all ranks.
+        idle: responses of the step that are in no batch. Their negative log-probs, whose mean is
+            the entropy, stand for it.
 
     Returns:
         Metrics by their names in the log; {} without tokens.
@@ -105,6 +110,7 @@ def logprob_metrics(
     most = torch.stack(world.gather(largest)).max().item()
     if not tokens:
         return {}
+    unseen = [x for r in idle for x, g in zip(r.logprobs, r.generated, strict=True) if g]
     half = dtype in (torch.bfloat16, torch.float16)
     mean, alarm = distance / tokens, LOGP_ALARM_HALF if half else LOGP_ALARM_FLOAT32
     if not mean <= alarm:  # a NaN warns too
@@ -114,7 +120,7 @@ def logprob_metrics(
             stacklevel=3,
         )
     return {
-        "actor/entropy": entropy / tokens,
+        "actor/entropy": (entropy - sum(unseen)) / (tokens + len(unseen)),
         "sampling/sampling_logp_difference/mean": mean,
         "sampling/sampling_logp_difference/max": most,
     }

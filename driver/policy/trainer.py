@@ -86,6 +86,8 @@ class PolicyTrainer:
             fused=self._device().type == "cuda",  # one pass over memory
         )
         self.own_old_logprobs = has_own_old_logprobs(cfg)
+        # Then a response without advantage adds exactly 0 to loss and gradient.
+        self.skips_idle = not (cfg.kl_coef or cfg.entropy_coef)
         self.estimator = ESTIMATORS[cfg.advantage]
         auto = cfg.loss_norm == "auto"
         self.loss_norm = self.estimator.loss_norm if auto else cast(LossNorm, cfg.loss_norm)
@@ -149,9 +151,14 @@ class PolicyTrainer:
             denominators = [
                 grpo.loss_denominator(some, self.loss_norm, max_length) for some in lengths
             ]
+            idle: list[Response] = []
+            if self.own_old_logprobs and self.skips_idle:
+                at_work = [[i for i in part if advantages[i]] or part[:1] for part in parts]
+                idle = [responses[i] for i in {*kept}.difference(*at_work)]
+                minibatches = [map(fixed, self._micro_batches(responses, some)) for some in at_work]
             with deterministic(device):
                 done, trained = self._train(minibatches, advantages.to(device), denominators)
-            metrics |= logprob_metrics(done, self.params[0].dtype, self.world) | trained
+            metrics |= logprob_metrics(done, self.params[0].dtype, self.world, idle) | trained
         self.step += 1
         metrics["timing_s/old_log_prob"] = fixing.seconds
         metrics["timing_s/update_actor"] = training.seconds

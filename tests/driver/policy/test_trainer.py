@@ -202,6 +202,84 @@ def test_responses_left_out_leave_the_gradient_and_the_denominator_fault_42(adva
     assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [[1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0], [0.5, 1.0, 0.0, 0.5, *REWARDS[4:]], [1.0] * 8],
+    ids=["a group", "the mean", "all"],
+)
+@pytest.mark.parametrize("loss_norm", ["tokens", "constant"])
+def test_responses_without_advantage_are_not_computed(rewards, loss_norm):
+    """Updates, so gradients, and metrics of the loss are those of the whole batch."""
+    model, found = make_model(), []
+    responses = with_tools(make_responses(model, temperature=0.7))
+    groups = torch.tensor([r.request.group for r in responses])
+    advantages = grpo.group_advantages(torch.tensor(rewards), groups, "grpo")
+    for skips in (True, False):
+        trainer = PolicyTrainer(
+            copy.deepcopy(model), Cfg(lr=1e-2, loss_norm=loss_norm, micro_batch_tokens=60)
+        )
+        assert trainer.skips_idle
+        trainer.skips_idle = skips
+        trainer.update(responses, REWARDS)  # Adam's moments are no longer 0
+        seen, train = [], trainer._train
+        trainer._train = lambda batches, *rest, seen=seen, do=train: do(
+            [seen.append(list(part)) or seen[-1] for part in batches], *rest
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            metrics = trainer.update(responses, rewards)
+        taking_part = {i for part in seen for batch in part for i in batch.owner.tolist()}
+        wanted = {*advantages.nonzero()[:, 0].tolist()} or {min_id(responses)}
+        assert taking_part == (wanted if skips else {*range(8)})
+        found.append((metrics, trainer.params))
+    (some, policy), (whole, other) = found
+    assert some.keys() == whole.keys()
+    assert_close([*policy], [*other], rtol=1e-5, atol=1e-6)
+    sampled = {"actor/entropy", *(name for name in some if "logp_difference" in name)}
+    for name in some.keys() - sampled - {"timing_s/old_log_prob", "timing_s/update_actor"}:
+        assert some[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-7), name
+
+
+def min_id(responses):
+    return min(range(len(responses)), key=lambda i: responses[i].request.id)
+
+
+def test_metrics_of_log_probs_without_those_that_are_not_computed():
+    """The entropy of such responses is estimated by their negative log-probs."""
+    model = make_model()
+    responses = make_responses(model)
+    rewards = [*REWARDS[:4], 1.0, 1.0, 1.0, 1.0]
+    whole = PolicyTrainer(copy.deepcopy(model), Cfg()).update(responses, rewards)
+    part = PolicyTrainer(model, Cfg()).update(responses[:4], rewards[:4])
+    counts = [sum(len(r.token_ids) for r in some) for some in (responses[:4], responses[4:])]
+    estimate = -sum(sum(r.logprobs) for r in responses[4:])
+    entropy = (part["actor/entropy"] * counts[0] + estimate) / sum(counts)
+    assert whole["actor/entropy"] == pytest.approx(entropy, rel=1e-5)
+    for name in (name for name in whole if "logp_difference" in name):
+        assert whole[name] == part[name]
+
+
+@pytest.mark.parametrize(
+    "options", [{"entropy_coef": 0.1}, {"kl_coef": 0.1}, {"epochs": 2}, {"minibatches": 2}], ids=str
+)
+def test_all_responses_take_part_where_they_add_something(options):
+    """To the loss, or to the metrics of updates after the first."""
+    model = make_model()
+    trainer = PolicyTrainer(model, Cfg(**options), lambda: make_model(seed=5))
+    responses, taken, train = make_responses(model), [], trainer._train
+
+    def spy(batches, *rest):
+        batches = [list(part) for part in batches]
+        taken.extend(i for part in batches for batch in part for i in batch.owner.tolist())
+        return train(batches, *rest)
+
+    trainer._train = spy
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.update(responses, [1.0] * 8)
+    assert {*taken} == {*range(8)}
+
+
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_ratio_is_exactly_one_at_the_first_update_fault_43(temperature):
     model = make_model()
