@@ -107,7 +107,8 @@ class Response:
         drafter_versions: learned drafters that drafted for it, in order of use.
         tools: half-open ranges of `token_ids` that tools wrote.
         turn_ended: it was aborted while a tool worked.
-        accept_length: mean tokens of its speculative passes; None without any.
+        accept_length: mean tokens of its speculative passes since it was last resumed; None
+            without any.
     """
 
     request: Request

@@ -230,7 +230,7 @@ class Run:
 
     def finish_bubble(self) -> None:
         """Tunes the overlap once, then starts the final drafter steps."""
-        if self.rollout.spot is not None:
+        if self.rollout.spot is not None and self.config.spot.mode != "off":
             self.session.train_drafter()
 
     def update_policy(self, step: Experience) -> dict[str, float]:

@@ -78,8 +78,8 @@ class Inbox(RequestSource):
 
     # ---- called by other threads ----------------------------------------------------------------
 
-    def put(self, ticket: Ticket) -> None:
-        """Adds an arrival.
+    def put(self, tickets: Sequence[Ticket]) -> None:
+        """Adds arrivals; those that arrive together share the computation of their prompts.
 
         Raises:
             SessionClosed: the session is closed.
@@ -87,7 +87,7 @@ class Inbox(RequestSource):
         with self._changed:
             if self.closed:
                 raise SessionClosed("the session is closed")
-            self._arrivals.append(ticket)
+            self._arrivals += tickets
             self._changed.notify_all()
 
     def wait(self) -> bool:
@@ -210,7 +210,7 @@ class Inbox(RequestSource):
                 scheduler.end(state)
             else:
                 scheduler.resume(state, self._checked(tokens))
-        except Exception as error:
+        except BaseException as error:  # a tool may even exit
             if state not in self.tickets:
                 raise
             scheduler.remove(state)

@@ -71,10 +71,11 @@ class Rollout:
             torch.cuda.empty_cache()
 
     def allocate(self) -> None:
-        """Gets back what `free` freed, with zeros; graphs are captured before the next rollout."""
+        """Gets back what `free` freed, with zeros, and captures the graphs again."""
         for array in self._paged():
             array.untyped_storage().resize_(array.nbytes)
             array.zero_()
+        self.engine.runner.prepare()
 
     def _paged(self) -> list[torch.Tensor]:
         cache, runner = self.engine.cache, self.spot.runner if self.spot else None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -196,7 +197,7 @@ class Session:
         """
         listed = [prompts] if isinstance(prompts, (str, Request)) else prompts
         requests = [r for prompt in listed for r in self._requests(prompt, params, samples)]
-        futures = [self._submit(request, on_end) for request in requests]
+        futures = self._submit(requests, on_end)
         try:
             wait(futures)
         except BaseException:  # Ctrl-C
@@ -226,8 +227,8 @@ class Session:
             UserError: the request can never run.
             SessionClosed: the session is closed.
         """
-        (request,) = self._requests(prompt, params, 1)
-        return self._submit(request, on_end)
+        (future,) = self._submit(self._requests(prompt, params, 1), on_end)
+        return future
 
     def abort(self, ids: Iterable[int] | None = None) -> list[Response]:
         """Ends unfinished requests.
@@ -342,8 +343,8 @@ class Session:
         Returns:
             The micro-steps made so far in all.
         """
-        if self.spot is None:
-            raise UserError("session: there is no drafter; use train_drafter=True or drafter=...")
+        if self.spot is None or self.spot.config.mode == "off":
+            raise UserError("session: no drafter is trained; make it with train_drafter=True")
         with self._between_bursts():
             if steps is None:
                 if self.rollout.tuner is not None:
@@ -361,6 +362,8 @@ class Session:
         """Frees KV cache, features and graphs; unfinished requests wait for `wake`."""
         with self._between_bursts():
             if not self._inbox.asleep:
+                if self.spot is not None:
+                    self.spot.stop()
                 self.rollout.free()
                 self._inbox.asleep = self._inbox.kv_lost = True
 
@@ -413,29 +416,38 @@ class Session:
         if self._inbox.asleep:
             raise UserError("session: it sleeps; call wake() first")
 
-    def _submit(self, request: Request, on_end: OnEnd | None) -> Future[Response]:
-        ticket = Ticket(request, on_end, Future())
-        self._inbox.put(ticket)
+    def _submit(self, requests: Sequence[Request], on_end: OnEnd | None) -> list[Future[Response]]:
+        tickets = [Ticket(request, on_end, Future()) for request in requests]
+        self._inbox.put(tickets)
         with self._lock:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="tlt-session", daemon=True)
                 self._worker.start()
-        return ticket.future
+        return [ticket.future for ticket in tickets]
 
     def _work(self) -> None:
         """Makes rollouts of what arrives until the session is closed."""
-        if self.rollout.target.device.type == "cuda":
-            torch.cuda.set_device(self.rollout.target.device)
+        use_device(str(self.rollout.target.device))
         while self._inbox.wait():
             try:
                 self.roll_out(())
-            except Exception:  # the futures have it
+            except BaseException:  # the futures have it
                 continue
 
-    def _between_bursts(self) -> Any:
+    @contextmanager
+    def _between_bursts(self) -> Iterator[None]:
+        """Inside the block, this thread alone uses the engine, on its current stream."""
         if threading.current_thread() is self._worker:
             raise RuntimeError("session: called from a callback of a future; use another thread")
-        return self._inbox.between_bursts()
+        device = self.rollout.target.device
+        with self._inbox.between_bursts():
+            if device.type == "cpu":
+                yield
+                return
+            here, there = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+            here.wait_stream(there)  # rollouts run there
+            yield
+            there.wait_stream(here)
 
 
 def _copied(target: TargetModel, stream: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -493,7 +493,7 @@ def test_from_pretrained_reads_folders_texts_and_drafters(tmp_path):
         assert isinstance(session.decode(response), str)
         assert response.request.prompt_ids == session.encode("12 + 34 = ")
         assert session.spot is None and session.engine.cache.page_size == 8
-        with pytest.raises(UserError, match="there is no drafter"):
+        with pytest.raises(UserError, match="no drafter is trained"):
             session.train_drafter()
     with pytest.raises(UserError, match="no checkpoint with a drafter"):
         Session.from_pretrained("tiny", drafter=str(tmp_path))
