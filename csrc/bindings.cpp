@@ -258,7 +258,7 @@ void bind_graph_pool(py::module_& m) {
         py::dict all;
         for (const auto& [key, usage] : pool.usage()) {
           all[py::str(key)] =
-              py::make_tuple(usage.charged_bytes, usage.settled_bytes, usage.peak_bytes,
+              py::make_tuple(usage.charged_bytes, usage.resident_bytes, usage.peak_bytes,
                              usage.nodes, usage.launches, usage.loop);
         }
         return all;

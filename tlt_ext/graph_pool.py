@@ -33,7 +33,7 @@ class GraphUsage:
     """
 
     charged_bytes: int  # what the budget counts: that average times the nodes
-    settled_bytes: int  # decrease of the device's free memory after the graph was made
+    resident_bytes: int  # decrease of the device's free memory after the graph was made
     peak_bytes: int  # largest decrease while it was made
     nodes: int  # of the captured graphs and of the loop
     launches: int

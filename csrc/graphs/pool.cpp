@@ -205,8 +205,8 @@ Executable instantiate(cudaGraph_t graph, cudaStream_t stream, GraphUsage* usage
   const int64_t made = before - free_bytes();
   check_graph(cudaGraphUpload(handle, stream), "upload");
   check_graph(cudaStreamSynchronize(stream), "upload");
-  usage->settled_bytes = before - free_bytes();
-  usage->peak_bytes = std::max(made, usage->settled_bytes);
+  usage->resident_bytes = before - free_bytes();
+  usage->peak_bytes = std::max(made, usage->resident_bytes);
   return executable;
 }
 

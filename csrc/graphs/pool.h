@@ -27,9 +27,9 @@ inline int64_t graph_bytes(int64_t nodes, bool loop) {
 // The driver allocates memory in blocks that graphs share, and reuses the memory of destroyed
 // graphs. So the free memory shows what one graph needs only on average over many nodes.
 struct GraphUsage {
-  int64_t charged_bytes;  // counted against the budget, by that average
-  int64_t settled_bytes;  // decrease of the device's free memory once the graph is uploaded
-  int64_t peak_bytes;     // largest decrease until then
+  int64_t charged_bytes;   // counted against the budget, by that average
+  int64_t resident_bytes;  // decrease of the device's free memory once the graph is uploaded
+  int64_t peak_bytes;      // largest decrease until then
   int64_t nodes, launches;
   bool loop;
 };

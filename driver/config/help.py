@@ -44,8 +44,8 @@ def help_text(command: str, argv: Sequence[str] = ()) -> str:
     shown = load_config([preset])
     parts = [usage + " [--dry-run]" * (command == "train"), TRAIN if command == "train" else WARM]
     parts.append(
-        f"Presets: {', '.join(preset_names())}; without preset=, {DEFAULT_PRESET}. Each key stands"
-        f" with its default,\nand in brackets with the value of {preset} where that differs."
+        f"Presets: {', '.join(preset_names())}; without preset=, {DEFAULT_PRESET}. Each key has its"
+        f" default,\nand in brackets the value of {preset} if that differs."
     )
     if command == "train":
         parts.append(f"{DryRunOptions.__doc__}\n{_fields(DryRunOptions())}")

@@ -264,6 +264,6 @@ class PassGraphs:
         return {
             "graphs/count": len(usage),
             "graphs/charged_mib": sum(u.charged_bytes for u in usage.values()) / 2**20,
-            "graphs/settled_mib": sum(u.settled_bytes for u in usage.values()) / 2**20,
+            "graphs/settled_mib": sum(u.resident_bytes for u in usage.values()) / 2**20,
             "graphs/peak_mib": max((u.peak_bytes for u in usage.values()), default=0) / 2**20,
         }

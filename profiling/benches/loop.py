@@ -121,7 +121,7 @@ def measure_memory(kernels: int, loop: bool) -> dict:
     ran = before - torch.cuda.mem_get_info()[0]
     usage = pool.usage().values()
     nodes = sum(u.nodes for u in usage)
-    summed = sum(u.settled_bytes for u in usage)
+    summed = sum(u.resident_bytes for u in usage)
     return {
         "bench": "loop",
         "case": f"memory of {kernels} kernels{' in a loop' if loop else ''}",

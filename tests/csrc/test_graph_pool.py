@@ -315,7 +315,7 @@ def test_the_least_recently_used_graphs_give_way(loop):
     for key in "abcd":
         assert add(free, key, graphs, model, loop) == []
     usage = list(free.usage().values())
-    assert all(u.peak_bytes >= u.settled_bytes >= 0 and u.nodes == 4000 for u in usage)
+    assert all(u.peak_bytes >= u.resident_bytes >= 0 and u.nodes == 4000 for u in usage)
     charged = usage[0].charged_bytes
     pool, gone = GraphPool(budget_bytes=2 * charged), []
     for key in "abc":
