@@ -16,6 +16,7 @@ from driver.rollout.request import Request, SamplingParams
 from driver.session import Session
 from driver.session.inbox import SessionClosed
 from tests.driver.hugging_face import random_model
+from tests.driver.rollout.test_bursts import LatePool, Pool, looping
 from tests.driver.rollout.test_engine import (
     SETTINGS,
     STRATEGIES,
@@ -173,6 +174,41 @@ def test_interruptions_change_no_bit(session, menu, pages):
         marked = zip(response.generated, response.logprobs, strict=True)
         assert all(logprob == 0.0 for generated, logprob in marked if not generated)
         assert response.num_generated == sum(response.generated)
+
+
+@pytest.mark.parametrize("pool", [Pool, LatePool])
+@pytest.mark.parametrize("pages", [None, 40])
+def test_interruptions_of_bursts_change_no_bit(policy, session, pool, pages):
+    """The device makes many passes, and requests end, while the host reads earlier ones."""
+    requests = jobs(60, seed=31, new=60)
+    wanted = turn_by_turn(session, requests)
+    made = looping(policy, "spot.mode=off", pool=pool)
+    made.engine.bandit = Choose("off", *STRATEGIES, seed=6, horizon=7)
+    made.engine.page_limit = pages
+    with Session(made) as bursts:
+        got, aborts = interrupted(bursts, requests, seed=32, chance=0.5)
+    assert bits(got) == wanted_bits(wanted) and aborts > 5
+
+
+def test_an_arrival_ends_consecutive_bursts(policy):
+    """Otherwise it would wait until a running request ends."""
+    long, short = endless(jobs(1, seed=33, new=200)) + jobs(1, seed=34, new=4)
+    made = looping(policy, "spot.mode=off")
+    made.engine.bandit = Choose("off", horizon=2)
+    with Session(made) as session:
+        unfinished, futures = [], []
+
+        def arrive(active, passes):
+            if not futures:
+                futures.append(session.submit(short))
+                futures[0].add_done_callback(
+                    lambda _: unfinished.extend(
+                        s.num_emitted for s in made.engine.scheduler.running
+                    )
+                )
+
+        session.roll_out([long], observer=observer(on_pass=arrive))
+        assert futures[0].done() and len(unfinished) == 1 and unfinished[0] < 20
 
 
 @pytest.mark.slow

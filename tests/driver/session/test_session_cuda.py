@@ -1,0 +1,66 @@
+"""A session on a GPU: interrupted graphs, memory that is freed, changes on another stream."""
+
+import pytest
+import torch
+
+from driver.session import Session
+from tests import kit
+from tests.driver.hugging_face import random_model
+from tests.driver.rollout.test_engine import STRATEGIES, Choose, make_rollout
+from tests.driver.rollout.test_engine_cuda import SHAPE, WORDS
+from tests.driver.session.test_session import bits, interrupted, jobs, turn_by_turn, wanted_bits
+
+pytestmark = [kit.gpu, kit.needs_gpu]
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    policy = random_model("llama-tied-llama3", **SHAPE).bfloat16().cuda()
+    made = make_rollout(policy, *WORDS, "model.dtype=bfloat16", "spot.mode=off")
+    made.spot.swap()
+    return made
+
+
+@pytest.fixture
+def session(rollout):
+    rollout.engine.page_limit = None
+    rollout.engine.forget()
+    with Session(rollout) as made:
+        yield made
+
+
+@pytest.mark.parametrize("pages", [None, 30])
+@pytest.mark.parametrize("horizon", [3, 64])
+def test_interruptions_change_no_bit(session, horizon, pages):
+    requests = jobs(200, seed=horizon, new=120)
+    wanted = turn_by_turn(session, requests)
+    session.engine.bandit = Choose("off", *STRATEGIES, seed=1, horizon=horizon)
+    session.engine.page_limit = pages
+    got, aborts = interrupted(session, requests, seed=3, chance=0.2)
+    assert bits(got) == wanted_bits(wanted) and aborts > 5
+
+
+def test_sleep_frees_the_memory_and_the_graphs(session):
+    requests = jobs(24, seed=2)
+    session.engine.bandit = Choose("off", *STRATEGIES, seed=2, horizon=8)
+    wanted = session.generate(requests)
+    graphs, cache = session.engine.runner.graphs, session.engine.cache
+    count, held = len(graphs._captured), torch.cuda.memory_allocated()
+    assert count > 0
+    session.sleep()
+    arrays = [cache.k, cache.v, cache.features, session.spot.runner.k, session.spot.runner.v]
+    assert held - torch.cuda.memory_allocated() >= sum(array.nbytes for array in arrays)
+    assert not graphs._captured
+    session.wake()
+    assert len(graphs._captured) == count
+    assert bits(session.generate(requests)) == bits(wanted)
+
+
+def test_new_weights_may_come_on_another_stream(session):
+    requests = jobs(24, seed=4)
+    wanted = session.generate(requests)
+    own = {name: weight.clone() for name, weight in session.rollout.target.state_dict().items()}
+    futures = [session.submit(request) for request in requests]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        session.update_weights(own.items())
+    assert bits([future.result() for future in futures]) == bits(wanted)
