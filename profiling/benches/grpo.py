@@ -3,14 +3,15 @@
 Each arm and seed is a run under `--runs` from one warm start. A run resumes where it was stopped,
 and the finished steps of all runs make the result. `off` decodes plainly, `ngram` drafts from
 texts, `static` uses one learned strategy, `frozen` does not train its drafter, `full` is the whole
-system, `trl` is TRL's GRPO trainer with generation of transformers on the same model and prompts.
+system, `trl` is TRL's GRPO trainer with generation of transformers on the same model and prompts,
+`trl_vllm` the same with vLLM in its process (`--vllm FOLDER` as for `peers`).
 `median_us` is the time of a step without evaluations and checkpoints; parts are means over steps.
 `--quick` runs `off` and `full` for four steps with one seed and without evaluations; with
 `--steps N` it makes whole runs of that length, which a later command can resume.
 
 With another limit than the preset's (`--set sampling.max_new_tokens=512`) the steps of `trl` take
 seconds instead of minutes. Such runs have their own folder below `--runs` and their own cases
-("full seed 0, 512 tokens"), and decide `over_trl_hf_x` only.
+("full seed 0, 512 tokens"), and decide `over_trl_hf_x` and `over_trl_vllm_x` only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from profiling.rig.bench import Bench, say
 from profiling.rig.warm import warm_words
 from profiling.studies.grpo_arms import (
     OTHER_START,
-    TRL,
+    TRAINERS,
     ArmRun,
     against_off,
     arm_words,
@@ -44,13 +45,14 @@ NEEDS_WARM_START = True
 def options(words: Sequence[str]) -> argparse.Namespace:
     """The options of this benchmark alone."""
     parser = argparse.ArgumentParser(prog="python -m profiling.bench grpo", description=__doc__)
-    parser.add_argument("--arms", default="", help="off,ngram,static,frozen,full,trl")
+    parser.add_argument("--arms", default="", help="off,ngram,static,frozen,full,trl,trl_vllm")
     parser.add_argument("--seeds", default="", help="of off and full; other arms take the first")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs/grpo"), help="folder of the runs")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="limit of all runs, then merge"
     )
+    parser.add_argument("--vllm", default="", help="folder that holds the package vllm")
     parser.add_argument("--merge", action="store_true", help="run nothing, merge the runs")
     return parser.parse_args(words)
 
@@ -69,8 +71,8 @@ def run(bench: Bench) -> None:
         words, chosen.runs = [*words, "run.eval_prompts=0"], chosen.runs / f"{limit}-tokens"
     known = arm_words(load_config(words))
     for arm in arms:
-        if arm not in known and arm != TRL:
-            raise SystemExit(f"--arms: {arm!r} is not one of {', '.join([*known, TRL])}")
+        if arm not in known and arm not in TRAINERS:
+            raise SystemExit(f"--arms: {arm!r} is not one of {', '.join([*known, *TRAINERS])}")
     jobs = [
         (arm, seed)
         for seed in seeds
@@ -78,7 +80,7 @@ def run(bench: Bench) -> None:
         if bench.wanted(arm) and (seed == seeds[0] or arm in SEVERAL_SEEDS)
     ]
     if not chosen.merge:
-        make_runs(jobs, words, known, chosen.runs, chosen.steps, chosen.seconds)
+        make_runs(jobs, words, known, chosen.runs, chosen.steps, chosen.seconds, chosen.vllm)
     runs = [ArmRun.read(arm, seed, folder_of(chosen.runs, arm, seed)) for arm, seed in jobs]
     found = [run for run in runs if run is not None]
     memory = {
@@ -123,7 +125,7 @@ def merge(
     for run in runs:
         case = f"{run.arm} seed {run.seed}" + (f", {limit} tokens" if limit else "")
         found = {}
-        if run.seed in off and run.arm != TRL:
+        if run.seed in off and run.arm not in TRAINERS:
             ratios[run.arm, run.seed] = found = against_off(run, off[run.seed])
             if not found["identical_steps"]:
                 say(f"{case}: {OTHER_START}")
@@ -131,10 +133,11 @@ def merge(
         found = {**found, **memory[run.arm, run.seed]}
         bench.add_row(case, 1e6 * median, **run.row(), **found)
     full = {run.seed: run for run in runs if run.arm == "full"}
-    peers = [run for run in runs if run.arm == TRL and run.seed in full]
-    if peers:
-        over = statistics.median(over_peer(run, full[run.seed]) for run in peers)
-        bench.got["over_trl_hf_x"] = round(over, 2)
+    for trainer, target in TRAINERS.items():
+        peers = [run for run in runs if run.arm == trainer and run.seed in full]
+        if peers:
+            over = statistics.median(over_peer(run, full[run.seed]) for run in peers)
+            bench.got[target] = round(over, 2)
     if not limit:
         bench.files["curves"] = curves(runs)
         compared = [ratios["full", seed] for seed in full if seed in off]

@@ -1,10 +1,10 @@
 """`python -m profiling.peers.trl key=value ...`: the same training by TRL's GRPO trainer.
 
 The words are those of a run of `driver.train`. Model, prompts and their order, rewards, stop ids,
-lengths, group size and learning rate are the same. Generation is that of transformers; weights of
-half precision are trained without float32 masters. After every step the run's folder has the parts
-of `metrics.jsonl`, `rollouts.jsonl` and `summary.json` that the benchmark reads. Needs trl,
-datasets, dill and multiprocess.
+lengths, group size and learning rate are the same. Generation is that of transformers, or with
+`--vllm` that of vLLM in the same process. Weights of half precision are trained without float32
+masters. After every step the run's folder has the parts of `metrics.jsonl`, `rollouts.jsonl` and
+`summary.json` that the benchmark reads. Needs trl, datasets, dill and multiprocess.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from driver.config.load import Config, load_config
 from driver.run.assemble import prompt_encoder, stop_ids
 from driver.session.load import find_model, load_policy, spec_of
 from driver.tasks import Prompt, Task, make_task
+from profiling.peers.vllm import VLLM
 from profiling.rig.bench import say
 
 MICRO_BATCH = 8  # limit of the responses in a forward pass of the update
@@ -121,10 +122,14 @@ def reward_function(
     return task_reward
 
 
-def trainer_config(config: Config, output: Path) -> Any:
-    """`trl.GRPOConfig` with the settings of a run."""
+def trainer_config(config: Config, output: Path, stops: Sequence[int], vllm: bool) -> Any:
+    """`trl.GRPOConfig` with the settings of a run, and with vLLM in this process if `vllm`."""
     from trl import GRPOConfig
 
+    more: dict[str, Any] = {}
+    if vllm:
+        more = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
+        more["generation_kwargs"] = {"stop_token_ids": list(stops)}
     grpo, sampling = config.grpo, config.sampling
     responses = grpo.prompts_per_step * grpo.samples_per_prompt
     micro = max(n for n in range(1, MICRO_BATCH + 1) if responses % n == 0)
@@ -155,10 +160,11 @@ def trainer_config(config: Config, output: Path) -> Any:
         bf16=config.model.dtype == "bfloat16",
         use_cpu=config.run.device == "cpu",
         gradient_checkpointing=grpo.checkpointing,
+        **more,
     )
 
 
-def train(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+def train(config: Config, folder: Path, say: Callable[[str], None], vllm: bool = False) -> None:
     """Trains; records go to `folder`, lines of progress to `say`."""
     import pyarrow
     from datasets import Dataset
@@ -182,7 +188,7 @@ def train(config: Config, folder: Path, say: Callable[[str], None]) -> None:
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=reward_function(task, prompts, tokenizer, stops, seen),
-        args=trainer_config(config, folder),
+        args=trainer_config(config, folder, stops, vllm),
         # With a given fingerprint no version tries to pickle the table.
         train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="prompts"),
         processing_class=tokenizer,
@@ -194,10 +200,10 @@ def train(config: Config, folder: Path, say: Callable[[str], None]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    config = load_config(argv)
+    config = load_config([word for word in argv if word != VLLM])
     folder = Path(config.run.root) / config.run.name
     folder.mkdir(parents=True, exist_ok=True)
-    train(config, folder, say)
+    train(config, folder, say, vllm=VLLM in argv)
 
 
 if __name__ == "__main__":

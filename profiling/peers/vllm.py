@@ -37,6 +37,7 @@ ENVIRONMENT = {
 }
 COUNTERS = "vllm:spec_decode_num_"
 STOPPING_S = 10
+VLLM = "--vllm"
 
 
 def lacks_vllm(folder: str) -> str:
@@ -51,6 +52,13 @@ def lacks_vllm(folder: str) -> str:
     return "" if importlib.util.find_spec("vllm") else HOW_TO_GET
 
 
+def environment(folder: str) -> dict[str, str]:
+    """The variables of a process that imports vLLM from a folder; see `lacks_vllm`."""
+    path = [str(Path(folder).resolve())] if folder else []
+    path += filter(None, [os.environ.get("PYTHONPATH")])
+    return {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
+
+
 class Vllm:
     """A vLLM engine in a process of its own.
 
@@ -58,17 +66,14 @@ class Vllm:
         name: for messages.
         folder: see `lacks_vllm`.
         log: file for what vLLM prints.
-        environment: variables over `ENVIRONMENT`.
+        variables: over those of `environment`.
         **settings: of `vllm.LLM`.
     """
 
     def __init__(
-        self, name: str, folder: str, log: Path, environment: dict[str, str], **settings: Any
+        self, name: str, folder: str, log: Path, variables: dict[str, str], **settings: Any
     ) -> None:
         self.name, self.log = name, log
-        path = [str(Path(folder).resolve())] if folder else []
-        known = {**os.environ, **ENVIRONMENT, **environment}
-        known["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [known.get("PYTHONPATH")])])
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "profiling.peers.vllm", json.dumps(settings)],
@@ -77,7 +82,7 @@ class Vllm:
                 stderr=errors,
                 text=True,
                 cwd=ROOT,
-                env=known,
+                env={**os.environ, **environment(folder), **variables},
                 start_new_session=True,
             )
 

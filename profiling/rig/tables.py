@@ -40,6 +40,7 @@ HEADLINES = (
     ("its rollout, over plain decoding", "grpo", "rollout_over_off_x"),
     ("steps with equal rewards and lengths, of 20", "grpo", "identical_reward_steps"),
     ("time a token over TRL with transformers", "grpo", "over_trl_hf_x"),
+    ("over TRL with vLLM", "grpo", "over_trl_vllm_x"),
     ("128 requests with a long tail, over plain decoding", "rollout", "trace_over_off_x"),
     ("the same over transformers, static cache, compiled", "rollout", "over_hf_generate_x"),
     ("tokens a second at 1 request, over plain decoding", "decode", "spec_over_plain_b1_x"),

@@ -16,7 +16,8 @@ from driver.records.folder import read_jsonl
 from driver.records.phases import PHASES, StepTimes
 
 OTHER_START = "no ratios: another warm start, or speculation changed a token"
-TRL = "trl"
+TRL, TRL_VLLM = "trl", "trl_vllm"
+TRAINERS = {TRL: "over_trl_hf_x", TRL_VLLM: "over_trl_vllm_x"}  # of others -> target
 
 
 def arm_words(config: Config) -> dict[str, list[str]]:

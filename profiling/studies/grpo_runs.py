@@ -9,9 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from profiling.peers.vllm import VLLM, environment, lacks_vllm
 from profiling.rig.bench import run_within, say
 from profiling.rig.warm import make_warm_start
-from profiling.studies.grpo_arms import TRL, finished_steps
+from profiling.studies.grpo_arms import TRAINERS, TRL_VLLM, finished_steps
 
 # The warm start is made once, for all arms and seeds.
 WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
@@ -32,6 +33,7 @@ def make_runs(
     runs: Path,
     steps: int,
     seconds: float = math.inf,
+    vllm: str = "",
 ) -> None:
     """Makes all runs, as far as the time allows; finished ones are kept, stopped ones resume.
 
@@ -42,6 +44,7 @@ def make_runs(
         runs: the folder of the runs.
         steps: of each run.
         seconds: for all runs together.
+        vllm: folder of the package, for TRL's arm with it.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -50,14 +53,14 @@ def make_runs(
         return say(f"no run is made: {error}")
     for arm, seed in jobs:
         folder = folder_of(runs, arm, seed)
-        count = min(steps, TRL_STEPS) if arm == TRL else steps
+        count = min(steps, TRL_STEPS) if arm in TRAINERS else steps
         if finished_steps(folder) >= count:
             continue
         base = [*words, *WARMED, *RHYTHM, f"model.path={warmed}", f"run.steps={count}"]
         base += [f"run.eval_every={count}"]  # before the first step and after the last
         base += [f"run.root={runs}", f"run.name={folder.name}", f"run.seed={seed}"]
-        if arm == TRL:
-            command = trl_command(base)
+        if arm in TRAINERS:
+            command = trl_command(base, vllm if arm == TRL_VLLM else None)
             if command is None:
                 continue
         else:
@@ -69,18 +72,34 @@ def make_runs(
             if left <= 0 or not ended(command, left):
                 return
         except SystemExit as error:
-            if arm != TRL:
+            if arm not in TRAINERS:
                 raise
-            say(f"trl: left out, {error}")  # the other arms still count
+            say(f"{arm}: left out, {error}")  # the other arms still count
 
 
-def trl_command(words: Sequence[str]) -> list[str] | None:
-    """The command of TRL's arm; None, and a line with the reason, where TRL is not installed."""
+def trl_command(words: Sequence[str], vllm: str | None = None) -> list[str] | None:
+    """The command of an arm of TRL; None, and a line with the reason, where it cannot run.
+
+    Args:
+        words: settings of the run.
+        vllm: folder of the package that generates; None = transformers does.
+    """
     missing = [name for name in TRL_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         say(f"trl: not run, {', '.join(missing)} missing: pip install {' '.join(TRL_NEEDS)}")
         return None
-    return [sys.executable, "-m", "profiling.peers.trl", *words]
+    command = [sys.executable, "-m", "profiling.peers.trl", *words]
+    if vllm is None:
+        return command
+    if lacking := lacks_vllm(vllm):
+        say(f"trl with vLLM: not run, {lacking}")
+        return None
+    return [
+        "env",
+        *(f"{name}={value}" for name, value in environment(vllm).items()),
+        *command,
+        VLLM,
+    ]
 
 
 def ended(command: list[str], seconds: float = math.inf) -> bool:

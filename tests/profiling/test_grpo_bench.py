@@ -178,7 +178,7 @@ def test_another_limit_has_its_own_runs_cases_and_target(runs, tmp_path, monkeyp
     bench, whole = runs
     commands = []
     monkeypatch.setattr(grpo_runs, "ended", lambda command, left: commands.append(command) or True)
-    monkeypatch.setattr(grpo_runs, "trl_command", lambda words: ["trl", *words])
+    monkeypatch.setattr(grpo_runs, "trl_command", lambda words, vllm: ["trl", *words])
     short = ["sampling.max_new_tokens=8"]
     assert bench("--arms=full,trl", "--seeds=0", "--steps=2", more=short).rows == []
     folder = bench.folder / "8-tokens"
@@ -257,6 +257,18 @@ def test_a_missing_peer_is_reported_and_left_out(monkeypatch, capsys):
     assert grpo_runs.trl_command([]) is None
     assert "trl, datasets, dill, multiprocess missing: pip install trl" in capsys.readouterr().out
     monkeypatch.undo()
+
+
+def test_vllm_generates_for_trl_where_it_is_found(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(grpo_runs, "TRL_NEEDS", ())
+    assert grpo_runs.trl_command(["a=1"], str(tmp_path)) is None
+    assert "trl with vLLM: not run, --vllm" in capsys.readouterr().out
+    (tmp_path / "vllm").mkdir()
+    command = grpo_runs.trl_command(["a=1"], str(tmp_path))
+    assert command[0] == "env" and command[-2:] == ["a=1", "--vllm"]
+    assert any(word.startswith(f"PYTHONPATH={tmp_path}") for word in command)
+    plain = grpo_runs.trl_command(["a=1"])
+    assert plain[0] == grpo_runs.sys.executable and plain[-1] == "a=1"
 
 
 def test_a_peer_is_compared_by_seconds_a_token():
