@@ -1,9 +1,11 @@
 """The examples run and print what their docstrings promise."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -34,6 +36,17 @@ def test_own_loop_learns(monkeypatch, capsys):
     lines = run("own_loop.py", monkeypatch, capsys).splitlines()
     rewards = [float(line.split()[-1]) for line in lines]
     assert len(rewards) == 8 and sum(rewards[-2:]) > sum(rewards[:2]) + 0.1
+
+
+def test_trl_grpo_trains_with_both_rollouts(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("trl", reason="needs the extra `trl`")
+    small = ["run.steps=2", "grpo.prompts_per_step=1", "grpo.samples_per_prompt=4"]
+    words = [*small, "sampling.max_new_tokens=16", f"run.root={tmp_path}"]
+    out = run("trl_grpo.py", monkeypatch, capsys, *words)
+    steps = re.findall(r"(trl|tlt) step (\d): .* reward (\S+) .* accept length (\S+)", out)
+    arms = [("trl", "1"), ("trl", "2"), ("tlt", "1"), ("tlt", "2")]
+    assert [(arm, step) for arm, step, _, _ in steps] == arms
+    assert float(steps[3][3]) >= 1 and re.search(r"is [\d.]+ times as fast", out)
 
 
 def test_ops_accepts_the_child_that_the_target_draws(monkeypatch, capsys):

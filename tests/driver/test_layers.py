@@ -15,7 +15,7 @@ LAYERS = [
     {"policy", "drafter"},
     {"records"},
     {"report", "session"},
-    {"run"},
+    {"adapters", "run"},
 ]
 RANKS = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 COMMANDS = len(LAYERS)  # modules directly in `driver`, and `__main__` modules

@@ -1,0 +1,1 @@
+"""Rollouts of other trainers with the engine of this package."""

@@ -1,0 +1,186 @@
+"""Rollouts of TRL's `GRPOTrainer`, for its argument `rollout_func`."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from ..common.errors import UserError
+from ..rollout.request import Request, SamplingParams, request_id
+from ..session import Session
+
+Trainer = Any  # `trl.GRPOTrainer`, whose annotations lack what its constructor assures
+
+
+class TltRollout:
+    """Generates the completions of TRL's GRPO trainer in place of its own `generate`.
+
+    The session is built at the first call, on the device of the process, and gets the weights of
+    the policy whenever the trainer has changed them. Prompts, chat template, end tokens and
+    sampling are those of the trainer. The noise of a completion is keyed by (seed, step, prompt,
+    sample), so a run with the same seed has the same tokens, with any number of processes.
+
+    Args:
+        drafter: folder of a drafter's checkpoint.
+        train_drafter: whether a drafter is trained during the tails of rollouts.
+        max_batch: completions that run at once; None: the default of `Session`.
+        max_len: most tokens of a prompt and its completion; None: the context of the model.
+        settings: words such as `engine.strategies=[off,ngram:4,1,5]`, as on the command line.
+
+    Attributes:
+        session: None before the first call.
+        updates: number of times that the session got new weights.
+
+    Example:
+        >>> from driver.adapters.trl import TltRollout                           # doctest: +SKIP
+        >>> rollout = TltRollout()                                               # doctest: +SKIP
+        >>> trainer = GRPOTrainer(model, rewards, rollout_func=rollout, ...)     # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        drafter: str | None = None,
+        train_drafter: bool = False,
+        max_batch: int | None = None,
+        max_len: int | None = None,
+        settings: Sequence[str] = (),
+    ) -> None:
+        self.drafter, self.train_drafter = drafter, train_drafter
+        self.max_batch, self.max_len, self.settings = max_batch, max_len, tuple(settings)
+        self.session: Session | None = None
+        self.updates = 0
+        self._policy: tuple[int, ...] = ()  # state of the weights that the session has
+        self._calls: Counter[tuple[str, int]] = Counter()  # by phase and step
+
+    def __call__(self, prompts: list[Any], trainer: Trainer) -> dict[str, list[Any]]:
+        """The completions of the prompts of this process.
+
+        Args:
+            prompts: texts or conversations, each repeated for every completion.
+            trainer: reads its tokenizer, its policy and the settings of its generation.
+
+        Returns:
+            `prompt_ids`, `completion_ids` and `logprobs` of each prompt. A completion ends with its
+            end token, or was cut at `max_completion_length`; nothing is appended.
+
+        Raises:
+            UserError: a setting of the trainer that the engine does not have.
+        """
+        check_trainer(trainer)
+        prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
+        if images is not None:
+            raise UserError("TltRollout: the prompts have images; the engine generates text only")
+        session = self._synced(trainer)
+        params = SamplingParams(
+            trainer.temperature,
+            trainer.top_k,
+            trainer.top_p,
+            trainer.max_completion_length,
+            tuple(trainer.eos_token_ids),
+        )
+        groups: dict[tuple[int, ...], int] = {}
+        requests = []
+        for id, ids in zip(self._keys(trainer, len(prompts)), prompt_ids, strict=True):
+            prompt = tuple(ids)
+            requests.append(Request(id, groups.setdefault(prompt, len(groups)), prompt, params))
+        responses = session.generate(requests)
+        accepted = [r.accept_length for r in responses if r.accept_length is not None]
+        if accepted:  # otherwise no pass speculated
+            mean = sum(accepted) / len(accepted)
+            trainer._metrics[_phase(trainer)]["tlt/accept_length"].append(mean)
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [response.token_ids for response in responses],
+            "logprobs": [response.logprobs for response in responses],
+        }
+
+    def close(self) -> None:
+        """Frees the engine; a further call builds another one."""
+        if self.session is not None:
+            self.session.close()
+        self.session = None
+
+    def _synced(self, trainer: Trainer) -> Session:
+        """The session, with the weights that the policy has now."""
+        policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        state = _policy_state(trainer, policy)
+        if self.session is None:
+            device = trainer.accelerator.device  # of this process; "cpu:0" among several
+            # In mixed precision the policy has float32 weights and computes in another type.
+            mixed = trainer.accelerator.mixed_precision == "bf16"
+            words = ["model.dtype=bfloat16"] if mixed else []
+            self.session = Session.from_pretrained(
+                policy,
+                tokenizer=trainer.processing_class,
+                drafter=self.drafter,
+                train_drafter=self.train_drafter,
+                device="cpu" if device.type == "cpu" else str(device),
+                seed=trainer.args.seed,
+                max_batch=self.max_batch,
+                max_len=self.max_len,
+                settings=[*words, *self.settings],
+            )
+        elif state != self._policy:
+            self.session.update_weights(policy.state_dict(), version=trainer.state.global_step)
+            self.updates += 1
+        self._policy = state
+        return self.session
+
+    def _keys(self, trainer: Trainer, count: int) -> list[int]:
+        """Ids of the requests of this process, by their place in the batch of all processes."""
+        args, phase, step = trainer.args, _phase(trainer), trainer.state.global_step
+        call = self._calls[phase, step]  # gradient accumulation: several rollouts of one step
+        self._calls[phase, step] += 1
+        train = phase == "train"
+        samples = trainer.num_generations if train else trainer.num_generations_eval
+        rows = args.generation_batch_size // args.world_size if train else args.eval_batch_size
+        first = trainer.accelerator.process_index * rows
+        # Evaluations have the same noise at every step, so that they differ only by the policy.
+        noise_step = step if train else 0
+        return [
+            request_id(phase, noise_step, f"{call}.{row // samples}", row % samples)
+            for row in range(first, first + count)
+        ]
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Rejects settings that would be ignored.
+
+    Raises:
+        UserError: a setting of the trainer that the engine does not have.
+    """
+    refused = {
+        f"min_p={trainer.min_p}": trainer.min_p,
+        f"repetition_penalty={trainer.repetition_penalty}": trainer.repetition_penalty != 1.0,
+        f"generation_kwargs={trainer.args.generation_kwargs}": trainer.args.generation_kwargs,
+        "use_vllm": trainer.use_vllm,
+        "tools": trainer.tools,
+        "environment_factory": trainer.environment_factories,
+        "a PEFT model": hasattr(trainer.model, "peft_config"),
+        "FSDP": trainer.is_fsdp_enabled,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+    }
+    for name, used in refused.items():
+        if used:
+            raise UserError(
+                f"TltRollout: the trainer uses {name}, which the engine does not have;"
+                " leave it out or train without rollout_func"
+            )
+
+
+def _phase(trainer: Trainer) -> Literal["train", "eval"]:
+    return "train" if trainer.model.training else "eval"
+
+
+def _policy_state(trainer: Trainer, policy: nn.Module) -> tuple[int, ...]:
+    """Differs after every change of the weights: the step, and torch's counts of changes in place.
+
+    The counts see what the step does not: a checkpoint loaded without a step.
+    """
+    tensors = itertools.chain(policy.parameters(), policy.buffers())
+    return trainer.state.global_step, *(tensor._version for tensor in tensors)

@@ -1,0 +1,252 @@
+"""TRL's GRPO trainer with rollouts of the engine."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from driver.common.errors import UserError
+from driver.config.sections import ModelConfig
+from driver.model import tiny
+
+pytest.importorskip("trl", reason="needs the extra `trl`")
+from datasets import Dataset  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from driver.adapters.trl import TltRollout  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+SHAPE = ModelConfig(num_layers=2, hidden_size=32)
+PROMPTS = [f"{a}+{b}=" for a in range(2, 8) for b in (3, 14)]
+MESSAGES = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+
+
+def share_of_digits(completions, **_):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in texts]
+
+
+class Recorder(TltRollout):
+    """Keeps each call: phase, step, updates so far, output, and the policy's own log-probs."""
+
+    def __call__(self, prompts, trainer):
+        out = super().__call__(prompts, trainer)
+        phase = "train" if trainer.model.training else "eval"
+        own = [
+            logprobs(trainer, prompt, completion)
+            for prompt, completion in zip(out["prompt_ids"], out["completion_ids"], strict=True)
+        ]
+        call = phase, trainer.state.global_step, self.updates, copy.deepcopy(out), own
+        self.calls = [*getattr(self, "calls", []), call]
+        return out
+
+
+def logprobs(trainer, prompt, completion):
+    """Log-probs of a completion under the trainer's present weights."""
+    model, ids = (
+        trainer.accelerator.unwrap_model(trainer.model),
+        torch.tensor([prompt + completion]),
+    )
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / trainer.temperature
+    picked = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])
+    return picked[:, 0].tolist()
+
+
+def make_trainer(folder, rollout, conversations=False, rows=None, **changes):
+    tokenizer = tiny.build_tokenizer()
+    prompts = PROMPTS
+    if conversations:
+        tokenizer.chat_template = MESSAGES
+        prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "learning_rate": 1e-2,
+        "max_steps": 3,
+        "temperature": 0.9,
+        "seed": 5,
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "output_dir": str(folder),
+        **changes,
+    }
+    data = Dataset.from_list([{"prompt": prompt} for prompt in prompts[:rows]])
+    return GRPOTrainer(
+        tiny.build_policy(SHAPE, seed=1),
+        share_of_digits,
+        args=GRPOConfig(**settings),
+        train_dataset=data,
+        eval_dataset=data.select(range(2)),
+        processing_class=tokenizer,
+        rollout_func=rollout,
+    )
+
+
+@pytest.fixture
+def rollout():
+    made = Recorder(settings=["engine.strategies=[off,ngram:3,1,4]"])
+    yield made
+    made.close()
+
+
+def train(folder, rollout, **changes):
+    trainer = make_trainer(folder, rollout, **changes)
+    trainer.train()
+    return trainer
+
+
+def tokens(rollout):
+    return [call[3]["completion_ids"] for call in rollout.calls]
+
+
+def test_tokens_are_drawn_from_the_present_weights(tmp_path, rollout):
+    before = tiny.build_policy(SHAPE, seed=1).state_dict()
+    trainer = train(tmp_path, rollout)
+    after = trainer.model.state_dict()
+    assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
+    assert len(rollout.calls) == 3
+    for *_, out, own in rollout.calls:
+        for given, expected in zip(out["logprobs"], own, strict=True):
+            assert given == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_completion_ends_with_the_end_token_or_at_the_limit(tmp_path, rollout):
+    trainer = train(tmp_path, rollout)
+    end, cut = trainer.processing_class.eos_token_id, []
+    for completions in tokens(rollout):
+        for ids in completions:
+            assert 1 <= len(ids) <= 12 and end not in ids[:-1]
+            assert ids[-1] == end or len(ids) == 12
+        cut.append(sum(ids[-1] != end for ids in completions) / len(completions))
+    logged = [line["completions/clipped_ratio"] for line in trainer.state.log_history[:3]]
+    assert cut == pytest.approx(logged) and 0 < sum(cut) < 3
+    assert any(line.get("tlt/accept_length", 0) > 1 for line in trainer.state.log_history[:3])
+
+
+def test_siblings_of_a_prompt_and_later_steps_have_noise_of_their_own(tmp_path, rollout):
+    train(tmp_path, rollout, rows=2, learning_rate=0.0)  # the same two prompts, the same policy
+    drawn = [tuple(ids) for completions in tokens(rollout) for ids in completions]
+    assert len(drawn) == 24 and len(set(drawn)) > 20
+
+
+def test_a_seed_gives_the_same_tokens_again(tmp_path, rollout):
+    train(tmp_path, rollout)
+    first = tokens(rollout)
+    for seed, same in ((5, True), (6, False)):
+        again = Recorder()
+        train(tmp_path, again, seed=seed)
+        again.close()
+        assert (tokens(again) == first) == same
+
+
+@pytest.mark.parametrize(
+    "changes, steps, updates",
+    [
+        ({}, [0, 1, 2], [0, 1, 2]),
+        ({"num_iterations": 2, "max_steps": 4}, [0, 2], [0, 1]),
+        ({"steps_per_generation": 1}, [0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2]),
+        ({"steps_per_generation": 4}, [0, 2], [0, 1]),
+    ],
+)
+def test_weights_are_copied_once_for_each_change(tmp_path, rollout, changes, steps, updates):
+    train(tmp_path, rollout, **changes)
+    assert [call[1] for call in rollout.calls] == steps
+    assert [call[2] for call in rollout.calls] == updates
+    drawn = [tuple(ids) for completions in tokens(rollout) for ids in completions]
+    assert len(set(drawn)) > 0.8 * len(drawn)
+    for *_, out, own in rollout.calls:
+        assert sum(out["logprobs"], []) == pytest.approx(sum(own, []), abs=1e-4)
+
+
+def test_weights_loaded_without_a_step_are_copied_too(tmp_path, rollout):
+    trainer = make_trainer(tmp_path, rollout)
+    trainer.evaluate()
+    trainer.evaluate()
+    assert rollout.updates == 0
+    trainer.model.load_state_dict(tiny.build_policy(SHAPE, seed=2).state_dict())
+    trainer.evaluate()
+    assert rollout.updates == 1
+    *_, out, own = rollout.calls[-1]
+    assert sum(out["logprobs"], []) == pytest.approx(sum(own, []), abs=1e-4)
+
+
+def test_evaluations_have_the_same_noise_at_every_step(tmp_path, rollout):
+    changes = {"learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1}
+    train(tmp_path, rollout, per_device_eval_batch_size=4, **changes)
+    evals = [call for call in rollout.calls if call[0] == "eval"]
+    drawn = [call[3]["completion_ids"] for call in evals]
+    assert [call[1] for call in evals] == [1, 1, 2, 2, 3, 3]
+    assert drawn[:2] == drawn[2:4] == drawn[4:] and drawn[0] != drawn[1]
+
+
+def test_conversations_get_the_chat_template(tmp_path, rollout):
+    trainer = train(tmp_path, rollout, conversations=True, max_steps=1)
+    prompts = {tuple(ids) for ids in rollout.calls[0][3]["prompt_ids"]}
+    texts = {trainer.processing_class.decode(ids) for ids in prompts}
+    assert len(texts) == 2 and texts <= {f"<{text}>" for text in PROMPTS}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"generation_kwargs": {"num_beams": 2}}],
+)
+def test_settings_that_the_engine_lacks_are_refused(tmp_path, rollout, changes):
+    with pytest.raises(UserError, match=f"uses {next(iter(changes))}.*leave it out"):
+        train(tmp_path, rollout, **changes)
+
+
+WORKER = """
+import json
+import sys
+
+from tests.driver.adapters.test_trl import Recorder, train
+rollout = Recorder()
+trainer = train(sys.argv[1], rollout, per_device_train_batch_size=int(sys.argv[2]))
+out = [call[3] for call in rollout.calls], rollout.updates
+rank = trainer.accelerator.process_index
+rollout.close()
+open(f"{sys.argv[1]}/{rank}.json", "w").write(json.dumps(out))
+"""
+
+
+def in_processes(folder, count):
+    """Prompts and completions of each step in the order of all processes, and their updates."""
+    folder.mkdir()
+    script = folder / "worker.py"
+    script.write_text(WORKER)
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command = [sys.executable, *words, str(script), str(folder), str(8 // count)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, check=True, env=environment)
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    steps = zip(*(rank[0] for rank in ranks), strict=True)
+    rows = [
+        [
+            (prompt, ids)
+            for out in step
+            for prompt, ids in zip(out["prompt_ids"], out["completion_ids"], strict=True)
+        ]
+        for step in steps
+    ]
+    return rows, [rank[1] for rank in ranks]
+
+
+@pytest.mark.slow
+def test_two_processes_draw_the_tokens_of_one(tmp_path):
+    one, _ = in_processes(tmp_path / "one", 1)
+    two, updates = in_processes(tmp_path / "two", 2)
+    assert two[0] == one[0]  # later steps differ by the rounding of the update
+    assert len(two) == len(one) == 3 and updates == [2, 2]
+    assert len({tuple(ids) for _, ids in two[0]}) > 6
