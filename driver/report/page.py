@@ -74,7 +74,8 @@ def _run_class(index: int) -> str:
 
 
 def _about(run: RunData) -> str:
-    parts = [f"{len(run.steps())} steps"]
+    seconds = max(run.seconds().values(), default=0.0)
+    parts = [f"{len(run.steps())} steps in {seconds:.0f} s"]
     keys = ("preset", "model.path", "task.name", "run.device", "run.seed")
     parts += [f"{key} {run.config[key]}" for key in keys if key in run.config]
     return f'<span class="soft">{escape(" · ".join(parts))}</span>'
@@ -112,73 +113,39 @@ def _beside(parts: Iterable[str]) -> str:
 # ---- sections -----------------------------------------------------------------------------------
 
 
+TILES = {
+    "critic/rewards/mean": ("Reward", ""),
+    "eval/accuracy": ("Held-out accuracy", ""),
+    "spec/accept_length": ("Accept length", ""),
+    "response_length/max": ("Longest response", ""),
+    "perf/throughput": ("Generation", "tok/s"),
+    "timing_s/step": ("Step", "s"),
+    "perf/max_memory_resident_gb": ("Peak memory", "GB"),
+    "perf/max_memory_allocated_gb": ("Memory of the card", "GB"),
+}
+
+
 def _tiles(runs: Sequence[RunData]) -> str:
     tiles = []
-    for label, show in TILES:
-        values = [show(run) for run in runs]
+    for metric, (label, unit) in TILES.items():
+        values = [_ends(run, metric) for run in runs]
         if any(values):
             lines = "".join(
-                f"<b{_run_class(i) if len(runs) > 1 else ''}>{value or '-'}</b>"
+                f"<b{_run_class(i) if len(runs) > 1 else ''}>{value or '-'} <i>{unit}</i></b>"
                 for i, value in enumerate(values)
             )
             tiles.append(f'<div class="tile"><small>{label}</small>{lines}</div>')
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 
-def _ends(run: RunData, metric: str, form: str = "{:.3g}") -> str:
-    """Means of the first and of the last few steps."""
+def _ends(run: RunData, metric: str) -> str:
+    """Means of the first and of the last few values, at most half of them."""
     values = [value for _, value in run.series(metric)]
-    if not values:
-        return ""
-    first, last = statistics.mean(values[:ENDS]), statistics.mean(values[-ENDS:])
-    return f"{form.format(first)} <i>→</i> {form.format(last)}"
-
-
-def _held_out(run: RunData) -> str:
-    values = [value for _, value in run.series("eval/accuracy")]
-    ends = values if len(values) < 2 else [values[0], values[-1]]
-    return " <i>→</i> ".join(f"{value:.1%}" for value in ends)
-
-
-def _median(run: RunData, metric: str, unit: str) -> str:
-    values = [value for _, value in run.series(metric)]
-    return f"{short(statistics.median(values[1:] or values))} <i>{unit}</i>" if values else ""
-
-
-def _last(run: RunData, metric: str, unit: str = "") -> str:
-    values = run.series(metric)
-    return f"{short(values[-1][1])} <i>{unit}</i>" if values else ""
-
-
-def _wall(run: RunData) -> str:
-    wall = run.summary.get("wall_s")
-    seconds = wall.get("wall") if isinstance(wall, dict) else None
-    if not is_number(seconds):
-        seconds = max(run.seconds().values(), default=0)
-    if not seconds:
-        return ""
-    return f"{seconds:.0f} <i>s</i>" if seconds < 600 else f"{seconds / 60:.0f} <i>min</i>"
-
-
-def _peak_memory(run: RunData) -> str:
-    peak = run.summary.get("peak_memory_gb")
-    if is_number(peak):
-        return f"{short(peak)} <i>GB</i>"
-    return _last(run, "perf/max_memory_resident_gb", "GB")
-
-
-TILES = (
-    ("Reward", lambda run: _ends(run, "critic/rewards/mean")),
-    ("Held-out accuracy", _held_out),
-    ("Accept length", lambda run: _ends(run, "spec/accept_length")),
-    ("Longest response", lambda run: _ends(run, "response_length/max", "{:.0f}")),
-    ("Generation, median", lambda run: _median(run, "perf/throughput", "tok/s")),
-    ("Step, median", lambda run: _median(run, "timing_s/step", "s")),
-    ("Wall time", _wall),
-    ("Peak memory", _peak_memory),
-    ("Memory of the card", lambda run: _last(run, "perf/max_memory_allocated_gb", "GB")),
-    ("Drafter version", lambda run: _last(run, "drafter/version")),
-)
+    few = max(1, min(ENDS, len(values) // 2))
+    ends = dict.fromkeys(
+        short(statistics.mean(some)) for some in (values[:few], values[-few:]) if some
+    )
+    return " <i>→</i> ".join(ends)
 
 
 def _reward(runs: Sequence[RunData]) -> str:

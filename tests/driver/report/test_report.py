@@ -39,8 +39,8 @@ def test_a_whole_run_has_every_section_and_no_notes(tmp_path):
     page = render([run])
     assert run.notes == [] and "Not shown" not in page
     assert titles(page) == list(SECTIONS)
-    assert "36.0% <i>→</i>" not in page and "42.0% <i>→</i> 66.0%" in page
-    assert "30 <i>s</i>" in page and "0.9 <i>GB</i>" in page
+    assert "0.42 <i>→</i> 0.66" in page  # single evaluations
+    assert "12 steps in 13 s" in page and "0.73 <i>→</i> 0.8 <i>GB</i>" in page
 
 
 def test_two_runs_stand_side_by_side_and_settings_that_differ_come_first(tmp_path):
@@ -156,7 +156,7 @@ def test_watch_writes_the_page_until_the_run_is_finished(tmp_path, monkeypatch, 
     monkeypatch.setattr(report.time, "sleep", sleep)
     report.main([str(folder), "--watch", "2"])
     assert seen == [(2, True)] * 2
-    assert "refresh" not in page.read_text() and "3 steps" in page.read_text()
+    assert "refresh" not in page.read_text() and "3 steps in" in page.read_text()
     with pytest.raises(SystemExit):
         report.main([str(folder), "--watch", "0"])
     assert "--watch: must be seconds from 1 on, got '0'" in capsys.readouterr().err
