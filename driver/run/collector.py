@@ -23,13 +23,12 @@ from ..rollout.observer import RolloutObserver
 from ..rollout.rebalance import Rebalancer
 from ..rollout.request import Request, Response, RunningRequest, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
-from ..session.inbox import OnEnd
 from ..session.session import Session
 from ..tasks import Prompt, Task
 from ..tasks.workers import RewardWorkers
 from .capture import Capture, capture_op
 from .prompt_lengths import PromptLengths
-from .tools import Tools, ToolStats
+from .tools import Tools, ToolStats, answering
 
 RANKS_SHOWN = 8  # up to this number, each rank has separate metrics
 
@@ -266,23 +265,13 @@ class Collector(RolloutObserver):
             return []
         self._prompts = prompts
         self._place = {request.id: i for i, request in enumerate(requests)}
-        with self._answering(prompts) as on_end:
+        with answering(self.tools, prompts) as on_end:
             responses = self.session.roll_out(
                 requests, observer=self, source=self.rebalancer, on_end=on_end
             )
         responses.sort(key=lambda response: self._place[response.request.id])
         self._places = [self._place[response.request.id] for response in responses]
         return responses
-
-    @contextlib.contextmanager
-    def _answering(self, prompts: Mapping[int, Prompt]) -> Iterator[OnEnd | None]:
-        """What continues the responses of a rollout, whose prompts these are by group."""
-        if self.tools is None:
-            yield None
-            return
-        self.tools.start(prompts)
-        yield self.tools.on_end
-        self.tools.report()
 
     # ---- called by the engine -------------------------------------------------------------------
 
@@ -377,7 +366,7 @@ class Collector(RolloutObserver):
         ]
         responses: list[Response] = []
         if requests:
-            with self._answering(dict(zip(mine, prompts, strict=True))) as on_end:
+            with answering(self.tools, dict(zip(mine, prompts, strict=True))) as on_end:
                 responses = self.session.roll_out(requests, record=False, on_end=on_end)
         rewards = self.rewards(prompts, responses)
         return sum(sum(part) for part in self.world.gather(rewards)) / count

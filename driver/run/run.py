@@ -39,7 +39,7 @@ from ..session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
 from ..session.session import Session
 from ..tasks import Task, make_task
 from ..tasks.workers import RewardWorkers
-from .assemble import check_pages, longest_request, prompt_encoder, stop_ids
+from .assemble import check_pages, longest_request, prompt_encoder
 from .capture import Capture
 from .collector import Collector, Experience
 from .dry_run import check_run
@@ -161,11 +161,7 @@ class Run:
             note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
             world.copy_(p.detach() for p in policy.parameters())  # cards do not agree to the bit
         with phases("load"):
-            params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, encode))
-            tools = None
-            if task.has_turns:
-                params = replace(params, max_turn_tokens=config.tool.turn_tokens)
-                tools = Tools(task, encode, config.tool, config.reward.timeout_s)
+            params = sampling_params(config, spec, task, encode)
             longest = longest_request(config, spec, prompt_len)
             rollout = build_rollout(config, spec, policy.state_dict(), longest)
             session = Session(rollout, encode, params)
@@ -192,7 +188,7 @@ class Run:
                 coordinator,
                 folder.path / "captures" if folder else None,
                 stop,
-                tools,
+                Tools.of(task, encode, config),
             )
             run = Run(
                 config,

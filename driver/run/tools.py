@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..common.numbers import shown
+from ..config.load import Config
 from ..config.sections import ToolConfig
 from ..model.prompts import PromptEncoder
 from ..rollout.request import Response, RunningRequest
+from ..session.inbox import OnEnd
 from ..tasks import Prompt, Task
 
 SHOWN = 4  # failures of a rollout that have a warning each
@@ -59,9 +62,9 @@ class Tools:
         stats: since the last `start`.
 
     Example:
-        >>> tools = Tools(task, encode, ToolConfig(), 60.0)  # doctest: +SKIP
-        >>> tools.start({request.group: prompt})            # doctest: +SKIP
-        >>> session.roll_out([request], on_end=tools.on_end)  # doctest: +SKIP
+        >>> tools = Tools(task, encode, ToolConfig(), 60.0)     # doctest: +SKIP
+        >>> with answering(tools, {request.group: prompt}) as on_end:  # doctest: +SKIP
+        ...     session.roll_out([request], on_end=on_end)
     """
 
     def __init__(
@@ -74,6 +77,11 @@ class Tools:
         self._lock = threading.Lock()
         self._prompts: Mapping[int, Prompt] = {}
         self.stats = ToolStats()
+
+    @staticmethod
+    def of(task: Task, encode: PromptEncoder, config: Config) -> Tools | None:
+        """The tools of a task; None if it does not answer turns."""
+        return Tools(task, encode, config.tool, config.reward.timeout_s) if task.has_turns else None
 
     def start(self, prompts: Mapping[int, Prompt]) -> None:
         """Begins a rollout.
@@ -143,3 +151,19 @@ class Tools:
         if not (answer is None or isinstance(answer, str)):
             raise TypeError(f"expected a text or None, got {shown(answer)}")
         return answer
+
+
+@contextlib.contextmanager
+def answering(tools: Tools | None, prompts: Mapping[int, Prompt]) -> Iterator[OnEnd | None]:
+    """What continues the responses of a rollout; warns of failures at its end.
+
+    Args:
+        tools: of the task, or None.
+        prompts: by the group of their requests.
+    """
+    if tools is None:
+        yield None
+        return
+    tools.start(prompts)
+    yield tools.on_end
+    tools.report()

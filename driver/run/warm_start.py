@@ -26,14 +26,17 @@ from ..config.load import Config, to_yaml
 from ..config.strategy import OFF, parse_strategies
 from ..drafter.trainer import SpotTrainer
 from ..model.prompts import PromptEncoder
+from ..model.spec import ModelSpec
 from ..policy.warmup import demonstration, lr_share, warm_up
 from ..records.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from ..records.phases import Phases
-from ..rollout.request import Request, SamplingParams, request_id
+from ..rollout.request import Request, Response, SamplingParams, request_id
 from ..session.load import find_model, load_policy, spec_of
 from ..session.parts import Rollout, build_rollout
+from ..session.session import Session
 from ..tasks import Task, make_task
 from .assemble import prompt_encoder, stop_ids
+from .tools import Tools, answering
 
 REPORT = "warm.json"
 PROCEDURE = 2  # one more whenever the same settings make another warm start
@@ -122,7 +125,7 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     states: dict[str, Any] = {}
     if config.warmup.drafter_steps:
         spec = spec_of(policy)
-        params = replace(sampling_params(config), stop_ids=stop_ids(spec, task, encode))
+        params = sampling_params(config, spec, task, encode)
         longest = min(spec.max_position, 2 * params.max_new_tokens)
         rollout = build_rollout(_on_request(config), spec, policy.state_dict(), longest)
         assert rollout.spot is not None
@@ -142,10 +145,16 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     return save_checkpoint(folder, 0, write_policy, states, keep=1)
 
 
-def sampling_params(config: Config) -> SamplingParams:
-    """The sampling parameters of training responses, without stop ids."""
-    s = config.sampling
-    return SamplingParams(s.temperature, max_new_tokens=s.max_new_tokens)
+def sampling_params(
+    config: Config, spec: ModelSpec, task: Task, encode: PromptEncoder
+) -> SamplingParams:
+    """The sampling parameters of training responses."""
+    return SamplingParams(
+        config.sampling.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+        stop_ids=stop_ids(spec, task, encode),
+        max_turn_tokens=config.tool.turn_tokens if task.has_turns else 0,
+    )
 
 
 @dataclass(frozen=True)
@@ -182,18 +191,22 @@ class Warming:
             self.note(f"accept length {length:.2f} with {strategy}")
         return report
 
-    def requests(self, first: int, count: int) -> list[Request]:
+    def roll_out(self, first: int, count: int, record: bool = True) -> list[Response]:
+        """Responses to prompts from the index `first` on."""
         prompts = [self.task.prompt("train", first + i) for i in range(count)]
-        return [
+        requests = [
             Request(request_id("train", 0, p.id, 0), i, self.encode(p.text), self.params)
             for i, p in enumerate(prompts)
         ]
+        tools = Tools.of(self.task, self.encode, self.config)
+        with answering(tools, dict(enumerate(prompts))) as on_end:
+            return Session(self.rollout).roll_out(requests, record=record, on_end=on_end)
 
     def sample(self) -> dict[str, float]:
         """Samples responses, whose features the spot trainer records; returns their statistics."""
         count = self.config.warmup.responses
         self.rollout.fix(OFF)
-        responses = self.rollout.engine.generate(self.requests(FIRST_INDEX, count))
+        responses = self.roll_out(FIRST_INDEX, count)
         lengths = np.array([len(r.token_ids) for r in responses])
         decode: Callable[..., Any] = self.encode.tokenizer.decode
         right = np.array(
@@ -220,12 +233,15 @@ class Warming:
 
     def prefill_demonstrations(self) -> None:
         """Prefills as many worked responses, which records features without decoding."""
-        one = replace(self.params, max_new_tokens=1)
         first, count = FIRST_INDEX + self.config.warmup.responses, self.config.warmup.responses
         worked = [demonstration(self.encode, self.task, first + i) for i in range(count)]
-        self.rollout.engine.generate(
+        Session(self.rollout).roll_out(
             [
-                replace(r.request, prompt_ids=(*r.request.prompt_ids, *r.token_ids), params=one)
+                replace(
+                    r.request,
+                    params=replace(self.params, max_new_tokens=len(r.token_ids) + 1),
+                    resume=r,
+                )
                 for r in worked
                 if len(r.token_ids) <= self.params.max_new_tokens
             ]
@@ -253,12 +269,12 @@ class Warming:
     def accept_length(self) -> dict[str, float]:
         """The accept length of each learned strategy, on prompts not used for training."""
         first = FIRST_INDEX + 2 * self.config.warmup.responses
-        requests = self.requests(first, min(CHECKED, self.config.engine.spec_max_batch))
+        count = min(CHECKED, self.config.engine.spec_max_batch)
         out = {}
         for strategy in parse_strategies(self.config.engine.strategies):
             if strategy.needs_drafter:
                 self.rollout.fix(strategy)
-                self.rollout.engine.generate(requests, record=False)
+                self.roll_out(first, count, record=False)
                 out[str(strategy)] = self.rollout.engine.stats.accept_length or 1.0
         return out
 

@@ -14,11 +14,13 @@ from driver.config.strategy import Strategy
 from driver.drafter.buffer import DataBuffer
 from driver.drafter.trainer import SpotTrainer
 from driver.generate import Generator
+from driver.model import tiny
 from driver.policy import warmup
 from driver.records.progress import Progress
 from driver.run import warm_start as warm
 from driver.run.run import Run
 from driver.session.parts import adopt_drafter
+from driver.tasks.calculator import CalculatorTask
 from driver.train import train
 from tests import kit
 
@@ -186,6 +188,30 @@ def test_drafter_learns_from_sampled_and_worked_responses(config, made):
     shown = state["seen_tokens"][1]  # worked responses keep their end token, <eos>
     assert shown > 0
     assert sum(state["seen_tokens"].values()) > 100 * sampled
+
+
+def test_the_drafter_learns_from_responses_of_several_turns(config, tmp_path, monkeypatch):
+    """Sampled and worked ones; the answers in them are context."""
+    buffers, train = [], warm.Warming.train
+    monkeypatch.setattr(
+        warm.Warming,
+        "train",
+        lambda self: buffers.append(list(self.spot.buffer.fresh)) or train(self),
+    )
+    monkeypatch.setattr(
+        CalculatorTask, "respond", lambda self, p, turn, text: "<1" if text[-1:] == ">" else None
+    )
+    task, run = replace(config.task, name="calculator"), replace(config.run, root=str(tmp_path))
+    warm.warm_start(replace(config, task=task, run=run), lambda line: None)
+    (documents,) = buffers
+    masked = [d for d in documents if d.generated is not None]
+    assert len(documents) == 12 and len(masked) > 6  # all worked ones, and some that were sampled
+    call = tiny.build_tokenizer().encode("><1")
+    for document in masked:
+        tokens = document.tokens.tolist()
+        end = next(i for i in range(len(tokens)) if tokens[i : i + 3] == call)
+        # The targets of the entries end - 1 and end are the answer.
+        assert document.generated[end - 2 : end + 1].tolist() == [1, 0, 0]
 
 
 def test_a_run_starts_from_it_with_its_drafter(config, made):
