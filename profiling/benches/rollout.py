@@ -16,9 +16,7 @@ transformers is timed over `HF_STEPS` tokens and extrapolated. `generate` holds 
 longest request ends, so its time is that many steps at the price of the first ones, which are the
 cheapest. Continuous batching emits all tokens of the trace at its measured rate.
 
-`rollout-recording.json` keeps the windows of every adapted strategy at every batch size for `bench
-bandit`, `rollout-recording-warm.json` those with the drafter of the warm start. `--quick` makes one
-round and leaves out what no target needs.
+`--quick` makes one round and leaves out what no target needs.
 """
 
 from __future__ import annotations
@@ -325,6 +323,4 @@ def run(bench: Bench) -> None:
     finally:
         arms.add_rows()
     book(bench, arms)
-    bench.files["recording"] = record_of(arms, ADAPTED).to_json()
-    bench.files["recording-warm"] = record_of(arms, "").to_json()
     compare_hugging_face(bench, subject, lengths, arms.seconds(f"bandit{ADAPTED}"))

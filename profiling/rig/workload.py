@@ -1,11 +1,11 @@
-"""Workloads without a card: a trace of response lengths, recorded passes, a bandit's regret."""
+"""Workloads without a card: a trace of response lengths, recorded passes."""
 
 from __future__ import annotations
 
 import math
 import random
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -131,84 +131,3 @@ class Recording:
         """The fastest strategy of each bucket."""
         found = sorted({bucket for bucket, _ in self.cells})
         return {b: max(self.strategies(b), key=lambda s: self.rate(b, s)) for b in found}
-
-    def to_json(self) -> dict[str, Any]:
-        rows = [
-            [w.batch, w.strategy, w.passes, w.emitted, round(w.seconds, 7), w.request_passes]
-            for cell in self.cells.values()
-            for w in cell
-        ]
-        return {"buckets": self.buckets, "windows": rows}
-
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> Recording:
-        recording = Recording(list(content["buckets"]))
-        recording.add(Window(*row) for row in content["windows"])
-        return recording
-
-
-@dataclass
-class Replay:
-    """Time of a policy's choices on a recording."""
-
-    seconds: float = 0.0
-    oracle_seconds: float = 0.0
-    pulls: Counter[tuple[int, str]] = field(default_factory=Counter)
-
-    @property
-    def regret(self) -> float:
-        """Share of the time that the best strategy of each bucket would have saved."""
-        return 1.0 - self.oracle_seconds / self.seconds if self.seconds else 0.0
-
-
-def replay(bandit: Bandit, recording: Recording, work: Sequence[tuple[int, int]]) -> Replay:
-    """Lets a bandit choose through a rollout whose passes come from a recording.
-
-    Each choice gets the next recorded window of its cell. A strategy without a window at a bucket
-    is not offered there. The oracle emits the same tokens at the best rate of the bucket.
-
-    Args:
-        bandit: chooses and learns.
-        recording: windows of every strategy.
-        work: (batch, tokens) to emit at each batch, in the order of the rollout.
-    """
-    out, turn = Replay(), Counter[tuple[int, str]]()
-    oracle = recording.oracle()
-    for batch, tokens in work:
-        bucket = recording.bucket(batch)
-        offered = set(recording.strategies(bucket))
-        rate = recording.rate(bucket, oracle[bucket])
-        left = float(tokens)
-        while left > 0:
-            strategy = str(bandit.choose(batch, lambda arm: str(arm) in offered))  # noqa: B023
-            cell = recording.cells[bucket, strategy]
-            window = cell[turn[bucket, strategy] % len(cell)]
-            turn[bucket, strategy] += 1
-            share = min(1.0, left / max(1, window.emitted))
-            bandit.record(window.emitted, window.seconds, window.passes, window.request_passes)
-            left -= max(1, window.emitted)
-            out.seconds += share * window.seconds
-            out.oracle_seconds += share * window.emitted / rate
-            out.pulls[bucket, strategy] += 1
-    return out
-
-
-def work_of(lengths: Sequence[int], max_batch: int) -> list[tuple[int, int]]:
-    """(batch, tokens) in the order of a rollout in which all requests emit at one pace.
-
-    Args:
-        lengths: of the requests.
-        max_batch: requests at once; the others start when these finish.
-
-    Example:
-        >>> work_of([3, 1], 2), work_of([3, 1], 1)
-        ([(2, 2), (1, 2)], [(1, 3), (1, 1)])
-    """
-    waiting, running, out = list(lengths), list[int](), list[tuple[int, int]]()
-    while waiting or running:
-        while waiting and len(running) < max_batch:
-            running.append(waiting.pop(0))
-        step = min(running)
-        out.append((len(running), step * len(running)))
-        running = [left - step for left in running if left > step]
-    return out

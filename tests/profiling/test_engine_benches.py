@@ -152,7 +152,6 @@ def arms(subject):
         rollout.replay_arms(arms)
         arms.add_rows()
         rollout.book(bench, arms)
-        bench.files["recording"] = rollout.record_of(arms, rollout.ADAPTED).to_json()
     return arms
 
 
@@ -174,7 +173,7 @@ def test_rollout_books_its_targets_and_a_recording(arms):
     wanted = {"trace_over_off_x", "bandit_over_best_static_x", "never_below_off_x", "switch_ms"}
     assert wanted <= set(arms.bench.got)
     assert arms.bench.got["reprefilled_tokens"] == 0
-    recorded = {w[1] for w in arms.bench.files["recording"]["windows"]}
+    recorded = {strategy for _, strategy in rollout.record_of(arms, rollout.ADAPTED).cells}
     assert recorded == {"off", "ngram:4,1,5", "learned:2,2,5"}
     curve = arms.bench.files["trace"]["bandit, adapted"]
     assert curve[0][1] == 6 and curve[-1][1] == 0

@@ -144,7 +144,7 @@ def test_an_engine_that_fails_is_one_line(folder, tmp_path):
 
 def test_without_vllm_the_command_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert lacks_vllm("") == HOW_TO_GET == peers.lacks()
+    assert lacks_vllm("") == HOW_TO_GET and HOW_TO_GET in peers.lacks()
     assert "holds no folder named vllm" in lacks_vllm(str(tmp_path))
     with pytest.raises(SystemExit, match="peers: needs vLLM: pip install --target"):
         peers.run(Bench("peers", 1.0))

@@ -1,4 +1,4 @@
-"""The engine's benchmarks without a card: trace, histogram, recording, regret."""
+"""The engine's benchmarks without a card: trace, histogram, recording."""
 
 import math
 import statistics
@@ -8,16 +8,12 @@ import pytest
 from driver.config.sections import BanditConfig
 from driver.config.strategy import Strategy
 from driver.rollout.bandit import Bandit
-from profiling.benches import bandit as bandit_bench
-from profiling.rig.bench import Bench
 from profiling.rig.workload import (
     Recorder,
     Recording,
     Window,
     accept_length,
-    replay,
     trace_lengths,
-    work_of,
 )
 
 OFF, SMALL, LARGE = "off", "ngram:4,1,5", "learned:8,4,32"
@@ -57,16 +53,6 @@ def test_accept_length_comes_from_counts():
     assert accept_length([0, 0]) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("lengths", "max_batch"), [([5, 1, 3], 8), ([4, 4, 4], 2), ([7], 1), ([], 3)]
-)
-def test_work_emits_every_token_at_batches_that_fit(lengths, max_batch):
-    work = work_of(lengths, max_batch)
-    assert sum(tokens for _, tokens in work) == sum(lengths)
-    assert all(1 <= batch <= max_batch for batch, _ in work)
-    assert work_of([5, 1, 3], 8) == [(3, 3), (2, 4), (1, 2)]
-
-
 def test_a_recorder_forwards_to_the_bandit_and_keeps_the_windows():
     inner = Bandit(ARMS, BanditConfig(window_passes=4), 16)
     recorder = Recorder(inner)
@@ -78,58 +64,8 @@ def test_a_recorder_forwards_to_the_bandit_and_keeps_the_windows():
     assert recorder.metrics() == inner.metrics() != {}
 
 
-def test_a_recording_survives_json(recording):
-    again = Recording.from_json(recording.to_json())
-    assert again.oracle() == recording.oracle() == {1: LARGE, 4: SMALL, 16: OFF}
-    assert again.rate(1, LARGE) == pytest.approx(recording.rate(1, LARGE), rel=1e-5)
-    assert again.bucket(3) == 4 and again.bucket(99) == 16
-    assert set(again.strategies(4)) == {OFF, SMALL, LARGE}
-
-
-def test_the_best_of_each_bucket_has_no_regret(recording):
-    work = work_of([400, 300, 200, 100, 900] * 4 + [1000], 16)
-    best = " ".join(f"{bucket}={strategy}" for bucket, strategy in recording.oracle().items())
-    oracle = Bandit(ARMS, BanditConfig(buckets=[1, 4, 16], policy=best), 16)
-    result = replay(oracle, recording, work)
-    assert result.regret == pytest.approx(0, abs=0.02)
-    assert {bucket: strategy for bucket, strategy in result.pulls} == recording.oracle()
-    # The regret of a static choice follows from its rate.
-    off = Bandit(ARMS, BanditConfig(policy=OFF), 16)
-    alone = replay(off, recording, [(1, 1000)])
-    assert alone.regret == pytest.approx(1 - 100 / 300, abs=0.02)
-    assert alone.seconds == pytest.approx(10, rel=0.05)
-    assert alone.oracle_seconds == pytest.approx(1000 / 300, rel=0.05)
-
-
-def test_a_bandit_learns_the_buckets(recording):
-    work = work_of([4000, 3000, 2000, 1000] * 4, 16)
-    config = BanditConfig(buckets=[1, 4, 16], epsilon=0.05)
-    learning = Bandit(ARMS, config, 16, seed=0)
-    first, *_, last = [replay(learning, recording, work) for _ in range(4)]
-    assert 0 <= last.regret < 0.1
-    assert last.regret <= first.regret + 0.02
-    random = Bandit(ARMS, BanditConfig(buckets=[1, 4, 16], epsilon=1.0), 16, seed=0)
-    assert replay(random, recording, work).regret > 3 * last.regret
-    # A strategy without a window in a bucket is not offered there.
-    partial = Recording([1, 4])
-    partial.add(windows(1, OFF, 100))
-    partial.add(windows(1, SMALL, 50))
-    partial.add(windows(4, OFF, 100))
-    fixed = Bandit(ARMS, BanditConfig(policy=SMALL), 4)
-    assert set(replay(fixed, partial, [(4, 500)]).pulls) == {(4, OFF)}
-
-
-def test_the_bandit_bench_ranks_ways_of_choosing(recording, monkeypatch):
-    bench = Bench("bandit", math.nan)
-    monkeypatch.setattr(bandit_bench, "trace_lengths", lambda: [900, 500, 300, 100] * 4)
-    bandit_bench.evaluate(bench, recording)
-    regret = {row["case"]: row["regret"] for row in bench.rows}
-    assert regret["map"] == min(regret.values())
-    assert regret["map"] < regret["beg 0.1"] < regret[f"static {LARGE}"]
-    assert set(bench.files["pulls"]) == set(regret)
-
-
-def test_without_a_recording_the_bandit_bench_names_the_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(bandit_bench, "RESULTS", tmp_path)
-    with pytest.raises(SystemExit, match="run python -m profiling.bench rollout"):
-        bandit_bench.run(Bench("bandit", math.nan))
+def test_a_recording_knows_the_best_of_each_bucket(recording):
+    assert recording.oracle() == {1: LARGE, 4: SMALL, 16: OFF}
+    assert recording.rate(1, LARGE) == pytest.approx(300, rel=0.05)
+    assert recording.bucket(3) == 4 and recording.bucket(99) == 16
+    assert set(recording.strategies(4)) == {OFF, SMALL, LARGE}
