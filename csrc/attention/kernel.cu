@@ -27,7 +27,7 @@
 #include "attention/op.h"
 #include "attention/plan.h"
 #include "attention/row_block.cuh"
-#include "common/team.cuh"
+#include "common/rows.cuh"
 
 namespace tlt {
 namespace {
@@ -219,7 +219,7 @@ bool launch_clusters(const Launch& l, const AttentionPlan& plan, cudaStream_t st
   const auto kernel = cluster_kernel<T, kDim>;
   const int bytes = sizeof(Shared<kDim, kClusterWarps, true, true>);
   const int threads = (kClusterWarps + kProducerWarps) * kWarpSize;
-  if (max_active_teams(kOp, kernel, {1, threads, bytes, kClusterBlocks, true}) < 1) return false;
+  if (max_active_clusters(kOp, kernel, {1, threads, bytes, kClusterBlocks, true}) < 1) return false;
   const KernelShape shape{kClusterBlocks,
                           threads,
                           bytes,

@@ -26,14 +26,17 @@ struct type_caster<tlt::Tensor> {
       capsule_ = export_dlpack(source);
     } catch (error_already_set& error) {
       if (!error.matches(PyExc_BufferError)) throw;
-      throw std::invalid_argument("an array cannot be exported: " +
+      throw std::invalid_argument("an array cannot be exported by DLPack: " +
                                   str(error.value()).cast<std::string>());
     }
     const auto* managed =
         static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule_.ptr(), "dltensor"));
     if (managed == nullptr) throw error_already_set();
     const DLTensor& array = managed->dl_tensor;
-    if (array.ndim > tlt::kMaxDims) throw std::invalid_argument("arrays have at most 6 axes");
+    if (array.ndim > tlt::kMaxDims) {
+      throw std::invalid_argument("an array has " + std::to_string(array.ndim) +
+                                  " axes; expected at most " + std::to_string(tlt::kMaxDims));
+    }
     value.data = static_cast<char*>(array.data) + array.byte_offset;
     value.device = array.device;
     if (value.device.device_type == kDLCUDAHost) value.device = {kDLCPU, 0};  // pinned memory
@@ -46,13 +49,14 @@ struct type_caster<tlt::Tensor> {
       dense *= array.shape[i];
     }
     if (value.dtype == tlt::DType::kOther) {
-      throw tlt::DTypeError("an array has a dtype that no op takes (code " +
-                            std::to_string(array.dtype.code) + ", " +
-                            std::to_string(array.dtype.bits) + " bits)");
+      throw tlt::DTypeError("unsupported dtype (DLPack code " + std::to_string(array.dtype.code) +
+                            ", " + std::to_string(array.dtype.bits) +
+                            " bits); expected float16, bfloat16, float32, float64, int32, int64,"
+                            " uint8 or bool");
     }
     if (reinterpret_cast<uintptr_t>(value.data) % tlt::bytes_of(value.dtype) != 0) {
       throw std::invalid_argument(std::string("an array of ") + tlt::name_of(value.dtype) +
-                                  " is not aligned to its elements");
+                                  " is not aligned to its elements; pass a copy");
     }
     return true;
   }

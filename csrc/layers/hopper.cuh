@@ -113,7 +113,7 @@ class Multiplier {
                                                float* turn) {
     constexpr int kTurned = Of::kTurned;
     int thread = threadIdx.x % kGroup;
-    asm volatile("" : "+r"(thread));  // what follows from it is worked out here, not kept meanwhile
+    asm volatile("" : "+r"(thread));  // recomputes values here instead of keeping registers
     const int log = params_.silu_mul ? 2 : 3, chunk = thread & ((1 << log) - 1);
     const int col = group_ * 64 + (chunk << (6 - log)), warp = thread / kWarpSize;
     const int64_t w_row = first_w_row(grid_, tile);
@@ -169,7 +169,7 @@ class Multiplier {
   __device__ __forceinline__ void store_tile(const float (&total)[Of::kRows / 8][4], int tile,
                                              float* turn) {
     int thread = threadIdx.x % kGroup;
-    asm volatile("" : "+r"(thread));  // what follows from it is worked out here, not kept meanwhile
+    asm volatile("" : "+r"(thread));  // recomputes values here instead of keeping registers
     const int log = params_.silu_mul ? 2 : 3, columns = 1 << log;  // threads of a row
     const int turn_col = (thread & (columns - 1)) << (6 - log), col = group_ * 64 + turn_col;
     const int64_t w_row = first_w_row(grid_, tile);

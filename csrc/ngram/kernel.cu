@@ -1,7 +1,7 @@
 // ngram_propose on the GPU: the same trees as cpu.cpp, bit for bit.
 //
-// One team of blocks for each request (a cluster of 8 on Hopper), four steps:
-//   scan   The team's warps divide the group's tokens into chunks of 128, latest first. A lane
+// One cluster for each request (8 blocks on sm_90, else 1), four steps:
+//   scan   The cluster's warps divide the group's tokens into chunks of 128, latest first. A lane
 //          reads four tokens; for one that equals the root it counts how far back the texts agree.
 //          A warp holds its best kMaxMatches matches as sorted keys, one in each lane. Better keys
 //          wait in a queue; every 32 of them are sorted and merged.
@@ -20,8 +20,8 @@ namespace {
 
 using namespace ngram;
 
-constexpr int kTeamThreads = 256;    // threads of a block in a team of several
-constexpr int kAloneThreads = 1024;  // threads of a team of one block
+constexpr int kClusterThreads = 256;  // of a block in a cluster of several
+constexpr int kAloneThreads = 1024;   // of a cluster of one block
 
 // Reads the request and its group. Invalid slots and lengths set the status and are skipped.
 template <int kThreads>
@@ -60,15 +60,15 @@ __device__ void set_up(const NgramProposeParams& p, int64_t b, bool reports, Sha
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) propose_kernel(const NgramProposeParams p) {
   __shared__ Shared<kThreads> s;
-  Team<kThreads> team;
-  const int64_t b = team.item();
-  set_up(p, b, team.rank() == 0, s);
-  if (s.root < 0) {  // the same for the whole team
-    if (team.thread() == 0 && !p.keep_unmatched) p.nodes.count[b] = 0;
+  Cluster<kThreads> cluster;
+  const int64_t b = cluster.item();
+  set_up(p, b, cluster.rank() == 0, s);
+  if (s.root < 0) {  // the same for the whole cluster
+    if (cluster.thread() == 0 && !p.keep_unmatched) p.nodes.count[b] = 0;
     return;
   }
-  const uint32_t key = merge_team(team, Scanner<kThreads>(p, s).run(team), s);
-  if (team.rank() > 0) return;
+  const uint32_t key = merge_cluster(cluster, Scanner<kThreads>(p, s).run(cluster), s);
+  if (cluster.rank() > 0) return;
   // Lane 0 of every warp has the best key, so the branch is the same for the whole block.
   if (p.keep_unmatched && __shfl_sync(kFullWarp, key, 0) == 0) return;
   Levels<kThreads>(p, b, s, key).run();
@@ -82,10 +82,11 @@ __global__ void __launch_bounds__(kThreads) propose_kernel(const NgramProposePar
 void ngram_propose_cuda(const NgramProposeParams& p, int device, uintptr_t stream) {
   constexpr const char* op = "ngram_propose";
   const DeviceGuard guard(device);
-  const auto kernel = propose_kernel<kTeamThreads>;
+  const auto kernel = propose_kernel<kClusterThreads>;
   if (has_hopper_code(op, kernel)) {
-    return launch_teams(op, kernel, {p.num_requests, kTeamThreads, 0, kMaxTeam, false},
-                        as_stream(stream), p);
+    return launch_cluster_per_item(op, kernel,
+                                   {p.num_requests, kClusterThreads, 0, kPortableCluster, false},
+                                   as_stream(stream), p);
   }
   propose_kernel<kAloneThreads>
       <<<static_cast<unsigned>(p.num_requests), kAloneThreads, 0, as_stream(stream)>>>(p);

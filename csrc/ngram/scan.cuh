@@ -2,7 +2,7 @@
 // the merge of all lists (steps `scan` and `merge` of kernel.cu).
 #pragma once
 
-#include "common/team.cuh"
+#include "common/rows.cuh"
 #include "ngram/op.h"
 
 namespace tlt::ngram {
@@ -16,7 +16,7 @@ static_assert(kMaxMatches == kWarpSize);
 template <int kThreads>
 struct Shared {
   static constexpr int kWarps = kThreads / kWarpSize;
-  static_assert(kMaxGroup < kThreads && kMaxTeam <= kWarps);
+  static_assert(kMaxGroup < kThreads && kPortableCluster <= kWarps);
 
   int32_t suffix[kMaxNgram];  // the request's last tokens, newest first; -1 before its start
   int32_t root;               // its position; below 0: no work
@@ -133,11 +133,11 @@ class Scanner {
         aligned_(p.max_len % kLoad == 0 && reinterpret_cast<uintptr_t>(p.tokens) % 16 == 0) {}
 
   // The best keys of this warp's chunks.
-  __device__ uint32_t run(const Team<kThreads>& team) {
+  __device__ uint32_t run(const Cluster<kThreads>& cluster) {
     Best best(s_.queue[threadIdx.x / kWarpSize], lane_);
     const int32_t chunks = s_.first_chunk[p_.group_size];
-    const int32_t warps = team.threads() / kWarpSize;
-    for (int32_t first = team.thread() / kWarpSize; first < chunks; first += warps * kUnroll) {
+    const int32_t warps = cluster.threads() / kWarpSize;
+    for (int32_t first = cluster.thread() / kWarpSize; first < chunks; first += warps * kUnroll) {
       Chunk chunk[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -222,18 +222,20 @@ __device__ uint32_t merge_warps(uint32_t key, int count, Shared<kThreads>& s) {
   return key;
 }
 
-// The same for a team; every warp of the first block gets the result.
+// The same for a cluster; every warp of the first block gets the result.
 template <int kThreads>
-__device__ uint32_t merge_team(const Team<kThreads>& team, uint32_t key, Shared<kThreads>& s) {
+__device__ uint32_t merge_cluster(const Cluster<kThreads>& cluster, uint32_t key,
+                                  Shared<kThreads>& s) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   key = merge_warps(key, Shared<kThreads>::kWarps, s);
   if (warp == 0) s.list[0][lane] = key;
-  if (team.size() > 1) {
-    team.sync();
-    if (team.rank() == 0 && warp < team.size()) key = team.remote(&s.list[0][0], warp)[lane];
-    team.sync();  // the lists are read; the other blocks may exit
-    if (team.rank() > 0) return 0;
-    key = merge_warps(key, team.size(), s);
+  if (cluster.size() > 1) {
+    cluster.sync();
+    if (cluster.rank() == 0 && warp < cluster.size())
+      key = cluster.remote(&s.list[0][0], warp)[lane];
+    cluster.sync();  // the lists are read; the other blocks may exit
+    if (cluster.rank() > 0) return 0;
+    key = merge_warps(key, cluster.size(), s);
     if (warp == 0) s.list[0][lane] = key;
   }
   __syncthreads();

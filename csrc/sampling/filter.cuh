@@ -1,4 +1,4 @@
-// top-k and top-p of one row, by the team of blocks that scored it and holds it in shared memory.
+// top-k and top-p of one row, by the cluster that scored it and holds it in shared memory.
 // The kept sets are exactly those of the CPU: ids are ordered by (logit desc, id asc), weights are
 // integers.
 //
@@ -44,7 +44,7 @@ constexpr int kColumns = 64;  // of bins: lanes of a warp never use the same one
 struct SelectScratch {
   unsigned long long bins[kBins][kColumns];
   uint64_t of_block[2][kBins];
-  uint64_t of_team[kBins];
+  uint64_t of_cluster[kBins];
 };
 
 __device__ inline SelectScratch& select_scratch() {
@@ -106,9 +106,9 @@ struct Choice {
 template <typename T>
 class Filter {
  public:
-  __device__ Filter(Team<kThreads>& team, const Scanner<T>& scanner, const Row<T>& row,
+  __device__ Filter(Cluster<kThreads>& cluster, const Scanner<T>& scanner, const Row<T>& row,
                     float max_logit)
-      : team_(team),
+      : cluster_(cluster),
         scanner_(scanner),
         row_(row),
         max_(row.scaled(max_logit)),
@@ -136,7 +136,7 @@ class Filter {
     for_each([&](int32_t id, float x, float s) {
       if (sort_key(x, id) <= cut) sum += weight(s);
     });
-    return team_.sum(sum);
+    return cluster_.sum(sum);
   }
 
   // The token of the best score among the ids for which `kept(id, logit)` is true.
@@ -154,7 +154,7 @@ class Filter {
         return x > choice.logit || (x == choice.logit && id < choice.token);
       };
       float before = few ? narrow(is_before, bits) : look(is_before, choice.logit, bits);
-      before = team_.sum(before);
+      before = cluster_.sum(before);
       if (before < 0.5f * one_) return choice;  // the first id is always kept
       if (before < (top_p - doubt_) * sum) return choice;
       if (!(before > (top_p + doubt_) * sum)) {
@@ -251,7 +251,7 @@ class Filter {
     const uint64_t mine = gumbel_max.token < 0
                               ? 0
                               : rank_key(gumbel_max.score, static_cast<uint32_t>(gumbel_max.token));
-    return static_cast<int32_t>(~static_cast<uint32_t>(team_.max(mine, uint64_t{0})));
+    return static_cast<int32_t>(~static_cast<uint32_t>(cluster_.max(mine, uint64_t{0})));
   }
 
   // Returns this thread's mass of the ids that rank before a token whose logit is `bound`, and sets
@@ -317,7 +317,7 @@ class Filter {
     SelectScratch& scratch = select_scratch();
     auto& bins = scratch.bins;
     auto& of_block = scratch.of_block;
-    auto& of_team = scratch.of_team;
+    auto& of_cluster = scratch.of_cluster;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     uint64_t prefix = 0, below = 0;
     int turn = 0;
@@ -340,27 +340,27 @@ class Filter {
         sum = warp_reduce(sum, Sum());
         if (lane == 0) of_block[turn][bin] = sum;
       }
-      team_.sync();
+      cluster_.sync();
       if (threadIdx.x < kBins) {
         uint64_t sum = 0;
-        for (int i = 0; i < team_.size(); ++i)
-          sum += *team_.remote(&of_block[turn][threadIdx.x], i);
-        of_team[threadIdx.x] = sum;
+        for (int i = 0; i < cluster_.size(); ++i)
+          sum += *cluster_.remote(&of_block[turn][threadIdx.x], i);
+        of_cluster[threadIdx.x] = sum;
       }
       turn ^= 1;
       __syncthreads();
       uint64_t digit = 0;
-      while (digit < kBins - 1 && !(of_team[digit] > 0 && reached(below + of_team[digit]))) {
-        below += of_team[digit++];
+      while (digit < kBins - 1 && !(of_cluster[digit] > 0 && reached(below + of_cluster[digit]))) {
+        below += of_cluster[digit++];
       }
       prefix |= digit << shift;
     }
-    team_.sync();  // the bins may be reused
+    cluster_.sync();  // the bins may be reused
     return prefix;
   }
 
   static constexpr int32_t kApart = Scanner<T>::kApart;
-  Team<kThreads>& team_;
+  Cluster<kThreads>& cluster_;
   const Scanner<T>& scanner_;
   const Row<T>& row_;
   float max_;    // largest scaled logit
@@ -376,15 +376,15 @@ struct DrawResult {
 
 // The token of a row under the setting of its request, from the result of the unfiltered scan.
 template <typename T>
-__device__ DrawResult resolve(Team<kThreads>& team, const Scanner<T>& scanner, const Row<T>& row,
-                              const RowResult& result, const Setting& setting, const Draw& draw,
-                              bool want_filtered) {
+__device__ DrawResult resolve(Cluster<kThreads>& cluster, const Scanner<T>& scanner,
+                              const Row<T>& row, const RowResult& result, const Setting& setting,
+                              const Draw& draw, bool want_filtered) {
   if (result.has_no_finite()) return {0, kNegInf, kNegInf};
   if (!setting.has_filter() || (!want_filtered && row.greedy)) {
     const float logprob = result.logprob(row, result.logit);
     return {result.token, logprob, logprob};
   }
-  Filter<T> filter(team, scanner, row, result.max);
+  Filter<T> filter(cluster, scanner, row, result.max);
   Choice choice{result.token, result.logit};
   float filtered = 0.0f;
   if (!want_filtered && !setting.has_top_k) {

@@ -1,12 +1,12 @@
 // sample and verify_tree on the GPU: token = argmax over ids of logit / T + gumbel(noise word of
 // the id).
 //
-// A team of blocks (a cluster on Hopper) owns a row: scan.cuh reads it once, filter.cuh applies
-// top-k and top-p where a request sets them. `sample` is one launch of a team per row. verify_tree
-// has two implementations with the same bits. For few rows, a team per node draws the tokens of all
-// nodes at once, and a small kernel follows the path through them. For more rows, a team per
-// request follows the path and reads only the rows on it; while it scores a row, it loads the row
-// of the only child to which the path can lead.
+// A cluster (a single block before sm_90) owns a row: scan.cuh reads it once, filter.cuh applies
+// top-k and top-p where a request sets them. `sample` is one launch of a cluster per row.
+// verify_tree has two implementations with the same bits. For few rows, a cluster per node draws
+// the tokens of all nodes at once, and a small kernel follows the path through them. For more rows,
+// a cluster per request follows the path and reads only the rows on it; while it scores a row, it
+// loads the row of the only child to which the path can lead.
 //
 // Moves rows * vocab_size logits once. Limits: 2^19 ids; 128 rows a request.
 #include "sampling/filter.cuh"
@@ -26,15 +26,15 @@ struct NodeResult {
 };
 static_assert(sizeof(NodeResult) == kNodeBytes);
 
-// The token of the only row that a team draws; its copies were started. With a filter the whole
-// team must take part, and its blocks must not exit before each other; else one warp is enough.
+// The token of the only row that a cluster draws; its copies were started. With a filter the whole
+// cluster must take part, and its blocks must not exit before each other; else one warp is enough.
 template <typename T>
-__device__ __forceinline__ NodeResult draw_row(Team<kThreads>& team, Scanner<T>& scanner,
+__device__ __forceinline__ NodeResult draw_row(Cluster<kThreads>& cluster, Scanner<T>& scanner,
                                                const Row<T>& row, const Setting& setting,
                                                const Draw& draw, bool want_filtered) {
   const Broadcast broadcast = setting.has_filter() ? Broadcast::kAll : Broadcast::kReporter;
   const RowResult result = scanner.score(row, !row.greedy, draw, broadcast);
-  return {resolve(team, scanner, row, result, setting, draw, want_filtered), result.bad};
+  return {resolve(cluster, scanner, row, result, setting, draw, want_filtered), result.bad};
 }
 
 // A word that a whole warp loads. The load is waited for where the word is used: the compiler would
@@ -58,13 +58,13 @@ __device__ __forceinline__ NoiseKey target_key(const SamplingArrays& s, int64_t 
   return noise_key(s.seed, request, NoiseDomain::kTarget);
 }
 
-// One team per row.
+// One cluster per row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleParams p) {
   extern __shared__ uint4 shared[];
-  Team<kThreads> team;
-  Scanner<T> scanner(team, shared, p.vocab_size);
-  const int64_t i = team.item();
+  Cluster<kThreads> cluster;
+  Scanner<T> scanner(cluster, shared, p.vocab_size);
+  const int64_t i = cluster.item();
   const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
   wait_for_prior_grid();
   launch_dependents();
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
                   static_cast<int32_t>(position.get())};
   const Setting setting(static_cast<int32_t>(top_k.get()), as_float(top_p.get()), p.vocab_size);
   const bool want_filtered = p.filtered_logprobs != nullptr, filters = setting.has_filter();
-  const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered);
+  const NodeResult result = draw_row(cluster, scanner, row, setting, draw, want_filtered);
   if (scanner.reports()) {
     p.tokens[i] = result.drawn.token;
     p.logprobs[i] = result.drawn.logprob;
@@ -90,14 +90,14 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   if (filters) scanner.leave();
 }
 
-// One team per node.
+// One cluster per node.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     draw_nodes_kernel(const __grid_constant__ VerifyParams p) {
   extern __shared__ uint4 shared[];
-  Team<kThreads> team;
-  Scanner<T> scanner(team, shared, p.vocab_size);
-  const int64_t i = team.item();
+  Cluster<kThreads> cluster;
+  Scanner<T> scanner(cluster, shared, p.vocab_size);
+  const int64_t i = cluster.item();
   const RowData<T> data(p.logits, p.logits_stride, i, p.vocab_size);
   wait_for_prior_grid();
   launch_dependents();
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
                   static_cast<int32_t>(position.get()) + 1};
   const Setting setting(owner.top_k, owner.top_p, p.vocab_size);
   const bool want_filtered = p.out.filtered_logprobs != nullptr, filters = setting.has_filter();
-  const NodeResult result = draw_row(team, scanner, row, setting, draw, want_filtered);
+  const NodeResult result = draw_row(cluster, scanner, row, setting, draw, want_filtered);
   if (scanner.reports()) static_cast<NodeResult*>(p.workspace)[i] = result;
   if (filters) scanner.leave();
 }
@@ -166,16 +166,16 @@ __global__ void __launch_bounds__(kFollowThreads)
   if (t == 0) write_end(p, b, tree, limit, count, finish, status);
 }
 
-// One team per request draws only at the nodes of the path.
+// One cluster per request draws only at the nodes of the path.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     draw_path_kernel(const __grid_constant__ VerifyParams p) {
   extern __shared__ uint4 shared[];
   __shared__ TreeRows tree;
   __shared__ BestChildren best_children;
-  Team<kThreads> team;
-  Scanner<T> scanner(team, shared, p.vocab_size);
-  const int64_t b = team.item();
+  Cluster<kThreads> cluster;
+  Scanner<T> scanner(cluster, shared, p.vocab_size);
+  const int64_t b = cluster.item();
   wait_for_prior_grid();
   launch_dependents();
   const Setting setting(p.sampling, b, p.vocab_size);
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kThreads)
                                            has_next ? data_of(prefetched) : data, has_next);
     if (result.bad) *status |= kStatusNanLogits;
     const DrawResult drawn =
-        resolve(team, scanner, row, result, setting, draw_at(node), want_filtered);
+        resolve(cluster, scanner, row, result, setting, draw_at(node), want_filtered);
     return Step{drawn, tree.find_child(node, drawn.token)};
   });
   scanner.drain();
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-// How many rows of verify_tree run in one wave of teams.
+// How many rows of verify_tree run in one wave of clusters.
 template <typename T, typename Params>
 int64_t rows_at_once(const char* op, void (*kernel)(Params), int device, int64_t vocab_size) {
   if (ceil_div(vocab_size, kStep) > kWarps * depth_of<T>(has_hopper_code(op, kernel))) {
@@ -233,7 +233,8 @@ void sample_cuda(const SampleParams& p, int device, uintptr_t stream) {
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     const auto kernel = sample_kernel<T>;
-    launch_teams(op, kernel, row_launch<T>(op, kernel, p.rows, p.vocab_size), as_stream(stream), p);
+    launch_cluster_per_item(op, kernel, row_launch<T>(op, kernel, p.rows, p.vocab_size),
+                            as_stream(stream), p);
   });
 }
 
@@ -246,13 +247,13 @@ void verify_tree_cuda(const VerifyParams& p, int device, uintptr_t stream) {
     if (p.workspace == nullptr || p.num_rows == 0 ||
         p.num_rows > rows_at_once<T>(op, kernel, device, p.vocab_size)) {
       const auto emit_path = draw_path_kernel<T>;
-      const TeamShape shape = row_launch<T>(op, emit_path, p.num_requests, p.vocab_size);
-      return launch_teams(op, emit_path, shape, as_stream(stream), p);
+      const ClusterShape shape = row_launch<T>(op, emit_path, p.num_requests, p.vocab_size);
+      return launch_cluster_per_item(op, emit_path, shape, as_stream(stream), p);
     }
-    launch_teams(op, kernel, row_launch<T>(op, kernel, p.num_rows, p.vocab_size), as_stream(stream),
-                 p);
-    launch_teams(op, follow_kernel, {p.num_requests, kFollowThreads, 0, 1, true}, as_stream(stream),
-                 p);
+    launch_cluster_per_item(op, kernel, row_launch<T>(op, kernel, p.num_rows, p.vocab_size),
+                            as_stream(stream), p);
+    launch_cluster_per_item(op, follow_kernel, {p.num_requests, kFollowThreads, 0, 1, true},
+                            as_stream(stream), p);
   });
 }
 

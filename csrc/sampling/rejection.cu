@@ -1,6 +1,6 @@
 // verify_rejection on the GPU: the rule of rejection.cpp, entry by entry, with the same bits.
 //
-// One team of blocks per request. The distributions are not stored: an entry of the target or draft
+// One cluster per request. The distributions are not stored: an entry of the target or draft
 // distribution after some rejections is a function of its logit, its draft probability and two
 // factors per rejection, so every pass over the vocabulary recomputes it (Distributions::at). Sums
 // are integers and maxima do not depend on the order. This op is the reference rule, written for
@@ -78,15 +78,15 @@ struct Distributions {
 
 // Normalises both parts of the entries that entry(id, logit, scaled) gives.
 template <typename T, typename F>
-__device__ void normalise(Team<kThreads>& team, Filter<T>& filter, F&& entry, Normalizer* target,
-                          Normalizer* draft) {
+__device__ void normalise(Cluster<kThreads>& cluster, Filter<T>& filter, F&& entry,
+                          Normalizer* target, Normalizer* draft) {
   Entry largest{0.0f, 0.0f};
   filter.for_each([&](int32_t id, float x, float s) {
     const Entry e = entry(id, x, s);
     largest = {fmaxf(largest.target, e.target), fmaxf(largest.draft, e.draft)};
   });
-  *target = {team.max(largest.target, 0.0f), 0.0f, false};
-  *draft = {team.max(largest.draft, 0.0f), 0.0f, false};
+  *target = {cluster.max(largest.target, 0.0f), 0.0f, false};
+  *draft = {cluster.max(largest.draft, 0.0f), 0.0f, false};
   target->valid = target->largest >= FLT_MIN;
   draft->valid = draft->largest >= FLT_MIN;
   int64_t mass[2] = {0, 0};
@@ -98,13 +98,13 @@ __device__ void normalise(Team<kThreads>& team, Filter<T>& filter, F&& entry, No
     mass[0] += part(e.target, *target);
     mass[1] += part(e.draft, *draft);
   });
-  target->factor = __fdiv_rn(0x1p40f, static_cast<float>(team.sum(mass[0])));
-  draft->factor = __fdiv_rn(0x1p40f, static_cast<float>(team.sum(mass[1])));
+  target->factor = __fdiv_rn(0x1p40f, static_cast<float>(cluster.sum(mass[0])));
+  draft->factor = __fdiv_rn(0x1p40f, static_cast<float>(cluster.sum(mass[1])));
 }
 
 // Winner of log probability + noise, ties by the lower id.
 template <typename T>
-__device__ int32_t draw_from(Team<kThreads>& team, Filter<T>& filter,
+__device__ int32_t draw_from(Cluster<kThreads>& cluster, Filter<T>& filter,
                              const Distributions<T>& distributions, const NoiseKey& key,
                              int32_t position) {
   uint64_t best = 0;
@@ -117,7 +117,7 @@ __device__ int32_t draw_from(Team<kThreads>& team, Filter<T>& filter,
     const uint64_t rank = rank_key(score, static_cast<uint32_t>(id));
     best = rank > best ? rank : best;
   });
-  return static_cast<int32_t>(~static_cast<uint32_t>(team.max(best, uint64_t{0})));
+  return static_cast<int32_t>(~static_cast<uint32_t>(cluster.max(best, uint64_t{0})));
 }
 
 __device__ float accept_uniform(const VerifyParams& p, int64_t b, int32_t position, int child) {
@@ -128,29 +128,29 @@ __device__ float accept_uniform(const VerifyParams& p, int64_t b, int32_t positi
 }
 
 // True if every entry of a draft row is a probability; NaN is not one.
-__device__ bool is_distribution(Team<kThreads>& team, const float* q, int64_t n) {
+__device__ bool is_distribution(Cluster<kThreads>& cluster, const float* q, int64_t n) {
   int32_t bad = 0;
-  for (int64_t i = team.thread(); i < n; i += team.threads()) {
+  for (int64_t i = cluster.thread(); i < n; i += cluster.threads()) {
     bad |= !(q[i] >= 0.0f) | !(q[i] <= kMaxProb);
   }
-  return team.sum(bad) == 0;
+  return cluster.sum(bad) == 0;
 }
 
-// One team per request.
+// One cluster per request.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     rejection_kernel(const __grid_constant__ VerifyParams p) {
   extern __shared__ uint4 shared[];
   __shared__ TreeRows tree;
   __shared__ Rejected rejected[kMaxTreeRows];
-  Team<kThreads> team;
-  Scanner<T> scanner(team, shared, p.vocab_size);
-  const int64_t b = team.item();
+  Cluster<kThreads> cluster;
+  Scanner<T> scanner(cluster, shared, p.vocab_size);
+  const int64_t b = cluster.item();
   const Setting setting(p.sampling, b, p.vocab_size);
   const StopRule stop(p, b);
   const int32_t tree_status = tree.load(p, b);
   emit_path(
-      p, b, tree, stop, team.rank() == 0 && threadIdx.x == 0, tree_status,
+      p, b, tree, stop, cluster.rank() == 0 && threadIdx.x == 0, tree_status,
       [&](int node, int32_t* status) {
         const int64_t at = tree.first + node;
         const int32_t position = p.position[at] + 1;
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const RowResult result =
             scanner.score(row, false, Draw{p.sampling.round_keys, {}, 0}, Broadcast::kAll);
         if (result.bad) *status |= kStatusNanLogits;
-        Filter<T> filter(team, scanner, row, result.max);
+        Filter<T> filter(cluster, scanner, row, result.max);
         const bool certain = result.has_no_finite() || row.greedy;
         const uint64_t cut = certain || !setting.has_filter() ? kKeepAll : filter.cut(setting);
         bool has_children = false;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const float* draft_probs =
             p.deterministic || !has_children ? nullptr : p.draft_probs + at * p.draft_stride;
         bool useful = has_children;
-        if (draft_probs != nullptr && !is_distribution(team, draft_probs, p.vocab_size)) {
+        if (draft_probs != nullptr && !is_distribution(cluster, draft_probs, p.vocab_size)) {
           *status |= kStatusNanDraft;
           useful = false;
           draft_probs = nullptr;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             {},  rejected};
         Normalizer target, draft;
         normalise(
-            team, filter,
+            cluster, filter,
             [&](int32_t id, float x, float s) {
               return Entry{distributions.raw_target(id, x, s),
                            draft_probs == nullptr ? 0.0f : draft_probs[id]};
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             break;
           }
           normalise(
-              team, filter,
+              cluster, filter,
               [&](int32_t id, float x, float s) {
                 return distributions.without(distributions.at(id, x, s), id, drafted);
               },
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (token < 0) {
           const NoiseKey key =
               noise_key(p.sampling.seed, p.sampling.request[b], NoiseDomain::kResidual);
-          token = draw_from(team, filter, distributions, key, position);
+          token = draw_from(cluster, filter, distributions, key, position);
         }
         const float logprob = result.logprob(row, filter.logit(token));
         return Step{{token, logprob, logprob}, accepted};
@@ -231,10 +231,10 @@ void verify_rejection_cuda(const VerifyParams& p, int device, uintptr_t stream) 
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    TeamShape shape =
+    ClusterShape shape =
         row_launch<T>("verify_rejection", rejection_kernel<T>, p.num_requests, p.vocab_size);
     shape.pdl = false;
-    launch_teams("verify_rejection", rejection_kernel<T>, shape, as_stream(stream), p);
+    launch_cluster_per_item("verify_rejection", rejection_kernel<T>, shape, as_stream(stream), p);
   });
 }
 

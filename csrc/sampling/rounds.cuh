@@ -1,4 +1,4 @@
-// Loads a row of logits into the shared memory of a team of blocks.
+// Loads a row of logits into the shared memory of a cluster.
 //
 // A row is cut into steps of kStep ids; the cut depends on the vocabulary alone. A block owns
 // consecutive steps and takes them in rounds of one step per warp. The copies of all rounds of a
@@ -40,12 +40,13 @@ template <typename T>
 class Rounds {
  public:
   // `shared` has the size that row_launch computes.
-  __device__ Rounds(Team<kThreads>& team, uint4* shared, int64_t vocab_size)
-      : team_(team),
+  __device__ Rounds(Cluster<kThreads>& cluster, uint4* shared, int64_t vocab_size)
+      : cluster_(cluster),
         num_steps_(ceil_div(static_cast<int32_t>(vocab_size), kStep)),
-        first_step_(team.rank() * ceil_div(num_steps_, team.size()) + threadIdx.x / kWarpSize),
-        end_(min((team.rank() + 1) * ceil_div(num_steps_, team.size()), num_steps_)),
-        rounds_(ceil_div(ceil_div(num_steps_, team.size()), kWarps)),
+        first_step_(cluster.rank() * ceil_div(num_steps_, cluster.size()) +
+                    threadIdx.x / kWarpSize),
+        end_(min((cluster.rank() + 1) * ceil_div(num_steps_, cluster.size()), num_steps_)),
+        rounds_(ceil_div(ceil_div(num_steps_, cluster.size()), kWarps)),
         slots_(shared + threadIdx.x / kWarpSize * kStepSlots +
                threadIdx.x % kWarpSize * kParts<T>) {
     const int lane = threadIdx.x % kWarpSize;
@@ -72,7 +73,7 @@ class Rounds {
   // Waits for copies that turned out not to be needed; none may be in flight at the end of the
   // kernel.
   __device__ __forceinline__ void drain() {
-    if (in_flight_ > 0) wait_for_team();
+    if (in_flight_ > 0) wait_for_cluster_start();
 #pragma unroll 1
     for (int place = 0; place < in_flight_; ++place) wait_for(place);
     in_flight_ = 0;
@@ -132,13 +133,13 @@ class Rounds {
     return step * kStep + (group * kWarpSize + lane) * kGroup;
   }
 
-  // Waits until all blocks of the team run and have initialised their scratch memory.
-  __device__ __forceinline__ void wait_for_team() {
-    if (!ready_) team_.wait();
+  // Waits until all blocks of the cluster run and have initialised their scratch memory.
+  __device__ __forceinline__ void wait_for_cluster_start() {
+    if (!ready_) cluster_.wait();
     ready_ = true;
   }
 
-  __device__ int num_warps() const { return team_.size() * kWarps; }  // of the team
+  __device__ int num_warps() const { return cluster_.size() * kWarps; }  // of the cluster
 
   // Refills a place that this warp has read: the last warp of the share that is done issues the
   // copy.
@@ -158,7 +159,7 @@ class Rounds {
     phases_ ^= 1u << place;
   }
 
-  Team<kThreads>& team_;
+  Cluster<kThreads>& cluster_;
   const int32_t num_steps_;         // of the row
   const int32_t first_step_, end_;  // first step of this warp, end of the block's steps
   const int rounds_;

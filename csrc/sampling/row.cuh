@@ -8,7 +8,7 @@
 #include <cfloat>
 
 #include "common/mma.cuh"
-#include "common/team.cuh"
+#include "common/rows.cuh"
 #include "sampling/params.h"
 
 namespace tlt {

@@ -1,4 +1,4 @@
-// A team of blocks reads one row of logits once, in the rounds that rounds.cuh loads.
+// A cluster reads one row of logits once, in the rounds that rounds.cuh loads.
 //
 // Warps need a good score before they test ids against it: the best of the first round, whose noise
 // is computed while the round is copied.
@@ -6,8 +6,8 @@
 // A step produces its largest logit and the sum of 2^(logit * c - largest * c), c = log2(e) / T.
 // That sum and the sum over steps have a fixed order for a given vocabulary: a tree over a lane's
 // ids and a butterfly over lanes; then steps strided over lanes, and a butterfly. So the log-prob
-// of a row has the same bits in every op, batch, launch and team. It is within float32 rounding of
-// the CPU's exact sum.
+// of a row has the same bits in every op, batch, launch and cluster. It is within float32 rounding
+// of the CPU's exact sum.
 #pragma once
 
 #include "sampling/gumbel_max.cuh"
@@ -49,25 +49,25 @@ TLT_HD bool in_turn(int64_t steps, int64_t rounds, int64_t depth) {
 // How many blocks share each row: as many as run concurrently, none without work, and enough to
 // hold the row in shared memory.
 template <typename T, typename Params>
-TeamShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int64_t vocab_size) {
+ClusterShape row_launch(const char* op, void (*kernel)(Params), int64_t items, int64_t vocab_size) {
   require(vocab_size <= kMaxGpuVocabulary, op,
           "vocab_size: expected at most " + std::to_string(kMaxGpuVocabulary) + " on a GPU, got " +
               std::to_string(vocab_size));
   const bool hopper = has_hopper_code(op, kernel);
   const int64_t steps = ceil_div(vocab_size, kStep);
   const int64_t most = depth_of<T>(hopper);
-  const auto shape_of = [&](unsigned team) -> TeamShape {
-    const int64_t rounds = ceil_div(ceil_div(steps, team), kWarps);
+  const auto shape_of = [&](unsigned cluster) -> ClusterShape {
+    const int64_t rounds = ceil_div(ceil_div(steps, cluster), kWarps);
     const int64_t depth = rounds < most ? rounds : most;
     const int64_t slots = depth * kStepGroups * kParts<T> * kThreads * sizeof(uint4);
     const int64_t sums = (in_turn(steps, rounds, most) ? 2 : 1) * steps * sizeof(StepSum);
-    return {items, kThreads, static_cast<int>(slots + sums), team, true};
+    return {items, kThreads, static_cast<int>(slots + sums), cluster, true};
   };
-  TeamShape best = shape_of(1);
-  for (int team = 2; team <= kMaxTeam && team * kWarps < 2 * steps; ++team) {
+  ClusterShape best = shape_of(1);
+  for (int cluster = 2; cluster <= kPortableCluster && cluster * kWarps < 2 * steps; ++cluster) {
     if (!hopper) break;
-    const TeamShape shape = shape_of(team);
-    if (best.team * kWarps * most >= steps && max_active_teams(op, kernel, shape) < items) {
+    const ClusterShape shape = shape_of(cluster);
+    if (best.cluster * kWarps * most >= steps && max_active_clusters(op, kernel, shape) < items) {
       break;
     }
     best = shape;
@@ -83,13 +83,13 @@ class Scanner : public Rounds<T> {
   using Base::kApart;
 
   // `shared` has the size that row_launch computes.
-  __device__ Scanner(Team<kThreads>& team, uint4* shared, int64_t vocab_size)
-      : Base(team, shared, vocab_size),
+  __device__ Scanner(Cluster<kThreads>& cluster, uint4* shared, int64_t vocab_size)
+      : Base(cluster, shared, vocab_size),
         sums_(reinterpret_cast<StepSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
                                                       kParts<T> * kThreads)) {
     if (threadIdx.x < 2) scratch().reached[threadIdx.x] = ascending(kNegInf);
-    team_.arrive();  // before the first copy is issued: arriving waits for this thread's memory
-                     // accesses
+    cluster_.arrive();  // before the first copy is issued: arriving waits for this thread's memory
+                        // accesses
   }
 
   // The result of the row whose copies were started. Without noise the winner is the largest logit.
@@ -103,13 +103,14 @@ class Scanner : public Rounds<T> {
   __device__ __forceinline__ RowResult score(const Row<T>& row, bool noisy, const Draw& draw,
                                              Broadcast broadcast, const RowData<T>& next,
                                              bool has_next) {
-    wait_for_team();
+    wait_for_cluster_start();
     Scratch& shared = scratch();
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) shared.reached[turn_ ^ 1] = ascending(kNegInf);  // no row uses it now
-    uint32_t* const reached = team_.remote(&shared.reached[turn_], min(lane, team_.size() - 1));
+    uint32_t* const reached =
+        cluster_.remote(&shared.reached[turn_], min(lane, cluster_.size() - 1));
     const auto publish = [&](float score) {  // saves work, and only changes which ids are skipped
-      if (lane < team_.size()) atomicMax(reached, ascending(score));
+      if (lane < cluster_.size()) atomicMax(reached, ascending(score));
     };
     Words<kStepGroups> words;
     if (noisy) {
@@ -126,7 +127,7 @@ class Scanner : public Rounds<T> {
     bool bad = false;
     RowData<T> source = row;  // row of the copies that are issued next
     if (has_next) source = next;
-    StepSum* to = team_.remote(sums_of(turn_), 0) + first_step_;
+    StepSum* to = cluster_.remote(sums_of(turn_), 0) + first_step_;
     int32_t step = first_step_;
     int round = 0, place = 0;
     const auto take_round = [&](bool made) {
@@ -151,39 +152,39 @@ class Scanner : public Rounds<T> {
     in_flight_ = has_next ? rounds_ : 0;
     const uint64_t mine = gumbel_max.token < 0 ? 0 : rank_key(gumbel_max.score, gumbel_max.token);
     const WarpBest best = best_of_warp({mine, gumbel_max.logit, bad});
-    if (lane < team_.size()) {
-      team_.remote(shared.best[turn_], lane)[team_.rank() * kWarps + warp] = best;
+    if (lane < cluster_.size()) {
+      cluster_.remote(shared.best[turn_], lane)[cluster_.rank() * kWarps + warp] = best;
     }
-    team_.sync();
+    cluster_.sync();
     RowResult result{};
-    const bool reports = team_.rank() == 0 && warp == kWarps - 1;
+    const bool reports = cluster_.rank() == 0 && warp == kWarps - 1;
     if (reports || broadcast != Broadcast::kReporter) {
-      const WarpBest winner = best_of_team();
+      const WarpBest winner = best_of_cluster();
       result = {0.0f, 0.0f, winner.logit, winner.token(), winner.bad || winner.key == 0};
     }
     if (reports) fold_sums(row, &result);
     if (broadcast == Broadcast::kAll) {
-      if (reports && lane < team_.size()) *team_.remote(&shared.result, lane) = result;
-      team_.sync();
+      if (reports && lane < cluster_.size()) *cluster_.remote(&shared.result, lane) = result;
+      cluster_.sync();
       result = shared.result;
     } else if (broadcast == Broadcast::kWinner && !in_turn(num_steps_, rounds_, kDepth<T>)) {
-      team_.sync();  // the sums are overwritten next
+      cluster_.sync();  // the sums are overwritten next
     }
     turn_ ^= 1;
     return result;
   }
 
-  // The thread that writes the result of the team. It belongs to the last warp of the first block,
-  // which has one step less than others if the division leaves a remainder, and so has time to fold
-  // the sums.
+  // The thread that writes the result of the cluster. It belongs to the last warp of the first
+  // block, which has one step less than others if the division leaves a remainder, and so has time
+  // to fold the sums.
   __device__ bool reports() const {
-    return team_.rank() == 0 && threadIdx.x == (kWarps - 1) * kWarpSize;
+    return cluster_.rank() == 0 && threadIdx.x == (kWarps - 1) * kWarpSize;
   }
 
   // The last call: the shared memory of a block must exist until all blocks have read it.
   __device__ void leave() const {
-    if (ready_) team_.arrive();
-    team_.wait();
+    if (ready_) cluster_.arrive();
+    cluster_.wait();
   }
 
   // Of the row that was scored last: the best score among the warps' winners for which `kept(id,
@@ -206,7 +207,7 @@ class Scanner : public Rounds<T> {
   struct Scratch {
     uint32_t reached[2];  // a score that the row is known to reach; one entry each for this row and
                           // the next
-    WarpBest best[2][kMaxTeam * kWarps];  // of all warps of the team
+    WarpBest best[2][kPortableCluster * kWarps];  // of all warps of the cluster
     RowResult result;
   };
   __device__ static Scratch& scratch() {
@@ -308,9 +309,9 @@ class Scanner : public Rounds<T> {
         warp_sum_all(mul_rn(sum, exp2_approx(add_rn(row.shift(max), -row.shift(result->max)))));
   }
 
-  // Folds the winners of all warps of the team. Called by whole warps.
-  __device__ WarpBest best_of_team() const {
-    constexpr int kOfLane = kMaxTeam * kWarps / kWarpSize;
+  // Folds the winners of all warps of the cluster. Called by whole warps.
+  __device__ WarpBest best_of_cluster() const {
+    constexpr int kOfLane = kPortableCluster * kWarps / kWarpSize;
     const WarpBest* const best = scratch().best[turn_];
     WarpBest part[kOfLane], mine{};
 #pragma unroll
@@ -332,9 +333,9 @@ class Scanner : public Rounds<T> {
     return sums_ + (in_turn(num_steps_, rounds_, kDepth<T>) ? turn * num_steps_ : 0);
   }
 
-  using Base::team_, Base::num_steps_, Base::first_step_, Base::end_, Base::rounds_, Base::slots_,
-      Base::in_flight_, Base::ready_, Base::kStageSlots, Base::kGroupSlots;
-  using Base::wait_for, Base::first_id, Base::wait_for_team, Base::num_warps, Base::refill;
+  using Base::cluster_, Base::num_steps_, Base::first_step_, Base::end_, Base::rounds_,
+      Base::slots_, Base::in_flight_, Base::ready_, Base::kStageSlots, Base::kGroupSlots;
+  using Base::wait_for, Base::first_id, Base::wait_for_cluster_start, Base::num_warps, Base::refill;
   StepSum* const sums_;  // [1 or 2, num_steps]
   int turn_ = 0;         // which of the two buffers the next row uses
 };

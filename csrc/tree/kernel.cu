@@ -1,7 +1,7 @@
 // expand_tree on the GPU: children = the top K of logit / T + gumbel(noise word of the target id).
 //
-// One team of blocks per request (a cluster of up to 16 on Hopper). Frontier rows are processed in
-// waves of up to kWave, and the team's warps are distributed over them, so a row is spread over
+// One cluster per request (up to 16 blocks on sm_90, else 1). Frontier rows are processed in
+// waves of up to kWave, and the cluster's warps are distributed over them, so a row is spread over
 // many multiprocessors. The noise of a warp's first ids does not depend on logits: it is computed
 // before the kernel waits for the previous one, from values that rarely change meanwhile, and
 // recomputed if they did. A warp sends the largest value of its ids to all blocks and draws the
@@ -23,7 +23,7 @@
 namespace tlt {
 namespace {
 
-constexpr int kMostBlocks = 2 * kMaxTeam;  // of a team: the limit of Hopper, not a portable one
+constexpr int kMostBlocks = 2 * kPortableCluster;  // of a cluster: the non-portable limit
 constexpr int kWave = 8;
 constexpr int kMaxFrontier = 256;
 constexpr int kMaxSlices = 64;  // of a row
@@ -40,7 +40,7 @@ struct LargeBlock {
 struct SmallBlock {
   static constexpr int kWarps = 8, kIds = 4;
 };
-constexpr int kMostWarps = kMostBlocks * LargeBlock::kWarps;  // of a team
+constexpr int kMostWarps = kMostBlocks * LargeBlock::kWarps;  // of a cluster
 static_assert(kWave <= SmallBlock::kWarps, "the first block has a warp of each row of a wave");
 
 struct Child {
@@ -48,9 +48,9 @@ struct Child {
   int32_t token;
 };
 
-// Whether all lists of a team are in its first block, or each list in its own block.
-TLT_HD bool fits_first_block(int team_warps, int top_k) {
-  return team_warps * top_k <= kMaxCollected;
+// Whether all lists of a cluster are in its first block, or each list in its own block.
+TLT_HD bool fits_first_block(int cluster_warps, int top_k) {
+  return cluster_warps * top_k <= kMaxCollected;
 }
 
 // Dynamic shared memory: the warps' candidates, the lists that are merged, the children.
@@ -58,9 +58,9 @@ struct Layout {
   int candidates, lists;  // entries
   int children;
 
-  TLT_HD Layout(int team, int warps, int frontier_rows, int top_k)
+  TLT_HD Layout(int cluster, int warps, int frontier_rows, int top_k)
       : candidates(warps * list_capacity(top_k)),
-        lists((fits_first_block(team * warps, top_k) ? team : 1) * warps * top_k),
+        lists((fits_first_block(cluster * warps, top_k) ? cluster : 1) * warps * top_k),
         children(frontier_rows * top_k) {}
   TLT_HD int bytes() const {
     return static_cast<int>((candidates + lists) * sizeof(Candidate) + children * sizeof(Child));
@@ -68,7 +68,7 @@ struct Layout {
 };
 
 struct Shared {
-  float largest[kMostWarps];    // of every warp of the team
+  float largest[kMostWarps];    // of every warp of the cluster
   int64_t mass[kMostWarps];     // from here on only in the first block
   int32_t count[kMaxFrontier];  // children of a row
   int32_t parent[kMaxFrontier], depth[kMaxFrontier];
@@ -77,18 +77,18 @@ struct Shared {
   int32_t begin;  // nodes before this level; 0 if the store has no room
 };
 
-// The distribution of the team's warps over the rows of a wave: warp w works on row w % rows.
+// The distribution of the cluster's warps over the rows of a wave: warp w works on row w % rows.
 struct WarpAssignment {
   int rows, slices;
 
-  __device__ WarpAssignment(int team_warps, int rows)
-      : rows(rows), slices(min(kMaxSlices, team_warps / rows)) {}
+  __device__ WarpAssignment(int cluster_warps, int rows)
+      : rows(rows), slices(min(kMaxSlices, cluster_warps / rows)) {}
   // The warp of a slice of a row.
   __device__ int warp(int row, int slice) const { return slice * rows + row; }
 };
 
 // Merges a row's lists by one warp of the first block. `list_of(warp)` is the list of a warp of the
-// team.
+// cluster.
 template <typename ListOf>
 __device__ void merge_lists(const WarpAssignment& assignment, int row, int top_k, ListOf&& list_of,
                             Child* children, int32_t* count) {
@@ -230,30 +230,30 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
   extern __shared__ Candidate memory[];
   __shared__ Shared shared;
   constexpr int kWarps = Size::kWarps, kIds = Size::kIds;
-  Team<kWarps * kWarpSize> team;
-  team.arrive();
+  Cluster<kWarps * kWarpSize> cluster;
+  cluster.arrive();
   const int top_k = static_cast<int>(p.top_k), rows = static_cast<int>(p.frontier_rows);
-  const Layout layout(team.size(), kWarps, rows, top_k);
+  const Layout layout(cluster.size(), kWarps, rows, top_k);
   Candidate* const lists = memory + layout.candidates;
   Child* const children = reinterpret_cast<Child*>(lists + layout.lists);  // [rows, top_k]
-  const bool in_first_block = fits_first_block(team.size() * kWarps, top_k);
-  const int64_t b = team.item();
+  const bool in_first_block = fits_first_block(cluster.size() * kWarps, top_k);
+  const int64_t b = cluster.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int team_warp = team.rank() * kWarps + warp;
+  const int cluster_warp = cluster.rank() * kWarps + warp;
   const int32_t columns = static_cast<int32_t>(
       p.d2t != nullptr || p.draft_vocab < p.vocab_size ? p.draft_vocab : p.vocab_size);
   const bool perturbed = p.score_temperature > 0.0f;
   const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
-  // The list of a warp of the team.
+  // The list of a warp of the cluster.
   const auto list_of = [&](int of) {
     return in_first_block ? lists + of * top_k
-                          : team.remote(lists, of / kWarps) + of % kWarps * top_k;
+                          : cluster.remote(lists, of / kWarps) + of % kWarps * top_k;
   };
 
 #pragma unroll 1
   for (int wave = 0; wave < rows; wave += kWave) {
-    const WarpAssignment assignment(team.size() * kWarps, min(kWave, rows - wave));
-    const int mine = team_warp % assignment.rows, slice = team_warp / assignment.rows;
+    const WarpAssignment assignment(cluster.size() * kWarps, min(kWave, rows - wave));
+    const int mine = cluster_warp % assignment.rows, slice = cluster_warp / assignment.rows;
     const bool has_slice = slice < assignment.slices;
     const RowData<T> data(p.draft_logits, p.logits_stride, b * rows + wave + mine, columns);
     using Tile = DraftTile<T, kIds>;
@@ -269,14 +269,14 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
       launch_dependents();
     }
     const FrontierWords words(p, b, wave + mine);
-    const FrontierAncestors frontier_ancestors(p, b, wave == 0 && team.rank() == 0);
+    const FrontierAncestors frontier_ancestors(p, b, wave == 0 && cluster.rank() == 0);
     if (begin < end) tile.fetch(p, data, begin);
     const int32_t count = words.count();
     const FrontierRow row = frontier_row(p, b, wave + mine, words.parent(), count);
     const Row<T> logits(data, words.temperature());
     const Draw draw{p.round_keys, noise_key(p.seed, words.request(), NoiseDomain::kTarget),
                     words.root_position() + row.depth + 1};
-    if (team_warp == mine && lane == 0) {  // in the first block
+    if (cluster_warp == mine && lane == 0) {  // in the first block
       shared.parent[wave + mine] = row.parent;
       shared.depth[wave + mine] = row.depth;
       shared.parent_score[wave + mine] = row.parent_score;
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
     }
     if (wave == 0) {
       frontier_ancestors.store(shared);
-      team.wait();  // all blocks run
+      cluster.wait();  // all blocks run
     }
     WarpList list(memory + warp * list_capacity(top_k), top_k);
     const bool exact = perturbed || logits.greedy;
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
           if (some) most = fmaxf(most, tile.largest());
           if (!last) return;
           most = warp_max(most);
-          if (lane < team.size()) *team.remote(&shared.largest[team_warp], lane) = most;
+          if (lane < cluster.size()) *cluster.remote(&shared.largest[cluster_warp], lane) = most;
         };
         if (fresh) {
           if (pass != 0 || first != begin) tile.fetch(p, data, first);
@@ -313,31 +313,31 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
         if (!perturbed) send();
         if (fresh && !logits.greedy && (pass == 0 || perturbed)) tile.draw(p, draw, perturbed);
         if (perturbed) send();
-        if (pass == 0 && last) team.arrive();  // also waits for the values that were sent
+        if (pass == 0 && last) cluster.arrive();  // also waits for the values that were sent
         if (some && pass == 0) tile.offer(p, exact, list);
         if (some && pass != 0) sum += tile.weigh(most, inverse);
         first += step;
       } while (!last);
       if (pass != 0) break;
-      team.wait();
+      cluster.wait();
       most = kNegInf;
       for (int i = lane; i < assignment.slices; i += kWarpSize) {
         most = fmaxf(most, shared.largest[assignment.warp(mine, i)]);
       }
       most = warp_max(most);
-      if (team_warp == mine) shared.max[wave + mine] = most;
+      if (cluster_warp == mine) shared.max[wave + mine] = most;
     }
-    list.keep_best(in_first_block ? team.remote(lists, 0) + team_warp * top_k
+    list.keep_best(in_first_block ? cluster.remote(lists, 0) + cluster_warp * top_k
                                   : lists + warp * top_k);
     sum = warp_reduce(sum, Sum());
-    if (lane == 0) *team.remote(&shared.mass[team_warp], 0) = sum;
+    if (lane == 0) *cluster.remote(&shared.mass[cluster_warp], 0) = sum;
     status = __reduce_or_sync(kFullWarp, static_cast<unsigned>(status));
     if (lane == 0 && status != kStatusOk) atomicOr(&p.status[b], status);
-    team.arrive();
-    if (team.rank() != 0 && in_first_block && wave + kWave >= rows)
+    cluster.arrive();
+    if (cluster.rank() != 0 && in_first_block && wave + kWave >= rows)
       return;  // no block reads its memory
-    team.wait();
-    for (int i = team.rank() == 0 ? warp : 2 * assignment.rows; i < 2 * assignment.rows;
+    cluster.wait();
+    for (int i = cluster.rank() == 0 ? warp : 2 * assignment.rows; i < 2 * assignment.rows;
          i += kWarps) {
       if (i < assignment.rows) {
         const int row = wave + i;
@@ -353,9 +353,9 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
         shared.log_sum[wave + row] = log_f32(mul_rn(static_cast<float>(total), 0x1p-40f));
       }
     }
-    if (!in_first_block) team.sync();  // the lists were read
+    if (!in_first_block) cluster.sync();  // the lists were read
   }
-  if (team.rank() != 0) return;
+  if (cluster.rank() != 0) return;
   __syncthreads();
   append_children(p, b, shared.begin, shared, children);
 }
@@ -369,21 +369,22 @@ int64_t tiles_of(const ExpandTreeParams& p) {
 
 // As many blocks per request as have work and as run concurrently.
 template <typename T, typename Size>
-TeamShape expand_shape(const char* op, const ExpandTreeParams& p) {
+ClusterShape expand_shape(const char* op, const ExpandTreeParams& p) {
   const auto kernel = expand_kernel<T, Size>;
-  const auto shape_of = [&](unsigned team) -> TeamShape {
-    const Layout layout(static_cast<int>(team), Size::kWarps, static_cast<int>(p.frontier_rows),
+  const auto shape_of = [&](unsigned cluster) -> ClusterShape {
+    const Layout layout(static_cast<int>(cluster), Size::kWarps, static_cast<int>(p.frontier_rows),
                         static_cast<int>(p.top_k));
-    return {p.num_requests, Size::kWarps * kWarpSize, layout.bytes(), team, true};
+    return {p.num_requests, Size::kWarps * kWarpSize, layout.bytes(), cluster, true};
   };
   const int64_t slices = std::min<int64_t>(tiles_of<T, Size>(p), kMaxSlices);
   const int64_t warps = std::min<int64_t>(p.frontier_rows, kWave) * slices;
-  unsigned team = 1;
+  unsigned cluster = 1;
   if (has_hopper_code(op, kernel)) {
-    while (team < kMostBlocks && team * Size::kWarps < warps) team *= 2;
+    while (cluster < kMostBlocks && cluster * Size::kWarps < warps) cluster *= 2;
   }
-  while (team > 1 && max_active_teams(op, kernel, shape_of(team)) < p.num_requests) team /= 2;
-  return shape_of(team);
+  while (cluster > 1 && max_active_clusters(op, kernel, shape_of(cluster)) < p.num_requests)
+    cluster /= 2;
+  return shape_of(cluster);
 }
 
 }  // namespace
@@ -399,13 +400,13 @@ void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    const TeamShape small = expand_shape<T, SmallBlock>(op, p);
+    const ClusterShape small = expand_shape<T, SmallBlock>(op, p);
     const int64_t warps = std::min<int64_t>(p.frontier_rows, kWave) * tiles_of<T, SmallBlock>(p);
-    if (warps <= small.team * SmallBlock::kWarps) {  // at most one tile per warp
-      return launch_teams(op, expand_kernel<T, SmallBlock>, small, as_stream(stream), p);
+    if (warps <= small.cluster * SmallBlock::kWarps) {  // at most one tile per warp
+      return launch_cluster_per_item(op, expand_kernel<T, SmallBlock>, small, as_stream(stream), p);
     }
-    launch_teams(op, expand_kernel<T, LargeBlock>, expand_shape<T, LargeBlock>(op, p),
-                 as_stream(stream), p);
+    launch_cluster_per_item(op, expand_kernel<T, LargeBlock>, expand_shape<T, LargeBlock>(op, p),
+                            as_stream(stream), p);
   });
 }
 

@@ -13,7 +13,7 @@
 // PackedNode per row at b * num_verify of `source` and a count in row_start, from which one more
 // block packs the rows of all requests. count^2 comparisons; stores of up to kMaxStore nodes.
 #include "common/mma.cuh"
-#include "common/team.cuh"
+#include "common/rows.cuh"
 #include "tree/ancestors.cuh"
 #include "tree/op.h"
 

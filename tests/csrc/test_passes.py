@@ -265,7 +265,7 @@ def test_a_ring_counts_on_when_control_is_new(ops):
     assert control[Control.SEQUENCE] == 1
 
 
-def test_sequence_numbers_go_on_past_what_the_device_counts(ops):
+def test_sequence_numbers_continue_past_the_device_counter(ops):
     """Records stay in order where the device's 32-bit number starts again."""
     ring = make_ring(ops, passes=6, max_batch=1, max_emitted=4)
     control = torch.zeros(8, dtype=torch.int32)

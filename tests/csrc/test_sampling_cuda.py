@@ -149,8 +149,8 @@ def test_verification_has_the_bits_of_the_cpu(monkeypatch, op, vocab):
 
 @pytest.mark.parametrize("vocab", [3000, 151_936])
 def test_paths_of_many_requests_have_the_tokens_of_the_cpu(monkeypatch, vocab):
-    """Rows of one block and of several, top-p in some: a team starts a row while its blocks still
-    read the previous one. Requests without rows or without tokens to emit; trees and chains."""
+    """Rows of one block and of several, top-p in some: a cluster starts a row while its blocks
+    still read the previous one. Requests without rows or without tokens; trees and chains."""
     rng = random.Random(vocab)
     tokens, parents, row_start = [], [], [0]
     for request in range(40):

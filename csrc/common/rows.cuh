@@ -1,7 +1,7 @@
 // Device helpers of the kernels that rank and reduce over rows of logits.
 //
-// A *team* is the thread blocks that share one item: a cluster on Hopper, a single block elsewhere.
-// Its reductions have one fixed order, and every thread gets the result.
+// The thread blocks of a `Cluster` share one item. Before sm_90 a cluster is a single block. Its
+// reductions have one fixed order, and every thread gets the result.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -11,8 +11,6 @@
 #include "common/math.h"
 
 namespace tlt {
-
-constexpr int kMaxTeam = kPortableCluster;
 
 // Maps floats to integers of the same order; -0 equals +0.
 __device__ __forceinline__ uint32_t ascending(float x) {
@@ -66,13 +64,13 @@ __device__ __forceinline__ V warp_reduce(V v, Op op) {
 
 // kThreads: threads of each block.
 template <int kThreads>
-class Team {
+class Cluster {
  public:
   static constexpr int kWarps = kThreads / kWarpSize;
   static_assert(kWarps <= kWarpSize);
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __device__ Team()
+  __device__ Cluster()
       : rank_(cooperative_groups::this_cluster().block_rank()),
         size_(cooperative_groups::this_cluster().num_blocks()) {}
   __device__ int item() const { return size_ == 1 ? blockIdx.x : __clusterIdx().x; }
@@ -83,7 +81,7 @@ class Team {
     return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
   }
 #else
-  __device__ Team() : rank_(0), size_(1) {}
+  __device__ Cluster() : rank_(0), size_(1) {}
   __device__ int item() const { return blockIdx.x; }
   __device__ void arrive() const {}
   __device__ void wait() const { __syncthreads(); }
@@ -104,11 +102,12 @@ class Team {
   __device__ int thread() const { return rank_ * kThreads + threadIdx.x; }
   __device__ int threads() const { return size_ * kThreads; }
 
-  // Each warp writes its part to all blocks (at most kMaxTeam), waits at one barrier, and folds the
-  // parts of all warps.
+  // Each warp writes its part to all blocks (at most kPortableCluster), waits at one barrier, and
+  // folds the parts of all warps.
   template <typename V, typename Op>
   __device__ V reduce(V v, V identity, Op op) {
-    __shared__ V of_warp[2][kMaxTeam * kWarps];  // alternate: read one barrier ahead of a write
+    __shared__ V
+        of_warp[2][kPortableCluster * kWarps];  // alternate: read one barrier ahead of a write
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     v = warp_reduce(v, op);
     if (lane < size_) remote(of_warp[turn_], lane)[rank_ * kWarps + warp] = v;
@@ -134,44 +133,44 @@ class Team {
   int rank_, size_, turn_ = 0;
 };
 
-struct TeamShape {
+struct ClusterShape {
   int64_t items;
   int threads;  // of a block
   int shared_bytes;
-  unsigned team;  // blocks of an item if the card has clusters, else 1
-  bool pdl;       // see launch_kernel
+  unsigned cluster;  // blocks of an item on sm_90; before that it is 1
+  bool pdl;          // see launch_kernel
 
   template <typename... Params>
   KernelShape of(const char* op, void (*kernel)(Params...)) const {
-    const unsigned blocks = has_hopper_code(op, kernel) ? team : 1;
+    const unsigned blocks = has_hopper_code(op, kernel) ? cluster : 1;
     return {items * blocks, threads, shared_bytes, blocks};
   }
 };
 
-// Launches one team for each item.
+// Launches one cluster for each item.
 template <typename... Params>
-void launch_teams(const char* op, void (*kernel)(Params...), const TeamShape& shape,
-                  cudaStream_t stream, const Params&... params) {
+void launch_cluster_per_item(const char* op, void (*kernel)(Params...), const ClusterShape& shape,
+                             cudaStream_t stream, const Params&... params) {
   launch_kernel(op, kernel, shape.of(op, kernel), stream, shape.pdl, params...);
 }
 
-// Number of teams of a kernel that run on the current card at once. Clusters do not fit everywhere:
-// a card of 132 multiprocessors may hold 15 clusters of 8, and a small card none of 16.
+// Number of clusters of a kernel that run on the current card at once. A card of 132
+// multiprocessors may hold 15 clusters of 8, and a small card none of 16.
 template <typename... Params>
-int64_t max_active_teams(const char* op, void (*kernel)(Params...), const TeamShape& shape) {
+int64_t max_active_clusters(const char* op, void (*kernel)(Params...), const ClusterShape& shape) {
   const auto* of = reinterpret_cast<const void*>(kernel);
-  return recall(op, of, shape.team, shape.shared_bytes, [&](int known) {
+  return recall(op, of, shape.cluster, shape.shared_bytes, [&](int known) {
     if (known >= 0) return known;
-    int teams = 0;
+    int clusters = 0;
     const LaunchConfig launch(op, kernel, shape.of(op, kernel), nullptr, shape.pdl);
-    const cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, kernel, &launch.config);
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
     if (error == cudaErrorInvalidClusterSize ||
-        (error != cudaSuccess && shape.team > kPortableCluster)) {
+        (error != cudaSuccess && shape.cluster > kPortableCluster)) {
       cudaGetLastError();  // clears the error: the card does not support this cluster size
       return 0;
     }
     check_cuda(error, op);
-    return teams;
+    return clusters;
   });
 }
 
