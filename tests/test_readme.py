@@ -37,7 +37,7 @@ by_document = pytest.mark.parametrize("name", DOCUMENTS)
 
 
 @by_document
-def test_nothing_is_left_to_fill_in(name):
+def test_no_placeholder_is_left(name):
     assert "@@" not in DOCUMENTS[name]
 
 

@@ -49,10 +49,10 @@ def build_graphs(
     state: BatchState,
     ring: tlt_ext.PassRing,
 ) -> PassGraphs | None:
-    """The graphs that a configuration asks for; None: passes are launched op by op.
+    """The graphs of a configuration; None: passes are launched op by op.
 
     Args:
-        config: `graphs`, `graph_mib`, `strategies` and batch sizes.
+        config: of the engine.
         buckets: batch sizes of speculation.
         max_rows: largest number of rows of a speculative pass.
         program, state, ring: as for `PassGraphs`.
@@ -148,11 +148,7 @@ class PassGraphs:
     ) -> float:
         """Makes up to `limit` passes, until `ends` requests have finished (one without loops).
 
-        Args:
-            cell: the graph.
-            limit: passes.
-            ends: requests.
-            meanwhile: called once after the launch; returns whether the passes are to stop.
+        `meanwhile` is called once after the launch and returns whether the passes are to stop.
 
         Returns:
             Their seconds on the device's clock.

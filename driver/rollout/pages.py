@@ -27,14 +27,6 @@ class PagePool:
 
     Args:
         num_pages: pages in the pool, ids 0 to num_pages - 1.
-
-    Example:
-        >>> pool = PagePool(4)
-        >>> pages = pool.allocate(3)
-        >>> pool.num_free
-        1
-        >>> pool.release(pages); pool.num_free
-        4
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -118,15 +110,9 @@ class PrefixCache:
             self._unused.append(self._prefixes.pop(prompt))
 
     def take(self, prompt: Prompt, spare: int, admission: Admission) -> list[int] | None:
-        """Pages of a request that waits with this prompt.
+        """Pages of a request that waits with this prompt; None if there are not enough.
 
-        Args:
-            prompt: its prompt.
-            spare: pages that must stay free.
-            admission: what fills the pages is added here.
-
-        Returns:
-            None if there are not enough pages.
+        `spare` pages stay free. What fills the pages is added to `admission`.
         """
         prefix, length = self._prefixes[prompt], len(prompt) - 1
         count = 0 if prefix.ready else pages_for(length, self.page_size)

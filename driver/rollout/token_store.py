@@ -108,12 +108,7 @@ class TokenStore:
             self._drop(slot)
 
     def advance(self, rows: Tensor, context_len: Tensor) -> None:
-        """Updates the number of known tokens, on the device.
-
-        Args:
-            rows: int64 [B], slots; `spare` for inert rows.
-            context_len: int32 [B].
-        """
+        """Updates the known tokens of `rows` (int64 [B], `spare` for inert ones), on the device."""
         self._lengths.index_copy_(0, rows, context_len + 1)
 
     def group_slots(self, request: RunningRequest) -> list[int]:

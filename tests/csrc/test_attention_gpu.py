@@ -345,7 +345,7 @@ def test_a_graph_serves_any_lengths(tree, name, batch, longest, pdl):
     assert not status.any()
 
 
-def test_refuses_what_it_is_not_written_for():
+def test_unsupported_shapes_are_rejected():
     def case(**changes):
         kwargs = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": 16} | changes
         return make_case([20], [3], (*kwargs.values(), torch.bfloat16))

@@ -388,7 +388,7 @@ def test_a_running_graph_is_not_evicted(loop):
 
 
 @pytest.mark.parametrize("loop", [pytest.param(True, marks=loops)])
-def test_what_a_loop_cannot_hold_is_a_named_error(loop):
+def test_nodes_that_a_loop_cannot_contain_are_named(loop):
     model, pool = bigram(), GraphPool()
     event = torch.cuda.Event(external=True)
 

@@ -149,7 +149,7 @@ def test_layers_that_a_server_cannot_represent_are_refused(parts, layers):
         (lambda c, t: c.pop("rope_scaling") and c.pop("rope_parameters"), "RoPE is RopeSpec"),
     ],
 )
-def test_what_a_loader_would_miss_is_named(parts, tmp_path, damage, message):
+def test_missing_parts_of_an_export_are_named(parts, tmp_path, damage, message):
     write(parts, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     tensors = load_file(tmp_path / "model.safetensors")
@@ -246,7 +246,7 @@ def test_a_task_that_was_trained_on_is_not_the_unseen_one(tmp_path, capsys):
     assert "multiplication: accept length" in out and "addition: accept length" in out
 
 
-def test_what_lies_in_the_way_is_left_alone(parts, tmp_path):
+def test_other_files_in_the_output_folder_are_not_overwritten(parts, tmp_path):
     """A checkpoint's own folder would lose the weights of its policy."""
     export.check_out(tmp_path / "new")
     write(parts, tmp_path / "again")

@@ -64,7 +64,7 @@ def test_figures_are_drawn_from_results(folder, capsys):
     assert points["off"] == [(1, 100.0), (4, 400.0)]
 
 
-def test_nothing_to_draw_is_an_error_of_one_line(tmp_path, capsys):
+def test_a_folder_without_results_gives_one_line(tmp_path, capsys):
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert figures.main([str(folder)]) == 1
         captured = capsys.readouterr()

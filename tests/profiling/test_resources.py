@@ -39,7 +39,7 @@ def test_a_log_is_split_by_source_and_a_later_build_replaces_an_earlier_one():
     assert [kernel.spilled for kernel in again["layers/kernel.cu"]] == [0, 0]
 
 
-def test_names_lose_what_every_kernel_has():
+def test_kernel_names_are_shortened():
     long = "void tlt::(anonymous namespace)::decode_kernel<__half, 1, (tlt::Before)0>(tlt::Params)"
     assert resources.short_name(long) == "decode_kernel<__half, 1, (Before)0>"
 

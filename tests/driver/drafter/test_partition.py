@@ -116,7 +116,7 @@ class Card:
         return tuner.serial_step_s, tuner.measured
 
 
-def test_training_rests_as_long_as_the_budget_asks(monkeypatch):
+def test_training_rests_to_keep_the_budget(monkeypatch):
     """Decoding slows as much on few multiprocessors as on many: use more of them, less often."""
     card = Card(monkeypatch, cost=0.08)
     serial_s, found = card.measure(1.06)

@@ -179,7 +179,7 @@ def test_shards_need_no_metadata_in_their_index(sharded):
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_what_a_file_is_mapped_to_does_not_stay_in_use(model):
+def test_weights_do_not_change_with_their_file(model):
     _, weights = load_checkpoint(model)
     before = {name: weight.clone() for name, weight in weights.items()}
     path = model / "model.safetensors"

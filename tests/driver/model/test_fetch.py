@@ -37,7 +37,7 @@ def test_a_whole_folder_is_taken_as_it_is(model, sharded):
     assert resolve_model(str(sharded)) == sharded
 
 
-def test_what_is_no_folder_is_named_with_the_remedy(model, tmp_path):
+def test_a_path_that_is_no_folder_is_named_with_the_remedy(model, tmp_path):
     with pytest.raises(UserError, match="model.path=.*nowhere: no such folder; write tiny"):
         resolve_model(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="no such folder; a model of the hub .* hf download Qwen/Q"):

@@ -130,7 +130,7 @@ def test_the_context_of_llama3_scaling_is_that_of_transformers(outside, inside, 
         ({"partial_rotary_factor": 0.25}, "partial RoPE is not supported"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(config, match):
+def test_unsupported_settings_are_named(config, match):
     with pytest.raises(UserError, match=f"^here: .*{match}"):
         ModelSpec.from_config({**CONFIG, **config}, where="here")
 

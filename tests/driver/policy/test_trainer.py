@@ -47,7 +47,7 @@ class Cfg:
     shard: bool = False
 
 
-def test_configuration_has_what_the_trainer_reads():
+def test_configuration_has_the_fields_that_the_trainer_reads():
     assert {f.name for f in fields(Cfg)} <= {f.name for f in fields(GrpoConfig)}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that is not held up by them: what they hold, and what can go wrong there."""
+"""Checkpoints that a thread writes: their content, their order and their errors."""
 
 import doctest
 import threading
@@ -17,7 +17,7 @@ from tests.kit import gpu, needs_gpu
 
 
 def write_into(folder, step):
-    """What a run has written of a state; `seen` says from which thread."""
+    """A writer of checkpoints; `seen` lists the threads that called it."""
 
     def write(state):
         write.seen.append(threading.current_thread())
@@ -33,8 +33,8 @@ def test_docstring_examples(module):
     assert result.attempted and not result.failed
 
 
-def test_what_is_written_is_what_was_there_and_nobody_waits(tmp_path):
-    """The disk is slow; the next step changes the state meanwhile, counters in lists too."""
+def test_the_state_at_the_save_is_written_without_waiting(tmp_path):
+    """The disk is slow, and the next step changes the state, counters in lists too."""
     go, writer, live = threading.Event(), CheckpointWriter(beside=True), states(1)
     write = write_into(tmp_path, 1)
     writer.save(lambda state: (go.wait(30), write(state)), live)
@@ -50,7 +50,7 @@ def test_what_is_written_is_what_was_there_and_nobody_waits(tmp_path):
     assert write.seen[0] is not threading.current_thread()
 
 
-def test_the_next_waits_for_the_one_before(tmp_path):
+def test_the_next_save_waits_for_the_previous_one(tmp_path):
     order, writer, go = [], CheckpointWriter(beside=True), threading.Event()
     writer.save(lambda state: (go.wait(30), order.append(state["n"])), {"n": 1})
     threading.Timer(0.2, go.set).start()
@@ -86,7 +86,7 @@ def test_a_container_s_limit_counts(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_one_before(tmp_path, wait):
+def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_previous_checkpoint(tmp_path, wait):
     writer = CheckpointWriter(beside=True)
     writer.save(write_into(tmp_path, 1), states(1))
     writer.collect()
@@ -96,13 +96,13 @@ def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_one_before(tmp_pa
     with pytest.raises(UserError, match="step-000002: cannot be written"):
         writer.collect(wait)
     assert names(tmp_path) == ["step-000001"]
-    writer.collect()  # told once
+    writer.collect()  # raised once
     writer.save(write_into(tmp_path, 3), states(3))
     writer.collect()
     assert latest_checkpoint(tmp_path).step == 3
 
 
-def test_the_one_before_that_failed_is_told_by_the_next(tmp_path):
+def test_the_next_save_raises_the_error_of_the_previous_one(tmp_path):
     writer = CheckpointWriter(beside=True)
     with full_disk(1000):
         writer.save(write_into(tmp_path, 1), states(1))

@@ -168,7 +168,7 @@ def test_a_damaged_state_is_one_line(tmp_path):
         saved.state("drafter")
 
 
-def test_a_state_of_an_earlier_version_is_named_with_what_it_lacks(tmp_path):
+def test_missing_parts_of_an_earlier_state_are_named(tmp_path):
     bandit = Bandit([OFF], BanditConfig(), 8)
     state = bandit.state_dict()
     del state["seen"]
@@ -194,7 +194,7 @@ KILLED = """
 """
 
 
-def test_kill_minus_nine_during_a_checkpoint_leaves_the_one_before(tmp_path):
+def test_kill_minus_nine_during_a_checkpoint_keeps_the_previous_one(tmp_path):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)])
     assert done.returncode == -signal.SIGKILL
     assert ".new-step-000002" in names(tmp_path)

@@ -190,7 +190,7 @@ def test_later_captures_leave_earlier_graphs_valid(policy, plain):
     assert rollout.engine.stats.spec_passes > 0
 
 
-def test_the_plan_counts_what_the_pool_charges(looped):
+def test_the_plan_and_the_pool_count_the_same_bytes(looped):
     """Both count nodes: the launches of the plan are those of the captured graphs."""
     generate(looped, jobs()[:2])
     graphs = looped.engine.runner.graphs

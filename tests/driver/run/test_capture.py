@@ -102,7 +102,7 @@ def test_a_run_s_calls_can_be_replayed(tmp_path, capsys):
         assert capsys.readouterr().out.count(f"{op}-000001-") == 2 * len(calls)
 
 
-def test_what_is_no_capture_is_one_line(tmp_path, capsys):
+def test_a_file_that_is_no_capture_gives_one_line(tmp_path, capsys):
     assert replay.main([str(tmp_path)]) == 2
     (tmp_path / "x.pt").write_bytes(b"no")
     assert replay.main([str(tmp_path)]) == 2

@@ -51,7 +51,7 @@ def with_device(run):
     return run
 
 
-def test_work_beside_passes_changes_nothing(start):
+def test_work_during_passes_changes_no_prompt_and_no_reward(start):
     """Every response is scored in its place, every prompt is drawn once and in its turn."""
     words = "engine.strategies=off"
     alone, beside = start(words), with_device(start(words))

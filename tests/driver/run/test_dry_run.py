@@ -84,7 +84,7 @@ def test_checkpointing_and_less_to_hold_make_it_smaller(seven_b):
     assert peak("grpo.kl_coef=0.1") > whole
 
 
-def test_a_whole_checkpoint_is_measured_by_its_own_tokenizer(tmp_path):
+def test_a_checkpoint_is_measured_with_its_own_tokenizer(tmp_path):
     save_model(tmp_path, "qwen3", max_position_embeddings=1024)
     config = load_config([f"model.path={tmp_path}"])
     assert shape_of(config).prompt_len == dry_run.PROMPT_TOKENS  # it has no tokenizer
@@ -180,7 +180,7 @@ def test_ceilings_are_those_of_the_card(monkeypatch, tmp_path):
     assert dry_run.ceilings(config) == dry_run.STATED["cuda"]
 
 
-def test_lengths_have_the_mean_that_was_asked_for_and_a_tail():
+def test_lengths_have_the_requested_mean_and_a_tail():
     lengths = dry_run.tail_lengths(256, 100, 10_000)
     assert sum(lengths) / 256 == pytest.approx(100, rel=0.05)
     assert max(lengths) > 6 * sorted(lengths)[128]

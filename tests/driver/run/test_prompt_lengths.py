@@ -12,7 +12,7 @@ def test_a_prompt_is_expected_to_be_as_long_as_last_time_and_an_unknown_one_as_u
     assert lengths.expected(["a", "b", "c"]) == [5, 9, 7]
 
 
-def test_memory_is_bounded_and_what_comes_up_again_stays():
+def test_memory_is_bounded_and_recent_entries_stay():
     lengths = PromptLengths(kept=3)
     for index in range(100):
         lengths.note("often", [50])

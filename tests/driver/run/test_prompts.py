@@ -62,7 +62,7 @@ def test_a_run_with_an_overlong_line_does_not_start(tmp_path):
     assert not (tmp_path / "run").exists() and not (tmp_path / "warm").exists()
 
 
-def test_an_evaluation_asks_each_held_out_line_once(tmp_path, monkeypatch):
+def test_an_evaluation_uses_each_held_out_line_once(tmp_path, monkeypatch):
     path = write_sums(tmp_path / "d.jsonl", 24)
     words = [*WORDS, f"run.root={tmp_path}", "run.name=run", "task.name=jsonl", "task.shots=0"]
     notes = []

@@ -204,7 +204,7 @@ def test_a_run_that_starts_over_leaves_no_older_drafter(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["folder", "rollout.spot", "collector.workers"])
-def test_what_stopped_a_run_is_told_whatever_fails_behind_it(tmp_path, monkeypatch, part):
+def test_the_error_that_stopped_a_run_is_raised_if_closing_fails_too(tmp_path, monkeypatch, part):
     def full(self):
         raise OSError(28, "No space left on device")
 
@@ -239,7 +239,7 @@ def written_beside(monkeypatch):
     monkeypatch.setattr(run_module, "CheckpointWriter", lambda beside: kind(beside=True))
 
 
-def test_a_checkpoint_written_beside_is_the_one_written_at_once(unbroken, written_beside, tmp_path):
+def test_checkpoints_of_the_thread_equal_those_written_directly(unbroken, written_beside, tmp_path):
     """Steps go on while they are written; the last is on the disk when the run ends."""
     beside = run(tmp_path, "beside", "run.steps=5")
     assert beside.writer.beside and beside.writer._thread is None

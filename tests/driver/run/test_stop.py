@@ -195,7 +195,7 @@ def test_the_number_of_ranks_is_a_number(monkeypatch, name, text):
         World.join("cpu", 1.0)
 
 
-def test_a_rank_that_is_left_over_from_another_job_speaks(monkeypatch):
+def test_a_rank_number_without_a_number_of_ranks_is_ignored(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "3")
     assert World.is_first() and World.join("cpu", 1.0).size == 1

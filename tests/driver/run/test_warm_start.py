@@ -148,7 +148,7 @@ def test_a_fingerprint_is_of_all_bits():
     assert warm.fingerprint({"z": state["a"], "b": state["b"], "c": state["c"]}) != mark
 
 
-def test_a_run_knows_what_it_begins_from(config, made, tmp_path):
+def test_the_fingerprints_of_the_weights_a_run_starts_from(config, made, tmp_path):
     marks = warm.fingerprints(made[0].path)
     assert set(marks) == {"policy", "drafter"}
     assert warm.start_fingerprints(config) == marks
@@ -242,7 +242,7 @@ def test_a_drafter_of_another_shape_is_left_out(config, made, root):
     run.folder.discard()
 
 
-def test_a_drafter_of_an_earlier_version_is_named_with_what_it_lacks(made):
+def test_missing_parts_of_an_earlier_drafter_are_named(made):
     state = made[0].state("spot")
     del state["acceptance"]
     options = GenerateOptions(model=str(made[0].path), strategy="learned:4,2,8")

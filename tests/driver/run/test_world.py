@@ -330,9 +330,7 @@ SpotTrainer.micro_step, World.gather, collector.Collector.roll_out = step, gathe
         (2, 1, -1, 1, "rank 1 (in gather)"),
     ],
 )
-def test_a_rank_that_hangs_behind_its_rollout_is_named(
-    tmp_path, ranks, slow, hangs, gathers, named
-):
+def test_a_rank_that_hangs_after_its_rollout_is_named(tmp_path, ranks, slow, hangs, gathers, named):
     script = STEP_HANGS.format(slow=slow, hangs=hangs, gathers=gathers)
     code, log = launch(tmp_path, ranks, "run.timeout_s=15", script=script)
     assert code != 0 and named in log, log[-3000:]
@@ -511,7 +509,7 @@ def test_every_item_goes_to_one_part_and_sizes_are_even(parts):
     assert max(map(len, split)) - min(map(len, split)) <= 1
 
 
-def test_a_prompt_that_returns_is_expected_to_be_as_long_as_before(tmp_path):
+def test_lengths_are_predicted_by_the_text_of_a_prompt(tmp_path):
     """Its id is new in each epoch, its text is not."""
     questions = tmp_path / "train.jsonl"
     line = '{"question": "Say %d", "answer": "#### %d"}\n'

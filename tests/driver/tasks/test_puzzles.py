@@ -178,7 +178,7 @@ def test_a_hit_can_escape_or_be_taken_for_one():
 # -- chains
 
 
-def test_stories_say_what_happens_to_the_total():
+def test_stories_state_every_change_of_the_total():
     draw = random.Random(2)
     for _ in range(200):
         story = stories.draw_story(draw)
