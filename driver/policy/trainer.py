@@ -129,13 +129,13 @@ class PolicyTrainer:
         spans, device = Spans("update"), self._device()
         with spans("old_log_prob") as fixing:
             parts = _cut(kept, self.cfg.minibatches)
+            minibatches: list[Iterable[MicroBatch]] = []
             with deterministic(device):
                 fixed = self._with_fixed_logprobs
-                minibatches: list[Iterable[MicroBatch]] = [
-                    map(fixed, self._micro_batches(responses, part)) for part in parts
-                ]
-                if not self.own_old_logprobs:  # else made one by one while the device is busy
-                    minibatches = [list(batches) for batches in minibatches]
+                if not self.own_old_logprobs:
+                    minibatches = [
+                        [*map(fixed, self._micro_batches(responses, part))] for part in parts
+                    ]
         with spans("update_actor") as training:
             shaped = self._shaped_rewards(responses, raw, max_length)  # [N]
             penalty = self._kl_penalty(minibatches, len(responses))  # [N] or None
@@ -152,10 +152,11 @@ class PolicyTrainer:
                 grpo.loss_denominator(some, self.loss_norm, max_length) for some in lengths
             ]
             idle: list[Response] = []
-            if self.own_old_logprobs and self.skips_idle:
-                at_work = [[i for i in part if advantages[i]] or part[:1] for part in parts]
-                idle = [responses[i] for i in {*kept}.difference(*at_work)]
-                minibatches = [map(fixed, self._micro_batches(responses, some)) for some in at_work]
+            if self.own_old_logprobs:  # made one by one while the device is busy
+                if self.skips_idle:
+                    parts = [[i for i in part if advantages[i]] or part[:1] for part in parts]
+                    idle = [responses[i] for i in {*kept}.difference(*parts)]
+                minibatches = [map(fixed, self._micro_batches(responses, part)) for part in parts]
             with deterministic(device):
                 done, trained = self._train(minibatches, advantages.to(device), denominators)
             metrics |= logprob_metrics(done, self.params[0].dtype, self.world, idle) | trained
