@@ -144,3 +144,77 @@ def test_no_page_is_lost_under_random_load():
             passes += 1
             assert passes < 2000
         assert made.pool.num_free == made.pool.num_pages
+
+
+def test_no_page_is_lost_by_pauses_removals_and_lost_contents():
+    """Each request keeps its tokens, and pages for them whenever it runs."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        made = scheduler(pages=rng.randint(14, 40), page_size=4, max_batch=5)
+        prompts = [range(rng.randint(1, 20)) for _ in range(4)]
+        left = set(
+            made.add([request(i, rng.choice(prompts), rng.randint(1, 20)) for i in range(25)])
+        )
+        while made.active:
+            for state in [s for s in made.paused if rng.random() < 0.3]:
+                if rng.random() < 0.8:
+                    made.resume(state, [2] * rng.randint(0, 3))
+                else:
+                    made.end(state)
+            if rng.random() < 0.2:
+                state = rng.choice([*made.running, *made.waiting, *made.paused] or [None])
+                if state is not None:
+                    made.remove(state)
+                    assert not state.pages
+                    left.discard(state)
+            if rng.random() < 0.1:
+                made.drop_kv()
+                assert made.pool.num_free == made.pool.num_pages and not made.running
+            made.prefixes.release_unused()
+            if made.idle:
+                continue
+            admission = made.admit()
+            assert all(
+                begin + len(ids) <= 4 * len(pages) for ids, pages, begin in admission.recompute
+            )
+            made.prefixes.release_unused()
+            assert made.running
+            made.reserve(1, rng.choice([1, 6]))
+            for state in made.running:
+                assert state.context_len == len(state.tokens) - 1 < 4 * len(state.pages)
+                state.tokens.append(1)
+                state.context_len += 1
+                state.finish = "stop" if rng.random() < 0.2 else None
+                if state.remaining == 0:
+                    state.finish = "length"
+            made.retire(lambda state: state.finish == "stop" and state.room > 0)
+        made.prefixes.release_unused()
+        assert made.pool.num_free == made.pool.num_pages and all(s.finish for s in left)
+
+
+def test_paused_requests_lose_their_pages_before_a_running_one_does():
+    made = scheduler(pages=8, page_size=4)
+    one, two = made.add([request(i, range(4 + i), new=20) for i in range(2)])
+    made.admit()
+    made.prefixes.release_unused()
+    for state in (one, two):
+        state.tokens.append(9)
+        state.context_len += 1
+    made.reserve(1, 1)
+    two.finish = "stop"
+    made.retire(lambda state: True)
+    assert two in made.paused and two.pages and made.active == 2 and not made.idle
+    kept, held = list(two.pages), made.pool.num_free
+    made.resume(two, [7, 8])
+    (job,) = made.admit().recompute  # from the last token of the turn on
+    assert job.tokens == [9, 7] and job.begin == 5 and job.pages[: len(kept)] == kept
+    assert made.running == [one, two] and made.pool.num_free <= held
+    two.finish = "stop"
+    made.retire(lambda state: True)
+    made.running = [one]
+    assert made.reserve(25, 1) == [] and not two.pages  # not preempted: it does not run
+    made.resume(two, [])
+    one.finish = "length"
+    made.retire()
+    (job,) = made.admit().recompute
+    assert job.begin == 0 and job.tokens == two.tokens[:-1]

@@ -239,17 +239,44 @@ def test_a_rollout_of_the_driver_calls_the_tool(session):
     got = session.roll_out(requests, observer=observer(keep), on_end=tool)
     assert bits(got) == wanted_bits(wanted) and max(r.turns for r in got) > 2
     # Resumed just before their last token, they are recomputed from the first token on.
-    again = []
-    for r in got:
-        cut = dict(tools=[], turn_ended=False, finish="abort")
-        resume = replace(r, token_ids=r.token_ids[:-1], logprobs=r.logprobs[:-1], **cut)
-        again.append(replace(r.request, resume=resume))
-    session.roll_out([r for r in again if r.resume.token_ids], observer=observer(keep))
+    again = [last_token_again(r) for r in got if r.token_ids]
+    session.roll_out(again, observer=observer(keep))
     pairs = [k for r, k in zip(got, kept.values(), strict=True) if len(k) == 2]
     assert len(pairs) > 6
     for one, other in pairs:
         count = min(len(one), len(other))
         assert count > 0 and torch.equal(one[:count], other[:count])
+
+
+def test_the_drafter_writes_the_entries_of_answers(session):
+    """Its cache has the bits that it has if all tokens were known before its first draft."""
+    runner, size = session.spot.runner, session.engine.cache.page_size
+    requests, found = jobs(24, seed=35, new=60), {}
+
+    def take(state):
+        slots = [state.pages[t // size] * size + t % size for t in range(state.draft_len)]
+        rows = [cache.flatten(0, 1)[slots] for cache in (runner.k, runner.v)]
+        found.setdefault(state.request.id, []).append(torch.cat(rows, -1))
+
+    session.engine.bandit = Choose("learned:4,3,12", "off", "ngram:4,1,5", seed=3)
+    got = session.roll_out(requests, observer=observer(take), on_end=tool)
+    session.engine.bandit = Choose("learned:4,3,12")
+    several = [r for r in got if r.turns > 1 and r.token_ids]
+    session.roll_out([last_token_again(r) for r in several], observer=observer(take))
+    compared = 0
+    for response in several:
+        one, other = found[response.request.id]
+        count = min(len(one), len(other))
+        assert torch.equal(one[:count], other[:count])
+        compared += count
+    assert compared > 300
+
+
+def last_token_again(response):
+    """A request that goes on before the last token of a response, without its tools."""
+    kept = {"token_ids": response.token_ids[:-1], "logprobs": response.logprobs[:-1]}
+    resume = replace(response, **kept, tools=[], turn_ended=False, finish="abort")
+    return replace(response.request, resume=resume)
 
 
 def test_turns_have_a_limit_of_their_own(session):
