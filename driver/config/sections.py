@@ -338,12 +338,11 @@ class BanditConfig(Section):
 
 @dataclass(frozen=True)
 class DrafterConfig(Section):
-    """The one-layer drafter, which exists where a learned or hybrid strategy does, and its loss."""
+    """The one-layer drafter, which exists if a learned or hybrid strategy does."""
 
     prefix: ClassVar[str] = "drafter."
     draft_vocab: int = setting(0, "tokens that it drafts; 0: the whole vocabulary", low=0)
     unroll: int = setting(3, "steps unrolled in training", low=1, high=16)
-    loss: str = setting("soft_ce", "training loss", words=("soft_ce", "kl", "tv", "hybrid"))
     lr: float = setting(2e-3, "learning rate of its warm-up", above=0)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,7 @@ from torch.nn import functional as F
 from ..model.drafter import Drafter
 from .attention import Segments, chain_attention
 
-LossKind = Literal["soft_ce", "kl", "tv", "hybrid"]
-
 STEP_WEIGHT = 0.8  # of each unroll step relative to the one before
-HYBRID_DECAY = 3.0  # how fast acceptance moves the hybrid loss from KL to TV
 CHUNK_LOGITS = 1 << 24  # float32 logits of each model alive at once: 64 MiB
 
 
@@ -103,43 +100,23 @@ class DraftBatch:
         return DraftBatch(embedded, features, final, position, left, segments, tuple(spans))
 
 
-def _combine(kind: LossKind, distance: Tensor, variation: Tensor, acceptance: Tensor) -> Tensor:
-    """The loss of each row, or its gradient, from cross-entropy or KL and total variation."""
-    if kind == "hybrid":
-        share = torch.exp(-HYBRID_DECAY * acceptance)
-        return share * distance + (1 - share) * variation
-    return variation if kind == "tv" else distance
-
-
 def unrolled_loss(
-    drafter: Drafter,
-    batch: DraftBatch,
-    cos_sin: Tensor,
-    steps: int,
-    kind: LossKind = "soft_ce",
-    acceptance: Tensor | float = 0.0,
+    drafter: Drafter, batch: DraftBatch, cos_sin: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """The loss against the target's distribution, a weighted mean over entries and unroll steps.
-
-    `soft_ce` is the cross-entropy against the target's distribution, `kl` the same minus the
-    entropy of that distribution, `tv` the total variation, which is the probability that one draft
-    is rejected. `hybrid` is lambda * KL + (1 - lambda) * TV with lambda = exp(-3 * acceptance): TV
-    has almost no gradient while little is accepted, so KL dominates at first.
+    """The cross-entropy against the target's distribution, a mean over entries and unroll steps.
 
     Args:
         drafter: the module.
         batch: packed entries.
         cos_sin: float32 [max_position, head_dim], the RoPE table of the target.
         steps: unroll steps: 1 is EAGLE-like, 3 HASS-like, 7 EAGLE-3.
-        kind: the loss.
-        acceptance: of the drafter so far, in [0, 1]; sets the mix of `hybrid`.
 
     Returns:
-        The scalar loss, and means over the entries of the first unroll step [3]: cross-entropy,
-        one minus the total variation, top-1 agreement.
+        The scalar loss, weighted by unroll step, and means over the entries of the first step [3]:
+        cross-entropy, one minus the total variation (the probability that a draft is accepted),
+        top-1 agreement.
     """
     wide = _wide(batch.features)
-    acceptance = torch.as_tensor(acceptance, dtype=wide, device=batch.left.device)
     hidden = list(unroll(drafter, batch, cos_sin, steps))
     weight = torch.stack(
         [STEP_WEIGHT**step * (batch.left > step).to(wide) for step in range(steps)]
@@ -152,9 +129,7 @@ def unrolled_loss(
         part = slice(begin, end)
         inputs = head, teacher, drafter.spec.rms_eps, batch.final[part], weight[:, part]
         with torch.autocast(head.device.type, enabled=False):  # dtypes are already as intended
-            loss, values = _AgainstTeacher.apply(
-                *inputs, kind, acceptance, *(x[part] for x in normed)
-            )
+            loss, values = _AgainstTeacher.apply(*inputs, *(x[part] for x in normed))
         total, sums = total + loss, sums + values
     cross_entropy, variation, same = sums / (batch.left > 0).sum().clamp_min(1)
     means = torch.stack([cross_entropy, 1 - variation, same])
@@ -169,7 +144,7 @@ def _wide(x: Tensor) -> torch.dtype:
 class _AgainstTeacher(torch.autograd.Function):
     """The loss of all unroll steps against one teacher, with its gradient computed in forward.
 
-    The gradient of every loss is a closed form of the two distributions, so nothing of shape
+    The gradient is a closed form of the two distributions, so nothing of shape
     [rows, draft_vocab] is saved or recomputed for the backward pass. A chunk of the teacher's
     probabilities serves all steps: row t of step j drafts what row t + j of the teacher predicts.
     """
@@ -182,8 +157,6 @@ class _AgainstTeacher(torch.autograd.Function):
         eps: float,
         final: Tensor,  # [n, H]
         weight: Tensor,  # [steps, n]
-        kind: LossKind,
-        acceptance: Tensor,
         *normed: Tensor,  # of each step [n, H], after the drafter's final norm
     ) -> tuple[Tensor, Tensor]:
         total, sums = weight.new_zeros(()), weight.new_zeros(3)
@@ -197,9 +170,7 @@ class _AgainstTeacher(torch.autograd.Function):
                     continue
                 part = slice(first + above - step, first + len(target) - step)
                 share, counted = weight[step, part], weight[step, part] > 0
-                loss, by_input, values = _row_losses(
-                    x[part], head, target[above:], kind, acceptance, report=step == 0
-                )
+                loss, by_input, values = _row_losses(x[part], head, target[above:], step == 0)
                 # The weight multiplies [m, H] here, instead of [m, draft_vocab] before.
                 weighted = by_input * share[:, None]
                 gradients[step][part] = torch.where(counted[:, None], weighted, 0)
@@ -212,41 +183,28 @@ class _AgainstTeacher(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*[None] * 7, *(x * grad.to(x.dtype) for x in ctx.saved_tensors))
+        return (*[None] * 5, *(x * grad.to(x.dtype) for x in ctx.saved_tensors))
 
 
 def _row_losses(
-    normed: Tensor,
-    head: Tensor,
-    target: Tensor,
-    kind: LossKind,
-    acceptance: Tensor,
-    report: bool,
+    normed: Tensor, head: Tensor, target: Tensor, report: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [m] of rows [m, H] against probabilities [m, draft_vocab], and their gradient [m, H].
 
-    If `report`, cross-entropy, variation and top-1 agreement [3, m] too.
+    If `report`, cross-entropy, total variation and top-1 agreement [3, m] too.
     """
     logits = normed @ head.t()
     logp = logits.log_softmax(-1, dtype=target.dtype)
     cross_entropy = -(target * logp).sum(-1)
-    distance = cross_entropy
-    if kind in ("kl", "hybrid"):
-        distance = cross_entropy - torch.special.entr(target).sum(-1)
     draft = logp.exp_()
-    # The gradient of either distance by the logits; it reuses their memory and dtype.
-    apart = torch.sub(draft, target, out=logits)
-    variation = torch.linalg.vector_norm(apart, 1, -1, dtype=target.dtype) / 2
-    loss = _combine(kind, distance, variation, acceptance)
-    if kind in ("tv", "hybrid"):
-        by_probability = (draft - target).sign_().div_(2)
-        by_logits = draft * (by_probability - (draft * by_probability).sum(-1, keepdim=True))
-        apart = _combine(kind, apart, by_logits, acceptance)
+    # The gradient by the logits reuses their memory and dtype.
+    difference = torch.sub(draft, target, out=logits)
     values = target.new_empty(0)
     if report:
+        variation = torch.linalg.vector_norm(difference, 1, -1, dtype=target.dtype) / 2
         same = (draft.argmax(-1) == target.argmax(-1)).to(target.dtype)
         values = torch.stack([cross_entropy, variation, same])
-    return loss, apart.to(head.dtype) @ head, values
+    return cross_entropy, difference.to(head.dtype) @ head, values
 
 
 def unroll(drafter: Drafter, batch: DraftBatch, cos_sin: Tensor, steps: int) -> Iterator[Tensor]:

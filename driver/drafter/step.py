@@ -18,7 +18,7 @@ from ..model.target import TargetModel
 from .attention import HALF, Segments, flash_works
 from .average import WeightAverage
 from .buffer import Piece
-from .loss import DraftBatch, LossKind, Teachers, unrolled_loss
+from .loss import DraftBatch, Teachers, unrolled_loss
 from .partition import Placement
 
 MAX_GRAD_NORM = 1.0
@@ -160,7 +160,6 @@ class DraftStep:
         drafter: the trained module, float32; half precision runs under autocast.
         bin: its entries.
         teachers: the policies that recorded them.
-        loss: kind of loss.
         unroll: unroll steps of the loss.
         lr: learning rate.
         horizon: steps over which weights are averaged; 0 = no average.
@@ -171,13 +170,12 @@ class DraftStep:
         drafter: Drafter,
         bin: Bin,
         teachers: Teachers,
-        loss: LossKind,
         unroll: int,
         lr: float,
         horizon: int = 0,
     ) -> None:
         self.drafter, self.bin, self.teachers = drafter, bin, teachers
-        self.loss, self.unroll = loss, unroll
+        self.unroll = unroll
         device = bin.target.device
         self.lr = torch.tensor(lr, device=device)  # a tensor, since a graph reads it
         self.optimizer = torch.optim.AdamW(
@@ -189,7 +187,6 @@ class DraftStep:
             capturable=bin.fixed,
         )
         self.average = WeightAverage(drafter, horizon)
-        self.acceptance = torch.zeros((), device=device)  # of the last step
         self.report = torch.zeros(4, device=device)  # loss, acceptance, top-1, finite
         self._frozen = torch.zeros((), device=device)  # 1: steps change nothing
         self.failed_capture = False
@@ -214,9 +211,7 @@ class DraftStep:
             return None
         dtype, cos_sin = self.bin.features.dtype, self.bin.target.cos_sin
         with torch.autocast("cuda", dtype) if dtype in HALF else nullcontext():
-            loss, means = unrolled_loss(
-                self.drafter, batch, cos_sin, self.unroll, self.loss, self.acceptance
-            )
+            loss, means = unrolled_loss(self.drafter, batch, cos_sin, self.unroll)
         loss.backward()
         return means
 
@@ -231,7 +226,6 @@ class DraftStep:
         self.report[3].copy_(finite)
         if means is not None:
             self.report[:3].copy_(torch.where(finite, means, self.report[:3]))
-            self.acceptance.copy_(self.report[1])
 
     def run(self, split: int, lengths: Sequence[int], placement: Placement | None) -> None:
         """Makes a step on what was loaded, as a graph if `capture` made one for it."""
@@ -282,7 +276,7 @@ class DraftStep:
         def step() -> None:
             self.update(self.backward(self.bin.batch(split, [rows], self.teachers)))
 
-        state = (*self.bin.small, self.report, self.acceptance)
+        state = (*self.bin.small, self.report)
         kept = [x.clone() for x in state]
         self.bin.numbers.zero_()
         self.bin.offsets.fill_(rows)[0] = 0

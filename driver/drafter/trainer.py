@@ -21,7 +21,7 @@ from ..rollout.pages import pages_for
 from ..rollout.request import RunningRequest
 from .buffer import DataBuffer, Document, generated_run
 from .checkpoint import DraftCheckpoints
-from .loss import LossKind, Teachers
+from .loss import Teachers
 from .partition import Overlap, Placement
 from .step import IN_FLIGHT, Bin, DraftStep, Reduce, StepReports
 from .swap import WeightSwap
@@ -77,9 +77,8 @@ class SpotTrainer(RolloutObserver):
         self._stream = torch.cuda.Stream(target.device, priority=-1) if self.bin.fixed else None
         self.lr = config.lr or drafter_config.lr
         unroll, horizon = drafter_config.unroll, config.average
-        loss = cast(LossKind, drafter_config.loss)
         self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
-        self.step = DraftStep(drafter, self.bin, self.teachers, loss, unroll, self.lr, horizon)
+        self.step = DraftStep(drafter, self.bin, self.teachers, unroll, self.lr, horizon)
         self.checkpoints: DraftCheckpoints | None = None
         self.placement: Placement | None = None
         self.overlap: Overlap | None = None
@@ -397,7 +396,6 @@ class SpotTrainer(RolloutObserver):
         self.step.average.load(head | state["drafter"], state.get("trained", {}))
         self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
-        self.step.acceptance.fill_(state["acceptance"])
         self.reports.last["drafter/acceptance"] = state["acceptance"]
         self.buffer.seen_tokens = Counter(state["seen_tokens"])
         self._use_vocabulary(vocabulary)

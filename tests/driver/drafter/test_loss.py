@@ -1,6 +1,5 @@
 """The unrolled forward against a plain loop, and the loss over packed pieces."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from driver.drafter.loss import (
     STEP_WEIGHT,
     DraftBatch,
     Teacher,
-    _combine,
     unroll,
     unrolled_loss,
 )
@@ -213,27 +211,15 @@ def numbers(drafter: Drafter, batch: DraftBatch) -> tuple[float, float, float]:
     return tuple(x / len(batch.position) for x in (kl, tv, entropy))
 
 
-def test_each_loss_equals_its_formula():
+def test_the_loss_equals_its_formula():
     drafter, batch = make_drafter().requires_grad_(False), piece(5, 3)
     kl, tv, entropy = numbers(drafter, batch)
-    share = math.exp(-3 * 0.4)
-    expected = {
-        "soft_ce": kl + entropy,
-        "kl": kl,
-        "tv": tv,
-        "hybrid": share * kl + (1 - share) * tv,
-    }
-    for kind, value in expected.items():
-        loss, means = unrolled_loss(drafter, batch, rope(), 1, kind, acceptance=0.4)
-        assert float(loss) == pytest.approx(value, rel=1e-9), kind
-        assert means[:2].tolist() == pytest.approx([kl + entropy, 1 - tv], rel=1e-9)
-    near, _ = unrolled_loss(drafter, batch, rope(), 1, "hybrid", acceptance=1.0)
-    assert abs(float(near) - tv) < abs(float(loss) - tv)
+    loss, means = unrolled_loss(drafter, batch, rope(), 1)
+    assert float(loss) == pytest.approx(kl + entropy, rel=1e-9)
+    assert means[:2].tolist() == pytest.approx([kl + entropy, 1 - tv], rel=1e-9)
 
 
-def plain_loss(
-    drafter: Drafter, batch: DraftBatch, kind: str, acceptance: float, skipped: tuple[int, ...] = ()
-) -> torch.Tensor:
+def plain_loss(drafter: Drafter, batch: DraftBatch, skipped: tuple[int, ...] = ()) -> torch.Tensor:
     """The loss of two unroll steps, differentiated by autograd.
 
     Chains that draft the target of a skipped entry end before it.
@@ -247,22 +233,15 @@ def plain_loss(
             logp = F.linear(
                 norm(hidden[t], drafter.norm.weight), drafter.lm_head.weight
             ).log_softmax(-1)
-            distance = -(target * logp).sum()
-            if kind != "soft_ce":
-                distance = distance + (target * target.log()).sum()
-            variation = (target - logp.exp()).abs().sum() / 2
-            mixing = torch.tensor(acceptance, dtype=torch.float64)
-            loss = _combine(kind, distance, variation, mixing)
-            total = total + STEP_WEIGHT**step * loss
+            total = total - STEP_WEIGHT**step * (target * logp).sum()
             weights += STEP_WEIGHT**step
     return total / weights
 
 
-@pytest.mark.parametrize("kind", ["soft_ce", "kl", "tv", "hybrid"])
-def test_the_closed_form_gradient_equals_autograd(kind):
+def test_the_closed_form_gradient_equals_autograd():
     drafter, batch = make_drafter(), piece(5, 3)
-    loss, _ = unrolled_loss(drafter, batch, rope(), 2, kind, 0.4)
-    plain = plain_loss(drafter, batch, kind, 0.4)
+    loss, _ = unrolled_loss(drafter, batch, rope(), 2)
+    plain = plain_loss(drafter, batch)
     assert loss.item() == pytest.approx(plain.item(), rel=1e-9)
     trained = drafter.trainable()
     # With a factor other than one.
@@ -272,14 +251,13 @@ def test_the_closed_form_gradient_equals_autograd(kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["soft_ce", "hybrid"])
-def test_tokens_of_tools_are_context_and_no_targets(kind):
+def test_tokens_of_tools_are_context_and_no_targets():
     """Tokens 4, 5 and 9 are a tool's: the targets of entries 2, 3 and 7."""
     drafter, batch = make_drafter(), piece(9, 3)
     run = generated_run(11, [(4, 6), (9, 10)])
     left = torch.arange(9, 0, -1).minimum(run)
-    loss, means = unrolled_loss(drafter, replace(batch, left=left), rope(), 2, kind, 0.4)
-    plain = plain_loss(drafter, batch, kind, 0.4, skipped=(2, 3, 7))
+    loss, means = unrolled_loss(drafter, replace(batch, left=left), rope(), 2)
+    plain = plain_loss(drafter, batch, skipped=(2, 3, 7))
     assert loss.item() == pytest.approx(plain.item(), rel=1e-9)
     trained = drafter.trainable()
     found, wanted = (torch.autograd.grad(x, trained) for x in (loss, plain))
@@ -287,7 +265,7 @@ def test_tokens_of_tools_are_context_and_no_targets(kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     context = replace(batch, features=batch.features.clone(), left=left)
     context.features[3] += 1.0
-    assert unrolled_loss(drafter, context, rope(), 2, kind, 0.4)[0].item() != loss.item()
+    assert unrolled_loss(drafter, context, rope(), 2)[0].item() != loss.item()
 
 
 def test_masked_rows_may_hold_any_values():
@@ -305,13 +283,12 @@ def test_masked_rows_may_hold_any_values():
         assert torch.equal(w.grad, grad)
 
 
-@pytest.mark.parametrize("kind", ["soft_ce", "tv", "hybrid"])
-def test_chunks_of_the_head_change_neither_loss_nor_gradient(kind, monkeypatch):
+def test_chunks_of_the_head_change_neither_loss_nor_gradient(monkeypatch):
     drafter, batch = make_drafter(), pack(piece(6, 1), piece(3, 2), piece(9, 3), piece(2, 5))
     results = []
     for chunk in (1 << 20, 9 * 4, 1):
         monkeypatch.setattr(draft_loss, "CHUNK_LOGITS", chunk)
-        loss, _ = unrolled_loss(drafter, batch, rope(), 3, kind, 0.3)
+        loss, _ = unrolled_loss(drafter, batch, rope(), 3)
         results.append((loss.detach(), *torch.autograd.grad(loss, drafter.trainable())))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
