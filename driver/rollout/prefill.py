@@ -9,7 +9,7 @@ import tlt_ext
 
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel
-from .pages import Admission, Job, pages_for
+from .pages import Admission, Job
 
 MAX_ROWS = 128  # of a request in one pass
 
@@ -88,18 +88,6 @@ class Prefill:
             features=self.cache.features,
             feature_rows=features,
         )
-
-    def next_logits(self, tokens: list[int]) -> Tensor:
-        """The target's logits after `tokens`, float32 [V]; overwrites pages: no request may run."""
-        pages = list(range(pages_for(len(tokens), self.cache.page_size)))
-        *context, last = tokens
-        self.run([Job(context, pages)] if context else [])
-        here = self.ints([len(context)])
-        table = self.block_table([pages])
-        rows = tlt_ext.Rows(self.ints([0, 1]), here, self.ints([0]), here, table)
-        logits, _ = self.model.forward(self.ints([last]), rows, self.cache)
-        assert logits is not None
-        return logits[0, : self.model.spec.vocab_size].clone()
 
     def ints(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
