@@ -1,7 +1,8 @@
 """Beside vLLM: the same weights, prompts and lengths in both engines, on one card, by turns.
 
-`smollm2`: plain decoding and speculation of the warmed policy by batch, the trace of `rollout`,
-and the rollout of a GRPO step. `15b`, `7b`: random weights of these shapes. `export`: vLLM with our
+`smollm2`: plain decoding and speculation of the warmed policy by batch, the trace of `rollout`, and
+the rollout of a GRPO step, all with the drafter of the warm start; and the trace with our drafter
+adapted as in a run. `15b`, `7b`: random weights of these shapes. `export`: vLLM with our
 exported drafters, a Llama (the warmed policy), a Qwen3 and a Qwen2. `--only` picks parts; `--vllm`
 is the folder with the package (`pip install --target`), which runs in processes of its own.
 
@@ -37,6 +38,7 @@ from driver.model.spec import read_json
 from driver.model.tiny import build_tokenizer
 from driver.session.parts import Rollout
 from profiling.benches.decode import SHAPE_WORDS, recorded_accepts
+from profiling.benches.rollout import adapt
 from profiling.peers.vllm import HOW_TO_GET, Vllm, lacks_vllm
 from profiling.rig import timing
 from profiling.rig.bench import Bench, say
@@ -48,7 +50,7 @@ from profiling.rig.subjects import (
     of_shape,
 )
 from profiling.rig.workload import accept_length, trace_lengths
-from profiling.studies.by_turns import Batch, compare, equal_share, ours, speeds, theirs
+from profiling.studies.by_turns import Batch, Made, compare, equal_share, ours, speeds, theirs
 
 NEEDS_WARM_START = True
 BATCHES, SPEC_BATCHES = [1, 8, 32, 128, 256], [1, 32, 128]
@@ -238,15 +240,20 @@ def smollm2(bench: Bench, chosen: argparse.Namespace) -> None:
             counted = {n: theirs(vllm.engines[n], counted=True) for n in speculative}
             found = speeds({**arms, **timed}, {**arms, **counted}, batch)
             compare(bench, f"smollm2 speculative b{size}", found, fitting, speculative)
-        with bench.part("trace"):
-            lengths = trace_lengths()
-            batch = Batch(subject.prompts(len(lengths)), lengths)
-            rollouts(bench, "trace of 128", rollout, vllm, batch)
+        lengths = trace_lengths()
+        trace = Batch(subject.prompts(len(lengths)), lengths)
+        made = rollouts(bench, "trace of 128", rollout, vllm, trace)
         with bench.part("step"):
             step = of_checkpoint("step", bench.words, warmed=True, note=say, longest=False)
             prompts = [ids for ids in step.prompts(PROMPTS) for _ in range(SAMPLES)]
             batch = Batch(prompts, [STEP_TOKENS] * len(prompts), stops=subject.stops)
             rollouts(bench, "rollout of a step", rollout, vllm, batch)
+        with bench.part("adapted"):  # as in a run; vLLM keeps the drafter of the warm start
+            adapt(rollout, subject, lengths)
+            adapted = ours(rollout, "ucb")
+            adapted(trace)
+            peer = {name: made[name] for name in vllm.engines if name in made}
+            versus(bench, "trace of 128, our drafter adapted", {"bandit": adapted(trace)}, peer)
 
 
 def plain_rows(
@@ -261,39 +268,43 @@ def plain_rows(
         compare(bench, f"{name} plain b{size}", speeds(arms, arms, batch), ["off"], ["plain"])
 
 
-def rollouts(bench: Bench, case: str, rollout: Rollout, vllm: Peers, batch: Batch) -> None:
+def rollouts(
+    bench: Bench, case: str, rollout: Rollout, vllm: Peers, batch: Batch
+) -> dict[str, Made]:
     """A whole rollout in our engine, plain and with its bandit, and in vLLM's engines.
 
     Our bandit has learned in a rollout before. The other arms have run the requests cut short.
     """
-    arms = {"off": ours(rollout, "off"), "bandit": ours(rollout, "ucb")}
-    arms |= {n: theirs(e) for n, e in vllm.engines.items() if not n.startswith("ngram")}
+    own = {"off": ours(rollout, "off"), "bandit": ours(rollout, "ucb")}
+    peer = {n: theirs(e) for n, e in vllm.engines.items() if not n.startswith("ngram")}
+    arms = {**own, **peer}
     for name, arm in arms.items():
         arm(batch if name == "bandit" else batch.cut(WARM_TOKENS))
     made = {name: arm(batch) for name, arm in arms.items()}
-    rates = {name: sum(m.lengths) / m.seconds for name, m in made.items()}
     for name, one in made.items():
         bench.add_row(
             f"{case}, {name}",
             1e6 * one.seconds,
             tokens=sum(one.lengths),
             longest=max(one.lengths),
-            tokens_per_s=round(rates[name], 1),
+            tokens_per_s=round(one.tokens_per_s, 1),
         )
-    own, peer = (
-        max(names, key=rates.__getitem__)
-        for names in (["off", "bandit"], [n for n in arms if n in vllm.engines])
-    )
+    versus(bench, case, {n: made[n] for n in own}, {n: made[n] for n in peer})
+    return made
+
+
+def versus(bench: Bench, case: str, own: Mapping[str, Made], peer: Mapping[str, Made]) -> None:
+    """A row of our best over vLLM's best, by tokens a second: responses of a step differ."""
+    ours_by, by = (max(of, key=lambda n: of[n].tokens_per_s) for of in (own, peer))
     bench.add_row(
         case,
-        1e6 * made[own].seconds,
-        ours=own,
-        tokens_per_s=round(rates[own], 1),
-        vllm=peer,
-        vllm_tokens_per_s=round(rates[peer], 1),
-        vllm_s=round(made[peer].seconds, 3),
-        # The responses of a step differ, as the noise does; a trace has fixed lengths.
-        over_vllm=round(rates[own] / rates[peer], 3),
+        1e6 * own[ours_by].seconds,
+        ours=ours_by,
+        tokens_per_s=round(own[ours_by].tokens_per_s, 1),
+        vllm=by,
+        vllm_tokens_per_s=round(peer[by].tokens_per_s, 1),
+        vllm_s=round(peer[by].seconds, 3),
+        over_vllm=round(own[ours_by].tokens_per_s / peer[by].tokens_per_s, 3),
     )
 
 

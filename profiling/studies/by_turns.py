@@ -55,6 +55,10 @@ class Made:
     accept_length: float = 1.0
     tokens: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.lengths) / self.seconds
+
 
 Arm = Callable[[Batch], Made]
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 from transformers import Qwen2Config
 
-from profiling.benches import peers
+from profiling.benches import peers, rollout
 from profiling.peers.vllm import HOW_TO_GET, Vllm, lacks_vllm
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import of_shape
@@ -93,6 +93,7 @@ def small(monkeypatch, folder, tmp_path):
     for name, value in sizes.items():
         monkeypatch.setattr(peers, name, value)
     monkeypatch.setattr(by_turns, "ROUNDS", 1)
+    monkeypatch.setattr(rollout, "ADAPT_S", 0.1)
     monkeypatch.setattr(peers, "tokens_of", lambda batch: 9)
     monkeypatch.setattr(peers, "trace_lengths", lambda: [9, 5, 3])
     monkeypatch.setattr(peers, "SMALL_WORDS", ["preset=tiny", "run.threads=1", *WARM])
@@ -165,6 +166,8 @@ def test_the_warmed_policy_beside_the_stand_in(small, tiny):
     assert rows["smollm2 speculative b2"]["ours"] in peers.STRATEGIES
     assert rows["trace of 128, off"]["tokens"] == 17 == rows["trace of 128, plain"]["tokens"]
     assert rows["trace of 128, bandit"]["longest"] == 9
+    adapted = rows["trace of 128, our drafter adapted"]
+    assert adapted["ours"] == "bandit" and adapted["vllm"] in ("plain", "eagle3 k=4")
     assert rows["rollout of a step, eagle3 k=4"]["tokens"] == 4 * 8
     peers.book(tiny)
     assert tiny.got["decode_smollm2_over_vllm_x"] == min(
