@@ -55,10 +55,11 @@ class Bin:
         self.numbers = torch.zeros(3, tokens, dtype=torch.int64, device=device)
         self.offsets = torch.zeros(self.most + 3, dtype=torch.int32, device=device)
         # Each step in flight has host copies; on the CPU there is one.
-        self._staged = cycle(
+        staged = [
             [torch.zeros_like(x, device="cpu", pin_memory=self.fixed) for x in self.small]
             for _ in range(in_flight if self.fixed else 1)
-        )
+        ]
+        self._staged = cycle(staged)
 
     @property
     def small(self) -> tuple[Tensor, Tensor]:
