@@ -42,6 +42,7 @@ from profiling.benches.rollout import adapt
 from profiling.peers.vllm import HOW_TO_GET, Vllm, lacks_vllm
 from profiling.rig import timing
 from profiling.rig.bench import Bench, say
+from profiling.rig.results import ROOT
 from profiling.rig.subjects import (
     QWEN2_7B,
     QWEN2_15B,
@@ -60,6 +61,7 @@ CHAINS = [4, 8]  # tokens that vLLM drafts
 MAX_ROWS = 1280  # of a pass, as in preset=h100
 WARM_TOKENS = 32  # of each request of the trace before it is timed
 PROMPTS, SAMPLES, STEP_TOKENS = 32, 8, 4096  # of a step of preset=h100
+LOGS = ROOT / "out" / "vllm"
 START_LIMIT_S = 300
 SHAPES: dict[str, tuple[Qwen2Config, int]] = {"15b": (QWEN2_15B, 5), "7b": (QWEN2_7B, 9)}  # GiB
 EXPORT_PROMPTS, EXPORT_TOKENS = 64, 192
@@ -90,7 +92,7 @@ def options(words: Sequence[str]) -> argparse.Namespace:
     """The options of this benchmark alone."""
     parser = argparse.ArgumentParser(prog="python -m profiling.bench peers", description=__doc__)
     parser.add_argument("--vllm", default="", help="folder that holds the package vllm")
-    parser.add_argument("--logs", type=Path, default=None, help="folder for what vLLM prints")
+    parser.add_argument("--logs", type=Path, default=LOGS, help="folder for what vLLM prints")
     return parser.parse_args(words)
 
 
@@ -109,8 +111,8 @@ class Peers:
     """
 
     def __init__(self, bench: Bench, chosen: argparse.Namespace, scratch: Path) -> None:
-        self.bench, self.folder, self.scratch = bench, chosen.vllm, scratch
-        self.logs = chosen.logs or scratch
+        self.bench, self.scratch = bench, scratch
+        self.folder, self.logs = chosen.vllm, chosen.logs
         self.logs.mkdir(parents=True, exist_ok=True)
         self.engines: dict[str, Vllm] = {}
 
@@ -171,6 +173,8 @@ class Peers:
                     self.engines.pop(name).close()
                     raise
                 self.bench.add_row(f"start of vLLM, {name}", 1e6 * about["start_s"], **about)
+        if not self.engines:
+            raise RuntimeError(f"no vLLM engine was started; see {self.logs}")
 
     def close(self) -> None:
         for engine in self.engines.values():
