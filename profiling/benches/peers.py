@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -138,16 +139,16 @@ class Peers:
             invariant: results do not depend on the batch; without graphs.
             **more: settings of `vllm.LLM`.
         """
-        rows = most * (k + 1)
+        rows, label = most * (k + 1), re.sub(r"\W+", "-", name)
         graphs: dict[str, Any] = {
             "compilation_config": {"max_cudagraph_capture_size": max(512, -(-rows // 16) * 16)}
         }
         self.engines[name] = Vllm(
             name,
             self.folder,
-            self.logs / f"vllm-{name.replace(' ', '-')}.log",
+            self.logs / f"vllm-{label}.log",
             # Engines that compile the same model side by side must not share a cache.
-            {"VLLM_CACHE_ROOT": str(self.scratch / f"cache {name}")}
+            {"VLLM_CACHE_ROOT": str(self.scratch / f"cache-{label}")}
             | ({"VLLM_BATCH_INVARIANT": "1"} if invariant else {}),
             model=str(model),
             dtype="bfloat16",
