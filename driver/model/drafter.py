@@ -1,8 +1,7 @@
 """The drafter: one Llama-shaped decoder layer in the EAGLE-3 layout, as a trainable module.
 
-Alignment: entry t joins the target's features of position t with the
-embedding of token t + 1, and predicts token t + 2. `driver/rollout/draft_runner.py` is its twin at
-inference.
+Entry t joins the target's features of position t with the embedding of token t + 1, and predicts
+token t + 2. `driver/rollout/draft_runner.py` is the same model at inference.
 
 Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test" (2025).

@@ -55,17 +55,10 @@ FAMILIES = {
 
 
 def family_of(name: str) -> Family:
-    """The family of a model class.
-
-    Args:
-        name: of the class in transformers.
+    """The family of a class in transformers.
 
     Raises:
         UserError: the family is not supported.
-
-    Example:
-        >>> family_of("Qwen3ForCausalLM").qk_norm
-        True
     """
     if name not in FAMILIES:
         raise UserError(f"architecture {name} is not supported; there are {', '.join(FAMILIES)}")

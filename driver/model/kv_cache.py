@@ -41,11 +41,7 @@ class KvCache:
             spec: the model.
             num_pages, page_size: the pool; a page holds `page_size` consecutive slots of a request.
             feature_size: columns of the recorded features; 0 = none are recorded.
-            dtype: of the model; default is the checkpoint's.
-            device: of the model.
-
-        Returns:
-            The cache.
+            dtype, device: of the model; the default dtype is the checkpoint's.
         """
         shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         kind: Any = {"dtype": dtype or spec.dtype, "device": device}

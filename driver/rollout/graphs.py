@@ -97,8 +97,7 @@ class PassGraphs:
     Args:
         plan: what to capture.
         program: the pass.
-        state: its inputs.
-        ring: its results.
+        state, ring: its inputs and results.
         loop: repeat the pass inside its graph, so that a burst is one launch; otherwise the host
             launches each pass.
         budget_bytes: for the executables; 0 = no limit.

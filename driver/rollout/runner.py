@@ -89,12 +89,8 @@ class PassRunner:
 
     Args:
         program: the pass.
-        state: its inputs.
-        ring: its results.
+        state, ring: its inputs and results.
         graphs: None: there are none.
-
-    Attributes:
-        bypass_graphs: launch op by op although there are graphs.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class PassRunner:
     ) -> None:
         self.program, self.state, self.ring, self.graphs = program, state, ring, graphs
         self.longest = ring.passes // 2  # the other half is read during the next burst
-        self.bypass_graphs = False
+        self.bypass_graphs = False  # launch op by op although there are graphs
 
     def prepare(self) -> None:
         """Captures the graphs that can be captured; no request may run."""
@@ -150,10 +146,8 @@ class PassRunner:
 
         No request may run.
         """
-        if self.graphs is None:
-            return None
-        cell = self.graphs.find(1, OFF)
-        if cell is None:
+        cell = None if self.graphs is None else self.graphs.find(1, OFF)
+        if self.graphs is None or cell is None:
             return None
         self.state.fill([])
         return self.graphs.burst(cell, self.longest) / self.longest

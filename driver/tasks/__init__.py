@@ -10,15 +10,9 @@ from .base import Prompt, Split, Task
 __all__ = ["TASK_NAMES", "Prompt", "Split", "Task", "check_task_name", "make_task"]
 
 TASK_NAMES = (
-    "sums",
-    "puzzles",
-    "questions",
-    "addition",
-    "multiplication",
-    "calculator",
-    "jsonl",
+    "sums", "puzzles", "questions", "addition", "multiplication", "calculator", "jsonl",
     "reasoning_gym",
-)
+)  # fmt: skip
 
 
 def make_task(
@@ -44,10 +38,6 @@ def make_task(
 
     Raises:
         UserError: unknown name, unreadable file, missing package; the line says what to do.
-
-    Example:
-        >>> make_task("sums").name
-        'sums'
     """
     check_task_name(name)
     # Each import is in its branch, so that a task's dependencies load only with it.
@@ -86,9 +76,6 @@ def make_task(
 
 def check_task_name(name: str) -> None:
     """Rejects a name that `make_task` would reject, without importing a task.
-
-    Args:
-        name: of `task.name`.
 
     Raises:
         UserError: it is neither in `TASK_NAMES` nor a task of the user.

@@ -117,8 +117,7 @@ def equal_answers(gold: str, answer: str) -> bool:
     Expressions are compared by math-verify, within its time limits.
 
     Args:
-        gold: from `final_answer` of the worked answer.
-        answer: from `final_answer` of a response.
+        gold, answer: from `final_answer` of the worked answer and of a response.
 
     Example:
         >>> equal_answers("1/2", "0.5"), equal_answers("1/2", "1/3"), equal_answers("blue", "Blue")

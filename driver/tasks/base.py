@@ -97,39 +97,20 @@ class Task(Protocol):
 
 
 def held_out(problem: str) -> bool:
-    """Whether a problem belongs to the eval split.
-
-    Args:
-        problem: a text that identifies the problem.
+    """Whether a problem, identified by a text, belongs to the eval split.
 
     Returns:
         True for one text in `HELD_OUT_ONE_IN`, the same in every run and on every machine.
-
-    Example:
-        >>> sum(held_out(str(n)) for n in range(8000)) in range(900, 1100)
-        True
     """
     digest = hashlib.blake2b(problem.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
 
 def prompt_id(task: str, split: Split, index: int) -> str:
-    """Checks split and index, and makes the id of a prompt.
-
-    Args:
-        task: the task's name.
-        split: "train" or "eval".
-        index: 0 or more.
-
-    Returns:
-        "<task>/<split>/<index>".
+    """The id of a prompt, "<task>/<split>/<index>".
 
     Raises:
         ValueError: unknown split or negative index.
-
-    Example:
-        >>> prompt_id("sums", "train", 3)
-        'sums/train/3'
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split: expected train or eval, got {split!r}")
