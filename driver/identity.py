@@ -28,7 +28,7 @@ from .run.comparison import (
     Comparison,
     oracle_strategy,
     sibling_requests,
-    teach,
+    train_drafter,
 )
 from .session.load import find_model, load_policy, spec_of
 from .session.parts import build_rollout
@@ -112,7 +112,9 @@ class Identity:
         if spot is None:  # no strategy needs a drafter
             return None
         if self.options.drafter != "nan":
-            return teach(spot, self.options.train_steps if self.options.drafter == "trained" else 0)
+            return train_drafter(
+                spot, self.options.train_steps if self.options.drafter == "trained" else 0
+            )
         for weight in (*spot.drafter.trainable(), *spot.step.average.values.values()):
             weight.data.fill_(float("nan"))
         # A swap would refuse NaN.

@@ -1,4 +1,4 @@
-"""Named stretches of time: NVTX ranges for Nsight, and events of the run's timeline."""
+"""Named spans of time: NVTX ranges for Nsight, and events of the run's timeline."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _read_nodes(preset: str, source: Path) -> Iterator[tuple[str, Any]]:
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"preset={preset}: not YAML ({error})") from None
     if not isinstance(tree, dict):
-        raise UserError(f"preset={preset}: must hold sections with keys, got {tree!r}")
+        raise UserError(f"preset={preset}: must contain sections with keys, got {tree!r}")
     tree.pop("preset", None)
     for name, section in tree.items():
         if name not in section_types():
@@ -188,4 +188,4 @@ def _read_nodes(preset: str, source: Path) -> Iterator[tuple[str, Any]]:
         elif isinstance(section, dict):
             yield from ((f"{name}.{key}", raw) for key, raw in section.items())
         elif section is not None:
-            raise UserError(f"preset={preset}: {name} must hold keys, got {section!r}")
+            raise UserError(f"preset={preset}: {name} must contain keys, got {section!r}")

@@ -115,7 +115,7 @@ class ExportOptions(Section):
 
 @dataclass(frozen=True)
 class DryRunOptions(Section):
-    """What `--dry-run` takes besides the settings of the run; 0: found out or assumed."""
+    """What `--dry-run` takes besides the settings of the run; 0: measured or assumed."""
 
     memory_gb: float = setting(0.0, "memory of the card, in 10^9 bytes; 0: of this one", low=0)
     prompt_tokens: int = setting(

@@ -1,4 +1,4 @@
-"""Speculation strategies: parsed once, carried everywhere as values, and the kinds there are."""
+"""Speculation strategies and their kinds."""
 
 from __future__ import annotations
 

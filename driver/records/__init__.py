@@ -1,1 +1,1 @@
-"""What a run leaves: folder, metrics, checkpoints, timeline, plots, progress."""
+"""The files of a run: folder, metrics, checkpoints, timeline, plots, progress."""

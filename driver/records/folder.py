@@ -304,7 +304,7 @@ def _check_same(config: Config, saved: Path) -> None:
 
 
 def _set_back(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Moves records of later steps, which run again, to `<name>.replaced.jsonl`; the rest."""
+    """The records up to a step; later ones, which run again, go to `<name>.replaced.jsonl`."""
     records = read_jsonl(path)
     kept = [record for record in records if record["step"] <= last_step]
     if len(kept) < len(records):

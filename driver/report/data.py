@@ -65,7 +65,7 @@ def read_run(path: Path) -> RunData:
         UserError: the folder contains no run at all.
     """
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
-        raise UserError(f"{path}: holds no run; name a folder with metrics.jsonl")
+        raise UserError(f"{path}: contains no run; name a folder with metrics.jsonl")
     run = RunData(path.resolve().name, path)
     metrics = _lines(path / "metrics.jsonl", run.notes)
     run.records = [{k: v if is_number(v) else None for k, v in r.items()} for r in metrics]

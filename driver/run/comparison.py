@@ -150,7 +150,7 @@ def sibling_requests(
     return out
 
 
-def teach(spot: SpotTrainer, steps: int) -> None:
+def train_drafter(spot: SpotTrainer, steps: int) -> None:
     """Trains the drafter on the recorded data, and passes it to the engine."""
     spot.start_step(0)
     for _ in range(steps):

@@ -159,7 +159,7 @@ class Run:
                 progress = warm_up_progress(config, note)
                 losses = warm_up(policy, encode, task, config.warmup, config.run.seed, progress)
             note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-            world.copy_(p.detach() for p in policy.parameters())  # cards do not agree to the bit
+            world.copy_(p.detach() for p in policy.parameters())  # cards may differ in the last bit
         with phases("load"):
             params = sampling_params(config, spec, task, encode)
             longest = longest_request(config, spec, prompt_len)

@@ -40,7 +40,7 @@ from .tools import Tools, answering
 
 REPORT = "warm.json"
 PROCEDURE = 2  # one more whenever the same settings make another warm start
-# Prompts of the train split that neither RL nor the policy's warm-up comes to.
+# Prompts of the train split that neither RL nor the policy's warm-up uses.
 FIRST_INDEX = 1 << 39
 NOTES = 10  # lines of a training's progress
 NEVER = 1 << 40  # passes between two steps of the spot trainer in the tail

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from driver.config.strategy import OFF, ORACLE
-from driver.run.comparison import Arm, Comparison, sibling_requests, teach
+from driver.run.comparison import Arm, Comparison, sibling_requests, train_drafter
 from profiling.benches.decode import SHAPE_WORDS
 from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape, spot_of
@@ -87,7 +87,7 @@ def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool
 
     def learn() -> None:
         if train:
-            teach(spot_of(rollout), size.train_steps)
+            train_drafter(spot_of(rollout), size.train_steps)
 
     return Comparison(
         rollout,

@@ -40,7 +40,7 @@ LIGHT = f"""
         ("warm preset=tinny", 2, "error: preset=tinny: unknown; did you mean tiny?"),
         ("generate temperature=hot", 2, "error: temperature: must be a number, got 'hot'"),
         ("trian", 2, "error: trian: unknown command; choose one of train, generate"),
-        ("report /no/run", 2, "error: /no/run: holds no run"),
+        ("report /no/run", 2, "error: /no/run: contains no run"),
     ],
 )
 def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported(words, code, line):

@@ -179,7 +179,7 @@ def test_the_command_writes_beside_the_run_and_names_what_is_no_run(tmp_path, ca
     report.main([str(folder)])
     assert "wrote" in capsys.readouterr().out
     assert "<h2>Reward</h2>" in (folder / "report.html").read_text(encoding="utf-8")
-    with pytest.raises(UserError, match="nowhere: holds no run; name a folder with metrics"):
+    with pytest.raises(UserError, match="nowhere: contains no run; name a folder with metrics"):
         report.main([str(tmp_path / "nowhere")])
     with pytest.raises(UserError, match="5 runs: at most 4 fit side by side"):
         report.main([str(folder)] * 5)
@@ -191,7 +191,7 @@ def test_a_user_s_mistake_is_one_line(tmp_path):
     assert done.returncode == 2
     assert (
         done.stderr
-        == f"error: {tmp_path}/nowhere: holds no run; name a folder with metrics.jsonl\n"
+        == f"error: {tmp_path}/nowhere: contains no run; name a folder with metrics.jsonl\n"
     )
 
 
