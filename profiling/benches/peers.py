@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,8 +39,7 @@ from driver.model.tiny import build_tokenizer
 from driver.session.parts import Rollout
 from profiling.benches.decode import SHAPE_WORDS, recorded_accepts
 from profiling.benches.rollout import adapt
-from profiling.peers.vllm import HOW_TO_GET, Vllm, lacks_vllm
-from profiling.rig import timing
+from profiling.peers.vllm import HOW_TO_GET, lacks_vllm
 from profiling.rig.bench import Bench, say
 from profiling.rig.results import ROOT
 from profiling.rig.subjects import (
@@ -52,7 +50,16 @@ from profiling.rig.subjects import (
     of_shape,
 )
 from profiling.rig.workload import accept_length, trace_lengths
-from profiling.studies.by_turns import Batch, Made, compare, equal_share, ours, speeds, theirs
+from profiling.studies.by_turns import (
+    Batch,
+    Made,
+    Peers,
+    compare,
+    equal_share,
+    ours,
+    speeds,
+    theirs,
+)
 
 NEEDS_WARM_START = True
 BATCHES, SPEC_BATCHES = [1, 8, 32, 128, 256], [1, 32, 128]
@@ -63,7 +70,6 @@ MAX_ROWS = 1280  # of a pass, as in preset=h100
 WARM_TOKENS = 32  # of each request of the trace before it is timed
 PROMPTS, SAMPLES, STEP_TOKENS = 32, 8, 4096  # of a step of preset=h100
 LOGS = ROOT / "out" / "vllm"
-START_LIMIT_S = 300
 SHAPES: dict[str, tuple[Qwen2Config, int]] = {"15b": (QWEN2_15B, 5), "7b": (QWEN2_7B, 9)}  # GiB
 EXPORT_PROMPTS, EXPORT_TOKENS = 64, 192
 # Temperature, how vLLM drafts, how we verify. At T = 1 the last one is the same rule in both.
@@ -102,91 +108,11 @@ def lacks() -> str:
     return f"it takes ten minutes and runs by itself; it {HOW_TO_GET}"
 
 
-class Peers:
-    """The vLLM engines of a part, started side by side.
-
-    Args:
-        bench: takes a row for each start.
-        chosen: the options.
-        scratch: folder for caches.
-    """
-
-    def __init__(self, bench: Bench, chosen: argparse.Namespace, scratch: Path) -> None:
-        self.bench, self.scratch = bench, scratch
-        self.folder, self.logs = chosen.vllm, chosen.logs
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.engines: dict[str, Vllm] = {}
-
-    def start(
-        self,
-        name: str,
-        model: Path,
-        *,
-        kv_gib: int,
-        k: int = 0,
-        most: int = 256,
-        invariant: bool = False,
-        **more: Any,
-    ) -> None:
-        """Begins to start an engine.
-
-        Args:
-            name: of the engine.
-            model: folder.
-            kv_gib: size of its cache.
-            k: drafted tokens.
-            most: requests of the largest batch with a graph.
-            invariant: results do not depend on the batch; without graphs.
-            **more: settings of `vllm.LLM`.
-        """
-        rows, label = most * (k + 1), re.sub(r"\W+", "-", name)
-        graphs: dict[str, Any] = {
-            "compilation_config": {"max_cudagraph_capture_size": max(512, -(-rows // 16) * 16)}
-        }
-        self.engines[name] = Vllm(
-            name,
-            self.folder,
-            self.logs / f"vllm-{label}.log",
-            # Engines that compile the same model side by side must not share a cache.
-            {"VLLM_CACHE_ROOT": str(self.scratch / f"cache-{label}")}
-            | ({"VLLM_BATCH_INVARIANT": "1"} if invariant else {}),
-            model=str(model),
-            dtype="bfloat16",
-            skip_tokenizer_init=True,
-            gpu_memory_utilization=0.1,  # of the card, which must be free; the cache is as below
-            kv_cache_memory_bytes=kv_gib << 30,
-            max_num_seqs=256,
-            max_num_batched_tokens=16384,
-            enable_prefix_caching=False,
-            attention_backend="FLASH_ATTN",
-            **({"enforce_eager": True} if invariant else graphs),
-            **more,
-        )
-
-    def ready(self) -> None:
-        """Waits for all of them; one that fails is reported and left out."""
-        for name, engine in list(self.engines.items()):
-            with self.bench.part(f"vLLM {name}"):
-                try:
-                    with timing.time_limit(START_LIMIT_S):
-                        about = engine.ready()
-                except BaseException:
-                    self.engines.pop(name).close()
-                    raise
-                self.bench.add_row(f"start of vLLM, {name}", 1e6 * about["start_s"], **about)
-        if not self.engines:
-            raise RuntimeError(f"no vLLM engine was started; see {self.logs}")
-
-    def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
-
-
 @contextlib.contextmanager
 def peers(bench: Bench, chosen: argparse.Namespace) -> Iterator[tuple[Peers, Path]]:
     """Engines that are closed at the end, and a folder for models and drafters."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        made = Peers(bench, chosen, Path(scratch))
+        made = Peers(bench, chosen.vllm, chosen.logs, Path(scratch))
         stack.callback(made.close)
         yield made, Path(scratch)
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from driver.rollout.request import Request, SamplingParams, request_id
 from driver.session.parts import Rollout
 from profiling.peers.vllm import Vllm
+from profiling.rig import timing
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import fix_bandit
 
 ROUNDS = 3
+START_LIMIT_S = 300
 LEARNING = ("ucb", "beg")
 
 
@@ -101,6 +105,86 @@ def theirs(engine: Vllm, *, counted: bool = False, tokens: bool = False) -> Arm:
         return Made(made["seconds"], made["lengths"], made.get("accept_length", 1.0), ids)
 
     return generate
+
+
+class Peers:
+    """The vLLM engines of a part, started side by side.
+
+    Args:
+        bench: takes a row for each start.
+        folder: that holds the package.
+        logs: folder for what they print.
+        scratch: folder for caches.
+    """
+
+    def __init__(self, bench: Bench, folder: str, logs: Path, scratch: Path) -> None:
+        self.bench, self.folder, self.logs, self.scratch = bench, folder, logs, scratch
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.engines: dict[str, Vllm] = {}
+
+    def start(
+        self,
+        name: str,
+        model: Path,
+        *,
+        kv_gib: int,
+        k: int = 0,
+        most: int = 256,
+        invariant: bool = False,
+        **more: Any,
+    ) -> None:
+        """Begins to start an engine.
+
+        Args:
+            name: of the engine.
+            model: folder.
+            kv_gib: size of its cache.
+            k: drafted tokens.
+            most: requests of the largest batch with a graph.
+            invariant: results do not depend on the batch; without graphs.
+            **more: settings of `vllm.LLM`.
+        """
+        rows, label = most * (k + 1), re.sub(r"\W+", "-", name)
+        graphs: dict[str, Any] = {
+            "compilation_config": {"max_cudagraph_capture_size": max(512, -(-rows // 16) * 16)}
+        }
+        self.engines[name] = Vllm(
+            name,
+            self.folder,
+            self.logs / f"vllm-{label}.log",
+            # Engines that compile the same model side by side must not share a cache.
+            {"VLLM_CACHE_ROOT": str(self.scratch / f"cache-{label}")}
+            | ({"VLLM_BATCH_INVARIANT": "1"} if invariant else {}),
+            model=str(model),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            gpu_memory_utilization=0.1,  # of the card, which must be free; the cache is as below
+            kv_cache_memory_bytes=kv_gib << 30,
+            max_num_seqs=256,
+            max_num_batched_tokens=16384,
+            enable_prefix_caching=False,
+            attention_backend="FLASH_ATTN",
+            **({"enforce_eager": True} if invariant else graphs),
+            **more,
+        )
+
+    def ready(self) -> None:
+        """Waits for all of them; one that fails is reported and left out."""
+        for name, engine in list(self.engines.items()):
+            with self.bench.part(f"vLLM {name}"):
+                try:
+                    with timing.time_limit(START_LIMIT_S):
+                        about = engine.ready()
+                except BaseException:
+                    self.engines.pop(name).close()
+                    raise
+                self.bench.add_row(f"start of vLLM, {name}", 1e6 * about["start_s"], **about)
+        if not self.engines:
+            raise RuntimeError(f"no vLLM engine was started; see {self.logs}")
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
 
 
 @dataclass(frozen=True)
