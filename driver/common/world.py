@@ -35,6 +35,10 @@ def _from_environment(name: str, default: int) -> int:
     return int(text)
 
 
+def _backend(device: str) -> str:
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+
+
 class World:
     """This process and its peers; a single process unless `join` found others.
 
@@ -49,6 +53,7 @@ class World:
     ) -> None:
         self.rank, self.size, self.device, self.timeout_s = rank, size, device, timeout_s
         self.store: dist.Store | None = None
+        self.background: dist.ProcessGroup | None = None  # for collective calls of a thread
         self._collectives = self._beats = 0
         self._phase = "load"
 
@@ -87,10 +92,10 @@ class World:
             store, *_ = next(dist.rendezvous("env://", rank, size, timeout=wait))
             # The store outlives a restart; the entries of earlier attempts must not be read.
             attempt = dist.PrefixStore(f"attempt/{World.restarts()}", store)
-            backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
             dist.init_process_group(
-                backend, timeout=wait, store=attempt, rank=rank, world_size=size
+                _backend(device), timeout=wait, store=attempt, rank=rank, world_size=size
             )
+            world.background = dist.new_group(timeout=wait, backend="gloo")
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             if "EADDRINUSE" in str(error) or "address already in use" in str(error):
@@ -119,8 +124,14 @@ class World:
 
     def leave(self) -> None:
         """Leaves the process group; not called after an error, when other ranks may be lost."""
-        if self.size > 1 and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+    def form_group(self) -> None:
+        """Makes the process group of a single rank, which `DTensor` needs too."""
+        if not dist.is_initialized():
+            backend = _backend(self.device)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     # ---- progress of the ranks ------------------------------------------------------------------
 
@@ -213,12 +224,6 @@ class World:
             values: float64 on the CPU, of one shape on all ranks.
         """
         return torch.stack(self.gather(values)).sum(0)
-
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Adds up each tensor over the ranks, in place; all ranks get the same bits."""
-        if self.size > 1:
-            with self.together():
-                sum_over(tensors, None)
 
     def copy_(self, tensors: Iterable[Tensor]) -> None:
         """Gives every rank the values of rank 0, in place."""

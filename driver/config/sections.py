@@ -425,8 +425,8 @@ class GrpoConfig(Section):
     checkpointing: bool = setting(
         False, "recompute each layer in the backward pass: less memory, more time"
     )
-    shard: bool = setting(
-        False, "several ranks: each holds a part of master weights and optimizer state"
+    offload: bool = setting(
+        False, "keep float32 weights and optimizer state in host memory: less memory, more time"
     )
     max_grad_norm: float = setting(1.0, "the gradient is clipped to this norm", above=0)
     is_cap: float = setting(

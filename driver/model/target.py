@@ -6,7 +6,7 @@ and, in a tree, its ancestors. A row's logits are the same bits in all three (ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from .families import EMBEDDING, FINAL_NORM, GATE_UP, HEAD, LAYER, QKV
 from .kv_cache import KvCache
 from .spec import ModelSpec, rope_table
 from .workspace import Workspace
+
+Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]  # by Hugging Face name
 
 # When a GPU uses fused ops (docs/notes/layers.md). They are faster for up to FUSED_ROWS rows, and
 # for more rows as long as the weights, which are read once per PIECE_ROWS rows, stay below
@@ -151,30 +153,47 @@ class TargetModel:
         """The weights by Hugging Face name, as views of the fused storage."""
         return dict(self._named)
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         """Copies weights in place: addresses stay, so captured graphs stay valid.
 
-        All checks come first: after an error the old weights are unchanged.
+        A stream is read tensor by tensor, so that it needs no second copy of the weights. After an
+        error in a mapping the old weights are unchanged; after one in a stream they are a mixture,
+        and all must be loaded again.
 
         Args:
-            weights: tensors by Hugging Face name, any float dtype and device; a tied head may be
-                among them.
+            weights: tensors by Hugging Face name, any float dtype and device, or a stream of such
+                pairs; a tied head may be among them.
 
         Raises:
             UserError: a tensor is missing, has the wrong shape, or does not belong to the model; or
                 the head of a tied model is not its embedding.
         """
+        if isinstance(weights, Mapping):
+            self._check(weights)
+            weights = weights.items()
+        shapes: dict[str, torch.Size] = {}
+        tied = None
+        with torch.no_grad():
+            for name, weight in weights:
+                shapes[name] = weight.shape
+                own = self._named.get(name)
+                if own is not None and own.shape == weight.shape:
+                    _check_float(name, weight)
+                    own.copy_(weight)
+                elif name == HEAD:
+                    tied = weight.to(self.embedding)  # the embedding may come later
+        check_shapes(self.spec, shapes, "checkpoint")
+        if tied is not None and not torch.equal(tied, self.embedding):
+            raise UserError(f"checkpoint: {HEAD} is not {EMBEDDING}, which the config ties")
+
+    def _check(self, weights: Mapping[str, Tensor]) -> None:
         check_shapes(self.spec, {name: w.shape for name, w in weights.items()}, "checkpoint")
         for name in self._named:
-            if not weights[name].is_floating_point():
-                raise UserError(f"checkpoint: {name} is {weights[name].dtype}; wanted floats")
+            _check_float(name, weights[name])
         if HEAD in weights and HEAD not in self._named:
             head, embedding = weights[HEAD], weights[EMBEDDING]
             if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
                 raise UserError(f"checkpoint: {HEAD} is not {EMBEDDING}, which the config ties")
-        with torch.no_grad():
-            for name, own in self._named.items():
-                own.copy_(weights[name])
 
     def forward(
         self,
@@ -385,3 +404,8 @@ class TargetModel:
         self._gated = rows(spec.intermediate_size)
         self._features = rows(self.feature_size)
         self._logits = rows(spec.vocab_size, dtype=torch.float32)
+
+
+def _check_float(name: str, weight: Tensor) -> None:
+    if not weight.is_floating_point():
+        raise UserError(f"checkpoint: {name} is {weight.dtype}; wanted floats")

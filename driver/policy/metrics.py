@@ -105,7 +105,8 @@ def logprob_metrics(
         difference = (batch.old_logprobs - batch.rollout_logprobs).abs()  # [M]
         parts = (len(difference), difference.sum(), batch.entropy.sum())
         sums += torch.tensor([float(part) for part in parts], dtype=torch.float64)
-        largest = torch.maximum(largest, difference.max().cpu())  # keeps a NaN
+        if len(difference):
+            largest = torch.maximum(largest, difference.max().cpu())  # keeps a NaN
     tokens, distance, entropy = world.add_up(sums).tolist()
     most = torch.stack(world.gather(largest)).max().item()
     if not tokens:

@@ -77,6 +77,20 @@ def build_micro_batch(
     ).to(torch.device(device))
 
 
+def without_responses(device: torch.device) -> MicroBatch:
+    """One token and no response: all gradients are zero, no metric changes."""
+    none = torch.empty(0, dtype=torch.int64)  # [0]
+    return MicroBatch(
+        input_ids=torch.zeros(1, 1, dtype=torch.int64),
+        documents=Documents.of([1]),
+        rows=none,
+        tokens=none,
+        owner=none,
+        temperature=1.0,
+        rollout_logprobs=torch.empty(0),
+    ).to(device)
+
+
 def _flat(parts: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
     """The numbers of all parts; NumPy reads a list ten times as fast as torch."""
     count = sum(map(len, parts))

@@ -13,17 +13,22 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..model.families import Family, family_of
+from ..model.target import DecoderLayer
+from .logprobs import token_logprobs
 from .packing import packed_positions
+
+if TYPE_CHECKING:
+    from .micro_batch import MicroBatch
 
 # Documents of this many tokens are attended in a call apart from much shorter ones.
 LONG_TOKENS = 1024
@@ -71,7 +76,11 @@ class Documents:
 
 
 def packed_forward(
-    model: PreTrainedModel, ids: Tensor, documents: Documents, checkpointing: bool = False
+    model: PreTrainedModel,
+    ids: Tensor,
+    documents: Documents,
+    checkpointing: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Final hidden states of a packed row.
 
@@ -81,6 +90,8 @@ def packed_forward(
         documents: their layout, on the model's device.
         checkpointing: keep only the inputs of the layers and recompute the rest in the backward
             pass.
+        dtype: of the pass; None = the parameters'. Other parameters are copied to it, a layer at a
+            time, and their gradients are added to their `grad` in their own dtype.
 
     Returns:
         [T, H], after the final norm.
@@ -91,47 +102,171 @@ def packed_forward(
     Example:
         >>> packed_forward(model, ids, Documents.of([2, 3]))  # doctest: +SKIP
     """
-    base: Any = model.base_model
-    family = family_of(type(model).__name__)
-    hidden = base.embed_tokens(ids[0])  # [T, H]
+    return _hidden(model, _outer_weights(model, dtype), ids, documents, checkpointing)
+
+
+def packed_logprobs(
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    checkpointing: bool = False,
+    entropy_grad: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the response tokens of a packed row, and the entropy at them.
+
+    Args:
+        model, checkpointing, dtype: see `packed_forward`.
+        batch: M response tokens, on the model's device.
+        entropy_grad: whether the entropy has a gradient.
+
+    Returns:
+        float32 [M] each.
+
+    Raises:
+        UserError: the model is of another family.
+    """
+    outer = _outer_weights(model, dtype)
+    hidden = _hidden(model, outer, batch.input_ids, batch.documents, checkpointing)
+    hidden = hidden[batch.rows]  # [M, H]
+    return token_logprobs(hidden, outer.head, batch.tokens, batch.temperature, entropy_grad)
+
+
+class _OuterWeights(NamedTuple):
+    """Weights outside of the layers."""
+
+    embedding: Tensor  # [V, H]
+    norm: Tensor  # [H]
+    head: Tensor  # [V, H]
+
+
+def _outer_weights(model: Any, dtype: torch.dtype | None) -> _OuterWeights:
+    base, head = model.base_model, model.get_output_embeddings().weight
+    embedding, norm = base.embed_tokens.weight, base.norm.weight
+    if head is embedding:
+        embedding, norm = _in_dtype([[embedding], [norm]], dtype)
+        return _OuterWeights(embedding, norm, embedding)
+    return _OuterWeights(*_in_dtype([[embedding], [norm], [head]], dtype))
+
+
+def _hidden(
+    model: Any, outer: _OuterWeights, ids: Tensor, documents: Documents, checkpointing: bool
+) -> Tensor:
+    base = model.base_model
+    family = family_of(type(model).__name__.removeprefix("FSDP"))  # fully_shard adds it
+    hidden = F.embedding(ids[0], outer.embedding)  # [T, H]
     # [T, 1, head_dim / 2]: the second half of a head has the angles of the first.
     turns = base.rotary_emb(hidden, documents.position)  # cosines and sines, [1, T, head_dim] each
     cos, sin = (x[0].chunk(2, -1)[0].unsqueeze(1) for x in turns)
     for layer in base.layers:
-        if checkpointing:
-            hidden = checkpoint(
-                _layer, layer, hidden, cos, sin, documents, family, use_reentrant=False
-            )
-        else:
-            hidden = _layer(layer, hidden, cos, sin, documents, family)
-    return _norm(base.norm, hidden)
+        # A sharded layer has the function as a method, which gathers its parameters.
+        run = getattr(layer, "packed_layer", functools.partial(packed_layer, layer))
+        hidden = run(hidden, cos, sin, documents, family, checkpointing)
+    return _norm(base.norm, hidden, outer.norm)
 
 
-def _layer(
-    layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Documents, family: Family
+def packed_layer(
+    layer: Any,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    documents: Documents,
+    family: Family,
+    checkpointing: bool = False,
 ) -> Tensor:
-    attention, mlp = layer.self_attn, layer.mlp
-    x = _norm(layer.input_layernorm, hidden)  # [T, H]
+    """One layer of `packed_forward`: residual stream [T, H] in and out."""
+    if checkpointing:
+        return checkpoint(
+            packed_layer, layer, hidden, cos, sin, documents, family, use_reentrant=False
+        )
+    attention, weights = layer.self_attn, _layer_weights(layer, family, hidden.dtype)
+    x = _norm(layer.input_layernorm, hidden, weights.input_norm)  # [T, H]
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     widths = [part.out_features // attention.head_dim for part in projections]
-    qkv = _project(x, *projections).unflatten(-1, (-1, attention.head_dim))
+    qkv = F.linear(x, weights.qkv, weights.qkv_bias).unflatten(-1, (-1, attention.head_dim))
     q, k, v = qkv.split(widths, 1)  # [T, heads, head_dim]
-    if family.qk_norm:
-        q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q = _norm(attention.q_norm, q, weights.q_norm)
+        k = _norm(attention.k_norm, k, weights.k_norm)
     q, k = _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
-    # A view of `v` would keep q and k as they were before RoPE.
-    attended = attend(q, k, v.contiguous(), documents, attention.scaling)  # [T, heads, head_dim]
-    hidden = hidden + attention.o_proj(attended.flatten(1))
-    x = _norm(layer.post_attention_layernorm, hidden)  # [T, H]
-    gate_up = _project(x, mlp.gate_proj, mlp.up_proj)
-    return hidden + mlp.down_proj(_SwiGlu.apply(gate_up))
+    attended = attend(q, k, v, documents, attention.scaling)
+    hidden = hidden + F.linear(attended.flatten(1), weights.output, weights.output_bias)
+    x = _norm(layer.post_attention_layernorm, hidden, weights.post_norm)  # [T, H]
+    gate_up = F.linear(x, weights.gate_up)
+    return hidden + F.linear(_SwiGlu.apply(gate_up), weights.down)
 
 
-def _project(x: Tensor, *parts: nn.Linear) -> Tensor:
-    """[T, H] through all parts at once: one product forward, and one for the gradient of x."""
-    weight = torch.cat([part.weight for part in parts])
-    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    return F.linear(x, weight, bias)
+def _layer_weights(layer: Any, family: Family, dtype: torch.dtype) -> DecoderLayer:
+    """A layer's weights in a dtype; those of one product are joined."""
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+    groups = {
+        "input_norm": [layer.input_layernorm.weight],
+        "qkv": [part.weight for part in qkv],
+        "qkv_bias": [part.bias for part in qkv],
+        "q_norm": [attention.q_norm.weight if family.qk_norm else None],
+        "k_norm": [attention.k_norm.weight if family.qk_norm else None],
+        "output": [attention.o_proj.weight],
+        "output_bias": [attention.o_proj.bias],
+        "post_norm": [layer.post_attention_layernorm.weight],
+        "gate_up": [mlp.gate_proj.weight, mlp.up_proj.weight],
+        "down": [mlp.down_proj.weight],
+    }
+    found = {name: parts for name, parts in groups.items() if parts[0] is not None}
+    joined = zip(found, _in_dtype(list(found.values()), dtype), strict=True)
+    return DecoderLayer(**{**dict.fromkeys(groups), **dict(joined)})
+
+
+def _in_dtype(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """Each group of weights joined along its rows; copies if the dtype differs."""
+    weights = [weight for group in groups for weight in group]
+    if dtype is None or weights[0].dtype == dtype:
+        return [torch.cat(tuple(group)) if len(group) > 1 else group[0] for group in groups]
+    return _Copies.apply(dtype, [len(group) for group in groups], *weights)
+
+
+class _Copies(torch.autograd.Function):
+    """Transient copies of weights in another dtype.
+
+    The backward pass adds the gradients to `grad` of the weights, in the dtype of the weights: sums
+    in bfloat16 would lose small shares of micro-batches. One launch serves all weights of a layer,
+    where autograd's own casts and sums need three for each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, dtype: torch.dtype, sizes: Sequence[int], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.weights, ctx.rows, copies, targets = weights, [], [], []
+        left = iter(weights)
+        for size in sizes:
+            parts = list(islice(left, size))
+            rows = [len(part) for part in parts]
+            copies.append(parts[0].new_empty(sum(rows), *parts[0].shape[1:], dtype=dtype))
+            targets += copies[-1].split(rows)
+            ctx.rows.append(rows)
+        torch._foreach_copy_(targets, weights)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        pairs = zip(grads, ctx.rows, strict=True)
+        shares = [share for grad, rows in pairs for share in grad.split(rows)]
+        _add_gradients(ctx.weights, shares)
+        return None, None, *(None for _ in ctx.weights)
+
+
+def _add_gradients(weights: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
+    """Adds to `grad` of the weights, in their dtype."""
+    pairs = list(zip(weights, shares, strict=True))
+    sums = [(w.grad, share) for w, share in pairs if w.grad is not None]
+    if sums:
+        torch._foreach_add_(*map(list, zip(*sums, strict=True)))
+    first = [(w, share) for w, share in pairs if w.grad is None]
+    if first:
+        new = [torch.empty_like(weight) for weight, _ in first]
+        torch._foreach_copy_(new, [share for _, share in first])
+        for (weight, _), total in zip(first, new, strict=True):
+            weight.grad = total
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> Tensor:
@@ -189,8 +324,8 @@ def _varlen_attention() -> Callable[..., Any]:
     return varlen_attn
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
-    return _RmsNorm.apply(x, module.weight, module.variance_epsilon)
+def _norm(module: Any, x: Tensor, weight: Tensor) -> Tensor:
+    return _RmsNorm.apply(x, weight, module.variance_epsilon)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -15,12 +15,11 @@ from ..common.world import World, split_by_length
 from ..config.estimators import ESTIMATORS, LossNorm
 from ..rollout.request import Response
 from . import grpo
-from .logprobs import token_logprobs
-from .master_weights import MasterWeights
 from .metrics import logprob_metrics, response_metrics, warn_of_equal_rewards
-from .micro_batch import MicroBatch, build_micro_batch
-from .packed_forward import packed_forward
+from .micro_batch import MicroBatch, build_micro_batch, without_responses
+from .packed_forward import packed_logprobs
 from .packing import pack
+from .weights import MOMENTS, PolicyWeights
 
 if TYPE_CHECKING:
     from ..config.sections import GrpoConfig
@@ -30,13 +29,13 @@ OVERLONG_SHARE = 0.2
 
 
 class PolicyTrainer:
-    """GRPO updates of a causal language model, in place: views of its parameters stay valid.
+    """GRPO updates of a causal language model, in place.
 
-    The optimizer works on float32 masters: the parameters themselves, or copies of parameters in
-    half precision.
+    The optimizer works on float32 parameters. Several ranks hold a part each.
 
     Args:
-        model: a module like `transformers.LlamaForCausalLM` with sdpa attention.
+        model: a module like `transformers.LlamaForCausalLM` with sdpa attention, in the dtype of
+            its passes; see `PolicyWeights`.
         cfg: the `grpo.*` part of the configuration.
         load_reference: returns the reference policy; called only when `cfg.kl_coef` is not 0.
         world: ranks that share the work of each update. All ranks call `update` with the same
@@ -72,18 +71,18 @@ class PolicyTrainer:
             if load_reference is None:
                 raise ValueError(f"grpo.kl_coef={cfg.kl_coef} needs a reference model to load")
             self.reference = load_reference().eval().requires_grad_(False)
-        self.weights = MasterWeights(model, self.world, cfg.shard)
-        self.params, self.masters = self.weights.params, self.weights.masters
+        self.weights = PolicyWeights(model, self.world, cfg.offload)
+        self.params = self.weights.params
         # Weight decay applies to matrices only, not to norms and biases.
-        decay = [p for p in self.masters if p.dim() > 1]
-        plain = [p for p in self.masters if p.dim() <= 1]
+        decay = [p for p in self.params if p.dim() > 1]
+        plain = [p for p in self.params if p.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": decay, "weight_decay": cfg.weight_decay},
                 {"params": plain, "weight_decay": 0.0},
             ],
             lr=cfg.lr,
-            fused=self._device().type == "cuda",  # one pass over memory
+            fused=self.weights.fused,
         )
         self.own_old_logprobs = has_own_old_logprobs(cfg)
         # Then a response without advantage adds exactly 0 to loss and gradient.
@@ -126,11 +125,11 @@ class PolicyTrainer:
         metrics = response_metrics(responses, raw, groups, trained_on)
         warn_of_equal_rewards(raw, groups, trained_on, self.estimator.baseline)
 
-        spans, device = Spans("update"), self._device()
+        spans, device = Spans("update"), self.weights.device
         with spans("old_log_prob") as fixing:
             parts = _cut(kept, self.cfg.minibatches)
             minibatches: list[Iterable[MicroBatch]] = []
-            with deterministic(device):
+            with deterministic(device), self.weights.together():
                 fixed = self._with_fixed_logprobs
                 if not self.own_old_logprobs:
                     minibatches = [
@@ -159,7 +158,7 @@ class PolicyTrainer:
                 minibatches = [map(fixed, self._micro_batches(responses, part)) for part in parts]
             with deterministic(device):
                 done, trained = self._train(minibatches, advantages.to(device), denominators)
-            metrics |= logprob_metrics(done, self.params[0].dtype, self.world, idle) | trained
+            metrics |= logprob_metrics(done, self.weights.dtype, self.world, idle) | trained
         self.step += 1
         metrics["timing_s/old_log_prob"] = fixing.seconds
         metrics["timing_s/update_actor"] = training.seconds
@@ -168,7 +167,7 @@ class PolicyTrainer:
     def backward(
         self, batches: Iterable[MicroBatch], advantages: Tensor, denominator: int
     ) -> tuple[list[MicroBatch], list[grpo.PolicyLoss]]:
-        """Add the gradient of one optimizer minibatch to the masters.
+        """Add the gradient of one optimizer minibatch to the parameters' gradients.
 
         Args:
             batches: the minibatch, or this rank's part of it, cut in any way. A batch without old
@@ -181,7 +180,9 @@ class PolicyTrainer:
         """
         seen, shares = [], []
         for batch in batches:
-            logprobs, entropy = self._logprobs(self.model, batch, self.cfg.entropy_coef > 0)
+            logprobs, entropy = self.weights.logprobs(
+                batch, self.cfg.checkpointing, self.cfg.entropy_coef > 0
+            )
             old = batch.old_logprobs
             if old is None:
                 old = logprobs.detach()
@@ -202,72 +203,54 @@ class PolicyTrainer:
                 entropy_coef=self.cfg.entropy_coef,
             )
             share.loss.backward()
-            self.weights.collect_gradients()
             seen.append(batch)
             shares.append(replace(share, loss=share.loss.detach()))
         return seen, shares
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs besides the model's weights; independent of the ranks.
+        """Counters that a resumed run needs besides `tensors`."""
+        return {"step": self.step, "updates": self._updates()}
 
-        All ranks must call it together, because each may hold a part.
-        """
-        optimizer, saved = self.optimizer.state_dict(), self.weights.saved
-        with self.weights.together():
-            moments = _each_moment(optimizer["state"], saved)
-            masters = [saved(master.detach()) for master in self.weights.copies]
-        return {
-            "step": self.step,
-            "optimizer": optimizer | {"state": moments},
-            "masters": masters,
-        }
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's part of the parameters and of Adam's moments; see `PolicyWeights.tensors`."""
+        return self.weights.tensors(self.optimizer)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; the caller has loaded the model's weights before.
-
-        Raises:
-            ValueError: the state belongs to a model of another dtype.
-        """
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from `state_dict`; the caller then copies the saved values into `tensors`."""
         self.step = state["step"]
-        moments = _each_moment(state["optimizer"]["state"], self.weights.part)
-        self.optimizer.load_state_dict(state["optimizer"] | {"state": moments})
-        copies = self.weights.copies
-        if len(copies) != len(state["masters"]):
-            raise ValueError(
-                f"masters: expected {len(copies)} tensors, got {len(state['masters'])}; "
-                "the checkpoint is of a model of another dtype"
-            )
-        with torch.no_grad():
-            for master, saved in zip(copies, state["masters"], strict=True):
-                master.copy_(self.weights.part(saved))
+        for param in self.params if state["updates"] else ():
+            count = torch.tensor(float(state["updates"]), device=param.device)
+            moments = {moment: torch.zeros_like(param) for moment in MOMENTS}
+            self.optimizer.state[param] = {"step": count, **moments}
+
+    def _updates(self) -> int:
+        """Optimizer steps so far; a step whose gradient is not finite does not count."""
+        return int(self.optimizer.state.get(self.params[0], {}).get("step", 0))
 
     def _micro_batches(
         self, responses: Sequence[Response], part: Sequence[int]
     ) -> Iterator[MicroBatch]:
         lengths = [len(responses[i].request.prompt_ids) + len(responses[i].token_ids) for i in part]
         # Ranks share tokens, not rows, because a step may have only one or two rows.
-        mine = split_by_length(lengths, self.world.size)[self.world.rank]
-        for row in pack([lengths[i] for i in mine], self.cfg.micro_batch_tokens):
-            yield build_micro_batch(responses, [part[mine[i]] for i in row], self._device())
+        shares = split_by_length(lengths, self.world.size)
+        rows = [pack([lengths[i] for i in mine], self.cfg.micro_batch_tokens) for mine in shares]
+        mine, own = shares[self.world.rank], rows[self.world.rank]
+        for row in own:
+            yield build_micro_batch(responses, [part[mine[i]] for i in row], self.weights.device)
+        # Passes are collective calls, so all ranks make equally many.
+        for _ in range(max(map(len, rows)) - len(own)):
+            yield without_responses(self.weights.device)
 
     @torch.no_grad()
     def _with_fixed_logprobs(self, batch: MicroBatch) -> MicroBatch:
         if not self.own_old_logprobs:
             # The same packing serves the update, so its first ratio is exactly 1.
-            old, entropy = self._logprobs(self.model, batch)  # [M], [M]
+            old, entropy = self.weights.logprobs(batch)  # [M], [M]
             batch = replace(batch, old_logprobs=old, entropy=entropy)
         if self.reference is not None:
-            ref, _ = self._logprobs(self.reference, batch)  # [M]
+            ref, _ = packed_logprobs(cast(Any, self.reference), batch)  # [M]
             batch = replace(batch, ref_logprobs=ref)
         return batch
-
-    def _logprobs(
-        self, model: Any, batch: MicroBatch, entropy_grad: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        hidden = packed_forward(model, batch.input_ids, batch.documents, self.cfg.checkpointing)
-        hidden = hidden[batch.rows]  # [M, H]
-        head = model.get_output_embeddings().weight  # [V, H]
-        return token_logprobs(hidden, head, batch.tokens, batch.temperature, entropy_grad)
 
     def _shaped_rewards(
         self, responses: Sequence[Response], raw: Tensor, max_length: int
@@ -304,10 +287,10 @@ class PolicyTrainer:
         for _ in range(self.cfg.epochs):
             seen = []
             for batches, denominator in zip(minibatches, denominators, strict=True):
-                with_old, some = self.backward(batches, advantages, denominator)
+                with self.weights.together():
+                    with_old, some = self.backward(batches, advantages, denominator)
                 seen.append(with_old)
                 shares += some
-                self.weights.sum_gradients()
                 norms.append(self._optimizer_step(lr))
             minibatches = seen
         sums = torch.zeros(6, dtype=torch.float64)
@@ -331,9 +314,6 @@ class PolicyTrainer:
     def _optimizer_step(self, lr: float) -> Tensor:
         return self.weights.step(self.optimizer, self.cfg.max_grad_norm, lr)
 
-    def _device(self) -> torch.device:
-        return self.params[0].device
-
 
 def has_own_old_logprobs(cfg: GrpoConfig) -> bool:
     """Whether the update computes the old log-probs itself, without a forward pass before it.
@@ -343,16 +323,6 @@ def has_own_old_logprobs(cfg: GrpoConfig) -> bool:
     """
     before = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     return cfg.epochs == 1 and cfg.minibatches == 1 and not before
-
-
-def _each_moment(
-    state: Mapping[int, Mapping[str, Tensor]], change: Callable[[Tensor], Tensor]
-) -> dict[int, dict[str, Tensor]]:
-    """An optimizer's state with its moments changed; its step counts have no dimension."""
-    return {
-        index: {name: change(value) if value.dim() else value for name, value in of.items()}
-        for index, of in state.items()
-    }
 
 
 def _check_responses(responses: Sequence[Response]) -> None:

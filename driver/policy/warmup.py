@@ -17,11 +17,10 @@ from ..config.sections import WarmupConfig
 from ..model.prompts import PromptEncoder
 from ..rollout.request import Request, Response, SamplingParams
 from ..tasks import Task
-from .logprobs import token_logprobs
-from .master_weights import MasterWeights
 from .micro_batch import MicroBatch, build_micro_batch
-from .packed_forward import packed_forward
+from .packed_forward import packed_logprobs
 from .packing import pack
+from .weights import PolicyWeights, in_dtype
 
 RAMP_STEPS = 20
 FINAL_LR_SHARE = 0.1
@@ -42,7 +41,7 @@ def warm_up(
     """Trains the model in place on demonstrations of the train split.
 
     The loss is the mean cross-entropy over response tokens, including the end token. The optimizer
-    is AdamW on float32 masters, with a short linear ramp and then a cosine down to a tenth of `lr`.
+    is AdamW on float32 weights, with a short linear ramp and then a cosine down to a tenth of `lr`.
     Operations are deterministic: GPUs of one kind get the same weights, bit for bit.
 
     Args:
@@ -63,8 +62,8 @@ def warm_up(
         >>> losses = warm_up(model, encode, task, WarmupConfig(steps=200), 0)  # doctest: +SKIP
     """
     demonstration(encode, task, FIRST_INDEX)  # raises before any work if the task has none
-    weights = MasterWeights(model)
-    optimizer = torch.optim.AdamW(weights.masters, lr=config.lr, betas=(0.9, 0.98))
+    weights = PolicyWeights(model)
+    optimizer = torch.optim.AdamW(weights.params, lr=config.lr, betas=(0.9, 0.98))
     losses = []
     model.train()
     # Beside a GPU the cores are free.
@@ -75,14 +74,14 @@ def warm_up(
             tokens = sum(len(row.tokens) for row in batch)
             total = torch.zeros((), device=model.device)
             for row in batch:
-                loss = cross_entropy(model, row.to(model.device)) / tokens
+                loss = cross_entropy(model, row.to(model.device), weights.dtype) / tokens
                 loss.backward()
-                weights.collect_gradients()
                 total += loss.detach()
             weights.step(optimizer, MAX_GRAD_NORM, config.lr * lr_share(step, config.steps))
             losses.append(float(total))
             progress(step + 1, losses[-1])
     model.eval()
+    in_dtype(model, weights.dtype)
     return losses
 
 
@@ -147,16 +146,17 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
     return Response(request, tokens, [0.0] * len(tokens), "stop", tools=tools)
 
 
-def cross_entropy(model: PreTrainedModel, row: MicroBatch) -> Tensor:
+def cross_entropy(
+    model: PreTrainedModel, row: MicroBatch, dtype: torch.dtype | None = None
+) -> Tensor:
     """Cross-entropy summed over the response tokens of a packed row, [].
 
     Args:
         model: of a family that `packed_forward` supports.
         row: on the model's device.
+        dtype: of the pass; None = the model's.
     """
-    hidden = packed_forward(model, row.input_ids, row.documents)  # [T, H]
-    head = model.get_output_embeddings().weight  # [V, H]
-    return -token_logprobs(hidden[row.rows], head, row.tokens, 1.0)[0].sum()
+    return -packed_logprobs(model, row, dtype=dtype)[0].sum()
 
 
 class _Steps(Dataset):

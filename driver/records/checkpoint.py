@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..common.errors import UserError
 from ..common.storage import storage_errors, sync_path, sync_tree
 from ..model.checkpoint import check_checkpoint
+from .parts import Parts, load_parts
 
+PARTS = "state/parts"  # subfolder that `save_parts` writes
 _FOLDER = re.compile(r"step-(\d+)")
 _MARK = "checkpoint.json"  # written last
 _REFERENCE = "reference"  # subfolder of a run folder
@@ -90,6 +93,23 @@ class Checkpoint:
             raise UserError(
                 f"{path}: cannot be read ({type(error).__name__}); {self._remedy}"
             ) from error
+
+    def restore_parts(self, parts: Parts, group: dist.ProcessGroup | None) -> None:
+        """Copies the tensors that `save_parts` saved into `parts`; a collective call.
+
+        Args:
+            parts, group: see `driver.records.parts.load_parts`.
+
+        Raises:
+            UserError: they cannot be read.
+
+        Example:
+            >>> Checkpoint(Path("step-000010"), 10).restore_parts(parts, None)  # doctest: +SKIP
+        """
+        try:
+            load_parts(self.path / PARTS, parts, group)
+        except UserError as error:
+            raise UserError(f"{error}; {self._remedy}") from error
 
     def restore(self, name: str, load: Callable[[Any], None]) -> None:
         """Reads one state and passes it to `load`.
@@ -163,7 +183,7 @@ def save_checkpoint(
     final = folder / f"step-{step:06d}"
     if (final / _MARK).exists():  # a run resumed here and saved before it made a step
         return Checkpoint(final, step)
-    scratch = folder / f".new-{final.name}"
+    scratch = scratch_folder(folder, step)
     with storage_errors(final):
         clean_checkpoints(folder)
         try:
@@ -185,6 +205,11 @@ def save_checkpoint(
             os.rename(old.path, gone)
             shutil.rmtree(gone)
     return Checkpoint(final, step)
+
+
+def scratch_folder(folder: Path, step: int) -> Path:
+    """Where the files of a checkpoint are before it is complete."""
+    return folder / f".new-step-{step:06d}"
 
 
 def _checksums(folder: Path) -> dict[str, int]:

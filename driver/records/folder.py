@@ -32,7 +32,7 @@ _FREE = {
     "spot",
     "grpo.checkpointing",
     "grpo.micro_batch_tokens",
-    "grpo.shard",
+    "grpo.offload",
     "model.cache",
 }
 _FIXED = {"engine.verify", "run.seed"}  # of sections in `_FREE`
@@ -68,7 +68,7 @@ class RunFolder:
 
     def __init__(self, config: Config) -> None:
         self.path = _choose(config.run, config.preset)
-        self._checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.path / "checkpoints"
         self._keep = config.run.keep_checkpoints
         if config.run.resume:
             _check_same(config, self.path / "config.yaml")
@@ -81,11 +81,11 @@ class RunFolder:
 
     def _open(self, config: Config) -> None:
         with storage_errors(self.path):
-            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.path)  # two processes would mix their records
             (self.path / "plots").mkdir(exist_ok=True)
-            run_checkpoint.clean_checkpoints(self._checkpoints)
-        self.resumed = run_checkpoint.latest_checkpoint(self._checkpoints)
+            run_checkpoint.clean_checkpoints(self.checkpoints)
+        self.resumed = run_checkpoint.latest_checkpoint(self.checkpoints)
         done = self.resumed.step if self.resumed else -1
         with storage_errors(self.path):
             write_text(self.path / "config.yaml", to_yaml(config))
@@ -163,12 +163,12 @@ class RunFolder:
             write_policy, states: see `driver.records.checkpoint.save_checkpoint`.
         """
         return run_checkpoint.save_checkpoint(
-            self._checkpoints, step, write_policy, states, self._keep
+            self.checkpoints, step, write_policy, states, self._keep
         )
 
     def save_reference(self, write_policy: Callable[[Path], None]) -> None:
         """Saves the reference policy of the KL term, replacing an earlier one."""
-        run_checkpoint.save_reference(self._checkpoints, write_policy)
+        run_checkpoint.save_reference(self.checkpoints, write_policy)
 
     def check_inputs(self, fingerprints: Mapping[str, str]) -> None:
         """Rejects a resume with data or a model that changed since the run started.
@@ -216,7 +216,7 @@ class RunFolder:
         with after_error():
             self.close()
         logged = (self.path / "metrics.jsonl").stat().st_size > 0
-        if not logged and run_checkpoint.latest_checkpoint(self._checkpoints) is None:
+        if not logged and run_checkpoint.latest_checkpoint(self.checkpoints) is None:
             shutil.rmtree(self.path)
 
     def close(self) -> None:

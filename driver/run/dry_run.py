@@ -34,6 +34,7 @@ from .footprint import RunShape, check_fits, memory_gb, policy_spec, table
 
 CEILINGS = Path(__file__).with_name("ceilings.json")  # by `python -m profiling.rig.ceilings`
 PROMPT_TOKENS = 256  # assumed without a tokenizer
+HOST_BYTES_PER_S, PCIE_BYTES_PER_S = 1e11, 5e10  # stated, for grpo.offload
 SIGMA = 1.0  # assumed: the deviation of the logarithm of response lengths
 MEAN_SHARE = 0.25  # assumed: the mean length over the limit
 
@@ -195,19 +196,23 @@ def step_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -
     update = 3 * forward + 2 * tokens * head
     if grpo.checkpointing:
         update += forward - 2 * tokens * head
-    sharers = ranks if grpo.shard else 1
-    optimizer = numbers * (FLOAT_BYTES * 8 / sharers + size) / limits.bytes_per_s
-    # Ranks add up float32 gradients; shards are then sent back in the policy's dtype.
-    sent = FLOAT_BYTES + (size if grpo.shard else FLOAT_BYTES)
-    exchange = numbers * sent * (ranks - 1) / ranks / limits.link_bytes_per_s
+    optimizer = numbers * FLOAT_BYTES * 8 / ranks / limits.bytes_per_s
+    # Of each micro-batch: weights are gathered twice, float32 gradients scattered once.
+    rows = -(-int(tokens) // grpo.micro_batch_tokens)
+    others = (ranks - 1) / ranks / limits.link_bytes_per_s
+    exchange = rows * numbers * (2 * size + FLOAT_BYTES) * others
+    if grpo.offload:
+        optimizer *= limits.bytes_per_s / HOST_BYTES_PER_S
+        exchange += rows * numbers * 3 * FLOAT_BYTES / ranks / PCIE_BYTES_PER_S
     minibatches = grpo.epochs * grpo.minibatches
     before = (not has_own_old_logprobs(grpo)) + (grpo.kl_coef > 0)  # the policy's, the reference's
     out = {
         "gen": rollout_seconds(config, shape, mean, limits),
         "old_log_prob": before * forward / limits.flops_per_s,
         "update_actor": grpo.epochs * update / limits.flops_per_s
-        + minibatches * (optimizer + exchange),
-        "update_weights": 2 * numbers * size / limits.bytes_per_s,
+        + minibatches * optimizer
+        + grpo.epochs * exchange,
+        "update_weights": 2 * numbers * size / limits.bytes_per_s + numbers * size * others,
     }
     if config.engine.needs_drafter and config.spot.mode != "off":
         draft = DraftSpec.of(spec, draft_vocab=config.drafter.draft_vocab)

@@ -61,6 +61,7 @@ class Footprint:
 
     always: dict[str, int]  # for the whole run
     phases: dict[str, dict[str, int]]  # phase -> part -> bytes on top, one phase at a time
+    host: int = 0  # in host memory beside a card, with `grpo.offload`
 
     @property
     def peak(self) -> int:
@@ -85,22 +86,64 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
         config: of the run.
         spec: from `policy_spec`.
         prompt_len: tokens of the longest prompt.
-        ranks: processes of the run, which may share the optimizer.
+        ranks: processes of the run, which share the policy's weights and the optimizer.
     """
-    always = _policy_parts(config, spec, ranks) | _engine_parts(config, spec, prompt_len)
     on_card = config.run.device != "cpu"
+    trained, numbers = _trained_parts(spec, ranks)
+    gradients = {"gradients": FLOAT_BYTES * numbers}
+    offloaded = config.grpo.offload and on_card
+    host = sum(trained.values()) + gradients["gradients"] if offloaded else 0
+    always = {} if offloaded else dict(trained)
+    if config.grpo.kl_coef:
+        always["reference"] = spec.num_parameters * spec.dtype.itemsize
+    always |= _engine_parts(config, spec, prompt_len)
     if on_card:
         always[CONTEXT] = CONTEXT_BYTES
     tokens, longest = row_tokens(config, prompt_len), prompt_len + config.sampling.max_new_tokens
-    gradients = {"gradients": FLOAT_BYTES * spec.num_parameters}
-    separate = longest >= LONG_TOKENS
-    phases = update_bytes(spec, tokens, spec.dtype, config.grpo.checkpointing, on_card, separate)
+    row = Row(
+        tokens,
+        spec.dtype,
+        checkpointing=config.grpo.checkpointing,
+        on_card=on_card,
+        separate=longest >= LONG_TOKENS,
+        sharded=ranks > 1 or config.grpo.offload,
+    )
+    phases = update_bytes(spec, row)
+    kept = {} if offloaded else gradients
     if longest * _responses(config) > tokens * config.grpo.minibatches:
         # The sums of earlier micro-batches.
-        phases = {phase: gradients | needs for phase, needs in phases.items()}
-    ended = gradients | ({"half-precision ones": always["policy"]} if is_half(spec.dtype) else {})
-    phases |= {"update, its end": ended, "optimizer": gradients}
-    return Footprint(always, phases)
+        phases = {phase: kept | needs for phase, needs in phases.items()}
+    phases |= {"update, its end": kept | phases["update, its end"], "optimizer": kept}
+    if row.sharded:  # each rank loads all of it
+        whole = spec.num_parameters * spec.dtype.itemsize
+        phases["load"] = {"policy, whole": max(0, whole - always.get("Adam", 0))}
+    return Footprint(always, phases, host)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A packed row of the update.
+
+    Attributes:
+        tokens: of the row.
+        dtype: of forward and backward passes.
+        checkpointing: only the inputs of the layers are kept, and one layer while it is recomputed.
+        on_card: on a GPU heads share keys and values, and the result has one copy less.
+        separate: on a GPU long documents have their own attention call, which copies the result.
+        sharded: FSDP2 gathers the weights of a layer and scatters its gradients.
+    """
+
+    tokens: int
+    dtype: torch.dtype
+    checkpointing: bool = False
+    on_card: bool = True
+    separate: bool = False
+    sharded: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether float32 weights are copied for the pass."""
+        return is_half(self.dtype) and not self.sharded
 
 
 @dataclass(frozen=True)
@@ -134,7 +177,7 @@ def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
         f"memory: the run needs {parts.peak / 1e9:.2f} GB in the phase {parts.largest!r}, there are"
         f" {limit_gb:.2f} GB; the largest part is {largest}, {held[largest] / 1e9:.2f} GB; set"
         " grpo.checkpointing=true, lower grpo.micro_batch_tokens, engine.max_batch or"
-        " engine.num_pages, or share the optimizer between ranks (grpo.shard=true); if responses"
+        " engine.num_pages, set grpo.offload=true or use more ranks; if responses"
         " stay far below sampling.max_new_tokens, run.check_memory=false starts the run anyway"
     )
 
@@ -163,64 +206,69 @@ def _responses(config: Config) -> int:
     return config.grpo.prompts_per_step * config.grpo.samples_per_prompt
 
 
-def layer_bytes(
-    spec: ModelSpec, tokens: int, dtype: torch.dtype, on_card: bool = True, separate: bool = False
-) -> int:
-    """Bytes that one layer of the policy saves for its backward pass.
+def layer_numbers(spec: ModelSpec) -> int:
+    """Parameters of a layer."""
+    return sum(map(math.prod, spec.layer_shapes().values()))
 
-    Args:
-        spec: of the policy.
-        tokens: of the packed row.
-        dtype: of the policy.
-        on_card: on a GPU heads share keys and values, and the result has one copy less.
-        separate: on a GPU long documents have their own attention call, which copies the result.
-    """
-    size, qkv = dtype.itemsize, spec.q_dim + 2 * spec.kv_dim
+
+def layer_bytes(spec: ModelSpec, row: Row) -> int:
+    """Bytes that one layer of the policy saves for its backward pass."""
+    size, qkv = row.dtype.itemsize, spec.q_dim + 2 * spec.kv_dim
     # Queries, keys, values and the result.
-    saved = qkv + (2 if separate else 1) * spec.q_dim if on_card else 5 * spec.q_dim
+    saved = qkv + (2 if row.separate else 1) * spec.q_dim if row.on_card else 5 * spec.q_dim
     attention = size * saved + FLOAT_BYTES * spec.num_heads
     if spec.qk_norm:  # the inputs of the norms are views of q, k and v
         attention += size * qkv
-    # Weights are concatenated for one product.
+    # Weights of one product are joined.
     weights = size * spec.hidden_size * (qkv + 2 * spec.intermediate_size)
+    if row.copies:
+        weights = size * layer_numbers(spec)
     mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
     norms = 2 * 2 * size * spec.hidden_size  # input and output of both
-    return tokens * (norms + attention + mlp) + weights
+    return row.tokens * (norms + attention + mlp) + weights
 
 
-def update_bytes(
-    spec: ModelSpec,
-    tokens: int,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    on_card: bool = True,
-    separate: bool = False,
-) -> dict[str, dict[str, int]]:
-    """Bytes of a micro-batch at the two moments that can be its peak.
+def transit_bytes(spec: ModelSpec, row: Row) -> dict[str, int]:
+    """Bytes of weights in the dtype of the pass that are not saved, and of their gradients."""
+    size, head = row.dtype.itemsize, spec.vocab_size * spec.hidden_size
+    if not row.sharded:
+        return {"copies of embedding and head": size * head} if row.copies else {}
+    outer = head * (1 if spec.tie_word_embeddings else 2)
+    # Two layers are gathered; the gradients of one are there, and are reduced in float32.
+    layers = layer_numbers(spec) * (3 * size + FLOAT_BYTES)
+    return {"gathered weights": layers + size * outer}
 
-    Args:
-        spec, tokens, dtype, on_card, separate: as in `layer_bytes`.
-        checkpointing: only the inputs of the layers are kept, and one layer while it is recomputed.
+
+def update_bytes(spec: ModelSpec, row: Row) -> dict[str, dict[str, int]]:
+    """Bytes of a micro-batch at the moments that can be its peak.
 
     Returns:
-        Phase -> part -> bytes: when the logits are computed, and when the backward passes of the
-        layers begin.
+        Phase -> part -> bytes: when the logits are computed, when the backward passes of the layers
+        begin, and when they end. Sums of gradients are not included.
     """
-    size, layer = dtype.itemsize, layer_bytes(spec, tokens, dtype, on_card, separate)
+    tokens, size, layer = row.tokens, row.dtype.itemsize, layer_bytes(spec, row)
     inputs = spec.num_layers * tokens * size * spec.hidden_size
-    kept = inputs if checkpointing else spec.num_layers * layer
+    kept = inputs if row.checkpointing else spec.num_layers * layer
     ends = tokens * 2 * size * spec.hidden_size  # input of the final norm, rows with logits
-    head = spec.vocab_size * spec.hidden_size
+    head, transit = spec.vocab_size * spec.hidden_size, transit_bytes(spec, row)
     return {
         "update, logits": {
             "activations": kept + ends,
-            "logits chunk": chunk_bytes(spec, tokens, dtype),
+            "logits chunk": chunk_bytes(spec, tokens, row.dtype),
             "gradients of the head": FLOAT_BYTES * head + tokens * size * spec.hidden_size,
+            **transit,
         },
         "update, layers": {
-            "activations": kept + (layer if checkpointing else 0),
-            "backward": backward_bytes(spec, tokens, dtype),
+            "activations": kept + (layer if row.checkpointing else 0),
+            "backward": backward_bytes(spec, tokens, row.dtype),
             "gradient of the head": size * head,
+            **transit,
+        },
+        "update, its end": {
+            "activations": layer,
+            "backward": backward_bytes(spec, tokens, row.dtype),
+            "gradient of the head": size * head if is_half(row.dtype) else 0,  # else in the sums
+            **transit,
         },
     }
 
@@ -237,17 +285,10 @@ def chunk_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
     return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT_BYTES * rows, share)
 
 
-def _policy_parts(config: Config, spec: ModelSpec, ranks: int) -> dict[str, int]:
-    sharers = ranks if config.grpo.shard else 1
-    shapes = spec.shapes().values()
-    numbers = sum(-(-rows // sharers) * math.prod(columns) for rows, *columns in shapes)
-    parts = {"policy": spec.num_parameters * spec.dtype.itemsize}
-    if is_half(spec.dtype) or sharers > 1:
-        parts["float32 masters"] = FLOAT_BYTES * numbers
-    parts["Adam"] = 2 * FLOAT_BYTES * numbers
-    if config.grpo.kl_coef:
-        parts["reference"] = parts["policy"]
-    return parts
+def _trained_parts(spec: ModelSpec, ranks: int) -> tuple[dict[str, int], int]:
+    """Bytes by part of a rank's share of the float32 policy, and its number of parameters."""
+    numbers = sum(-(-rows // ranks) * math.prod(cols) for rows, *cols in spec.shapes().values())
+    return {"policy": FLOAT_BYTES * numbers, "Adam": 2 * FLOAT_BYTES * numbers}, numbers
 
 
 def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str, int]:
@@ -328,4 +369,6 @@ def table(parts: Footprint) -> Sequence[str]:
         inner = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in needs.items())
         lines.append(f"    {phase:<22}{sum(needs.values()) / 1e9:>9.3f}  ({inner})")
     lines.append(f"  peak{'':<20}{parts.peak / 1e9:>9.3f}  (in {parts.largest})")
+    if parts.host:
+        lines.append(f"  in host memory{'':<10}{parts.host / 1e9:>9.3f}")
     return lines

@@ -30,9 +30,10 @@ from ..drafter.coordinator import Coordinator
 from ..model.checkpoint import folder_fingerprint
 from ..policy.trainer import PolicyTrainer
 from ..policy.warmup import warm_up
-from ..records.checkpoint import Checkpoint, saved_reference
+from ..records.checkpoint import PARTS, Checkpoint, saved_reference, scratch_folder
 from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder, Sample
+from ..records.parts import save_parts
 from ..records.phases import Phases
 from ..session.load import find_model, load_policy, spec_of, use_device
 from ..session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
@@ -65,10 +66,12 @@ class Run:
     task: Task
     tokenizer: Tokenizer
     policy: PreTrainedModel
+    blank: PreTrainedModel  # the policy without weights, which writes checkpoints
     trainer: PolicyTrainer
     session: Session
     collector: Collector
     writer: CheckpointWriter
+    checkpoints: Path  # their folder, on all ranks
     step: int = 0  # finished steps
     saved_step: int = -1  # of the last checkpoint
     version: int = 0  # of the policy in the engine
@@ -172,6 +175,9 @@ class Run:
             start = functools.partial(
                 _starting_policy, config, source, folder, saved, policy, tokenizer
             )
+            with torch.device("meta"):
+                blank = type(policy)(policy.config).to(policy.dtype)
+            blank.generation_config = policy.generation_config
             trainer = PolicyTrainer(policy, config.grpo, start, world)
             coordinator = None
             if rollout.spot is not None and config.spot.mode == "coordinated":
@@ -198,10 +204,12 @@ class Run:
                 task,
                 tokenizer,
                 policy,
+                blank,
                 trainer,
                 session,
                 collector,
                 CheckpointWriter(beside=config.run.device != "cpu"),
+                world.share(folder.checkpoints if folder else None),
             )
             if saved is not None:
                 run._restore(saved)
@@ -245,7 +253,7 @@ class Run:
         """Ends a run whose weights, or `MOST_BAD_UPDATES` updates in a row, are not finite."""
         finite = all(math.isfinite(metrics[name]) for name in MUST_BE_FINITE)
         self.bad_updates = 0 if finite else self.bad_updates + 1
-        whole = bool(torch.stack([w.isfinite().all() for w in self.policy.parameters()]).all())
+        whole = self.trainer.weights.is_finite()
         if whole and self.bad_updates < MOST_BAD_UPDATES:
             return
         what = f"loss or gradient was not finite in {self.bad_updates} updates in a row"
@@ -260,7 +268,7 @@ class Run:
         """Copies the new policy into the engine, in place, and finishes the step."""
         self.step += 1
         self.version += 1
-        self.session.update_weights(self.policy.state_dict(), self.version)
+        self.session.update_weights(self.trainer.weights.stream(), self.version)
         self.consistent = True
 
     def evaluate(self) -> None:
@@ -352,22 +360,24 @@ class Run:
         timelines = self.world.gather(self.phases.timeline.text())
         with self.phases("checkpoint"):
             if self.saved_step != self.step:
-                learned = self.trainer.state_dict()  # of all ranks: each may hold a part
-                if self.folder is not None:
-                    write = functools.partial(self._write, self.step, self._kept_tokenizer)
-                    self.writer.save(write, self._states(learned))
+                write = functools.partial(self._write, self.step, self._kept_tokenizer)
+                self.writer.save(write, self._saved())
                 self.saved_step = self.step
             if self.folder is not None:
                 self.phases.timeline.write(self.folder.path / TIMELINE, timelines[1:])
                 if self.collector.rank_states:
                     self.folder.write_ranks(self.collector.rank_states)
 
-    def _states(self, learned: dict[str, Any]) -> dict[str, Any]:
+    def _saved(self) -> dict[str, Any]:
+        """What this rank saves: its part of the trained tensors; the first rank all the rest."""
+        parts = {"parts": self.trainer.tensors()}
+        if self.folder is None:
+            return parts
         spot = self.rollout.spot
-        return {
-            "policy": self.policy.state_dict(),
+        return parts | {
+            "policy": self.rollout.target.state_dict(),  # in the dtype of the run
             "states": {
-                "trainer": learned,
+                "trainer": self.trainer.state_dict(),
                 "bandit": self.rollout.bandit.state_dict(),
                 "spot": spot.state_dict() if spot else None,
                 "counters": {
@@ -383,9 +393,17 @@ class Run:
         }
 
     def _write(self, step: int, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
-        write = functools.partial(_write_model, self.policy, tokenizer, saved["policy"])
-        assert self.folder is not None
-        self.folder.save_checkpoint(step, write, saved["states"])
+        parts = self.trainer.weights.placed(saved["parts"])
+
+        def write_model(path: Path) -> None:
+            save_parts(path / PARTS, parts, self.world.background)
+            _write_model(self.blank, tokenizer, saved["policy"], path)
+
+        if self.folder is None:
+            scratch = scratch_folder(self.checkpoints, step)
+            save_parts(scratch / PARTS, parts, self.world.background)
+        else:
+            self.folder.save_checkpoint(step, write_model, saved["states"])
 
     @functools.cached_property
     def _kept_tokenizer(self) -> Tokenizer:
@@ -405,6 +423,8 @@ class Run:
         self.step = self.saved_step = saved.step
         self.phases.timeline.resume(saved.path.parents[1] / TIMELINE, self.step)
         saved.restore("trainer", self.trainer.load_state_dict)
+        parts = self.trainer.weights.placed(self.trainer.tensors())
+        saved.restore_parts(parts, self.world.background)
         saved.restore("bandit", self.rollout.bandit.load_state_dict)
         saved.restore("counters", self._restore_counters)
         self.rollout.engine.target_version = self.version

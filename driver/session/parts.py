@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..drafter.trainer import SpotTrainer
 from ..model.drafter import Drafter, DraftSpec
 from ..model.kv_cache import KvCache
 from ..model.spec import ModelSpec
-from ..model.target import TargetModel
+from ..model.target import TargetModel, Weights
 from ..records.checkpoint import Checkpoint, earlier_versions
 from ..rollout.bandit import Bandit
 from ..rollout.draft_runner import DraftRunner
@@ -54,9 +54,9 @@ class Rollout:
         config = replace(engine.bandit.config, policy=str(strategy))
         engine.bandit = Bandit([OFF, strategy], config, engine.config.spec_max_batch)
 
-    def update_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+    def update_weights(self, weights: Weights, version: int) -> None:
         """Copies the weights of a new policy into the engine, in place."""
-        self.target.load_weights(state)
+        self.target.load_weights(weights)
         self.engine.target_version = version
         if self.spot is not None:
             self.spot.start_step(version)

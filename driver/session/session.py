@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -21,10 +20,9 @@ from ..common.errors import UserError
 from ..common.storage import user_path
 from ..config.load import Config, load_config
 from ..config.strategy import parse_strategies
-from ..model.families import HEAD
 from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
-from ..model.target import TargetModel
+from ..model.target import Weights
 from ..rollout.observer import Observers, RolloutObserver
 from ..rollout.rebalance import LOOK_S
 from ..rollout.request import Request, Response, RunningRequest, SamplingParams, request_id
@@ -306,7 +304,7 @@ class Session:
 
     def update_weights(
         self,
-        stream: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        stream: Weights,
         version: int | None = None,
     ) -> None:
         """Copies new weights into the engine, in place.
@@ -326,8 +324,6 @@ class Session:
             if self.spot is not None:
                 self.spot.end_final_steps()
             self._inbox.kv_lost = True
-            if not isinstance(stream, Mapping):
-                stream = _copied(self.rollout.target, stream)
             if version is None:
                 version = self.engine.target_version + 1
             self.rollout.update_weights(stream, version)
@@ -448,30 +444,6 @@ class Session:
             here.wait_stream(there)  # rollouts run there
             yield
             there.wait_stream(here)
-
-
-def _copied(target: TargetModel, stream: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies tensors into the target one by one; returns its weights."""
-    own = target.state_dict()
-    missing = set(own)
-    for name, tensor in stream:
-        if name not in own:
-            if name == HEAD or "rotary_emb" in name:  # a tied head
-                continue
-            raise UserError(f"update_weights: {name} does not belong to the model")
-        if tensor.shape != own[name].shape:
-            raise UserError(
-                f"update_weights: {name} has the shape {tuple(tensor.shape)}; wanted"
-                f" {tuple(own[name].shape)}"
-            )
-        own[name].copy_(tensor.detach())
-        missing.discard(name)
-    if missing:
-        raise UserError(
-            f"update_weights: {len(missing)} tensors are missing, such as {min(missing)}; give all"
-            " of them"
-        )
-    return own
 
 
 def _refuse_drafter(line: str) -> None:

@@ -14,7 +14,7 @@ from driver.common.world import World
 from driver.config.estimators import ESTIMATORS
 from driver.config.sections import GrpoConfig
 from driver.policy import grpo, packed_forward
-from driver.policy.micro_batch import build_micro_batch
+from driver.policy.micro_batch import build_micro_batch, without_responses
 from driver.policy.packing import pack
 from driver.policy.trainer import PolicyTrainer
 from driver.rollout.request import Request, Response, SamplingParams
@@ -44,7 +44,7 @@ class Cfg:
     weight_decay: float = 0.0
     entropy_coef: float = 0.0
     checkpointing: bool = False
-    shard: bool = False
+    offload: bool = False
 
 
 def test_configuration_has_the_fields_that_the_trainer_reads():
@@ -149,7 +149,7 @@ def update_gradients(model, responses, rewards, cfg, keep=None, reference=None):
     trainer = PolicyTrainer(copy.deepcopy(model), cfg, lambda: reference)
     caught = []
     trainer._optimizer_step = lambda lr: (
-        caught.extend(p.grad.clone() for p in trainer.masters) or torch.zeros(())
+        caught.extend(p.grad.clone() for p in trainer.params) or torch.zeros(())
     )
     metrics = trainer.update(responses, rewards, keep)
     return caught, metrics
@@ -178,11 +178,11 @@ def test_gradient_does_not_depend_on_responses_per_micro_batch_fault_41(size):
     advantages = torch.tensor(REWARDS)
     whole = trainer._with_fixed_logprobs(build_micro_batch(responses, range(8), "cpu"))
     trainer.backward([whole], advantages, 1)
-    wanted = [p.grad.clone() for p in trainer.masters]
+    wanted = [p.grad.clone() for p in trainer.params]
     trainer.optimizer.zero_grad()
     parts = [build_micro_batch(responses, range(i, i + size), "cpu") for i in range(0, 8, size)]
     trainer.backward([trainer._with_fixed_logprobs(p) for p in parts], advantages, 1)
-    assert_close([p.grad for p in trainer.masters], wanted, rtol=1e-10, atol=1e-12)
+    assert_close([p.grad for p in trainer.params], wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("advantage", ESTIMATORS)
@@ -305,11 +305,13 @@ def test_the_old_logprobs_come_from_the_update_itself(dtype, options):
         trainer = PolicyTrainer(copy.deepcopy(model), cfg, lambda: reference)
         assert trainer.own_old_logprobs
         trainer.own_old_logprobs = not own_pass
-        passes, forward = [], trainer._logprobs
-        trainer._logprobs = lambda of, *a, seen=passes, do=forward: seen.append(of) or do(of, *a)
+        passes, forward = [], trainer.weights.logprobs
+        trainer.weights.logprobs = lambda of, *a, seen=passes, do=forward: (
+            seen.append(of) or do(of, *a)
+        )
         metrics = trainer.update(responses, REWARDS)
         rows = len(list(trainer._micro_batches(responses, range(8))))
-        assert rows > 1 and passes.count(trainer.model) == rows * (1 + own_pass)
+        assert rows > 1 and len(passes) == rows * (1 + own_pass)
         assert metrics["actor/ppo_kl"] == 0.0 and metrics["actor/pg_clipfrac"] == 0.0
         timeless = {name: x for name, x in metrics.items() if not name.startswith("timing")}
         found.append((timeless, trainer.params))
@@ -415,7 +417,7 @@ def test_packed_documents_do_not_see_each_other():
     other = replace(responses[0], token_ids=[3] * len(responses[0].token_ids))
     with torch.no_grad():
         logprobs = [
-            trainer._logprobs(model, build_micro_batch([first, responses[1]], [0, 1], "cpu"))[0]
+            trainer.weights.logprobs(build_micro_batch([first, responses[1]], [0, 1], "cpu"))[0]
             for first in (responses[0], other)
         ]
     count = len(responses[1].token_ids)
@@ -436,8 +438,8 @@ def test_packing_keeps_each_document_once_within_the_budget():
 def test_checkpointing_changes_no_gradient(monkeypatch):
     plain, frugal = make_model(), make_model()
     responses = make_responses(plain)
-    calls, layer = [], packed_forward._layer
-    monkeypatch.setattr(packed_forward, "_layer", lambda *a: calls.append(a[0]) or layer(*a))
+    calls, read = [], packed_forward._layer_weights
+    monkeypatch.setattr(packed_forward, "_layer_weights", lambda *a: calls.append(a[0]) or read(*a))
     for model, checkpointing in ((plain, False), (frugal, True)):
         PolicyTrainer(model, Cfg(checkpointing=checkpointing)).update(responses, REWARDS)
     for a, b in zip(plain.parameters(), frugal.parameters(), strict=True):
@@ -478,7 +480,7 @@ def test_equal_tokens_make_equal_policies_on_a_card(dtype):
         cpu, exact = make_model(dtype), make_model(dtype).double()
         for name, one in {"card": model, "cpu": cpu, "exact": exact}.items():
             batch = build_micro_batch(responses, range(8), one.device)
-            found[name] = PolicyTrainer(one, Cfg())._logprobs(one, batch)[0].cpu().double()
+            found[name] = PolicyTrainer(one, Cfg()).weights.logprobs(batch)[0].cpu().double()
     error = {name: (found[name] - found["exact"]).norm() for name in ("card", "cpu")}
     assert error["card"] < 2 * error["cpu"]
 
@@ -741,38 +743,32 @@ def test_resume_continues_bit_for_bit(dtype, tmp_path):
         warnings.filterwarnings("ignore", "sampling_logp_difference")
         unbroken.update(steps[0], REWARDS)
         broken.update(steps[0], REWARDS)
-        torch.save(broken.state_dict(), tmp_path / "trainer.pt")
-        resumed = PolicyTrainer(copy.deepcopy(broken.model), Cfg(warmup_steps=3))
-        resumed.load_state_dict(torch.load(tmp_path / "trainer.pt"))
+        torch.save((broken.state_dict(), broken.tensors()), tmp_path / "trainer.pt")
+        resumed = PolicyTrainer(copy.deepcopy(model), Cfg(warmup_steps=3))
+        state, saved = torch.load(tmp_path / "trainer.pt")
+        resumed.load_state_dict(state)
+        own = resumed.tensors()
+        for kind, parts in saved.items():
+            for name, part in parts.items():
+                own[kind][name].copy_(part)
         last = [t.update(steps[1], REWARDS)["actor/lr"] for t in (unbroken, resumed)]
     assert last == [pytest.approx(1e-3 * 2 / 3)] * 2
-    for a, b in zip(unbroken.masters, resumed.masters, strict=True):
-        assert torch.equal(a, b)
     for a, b in zip(unbroken.params, resumed.params, strict=True):
-        assert torch.equal(a, b)
+        assert a.dtype == torch.float32 and torch.equal(a, b)
 
 
-def test_state_of_another_dtype_is_refused():
-    state = PolicyTrainer(make_model(torch.bfloat16), Cfg()).state_dict()
-    with pytest.raises(ValueError, match="masters: expected 0 tensors, got"):
-        PolicyTrainer(make_model(), Cfg()).load_state_dict(state)
-
-
-def test_half_precision_parameters_follow_float32_masters_in_place():
-    # Steps far below half a unit in the last place would be lost without masters.
+def test_half_precision_trains_float32_weights():
+    """Steps far below half a unit in the last place of bfloat16 are not lost."""
     model = make_model(torch.bfloat16)
-    storage = [p.data_ptr() for p in model.parameters()]
     before = [p.detach().clone() for p in model.parameters()]
     trainer = PolicyTrainer(model, Cfg(lr=1e-5, max_grad_norm=100.0))
-    responses = make_responses(model)
+    responses = make_responses(copy.deepcopy(model).bfloat16())
     for _ in range(3):
         trainer.update(responses, REWARDS)
-    assert all(m.dtype == torch.float32 for m in trainer.masters)
-    moved = [not torch.equal(m, b.float()) for m, b in zip(trainer.masters, before, strict=True)]
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    moved = [not torch.equal(p, b.float()) for p, b in zip(trainer.params, before, strict=True)]
     assert all(moved)
-    assert [p.data_ptr() for p in model.parameters()] == storage
-    for param, master in zip(model.parameters(), trainer.masters, strict=True):
-        assert torch.equal(param, master.bfloat16())
+    assert any(torch.equal(p.bfloat16(), b) for p, b in zip(trainer.params, before, strict=True))
 
 
 # -- errors
@@ -817,17 +813,33 @@ def test_missing_and_repeated_responses_are_refused():
         trainer.update(responses, [1.0])
 
 
+@pytest.mark.parametrize("budget", [1, 40, 1024])
 @pytest.mark.parametrize("ranks", [2, 3, 9])
-def test_ranks_share_the_tokens_of_an_update_evenly(ranks):
-    """Each response is packed once; there may be fewer rows than ranks."""
+def test_ranks_share_the_tokens_of_an_update_evenly(ranks, budget):
+    """Each response is packed once. All ranks have equally many rows, some without a response."""
     model = make_model()
     responses, part = make_responses(model), [7, 0, 2, 5, 4, 1, 6, 3]
-    seen, tokens = [], []
+    trainer = PolicyTrainer(model, Cfg(micro_batch_tokens=budget))
+    seen, tokens, counts = [], [], set()
     for rank in range(ranks):
-        trainer = PolicyTrainer(model, Cfg(), world=World(rank, ranks))
+        trainer.world = World(rank, ranks)
         rows = list(trainer._micro_batches(responses, part))
         seen += [i for row in rows for i in row.owner.unique().tolist()]
-        tokens.append(sum(row.input_ids.shape[1] for row in rows))
-    assert sorted(seen) == list(range(8))
+        tokens.append(sum(row.input_ids.shape[1] for row in rows if len(row.tokens)))
+        counts.add(len(rows))
+    assert sorted(seen) == list(range(8)) and len(counts) == 1
     longest = max(len(r.request.prompt_ids) + len(r.token_ids) for r in responses)
     assert max(tokens) - min(tokens) <= longest
+
+
+def test_a_row_without_responses_changes_nothing():
+    model = make_model()
+    responses = make_responses(model)
+    trainer, advantages = PolicyTrainer(model, Cfg(entropy_coef=0.1)), torch.tensor(REWARDS)
+    gradients = []
+    for empty in ([], [without_responses(torch.device("cpu"))]):
+        batches = [build_micro_batch(responses, range(8), "cpu"), *empty]
+        trainer.backward([trainer._with_fixed_logprobs(b) for b in batches], advantages, 1)
+        gradients.append([p.grad for p in trainer.params])
+        trainer.optimizer.zero_grad()
+    assert all(map(torch.equal, *gradients))

@@ -83,7 +83,7 @@ def caught_gradients(trainer):
     """The gradient of each later update; none of them changes the policy."""
     gradients = []
     trainer._optimizer_step = lambda lr: (
-        gradients.append([m.grad.clone() for m in trainer.masters])
+        gradients.append([m.grad.clone() for m in trainer.params])
         or trainer.optimizer.zero_grad()
         or torch.zeros(())
     )

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from driver.common.errors import UserError
 from driver.common.storage import storage_errors
@@ -62,9 +63,9 @@ if sys.argv.pop(1) == "beside":
 whole = run.Run.checkpoint
 def checkpoint(self):
     if self.step == 4:  # in the middle of the second checkpoint, policy written, states not
-        save = self.policy.save_pretrained
+        save = self.blank.save_pretrained
         kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        self.policy.save_pretrained = lambda *a, **k: (save(*a, **k), kill())
+        self.blank.save_pretrained = lambda *a, **k: (save(*a, **k), kill())
     whole(self)
 run.Run.checkpoint = checkpoint
 main(sys.argv[1:])
@@ -253,6 +254,10 @@ def test_checkpoints_of_the_thread_equal_those_written_directly(unbroken, writte
         )
         for name in ("model.safetensors", "config.json", "tokenizer.json", "state/trainer.pt"):
             assert (step / name).read_bytes() == (other / step.name / name).read_bytes(), name
+        parts = "state/parts/shard-00001-model-00001-of-00001.safetensors"
+        mine, theirs = load_file(step / parts), load_file(other / step.name / parts)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_a_disk_that_is_full_ends_a_run_that_does_not_wait_for_it(

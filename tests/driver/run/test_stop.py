@@ -147,7 +147,14 @@ def test_a_resumed_run_keeps_what_was_measured_and_sums_its_time(tmp_path):
     assert [record["step"] for record in replaced] == [3]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state/trainer.pt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "state/trainer.pt",
+        "state/parts/shard-00001-model-00001-of-00001.safetensors",
+    ],
+)
 def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path, name):
     run(tmp_path, "it", "run.steps=1")
     path = tmp_path / "it" / "checkpoints" / "step-000001" / name
@@ -175,11 +182,9 @@ def test_weights_that_are_not_finite_end_the_run_and_keep_the_checkpoint(tmp_pat
 
 
 def test_updates_that_are_not_finite_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("driver.policy.weights.torch.isfinite", lambda x: torch.tensor(False))
     monkeypatch.setattr(
-        "driver.policy.master_weights.torch.isfinite", lambda x: torch.tensor(False)
-    )
-    monkeypatch.setattr(
-        "driver.policy.master_weights.nn.utils.clip_grad_norm_",
+        "driver.policy.weights.nn.utils.clip_grad_norm_",
         lambda *_: torch.tensor(math.inf),
     )
     with pytest.warns(UserWarning), pytest.raises(UserError, match="step 3: .* in 3 updates in a"):

@@ -106,7 +106,7 @@ def checked(self):
     spot = self.rollout.spot
     learned = [*spot.drafter.parameters(), *spot.step.average.values.values()]
     drafter = [float(w.double().sum()) for w in learned]
-    policy = [float(w.double().sum()) for w in self.policy.parameters()]
+    policy = [float(w.double().sum()) for w in self.rollout.target.state_dict().values()]
     mine = (drafter, policy, spot.runner.version, self.collector.prompts_drawn)
     everywhere = self.world.gather(mine)
     assert all(other == everywhere[0] for other in everywhere), everywhere
@@ -124,13 +124,13 @@ run.Phases = late
 """
 
 
-@pytest.mark.parametrize(("ranks", "parted"), [(2, "false"), (3, "true")])
-def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks, parted):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks):
     """Tokens and rewards are those of one rank to the bit in the first step, where the policy is
     the same; afterwards it differs by the order in which gradients are added up. Two ranks do not
     divide three prompts. The timeline shows what all come to at one time, whenever each began."""
     folder, expected = alone
-    words = [f"grpo.shard={parted}", "grpo.kl_coef=0.1"]
+    words = ["grpo.kl_coef=0.1"]
     records = run(tmp_path, ranks, *words, script=SAME_EVERYWHERE + LAST_CLOCK_IS_LATE)
     assert tokens(tmp_path)[0] == tokens(folder)[0]
     for key in ("critic/rewards/mean", "response_length/mean", "frac_reward_zero_std"):
@@ -160,47 +160,27 @@ from driver.policy.trainer import PolicyTrainer
 update = PolicyTrainer.update
 def checked_update(self, *args):
     out = update(self, *args)
-    held = sum(m["exp_avg"].to_local().numel() for m in self.optimizer.state.values())
-    every = sum(p.numel() for p in self.params)
+    held = sum(len(x.reshape(-1)) for parts in self.tensors().values() for x in parts.values())
+    every = 3 * sum(p.numel() for p in self.params)
     assert 0.3 < held / every < 0.37, (held, every)
     return out
 PolicyTrainer.update = checked_update
 """
 
 
-TAKES_OVER = """
-import torch
-from driver.policy.trainer import PolicyTrainer
-load = PolicyTrainer.load_state_dict
-def checked_load(self, state):
-    load(self, state)
-    again = self.state_dict()
-    if RANK == 0:
-        kept = [s["masters"] + [s["optimizer"]["state"][i][name]
-                for i in range(len(self.params)) for name in ("exp_avg", "exp_avg_sq")]
-                for s in (state, again)]
-        assert all(map(torch.equal, *kept)) and len(kept[0]) == 3 * len(self.params)
-        halves = [master.to(p.dtype) for p, master in zip(self.params, state["masters"])]
-        assert all(map(torch.equal, self.params, halves))
-PolicyTrainer.load_state_dict = checked_load
-"""
-
-
-def test_ranks_that_hold_parts_of_the_optimizer_learn_the_same(tmp_path):
-    """Three do not divide the rows; two that hold all of it, or parts, go on from there alike."""
-    half, parted = "model.dtype=bfloat16", "grpo.shard=true"
-    plain = run(tmp_path / "plain", 3, half)
-    shared = run(tmp_path / "parts", 3, half, parted, script=SAME_EVERYWHERE + HOLDS_A_PART)
-    for mine, theirs in zip(shared[1:], plain[1:], strict=True):
-        for key in ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
-        assert mine["actor/grad_norm"] > 0.01
-    shutil.copytree(tmp_path / "parts", tmp_path / "again")
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
+    """Three ranks do not divide the rows. One or two load the same weights and moments."""
+    half = "model.dtype=bfloat16"
+    run(tmp_path / "two", 3, half, script=SAME_EVERYWHERE + HOLDS_A_PART)
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
     more = [half, "run.resume=true", "run.steps=3"]
-    parts = run(tmp_path / "parts", 2, parted, *more, script=SAME_EVERYWHERE + TAKES_OVER)
-    whole = run(tmp_path / "again", 2, *more, script=SAME_EVERYWHERE + TAKES_OVER)
+    two = run(tmp_path / "two", 2, *more, script=SAME_EVERYWHERE)
+    one = run(tmp_path / "one", 1, *more)
+    assert len(one) == len(two) == 4
+    assert tokens(tmp_path / "one")[2] == tokens(tmp_path / "two")[2]
     for key in ("critic/rewards/mean", "actor/grad_norm", "actor/entropy"):
-        assert parts[-1][key] == pytest.approx(whole[-1][key], rel=1e-4, abs=1e-6), key
+        assert one[-1][key] == pytest.approx(two[-1][key], rel=1e-3, abs=1e-6), key
+    assert one[-1]["actor/grad_norm"] > 0.01
 
 
 def test_no_more_of_the_bubble_is_used_than_there_was():
@@ -461,9 +441,6 @@ def test_one_process_makes_no_collective_call(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     world = World.join("cpu", 1.0)
     assert (world.rank, world.size, world.device) == (0, 1, "cpu")
-    value = torch.ones(3)
-    world.sum_([value])
-    assert value.tolist() == [1, 1, 1]
     assert world.gather("a") == ["a"] and world.share(5) == 5
     world.leave()
 

@@ -1,0 +1,197 @@
+"""The weights that the optimizer updates: float32, whole on one rank or sharded with torch's FSDP2.
+
+Forward and backward passes run in the dtype that the model was loaded in. In half precision they
+use transient copies, a layer at a time: `packed_forward` makes them on one rank, FSDP2 on several.
+One rank has its own way because the hooks of FSDP2 cost the host about two milliseconds a layer and
+micro-batch, and the update of a small model waits for the host (docs/notes/memory.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.world import World
+from .micro_batch import MicroBatch
+from .packed_forward import packed_layer, packed_logprobs
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names in the state of torch's AdamW
+
+
+class PolicyWeights:
+    """The parameters of a model for an optimizer.
+
+    Args:
+        model: in the dtype of its forward and backward passes, the same on all ranks. It is trained
+            in place; parameters in half precision become float32.
+        world: ranks that share the parameters, their gradients and the optimizer's state.
+        offload: whether these are kept in host memory. The optimizer then runs on the host.
+
+    Example:
+        >>> weights = PolicyWeights(model.bfloat16())  # doctest: +SKIP
+        >>> weights.params[0].dtype, weights.dtype  # doctest: +SKIP
+        (torch.float32, torch.bfloat16)
+    """
+
+    def __init__(self, model: nn.Module, world: World | None = None, offload: bool = False) -> None:
+        self.world = world or World()
+        first = next(model.parameters())
+        self.dtype, self.device = first.dtype, first.device
+        self.sharded = offload or self.world.size > 1
+        self._forward = functools.partial(packed_logprobs, model)
+        if self.sharded:
+            self._shard(model, offload)
+        else:
+            _widen(model)
+        self.named = dict(model.named_parameters())
+        self.params = list(self.named.values())
+        self.fused = offload or self.device.type == "cuda"  # AdamW in one pass over memory
+
+    def _shard(self, model: Any, offload: bool) -> None:
+        # Slow to import.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
+
+        self.world.form_group()
+        kinds = {"cpu", self.device.type}
+        self._meshes = {kind: init_device_mesh(kind, (self.world.size,)) for kind in kinds}
+        pinned = self.device.type == "cuda"
+        settings: dict[str, Any] = {
+            "mesh": self._meshes[self.device.type],
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self.dtype,
+                reduce_dtype=torch.promote_types(self.dtype, torch.float32),
+                cast_forward_inputs=False,
+            ),
+            "offload_policy": CPUOffloadPolicy(pinned) if offload else OffloadPolicy(),
+        }
+        parts = [(layer, packed_layer) for layer in model.base_model.layers]
+        for module, function in [*parts, (model, packed_logprobs)]:
+            _widen(module)  # one layer at a time: all in float32 may not fit on a card
+            fully_shard(module, **settings)
+            # The loss is divided by the tokens of all ranks, so gradients are added up. Gloo knows
+            # no other reduction.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            setattr(module, function.__name__, functools.partial(function, module))
+            register_fsdp_forward_method(module, function.__name__)
+        self._forward = model.packed_logprobs
+
+    def logprobs(
+        self, batch: MicroBatch, checkpointing: bool = False, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`packed_logprobs` of the model; on several ranks it and its backward are collective."""
+        return self._forward(batch, checkpointing, entropy_grad, self.dtype)
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block of collective calls; a lost rank is named in the error."""
+        return self.world.together() if self.world.size > 1 else contextlib.nullcontext()
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float, lr: float) -> Tensor:
+        """Clips the gradients, updates the parameters and clears the gradients.
+
+        A gradient that is not finite is skipped with a warning.
+
+        Args:
+            optimizer: over `params`.
+            max_norm: bound of the gradient's norm.
+            lr: learning rate of this step.
+
+        Returns:
+            The gradient's norm before clipping, float [].
+        """
+        with self.together():
+            norm: Any = nn.utils.clip_grad_norm_(self.params, max_norm)  # []
+            if self.sharded:
+                norm = norm.full_tensor()
+            if torch.isfinite(norm):
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
+            else:
+                warnings.warn("gradient is not finite: this update is skipped", stacklevel=3)
+        optimizer.zero_grad()
+        return norm
+
+    def is_finite(self) -> bool:
+        """Whether all parameters of all ranks are finite; a collective call."""
+        finite = torch.stack([_local(param).isfinite().all() for param in self.params]).all()
+        return all(self.world.gather(bool(finite)))
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name, whole, one at a time; a collective call.
+
+        The tensors are on the model's device. A head that is tied to the embedding is left out.
+        """
+        with self.together():
+            for name, param in self.named.items():
+                weight = _local(param)
+                if self.world.size > 1:
+                    weight = weight.to(self.device, self.dtype)  # before it is sent
+                    weight = self._placed(weight, param).full_tensor()
+                yield name, weight
+
+    def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+        """This rank's part of the parameters and of the moments, without copies.
+
+        Args:
+            optimizer: over `params`; it has no moments before its first step.
+
+        Returns:
+            "weight" and the names of the moments -> name of the parameter -> tensor.
+        """
+        found = {"weight": {name: _local(param) for name, param in self.named.items()}}
+        for moment in MOMENTS:
+            state = {name: optimizer.state.get(param, {}) for name, param in self.named.items()}
+            found[moment] = {name: _local(of[moment]) for name, of in state.items() if of}
+        return found
+
+    def placed(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
+        """`tensors`, or copies of them on the host, with their place in the whole tensors.
+
+        `torch.distributed.checkpoint` saves and loads the result.
+        """
+        return {
+            kind: {name: self._placed(part, self.named[name]) for name, part in parts.items()}
+            for kind, parts in tensors.items()
+        }
+
+    def _placed(self, part: Tensor, param: Tensor) -> Any:
+        if self.world.size == 1:
+            return part
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = self._meshes[part.device.type]
+        return DTensor.from_local(
+            part, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
+        )
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Changes the dtype of the parameters in place; buffers stay, such as RoPE frequencies."""
+    for param in model.parameters():
+        if param.dtype != dtype:
+            param.data = param.data.to(dtype)
+
+
+def _widen(module: nn.Module) -> None:
+    if next(module.parameters()).dtype != torch.float64:
+        in_dtype(module, torch.float32)
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's rows of a tensor, which share its memory."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()

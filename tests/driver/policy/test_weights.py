@@ -1,0 +1,161 @@
+"""Sharded policy weights: real ranks on Gloo, against one rank."""
+
+import pytest
+import torch
+
+from driver.policy.trainer import PolicyTrainer
+from driver.policy.weights import MOMENTS
+from tests.driver.policy.test_trainer import REWARDS, Cfg, make_model, make_responses
+from tests.forks import run_ranks
+
+# Each rank makes two updates, saves its part between them, and writes what it has.
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from driver.common.world import World
+from driver.policy.trainer import PolicyTrainer
+from driver.records.parts import load_parts, save_parts
+from tests.driver.policy.test_trainer import REWARDS, Cfg
+from tests.driver.policy.test_weights import caught, moments, trained
+
+folder, kept = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+world = World.join("cpu", 60)
+model, responses, options = torch.load(folder / "inputs.pt", weights_only=False)
+trainer = PolicyTrainer(model, Cfg(**options), world=world)
+if kept:
+    trainer.load_state_dict(torch.load(folder / kept / "counters.pt"))
+    parts = trainer.weights.placed(trainer.tensors())
+    load_parts(folder / kept / "parts", parts, world.background)
+    weights = dict(trainer.weights.stream()) | moments(trainer)
+    if world.rank == 0:
+        torch.save(weights, folder / "loaded.pt")
+else:
+    logprobs, gradients = caught(trainer, responses)
+    weights = trained(trainer, responses) | moments(trainer)
+    (folder / "saved").mkdir(exist_ok=True)
+    parts = trainer.weights.placed(trainer.tensors())
+    save_parts(folder / "saved" / "parts", parts, world.background)
+    torch.save(trainer.state_dict(), folder / "saved" / "counters.pt")
+    torch.save((logprobs, gradients, weights), folder / f"rank-{world.rank}.pt")
+world.leave()
+"""
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def caught(trainer, responses):
+    """Log-probs of the responses of this rank by id, and the gradient of an update."""
+    step, seen, gradients = trainer._optimizer_step, {}, {}
+    train = trainer._train
+
+    def keep(minibatches, *rest):
+        done, metrics = train(minibatches, *rest)
+        for batch in done:
+            for owner in batch.owner.unique().tolist():
+                seen[owner] = batch.old_logprobs[batch.owner == owner]
+        return done, metrics
+
+    def catch(lr):
+        for name, param in trainer.weights.named.items():
+            gradients[name] = whole(param.grad).clone()
+        return trainer.optimizer.zero_grad() or torch.zeros(())
+
+    trainer._optimizer_step, trainer._train = catch, keep
+    trainer.update(responses, REWARDS)
+    trainer._optimizer_step, trainer._train = step, train
+    return seen, gradients
+
+
+def trained(trainer, responses):
+    """The weights after an update."""
+    trainer.update(responses, REWARDS)
+    return {name: weight.clone() for name, weight in trainer.weights.stream()}
+
+
+def moments(trainer):
+    """Adam's moments, whole."""
+    state = trainer.optimizer.state
+    named = [
+        (f"{name} {key}", state[p][key])
+        for name, p in trainer.weights.named.items()
+        for key in MOMENTS
+    ]
+    return {name: whole(value).detach().clone() for name, value in named}
+
+
+def inputs(folder, dtype, tied=True, **options):
+    model = make_model(dtype, "qwen2", tied=tied)
+    responses = make_responses(model)
+    # Half of the rows hold one response: ranks have unequal rows, some of them none.
+    options = {"micro_batch_tokens": 40, "lr": 1e-3, **options}
+    torch.save((model, responses, options), folder / "inputs.pt")
+    return PolicyTrainer(model, Cfg(**{**options, "offload": False})), responses
+
+
+def launch(folder, ranks, *words):
+    code = run_ranks(SCRIPT, [str(folder), *words], ranks, folder / "log")
+    assert code == 0, (folder / "log").read_text()[-4000:]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_one_rank_s_update(ranks, checkpointing, tmp_path):
+    """Log-probs are equal bit for bit; gradients differ by the order of their sums."""
+    trainer, responses = inputs(
+        tmp_path, torch.float32, tied=not checkpointing, checkpointing=checkpointing
+    )
+    logprobs, gradients = caught(trainer, responses)
+    launch(tmp_path, ranks)
+    found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(ranks)]
+    seen = {}
+    for mine, theirs, weights in found:
+        assert not seen.keys() & mine.keys()
+        seen |= mine
+        assert theirs.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert gradient.abs().max() > 1e-4
+            assert (theirs[name] - gradient).abs().max() <= 1e-7, name
+        assert all(torch.equal(weights[name], found[0][2][name]) for name in weights)
+    assert seen.keys() == logprobs.keys()
+    assert all(torch.equal(seen[owner], logprobs[owner]) for owner in logprobs)
+
+
+def test_half_precision_is_gathered_and_its_gradients_are_added_in_float32(tmp_path):
+    trainer, responses = inputs(tmp_path, torch.bfloat16)
+    logprobs, gradients = caught(trainer, responses)
+    launch(tmp_path, 2)
+    found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2)]
+    seen = found[0][0] | found[1][0]
+    assert all(torch.equal(seen[owner], logprobs[owner]) for owner in logprobs)
+    for name, gradient in gradients.items():
+        assert found[0][1][name].dtype == torch.float32
+        # Rows are packed in another way, and their gradients are rounded to bfloat16.
+        assert (found[0][1][name] - gradient).norm() <= 2e-2 * gradient.norm(), name
+        assert found[0][2][name].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_weights_learn_the_same_on_one_rank(dtype, tmp_path):
+    """The same gradients, bit for bit. The fused optimizer of the host rounds in its own way."""
+    plain, responses = inputs(tmp_path, dtype, tied=False, offload=True)
+    launch(tmp_path, 1)
+    logprobs, gradients, weights = torch.load(tmp_path / "rank-0.pt")
+    mine, own = caught(plain, responses)
+    assert all(torch.equal(mine[owner], logprobs[owner]) for owner in mine)
+    assert all(torch.equal(own[name], gradients[name]) for name in own)
+    for name, weight in trained(plain, responses).items():
+        assert weights[name].dtype == torch.float32
+        assert (weights[name] - weight).abs().max() <= 1e-6, name
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (1, 2), (2, 1)])
+def test_any_number_of_ranks_loads_what_others_saved(saving, loading, tmp_path):
+    inputs(tmp_path, torch.float32)
+    launch(tmp_path, saving)
+    launch(tmp_path, loading, "saved")
+    saved, loaded = torch.load(tmp_path / "rank-0.pt")[2], torch.load(tmp_path / "loaded.pt")
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
