@@ -161,8 +161,8 @@ class TaskConfig(Section):
     )
     difficulty: int = setting(
         1,
-        "size of the numbers: puzzles, addition, multiplication, calculator: at most one digit"
-        " more; sums: at most two digits more",
+        "digits of the numbers: calculator: at most as many; puzzles, addition, multiplication: at"
+        " most one more; sums: at most two more",
         low=1,
         high=16,
     )

@@ -48,6 +48,7 @@ class Sample:
     reward: float
     num_tokens: int
     finish: str  # "stop" or "length"
+    parts: tuple[str, ...] = ()  # of a response with tools: turn, answer, turn, ...
 
 
 class RunFolder:
@@ -149,6 +150,8 @@ class RunFolder:
         with storage_errors(self.path / "samples.jsonl"):
             for sample in samples:
                 record = {"step": step, **dataclasses.asdict(sample)}
+                if not sample.parts:
+                    del record["parts"]
                 _write_line(self._samples, record)
                 self._sample_text.write(_sample_text(record))
             self._sample_text.flush()
@@ -340,4 +343,7 @@ def _sample_text(record: Mapping[str, Any]) -> str:
         f"step {record['step']}  {record['prompt_id']}  reward {record['reward']}"
         f"  {record['num_tokens']} tokens ({record['finish']})"
     )
-    return f"=== {head}\n{record['prompt']}\n--- response\n{record['response']}\n\n"
+    parts = record.get("parts") or [record["response"]]
+    names = [("--- response", "--- tool")[i % 2] for i in range(len(parts))]
+    body = "".join(f"{name}\n{text}\n" for name, text in zip(names, parts, strict=True))
+    return f"=== {head}\n{record['prompt']}\n{body}\n"

@@ -295,8 +295,16 @@ def _sample(record: Record) -> str:
     return (
         f"<article><header>{''.join(f'<span>{part}</span>' for part in head)}</header>"
         f'<pre class="prompt">{_text(record.get("prompt", ""))}</pre>'
-        f"<pre>{_text(record.get('response', ''))}</pre></article>"
+        f"<pre>{_response(record)}</pre></article>"
     )
+
+
+def _response(record: Record) -> str:
+    """The response, with the answers of tools marked."""
+    parts = record.get("parts")
+    if not isinstance(parts, list):
+        return _text(record.get("response", ""))
+    return "".join(f"<mark>{_text(p)}</mark>" if i % 2 else _text(p) for i, p in enumerate(parts))
 
 
 def _text(value: Any) -> str:

@@ -320,6 +320,14 @@ class Collector(RolloutObserver):
         """The response as the task sees it, without its end token."""
         return self._decode(response.token_ids, response.finish == "stop")
 
+    def parts(self, response: Response) -> tuple[str, ...]:
+        """The texts of turns and answers in order; () without answers."""
+        bounds = [0, *(place for span in response.tools for place in span)]
+        ends = [*bounds[1:], len(response.token_ids) - (response.finish == "stop")]
+        pairs = zip(bounds, ends, strict=True)
+        texts = tuple(self._decode(response.token_ids[a:b], False) for a, b in pairs)
+        return texts if response.tools else ()
+
     def _decode(self, ids: Sequence[int], finished: bool) -> str:
         decode: Any = self._encode.tokenizer.decode
         return decode(ids[:-1] if finished else ids, skip_special_tokens=False)

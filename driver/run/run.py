@@ -344,7 +344,15 @@ class Run:
             step.prompts[:count], step.responses[::each], step.rewards[::each], strict=False
         )
         return [
-            Sample(p.id, p.text, self.collector.text(r), reward, len(r.token_ids), r.finish)
+            Sample(
+                p.id,
+                p.text,
+                self.collector.text(r),
+                reward,
+                len(r.token_ids),
+                r.finish,
+                self.collector.parts(r),
+            )
             for p, r, reward in firsts
         ]
 

@@ -29,8 +29,8 @@ def make_task(
         name: one of `TASK_NAMES`, or a task of the user: `module:Class` or `path/to/file.py:Class`.
         path: jsonl: the file with question/answer lines; reasoning_gym: the name of the data set.
         shots: addition, multiplication, jsonl: number of worked examples before the question.
-        difficulty: sums: the start has `difficulty` + 2 digits; puzzles, addition, multiplication,
-            calculator: the terms have `difficulty` + 1 digits.
+        difficulty: sums: the start has `difficulty` + 2 digits; puzzles, addition, multiplication:
+            the terms have `difficulty` + 1 digits; calculator: they have `difficulty` digits.
         chat_template: ignored; see `driver.model.prompts.PromptEncoder`.
 
     Returns:

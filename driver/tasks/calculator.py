@@ -11,7 +11,7 @@ from fractions import Fraction
 from .base import Prompt, Split, Task, generator, held_out, prompt_id
 
 # Demonstrations contain errors on purpose, as those of `sums`: a call has a wrong digit.
-SLIP_RATE = 0.15
+SLIP_RATE = 0.3
 MOST_STEPS = 5  # operations of a chain
 INVALID = "?"  # the calculator's answer to what it does not compute
 
@@ -35,7 +35,7 @@ class CalculatorTask(Task):
     it. The reward is 1 if the text after the last `=` is the answer, else 0.
 
     Args:
-        difficulty: the numbers have up to `difficulty` + 1 digits.
+        difficulty: the numbers have up to `difficulty` digits.
 
     Example:
         >>> task = CalculatorTask()
@@ -47,7 +47,7 @@ class CalculatorTask(Task):
     stop = (">",)
 
     def __init__(self, difficulty: int = 1) -> None:
-        self.high = 10 ** (difficulty + 1) - 1
+        self.high = 10**difficulty - 1
 
     def prompt(self, split: Split, index: int) -> Prompt:
         id = prompt_id(self.name, split, index)
