@@ -103,12 +103,12 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
   const int rows = kWeights ? grid.tile_rows : Of::kRows;
   uint32_t base = shared_address(ring) + (kWeights ? 0 : grid.tile_rows * kLineBytes);
   uint32_t full = shared_address(barriers->full), empty = shared_address(barriers->empty);
-  asm volatile("" : "+r"(base), "+r"(full), "+r"(empty));  // not worked out a block of K
+  asm volatile("" : "+r"(base), "+r"(full), "+r"(empty));  // computed once, not for each block of K
   RingPosition at;
   for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
     int row = kWeights ? first_w_row(grid, tile) : first_x_row(grid, tile, Of::kRows);
     if (!kWeights && tile == work.tile) {
-      asm volatile("" : "+r"(row));  // worked out before
+      asm volatile("" : "+r"(row));  // computed in advance
       wait_for_prior_grid();
     }
     const auto load = [&](int block) {

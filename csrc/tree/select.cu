@@ -2,9 +2,8 @@
 //
 // The CPU takes nodes in rank order (score desc, index asc), each after its parent and never a
 // second sibling with the same token. Here each node is decided independently, from ranks alone:
-//   valid     linked, scored, ranked behind its parent, and the first of the siblings with its
-//   token
-//             that are ranked behind their parent
+//   valid     linked, scored, ranked after its parent, and the first of the siblings with its
+//             token that are ranked after their parent
 //   eligible  valid, and so are its ancestors
 //   chosen    fewer than num_verify - 1 eligible nodes rank before it
 //

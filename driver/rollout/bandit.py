@@ -53,9 +53,10 @@ class Bandit:
     probability epsilon, else the one of highest value. `ucb` adds a confidence bound to the value.
     A fixed policy chooses by batch alone. Batches above `spec_max_batch` always run `off`.
 
-    A random arm is one whose value is close to the best; with probability epsilon it is any arm,
-    since a poor arm may improve as the drafter learns. Once the best arm is known it runs for two
-    windows at once, which interrupts the device less often (docs/notes/rollout.md).
+    A random arm is drawn among those whose value is close to the best, or, with probability
+    epsilon, among all, since a poor arm may improve as the drafter learns. Once the best arm is
+    known it runs for two windows at once, which interrupts the device less often
+    (docs/notes/rollout.md).
 
     Args:
         arms: strategies, `off` among them.

@@ -383,7 +383,8 @@ if RANK == 0:
 generate = collector.Collector.roll_out
 def slow(self, prompts, requests):
     if RANK == 1:
-        time.sleep(3)
+        self.world.store.wait([self.coordinator._key("group/0")])  # rank 0 tries to train
+        time.sleep(0.5)
     return generate(self, prompts, requests)
 collector.Collector.roll_out = slow
 """
