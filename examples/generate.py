@@ -6,29 +6,21 @@ with random weights. Give the folder of a model instead: `python -m examples.gen
 
 import sys
 
-from driver.config.load import load_config
+from driver import Request, SamplingParams, Session
 from driver.config.strategy import OFF, Strategy
-from driver.rollout.request import Request, SamplingParams, request_id
-from driver.session.load import find_model, load_policy, spec_of
-from driver.session.parts import build_rollout
 
 STRATEGY = Strategy.parse("ngram:6,4,16")
 
 model = sys.argv[1] if len(sys.argv) > 1 else "tiny"
-config = load_config([f"model.path={model}", f"engine.strategies=off {STRATEGY}"])
-policy, tokenizer = load_policy(config, find_model(config))
-rollout = build_rollout(config, spec_of(policy), policy.state_dict(), longest=256)
-
-prompt = tuple(tokenizer.encode("12 + 34 = "))
-params = SamplingParams(temperature=0.1, max_new_tokens=64)
-request = Request(request_id("eval", 0, "example", 0), 0, prompt, params)  # the key of its noise
-
 responses = []
-for strategy in (STRATEGY, OFF):
-    rollout.fix(strategy)
-    responses += rollout.engine.generate([request])
-    passes = rollout.engine.stats.target_passes
-    print(f"{strategy!s:<14}{len(responses[-1].token_ids)} tokens in {passes} passes")
+with Session.from_pretrained(model, settings=[f"engine.strategies=off {STRATEGY}"]) as session:
+    params = SamplingParams(temperature=0.1, max_new_tokens=64)
+    request = Request(1, 0, session.encode("12 + 34 = "), params)  # its id is the key of its noise
+    for strategy in (STRATEGY, OFF):
+        session.rollout.fix(strategy)
+        responses += session.generate(request)
+        passes = session.engine.stats.target_passes
+        print(f"{strategy!s:<14}{len(responses[-1].token_ids)} tokens in {passes} passes")
 
 with_speculation, plain = responses
 print("tokens equal:", with_speculation.token_ids == plain.token_ids)

@@ -126,6 +126,7 @@ class RolloutEngine:
         self._started = time.perf_counter()
         self._observer = (observer or self.observer) if record else None
         self._sources = sources
+        self._traced = bool(requests)  # a rollout of arrivals alone may never end
         self._choice = OFF  # of the bandit
         self.stats = RolloutStats()
         self.prefill.rows = self.prefill.recomputed = 0
@@ -320,7 +321,7 @@ class RolloutEngine:
         # Otherwise the bandit has opened another window, or passes take longer than usual.
         if burst.strategy == self._choice and not self.runner.bypass_graphs:
             self.bandit.record(burst.total, burst.elapsed_s, burst.passes, burst.request_passes)
-        self.stats.add_burst(burst, burst.begun_s - self._started)
+        self.stats.add_burst(burst, burst.begun_s - self._started, self._traced)
         done = self.scheduler.retire(self._goes_on)
         if done:  # n-gram drafts use all tokens, including those of passes without n-grams
             self.store.advance(batch.store_row, batch.context_len)

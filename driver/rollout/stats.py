@@ -60,23 +60,31 @@ class RolloutStats:
             if item.name != "trace":
                 setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
 
-    def add_burst(self, burst: Burst, begin_s: float) -> None:
-        """Adds a burst that began `begin_s` seconds after the start of the rollout."""
+    def add_burst(self, burst: Burst, begin_s: float, trace: bool = True) -> None:
+        """Adds a burst.
+
+        Args:
+            burst: its passes.
+            begin_s: seconds from the start of the rollout to its begin.
+            trace: keep its course too, whose size grows with every pass.
+        """
         emitted, active, request_passes = burst.total, burst.active, burst.request_passes
         self.target_passes += burst.passes
         self.bursts += 1
         self.passes_s += burst.elapsed_s
         self.emitted += emitted
-        begins, arm = [0.0, *burst.ends_s[:-1]], str(burst.strategy)
-        self.trace += [
-            (begin_s + t, running, arm) for t, running in zip(begins, active, strict=True)
-        ]
+        if trace:
+            begins, arm = [0.0, *burst.ends_s[:-1]], str(burst.strategy)
+            self.trace += [
+                (begin_s + t, running, arm) for t, running in zip(begins, active, strict=True)
+            ]
         if burst.strategy == OFF:
             return
         self.spec_passes += burst.passes
         self.spec_request_passes += request_passes
         self.spec_emitted += emitted
-        self.spec_bursts.append((request_passes, emitted))
+        if trace:
+            self.spec_bursts.append((request_passes, emitted))
         self.drafted += burst.rows - request_passes
         self.accepted += emitted - request_passes
 

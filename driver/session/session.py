@@ -76,6 +76,7 @@ class Session:
         )
         self._lock = threading.Lock()  # of the next two
         self._worker: threading.Thread | None = None
+        self._final_steps = False  # of the drafter, in flight
         self._prompts = 0  # so far, whose ids the session chose
 
     @classmethod
@@ -152,7 +153,7 @@ class Session:
         del policy
         if not config.engine.num_pages:
             share = FREE_SHARE if live is None else SHARED_FREE_SHARE
-            pages = _pages(config, spec, longest, share * _free_bytes(device))
+            pages = _pages(config, spec, longest, share * _free_bytes(config.run.device))
             config = replace(config, engine=replace(config.engine, num_pages=pages))
         rollout = build_rollout(config, spec, weights, longest)
         adopt_drafter(rollout.spot, state, _refuse_drafter)
@@ -284,6 +285,9 @@ class Session:
         self._check_awake()  # a rollout that waits for `wake` holds the first lock
         with self._rolling, self._using:
             self._check_awake()
+            if self._final_steps and self.spot is not None:  # documents must not change meanwhile
+                self.spot.end_final_steps()
+                self._final_steps = False
             inbox.on_end, inbox.kv_lost = on_end, False
             inbox.poll_s = None if source is None else LOOK_S
             parts = [part for part in (observer, self.spot) if part is not None]
@@ -323,7 +327,7 @@ class Session:
         with self._between_bursts():
             if self.spot is not None:
                 self.spot.end_final_steps()
-            self._inbox.kv_lost = True
+            self._final_steps, self._inbox.kv_lost = False, True
             if version is None:
                 version = self.engine.target_version + 1
             self.rollout.update_weights(stream, version)
@@ -333,8 +337,8 @@ class Session:
 
         Args:
             steps: micro-steps; their result is used at once. None: the final steps of a training
-                step (`spot.final_steps`), which a GPU runs during what follows and
-                `update_weights` ends.
+                step (`spot.final_steps`), which a GPU runs during what follows, until
+                `update_weights` or the next rollout.
 
         Returns:
             The micro-steps made so far in all.
@@ -346,6 +350,7 @@ class Session:
                 if self.rollout.tuner is not None:
                     self.rollout.tuner.tune()
                 self.spot.begin_final_steps()
+                self._final_steps = True
             else:
                 self.spot.stop()
                 for _ in range(steps):
