@@ -10,7 +10,7 @@ Nothing here reads a number on the host, so a step over fixed-size arrays can be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,29 +75,6 @@ class DraftBatch:
     left: Tensor  # int32 [T], unroll steps to train, to the end of the piece or a tool's token
     segments: Segments  # the pieces, and padding
     spans: tuple[tuple[int, int, Teacher], ...]  # (first row, end row, policy that recorded it)
-
-    @staticmethod
-    def of(
-        embedded: Tensor,
-        features: Tensor,
-        final: Tensor,
-        position: Tensor,
-        lengths: Sequence[int],
-        teachers: Sequence[Teacher],
-    ) -> DraftBatch:
-        """Pieces of these lengths, each with the policy that recorded it."""
-        device = position.device
-        left = torch.cat([torch.arange(n, 0, -1, dtype=torch.int32) for n in lengths])
-        spans: list[tuple[int, int, Teacher]] = []
-        end = 0
-        for length, teacher in zip(lengths, teachers, strict=True):
-            begin, end = end, end + length
-            if spans and spans[-1][2] is teacher:
-                begin = spans.pop()[0]
-            spans.append((begin, end, teacher))
-        segments = Segments.of(tuple(lengths), device)
-        left = left.to(device)
-        return DraftBatch(embedded, features, final, position, left, segments, tuple(spans))
 
 
 def unrolled_loss(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from driver.drafter.attention import Segments
 from driver.drafter.loss import DraftBatch
 from driver.drafter.trainer import SpotTrainer
 from profiling.rig.workload import trace_lengths
@@ -70,18 +70,18 @@ def _random_batch(spot: SpotTrainer, lengths: Sequence[int], pad: bool) -> Draft
     def numbers(columns: int) -> Tensor:
         return torch.randn(count, columns, generator=generator, device=device).to(dtype)
 
-    batch = DraftBatch.of(
-        numbers(width),
-        numbers(3 * width),
-        numbers(width),
-        torch.cat([torch.arange(n, device=device) for n in rows]),
-        rows,
-        [spot.teachers.current] * len(rows),
-    )
     left = torch.cat(
         [
             torch.arange(n, n - row, -1, device=device, dtype=torch.int32).clamp_min(0)
             for n, row in zip(lengths, rows, strict=True)
         ]
     )
-    return replace(batch, left=left)
+    return DraftBatch(
+        numbers(width),
+        numbers(3 * width),
+        numbers(width),
+        torch.cat([torch.arange(n, device=device) for n in rows]),
+        left,
+        Segments.of(tuple(rows), device),
+        ((0, count, spot.teachers.current),),
+    )

@@ -1,5 +1,6 @@
 """A small random target with its drafter, for tests of drafting."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,9 @@ from transformers import PreTrainedModel
 
 from driver.config.sections import DrafterConfig, SpotConfig
 from driver.config.strategy import Strategy
+from driver.drafter.attention import Segments
 from driver.drafter.buffer import Document
+from driver.drafter.loss import DraftBatch, Teacher
 from driver.drafter.trainer import SpotTrainer
 from driver.model.drafter import Drafter, DraftSpec
 from driver.model.kv_cache import KvCache
@@ -86,6 +89,28 @@ class Parts:
             hook.remove()
         chosen = [states[i] for i in (*self.target.feature_layers, -1)]
         return torch.cat([state.view(len(tokens), -1) for state in chosen], -1)
+
+
+def packed_batch(
+    embedded: torch.Tensor,
+    features: torch.Tensor,
+    final: torch.Tensor,
+    position: torch.Tensor,
+    lengths: Sequence[int],
+    teachers: Sequence[Teacher],
+) -> DraftBatch:
+    """Pieces of these lengths, each with the policy that recorded it."""
+    left = torch.cat([torch.arange(n, 0, -1, dtype=torch.int32) for n in lengths])
+    spans: list[tuple[int, int, Teacher]] = []
+    end = 0
+    for length, teacher in zip(lengths, teachers, strict=True):
+        begin, end = end, end + length
+        if spans and spans[-1][2] is teacher:
+            begin = spans.pop()[0]
+        spans.append((begin, end, teacher))
+    segments = Segments.of(tuple(lengths), position.device)
+    left = left.to(position.device)
+    return DraftBatch(embedded, features, final, position, left, segments, tuple(spans))
 
 
 def build_parts(

@@ -16,6 +16,7 @@ from driver.drafter.loss import (
     unrolled_loss,
 )
 from driver.model.drafter import Drafter, DraftSpec
+from tests.driver.drafting import packed_batch
 from tests.kit import randn
 
 SPEC = DraftSpec(16, 4, 2, 4, 1e-5, vocab_size=30, intermediate_size=20, draft_vocab=9)
@@ -42,7 +43,7 @@ TEACHERS = [
 
 
 def piece(length: int, seed: int, start: int = 0) -> DraftBatch:
-    return DraftBatch.of(
+    return packed_batch(
         randn(length, 16, seed=seed).double(),
         randn(length, 48, seed=seed + 1).double(),
         randn(length, 16, seed=seed + 2).double(),
@@ -62,7 +63,7 @@ def pack(*pieces: DraftBatch) -> DraftBatch:
         name: torch.cat([getattr(p, name) for p in pieces])
         for name in ("embedded", "features", "final", "position")
     }
-    return DraftBatch.of(
+    return packed_batch(
         **joined,
         lengths=tuple(len(p.position) for p in pieces),
         teachers=tuple(teacher_of(p) for p in pieces),
@@ -326,7 +327,7 @@ def test_padding_changes_neither_loss_nor_gradient():
         return torch.cat([x, x.new_zeros(pad, *x.shape[1:])])
 
     names = ("embedded", "features", "final", "position")
-    batch = DraftBatch.of(
+    batch = packed_batch(
         **{name: padded(getattr(one, name)) for name in names},
         lengths=(6, 4, pad),
         teachers=(TEACHERS[1],) * 3,

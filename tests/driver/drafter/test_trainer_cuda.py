@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from driver.drafter.buffer import Document
-from driver.drafter.loss import DraftBatch, Teacher, unrolled_loss
+from driver.drafter.loss import Teacher, unrolled_loss
 from driver.drafter.overlap import sizes_of
 from driver.drafter.partition import STOP_S
 from driver.model.drafter import Drafter
 from tests import kit
+from tests.driver.drafting import packed_batch
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_engine import generate, make_rollout, requests, same
 
@@ -76,7 +77,7 @@ def test_half_precision_is_close_to_float64(policy):
         return x[:used].double().cpu()
 
     teacher = Teacher(spot.target.final_norm.double().cpu(), exact.lm_head.weight)
-    reference = DraftBatch.of(
+    reference = packed_batch(
         wide(batch.embedded),
         wide(batch.features),
         wide(batch.final),

@@ -7,11 +7,11 @@ import torch
 
 import tlt_ext
 from driver.config.strategy import Strategy
-from driver.drafter.loss import DraftBatch, Teacher, unroll
+from driver.drafter.loss import Teacher, unroll
 from driver.model import target as model
 from driver.rollout import draft_runner
 from driver.rollout.request import Request, RunningRequest, SamplingParams
-from tests.driver.drafting import PAGE, Parts, build_parts
+from tests.driver.drafting import PAGE, Parts, build_parts, packed_batch
 from tests.kit import generator, randn, same_bits
 
 EXACT = {"rtol": 1e-4, "atol": 1e-4}
@@ -45,7 +45,7 @@ def twin(parts: Parts, request: RunningRequest, drafted: list[int]) -> list[torc
     features = parts.cache.features.flatten(0, 1)[slots(request, last + 1)]
     features = torch.cat([features, torch.full((len(drafted), features.shape[1]), 9.0)])
     entries = last + 1 + len(drafted)
-    batch = DraftBatch.of(
+    batch = packed_batch(
         parts.target.embedding[tokens[1 : entries + 1]],
         features[:, : 3 * parts.target.spec.hidden_size],
         torch.empty(0),
