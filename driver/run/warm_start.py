@@ -23,6 +23,7 @@ from ..common.deterministic import deterministic
 from ..common.errors import UserError
 from ..common.storage import user_path
 from ..config.load import Config, to_yaml
+from ..config.sections import ToolConfig
 from ..config.strategy import OFF, parse_strategies
 from ..drafter.trainer import SpotTrainer
 from ..model.prompts import PromptEncoder
@@ -54,6 +55,8 @@ def warm_folder(config: Config) -> Path:
     parts = {name: asdict(getattr(config, name)) for name in ("model", "warmup", "task")}
     del parts["model"]["cache"]
     parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
+    if config.tool != ToolConfig():  # other tasks keep the names they had before there were tools
+        parts["tool"] = asdict(config.tool)
     key = json.dumps([PROCEDURE, parts, config.run.seed], sort_keys=True).encode()
     digest = hashlib.blake2b(key, digest_size=4).hexdigest()
     root = user_path(config.run.root)

@@ -74,6 +74,7 @@ def test_it_is_made_once_and_found_by_its_settings(config, made):
         replace(config, run=replace(config.run, seed=1)),
         replace(config, warmup=replace(config.warmup, lr=1e-3)),
         replace(config, task=replace(config.task, difficulty=2)),
+        replace(config, tool=replace(config.tool, turns=2)),
     ):
         assert warm.warm_folder(other) != warm.warm_folder(config)
     same = replace(

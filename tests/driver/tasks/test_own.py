@@ -74,9 +74,12 @@ def test_mistakes_are_one_line(parts, name, line):
         make_task(name)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_example_trains(tmp_path, workers):
-    words = [f"task.name={EXAMPLE}:Reverse", f"run.root={tmp_path}", "run.steps=1"]
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("own_task.py:Reverse", 0), ("own_task.py:Reverse", 1), ("tool_task.py:Guess", 1)],
+)
+def test_the_examples_train(tmp_path, name, workers):
+    words = [f"task.name={EXAMPLE.with_name(name)}", f"run.root={tmp_path}", "run.steps=1"]
     words += ["warmup.steps=4", "run.eval_prompts=2", "grpo.prompts_per_step=2"]
     words += ["sampling.max_new_tokens=8", f"reward.workers={workers}"]
     config = load_config(words)
