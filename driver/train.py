@@ -91,7 +91,8 @@ def run_steps(run: Run, progress: Progress) -> None:
     for _ in range(run.step, config.run.steps):
         step = run.gather()  # rollouts with speculation, and their rewards
         with run.phases("update_drafter"):
-            run.finish_bubble()
+            if news := run.finish_bubble():
+                progress.note(news)
         metrics = run.update_policy(step)
         with run.phases("update_weights"):
             run.sync_weights()

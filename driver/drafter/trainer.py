@@ -23,12 +23,14 @@ from .buffer import DataBuffer, Document, generated_run
 from .checkpoint import DraftCheckpoints
 from .loss import Teachers
 from .partition import Overlap, Placement
+from .payoff import Measured, Payoff
 from .step import IN_FLIGHT, Bin, DraftStep, Reduce, StepReports
 from .swap import WeightSwap
 from .thread import StepThread
 
 if TYPE_CHECKING:
     from ..config.sections import DrafterConfig, SpotConfig
+    from ..rollout.stats import RolloutStats
 
 
 class SpotTrainer(RolloutObserver):
@@ -55,6 +57,7 @@ class SpotTrainer(RolloutObserver):
         placement: how steps run during the tail; None: between passes.
         overlap: measured cost of the placement.
         busy_s: host seconds spent on micro-steps in the step that ended.
+        payoff: decides whether training goes on; its changes come from `weigh`.
         error: the failure that paused training.
     """
 
@@ -85,6 +88,7 @@ class SpotTrainer(RolloutObserver):
         self.spans = Spans("drafter")
         self.target_version = self.steps = self.tokens_seen = 0
         self.busy_s = self._spent_s = 0.0  # of the last step, and of the current one
+        self.payoff, self._delay_s = Payoff(), 0.0  # since the last rollout that was weighed
         self.reports = StepReports()
         self.weights = WeightSwap(self.step.average.state_dict, runner)
         self.thread = StepThread(self.attempt, self._wait, self._fail)
@@ -117,7 +121,7 @@ class SpotTrainer(RolloutObserver):
 
     def on_finish(self, request: RunningRequest) -> None:
         """Copies the features of a finished request out of the cache."""
-        if self.config.mode == "off":
+        if self.config.mode == "off" or not self.payoff.trains:
             return
         # Whole pages need few indices. Nothing here waits for the device.
         count = request.context_len
@@ -144,7 +148,7 @@ class SpotTrainer(RolloutObserver):
         mode = self.mode
         if mode in ("off", "coordinated") or not 0 < active <= self.config.tail_batch:
             return
-        if self.error is None:
+        if self.error is None and self.payoff.trains:
             if mode == "serial":
                 due = self._passes // self.config.every
                 self._passes += passes
@@ -161,13 +165,33 @@ class SpotTrainer(RolloutObserver):
         self.begin_final_steps()
         self.end_final_steps()
 
+    def weigh(self, stats: RolloutStats) -> str:
+        """Decides after a rollout whether training pays, unless it uses idle ranks.
+
+        Args:
+            stats: of the rollout.
+
+        Returns:
+            The reason if training stops or goes on from here; else an empty text.
+        """
+        if self.config.mode in ("off", "coordinated"):
+            return ""
+        self.stop()
+        delay_s, self._delay_s = self._delay_s, 0.0
+        passes, emitted = stats.learned_passes, stats.learned_emitted
+        reason = self.payoff.add(Measured(passes, emitted, stats.learned_s, delay_s))
+        if reason and not self.payoff.trains:
+            self.renew()  # the weights that draft meanwhile
+        return reason
+
     def begin_final_steps(self) -> None:
         """Stops the thread and makes the final steps, which a GPU runs during what comes next.
 
         The engine's weights and the documents must not change until `end_final_steps`.
         """
         self.stop()
-        if self.config.mode in ("off", "coordinated"):  # the coordinator trained to the end
+        # The coordinator trained to the end.
+        if self.config.mode in ("off", "coordinated") or not self.payoff.trains:
             return
         self._in_flight = max(IN_FLIGHT, self.config.final_steps)
         if self._stream is not None:
@@ -186,7 +210,8 @@ class SpotTrainer(RolloutObserver):
             return
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        if self.config.mode != "coordinated":  # there one rank does it for all
+        # One rank does it for all coordinated ones. New weights cost time to load.
+        if self.config.mode != "coordinated" and self.payoff.trains:
             self.renew()
         if self.checkpoints is not None:
             self.checkpoints.collect(wait=False)
@@ -294,7 +319,7 @@ class SpotTrainer(RolloutObserver):
         every = self.config.checkpoint_every
         if self.checkpoints is not None and every and self.steps % every == 0:
             self.checkpoints.save(self._state, self.steps)
-        self._spent_s += time.perf_counter() - begin
+        self._spend(begin)
         return True
 
     def share(self, rows: int) -> int:
@@ -314,7 +339,15 @@ class SpotTrainer(RolloutObserver):
         """Waits for the micro-steps in flight; the time counts as training."""
         begin = time.perf_counter()
         self.reports.read(0)
-        self._spent_s += time.perf_counter() - begin
+        self._spend(begin)
+
+    def _spend(self, begin: float) -> None:
+        """Counts the time since `begin` as training, and what of it delays the rollout."""
+        spent = time.perf_counter() - begin
+        self._spent_s += spent
+        if self.overlap is not None and self.thread.is_current:
+            spent *= self.overlap.slowdown - 1
+        self._delay_s += spent
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
@@ -351,6 +384,7 @@ class SpotTrainer(RolloutObserver):
             "drafter/version": self.runner.version,
             "drafter/tokens_seen": self.tokens_seen,
             "drafter/busy_s": self.busy_s,
+            "drafter/rests": float(not self.payoff.trains),
             "drafter/buffer_tokens": self.buffer.num_tokens,
         }
         if self.overlap is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -49,6 +50,10 @@ class RolloutStats:
     adopted: int = 0  # requests taken from other ranks
     flagged: int = 0  # responses whose status word is not 0
     elapsed_s: float = 0.0
+    # Of learned drafts, by arm.
+    learned_passes: Counter[str] = field(default_factory=Counter)  # request-passes
+    learned_emitted: Counter[str] = field(default_factory=Counter)
+    learned_s: float = 0.0
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # (seconds, active, arm)
     # (request-passes, emitted) of each speculative burst, in order.
     spec_bursts: list[tuple[int, int]] = field(default_factory=list)
@@ -73,8 +78,9 @@ class RolloutStats:
         self.bursts += 1
         self.passes_s += burst.elapsed_s
         self.emitted += emitted
+        arm = str(burst.strategy)
         if trace:
-            begins, arm = [0.0, *burst.ends_s[:-1]], str(burst.strategy)
+            begins = [0.0, *burst.ends_s[:-1]]
             self.trace += [
                 (begin_s + t, running, arm) for t, running in zip(begins, active, strict=True)
             ]
@@ -85,6 +91,10 @@ class RolloutStats:
         self.spec_emitted += emitted
         if trace:
             self.spec_bursts.append((request_passes, emitted))
+        if burst.strategy.needs_drafter:
+            self.learned_passes[arm] += request_passes
+            self.learned_emitted[arm] += emitted
+            self.learned_s += burst.elapsed_s
         self.drafted += burst.rows - request_passes
         self.accepted += emitted - request_passes
 

@@ -232,10 +232,18 @@ class Run:
         """The rollouts and rewards of the step, of all ranks."""
         return self.collector.gather(self.step)
 
-    def finish_bubble(self) -> None:
-        """Tunes the overlap once, then starts the final drafter steps."""
-        if self.rollout.spot is not None and self.config.spot.mode != "off":
-            self.session.train_drafter()
+    def finish_bubble(self) -> str:
+        """Tunes the overlap once, then starts the final drafter steps if training pays.
+
+        Returns:
+            Why training of the drafter stops or goes on from here; empty: nothing changes.
+        """
+        spot = self.rollout.spot
+        if spot is None or self.config.spot.mode == "off":
+            return ""
+        reason = spot.weigh(self.collector.stats)
+        self.session.train_drafter()
+        return reason and f"step {self.step + 1}: drafter {reason}"
 
     def update_policy(self, step: Experience) -> dict[str, float]:
         self.world.enter("update_actor")

@@ -1,0 +1,114 @@
+"""Decides from measurements whether training the drafter pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+WINDOW = 3  # rollouts whose mean is compared: prompts change the accept length by 2 to 4 %
+PAYBACK = 10  # rollouts in which training must earn its time: a later policy needs another drafter
+LEARNS = 0.01  # growth of the accept length in a rollout from which on a drafter trains anyhow
+FALLS = 0.03  # fall at rest that counts; a smaller one is often due to the prompts
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A rollout's passes with learned drafts.
+
+    Args:
+        passes: arm -> request-passes.
+        emitted: arm -> tokens of them.
+        seconds: of the passes.
+        cost_s: seconds by which training has delayed the run since the rollout before.
+    """
+
+    passes: Mapping[str, float]
+    emitted: Mapping[str, float]
+    seconds: float
+    cost_s: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to train until the next rollout ends, and the reason of a change."""
+
+    trains: bool
+    reason: str = ""
+
+
+def change(before: Sequence[Measured], after: Sequence[Measured]) -> float | None:
+    """Relative change of the accept length, a mean over arms by their passes in `after`.
+
+    Returns:
+        None: no arm ran in both.
+    """
+
+    def accept(window: Sequence[Measured]) -> dict[str, float]:
+        arms = {arm for m in window for arm in m.passes}
+        sums = {arm: sum(m.passes.get(arm, 0.0) for m in window) for arm in arms}
+        tokens = {arm: sum(m.emitted.get(arm, 0.0) for m in window) for arm in arms}
+        return {arm: tokens[arm] / sums[arm] for arm in arms if sums[arm]}
+
+    old, new = accept(before), accept(after)
+    weights = {arm: sum(m.passes.get(arm, 0.0) for m in after) for arm in old.keys() & new.keys()}
+    if not weights:
+        return None
+    total = sum(weight * (new[arm] / old[arm] - 1) for arm, weight in weights.items())
+    return total / sum(weights.values())
+
+
+def decide(trains: bool, history: Sequence[Measured]) -> Decision:
+    """Compares what training brings in the coming rollouts with what it costs.
+
+    An accept length that is higher by a share saves about this share of the passes' seconds, in
+    each of `PAYBACK` rollouts. While the drafter trains, its growth from window to window counts.
+    While it rests, what was lost since the last window of training counts.
+
+    Args:
+        trains: the last decision.
+        history: rollouts since training began, or the last `WINDOW` of training and those since.
+    """
+    before = history[-2 * WINDOW : -WINDOW] if trains else history[:WINDOW]
+    after = history[-WINDOW:]
+    if len(history) < 2 * WINDOW:
+        return Decision(trains)
+    moved = change(before, after)
+    if moved is None:
+        return Decision(True, "" if trains else "no learned arm was measured: training goes on")
+    seconds = fmean(m.seconds for m in after)
+    cost_s = fmean(m.cost_s for m in (after if trains else before))
+    rate = max(0.0, moved / WINDOW if trains else -moved)
+    worth_s = PAYBACK * rate * seconds
+    numbers = (
+        f"worth {1e3 * worth_s:.0f} ms in {PAYBACK} rollouts; training costs {1e3 * cost_s:.0f} ms"
+        " a rollout"
+    )
+    if trains and worth_s < cost_s and rate < LEARNS:
+        reason = f"training rests: the accept length grows {rate:.1%} a rollout, {numbers}"
+        return Decision(False, reason)
+    if not trains and worth_s >= cost_s and rate >= FALLS:
+        reason = f"training goes on: the accept length fell {rate:.1%} at rest, {numbers}"
+        return Decision(True, reason)
+    return Decision(trains)
+
+
+class Payoff:
+    """Whether the drafter trains, decided after each rollout.
+
+    Attributes:
+        trains: the decision.
+    """
+
+    def __init__(self) -> None:
+        self.trains = True
+        self._history: list[Measured] = []
+
+    def add(self, measured: Measured) -> str:
+        """Adds a rollout; returns the reason if the decision changes, else an empty text."""
+        self._history.append(measured)
+        decision = decide(self.trains, self._history)
+        if decision.trains != self.trains:
+            self.trains = decision.trains
+            self._history = [] if self.trains else self._history[-WINDOW:]
+        return decision.reason

@@ -1,0 +1,164 @@
+"""Whether the drafter trains: decisions on made-up series, and a trainer at rest."""
+
+import pytest
+import torch
+
+from driver.drafter.payoff import FALLS, PAYBACK, WINDOW, Measured, Payoff, change, decide
+from driver.rollout.stats import RolloutStats
+from tests.driver.drafter.test_trainer import fill
+from tests.driver.drafting import build_parts
+from tests.driver.hugging_face import random_model
+from tests.driver.rollout.test_engine import generate, make_rollout, requests
+
+ARM = "learned:4,1,5"
+
+
+def series(*lengths, seconds=0.3, cost_s=0.04, arm=ARM):
+    """A rollout of 1,000 request-passes for each accept length."""
+    return [Measured({arm: 1000}, {arm: 1000 * a}, seconds, cost_s) for a in lengths]
+
+
+def run(*parts):
+    """(rollout, trains) of each change, and the reasons."""
+    payoff, changes, reasons = Payoff(), [], []
+    for index, measured in enumerate(m for part in parts for m in part):
+        if reason := payoff.add(measured):
+            changes.append((index, payoff.trains))
+            reasons.append(reason)
+    return changes, reasons
+
+
+def test_a_change_is_that_of_the_same_arms():
+    """The bandit may choose other arms, whose accept length differs."""
+    before = [Measured({"a": 100, "b": 100}, {"a": 200, "b": 500}, 1.0, 0.0)]
+    after = [Measured({"a": 300, "b": 100}, {"a": 630, "b": 500}, 1.0, 0.0)]
+    assert change(before, after) == pytest.approx(0.05 * 300 / 400)
+    assert change(before, [Measured({"b": 9}, {"b": 45}, 1.0, 0.0)]) == 0.0
+    assert change(before, [Measured({"c": 9}, {"c": 45}, 1.0, 0.0)]) is None
+    assert change(before, [Measured({}, {}, 0.0, 0.0)]) is None
+
+
+def test_a_drafter_that_does_not_learn_rests():
+    changes, (reason,) = run(series(*[5.0] * 20))
+    assert changes == [(2 * WINDOW - 1, False)]
+    worth, cost = f"worth 0 ms in {PAYBACK} rollouts", "training costs 40 ms a rollout"
+    assert reason == f"training rests: the accept length grows 0.0% a rollout, {worth}; {cost}"
+
+
+def test_training_that_costs_nothing_never_rests():
+    assert run(series(5.0, 5.1, 4.9, 5.0, 4.8, 4.7, 4.9, 4.6, 4.8, cost_s=0.0))[0] == []
+
+
+def test_a_drafter_that_learns_fast_trains():
+    """Also if its arms hardly run yet: the bandit waits for a better drafter."""
+    growing = [1.2 * 1.03**i for i in range(20)]
+    assert run(series(*growing))[0] == []
+    assert run(series(*growing, seconds=0.001))[0] == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cost_s", "trains"), [(0.3, 0.04, False), (3.0, 0.04, True), (0.3, 0.004, True)]
+)
+def test_slow_learning_must_be_worth_its_time(seconds, cost_s, trains):
+    """0.3 % a rollout saves 9 ms of 0.3 s in ten rollouts."""
+    slow = series(*[5.0 * 1.003**i for i in range(30)], seconds=seconds, cost_s=cost_s)
+    assert (run(slow)[0] == []) is trains
+
+
+def test_training_goes_on_when_the_accept_length_falls():
+    flat, fallen = series(*[5.0] * 10), series(*[4.8] * 4, cost_s=0.0)
+    changes, reasons = run(flat, fallen)
+    assert [trains for _, trains in changes] == [False, True]
+    assert changes[1][0] < len(flat) + WINDOW
+    assert reasons[1].startswith("training goes on: the accept length fell 4.0% at rest")
+    assert "training costs 40 ms" in reasons[1]  # at rest it costs nothing
+    # Nothing is decided on what was measured before the change.
+    since = len(flat) + len(fallen) - changes[1][0] - 1
+    left = 2 * WINDOW - since
+    assert len(run(flat, fallen, series(*[4.8] * (left - 1)))[0]) == 2
+    assert len(run(flat, fallen, series(*[4.8] * left))[0]) == 3
+
+
+def test_a_small_fall_or_an_expensive_training_lets_it_rest():
+    flat = series(*[5.0] * 10)
+    assert len(run(flat, series(*[5.0 * (1 - 0.9 * FALLS)] * 9))[0]) == 1
+    assert len(run(series(*[5.0] * 10, cost_s=2.0), series(*[4.8] * 9))[0]) == 1
+
+
+def test_unknown_accept_lengths_leave_it_training():
+    nothing = [Measured({}, {}, 0.0, 0.04)] * 9
+    assert run(nothing)[0] == []
+    changes, reasons = run(series(*[5.0] * 8), nothing)
+    assert [trains for _, trains in changes] == [False, True]
+    assert reasons[1] == "no learned arm was measured: training goes on"
+
+
+def test_single_rollouts_decide_nothing():
+    """Prompts differ: one easy rollout is not learning, one hard rollout no loss."""
+    for history in (series(5.0, 9.0), series(5.0, 1.0), []):
+        assert decide(True, history).trains and not decide(False, history).trains
+
+
+def stats(accept):
+    out = RolloutStats(learned_s=0.3)
+    out.learned_passes[ARM], out.learned_emitted[ARM] = 1000, round(1000 * accept)
+    return out
+
+
+def test_a_trainer_at_rest_makes_no_step_and_loads_no_weights():
+    parts = build_parts()
+    trainer = parts.trainer(final_steps=2)
+    fill(trainer, parts)
+
+    def rollout(accept):
+        """Steps made in the tail, after it, and the change of the version, by one rollout."""
+        before, version = trainer.steps, parts.runner.version
+        trainer.on_pass(1)
+        tail = trainer.steps - before
+        reason = trainer.weigh(stats(accept))
+        trainer.finish()
+        done = trainer.steps - before - tail, parts.runner.version - version
+        return (tail, *done), reason.partition(":")[0]
+
+    made = [rollout(5.0) for _ in range(2 * WINDOW + 1)]
+    assert [(steps[:2], reason) for steps, reason in made[:-2]] == [((1, 2), "")] * (2 * WINDOW - 1)
+    assert all(steps[2] for steps, _ in made[:-1])
+    assert (made[-2][0][:2], made[-2][1]) == ((1, 0), "training rests")
+    assert made[-1] == ((0, 0, 0), "")
+    learned = trainer.step.average.values["fc.weight"]
+    assert torch.equal(parts.runner.weights["fc"], learned)  # those of the last tail, too
+    assert trainer.metrics()["drafter/rests"] == 1.0
+    fallen = [rollout(4.0) for _ in range(WINDOW)]
+    assert [reason for _, reason in fallen if reason] == ["training goes on"]
+    assert rollout(4.0)[0][:2] == (1, 2)
+    assert trainer.metrics()["drafter/rests"] == 0.0
+
+
+def test_a_trainer_at_rest_records_no_features():
+    parts = build_parts()
+    trainer = parts.trainer()
+    trainer.payoff.trains = False
+    trainer.on_finish(None)  # reads nothing of the request
+    assert trainer.buffer.num_tokens == 0
+
+
+@pytest.mark.parametrize("mode", ["off", "coordinated"])
+def test_idle_ranks_train_whatever_it_brings(mode):
+    trainer = build_parts().trainer(mode=mode)
+    assert not any(trainer.weigh(stats(5.0)) for _ in range(20))
+    assert trainer.payoff.trains
+
+
+def test_passes_with_learned_drafts_are_counted_by_arm():
+    rollout = make_rollout(random_model("llama-tied-llama3"))
+    rollout.spot.swap()
+    generate(rollout, requests(), "off", "ngram:4,1,5", "learned:3,1,4", "learned:4,3,12")
+    stats = rollout.engine.stats
+    assert set(stats.learned_passes) == {"learned:3,1,4", "learned:4,3,12"}
+    assert 0 < sum(stats.learned_passes.values()) < stats.spec_request_passes
+    assert all(stats.learned_emitted[arm] >= n for arm, n in stats.learned_passes.items())
+    assert 0 < stats.learned_s < stats.passes_s
+    whole = RolloutStats()
+    whole.add(stats)
+    whole.add(stats)
+    assert whole.learned_passes == {arm: 2 * n for arm, n in stats.learned_passes.items()}
