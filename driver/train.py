@@ -86,7 +86,7 @@ def run_steps(run: Run, progress: Progress) -> None:
     if run.step == 0 and config.run.steps:
         if config.warmup.steps and not config.warmup.keep:
             run.checkpoint()  # the warm-up is the longest part of a short run
-        if config.run.eval_every:
+        if config.run.eval_every and config.run.eval_first:
             run.evaluate()
     for _ in range(run.step, config.run.steps):
         step = run.gather()  # rollouts with speculation, and their rewards

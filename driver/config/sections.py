@@ -42,11 +42,9 @@ class RunConfig(Section):
     device: str = setting("cpu", "cpu, cuda or cuda:N; several ranks take one card each")
     threads: int = setting(0, "CPU threads; 0: one per core", low=0, high=1024)
     eval_every: int = setting(
-        10,
-        "steps between held-out evaluations, with one before the first step and one after the last;"
-        " 0: none at all",
-        low=0,
+        10, "steps between held-out evaluations, one after the last step; 0: none at all", low=0
     )
+    eval_first: bool = setting(True, "evaluate before the first step, too")
     eval_prompts: int = setting(64, "held-out prompts of an evaluation; 0: no evaluation", low=0)
     checkpoint_every: int = setting(
         10, "steps between checkpoints; 0: one, after the last step", low=0

@@ -184,13 +184,18 @@ def test_strategies_change_no_reward(unbroken, tmp_path):
     assert history(plain.folder.path) == history(unbroken.folder.path)
 
 
-def test_a_run_without_evaluations_trains_as_with_them(unbroken, tmp_path):
-    made = run(tmp_path, "none", "run.steps=2", "run.eval_every=0")
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [(["run.eval_every=0"], []), (["run.eval_every=1", "run.eval_first=false"], [1, 2])],
+    ids=["none", "not first"],
+)
+def test_a_run_with_fewer_evaluations_trains_the_same(unbroken, tmp_path, words, steps):
+    made = run(tmp_path, "few", "run.steps=2", *words)
     records = read_jsonl(made.folder.path / "metrics.jsonl")
     assert [r["step"] for r in records] == [1, 2]
-    assert not any("eval/accuracy" in r for r in records)
-    summary = json.loads((made.folder.path / "summary.json").read_text())
-    assert summary["heldout_accuracy"] == {"before": None, "after": None}
+    assert [r["step"] for r in records if "eval/accuracy" in r] == steps
+    heldout = json.loads((made.folder.path / "summary.json").read_text())["heldout_accuracy"]
+    assert heldout["before"] is None and (heldout["after"] is None) == (not steps)
     assert rolled_out(made.folder.path) == rolled_out(unbroken.folder.path)[:2]
 
 
