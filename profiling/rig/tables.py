@@ -183,11 +183,15 @@ def peers_table(targets: Sequence[Target]) -> list[str]:
         "| exported drafter | accept length, ours | vLLM | equal tokens |",
         "|---|---|---|---|",
     ]
+    rows = {row["case"]: row for row in result["rows"]}
     for row in result["rows"]:
         if "vllm_accept_length" in row:
+            _, family, *case = row["case"].split()
+            greedy = case == ["T=0", "greedy"]
+            share = rows.get(f"export {family} greedy tokens", {}).get("equal_to_plain")
             lengths = f"{row['accept_length']:.2f} | {row['vllm_accept_length']:.2f}"
-            equal = figure("equal", row.get("equal_to_plain"))
-            out.append(f"| {row['case'].removeprefix('export ')} | {lengths} | {equal} |")
+            name = " ".join([family, *case])
+            out.append(f"| {name} | {lengths} | {figure('equal', share) if greedy else ''} |")
     return [*out, "", *provenance([target for target in targets if target.table == "peers"])]
 
 

@@ -141,32 +141,31 @@ class Peers:
             kv_gib: size of its cache.
             k: drafted tokens.
             most: requests of the largest batch with a graph.
-            invariant: results do not depend on the batch; without graphs.
-            **more: settings of `vllm.LLM`.
+            invariant: results do not depend on the batch.
+            **more: settings of `vllm.LLM`, over those below.
         """
         rows, label = most * (k + 1), re.sub(r"\W+", "-", name)
-        graphs: dict[str, Any] = {
-            "compilation_config": {"max_cudagraph_capture_size": max(512, -(-rows // 16) * 16)}
-        }
-        self.engines[name] = Vllm(
-            name,
-            self.folder,
-            self.logs / f"vllm-{label}.log",
-            # Engines that compile the same model side by side must not share a cache.
-            {"VLLM_CACHE_ROOT": str(self.scratch / f"cache-{label}")}
-            | ({"VLLM_BATCH_INVARIANT": "1"} if invariant else {}),
-            model=str(model),
-            dtype="bfloat16",
-            skip_tokenizer_init=True,
-            gpu_memory_utilization=0.1,  # of the card, which must be free; the cache is as below
-            kv_cache_memory_bytes=kv_gib << 30,
-            max_num_seqs=256,
-            max_num_batched_tokens=16384,
-            enable_prefix_caching=False,
-            attention_backend="FLASH_ATTN",
-            **({"enforce_eager": True} if invariant else graphs),
+        # Engines that compile the same model side by side must not share a cache.
+        variables = {"VLLM_CACHE_ROOT": str(self.scratch / f"cache-{label}")}
+        if invariant:
+            variables["VLLM_BATCH_INVARIANT"] = "1"
+        settings = {
+            "model": str(model),
+            "dtype": "bfloat16",
+            "skip_tokenizer_init": True,
+            "gpu_memory_utilization": 0.1,  # must be free; the cache is as follows
+            "kv_cache_memory_bytes": kv_gib << 30,
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 16384,
+            "enable_prefix_caching": False,
+            "attention_backend": "FLASH_ATTN",
+            "compilation_config": {"max_cudagraph_capture_size": max(512, -(-rows // 16) * 16)},
             **more,
-        )
+        }
+        if settings.get("enforce_eager"):
+            del settings["compilation_config"]
+        log = self.logs / f"vllm-{label}.log"
+        self.engines[name] = Vllm(name, self.folder, log, variables, **settings)
 
     def ready(self) -> None:
         """Waits for all of them; one that fails is reported and left out."""
