@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fused import fused
+
 # Logits of a chunk of rows: 512 MiB in float32. Adding a chunk's share of the head's gradient in
 # float32 moves 16 bytes per weight. With 2,000 rows that takes a seventh of the products' time.
 CHUNK_LOGITS = 1 << 27
@@ -68,10 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)  # [M]
         for part in _chunks(len(tokens), len(head)):
             logits = _logits(hidden, head, scale, part)  # [m, V]
-            logp = logits.log_softmax(-1)  # [m, V]
-            logprobs[part] = logp.gather(-1, tokens[part]).squeeze(-1)
-            # -inf times its probability of 0 is NaN and is left out.
-            entropy[part] = torch.exp(logp, out=logits).mul_(logp).nansum(-1).neg_()
+            logprobs[part], entropy[part] = _logprob_and_entropy(logits, tokens[part])
         ctx.save_for_backward(hidden, head, tokens, scale, entropy if entropy_grad else None)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -87,21 +86,47 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_head = torch.zeros_like(head, dtype=grad.dtype)  # [V, H]
         for part in _chunks(len(tokens), len(head)):
             logits = _logits(hidden, head, scale, part)  # [m, V]
-            if entropy is None:
-                slope = logits.softmax(-1)  # [m, V], of the negative log-prob
-                own = slope.gather(-1, tokens[part]) - 1  # [m, 1]
-            else:
-                logp = logits.log_softmax(-1).clamp_min_(LEAST_LOGPROB)  # [m, V]
-                slope = torch.exp(logp, out=logits)  # [m, V]
-                logp.add_(entropy[part, None]).mul_(entropy_grad[part, None])
-                slope.mul_(logp.add_(grad[part, None]))
-                own = slope.gather(-1, tokens[part]) - grad[part, None]  # [m, 1]
+            slope = _slope(
+                logits,
+                tokens[part],
+                grad[part, None],
+                None if entropy is None else entropy[part, None],
+                entropy_grad[part, None],
+                head.dtype,
+            )
             del logits
-            slope[torch.arange(len(own), device=own.device), tokens[part, 0]] = own.squeeze(-1)
-            slope = slope.to(head.dtype)  # [m, V]
             grad_hidden[part] = factor[part] * _product(slope, head)
             grad_head += _product(slope.T, (factor[part] * hidden[part]).to(head.dtype))
         return grad_hidden, grad_head.to(head.dtype), None, None, None
+
+
+@fused
+def _logprob_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of logits [m, V]: the log-prob of each token [m, 1], [m], and the entropy [m]."""
+    logp = logits.log_softmax(-1)
+    p = logp.exp()
+    # -inf times its probability of 0 is NaN and is left out.
+    return logp.gather(-1, tokens).squeeze(-1), -torch.where(p > 0, p * logp, 0.0).sum(-1)
+
+
+@fused
+def _slope(
+    logits: Tensor,
+    tokens: Tensor,
+    grad: Tensor,
+    entropy: Tensor | None,
+    entropy_grad: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Negative gradient of the loss by the logits, [m, V]; without entropy, divided by `grad`."""
+    logp = logits.log_softmax(-1)
+    slope = logp.exp()
+    own: Tensor | float = 1.0
+    if entropy is not None:
+        own = grad
+        slope = slope * (grad + entropy_grad * (logp.clamp_min(LEAST_LOGPROB) + entropy))
+    chosen = torch.arange(logits.shape[-1], device=logits.device) == tokens
+    return torch.where(chosen, slope - own, slope).to(dtype)
 
 
 def _chunks(rows: int, vocab_size: int) -> list[slice]:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..model.families import Family, family_of
 from ..model.target import DecoderLayer
+from .fused import fused
 from .logprobs import token_logprobs
 from .packing import packed_positions
 
@@ -161,7 +162,7 @@ def _hidden(
         # A sharded layer has the function as a method, which gathers its parameters.
         run = getattr(layer, "packed_layer", functools.partial(packed_layer, layer))
         hidden = run(hidden, cos, sin, documents, family, checkpointing)
-    return _norm(base.norm, hidden, outer.norm)
+    return _norm(hidden, outer.norm, base.norm.variance_epsilon)
 
 
 def packed_layer(
@@ -179,20 +180,57 @@ def packed_layer(
             packed_layer, layer, hidden, cos, sin, documents, family, use_reentrant=False
         )
     attention, weights = layer.self_attn, _layer_weights(layer, family, hidden.dtype)
-    x = _norm(layer.input_layernorm, hidden, weights.input_norm)  # [T, H]
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     widths = [part.out_features // attention.head_dim for part in projections]
-    qkv = F.linear(x, weights.qkv, weights.qkv_bias).unflatten(-1, (-1, attention.head_dim))
-    q, k, v = qkv.split(widths, 1)  # [T, heads, head_dim]
-    if weights.q_norm is not None and weights.k_norm is not None:
-        q = _norm(attention.q_norm, q, weights.q_norm)
-        k = _norm(attention.k_norm, k, weights.k_norm)
-    q, k = _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
-    attended = attend(q, k, v, documents, attention.scaling)
-    hidden = hidden + F.linear(attended.flatten(1), weights.output, weights.output_bias)
-    x = _norm(layer.post_attention_layernorm, hidden, weights.post_norm)  # [T, H]
-    gate_up = F.linear(x, weights.gate_up)
-    return hidden + F.linear(_SwiGlu.apply(gate_up), weights.down)
+    epsilon = layer.input_layernorm.variance_epsilon
+    norms = (weights.input_norm, weights.q_norm, weights.k_norm)
+    q, k, v = _before_attention(
+        hidden, cos, sin, *norms, weights.qkv, weights.qkv_bias, widths, epsilon
+    )
+    attended = attend(q, k, v, documents, attention.scaling).flatten(1)
+    output = (weights.output, weights.output_bias)
+    return _after_attention(
+        hidden, attended, *output, weights.post_norm, weights.gate_up, weights.down, epsilon
+    )
+
+
+@fused
+def _before_attention(
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    input_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    qkv: Tensor,
+    bias: Tensor | None,
+    widths: list[int],
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, [T, heads, head_dim] each."""
+    x = F.linear(_norm(hidden, input_norm, epsilon), qkv, bias)
+    q, k, v = x.unflatten(-1, (sum(widths), -1)).split(widths, 1)
+    if q_norm is not None and k_norm is not None:
+        q, k = _norm(q, q_norm, epsilon), _norm(k, k_norm, epsilon)
+    # A view of `v` would keep q and k as they were before RoPE.
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v.contiguous()
+
+
+@fused
+def _after_attention(
+    hidden: Tensor,
+    attended: Tensor,
+    output: Tensor,
+    bias: Tensor | None,
+    post_norm: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    epsilon: float,
+) -> Tensor:
+    """Output projection, feed-forward part and both residuals, [T, H]."""
+    hidden = hidden + F.linear(attended, output, bias)
+    gate, up = F.linear(_norm(hidden, post_norm, epsilon), gate_up).chunk(2, -1)
+    return hidden + F.linear(F.silu(gate) * up, down)
 
 
 def _layer_weights(layer: Any, family: Family, dtype: torch.dtype) -> DecoderLayer:
@@ -324,76 +362,12 @@ def _varlen_attention() -> Callable[..., Any]:
     return varlen_attn
 
 
-def _norm(module: Any, x: Tensor, weight: Tensor) -> Tensor:
-    return _RmsNorm.apply(x, weight, module.variance_epsilon)
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMS norm that is rounded before the weight, as in the model's own pass and in the engine."""
+    return F.rms_norm(x, weight.shape, None, epsilon) * weight
 
 
-class _RmsNorm(torch.autograd.Function):
-    """RMS norm that is rounded before the weight, as in the model's own pass and in the engine.
-
-    The gradient is that of the fused norm, which does not round there.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.eps, rstd = eps, None
-        if x.is_cuda:  # F.rms_norm would compute the norm again in its backward pass
-            out, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, None, eps)
-        else:
-            out = F.rms_norm(x, weight.shape, None, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return out.mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        if rstd is not None:
-            x, grad = x.contiguous(), grad.contiguous()
-            fused = torch.ops.aten._fused_rms_norm_backward
-            return *fused(grad, x, weight.shape, rstd, weight, [True, True]), None
-        x, weight = (saved.detach().requires_grad_() for saved in (x, weight))
-        with torch.enable_grad():
-            out = F.rms_norm(x, weight.shape, weight, ctx.eps)
-        return *torch.autograd.grad(out, (x, weight), grad), None
-
-
-class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up of [T, 2 I], gate first; the gradient is one tensor of that shape."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        gated = F.silu(gate)
-        ctx.save_for_backward(gate_up, gated)
-        return gated * up
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        gate_up, gated = ctx.saved_tensors
-        out = torch.empty_like(gate_up)
-        (gate, up), (out_gate, out_up) = gate_up.chunk(2, -1), out.chunk(2, -1)
-        torch.mul(grad, gated, out=out_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=out_gate)
-        return out
-
-
-class _Rotate(torch.autograd.Function):
-    """RoPE of [T, heads, head_dim] by angles [T, 1, head_dim / 2]; the gradient rotates back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, -1), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (low, high), (out_low, out_high) = x.chunk(2, -1), out.chunk(2, -1)
-    torch.mul(low, cos, out=out_low).addcmul_(high, sin, value=-sign)
-    torch.mul(high, cos, out=out_high).addcmul_(low, sin, value=sign)
-    return out
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of [T, heads, head_dim] by angles [T, 1, head_dim / 2]."""
+    low, high = x.chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)

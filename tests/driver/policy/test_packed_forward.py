@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from driver.policy import fused
 from driver.policy import packed_forward as module
-from driver.policy.packed_forward import Documents, _norm, _Rotate, _SwiGlu, attend, packed_forward
+from driver.policy.logprobs import token_logprobs
+from driver.policy.micro_batch import _moved
+from driver.policy.packed_forward import Documents, _norm, _rotate, attend, packed_forward
 from tests import kit
 from tests.driver.hugging_face import FAMILIES, TRAINED
 
@@ -78,7 +81,7 @@ def test_a_norm_is_rounded_before_its_weight(dtype, device):
     """As in the engine: any other rounding changes every log-prob in half precision."""
     norm = make_model("llama", dtype).model.norm.to(device)
     x = kit.randn(300, 32, seed=2).to(device, dtype)
-    same = _norm(norm, x, norm.weight) == norm(x)
+    same = _norm(x, norm.weight, norm.variance_epsilon) == norm(x)
     assert same.all() if device == "cpu" else same.double().mean() > 0.999
     at_once = F.rms_norm(x, (32,), norm.weight, norm.variance_epsilon)
     assert (at_once == norm(x)).double().mean() < 0.9
@@ -93,7 +96,7 @@ def test_gradient_of_a_norm_is_that_of_float64(strided, dtype, device):
     shape, heads = ((14, 7, 32), slice(1, 6)) if strided else ((14, 5, 32), slice(None))
     x, grad = (kit.randn(*shape, seed=seed).to(device, dtype)[:, heads] for seed in (3, 4))
     x.requires_grad_()
-    got = torch.autograd.grad(_norm(norm, x, norm.weight), (x, norm.weight), grad)
+    got = torch.autograd.grad(_norm(x, norm.weight, norm.variance_epsilon), (x, norm.weight), grad)
     exact, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
     out = F.rms_norm(exact, (32,), weight, norm.variance_epsilon)
     wanted = torch.autograd.grad(out, (exact, weight), grad.double())
@@ -104,18 +107,38 @@ def test_gradient_of_a_norm_is_that_of_float64(strided, dtype, device):
 def test_rotation_turns_and_its_gradient_turns_back():
     angle = kit.randn(6, 1, 4, seed=5).double()
     x = kit.randn(6, 3, 8, seed=6).double().requires_grad_()
-    out = _Rotate.apply(x, angle.cos(), angle.sin())
+    out = _rotate(x, angle.cos(), angle.sin())
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
     assert_close(out, torch.cat((turned.real, turned.imag), -1))
-    assert torch.autograd.gradcheck(lambda x: _Rotate.apply(x, angle.cos(), angle.sin()), x)
+    assert torch.autograd.gradcheck(lambda x: _rotate(x, angle.cos(), angle.sin()), x)
 
 
-@pytest.mark.parametrize("device", kit.DEVICES)
-def test_gradient_of_a_gated_pair_is_written_as_one(device):
-    pair = kit.randn(7, 10, seed=7).to(device).double().requires_grad_()
-    gate, up = pair.chunk(2, -1)
-    assert_close(_SwiGlu.apply(pair), F.silu(gate) * up)
-    assert torch.autograd.gradcheck(_SwiGlu.apply, pair)
+@kit.gpu
+@kit.needs_gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_compiled_layers_agree_with_single_ops(family, ids, monkeypatch):
+    config, model = FAMILIES[family]
+    torch.manual_seed(0)
+    options = {**TRAINED, "hidden_size": 512, "head_dim": 64, "num_attention_heads": 8}
+    made = model(config(vocab_size=1000, **options)).to("cuda", torch.bfloat16).eval()
+    documents, ids = _moved(Documents.of(LENGTHS), torch.device("cuda")), ids.cuda()
+    tokens = torch.arange(len(ids[0]), device="cuda") % 1000
+
+    def run():
+        made.zero_grad()
+        hidden = packed_forward(made, ids, documents)
+        head = made.get_output_embeddings().weight
+        logprobs, entropy = token_logprobs(hidden, head, tokens, 1.0, True)
+        (logprobs.sum() + entropy.sum()).backward()
+        return [logprobs, entropy, *(p.grad for p in made.parameters() if p.grad is not None)]
+
+    monkeypatch.setattr(fused, "LEAST_WIDTH", 1 << 20)
+    single = run()
+    monkeypatch.setattr(fused, "LEAST_WIDTH", 512)
+    compiled = run()
+    assert fused._compiled.cache_info().currsize == 4
+    for one, other in zip(compiled, single, strict=True):
+        assert (one - other).norm() <= kit.TOLERANCE[torch.bfloat16] * other.norm()
 
 
 def test_docstring_examples():
