@@ -12,6 +12,7 @@ from torch import nn
 from ..common.errors import UserError
 from ..rollout.request import Request, SamplingParams, request_id
 from ..session import Session
+from ..session.inbox import OnEnd
 
 Trainer = Any  # `trl.GRPOTrainer`, whose annotations lack what its constructor assures
 
@@ -27,6 +28,8 @@ class TltRollout:
     Args:
         drafter: folder of a drafter's checkpoint.
         train_drafter: whether a drafter is trained during the tails of rollouts.
+        on_end: answers the end of a turn with tokens of a tool or None, see `Session.submit`. TRL
+            leaves these tokens out of the loss.
         max_batch: completions that run at once; None: the default of `Session`.
         max_len: most tokens of a prompt and its completion; None: the context of the model.
         settings: words such as `engine.strategies=[off,ngram:4,1,5]`, as on the command line.
@@ -46,11 +49,12 @@ class TltRollout:
         *,
         drafter: str | None = None,
         train_drafter: bool = False,
+        on_end: OnEnd | None = None,
         max_batch: int | None = None,
         max_len: int | None = None,
         settings: Sequence[str] = (),
     ) -> None:
-        self.drafter, self.train_drafter = drafter, train_drafter
+        self.drafter, self.train_drafter, self.on_end = drafter, train_drafter, on_end
         self.max_batch, self.max_len, self.settings = max_batch, max_len, tuple(settings)
         self.session: Session | None = None
         self.updates = 0
@@ -65,8 +69,9 @@ class TltRollout:
             trainer: reads its tokenizer, its policy and the settings of its generation.
 
         Returns:
-            `prompt_ids`, `completion_ids` and `logprobs` of each prompt. A completion ends with its
-            end token, or was cut at `max_completion_length`; nothing is appended.
+            `prompt_ids`, `completion_ids` and `logprobs` of each prompt, with `on_end` also the
+            `env_mask`, 0 at tokens of tools. A completion ends with its end token, or was cut at
+            `max_completion_length`; nothing is appended.
 
         Raises:
             UserError: a setting of the trainer that the engine does not have.
@@ -88,16 +93,19 @@ class TltRollout:
         for id, ids in zip(self._keys(trainer, len(prompts)), prompt_ids, strict=True):
             prompt = tuple(ids)
             requests.append(Request(id, groups.setdefault(prompt, len(groups)), prompt, params))
-        responses = session.generate(requests)
+        responses = session.generate(requests, on_end=self.on_end)
         accepted = [r.accept_length for r in responses if r.accept_length is not None]
         if accepted:  # otherwise no pass speculated
             mean = sum(accepted) / len(accepted)
             trainer._metrics[_phase(trainer)]["tlt/accept_length"].append(mean)
-        return {
+        out = {
             "prompt_ids": prompt_ids,
             "completion_ids": [response.token_ids for response in responses],
             "logprobs": [response.logprobs for response in responses],
         }
+        if self.on_end is not None:
+            out["env_mask"] = [[int(own) for own in response.generated] for response in responses]
+        return out
 
     def close(self) -> None:
         """Frees the engine; a further call builds another one."""

@@ -151,6 +151,42 @@ def test_a_seed_gives_the_same_tokens_again(tmp_path, rollout):
         assert (tokens(again) == first) == same
 
 
+def test_a_trained_drafter_changes_no_token(tmp_path, rollout):
+    train(tmp_path, rollout)
+    spot = ["spot.tail_batch=8", "spot.every=1", "drafter.draft_vocab=32"]
+    drafting = Recorder(
+        train_drafter=True, settings=["engine.strategies=[off,learned:2,1,3]", *spot]
+    )
+    train(tmp_path, drafting)
+    assert drafting.session.spot.steps > 0
+    drafting.close()
+    assert tokens(drafting) == tokens(rollout)
+
+
+def test_tokens_of_a_tool_are_left_out_of_the_loss(tmp_path, rollout):
+    plus, end = tiny.build_tokenizer().encode("+++")[:3], tiny.build_tokenizer().eos_token_id
+    rollout.on_end = lambda state: None if state.tools else plus
+    trainer = train(tmp_path, rollout, max_steps=1, max_completion_length=24)
+    out, own = rollout.calls[0][3:]
+    generated = 0
+    for ids, mask, given, expected in zip(
+        out["completion_ids"], out["env_mask"], out["logprobs"], own, strict=True
+    ):
+        generated += sum(mask)
+        if end in ids[:-1]:  # the turn that the tool answered
+            at = ids.index(end) + 1
+            answer = range(at, min(at + 3, len(ids)))  # the limit may cut it
+            assert [ids[i] for i in answer] == plus[: len(answer)]
+            assert mask == [i not in answer for i in range(len(ids))]
+        else:
+            assert all(mask)
+        pairs = zip(mask, given, expected, strict=True)
+        assert all(abs(a - b) < 1e-4 for made, a, b in pairs if made)
+    assert generated < sum(map(len, out["completion_ids"]))
+    mean = trainer.state.log_history[0]["completions/mean_length"]
+    assert mean == pytest.approx(generated / len(out["completion_ids"]))
+
+
 @pytest.mark.parametrize(
     "changes, steps, updates",
     [
