@@ -1,0 +1,353 @@
+"""Rollout `tlt` of verl: a Ray actor with a session, its replica, and the trainer's side.
+
+Importing this module registers the rollout. The installed package does it through the entry point
+`verl.plugins`; in a checkout set `VERL_USE_EXTERNAL_MODULES=driver.adapters.verl`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ray
+import torch
+import verl
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.plugin.platform import get_platform
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name, get_resource_name, is_support_ipc
+from verl.workers.config import HFModelConfig
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
+from verl.workers.rollout.replica import (
+    RolloutMode,
+    RolloutReplica,
+    RolloutReplicaRegistry,
+    TokenOutput,
+)
+
+from ..common.errors import UserError
+from ..rollout.request import Request, SamplingParams
+from ..session import Session
+
+NAME = "tlt"
+MAX_BATCH = 256  # requests that run at once, where `max_num_seqs` is larger
+NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0}  # values that change nothing
+
+
+class Server:
+    """Serves one replica: a Ray actor with one engine.
+
+    Its methods are those that verl's trainers and replicas call. Requests may arrive at any time.
+
+    Args:
+        config: verl's `RolloutConfig`. `engine_kwargs.tlt` may have `settings`, `drafter` and
+            `train_drafter`, as for `Session.from_pretrained`.
+        model_config: verl's `HFModelConfig`.
+        mode: whether the trainer shares the device.
+        visible_devices: of the replica's worker.
+    """
+
+    def __init__(
+        self, config: Any, model_config: Any, mode: RolloutMode, visible_devices: str
+    ) -> None:
+        os.environ[get_platform().visible_devices_envvar()] = visible_devices
+        self.config, self.mode = omega_conf_to_dataclass(config), mode
+        model: HFModelConfig = omega_conf_to_dataclass(model_config, HFModelConfig)
+        own = dict(self.config.engine_kwargs.get(NAME) or {})
+        own["settings"] = [f"model.dtype={self.config.dtype}", *own.get("settings", ())]
+        kind = get_device_name()
+        self.device = torch.device(kind if kind == "cpu" else f"{kind}:0")
+        self.session = Session.from_pretrained(
+            str(model.local_path),
+            tokenizer=model.tokenizer,
+            device=str(self.device),
+            seed=self.config.seed,
+            max_batch=min(self.config.max_num_seqs, MAX_BATCH),
+            max_len=self.max_len,
+            **own,
+        )
+        self.version = 0
+        self._open = asyncio.Event()  # whether requests are admitted
+        self._open.set()
+        self._rejects = False  # requests that arrive while they are not
+        self._asleep = False
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest prompt and response."""
+        config = self.config
+        return config.max_model_len or config.prompt_length + config.response_length
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+    ) -> TokenOutput:
+        """The response to one prompt.
+
+        Args:
+            prompt_ids: its tokens; of a request that was aborted, with the tokens so far.
+            sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `ignore_eos` and
+                `logprobs`.
+            request_id: keys the noise: equal ids and prompts have equal tokens.
+            image_data, video_data: None.
+
+        Raises:
+            UserError: a setting that the engine does not have, or no room for a token.
+        """
+        if image_data is not None or video_data is not None:
+            raise UserError(f"rollout {NAME}: it generates text only, the prompt has images")
+        if not self._open.is_set() and self._rejects:
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=self._fields())
+        await self._open.wait()
+        wanted = dict(sampling_params)
+        with_logprobs = wanted.pop("logprobs", False)
+        params = self._params(len(prompt_ids), wanted)
+        request = Request(noise_key(request_id), 0, tuple(prompt_ids), params)
+        response = await asyncio.wrap_future(self.session.submit(request))
+        return TokenOutput(
+            token_ids=response.token_ids,
+            log_probs=response.logprobs if with_logprobs else None,
+            stop_reason="aborted" if response.finish == "abort" else "completed",
+            extra_fields={
+                "global_steps": response.version,
+                "accept_length": response.accept_length,
+            },
+        )
+
+    def _params(self, prompt_len: int, wanted: dict[str, Any]) -> SamplingParams:
+        room = self.max_len - prompt_len
+        if room < 1:
+            raise UserError(
+                f"rollout {NAME}: a prompt of {prompt_len} tokens leaves no room in max_model_len="
+                f"{self.max_len}; raise it or shorten the prompt"
+            )
+        limit = wanted.pop("max_tokens", wanted.pop("max_new_tokens", self.config.response_length))
+        temperature, top_p = wanted.pop("temperature", 1.0), wanted.pop("top_p", 1.0)
+        top_k = max(0, wanted.pop("top_k", 0))  # -1: all tokens
+        ignore_eos = wanted.pop("ignore_eos", self.config.ignore_eos)
+        if unknown := {k: v for k, v in wanted.items() if v != NEUTRAL.get(k)}:
+            raise UserError(f"rollout {NAME}: the engine has no sampling settings {unknown}")
+        most = max(1, min(limit, room))
+        stops = () if ignore_eos else self.session.params.stop_ids
+        return SamplingParams(temperature, top_k, top_p, most, stops)
+
+    def _fields(self) -> dict[str, Any]:
+        return {"global_steps": self.version}
+
+    # ---- weights --------------------------------------------------------------------------------
+
+    async def update_weights(self, handle: str, use_shm: bool, version: int | None) -> None:
+        """Receives the weights that `ServerAdapter.update_weights` sends.
+
+        Args:
+            handle: address of the sender.
+            use_shm: whether they come through host memory, not CUDA IPC.
+            version: written into responses; None: unchanged.
+        """
+        await asyncio.to_thread(self._receive, handle, use_shm, version)
+
+    def _receive(self, handle: str, use_shm: bool, version: int | None) -> None:
+        weights: dict[str, torch.Tensor] = {}
+
+        def keep(bucket: Iterable[tuple[str, torch.Tensor]], is_last: bool) -> None:
+            weights.update((name, tensor.clone()) for name, tensor in bucket)  # it is written again
+
+        transfer().BucketedWeightReceiver(handle, self.device, use_shm).receive_weights(keep)
+        self.version = self.version if version is None else version
+        self.session.update_weights(weights, version=self.version)
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """The version of the weights, if it changed and they did not."""
+        self.version = global_steps
+
+    # ---- memory ---------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Frees the KV cache, if the trainer shares the device."""
+        if self.config.free_cache_engine and self.mode != RolloutMode.STANDALONE:
+            await self.release_kv_cache()
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Gets the KV cache back. The weights stay on the device, in the engine's own copy."""
+        if tags is None or "kv_cache" in tags:
+            await self.resume_kv_cache()
+
+    async def release_kv_cache(self) -> None:
+        """Frees the KV cache."""
+        if not self._asleep:
+            self._asleep = True
+            await asyncio.to_thread(self.session.sleep)
+
+    async def resume_kv_cache(self) -> None:
+        """Gets the KV cache back."""
+        if self._asleep:
+            await asyncio.to_thread(self.session.wake)
+            self._asleep = False
+
+    async def clear_kv_cache(self) -> None:
+        """Nothing: no KV is kept after its request."""
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """Ends all requests; their callers get the tokens so far.
+
+        Args:
+            reject_request: further requests are answered with no token; otherwise they wait for
+                `resume_generation`.
+        """
+        self._open.clear()
+        self._rejects = reject_request
+        ended = await asyncio.to_thread(self.session.abort)
+        ids = [response.request.id for response in ended]
+        return {"aborted_count": len(ids), "request_ids": ids}
+
+    async def resume_generation(self) -> None:
+        """Admits requests again."""
+        self._rejects = False
+        self._open.set()
+
+    async def start_profile(self, **_: Any) -> None:
+        """Nothing: `tlt report` and `profiling/` measure the engine."""
+
+    async def stop_profile(self) -> None:
+        """Nothing, as `start_profile`."""
+
+
+class Replica(RolloutReplica):
+    """One server beside one worker; verl makes one replica for each device."""
+
+    async def launch_servers(self) -> None:
+        """Starts the server on the node and the device of its worker."""
+        if self.world_size != 1:
+            raise UserError(
+                f"rollout {NAME}: tensor_model_parallel_size, data_parallel_size and"
+                f" pipeline_model_parallel_size must be 1, their product is {self.world_size}"
+            )
+        resource = get_resource_name()
+        node, devices = await self.workers[0].__ray_call__.remote(
+            lambda self: (
+                ray.get_runtime_context().get_node_id(),
+                ray.get_runtime_context().get_accelerator_ids()[resource],
+            )
+        )
+        platform = get_platform()
+        variables = {name: "1" for name in platform.ray_noset_envvars()}
+        role = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        server: Any = (
+            ray.remote(Server)
+            .options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                runtime_env={"env_vars": {**variables, **platform.rollout_env_vars()}},
+                name=server_name(self.replica_rank, role, self.name_suffix),
+                max_concurrency=self.max_concurrency,
+            )
+            .remote(self.config, self.model_config, self.rollout_mode, ",".join(devices))
+        )
+        await server.clear_kv_cache.remote()  # its engine is built
+        self.servers, self._server_handle = [server], server
+        # There is no HTTP server; the load balancer tells replicas apart by this name.
+        self._server_address = f"{NAME}-{role}{self.replica_rank}{self.name_suffix}"
+
+
+class ServerAdapter(BaseRollout):
+    """The trainer's side: sends memory commands and weights to the server of its device."""
+
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
+        job = ray.get_runtime_context().get_job_id()
+        self.handle = f"ipc:///tmp/{NAME}-{job}-{self.replica_rank}.sock"
+        self._server: Any = None
+
+    @property
+    def server(self) -> Any:
+        """The server's actor, which starts after the trainer's workers."""
+        if self._server is None:
+            self._server = ray.get_actor(server_name(self.replica_rank))
+        return self._server
+
+    async def resume(self, tags: list[str]) -> None:
+        """Gets memory back: `weights` or `kv_cache`."""
+        if self.config.free_cache_engine:
+            await self.server.wake_up.remote(tags)
+
+    async def release(self) -> None:
+        """Frees the KV cache."""
+        if self.config.free_cache_engine:
+            await self.server.sleep.remote()
+
+    @torch.no_grad()
+    async def update_weights(
+        self,
+        weights: Any,
+        wire_format: str = "named_tensors",
+        *,
+        global_steps: int | None = None,
+        peft_config: Any = None,
+        **_: Any,
+    ) -> None:
+        """Sends whole tensors to the server: by CUDA IPC, or through host memory elsewhere.
+
+        Args:
+            weights: yields (name, tensor).
+            wire_format: "named_tensors".
+            global_steps: version of the weights.
+            peft_config: None; merge LoRA weights with `model.lora.merge=True`.
+
+        Raises:
+            UserError: deltas or unmerged LoRA weights.
+        """
+        if wire_format != "named_tensors" or peft_config is not None:
+            raise UserError(
+                f"rollout {NAME}: it takes whole weights, not wire_format={wire_format} or a LoRA"
+                " adapter; use checkpoint_engine.backend=naive and model.lora.merge=True"
+            )
+        use_shm = not is_support_ipc()
+        done = self.server.update_weights.remote(self.handle, use_shm, global_steps)
+        bucket = self.config.checkpoint_engine.update_weights_bucket_megabytes
+        sender = transfer().BucketedWeightSender(self.handle, bucket, use_shm)
+        await sender.async_send_weights(weights)
+        await done
+
+
+def server_name(replica_rank: int, role: str = "", suffix: str = "") -> str:
+    """Name of a replica's actor."""
+    return f"{NAME}_server_{role}{replica_rank}{suffix}"
+
+
+def noise_key(request_id: str) -> int:
+    """The 62-bit id of a request."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def transfer() -> ModuleType:
+    """verl's bucketed transfer of weights, which needs no vLLM, unlike its package."""
+    global _transfer
+    if _transfer is None:
+        path = Path(verl.__file__).parent / "workers/rollout/vllm_rollout"
+        spec = importlib.util.spec_from_file_location(
+            f"{__name__}_transfer", path / "bucketed_weight_transfer.py"
+        )
+        assert spec is not None and spec.loader is not None
+        _transfer = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(_transfer)
+    return _transfer
+
+
+_transfer: ModuleType | None = None
+_ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{ServerAdapter.__name__}"
+RolloutReplicaRegistry.register(NAME, lambda: Replica)
