@@ -18,7 +18,7 @@ with Session.from_pretrained(model, settings=[f"engine.strategies=off {STRATEGY}
     request = Request(1, 0, session.encode("12 + 34 = "), params)  # its id is the key of its noise
     for strategy in (STRATEGY, OFF):
         session.rollout.fix(strategy)
-        responses += session.generate(request)
+        responses += session.roll_out([request])
         passes = session.engine.stats.target_passes
         print(f"{strategy!s:<14}{len(responses[-1].token_ids)} tokens in {passes} passes")
 

@@ -570,9 +570,11 @@ def test_a_session_trains_its_drafter(policy):
     with Session.from_pretrained(policy, **make) as session:
         params = SamplingParams(max_new_tokens=40, stop_ids=(90,))
         first = session.generate([[6, 7]], params, samples=4)
-        assert session.spot.buffer.num_tokens > 0
+        with session._between_bursts():  # the features are recorded by then
+            assert session.spot.buffer.num_tokens > 0
         session.generate([[8, 9]], params, samples=4)
-        trained = session.spot.steps
+        with session._between_bursts():
+            trained = session.spot.steps
         assert trained > 0 and session.spot.runner.version > 0
         assert session.train_drafter(3) == trained + 3
         session.train_drafter()
