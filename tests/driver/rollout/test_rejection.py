@@ -81,8 +81,13 @@ def fit(rollout, expected, params, *menu):
 
 @pytest.mark.parametrize(
     ("params", "menu"),
-    [*((COLD, [chain]) for chain in CHAINS), (FILTERED, ["learned:4,1,5"]), (FILTERED, MIXED)],
-    ids=str,
+    [
+        (COLD, ["ngram:2,1,3"]),
+        (COLD, ["learned:2,1,3"]),
+        (FILTERED, ["learned:4,1,5"]),
+        (FILTERED, MIXED),
+    ],
+    ids=["ngram", "learned", "filtered", "mixed"],
 )
 def test_responses_have_the_distribution_of_the_target(rollout, expected, params, menu):
     assert fit(rollout, expected, params, *menu) > 1e-3
