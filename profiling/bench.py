@@ -153,6 +153,7 @@ QUICK_SECONDS = {
     "rollout": 68,
     "sampling": 7,
     "step": 6,
+    "update": 40,
 }
 
 

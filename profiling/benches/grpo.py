@@ -17,6 +17,7 @@ seconds instead of minutes. Such runs have their own folder below `--runs` and t
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from driver.common.memory import CARD_MEMORY
 from driver.config.load import load_config
 from driver.run.dry_run import run_shape, shape_folder
 from profiling.rig.bench import Bench, say
+from profiling.rig.results import RESULTS, newest_first
 from profiling.rig.warm import warm_words
 from profiling.studies.grpo_arms import (
     OTHER_START,
@@ -106,6 +108,14 @@ def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:
     return {"peak_gb": round(max(peaks), 3), "predicted_gb": round(parts.torch_peak / 1e9, 3)}
 
 
+def book_update(bench: Bench) -> None:
+    """The targets that `bench update` measures."""
+    for path in newest_first(RESULTS, "update")[:1]:
+        rows = {row["case"]: row for row in json.loads(path.read_text())["rows"]}
+        if row := rows.get("15b compiled"):
+            bench.got["update_mfu_15b"] = row["mfu"]
+
+
 def merge(
     bench: Bench,
     runs: list[ArmRun],
@@ -132,6 +142,7 @@ def merge(
         median = statistics.median(t.total for t in run.times)
         found = {**found, **memory[run.arm, run.seed]}
         bench.add_row(case, 1e6 * median, **run.row(), **found)
+    book_update(bench)
     full = {run.seed: run for run in runs if run.arm == "full"}
     for trainer, target in TRAINERS.items():
         peers = [run for run in runs if run.arm == trainer and run.seed in full]
