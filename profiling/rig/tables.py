@@ -69,7 +69,12 @@ OPS = (
     Case("", "", "decode, B=32, kv 4k", "decode_b32_kv4k_of_copy"),
     Case("`sample`", "Gumbel-max, Philox", "64 rows of 151,936", "sample_b64_us"),
     Case("`verify_tree`", "SpecInfer, keyed noise", "16 rows, B=1", "verify_tree16_b1_us"),
-    Case("`verify_rejection`", "Leviathan et al., SpecInfer", "the classical rule, for comparison"),
+    Case(
+        "`verify_rejection`",
+        "Leviathan et al., SpecInfer",
+        "time of `verify_tree` over its, 64 chains of 5",
+        "verify_tree_over_rejection_x",
+    ),
     Case(
         "`expand_tree`, `select_nodes`",
         "EAGLE-2, keyed noise",
