@@ -34,10 +34,6 @@ class Checkpoint:
     Args:
         path: a Hugging Face model folder (valid for `model.path`) that also contains `state/`.
         step: the last finished step.
-
-    Example:
-        >>> Checkpoint(Path("runs/tiny/checkpoints/step-000010"), 10).step
-        10
     """
 
     path: Path
@@ -51,9 +47,6 @@ class Checkpoint:
 
         Raises:
             UserError: a file is missing, cut short or damaged.
-
-        Example:
-            >>> Checkpoint(Path("step-000010"), 10).check()  # doctest: +SKIP
         """
         try:
             check_checkpoint(self.path)
@@ -72,19 +65,10 @@ class Checkpoint:
         return f"remove {self.path} to resume from the checkpoint before it"
 
     def state(self, name: str) -> Any:
-        """Reads one state that `save_checkpoint` saved.
-
-        Args:
-            name: its key there, for example "trainer".
-
-        Returns:
-            The object, tensors on the CPU.
+        """One state that `save_checkpoint` saved, such as "trainer", with tensors on the CPU.
 
         Raises:
             UserError: it is missing or cannot be read.
-
-        Example:
-            >>> Checkpoint(Path("step-000010"), 10).state("bandit")  # doctest: +SKIP
         """
         path = self.path / "state" / f"{name}.pt"
         try:
@@ -95,17 +79,7 @@ class Checkpoint:
             ) from error
 
     def restore_parts(self, parts: Parts, group: dist.ProcessGroup | None) -> None:
-        """Copies the tensors that `save_parts` saved into `parts`; a collective call.
-
-        Args:
-            parts, group: see `driver.records.parts.load_parts`.
-
-        Raises:
-            UserError: they cannot be read.
-
-        Example:
-            >>> Checkpoint(Path("step-000010"), 10).restore_parts(parts, None)  # doctest: +SKIP
-        """
+        """Copies the tensors that `save_parts` saved into `parts`; see `load_parts`."""
         try:
             load_parts(self.path / PARTS, parts, group)
         except UserError as error:
@@ -114,16 +88,8 @@ class Checkpoint:
     def restore(self, name: str, load: Callable[[Any], None]) -> None:
         """Reads one state and passes it to `load`.
 
-        Args:
-            name: its key, for example "trainer".
-            load: restores the state.
-
         Raises:
             UserError: it cannot be read, or an earlier version saved it without a required key.
-
-        Example:
-            >>> Checkpoint(Path("step-000010"), 10).restore("bandit", bandit.load_state_dict)
-            ... # doctest: +SKIP
         """
         with earlier_versions(
             f"{self.path}: state/{name}.pt",
@@ -134,21 +100,7 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def earlier_versions(what: str, remedy: str) -> Iterator[None]:
-    """Reports a key that is missing in a state from an earlier version.
-
-    Args:
-        what: name of the state.
-        remedy: for the user.
-
-    Raises:
-        UserError: the block raised a KeyError.
-
-    Example:
-        >>> with earlier_versions("bandit.pt", "retrain"):
-        ...     {}["seen"]
-        Traceback (most recent call last):
-        driver.common.errors.UserError: bandit.pt lacks 'seen', an earlier version wrote it; retrain
-    """
+    """Turns a KeyError, a key that an earlier version did not save, into one line for the user."""
     try:
         yield
     except KeyError as error:
@@ -176,9 +128,6 @@ def save_checkpoint(
 
     Raises:
         UserError: the disk is full or unwritable; no incomplete checkpoint remains.
-
-    Example:
-        >>> save_checkpoint(Path("ckpt"), 3, model.save, {"bandit": {}}, 2)  # doctest: +SKIP
     """
     final = folder / f"step-{step:06d}"
     if (final / _MARK).exists():  # a run resumed here and saved before it made a step
@@ -238,9 +187,6 @@ def save_reference(folder: Path, write_policy: Callable[[Path], None]) -> Checkp
 
     Raises:
         UserError: the disk is full or unwritable.
-
-    Example:
-        >>> save_reference(Path("checkpoints"), model.save_pretrained)  # doctest: +SKIP
     """
     place = folder.parent / _REFERENCE
     shutil.rmtree(place, ignore_errors=True)
@@ -250,17 +196,8 @@ def save_reference(folder: Path, write_policy: Callable[[Path], None]) -> Checkp
 def saved_reference(checkpoint: Checkpoint) -> Checkpoint:
     """The reference policy of the run that a checkpoint belongs to.
 
-    Args:
-        checkpoint: in `checkpoints/` of a run.
-
-    Returns:
-        The checkpoint that `save_reference` saved.
-
     Raises:
         UserError: the run has no saved reference policy.
-
-    Example:
-        >>> saved_reference(latest_checkpoint(Path("checkpoints")))  # doctest: +SKIP
     """
     place = checkpoint.path.parents[1] / _REFERENCE
     found = latest_checkpoint(place)
@@ -272,18 +209,7 @@ def saved_reference(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def whole_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The complete checkpoints, oldest first; incomplete ones are ignored.
-
-    Args:
-        folder: holds the checkpoints; need not exist.
-
-    Returns:
-        Checkpoints by rising step.
-
-    Example:
-        >>> whole_checkpoints(Path("/nowhere"))
-        []
-    """
+    """The complete checkpoints in a folder, if it exists, by rising step."""
     found = []
     for path in folder.glob("step-*"):
         match = _FOLDER.fullmatch(path.name)
@@ -293,31 +219,13 @@ def whole_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint, or None.
-
-    Args:
-        folder: holds the checkpoints; need not exist.
-
-    Returns:
-        The checkpoint of the highest step.
-
-    Example:
-        >>> latest_checkpoint(Path("/nowhere")) is None
-        True
-    """
+    """The complete checkpoint of the highest step in a folder, or None."""
     whole = whole_checkpoints(folder)
     return whole[-1] if whole else None
 
 
 def clean_checkpoints(folder: Path) -> None:
-    """Removes incomplete checkpoints of a killed process.
-
-    Args:
-        folder: holds the checkpoints; need not exist.
-
-    Example:
-        >>> clean_checkpoints(Path("/nowhere"))
-    """
+    """Removes incomplete checkpoints of a killed process from a folder, if it exists."""
     for pattern in (".new-step-*", ".gone-step-*"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)

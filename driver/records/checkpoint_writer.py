@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ class CheckpointWriter:
     def __init__(self, beside: bool) -> None:
         self.beside = beside
         self._copies = HostCopies()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")  # completes a write before the exit
+        self._written: Future[None] | None = None
 
     def save(self, write: Callable[[Any], object], state: Any) -> None:
         """Starts to write a state.
@@ -62,34 +62,25 @@ class CheckpointWriter:
             write(state)
             return
         copy, wait = self._copies.take(state)
-        # Not a daemon, so that a started checkpoint is completed before the process exits.
-        self._thread = threading.Thread(
-            target=self._work, args=(write, copy, wait), name="checkpoint"
-        )
-        self._thread.start()
 
-    def _work(self, write: Callable[[Any], object], copy: Any, wait: Callable[[], None]) -> None:
-        try:
+        def work() -> None:
             wait()
             write(copy)
-        except BaseException as error:  # kept for `collect`
-            self._error = error
+
+        self._written = self._thread.submit(work)
 
     def collect(self, wait: bool = True) -> None:
-        """Raises the error of the thread, if there is one.
+        """Raises the error of the write, if there is one.
 
         Args:
-            wait: whether to wait until the thread ends; otherwise a running thread is not checked.
+            wait: whether to wait until it ends; otherwise one in progress is not checked.
 
         Raises:
             UserError: the checkpoint could not be written.
         """
-        if self._thread is not None and (wait or not self._thread.is_alive()):
-            self._thread.join()
-            self._thread = None
-        if self._thread is None and self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._written is not None and (wait or self._written.done()):
+            written, self._written = self._written, None
+            written.result()
 
 
 def _host_bytes() -> int:

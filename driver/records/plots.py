@@ -251,7 +251,7 @@ def to_svg(figure: Figure) -> str:
     figure.set_size_inches(5.6, 3.4)  # its text is readable on a phone
     out = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none", "path.simplify_threshold": 1.0}):
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
     text = out.getvalue()
     return text[text.index("<svg") :]

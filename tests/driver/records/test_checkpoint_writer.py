@@ -92,7 +92,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_previous_checkpoin
     writer.collect()
     with full_disk(1000):
         writer.save(write_into(tmp_path, 2), states(2))
-        writer._thread.join()
+        writer._written.exception()
     with pytest.raises(UserError, match="step-000002: cannot be written"):
         writer.collect(wait)
     assert names(tmp_path) == ["step-000001"]
@@ -106,7 +106,7 @@ def test_the_next_save_raises_the_error_of_the_previous_one(tmp_path):
     writer = CheckpointWriter(beside=True)
     with full_disk(1000):
         writer.save(write_into(tmp_path, 1), states(1))
-        writer._thread.join()
+        writer._written.exception()
     with pytest.raises(UserError, match="step-000001: cannot be written"):
         writer.save(write_into(tmp_path, 2), states(2))
 

@@ -22,7 +22,7 @@ from driver.records.folder import RunFolder, read_jsonl
 from driver.records.phases import PHASES
 from driver.records.progress import Progress
 from driver.rollout.draft_runner import DraftRunner
-from driver.run import run as run_module
+from driver.run import start as start_module
 from driver.run.collector import Collector
 from driver.run.run import Run
 from driver.run.summary import summary_lines
@@ -52,13 +52,13 @@ LEARNED = ["bandit.policy=learned:4,2,8"]  # once there is a drafter
 KILL = """
 import os, signal, sys
 from driver.run import collector
-from driver.run import run
+from driver.run import run, start
 from driver.train import main
 from tests.driver.run.test_run import share_of_ones
 
 collector.Collector.rewards = share_of_ones
 if sys.argv.pop(1) == "beside":
-    run.CheckpointWriter = lambda beside, kind=run.CheckpointWriter: kind(beside=True)
+    start.CheckpointWriter = lambda beside, kind=start.CheckpointWriter: kind(beside=True)
 
 whole = run.Run.checkpoint
 def checkpoint(self):
@@ -241,14 +241,14 @@ def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path
 @pytest.fixture
 def written_beside(monkeypatch):
     """Runs whose checkpoints are written as on a card."""
-    kind = run_module.CheckpointWriter
-    monkeypatch.setattr(run_module, "CheckpointWriter", lambda beside: kind(beside=True))
+    kind = start_module.CheckpointWriter
+    monkeypatch.setattr(start_module, "CheckpointWriter", lambda beside: kind(beside=True))
 
 
 def test_checkpoints_of_the_thread_equal_those_written_directly(unbroken, written_beside, tmp_path):
     """Steps go on while they are written; the last is on the disk when the run ends."""
     beside = run(tmp_path, "beside", "run.steps=5")
-    assert beside.writer.beside and beside.writer._thread is None
+    assert beside.writer.beside and beside.writer._written is None
     assert history(beside.folder.path) == history(unbroken.folder.path)
     whole, other = (r.folder.path / "checkpoints" for r in (unbroken, beside))
     assert [p.name for p in sorted(whole.iterdir())] == [p.name for p in sorted(other.iterdir())]
