@@ -26,6 +26,7 @@ from .config.options import DRY_RUN
 from .records.progress import Progress
 from .run.dry_run import dry_run
 from .run.run import Run
+from .run.start import start_run
 from .run.summary import summary_lines, write_plots, write_summary
 
 
@@ -44,7 +45,7 @@ def train(config: Config, progress: Progress) -> Run:
         Stopped: a signal ended the run; the last finished step is saved.
     """
     stop = StopRequest()
-    run = Run.start(config, progress.note, stop)
+    run = start_run(config, progress.note, stop)
     try:
         with stop:
             run_steps(run, progress)

@@ -5,47 +5,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import math
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ..common.errors import UserError, after_error
+from ..common.errors import UserError
 from ..common.memory import memory_metrics
-from ..common.stop import StopRequest
-from ..common.storage import user_path
 from ..common.world import World
 from ..config.load import Config
 from ..config.strategy import OFF
-from ..drafter.checkpoint import DraftCheckpoints
-from ..drafter.coordinator import Coordinator
-from ..model.checkpoint import folder_fingerprint
 from ..policy.trainer import PolicyTrainer
-from ..policy.warmup import warm_up
-from ..records.checkpoint import PARTS, Checkpoint, saved_reference, scratch_folder
+from ..records.checkpoint import PARTS, Checkpoint, scratch_folder
 from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder, Sample
 from ..records.parts import save_parts
 from ..records.phases import Phases
-from ..session.load import find_model, load_policy, spec_of, use_device
-from ..session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
+from ..session.parts import Rollout
 from ..session.session import Session
-from ..tasks import Task, make_task
-from ..tasks.workers import RewardWorkers
-from .assemble import check_pages, longest_request, prompt_encoder
-from .capture import Capture
+from ..tasks import Task
 from .collector import Collector, Experience
-from .dry_run import check_run
-from .tools import Tools
-from .warm_start import check_dtype, sampling_params, warm_start, warm_up_progress
 
 MOST_BAD_UPDATES = 3
 MOSTLY = 0.9  # share of the responses
@@ -84,142 +68,6 @@ class Run:
     consistent: bool = True  # False from the start of an update until the engine has its weights
     bad_updates: int = 0  # in a row, whose loss or gradient was not finite
     last_metrics: dict[str, float] = field(default_factory=dict)
-
-    @staticmethod
-    def start(config: Config, note: Callable[[str], None], stop: StopRequest | None = None) -> Run:
-        """Opens the run folder, creates or loads the policy, warms it up, builds the other parts.
-
-        A start that fails removes the new folder, so that the next try can use its name.
-
-        Args:
-            config: of the run.
-            note: called with lines of progress.
-            stop: ends rollouts after a signal; None = signals are not caught.
-        """
-        stop = stop or StopRequest()
-        world = World.join(config.run.device, config.run.timeout_s)
-        config = _for_rank(config, world)
-        phases = Phases(world.rank, world.size)
-        phases.timeline.align(world.share(phases.timeline.started_unix_s))
-        if config.run.threads:
-            torch.set_num_threads(config.run.threads)
-        with phases("load"):
-            # Invalid settings are reported before the run folder is created.
-            use_device(config.run.device)
-            check_dtype(config)
-            Capture.parse(config.run.capture, config.run.steps)
-            task = make_task(**asdict(config.task))
-            source = find_model(config, note)
-            prompt_len = check_run(config, source, world.size).prompt_len
-            check_pages(prompt_len, config.sampling.max_new_tokens, config.engine)
-            folder = RunFolder(config) if world.rank == 0 else None
-        try:
-            return Run._build(config, note, stop, world, phases, task, prompt_len, source, folder)
-        except BaseException:
-            if folder is not None:
-                with after_error():
-                    folder.discard()
-            raise
-
-    @staticmethod
-    def _build(
-        config: Config,
-        note: Callable[[str], None],
-        stop: StopRequest,
-        world: World,
-        phases: Phases,
-        task: Task,
-        prompt_len: int,
-        source: Path | None,
-        folder: RunFolder | None,
-    ) -> Run:
-        saved = world.share(folder.resumed if folder else None)
-        if folder is not None:  # before a warm start, which a resumed run may not need
-            model = "" if source is None else folder_fingerprint(source)
-            folder.check_inputs({"task.path": task.fingerprint(), "model.path": model})
-        if config.warmup.keep and (saved is None or config.grpo.kl_coef):
-            world.enter("warmup")
-            with phases("warmup"):  # one rank creates it, all ranks use it
-                source = world.share(warm_start(config, note).path if folder else None)
-                gc.collect()  # its engine refers to itself, and holds a card's memory
-        with phases("load"):
-            if folder is not None and config.run.resume and saved is None:
-                note(f"{folder.path} contains no complete checkpoint: starting over")
-            if saved is not None:
-                saved.check(contents=folder is not None)  # one rank reads all of it
-            policy, tokenizer = load_policy(config, saved.path if saved else source)
-            encode = prompt_encoder(config, task, tokenizer)
-            note(encode.describe())
-            held_out = task.size("eval")
-            if held_out is not None and held_out < config.run.eval_prompts:
-                note(
-                    f"evaluation: the task has {held_out} held-out prompts, fewer than"
-                    f" run.eval_prompts={config.run.eval_prompts}"
-                )
-            spec = spec_of(policy)
-        if saved is None and config.warmup.steps and not config.warmup.keep:
-            with phases("warmup"):
-                progress = warm_up_progress(config, note)
-                losses = warm_up(policy, encode, task, config.warmup, config.run.seed, progress)
-            note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-            world.copy_(p.detach() for p in policy.parameters())  # cards may differ in the last bit
-        with phases("load"):
-            params = sampling_params(config, spec, task, encode)
-            longest = longest_request(config, spec, prompt_len)
-            rollout = build_rollout(config, spec, policy.state_dict(), longest)
-            session = Session(rollout, encode, params)
-            rollout.watch(phases.timeline)
-            alone = folder if world.size == 1 and config.spot.checkpoint_every else None
-            if rollout.spot is not None and alone is not None:
-                rollout.spot.checkpoints = DraftCheckpoints(alone.path / "drafter")
-            start = functools.partial(
-                _starting_policy, config, source, folder, saved, policy, tokenizer
-            )
-            with torch.device("meta"):
-                blank = type(policy)(policy.config).to(policy.dtype)
-            blank.generation_config = policy.generation_config
-            trainer = PolicyTrainer(policy, config.grpo, start, world)
-            coordinator = None
-            if rollout.spot is not None and config.spot.mode == "coordinated":
-                coordinator = Coordinator(world, rollout.spot)
-            collector = Collector(
-                config,
-                world,
-                phases,
-                task,
-                encode,
-                session,
-                params,
-                RewardWorkers(task, config.reward),
-                coordinator,
-                folder.path / "captures" if folder else None,
-                stop,
-                Tools.of(task, encode, config),
-            )
-            run = Run(
-                config,
-                world,
-                folder,
-                phases,
-                task,
-                tokenizer,
-                policy,
-                blank,
-                trainer,
-                session,
-                collector,
-                CheckpointWriter(beside=config.run.device != "cpu"),
-                world.share(folder.checkpoints if folder else None),
-            )
-            if saved is not None:
-                run._restore(saved)
-            else:
-                if rollout.spot is not None and rollout.spot.checkpoints is not None:
-                    rollout.spot.checkpoints.clear()  # of an earlier start without a checkpoint
-                adopt_drafter(rollout.spot, drafter_state(source), note)
-            if rollout.spot is not None:
-                rollout.spot.prepare()
-        return run
 
     @property
     def rollout(self) -> Rollout:
@@ -413,7 +261,7 @@ class Run:
 
         def write_model(path: Path) -> None:
             save_parts(path / PARTS, parts, self.world.background)
-            _write_model(self.blank, tokenizer, saved["policy"], path)
+            write_folder(self.blank, tokenizer, saved["policy"], path)
 
         if self.folder is None:
             scratch = scratch_folder(self.checkpoints, step)
@@ -435,7 +283,7 @@ class Run:
         with self.phases("checkpoint"):
             self.writer.collect()
 
-    def _restore(self, saved: Checkpoint) -> None:
+    def restore(self, saved: Checkpoint) -> None:
         self.step = self.saved_step = saved.step
         self.phases.timeline.resume(saved.path.parents[1] / TIMELINE, self.step)
         saved.restore("trainer", self.trainer.load_state_dict)
@@ -460,57 +308,9 @@ class Run:
             self.phases.load_state_dict(counters["phases"])
 
 
-def _starting_policy(
-    config: Config,
-    source: Path | None,
-    folder: RunFolder | None,
-    saved: Checkpoint | None,
-    policy: PreTrainedModel,
-    tokenizer: Tokenizer,
-) -> PreTrainedModel:
-    """The policy before the first RL step, the reference of the KL term.
-
-    A warm-up within the run trains `policy`, which was loaded from `source`, in place. No other
-    file has its result, so it is saved in the run folder for resumed runs.
-    """
-    if config.warmup.keep or not config.warmup.steps:
-        return load_policy(config, source)[0]
-    if saved is not None:
-        return load_policy(config, saved_reference(saved).path)[0]
-    if folder is not None:
-        folder.save_reference(functools.partial(_write_model, policy, tokenizer, None))
-    return copy.deepcopy(policy)
-
-
-def _write_model(
+def write_folder(
     policy: PreTrainedModel, tokenizer: Tokenizer, state: dict[str, Any] | None, path: Path
 ) -> None:
     """Writes a Hugging Face folder; `state` replaces the policy's own tensors."""
     policy.save_pretrained(path, state_dict=state)
     tokenizer.save_pretrained(path)
-
-
-def _is_restart(config: Config, world: World) -> bool:
-    """Whether torchrun restarts a run that has already created its folder."""
-    folder = user_path(config.run.root) / (config.run.name or Path(config.preset).stem)
-    return world.restarts() > 0 and (folder / "config.yaml").exists()
-
-
-def _for_rank(config: Config, world: World) -> Config:
-    """The configuration with the settings that depend on the number of ranks."""
-    if world.size == 1:
-        if config.spot.mode == "coordinated":
-            raise UserError(
-                "spot.mode=coordinated: expected several ranks, got one; start with torchrun, or"
-                " choose serial, overlapped or auto"
-            )
-        return config
-    if world.size > config.grpo.prompts_per_step:
-        raise UserError(
-            f"{world.size} ranks for grpo.prompts_per_step={config.grpo.prompts_per_step}: each"
-            " needs one prompt; raise it or lower --nproc-per-node"
-        )
-    mode = "off" if config.spot.mode == "off" else "coordinated"
-    resume = config.run.resume or _is_restart(config, world)
-    run = replace(config.run, device=world.device, resume=resume)
-    return replace(config, run=run, spot=replace(config.spot, mode=mode))

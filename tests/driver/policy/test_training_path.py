@@ -17,7 +17,7 @@ from driver.records.folder import read_jsonl
 from driver.records.progress import Progress
 from driver.rollout.request import Request, SamplingParams
 from driver.run.collector import Collector
-from driver.run.run import Run
+from driver.run.start import start_run
 from driver.train import run_steps
 from tests.driver.hugging_face import VARIANTS, save_model
 from tests.driver.model.test_prompts import BEGIN, save_model_with_begin_token
@@ -39,7 +39,7 @@ def start(tmp_path):
     def make(*words):
         root = [f"run.root={tmp_path}", f"run.name=run-{len(runs)}"]
         config = load_config([*WORDS, "warmup.steps=0", *root, *words])
-        runs.append(Run.start(config, lambda line: None))
+        runs.append(start_run(config, lambda line: None))
         return runs[-1]
 
     yield make

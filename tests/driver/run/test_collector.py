@@ -6,7 +6,7 @@ from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.config.strategy import OFF
 from driver.rollout.plan import BucketPlan, GraphCost
-from driver.run.run import Run
+from driver.run.start import start_run
 from tests.driver.rollout.test_bursts import LatePool, Loops
 from tests.driver.run.test_run import WORDS
 
@@ -19,7 +19,7 @@ def start(tmp_path, monkeypatch):
     def make(*words):
         root = [f"run.root={tmp_path}", f"run.name=run-{len(runs)}", "run.steps=2"]
         config = load_config([*WORDS, "warmup.steps=0", *root, *words])
-        run = Run.start(config, lambda line: None)
+        run = start_run(config, lambda line: None)
         runs.append(run)
         run.drawn = []
         prompt = run.task.prompt

@@ -9,7 +9,7 @@ from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.model import fetch
 from driver.model.tiny import build_tokenizer
-from driver.run import dry_run, run
+from driver.run import dry_run, start
 from driver.run.footprint import check_fits
 from driver.train import main
 from tests.driver.hugging_face import QWEN2_7B, save_model
@@ -51,12 +51,12 @@ def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
 
 
 def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "use_device", lambda device: None)
+    monkeypatch.setattr(start, "use_device", lambda device: None)
     monkeypatch.setattr(dry_run, "memory_gb", lambda device: 0.25)
     words, refusals = ["run.device=cuda", "model.dtype=bfloat16", f"run.root={tmp_path}"], []
-    for start in (lambda: dry_run.dry_run(words, lambda line: None), lambda: main(words)):
+    for command in (lambda: dry_run.dry_run(words, lambda line: None), lambda: main(words)):
         with pytest.raises(UserError, match=r"needs .* GB .*, there are 0\.25 GB;") as refusal:
-            start()
+            command()
         refusals.append(str(refusal.value))
     assert refusals[0] == refusals[1]
     assert list(tmp_path.iterdir()) == []

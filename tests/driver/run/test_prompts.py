@@ -9,7 +9,7 @@ from driver.config.load import load_config
 from driver.model import tiny
 from driver.model.prompts import PromptEncoder
 from driver.run.assemble import check_prompts
-from driver.run.run import Run
+from driver.run.start import start_run
 from driver.tasks import Prompt, make_task
 from tests.driver.run.test_run import WORDS
 
@@ -58,7 +58,7 @@ def test_a_run_with_an_overlong_line_does_not_start(tmp_path):
     words = [*WORDS, f"run.root={tmp_path}", "run.name=run", "task.name=jsonl", "task.shots=0"]
     config = load_config([*words, f"task.path={path}", "warmup.keep=true"])
     with pytest.raises(UserError, match="d.jsonl:111: prompt of"):
-        Run.start(config, lambda line: None)
+        start_run(config, lambda line: None)
     assert not (tmp_path / "run").exists() and not (tmp_path / "warm").exists()
 
 
@@ -67,7 +67,7 @@ def test_an_evaluation_uses_each_held_out_line_once(tmp_path, monkeypatch):
     words = [*WORDS, f"run.root={tmp_path}", "run.name=run", "task.name=jsonl", "task.shots=0"]
     notes = []
     config = load_config([*words, f"task.path={path}", "warmup.steps=0", "run.eval_prompts=64"])
-    run = Run.start(config, notes.append)
+    run = start_run(config, notes.append)
     assert any(
         "the task has 3 held-out prompts, fewer than run.eval_prompts=64" in n for n in notes
     )

@@ -10,7 +10,7 @@ from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.progress import Progress
 from driver.report.page import _sample
-from driver.run.run import Run
+from driver.run.start import start_run
 from driver.tasks.calculator import CalculatorTask
 from driver.train import train
 from tests.driver.run.test_run import WORDS
@@ -26,7 +26,7 @@ def start(tmp_path):
     def make(*words):
         root = [f"run.root={tmp_path}", f"run.name=run-{len(runs)}", "task.name=calculator"]
         lengths = ["warmup.steps=0", "sampling.max_new_tokens=96", "grpo.prompts_per_step=4"]
-        run = Run.start(load_config([*WORDS, *lengths, *root, *words]), lambda line: None)
+        run = start_run(load_config([*WORDS, *lengths, *root, *words]), lambda line: None)
         runs.append(run)
         return run
 

@@ -18,7 +18,7 @@ from driver.model import tiny
 from driver.policy import warmup
 from driver.records.progress import Progress
 from driver.run import warm_start as warm
-from driver.run.run import Run
+from driver.run.start import start_run
 from driver.session.parts import adopt_drafter
 from driver.tasks.calculator import CalculatorTask
 from driver.train import train
@@ -216,7 +216,7 @@ def test_the_drafter_learns_from_responses_of_several_turns(config, tmp_path, mo
 
 
 def test_a_run_starts_from_it_with_its_drafter(config, made):
-    run = Run.start(config, lambda line: None)
+    run = start_run(config, lambda line: None)
     kept = made[0].state("spot")
     assert run.rollout.spot.runner.version == kept["version"]
     drafter = run.rollout.spot.drafter.state_dict()
@@ -237,7 +237,7 @@ def test_a_drafter_of_another_shape_is_left_out(config, made, root):
     words = [w for w in WORDS if not w.startswith(("drafter", "warmup"))]
     words += ["warmup.steps=0", f"run.root={root}", "run.name=other", f"model.path={made[0].path}"]
     lines = []
-    run = Run.start(load_config(words), lines.append)  # draft_vocab: the whole vocabulary
+    run = start_run(load_config(words), lines.append)  # draft_vocab: the whole vocabulary
     assert run.rollout.spot.runner.version == 0
     assert any("another shape" in line for line in lines)
     run.folder.discard()

@@ -18,7 +18,7 @@ from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.progress import Progress
 from driver.run.collector import Collector
-from driver.run.run import Run, _for_rank
+from driver.run.start import for_rank, start_run
 from driver.session.load import use_device
 from driver.train import train
 from tests.driver.run.test_run import WORDS
@@ -115,12 +115,12 @@ Run.sync_weights = checked
 
 
 LAST_CLOCK_IS_LATE = """
-from driver.run import run
-phases = run.Phases
+from driver.run import start
+phases = start.Phases
 def late(rank, ranks):
     time.sleep(8 * (rank == ranks - 1))
     return phases(rank, ranks)
-run.Phases = late
+start.Phases = late
 """
 
 
@@ -241,9 +241,9 @@ collector.Collector.roll_out = slow
 
 
 PAIRS = """
-from driver.run import run
-alone = run.Coordinator
-run.Coordinator = lambda world, spot: alone(world, spot, min_ranks=2)
+from driver.run import start
+alone = start.Coordinator
+start.Coordinator = lambda world, spot: alone(world, spot, min_ranks=2)
 """
 
 
@@ -335,12 +335,12 @@ def test_a_restart_resumes_only_what_had_begun(monkeypatch, tmp_path):
     config = load_config([*WORDS, f"run.root={tmp_path}", "run.name=run"])
     world = World(rank=0, size=2)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not _for_rank(config, world).run.resume
+    assert not for_rank(config, world).run.resume
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
-    assert _for_rank(config, world).run.resume
+    assert for_rank(config, world).run.resume
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not _for_rank(config, world).run.resume
+    assert not for_rank(config, world).run.resume
 
 
 def test_more_ranks_than_prompts_are_refused(tmp_path):
@@ -475,7 +475,7 @@ def test_ranks_without_a_number_are_refused(monkeypatch):
 def test_one_rank_alone_cannot_be_coordinated(tmp_path):
     config = load_config([*WORDS, f"run.root={tmp_path}", "spot.mode=coordinated"])
     with pytest.raises(UserError, match="spot.mode=coordinated: expected several ranks, got one"):
-        Run.start(config, print)
+        start_run(config, print)
     assert not list(tmp_path.iterdir())
 
 

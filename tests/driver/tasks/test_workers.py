@@ -149,7 +149,7 @@ def test_a_run_ends_with_the_sample_s_name_or_counts_it(tmp_path, monkeypatch, f
     from driver.records.folder import read_jsonl
     from tests.driver.run.test_run import run
 
-    monkeypatch.setattr("driver.run.run.make_task", lambda **_: MoodySums(fate))
+    monkeypatch.setattr("driver.run.start.make_task", lambda **_: MoodySums(fate))
     words = ["run.steps=1", "run.eval_prompts=0", "warmup.steps=0", "grpo.samples_per_prompt=2"]
     words += ["reward.workers=2", "reward.timeout_s=5"]
     failed = f"response [23] to prompt sums/train/1: {reason}"

@@ -1,0 +1,245 @@
+"""Starts a run: checks its settings, loads or warms up the policy, builds the other parts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ..common.errors import UserError, after_error
+from ..common.stop import StopRequest
+from ..common.storage import user_path
+from ..common.world import World
+from ..config.load import Config
+from ..drafter.checkpoint import DraftCheckpoints
+from ..drafter.coordinator import Coordinator
+from ..model.checkpoint import folder_fingerprint
+from ..model.prompts import PromptEncoder
+from ..policy.trainer import PolicyTrainer
+from ..policy.warmup import warm_up
+from ..records.checkpoint import Checkpoint, saved_reference
+from ..records.checkpoint_writer import CheckpointWriter
+from ..records.folder import RunFolder
+from ..records.phases import Phases
+from ..session.load import find_model, load_policy, spec_of, use_device
+from ..session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
+from ..session.session import Session
+from ..tasks import Task, make_task
+from ..tasks.workers import RewardWorkers
+from .assemble import check_pages, longest_request, prompt_encoder
+from .capture import Capture
+from .collector import Collector
+from .dry_run import check_run
+from .run import Run, write_folder
+from .tools import Tools
+from .warm_start import check_dtype, sampling_params, warm_start, warm_up_progress
+
+
+def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | None = None) -> Run:
+    """Opens the run folder, creates or loads the policy, warms it up, builds the other parts.
+
+    A start that fails removes the new folder, so that the next try can use its name.
+
+    Args:
+        config: of the run.
+        note: called with lines of progress.
+        stop: ends rollouts after a signal; None = signals are not caught.
+    """
+    stop = stop or StopRequest()
+    world = World.join(config.run.device, config.run.timeout_s)
+    config = for_rank(config, world)
+    phases = Phases(world.rank, world.size)
+    phases.timeline.align(world.share(phases.timeline.started_unix_s))
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    with phases("load"):
+        # Invalid settings are reported before the run folder is created.
+        use_device(config.run.device)
+        check_dtype(config)
+        Capture.parse(config.run.capture, config.run.steps)
+        task = make_task(**asdict(config.task))
+        source = find_model(config, note)
+        prompt_len = check_run(config, source, world.size).prompt_len
+        check_pages(prompt_len, config.sampling.max_new_tokens, config.engine)
+        folder = RunFolder(config) if world.rank == 0 else None
+    try:
+        saved = world.share(folder.resumed if folder else None)
+        start = _Start(config, note, stop, world, phases, task, prompt_len, folder, saved, source)
+        return start.run()
+    except BaseException:
+        if folder is not None:
+            with after_error():
+                folder.discard()
+        raise
+
+
+@dataclass
+class _Start:
+    """A run whose folder is open and whose parts are built next."""
+
+    config: Config
+    note: Callable[[str], None]
+    stop: StopRequest
+    world: World
+    phases: Phases
+    task: Task
+    prompt_len: int  # of the longest prompt
+    folder: RunFolder | None  # None: rank 0 keeps the records
+    saved: Checkpoint | None  # that the run resumes from
+    source: Path | None  # of the policy; None = the tiny one
+
+    def run(self) -> Run:
+        self.find_source()
+        with self.phases("load"):
+            policy, tokenizer = self.load()
+            encode = prompt_encoder(self.config, self.task, tokenizer)
+            self.note(encode.describe())
+            self.note_held_out()
+        if self.saved is None and self.config.warmup.steps and not self.config.warmup.keep:
+            self.warm_up(policy, encode)
+        with self.phases("load"):
+            run = self.build(policy, tokenizer, encode)
+            spot = run.rollout.spot
+            if self.saved is not None:
+                run.restore(self.saved)
+            else:
+                if spot is not None and spot.checkpoints is not None:
+                    spot.checkpoints.clear()  # of an earlier start without a checkpoint
+                adopt_drafter(spot, drafter_state(self.source), self.note)
+            if spot is not None:
+                spot.prepare()
+        return run
+
+    def find_source(self) -> None:
+        """Checks the inputs of a resumed run; makes or finds the warm start, if the run has one."""
+        if self.folder is not None:  # before a warm start, which a resumed run may not need
+            model = "" if self.source is None else folder_fingerprint(self.source)
+            inputs = {"task.path": self.task.fingerprint(), "model.path": model}
+            self.folder.check_inputs(inputs)
+        if self.config.warmup.keep and (self.saved is None or self.config.grpo.kl_coef):
+            self.world.enter("warmup")
+            with self.phases("warmup"):  # one rank creates it, all ranks use it
+                made = warm_start(self.config, self.note).path if self.folder else None
+                self.source = self.world.share(made)
+                gc.collect()  # its engine refers to itself, and holds a card's memory
+
+    def load(self) -> tuple[PreTrainedModel, Tokenizer]:
+        """The policy that this process starts with, before a warm-up."""
+        if self.folder is not None and self.config.run.resume and self.saved is None:
+            self.note(f"{self.folder.path} contains no complete checkpoint: starting over")
+        if self.saved is None:
+            return load_policy(self.config, self.source)
+        self.saved.check(contents=self.folder is not None)  # one rank reads all of it
+        return load_policy(self.config, self.saved.path)
+
+    def note_held_out(self) -> None:
+        held_out, wanted = self.task.size("eval"), self.config.run.eval_prompts
+        if held_out is not None and held_out < wanted:
+            self.note(
+                f"evaluation: the task has {held_out} held-out prompts, fewer than"
+                f" run.eval_prompts={wanted}"
+            )
+
+    def warm_up(self, policy: PreTrainedModel, encode: PromptEncoder) -> None:
+        config = self.config
+        with self.phases("warmup"):
+            progress = warm_up_progress(config, self.note)
+            losses = warm_up(policy, encode, self.task, config.warmup, config.run.seed, progress)
+        self.note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+        # Cards may differ in the last bit.
+        self.world.copy_(p.detach() for p in policy.parameters())
+
+    def build(self, policy: PreTrainedModel, tokenizer: Tokenizer, encode: PromptEncoder) -> Run:
+        config, world, folder, task = self.config, self.world, self.folder, self.task
+        spec = spec_of(policy)
+        params = sampling_params(config, spec, task, encode)
+        longest = longest_request(config, spec, self.prompt_len)
+        rollout = build_rollout(config, spec, policy.state_dict(), longest)
+        session = Session(rollout, encode, params)
+        rollout.watch(self.phases.timeline)
+        if rollout.spot is not None and folder is not None and world.size == 1:
+            if config.spot.checkpoint_every:
+                rollout.spot.checkpoints = DraftCheckpoints(folder.path / "drafter")
+        with torch.device("meta"):
+            blank: Any = type(policy)(policy.config)
+            blank.to(policy.dtype)
+        blank.generation_config = policy.generation_config
+        reference = functools.partial(self.reference, policy, tokenizer)
+        trainer = PolicyTrainer(policy, config.grpo, reference, world)
+        collector = Collector(
+            config,
+            world,
+            self.phases,
+            task,
+            encode,
+            session,
+            params,
+            RewardWorkers(task, config.reward),
+            self.coordinator(rollout),
+            folder.path / "captures" if folder else None,
+            self.stop,
+            Tools.of(task, encode, config),
+        )
+        return Run(
+            config,
+            world,
+            folder,
+            self.phases,
+            task,
+            tokenizer,
+            policy,
+            blank,
+            trainer,
+            session,
+            collector,
+            CheckpointWriter(beside=config.run.device != "cpu"),
+            world.share(folder.checkpoints if folder else Path()),
+        )
+
+    def coordinator(self, rollout: Rollout) -> Coordinator | None:
+        if rollout.spot is None or self.config.spot.mode != "coordinated":
+            return None
+        return Coordinator(self.world, rollout.spot)
+
+    def reference(self, policy: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
+        """The policy before the first RL step, the reference of the KL term.
+
+        A warm-up within the run trains the policy in place. No other file has its result, so it is
+        saved in the run folder for resumed runs.
+        """
+        if self.config.warmup.keep or not self.config.warmup.steps:
+            return load_policy(self.config, self.source)[0]
+        if self.saved is not None:
+            return load_policy(self.config, saved_reference(self.saved).path)[0]
+        if self.folder is not None:
+            self.folder.save_reference(functools.partial(write_folder, policy, tokenizer, None))
+        return copy.deepcopy(policy)
+
+
+def for_rank(config: Config, world: World) -> Config:
+    """The configuration with the settings that depend on the number of ranks."""
+    if world.size == 1:
+        if config.spot.mode == "coordinated":
+            raise UserError(
+                "spot.mode=coordinated: expected several ranks, got one; start with torchrun, or"
+                " choose serial, overlapped or auto"
+            )
+        return config
+    if world.size > config.grpo.prompts_per_step:
+        raise UserError(
+            f"{world.size} ranks for grpo.prompts_per_step={config.grpo.prompts_per_step}: each"
+            " needs one prompt; raise it or lower --nproc-per-node"
+        )
+    folder = user_path(config.run.root) / (config.run.name or Path(config.preset).stem)
+    restarted = world.restarts() > 0 and (folder / "config.yaml").exists()  # by torchrun
+    run = replace(config.run, device=world.device, resume=config.run.resume or restarted)
+    mode = "off" if config.spot.mode == "off" else "coordinated"
+    return replace(config, run=run, spot=replace(config.spot, mode=mode))
