@@ -144,7 +144,9 @@ class RolloutEngine:
                 self.scheduler.paused.append(state)
         strategy, changes = OFF, self.store.changes
         while self._unfinished():
-            if self.scheduler.idle:
+            if self.scheduler.idle:  # all requests wait for tools
+                if self._observer is not None:
+                    self._observer.on_pass(self.scheduler.active, 0)
                 continue
             self._admit()
             previous, strategy = strategy, self._choose()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..common.numbers import shown
 from ..config.load import Config
@@ -76,6 +77,7 @@ class Tools:
         self._kept = {ids[0] for ids in texts if len(ids) == 1}  # stop tokens of a turn's text
         self._lock = threading.Lock()
         self._prompts: Mapping[int, Prompt] = {}
+        self._asked: set[Future[str | None]] = set()  # turns without an answer yet
         self.stats = ToolStats()
 
     @staticmethod
@@ -117,6 +119,11 @@ class Tools:
                 self.stats.failures[state.request.id] = f"{where}, turn {state.turn}: {error}"
         return None if error else self._encode.framed(ids[:limit])
 
+    def cancel(self) -> None:
+        """Gives up the turns without an answer yet, so that nothing waits for them."""
+        for answered in tuple(self._asked):
+            answered.cancel()
+
     def report(self) -> None:
         """Warns of the failures of the rollout."""
         lines = sorted(self.stats.failures.values())
@@ -135,11 +142,16 @@ class Tools:
         answered: Future[str | None] = Future()
 
         def ask() -> None:
+            give: Callable[[Any], None]
+            value: Any
             try:
-                answered.set_result(self.task.respond(prompt, turn, text))
+                give, value = answered.set_result, self.task.respond(prompt, turn, text)
             except BaseException as error:
-                answered.set_exception(error)
+                give, value = answered.set_exception, error
+            with contextlib.suppress(InvalidStateError):  # it was cancelled
+                give(value)
 
+        self._asked.add(answered)
         # A thread cannot be killed; one that hangs must not delay the end of the process.
         threading.Thread(target=ask, name="tool", daemon=True).start()
         try:
@@ -148,6 +160,8 @@ class Tools:
             if answered.done():  # the tool's own
                 raise
             raise TimeoutError(f"no answer in reward.timeout_s={self.timeout_s:g}") from None
+        finally:
+            self._asked.discard(answered)
         if not (answer is None or isinstance(answer, str)):
             raise TypeError(f"expected a text or None, got {shown(answer)}")
         return answer
@@ -155,7 +169,7 @@ class Tools:
 
 @contextlib.contextmanager
 def answering(tools: Tools | None, prompts: Mapping[int, Prompt]) -> Iterator[OnEnd | None]:
-    """What continues the responses of a rollout; warns of failures at its end.
+    """What continues the responses of a rollout; its end warns of failures or cancels answers.
 
     Args:
         tools: of the task, or None.
@@ -165,5 +179,9 @@ def answering(tools: Tools | None, prompts: Mapping[int, Prompt]) -> Iterator[On
         yield None
         return
     tools.start(prompts)
-    yield tools.on_end
+    try:
+        yield tools.on_end
+    except BaseException:
+        tools.cancel()
+        raise
     tools.report()

@@ -54,7 +54,7 @@ class Inbox(RequestSource):
 
     Attributes:
         on_end: of requests without a ticket.
-        poll_s: longest wait for a tool while other sources exist; None = no limit.
+        poll_s: longest wait for a tool while other sources or observers exist; None = no limit.
         kv_lost: set by a change after which the KV cache has to be computed again.
         asleep: the engine has no memory.
     """

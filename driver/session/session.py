@@ -289,7 +289,7 @@ class Session:
                 self.spot.end_final_steps()
                 self._final_steps = False
             inbox.on_end, inbox.kv_lost = on_end, False
-            inbox.poll_s = None if source is None else LOOK_S
+            inbox.poll_s = None if source is None and observer is None else LOOK_S
             parts = [part for part in (observer, self.spot) if part is not None]
             try:
                 return self.engine.generate(

@@ -1,11 +1,13 @@
 """Runs of a task with a tool: equal tokens at any speed, failures, and a training."""
 
 import random
+import threading
 import time
 
 import numpy as np
 import pytest
 
+from driver.common.stop import Stopped
 from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.progress import Progress
@@ -126,6 +128,30 @@ def test_a_failed_sample_is_reported_and_left_out_as_configured(start, monkeypat
     metrics = run.update_policy(step)
     assert np.isfinite(metrics["actor/grad_norm"])
     assert run.collector.tool_stats.metrics(step.responses)["tool/failures"] == sum(failed)
+
+
+def test_a_signal_ends_a_rollout_whose_tools_hang(start, monkeypatch):
+    """The tool would take an hour; nothing waits for it after the signal."""
+    free = threading.Event()
+
+    def hang(text):
+        run.collector.stop.name = "SIGTERM"
+        free.wait(3600)
+
+    talkative(monkeypatch, hang)
+    run = start("engine.strategies=off", "reward.timeout_s=3600")
+    try:
+        with pytest.raises(Stopped) as stopped:
+            run.collector.gather(0)
+        (*waiting,) = (t for t in threading.enumerate() if t.name.startswith("tlt-tool"))
+        assert stopped.value.name == "SIGTERM" and waiting
+        run.session.close()
+        for thread in waiting:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in waiting)
+    finally:
+        free.set()
+        run.collector.stop.name = ""
 
 
 def test_an_evaluation_has_turns(start, monkeypatch):
