@@ -13,7 +13,7 @@ from ..session import Session
 from ..session.inbox import OnEnd
 
 MOST_TURNS = 4
-ANSWERS = 1, 2, 17, 40  # tokens of an answer; none is as long as a page or a prefill pass
+ANSWERS = 1, 2, 17, 40  # tokens of an answer; a page has 16
 TURN_LIMITS = 0, 0, 24  # tokens of a turn, for requests in turn; 0: no limit
 MAX_LATENCY_S = 0.02  # of a tool, and between two actions of the client
 ABORT_RATE = 0.3  # of the actions
