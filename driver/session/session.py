@@ -41,8 +41,8 @@ BATCH = {"cpu": 16, "cuda": 256}  # default of `max_batch`
 class Session:
     """Generates responses with the rollout engine, for any program.
 
-    Use it as a context manager. `submit`, `generate`, `abort`, `update_weights`, `sleep` and `wake`
-    may be called from any thread, but not from a callback of a future.
+    Use it as a context manager. Its methods may be called from any thread; but those that wait,
+    which are all but `submit`, not from a callback of a future or of an observer.
 
     Args:
         rollout: the engine and its parts.
@@ -68,6 +68,7 @@ class Session:
         self.engine, self.spot = rollout.engine, rollout.spot
         self.params = params or SamplingParams(stop_ids=rollout.target.spec.eos_ids)
         self._rolling = threading.Lock()  # held during a rollout
+        self._roller: threading.Thread | None = None  # its thread
         self._using = threading.Lock()  # held by the thread that uses the engine
         self._inbox = Inbox(
             self._using,
@@ -194,6 +195,7 @@ class Session:
             UserError: a request that can never run.
             SessionClosed: the session was closed meanwhile.
         """
+        self._check_thread()
         listed = [prompts] if isinstance(prompts, (str, Request)) else prompts
         requests = [r for prompt in listed for r in self._requests(prompt, params, samples)]
         futures = self._submit(requests, on_end)
@@ -238,6 +240,7 @@ class Session:
         Returns:
             The responses so far, with the finish reason "abort"; their futures have them too.
             `replace(request, resume=response)` goes on, to the tokens of an uninterrupted request.
+            `on_end` is then called again, if it had not answered.
         """
         wanted = None if ids is None else set(ids)
         inbox, version = self._inbox, self.engine.target_version
@@ -282,9 +285,11 @@ class Session:
             on_end: of the requests, see `submit`; an error in it ends the rollout.
         """
         inbox = self._inbox
+        self._check_thread()
         self._check_awake()  # a rollout that waits for `wake` holds the first lock
         with self._rolling, self._using:
             self._check_awake()
+            self._roller = threading.current_thread()
             if self._final_steps and self.spot is not None:  # documents must not change meanwhile
                 self.spot.end_final_steps()
                 self._final_steps = False
@@ -303,6 +308,8 @@ class Session:
                     self.spot.stop()  # its thread must not outlive the rollout
                 inbox.fail(error)
                 raise
+            finally:
+                self._roller = None
 
     # ---- the policy, the drafter, memory --------------------------------------------------------
 
@@ -413,6 +420,10 @@ class Session:
         request.check(spec.max_position, cache.page_size, cache.num_pages)
         check_ids(f"request {request.id}", request.prompt_ids, spec.vocab_size)
 
+    def _check_thread(self) -> None:
+        if threading.current_thread() is self._roller:
+            raise RuntimeError("session: called by the thread of the rollout; use another thread")
+
     def _check_awake(self) -> None:
         if self._inbox.asleep:
             raise UserError("session: it sleeps; call wake() first")
@@ -438,8 +449,7 @@ class Session:
     @contextmanager
     def _between_bursts(self) -> Iterator[None]:
         """Inside the block, this thread alone uses the engine, on its current stream."""
-        if threading.current_thread() is self._worker:
-            raise RuntimeError("session: called from a callback of a future; use another thread")
+        self._check_thread()
         device = self.rollout.target.device
         with self._inbox.between_bursts():
             if device.type == "cpu":

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from driver.common.errors import UserError
+from driver.config.strategy import Strategy
+from driver.records.checkpoint import save_checkpoint
 from driver.rollout.request import Request, SamplingParams
 from driver.session import Session
 from driver.session.inbox import SessionClosed
+from driver.session.session import SHARED_FREE_SHARE
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_bursts import LatePool, Pool, looping
 from tests.driver.rollout.test_engine import (
@@ -521,6 +524,24 @@ def test_a_cancelled_request_does_not_start(session):
         late.result(WAIT_S)
 
 
+def test_the_thread_of_the_rollout_is_told_to_use_another(session):
+    """Otherwise it would wait for itself."""
+    raised = []
+
+    def change(*args):
+        with pytest.raises(RuntimeError, match="called by the thread of the rollout"):
+            session.abort()
+        with pytest.raises(RuntimeError, match="called by the thread of the rollout"):
+            session.generate(jobs(1))
+        raised.append(args)
+
+    future = session.submit(jobs(1)[0])
+    future.add_done_callback(change)
+    future.result(WAIT_S)
+    session.roll_out(jobs(2), observer=observer(on_pass=change))
+    assert len(raised) > 2 and session.abort() == []
+
+
 def test_requests_that_can_never_run_are_refused_at_once(session):
     request = jobs(1)[0]
     with pytest.raises(UserError, match="request 1: token 97 is not in the vocabulary of 97"):
@@ -562,7 +583,24 @@ def test_from_pretrained_reads_folders_texts_and_drafters(tmp_path):
         Session.from_pretrained("tiny", drafter=str(tmp_path))
 
 
-def test_a_session_trains_its_drafter(policy):
+def test_the_cache_takes_a_share_of_the_memory(policy, monkeypatch):
+    """As many pages as a full batch needs, or as fit beside the weights."""
+    make = {"device": "cpu", "max_batch": 8, "max_len": 64, "settings": ["engine.page_size=4"]}
+    with Session.from_pretrained(policy, **make) as session:
+        assert session.engine.cache.num_pages == 8 * (16 + 1) + 8 * (2 + 1)
+        weights = sum(w.nbytes for w in session.rollout.target.state_dict().values())
+        cache = session.engine.cache
+        page = (cache.k.nbytes + cache.v.nbytes) // cache.num_pages
+    free = (weights + 30 * page) / SHARED_FREE_SHARE
+    monkeypatch.setattr("driver.session.session._free_bytes", lambda device: free + 1)
+    with Session.from_pretrained(policy, **make) as session:
+        assert session.engine.cache.num_pages == 30
+    make["settings"] = [*make["settings"], "engine.num_pages=50"]
+    with Session.from_pretrained(policy, **make) as session:
+        assert session.engine.cache.num_pages == 50
+
+
+def test_a_session_trains_its_drafter(policy, tmp_path):
     """During the tail, on the session's own responses, and when it is called."""
     words = ["spot.every=1", "spot.tokens_per_step=32", "spot.swap_every=1"]
     words += ["engine.strategies=off learned:3,1,4", "bandit.policy=learned:3,1,4"]
@@ -583,6 +621,19 @@ def test_a_session_trains_its_drafter(policy):
         again = session.generate([r.request for r in first])
         assert same(again, first) and any(r.drafter_versions for r in again)
         assert {r.version for r in again} == {1}
+        states = {"spot": session.spot.state_dict()}
+        saved = save_checkpoint(tmp_path, 1, policy.save_pretrained, states, keep=1)
+        version = session.spot.runner.version
+    with Session.from_pretrained(policy, device="cpu", drafter=str(saved.path)) as session:
+        assert session.spot.runner.version == version and session.spot.mode == "off"
+        session.rollout.fix(Strategy.parse("learned:4,2,8"))
+        drafted = session.generate([r.request for r in first])
+        assert same(drafted, first) and all(r.drafter_versions == [version] for r in drafted)
+        with pytest.raises(UserError, match="no drafter is trained"):
+            session.train_drafter()
+    words = [*words, "drafter.draft_vocab=50"]
+    with pytest.raises(UserError, match="drafter: its shape is not that of the model"):
+        Session.from_pretrained(policy, drafter=str(saved.path), device="cpu", settings=words)
 
 
 def test_importing_the_driver_stays_cheap():
