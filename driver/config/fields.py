@@ -16,8 +16,6 @@ from .strategy import split_strategies
 
 Options = TypeVar("Options", bound="Section")
 
-KINDS = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
-
 
 def setting(
     default: Any,
@@ -46,7 +44,10 @@ def setting(
 class Section:
     """Base of all groups of fields; values outside their limits are rejected."""
 
-    prefix: ClassVar[str] = ""  # of the keys, for example "run."
+    prefix: ClassVar[str]  # of the keys, for example "run."
+
+    def __init_subclass__(cls, prefix: str = "") -> None:
+        cls.prefix = prefix
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -77,18 +78,19 @@ def read_value(key: str, declared: Any, raw: Any) -> Any:
         (0.0001, [1, 2, 4])
     """
     if typing.get_origin(declared) is list:
-        (kind,) = typing.get_args(declared)
-        items = _split(raw, kind) if isinstance(raw, str) else raw
+        (each,) = typing.get_args(declared)
+        items = _split(raw, each) if isinstance(raw, str) else raw
         if not isinstance(items, list):
             raise UserError(f"{key}: must be a list, got {raw!r}")
-        return [read_value(f"{key}[{i}]", kind, item) for i, item in enumerate(items)]
+        return [read_value(f"{key}[{i}]", each, item) for i, item in enumerate(items)]
+    kind, read = _KINDS[declared]
     try:
         if not isinstance(raw, str) or "\0" in raw:  # not allowed in a path
             raise ValueError
         raw.encode()  # a lone surrogate is a byte that is not UTF-8
-        return _READERS[declared](raw)
+        return read(raw)
     except ValueError:
-        raise UserError(f"{key}: must be {KINDS[declared]}, got {raw!r}") from None
+        raise UserError(f"{key}: must be {kind}, got {raw!r}") from None
 
 
 def read_options(kind: type[Options], argv: Sequence[str]) -> Options:
@@ -141,11 +143,11 @@ def _read_bool(text: str) -> bool:
     return values[text.lower()]
 
 
-_READERS: dict[Any, Callable[[str], Any]] = {
-    str: str,
-    int: _read_int,
-    float: float,
-    bool: _read_bool,
+_KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    str: ("text", str),
+    int: ("an integer", _read_int),
+    float: ("a number", float),
+    bool: ("true or false", _read_bool),
 }
 
 

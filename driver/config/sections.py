@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..common.errors import UserError
 from .estimators import ESTIMATORS
@@ -29,10 +28,9 @@ def check_temperature(key: str, value: float) -> None:
 
 
 @dataclass(frozen=True)
-class RunConfig(Section):
+class RunConfig(Section, prefix="run."):
     """The run: its folder, its length, its machine, its evaluations and checkpoints."""
 
-    prefix: ClassVar[str] = "run."
     name: str = setting(
         "", "folder of the run under run.root; empty: the preset's name, numbered where taken"
     )
@@ -83,10 +81,9 @@ class RunConfig(Section):
 
 
 @dataclass(frozen=True)
-class ModelConfig(Section):
+class ModelConfig(Section, prefix="model."):
     """The policy. The shape fields apply to the tiny model only."""
 
-    prefix: ClassVar[str] = "model."
     path: str = setting(
         "tiny",
         "tiny (made on the spot), smollm2 (SmolLM2-135M-Instruct, fetched once), a file with the"
@@ -113,13 +110,12 @@ class ModelConfig(Section):
 
 
 @dataclass(frozen=True)
-class WarmupConfig(Section):
+class WarmupConfig(Section, prefix="warmup."):
     """Supervised warm-up of the policy, and of its drafter, on worked responses before RL.
 
     With `keep`, the result is saved under `run.root` and used by later runs of the same settings.
     """
 
-    prefix: ClassVar[str] = "warmup."
     steps: int = setting(0, "optimizer steps of the policy; 0: no warm-up", low=0)
     batch: int = setting(64, "worked responses of a step", low=1)
     lr: float = setting(3e-3, "peak learning rate of the policy", above=0)
@@ -140,10 +136,9 @@ class WarmupConfig(Section):
 
 
 @dataclass(frozen=True)
-class TaskConfig(Section):
+class TaskConfig(Section, prefix="task."):
     """Where prompts and rewards come from. A task ignores the fields that it does not use."""
 
-    prefix: ClassVar[str] = "task."
     name: str = setting(
         "sums",
         "sums, puzzles, addition, multiplication, calculator (turns with a tool), jsonl,"
@@ -173,10 +168,9 @@ class TaskConfig(Section):
 
 
 @dataclass(frozen=True)
-class RewardConfig(Section):
+class RewardConfig(Section, prefix="reward."):
     """Where rewards are computed, and what a response that cannot be scored counts as."""
 
-    prefix: ClassVar[str] = "reward."
     workers: int = setting(
         0, "processes that score responses while the rollout runs; 0: the main process", low=0
     )
@@ -193,14 +187,13 @@ class RewardConfig(Section):
 
 
 @dataclass(frozen=True)
-class ToolConfig(Section):
+class ToolConfig(Section, prefix="tool."):
     """Limits of responses with several turns, and what happens if a tool fails.
 
     `sampling.max_new_tokens` is the limit of a response in all, answers included, and
     `reward.timeout_s` that of an answer's time.
     """
 
-    prefix: ClassVar[str] = "tool."
     turns: int = setting(8, "most turns of the model in a response", low=1)
     turn_tokens: int = setting(
         0,
@@ -217,10 +210,9 @@ class ToolConfig(Section):
 
 
 @dataclass(frozen=True)
-class SamplingConfig(Section):
+class SamplingConfig(Section, prefix="sampling."):
     """How training responses are sampled. Top-k and top-p are off: the loss needs the policy."""
 
-    prefix: ClassVar[str] = "sampling."
     temperature: float = setting(
         1.0,
         "divides the logits; equal responses to one prompt, as greedy ones, would give no gradient",
@@ -230,10 +222,9 @@ class SamplingConfig(Section):
 
 
 @dataclass(frozen=True)
-class EngineConfig(Section):
+class EngineConfig(Section, prefix="engine."):
     """The rollout engine: batch, KV cache, strategies, CUDA graphs."""
 
-    prefix: ClassVar[str] = "engine."
     max_batch: int = setting(64, "requests that run at once", low=1)
     page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
     num_pages: int = setting(0, "pages of the KV cache; 0: enough for engine.max_batch", low=0)
@@ -290,10 +281,9 @@ class EngineConfig(Section):
 
 
 @dataclass(frozen=True)
-class BanditConfig(Section):
+class BanditConfig(Section, prefix="bandit."):
     """Choice of a strategy for each batch size."""
 
-    prefix: ClassVar[str] = "bandit."
     epsilon: float = setting(0.1, "beg: probability of a random arm", low=0, high=1)
     window_passes: int = setting(8, "passes that make one reward", low=1)
     buckets: list[int] = setting(
@@ -335,20 +325,18 @@ class BanditConfig(Section):
 
 
 @dataclass(frozen=True)
-class DrafterConfig(Section):
+class DrafterConfig(Section, prefix="drafter."):
     """The one-layer drafter, which exists if a learned or hybrid strategy does."""
 
-    prefix: ClassVar[str] = "drafter."
     draft_vocab: int = setting(0, "tokens that it drafts; 0: the whole vocabulary", low=0)
     unroll: int = setting(3, "steps unrolled in training", low=1, high=16)
     lr: float = setting(2e-3, "learning rate of its warm-up", above=0)
 
 
 @dataclass(frozen=True)
-class SpotConfig(Section):
+class SpotConfig(Section, prefix="spot."):
     """When and on what the spot trainer trains the drafter during RL."""
 
-    prefix: ClassVar[str] = "spot."
     mode: str = setting(
         "serial",
         "serial: between passes of the tail; overlapped: during them; auto: the faster of the two,"
@@ -383,10 +371,9 @@ class SpotConfig(Section):
 
 
 @dataclass(frozen=True)
-class GrpoConfig(Section):
+class GrpoConfig(Section, prefix="grpo."):
     """Advantages, loss and optimizer of the policy update."""
 
-    prefix: ClassVar[str] = "grpo."
     prompts_per_step: int = setting(8, "prompts of a step", low=1)
     samples_per_prompt: int = setting(8, "responses to each prompt", low=1)
     advantage: str = setting("grpo", "estimator of advantages", words=tuple(ESTIMATORS))
