@@ -66,8 +66,10 @@ BATCHES, SPEC_BATCHES = [1, 8, 32, 128, 256], [1, 32, 128]
 CHAIN = "learned:4,1,5"  # as vLLM's chains of 4
 STRATEGIES = ["ngram:6,1,7", CHAIN, "learned:6,1,7", "hybrid:6,4,16"]
 CHAINS = [4, 8]  # tokens that vLLM drafts
+LOOKUP, LOOKUP_BATCH = "ngram k=4", 32
+ALONE = [1, 32]  # requests
 MAX_ROWS = 1280  # of a pass, as in preset=h100
-WARM_TOKENS = 32  # of each request of a step before it is timed
+LEAST_TOKENS = 8  # of a request, in the rollout before those that are timed
 PROMPTS, SAMPLES, STEP_TOKENS = 32, 8, 4096  # of a step of preset=h100
 LOGS = ROOT / "out" / "vllm"
 SHAPES: dict[str, tuple[Qwen2Config, int]] = {"15b": (QWEN2_15B, 5), "7b": (QWEN2_7B, 9)}  # GiB
@@ -122,7 +124,7 @@ def peers(bench: Bench, chosen: argparse.Namespace) -> Iterator[tuple[Peers, Pat
 
 
 def tokens_of(batch: int) -> int:
-    return 384 if batch <= 32 else 128
+    return 256 if batch <= 32 else 128
 
 
 def write_state(
@@ -159,16 +161,20 @@ def smollm2(bench: Bench, chosen: argparse.Namespace) -> None:
         vllm.start("plain", subject.folder, **longest)
         for k in CHAINS:
             vllm.start(f"eagle3 k={k}", subject.folder, **eagle3(drafter, k), **longest)
-        vllm.start("ngram k=4", subject.folder, k=4, speculative_config=lookup, **longest)
+        vllm.start(LOOKUP, subject.folder, k=4, speculative_config=lookup, **longest)
         rollout = subject.rollout(
             f"engine.strategies={' '.join(['off', *STRATEGIES])}",
             longest=max(trace_lengths()) + 512,
         )
         vllm.ready()
         plain_rows(bench, "smollm2", subject, rollout, vllm)
-        speculative = [name for name in vllm.engines if name != "plain"]
-        for size in SPEC_BATCHES if speculative else []:
+        for size in SPEC_BATCHES:
             fitting = [s for s in STRATEGIES if size * Strategy.parse(s).num_verify <= MAX_ROWS]
+            # Its n-grams take seconds, so they are measured once.
+            left_out = {"plain"} if size == LOOKUP_BATCH else {"plain", LOOKUP}
+            speculative = [name for name in vllm.engines if name not in left_out]
+            if not speculative:
+                continue
             batch = Batch(subject.prompts(size), [tokens_of(size)] * size)
             arms = {s: ours(rollout, s) for s in fitting}
             timed = {n: theirs(vllm.engines[n]) for n in speculative}
@@ -177,8 +183,7 @@ def smollm2(bench: Bench, chosen: argparse.Namespace) -> None:
             compare(bench, f"smollm2 speculative b{size}", found, fitting, speculative)
         lengths = trace_lengths()
         trace = Batch(subject.prompts(len(lengths)), lengths)
-        # vLLM compiles kernels for smaller batches when it comes to them, so it runs all once.
-        made = rollouts(bench, "trace of 128", rollout, vllm, trace, warm=max(lengths))
+        made = rollouts(bench, "trace of 128", rollout, vllm, trace)
         with bench.part("step"):
             step = of_checkpoint("step", bench.words, warmed=True, note=say, longest=False)
             prompts = [ids for ids in step.prompts(PROMPTS) for _ in range(SAMPLES)]
@@ -190,38 +195,42 @@ def smollm2(bench: Bench, chosen: argparse.Namespace) -> None:
             adapted(trace)
             peer = {name: made[name] for name in vllm.engines if name in made}
             versus(bench, "trace of 128, our drafter adapted", {"bandit": adapted(trace)}, peer)
+        vllm.close(kept=["plain"])  # does it matter that the other processes are there?
+        plain_rows(bench, "smollm2 alone", subject, rollout, vllm, batches=ALONE)
 
 
 def plain_rows(
-    bench: Bench, name: str, subject: Subject, rollout: Rollout, vllm: Peers, engine: str = "plain"
+    bench: Bench,
+    name: str,
+    subject: Subject,
+    rollout: Rollout,
+    vllm: Peers,
+    engine: str = "plain",
+    batches: Sequence[int] = (),
 ) -> None:
-    """Plain decoding by batch."""
+    """Plain decoding by batch; no batches = all."""
     if engine not in vllm.engines:
         return
-    for size in BATCHES:
+    for size in batches or BATCHES:
         batch = Batch(subject.prompts(size), [tokens_of(size)] * size)
         arms = {"off": ours(rollout, "off"), "plain": theirs(vllm.engines[engine])}
         compare(bench, f"{name} plain b{size}", speeds(arms, arms, batch), ["off"], ["plain"])
 
 
 def rollouts(
-    bench: Bench, case: str, rollout: Rollout, vllm: Peers, batch: Batch, warm: int = WARM_TOKENS
+    bench: Bench, case: str, rollout: Rollout, vllm: Peers, batch: Batch
 ) -> dict[str, Made]:
     """A whole rollout in our engine, plain and with its bandit, and in vLLM's engines.
 
-    Args:
-        bench: takes the rows.
-        case: of the rows.
-        rollout: our engine.
-        vllm: vLLM's engines.
-        batch: the requests.
-        warm: tokens of each request in the rollout before; our bandit learns in a whole one.
+    Our bandit has learned in a rollout before. The other arms have run all smaller batches, for
+    which vLLM compiles some kernels when it comes to them.
     """
     own = {"off": ours(rollout, "off"), "bandit": ours(rollout, "ucb")}
-    peer = {n: theirs(e) for n, e in vllm.engines.items() if not n.startswith("ngram")}
+    peer = {n: theirs(e) for n, e in vllm.engines.items() if n != LOOKUP}
+    falling = replace(batch, limits=[LEAST_TOKENS + i for i in range(len(batch.limits))])
     arms = {**own, **peer}
     for name, arm in arms.items():
-        arm(batch if name == "bandit" else batch.cut(warm))
+        arm(batch if name == "bandit" else falling)
     made = {name: arm(batch) for name, arm in arms.items()}
     for name, one in made.items():
         bench.add_row(
@@ -411,7 +420,8 @@ def book(bench: Bench) -> None:
         if all(case in rows for case in cases):
             bench.got[target] = min(rows[case][field] for case in cases)
 
-    worst("decode_smollm2_over_vllm_x", [f"smollm2 plain b{b}" for b in BATCHES])
+    plain = [f"smollm2 plain b{b}" for b in BATCHES]
+    worst("decode_smollm2_over_vllm_x", [*plain, *(f"smollm2 alone plain b{b}" for b in ALONE)])
     worst("decode_big_over_vllm_x", [f"{s} plain b{b}" for s in SHAPES for b in BATCHES])
     worst("spec_smollm2_over_vllm_eagle3_x", [f"smollm2 speculative b{b}" for b in SPEC_BATCHES])
     big = [f"{s} speculative b{b}" for s in SHAPES for b in SPEC_BATCHES]

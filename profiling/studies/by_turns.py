@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import time
@@ -20,6 +21,20 @@ from profiling.rig.subjects import fix_bandit
 
 ROUNDS = 3
 START_LIMIT_S = 300
+GRAPH_BATCHES = [
+    *range(1, 9),
+    *range(10, 17, 2),
+    *range(20, 33, 4),
+    40,
+    48,
+    56,
+    64,
+    80,
+    96,
+    112,
+    128,
+]
+GRAPH_BATCHES += [160, 192, 224, 256]
 LEARNING = ("ucb", "beg")
 
 
@@ -144,9 +159,8 @@ class Peers:
             invariant: results do not depend on the batch.
             **more: settings of `vllm.LLM`, over those below.
         """
-        rows, label = most * (k + 1), re.sub(r"\W+", "-", name)
-        # Engines that compile the same model side by side must not share a cache.
-        variables = {"VLLM_CACHE_ROOT": str(self.scratch / f"cache-{label}")}
+        label = re.sub(r"\W+", "-", name)
+        variables = {"VLLM_CACHE_ROOT": str(self._cache(label))}
         if invariant:
             variables["VLLM_BATCH_INVARIANT"] = "1"
         settings = {
@@ -159,13 +173,24 @@ class Peers:
             "max_num_batched_tokens": 16384,
             "enable_prefix_caching": False,
             "attention_backend": "FLASH_ATTN",
-            "compilation_config": {"max_cudagraph_capture_size": max(512, -(-rows // 16) * 16)},
             **more,
         }
-        if settings.get("enforce_eager"):
-            del settings["compilation_config"]
+        if k and not settings.get("enforce_eager"):  # its own sizes are many for long chains
+            sizes = [(k + 1) * batch for batch in GRAPH_BATCHES if batch <= most]
+            settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         log = self.logs / f"vllm-{label}.log"
         self.engines[name] = Vllm(name, self.folder, log, variables, **settings)
+
+    def _cache(self, label: str) -> Path:
+        """A folder for what an engine compiles: side by side they must not share one.
+
+        They share the records of kinds of models, for each of which vLLM else imports itself again.
+        """
+        folder, records = self.scratch / f"cache-{label}", self.logs.resolve() / "modelinfos"
+        folder.mkdir()
+        records.mkdir(exist_ok=True)
+        (folder / "modelinfos").symlink_to(records)
+        return folder
 
     def ready(self) -> None:
         """Waits for all of them; one that fails is reported and left out."""
@@ -177,13 +202,16 @@ class Peers:
                 except BaseException:
                     self.engines.pop(name).close()
                     raise
-                self.bench.add_row(f"start of vLLM, {name}", 1e6 * about["start_s"], **about)
+                load = round(os.getloadavg()[0], 1)
+                row = {**about, "load": load}
+                self.bench.add_row(f"start of vLLM, {name}", 1e6 * about["start_s"], **row)
         if not self.engines:
             raise RuntimeError(f"no vLLM engine was started; see {self.logs}")
 
-    def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
+    def close(self, kept: Sequence[str] = ()) -> None:
+        """Ends the engines, but those to keep."""
+        for name in self.engines.keys() - set(kept):
+            self.engines.pop(name).close()
 
 
 @dataclass(frozen=True)
@@ -234,6 +262,7 @@ def compare(
             tokens_per_s=round(speed.tokens_per_s, 1),
             accept_length=round(speed.accept_length, 3),
             spread=round(speed.spread, 3),
+            load=round(os.getloadavg()[0], 1),
         )
     best, other = (max(names, key=lambda n: found[n].tokens_per_s) for names in (own, peer))
     bench.add_row(

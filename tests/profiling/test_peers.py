@@ -87,7 +87,13 @@ def folder(tmp_path):
 @pytest.fixture
 def small(monkeypatch, folder, tmp_path):
     """The benchmark with small sizes, and its options."""
-    sizes = {"BATCHES": [1, 2], "SPEC_BATCHES": [2], "EXPORT_PROMPTS": 3}
+    sizes = {
+        "BATCHES": [1, 2],
+        "SPEC_BATCHES": [2],
+        "ALONE": [1],
+        "LOOKUP_BATCH": 2,
+        "EXPORT_PROMPTS": 3,
+    }
     sizes |= {"PROMPTS": 2, "SAMPLES": 2, "STEP_TOKENS": 8, "EXPORT_TOKENS": 12, "CHAINS": [4]}
     sizes |= {"HIDDEN": 32, "SMALL": {"qwen3": 3, "qwen2": 3}}
     for name, value in sizes.items():
@@ -171,8 +177,9 @@ def test_the_warmed_policy_beside_the_stand_in(small, tiny):
     assert rows["rollout of a step, eagle3 k=4"]["tokens"] == 4 * 8
     peers.book(tiny)
     assert tiny.got["decode_smollm2_over_vllm_x"] == min(
-        rows[f"smollm2 plain b{b}"]["over_vllm"] for b in (1, 2)
+        rows[f"smollm2 {case}"]["over_vllm"] for case in ("plain b1", "plain b2", "alone plain b1")
     )
+    assert rows["smollm2 speculative b2, ngram k=4"]["tokens_per_s"] > 0
     assert "decode_big_over_vllm_x" not in tiny.got
 
 
