@@ -220,7 +220,7 @@ def clean_logits(logits: torch.Tensor) -> torch.Tensor:
 def kept_ids(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> list[int]:
     """Best first: sorted by (logit descending, id ascending), cut to top-k, then to top-p."""
     x = clean_logits(logits)
-    ids = sorted(range(len(x)), key=lambda v: (-float(x[v]), v))
+    ids = x.argsort(descending=True, stable=True).tolist()
     if 0 < top_k < len(ids):
         ids = ids[:top_k]
     if top_p < 1.0:
