@@ -24,18 +24,18 @@ class CheckpointWriter:
     thread, so that a full disk ends a run.
 
     Args:
-        beside: whether to use a thread. False: `save` writes the state directly, without a copy.
+        threaded: whether to use a thread. False: `save` writes the state directly, without a copy.
 
     Example:
-        >>> writer, written = CheckpointWriter(beside=True), []
+        >>> writer, written = CheckpointWriter(threaded=True), []
         >>> writer.save(written.append, {"step": 3})
         >>> writer.collect()
         >>> written
         [{'step': 3}]
     """
 
-    def __init__(self, beside: bool) -> None:
-        self.beside = beside
+    def __init__(self, threaded: bool) -> None:
+        self.threaded = threaded
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # completes a write before the exit
         self._written: Future[None] | None = None
@@ -51,14 +51,14 @@ class CheckpointWriter:
             UserError: this checkpoint or the previous one could not be written.
         """
         self.collect()
-        if self.beside and held_bytes(state) > HOST_SHARE * _host_bytes():
-            self.beside = False
+        if self.threaded and held_bytes(state) > HOST_SHARE * _host_bytes():
+            self.threaded = False
             warnings.warn(
                 f"a checkpoint of {held_bytes(state) / 1e9:.1f} GB exceeds {HOST_SHARE:.0%} of"
                 " this machine's memory: each step waits until its checkpoint is written",
                 stacklevel=2,
             )
-        if not self.beside:
+        if not self.threaded:
             write(state)
             return
         copy, wait = self._copies.take(state)

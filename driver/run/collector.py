@@ -393,8 +393,8 @@ class Collector(RolloutObserver):
             out["ranks/handed_over"] = float(self.stats.adopted)
         mine = [] if self.coordinator is None else self.coordinator.changes
         trained_s = 0.0 if self.coordinator is None else self.coordinator.trained_s
-        told = self.world.gather((memory_metrics().get(CARD_MEMORY), trained_s, mine))
-        memory = {rank: part[0] for rank, part in enumerate(told) if part[0] is not None}
+        gathered = self.world.gather((memory_metrics().get(CARD_MEMORY), trained_s, mine))
+        memory = {rank: part[0] for rank, part in enumerate(gathered) if part[0] is not None}
         if len(memory) == self.world.size:
             out["ranks/max_memory_allocated_gb"] = max(memory.values())
         if self.world.size <= RANKS_SHOWN:
@@ -404,8 +404,8 @@ class Collector(RolloutObserver):
                     out[f"ranks/{rank}/max_memory_allocated_gb"] = memory[rank]
         if self.coordinator is not None:
             # Training after the last rank has finished does not use the bubble.
-            trained = map(min, (part[1] for part in told), idle)
+            trained = map(min, (part[1] for part in gathered), idle)
             out["ranks/bubble_used_share"] = sum(trained) / max(sum(idle), 1e-9)
-            states = self.rank_states or [[] for _ in told]
-            self.rank_states = [a + b for a, (_, _, b) in zip(states, told, strict=True)]
+            states = self.rank_states or [[] for _ in gathered]
+            self.rank_states = [a + b for a, (_, _, b) in zip(states, gathered, strict=True)]
         return out

@@ -200,7 +200,7 @@ class _Start:
             trainer,
             session,
             collector,
-            CheckpointWriter(beside=config.run.device != "cpu"),
+            CheckpointWriter(threaded=config.run.device != "cpu"),
             world.share(folder.checkpoints if folder else Path()),
         )
 

@@ -35,7 +35,7 @@ def test_docstring_examples(module):
 
 def test_the_state_at_the_save_is_written_without_waiting(tmp_path):
     """The disk is slow, and the next step changes the state, counters in lists too."""
-    go, writer, live = threading.Event(), CheckpointWriter(beside=True), states(1)
+    go, writer, live = threading.Event(), CheckpointWriter(threaded=True), states(1)
     write = write_into(tmp_path, 1)
     writer.save(lambda state: (go.wait(30), write(state)), live)
     live["trainer"]["moment"].fill_(-1.0)
@@ -51,7 +51,7 @@ def test_the_state_at_the_save_is_written_without_waiting(tmp_path):
 
 
 def test_the_next_save_waits_for_the_previous_one(tmp_path):
-    order, writer, go = [], CheckpointWriter(beside=True), threading.Event()
+    order, writer, go = [], CheckpointWriter(threaded=True), threading.Event()
     writer.save(lambda state: (go.wait(30), order.append(state["n"])), {"n": 1})
     threading.Timer(0.2, go.set).start()
     writer.save(lambda state: order.append(state["n"]), {"n": 2})
@@ -60,14 +60,14 @@ def test_the_next_save_waits_for_the_previous_one(tmp_path):
 
 
 def test_without_a_thread_nothing_is_copied(tmp_path):
-    writer, state, seen = CheckpointWriter(beside=False), states(1), []
+    writer, state, seen = CheckpointWriter(threaded=False), states(1), []
     writer.save(seen.append, state)
     assert seen[0] is state and not writer._copies.room
 
 
 def test_a_state_too_large_for_the_machine_is_written_at_once(monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_host_bytes", lambda: 100)
-    writer, state, seen = CheckpointWriter(beside=True), {"w": torch.zeros(7)}, []
+    writer, state, seen = CheckpointWriter(threaded=True), {"w": torch.zeros(7)}, []
     with pytest.warns(
         UserWarning, match="a checkpoint of 0.0 GB exceeds 25% of this machine's memory"
     ):
@@ -87,7 +87,7 @@ def test_a_container_s_limit_counts(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_previous_checkpoint(tmp_path, wait):
-    writer = CheckpointWriter(beside=True)
+    writer = CheckpointWriter(threaded=True)
     writer.save(write_into(tmp_path, 1), states(1))
     writer.collect()
     with full_disk(1000):
@@ -103,7 +103,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_previous_checkpoin
 
 
 def test_the_next_save_raises_the_error_of_the_previous_one(tmp_path):
-    writer = CheckpointWriter(beside=True)
+    writer = CheckpointWriter(threaded=True)
     with full_disk(1000):
         writer.save(write_into(tmp_path, 1), states(1))
         writer._written.exception()
@@ -128,7 +128,7 @@ def test_tied_weights_stay_one_and_room_is_kept():
 @gpu
 @needs_gpu
 def test_a_copy_of_a_card_is_in_the_order_of_its_stream():
-    writer, live, seen = CheckpointWriter(beside=True), {"w": torch.zeros(1 << 20).cuda()}, []
+    writer, live, seen = CheckpointWriter(threaded=True), {"w": torch.zeros(1 << 20).cuda()}, []
     for step in range(3):
         torch.cuda._sleep(1_000_000)
         live["w"].fill_(step)

@@ -58,7 +58,7 @@ from tests.driver.run.test_run import share_of_ones
 
 collector.Collector.rewards = share_of_ones
 if sys.argv.pop(1) == "beside":
-    start.CheckpointWriter = lambda beside, kind=start.CheckpointWriter: kind(beside=True)
+    start.CheckpointWriter = lambda threaded, kind=start.CheckpointWriter: kind(threaded=True)
 
 whole = run.Run.checkpoint
 def checkpoint(self):
@@ -242,13 +242,13 @@ def test_killed_in_a_checkpoint_it_resumes_to_the_same_tokens(unbroken, tmp_path
 def written_beside(monkeypatch):
     """Runs whose checkpoints are written as on a card."""
     kind = start_module.CheckpointWriter
-    monkeypatch.setattr(start_module, "CheckpointWriter", lambda beside: kind(beside=True))
+    monkeypatch.setattr(start_module, "CheckpointWriter", lambda threaded: kind(threaded=True))
 
 
 def test_checkpoints_of_the_thread_equal_those_written_directly(unbroken, written_beside, tmp_path):
     """Steps go on while they are written; the last is on the disk when the run ends."""
     beside = run(tmp_path, "beside", "run.steps=5")
-    assert beside.writer.beside and beside.writer._written is None
+    assert beside.writer.threaded and beside.writer._written is None
     assert history(beside.folder.path) == history(unbroken.folder.path)
     whole, other = (r.folder.path / "checkpoints" for r in (unbroken, beside))
     assert [p.name for p in sorted(whole.iterdir())] == [p.name for p in sorted(other.iterdir())]
