@@ -356,15 +356,17 @@ def expand_tree(
         depth = nodes[parent]["depth"] + 1
         logits = draft_logits[row].double()
         ids = list(range(len(logits))) if d2t is None else d2t
-        usable = [i for i, v in enumerate(ids) if 0 <= v < vocab_size and logits[i] < torch.inf]
+        below = (logits < torch.inf).tolist()
+        usable = [i for i, v in enumerate(ids) if 0 <= v < vocab_size and below[i]]
         value = logits[usable] / (temperature or 1.0)
         score = value.clone()
         if temperature > 0:
             words = noise_words(seed, request, root_position + depth, vocab_size)
             score += gumbel(words[[ids[i] for i in usable]])
         probs = (score / score_temperature if score_temperature else value).log_softmax(0)
-        ranked = sorted(range(len(usable)), key=lambda j: (-score[j].item(), ids[usable[j]]))
-        for j in [j for j in ranked if score[j] > -torch.inf][:top_k]:
+        scores = score.tolist()
+        ranked = sorted(range(len(usable)), key=lambda j: (-scores[j], ids[usable[j]]))
+        for j in [j for j in ranked if scores[j] > -math.inf][:top_k]:
             nodes.append(
                 dict(
                     token=ids[usable[j]],
