@@ -3,12 +3,14 @@
 vLLM is no dependency. It runs in this process, with its own PYTHONPATH, and nothing here imports
 the driver. `Vllm` starts the process and talks to it: a line of JSON to its stdin is a batch, a
 line of JSON from its stdout the answer. The first answer says how the engine was started. Seconds
-are of `LLM.generate` with token ids in and out.
+are of `LLM.generate` with token ids in and out. Between batches the process is stopped, so that it
+takes no time of the host from the engine that is measured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import json
 import os
@@ -37,6 +39,7 @@ ENVIRONMENT = {
 }
 COUNTERS = "vllm:spec_decode_num_"
 STOPPING_S = 10
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 VLLM = "--vllm"
 
 
@@ -90,6 +93,10 @@ class Vllm:
         """Waits for the start; how the engine was started."""
         return self._answer()
 
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it ended
+            os.killpg(self.process.pid, number)
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -122,6 +129,7 @@ class Vllm:
             "tokens": tokens,
         }
         assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # its answer says why it ended
             self.process.stdin.write(json.dumps(batch) + "\n")
             self.process.stdin.flush()
@@ -130,12 +138,13 @@ class Vllm:
     def close(self) -> None:
         """Ends the process and those that it started."""
         assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOPPING_S)
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self.process.wait()
 
     def _answer(self) -> dict[str, Any]:
@@ -144,6 +153,7 @@ class Vllm:
         answer = json.loads(line) if line else {"error": "it ended"}
         if "error" in answer:
             raise RuntimeError(f"vLLM {self.name}: {answer['error']}; see {self.log}")
+        self._signal(signal.SIGSTOP)
         return answer
 
 
@@ -239,6 +249,8 @@ class Server:
 
 def serve(settings: dict[str, Any]) -> None:
     """Starts the engine and answers batches until stdin ends."""
+    # A stopped process would outlive one that was killed.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints goes to the log
 

@@ -1,7 +1,9 @@
 """The benchmark beside vLLM, on a small model on the CPU, with a stand-in for vLLM."""
 
 import math
+import time
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from transformers import Qwen2Config
@@ -121,11 +123,18 @@ def engine(folder, tmp_path, **settings):
     return Vllm("one", str(folder), tmp_path / "log", {}, model="m", **settings)
 
 
+def wait_for_state(one, state):
+    """Of the process by Linux; T = stopped."""
+    while Path(f"/proc/{one.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        time.sleep(0.01)
+
+
 def test_an_engine_in_another_process_answers_batches(folder, tmp_path):
     one = engine(folder, tmp_path, speculative_config={"num_speculative_tokens": 4})
     try:
         about = one.ready()
         assert about["vllm"] == "stand-in" and about["runner"] == "v2"
+        wait_for_state(one, "T")
         made = one.generate([[1], [2]], [3, 4], counted=True, tokens=True)
         assert made["lengths"] == [3, 4] and made["tokens"] == [[5] * 3, [5] * 4]
         assert made["accept_length"] == 3.0
