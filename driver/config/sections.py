@@ -410,8 +410,11 @@ class GrpoConfig(Section, prefix="grpo."):
     checkpointing: bool = setting(
         False, "recompute each layer in the backward pass: less memory, more time"
     )
-    offload: bool = setting(
-        False, "keep float32 weights and optimizer state in host memory: less memory, more time"
+    offload: str = setting(
+        "none",
+        "kept in host memory: Adam's moments, or all of float32 weights, gradients and moments,"
+        " which AdamW then updates on the host",
+        words=("none", "moments", "all"),
     )
     max_grad_norm: float = setting(1.0, "the gradient is clipped to this norm", above=0)
     is_cap: float = setting(

@@ -154,7 +154,8 @@ def _hidden(
 ) -> Tensor:
     base = model.base_model
     family = family_of(type(model).__name__.removeprefix("FSDP"))  # fully_shard adds it
-    hidden = F.embedding(ids[0], outer.embedding)  # [T, H]
+    # No gradient reaches the padding token here, as in the model's own pass.
+    hidden = F.embedding(ids[0], outer.embedding, base.embed_tokens.padding_idx)  # [T, H]
     # [T, 1, head_dim / 2]: the second half of a head has the angles of the first.
     turns = base.rotary_emb(hidden, documents.position)  # cosines and sines, [1, T, head_dim] each
     cos, sin = (x[0].chunk(2, -1)[0].unsqueeze(1) for x in turns)

@@ -19,7 +19,7 @@ from .metrics import logprob_metrics, response_metrics, warn_of_equal_rewards
 from .micro_batch import MicroBatch, build_micro_batch, without_responses
 from .packed_forward import packed_logprobs
 from .packing import pack
-from .weights import MOMENTS, PolicyWeights
+from .weights import PolicyWeights
 
 if TYPE_CHECKING:
     from ..config.sections import GrpoConfig
@@ -218,10 +218,7 @@ class PolicyTrainer:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from `state_dict`; the caller then copies the saved values into `tensors`."""
         self.step = state["step"]
-        for param in self.params if state["updates"] else ():
-            count = torch.tensor(float(state["updates"]), device=param.device)
-            moments = {moment: torch.zeros_like(param) for moment in MOMENTS}
-            self.optimizer.state[param] = {"step": count, **moments}
+        self.weights.start_moments(self.optimizer, state["updates"])
 
     def _updates(self) -> int:
         """Optimizer steps so far; a step whose gradient is not finite does not count."""

@@ -23,6 +23,8 @@ from .micro_batch import MicroBatch
 from .packed_forward import packed_layer, packed_logprobs
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names in the state of torch's AdamW
+PART_NUMBERS = 1 << 27  # parameters whose moments are on the device at once, with offload=moments
+BLOCK_NUMBERS = 1 << 31  # of a block of host memory
 
 
 class PolicyWeights:
@@ -32,7 +34,8 @@ class PolicyWeights:
         model: in the dtype of its forward and backward passes, the same on all ranks. It is trained
             in place; parameters in half precision become float32.
         world: ranks that share the parameters, their gradients and the optimizer's state.
-        offload: whether these are kept in host memory. The optimizer then runs on the host.
+        offload: what is kept in host memory. "moments": Adam's, which visit the device in each
+            step. "all": parameters, gradients and moments; the optimizer runs on the host.
 
     Example:
         >>> weights = PolicyWeights(model.bfloat16())  # doctest: +SKIP
@@ -40,21 +43,25 @@ class PolicyWeights:
         (torch.float32, torch.bfloat16)
     """
 
-    def __init__(self, model: nn.Module, world: World | None = None, offload: bool = False) -> None:
-        self.world = world or World()
+    def __init__(self, model: nn.Module, world: World | None = None, offload: str = "none") -> None:
+        self.world, self.offload = world or World(), offload
         first = next(model.parameters())
         self.dtype, self.device = first.dtype, first.device
-        self.sharded = offload or self.world.size > 1
+        self.sharded = offload == "all" or self.world.size > 1
         self._forward = functools.partial(packed_logprobs, model)
         if self.sharded:
-            self._shard(model, offload)
+            self._shard(model)
         else:
             _widen(model)
         self.named = dict(model.named_parameters())
         self.params = list(self.named.values())
-        self.fused = offload or self.device.type == "cuda"  # AdamW in one pass over memory
+        # AdamW in one pass over memory.
+        self.fused = offload == "all" or self.device.type == "cuda"
+        self._kept: dict[tuple[Tensor, str], Tensor] = {}  # moments in host memory
+        numbers = sum(_local(param).numel() for param in self.params)
+        self._host = _HostBlocks(len(MOMENTS) * numbers, self.device.type == "cuda")
 
-    def _shard(self, model: Any, offload: bool) -> None:
+    def _shard(self, model: Any) -> None:
         # Slow to import.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import (
@@ -68,7 +75,7 @@ class PolicyWeights:
         self.world.form_group()
         kinds = {"cpu", self.device.type}
         self._meshes = {kind: init_device_mesh(kind, (self.world.size,)) for kind in kinds}
-        pinned = self.device.type == "cuda"
+        on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         settings: dict[str, Any] = {
             "mesh": self._meshes[self.device.type],
             "mp_policy": MixedPrecisionPolicy(
@@ -76,7 +83,7 @@ class PolicyWeights:
                 reduce_dtype=torch.promote_types(self.dtype, torch.float32),
                 cast_forward_inputs=False,
             ),
-            "offload_policy": CPUOffloadPolicy(pinned) if offload else OffloadPolicy(),
+            "offload_policy": on_host if self.offload == "all" else OffloadPolicy(),
         }
         parts = [(layer, packed_layer) for layer in model.base_model.layers]
         for module, function in [*parts, (model, packed_logprobs)]:
@@ -120,11 +127,53 @@ class PolicyWeights:
             if torch.isfinite(norm):
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                optimizer.step()
+                if self.offload == "moments":
+                    self._step_in_parts(optimizer)
+                else:
+                    optimizer.step()
             else:
                 warnings.warn("gradient is not finite: this update is skipped", stacklevel=3)
         optimizer.zero_grad()
         return norm
+
+    def _step_in_parts(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step that has the moments of few parameters on the device at a time."""
+        gradients = [param.grad for param in self.params]
+        optimizer.zero_grad()
+        waiting, numbers = [], 0
+        for index, param in enumerate(self.params):
+            waiting.append(param)
+            numbers += _local(param).numel()
+            param.grad, gradients[index] = gradients[index], None
+            state = optimizer.state[param]
+            for moment in MOMENTS if state else ():
+                part = state[moment].to(self.device, non_blocking=True)
+                state[moment] = self._placed(part, param)
+            if numbers < PART_NUMBERS and index + 1 < len(self.params):
+                continue
+            optimizer.step()  # of those with a gradient
+            for other in waiting:
+                self._to_host(optimizer.state[other], other)
+                other.grad = None
+            waiting, numbers = [], 0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # before anyone reads the moments
+
+    def _to_host(self, state: dict[str, Any], param: Tensor) -> None:
+        """Moves the moments of a parameter to their place in host memory."""
+        for moment in MOMENTS if state else ():
+            value = _local(state[moment])
+            if (param, moment) not in self._kept:
+                self._kept[param, moment] = self._host.take(value.shape)
+            state[moment] = self._kept[param, moment].copy_(value, non_blocking=True)
+
+    def start_moments(self, optimizer: torch.optim.Optimizer, updates: int) -> None:
+        """Gives the optimizer the state of some updates, with moments of 0 to load others into."""
+        for param in self.params if updates else ():
+            state = {"step": torch.tensor(float(updates), device=param.device)}
+            optimizer.state[param] = state | {key: torch.zeros_like(param) for key in MOMENTS}
+            if self.offload == "moments":
+                self._to_host(optimizer.state[param], param)
 
     def is_finite(self) -> bool:
         """Whether all parameters of all ranks are finite; a collective call."""
@@ -178,6 +227,26 @@ class PolicyWeights:
         return DTensor.from_local(
             part, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
         )
+
+
+class _HostBlocks:
+    """Float32 tensors in a few blocks of host memory, pinned for a GPU.
+
+    torch rounds each pinned allocation up to a power of 2, which could double the memory.
+    """
+
+    def __init__(self, numbers: int, pinned: bool) -> None:
+        self._left, self._pinned = numbers, pinned
+        self._block = torch.empty(0)
+
+    def take(self, shape: torch.Size) -> Tensor:
+        count = shape.numel()
+        if len(self._block) < count:
+            size = max(count, min(self._left, BLOCK_NUMBERS))
+            self._block = torch.empty(size, pin_memory=self._pinned)
+        taken, self._block = self._block[:count], self._block[count:]
+        self._left -= count
+        return taken.view(shape)
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:

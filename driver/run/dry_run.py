@@ -201,7 +201,9 @@ def step_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -
     rows = -(-int(tokens) // grpo.micro_batch_tokens)
     others = (ranks - 1) / ranks / limits.link_bytes_per_s
     exchange = rows * numbers * (2 * size + FLOAT_BYTES) * others
-    if grpo.offload:
+    if grpo.offload == "moments":
+        optimizer += numbers * 4 * FLOAT_BYTES / ranks / PCIE_BYTES_PER_S
+    if grpo.offload == "all":
         optimizer *= limits.bytes_per_s / HOST_BYTES_PER_S
         exchange += rows * numbers * 3 * FLOAT_BYTES / ranks / PCIE_BYTES_PER_S
     minibatches = grpo.epochs * grpo.minibatches

@@ -24,6 +24,7 @@ from ..model.fetch import SMOLLM2_CONFIG, is_smollm2
 from ..model.spec import DTYPES, ModelSpec
 from ..policy import logprobs
 from ..policy.packed_forward import LONG_TOKENS
+from ..policy.weights import MOMENTS, PART_NUMBERS
 from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, GraphCost, draft_bytes
 from ..rollout.state import WORDS_PER_REQUEST
@@ -89,11 +90,13 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
         ranks: processes of the run, which share the policy's weights and the optimizer.
     """
     on_card = config.run.device != "cpu"
-    trained, numbers = _trained_parts(spec, ranks)
-    gradients = {"gradients": FLOAT_BYTES * numbers}
-    offloaded = config.grpo.offload and on_card
-    host = sum(trained.values()) + gradients["gradients"] if offloaded else 0
-    always = {} if offloaded else dict(trained)
+    offload = config.grpo.offload
+    trained = _trained_parts(spec, ranks)
+    gradients = {"gradients": trained["policy"]}
+    moved = {"none": {}, "moments": {"Adam": trained["Adam"]}, "all": trained | gradients}[offload]
+    always = {part: size for part, size in trained.items() if not on_card or part not in moved}
+    if "Adam" in moved and offload == "moments":
+        always["moments of a part"] = len(MOMENTS) * FLOAT_BYTES * PART_NUMBERS
     if config.grpo.kl_coef:
         always["reference"] = spec.num_parameters * spec.dtype.itemsize
     always |= _engine_parts(config, spec, prompt_len)
@@ -106,10 +109,10 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
         checkpointing=config.grpo.checkpointing,
         on_card=on_card,
         separate=longest >= LONG_TOKENS,
-        sharded=ranks > 1 or config.grpo.offload,
+        sharded=ranks > 1 or offload == "all",
     )
     phases = update_bytes(spec, row)
-    kept = {} if offloaded else gradients
+    kept = {} if on_card and offload == "all" else gradients
     if longest * _responses(config) > tokens * config.grpo.minibatches:
         # The sums of earlier micro-batches.
         phases = {phase: kept | needs for phase, needs in phases.items()}
@@ -117,7 +120,7 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
     if row.sharded:  # each rank loads all of it
         whole = spec.num_parameters * spec.dtype.itemsize
         phases["load"] = {"policy, whole": max(0, whole - always.get("Adam", 0))}
-    return Footprint(always, phases, host)
+    return Footprint(always, phases, sum(moved.values()) if on_card else 0)
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
         f"memory: the run needs {parts.peak / 1e9:.2f} GB in the phase {parts.largest!r}, there are"
         f" {limit_gb:.2f} GB; the largest part is {largest}, {held[largest] / 1e9:.2f} GB; set"
         " grpo.checkpointing=true, lower grpo.micro_batch_tokens, engine.max_batch or"
-        " engine.num_pages, set grpo.offload=true or use more ranks; if responses"
+        " engine.num_pages, set grpo.offload=moments or use more ranks; if responses"
         " stay far below sampling.max_new_tokens, run.check_memory=false starts the run anyway"
     )
 
@@ -285,10 +288,10 @@ def chunk_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
     return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT_BYTES * rows, share)
 
 
-def _trained_parts(spec: ModelSpec, ranks: int) -> tuple[dict[str, int], int]:
-    """Bytes by part of a rank's share of the float32 policy, and its number of parameters."""
+def _trained_parts(spec: ModelSpec, ranks: int) -> dict[str, int]:
+    """Bytes by part of a rank's share of the float32 policy."""
     numbers = sum(-(-rows // ranks) * math.prod(cols) for rows, *cols in spec.shapes().values())
-    return {"policy": FLOAT_BYTES * numbers, "Adam": 2 * FLOAT_BYTES * numbers}, numbers
+    return {"policy": FLOAT_BYTES * numbers, "Adam": len(MOMENTS) * FLOAT_BYTES * numbers}
 
 
 def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str, int]:

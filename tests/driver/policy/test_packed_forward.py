@@ -45,7 +45,9 @@ def ids():
     return torch.randint(61, (1, sum(LENGTHS)), generator=kit.generator(0))
 
 
-@pytest.mark.parametrize("options", [{}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}])
+@pytest.mark.parametrize(
+    "options", [{}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {"pad_token_id": 29}]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_the_models_own_pass_and_gradient(family, options, ids):
     own, packed = make_model(family, **options), make_model(family, **options)

@@ -44,7 +44,7 @@ class Cfg:
     weight_decay: float = 0.0
     entropy_coef: float = 0.0
     checkpointing: bool = False
-    offload: bool = False
+    offload: str = "none"
 
 
 def test_configuration_has_the_fields_that_the_trainer_reads():

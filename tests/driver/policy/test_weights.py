@@ -41,6 +41,12 @@ else:
 world.leave()
 """
 
+# Several steps of the optimizer and several blocks of host memory for one update.
+SMALL_PARTS = """
+from driver.policy import weights
+weights.PART_NUMBERS, weights.BLOCK_NUMBERS = 3000, 5000
+"""
+
 
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -70,20 +76,18 @@ def caught(trainer, responses):
 
 
 def trained(trainer, responses):
-    """The weights after an update."""
-    trainer.update(responses, REWARDS)
+    """The weights after two updates."""
+    for _ in range(2):
+        trainer.update(responses, REWARDS)
     return {name: weight.clone() for name, weight in trainer.weights.stream()}
 
 
 def moments(trainer):
     """Adam's moments, whole."""
-    state = trainer.optimizer.state
-    named = [
-        (f"{name} {key}", state[p][key])
-        for name, p in trainer.weights.named.items()
-        for key in MOMENTS
-    ]
-    return {name: whole(value).detach().clone() for name, value in named}
+    parts = trainer.weights.placed(trainer.tensors())
+    return {
+        f"{name} {key}": whole(part).clone() for key in MOMENTS for name, part in parts[key].items()
+    }
 
 
 def inputs(folder, dtype, tied=True, **options):
@@ -92,11 +96,11 @@ def inputs(folder, dtype, tied=True, **options):
     # Half of the rows hold one response: ranks have unequal rows, some of them none.
     options = {"micro_batch_tokens": 40, "lr": 1e-3, **options}
     torch.save((model, responses, options), folder / "inputs.pt")
-    return PolicyTrainer(model, Cfg(**{**options, "offload": False})), responses
+    return PolicyTrainer(model, Cfg(**{**options, "offload": "none"})), responses
 
 
-def launch(folder, ranks, *words):
-    code = run_ranks(SCRIPT, [str(folder), *words], ranks, folder / "log")
+def launch(folder, ranks, *words, script=SCRIPT):
+    code = run_ranks(script, [str(folder), *words], ranks, folder / "log")
     assert code == 0, (folder / "log").read_text()[-4000:]
 
 
@@ -140,7 +144,7 @@ def test_half_precision_is_gathered_and_its_gradients_are_added_in_float32(tmp_p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offloaded_weights_learn_the_same_on_one_rank(dtype, tmp_path):
     """The same gradients, bit for bit. The fused optimizer of the host rounds in its own way."""
-    plain, responses = inputs(tmp_path, dtype, tied=False, offload=True)
+    plain, responses = inputs(tmp_path, dtype, tied=False, offload="all")
     launch(tmp_path, 1)
     logprobs, gradients, weights = torch.load(tmp_path / "rank-0.pt")
     mine, own = caught(plain, responses)
@@ -159,3 +163,18 @@ def test_any_number_of_ranks_loads_what_others_saved(saving, loading, tmp_path):
     saved, loaded = torch.load(tmp_path / "rank-0.pt")[2], torch.load(tmp_path / "loaded.pt")
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_moments_in_host_memory_change_no_bit(ranks, tmp_path):
+    inputs(tmp_path, torch.float32, tied=False)
+    launch(tmp_path, ranks)
+    *_, plain = torch.load(tmp_path / "rank-0.pt")
+    inputs(tmp_path, torch.float32, tied=False, offload="moments")
+    launch(tmp_path, ranks, script=SMALL_PARTS + SCRIPT)
+    *_, weights = torch.load(tmp_path / "rank-0.pt")
+    assert weights.keys() == plain.keys()
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
+    launch(tmp_path, ranks, "saved")
+    loaded = torch.load(tmp_path / "loaded.pt")
+    assert all(torch.equal(loaded[name], plain[name]) for name in plain)

@@ -46,8 +46,10 @@ def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
     dry_run.dry_run([*words[:2], "memory_gb=620"], lines.append)
     dry_run.dry_run([*words[:2], "memory_gb=540", "ranks=8"], lines.append)
     assert "    policy                    3.808" in lines
-    dry_run.dry_run([*words[:2], "memory_gb=580", "grpo.offload=true"], lines.append)
+    dry_run.dry_run([*words[:2], "memory_gb=580", "grpo.offload=all"], lines.append)
     assert "  in host memory            121.850" in lines
+    dry_run.dry_run([*words[:2], "memory_gb=580", "grpo.offload=moments"], lines.append)
+    assert "  in host memory             60.925" in lines
 
 
 def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_path, monkeypatch):
@@ -204,7 +206,9 @@ def test_a_run_of_an_unknown_machine_fits_and_a_refusal_names_settings_that_help
     check_fits(config, shape, 0)  # a machine whose memory is not known
     peak = shape.footprint(config).peak / 1e9
     check_fits(config, shape, peak + 0.01)
-    with pytest.raises(UserError, match="there are .* GB; .*grpo.offload=true.*run.check_memory"):
+    with pytest.raises(
+        UserError, match="there are .* GB; .*grpo.offload=moments.*run.check_memory"
+    ):
         check_fits(config, shape, peak - 0.01)
 
 
