@@ -252,11 +252,8 @@ def share_state(
         state: tensors, numbers, strings, None, and lists and dicts of these; ignored on other
             ranks.
         source: global rank.
-        device: device of the tensors on this rank.
+        device: of the returned tensors on this rank.
         group: None = all ranks.
-
-    Returns:
-        The state, on every rank of the group.
     """
     box = [None]
     if dist.get_rank() == source:
@@ -288,12 +285,7 @@ def _each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Adds up each tensor over the ranks of a group, in place, many at a time.
-
-    Args:
-        tensors: of one dtype and device, the same shapes on every rank.
-        group: None = all ranks.
-    """
+    """Adds up tensors of one dtype over a group (None = all ranks), in place, many at a time."""
     bucket: list[Tensor] = []
 
     def reduce() -> None:
@@ -316,10 +308,6 @@ def split_by_length(expected: Sequence[float], parts: int) -> list[list[int]]:
 
     Items are assigned longest first, each to the shortest part that has room. Sizes are balanced
     before lengths, because the batch size determines a rank's memory.
-
-    Args:
-        expected: expected length of each item.
-        parts: number of parts; with fewer items the last parts are empty.
 
     Returns:
         Rising indices of each part; sizes differ by at most one.
