@@ -77,6 +77,7 @@ class Server:
         self._open.set()
         self._rejects = False  # requests that arrive while they are not
         self._asleep = False
+        self._running: set[str] = set()  # ids of requests
 
     @property
     def max_len(self) -> int:
@@ -98,11 +99,13 @@ class Server:
             prompt_ids: its tokens; of a request that was aborted, with the tokens so far.
             sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `ignore_eos` and
                 `logprobs`.
-            request_id: keys the noise: equal ids and prompts have equal tokens.
+            request_id: keys the noise, with the version of the weights: equal ids and prompts have
+                equal tokens. Unique among the requests that run.
             image_data, video_data: None.
 
         Raises:
-            UserError: a setting that the engine does not have, or no room for a token.
+            UserError: a setting that the engine does not have, no room for a token, or a request
+                with this id runs.
         """
         if image_data is not None or video_data is not None:
             raise UserError(f"rollout {NAME}: it generates text only, the prompt has images")
@@ -112,8 +115,18 @@ class Server:
         wanted = dict(sampling_params)
         with_logprobs = wanted.pop("logprobs", False)
         params = self._params(len(prompt_ids), wanted)
-        request = Request(noise_key(request_id), 0, tuple(prompt_ids), params)
-        response = await asyncio.wrap_future(self.session.submit(request))
+        if request_id in self._running:
+            raise UserError(
+                f"rollout {NAME}: request {request_id} runs already, and equal ids draw equal"
+                " tokens; give each request its own, or set rollout.full_determinism=False"
+            )
+        key = noise_key(f"{self.version}/{request_id}")
+        self._running.add(request_id)
+        try:
+            request = Request(key, 0, tuple(prompt_ids), params)
+            response = await asyncio.wrap_future(self.session.submit(request))
+        finally:
+            self._running.discard(request_id)
         return TokenOutput(
             token_ids=response.token_ids,
             log_probs=response.logprobs if with_logprobs else None,
@@ -328,9 +341,9 @@ def server_name(replica_rank: int, role: str = "", suffix: str = "") -> str:
     return f"{NAME}_server_{role}{replica_rank}{suffix}"
 
 
-def noise_key(request_id: str) -> int:
+def noise_key(name: str) -> int:
     """The 62-bit id of a request."""
-    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 

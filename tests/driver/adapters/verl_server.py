@@ -120,11 +120,18 @@ async def main(folder):
     seen["errors"] = []
     few = iter([next(model.named_parameters())])
     wrong = {"min_p": 0.1}
-    for call in (ask(PROMPTS[0], "x", **wrong), ask([3] * 400, "y"), adapter.update_weights(few)):
+    first, second = ask(PROMPTS[0], "twin", max_tokens=LONG, **endless), ask(PROMPTS[1], "twin")
+    for call in (
+        ask(PROMPTS[0], "x", **wrong),
+        ask([3] * 400, "y"),
+        adapter.update_weights(few),
+        second,
+    ):
         try:
             await call
         except Exception as error:
             seen["errors"].append(str(error))
+    await first
     (folder / "seen.json").write_text(json.dumps(seen))
 
 
