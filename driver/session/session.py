@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -17,25 +15,18 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
-from ..common.storage import user_path
-from ..config.load import Config, load_config
-from ..config.strategy import parse_strategies
 from ..model.prompts import PromptEncoder
-from ..model.spec import ModelSpec
 from ..model.target import Weights
 from ..rollout.observer import Observers, RolloutObserver
 from ..rollout.rebalance import LOOK_S
 from ..rollout.request import Request, Response, RunningRequest, SamplingParams, request_id
 from ..rollout.source import RequestSource
 from .inbox import Inbox, OnEnd, SessionClosed, Ticket, check_ids
-from .load import end_ids, find_model, load_policy, load_tokenizer, spec_of, use_device
-from .parts import Rollout, adopt_drafter, auto_pages, build_rollout, drafter_state
+from .load import use_device
+from .parts import Rollout
+from .pretrained import build, configure, load
 
 Prompt = str | Sequence[int] | Request
-
-FREE_SHARE = 0.8  # of the device's free memory, for the KV cache
-SHARED_FREE_SHARE = 0.3  # the same beside a live model, which is trained on the device
-BATCH = {"cpu": 16, "cuda": 256}  # default of `max_batch`
 
 
 class Session:
@@ -114,53 +105,17 @@ class Session:
         Raises:
             UserError: a model, drafter or setting that cannot be used.
         """
-        live = model if isinstance(model, PreTrainedModel) else None
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            device = device if live is None else str(live.device)
-        on_card = device != "cpu"
-        dtype = "bfloat16" if on_card else "float32"
-        words = [
-            f"preset={'h100' if on_card else 'tiny'}",
-            f"model.dtype={dtype if live is None else str(live.dtype).removeprefix('torch.')}",
-            f"run.device={device}",
-            f"run.seed={seed}",
-            f"engine.max_batch={max_batch or BATCH['cuda' if on_card else 'cpu']}",
-            "engine.num_pages=0",
-            f"spot.mode={'serial' if train_drafter else 'off'}",
-        ]
-        if live is None:
-            words.append(f"model.path={model}")
-        if drafter is None and not train_drafter:
-            words.append("engine.strategies=off ngram:4,1,5")
-        state = None
-        if drafter is not None:
-            state = drafter_state(user_path(drafter))
-            if state is None:
-                raise UserError(f"drafter={drafter}: no checkpoint with a drafter (state/spot.pt)")
-            words.append(f"drafter.draft_vocab={len(state['drafter']['d2t'])}")
-        config = load_config([*words, *settings])
-        use_device(config.run.device)
-        policy, found = (live, None) if live else load_policy(config, find_model(config))
-        if isinstance(tokenizer, str):
-            found = load_tokenizer(user_path(tokenizer))
-        elif tokenizer is not None:
-            found = tokenizer
-        spec = spec_of(policy)
-        longest = min(max_len or spec.max_position, spec.max_position)
-        spec = replace(spec, max_position=longest)
-        stops = spec.eos_ids if found is None else end_ids(spec, found)
-        weights = policy.state_dict()
-        del policy
-        if not config.engine.num_pages:
-            share = FREE_SHARE if live is None else SHARED_FREE_SHARE
-            pages = _pages(config, spec, longest, share * _free_bytes(config.run.device))
-            config = replace(config, engine=replace(config.engine, num_pages=pages))
-        rollout = build_rollout(config, spec, weights, longest)
-        adopt_drafter(rollout.spot, state, _refuse_drafter)
-        encode = None if found is None else PromptEncoder(found, config.task.chat_template)
-        limit = min(config.sampling.max_new_tokens, longest // 2)
-        return cls(rollout, encode, SamplingParams(max_new_tokens=limit, stop_ids=stops))
+        config, state = configure(
+            model,
+            drafter=drafter,
+            train_drafter=train_drafter,
+            device=device,
+            seed=seed,
+            max_batch=max_batch,
+            settings=settings,
+        )
+        policy, found = load(model, tokenizer, config)
+        return cls(*build(policy, found, config, state, max_len, shared=policy is model))
 
     def __enter__(self) -> Session:
         return self
@@ -232,7 +187,7 @@ class Session:
         return future
 
     def abort(self, ids: Iterable[int] | None = None) -> list[Response]:
-        """Ends unfinished requests.
+        """Ends submitted requests that have not finished.
 
         Args:
             ids: of the requests; None = all.
@@ -459,33 +414,3 @@ class Session:
             here.wait_stream(there)  # rollouts run there
             yield
             there.wait_stream(here)
-
-
-def _refuse_drafter(line: str) -> None:
-    raise UserError("drafter: its shape is not that of the model's drafter; see drafter.*")
-
-
-def _free_bytes(device: str) -> int:
-    """Free memory of a card, or all memory of the machine, which is used when it is written."""
-    if device == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return torch.cuda.mem_get_info(torch.device(device))[0]
-
-
-def _pages(config: Config, spec: ModelSpec, longest: int, free_bytes: float) -> int:
-    """Pages for `engine.max_batch` of the longest requests, or as many as the memory holds.
-
-    Args:
-        config: of the session.
-        spec: of the model.
-        longest: tokens of a request.
-        free_bytes: for the engine's copy of the weights and the KV cache.
-    """
-    engine, arms = config.engine, parse_strategies(config.engine.strategies)
-    numbers = 2 * (spec.num_layers + engine.needs_drafter) * spec.num_kv_heads * spec.head_dim
-    if engine.needs_drafter:
-        numbers += 4 * spec.hidden_size  # features
-    each = getattr(torch, config.model.dtype).itemsize
-    weights = sum(math.prod(shape) for shape in spec.shapes().values())
-    fit = int((free_bytes / each - weights) // (numbers * engine.page_size))
-    return max(1, min(auto_pages(engine, arms, longest), fit))

@@ -17,7 +17,7 @@ from driver.records.checkpoint import save_checkpoint
 from driver.rollout.request import Request, SamplingParams
 from driver.session import Session
 from driver.session.inbox import SessionClosed
-from driver.session.session import SHARED_FREE_SHARE
+from driver.session.pretrained import SHARED_FREE_SHARE
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_bursts import LatePool, Pool, looping
 from tests.driver.rollout.test_engine import (
@@ -579,7 +579,7 @@ def test_from_pretrained_reads_folders_texts_and_drafters(tmp_path):
         assert session.spot is None and session.engine.cache.page_size == 8
         with pytest.raises(UserError, match="no drafter is trained"):
             session.train_drafter()
-    with pytest.raises(UserError, match="no checkpoint with a drafter"):
+    with pytest.raises(UserError, match="has no drafter"):
         Session.from_pretrained("tiny", drafter=str(tmp_path))
 
 
@@ -592,7 +592,7 @@ def test_the_cache_takes_a_share_of_the_memory(policy, monkeypatch):
         cache = session.engine.cache
         page = (cache.k.nbytes + cache.v.nbytes) // cache.num_pages
     free = (weights + 30 * page) / SHARED_FREE_SHARE
-    monkeypatch.setattr("driver.session.session._free_bytes", lambda device: free + 1)
+    monkeypatch.setattr("driver.session.pretrained._free_bytes", lambda device: free + 1)
     with Session.from_pretrained(policy, **make) as session:
         assert session.engine.cache.num_pages == 30
     make["settings"] = [*make["settings"], "engine.num_pages=50"]
