@@ -29,6 +29,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 
 
@@ -36,7 +37,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 class RopeSpec:
     """Rotary embedding: its base, and how its frequencies are scaled for long contexts.
 
-    Type "linear" uses `factor`; type "llama3" uses all fields.
+    Type "linear" uses `factor`; type "llama3" the fields up to `original_max_position`; type "yarn"
+    `factor` and the fields from there on.
     """
 
     type: str = "default"
@@ -45,6 +47,9 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position: int = 0
+    beta_fast: float = 32.0  # dimensions with more turns over the original context are kept
+    beta_slow: float = 1.0  # those with fewer are slowed by the factor
+    attention_factor: float = 1.0  # of cosines and sines
 
 
 @dataclass(frozen=True)
@@ -311,10 +316,27 @@ class _Reader:
         }
         if name == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
             raise self.refuse("RoPE type 'llama3' wants high_freq_factor > low_freq_factor")
+        if name == "yarn":
+            numbers |= self.yarn(rope)
         context = int(numbers.pop(original, 0))
         theta = rope.get("rope_theta") or self.value("rope_theta", 10000.0)
         theta = float(self.number(theta, "wanted rope_theta"))
         return RopeSpec(type=name, theta=theta, original_max_position=context, **numbers)
+
+    def yarn(self, rope: Mapping[str, Any]) -> dict[str, float]:
+        """The optional numbers of type "yarn", with the defaults of transformers."""
+        if rope.get("truncate") is False:
+            raise self.refuse("RoPE type 'yarn': truncate=false is not supported")
+        names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+        given = {
+            name: float(self.number(rope[name], f"RoPE type 'yarn' wants {name}"))
+            for name in names
+            if rope.get(name)
+        }
+        scales = given.pop("mscale", 0.0), given.pop("mscale_all_dim", 0.0)
+        over, under = scales if all(scales) else (1.0, 0.0)
+        logarithm = 0.1 * math.log(max(1.0, rope["factor"]))
+        return {"attention_factor": (over * logarithm + 1) / (under * logarithm + 1), **given}
 
     def eos_ids(self) -> tuple[int, ...]:
         eos = self.value("eos_token_id", [])
@@ -345,8 +367,17 @@ def rope_table(spec: ModelSpec) -> Tensor:
     Example:
         >>> rope_table(spec)[0]     # position 0 is not rotated: ones, then zeros
 
-    Source: Su et al., "RoFormer" (2021); the "llama3" bands from the Llama 3.1 release.
+    Source: Su et al., "RoFormer" (2021); the "llama3" bands from the Llama 3.1 release; Peng et
+    al., "YaRN" (arXiv 2309.00071).
     """
+    # Drafted rows may lie past the last position; they are computed and never followed there.
+    positions = spec.max_position + MAX_DEPTH
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * rope_frequencies(spec)
+    return torch.cat((angle.cos(), angle.sin()), dim=1) * spec.rope.attention_factor
+
+
+def rope_frequencies(spec: ModelSpec) -> Tensor:
+    """The angle between two positions in each pair of dimensions, float32 [head_dim / 2]."""
     rope = spec.rope
     exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     frequency = 1.0 / rope.theta**exponent  # [head_dim / 2]
@@ -358,10 +389,25 @@ def rope_table(spec: ModelSpec) -> Tensor:
         width = rope.high_freq_factor - rope.low_freq_factor
         keep = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / rope.factor
-    # Drafted rows may lie past the last position; they are computed and never followed there.
-    positions = spec.max_position + MAX_DEPTH
-    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
-    return torch.cat((angle.cos(), angle.sin()), dim=1)
+    if rope.type == "yarn":
+        keep = 1 - _yarn_ramp(rope, spec.head_dim)
+        slowed = 1.0 / (rope.factor * rope.theta**exponent)
+        frequency = slowed * (1 - keep) + frequency * keep
+    return frequency
+
+
+def _yarn_ramp(rope: RopeSpec, head_dim: int) -> Tensor:
+    """How much each frequency is slowed, from 0 to 1, [head_dim / 2]."""
+
+    def dimension(turns: float) -> float:
+        """The dimension that makes so many turns over the original context."""
+        ratio = rope.original_max_position / (turns * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    index = torch.arange(head_dim // 2, dtype=torch.float32)
+    return ((index - low) / (high - low or 0.001)).clamp(0, 1)
 
 
 def read_json(path: Path) -> dict[str, Any]:

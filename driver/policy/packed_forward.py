@@ -252,7 +252,8 @@ def _layer_weights(layer: Any, family: Family, dtype: torch.dtype) -> DecoderLay
     }
     found = {name: parts for name, parts in groups.items() if parts[0] is not None}
     joined = zip(found, _in_dtype(list(found.values()), dtype), strict=True)
-    return DecoderLayer(**{**dict.fromkeys(groups), **dict(joined)})
+    weights: dict[str, Any] = {**dict.fromkeys(groups), **dict(joined)}
+    return DecoderLayer(**weights)
 
 
 def _in_dtype(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype | None) -> Sequence[Tensor]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class PolicyWeights:
         first = next(model.parameters())
         self.dtype, self.device = first.dtype, first.device
         self.sharded = offload == "all" or self.world.size > 1
-        self._forward = functools.partial(packed_logprobs, model)
+        self._forward = functools.partial(packed_logprobs, cast(Any, model))
         if self.sharded:
             self._shard(model)
         else:
@@ -85,6 +85,7 @@ class PolicyWeights:
             ),
             "offload_policy": on_host if self.offload == "all" else OffloadPolicy(),
         }
+        parts: list[tuple[Any, Callable[..., Any]]]
         parts = [(layer, packed_layer) for layer in model.base_model.layers]
         for module, function in [*parts, (model, packed_logprobs)]:
             _widen(module)  # one layer at a time: all in float32 may not fit on a card

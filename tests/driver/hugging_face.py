@@ -48,6 +48,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 
 FAMILIES = {
@@ -75,7 +81,7 @@ VARIANTS = {
         {"num_key_value_heads": 6, "attention_bias": True, "rope_parameters": LINEAR_ROPE},
     ),
     "mistral": ("mistral", {"head_dim": 16}),
-    "qwen2": ("qwen2", {"num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 1, "rope_parameters": YARN_ROPE}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 

@@ -8,8 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from driver.common.errors import UserError
 from driver.model.families import FAMILIES
-from driver.model.spec import ModelSpec, RopeSpec, rope_table
-from tests.driver.hugging_face import LLAMA3_ROPE, VARIANTS, random_model, save_model
+from driver.model.spec import ModelSpec, RopeSpec, rope_frequencies, rope_table
+from tests.driver.hugging_face import LLAMA3_ROPE, VARIANTS, YARN_ROPE, random_model, save_model
 from tlt_ext.limits import MAX_DEPTH
 
 CONFIG = {
@@ -72,6 +72,32 @@ def test_old_and_new_layout_of_rope_give_one_spec():
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_factor": 1.5},
+        {"beta_fast": 8.0, "beta_slow": 0.25},
+        {"mscale": 0.7, "mscale_all_dim": 1.3},
+        {"mscale": 0.7},
+        {"factor": 0.5},
+        {"original_max_position_embeddings": 4},
+    ],
+)
+@pytest.mark.parametrize("head_dim", [8, 128])
+def test_yarn_frequencies_are_those_of_transformers_to_the_bit(changes, head_dim):
+    """Cosines of the same angles may differ in the last bit, by the place of an element."""
+    rope = {**YARN_ROPE, "rope_theta": 1e6 if head_dim == 128 else 500.0, **changes}
+    config = {**CONFIG, "head_dim": head_dim, "rope_parameters": rope}
+    spec = ModelSpec.from_config(config)
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**config))
+    assert torch.equal(rope_frequencies(spec), rotary.inv_freq)
+    assert spec.rope.attention_factor == rotary.attention_scaling
+    cos, _ = rotary(torch.zeros(1), torch.arange(256)[None])
+    half = head_dim // 2
+    assert (rope_table(spec)[:256, :half] - cos[0, :, :half]).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(
     ("outside", "inside", "context"),
     [(None, 64, 64), (None, None, 256), (32, None, 32), (32, 64, 32)],
 )
@@ -117,7 +143,9 @@ def test_the_context_of_llama3_scaling_is_that_of_transformers(outside, inside, 
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention' is not"),
         ({"use_sliding_window": True, "max_window_layers": 2}, "sliding-window attention is not"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "RoPE type 'yarn' is not supported"),
+        ({"rope_parameters": {**YARN_ROPE, "truncate": False}}, "truncate=false is not supported"),
+        ({"rope_parameters": {**YARN_ROPE, "factor": None}}, "'yarn' wants factor > 0, got None"),
+        ({"rope_parameters": {**YARN_ROPE, "beta_fast": "x"}}, "'yarn' wants beta_fast > 0, got"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "RoPE type 'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' wants factor > 0, got None"),
