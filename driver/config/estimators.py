@@ -21,7 +21,8 @@ class Estimator:
         baseline: mean reward of which responses is subtracted: the whole group, the other responses
             of the group, or the whole batch.
         scaled: whether the result is divided by the standard deviation of the group's rewards.
-        loss_norm: meaning of `grpo.loss_norm=auto`.
+        loss_norm: the loss is divided by the tokens of the minibatch, or by a constant: responses
+            times length limit.
         clip_high: meaning of `grpo.clip_high=0`.
         overlong_penalty: whether responses near the length limit lose reward.
     """

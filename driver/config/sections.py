@@ -398,12 +398,6 @@ class GrpoConfig(Section, prefix="grpo."):
     )
     kl_in: str = setting("loss", "where the KL term enters", words=("loss", "reward"))
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", low=0)
-    loss_norm: str = setting(
-        "auto",
-        "the loss is divided by the tokens of the minibatch or by a constant, responses times"
-        " length limit; auto: constant for dr_grpo, else tokens",
-        words=("tokens", "constant", "auto"),
-    )
     epochs: int = setting(1, "passes over the responses of a step", low=1)
     minibatches: int = setting(1, "optimizer steps of an epoch", low=1)
     micro_batch_tokens: int = setting(1024, "tokens of a packed forward and backward pass", low=1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..common.deterministic import deterministic
 from ..common.spans import Spans
 from ..common.world import World, split_by_length
-from ..config.estimators import ESTIMATORS, LossNorm
+from ..config.estimators import ESTIMATORS
 from ..rollout.request import Response
 from . import grpo
 from .metrics import logprob_metrics, response_metrics, warn_of_equal_rewards
@@ -88,8 +88,7 @@ class PolicyTrainer:
         # Then a response without advantage adds exactly 0 to loss and gradient.
         self.skips_idle = not (cfg.kl_coef or cfg.entropy_coef)
         self.estimator = ESTIMATORS[cfg.advantage]
-        auto = cfg.loss_norm == "auto"
-        self.loss_norm = self.estimator.loss_norm if auto else cast(LossNorm, cfg.loss_norm)
+        self.loss_norm = self.estimator.loss_norm
         self.clip_high = cfg.clip_high if cfg.clip_high else self.estimator.clip_high
 
     def update(

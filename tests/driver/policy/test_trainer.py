@@ -35,7 +35,6 @@ class Cfg:
     clip_high: float = 0.0
     kl_coef: float = 0.0
     kl_in: str = "loss"
-    loss_norm: str = "auto"
     epochs: int = 1
     minibatches: int = 1
     micro_batch_tokens: int = 1024
@@ -144,9 +143,10 @@ def padded_gradients(model, responses, rewards, cfg, norm, old=None):
     return [p.grad for p in model.parameters()]
 
 
-def update_gradients(model, responses, rewards, cfg, keep=None, reference=None):
+def update_gradients(model, responses, rewards, cfg, keep=None, reference=None, norm=None):
     """The gradient that reaches the optimizer, before clipping, by catching it there."""
     trainer = PolicyTrainer(copy.deepcopy(model), cfg, lambda: reference)
+    trainer.loss_norm = norm or trainer.loss_norm
     caught = []
     trainer._optimizer_step = lambda lr: (
         caught.extend(p.grad.clone() for p in trainer.params) or torch.zeros(())
@@ -215,9 +215,8 @@ def test_responses_without_advantage_are_not_computed(rewards, loss_norm):
     groups = torch.tensor([r.request.group for r in responses])
     advantages = grpo.group_advantages(torch.tensor(rewards), groups, "grpo")
     for skips in (True, False):
-        trainer = PolicyTrainer(
-            copy.deepcopy(model), Cfg(lr=1e-2, loss_norm=loss_norm, micro_batch_tokens=60)
-        )
+        trainer = PolicyTrainer(copy.deepcopy(model), Cfg(lr=1e-2, micro_batch_tokens=60))
+        trainer.loss_norm = loss_norm
         assert trainer.skips_idle
         trainer.skips_idle = skips
         trainer.update(responses, REWARDS)  # Adam's moments are no longer 0
@@ -368,8 +367,8 @@ def test_tokens_of_tools_take_no_part_in_the_gradient(norm):
     responses = with_tools(make_responses(model))
     wanted = padded_gradients(model, responses, REWARDS, Cfg(), norm)
     for budget in (1, 60, 1024):
-        cfg = Cfg(loss_norm=norm, micro_batch_tokens=budget)
-        got, _ = update_gradients(model, responses, REWARDS, cfg)
+        cfg = Cfg(micro_batch_tokens=budget)
+        got, _ = update_gradients(model, responses, REWARDS, cfg, norm=norm)
         assert_close(got, wanted, rtol=1e-6, atol=1e-7)
 
 
