@@ -127,10 +127,10 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def form_group(self) -> None:
-        """Makes the process group of a single rank, which `DTensor` needs too."""
+    def form_group(self, device: str) -> None:
+        """Makes the process group of a single rank, if there is none; `DTensor` needs one."""
         if not dist.is_initialized():
-            backend = _backend(self.device)
+            backend = _backend(device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     # ---- progress of the ranks ------------------------------------------------------------------

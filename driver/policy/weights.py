@@ -72,8 +72,8 @@ class PolicyWeights:
             register_fsdp_forward_method,
         )
 
-        self.world.form_group()
-        kinds = {"cpu", self.device.type}
+        self.world.form_group(self.device.type)
+        kinds = ("cpu", self.device.type)  # in one order on all ranks
         self._meshes = {kind: init_device_mesh(kind, (self.world.size,)) for kind in kinds}
         on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         settings: dict[str, Any] = {

@@ -168,10 +168,18 @@ PolicyTrainer.update = checked_update
 """
 
 
+WRITES_BESIDE = """
+from driver.run import run as run_module
+writer = run_module.CheckpointWriter
+run_module.CheckpointWriter = lambda beside: writer(beside=True)
+"""
+
+
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
-    """Three ranks do not divide the rows. One or two load the same weights and moments."""
-    half = "model.dtype=bfloat16"
-    run(tmp_path / "two", 3, half, script=SAME_EVERYWHERE + HOLDS_A_PART)
+    """Three ranks do not divide the rows, and write their parts in threads, as on cards. One or two
+    load the same weights and moments."""
+    half, script = "model.dtype=bfloat16", SAME_EVERYWHERE + HOLDS_A_PART + WRITES_BESIDE
+    run(tmp_path / "two", 3, half, "run.checkpoint_every=1", script=script)
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     more = [half, "run.resume=true", "run.steps=3"]
     two = run(tmp_path / "two", 2, *more, script=SAME_EVERYWHERE)
