@@ -434,8 +434,9 @@ def test_packing_keeps_each_document_once_within_the_budget():
     assert pack([], 10) == []
 
 
-def test_checkpointing_changes_no_gradient(monkeypatch):
-    plain, frugal = make_model(), make_model()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpointing_changes_no_gradient(monkeypatch, dtype):
+    plain, frugal = make_model(dtype), make_model(dtype)
     responses = make_responses(plain)
     calls, read = [], packed_forward._layer_weights
     monkeypatch.setattr(packed_forward, "_layer_weights", lambda *a: calls.append(a[0]) or read(*a))
