@@ -64,7 +64,7 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
     q_arg.fail("a multiple of the " + std::to_string(kv_heads) + " kv heads",
                std::to_string(heads) + " heads");
   }
-  out_arg.on(q).is_like("q", q).apart().shape({num_rows, heads, q.shape[2]});
+  out_arg.on(q).is_like("q", q).separate().shape({num_rows, heads, q.shape[2]});
   Arg(op, "position", rows.position).on(q).is({DType::kInt32}).dense().shape({num_rows});
   const Sequences sequences =
       check_sequences(op, q, rows, num_rows, k_cache.shape[0], k_cache.shape[1]);
@@ -73,7 +73,7 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
     arg.on(q).is({DType::kUInt8}).dense_last().shape({num_rows, kMaxDepth});
   }
   if (lse.defined()) {
-    Arg(op, "lse", lse).on(q).is({DType::kFloat32}).apart().shape({num_rows, heads});
+    Arg(op, "lse", lse).on(q).is({DType::kFloat32}).separate().shape({num_rows, heads});
   }
   if (workspace.defined()) {
     const Arg arg(op, "workspace", workspace);

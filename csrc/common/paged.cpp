@@ -35,9 +35,9 @@ Sequences check_sequences(const char* op, const Tensor& anchor, const RowsArgs& 
 void check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
                   const char* like_name, const Tensor& like) {
   const Arg k(op, "k_cache", k_cache), v(op, "v_cache", v_cache);
-  k.on(like).is_like(like_name, like).apart().shape({kAny, kAny, kAny, kAny});
+  k.on(like).is_like(like_name, like).separate().shape({kAny, kAny, kAny, kAny});
   const int64_t* shape = k_cache.shape;
-  v.on(like).is_like(like_name, like).apart();
+  v.on(like).is_like(like_name, like).separate();
   v.shape({shape[0], shape[1], shape[2], shape[3]});
   if (shape[1] < 1) k.fail("a page size of 1 or more", std::to_string(shape[1]));
   if (shape[3] < 8 || shape[3] > kMaxHeadDim || shape[3] % 8 != 0) {

@@ -148,7 +148,7 @@ const Arg& Arg::dense_last() const {
   return *this;
 }
 
-const Arg& Arg::apart() const {
+const Arg& Arg::separate() const {
   if (tensor_.numel() > 0 && !has_separate_elements(tensor_)) {
     fail("elements that share no memory",
          "shape " + shape_text(tensor_.shape, tensor_.shape + tensor_.ndim) + " with " + strides());

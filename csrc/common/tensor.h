@@ -58,7 +58,7 @@ class Arg {
   const Arg& is(std::initializer_list<DType> wanted) const;               // dtype is one of
   const Arg& is_like(const char* other_name, const Tensor& other) const;  // same dtype as another
   const Arg& dense_last() const;  // last axis contiguous; rows may overlap, as in a broadcast
-  const Arg& apart() const;       // the same without overlap: arrays written, or copied in tiles
+  const Arg& separate() const;    // the same without overlap: arrays written, or copied in tiles
   const Arg& dense() const;       // C-contiguous
   const Arg& shape(std::initializer_list<int64_t> wanted) const;
   [[noreturn]] void fail(const std::string& wanted, const std::string& got) const;

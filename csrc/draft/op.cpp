@@ -19,7 +19,7 @@ DraftInputsParams check_inputs(const char* op, const DraftWeightsArgs& weights,
   check("hidden", hidden).shape({kAny, dim});
   check("input_norm", input_norm).shape({dim});
   check("hidden_norm", hidden_norm).shape({dim});
-  check("out", out).apart().shape({kAny, 2 * dim});
+  check("out", out).separate().shape({kAny, 2 * dim});
   require(eps >= 0, op, "eps: expected 0 or more, got " + std::to_string(eps));
   DraftInputsParams params{};
   params.embedding = embedding.data;
@@ -77,7 +77,7 @@ void draft_level_inputs(const DraftWeightsArgs& weights, const LevelNodes& nodes
   ints("context_len", rows.context_len).dense().shape({requests});
   Arg(op, "out", out).shape({requests * width, 2 * params.dim});
   const Arg hidden_out_arg(op, "hidden_out", hidden_out);
-  hidden_out_arg.on(embedding).is_like("embedding", embedding).apart();
+  hidden_out_arg.on(embedding).is_like("embedding", embedding).separate();
   hidden_out_arg.shape({params.rows, params.dim});
   ints("position", rows.position).dense().shape({params.rows});
   require(hidden_out.data != hidden.data || params.rows == 0, op,

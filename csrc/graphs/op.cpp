@@ -46,7 +46,7 @@ void advance_batch(const PassOutput& verified, const AdvanceTokens& table,
     Arg(op, name, *tensor).on(control).is({DType::kInt32}).dense().shape({batch});
   }
   const Arg tokens(op, "tokens", table.tokens);
-  tokens.on(control).is({DType::kInt32}).apart().shape({kAny, kAny});
+  tokens.on(control).is({DType::kInt32}).separate().shape({kAny, kAny});
   require(lookahead >= 0, op, "lookahead: expected 0 or more, got " + std::to_string(lookahead));
   const AdvanceBatchParams params{verified.emitted.ptr<int32_t>(),
                                   verified.logprobs.ptr<float>(),

@@ -12,7 +12,7 @@ AppendKvParams check_append(const char* op, const char* like_name, const Tensor&
   check_caches(op, k_cache, v_cache, like_name, like);
   const int64_t num_rows = like.shape[0], head_dim = k_cache.shape[3];
   const Arg q_arg(op, "q_out", q_out), table_arg(op, "cos_sin", cos_sin);
-  q_arg.on(like).is_like(like_name, like).apart().shape({num_rows, kAny, head_dim});
+  q_arg.on(like).is_like(like_name, like).separate().shape({num_rows, kAny, head_dim});
   if (q_out.shape[1] < 1) q_arg.fail("1 head or more", "0");
   table_arg.on(like).is({DType::kFloat32}).dense_last().shape({kAny, head_dim});
   Arg(op, "position", rows.position).on(like).is({DType::kInt32}).dense().shape({num_rows});
@@ -64,9 +64,9 @@ void commit_path(const Tensor& k_cache, const Tensor& v_cache, const CommitRows&
                  const Tensor& feature_rows, uintptr_t stream) {
   constexpr const char* op = "commit_path";
   const Arg k_arg(op, "k_cache", k_cache), v_arg(op, "v_cache", v_cache);
-  k_arg.is(kFloating).apart().shape({kAny, kAny, kAny, kAny, kAny});
+  k_arg.is(kFloating).separate().shape({kAny, kAny, kAny, kAny, kAny});
   const int64_t* shape = k_cache.shape;
-  v_arg.on(k_cache).is_like("k_cache", k_cache).apart();
+  v_arg.on(k_cache).is_like("k_cache", k_cache).separate();
   v_arg.shape({shape[0], shape[1], shape[2], shape[3], shape[4]});
   if (shape[2] < 1) k_arg.fail("a page size of 1 or more", std::to_string(shape[2]));
   require(features.defined() == feature_rows.defined(), op,
@@ -74,7 +74,7 @@ void commit_path(const Tensor& k_cache, const Tensor& v_cache, const CommitRows&
   int64_t num_rows = INT32_MAX;  // without features no array is indexed by row
   if (features.defined()) {
     const Arg features_arg(op, "features", features), rows_arg(op, "feature_rows", feature_rows);
-    features_arg.on(k_cache).is(kFloating).apart().shape({shape[1], shape[2], kAny});
+    features_arg.on(k_cache).is(kFloating).separate().shape({shape[1], shape[2], kAny});
     rows_arg.on(k_cache).is_like("features", features).dense_last();
     rows_arg.shape({kAny, features.shape[2]});
     num_rows = feature_rows.shape[0];
@@ -164,7 +164,7 @@ void gather_new_rows(const Tensor& features, const GatherRows& rows, const Gathe
                  std::to_string(num_rows));
   }
   const Arg out_arg(op, "out.features", out.features);
-  out_arg.on(features).is_like("features", features).apart();
+  out_arg.on(features).is_like("features", features).separate();
   out_arg.shape({num_rows, features.shape[2]});
   const int64_t bytes = bytes_of(features.dtype);
   const GatherNewRowsParams params{features.ptr<char>(),

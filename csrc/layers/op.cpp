@@ -7,7 +7,7 @@ namespace tlt {
 namespace {
 
 void check_x(const char* op, const Tensor& x) {
-  Arg(op, "x", x).is(kFloating).shape({kAny, kAny}).apart();
+  Arg(op, "x", x).is(kFloating).shape({kAny, kAny}).separate();
 }
 
 float checked_eps(const char* op, double eps) {
@@ -24,7 +24,7 @@ LinearParams check_linear(const char* op, const Tensor& x, const Tensor& weight,
   if (norm_weight.defined()) norm_arg.on(x);
   if (bias.defined()) bias_arg.on(x);
   check_x(op, x);
-  weight_arg.is_like("x", x).shape({out_dim, x.shape[1]}).apart();
+  weight_arg.is_like("x", x).shape({out_dim, x.shape[1]}).separate();
   if (norm_weight.defined()) norm_arg.is_like("x", x).shape({x.shape[1]}).dense();
   if (bias.defined()) bias_arg.is_like("x", x).shape({weight.shape[0]}).dense();
   LinearParams p{};
@@ -61,7 +61,7 @@ void rms_norm(const Tensor& x, const Tensor& weight, const Tensor& out, double e
   out_arg.on(x);
   check_x(op, x);
   weight_arg.is_like("x", x).shape({x.shape[1]}).dense();
-  out_arg.is_like("x", x).shape({x.shape[0], x.shape[1]}).apart();
+  out_arg.is_like("x", x).shape({x.shape[0], x.shape[1]}).separate();
   const float checked = checked_eps(op, eps);
   if (x.numel() == 0) return;
   const RmsNormParams params{x.data,      weight.data,   out.data, x.shape[0], x.shape[1],
@@ -79,7 +79,7 @@ void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream) {
   require(x.shape[1] % 2 == 0, op,
           "x: expected an even last axis (gate | up), got " + std::to_string(x.shape[1]));
   const int64_t dim = x.shape[1] / 2;
-  out_arg.is_like("x", x).shape({x.shape[0], dim}).apart();
+  out_arg.is_like("x", x).shape({x.shape[0], dim}).separate();
   if (x.numel() == 0) return;
   const SiluMulParams params{x.data,      out.data,      x.shape[0], dim,
                              x.stride[0], out.stride[0], x.dtype};
@@ -98,7 +98,7 @@ void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
   LinearParams p = check_linear(op, x, weight, kAny, norm_weight, eps, bias, pdl);
   x.dtype == DType::kFloat32 ? out_arg.is_like("x", x) : out_arg.is({x.dtype, DType::kFloat32});
   if (residual.defined()) residual_arg.is_like("out", out);
-  out_arg.shape({p.rows, p.out_dim}).apart();
+  out_arg.shape({p.rows, p.out_dim}).separate();
   if (residual.defined()) residual_arg.shape({p.rows, p.out_dim}).dense_last();
   set_out(op, x, out, &p);
   p.residual = residual.data;
@@ -116,7 +116,7 @@ void linear_silu_mul(const Tensor& x, const Tensor& weight, const Tensor& out,
   LinearParams p = check_linear(op, x, weight, kAny, norm_weight, eps, Tensor{}, pdl);
   require(p.out_dim % 2 == 0, op,
           "weight: expected as many rows of gate as of up, got " + std::to_string(p.out_dim));
-  out_arg.is_like("x", x).shape({p.rows, p.out_dim / 2}).apart();
+  out_arg.is_like("x", x).shape({p.rows, p.out_dim / 2}).separate();
   set_out(op, x, out, &p);
   if (out.numel() == 0) return;
   dispatch_device(

@@ -43,7 +43,7 @@ void check_arrays(const char* op, const Tensor& logits, const std::vector<ArrayC
     if (w.shape.size() == 1) {
       arg.dense();
     } else if (w.written) {
-      arg.apart();
+      arg.separate();
     } else {
       arg.dense_last();
     }

@@ -31,7 +31,7 @@ from .packing import packed_positions
 if TYPE_CHECKING:
     from .micro_batch import MicroBatch
 
-# Documents of this many tokens are attended in a call apart from much shorter ones.
+# Documents of this many tokens have their own attention call, without much shorter ones.
 LONG_TOKENS = 1024
 
 
@@ -63,7 +63,7 @@ class Documents:
 
         Deterministic FlashAttention divides the multiprocessors of a GPU among the documents and
         heads of a call. With many documents each gets one, and a long document then decides the
-        time of its call. The long documents at the front of a row are therefore a span apart.
+        time of its call. The long documents at the front of a row are therefore a separate span.
 
         Example:
             >>> [span.tokens for span in Documents.of([3000, 2000, 900, 20]).spans]
