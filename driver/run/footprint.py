@@ -32,7 +32,8 @@ from ..rollout.token_store import TokenStore
 from ..session.parts import Parts, build_parts
 from .assemble import longest_request
 
-CHUNK_ARRAYS = 2  # float arrays of a chunk that are alive at once: logits and probabilities
+# Float arrays of a chunk of logits that are alive at once: compiled on a GPU, and op by op.
+CHUNK_ARRAYS, CHUNK_ARRAYS_OP_BY_OP = 2, 5
 # Hidden widths that an entry of an unroll step of the drafter saves for its backward pass: queries,
 # results, norms, sums. Counted in the code, not measured on a GPU.
 STEP_WIDTHS = 20
@@ -131,7 +132,8 @@ class Row:
         tokens: of the row.
         dtype: of forward and backward passes.
         checkpointing: only the inputs of the layers are kept, and one layer while it is recomputed.
-        on_card: on a GPU heads share keys and values, and the result has one copy less.
+        on_card: on a GPU heads share keys and values, the result has one copy less, and compiled
+            norms save their input and output only.
         separate: on a GPU long documents have their own attention call, which copies the result.
         sharded: FSDP2 gathers the weights of a layer and scatters its gradients.
     """
@@ -220,15 +222,32 @@ def layer_bytes(spec: ModelSpec, row: Row) -> int:
     # Queries, keys, values and the result.
     saved = qkv + (2 if row.separate else 1) * spec.q_dim if row.on_card else 5 * spec.q_dim
     attention = size * saved + FLOAT_BYTES * spec.num_heads
-    if spec.qk_norm:  # the inputs of the norms are views of q, k and v
-        attention += size * qkv
+    if spec.qk_norm:
+        attention += qk_norm_bytes(spec, row)
     # Weights of one product are joined.
     weights = size * spec.hidden_size * (qkv + 2 * spec.intermediate_size)
     if row.copies:
         weights = size * layer_numbers(spec)
     mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
-    norms = 2 * 2 * size * spec.hidden_size  # input and output of both
-    return row.tokens * (norms + attention + mlp) + weights
+    return row.tokens * (2 * norm_bytes(spec, row) + attention + mlp) + weights
+
+
+def norm_bytes(spec: ModelSpec, row: Row) -> int:
+    """Bytes of a token that a norm saves: input and output, op by op also the normed input."""
+    size = row.dtype.itemsize
+    if row.on_card:
+        return 2 * size * spec.hidden_size
+    return (FLOAT_BYTES + 2 * size) * spec.hidden_size + FLOAT_BYTES  # the input in float32
+
+
+def qk_norm_bytes(spec: ModelSpec, row: Row) -> int:
+    """Bytes of a token that the norms of queries and keys save besides q, k and v."""
+    size, normed = row.dtype.itemsize, spec.q_dim + spec.kv_dim
+    if row.on_card:
+        return size * (normed + spec.kv_dim)  # their inputs are views of q, k and v
+    inputs = normed if is_half(row.dtype) else normed + spec.kv_dim  # float32: views of q, k, v
+    heads = spec.num_heads + spec.num_kv_heads
+    return FLOAT_BYTES * (inputs + heads) + size * normed
 
 
 def transit_bytes(spec: ModelSpec, row: Row) -> dict[str, int]:
@@ -252,12 +271,12 @@ def update_bytes(spec: ModelSpec, row: Row) -> dict[str, dict[str, int]]:
     tokens, size, layer = row.tokens, row.dtype.itemsize, layer_bytes(spec, row)
     inputs = spec.num_layers * tokens * size * spec.hidden_size
     kept = inputs if row.checkpointing else spec.num_layers * layer
-    ends = tokens * 2 * size * spec.hidden_size  # input of the final norm, rows with logits
+    ends = tokens * norm_bytes(spec, row)  # of the final norm; its output is the rows with logits
     head, transit = spec.vocab_size * spec.hidden_size, transit_bytes(spec, row)
     return {
         "update, logits": {
             "activations": kept + ends,
-            "logits chunk": chunk_bytes(spec, tokens, row.dtype),
+            "logits chunk": chunk_bytes(spec, row),
             "gradients of the head": FLOAT_BYTES * head + tokens * size * spec.hidden_size,
             **transit,
         },
@@ -281,11 +300,12 @@ def backward_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
     return tokens * dtype.itemsize * (3 * spec.intermediate_size + 2 * spec.hidden_size)
 
 
-def chunk_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
-    """One chunk of rows: logits and probabilities, or their gradient and its part of the head's."""
-    rows = min(tokens, max(1, logprobs.CHUNK_LOGITS // spec.vocab_size))
-    share = dtype.itemsize * rows + FLOAT_BYTES * spec.hidden_size
-    return spec.vocab_size * max(CHUNK_ARRAYS * FLOAT_BYTES * rows, share)
+def chunk_bytes(spec: ModelSpec, row: Row) -> int:
+    """One chunk of rows: logits and what is made of them, or their gradient and the head's."""
+    rows = min(row.tokens, max(1, logprobs.CHUNK_LOGITS // spec.vocab_size))
+    share = row.dtype.itemsize * rows + FLOAT_BYTES * spec.hidden_size
+    arrays = CHUNK_ARRAYS if row.on_card else CHUNK_ARRAYS_OP_BY_OP
+    return spec.vocab_size * max(arrays * FLOAT_BYTES * rows, share)
 
 
 def _trained_parts(spec: ModelSpec, ranks: int) -> dict[str, int]:
