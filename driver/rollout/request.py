@@ -73,6 +73,11 @@ class Request:
                     f"request {self.id}: resume is a response to request {begun.id} or to another"
                     " prompt; give the response to this request"
                 )
+            if self.resume.finish == "stop":
+                raise UserError(
+                    f"request {self.id}: resume has ended with a stop token; only one that was"
+                    " aborted or cut can go on"
+                )
         if length == 0:
             raise UserError(f"request {self.id}: the prompt is empty; it needs one token")
         if length >= max_position:

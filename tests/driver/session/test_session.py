@@ -553,6 +553,8 @@ def test_requests_that_can_never_run_are_refused_at_once(session):
     (aborted,) = (r.result(WAIT_S) for r in [session.submit(request)])
     with pytest.raises(UserError, match="resume is a response to request"):
         session.submit(replace(request, id=7, resume=aborted))
+    with pytest.raises(UserError, match="resume has ended with a stop token"):
+        session.submit(replace(request, resume=replace(aborted, finish="stop")))
 
 
 def test_ids_of_prompts_follow_the_order_of_the_calls(policy):
