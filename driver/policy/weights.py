@@ -157,8 +157,12 @@ class PolicyWeights:
                 self._to_host(optimizer.state[other], other)
                 other.grad = None
             waiting, numbers = [], 0
+        self._wait_for_host()
+
+    def _wait_for_host(self) -> None:
+        """Before the host reads or writes moments: copies to it are asynchronous."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # before anyone reads the moments
+            torch.cuda.synchronize(self.device)
 
     def _to_host(self, state: dict[str, Any], param: Tensor) -> None:
         """Moves the moments of a parameter to their place in host memory."""
@@ -175,6 +179,7 @@ class PolicyWeights:
             optimizer.state[param] = state | {key: torch.zeros_like(param) for key in MOMENTS}
             if self.offload == "moments":
                 self._to_host(optimizer.state[param], param)
+        self._wait_for_host()
 
     def is_finite(self) -> bool:
         """Whether all parameters of all ranks are finite; a collective call."""

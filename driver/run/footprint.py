@@ -96,8 +96,6 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
     gradients = {"gradients": trained["policy"]}
     moved = {"none": {}, "moments": {"Adam": trained["Adam"]}, "all": trained | gradients}[offload]
     always = {part: size for part, size in trained.items() if not on_card or part not in moved}
-    if "Adam" in moved and offload == "moments":
-        always["moments of a part"] = len(MOMENTS) * FLOAT_BYTES * PART_NUMBERS
     if config.grpo.kl_coef:
         always["reference"] = spec.num_parameters * spec.dtype.itemsize
     always |= _engine_parts(config, spec, prompt_len)
@@ -117,7 +115,11 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
     if longest * _responses(config) > tokens * config.grpo.minibatches:
         # The sums of earlier micro-batches.
         phases = {phase: kept | needs for phase, needs in phases.items()}
-    phases |= {"update, its end": kept | phases["update, its end"], "optimizer": kept}
+    phases |= {"update, its end": kept | phases["update, its end"], "optimizer": dict(kept)}
+    if on_card and offload == "moments":
+        largest = max(map(math.prod, spec.shapes().values())) // ranks
+        part = trained["Adam"] * min(1.0, (PART_NUMBERS + largest) * ranks / spec.num_parameters)
+        phases["optimizer"]["moments of a part"] = int(part)
     if row.sharded:  # each rank loads all of it
         whole = spec.num_parameters * spec.dtype.itemsize
         phases["load"] = {"policy, whole": max(0, whole - always.get("Adam", 0))}
