@@ -311,6 +311,8 @@ def test_rejection_is_captured_with_the_same_tokens(policy):
     words = ["engine.verify=rejection", "engine.strategies=off ngram:4,1,5 learned:4,1,5"]
     rollouts = [made(policy, *words, f"engine.graphs={way}") for way in ("off", "pass", "loop")]
     wanted, *others = [generate(rollout, jobs(6), "learned:4,1,5") for rollout in rollouts]
+    counts = [rollout.engine.stats for rollout in rollouts]
+    assert [stats.spec_passes for stats in counts] == [stats.target_passes for stats in counts]
     assert all(same(got, wanted) for got in others)
     for rollout in rollouts[1:]:
         assert not rollout.engine.runner.graphs.failed
