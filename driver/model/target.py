@@ -182,18 +182,18 @@ class TargetModel:
                     own.copy_(weight)
                 elif name == HEAD:
                     tied = weight.to(self.embedding)  # the embedding may come later
-        check_shapes(self.spec, shapes, "checkpoint")
+        check_shapes(self.spec, shapes, "weights")
         if tied is not None and not torch.equal(tied, self.embedding):
-            raise UserError(f"checkpoint: {HEAD} is not {EMBEDDING}, which the config ties")
+            raise UserError(f"weights: {HEAD} is not {EMBEDDING}, which the config ties")
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
-        check_shapes(self.spec, {name: w.shape for name, w in weights.items()}, "checkpoint")
+        check_shapes(self.spec, {name: w.shape for name, w in weights.items()}, "weights")
         for name in self._named:
             _check_float(name, weights[name])
         if HEAD in weights and HEAD not in self._named:
             head, embedding = weights[HEAD], weights[EMBEDDING]
             if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
-                raise UserError(f"checkpoint: {HEAD} is not {EMBEDDING}, which the config ties")
+                raise UserError(f"weights: {HEAD} is not {EMBEDDING}, which the config ties")
 
     def forward(
         self,
@@ -408,4 +408,4 @@ class TargetModel:
 
 def _check_float(name: str, weight: Tensor) -> None:
     if not weight.is_floating_point():
-        raise UserError(f"checkpoint: {name} is {weight.dtype}; wanted floats")
+        raise UserError(f"weights: {name} is {weight.dtype}; wanted floats")

@@ -18,6 +18,7 @@ from .pages import pages_for
 Finish = Literal["stop", "length", "abort"]
 FINISH: tuple[Finish | None, ...] = (None, "stop", "length")  # by the number that the ops write
 MAX_STOP_IDS = 16  # of a request
+MAX_INT32 = 2**31 - 1  # the ops read int32
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class SamplingParams:
     before each of them (0: no limit).
 
     Raises:
-        UserError: a temperature that is neither 0 nor at least `MIN_TEMPERATURE`.
+        UserError: a value that the engine cannot use, such as a temperature that is neither 0 nor
+            at least `MIN_TEMPERATURE`.
     """
 
     temperature: float = 1.0
@@ -41,6 +43,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_temperature("temperature", self.temperature)
+        if not 0 <= self.top_k <= MAX_INT32:
+            raise UserError(f"top_k: must be 0 (off) to {MAX_INT32}, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p: must be above 0 and at most 1 (off), got {self.top_p}")
+        if self.max_new_tokens < 0:
+            raise UserError(f"max_new_tokens: must be 0 or more, got {self.max_new_tokens}")
+        if self.max_turn_tokens < 0:
+            raise UserError(f"max_turn_tokens: must be 0 (off) or more, got {self.max_turn_tokens}")
+        if wrong := [stop for stop in self.stop_ids if not 0 <= stop <= MAX_INT32]:
+            raise UserError(f"stop_ids: must be ids of tokens, got {wrong[0]}")
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,11 @@ class Request:
         total = length + self.params.max_new_tokens
         if stops > MAX_STOP_IDS:
             raise UserError(f"request {self.id}: {stops} stop ids; at most {MAX_STOP_IDS}")
+        if not -(2**63) <= self.id < 2**63:
+            raise UserError(f"request {self.id}: the id must fit into 64 bits; hash it")
+        if not isinstance(self.prompt_ids, tuple):
+            kind = type(self.prompt_ids).__name__
+            raise UserError(f"request {self.id}: prompt_ids must be a tuple of ints, got a {kind}")
         if self.resume is not None:
             begun = self.resume.request
             if (begun.id, begun.prompt_ids) != (self.id, self.prompt_ids):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import index
+from queue import SimpleQueue
 
 from ..common.errors import UserError
 from ..rollout.request import Request, Response, RunningRequest
@@ -31,6 +34,35 @@ def check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
             f"{where}: token {wrong} is not in the vocabulary of {vocab_size}; use the model's own"
             " tokenizer"
         )
+
+
+class ToolThreads:
+    """Threads that call tools.
+
+    One that hangs does not keep the process from ending, unlike those of `ThreadPoolExecutor`.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._count = 0
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Calls a function in a thread; for the thread of the rollout."""
+        self._calls.put(call)
+        if not self._idle.acquire(blocking=False) and self._count < TOOLS:
+            self._count += 1
+            threading.Thread(target=self._work, name="tlt-tool", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the threads once their calls have returned."""
+        for _ in range(self._count):
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            self._idle.release()
 
 
 @dataclass(eq=False)
@@ -74,7 +106,7 @@ class Inbox(RequestSource):
         self._answers: deque[tuple[RunningRequest, Future[Sequence[int] | None]]] = deque()
         self._wanted = 0  # threads that wait for the engine
         self._changed = threading.Condition()
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads = ToolThreads()
 
     # ---- called by other threads ----------------------------------------------------------------
 
@@ -101,8 +133,7 @@ class Inbox(RequestSource):
         with self._changed:
             self.closed, self.asleep = True, False
             self._changed.notify_all()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     @contextmanager
     def between_bursts(self) -> Iterator[None]:
@@ -161,15 +192,19 @@ class Inbox(RequestSource):
         ticket = self.tickets.get(state)
         on_end = self.on_end if ticket is None else ticket.on_end
         if on_end is not None and state.finish == "stop" and state.room > 0:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(TOOLS, "tlt-tool")
-            answer = self._pool.submit(on_end, state)
-            answer.add_done_callback(lambda answer: self._answered(state, answer))
+            self._threads.submit(partial(self._call, state, on_end))
             return True
         self._deliver(state)
         return False
 
-    def _answered(self, state: RunningRequest, answer: Future[Sequence[int] | None]) -> None:
+    def _call(self, state: RunningRequest, on_end: OnEnd) -> None:
+        if self.closed:
+            return
+        answer: Future[Sequence[int] | None] = Future()
+        try:
+            answer.set_result(on_end(state))
+        except BaseException as error:  # a tool may even exit
+            answer.set_exception(error)
         with self._changed:
             self._answers.append((state, answer))
             self._changed.notify_all()
@@ -194,6 +229,9 @@ class Inbox(RequestSource):
         except UserError as error:
             ticket.future.set_exception(error)
             return
+        except BaseException as error:  # `fail` does not know this ticket
+            ticket.future.set_exception(error)
+            raise
         self.tickets[state] = ticket
         if state.finish and self.ended(state):
             scheduler.paused.append(state)
@@ -210,7 +248,7 @@ class Inbox(RequestSource):
                 scheduler.end(state)
             else:
                 scheduler.resume(state, self._checked(tokens))
-        except BaseException as error:  # a tool may even exit
+        except BaseException as error:
             if state not in self.tickets:
                 raise
             scheduler.remove(state)
@@ -221,7 +259,9 @@ class Inbox(RequestSource):
         return []
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
-        ids = [int(token) for token in tokens]
+        if isinstance(tokens, str):
+            raise UserError("on_end: it returned a text; return its ids or None")
+        ids = [index(token) for token in tokens]
         check_ids("on_end", ids, self.vocab_size)
         return ids
 

@@ -68,15 +68,15 @@ def check_vocabulary(folder: Path, tokenizer: Tokenizer, spec: ModelSpec) -> Non
         )
 
 
-def load_tokenizer(folder: Path | None) -> Tokenizer:
-    """The tokenizer of a folder; None = the tiny model's.
+def load_tokenizer(folder: Path | None, key: str = "model.path") -> Tokenizer:
+    """The tokenizer of a folder; None = the tiny model's. `key` is named in messages.
 
     Raises:
         UserError: the folder has no usable tokenizer.
     """
     if folder is None:
         return tiny.build_tokenizer()
-    where = f"model.path={folder}: no usable tokenizer"
+    where = f"{key}={folder}: no usable tokenizer"
     # Without its files a family's class makes an empty tokenizer.
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise UserError(f"{where}; copy tokenizer.json there")

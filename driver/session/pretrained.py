@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ def configure(
             `Session.from_pretrained`.
     """
     live = model if isinstance(model, PreTrainedModel) else None
+    if live is None and not isinstance(model, (str, Path)):
+        raise UserError(
+            "model: must be a folder, a name or a transformers model, got"
+            f" {type(model).__name__}; unwrap it"
+        )
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         device = device if live is None else str(live.device)
@@ -55,7 +61,7 @@ def configure(
         f"model.dtype={dtype if live is None else str(live.dtype).removeprefix('torch.')}",
         f"run.device={device}",
         f"run.seed={seed}",
-        f"engine.max_batch={max_batch or BATCH.get(kind, 1)}",
+        f"engine.max_batch={BATCH.get(kind, 1) if max_batch is None else max_batch}",
         "engine.num_pages=0",
         f"spot.mode={'serial' if train_drafter else 'off'}",
     ]
@@ -78,7 +84,7 @@ def load(
     """The policy and its tokenizer, if there is one."""
     use_device(config.run.device)
     if isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(user_path(tokenizer))
+        tokenizer = load_tokenizer(user_path(tokenizer), "tokenizer")
     if isinstance(model, PreTrainedModel):
         return model, tokenizer
     policy, own = load_policy(config, find_model(config))
@@ -102,6 +108,8 @@ def build(
         max_len: most tokens of a request.
         shared: the policy stays on the device.
     """
+    if max_len is not None and max_len < 2:
+        raise UserError(f"max_len: must be at least 2, prompt and response, got {max_len}")
     spec = spec_of(policy)
     longest = min(max_len or spec.max_position, spec.max_position)
     spec = replace(spec, max_position=longest)

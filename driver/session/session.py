@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import index
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
+from ..common.numbers import shown
 from ..model.prompts import PromptEncoder
 from ..model.target import Weights
 from ..rollout.observer import Observers, RolloutObserver
@@ -66,6 +69,7 @@ class Session:
             lambda: self.engine.target_version,
             rollout.target.spec.vocab_size,
         )
+        self._process = os.getpid()  # threads and CUDA do not survive a fork
         self._lock = threading.Lock()  # of the next two
         self._worker: threading.Thread | None = None
         self._final_steps = False  # of the drafter, in flight
@@ -147,10 +151,11 @@ class Session:
             on_end: see `submit`.
 
         Raises:
-            UserError: a request that can never run.
+            UserError: a request that can never run, or the session sleeps.
             SessionClosed: the session was closed meanwhile.
         """
         self._check_thread()
+        self._check_awake()
         listed = [prompts] if isinstance(prompts, (str, Request)) else prompts
         requests = [r for prompt in listed for r in self._requests(prompt, params, samples)]
         futures = self._submit(requests, on_end)
@@ -170,7 +175,8 @@ class Session:
         """Starts a request, at once if others run.
 
         Args:
-            prompt: text, ids or a request, whose id is the key of its noise.
+            prompt: text, ids or a request, whose id is the key of its noise. While the session
+                sleeps it waits for `wake`.
             params: see `generate`.
             on_end: called in a thread whenever the model ends a turn, with the state of the
                 request, which does not change meanwhile. It returns tokens that continue the
@@ -359,7 +365,15 @@ class Session:
                 raise UserError("session: a text needs a tokenizer; give one to from_pretrained")
             ids = self.encode(prompt)
         else:
-            ids = tuple(int(token) for token in prompt)
+            try:
+                ids = tuple(index(token) for token in prompt)
+            except TypeError:
+                raise UserError(
+                    f"session: a prompt must be a text, ids or a Request, got {shown(prompt)};"
+                    " generate takes a list of prompts"
+                ) from None
+        if samples < 1:
+            raise UserError(f"samples: must be at least 1, got {samples}")
         params = params or self.params
         if not params.stop_ids:
             params = replace(params, stop_ids=self.params.stop_ids)
@@ -375,7 +389,12 @@ class Session:
         request.check(spec.max_position, cache.page_size, cache.num_pages)
         check_ids(f"request {request.id}", request.prompt_ids, spec.vocab_size)
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError("session: made before a fork; make it in the process that uses it")
+
     def _check_thread(self) -> None:
+        self._check_process()
         if threading.current_thread() is self._roller:
             raise RuntimeError("session: called by the thread of the rollout; use another thread")
 
@@ -384,6 +403,7 @@ class Session:
             raise UserError("session: it sleeps; call wake() first")
 
     def _submit(self, requests: Sequence[Request], on_end: OnEnd | None) -> list[Future[Response]]:
+        self._check_process()
         tickets = [Ticket(request, on_end, Future()) for request in requests]
         self._inbox.put(tickets)
         with self._lock:

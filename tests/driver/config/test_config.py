@@ -252,3 +252,21 @@ def test_requests_have_no_temperature_that_the_trainer_would_divide_by_and_the_e
             SamplingParams(temperature)
         with pytest.raises(UserError, match="temperature: must be"):
             GenerateOptions(temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"top_k": -1}, "top_k: must be 0"),
+        ({"top_k": 2**31}, "top_k: must be 0"),
+        ({"top_p": 0.0}, "top_p: must be above 0"),
+        ({"top_p": 1.5}, "top_p: must be above 0"),
+        ({"top_p": float("nan")}, "top_p: must be above 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens: must be 0 or more, got -1"),
+        ({"max_turn_tokens": -1}, "max_turn_tokens: must be 0"),
+        ({"stop_ids": (5, 2**31)}, "stop_ids: must be ids of tokens, got 2147483648"),
+    ],
+)
+def test_requests_have_no_settings_that_an_op_would_misread(settings, message):
+    with pytest.raises(UserError, match=message):
+        SamplingParams(**settings)

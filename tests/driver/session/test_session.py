@@ -473,7 +473,7 @@ def test_an_error_of_a_tool_is_that_of_its_request(session):
     futures = [session.submit(r, on_end=sometimes) for r in requests]
     with pytest.raises(UserError, match="on_end: token 97 is not in the vocabulary of 97"):
         futures[0].result(WAIT_S)
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(UserError, match="on_end: it returned a text; return its ids or None"):
         futures[1].result(WAIT_S)
     with pytest.raises(ValueError, match="out of order"):
         futures[2].result(WAIT_S)
@@ -550,11 +550,80 @@ def test_requests_that_can_never_run_are_refused_at_once(session):
         session.submit(replace(request, params=SamplingParams(max_new_tokens=300)))
     with pytest.raises(UserError, match="a text needs a tokenizer"):
         session.generate("text")
-    (aborted,) = (r.result(WAIT_S) for r in [session.submit(request)])
+    response = session.submit(request).result(WAIT_S)
+    stopped = next(r for r in session.generate(jobs(8)) if r.finish == "stop")
     with pytest.raises(UserError, match="resume is a response to request"):
-        session.submit(replace(request, id=7, resume=aborted))
+        session.submit(replace(request, id=7, resume=response))
     with pytest.raises(UserError, match="resume has ended with a stop token"):
-        session.submit(replace(request, resume=replace(aborted, finish="stop")))
+        session.submit(replace(stopped.request, resume=stopped))
+    with pytest.raises(UserError, match="the id must fit into 64 bits"):
+        session.submit(replace(request, id=2**63))
+    with pytest.raises(UserError, match="prompt_ids must be a tuple of ints, got a list"):
+        session.submit(replace(request, prompt_ids=[1]))
+    with pytest.raises(UserError, match="a prompt must be a text, ids or a Request, got 5"):
+        session.generate([5, 6])
+    with pytest.raises(UserError, match="a prompt must be .* got .0.5."):
+        session.generate([[0.5]])
+    with pytest.raises(UserError, match="samples: must be at least 1, got 0"):
+        session.generate([[5, 6]], samples=0)
+    session.sleep()
+    with pytest.raises(UserError, match="it sleeps; call wake"):
+        session.generate(request)  # would wait for ever in a program of one thread
+    session.wake()
+
+
+def test_an_unexpected_error_of_admission_reaches_the_future(session, monkeypatch):
+    requests = jobs(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "check", lambda self, *limits: None)
+        future = session.submit(replace(requests[0], prompt_ids=[5, 6]))
+        with pytest.raises(TypeError, match="unhashable"):
+            future.result(WAIT_S)
+    assert len(session.generate(requests)) == 2
+
+
+def test_models_and_sizes_that_cannot_be_used_are_refused(policy):
+    with pytest.raises(UserError, match="model: must be a folder, .* got Sequential; unwrap it"):
+        Session.from_pretrained(torch.nn.Sequential(policy))
+    with pytest.raises(UserError, match="max_len: must be at least 2, .* got 0"):
+        Session.from_pretrained(policy, max_len=0)
+    with pytest.raises(UserError, match="engine.max_batch: must be at least 1, got 0"):
+        Session.from_pretrained(policy, max_batch=0)
+    with pytest.raises(UserError, match="tokenizer=/none: no usable tokenizer"):
+        Session.from_pretrained(policy, tokenizer="/none")
+
+
+HUNG_TOOL = """
+import os, threading
+from driver import SamplingParams, Session
+
+called = threading.Event()
+
+def hang(state):
+    called.set()
+    threading.Event().wait()
+
+session = Session.from_pretrained("tiny", device="cpu", max_len=128)
+future = session.submit([5, 6], SamplingParams(max_new_tokens=99, stop_ids=tuple(range(9))), hang)
+assert called.wait(60)
+child = os.fork()
+if child == 0:
+    try:
+        session.generate([[5, 6]])
+    except RuntimeError as error:
+        os._exit(7 if "made before a fork" in str(error) else 8)
+    os._exit(9)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+session.close()
+print(type(future.exception(60)).__name__)
+"""
+
+
+def test_a_hung_tool_does_not_keep_the_process_and_a_fork_is_refused():
+    done = subprocess.run(
+        [sys.executable, "-c", HUNG_TOOL], capture_output=True, text=True, timeout=2 * WAIT_S
+    )
+    assert (done.returncode, done.stdout) == (0, "SessionClosed\n"), done.stderr
 
 
 def test_ids_of_prompts_follow_the_order_of_the_calls(policy):
