@@ -243,7 +243,7 @@ class Warming:
                 replace(
                     r.request,
                     params=replace(self.params, max_new_tokens=len(r.token_ids) + 1),
-                    resume=r,
+                    resume=replace(r, finish="abort"),
                 )
                 for r in worked
                 if len(r.token_ids) <= self.params.max_new_tokens
