@@ -40,7 +40,11 @@ struct Tile {
   static constexpr int kStartRegisters = 65536 / (kPerSm * kThreads) / 8 * 8;
   static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 232 : 160;
   // Cycles of a block of K at least; fitted as a part of the estimate of consider_grid.
-  static constexpr int kBlockCycles = kGroups == 1 ? 357 : kGroups == 2 ? 555 : 446;
+  static constexpr int kBlockCycles = kGroups == 1   ? 341
+                                      : kGroups == 3 ? 413
+                                      : kRows <= 32  ? 479
+                                      : kRows <= 64  ? 552
+                                                     : 562;
   static constexpr int kLoadRegisters = kGroups == 3 ? 32 : kGroups == 2 ? 40 : 48;
   static_assert(kGroups * kRegisters + kLoadRegisters <= (kGroups + 1) * kStartRegisters,
                 "a warpgroup would wait for registers forever");

@@ -109,43 +109,47 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
                 make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
 }
 
-// Considers one grid: takes it if its estimate beats the best so far. The time of a block of K is
-// the maximum of its loads from L2, its products, and what a tile takes at least; the total is at
-// least the time to read the weights from memory. The constants are cycles, fitted to 4,179 grids
-// of 13 shapes at 8 to 1,056 rows on an H200 (docs/notes/layers.md).
+// Considers one grid: takes it if its estimate beats the best so far. Tiles come in rounds of
+// resident blocks. A round takes at least the time to read its weights from memory, and for each
+// block of K the maximum of its loads from L2, its products, and what a tile takes at least. The
+// constants are cycles, fitted to 4,179 grids of 13 shapes at 8 to 1,056 rows on an H200
+// (docs/notes/layers.md).
 template <typename T, typename Of>
 void consider_grid(const LinearParams& p, const Card& card, int split, int64_t tile_rows,
                    Choice* best) {
-  constexpr int kL2Bytes = 55, kMemoryBytes = 17;  // per cycle and multiprocessor
-  constexpr int kRowCycles = 33;                   // to store a row of a tile
-  constexpr int kFullCycles = 520;    // the next kernel has no room to start before this one ends
-  constexpr int kSplitCycles = 5900;  // for a cluster to start and to synchronise
+  constexpr int kL2Bytes = 59, kMemoryBytes = 17;  // per cycle and multiprocessor
+  constexpr int kRowCycles = 27;                   // to store a row of a tile
+  constexpr int kFullCycles = 600;    // the next kernel has no room to start before this one ends
+  constexpr int kSplitCycles = 5600;  // for a cluster to start and to synchronise
   // To add parts of many rows and to restart the products, if nothing hides it.
-  constexpr int kAddCycles = Of::kRows == 128 && !Of::kTurns ? 350 * kParts * Of::kGroups : 0;
-  const int64_t row_tiles = ceil_div(p.rows, Of::kRows), parts = ceil_div(kParts, split);
+  constexpr int kAddCycles = Of::kRows == 128 && !Of::kTurns ? 348 * kParts * Of::kGroups : 0;
+  const int64_t row_tiles = ceil_div(p.rows, Of::kRows);
   const int64_t tiles = ceil_div(p.out_dim, tile_rows) * row_tiles;
   // Clusters of more than two do not use all multiprocessors.
   const int64_t sms = split > 2 ? card.num_sms * 15 / 16 : card.num_sms;
   const int64_t slots = std::max<int64_t>(sms - sms % split, split) * Of::kPerSm;
-  if (split > 1 && tiles * split > slots) return;
-  const int64_t rounds = ceil_div(tiles * split, slots);
-  const int64_t beside = ceil_div(std::min(tiles * split, slots), sms);  // per multiprocessor
-  const int64_t loaded = beside * (tile_rows + Of::kRows) * kLineBytes;
-  const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
-  const int64_t block_cycles =
-      std::max({loaded / kL2Bytes, products + products / 7, int64_t{Of::kBlockCycles}});
-  const int64_t num_blocks = ceil_div(p.in_dim, kBlockK);
-  const int64_t loop = ceil_div(num_blocks * parts, kParts) * block_cycles + kAddCycles;
-  const int64_t end = kRowCycles * Of::kRows;
-  const int64_t memory = 2 * p.in_dim * (p.out_dim + p.rows) / (kMemoryBytes * card.num_sms);
-  const int64_t cycles = std::max(rounds * loop + (rounds - 1) * end, memory) + end +
+  const int64_t blocks = tiles * split;
+  if (split > 1 && blocks > slots) return;
+  const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK) * ceil_div(kParts, split), kParts);
+  const auto round_cycles = [&](int64_t count) {  // of so many blocks
+    const int64_t beside = ceil_div(count, sms);  // per multiprocessor
+    const int64_t loaded = beside * (tile_rows + Of::kRows) * kLineBytes;
+    const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
+    const int64_t step_cycles =
+        std::max({loaded / kL2Bytes, products + products / 12, int64_t{Of::kBlockCycles}});
+    const int64_t weights = count * tile_rows * kLineBytes * steps / row_tiles;
+    return std::max(steps * step_cycles + kAddCycles, weights / (kMemoryBytes * card.num_sms));
+  };
+  const int64_t full_rounds = (blocks - 1) / slots, end = kRowCycles * Of::kRows;
+  const int64_t cycles = full_rounds * (round_cycles(slots) + end) +
+                         round_cycles(blocks - full_rounds * slots) + end +
                          (Of::kPerSm == 1 ? kFullCycles : 0) + (split > 1 ? kSplitCycles : 0);
   if (cycles >= best->cycles) return;
   const int stage_bytes = static_cast<int>(tile_rows + Of::kRows) * kLineBytes;
   best->cycles = cycles;
   best->grid = {static_cast<int>(row_tiles),
                 static_cast<int>(tiles),
-                static_cast<int>(split > 1 ? tiles * split : std::min(tiles, slots)),
+                static_cast<int>(std::min(blocks, slots)),
                 split,
                 static_cast<int>(tile_rows),
                 std::min(kMaxStages, Of::kRingBytes / stage_bytes),
@@ -160,11 +164,15 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
   const LinearParams& p = params.linear;
   const int64_t unit = params.silu_mul ? 16 : 8;                   // weight rows
   if (Of::kTurns && ceil_div(p.in_dim, kBlockK) < kParts) return;  // every part needs a block
+  // Two blocks of a multiprocessor have half a ring each.
+  constexpr int64_t kFewRows = 32, kFewWeights = 12 << 20;
+  if (Of::kPerSm == 2 && p.rows <= kFewRows && p.in_dim * p.out_dim > kFewWeights) return;
   const int64_t shares = std::max<int64_t>(card.num_sms / ceil_div(p.rows, Of::kRows), 1);
   const int64_t equal = ceil_div(ceil_div(p.out_dim, shares), unit) * unit;
   constexpr int64_t kWhole = Of::kWeightRows;
   for (const int split : {1, 8, 4, 3, 2}) {
     if (split > 1 && ceil_div(kParts, split) > Of::kMaxSplitParts) continue;
+    if (Of::kPerSm == 2 && split == 4) continue;  // slower than it is estimated
     for (const int64_t tile_rows : {kWhole, kWhole * 3 / 4, kWhole / 2}) {
       consider_grid<T, Of>(p, card, split, tile_rows, best);
     }
