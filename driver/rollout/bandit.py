@@ -127,11 +127,13 @@ class Bandit:
         self._length = self.config.window_passes
         values: dict[Strategy, float] = {}
         for arm in arms:
+            if self._never_pays(bucket, arm, step_s):
+                continue
             value = self._value(bucket, arm, step_s)
             if value is None:  # unknown: it is tried first
                 return arm
             values[arm] = value
-        best = max(arms, key=lambda arm: values[arm])
+        best = max(values, key=lambda arm: values[arm])
         arm = self._explored(bucket, values, best)
         if arm == best and len(self._rewards[bucket, best]) >= KNOWN_REWARDS:
             self._length *= 2
@@ -152,6 +154,14 @@ class Bandit:
         sums, accept = self._sums.get((bucket, arm)), self._accept(bucket, arm)
         pass_s = sums.pass_s / sums.weight if sums else step_s(self._full(bucket), arm)
         return None if pass_s is None or accept is None else accept * self._full(bucket) / pass_s
+
+    def _never_pays(self, bucket: int, arm: Strategy, step_s: StepSeconds) -> bool:
+        """Whether plain decoding is faster even if every draft is accepted.
+
+        A pass over wide trees of a large model takes as long as many plain passes.
+        """
+        own, plain = (step_s(self._full(bucket), each) for each in (arm, OFF))
+        return arm != OFF and bool(own and plain and own >= (arm.levels + 1) * plain)
 
     def _accept(self, bucket: int, arm: Strategy) -> float | None:
         """Expected tokens of a request in a pass; None: unknown."""

@@ -151,7 +151,7 @@ def test_known_step_times_spare_arms_a_trial():
     bandit = make()
 
     def step_s(batch, arm):
-        return {OFF: 1.0, NGRAM: 1.0, LEARNED: 9.0}[arm]
+        return {OFF: 1.0, NGRAM: 1.0, LEARNED: 4.0}[arm]
 
     speed = {OFF: 1, NGRAM: 3, LEARNED: 2}
     first = play(bandit, speed, batch=1, passes=40, step_s=step_s)
@@ -159,6 +159,15 @@ def test_known_step_times_spare_arms_a_trial():
     assert first.count(LEARNED) == 4 and first[-1] == NGRAM
     faster = {arm: 4 * tokens for arm, tokens in speed.items()}
     assert set(play(bandit, faster, 4, passes=40, step_s=step_s)) == {NGRAM}
+
+
+def test_arms_that_can_never_pay_are_not_tried():
+    """All drafts accepted, a pass emits levels + 1 tokens of a request."""
+    speed = {OFF: 1, NGRAM: 1, LEARNED: 1}
+    seconds = {OFF: 1.0, NGRAM: NGRAM.levels + 0.9, LEARNED: LEARNED.levels + 1.1}
+    played = play(make(epsilon=1.0), speed, 4, 200, step_s=lambda batch, arm: seconds[arm])
+    assert set(played) == {OFF, NGRAM}
+    assert LEARNED in play(make(epsilon=1.0), speed, 4, 200)
 
 
 def test_arms_are_compared_as_if_the_bucket_were_full():
