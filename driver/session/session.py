@@ -179,11 +179,13 @@ class Session:
                 sleeps it waits for `wake`.
             params: see `generate`.
             on_end: called in a thread whenever the model ends a turn, with the state of the
-                request, which does not change meanwhile. It returns tokens that continue the
-                response, such as the output of a tool, or None. Others run on while it works.
+                request, which does not change meanwhile; its `turn_tokens` are those of the turn,
+                the stop token included. It returns the ids of tokens that continue the response,
+                such as the output of a tool, or None. Others run on while it works.
 
         Returns:
-            A future of the response. An error in `on_end` is an error of this request alone.
+            A future of the response. An error in `on_end` is an error of this request alone. Its
+            `cancel` takes back a request that the engine does not have yet; otherwise use `abort`.
 
         Raises:
             UserError: the request can never run.
