@@ -109,7 +109,7 @@ class Tools:
             answer.encode()  # its error names the character, the tokenizer's does not
             ids = self._encode.plain(answer)
             error = "" if ids else f"expected a text with tokens, got {shown(answer)}"
-        except Exception as failure:  # of the user's code, or a text that is not Unicode
+        except (Exception, SystemExit) as failure:  # of user code, or a text that is not Unicode
             error = f"{type(failure).__name__}: {failure}"
         with self._lock:
             self.stats.calls += 1

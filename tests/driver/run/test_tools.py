@@ -35,6 +35,8 @@ class Echo(Task):
             self.free.wait(60)
         if text == "8>":
             raise TimeoutError("of the tool")
+        if text == "9>":
+            raise SystemExit(3)  # argparse does so
         return orders.get(text.strip(">"), text)
 
 
@@ -112,6 +114,7 @@ def test_with_a_chat_template_an_answer_is_the_next_message():
         ("6>", "KeyError: 'no such page'"),
         ("7>", "TimeoutError: no answer in reward.timeout_s=0.1"),
         ("8>", "TimeoutError: of the tool"),
+        ("9>", "SystemExit: 3"),
     ],
 )
 @pytest.mark.parametrize("on_error", ["end", "mask"])
