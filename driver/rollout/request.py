@@ -100,11 +100,11 @@ class Request:
         if length >= max_position:
             raise UserError(
                 f"prompt of {length} tokens does not fit the context of {max_position};"
-                " shorten it or use a model with a longer one"
+                " shorten it, raise max_len of the Session, or use a model with a longer context"
             )
         if total > max_position:
             raise UserError(
-                f"prompt of {length} tokens and sampling.max_new_tokens="
+                f"prompt of {length} tokens and max_new_tokens="
                 f"{self.params.max_new_tokens} exceed the context of {max_position};"
                 f" at most {max_position - length} new tokens fit"
             )
