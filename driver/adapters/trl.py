@@ -58,7 +58,8 @@ class TltRollout:
         self.max_batch, self.max_len, self.settings = max_batch, max_len, tuple(settings)
         self.session: Session | None = None
         self.updates = 0
-        self._policy: tuple[int, ...] = ()  # state of the weights that the session has
+        self._policy: nn.Module | None = None  # that of the session
+        self._state: tuple[int, ...] = ()  # of the weights that the session has
         self._calls: Counter[tuple[str, int]] = Counter()  # by phase and step
 
     def __call__(self, prompts: list[Any], trainer: Trainer) -> dict[str, list[Any]]:
@@ -83,7 +84,7 @@ class TltRollout:
         session = self._synced(trainer)
         params = SamplingParams(
             trainer.temperature,
-            trainer.top_k,
+            trainer.top_k or 0,
             trainer.top_p,
             trainer.max_completion_length,
             tuple(trainer.eos_token_ids),
@@ -111,12 +112,15 @@ class TltRollout:
         """Frees the engine; a further call builds another one."""
         if self.session is not None:
             self.session.close()
-        self.session = None
+        self.session = self._policy = None
+        self._calls.clear()
 
     def _synced(self, trainer: Trainer) -> Session:
         """The session, with the weights that the policy has now."""
         policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         state = _policy_state(trainer, policy)
+        if policy is not self._policy:  # another trainer, with settings of its own
+            self.close()
         if self.session is None:
             device = trainer.accelerator.device  # of this process; "cpu:0" among several
             # In mixed precision the policy has float32 weights and computes in another type.
@@ -133,10 +137,10 @@ class TltRollout:
                 max_len=self.max_len,
                 settings=[*words, *self.settings],
             )
-        elif state != self._policy:
+        elif state != self._state:
             self.session.update_weights(policy.state_dict(), version=trainer.state.global_step)
             self.updates += 1
-        self._policy = state
+        self._policy, self._state = policy, state
         return self.session
 
     def _keys(self, trainer: Trainer, count: int) -> list[int]:

@@ -58,7 +58,7 @@ def logprobs(trainer, prompt, completion):
     return picked[:, 0].tolist()
 
 
-def make_trainer(folder, rollout, conversations=False, rows=None, **changes):
+def make_trainer(folder, rollout, conversations=False, rows=None, policy_seed=1, **changes):
     tokenizer = tiny.build_tokenizer()
     prompts = PROMPTS
     if conversations:
@@ -84,7 +84,7 @@ def make_trainer(folder, rollout, conversations=False, rows=None, **changes):
     }
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts[:rows]])
     return GRPOTrainer(
-        tiny.build_policy(SHAPE, seed=1),
+        tiny.build_policy(SHAPE, seed=policy_seed),
         share_of_digits,
         args=GRPOConfig(**settings),
         train_dataset=data,
@@ -216,6 +216,16 @@ def test_weights_loaded_without_a_step_are_copied_too(tmp_path, rollout):
     assert rollout.updates == 1
     *_, out, own = rollout.calls[-1]
     assert sum(out["logprobs"], []) == pytest.approx(sum(own, []), abs=1e-4)
+
+
+def test_another_trainer_gets_an_engine_with_its_own_policy_and_seed(tmp_path, rollout):
+    for changes in ({}, {"policy_seed": 2}, {"seed": 6}):
+        make_trainer(tmp_path, rollout, **changes).evaluate()
+        *_, out, own = rollout.calls[-1]
+        assert sum(out["logprobs"], []) == pytest.approx(sum(own, []), abs=1e-4)
+    make_trainer(tmp_path, rollout, top_k=None).evaluate()
+    first, _, other_seed, again = tokens(rollout)
+    assert first == again != other_seed
 
 
 def test_evaluations_have_the_same_noise_at_every_step(tmp_path, rollout):
