@@ -39,7 +39,7 @@ from .drafter.eagle3 import (
 from .model.prompts import PromptEncoder
 from .model.spec import ModelSpec, read_json
 from .rollout.request import Request, SamplingParams, request_id
-from .run.assemble import check_prompts, prompt_encoder, stop_ids
+from .run.assemble import check_prompts, longest_request, prompt_encoder, stop_ids
 from .session.load import load_policy, spec_of
 from .session.parts import build_rollout, drafter_state
 from .tasks import Task, make_task
@@ -81,12 +81,12 @@ class _Bench:
         tasks = [_task(config, name) for name in (config.task.name, options.unseen)]
         self.tasks = [(task, prompt_encoder(config, task, tokenizer)) for task in tasks]
         limit, context = self.config.sampling.max_new_tokens, self.spec.max_position
-        longest = max(check_prompts(*each, limit, context) for each in self.tasks)
+        prompt_len = max(check_prompts(*each, limit, context) for each in self.tasks)
         self.rollout = build_rollout(
             self.config,
             self.spec,
             self.policy.state_dict(),
-            min(longest + limit, self.spec.max_position),
+            longest_request(self.config, self.spec, prompt_len),
         )
 
     def measure(self) -> list[Measurement]:
@@ -154,6 +154,7 @@ def run_config(checkpoint: Path, options: ExportOptions) -> Config:
             f"engine.strategies=off {options.strategy}",
             f"engine.max_batch={options.prompts}",
             f"engine.spec_max_batch={options.prompts}",
+            "engine.max_len=0",
             "spot.mode=off",
             "bandit.policy=off",
         ],

@@ -19,7 +19,7 @@ from .config.sections import MAX_PREFILL_CHUNK, EngineConfig
 from .config.strategy import OFF, ORACLE, parse_strategies
 from .policy.warmup import warm_up
 from .rollout.request import Request
-from .run.assemble import check_prompts, prompt_encoder, stop_ids
+from .run.assemble import check_prompts, longest_request, prompt_encoder, stop_ids
 from .run.comparison import (
     ARRIVALS,
     MIXED,
@@ -50,11 +50,12 @@ class Identity:
         self.task = make_task(self.config.task.name, path=options.path)
         self.encode = prompt_encoder(self.config, self.task, tokenizer)
         spec = spec_of(policy)
-        check_prompts(self.task, self.encode, options.max_new_tokens, spec.max_position)
+        limit = options.max_new_tokens
+        prompt_len = check_prompts(self.task, self.encode, limit, spec.max_position)
         if options.model == "tiny" and options.warmup_steps:
             warm_up(policy, self.encode, self.task, self.config.warmup, options.seed)
         self.stop_ids = stop_ids(spec, self.task, self.encode)
-        longest = min(spec.max_position, 1024 + options.max_new_tokens)
+        longest = longest_request(self.config, spec, prompt_len)
         self.rollout = build_rollout(self.config, spec, policy.state_dict(), longest)
         arms = [Arm(name) for name in (*strategies, *oracles, MIXED, PREEMPT, ARRIVALS)]
         self.comparison = Comparison(

@@ -226,6 +226,12 @@ class EngineConfig(Section, prefix="engine."):
     """The rollout engine: batch, KV cache, strategies, CUDA graphs."""
 
     max_batch: int = setting(64, "requests that run at once", low=1)
+    max_len: int = setting(
+        0,
+        "most tokens of a request, prompt included; tables are as long; 0: sampling.max_new_tokens"
+        " and twice the longest prompt; at most the model's context",
+        low=0,
+    )
     page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
     num_pages: int = setting(0, "pages of the KV cache; 0: enough for engine.max_batch", low=0)
     strategies: list[str] = setting(

@@ -72,7 +72,7 @@ class Request:
     params: SamplingParams
     resume: Response | None = field(default=None, compare=False, repr=False)
 
-    def check(self, max_position: int, page_size: int, num_pages: int) -> None:
+    def check(self, max_len: int, page_size: int, num_pages: int) -> None:
         """Raises UserError if the engine can never run the request."""
         length, stops = len(self.prompt_ids), len(self.params.stop_ids)
         total = length + self.params.max_new_tokens
@@ -97,16 +97,18 @@ class Request:
                 )
         if length == 0:
             raise UserError(f"request {self.id}: the prompt is empty; it needs one token")
-        if length >= max_position:
+        if length >= max_len:
             raise UserError(
-                f"prompt of {length} tokens does not fit the context of {max_position};"
-                " shorten it, raise max_len of the Session, or use a model with a longer context"
+                f"prompt of {length} tokens does not fit a request of at most {max_len};"
+                " shorten it, raise engine.max_len (max_len of a Session), or use a model with a"
+                " longer context"
             )
-        if total > max_position:
+        if total > max_len:
             raise UserError(
-                f"prompt of {length} tokens and max_new_tokens="
-                f"{self.params.max_new_tokens} exceed the context of {max_position};"
-                f" at most {max_position - length} new tokens fit"
+                f"prompt of {length} tokens and max_new_tokens={self.params.max_new_tokens}"
+                f" exceed the {max_len} of a request; at most {max_len - length} new tokens fit;"
+                " lower it, raise engine.max_len (max_len of a Session), or use a model with a"
+                " longer context"
             )
         needed = pages_for(total, page_size) + 1  # its copy of a shared partial page
         if needed > num_pages:

@@ -26,7 +26,7 @@ class Scheduler:
         pool: pages of the KV cache.
         page_size: slots of a page.
         max_batch: largest number of running requests.
-        max_position: largest number of tokens of a request, prompt included.
+        max_len: largest number of tokens of a request, prompt included.
         spec_max_batch: largest batch that may speculate.
         on_release: called with each finished request before its pages are freed. Pages are then
             freed by `release`, or when they are needed; without it, as soon as a request finishes.
@@ -44,12 +44,12 @@ class Scheduler:
         pool: PagePool,
         page_size: int,
         max_batch: int,
-        max_position: int,
+        max_len: int,
         spec_max_batch: int = 0,
         on_release: Callable[[RunningRequest], None] | None = None,
     ) -> None:
         self.pool, self.page_size = pool, page_size
-        self.max_batch, self.max_position = max_batch, max_position
+        self.max_batch, self.max_len = max_batch, max_len
         self.spec_max_batch, self.on_release = spec_max_batch, on_release
         self.waiting: deque[RunningRequest] = deque()
         self.running: list[RunningRequest] = []
@@ -85,7 +85,7 @@ class Scheduler:
         """
         added = []
         for request in requests:
-            request.check(self.max_position, self.page_size, self.pool.num_pages)
+            request.check(self.max_len, self.page_size, self.pool.num_pages)
             state = RunningRequest.begin(request)
             if not state.finish:
                 self.waiting.append(state)

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
 from ..config.load import Config
-from ..config.sections import EngineConfig
 from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
 from ..rollout.pages import pages_for
@@ -80,18 +79,24 @@ def check_context(
         )
 
 
-def check_pages(prompt_len: int, max_new_tokens: int, config: EngineConfig) -> None:
-    """Rejects a page pool that is too small for one request, before the warm-up starts.
+def check_engine(config: Config, prompt_len: int) -> None:
+    """Rejects an engine that cannot run the longest prompt, before the warm-up starts.
 
     Raises:
-        UserError: `engine.num_pages` is too small.
+        UserError: `engine.max_len` or `engine.num_pages` is too small.
     """
-    needed = pages_for(prompt_len + max_new_tokens, config.page_size) + 1  # a shared partial page
-    if 0 < config.num_pages < needed:
+    engine, response = config.engine, config.sampling.max_new_tokens
+    total = prompt_len + response
+    if 0 < engine.max_len < total:
         raise UserError(
-            f"engine.num_pages={config.num_pages}: one request of {prompt_len + max_new_tokens}"
-            f" tokens needs {needed} pages of {config.page_size}; raise it, or set"
-            " 0 for the default size"
+            f"engine.max_len={engine.max_len}: a prompt of {prompt_len} tokens and"
+            f" sampling.max_new_tokens={response} need {total}; raise it, or set 0 for the default"
+        )
+    needed = pages_for(total, engine.page_size) + 1  # a shared partial page
+    if 0 < engine.num_pages < needed:
+        raise UserError(
+            f"engine.num_pages={engine.num_pages}: one request of {total} tokens needs {needed}"
+            f" pages of {engine.page_size}; raise it, or set 0 for the default size"
         )
 
 
@@ -118,4 +123,5 @@ def stop_ids(spec: ModelSpec, task: Task, encode: PromptEncoder) -> tuple[int, .
 
 def longest_request(config: Config, spec: ModelSpec, prompt_len: int) -> int:
     """Tokens of the longest request: later prompts may be longer than the first ones."""
-    return min(config.sampling.max_new_tokens + 2 * prompt_len, spec.max_position)
+    longest = config.engine.max_len or config.sampling.max_new_tokens + 2 * prompt_len
+    return min(longest, spec.max_position)

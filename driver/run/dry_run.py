@@ -29,7 +29,7 @@ from ..policy.trainer import has_own_old_logprobs
 from ..rollout.plan import Cell, GraphCost
 from ..session.load import TOKENIZER_FILES, load_tokenizer
 from ..tasks import make_task
-from .assemble import check_context, check_prompts, prompt_encoder
+from .assemble import check_context, check_engine, check_prompts, prompt_encoder
 from .footprint import RunShape, check_fits, memory_gb, policy_spec, table
 
 CEILINGS = Path(__file__).with_name("ceilings.json")  # by `python -m profiling.rig.ceilings`
@@ -107,10 +107,11 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:
         ranks: of the run.
 
     Raises:
-        UserError: the run exceeds the context of its model or the memory of its card.
+        UserError: the run exceeds the context of its model, its engine or the memory of its card.
     """
     spec = policy_spec(config, folder)
     shape = RunShape(spec, longest_prompt(config, folder, spec), ranks)
+    check_engine(config, shape.prompt_len)
     if config.run.check_memory and config.run.device != "cpu":
         check_fits(config, shape, memory_gb(config.run.device))
     return shape
@@ -130,9 +131,10 @@ def run_shape(
     spec = policy_spec(config, folder)
     if not prompt_tokens:
         if folder is None or any((folder / name).exists() for name in TOKENIZER_FILES):
-            return RunShape(spec, longest_prompt(config, folder, spec), ranks)
-        prompt_tokens = PROMPT_TOKENS
+            prompt_tokens = longest_prompt(config, folder, spec)
+    prompt_tokens = prompt_tokens or PROMPT_TOKENS
     check_context(prompt_tokens, config.sampling.max_new_tokens, spec.max_position)
+    check_engine(config, prompt_tokens)
     return RunShape(spec, prompt_tokens, ranks)
 
 

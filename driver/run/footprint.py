@@ -322,7 +322,7 @@ def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str,
         weights = {n: torch.empty(shape, dtype=spec.dtype) for n, shape in spec.shapes().items()}
         parts = build_parts(config, spec, weights, longest, "meta")
         target, cache = parts.target, parts.cache
-        max_len = min(spec.max_position, cache.num_pages * cache.page_size)
+        max_len = min(target.spec.max_position, cache.num_pages * cache.page_size)
         store = TokenStore(engine.history * engine.max_batch, max_len, torch.device("meta"))
     own = held_bytes(target.state_dict())
     words = WORDS_PER_REQUEST + pages_for(max_len + MAX_DRAFTED, engine.page_size)

@@ -34,7 +34,7 @@ from ..session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
 from ..session.session import Session
 from ..tasks import Task, make_task
 from ..tasks.workers import RewardWorkers
-from .assemble import check_pages, longest_request, prompt_encoder
+from .assemble import longest_request, prompt_encoder
 from .capture import Capture
 from .collector import Collector
 from .dry_run import check_run
@@ -68,7 +68,6 @@ def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | N
         task = make_task(**asdict(config.task))
         source = find_model(config, note)
         prompt_len = check_run(config, source, world.size).prompt_len
-        check_pages(prompt_len, config.sampling.max_new_tokens, config.engine)
         folder = RunFolder(config) if world.rank == 0 else None
     try:
         saved = world.share(folder.resumed if folder else None)

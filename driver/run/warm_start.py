@@ -36,7 +36,7 @@ from ..session.load import find_model, load_policy, spec_of
 from ..session.parts import Rollout, build_rollout
 from ..session.session import Session
 from ..tasks import Task, make_task
-from .assemble import prompt_encoder, stop_ids
+from .assemble import check_prompts, longest_request, prompt_encoder, stop_ids
 from .tools import Tools, answering
 
 REPORT = "warm.json"
@@ -129,7 +129,8 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     if config.warmup.drafter_steps:
         spec = spec_of(policy)
         params = sampling_params(config, spec, task, encode)
-        longest = min(spec.max_position, 2 * params.max_new_tokens)
+        prompt_len = check_prompts(task, encode, params.max_new_tokens, spec.max_position)
+        longest = longest_request(config, spec, prompt_len)
         rollout = build_rollout(_on_request(config), spec, policy.state_dict(), longest)
         assert rollout.spot is not None
         warming = Warming(config, task, encode, rollout, rollout.spot, params, note)

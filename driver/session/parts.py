@@ -104,6 +104,7 @@ def build_parts(
     """
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
     dtype = getattr(torch, config.model.dtype)
+    spec = replace(spec, max_position=min(longest, spec.max_position))
     target = TargetModel(
         spec,
         weights,
@@ -143,7 +144,8 @@ def build_rollout(
         config: `engine.*`, `bandit.*`, `drafter.*`, `spot.*`.
         spec: of the policy.
         weights: its tensors; the engine keeps its own fused copy.
-        longest: tokens of the longest request, for the automatic size of the page pool.
+        longest: tokens of the longest request: of tables, and for the automatic size of the page
+            pool.
     """
     seed, arms = config.run.seed, parse_strategies(config.engine.strategies)
     parts = build_parts(config, spec, weights, longest, config.run.device)

@@ -36,14 +36,17 @@ def configure(
     device: str | None,
     seed: int,
     max_batch: int | None,
+    max_len: int | None,
     settings: Sequence[str],
 ) -> tuple[Config, dict[str, Any] | None]:
     """The configuration of a session, and the state of its drafter.
 
     Args:
-        model, drafter, train_drafter, device, seed, max_batch, settings: see
+        model, drafter, train_drafter, device, seed, max_batch, max_len, settings: see
             `Session.from_pretrained`.
     """
+    if max_len is not None and max_len < 2:
+        raise UserError(f"max_len: must be at least 2, prompt and response, got {max_len}")
     live = model if isinstance(model, PreTrainedModel) else None
     if live is None and not isinstance(model, (str, Path)):
         raise UserError(
@@ -62,6 +65,7 @@ def configure(
         f"run.device={device}",
         f"run.seed={seed}",
         f"engine.max_batch={BATCH.get(kind, 1) if max_batch is None else max_batch}",
+        f"engine.max_len={max_len or 0}",
         "engine.num_pages=0",
         f"spot.mode={'serial' if train_drafter else 'off'}",
     ]
@@ -96,23 +100,19 @@ def build(
     tokenizer: Tokenizer | None,
     config: Config,
     drafter: dict[str, Any] | None,
-    max_len: int | None,
     shared: bool,
 ) -> tuple[Rollout, PromptEncoder | None, SamplingParams]:
     """The arguments of a session.
 
     Args:
         policy, tokenizer: the model.
-        config: of the session; 0 pages = what the memory holds, at most what a full batch needs.
+        config: of the session; 0 pages = what the memory holds, at most what a full batch needs;
+            `engine.max_len` of 0 = the context of the model.
         drafter: the state of a trained one.
-        max_len: most tokens of a request.
         shared: the policy stays on the device.
     """
-    if max_len is not None and max_len < 2:
-        raise UserError(f"max_len: must be at least 2, prompt and response, got {max_len}")
     spec = spec_of(policy)
-    longest = min(max_len or spec.max_position, spec.max_position)
-    spec = replace(spec, max_position=longest)
+    longest = min(config.engine.max_len or spec.max_position, spec.max_position)
     if not config.engine.num_pages:
         share = SHARED_FREE_SHARE if shared else FREE_SHARE
         pages = _pages(config, spec, longest, share * _free_bytes(config.run.device))

@@ -116,10 +116,11 @@ class Session:
             device=device,
             seed=seed,
             max_batch=max_batch,
+            max_len=max_len,
             settings=settings,
         )
         policy, found = load(model, tokenizer, config)
-        return cls(*build(policy, found, config, state, max_len, shared=policy is model))
+        return cls(*build(policy, found, config, state, shared=policy is model))
 
     def __enter__(self) -> Session:
         return self

@@ -9,15 +9,17 @@ import torch
 
 from driver.common.errors import UserError
 from driver.config.load import load_config
-from driver.config.strategy import OFF, Strategy
+from driver.config.strategy import MAX_DRAFTED, OFF, Strategy
 from driver.rollout import proposers
 from driver.rollout.observer import RolloutObserver
+from driver.rollout.pages import pages_for
 from driver.rollout.proposers import OracleProposer
 from driver.rollout.request import Request, SamplingParams
 from driver.session.load import spec_of
 from driver.session.parts import build_rollout
 from tests.driver.hugging_face import random_model
 from tlt_ext import _C
+from tlt_ext.limits import MAX_DEPTH
 
 STRATEGIES = [
     "ngram:4,1,5",
@@ -61,7 +63,7 @@ def policy():
     return random_model("llama-tied-llama3")
 
 
-def make_rollout(policy, *words):
+def make_rollout(policy, *words, longest=256):
     config = load_config(
         [
             f"engine.strategies=off {' '.join(STRATEGIES)}",
@@ -72,7 +74,7 @@ def make_rollout(policy, *words):
             *words,
         ]
     )
-    return build_rollout(config, spec_of(policy), policy.state_dict(), longest=96)
+    return build_rollout(config, spec_of(policy), policy.state_dict(), longest)
 
 
 @pytest.fixture(scope="module")
@@ -380,9 +382,22 @@ def test_a_batch_mixes_ngram_and_learned_trees(policy, monkeypatch):
     assert rollout.engine.stats.flagged == 0
 
 
+def test_tables_are_as_long_as_the_longest_request(policy):
+    """Not as the context of the model, which is 256."""
+    rollout, reference = make_rollout(policy, longest=60), make_rollout(policy)
+    engine = rollout.engine
+    assert rollout.target.cos_sin.shape[0] == 60 + MAX_DEPTH
+    assert engine.store.tokens.shape[1] == 60
+    assert engine.state.block_table.shape[1] == pages_for(60 + MAX_DRAFTED, 4)
+    fit = [replace(r, params=replace(r.params, max_new_tokens=43)) for r in requests(4)]
+    assert same(generate(rollout, fit, *STRATEGIES), generate(reference, fit))
+    with pytest.raises(UserError, match=r"tokens=44 exceed the 60 of .*; at most 43 .* raise eng"):
+        generate(rollout, [replace(r, params=replace(r.params, max_new_tokens=44)) for r in fit])
+
+
 def test_a_request_that_cannot_run_is_one_clear_line(rollout):
     long = [Request(1, 0, tuple(range(6, 90)) * 4, SamplingParams(max_new_tokens=8))]
-    with pytest.raises(UserError, match="prompt of 336 tokens does not fit the context of 256"):
+    with pytest.raises(UserError, match="prompt of 336 tokens does not fit .* 256; .* raise engi"):
         generate(rollout, long)
 
 

@@ -14,8 +14,8 @@ def request(number, prompt, new=8):
     return Request(number, number, tuple(prompt), SamplingParams(max_new_tokens=new))
 
 
-def scheduler(pages=64, page_size=4, max_batch=8, max_position=256):
-    return Scheduler(PagePool(pages), page_size, max_batch, max_position)
+def scheduler(pages=64, page_size=4, max_batch=8, max_len=256):
+    return Scheduler(PagePool(pages), page_size, max_batch, max_len)
 
 
 def test_page_pool_counts_holders():
@@ -102,10 +102,10 @@ def test_the_youngest_is_preempted_and_recomputed():
 
 
 def test_requests_that_can_never_run_are_refused():
-    made = scheduler(pages=4, page_size=4, max_position=64)
-    with pytest.raises(UserError, match="prompt of 64 tokens does not fit the context of 64"):
+    made = scheduler(pages=4, page_size=4, max_len=64)
+    with pytest.raises(UserError, match="prompt of 64 tokens does not fit a request of at most 64"):
         made.add([request(0, range(64))])
-    with pytest.raises(UserError, match="exceed the context of 64; at most 4 new tokens fit"):
+    with pytest.raises(UserError, match="exceed the 64 of a request; at most 4 new tokens fit"):
         made.add([request(0, range(60))])
     with pytest.raises(UserError, match="engine.num_pages=4: one request of 18 tokens needs 6"):
         made.add([request(0, range(10))])

@@ -69,6 +69,8 @@ def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_pat
     dry_run.check_run(load_config(words), None)
     with pytest.raises(UserError, match=r"exceed the context of 1024"):
         dry_run.check_run(load_config([*words, "sampling.max_new_tokens=1020"]), None)
+    with pytest.raises(UserError, match=r"engine.max_len=100: "):
+        dry_run.check_run(load_config([*words, "engine.max_len=100"]), None)
 
 
 def test_checkpointing_and_less_to_hold_make_it_smaller(seven_b):
@@ -106,6 +108,11 @@ def test_a_checkpoint_is_measured_with_its_own_tokenizer(tmp_path):
         (["memory_gb=inf"], "memory_gb: must be a finite number, got inf"),
         (["run.stepps=1"], "run.stepps: unknown key"),
         (["sampling.max_new_tokens=5000"], "exceed the context of 1024"),
+        (
+            ["engine.max_len=100"],
+            r"engine.max_len=100: .* and sampling.max_new_tokens=192 need 199",
+        ),
+        (["engine.num_pages=9"], r"engine.num_pages=9: one request of \d+ tokens needs \d+ pages"),
     ],
 )
 def test_mistakes(words, message):

@@ -546,7 +546,7 @@ def test_requests_that_can_never_run_are_refused_at_once(session):
     request = jobs(1)[0]
     with pytest.raises(UserError, match="request 1: token 97 is not in the vocabulary of 97"):
         session.submit(replace(request, id=1, prompt_ids=(97,)))
-    with pytest.raises(UserError, match="exceed the context of 256"):
+    with pytest.raises(UserError, match="exceed the 256 of a request"):
         session.submit(replace(request, params=SamplingParams(max_new_tokens=300)))
     with pytest.raises(UserError, match="a text needs a tokenizer"):
         session.generate("text")
