@@ -1,9 +1,9 @@
 """The supported model families: one entry each.
 
-All are dense decoders of one shape: RMS norm, attention with RoPE, RMS norm, SwiGLU. An entry
-states what differs. `ModelSpec` applies it to one config; the engine (`target.py`), the training
-pass (`policy/packed_forward.py`), checkpoints, the memory model and the launch counts read the
-spec. A new family is an entry here and a line in `tests/driver/hugging_face.py`.
+All are dense decoders of one shape: RMS norm, attention with RoPE, RMS norm, SwiGLU; some layers
+may lack RoPE. An entry states what differs. `ModelSpec` applies it to one config; the engine
+(`target.py`), the training pass (`policy/packed_forward.py`), checkpoints, the memory model and the
+launch counts read the spec. CONTRIBUTING.md says how a family is added.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class Family:
         head_dim: default where the config has none; 0 = hidden_size / num_attention_heads.
         window_switch: `sliding_window` counts only if `use_sliding_window` is true; otherwise any
             value but null counts.
+        rope_by_layer: `no_rope_layers` in the config lists 0 for a layer without RoPE and 1 for one
+            with it; null means that every `no_rope_layer_interval`-th layer has none. Sliding
+            windows, if in use, are those of the layers without RoPE.
+        tied: default of `tie_word_embeddings`.
+        rope_theta: default of the base of RoPE.
     """
 
     name: str
@@ -41,6 +46,9 @@ class Family:
     qk_norm: bool = False
     head_dim: int = 0
     window_switch: bool = True
+    rope_by_layer: bool = False
+    tied: bool = False
+    rope_theta: float = 10000.0
 
 
 FAMILIES = {
@@ -50,6 +58,9 @@ FAMILIES = {
         Family("MistralForCausalLM", window_switch=False),
         Family("Qwen2ForCausalLM", qkv_bias=True),
         Family("Qwen3ForCausalLM", config_bias=True, qk_norm=True, head_dim=128),
+        Family(
+            "SmolLM3ForCausalLM", config_bias=True, rope_by_layer=True, tied=True, rope_theta=2e6
+        ),
     )
 }
 

@@ -67,6 +67,7 @@ class ModelSpec:
     max_position: int
     rms_norm_eps: float
     rope: RopeSpec
+    no_rope: frozenset[int]  # indices of the layers without RoPE
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -195,8 +196,8 @@ class _Reader:
             raise self.refuse(f"{key}: wanted a positive integer, got {found!r}")
         return found
 
-    def flag(self, key: str) -> bool:
-        found = self.value(key, False)
+    def flag(self, key: str, default: bool = False) -> bool:
+        found = self.value(key, default)
         if type(found) is not bool:
             raise self.refuse(f"{key}: wanted true or false, got {found!r}")
         return found
@@ -234,8 +235,9 @@ class _Reader:
             head_dim=head_dim,
             max_position=self.count("max_position_embeddings"),
             rms_norm_eps=self.number(self.value("rms_norm_eps", 1e-6), "wanted rms_norm_eps"),
-            rope=self.rope(),
-            tie_word_embeddings=self.flag("tie_word_embeddings"),
+            rope=self.rope(family.rope_theta),
+            no_rope=self.no_rope() if family.rope_by_layer else frozenset(),
+            tie_word_embeddings=self.flag("tie_word_embeddings", family.tied),
             qkv_bias=bias or family.qkv_bias,
             output_bias=bias,
             qk_norm=family.qk_norm,
@@ -281,10 +283,28 @@ class _Reader:
         first = self.value("max_window_layers", 28)
         if type(first) is not int:
             raise self.refuse(f"max_window_layers: wanted an integer, got {first!r}")
-        if windowed and not layer_types and first < self.count("num_hidden_layers"):
+        some = family.rope_by_layer or first < self.count("num_hidden_layers")
+        if windowed and not layer_types and some:
             raise self.refuse("use_sliding_window=true: sliding-window attention is not supported")
 
-    def rope(self) -> RopeSpec:
+    def no_rope(self) -> frozenset[int]:
+        """The layers without RoPE, of a config that names them."""
+        layers = self.count("num_hidden_layers")
+        rotated = self.value("no_rope_layers")
+        if rotated is None:
+            interval = self.count("no_rope_layer_interval", 4)
+            return frozenset(range(interval - 1, layers, interval))
+        known = isinstance(rotated, list) and all(
+            type(flag) in (int, bool) and flag in (0, 1) for flag in rotated
+        )
+        if not known or len(rotated) < layers:
+            raise self.refuse(
+                f"no_rope_layers: wanted 0 (no RoPE) or 1 for each of {layers} layers,"
+                f" got {rotated!r}"
+            )
+        return frozenset(i for i, flag in enumerate(rotated[:layers]) if not flag)
+
+    def rope(self, default_theta: float = 10000.0) -> RopeSpec:
         # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
         rope: dict[str, Any] = {}
         for key in ("rope_scaling", "rope_parameters"):
@@ -319,7 +339,7 @@ class _Reader:
         if name == "yarn":
             numbers |= self.yarn(rope)
         context = int(numbers.pop(original, 0))
-        theta = rope.get("rope_theta") or self.value("rope_theta", 10000.0)
+        theta = rope.get("rope_theta") or self.value("rope_theta", default_theta)
         theta = float(self.number(theta, "wanted rope_theta"))
         return RopeSpec(type=name, theta=theta, original_max_position=context, **numbers)
 
@@ -374,6 +394,26 @@ def rope_table(spec: ModelSpec) -> Tensor:
     positions = spec.max_position + MAX_DEPTH
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * rope_frequencies(spec)
     return torch.cat((angle.cos(), angle.sin()), dim=1) * spec.rope.attention_factor
+
+
+def no_rope_table(spec: ModelSpec, device: torch.device) -> Tensor:
+    """The table of a layer without RoPE: no position is rotated.
+
+    `append_kv` then returns its input; a zero may change its sign.
+
+    Args:
+        spec: as for `rope_table`.
+        device: of the table.
+
+    Returns:
+        float32, one row of ones, then zeros, expanded to the shape of `rope_table`.
+
+    Source: Yang et al., "RoPE to NoPE and Back Again" (arXiv 2501.18795).
+    """
+    half = spec.head_dim // 2
+    row = torch.cat((torch.ones(half), torch.zeros(half)))
+    # A copy to a device would write an expanded table out.
+    return row.to(device).expand(spec.max_position + MAX_DEPTH, -1)
 
 
 def rope_frequencies(spec: ModelSpec) -> Tensor:

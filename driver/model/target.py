@@ -19,10 +19,11 @@ from ..common.errors import UserError
 from .checkpoint import check_shapes
 from .families import EMBEDDING, FINAL_NORM, GATE_UP, HEAD, LAYER, QKV
 from .kv_cache import KvCache
-from .spec import ModelSpec, rope_table
+from .spec import ModelSpec, no_rope_table, rope_table
 from .workspace import Workspace
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]  # by Hugging Face name
+LayerCache = tuple[Tensor, Tensor, Tensor]  # a layer's keys, values and RoPE table
 
 # When a GPU uses fused ops (docs/notes/layers.md). They are faster for up to FUSED_ROWS rows, and
 # for more rows as long as the weights, which are read once per PIECE_ROWS rows, stay below
@@ -237,7 +238,9 @@ class TargetModel:
             # A recorded layer writes the residual stream into the features, others into one buffer.
             parts = [] if features is None else [i for i, of in enumerate(recorded) if of == index]
             out = self._feature(count, parts[0]) if parts else stream
-            self._decoder_layer(layer, hidden, out, kv.k[index], kv.v[index], rows, ancestors)
+            cos_sin = self._no_rope if index in self.spec.no_rope else self.cos_sin
+            cache = kv.k[index], kv.v[index], cos_sin
+            self._decoder_layer(layer, hidden, out, cache, rows, ancestors)
             hidden = out
             for again in parts[1:]:  # recorded twice: a model with few layers
                 self._feature(count, again).copy_(hidden)
@@ -248,14 +251,14 @@ class TargetModel:
         layer: DecoderLayer,
         hidden: Tensor,
         out: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         rows: tlt_ext.Rows,
         ancestors: Tensor | None,
     ) -> None:
         """One layer: residual stream `hidden` [R, H] in, `out` out; they may be one tensor."""
         q, attended, gated = (b[: len(hidden)] for b in (self._q, self._attended, self._gated))
-        self._append(layer, hidden, q, k_cache, v_cache, rows)
+        self._append(layer, hidden, q, cache, rows)
+        k_cache, v_cache, _ = cache
         tlt_ext.tree_attention(
             q,
             k_cache,
@@ -304,12 +307,11 @@ class TargetModel:
         layer: DecoderLayer,
         hidden: Tensor,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         rows: tlt_ext.Rows,
     ) -> None:
         """Writes the rotated queries into `q`, keys and values into the cache."""
-        eps, cache = self.spec.rms_norm_eps, (k_cache, v_cache, self.cos_sin)
+        eps = self.spec.rms_norm_eps
         if not self.spec.qk_norm and self.fuses(len(hidden), layer.qkv):
             return tlt_ext.linear_append(
                 hidden,
@@ -354,6 +356,7 @@ class TargetModel:
         self.final_norm = self._weight(FINAL_NORM, spec.hidden_size)
         self.head = self.embedding if spec.tie_word_embeddings else self._weight(HEAD, *shape)
         self.cos_sin = rope_table(spec).to(self.device)
+        self._no_rope = no_rope_table(spec, self.device)
 
     def _allocate_layer(self, prefix: str) -> DecoderLayer:
         shapes = self.spec.layer_shapes()

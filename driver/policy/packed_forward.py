@@ -169,8 +169,8 @@ def _hidden(
 def packed_layer(
     layer: Any,
     hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     documents: Documents,
     family: Family,
     checkpointing: bool = False,
@@ -181,6 +181,8 @@ def packed_layer(
             packed_layer, layer, hidden, cos, sin, documents, family, use_reentrant=False
         )
     attention, weights = layer.self_attn, _layer_weights(layer, family, hidden.dtype)
+    if family.rope_by_layer and not attention.use_rope:
+        cos = sin = None
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     widths = [part.out_features // attention.head_dim for part in projections]
     epsilon = layer.input_layernorm.variance_epsilon
@@ -198,8 +200,8 @@ def packed_layer(
 @fused
 def _before_attention(
     hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     input_norm: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
@@ -208,13 +210,15 @@ def _before_attention(
     widths: list[int],
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, [T, heads, head_dim] each."""
+    """Queries, keys and values, [T, heads, head_dim] each; without angles none is rotated."""
     x = F.linear(_norm(hidden, input_norm, epsilon), qkv, bias)
     q, k, v = x.unflatten(-1, (sum(widths), -1)).split(widths, 1)
     if q_norm is not None and k_norm is not None:
         q, k = _norm(q, q_norm, epsilon), _norm(k, k_norm, epsilon)
-    # A view of `v` would keep q and k as they were before RoPE.
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v.contiguous()
+    if cos is not None and sin is not None:
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    # A view of one of them would keep all three, those before RoPE too.
+    return q.contiguous(), k.contiguous(), v.contiguous()
 
 
 @fused

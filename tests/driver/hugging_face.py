@@ -14,6 +14,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 SHAPE = {
@@ -40,6 +42,25 @@ QWEN2_7B = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
+# SmolLM3-3B by its published configuration.
+SMOLLM3_3B = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 65536,
+    "rope_theta": 5000000.0,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "layer_types": ["full_attention"] * 36,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
+    "dtype": "bfloat16",
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,  # all three bands of frequencies occur within a small head
@@ -61,6 +82,17 @@ FAMILIES = {
     "mistral": (partial(MistralConfig, sliding_window=None), MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    # Every second layer has no RoPE; the default end and padding ids are past small vocabularies.
+    "smollm3": (
+        partial(
+            SmolLM3Config,
+            no_rope_layer_interval=2,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        ),
+        SmolLM3ForCausalLM,
+    ),
 }
 # For tests of training: small, with weights large enough to matter.
 TRAINED = {
@@ -83,6 +115,7 @@ VARIANTS = {
     "mistral": ("mistral", {"head_dim": 16}),
     "qwen2": ("qwen2", {"num_key_value_heads": 1, "rope_parameters": YARN_ROPE}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}),
 }
 
 

@@ -11,11 +11,14 @@ from driver import export
 from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.drafter.eagle3 import check_drafter, drafter_config, read_drafter, write_drafter
+from driver.model.spec import RopeSpec, read_rope
 from driver.model.target import default_feature_layers
 from driver.rollout.draft_runner import DraftRunner
 from driver.run.collector import Collector
 from driver.run.warm_start import warm_start
+from driver.session.load import spec_of
 from tests.driver.drafting import SEED, Parts, build_parts
+from tests.driver.hugging_face import random_model
 from tests.driver.run.test_run import WORDS, run, share_of_ones
 from tests.kit import same_bits
 
@@ -43,6 +46,15 @@ def test_a_round_trip_keeps_every_bit(parts, tmp_path):
     for name, weight in runner.weights.items():
         assert same_bits(weight, parts.runner.weights[name]), name
     assert torch.equal(runner.d2t, parts.runner.d2t)
+
+
+def test_a_drafter_rotates_as_a_smollm3_does_where_it_has_rope(parts):
+    """The drafter's one layer has RoPE, whatever layers of the target have none."""
+    target = random_model("smollm3")
+    layers = parts.target.feature_layers
+    config = drafter_config(parts.drafter.spec, target.config.to_dict(), layers, torch.float32)
+    assert read_rope(config) == spec_of(target).rope == RopeSpec(theta=2e6)
+    assert config["rope_theta"] == 2e6 and "no_rope_layers" not in config
 
 
 def test_names_and_keys_are_those_of_the_serving_loaders(parts, tmp_path):

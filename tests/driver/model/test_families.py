@@ -54,8 +54,8 @@ def test_a_mistral_with_windows_is_refused_by_name():
 
 @pytest.mark.parametrize(
     "kind",
-    ["cohere2", "falcon", "gemma3_text", "gpt2", "gpt_oss", "mamba2", "mixtral", "olmo2", "phi3",
-     "qwen3_moe", "smollm3"],
+    ["cohere2", "falcon", "gemma", "gemma3_text", "gpt2", "gpt_oss", "granite", "mamba2",
+     "mixtral", "olmo2", "phi3", "qwen3_moe"],
 )  # fmt: skip
 def test_a_folder_of_another_family_is_one_line(kind, tmp_path):
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]

@@ -3,13 +3,20 @@ import shutil
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from driver.common.errors import UserError
 from driver.model.families import FAMILIES
 from driver.model.spec import ModelSpec, RopeSpec, rope_frequencies, rope_table
-from tests.driver.hugging_face import LLAMA3_ROPE, VARIANTS, YARN_ROPE, random_model, save_model
+from tests.driver.hugging_face import (
+    LLAMA3_ROPE,
+    SMOLLM3_3B,
+    VARIANTS,
+    YARN_ROPE,
+    random_model,
+    save_model,
+)
 from tlt_ext.limits import MAX_DEPTH
 
 CONFIG = {
@@ -25,6 +32,10 @@ CONFIG = {
 
 def qwen2(**changes):
     return {**CONFIG, "architectures": ["Qwen2ForCausalLM"], **changes}
+
+
+def smollm3(**changes):
+    return {**CONFIG, "architectures": ["SmolLM3ForCausalLM"], **changes}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +70,53 @@ def test_rope_table_equals_transformers(variant, tmp_path):
     expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=1)
     assert rope_table(spec).shape == expected.shape
     assert (rope_table(spec) - expected).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"no_rope_layers": None, "no_rope_layer_interval": 2},
+        {"no_rope_layers": [0, 1, 1, 0]},
+        {"no_rope_layers": [1, 1, 0, 1, 0, 0], "no_rope_layer_interval": 1},  # more than layers
+    ],
+)
+def test_layers_without_rope_are_those_of_transformers(changes):
+    spec = ModelSpec.from_config(smollm3(**changes))
+    theirs = SmolLM3Config(**smollm3(**changes))
+    assert spec.no_rope == {i for i in range(4) if not theirs.no_rope_layers[i]}
+    assert spec.tie_word_embeddings and theirs.tie_word_embeddings
+    assert spec.rope.theta == theirs.rope_parameters["rope_theta"] == 2e6
+    assert not ModelSpec.from_config(qwen2(**changes)).no_rope  # the key is of SmolLM3
+
+
+def test_smollm3_3b_is_read_as_published():
+    spec = ModelSpec.from_config(SMOLLM3_3B)
+    assert spec.num_parameters == 3_075_098_624
+    assert spec.no_rope == {3, 7, 11, 15, 19, 23, 27, 31, 35}
+    assert (spec.head_dim, spec.rope.theta) == (128, 5e6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"no_rope_layers": [1, 0, 1]}, r"no_rope_layers: wanted 0 \(no RoPE\) or 1 for each of 4"),
+        ({"no_rope_layers": [1, 0, 1, 2]}, r"no_rope_layers: .* got \[1, 0, 1, 2\]"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval: wanted a positive integer, got 0"),
+        # Whatever max_window_layers is: the windows are those of the layers without RoPE.
+        (
+            {"use_sliding_window": True, "sliding_window": 128},
+            "use_sliding_window=true: sliding-window attention is not supported",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: 'sliding_attention' is not supported; full_attention is",
+        ),
+    ],
+)
+def test_what_a_smollm3_may_not_have_is_refused_by_name(changes, match):
+    with pytest.raises(UserError, match=match):
+        ModelSpec.from_config(smollm3(**changes))
 
 
 def test_old_and_new_layout_of_rope_give_one_spec():
@@ -167,7 +225,8 @@ ODD = (True, -1, 0, 0.5, "x", [], [1], {}, {"a": {}}, float("nan"), 10**400)
 KEYS = (*CONFIG, "head_dim",
         "rope_scaling", "rope_parameters", "rope_theta", "eos_token_id", "dtype",
         "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "mlp_bias",
-        "hidden_act", "attention_bias", "rms_norm_eps", "partial_rotary_factor")  # fmt: skip
+        "hidden_act", "attention_bias", "rms_norm_eps", "partial_rotary_factor",
+        "no_rope_layers", "no_rope_layer_interval", "tie_word_embeddings")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import pytest
@@ -7,7 +8,9 @@ import tlt_ext
 from driver.common.errors import UserError
 from driver.model.checkpoint import load_checkpoint
 from driver.model.kv_cache import KvCache
+from driver.model.spec import no_rope_table, rope_table
 from driver.model.target import TargetModel, default_feature_layers
+from driver.session.load import spec_of
 from tests.driver.hugging_face import VARIANTS, logits_of, random_model, save_model
 from tests.kit import generator, relative_error, same_bits
 
@@ -204,25 +207,50 @@ def test_default_feature_layers_of_deep_and_shallow_models():
         assert num_layers < 3 or len(set(layers)) == 3
 
 
-def test_bfloat16_is_as_near_as_transformers_bfloat16(llama):
-    reference, folder = llama
+def test_bfloat16_is_as_near_as_transformers_bfloat16(pair):
+    reference, model = pair
     ids = token_ids(40)
     exact = logits_of(reference, ids)
-    honest = random_model("llama-tied-llama3").bfloat16()
+    honest = copy.deepcopy(reference).bfloat16()
     baseline = relative_error(logits_of(honest, ids).float(), exact)
-    logits = Sequences(load(folder, dtype=torch.bfloat16)).logits(ids)
+    half = TargetModel(model.spec, model.state_dict(), dtype=torch.bfloat16)
+    logits = Sequences(half).logits(ids)
     assert logits.dtype == torch.float32
     assert relative_error(logits, exact) < 1.5 * baseline
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ops_one_by_one_have_the_bits_of_fused_ones(llama, monkeypatch, dtype):
+def test_ops_one_by_one_have_the_bits_of_fused_ones(pair, monkeypatch, dtype):
     """What a layer runs where rows or weights are many."""
-    model, ids = load(llama[1], dtype=dtype), token_ids(21)
+    model = TargetModel(pair[1].spec, pair[1].state_dict(), dtype=dtype)
+    ids = token_ids(21)
     fused = [x.clone() for x in Sequences(model).rows([ids], want_features=True)]
     monkeypatch.setattr(model, "fuses", lambda rows, weight: False)
     apart = Sequences(model).rows([ids], want_features=True)
     assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_without_rope_appends_its_input(dtype):
+    """Every number stays; only a zero may change its sign, which no score depends on."""
+    spec = spec_of(random_model("smollm3"))
+    qkv = torch.randn(5, spec.q_dim + 2 * spec.kv_dim, generator=generator(2)).to(dtype)
+    qkv[2] = -0.0
+    kv = KvCache.allocate(spec, num_pages=2, page_size=4, dtype=dtype)
+    q = torch.empty(5, spec.num_heads, spec.head_dim, dtype=dtype)
+    rows = tlt_ext.Rows(
+        row_start=torch.tensor([0, 5]).int(),
+        context_len=torch.zeros(1).int(),
+        position=torch.arange(5).int(),
+        block_table=torch.tensor([[0, 1]]).int(),
+        status=torch.zeros(1).int(),
+    )
+    table = no_rope_table(spec, torch.device("cpu"))
+    tlt_ext.append_kv(qkv, q, kv.k[0], kv.v[0], table, rows)
+    keys, values = (cache[0].flatten(0, 1)[:5].flatten(1) for cache in (kv.k, kv.v))
+    assert torch.equal(torch.cat((q.flatten(1), keys, values), 1), qkv)
+    assert table.shape == rope_table(spec).shape
+    assert table.untyped_storage().nbytes() == 4 * spec.head_dim
 
 
 def test_few_rows_or_few_weights_are_fused(llama, monkeypatch):

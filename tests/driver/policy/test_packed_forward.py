@@ -117,7 +117,7 @@ def test_rotation_turns_and_its_gradient_turns_back():
 
 @kit.gpu
 @kit.needs_gpu
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
 def test_compiled_layers_agree_with_single_ops(family, ids, monkeypatch):
     config, model = FAMILIES[family]
     torch.manual_seed(0)

@@ -407,8 +407,8 @@ def test_graphs_need_a_card(policy, word):
         make_rollout(policy, f"engine.graphs={word}")
 
 
-def test_families_with_bias_and_qk_norm_are_exact_too():
-    for variant in ("qwen2", "qwen3"):
+def test_families_with_bias_qk_norm_or_layers_without_rope_are_exact_too():
+    for variant in ("qwen2", "qwen3", "smollm3"):
         made = make_rollout(random_model(variant))
         made.spot.swap()
         wanted = generate(made, requests(count=6))

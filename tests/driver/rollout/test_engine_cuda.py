@@ -23,7 +23,7 @@ SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
 WORDS = ["run.device=cuda", "engine.page_size=16"]
 
 
-@pytest.mark.parametrize("variant", ["llama-tied-llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama-tied-llama3", "qwen2", "qwen3", "smollm3"])
 def test_float32_emits_the_tokens_of_the_cpu(variant):
     policy = random_model(variant)
     cpu = make_rollout(policy)

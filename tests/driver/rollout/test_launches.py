@@ -16,10 +16,14 @@ from driver.model.target import TargetModel, layer_launches
 from driver.rollout.plan import CHAIN_LAUNCHES
 from driver.rollout.request import Request, SamplingParams
 from tests import kit
-from tests.driver.hugging_face import QWEN2_7B, random_model
+from tests.driver.hugging_face import QWEN2_7B, SMOLLM3_3B, random_model
 from tests.driver.rollout.test_engine import Choose, make_rollout
 
-SHAPES = {"smollm2": SMOLLM2_CONFIG, "qwen2_7b": {**QWEN2_7B, "dtype": "bfloat16"}}
+SHAPES = {
+    "smollm2": SMOLLM2_CONFIG,
+    "smollm3_3b": {**SMOLLM3_3B, "no_rope_layers": [0] * 36},  # no layer has RoPE
+    "qwen2_7b": {**QWEN2_7B, "dtype": "bfloat16"},
+}
 # Calls that launch nothing: views, and allocations from the pool of a graph during capture.
 FREE = {"view", "slice", "select", "split", "split_with_sizes", "unbind", "expand", "as_strided",
         "unsqueeze", "squeeze", "_unsafe_view", "detach", "t", "alias", "empty", "new_empty",
@@ -125,6 +129,7 @@ def step_launches(spec, requests, slots):
     [
         ("smollm2", 1, 1024, 5),
         ("smollm2", 16, 1024, 6),
+        ("smollm3_3b", 1, 1024, 6),
         ("qwen2_7b", 1, 1024, 6),
         ("qwen2_7b", 1, 8192, 7),
         ("qwen2_7b", 16, 1024, 9),
