@@ -11,11 +11,9 @@ from ..model.kv_cache import KvCache
 from ..model.target import TargetModel
 from .pages import Admission, Job
 
-MAX_ROWS = 128  # of a request in one pass
-
 
 class Prefill:
-    """Runs known tokens through the target in passes of several chunks.
+    """Runs known tokens through the target, as many of a request in a pass as fit.
 
     Args:
         model: the target.
@@ -50,7 +48,7 @@ class Prefill:
         while pending := [j for j, job in enumerate(jobs) if done[j] < len(job.tokens)]:
             take, budget = {}, self.chunk
             for job in pending:
-                take[job] = min(budget, MAX_ROWS, len(jobs[job].tokens) - done[job])
+                take[job] = min(budget, len(jobs[job].tokens) - done[job])
                 budget -= take[job]
                 if budget == 0:
                     break

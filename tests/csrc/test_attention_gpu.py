@@ -185,6 +185,13 @@ def test_rows_are_their_own_in_ragged_batches(shape, tree):
         assert_rows_are_their_own(make_case(contexts, rows, SHAPES[shape], tree=tree), draw)
 
 
+@pytest.mark.parametrize("shape", ["28/4x128", "9/3x64"])
+def test_rows_of_a_long_chain_are_their_own(shape):
+    """A prefill pass has more rows of a request than a tree has."""
+    case = make_case([5, 40, 0], [300, 1, 400], SHAPES[shape], tree=False)
+    assert_rows_are_their_own(case, kit.generator(0))
+
+
 # Row blocks of few requests whose tables are short: clusters do it all in one launch.
 CLUSTERS = {
     "one row": ("9/3x64", [1]),

@@ -17,6 +17,7 @@ from driver.rollout.proposers import OracleProposer
 from driver.rollout.request import Request, SamplingParams
 from driver.session.load import spec_of
 from driver.session.parts import build_rollout
+from tests import kit
 from tests.driver.hugging_face import random_model
 from tlt_ext import _C
 from tlt_ext.limits import MAX_DEPTH
@@ -289,6 +290,31 @@ def test_a_pass_that_emits_nothing_ends_the_rollout(rollout, monkeypatch):
 def test_prefill_chunks_change_nothing(policy, plain):
     made = make_rollout(policy, "engine.prefill_chunk=3")
     assert same(generate(made, requests()), plain)
+
+
+def test_a_pass_computes_as_many_rows_of_a_resumed_request_as_fit(policy, rollout, monkeypatch):
+    """More than a tree can have; tokens, log-probs and recorded features have the same bits."""
+    ids = tuple(random.Random(2).randrange(6, 97) for _ in range(170))
+    whole = Request(5, 0, ids, SamplingParams(max_new_tokens=60))
+    (plain,) = generate(rollout, [whole])
+    begun = replace(plain, token_ids=plain.token_ids[:30], logprobs=plain.logprobs[:30])
+    resumed = replace(whole, resume=replace(begun, finish="abort", drafter_versions=[]))
+    features = []
+    for chunk, passes in ((199, 1), (64, 4), (7, 29)):
+        made = make_rollout(policy, f"engine.prefill_chunk={chunk}")
+        forward, rows = made.target.forward, []
+
+        def counted(ids, *args, forward=forward, rows=rows, **settings):
+            rows.append(len(ids))
+            return forward(ids, *args, **settings)
+
+        monkeypatch.setattr(made.target, "forward", counted)
+        made.engine.observer = observer(lambda s, made=made: features.append(gather(made, s)))
+        made.engine.bandit = Choose("off")
+        (got,) = made.engine.generate([resumed])
+        assert same([got], [plain])
+        assert len(rows) == passes + 30 and sum(rows[:passes]) == 199
+        assert kit.same_bits(features[-1], features[0])
 
 
 def test_new_weights_drop_what_the_old_ones_computed(policy):
