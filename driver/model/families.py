@@ -65,6 +65,18 @@ FAMILIES = {
 }
 
 
+# What other well-known families need and the engine does not have.
+NEEDS = {
+    "GemmaForCausalLM": "GeGLU, scaled embeddings and norms that add 1 to their weight",
+    "Gemma2ForCausalLM": "soft caps, sliding windows and norms after each part",
+    "Gemma3ForCausalLM": "sliding windows, RoPE that differs by layer and norms after each part",
+    "GraniteForCausalLM": "multipliers of embeddings, scores, residuals and logits",
+    "MixtralForCausalLM": "routed experts",
+    "Phi3ForCausalLM": "projections that are stored as one tensor (qkv_proj, gate_up_proj)",
+    "Qwen3MoeForCausalLM": "routed experts",
+}
+
+
 def family_of(name: str) -> Family:
     """The family of a class in transformers.
 
@@ -72,5 +84,11 @@ def family_of(name: str) -> Family:
         UserError: the family is not supported.
     """
     if name not in FAMILIES:
-        raise UserError(f"architecture {name} is not supported; there are {', '.join(FAMILIES)}")
+        raise UserError(unsupported(name))
     return FAMILIES[name]
+
+
+def unsupported(name: str) -> str:
+    """One line that refuses a class in transformers, with what it would need."""
+    needs = f": it needs {NEEDS[name]}" if name in NEEDS else ""
+    return f"architecture {name} is not supported{needs}; there are {', '.join(FAMILIES)}"

@@ -19,7 +19,17 @@ from torch import Tensor
 from tlt_ext.limits import MAX_DEPTH, MAX_HEAD_DIM
 
 from ..common.errors import UserError
-from .families import EMBEDDING, FAMILIES, FINAL_NORM, GATE_UP, HEAD, LAYER, QKV, Family
+from .families import (
+    EMBEDDING,
+    FAMILIES,
+    FINAL_NORM,
+    GATE_UP,
+    HEAD,
+    LAYER,
+    QKV,
+    Family,
+    unsupported,
+)
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -249,10 +259,7 @@ class _Reader:
         names = self.value("architectures", [])
         names = [str(n) for n in names] if isinstance(names, list) else [str(names)]
         if len(names) != 1 or names[0] not in FAMILIES:
-            raise self.refuse(
-                f"architecture {', '.join(names) or 'not named'} is not supported;"
-                f" there are {', '.join(FAMILIES)}"
-            )
+            raise self.refuse(unsupported(", ".join(names) or "not named"))
         return FAMILIES[names[0]]
 
     def refuse_variants(self, family: Family) -> None:

@@ -1,12 +1,14 @@
 """Every supported family is tested: inference, training, memory and checkpoints."""
 
+import re
+
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from driver.common.errors import UserError
 from driver.model.checkpoint import check_checkpoint
-from driver.model.families import FAMILIES, family_of
+from driver.model.families import FAMILIES, NEEDS, family_of
 from driver.model.spec import ModelSpec
 from driver.policy.packed_forward import Documents, packed_forward
 from driver.run.dry_run import dry_run
@@ -30,7 +32,9 @@ def test_a_spec_lists_the_tensors_of_its_checkpoint(variant):
 
 
 def test_other_families_are_refused_by_name():
-    with pytest.raises(UserError, match="architecture GemmaForCausalLM is not supported; there ar"):
+    with pytest.raises(
+        UserError, match="architecture GemmaForCausalLM is not supported: it needs Ge"
+    ):
         family_of("GemmaForCausalLM")
 
     class GemmaForCausalLM(type(random_model("qwen2"))):
@@ -54,7 +58,7 @@ def test_a_mistral_with_windows_is_refused_by_name():
 
 @pytest.mark.parametrize(
     "kind",
-    ["cohere2", "falcon", "gemma", "gemma3_text", "gpt2", "gpt_oss", "granite", "mamba2",
+    ["cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "granite", "mamba2",
      "mixtral", "olmo2", "phi3", "qwen3_moe"],
 )  # fmt: skip
 def test_a_folder_of_another_family_is_one_line(kind, tmp_path):
@@ -62,7 +66,13 @@ def test_a_folder_of_another_family_is_one_line(kind, tmp_path):
     config = CONFIG_MAPPING[kind]()
     config.architectures = [name]
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"config.json: architecture {name} is not supported; ther"):
+    needs = f": it needs {NEEDS[name]}" if name in NEEDS else ""
+    wanted = re.escape(f"config.json: architecture {name} is not supported{needs}; there are Ll")
+    with pytest.raises(UserError, match=wanted):
         check_checkpoint(tmp_path)
-    with pytest.raises(UserError, match=f"config.json: architecture {name} is not supported"):
+    with pytest.raises(UserError, match=wanted):
         dry_run([f"model.path={tmp_path}"], lambda line: None)
+
+
+def test_what_other_families_need_is_of_classes_that_exist():
+    assert set(NEEDS) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(FAMILIES)
