@@ -105,6 +105,15 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
+def preset_title(preset: str) -> str:
+    """The name of a preset; of a file, its name without the suffix."""
+    return Path(preset).stem if _is_file(preset) else preset
+
+
+def _is_file(preset: str) -> bool:
+    return preset.endswith((".yaml", ".yml"))
+
+
 def section_types() -> dict[str, type[Section]]:
     """Section name -> its dataclass, in the order of `Config`."""
     hints = typing.get_type_hints(Config)
@@ -148,7 +157,7 @@ def _declared_type(types: Mapping[str, Any], key: str) -> Any:
 
 def _read_preset(types: Mapping[str, Any], preset: str, saved: bool) -> dict[str, Any]:
     """Dotted key -> value of a preset file."""
-    if preset.endswith((".yaml", ".yml")):
+    if _is_file(preset):
         source = Path(preset)
     elif preset in preset_names():
         source = PRESETS / f"{preset}.yaml"

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ..common.errors import UserError, after_error
 from ..common.storage import FolderLock, storage_errors, user_path, write_text
-from ..config.load import Config, load_config, to_yaml
+from ..config.load import Config, load_config, preset_title, to_yaml
 from ..config.sections import RunConfig
 from . import checkpoint as run_checkpoint
 from .checkpoint import Checkpoint
@@ -260,7 +260,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _choose(run: RunConfig, preset: str) -> Path:
     """The run's folder: the named one, or the preset's name, numbered."""
-    root, stem = user_path(run.root), Path(preset).stem
+    root, stem = user_path(run.root), preset_title(preset)
     if run.name:
         path = root / run.name
         if run.resume and not (path / "config.yaml").exists():

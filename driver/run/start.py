@@ -18,7 +18,7 @@ from ..common.errors import UserError, after_error
 from ..common.stop import StopRequest
 from ..common.storage import user_path
 from ..common.world import World
-from ..config.load import Config
+from ..config.load import Config, preset_title
 from ..drafter.checkpoint import DraftCheckpoints
 from ..drafter.coordinator import Coordinator
 from ..model.checkpoint import folder_fingerprint
@@ -237,7 +237,7 @@ def for_rank(config: Config, world: World) -> Config:
             f"{world.size} ranks for grpo.prompts_per_step={config.grpo.prompts_per_step}: each"
             " needs one prompt; raise it or lower --nproc-per-node"
         )
-    folder = user_path(config.run.root) / (config.run.name or Path(config.preset).stem)
+    folder = user_path(config.run.root) / (config.run.name or preset_title(config.preset))
     restarted = world.restarts() > 0 and (folder / "config.yaml").exists()  # by torchrun
     run = replace(config.run, device=world.device, resume=config.run.resume or restarted)
     mode = "off" if config.spot.mode == "off" else "coordinated"

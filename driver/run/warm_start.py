@@ -22,7 +22,7 @@ from torch import Tensor
 from ..common.deterministic import deterministic
 from ..common.errors import UserError
 from ..common.storage import user_path
-from ..config.load import Config, to_yaml
+from ..config.load import Config, preset_title, to_yaml
 from ..config.sections import ToolConfig
 from ..config.strategy import OFF, parse_strategies
 from ..drafter.trainer import SpotTrainer
@@ -60,7 +60,7 @@ def warm_folder(config: Config) -> Path:
     key = json.dumps([PROCEDURE, parts, config.run.seed], sort_keys=True).encode()
     digest = hashlib.blake2b(key, digest_size=4).hexdigest()
     root = user_path(config.run.root)
-    return root / "warm" / f"{Path(config.preset).stem}-{digest}"
+    return root / "warm" / f"{preset_title(config.preset)}-{digest}"
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:

@@ -42,6 +42,16 @@ QWEN2_7B = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
+# Qwen2.5-1.5B by its published configuration.
+QWEN2_1_5B = {
+    **QWEN2_7B,
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 # SmolLM3-3B by its published configuration.
 SMOLLM3_3B = {
     "architectures": ["SmolLM3ForCausalLM"],

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings, strategies
 import tlt_ext
 from driver.common.errors import UserError
 from driver.common.storage import write_text
-from driver.config.load import Config, load_config, preset_names, to_yaml
+from driver.config.load import Config, load_config, preset_names, preset_title, to_yaml
 from driver.config.options import GenerateOptions
 from driver.config.sections import GrpoConfig
 from driver.rollout.request import SamplingParams
@@ -22,6 +22,11 @@ def test_presets_load_and_differ_from_nothing_but_their_values(name):
 def test_tiny_is_the_default():
     assert load_config([]) == load_config(["preset=tiny"])
     assert {"tiny", "smollm2"} <= set(preset_names())
+
+
+def test_runs_are_named_after_the_preset_or_its_file():
+    for preset, title in (("1.5b", "1.5b"), ("tiny", "tiny"), ("my/v1.2.yaml", "v1.2")):
+        assert preset_title(preset) == title
 
 
 def test_overrides_win_over_the_preset_wherever_it_stands():

@@ -12,7 +12,7 @@ from driver.model.tiny import build_tokenizer
 from driver.run import dry_run, start
 from driver.run.footprint import check_fits
 from driver.train import main
-from tests.driver.hugging_face import QWEN2_7B, save_model
+from tests.driver.hugging_face import QWEN2_1_5B, QWEN2_7B, save_model
 
 
 def shape_of(config):
@@ -50,6 +50,26 @@ def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
     assert "  in host memory            121.850" in lines
     dry_run.dry_run([*words[:2], "memory_gb=580", "grpo.offload=moments"], lines.append)
     assert "  in host memory             60.925" in lines
+
+
+@pytest.mark.parametrize(
+    ("preset", "config", "memory_gb", "responses"),
+    [("7b", QWEN2_7B, 141, 64), ("1.5b", QWEN2_1_5B, 80, 128)],
+)
+def test_the_presets_of_models_that_people_train_fit_their_card(
+    tmp_path, preset, config, memory_gb, responses
+):
+    words = [f"preset={preset}", f"memory_gb={memory_gb}"]
+    with pytest.raises(UserError, match="model.path: empty"):
+        dry_run.dry_run(words, lambda line: None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dry_run.dry_run([*words, f"model.path={tmp_path}"], lambda line: None)
+    made = load_config([words[0], f"model.path={tmp_path}"])
+    assert made.grpo.prompts_per_step * made.grpo.samples_per_prompt == responses
+    assert made.engine.max_batch == responses and made.sampling.max_new_tokens == 4096
+    with pytest.raises(UserError, match=r"needs \d+\.\d\d GB"):
+        other = ["grpo.checkpointing=false", f"model.path={tmp_path}"]
+        dry_run.dry_run([*words, *other], lambda line: None)
 
 
 def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_path, monkeypatch):
