@@ -13,6 +13,7 @@ from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
 from ..rollout.pages import pages_for
 from ..session.load import end_ids
+from ..session.parts import check_kernels
 from ..tasks import Split, Task
 
 PROMPT_SAMPLE = 64  # prompts of a generated task whose lengths are checked
@@ -79,12 +80,14 @@ def check_context(
         )
 
 
-def check_engine(config: Config, prompt_len: int) -> None:
-    """Rejects an engine that cannot run the longest prompt, before the warm-up starts.
+def check_engine(config: Config, spec: ModelSpec, prompt_len: int) -> None:
+    """Rejects an engine that cannot run the model or its longest prompt, before the warm-up starts.
 
     Raises:
-        UserError: `engine.max_len` or `engine.num_pages` is too small.
+        UserError: the card's kernels do not take the model's shape, or `engine.max_len` or
+            `engine.num_pages` is too small.
     """
+    check_kernels(config, spec)
     engine, response = config.engine, config.sampling.max_new_tokens
     total = prompt_len + response
     if 0 < engine.max_len < total:

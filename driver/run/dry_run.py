@@ -107,11 +107,12 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:
         ranks: of the run.
 
     Raises:
-        UserError: the run exceeds the context of its model, its engine or the memory of its card.
+        UserError: the run exceeds the context of its model, its engine, or the memory or the
+            kernels of its card.
     """
     spec = policy_spec(config, folder)
     shape = RunShape(spec, longest_prompt(config, folder, spec), ranks)
-    check_engine(config, shape.prompt_len)
+    check_engine(config, spec, shape.prompt_len)
     if config.run.check_memory and config.run.device != "cpu":
         check_fits(config, shape, memory_gb(config.run.device))
     return shape
@@ -134,7 +135,7 @@ def run_shape(
             prompt_tokens = longest_prompt(config, folder, spec)
     prompt_tokens = prompt_tokens or PROMPT_TOKENS
     check_context(prompt_tokens, config.sampling.max_new_tokens, spec.max_position)
-    check_engine(config, prompt_tokens)
+    check_engine(config, spec, prompt_tokens)
     return RunShape(spec, prompt_tokens, ranks)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import tlt_ext
+from tlt_ext.limits import GPU_HEAD_DIMS, GPU_MAX_GROUP, GPU_PAGE_SIZES
 
 from ..common.errors import UserError
 from ..common.spans import Sink
@@ -147,6 +148,7 @@ def build_rollout(
         longest: tokens of the longest request: of tables, and for the automatic size of the page
             pool.
     """
+    check_kernels(config, spec)
     seed, arms = config.run.seed, parse_strategies(config.engine.strategies)
     parts = build_parts(config, spec, weights, longest, config.run.device)
     target, cache, runner = parts.target, parts.cache, parts.runner
@@ -166,6 +168,34 @@ def build_rollout(
     tlt_ext.set_num_threads(config.run.threads)
     tuner = OverlapTuner(spot, engine.runner.decode_s) if spot else None
     return Rollout(target, engine, bandit, spot, tuner)
+
+
+def check_kernels(config: Config, spec: ModelSpec) -> None:
+    """Rejects a shape that the 16-bit kernels of a card do not take.
+
+    Raises:
+        UserError: head size, heads per key-value head, or page size.
+    """
+    dtype, page_size = config.model.dtype, config.engine.page_size
+    if config.run.device == "cpu" or dtype == "float32":
+        return
+    where, group = f"on a card with model.dtype={dtype}", spec.num_heads // spec.num_kv_heads
+    other = "set model.dtype=float32 or run.device=cpu, or use another model"
+    if spec.head_dim not in GPU_HEAD_DIMS:
+        raise UserError(
+            f"model.path: head_dim is {spec.head_dim}; {where} it must be"
+            f" {' or '.join(map(str, GPU_HEAD_DIMS))}; {other}"
+        )
+    if group > GPU_MAX_GROUP:
+        raise UserError(
+            f"model.path: {spec.num_heads} heads share {spec.num_kv_heads} key-value heads; {where}"
+            f" at most {GPU_MAX_GROUP} heads may share one; {other}"
+        )
+    if page_size not in GPU_PAGE_SIZES:
+        raise UserError(
+            f"engine.page_size={page_size}: {where} it must be one of"
+            f" {', '.join(map(str, GPU_PAGE_SIZES))}"
+        )
 
 
 def build_drafter(

@@ -12,6 +12,7 @@ from tests import kit, reference
 from tests.csrc.paged import make_batch, random_tree
 from tests.grouping import flat
 from tlt_ext import Status
+from tlt_ext.limits import GPU_HEAD_DIMS, GPU_MAX_GROUP, GPU_PAGE_SIZES
 
 pytestmark = [kit.gpu, kit.needs_gpu]
 
@@ -353,6 +354,10 @@ def test_a_graph_serves_any_lengths(tree, name, batch, longest, pdl):
 
 
 def test_unsupported_shapes_are_rejected():
+    sizes = list(zip(*SHAPES.values(), strict=True))  # all of them run
+    assert set(sizes[2]) == set(GPU_HEAD_DIMS) and set(sizes[3]) == set(GPU_PAGE_SIZES)
+    assert max(h // kv for h, kv in zip(*sizes[:2], strict=True)) == GPU_MAX_GROUP
+
     def case(**changes):
         kwargs = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": 16} | changes
         return make_case([20], [3], (*kwargs.values(), torch.bfloat16))

@@ -10,7 +10,8 @@ from driver.config.load import load_config
 from driver.model import fetch
 from driver.model.tiny import build_tokenizer
 from driver.run import dry_run, start
-from driver.run.footprint import check_fits
+from driver.run.footprint import check_fits, policy_spec
+from driver.session.parts import build_rollout
 from driver.train import main
 from tests.driver.hugging_face import QWEN2_1_5B, QWEN2_7B, save_model
 
@@ -138,6 +139,32 @@ def test_a_checkpoint_is_measured_with_its_own_tokenizer(tmp_path):
 def test_mistakes(words, message):
     with pytest.raises(UserError, match=message):
         dry_run.dry_run(words, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "message"),
+    [
+        ({"hidden_size": 2688}, [], "model.path: head_dim is 96; .* must be 64 or 128; set model"),
+        ({"num_key_value_heads": 2}, [], "28 heads share 2 .* at most 8 heads may share one"),
+        ({}, ["engine.page_size=8"], "engine.page_size=8: .* must be one of 16, 32, 64, 128"),
+    ],
+)
+def test_what_the_kernels_of_a_card_do_not_take_is_refused(tmp_path, shape, words, message):
+    """By the dry run, by the check before a run, and by a session."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN2_7B, **shape}))
+    words = ["preset=7b", f"model.path={tmp_path}", *words]
+    with pytest.raises(UserError, match=message):
+        dry_run.dry_run([*words, "memory_gb=141"], lambda line: None)
+    build_tokenizer().save_pretrained(tmp_path)
+    config = load_config([*words, "task.difficulty=1", "run.check_memory=false"])
+    with pytest.raises(UserError, match=message):
+        dry_run.check_run(config, tmp_path)
+    with pytest.raises(UserError, match=message):
+        build_rollout(config, policy_spec(config, tmp_path), {}, longest=100)
+    config = load_config([*words, "run.check_memory=false", "model.dtype=float32"])
+    dry_run.check_run(config, tmp_path)
+    config = load_config([*words, "run.check_memory=false", "run.device=cpu"])
+    dry_run.check_run(config, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["x", "{}", '{"architectures": ["GPT2LMHeadModel"]}'])
