@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from ..common.errors import UserError
 from .fields import Section, read_options, setting
 from .load import Config, load_config
 from .sections import DTYPES, check_temperature
@@ -124,7 +125,14 @@ class DryRunOptions(Section):
     mean_tokens: int = setting(
         0, "tokens of a mean response; 0: a quarter of sampling.max_new_tokens", low=0
     )
-    ranks: int = setting(0, "ranks that share the run; 0: one", low=0)
+    ranks: list[int] = setting(
+        [1], "ranks that share the run; several numbers, such as 8,16,64, compare the memory", low=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ranks:
+            raise UserError("ranks: empty; write one or more numbers, such as 8 or 8,16,64")
 
 
 OPTIONS: dict[str, type[Section]] = {

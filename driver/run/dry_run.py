@@ -30,7 +30,7 @@ from ..rollout.plan import Cell, GraphCost
 from ..session.load import TOKENIZER_FILES, load_tokenizer
 from ..tasks import make_task
 from .assemble import check_context, check_engine, check_prompts, prompt_encoder
-from .footprint import RunShape, check_fits, memory_gb, policy_spec, table
+from .footprint import RunShape, check_fits, comparison, memory_gb, policy_spec, table
 
 CEILINGS = Path(__file__).with_name("ceilings.json")  # by `python -m profiling.rig.ceilings`
 PROMPT_TOKENS = 256  # assumed without a tokenizer
@@ -61,14 +61,16 @@ STATED = {
 def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     """Calls `say` with the lines about memory and time of the run that the words `argv` describe.
 
+    With several numbers of ranks it compares the memory of a rank, and rejects none of them.
+
     Raises:
         UserError: a word is invalid, or the run does not fit into memory.
     """
     words, config = read_dry_run(argv)
-    shape = run_shape(config, shape_folder(config), words.ranks or 1, words.prompt_tokens)
-    if shape.ranks > config.grpo.prompts_per_step:
+    shape = run_shape(config, shape_folder(config), words.ranks[0], words.prompt_tokens)
+    if max(words.ranks) > config.grpo.prompts_per_step:
         raise UserError(
-            f"ranks={shape.ranks}: expected at most grpo.prompts_per_step="
+            f"ranks={max(words.ranks)}: expected at most grpo.prompts_per_step="
             f"{config.grpo.prompts_per_step}, because each rank needs a prompt"
         )
     most = config.sampling.max_new_tokens
@@ -78,7 +80,13 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
         )
     mean = words.mean_tokens or max(1, round(MEAN_SHARE * most))
     spec, limits = shape.spec, ceilings(config)
+    limit_gb = words.memory_gb or memory_gb(config.run.device)
     say(f"{spec.family}, {spec.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}")
+    if len(words.ranks) > 1:
+        parts = {n: replace(shape, ranks=n).footprint(config) for n in words.ranks}
+        for line in comparison(parts, limit_gb):
+            say(line)
+        return
     for line in table(shape.footprint(config)):
         say(line)
     other = replace(config.grpo, checkpointing=not config.grpo.checkpointing)
@@ -95,7 +103,7 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     for name, value in seconds.items():
         say(f"    {name:<22}{value:>9.3f}")
     say(f"    {'together':<22}{sum(seconds.values()):>9.3f}")
-    check_fits(config, shape, words.memory_gb or memory_gb(config.run.device))
+    check_fits(config, shape, limit_gb)
 
 
 def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:

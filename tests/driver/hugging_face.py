@@ -52,6 +52,29 @@ QWEN2_1_5B = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+# Qwen2.5-32B by its published configuration.
+QWEN2_32B = {
+    **QWEN2_7B,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+# Llama-3-70B by its published configuration.
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
 # SmolLM3-3B by its published configuration.
 SMOLLM3_3B = {
     "architectures": ["SmolLM3ForCausalLM"],

@@ -35,7 +35,7 @@ def test_options_keep_text_as_it_is():
     ("command", "words", "message"),
     [
         ("train", ["run.stesp=3"], "run.stesp: unknown key"),
-        ("train", ["--dry-run", "ranks=-1"], "ranks: must be at least 0"),
+        ("train", ["--dry-run", "ranks=-1"], "ranks: must be at least 1"),
         ("warm", ["ranks=1"], "ranks: unknown key"),
         ("identity", ["token=1"], "token: unknown key; did you mean tokens"),
     ],
