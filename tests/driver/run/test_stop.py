@@ -46,7 +46,18 @@ def signalled_after(step: int, number: signal.Signals, monkeypatch) -> None:
     monkeypatch.setattr(Collector, "on_pass", on_pass)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+@pytest.fixture
+def number(request):
+    """A signal with its default handler; a background job of a shell ignores SIGINT."""
+    before = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+STOPPING = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT]
+
+
+@pytest.mark.parametrize("number", STOPPING, indirect=True)
 def test_a_signal_saves_the_last_whole_step(unbroken, tmp_path, monkeypatch, number):
     with monkeypatch.context() as patch:
         signalled_after(1, number, patch)
