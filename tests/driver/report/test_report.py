@@ -102,6 +102,7 @@ def test_values_of_another_kind_break_nothing(tmp_path, value):
     assert "<h2>Samples</h2>" in render([read_run(folder)])
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_small(tmp_path):
     folder = write_run(tmp_path / "a", steps=3000)
     many = [[i * 1e-3, 5000 - i % 5000, f"learned:4,2,{8 + i % 2}"] for i in range(50_000)]

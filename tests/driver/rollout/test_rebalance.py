@@ -281,6 +281,7 @@ collector.Collector.gather = noted
 STAGGERED = ("engine.max_batch=6", "engine.strategies=off")
 
 
+@pytest.mark.slow
 def test_a_run_that_hands_requests_over_learns_the_same(tmp_path):
     """Tokens, bits of log-probs and rewards, on both ranks."""
     drawn, records = [], []

@@ -313,8 +313,9 @@ SpotTrainer.micro_step, World.gather, collector.Collector.roll_out = step, gathe
 @pytest.mark.parametrize(
     ("ranks", "slow", "hangs", "gathers", "named"),
     [
-        (2, 1, 0, -1, "rank 0 (in drafter training)"),  # alone, while the other is at work
-        (3, 2, 1, -1, "rank 1 (in drafter training)"),  # of a group of two
+        # Alone, while the other is at work; of a group of two.
+        pytest.param(2, 1, 0, -1, "rank 0 (in drafter training)", marks=pytest.mark.slow),
+        pytest.param(3, 2, 1, -1, "rank 1 (in drafter training)", marks=pytest.mark.slow),
         (2, 1, -1, 1, "rank 1 (in gather)"),
     ],
 )
