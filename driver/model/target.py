@@ -108,6 +108,7 @@ class TargetModel:
         device: where it runs.
         dtype: of weights, activations and cache; default is the checkpoint's.
         max_rows: rows of the largest forward pass.
+        max_logits: rows with logits of a forward pass; 0 = `max_rows`.
         feature_layers: three layers whose outputs are recorded; empty = `default_feature_layers`.
 
     Raises:
@@ -127,12 +128,13 @@ class TargetModel:
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         max_rows: int = 512,
+        max_logits: int = 0,
         feature_layers: Sequence[int] = (),
     ) -> None:
         self.spec = spec
         self.device = torch.device(device)
         self.dtype = dtype or spec.dtype
-        self.max_rows = max_rows
+        self.max_rows, self.max_logits = max_rows, max_logits or max_rows
         self.feature_layers = tuple(feature_layers) or default_feature_layers(spec.num_layers)
         for layer in self.feature_layers:
             if not 0 <= layer < spec.num_layers:
@@ -225,7 +227,7 @@ class TargetModel:
                 a teacher's logits are head(final_norm(last H columns)).
 
         Raises:
-            ValueError: more rows than `max_rows`, or an array that does not fit.
+            ValueError: more rows than `max_rows` or `max_logits`, or an array that does not fit.
         """
         count = ids.shape[0]
         if count > self.max_rows:
@@ -337,6 +339,10 @@ class TargetModel:
             torch.index_select(hidden, 0, logits_rows, out=chosen)
         if chosen.shape[0] == 0:
             return None
+        if len(chosen) > self.max_logits:
+            raise ValueError(
+                f"logits_rows: wanted at most max_logits = {self.max_logits}, got {len(chosen)}"
+            )
         logits = self._logits[: chosen.shape[0]]
         eps = self.spec.rms_norm_eps
         read = self.norm_for(chosen, self.final_norm, self.head, eps, self._normed)
@@ -397,16 +403,17 @@ class TargetModel:
     def _allocate_buffers(self) -> None:
         spec = self.spec
 
-        def rows(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+        def rows(*shape: int) -> Tensor:
             # Zeros: inert rows are computed too, and NaN there would be slow and raise alarms.
-            return torch.zeros(self.max_rows, *shape, dtype=dtype, device=self.device)
+            return torch.zeros(self.max_rows, *shape, dtype=self.dtype, device=self.device)
 
         self._hidden, self._chosen, self._normed = (rows(spec.hidden_size) for _ in range(3))
         self._qkv = rows(spec.q_dim + 2 * spec.kv_dim)
         self._q, self._attended = (rows(spec.num_heads, spec.head_dim) for _ in range(2))
         self._gated = rows(spec.intermediate_size)
         self._features = rows(self.feature_size)
-        self._logits = rows(spec.vocab_size, dtype=torch.float32)
+        shape = self.max_logits, spec.vocab_size
+        self._logits = torch.zeros(shape, dtype=torch.float32, device=self.device)
 
 
 def _check_float(name: str, weight: Tensor) -> None:

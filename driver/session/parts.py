@@ -112,6 +112,8 @@ def build_parts(
         device=device,
         dtype=dtype,
         max_rows=max_rows(engine, arms),
+        # Prefill has none. Without the limit, the largest pass may be of an oracle.
+        max_logits=max(engine.max_batch, engine.spec_max_rows) if engine.spec_max_rows else 0,
     )
     num_pages = engine.num_pages or auto_pages(engine, arms, longest)
     try:

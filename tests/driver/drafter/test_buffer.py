@@ -88,6 +88,20 @@ def test_crops_lie_inside_and_start_anywhere():
     assert starts == set(range(7))
 
 
+def test_windows_come_from_all_of_a_long_response():
+    """32k tokens, as much as a batch in every part of it, beside short responses."""
+    buffer, parts = DataBuffer(65536, 0.25, seed=0), torch.zeros(8)
+    long = document(32768)
+    for each in (document(900), long, document(900)):
+        buffer.add(each)
+    for draw in range(4000):
+        for piece in buffer.sample(1024, draw):
+            if piece.document is long:
+                ends = torch.arange(piece.start, piece.start + piece.length) * 8 // 32768
+                parts += ends.bincount(minlength=8)
+    assert parts.min() > 0.7 * parts.mean() and parts.max() < 1.3 * parts.mean()
+
+
 def test_the_number_of_the_draw_determines_the_batch():
     buffers = [DataBuffer(400, 0.0, seed=s) for s in (0, 0, 1)]
     for buffer in buffers:
