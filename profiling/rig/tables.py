@@ -177,12 +177,14 @@ def peers_table(targets: Sequence[Target]) -> list[str]:
     if not paths:
         return ["Not measured yet."]
     result = load(paths[0])
-    out = ["| case | ours, tokens/s | vLLM, tokens/s | ours / vLLM |", "|---|---|---|---|"]
+    out = []
     for row in result["rows"]:
         if "over_vllm" in row:
             pairs = ((row[name], row[f"{at}tokens_per_s"]) for name, at in PEERS.items())
             sides = " | ".join(f"{rate:,.0f} ({setting})" for setting, rate in pairs)
             out.append(f"| {row['case']} | {sides} | {row['over_vllm']:.2f} × |")
+    head = ["| case | ours, tokens/s | vLLM, tokens/s | ours / vLLM |", "|---|---|---|---|"]
+    out = [*head, *out] if out else ["Speeds are not measured yet."]
     out += [
         "",
         "| exported drafter | accept length, ours | vLLM | equal tokens |",
