@@ -185,9 +185,10 @@ def train(config: Config, folder: Path, say: Callable[[str], None], vllm: bool =
         for p in prompts.values()
     ]
     seen = Recorder(folder, say)
-    trainer = GRPOTrainer(
+    reward: Any = reward_function(task, prompts, tokenizer, stops, seen)
+    trainer: Any = GRPOTrainer(  # two of its methods are replaced
         model=policy,
-        reward_funcs=reward_function(task, prompts, tokenizer, stops, seen),
+        reward_funcs=reward,
         args=trainer_config(config, folder, stops, vllm),
         # With a given fingerprint no version tries to pickle the table.
         train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="prompts"),
