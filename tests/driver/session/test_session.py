@@ -1,57 +1,28 @@
 """A session: arrivals, aborts, tools and changes of the engine change no token and no bit."""
 
 import random
-import subprocess
-import sys
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 from driver.common.errors import UserError
-from driver.config.strategy import Strategy
-from driver.records.checkpoint import save_checkpoint
 from driver.rollout.request import Request, SamplingParams
 from driver.session import Session
-from driver.session.inbox import SessionClosed
-from driver.session.pretrained import SHARED_FREE_SHARE
-from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_bursts import LatePool, Pool, looping
 from tests.driver.rollout.test_engine import (
     SETTINGS,
     STRATEGIES,
     Choose,
-    make_rollout,
     observer,
     same,
 )
 
 WAIT_S = 60.0  # a test that hangs fails; no test waits so long
 STOPS = (3, 5, 7, 11, 13, 17, 19, 23)  # turns end often
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return random_model("llama-tied-llama3")
-
-
-@pytest.fixture(scope="module")
-def rollout(policy):
-    made = make_rollout(policy, "spot.mode=off", "engine.max_batch=6", "engine.num_pages=160")
-    made.spot.swap()  # a drafter with random weights; some of its drafts are accepted
-    return made
-
-
-@pytest.fixture
-def session(rollout):
-    rollout.engine.bandit, rollout.engine.page_limit = Choose("off"), None
-    rollout.engine.forget()
-    with Session(rollout) as made:
-        yield made
-    rollout.engine.page_limit = None
 
 
 def jobs(count, seed=0, new=40, stops=STOPS):
@@ -481,233 +452,3 @@ def test_an_error_of_a_tool_is_that_of_its_request(session):
     with pytest.raises(ValueError, match="out of order"):
         session.roll_out(requests[2:], on_end=sometimes)
     assert same(session.generate(requests, on_end=tool), wanted)
-
-
-def test_close_ends_every_request_with_an_error(rollout):
-    rollout.engine.bandit = Choose("off")
-    session = Session(rollout)
-    futures, gate = paused(session, short_turns(jobs(2, seed=19)))
-    futures += [session.submit(r) for r in endless(jobs(2, seed=20, new=200))]
-    session.close()
-    for future in futures:
-        with pytest.raises(SessionClosed):
-            future.result(WAIT_S)
-    gate.open.set()
-    assert not session._worker.is_alive()
-    with pytest.raises(SessionClosed, match="the session is closed"):
-        session.submit(jobs(1)[0])
-    session.close()
-
-
-def test_close_ends_a_session_that_sleeps(rollout):
-    rollout.engine.bandit = Choose("off")
-    session = Session(rollout)
-    futures, gate = paused(session, short_turns(jobs(1, seed=19)))
-    session.sleep()
-    late = session.submit(jobs(1)[0])
-    session.close()
-    gate.open.set()
-    for future in (*futures, late):
-        with pytest.raises(SessionClosed):
-            future.result(WAIT_S)
-    rollout.allocate()
-
-
-def test_a_cancelled_request_does_not_start(session):
-    futures, gate = paused(session, short_turns(jobs(1, seed=21)))
-    with session._between_bursts():  # the worker cannot take arrivals
-        late = session.submit(jobs(1)[0])
-        assert late.cancel()
-    gate.open.set()
-    futures[0].result(WAIT_S)
-    with pytest.raises(CancelledError):
-        late.result(WAIT_S)
-
-
-def test_the_thread_of_the_rollout_is_told_to_use_another(session):
-    """Otherwise it would wait for itself."""
-    raised = []
-
-    def change(*args):
-        with pytest.raises(RuntimeError, match="called by the thread of the rollout"):
-            session.abort()
-        with pytest.raises(RuntimeError, match="called by the thread of the rollout"):
-            session.generate(jobs(1))
-        raised.append(args)
-
-    future = session.submit(jobs(1)[0])
-    future.add_done_callback(change)
-    future.result(WAIT_S)
-    session.roll_out(jobs(2), observer=observer(on_pass=change))
-    assert len(raised) > 2 and session.abort() == []
-
-
-def test_requests_that_can_never_run_are_refused_at_once(session):
-    request = jobs(1)[0]
-    with pytest.raises(UserError, match="request 1: token 97 is not in the vocabulary of 97"):
-        session.submit(replace(request, id=1, prompt_ids=(97,)))
-    with pytest.raises(UserError, match="exceed the 256 of a request"):
-        session.submit(replace(request, params=SamplingParams(max_new_tokens=300)))
-    with pytest.raises(UserError, match="a text needs a tokenizer"):
-        session.generate("text")
-    response = session.submit(request).result(WAIT_S)
-    stopped = next(r for r in session.generate(jobs(8)) if r.finish == "stop")
-    with pytest.raises(UserError, match="resume is a response to request"):
-        session.submit(replace(request, id=7, resume=response))
-    with pytest.raises(UserError, match="resume has ended with a stop token"):
-        session.submit(replace(stopped.request, resume=stopped))
-    with pytest.raises(UserError, match="the id must fit into 64 bits"):
-        session.submit(replace(request, id=2**63))
-    with pytest.raises(UserError, match="prompt_ids must be a tuple of ints, got a list"):
-        session.submit(replace(request, prompt_ids=[1]))
-    with pytest.raises(UserError, match="a prompt must be a text, ids or a Request, got 5"):
-        session.generate([5, 6])
-    with pytest.raises(UserError, match="a prompt must be .* got .0.5."):
-        session.generate([[0.5]])
-    with pytest.raises(UserError, match="samples: must be at least 1, got 0"):
-        session.generate([[5, 6]], samples=0)
-    session.sleep()
-    with pytest.raises(UserError, match="it sleeps; call wake"):
-        session.generate(request)  # would wait for ever in a program of one thread
-    session.wake()
-
-
-def test_an_unexpected_error_of_admission_reaches_the_future(session, monkeypatch):
-    requests = jobs(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(Request, "check", lambda self, *limits: None)
-        future = session.submit(replace(requests[0], prompt_ids=[5, 6]))
-        with pytest.raises(TypeError, match="unhashable"):
-            future.result(WAIT_S)
-    assert len(session.generate(requests)) == 2
-
-
-def test_models_and_sizes_that_cannot_be_used_are_refused(policy):
-    with pytest.raises(UserError, match="model: must be a folder, .* got Sequential; unwrap it"):
-        Session.from_pretrained(torch.nn.Sequential(policy))
-    with pytest.raises(UserError, match="max_len: must be at least 2, .* got 0"):
-        Session.from_pretrained(policy, max_len=0)
-    with pytest.raises(UserError, match="engine.max_batch: must be at least 1, got 0"):
-        Session.from_pretrained(policy, max_batch=0)
-    with pytest.raises(UserError, match="tokenizer=/none: no usable tokenizer"):
-        Session.from_pretrained(policy, tokenizer="/none")
-
-
-HUNG_TOOL = """
-import os, threading
-from driver import SamplingParams, Session
-
-called = threading.Event()
-
-def hang(state):
-    called.set()
-    threading.Event().wait()
-
-session = Session.from_pretrained("tiny", device="cpu", max_len=128)
-future = session.submit([5, 6], SamplingParams(max_new_tokens=99, stop_ids=tuple(range(9))), hang)
-assert called.wait(60)
-child = os.fork()
-if child == 0:
-    try:
-        session.generate([[5, 6]])
-    except RuntimeError as error:
-        os._exit(7 if "made before a fork" in str(error) else 8)
-    os._exit(9)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-session.close()
-print(type(future.exception(60)).__name__)
-"""
-
-
-def test_a_hung_tool_does_not_keep_the_process_and_a_fork_is_refused():
-    done = subprocess.run(
-        [sys.executable, "-c", HUNG_TOOL], capture_output=True, text=True, timeout=2 * WAIT_S
-    )
-    assert (done.returncode, done.stdout) == (0, "SessionClosed\n"), done.stderr
-
-
-def test_ids_of_prompts_follow_the_order_of_the_calls(policy):
-    """Two sessions that are asked the same give the same; samples and calls differ."""
-    drawn = []
-    for _ in range(2):
-        with Session.from_pretrained(policy, device="cpu", max_batch=4, max_len=64) as session:
-            params = SamplingParams(max_new_tokens=16)
-            drawn.append(session.generate([[6, 7], [8]], params, samples=2))
-            drawn[-1] += session.generate([[6, 7]], params)
-            assert session.rollout.target.spec.max_position == 64
-            assert session.params.stop_ids == (3, 5) == drawn[-1][0].request.params.stop_ids
-    assert same(*drawn)
-    assert len({tuple(r.token_ids) for r in drawn[0]}) == 5
-    assert [r.request.group for r in drawn[0]] == [0, 0, 1, 1, 2]
-
-
-def test_from_pretrained_reads_folders_texts_and_drafters(tmp_path):
-    with Session.from_pretrained("tiny", seed=1, settings=["engine.page_size=8"]) as session:
-        params = SamplingParams(max_new_tokens=12)
-        (response,) = session.generate("12 + 34 = ", params)
-        assert isinstance(session.decode(response), str)
-        assert response.request.prompt_ids == session.encode("12 + 34 = ")
-        assert session.spot is None and session.engine.cache.page_size == 8
-        with pytest.raises(UserError, match="no drafter is trained"):
-            session.train_drafter()
-    with pytest.raises(UserError, match="has no drafter"):
-        Session.from_pretrained("tiny", drafter=str(tmp_path))
-
-
-def test_the_cache_takes_a_share_of_the_memory(policy, monkeypatch):
-    """As many pages as a full batch needs, or as fit beside the weights."""
-    make = {"device": "cpu", "max_batch": 8, "max_len": 64, "settings": ["engine.page_size=4"]}
-    with Session.from_pretrained(policy, **make) as session:
-        assert session.engine.cache.num_pages == 8 * (16 + 1) + 8 * (2 + 1)
-        weights = sum(w.nbytes for w in session.rollout.target.state_dict().values())
-        cache = session.engine.cache
-        page = (cache.k.nbytes + cache.v.nbytes) // cache.num_pages
-    free = (weights + 30 * page) / SHARED_FREE_SHARE
-    monkeypatch.setattr("driver.session.pretrained._free_bytes", lambda device: free + 1)
-    with Session.from_pretrained(policy, **make) as session:
-        assert session.engine.cache.num_pages == 30
-    make["settings"] = [*make["settings"], "engine.num_pages=50"]
-    with Session.from_pretrained(policy, **make) as session:
-        assert session.engine.cache.num_pages == 50
-
-
-def test_a_session_trains_its_drafter(policy, tmp_path):
-    """During the tail, on the session's own responses, and when it is called."""
-    words = ["spot.every=1", "spot.tokens_per_step=32", "spot.swap_every=1"]
-    words += ["engine.strategies=off learned:3,1,4", "bandit.policy=learned:3,1,4"]
-    make = {"device": "cpu", "max_batch": 4, "train_drafter": True, "settings": words}
-    with Session.from_pretrained(policy, **make) as session:
-        params = SamplingParams(max_new_tokens=40, stop_ids=(90,))
-        first = session.generate([[6, 7]], params, samples=4)
-        with session._between_bursts():  # the features are recorded by then
-            assert session.spot.buffer.num_tokens > 0
-        session.generate([[8, 9]], params, samples=4)
-        with session._between_bursts():
-            trained = session.spot.steps
-        assert trained > 0 and session.spot.runner.version > 0
-        assert session.train_drafter(3) == trained + 3
-        session.train_drafter()
-        session.update_weights(policy.state_dict())
-        assert session.spot.target_version == session.engine.target_version == 1
-        again = session.generate([r.request for r in first])
-        assert same(again, first) and any(r.drafter_versions for r in again)
-        assert {r.version for r in again} == {1}
-        states = {"spot": session.spot.state_dict()}
-        saved = save_checkpoint(tmp_path, 1, policy.save_pretrained, states, keep=1)
-        version = session.spot.runner.version
-    with Session.from_pretrained(policy, device="cpu", drafter=str(saved.path)) as session:
-        assert session.spot.runner.version == version and session.spot.mode == "off"
-        session.rollout.fix(Strategy.parse("learned:4,2,8"))
-        drafted = session.generate([r.request for r in first])
-        assert same(drafted, first) and all(r.drafter_versions == [version] for r in drafted)
-        with pytest.raises(UserError, match="no drafter is trained"):
-            session.train_drafter()
-    words = [*words, "drafter.draft_vocab=50"]
-    with pytest.raises(UserError, match="drafter: its shape is not that of the model"):
-        Session.from_pretrained(policy, drafter=str(saved.path), device="cpu", settings=words)
-
-
-def test_importing_the_driver_stays_cheap():
-    code = "import driver, sys; assert 'torch' not in sys.modules; driver.nothing"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "module 'driver' has no attribute 'nothing'" in done.stderr
