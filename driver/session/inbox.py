@@ -1,4 +1,4 @@
-"""Requests of a session on their way into the engine, and the tools that continue them."""
+"""Queues the requests that arrive at a session, and calls the tools that continue them."""
 
 from __future__ import annotations
 
