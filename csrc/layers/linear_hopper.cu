@@ -112,8 +112,8 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
 // Considers one grid: takes it if its estimate beats the best so far. Tiles come in rounds of
 // resident blocks. A round takes at least the time to read its weights from memory, and for each
 // block of K the maximum of its loads from L2, its products, and what a tile takes at least. The
-// constants are cycles, fitted to 4,179 grids of 13 shapes at 8 to 1,056 rows on an H200
-// (docs/notes/layers.md).
+// constants are cycles, fitted to the times of 4,179 grids on an H200
+// (profiling/kernels/grids.cu, docs/notes/layers.md).
 template <typename T, typename Of>
 void consider_grid(const LinearParams& p, const Card& card, int split, int64_t tile_rows,
                    Choice* best) {
