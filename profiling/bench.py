@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import fcntl
 import importlib
 import json
 import math
+import os
 import pkgutil
 import platform
 import re
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 
 from driver.common.errors import UserError
+from driver.common.storage import write_text
 from profiling import benches
 from profiling.rig import timing
 from profiling.rig.bench import Bench, Stopped, output_of, run_within, say
@@ -113,8 +116,8 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
         )
     folder = args.out / (card_folder(about["card"]) if needs_cuda(module) else CPU)
     path = (folder / "quick" if args.quick else folder) / f"{args.name}.json"
-    before = load(path) if args.add and path.exists() else None
-    bench.known = before["rows"] if before else []
+    if args.add and path.exists():
+        bench.known = load(path)["rows"]
     with kept_when_stopped(bench), bench.part(args.name):
         module.run(bench)
     if bench.failed and not bench.rows:
@@ -125,17 +128,26 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
     targets = targets_of(args.name, bench.got)
     for target in targets:
         say(f"{'met  ' if target['met'] else 'UNMET'} {target['name']}: {target['got']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"meta": about, "rows": bench.rows, "targets": targets}
-    if before:
-        result = joined(before, result)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    say(f"wrote {path}")
+    write_result(path, {"meta": about, "rows": bench.rows, "targets": targets}, add=args.add)
     for name, content in bench.files.items():
         beside = path.with_name(f"{args.name}-{name}.json")
         beside.write_text(json.dumps(content) + "\n")
         say(f"wrote {beside}")
     return bench.failed
+
+
+def write_result(path: Path, result: dict[str, Any], *, add: bool) -> None:
+    """Writes a result, or adds it to the file, which another process may add to meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if add and path.exists():
+            result = joined(load(path), result)
+        write_text(path, json.dumps(result, indent=1) + "\n")
+    finally:
+        os.close(handle)
+    say(f"wrote {path}")
 
 
 # Limits of `all --quick` in seconds: nine minutes after the warm start.

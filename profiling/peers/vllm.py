@@ -26,7 +26,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HOW_TO_GET = "needs vLLM: pip install --target FOLDER vllm==0.24.0, then --vllm FOLDER"
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process of the API
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is for top-k and top-p, which are not used
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -143,9 +142,8 @@ class Vllm:
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOPPING_S)
-        if self.process.poll() is None:
-            self._signal(signal.SIGKILL)
-            self.process.wait()
+        self._signal(signal.SIGKILL)  # the group, which may outlive its first process
+        self.process.wait()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -175,7 +173,7 @@ class Server:
             from vllm.config import LoadConfig
 
             spec["draft_load_config"] = LoadConfig(load_format=load)
-        self.llm = vllm.LLM(**settings, seed=0, disable_log_stats=False)
+        self.llm = vllm.LLM(**settings, seed=0, disable_log_stats=not spec)
         self.seconds = time.perf_counter() - begin
         engine = self.llm.llm_engine
         core = getattr(engine.engine_core, "engine_core", None)

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import re
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from driver.rollout.request import Request, SamplingParams, request_id
 from driver.session.parts import Rollout
 from profiling.peers.vllm import Vllm
-from profiling.rig import timing
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import fix_bandit
 
 ROUNDS = 3
-START_LIMIT_S = 300
-GRAPH_BATCHES = [
-    *range(1, 9),
-    *range(10, 17, 2),
-    *range(20, 33, 4),
-    40,
-    48,
-    56,
-    64,
-    80,
-    96,
-    112,
-    128,
-]
-GRAPH_BATCHES += [160, 192, 224, 256]
 LEARNING = ("ucb", "beg")
 
 
@@ -122,98 +103,6 @@ def theirs(engine: Vllm, *, counted: bool = False, tokens: bool = False) -> Arm:
     return generate
 
 
-class Peers:
-    """The vLLM engines of a part, started side by side.
-
-    Args:
-        bench: takes a row for each start.
-        folder: that holds the package.
-        logs: folder for what they print.
-        scratch: folder for caches.
-    """
-
-    def __init__(self, bench: Bench, folder: str, logs: Path, scratch: Path) -> None:
-        self.bench, self.folder, self.logs, self.scratch = bench, folder, logs, scratch
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.engines: dict[str, Vllm] = {}
-
-    def start(
-        self,
-        name: str,
-        model: Path,
-        *,
-        kv_gib: int,
-        k: int = 0,
-        most: int = 256,
-        invariant: bool = False,
-        **more: Any,
-    ) -> None:
-        """Begins to start an engine.
-
-        Args:
-            name: of the engine.
-            model: folder.
-            kv_gib: size of its cache.
-            k: drafted tokens.
-            most: requests of the largest batch with a graph.
-            invariant: results do not depend on the batch.
-            **more: settings of `vllm.LLM`, over those below.
-        """
-        label = re.sub(r"\W+", "-", name)
-        variables = {"VLLM_CACHE_ROOT": str(self._cache(label))}
-        if invariant:
-            variables["VLLM_BATCH_INVARIANT"] = "1"
-        settings = {
-            "model": str(model),
-            "dtype": "bfloat16",
-            "skip_tokenizer_init": True,
-            "gpu_memory_utilization": 0.1,  # must be free; the cache is as follows
-            "kv_cache_memory_bytes": kv_gib << 30,
-            "max_num_seqs": 256,
-            "max_num_batched_tokens": 16384,
-            "enable_prefix_caching": False,
-            "attention_backend": "FLASH_ATTN",
-            **more,
-        }
-        if k and not settings.get("enforce_eager"):  # its own sizes are many for long chains
-            sizes = [(k + 1) * batch for batch in GRAPH_BATCHES if batch <= most]
-            settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
-        log = self.logs / f"vllm-{label}.log"
-        self.engines[name] = Vllm(name, self.folder, log, variables, **settings)
-
-    def _cache(self, label: str) -> Path:
-        """A folder for what an engine compiles: side by side they must not share one.
-
-        They share the records of kinds of models, for each of which vLLM else imports itself again.
-        """
-        folder, records = self.scratch / f"cache-{label}", self.logs.resolve() / "modelinfos"
-        folder.mkdir()
-        records.mkdir(exist_ok=True)
-        (folder / "modelinfos").symlink_to(records)
-        return folder
-
-    def ready(self) -> None:
-        """Waits for all of them; one that fails is reported and left out."""
-        for name, engine in list(self.engines.items()):
-            with self.bench.part(f"vLLM {name}"):
-                try:
-                    with timing.time_limit(START_LIMIT_S):
-                        about = engine.ready()
-                except BaseException:
-                    self.engines.pop(name).close()
-                    raise
-                load = round(os.getloadavg()[0], 1)
-                row = {**about, "load": load}
-                self.bench.add_row(f"start of vLLM, {name}", 1e6 * about["start_s"], **row)
-        if not self.engines:
-            raise RuntimeError(f"no vLLM engine was started; see {self.logs}")
-
-    def close(self, kept: Sequence[str] = ()) -> None:
-        """Ends the engines, but those to keep."""
-        for name in self.engines.keys() - set(kept):
-            self.engines.pop(name).close()
-
-
 @dataclass(frozen=True)
 class Speed:
     """Of one arm at one batch."""
@@ -252,8 +141,8 @@ def compare(
     own: Sequence[str],
     peer: Sequence[str],
     **more: Any,
-) -> None:
-    """A row for each arm, and one for our best over vLLM's best."""
+) -> str:
+    """A row for each arm, and one for our best over vLLM's best, whose name is returned."""
     for name in (*own, *peer):
         speed = found[name]
         bench.add_row(
@@ -262,7 +151,6 @@ def compare(
             tokens_per_s=round(speed.tokens_per_s, 1),
             accept_length=round(speed.accept_length, 3),
             spread=round(speed.spread, 3),
-            load=round(os.getloadavg()[0], 1),
         )
     best, other = (max(names, key=lambda n: found[n].tokens_per_s) for names in (own, peer))
     bench.add_row(
@@ -275,19 +163,20 @@ def compare(
         over_vllm=round(found[best].tokens_per_s / found[other].tokens_per_s, 3),
         **more,
     )
+    return other
 
 
-def equal_share(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """Share of the tokens before the first difference of each response.
-
-    Example:
-        >>> equal_share([[1, 2], [3, 4]], [[1, 2], [3, 5]])
-        0.75
-    """
-    equal = total = 0
-    for one, other in zip(some, others, strict=True):
-        longest = max(len(one), len(other))
-        same = [i for i in range(longest) if one[i : i + 1] != other[i : i + 1]]
-        equal += same[0] if same else longest
-        total += longest
-    return round(equal / total, 6)
+def versus(bench: Bench, case: str, own: Mapping[str, Made], peer: Mapping[str, Made]) -> str:
+    """A row of our best over vLLM's best, by tokens a second: responses of a step differ."""
+    best, other = (max(of, key=lambda n: of[n].tokens_per_s) for of in (own, peer))
+    bench.add_row(
+        case,
+        1e6 * own[best].seconds,
+        ours=best,
+        tokens_per_s=round(own[best].tokens_per_s, 1),
+        vllm=other,
+        vllm_tokens_per_s=round(peer[other].tokens_per_s, 1),
+        vllm_s=round(peer[other].seconds, 3),
+        over_vllm=round(own[best].tokens_per_s / peer[other].tokens_per_s, 3),
+    )
+    return other

@@ -86,6 +86,22 @@ def test_added_cases_are_merged_into_the_result(cpu_bench, tmp_path, monkeypatch
     )
 
 
+def test_two_commands_add_to_one_result_at_once(cpu_bench, tmp_path):
+    options = ["fake", "--out", str(tmp_path), "--add"]
+    inner = cpu_bench.run
+
+    def outer(b):
+        b.add("outer", timing.Timing(5.0, 0.1), 1000)
+        cpu_bench.run = inner
+        bench.main(options)
+
+    cpu_bench.run = outer
+    assert bench.main(options) == 0
+    result = results.load(tmp_path / "cpu" / "fake.json")
+    assert [row["case"] for row in result["rows"]] == ["case", "outer"]
+    assert result["targets"][0]["got"] == 2.0
+
+
 def test_the_other_parts_run_after_a_failure(cpu_bench, tmp_path, capsys):
     whole = cpu_bench.run
 

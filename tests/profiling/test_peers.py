@@ -12,7 +12,8 @@ from profiling.benches import peers, rollout
 from profiling.peers.vllm import HOW_TO_GET, Vllm, lacks_vllm
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import of_shape
-from profiling.studies import by_turns
+from profiling.studies import by_turns, exported
+from profiling.studies.vllm_engines import engines
 from tests.profiling.test_engine_benches import TINY_SHAPE
 
 # An LLM that makes token 5 and, with a drafter, counts drafts of which half are accepted. A token
@@ -89,22 +90,18 @@ def folder(tmp_path):
 @pytest.fixture
 def small(monkeypatch, folder, tmp_path):
     """The benchmark with small sizes, and its options."""
-    sizes = {
-        "BATCHES": [1, 2],
-        "SPEC_BATCHES": [2],
-        "ALONE": [1],
-        "LOOKUP_BATCH": 2,
-        "EXPORT_PROMPTS": 3,
-    }
-    sizes |= {"PROMPTS": 2, "SAMPLES": 2, "STEP_TOKENS": 8, "EXPORT_TOKENS": 12, "CHAINS": [4]}
-    sizes |= {"HIDDEN": 32, "SMALL": {"qwen3": 3, "qwen2": 3}}
+    sizes = {"BATCHES": [1, 2], "SPEC_BATCHES": [2], "ALONE": [1], "LOOKUP_BATCH": 2}
+    sizes |= {"PROMPTS": 2, "SAMPLES": 2, "STEP_TOKENS": 8, "CHAINS": [4]}
     for name, value in sizes.items():
         monkeypatch.setattr(peers, name, value)
+    sizes = {"HIDDEN": 32, "SMALL": {"qwen3": 3, "qwen2": 3}, "PROMPTS": 3, "TOKENS": 12}
+    sizes |= {"SMALL_WORDS": ["preset=tiny", "run.threads=1", *WARM]}
+    for name, value in sizes.items():
+        monkeypatch.setattr(exported, name, value)
     monkeypatch.setattr(by_turns, "ROUNDS", 1)
     monkeypatch.setattr(rollout, "ADAPT_S", 0.1)
-    monkeypatch.setattr(peers, "tokens_of", lambda batch: 9)
+    monkeypatch.setattr(peers, "NEW_TOKENS", {256: 9})
     monkeypatch.setattr(peers, "trace_lengths", lambda: [9, 5, 3])
-    monkeypatch.setattr(peers, "SMALL_WORDS", ["preset=tiny", "run.threads=1", *WARM])
     return Namespace(vllm=str(folder), logs=tmp_path / "logs")
 
 
@@ -167,7 +164,8 @@ def test_without_vllm_the_command_says_how_to_get_it(tmp_path, monkeypatch):
 
 
 def test_the_warmed_policy_beside_the_stand_in(small, tiny):
-    peers.smollm2(tiny, small)
+    with engines(tiny, small.vllm, small.logs) as made:
+        peers.smollm2(tiny, made)
     assert tiny.failed == []
     rows = {row["case"]: row for row in tiny.rows}
     assert rows["start of vLLM, eagle3 k=4"]["graphs"] == "FULL"
@@ -182,8 +180,9 @@ def test_the_warmed_policy_beside_the_stand_in(small, tiny):
     assert rows["trace of 128, off"]["tokens"] == 17 == rows["trace of 128, plain"]["tokens"]
     assert rows["trace of 128, bandit"]["longest"] == 9
     adapted = rows["trace of 128, our drafter adapted"]
-    assert adapted["ours"] == "bandit" and adapted["vllm"] in ("plain", "eagle3 k=4")
-    assert rows["rollout of a step, eagle3 k=4"]["tokens"] == 4 * 8
+    best = rows["trace of 128"]["vllm"]
+    assert adapted["ours"] == "bandit" and adapted["vllm"] == best
+    assert rows[f"rollout of a step, {best}"]["tokens"] == 4 * 8
     peers.book(tiny)
     assert tiny.got["decode_smollm2_over_vllm_x"] == min(
         rows[f"smollm2 {case}"]["over_vllm"] for case in ("plain b1", "plain b2", "alone plain b1")
@@ -193,7 +192,8 @@ def test_the_warmed_policy_beside_the_stand_in(small, tiny):
 
 
 def test_exported_drafters_of_three_families(small, tiny):
-    peers.exported(tiny, small)
+    with engines(tiny, small.vllm, small.logs) as made:
+        exported.exported(tiny, made)
     assert tiny.failed == []
     rows = {row["case"]: row for row in tiny.rows}
     for name in ("llama", "qwen3", "qwen2"):
@@ -214,7 +214,8 @@ def test_random_shapes_get_the_accept_length_of_the_warmed_policy(small, tiny, m
     monkeypatch.setattr(peers, "recorded_accepts", lambda: {peers.CHAIN: [0, 5, 5, 0, 0]})
     monkeypatch.setattr(peers, "of_shape", lambda n, w, s, d: of_shape(n, words, s, "cpu"))
     words = [*tiny.words, "model.dtype=bfloat16"]
-    peers.shapes(tiny, small)
+    with engines(tiny, small.vllm, small.logs) as made:
+        peers.shapes(tiny, made)
     assert tiny.failed == []
     rows = {row["case"]: row for row in tiny.rows}
     own = rows["7b speculative b2, learned:4,1,5"]
@@ -239,4 +240,4 @@ def test_targets_count_rows_of_earlier_parts():
     [([[1, 2]], [[1, 2]], 1.0), ([[1, 2, 3]], [[1, 2]], 0.666667), ([[9, 2]], [[1, 2]], 0.0)],
 )
 def test_tokens_after_a_difference_do_not_count(some, others, share):
-    assert by_turns.equal_share(some, others) == share
+    assert exported.equal_share(some, others) == share
