@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from profiling.benches import adapters
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -47,6 +49,7 @@ def test_trl_grpo_trains_with_both_rollouts(monkeypatch, capsys, tmp_path):
     arms = [("trl", "1"), ("trl", "2"), ("tlt", "1"), ("tlt", "2")]
     assert [(arm, step) for arm, step, _, _ in steps] == arms
     assert float(steps[3][3]) >= 1 and re.search(r"is [\d.]+ times as fast", out)
+    assert len(adapters.LINE.findall(out)) == 4  # the benchmark reads them
 
 
 def test_ops_accepts_the_child_that_the_target_draws(monkeypatch, capsys):

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
 import os
-from collections.abc import Iterable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ray
 import torch
-import verl
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
@@ -34,6 +29,7 @@ from verl.workers.rollout.replica import (
 from ..common.errors import UserError
 from ..rollout.request import Request, SamplingParams
 from ..session import Session
+from .buckets import collect, transfer
 
 NAME = "tlt"
 MAX_BATCH = 256  # requests that run at once, where `max_num_seqs` is larger
@@ -170,14 +166,10 @@ class Server:
         await asyncio.to_thread(self._receive, handle, use_shm, version)
 
     def _receive(self, handle: str, use_shm: bool, version: int | None) -> None:
-        weights: dict[str, torch.Tensor] = {}
-
-        def keep(bucket: Iterable[tuple[str, torch.Tensor]], is_last: bool) -> None:
-            weights.update((name, tensor.clone()) for name, tensor in bucket)  # it is written again
-
-        transfer().BucketedWeightReceiver(handle, self.device, use_shm).receive_weights(keep)
-        self.version = self.version if version is None else version
-        self.session.update_weights(weights, version=self.version)
+        weights = collect(transfer().BucketedWeightReceiver(handle, self.device, use_shm))
+        version = self.version if version is None else version
+        self.session.update_weights(weights, version)
+        self.version = version
 
     async def set_global_steps(self, global_steps: int) -> None:
         """The version of the weights, if it changed and they did not."""
@@ -347,20 +339,5 @@ def noise_key(name: str) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
-def transfer() -> ModuleType:
-    """verl's bucketed transfer of weights, which needs no vLLM, unlike its package."""
-    global _transfer
-    if _transfer is None:
-        path = Path(verl.__file__).parent / "workers/rollout/vllm_rollout"
-        spec = importlib.util.spec_from_file_location(
-            f"{__name__}_transfer", path / "bucketed_weight_transfer.py"
-        )
-        assert spec is not None and spec.loader is not None
-        _transfer = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(_transfer)
-    return _transfer
-
-
-_transfer: ModuleType | None = None
 _ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{ServerAdapter.__name__}"
 RolloutReplicaRegistry.register(NAME, lambda: Replica)

@@ -100,6 +100,7 @@ def interrupted(
         Responses in the order of the requests, and what happened.
     """
     waiting, count = draw.sample(list(requests), len(requests)), Interruptions()
+    most = max(3, session.engine.config.max_batch // 8)  # fills a large batch, too
     running: dict[Future[Response], Request] = {}
     done: dict[int, Response] = {}
 
@@ -110,7 +111,7 @@ def interrupted(
         return ids
 
     while waiting or running:
-        for _ in range(min(len(waiting), draw.randint(0, 3))):
+        for _ in range(min(len(waiting), draw.randint(0, most))):
             count.late += bool(running)
             request = waiting.pop()
             running[session.submit(request, on_end=slow_tool)] = request

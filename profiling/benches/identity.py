@@ -16,10 +16,10 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from driver.config.strategy import OFF, ORACLE
-from driver.run.comparison import Arm, Comparison, sibling_requests, train_drafter
+from driver.run.comparison import ARRIVALS, Arm, Comparison, sibling_requests, train_drafter
 from profiling.benches.decode import SHAPE_WORDS
 from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape, spot_of
@@ -29,11 +29,18 @@ SMOLLM2_WORDS = ["task.name=questions", "drafter.draft_vocab=8192"]
 PROMPTS = 64  # different ones
 SPREAD = 0.5  # the lowest limit of new tokens over the highest
 # Arm -> its part of the requests; the arms of targets take all of them.
-SMOLLM2_ARMS = {"learned:4,2,8": 1.0, "oracle:4,2,8": 1.0, "mixed": 0.25, "ngram:4,1,5": 0.25}
+SMOLLM2_ARMS = {
+    "learned:4,2,8": 1.0,
+    "oracle:4,2,8": 1.0,
+    "mixed": 0.25,
+    "ngram:4,1,5": 0.25,
+    ARRIVALS: 1.0,
+}
 SHAPE_ARMS = {"oracle:4,2,8": 1.0, "learned:2,1,3": 1 / 16}
 TARGETS = {
     "smollm2 learned:4,2,8": "smollm2_trained_drafter",
     "smollm2 oracle:4,2,8": "smollm2_oracle_drafter",
+    f"smollm2 {ARRIVALS}": "late_arrivals",
     "qwen2_7b_shape oracle:4,2,8": "qwen2_7b_shape_oracle_drafter",
 }
 
@@ -113,6 +120,7 @@ def report(bench: Bench, subject: Subject, arms: Sequence[Arm]) -> None:
             passes=arm.passes,
             speculative_passes=arm.spec_passes,
             tokens_per_s=round(arm.tokens / arm.seconds),
+            **(asdict(arm.interruptions) if arm.name == ARRIVALS else {}),
         )
         for line in arm.divergences:
             say(f"  first divergence: {line}")
