@@ -170,7 +170,10 @@ def train(config: Config, folder: Path, say: Callable[[str], None], vllm: bool =
     from datasets import Dataset
     from trl import GRPOTrainer
 
-    policy, tokenizer = load_policy(config, find_model(config))
+    path = find_model(config)
+    policy, tokenizer = load_policy(config, path)
+    if vllm and path is not None:
+        policy.name_or_path = str(path.resolve())  # from where vLLM loads it
     task = make_task(**asdict(config.task))
     count = config.run.steps * config.grpo.prompts_per_step
     prompts = {p.id: p for p in (task.prompt("train", i) for i in range(count))}

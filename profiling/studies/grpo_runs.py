@@ -12,13 +12,13 @@ from pathlib import Path
 from profiling.peers.vllm import VLLM, environment, lacks_vllm
 from profiling.rig.bench import run_within, say
 from profiling.rig.warm import make_warm_start
-from profiling.studies.grpo_arms import TRAINERS, TRL_VLLM, finished_steps
+from profiling.studies.grpo_arms import TRAINERS, TRL, TRL_VLLM, finished_steps
 
 # The warm start is made once, for all arms and seeds.
 WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
 RHYTHM = ["run.checkpoint_every=5", "run.keep_checkpoints=1"]
 SEVERAL_SEEDS = ("off", "full")
-TRL_STEPS = 2
+TRAINER_STEPS = {TRL: 2, TRL_VLLM: 4}  # at most
 TRL_NEEDS = ("trl", "datasets", "dill", "multiprocess")
 
 
@@ -53,7 +53,7 @@ def make_runs(
         return say(f"no run is made: {error}")
     for arm, seed in jobs:
         folder = folder_of(runs, arm, seed)
-        count = min(steps, TRL_STEPS) if arm in TRAINERS else steps
+        count = min(steps, TRAINER_STEPS.get(arm, steps))
         if finished_steps(folder) >= count:
             continue
         base = [*words, *WARMED, *RHYTHM, f"model.path={warmed}", f"run.steps={count}"]
