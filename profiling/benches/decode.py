@@ -60,7 +60,6 @@ STRATEGIES = [
 CHAINS = ["learned:2,1,3", "learned:4,1,5", "learned:6,1,7"]  # verified in both ways
 TEMPERATURES = (1.0, 0.6)
 DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
-SWEEP_DEPTHS, SWEEP_TOP_K, SWEEP_ROWS = [2, 4, 6, 8, 12], [1, 2, 4, 8], 32
 TAIL = 8  # requests at most
 TOKENS = {TAIL: 1024, 32: 256, 256: 96}  # new tokens of a request by the largest batch
 SYNTHETIC_TOKENS = 48  # without acceptance each token is a pass
@@ -113,15 +112,6 @@ class PassClock:
             self.counts += np.bincount(emitted.flat, minlength=len(self.counts))
 
 
-def sweep() -> list[str]:
-    """Strategies by depth and width with at most `SWEEP_ROWS` verified rows."""
-    return [
-        f"learned:{depth},{top_k},{min(SWEEP_ROWS, 1 + depth * top_k)}"
-        for depth in SWEEP_DEPTHS
-        for top_k in SWEEP_TOP_K
-    ]
-
-
 def measure(
     rollout: Rollout,
     subject: Subject,
@@ -171,7 +161,6 @@ def grid(
     batches: Sequence[int],
     strategies: Sequence[str],
     accepts: dict[str, list[int]] | None = None,
-    known: Cells | None = None,
 ) -> Cells:
     """A row for every batch and strategy, `off` first.
 
@@ -181,10 +170,9 @@ def grid(
         batches: batch sizes.
         strategies: besides `off`.
         accepts: counts by strategy for a subject with random weights.
-        known: cells that have rows already.
 
     Returns:
-        The known and the new cells.
+        The measurements.
     """
     top = max(batches)
     listed = " ".join(["off", *strategies])
@@ -197,12 +185,12 @@ def grid(
         "engine.num_pages=0",
         longest=max(TOKENS.values()) + 512,
     )
-    out = dict(known or {})
+    out: Cells = {}
     for batch in batches:
         for strategy in ["off", *strategies]:
             case = f"{subject.name} b{batch} {strategy}"
             fits = batch * Strategy.parse(strategy).num_verify <= MAX_ROWS
-            if (batch, strategy) in out or not fits or not bench.wanted(case):
+            if not fits or not bench.wanted(case):
                 continue
             synthetic = accepts is not None
             got = measure(rollout, subject, strategy, batch, synthetic=synthetic)
@@ -288,16 +276,10 @@ def run(bench: Bench) -> None:
         subject = of_checkpoint("warmed", bench.words, warmed=True, note=say)
         got = grid(bench, subject, batches, STRATEGIES)
         book_warmed(bench, got)
-        if not bench.quick:
-            got = grid(bench, subject, [1], sweep(), known=got)
         compare_verification(bench, subject, QUICK_BATCHES)
         accepts |= {s: cell["counts"] for (b, s), cell in got.items() if b == 1 and s != "off"}
         bench.files["accept"] = accepts
         del subject
-    if bench.wanted("smollm2") and not bench.quick:
-        plain = of_checkpoint("smollm2", bench.words, warmed=False, note=say)
-        grid(bench, plain, batches, ["ngram:6,1,7"])
-        del plain
     for name, config in SHAPES.items():
         if not bench.wanted(name):
             continue

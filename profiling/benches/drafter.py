@@ -5,10 +5,8 @@ fixed number of steps, and drafts for other prompts. `accept_length` is the mean
 emits in a speculative pass, the target's own token included. `median_us` of such a row is a pass
 without graphs, of a training row a step.
 
-Parts (`--only` names them): `family` trains with 1, 3 and 7 unrolled steps (EAGLE-like, HASS-like,
-EAGLE-3); `accept` compares drafts with shared noise and target-only drafts of the same drafter and
-node count; `nodes` compares temperatures of drafts and of their ranks; `first` is the acceptance of
-the first drafted position by rule; `checkpoint` and `packing` time the trainer; `overlap` and
+Parts (`--only` names them): `accept` compares drafts with shared noise and target-only drafts of
+the same drafter and node count; `checkpoint` and `packing` time the trainer; `overlap` and
 `overlap-7b` train beside the tail on partitions of the card; `warmed` is the policy of
 `preset=h100` with the drafter of its warm start; `adaptive` is RL from there with trained drafters
 and a frozen one, in runs under `--runs` that resume where they were stopped.
@@ -23,19 +21,13 @@ import argparse
 import math
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from driver.config.load import load_config
 from driver.config.strategy import LEARNED
 from driver.drafter.checkpoint import DraftCheckpoints
-from driver.drafter.loss import unroll
 from driver.drafter.trainer import SpotTrainer
 from profiling.rig.bench import Bench, say
 from profiling.rig.results import ROOT
@@ -51,16 +43,7 @@ from profiling.rig.warm import warm_words
 from profiling.studies import drafter_runs
 from profiling.studies.draft_cost import packing
 from profiling.studies.draft_overlap import OF_TARGETS, overlap
-from profiling.studies.drafting import (
-    Sizes,
-    Study,
-    TargetOnly,
-    drafting_at,
-    first_acceptance,
-    loaded_batch,
-    log_row,
-    logged,
-)
+from profiling.studies.drafting import Sizes, Study, TargetOnly, log_row, logged
 from profiling.studies.grpo_runs import make_runs
 
 NEEDS_WARM_START = True
@@ -77,9 +60,6 @@ WORDS = [
     "engine.prefill_chunk=2048",
 ]
 SHAPE_WORDS = ["run.device=cuda", "model.dtype=bfloat16", "drafter.draft_vocab=16384"]
-UNROLLS = {1: "EAGLE-like", 3: "HASS-like", 7: "EAGLE-3"}
-FIRST_TOP_K = [1, 4, 8]
-MEASURED_ROWS = 4096  # positions of the first draft's acceptance
 WARMED_STRATEGIES = [  # at most 64 nodes
     "learned:4,4,16",
     "learned:8,4,32",
@@ -87,28 +67,12 @@ WARMED_STRATEGIES = [  # at most 64 nodes
     "learned:16,4,64",
 ]
 WARMED_PROMPTS, WARMED_TOKENS = 64, 1024  # tokens of a response at most
-WARMED_WAYS = [  # temperatures of drafts and of their ranks
-    ("learned:4,1,5", (1.0, 0.0)),
-    ("learned:4,1,5", (0.75, 1.0)),
-    *(
-        (strategy, way)
-        for strategy in ("learned:4,4,16", "learned:8,4,32")
-        for way in ((1.0, 0.0), (1.0, 0.5), (0.75, 0.5))
-    ),
-]
 SHAPE_TAIL = 512  # tokens of the 7B shape's longest request: a pass takes 7 ms
 
 FULL = Sizes()
-QUICK = Sizes(
-    family_steps=250,
-    strategies=("learned:8,8,64",),
-    seconds=26.0,
-    tail=1536,
-    ways=((1.0, 0.0), (1.0, 0.5), (1.0, 1.0), (0.75, 0.5)),
-)
-TRAINED = ["accept", "nodes", "first"]  # these need the trained drafter
-OF_ONE_POLICY = ["family", *TRAINED, "checkpoint", "packing"]
-QUICK_PARTS = ["warmed", "adaptive", "overlap", *TRAINED, "checkpoint", "packing"]
+QUICK = Sizes(strategies=("learned:8,8,64",), seconds=26.0, tail=1536)
+OF_ONE_POLICY = ["accept", "checkpoint", "packing"]
+QUICK_PARTS = ["warmed", "adaptive", "overlap", *OF_ONE_POLICY]
 
 
 def wanted(bench: Bench, part: str) -> bool:
@@ -135,53 +99,7 @@ def warmed(bench: Bench, subject: Subject) -> None:
         with logged(rollout) as log:
             rollout.engine.generate(requests, record=False)
         lengths.append(log_row(bench, f"{subject.name} {strategy}", log))
-    for strategy, way in WARMED_WAYS:
-        fix_bandit(rollout, policy=strategy)
-        with drafting_at(rollout, way) as words, logged(rollout) as log:
-            rollout.engine.generate(requests, record=False)
-        log_row(bench, f"{subject.name} {strategy}, {words}", log)
     bench.got["accept_length_warmed_policy_t1"] = round(max(lengths), 4)
-
-
-@torch.no_grad()
-def distributions(spot: SpotTrainer, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Log-probs of target [n, V] and drafter [n, draft_vocab] at recorded positions."""
-    seen = 0
-    for draw in range(1000):
-        found = loaded_batch(spot, 1 << 30 | draw)
-        if found is None or seen >= rows:
-            return
-        (batch, used), now = found, spot.teachers.current
-        half = spot.bin.features.dtype
-        with torch.autocast(spot.target.device.type, half, enabled=half != torch.float32):
-            hidden = next(unroll(spot.drafter, batch, spot.target.cos_sin, 1))[:used]
-            normed = spot.drafter.norm(hidden)
-            draft = torch.nn.functional.linear(normed, spot.drafter.lm_head.weight)
-            whole = replace(now, head=spot.target.head[: spot.target.spec.vocab_size])
-            target = whole.probs(batch.final[:used], spot.drafter.spec.rms_eps)
-        seen += used
-        yield target.float().log(), draft.float().log_softmax(-1)
-
-
-def compare_first(study: Study, spot: SpotTrainer) -> None:
-    """Acceptance of the first drafted position by rule; the target's best token in the top k."""
-    ids, sums, count = spot.drafter.target_ids, defaultdict[str, float](float), 0
-    generator = torch.Generator(spot.target.device).manual_seed(0)
-    for target, draft in distributions(spot, MEASURED_ROWS):
-        best = target.argmax(-1, keepdim=True)
-        for k in (1, 3):
-            hit = (ids[draft.topk(k).indices] == best).any(-1)
-            sums[f"top{k}"] += float(hit.float().sum())
-        for k in FIRST_TOP_K:
-            for rule, share in first_acceptance(target, draft, ids, k, generator).items():
-                sums[f"{rule} {k}"] += share * len(target)
-        count += len(target)
-    means = {name: round(value / count, 4) for name, value in sums.items()}
-    study.bench.add_row("favourites", 0.0, top1=means["top1"], top3=means["top3"], rows=count)
-    for k in FIRST_TOP_K:
-        rules = ("shared_noise", "target_only", "multi_round")
-        row = {rule: means[f"{rule} {k}"] for rule in rules}
-        study.bench.add_row(f"first draft, {k} children", 0.0, **row)
 
 
 def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
@@ -208,18 +126,14 @@ def checkpoint_stall(bench: Bench, spot: SpotTrainer) -> None:
 def compare(bench: Bench, subject: Subject, sizes: Sizes) -> None:
     """The parts that learn from the responses of one policy to its prompts."""
     study = Study(bench, subject, sizes)
-    spot, strategy = spot_of(study.rollout), sizes.strategies[-1]
-    runner, proposers = spot.runner, study.rollout.engine.proposers
-    bench.add_row("responses to learn from", 1e6 * study.collect(), tokens=spot.buffer.num_tokens)
-    main = study.learner(sizes.unroll)
-
-    def family() -> None:
-        for steps, label in UNROLLS.items():
-            step_s = study.train(study.learner(steps), sizes.family_steps)
-            log = study.draft(strategy)
-            study.row(f"unroll {steps}, {label}", log, step_us=round(1e6 * step_s))
+    first = spot_of(study.rollout)
+    runner, proposers = first.runner, study.rollout.engine.proposers
+    bench.add_row("responses to learn from", 1e6 * study.collect(), tokens=first.buffer.num_tokens)
+    spot = study.learner(sizes.unroll)
 
     def accept() -> None:
+        step_s = study.train(spot, sizes.steps)
+        bench.add_row(f"unroll {sizes.unroll}, trained", 1e6 * step_s, steps=spot.steps)
         for one in sizes.strategies:
             shared = study.row(f"{one}, shared noise", study.draft(one))
             proposers[LEARNED.name] = TargetOnly(runner)
@@ -228,34 +142,18 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes) -> None:
         bench.got["accept_length_smollm2_gsm8k_t1"] = round(shared, 4)
         bench.got["shared_noise_over_target_only_x"] = round(shared / target_only, 4)
 
-    def nodes() -> None:
-        for way in sizes.ways:
-            with drafting_at(study.rollout, way) as case:
-                study.row(case, study.draft(strategy))
-
-    def train() -> None:
-        begun = main.steps
-        step_s = study.train(main, sizes.steps)
-        bench.add_row(f"unroll {sizes.unroll}, trained", 1e6 * step_s, steps=main.steps - begun)
-
     def packed() -> None:
-        bench.got["packing_over_padding_x"] = round(packing(study, main, 2 * sizes.bin), 3)
+        bench.got["packing_over_padding_x"] = round(packing(study, spot, 2 * sizes.bin), 3)
 
     parts: dict[str, Callable[[], Any]] = {
-        "family": family,
         "accept": accept,
-        "nodes": nodes,
-        "first": lambda: compare_first(study, main),
-        "checkpoint": lambda: checkpoint_stall(bench, main),
+        "checkpoint": lambda: checkpoint_stall(bench, spot),
         "packing": packed,
     }
     for name, part in parts.items():
-        if not wanted(bench, name):
-            continue
-        with bench.part(name):
-            if name in TRAINED and not main.steps:
-                train()
-            part()
+        if wanted(bench, name):
+            with bench.part(name):
+                part()
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:

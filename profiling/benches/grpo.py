@@ -37,6 +37,7 @@ from profiling.studies.grpo_arms import (
     arm_words,
     curves,
     over_peer,
+    step_ratio,
 )
 from profiling.studies.grpo_runs import SEVERAL_SEEDS, folder_of, make_runs
 
@@ -153,6 +154,9 @@ def merge(
         bench.files["curves"] = curves(runs)
         compared = [ratios["full", seed] for seed in full if seed in off]
         book_full(bench, list(full.values()), compared)
+        frozen = {run.seed: run for run in runs if run.arm == "frozen"}
+        if both := [step_ratio(frozen[seed], full[seed]) for seed in full if seed in frozen]:
+            bench.got["full_over_frozen_x"] = round(statistics.median(both), 3)
 
 
 def book_full(bench: Bench, full: list[ArmRun], ratios: list[dict[str, float | int]]) -> None:
@@ -172,6 +176,10 @@ def book_full(bench: Bench, full: list[ArmRun], ratios: list[dict[str, float | i
     if ratios:
         bench.got["identical_reward_steps"] = min(found["identical_steps"] for found in ratios)
     if full:
+        times = [times for run in full for times in run.times]
+        bench.got["step_s"] = round(statistics.median(t.total for t in times), 3)
+        updates = (t.phases["update_actor"] for t in times)
+        bench.got["update_s"] = round(statistics.median(updates), 3)
         bench.got["unaccounted_share"] = max(run.unaccounted_share for run in full)
         gains = [run.heldout_gain_points for run in full if run.heldout_gain_points is not None]
         if gains:

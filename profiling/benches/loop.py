@@ -2,20 +2,16 @@
 
 The pass is a chain of dependent small kernels that ends in `advance_batch`. `us` is of one pass,
 over 64 passes between two events. `chained` is a graph of 64 copies of the pass, without the
-decision whether another pass follows. `kib_per_node` is the device memory taken by each node of 64
-executables of one pass. A separate process measures it, because the driver keeps the memory of
-destroyed graphs.
+decision whether another pass follows.
 """
 
-import json
-import sys
 from functools import partial
 
 import torch
 
 import tlt_ext
 from profiling.rig import timing
-from profiling.rig.bench import Bench, run_apart, say
+from profiling.rig.bench import Bench
 from profiling.rig.timing import INT
 
 PASSES = 64
@@ -104,46 +100,7 @@ def time_kernels(bench: Bench, kernels: int, batch: int) -> None:
     )
 
 
-def measure_memory(kernels: int, loop: bool) -> dict:
-    """Device memory of 64 executables of one pass; this process has no other graphs."""
-    work, count = Pass(kernels), 64
-    graph = work.capture()
-    pool = tlt_ext.GraphPool()
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    for index in range(count):
-        pool.add(str(index), [graph.raw_cuda_graph()], work.control, loop=loop)
-    made = before - torch.cuda.mem_get_info()[0]
-    for index in range(count):
-        work.arm()
-        pool.launch(str(index))
-    torch.cuda.synchronize()
-    ran = before - torch.cuda.mem_get_info()[0]
-    usage = pool.usage().values()
-    nodes = sum(u.nodes for u in usage)
-    summed = sum(u.resident_bytes for u in usage)
-    return {
-        "bench": "loop",
-        "case": f"memory of {kernels} kernels{' in a loop' if loop else ''}",
-        "executables": count,
-        "nodes": nodes,
-        "made_mib": made / 2**20,
-        "after_launch_mib": ran / 2**20,
-        "accounted_mib": summed / 2**20,
-        "kib_per_node": round(ran / nodes / 1024, 3),
-        "kib_per_executable": round(ran / count / 1024, 1),
-    }
-
-
 def run(bench: Bench) -> None:
     for kernels in KERNELS:
         time_kernels(bench, kernels, 1)
     time_kernels(bench, 0, 256)
-    for kernels in KERNELS[1:]:
-        for loop in (False, True):
-            bench.rows.append(run_apart(__name__, str(kernels), str(int(loop))))
-            say("  ".join(f"{name} {value}" for name, value in bench.rows[-1].items()))
-
-
-if __name__ == "__main__":
-    say(json.dumps(measure_memory(int(sys.argv[1]), sys.argv[2] == "1")))

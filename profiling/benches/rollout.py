@@ -3,8 +3,8 @@
 Limits force the lengths of `workload.trace_lengths`; end tokens do not count. `median_us` is the
 wall time of the median round, prefill included. Arms alternate: `off`, each static strategy, a
 fixed map (the best static strategy of each bucket as just recorded), the bandit in rollouts after
-its first, UCB, and the bandit without the device loop. `host_share` is the part of the time, since
-the first pass, in which no pass ran.
+its first, and UCB. `host_share` is the part of the time, since the first pass, in which no pass
+ran.
 
 The tail lies past the natural end of responses, where the drafter of the warm start has seen no
 text. In a run the spot trainer has trained on the rollouts before. So each arm also comes marked
@@ -57,17 +57,15 @@ ROUNDS = 3
 WARM_TOKENS = 32  # of each request in the uncounted first rollout of a quick run
 HF_STEPS = 32  # tokens of each request
 PEER_LIMIT_S = 90  # for two generations with compilation
-TRACE_POINTS = 400  # of the curve of active requests of an arm
 
 
-def engine_words(lengths: list[int], *more: str) -> list[str]:
+def engine_words(lengths: list[int]) -> list[str]:
     return [
         f"engine.max_batch={len(lengths)}",
         f"engine.spec_max_batch={max(BUCKETS)}",
         f"engine.strategies={' '.join(['off', *STATIC])}",
         f"bandit.buckets={BUCKETS}",
         "engine.num_pages=0",
-        *more,
     ]
 
 
@@ -127,35 +125,16 @@ class Arms:
                 switches=stats.switches,
                 host_share=round(stats.host_share, 4),
             )
-        self.bench.files["trace"] = {name: thinned(of) for name, of in self.stats.items()}
 
 
-def thinned(stats: RolloutStats) -> list[list[Any]]:
-    """(seconds, active, strategy) at changes and at about `TRACE_POINTS` points between."""
-    trace = stats.trace
-    every = max(1, len(trace) // TRACE_POINTS)
-    kept = [
-        [round(at, 5), active, arm]
-        for i, (at, active, arm) in enumerate(trace)
-        if i % every == 0 or trace[i - 1][1:] != (active, arm)
-    ]
-    return [*kept, [round(stats.elapsed_s, 5), 0, "off"]]
-
-
-def replay_arms(arms: Arms, *words: str) -> None:
+def replay_arms(arms: Arms) -> None:
     """All rounds of the arms of our engine."""
     bench, subject, lengths = arms.bench, arms.subject, arms.lengths
-    longest = max(lengths) + 512
-    rollout = subject.rollout(*engine_words(lengths, *words), longest=longest)
+    rollout = subject.rollout(*engine_words(lengths), longest=max(lengths) + 512)
     every = ["off", *STATIC, "map", *LEARNING]
     compare(arms, rollout, ["off", "bandit"] if bench.quick else every)
     adapt(rollout, subject, lengths)
     compare(arms, rollout, [*STATIC, "map", "bandit"] if bench.quick else every, ADAPTED)
-    del rollout
-    if not bench.quick:
-        words = (*words, "engine.graphs=pass")
-        unlooped = subject.rollout(*engine_words(lengths, *words), longest=longest)
-        arms.run("bandit, no loop", unlooped, policy="beg")
 
 
 def compare(arms: Arms, rollout: Rollout, names: list[str], suffix: str = "") -> None:
@@ -226,6 +205,7 @@ def book(bench: Bench, arms: Arms) -> None:
     stats = arms.stats[f"bandit{ADAPTED}"]
     chosen = ["bandit", f"bandit{ADAPTED}", f"map{ADAPTED}"]
     bench.got |= {
+        "trace_s": round(bandit, 3),
         "trace_over_off_x": round(off / bandit, 3),
         "bandit_over_best_static_x": round(best_static / bandit, 3),
         "never_below_off_x": round(min(off / arms.seconds(name) for name in chosen), 3),

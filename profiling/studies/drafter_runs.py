@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from driver.records.phases import StepTimes
 from driver.records.plots import ACCEPT_LENGTH
 from driver.rollout.stats import QUARTERS
 from profiling.rig.bench import Bench
@@ -62,18 +63,6 @@ def quarters(record: Mapping[str, Any]) -> list[float] | None:
     return lengths if len(lengths) == QUARTERS else None
 
 
-def curves(arms: Mapping[str, ArmRun]) -> dict[str, Any]:
-    """Arm -> what the figure shows, by step."""
-    return {
-        arm: {
-            "accept_length": [record.get(ACCEPT_LENGTH) for record in run.records],
-            "quarters": [quarters(record) for record in run.records],
-            "reward": run.rewards,
-        }
-        for arm, run in arms.items()
-    }
-
-
 def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
     """A row for each arm over the steps that all have, and the target where these are enough."""
     arms = read_arms(runs)
@@ -97,14 +86,21 @@ def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
             reward_last=run.rewards[count - 1],
             **more,
         )
-    bench.files["rl"] = curves(arms)
     trained = [length for arm, length in lengths.items() if arm != "frozen"]
     if count >= LEAST_STEPS and trained and "frozen" in lengths:
         ratio = max(trained) / lengths["frozen"]
         bench.got["adaptive_over_frozen_accept_x"] = round(ratio, 4)
+        spent = {arm: _last_gen_s(run.times[:count]) for arm, run in arms.items()}
+        fastest = min(spent[arm] for arm in spent if arm != "frozen")
+        bench.got["adaptive_over_frozen_time_x"] = round(spent["frozen"] / fastest, 4)
 
 
 def _last_mean(records: Sequence[Mapping[str, Any]]) -> float:
     """Accept length of the last steps; 1 without speculation."""
     found = [a for r in records[-LAST_STEPS:] if (a := r.get(ACCEPT_LENGTH)) is not None]
     return statistics.fmean(found) if found else 1.0
+
+
+def _last_gen_s(times: Sequence[StepTimes]) -> float:
+    """Seconds of generation in the last steps."""
+    return sum(step.phases["gen"] for step in times[-LAST_STEPS:])

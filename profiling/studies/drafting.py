@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from driver.config.load import load_config
 from driver.config.strategy import OFF, Strategy
-from driver.drafter.loss import DraftBatch
 from driver.drafter.trainer import SpotTrainer
 from driver.rollout.request import Request
 from driver.rollout.runner import Burst
@@ -37,14 +35,9 @@ class Sizes:
     batch: int = 32  # requests that are drafted for
     bin: int = 4096  # entries of a training step
     steps: int = 20_000  # limit; `seconds` ends a training earlier
-    family_steps: int = 1000
     seconds: float = 90.0  # limit of a training: with its responses a warm start of two minutes
     unroll: int = 4
     strategies: tuple[str, ...] = ("learned:4,4,16", "learned:8,4,32", "learned:8,8,64")
-    ways: tuple[tuple[float, float], ...] = (  # temperatures of drafts and of their ranks
-        (1.0, 0.0), (1.0, 0.7), (1.0, 1.0), (1.0, 1.4), (1.0, 2.0), (0.75, 1.0), (0.6, 0.0),
-        (0.6, 1.0),
-    )  # fmt: skip
     tail: int = 2048  # tokens of the longest request of a rollout
 
 
@@ -190,18 +183,6 @@ class Study:
         return log_row(self.bench, case, log, **more)
 
 
-@contextmanager
-def drafting_at(rollout: Rollout, way: tuple[float, float]) -> Iterator[str]:
-    """Makes and ranks drafts at other temperatures; gives the name of the case."""
-    state, runner = rollout.engine.state, spot_of(rollout).runner
-    before = state.draft_temperature, runner.score_temperature
-    state.draft_temperature, runner.score_temperature = way
-    try:
-        yield f"drafts at {way[0]:g}, ranks at {way[1]:g}"
-    finally:
-        state.draft_temperature, runner.score_temperature = before
-
-
 def log_row(bench: Bench, case: str, log: PassLog, **more: float | str) -> float:
     """Adds the row of a log; returns its accept length."""
     bench.add_row(
@@ -212,57 +193,3 @@ def log_row(bench: Bench, case: str, log: PassLog, **more: float | str) -> float
         **more,
     )
     return log.accept_length
-
-
-def loaded_batch(spot: SpotTrainer, draw: int) -> tuple[DraftBatch, int] | None:
-    """A batch of recorded positions and its count of real rows; None without documents."""
-    pieces = spot.buffer.sample(min(256, spot.bin.tokens), draw)
-    if not pieces:
-        return None
-    loaded = spot.bin.load(pieces, spot.target_version, 0)
-    return spot.bin.batch(*loaded, spot.teachers), sum(piece.length for piece in pieces)
-
-
-def first_acceptance(
-    target: Tensor, draft: Tensor, ids: Tensor, top_k: int, generator: torch.Generator
-) -> dict[str, float]:
-    """Probability that the first drafted position is accepted, by rule.
-
-    Args:
-        target: float32 [N, V], log-probs.
-        draft: float32 [N, draft_vocab], log-probs.
-        ids: int64 [draft_vocab], target id of each draft id.
-        top_k: children.
-        generator: of the noise.
-
-    Returns:
-        `shared_noise`, `target_only` and `multi_round` (rejection sampling of children drawn
-        without replacement; Miao et al., "SpecInfer").
-    """
-
-    def gumbel(like: Tensor) -> Tensor:
-        uniform = torch.rand(like.shape, generator=generator, device=like.device)
-        return -(-uniform.clamp(1e-20, 1 - 1e-7).log()).log()
-
-    noise = gumbel(target)
-    token = (target + noise).argmax(-1, keepdim=True)  # [N, 1]
-    shared = ids[(draft + noise[:, ids]).topk(top_k).indices]
-    greedy = ids[draft.topk(top_k).indices]
-    children = (draft + gumbel(draft)).topk(top_k).indices  # in the order they are drawn
-    q = draft.exp()
-    p = target.exp()
-    accepted = torch.zeros(len(target), dtype=torch.bool, device=target.device)
-    for k in range(top_k):
-        child = children[:, k : k + 1]
-        chance = p.gather(1, ids[child]) / q.gather(1, child).clamp_min(1e-30)
-        draw = torch.rand(chance.shape, generator=generator, device=chance.device)
-        accepted |= (draw < chance)[:, 0]
-        p = p.index_add(1, ids, -q).clamp_min_(0)
-        p /= p.sum(-1, keepdim=True).clamp_min(1e-30)
-        q = q.scatter(1, child, 0.0)
-        q /= q.sum(-1, keepdim=True).clamp_min(1e-30)
-    return {
-        "shared_noise": float((shared == token).any(-1).float().mean()),
-        "target_only": float((greedy == token).any(-1).float().mean()),
-        "multi_round": float(accepted.float().mean()),
-    }

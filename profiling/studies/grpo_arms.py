@@ -168,6 +168,13 @@ def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
     }
 
 
+def step_ratio(slow: ArmRun, fast: ArmRun) -> float:
+    """Seconds of one run over those of another, over the steps that both have."""
+    count = min(len(slow.records), len(fast.records))
+    one, other = (sum(times.total for times in run.times[:count]) for run in (slow, fast))
+    return one / other
+
+
 def over_peer(peer: ArmRun, ours: ArmRun) -> float:
     """A peer's seconds a token over ours, over the steps that both runs have."""
     count = min(len(peer.records), len(ours.records))

@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from driver.config.load import load_config
 from driver.drafter.overlap import OverlapTuner
@@ -16,7 +15,7 @@ from profiling.rig.bench import Bench
 from profiling.rig.subjects import of_checkpoint
 from profiling.rig.warm import warm_words
 from profiling.studies import draft_overlap, drafter_runs, drafting, grpo_runs
-from profiling.studies.drafting import Sizes, Study, first_acceptance
+from profiling.studies.drafting import Sizes, Study
 from profiling.studies.grpo_runs import WARMED
 
 WORDS = [
@@ -27,54 +26,19 @@ WORDS = [
     "run.threads=1",
 ]
 SMALL = Sizes(
-    prompts=16, held_out=8, rounds=1, tokens=24, batch=4, bin=64, steps=6, family_steps=4, unroll=2,
-    strategies=("learned:2,2,5",), ways=((1.0, 0.0), (0.5, 1.0)),
+    prompts=16, held_out=8, rounds=1, tokens=24, batch=4, bin=64, steps=6, unroll=2,
+    strategies=("learned:2,2,5",),
 )  # fmt: skip
 
 
-def logs(rows: int, count: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (3 * torch.randn(rows, count, generator=generator)).log_softmax(-1)
-
-
-def test_acceptance_of_one_child_is_one_minus_the_variation_at_best():
-    rows, count = 20_000, 12
-    target = logs(1, count, 1).expand(rows, -1)
-    ids = torch.tensor([0, 2, 3, 5, 6, 9, 10, 11])
-    draft = logs(1, len(ids), 2).expand(rows, -1)
-    wide = torch.zeros(count).index_add(0, ids, draft[0].exp())
-    generator = torch.Generator().manual_seed(0)
-    shares = first_acceptance(target, draft, ids, 1, generator)
-    best = float(torch.minimum(target[0].exp(), wide).sum())
-    assert shares["multi_round"] == pytest.approx(best, abs=0.015)
-    argmax = float(target[0].exp()[ids[draft[0].argmax()]])
-    assert shares["target_only"] == pytest.approx(argmax, abs=0.015)
-    assert 0 < shares["shared_noise"] < best + 0.015
-
-
-def test_every_rule_accepts_one_of_all_children():
-    """With all ids as children every rule accepts."""
-    target, draft, ids = logs(500, 6, 1), logs(500, 6, 2), torch.arange(6)
-    shares = first_acceptance(target, draft, ids, 6, torch.Generator().manual_seed(0))
-    assert shares == {"shared_noise": 1.0, "target_only": 1.0, "multi_round": 1.0}
-    equal = first_acceptance(target, target, ids, 1, torch.Generator().manual_seed(0))
-    assert equal["shared_noise"] == equal["multi_round"] == 1.0 > equal["target_only"]
-
-
-def test_the_benchmark_runs_whole_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(drafter, "MEASURED_ROWS", 100)
+def test_the_benchmark_runs_whole_on_the_cpu():
     subject = of_checkpoint("tiny", WORDS, warmed=False, note=lambda line: None)
     bench = Bench("drafter", copy_gb_per_s=float("nan"))
     compare(bench, subject, SMALL)
     cases = {row["case"]: row for row in bench.rows}
     assert cases["responses to learn from"]["tokens"] >= 14 * (6 + 1)  # prompts and responses
-    for steps in (1, 3, 7):
-        (name,) = [case for case in cases if case.startswith(f"unroll {steps},")]
-        assert cases[name]["accept_length"] >= 1.0 and cases[name]["step_us"] > 0
+    assert cases["unroll 2, trained"]["steps"] == 6
     assert cases["learned:2,2,5, shared noise"]["passes"] > 0
-    assert cases["drafts at 0.5, ranks at 1"]["accept_length"] >= 1.0
-    assert cases["first draft, 8 children"]["shared_noise"] > 0.05
-    assert 0 <= cases["favourites"]["top1"] <= cases["favourites"]["top3"] <= 1
     assert set(bench.got) == {
         "accept_length_smollm2_gsm8k_t1",
         "shared_noise_over_target_only_x",
@@ -97,10 +61,10 @@ def test_parts_of_a_quick_run():
         bench = Bench("drafter", float("nan"), quick=True, **options)
         return [part for part in parts.split() if drafter.wanted(bench, part)]
 
-    assert chosen("accept family packing overlap-7b") == ["accept", "packing"]
-    assert chosen("overlap overlap-7b nodes warmed", only="overlap-7b|nodes") == [
+    assert chosen("accept packing overlap-7b") == ["accept", "packing"]
+    assert chosen("overlap overlap-7b accept warmed", only="overlap-7b|accept") == [
         "overlap-7b",
-        "nodes",
+        "accept",
     ]
 
 
@@ -187,7 +151,6 @@ def test_the_warmed_policy_and_its_rl_runs(tmp_path, monkeypatch):
         "engine.max_batch=8", "spot.tokens_per_step=32", "run.checkpoint_every=1",
     ]  # fmt: skip
     monkeypatch.setattr(drafter, "WARMED_STRATEGIES", ["learned:2,2,5", "learned:4,4,16"])
-    monkeypatch.setattr(drafter, "WARMED_WAYS", [("learned:2,2,5", (0.6, 1.0))])
     monkeypatch.setattr(drafter, "WARMED_PROMPTS", 6)
     monkeypatch.setattr(drafter, "WARMED_TOKENS", 24)
     bench = Bench("drafter", float("nan"), quick=True, only="warmed|adaptive", settings=settings)
@@ -201,9 +164,8 @@ def test_the_warmed_policy_and_its_rl_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_runs, "ended", in_process)
     drafter.run(bench)  # a quick run makes no RL without `--seconds`
     cases = {row["case"]: row for row in bench.rows}
-    ranked = "warmed learned:2,2,5, drafts at 0.6, ranks at 1"
     names = "warmed learned:2,2,5", "warmed learned:4,4,16"
-    assert list(cases) == [*names, ranked] and not commands
+    assert list(cases) == [*names] and not commands
     best = max(cases[name]["accept_length"] for name in names)
     assert bench.got == {"accept_length_warmed_policy_t1": best} and best >= 1.0
     for steps in (1, 2):
@@ -215,14 +177,13 @@ def test_the_warmed_policy_and_its_rl_runs(tmp_path, monkeypatch):
     assert list(rows) == ["RL, frozen", "RL, serial", "RL, overlapped"]
     assert all(row["steps"] == row["equal_steps"] == 2 for row in rows.values())
     assert all(row["accept_length"] >= 1.0 for row in rows.values())
-    assert len(bench.files["rl"]["serial"]["quarters"]) == 2
     assert "adaptive_over_frozen_accept_x" not in bench.got  # too few steps
     assert not bench.failed
 
 
 def arm(accepts):
-    """Records of a run whose accept length rises within each step."""
-    times = {"timing_s/gen": 1.0, "timing_s/step": 2.0, "critic/rewards/mean": 0.5}
+    """Records of a run whose accept length rises within each step; longer, it generates faster."""
+    times = {"timing_s/gen": 2.2 / accepts[-1], "timing_s/step": 2.0, "critic/rewards/mean": 0.5}
     records = []
     for step, accept in enumerate(accepts, 1):
         quarters = {f"spec/accept_length_q{n}": accept + n / 8 - 0.5 for n in range(1, 5)}
@@ -244,7 +205,8 @@ def finished(tmp_path):
 def test_runs_are_compared_by_their_last_steps(finished, tmp_path):
     bench = Bench("drafter", copy_gb_per_s=float("nan"))
     drafter_runs.adaptive_over_frozen(bench, finished)
-    assert bench.got == {"adaptive_over_frozen_accept_x": 1.1}
+    assert bench.got["adaptive_over_frozen_accept_x"] == 1.1
+    assert bench.got["adaptive_over_frozen_time_x"] == pytest.approx(1.1, abs=1e-4)
     assert [row["accept_length"] for row in bench.rows] == [2.0, 2.2, 2.1]
     assert bench.rows[0]["q4"] - bench.rows[0]["q1"] == pytest.approx(3 / 8)
     nothing = Bench("drafter", float("nan"))

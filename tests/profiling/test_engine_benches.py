@@ -76,10 +76,6 @@ def test_decode_measures_passes_of_the_whole_batch(subject, monkeypatch):
             assert 1 <= cell["accept_length"] <= Strategy.parse(strategy).levels + 1
         assert len(cell["counts"]) == Strategy.parse(strategy).levels + 1
         assert sum(cell["counts"]) >= batch
-    cases = [row["case"] for row in bench.rows]
-    more = decode.grid(bench, subject, [1], ["learned:2,2,5", "learned:3,1,4"], known=got)
-    assert [row["case"] for row in bench.rows] == [*cases, "tiny b1 learned:3,1,4"]
-    assert more.keys() == got.keys() | {(1, "learned:3,1,4")}
     decode.book_warmed(bench, got)
     assert bench.got["smollm2_b1_us"] == pytest.approx(got[1, "off"]["pass_us"], abs=0.1)
     assert bench.got["spec_over_plain_b1_x"] > 0
@@ -135,12 +131,6 @@ def test_both_ways_to_verify_a_chain_are_compared(subject, monkeypatch):
     assert lengths["T1 shared"] != lengths["T1 rejection"]
 
 
-def test_sweep_stays_within_its_rows():
-    for text in decode.sweep():
-        assert Strategy.parse(text).num_verify <= decode.SWEEP_ROWS
-    assert len(set(decode.sweep())) == len(decode.SWEEP_DEPTHS) * len(decode.SWEEP_TOP_K)
-
-
 @pytest.fixture(scope="module")
 def arms(subject):
     with pytest.MonkeyPatch.context() as patch:
@@ -175,9 +165,7 @@ def test_rollout_books_its_targets_and_a_recording(arms):
     assert arms.bench.got["reprefilled_tokens"] == 0
     recorded = {strategy for _, strategy in rollout.record_of(arms, rollout.ADAPTED).cells}
     assert recorded == {"off", "ngram:4,1,5", "learned:2,2,5"}
-    curve = arms.bench.files["trace"]["bandit, adapted"]
-    assert curve[0][1] == 6 and curve[-1][1] == 0
-    assert [point[0] for point in curve] == sorted(point[0] for point in curve)
+    assert arms.bench.got["trace_s"] == round(arms.seconds("bandit, adapted"), 3)
 
 
 def test_the_drafter_adapts_to_other_prompts_than_the_trace(subject):

@@ -148,7 +148,10 @@ def test_arms_run_resume_and_merge(runs, monkeypatch):
         "identical_reward_steps",
         "unaccounted_share",
         "heldout_gain_points",
+        "step_s",
+        "update_s",
     }
+    assert result.got["step_s"] >= result.got["update_s"] > 0
     # Finished runs are not made again.
     commands = []
     monkeypatch.setattr(grpo_runs, "ended", lambda command, left: commands.append(command) or True)
@@ -269,6 +272,13 @@ def test_vllm_generates_for_trl_where_it_is_found(monkeypatch, tmp_path, capsys)
     assert any(word.startswith(f"PYTHONPATH={tmp_path}") for word in command)
     plain = grpo_runs.trl_command(["a=1"])
     assert plain[0] == grpo_runs.sys.executable and plain[-1] == "a=1"
+
+
+def test_the_full_system_is_compared_with_a_frozen_drafter_by_seed():
+    runs = [arm_run(arm, [record(1, s, 1.0, s)]) for arm, s in (("full", 2.0), ("frozen", 3.0))]
+    bench = Bench("grpo", math.nan)
+    grpo.merge(bench, runs, {("full", 0): {}, ("frozen", 0): {}})
+    assert bench.got["full_over_frozen_x"] == 1.5 and bench.got["step_s"] == 2.0
 
 
 def test_a_peer_is_compared_by_seconds_a_token():
