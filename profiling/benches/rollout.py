@@ -1,10 +1,9 @@
 """A whole rollout with a long tail: 128 requests of lognormal lengths.
 
 Limits force the lengths of `workload.trace_lengths`; end tokens do not count. `median_us` is the
-wall time of the median round, prefill included. Arms alternate: `off`, each static strategy, a
-fixed map (the best static strategy of each bucket as just recorded), the bandit in rollouts after
-its first, and UCB. `host_share` is the part of the time, since the first pass, in which no pass
-ran.
+wall time of the median round, prefill included. Arms alternate: `off`, each static strategy, and
+the bandit in rollouts after its first, epsilon-greedy (`bandit`) and UCB. `host_share` is the part
+of the time, since the first pass, in which no pass ran.
 
 The tail lies past the natural end of responses, where the drafter of the warm start has seen no
 text. In a run the spot trainer has trained on the rollouts before. So each arm also comes marked
@@ -38,7 +37,7 @@ from driver.session.parts import Rollout
 from profiling.rig import timing
 from profiling.rig.bench import Bench, say
 from profiling.rig.subjects import Subject, fix_bandit, of_checkpoint, spot_of
-from profiling.rig.workload import Recording, Window, trace_lengths
+from profiling.rig.workload import trace_lengths
 
 NEEDS_WARM_START = True
 STATIC = [
@@ -76,34 +75,32 @@ class Arms:
         self.bench, self.subject, self.lengths = bench, subject, lengths
         self.times: dict[str, list[float]] = {}
         self.stats: dict[str, RolloutStats] = {}
-        self.windows: dict[str, list[Window]] = {}
         self._learned: dict[str, Any] = {}  # states of the bandits that learn
 
-    def run(self, name: str, rollout: Rollout, **settings: Any) -> None:
+    def run(self, name: str, rollout: Rollout, policy: str) -> None:
         """One round of an arm, after one that is not counted.
 
         A bandit that learns keeps its state; its very first round is a separate arm. In a quick
         run other arms are counted at once, the first one after a short rollout.
         """
-        learns, quick = settings["policy"] in LEARNING.values(), self.bench.quick
+        learns, quick = policy in LEARNING.values(), self.bench.quick
         warm = name in self.times or (quick and bool(self.times) and not learns)
         for counted in [True] if warm else [False, True]:
             short = quick and not counted and not learns
             limits = [min(n, WARM_TOKENS) for n in self.lengths] if short else self.lengths
-            recorder = fix_bandit(rollout, **settings)
+            bandit = fix_bandit(rollout, policy=policy)
             if name in self._learned:
-                recorder.bandit.load_state_dict(self._learned[name])
+                bandit.load_state_dict(self._learned[name])
             engine = rollout.engine
             engine.forget()
             engine.generate(self.subject.requests(limits, stop=False), record=False)
             if learns:
-                self._learned[name] = recorder.bandit.state_dict()
+                self._learned[name] = bandit.state_dict()
             elif not counted:
                 continue
             arm = name if counted else f"{name}, first"
             self.times.setdefault(arm, []).append(engine.stats.elapsed_s)
             self.stats[arm] = engine.stats
-            self.windows.setdefault(arm, []).extend(recorder.windows)
 
     def seconds(self, name: str) -> float:
         return statistics.median(self.times[name])
@@ -131,33 +128,19 @@ def replay_arms(arms: Arms) -> None:
     """All rounds of the arms of our engine."""
     bench, subject, lengths = arms.bench, arms.subject, arms.lengths
     rollout = subject.rollout(*engine_words(lengths), longest=max(lengths) + 512)
-    every = ["off", *STATIC, "map", *LEARNING]
+    every = ["off", *STATIC, *LEARNING]
     compare(arms, rollout, ["off", "bandit"] if bench.quick else every)
     adapt(rollout, subject, lengths)
-    compare(arms, rollout, [*STATIC, "map", "bandit"] if bench.quick else every, ADAPTED)
+    compare(arms, rollout, [*STATIC, "bandit"] if bench.quick else every, ADAPTED)
 
 
 def compare(arms: Arms, rollout: Rollout, names: list[str], suffix: str = "") -> None:
     """Rounds of arms with one drafter, every other one in reverse."""
-    chosen: dict[str, dict[str, Any]] = {}
     for index in range(1 if arms.bench.quick else ROUNDS):
         for name in names if index % 2 == 0 else reversed(names):
-            if name not in chosen:
-                chosen[name] = settings_of(arms, name, suffix)
+            policy = LEARNING.get(name, name)
             # `off` has no drafter to adapt.
-            arms.run(name if name == "off" else name + suffix, rollout, **chosen[name])
-
-
-def settings_of(arms: Arms, name: str, suffix: str) -> dict[str, Any]:
-    """The bandit's settings; a map is made from the rounds recorded so far."""
-    if name == "map":
-        best = record_of(arms, suffix).oracle()
-        best_map = " ".join(f"{bucket}={best[bucket]}" for bucket in sorted(best))
-        say(f"map{suffix}: {best_map}")
-        return {"policy": best_map}
-    if name in LEARNING:
-        return {"policy": LEARNING[name]}
-    return {"policy": name}
+            arms.run(name if name == "off" else name + suffix, rollout, policy)
 
 
 def adapt(rollout: Rollout, subject: Subject, lengths: list[int]) -> None:
@@ -188,22 +171,12 @@ def other_requests(subject: Subject, lengths: list[int]) -> list[Request]:
     ]
 
 
-def record_of(arms: Arms, suffix: str) -> Recording:
-    """The windows with one drafter by bucket; batches above the last bucket always run `off`."""
-    recording = Recording(BUCKETS)
-    for name, windows in arms.windows.items():
-        adapted = name.removesuffix(", first").endswith(ADAPTED)
-        if name == "off" or adapted == bool(suffix):
-            recording.add(w for w in windows if w.batch <= max(BUCKETS))
-    return recording
-
-
 def book(bench: Bench, arms: Arms) -> None:
     """The targets."""
     off, bandit = arms.seconds("off"), arms.seconds(f"bandit{ADAPTED}")
     best_static = min(off, *(arms.seconds(s + ADAPTED) for s in STATIC))
     stats = arms.stats[f"bandit{ADAPTED}"]
-    chosen = ["bandit", f"bandit{ADAPTED}", f"map{ADAPTED}"]
+    chosen = ["bandit", f"bandit{ADAPTED}"]
     bench.got |= {
         "trace_s": round(bandit, 3),
         "trace_over_off_x": round(off / bandit, 3),

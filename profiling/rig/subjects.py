@@ -24,7 +24,6 @@ from driver.session.load import find_model, load_policy, spec_of
 from driver.session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
 from driver.tasks import make_task
 from profiling.rig.warm import warm_words
-from profiling.rig.workload import Recorder
 
 Note = Callable[[str], None]
 PROMPT_LEN = 64  # tokens of a random prompt
@@ -132,8 +131,8 @@ class Subject:
         ]
 
 
-def fix_bandit(rollout: Rollout, **settings: Any) -> Recorder:
-    """Gives the engine a new bandit with these settings over the old one's, and records it.
+def fix_bandit(rollout: Rollout, **settings: Any) -> Bandit:
+    """Gives the engine a new bandit with these settings over the old one's.
 
     Args:
         rollout: whose engine gets the bandit.
@@ -142,10 +141,8 @@ def fix_bandit(rollout: Rollout, **settings: Any) -> Recorder:
     engine = rollout.engine
     arms = parse_strategies(engine.config.strategies)
     config = replace(engine.bandit.config, **settings)
-    bandit = Bandit(arms, config, engine.config.spec_max_batch, engine.program.seed)
-    recorder = Recorder(bandit)
-    engine.bandit = recorder  # type: ignore[assignment]
-    return recorder
+    engine.bandit = Bandit(arms, config, engine.config.spec_max_batch, engine.program.seed)
+    return engine.bandit
 
 
 def spot_of(rollout: Rollout) -> SpotTrainer:

@@ -68,9 +68,9 @@ def ours(rollout: Rollout, policy: str) -> Arm:
     states: list[Any] = []
 
     def generate(batch: Batch) -> Made:
-        recorder = fix_bandit(rollout, policy=policy)
+        bandit = fix_bandit(rollout, policy=policy)
         if states:
-            recorder.bandit.load_state_dict(states[0])
+            bandit.load_state_dict(states[0])
         engine = rollout.engine
         engine.forget()
         requests = batch.requests()
@@ -78,7 +78,7 @@ def ours(rollout: Rollout, policy: str) -> Arm:
         responses = engine.generate(requests, record=False)
         seconds = time.perf_counter() - begin
         if policy in LEARNING:
-            states[:] = [recorder.bandit.state_dict()]
+            states[:] = [bandit.state_dict()]
         tokens = tuple(tuple(response.token_ids) for response in responses)
         return Made(seconds, [*map(len, tokens)], engine.stats.accept_length or 1.0, tokens)
 

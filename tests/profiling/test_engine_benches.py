@@ -147,7 +147,7 @@ def arms(subject):
 
 def test_rollout_arms_emit_the_trace_exactly(arms):
     names = {"off", "bandit", "bandit, first", "bandit, adapted", "bandit, adapted, first"}
-    names |= {f"{arm}, adapted" for arm in ("ngram:4,1,5", "learned:2,2,5", "map")}
+    names |= {f"{arm}, adapted" for arm in ("ngram:4,1,5", "learned:2,2,5")}
     assert set(arms.times) == names
     for stats in arms.stats.values():
         assert stats.emitted == 40 + 9 + 5 + 21 + 3 + 12
@@ -159,12 +159,10 @@ def test_rollout_arms_emit_the_trace_exactly(arms):
     assert set(rows) == names
 
 
-def test_rollout_books_its_targets_and_a_recording(arms):
+def test_rollout_books_its_targets(arms):
     wanted = {"trace_over_off_x", "bandit_over_best_static_x", "never_below_off_x", "switch_ms"}
     assert wanted <= set(arms.bench.got)
     assert arms.bench.got["reprefilled_tokens"] == 0
-    recorded = {strategy for _, strategy in rollout.record_of(arms, rollout.ADAPTED).cells}
-    assert recorded == {"off", "ngram:4,1,5", "learned:2,2,5"}
     assert arms.bench.got["trace_s"] == round(arms.seconds("bandit, adapted"), 3)
 
 
@@ -190,13 +188,6 @@ def test_adapting_trains_the_drafter_and_changes_no_token(subject, monkeypatch):
     steps = made.spot.steps
     assert [r.token_ids for r in made.engine.generate(requests, record=False)] == before
     assert made.spot.steps == steps  # a timed rollout trains nothing
-
-
-def test_a_recording_holds_the_windows_of_one_drafter(arms):
-    warm, adapted = (rollout.record_of(arms, suffix) for suffix in ("", rollout.ADAPTED))
-    both = [sum(map(len, r.cells.values())) for r in (warm, adapted)]
-    own, everything = len(arms.windows["off"]), sum(map(len, arms.windows.values()))
-    assert sum(both) == everything + own and min(both) > own
 
 
 def test_transformers_is_extrapolated_from_its_steps(subject, monkeypatch):
@@ -239,14 +230,6 @@ def test_a_peer_that_hangs_is_stopped():
         time.sleep(20)
     with timing.time_limit(1):
         pass
-
-
-def test_a_recorder_keeps_the_windows_of_a_rollout(subject):
-    made = subject.rollout("engine.strategies=off ngram:4,1,5", longest=64)
-    recorder = fix_bandit(made, policy="ngram:4,1,5")
-    made.engine.generate(subject.requests([9, 4], stop=False), record=False)
-    assert sum(w.emitted for w in recorder.windows) == 13
-    assert {w.strategy for w in recorder.windows} == {"ngram:4,1,5"}
 
 
 # -- graphs
