@@ -152,13 +152,13 @@ def check_words(command: str, argv: Sequence[str]) -> Config | Section:
     if command in OPTIONS:
         return read_options(OPTIONS[command], argv)
     if command == "train" and DRY_RUN in argv:
-        return read_dry_run(argv)[1]
+        return read_dry_run(argv)[2]
     return load_config(argv)
 
 
-def read_dry_run(argv: Sequence[str]) -> tuple[DryRunOptions, Config]:
-    """Splits the words of a dry run into its own options and the settings of the run."""
+def read_dry_run(argv: Sequence[str]) -> tuple[DryRunOptions, list[str], Config]:
+    """Splits the words of a dry run: its own options, the words of the run, its settings."""
     own = {item.name for item in fields(DryRunOptions)}
     mine = [word for word in argv if word.partition("=")[0] in own]
     rest = [word for word in argv if word not in (DRY_RUN, *mine)]
-    return read_options(DryRunOptions, mine), load_config(rest)
+    return read_options(DryRunOptions, mine), rest, load_config(rest)

@@ -264,6 +264,12 @@ class EngineConfig(Section, prefix="engine."):
         words=("auto", "off", "pass", "loop"),
     )
     graph_mib: int = setting(0, "MiB of device memory for CUDA graphs; 0: no limit", low=0)
+    free_in_update: str = setting(
+        "auto",
+        "release the memory of KV cache and features during the update; auto: if the run would not"
+        " fit otherwise",
+        words=("auto", "true", "false"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

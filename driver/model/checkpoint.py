@@ -86,13 +86,15 @@ def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], where: st
 
 
 def load_checkpoint(
-    folder: str | Path, dtype: torch.dtype | None = None
+    folder: str | Path, dtype: torch.dtype | None = None, mapped: bool = False
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
     """Reads a checkpoint.
 
     Args:
         folder: a Hugging Face model folder.
         dtype: of the tensors; None = the dtype that the config names.
+        mapped: tensors that have this dtype in the file are mapped to it, so that the processes of
+            a machine share their memory; for a caller that does not keep or change them.
 
     Returns:
         The spec, and the tensors by name, as `ModelSpec.shapes` lists them, on the CPU. If the
@@ -119,9 +121,8 @@ def load_checkpoint(
                 tensor = files[path].get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path}: cannot be read ({error}); copy it again") from None
-            # A copy: what a file is mapped to must not stay in use.
             weights[name] = tensor[: spec.vocab_size] if name in (EMBEDDING, HEAD) else tensor
-            weights[name] = weights[name].to(dtype, copy=True)
+            weights[name] = weights[name].to(dtype, copy=not mapped)
             least, most = weights[name].aminmax()  # both are NaN if any weight is
             if not (least.isfinite() and most.isfinite()):
                 raise UserError(
@@ -136,12 +137,13 @@ def load_checkpoint(
     return spec, weights
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(folder: Path, dtype: torch.dtype, mapped: bool = False) -> PreTrainedModel:
     """Reads a checkpoint as a transformers model, for training.
 
     Args:
         folder: a Hugging Face model folder.
         dtype: of the parameters.
+        mapped: see `load_checkpoint`.
 
     Returns:
         The model on the CPU, with the tensors of `load_checkpoint`. Code that comes with a
@@ -152,7 +154,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     import transformers
 
-    spec, weights = load_checkpoint(folder, dtype)
+    spec, weights = load_checkpoint(folder, dtype, mapped)
     family = getattr(transformers, spec.family)
     content = read_json(folder / CONFIG) | {"tie_word_embeddings": spec.tie_word_embeddings}
     kind = family.config_class.model_type

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..common.releasable import ReleasableMemory
 from .spec import ModelSpec
 
 
@@ -19,11 +19,13 @@ class KvCache:
         k, v: [num_layers, num_pages, page_size, num_kv_heads, head_dim], dtype of the model.
         features: [num_pages, page_size, feature_size], the target's recorded features, addressed by
             the same block tables; None if there is no drafter.
+        memory: theirs and that of the drafter's pages.
     """
 
     k: Tensor
     v: Tensor
-    features: Tensor | None = None
+    features: Tensor | None
+    memory: ReleasableMemory
 
     @staticmethod
     def allocate(
@@ -43,12 +45,13 @@ class KvCache:
             feature_size: columns of the recorded features; 0 = none are recorded.
             dtype, device: of the model; the default dtype is the checkpoint's.
         """
+        memory, dtype = ReleasableMemory(torch.device(device)), dtype or spec.dtype
         shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        kind: Any = {"dtype": dtype or spec.dtype, "device": device}
+        k, v = (memory.zeros(*shape, dtype=dtype) for _ in range(2))
         features = None
         if feature_size:
-            features = torch.zeros(num_pages, page_size, feature_size, **kind)
-        return KvCache(torch.zeros(shape, **kind), torch.zeros(shape, **kind), features)
+            features = memory.zeros(num_pages, page_size, feature_size, dtype=dtype)
+        return KvCache(k, v, features, memory)
 
     def paged_tensors(self) -> list[Tensor]:
         """All tensors that are divided into pages, each [layers, num_pages, ...]."""

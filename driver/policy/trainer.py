@@ -40,6 +40,8 @@ class PolicyTrainer:
         load_reference: returns the reference policy; called only when `cfg.kl_coef` is not 0.
         world: ranks that share the work of each update. All ranks call `update` with the same
             responses and end with the same policy.
+        device: of the updates; None = the model's. If ranks share the parameters, the model may be
+            in host memory before.
 
     Raises:
         ValueError: `kl_coef` is set without `load_reference`, or the model is in float16, in which
@@ -56,6 +58,7 @@ class PolicyTrainer:
         cfg: GrpoConfig,
         load_reference: Callable[[], nn.Module] | None = None,
         world: World | None = None,
+        device: torch.device | None = None,
     ):
         self.world = world or World()
         if any(p.dtype == torch.float16 for p in model.parameters()):
@@ -71,7 +74,7 @@ class PolicyTrainer:
             if load_reference is None:
                 raise ValueError(f"grpo.kl_coef={cfg.kl_coef} needs a reference model to load")
             self.reference = load_reference().eval().requires_grad_(False)
-        self.weights = PolicyWeights(model, self.world, cfg.offload)
+        self.weights = PolicyWeights(model, self.world, cfg.offload, device)
         self.params = self.weights.params
         # Weight decay applies to matrices only, not to norms and biases.
         decay = [p for p in self.params if p.dim() > 1]

@@ -36,6 +36,8 @@ class PolicyWeights:
         world: ranks that share the parameters, their gradients and the optimizer's state.
         offload: what is kept in host memory. "moments": Adam's, which visit the device in each
             step. "all": parameters, gradients and moments; the optimizer runs on the host.
+        device: of the passes; None = the model's. A model that is sharded may be in host memory
+            before: it moves a layer at a time.
 
     Example:
         >>> weights = PolicyWeights(model.bfloat16())  # doctest: +SKIP
@@ -43,11 +45,17 @@ class PolicyWeights:
         (torch.float32, torch.bfloat16)
     """
 
-    def __init__(self, model: nn.Module, world: World | None = None, offload: str = "none") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World | None = None,
+        offload: str = "none",
+        device: torch.device | None = None,
+    ) -> None:
         self.world, self.offload = world or World(), offload
         first = next(model.parameters())
-        self.dtype, self.device = first.dtype, first.device
-        self.sharded = offload == "all" or self.world.size > 1
+        self.dtype, self.device = first.dtype, device or first.device
+        self.sharded = is_sharded(self.world, offload)
         self._forward = functools.partial(packed_logprobs, cast(Any, model))
         if self.sharded:
             self._shard(model)
@@ -88,6 +96,8 @@ class PolicyWeights:
         parts: list[tuple[Any, Callable[..., Any]]]
         parts = [(layer, packed_layer) for layer in model.base_model.layers]
         for module, function in [*parts, (model, packed_logprobs)]:
+            if module is not model:
+                module.to(self.device)
             _widen(module)  # one layer at a time: all in float32 may not fit on a card
             fully_shard(module, **settings)
             # The loss is divided by the tokens of all ranks, so gradients are added up. Gloo knows
@@ -233,6 +243,11 @@ class PolicyWeights:
         return DTensor.from_local(
             part, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
         )
+
+
+def is_sharded(world: World, offload: str) -> bool:
+    """Whether torch's FSDP2 holds the weights."""
+    return offload == "all" or world.size > 1
 
 
 class _HostBlocks:

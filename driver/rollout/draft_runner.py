@@ -58,7 +58,7 @@ class DraftRunner:
         self.version = 0
         pages, page_size = cache.k.shape[1:3]
         shape = (pages, page_size, spec.num_kv_heads, spec.head_dim)
-        self.k, self.v = (cache.k.new_zeros(shape) for _ in range(2))
+        self.k, self.v = (cache.memory.zeros(*shape, dtype=cache.k.dtype) for _ in range(2))
         self.d2t = torch.zeros(spec.draft_vocab, dtype=torch.int32, device=cache.k.device)
         self.weights: dict[str, Tensor] = {}
         self.late_rows = 0

@@ -207,14 +207,6 @@ class PassGraphs:
         self._drop_evicted()
         self.capture_s += time.perf_counter() - begun
 
-    def drop(self) -> None:
-        """Frees all graphs; `capture` makes them again. No request may run."""
-        for cell in self._captured:
-            self._pool.remove(str(cell))
-        self._captured.clear()
-        self._tried.clear()
-        self._memory = torch.cuda.graph_pool_handle()
-
     def _drop_evicted(self) -> None:
         """Warns of graphs that the pool evicted, since the plan underestimated their memory."""
         gone = [cell for cell in self._captured if str(cell) not in self._pool]

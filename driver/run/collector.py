@@ -393,7 +393,8 @@ class Collector(RolloutObserver):
             out["ranks/handed_over"] = float(self.stats.adopted)
         mine = [] if self.coordinator is None else self.coordinator.changes
         trained_s = 0.0 if self.coordinator is None else self.coordinator.trained_s
-        gathered = self.world.gather((memory_metrics().get(CARD_MEMORY), trained_s, mine))
+        peak_gb = memory_metrics(self.session.engine.cache.memory).get(CARD_MEMORY)
+        gathered = self.world.gather((peak_gb, trained_s, mine))
         memory = {rank: part[0] for rank, part in enumerate(gathered) if part[0] is not None}
         if len(memory) == self.world.size:
             out["ranks/max_memory_allocated_gb"] = max(memory.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +31,8 @@ from ..rollout.plan import Cell, GraphCost
 from ..session.load import TOKENIZER_FILES, load_tokenizer
 from ..tasks import make_task
 from .assemble import check_context, check_engine, check_prompts, prompt_encoder
-from .footprint import RunShape, check_fits, comparison, memory_gb, policy_spec, table
+from .fit import as_words, check_fits, decided, fits, fitting, memory_gb
+from .footprint import RunShape, comparison, policy_spec, table
 
 CEILINGS = Path(__file__).with_name("ceilings.json")  # by `python -m profiling.rig.ceilings`
 PROMPT_TOKENS = 256  # assumed without a tokenizer
@@ -66,7 +68,7 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     Raises:
         UserError: a word is invalid, or the run does not fit into memory.
     """
-    words, config = read_dry_run(argv)
+    words, own, config = read_dry_run(argv)
     shape = run_shape(config, shape_folder(config), words.ranks[0], words.prompt_tokens)
     if max(words.ranks) > config.grpo.prompts_per_step:
         raise UserError(
@@ -83,10 +85,12 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     limit_gb = words.memory_gb or memory_gb(config.run.device)
     say(f"{spec.family}, {spec.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}")
     if len(words.ranks) > 1:
-        parts = {n: replace(shape, ranks=n).footprint(config) for n in words.ranks}
+        shapes = {n: replace(shape, ranks=n) for n in words.ranks}
+        parts = {n: s.footprint(decided(config, s, limit_gb)) for n, s in shapes.items()}
         for line in comparison(parts, limit_gb):
             say(line)
         return
+    config = decided(config, shape, limit_gb)
     for line in table(shape.footprint(config)):
         say(line)
     other = replace(config.grpo, checkpointing=not config.grpo.checkpointing)
@@ -103,11 +107,20 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     for name, value in seconds.items():
         say(f"    {name:<22}{value:>9.3f}")
     say(f"    {'together':<22}{sum(seconds.values()):>9.3f}")
+    if not fits(config, shape, limit_gb):
+        if changes := fitting(config, shape, limit_gb):
+            kept = [word for word in own if word.partition("=")[0] not in changes]
+            command = shlex.join(
+                ["python", "-m", "driver.train", *kept, *as_words(changes).split()]
+            )
+            say(f"fits {limit_gb:.0f} GB: {command}")
     check_fits(config, shape, limit_gb)
 
 
-def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:
-    """The shape of a run, checked as in a dry run before anything is allocated.
+def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Config, RunShape]:
+    """The settings of a run, those decided that were left open, and its shape.
+
+    They are checked as in a dry run before anything is allocated.
 
     Args:
         config: of the run.
@@ -121,9 +134,11 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> RunShape:
     spec = policy_spec(config, folder)
     shape = RunShape(spec, longest_prompt(config, folder, spec), ranks)
     check_engine(config, spec, shape.prompt_len)
+    limit_gb = memory_gb(config.run.device)
+    config = decided(config, shape, limit_gb)
     if config.run.check_memory and config.run.device != "cpu":
-        check_fits(config, shape, memory_gb(config.run.device))
-    return shape
+        check_fits(config, shape, limit_gb)
+    return config, shape
 
 
 def run_shape(

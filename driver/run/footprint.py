@@ -7,14 +7,12 @@ counted. The memory that an update saves for its backward pass is computed from 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ..common.errors import UserError
 from ..common.host_copies import held_bytes
 from ..common.memory import FLOAT_BYTES
 from ..config.load import Config
@@ -38,6 +36,7 @@ CHUNK_ARRAYS, CHUNK_ARRAYS_OP_BY_OP = 2, 5
 # results, norms, sums. Counted in the code, not measured on a GPU.
 STEP_WIDTHS = 20
 CONTEXT, GRAPHS, STEP = "CUDA context", "graphs", "drafter's captured step"
+PAGES = ("KV pages", "feature pages", "drafter KV pages")  # `engine.free_in_update`
 CONTEXT_BYTES = 600 << 20  # a CUDA context with the workspaces of its libraries
 
 
@@ -120,9 +119,8 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
         largest = max(map(math.prod, spec.shapes().values())) // ranks
         part = trained["Adam"] * min(1.0, (PART_NUMBERS + largest) * ranks / spec.num_parameters)
         phases["optimizer"]["moments of a part"] = int(part)
-    if row.sharded:  # each rank loads all of it
-        whole = spec.num_parameters * spec.dtype.itemsize
-        phases["load"] = {"policy, whole": max(0, whole - always.get("Adam", 0))}
+    if config.engine.free_in_update == "true":
+        phases["rollout"] = {part: always.pop(part) for part in PAGES if part in always}
     return Footprint(always, phases, sum(moved.values()) if on_card else 0)
 
 
@@ -163,40 +161,6 @@ class RunShape:
 
     def footprint(self, config: Config) -> Footprint:
         return footprint(config, self.spec, self.prompt_len, self.ranks)
-
-
-def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
-    """Rejects a run that does not fit into memory.
-
-    Args:
-        config, shape: of the run.
-        limit_gb: memory of the card or the machine, in 10^9 bytes; 0 = unknown.
-
-    Raises:
-        UserError: with the predicted peak, its largest part, and the settings that lower it.
-    """
-    parts = shape.footprint(config)
-    if not limit_gb or parts.peak <= limit_gb * 1e9:
-        return
-    held = parts.always | parts.phases[parts.largest]
-    largest = max(held, key=lambda part: held[part])
-    raise UserError(
-        f"memory: the run needs {parts.peak / 1e9:.2f} GB in the phase {parts.largest!r}, there are"
-        f" {limit_gb:.2f} GB; the largest part is {largest}, {held[largest] / 1e9:.2f} GB; set"
-        " grpo.checkpointing=true, lower grpo.micro_batch_tokens, engine.max_batch or"
-        " engine.num_pages, set grpo.offload=moments or use more ranks; if responses"
-        " stay far below sampling.max_new_tokens, run.check_memory=false starts the run anyway"
-    )
-
-
-def memory_gb(device: str) -> float:
-    """Memory of the card or the machine, in 10^9 bytes; 0 = unknown."""
-    if device == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    index = int(device.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        return 0.0
-    return torch.cuda.get_device_properties(index).total_memory / 1e9
 
 
 def is_half(dtype: torch.dtype) -> bool:

@@ -78,7 +78,14 @@ class Run:
 
     def gather(self) -> Experience:
         """The rollouts and rewards of the step, of all ranks."""
+        self._hold_pages()
         return self.collector.gather(self.step)
+
+    def _hold_pages(self) -> None:
+        """Restores the pages that `update_policy` released."""
+        if self.config.engine.free_in_update == "true":
+            with self.phases("free_pages"):
+                self.session.wake()
 
     def finish_bubble(self) -> str:
         """Tunes the overlap once, then starts the final drafter steps if training pays.
@@ -96,6 +103,9 @@ class Run:
     def update_policy(self, step: Experience) -> dict[str, float]:
         self.world.enter("update_actor")
         self.consistent = False
+        if self.config.engine.free_in_update == "true":
+            with self.phases("free_pages"):
+                self.session.sleep()
         metrics = self.trainer.update(step.responses, step.rewards, step.keep)
         if self.config.grpo.max_refills:
             metrics["dynamic_sampling/refills"] = step.refills
@@ -132,6 +142,7 @@ class Run:
         count = self.config.run.eval_prompts
         if count == 0 or self.step in self.evaluations:
             return
+        self._hold_pages()
         with self.phases("eval"):
             self.evaluations[self.step] = self.collector.evaluate(count)
         if self.step == 0 and self.folder is not None:  # later ones are in their step's record
@@ -167,7 +178,7 @@ class Run:
             metrics |= self.rollout.spot.metrics()
         if self.collector.tools is not None:
             metrics |= self.collector.tool_stats.metrics(step.responses)
-        metrics |= memory_metrics()
+        metrics |= memory_metrics(self.rollout.engine.cache.memory)
         if self.step in self.evaluations:
             metrics["eval/accuracy"] = self.evaluations[self.step]
         metrics |= self.collector.rank_metrics()

@@ -25,6 +25,7 @@ from ..model.checkpoint import folder_fingerprint
 from ..model.prompts import PromptEncoder
 from ..policy.trainer import PolicyTrainer
 from ..policy.warmup import warm_up
+from ..policy.weights import is_sharded
 from ..records.checkpoint import Checkpoint, saved_reference
 from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder
@@ -67,12 +68,12 @@ def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | N
         Capture.parse(config.run.capture, config.run.steps)
         task = make_task(**asdict(config.task))
         source = find_model(config, note)
-        prompt_len = check_run(config, source, world.size).prompt_len
+        checked, shape = check_run(config, source, world.size)
         folder = RunFolder(config) if world.rank == 0 else None
     try:
         saved = world.share(folder.resumed if folder else None)
-        start = _Start(config, note, stop, world, phases, task, prompt_len, folder, saved, source)
-        return start.run()
+        parts = task, shape.prompt_len, folder, saved, source
+        return _Start(checked, note, stop, world, phases, *parts).run()
     except BaseException:
         if folder is not None:
             with after_error():
@@ -102,7 +103,7 @@ class _Start:
             encode = prompt_encoder(self.config, self.task, tokenizer)
             self.note(encode.describe())
             self.note_held_out()
-        if self.saved is None and self.config.warmup.steps and not self.config.warmup.keep:
+        if self.warms_up:
             self.warm_up(policy, encode)
         with self.phases("load"):
             run = self.build(policy, tokenizer, encode)
@@ -134,10 +135,18 @@ class _Start:
         """The policy that this process starts with, before a warm-up."""
         if self.folder is not None and self.config.run.resume and self.saved is None:
             self.note(f"{self.folder.path} contains no complete checkpoint: starting over")
-        if self.saved is None:
-            return load_policy(self.config, self.source)
-        self.saved.check(contents=self.folder is not None)  # one rank reads all of it
-        return load_policy(self.config, self.saved.path)
+        source = self.source
+        if self.saved is not None:
+            self.saved.check(contents=self.folder is not None)  # one rank reads all of it
+            source = self.saved.path
+        # No card needs to hold all of a policy in parts.
+        mapped = is_sharded(self.world, self.config.grpo.offload) and not self.warms_up
+        return load_policy(self.config, source, mapped)
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the policy is warmed up within the run."""
+        return self.saved is None and self.config.warmup.steps > 0 and not self.config.warmup.keep
 
     def note_held_out(self) -> None:
         held_out, wanted = self.task.size("eval"), self.config.run.eval_prompts
@@ -172,7 +181,8 @@ class _Start:
             blank.to(policy.dtype)
         blank.generation_config = policy.generation_config
         reference = functools.partial(self.reference, policy, tokenizer)
-        trainer = PolicyTrainer(policy, config.grpo, reference, world)
+        device = torch.device(config.run.device)
+        trainer = PolicyTrainer(policy, config.grpo, reference, world, device)
         collector = Collector(
             config,
             world,

@@ -34,12 +34,16 @@ def find_model(config: Config, report: Callable[[str], None] = lambda line: None
     return resolve_model(model.path, model.cache, report)
 
 
-def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, Tokenizer]:
+def load_policy(
+    config: Config, folder: Path | None, mapped: bool = False
+) -> tuple[PreTrainedModel, Tokenizer]:
     """The trainable policy and its tokenizer.
 
     Args:
         config: `model.*` and the seed.
         folder: in Hugging Face layout; None = the tiny model, random.
+        mapped: the policy stays in host memory, where the file may be mapped; for a caller that
+            copies its parameters part by part.
 
     Raises:
         UserError: the checkpoint is damaged or not supported, there is no usable tokenizer, or the
@@ -51,8 +55,9 @@ def load_policy(config: Config, folder: Path | None) -> tuple[PreTrainedModel, T
     if folder is None:
         policy = tiny.build_policy(config.model, config.run.seed)
         return policy.to(config.run.device), load_tokenizer(None)
-    policy = load_model(folder, getattr(torch, config.model.dtype))
-    policy = policy.to(config.run.device)
+    policy = load_model(folder, getattr(torch, config.model.dtype), mapped)
+    if not mapped:
+        policy = policy.to(config.run.device)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(folder, tokenizer, spec_of(policy))
     return policy, tokenizer

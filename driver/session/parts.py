@@ -62,27 +62,6 @@ class Rollout:
         if self.spot is not None:
             self.spot.start_step(version)
 
-    def free(self) -> None:
-        """Frees the KV cache, the recorded features and the graphs; no request may run."""
-        if self.engine.runner.graphs is not None:
-            self.engine.runner.graphs.drop()
-        for array in self._paged():
-            array.untyped_storage().resize_(0)
-        if self.target.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def allocate(self) -> None:
-        """Gets back what `free` freed, with zeros, and captures the graphs again."""
-        for array in self._paged():
-            array.untyped_storage().resize_(array.nbytes)
-            array.zero_()
-        self.engine.runner.prepare()
-
-    def _paged(self) -> list[torch.Tensor]:
-        cache, runner = self.engine.cache, self.spot.runner if self.spot else None
-        features = [] if cache.features is None else [cache.features]
-        return [cache.k, cache.v, *features, *([runner.k, runner.v] if runner else [])]
-
 
 @dataclass
 class Parts:

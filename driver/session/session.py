@@ -318,7 +318,7 @@ class Session:
             raise UserError("session: no drafter is trained; make it with train_drafter=True")
         with self._between_bursts():
             if steps is None:
-                if self.rollout.tuner is not None:
+                if self.rollout.tuner is not None and not self._inbox.asleep:
                     self.rollout.tuner.tune()
                 self.spot.begin_final_steps()
                 self._final_steps = True
@@ -331,19 +331,22 @@ class Session:
             return self.spot.steps
 
     def sleep(self) -> None:
-        """Frees KV cache, features and graphs; unfinished requests wait for `wake`."""
+        """Frees KV cache and features; unfinished requests wait for `wake`.
+
+        On a GPU they come back at the same addresses, so that captured graphs stay.
+        """
         with self._between_bursts():
             if not self._inbox.asleep:
-                if self.spot is not None:
+                if self.spot is not None and not self._final_steps:
                     self.spot.stop()
-                self.rollout.free()
+                self.engine.cache.memory.release()
                 self._inbox.asleep = self._inbox.kv_lost = True
 
     def wake(self) -> None:
         """Gets the memory back; unfinished requests go on to the same tokens."""
         with self._between_bursts():
             if self._inbox.asleep:
-                self.rollout.allocate()
+                self.engine.cache.memory.restore()
                 self._inbox.asleep = False
 
     def close(self) -> None:

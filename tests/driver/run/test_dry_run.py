@@ -10,7 +10,8 @@ from driver.config.load import load_config
 from driver.model import fetch
 from driver.model.tiny import build_tokenizer
 from driver.run import dry_run, start
-from driver.run.footprint import check_fits, policy_spec
+from driver.run.fit import changed, check_fits, decided, fits, fitting
+from driver.run.footprint import policy_spec
 from driver.session.parts import build_rollout
 from driver.train import main
 from tests.driver.hugging_face import LLAMA_70B, QWEN2_1_5B, QWEN2_7B, QWEN2_32B, save_model
@@ -260,10 +261,59 @@ def test_a_run_of_an_unknown_machine_fits_and_a_refusal_names_settings_that_help
     check_fits(config, shape, 0)  # a machine whose memory is not known
     peak = shape.footprint(config).peak / 1e9
     check_fits(config, shape, peak + 0.01)
-    with pytest.raises(
-        UserError, match="there are .* GB; .*grpo.offload=moments.*run.check_memory"
-    ):
+    wanted = "there are .* GB; .*it fits with engine.free_in_update=true;.*run.check_memory"
+    with pytest.raises(UserError, match=wanted):
         check_fits(config, shape, peak - 0.01)
+    with pytest.raises(UserError, match="GB; use more ranks; .*run.check_memory"):
+        check_fits(config, shape, 15.0)  # less than the engine's weights
+
+
+def test_pages_are_released_in_the_update_if_the_run_would_not_fit_otherwise(seven_b):
+    config = load_config(["preset=7b", seven_b])
+    shape = shape_of(config)
+    whole = shape.footprint(config)
+    pages = sum(whole.always[part] for part in ("KV pages", "feature pages", "drafter KV pages"))
+    for limit_gb, word in [(0, "false"), (121, "false"), (120, "true"), (60, "true")]:
+        made = decided(config, shape, limit_gb)
+        assert made.engine.free_in_update == word
+        parts = shape.footprint(made)
+        if word == "true":
+            assert sum(parts.phases["rollout"].values()) == pages
+            assert parts.peak == whole.peak - pages  # of an update
+    here = changed(config, {"run.device": "cpu"})
+    assert decided(here, shape, 60).engine.free_in_update == "false"
+    fixed = changed(config, {"engine.free_in_update": "false"})
+    assert decided(fixed, shape, 60) == fixed
+
+
+@pytest.mark.parametrize(
+    ("words", "limit_gb", "wanted"),
+    [
+        (["grpo.offload=none"], 141, {"grpo.offload": "moments"}),
+        ([], 80, {"grpo.offload": "all"}),
+        (["grpo.checkpointing=false"], 110, {"grpo.checkpointing": True}),
+        (["grpo.checkpointing=false"], 150, {"grpo.micro_batch_tokens": 4352}),
+        (["sampling.max_new_tokens=16384"], 110, {"engine.max_batch": 32}),
+    ],
+)
+def test_the_settings_that_fit_and_cost_least_are_found(seven_b, words, limit_gb, wanted):
+    words = ["preset=7b", seven_b, *words]
+    config = load_config(words)
+    shape = shape_of(config)
+    config = decided(config, shape, limit_gb)
+    found = fitting(config, shape, limit_gb)
+    assert found == wanted
+    assert fits(changed(config, found), shape, limit_gb) and not fits(config, shape, limit_gb)
+
+
+def test_the_command_that_fits_is_printed(seven_b):
+    lines = []
+    with pytest.raises(UserError, match="it fits with grpo.offload=moments; "):
+        words = ["preset=7b", seven_b, "memory_gb=141", "prompt_tokens=300", "grpo.offload=none"]
+        dry_run.dry_run(["--dry-run", *words], lines.append)
+    start = f"fits 141 GB: python -m driver.train preset=7b {seven_b} "
+    assert lines[-1] == start + "grpo.offload=moments"
+    dry_run.dry_run([*lines[-1].split()[6:], "memory_gb=141", "prompt_tokens=300"], lines.append)
 
 
 # ---- what a dry run takes -----------------------------------------------------------------------
@@ -287,6 +337,7 @@ def test_memory_of_several_numbers_of_ranks_is_compared(tmp_path):
     for config in (QWEN2_32B, LLAMA_70B):
         (tmp_path / "config.json").write_text(json.dumps(config))
         words = ["preset=7b", f"model.path={tmp_path}", "grpo.prompts_per_step=64"]
+        words.append("engine.free_in_update=true")
         lines, one = [], []
         dry_run.dry_run([*words, "ranks=8,16,64", "memory_gb=141"], lines.append)
         rows = {line[:26].strip(): line[26:].split() for line in lines[2:]}

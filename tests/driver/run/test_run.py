@@ -28,6 +28,7 @@ from driver.run.run import Run
 from driver.run.summary import summary_lines
 from driver.run.warm_start import warm_start
 from driver.train import train
+from tests.driver.poison import poison
 from tests.forks import run_ranks
 
 REWARDS = Collector.rewards
@@ -323,6 +324,16 @@ def test_a_resumed_run_may_change_its_engine_and_keeps_its_tokens(unbroken, tmp_
     words += ["bandit.buckets=1,3", "reward.workers=1", "spot.mode=off"]
     resumed = run(tmp_path, "run", "run.steps=5", "run.resume=true", *words)
     assert history(resumed.folder.path) == history(unbroken.folder.path)
+
+
+def test_pages_that_are_released_in_the_update_change_no_token(unbroken, tmp_path, monkeypatch):
+    """They come back full of NaN, which nothing may read."""
+    restored = poison(monkeypatch)
+    freed = run(tmp_path, "freed", "run.steps=5", "engine.free_in_update=true")
+    assert restored == [5] * 5  # after each update
+    assert history(freed.folder.path) == history(unbroken.folder.path)
+    assert "timing_s/free_pages" in freed.last_metrics
+    assert not freed.session.engine.cache.memory.released
 
 
 def test_overlapped_training_changes_no_token(unbroken, tmp_path):

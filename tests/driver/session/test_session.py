@@ -12,6 +12,7 @@ import torch
 from driver.common.errors import UserError
 from driver.rollout.request import Request, SamplingParams
 from driver.session import Session
+from tests.driver.poison import poison
 from tests.driver.rollout.test_bursts import LatePool, Pool, looping
 from tests.driver.rollout.test_engine import (
     SETTINGS,
@@ -336,7 +337,8 @@ def test_a_tool_holds_up_nobody_and_its_wait_does_not_spin(session, monkeypatch)
     assert same([f.result(WAIT_S) for f in futures], wanted)
 
 
-def test_sleep_frees_the_memory_and_unfinished_requests_go_on(session):
+def test_sleep_frees_the_memory_and_unfinished_requests_go_on(session, monkeypatch):
+    poison(monkeypatch)  # nothing of the old KV is read
     requests, wanted = several_turns(session, 3, seed=12)
     futures, gate = paused(session, requests)
     late = session.submit(endless(jobs(1, seed=13, new=60))[0])

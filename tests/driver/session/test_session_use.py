@@ -56,7 +56,7 @@ def test_close_ends_a_session_that_sleeps(rollout):
     for future in (*futures, late):
         with pytest.raises(SessionClosed):
             future.result(WAIT_S)
-    rollout.allocate()
+    rollout.engine.cache.memory.restore()
 
 
 def test_a_cancelled_request_does_not_start(session):

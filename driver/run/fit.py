@@ -1,0 +1,131 @@
+"""Whether a run fits into memory, and which settings make it fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..common.errors import UserError
+from ..config.load import Config
+from .footprint import RunShape
+
+Changes = dict[str, Any]  # setting -> value
+
+
+def decided(config: Config, shape: RunShape, limit_gb: float) -> Config:
+    """The configuration with `engine.free_in_update=auto` decided.
+
+    Args:
+        config, shape, limit_gb: see `check_fits`.
+    """
+    if config.engine.free_in_update != "auto":
+        return config
+    kept, freed = (changed(config, {"engine.free_in_update": w}) for w in ("false", "true"))
+    return kept if config.run.device == "cpu" or fits(kept, shape, limit_gb) else freed
+
+
+def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
+    """Rejects a run that does not fit into memory.
+
+    Args:
+        config, shape: of the run.
+        limit_gb: memory of the card or the machine, in 10^9 bytes; 0 = unknown.
+
+    Raises:
+        UserError: with the predicted peak, its largest part, and settings that fit.
+    """
+    if fits(config, shape, limit_gb):
+        return
+    parts = shape.footprint(config)
+    held = parts.always | parts.phases[parts.largest]
+    largest = max(held, key=lambda part: held[part])
+    changes = fitting(config, shape, limit_gb)
+    raise UserError(
+        f"memory: the run needs {parts.peak / 1e9:.2f} GB in the phase {parts.largest!r}, there are"
+        f" {limit_gb:.2f} GB; the largest part is {largest}, {held[largest] / 1e9:.2f} GB;"
+        f" {f'it fits with {as_words(changes)}' if changes else 'use more ranks'}; if responses"
+        " stay far below sampling.max_new_tokens, run.check_memory=false starts the run anyway"
+    )
+
+
+def fits(config: Config, shape: RunShape, limit_gb: float) -> bool:
+    """Whether the predicted peak is within the limit; always with an unknown one."""
+    return not limit_gb or shape.footprint(config).peak <= limit_gb * 1e9
+
+
+def fitting(config: Config, shape: RunShape, limit_gb: float) -> Changes:
+    """The changes that make a run fit and cost least time; {} if none do.
+
+    Settings are changed in the order of their cost until the run fits. Then each, from the most
+    costly on, is set back as far as the run still fits.
+    """
+    changes: Changes = {}
+    tried: dict[str, list[Any]] = {}
+    for key, value in _savings(config, shape):
+        changes[key] = value
+        tried.setdefault(key, []).append(value)
+        if fits(changed(config, changes), shape, limit_gb):
+            break
+    else:
+        return {}
+    for key in reversed(list(tried)):
+        others = {other: value for other, value in changes.items() if other != key}
+        milder = [others, *({**changes, key: value} for value in tried[key])]
+        changes = next(some for some in milder if fits(changed(config, some), shape, limit_gb))
+    return changes
+
+
+def _savings(config: Config, shape: RunShape) -> Iterator[tuple[str, Any]]:
+    """Settings and values that save memory, by rising cost in time."""
+    engine, grpo = config.engine, config.grpo
+    if engine.free_in_update != "true" and config.run.device != "cpu":
+        yield "engine.free_in_update", "true"
+    longest = shape.prompt_len + config.sampling.max_new_tokens  # a packed row is as long at least
+    for size in _halves(grpo.micro_batch_tokens, longest):
+        yield "grpo.micro_batch_tokens", size
+    if not grpo.checkpointing:
+        yield "grpo.checkpointing", True
+    if grpo.offload == "none":
+        yield "grpo.offload", "moments"
+    for size in _halves(engine.max_batch, 8):
+        yield "engine.max_batch", size
+    if engine.num_pages:
+        yield "engine.num_pages", 0
+    if grpo.offload != "all":
+        yield "grpo.offload", "all"
+    for size in _halves(min(engine.max_batch, 8), 1):
+        yield "engine.max_batch", size
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    while value > least:
+        value = max(value // 2, least)
+        yield value
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """The configuration with other values of some settings."""
+    for key, value in changes.items():
+        section, name = key.split(".")
+        part = replace(getattr(config, section), **{name: value})
+        config = replace(config, **{section: part})
+    return config
+
+
+def as_words(changes: Changes) -> str:
+    """The changes as words of a command."""
+    return " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+
+
+def memory_gb(device: str) -> float:
+    """Memory of the card or the machine, in 10^9 bytes; 0 = unknown."""
+    if device == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        return 0.0
+    return torch.cuda.get_device_properties(index).total_memory / 1e9
