@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiling.rig.results import RESULTS, Target, known_targets, load, newest_first
+from profiling.rig.beside import peers_table, speeds_table
+from profiling.rig.results import Target, known_targets
 from profiling.rig.targets import wanted_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,23 +40,11 @@ HEADLINES = (
     ("GRPO step, full system over plain decoding", "grpo", "step_over_off_x"),
     ("its rollout, over plain decoding", "grpo", "rollout_over_off_x"),
     ("steps with equal rewards and lengths, of 20", "grpo", "identical_reward_steps"),
-    ("time a token over TRL with transformers", "grpo", "over_trl_hf_x"),
-    ("over TRL with vLLM", "grpo", "over_trl_vllm_x"),
     ("128 requests with a long tail, over plain decoding", "rollout", "trace_over_off_x"),
-    ("the same over transformers, static cache, compiled", "rollout", "over_hf_generate_x"),
     ("tokens a second at 1 request, over plain decoding", "decode", "spec_over_plain_b1_x"),
     ("at 32 requests", "decode", "spec_over_plain_b32_x"),
     ("equal tokens, trained drafter, bf16", "identity", "smollm2_trained_drafter"),
     ("attention, 32 requests of 4k keys", "attention", "decode_b32_kv4k_of_copy"),
-    ("plain decoding over vLLM's, 135M, worst of 1 to 256", "peers", "decode_smollm2_over_vllm_x"),
-    ("1.5B and 7B", "peers", "decode_big_over_vllm_x"),
-    (
-        "speculation over vLLM's, 135M, worst of 1 to 128",
-        "peers",
-        "spec_smollm2_over_vllm_eagle3_x",
-    ),
-    ("1.5B and 7B, equal accept lengths", "peers", "spec_big_over_vllm_eagle3_x"),
-    ("128 requests with a long tail, over vLLM's best", "peers", "trace_over_vllm_x"),
 )
 
 OPS = (
@@ -171,42 +160,17 @@ def targets_table(targets: Sequence[Target]) -> list[str]:
     return [*out, "", *provenance(targets)]
 
 
-def peers_table(targets: Sequence[Target]) -> list[str]:
-    """Each comparison with vLLM, and the accept lengths of exported drafters."""
-    paths = newest_first(RESULTS, "peers")
-    if not paths:
-        return ["Not measured yet."]
-    result = load(paths[0])
-    out = []
-    for row in result["rows"]:
-        if "over_vllm" in row:
-            pairs = ((row[name], row[f"{at}tokens_per_s"]) for name, at in PEERS.items())
-            sides = " | ".join(f"{rate:,.0f} ({setting})" for setting, rate in pairs)
-            out.append(f"| {row['case']} | {sides} | {row['over_vllm']:.2f} × |")
-    head = ["| case | ours, tokens/s | vLLM, tokens/s | ours / vLLM |", "|---|---|---|---|"]
-    out = [*head, *out] if out else ["Speeds are not measured yet."]
-    out += [
-        "",
-        "| exported drafter | accept length, ours | vLLM | equal tokens |",
-        "|---|---|---|---|",
-    ]
-    rows = {row["case"]: row for row in result["rows"]}
-    for row in result["rows"]:
-        if "vllm_accept_length" in row:
-            _, family, *case = row["case"].split()
-            greedy = case == ["T=0", "greedy"]
-            share = rows.get(f"export {family} greedy tokens", {}).get("equal_to_plain")
-            lengths = f"{row['accept_length']:.2f} | {row['vllm_accept_length']:.2f}"
-            name = " ".join([family, *case])
-            out.append(f"| {name} | {lengths} | {figure('equal', share) if greedy else ''} |")
-    return [*out, "", *provenance([target for target in targets if target.table == "peers"])]
+def beside_vllm(targets: Sequence[Target]) -> list[str]:
+    """The comparisons with vLLM and what made them."""
+    made = provenance([target for target in targets if target.table == "peers"])
+    return [*peers_table(), "", *made]
 
 
-PEERS = {"ours": "", "vllm": "vllm_"}  # setting of a side -> what its rate's name begins with
 TABLES = {
     "headlines": headlines_table,
+    "beside": lambda targets: speeds_table(),
     "ops": ops_table,
-    "peers": peers_table,
+    "peers": beside_vllm,
     "targets": targets_table,
 }
 

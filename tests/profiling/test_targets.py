@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from profiling.rig import compare, results, tables, targets
+from profiling.rig import beside, compare, results, tables, targets
 
 META = {
     "card": "NVIDIA H200",
@@ -125,7 +125,7 @@ def test_a_table_names_card_driver_cuda_torch_and_commit(known):
     assert "| fake: `c_x` | at least 1.00 × | - | not measured |" in out
     assert "NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0, commit abc1234" in out
     assert tables.filled(out, results.known_targets(known)) == out
-    known_names = "headlines, ops, peers, targets"
+    known_names = "headlines, beside, ops, peers, targets"
     with pytest.raises(ValueError, match=f"unknown table speed: use one of {known_names}"):
         tables.filled("<!-- results: speed -->\n<!-- end of results -->", [])
 
@@ -151,6 +151,28 @@ def test_a_table_names_card_driver_cuda_torch_and_commit(known):
 )
 def test_figures_have_units(name, value, text):
     assert tables.figure(name, value) == text
+
+
+def test_the_fastest_system_is_bold_and_what_is_not_measured_is_empty(tmp_path):
+    (tmp_path / results.TARGETS_CARD).mkdir()
+    meta = {"card": "NVIDIA H200", "torch": "2.11.0", "commit": "abc", "date": "2026-01-01"}
+    pair = {"tokens_per_s": 200.0, "vllm_tokens_per_s": 3000.0}
+    rows = {
+        "peers": [{"case": "smollm2 plain b1", **pair}, {"case": "other", **pair}],
+        "grpo": [
+            {"case": "full seed 0, 512 tokens", "tokens_per_s": 20.0},
+            {"case": "trl_vllm seed 0, 512 tokens", "tokens_per_s": 10.0},
+        ],
+    }
+    for name, of in rows.items():
+        content = json.dumps({"meta": meta, "rows": of, "targets": []})
+        (tmp_path / results.TARGETS_CARD / f"{name}.json").write_text(content)
+    assert beside.speeds_table(tmp_path)[2:] == [
+        "| SmolLM2-135M, plain, 1 request | 200 | **3,000** |  |  |",
+        "| GRPO step, 512 tokens a response | **20** |  | 10 |  |",
+        "",
+        f"NVIDIA H200, torch 2.11.0; {beside.VERSIONS}. Commits: peers abc, grpo abc.",
+    ]
 
 
 def run_compare(tmp_path, old, new, *words):
