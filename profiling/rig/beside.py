@@ -25,58 +25,59 @@ CASES = {
 }
 TRACE = "SmolLM2-135M, 128 requests with a long tail"
 TRAINERS = {"full": "ours", "trl_vllm": "TRL + vLLM", "trl": "`generate`"}
-BENCHES = ("peers", "rollout", "grpo")
 SHORT = ", 512 tokens"  # end of the cases of runs that TRL makes too
 
 
-def newest(bench: str, results: Path) -> tuple[dict[str, Row], dict[str, Any]]:
-    """Case -> row of the newest result of a benchmark, and its `meta`; both empty without one."""
-    for path in newest_first(results, bench)[:1]:
+def newest(bench: str, results: Path) -> dict[str, Row]:
+    """Case -> its newest row in the whole and the quick result of a benchmark, with its `meta`."""
+    rows = {}
+    for path in reversed(newest_first(results, bench)):
         result = load(path)
-        return {row["case"]: row for row in result["rows"]}, result["meta"]
-    return {}, {}
+        meta = result["meta"] | {"bench": bench}
+        rows |= {row["case"]: {**row, "meta": meta} for row in result["rows"]}
+    return rows
 
 
-def speeds(results: Path = RESULTS) -> list[tuple[str, dict[str, float]]]:
-    """Text -> column -> tokens a second, of what was measured."""
-    peers, rollout, grpo = (newest(name, results)[0] for name in BENCHES)
-    out = []
-    for case, text in CASES.items():
-        if row := peers.get(case):
-            out.append((text, {"ours": row["tokens_per_s"], "vLLM": row["vllm_tokens_per_s"]}))
-    cells = {}
-    if row := peers.get("trace of 128"):
-        cells = {"ours": row["tokens_per_s"], "vLLM": row["vllm_tokens_per_s"]}
-    elif row := rollout.get("bandit, adapted"):
-        cells = {"ours": row["tokens_per_s"]}
+def found_rows(results: Path) -> list[tuple[str, dict[str, tuple[float, Row]]]]:
+    """Text -> column -> tokens a second and the row that they are of."""
+    peers, rollout, grpo = (newest(name, results) for name in ("peers", "rollout", "grpo"))
+
+    def both(case: str) -> dict[str, tuple[float, Row]]:
+        sides = {"ours": "tokens_per_s", "vLLM": "vllm_tokens_per_s"}
+        row = peers.get(case)
+        return {side: (row[rate], row) for side, rate in sides.items()} if row else {}
+
+    out = [(text, both(case)) for case, text in CASES.items()]
+    tail = both("trace of 128")
+    if not tail and (row := rollout.get("bandit, adapted")):
+        tail["ours"] = row["tokens_per_s"], row
     if row := rollout.get("transformers static"):
-        cells["`generate`"] = 1e6 * sum(trace_lengths()) / row["median_us"]
-    out.append((TRACE, cells))
-    rows = {column: grpo.get(f"{arm} seed 0{SHORT}") for arm, column in TRAINERS.items()}
-    step = {column: row["tokens_per_s"] for column, row in rows.items() if row}
-    out.append((f"GRPO step{SHORT} a response", step))
-    return [(text, found) for text, found in out if len(found) > 1]
+        tail["`generate`"] = 1e6 * sum(trace_lengths()) / row["median_us"], row
+    steps = {column: grpo.get(f"{arm} seed 0{SHORT}") for arm, column in TRAINERS.items()}
+    step = {column: (row["tokens_per_s"], row) for column, row in steps.items() if row}
+    out += [(TRACE, tail), (f"GRPO step{SHORT} a response", step)]
+    return [(text, cells) for text, cells in out if len(cells) > 1]
 
 
 def speeds_table(results: Path = RESULTS) -> list[str]:
     """Tokens a second of each system; the fastest is bold."""
     out = [f"| tokens a second | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
-    for text, found in speeds(results):
-        best = max(found.values())
-        cells = [f"{found[name]:,.0f}" if name in found else "" for name in COLUMNS]
-        marked = [
-            f"**{c}**" if found.get(n) == best else c for n, c in zip(COLUMNS, cells, strict=True)
-        ]
-        out.append(f"| {text} | {' | '.join(marked)} |")
-    found = {name: meta for name in BENCHES if (meta := newest(name, results)[1])}
-    made = ", ".join(f"{name} {meta['commit']}" for name, meta in found.items())
-    cards = ", ".join(dict.fromkeys(f"{m['card']}, torch {m['torch']}" for m in found.values()))
-    return [*out, "", f"{cards}; {VERSIONS}. Commits: {made}."]
+    cards, commits = {}, {}
+    for text, found in found_rows(results):
+        best = max(rate for rate, _ in found.values())
+        shown = {name: f"{rate:,.0f}" for name, (rate, _) in found.items()}
+        shown |= {name: f"**{shown[name]}**" for name, (rate, _) in found.items() if rate == best}
+        out.append(f"| {text} | {' | '.join(shown.get(name, '') for name in COLUMNS)} |")
+        for _, row in found.values():
+            meta = row["meta"]
+            cards[f"{meta['card']}, torch {meta['torch']}"] = None
+            commits[f"{meta['bench']} {meta['commit']}"] = None
+    return [*out, "", f"{', '.join(cards)}; {VERSIONS}. Commits: {', '.join(commits)}."]
 
 
 def peers_table(results: Path = RESULTS) -> list[str]:
     """Each comparison with vLLM, and the accept lengths of exported drafters."""
-    rows, _ = newest("peers", results)
+    rows = newest("peers", results)
     out = ["| case | ours, tokens/s | vLLM, tokens/s | ours / vLLM |", "|---|---|---|---|"]
     for case, row in rows.items():
         if "over_vllm" in row:
