@@ -211,7 +211,7 @@ def shapes(bench: Bench, made: Engines) -> None:
         size = load_config(subject.words).drafter.draft_vocab
         random = Drafter(DraftSpec.of(subject.spec, draft_vocab=size), 0)
         write_state(random.state_dict(), subject, config, drafter)
-        common = {"max_model_len": 2048, "kv_gib": kv_gib, "load_format": "dummy"}
+        common: dict[str, Any] = {"max_model_len": 2048, "kv_gib": kv_gib, "load_format": "dummy"}
         made.start(f"{name} plain", folder, **common)
         spec = eagle3(drafter, len(rates), draft_load_format="auto", **synthetic)
         made.start(f"{name} eagle3 k=4", folder, most=max(SPEC_BATCHES), **spec, **common)

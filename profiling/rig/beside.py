@@ -30,7 +30,7 @@ SHORT = ", 512 tokens"  # end of the cases of runs that TRL makes too
 
 def newest(bench: str, results: Path) -> dict[str, Row]:
     """Case -> its newest row in the whole and the quick result of a benchmark, with its `meta`."""
-    rows = {}
+    rows: dict[str, Row] = {}
     for path in reversed(newest_first(results, bench)):
         result = load(path)
         meta = result["meta"] | {"bench": bench}
@@ -62,7 +62,8 @@ def found_rows(results: Path) -> list[tuple[str, dict[str, tuple[float, Row]]]]:
 def speeds_table(results: Path = RESULTS) -> list[str]:
     """Tokens a second of each system; the fastest is bold."""
     out = [f"| tokens a second | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
-    cards, commits = {}, {}
+    cards: dict[str, None] = {}  # in the order of the rows
+    commits: dict[str, None] = {}
     for text, found in found_rows(results):
         best = max(rate for rate, _ in found.values())
         shown = {name: f"{rate:,.0f}" for name, (rate, _) in found.items()}
