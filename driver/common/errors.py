@@ -1,6 +1,7 @@
 """The error that the command line shows to its user."""
 
 import contextlib
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,26 @@ def library_errors(path: Path) -> Iterator[None]:
     except Exception as error:  # libraries raise many types here, which differ by version
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: cannot be used ({reason[:300]})") from error
+
+
+@contextlib.contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Turns any exception of a user's code into one line with its place.
+
+    Args:
+        what: the code did, for the message.
+
+    Raises:
+        UserError: the code raised an exception.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        raise UserError(f"{what}: {type(error).__name__}: {error} ({place})") from error
 
 
 @contextlib.contextmanager

@@ -85,6 +85,34 @@ def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], where: st
             raise UserError(f"{where}: {name} is not a tensor of {spec.family}")
 
 
+@torch.no_grad()
+def check_finite(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:
+    """Rejects weights that are not finite in a dtype; waits once for each device.
+
+    Args:
+        weights: tensors by name.
+        dtype: that they get.
+        where: named in messages.
+
+    Raises:
+        UserError: NaN, infinity, or a number beyond the dtype.
+    """
+    ends: dict[torch.device, list[Tensor]] = {}
+    for name, weight in weights.items():
+        if not isinstance(weight, Tensor):
+            raise UserError(f"{where}: {name} is a {type(weight).__name__}; wanted tensors")
+        if weight.is_floating_point():
+            ends.setdefault(weight.device, []).extend(weight.aminmax())  # NaN if any weight is
+    most = torch.finfo(dtype).max
+    if all(float(torch.stack(of).abs().max()) <= most for of in ends.values()):
+        return
+    name = next(n for n, w in weights.items() if not float(w.abs().max()) <= most)
+    raise UserError(
+        f"{where}: {name} holds a weight that is not finite in"
+        f" {str(dtype).removeprefix('torch.')}; use other weights or another dtype"
+    )
+
+
 def load_checkpoint(
     folder: str | Path, dtype: torch.dtype | None = None, mapped: bool = False
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
@@ -123,12 +151,7 @@ def load_checkpoint(
                 raise UserError(f"{path}: cannot be read ({error}); copy it again") from None
             weights[name] = tensor[: spec.vocab_size] if name in (EMBEDDING, HEAD) else tensor
             weights[name] = weights[name].to(dtype, copy=not mapped)
-            least, most = weights[name].aminmax()  # both are NaN if any weight is
-            if not (least.isfinite() and most.isfinite()):
-                raise UserError(
-                    f"{path}: {name} holds a weight that is not finite in"
-                    f" {str(dtype).removeprefix('torch.')}; use another checkpoint or dtype"
-                )
+            check_finite({name: weights[name]}, dtype, str(path))
     if spec.tie_word_embeddings and HEAD in weights:
         if torch.equal(weights[HEAD], weights[EMBEDDING]):
             del weights[HEAD]

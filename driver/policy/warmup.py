@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
 from ..common.deterministic import deterministic
-from ..common.errors import UserError
+from ..common.errors import UserError, user_code
 from ..config.sections import WarmupConfig
 from ..model.prompts import PromptEncoder
 from ..rollout.request import Request, Response, SamplingParams
@@ -107,7 +107,10 @@ def demonstrations(
         Rows on the CPU, step by step.
     """
     steps = _Steps(encode, task, config, FIRST_INDEX * (seed + 1))
-    return iter(DataLoader(steps, batch_size=None, num_workers=workers))
+    for rows in DataLoader(steps, batch_size=None, num_workers=workers):
+        if isinstance(rows, UserError):
+            raise rows
+        yield rows
 
 
 def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
@@ -115,10 +118,11 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
 
     Raises:
         UserError: the task has no demonstrations, or no answer to a turn that is not the last one,
-            or the tokenizer has no end token.
+            or its code raised an error; or the tokenizer has no end token.
     """
     prompt = task.prompt("train", index)
-    worked = task.demonstration(prompt)
+    with user_code(f"demonstration of prompt {prompt.id}"):
+        worked = task.demonstration(prompt)
     if worked is None:
         raise UserError(f"task.name={task.name}: has no demonstrations; set warmup.steps=0")
     tokenizer = encode.tokenizer
@@ -133,7 +137,8 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
         if last or encode.uses_template or not text.endswith(task.stop):
             tokens.append(end)
         if not last:
-            answer = task.respond(prompt, turn, text)
+            with user_code(f"demonstration of prompt {prompt.id}: tool at turn {turn}"):
+                answer = task.respond(prompt, turn, text)
             if answer is None:
                 raise UserError(
                     f"demonstration of prompt {prompt.id}: turn {turn} has no answer, but turns"
@@ -168,10 +173,13 @@ class _Steps(Dataset):
     def __len__(self) -> int:
         return self.config.steps
 
-    def __getitem__(self, step: int) -> list[MicroBatch]:
+    def __getitem__(self, step: int) -> list[MicroBatch] | UserError:
         batch = self.config.batch
         first = self.first + step * batch
-        worked = [demonstration(self.encode, self.task, first + i) for i in range(batch)]
+        try:
+            worked = [demonstration(self.encode, self.task, first + i) for i in range(batch)]
+        except UserError as error:  # raised in a worker process, it would have a traceback
+            return error
         lengths = [len(r.request.prompt_ids) + len(r.token_ids) for r in worked]
         return [
             build_micro_batch(worked, row, torch.device("cpu"))

@@ -203,8 +203,8 @@ class Warming:
             for i, p in enumerate(prompts)
         ]
         tools = Tools.of(self.task, self.encode, self.config)
-        with answering(tools, dict(enumerate(prompts))) as on_end:
-            return Session(self.rollout).roll_out(requests, record=record, on_end=on_end)
+        with answering(tools, dict(enumerate(prompts))) as on_end, Session(self.rollout) as session:
+            return session.roll_out(requests, record=record, on_end=on_end)
 
     def sample(self) -> dict[str, float]:
         """Samples responses, whose features the spot trainer records; returns their statistics."""
@@ -239,17 +239,18 @@ class Warming:
         """Prefills as many worked responses, which records features without decoding."""
         first, count = FIRST_INDEX + self.config.warmup.responses, self.config.warmup.responses
         worked = [demonstration(self.encode, self.task, first + i) for i in range(count)]
-        Session(self.rollout).roll_out(
-            [
-                replace(
-                    r.request,
-                    params=replace(self.params, max_new_tokens=len(r.token_ids) + 1),
-                    resume=replace(r, finish="abort"),
-                )
-                for r in worked
-                if len(r.token_ids) <= self.params.max_new_tokens
-            ]
-        )
+        limit = self.params.max_new_tokens
+        requests = [
+            replace(
+                r.request,
+                params=replace(self.params, max_new_tokens=len(r.token_ids) + 1),
+                resume=replace(r, finish="abort"),
+            )
+            for r in worked
+            if len(r.token_ids) <= limit
+        ]
+        with Session(self.rollout) as session:
+            session.roll_out(requests)
 
     def train(self) -> list[float]:
         """Trains the drafter; returns the logged losses."""

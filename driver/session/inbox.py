@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import index
 from queue import SimpleQueue
@@ -65,13 +64,22 @@ class ToolThreads:
             self._idle.release()
 
 
-@dataclass(eq=False)
-class Ticket:
-    """A submitted request."""
+class Ticket(Future[Response]):
+    """A submitted request: the future of its response."""
 
-    request: Request
-    on_end: OnEnd | None
-    future: Future[Response]
+    def __init__(self, request: Request, on_end: OnEnd | None, inbox: Inbox) -> None:
+        super().__init__()
+        self.request, self.on_end, self._inbox = request, on_end, inbox
+
+    def cancel(self) -> bool:
+        """Takes back a request that waits, or else aborts it between two passes.
+
+        An aborted request has a response with its tokens so far, and `cancel` returns False.
+        """
+        if super().cancel():
+            return True
+        self._inbox.cancel(self)
+        return False
 
 
 class Inbox(RequestSource):
@@ -89,6 +97,7 @@ class Inbox(RequestSource):
         poll_s: longest wait for a tool while other sources or observers exist; None = no limit.
         kv_lost: set by a change after which the KV cache has to be computed again.
         asleep: the engine has no memory.
+        mixed: an update of the weights failed halfway.
     """
 
     def __init__(
@@ -100,9 +109,10 @@ class Inbox(RequestSource):
         self.engine, self.version, self.vocab_size = engine, version, vocab_size
         self.on_end: OnEnd | None = None
         self.poll_s: float | None = None
-        self.kv_lost = self.asleep = self.closed = False
+        self.kv_lost = self.asleep = self.mixed = self.closed = False
         self.tickets: dict[RunningRequest, Ticket] = {}  # of the rollout
         self._arrivals: deque[Ticket] = deque()
+        self._cancelled: set[Ticket] = set()
         self._answers: deque[tuple[RunningRequest, Future[Sequence[int] | None]]] = deque()
         self._wanted = 0  # threads that wait for the engine
         self._changed = threading.Condition()
@@ -122,16 +132,27 @@ class Inbox(RequestSource):
             self._arrivals += tickets
             self._changed.notify_all()
 
+    def cancel(self, ticket: Ticket) -> None:
+        """Aborts a request of the rollout at the end of the burst."""
+        with self._changed:
+            self._cancelled.add(ticket)
+            self._changed.notify_all()
+
+    @property
+    def held(self) -> bool:
+        """Whether requests wait for the engine's memory or weights."""
+        return (self.asleep or self.mixed) and not self.closed
+
     def wait(self) -> bool:
         """Waits for an arrival; False once the session is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.closed or (self._arrivals and not self.asleep))
+            self._changed.wait_for(lambda: self.closed or (self._arrivals and not self.held))
             return not self.closed
 
     def close(self) -> None:
         """Ends the running rollout, and every request with an error."""
         with self._changed:
-            self.closed, self.asleep = True, False
+            self.closed = True
             self._changed.notify_all()
         self._threads.close()
 
@@ -149,25 +170,50 @@ class Inbox(RequestSource):
                 self._wanted -= 1
                 self._changed.notify_all()
 
-    def withdraw(self, ids: set[int] | None) -> list[Ticket]:
-        """Takes arrivals back, of the given ids or all."""
-        with self._changed:
-            taken = [t for t in self._arrivals if ids is None or t.request.id in ids]
-            self._arrivals = deque(t for t in self._arrivals if t not in taken)
-        return taken
+    def abort(
+        self, chosen: Callable[[Ticket], bool], remove: Callable[[RunningRequest], None]
+    ) -> list[Response]:
+        """Ends requests with their tokens so far; no other thread may use the engine.
+
+        Args:
+            chosen: whether a request is to end.
+            remove: takes one out of the rollout.
+        """
+        aborted = []
+        for state, ticket in list(self.tickets.items()):
+            if chosen(ticket):
+                del self.tickets[state]
+                remove(state)
+                aborted.append((ticket, state.response(self.version(), aborted=True)))
+        for ticket in self._withdraw(chosen):
+            if ticket.set_running_or_notify_cancel():
+                state = RunningRequest.begin(ticket.request)
+                aborted.append((ticket, state.response(self.version(), aborted=True)))
+        for ticket, response in aborted:
+            ticket.set_result(response)
+        return [response for _, response in aborted]
 
     def fail(self, error: BaseException) -> None:
         """Ends all requests with an error."""
         tickets = list(self.tickets.values())
-        tickets += [t for t in self.withdraw(None) if t.future.set_running_or_notify_cancel()]
+        arrivals = self._withdraw(lambda ticket: True)
+        tickets += [t for t in arrivals if t.set_running_or_notify_cancel()]
         self.tickets.clear()
         for ticket in tickets:
-            ticket.future.set_exception(error)
+            ticket.set_exception(error)
+
+    def _withdraw(self, chosen: Callable[[Ticket], bool]) -> list[Ticket]:
+        """Takes arrivals back."""
+        with self._changed:
+            taken = [ticket for ticket in self._arrivals if chosen(ticket)]
+            self._arrivals = deque(t for t in self._arrivals if t not in taken)
+        return taken
 
     # ---- called by the rollout ------------------------------------------------------------------
 
     def due(self, scheduler: Scheduler) -> bool:
-        return bool(self._arrivals or self._answers or self._wanted or self.closed)
+        waiting = self._arrivals or self._answers or self._cancelled or self._wanted
+        return bool(waiting) or self.closed
 
     def exchange(self, scheduler: Scheduler) -> list[RunningRequest]:
         interrupted: list[RunningRequest] = []
@@ -178,6 +224,8 @@ class Inbox(RequestSource):
                 raise SessionClosed("the session was closed while requests ran")
             while self._arrivals:
                 self._admit(scheduler, self._arrivals.popleft())
+            while self._cancelled:
+                interrupted += self._drop(scheduler, self._cancelled.pop())
             while self._answers:
                 interrupted += self._continue(scheduler, *self._answers.popleft())
             if not (scheduler.idle and scheduler.paused):
@@ -215,22 +263,33 @@ class Inbox(RequestSource):
         self.engine.release()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: not self._wanted and not self.asleep)
+                self._changed.wait_for(lambda: not self._wanted and not self.held)
         finally:
             self.engine.acquire()
         lost, self.kv_lost = self.kv_lost, False
         return scheduler.drop_kv() if lost else []
 
+    def _drop(self, scheduler: Scheduler, ticket: Ticket) -> list[RunningRequest]:
+        """Aborts a request, if it has not ended."""
+        dropped: list[RunningRequest] = []
+
+        def remove(state: RunningRequest) -> None:
+            scheduler.remove(state)
+            dropped.append(state)
+
+        self.abort(lambda other: other is ticket, remove)
+        return dropped
+
     def _admit(self, scheduler: Scheduler, ticket: Ticket) -> None:
-        if not ticket.future.set_running_or_notify_cancel():
+        if not ticket.set_running_or_notify_cancel():
             return
         try:
             (state,) = scheduler.add([ticket.request])
         except UserError as error:
-            ticket.future.set_exception(error)
+            ticket.set_exception(error)
             return
         except BaseException as error:  # `fail` does not know this ticket
-            ticket.future.set_exception(error)
+            ticket.set_exception(error)
             raise
         self.tickets[state] = ticket
         if state.finish and self.ended(state):
@@ -252,7 +311,7 @@ class Inbox(RequestSource):
             if state not in self.tickets:
                 raise
             scheduler.remove(state)
-            self.tickets.pop(state).future.set_exception(error)
+            self.tickets.pop(state).set_exception(error)
             return [state]
         if state.finish:
             self._deliver(state)
@@ -267,4 +326,4 @@ class Inbox(RequestSource):
 
     def _deliver(self, state: RunningRequest) -> None:
         if ticket := self.tickets.pop(state, None):
-            ticket.future.set_result(state.response(self.version()))
+            ticket.set_result(state.response(self.version()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ..config.sections import EngineConfig
 from ..config.strategy import OFF, Strategy, parse_strategies
 from ..drafter.overlap import OverlapTuner
 from ..drafter.trainer import SpotTrainer
+from ..model.checkpoint import check_finite
 from ..model.drafter import Drafter, DraftSpec
 from ..model.kv_cache import KvCache
 from ..model.spec import ModelSpec
@@ -57,7 +58,12 @@ class Rollout:
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Copies the weights of a new policy into the engine, in place."""
-        self.target.load_weights(weights)
+        target, dtype = self.target, self.target.dtype
+        if isinstance(weights, Mapping):  # before the old ones are overwritten
+            check_finite(weights, dtype, "weights")
+        target.load_weights(weights)
+        if not isinstance(weights, Mapping):
+            check_finite(target.state_dict(), dtype, "weights")
         self.engine.target_version = version
         if self.spot is not None:
             self.spot.start_step(version)

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import replace
-from operator import index
 from types import TracebackType
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
-from ..common.numbers import shown
 from ..model.prompts import PromptEncoder
 from ..model.target import Weights
 from ..rollout.observer import Observers, RolloutObserver
 from ..rollout.rebalance import LOOK_S
-from ..rollout.request import Request, Response, RunningRequest, SamplingParams, request_id
+from ..rollout.request import Request, Response, SamplingParams
 from ..rollout.source import RequestSource
-from .inbox import Inbox, OnEnd, SessionClosed, Ticket, check_ids
+from .inbox import Inbox, OnEnd, SessionClosed, Ticket
 from .load import use_device
 from .parts import Rollout
 from .pretrained import build, configure, load
-
-Prompt = str | Sequence[int] | Request
+from .prompts import Prompt, Prompts
 
 
 class Session:
@@ -61,6 +56,7 @@ class Session:
         self.rollout, self.encode = rollout, encode
         self.engine, self.spot = rollout.engine, rollout.spot
         self.params = params or SamplingParams(stop_ids=rollout.target.spec.eos_ids)
+        self._prompts = Prompts(encode, self.params, rollout.target.spec, rollout.engine.cache)
         self._rolling = threading.Lock()  # held during a rollout
         self._roller: threading.Thread | None = None  # its thread
         self._using = threading.Lock()  # held by the thread that uses the engine
@@ -70,10 +66,9 @@ class Session:
             rollout.target.spec.vocab_size,
         )
         self._process = os.getpid()  # threads and CUDA do not survive a fork
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # of the next one
         self._worker: threading.Thread | None = None
         self._final_steps = False  # of the drafter, in flight
-        self._prompts = 0  # so far, whose ids the session chose
 
     @classmethod
     def from_pretrained(
@@ -156,14 +151,13 @@ class Session:
             SessionClosed: the session was closed meanwhile.
         """
         self._check_thread()
-        self._check_awake()
-        listed = [prompts] if isinstance(prompts, (str, Request)) else prompts
-        requests = [r for prompt in listed for r in self._requests(prompt, params, samples)]
-        futures = self._submit(requests, on_end)
+        self._check_ready()
+        futures = self._submit(self._prompts.requests(prompts, params, samples), on_end)
         try:
             wait(futures)
         except BaseException:  # Ctrl-C
-            self.abort([request.id for request in requests])
+            for future in futures:
+                future.cancel()
             raise
         return [future.result() for future in futures]
 
@@ -186,13 +180,15 @@ class Session:
 
         Returns:
             A future of the response. An error in `on_end` is an error of this request alone. Its
-            `cancel` takes back a request that the engine does not have yet; otherwise use `abort`.
+            `cancel` takes back a request that waits; of one that runs it returns False, and the
+            response has the tokens so far. A cancelled asyncio task calls it, too
+            (`await asyncio.wrap_future(future)`).
 
         Raises:
             UserError: the request can never run.
             SessionClosed: the session is closed.
         """
-        (future,) = self._submit(self._requests(prompt, params, 1), on_end)
+        (future,) = self._submit(self._prompts.requests([prompt], params, 1), on_end)
         return future
 
     def abort(self, ids: Iterable[int] | None = None) -> list[Response]:
@@ -207,28 +203,14 @@ class Session:
             `on_end` is then called again, if it had not answered.
         """
         wanted = None if ids is None else set(ids)
-        inbox, version = self._inbox, self.engine.target_version
-        aborted: list[tuple[Future[Response], Response]] = []
         with self._between_bursts():
-            for state, ticket in list(inbox.tickets.items()):
-                if wanted is None or state.request.id in wanted:
-                    del inbox.tickets[state]
-                    self.engine.remove(state)
-                    aborted.append((ticket.future, state.response(version, aborted=True)))
-            for ticket in inbox.withdraw(wanted):
-                if ticket.future.set_running_or_notify_cancel():
-                    state = RunningRequest.begin(ticket.request)
-                    aborted.append((ticket.future, state.response(version, aborted=True)))
-        for future, response in aborted:
-            future.set_result(response)
-        return [response for _, response in aborted]
+            return self._inbox.abort(
+                lambda ticket: wanted is None or ticket.request.id in wanted, self.engine.remove
+            )
 
     def decode(self, response: Response) -> str:
         """The text of a response, without special tokens."""
-        if self.encode is None:
-            raise UserError("session: there is no tokenizer; give one to from_pretrained")
-        decode: Any = self.encode.tokenizer.decode
-        return decode(response.token_ids, skip_special_tokens=True)
+        return self._prompts.decode(response)
 
     def roll_out(
         self,
@@ -250,9 +232,9 @@ class Session:
         """
         inbox = self._inbox
         self._check_thread()
-        self._check_awake()  # a rollout that waits for `wake` holds the first lock
+        self._check_ready()  # a rollout that waits for `wake` holds the first lock
         with self._rolling, self._using:
-            self._check_awake()
+            self._check_ready()
             self._roller = threading.current_thread()
             if self._final_steps and self.spot is not None:  # documents must not change meanwhile
                 self.spot.end_final_steps()
@@ -292,16 +274,26 @@ class Session:
             version: of the policy; None = the next number.
 
         Raises:
-            UserError: tensors that do not fit. A state dict is checked first, so that the old
-                weights stay; of a stream a part may have been copied.
+            UserError: tensors that do not fit or are not finite. A state dict is checked first, so
+                that the old weights and their version stay. After an error in a stream some of the
+                weights are new: requests are refused, and unfinished ones wait, until a further
+                call has succeeded.
         """
+        if not isinstance(stream, Iterable):
+            raise UserError(
+                f"update_weights: got a {type(stream).__name__}; give the state dict of the policy"
+            )
+        inbox = self._inbox
         with self._between_bursts():
             if self.spot is not None:
                 self.spot.end_final_steps()
-            self._final_steps, self._inbox.kv_lost = False, True
+            self._final_steps = False
+            inbox.kv_lost = True
+            inbox.mixed |= not isinstance(stream, Mapping)
             if version is None:
                 version = self.engine.target_version + 1
             self.rollout.update_weights(stream, version)
+            inbox.mixed = False
 
     def train_drafter(self, steps: int | None = None) -> int:
         """Trains the drafter on the responses so far, between rollouts.
@@ -358,42 +350,7 @@ class Session:
         if self.spot is not None:
             self.spot.close()
 
-    # ---- requests -------------------------------------------------------------------------------
-
-    def _requests(
-        self, prompt: Prompt, params: SamplingParams | None, samples: int
-    ) -> list[Request]:
-        if isinstance(prompt, Request):
-            self._check(prompt)
-            return [prompt]
-        if isinstance(prompt, str):
-            if self.encode is None:
-                raise UserError("session: a text needs a tokenizer; give one to from_pretrained")
-            ids = self.encode(prompt)
-        else:
-            try:
-                ids = tuple(index(token) for token in prompt)
-            except TypeError:
-                raise UserError(
-                    f"session: a prompt must be a text, ids or a Request, got {shown(prompt)};"
-                    " generate takes a list of prompts"
-                ) from None
-        if samples < 1:
-            raise UserError(f"samples: must be at least 1, got {samples}")
-        params = params or self.params
-        if not params.stop_ids:
-            params = replace(params, stop_ids=self.params.stop_ids)
-        with self._lock:
-            number, self._prompts = self._prompts, self._prompts + 1
-        keys = [request_id("session", 0, str(number), sample) for sample in range(samples)]
-        requests = [Request(key, number, ids, params) for key in keys]
-        self._check(requests[0])
-        return requests
-
-    def _check(self, request: Request) -> None:
-        spec, cache = self.rollout.target.spec, self.engine.cache
-        request.check(spec.max_position, cache.page_size, cache.num_pages)
-        check_ids(f"request {request.id}", request.prompt_ids, spec.vocab_size)
+    # ---- threads --------------------------------------------------------------------------------
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -404,19 +361,28 @@ class Session:
         if threading.current_thread() is self._roller:
             raise RuntimeError("session: called by the thread of the rollout; use another thread")
 
-    def _check_awake(self) -> None:
+    def _check_ready(self) -> None:
+        self._check_open()
         if self._inbox.asleep:
             raise UserError("session: it sleeps; call wake() first")
+        if self._inbox.mixed:
+            raise UserError(
+                "session: the last update_weights failed halfway; call it again with all weights"
+            )
 
-    def _submit(self, requests: Sequence[Request], on_end: OnEnd | None) -> list[Future[Response]]:
+    def _check_open(self) -> None:
+        if self._inbox.closed:
+            raise SessionClosed("the session is closed")
+
+    def _submit(self, requests: Sequence[Request], on_end: OnEnd | None) -> list[Ticket]:
         self._check_process()
-        tickets = [Ticket(request, on_end, Future()) for request in requests]
+        tickets = [Ticket(request, on_end, self._inbox) for request in requests]
         self._inbox.put(tickets)
         with self._lock:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="tlt-session", daemon=True)
                 self._worker.start()
-        return [ticket.future for ticket in tickets]
+        return tickets
 
     def _work(self) -> None:
         """Makes rollouts of what arrives until the session is closed."""
@@ -431,6 +397,7 @@ class Session:
     def _between_bursts(self) -> Iterator[None]:
         """Inside the block, this thread alone uses the engine, on its current stream."""
         self._check_thread()
+        self._check_open()
         device = self.rollout.target.device
         with self._inbox.between_bursts():
             if device.type == "cpu":

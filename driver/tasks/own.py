@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import UserError
+from ..common.errors import UserError, user_code
 from ..common.storage import user_path
 from .base import Prompt, Split, Task, prompt_id
 
@@ -39,7 +39,8 @@ class OwnTask(Task):
         self.is_message = bool(getattr(task, "is_message", False))
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        made = self.task.prompt(split, index)
+        with user_code(f"task {self.name}: prompt({split!r}, {index})"):
+            made = self.task.prompt(split, index)
         if isinstance(made, Prompt):
             return made
         text, answer = made if isinstance(made, tuple) else (made, "")

@@ -11,6 +11,7 @@ from driver.model.prompts import PromptEncoder
 from driver.model.tiny import CHARACTERS, VOCABULARY, build_policy, build_tokenizer
 from driver.policy.warmup import cross_entropy, demonstration, demonstrations, warm_up
 from driver.tasks import Prompt, make_task
+from driver.tasks.calculator import CalculatorTask
 
 SHAPE = ModelConfig(hidden_size=64, num_layers=2)
 
@@ -152,6 +153,34 @@ def test_workers_make_the_same_rows(encode):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a.input_ids, b.input_ids)
             assert torch.equal(a.rows, b.rows)
+
+
+class Faulty(CalculatorTask):
+    """One of its demonstrations, or one of the answers in them, raises an error."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.method = method
+
+    def respond(self, prompt, turn, text):
+        assert self.method != "respond", "no\npower"
+        return super().respond(prompt, turn, text)
+
+    def demonstration(self, prompt):
+        assert self.method != "demonstration", "no\npower"
+        return super().demonstration(prompt)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("method", ["respond", "demonstration"])
+def test_an_error_in_a_demonstration_names_the_sample_in_one_line(encode, method, workers):
+    """From a worker process, too, whose errors have a traceback otherwise."""
+    rows = demonstrations(encode, Faulty(method), WarmupConfig(steps=1, batch=2), 0, workers)
+    where = r"demonstration of prompt calculator/train/\d+" + ": tool at turn 0" * (
+        method[0] == "r"
+    )
+    with pytest.raises(UserError, match=where + r": AssertionError: no power .*test_tiny.py:\d+.$"):
+        next(iter(rows))
 
 
 def test_a_half_precision_model_learns_through_float32_masters(encode):

@@ -12,7 +12,6 @@ import torch
 from driver.common.errors import UserError
 from driver.rollout.request import Request, SamplingParams
 from driver.session import Session
-from tests.driver.poison import poison
 from tests.driver.rollout.test_bursts import LatePool, Pool, looping
 from tests.driver.rollout.test_engine import (
     SETTINGS,
@@ -335,103 +334,6 @@ def test_a_tool_holds_up_nobody_and_its_wait_does_not_spin(session, monkeypatch)
     assert len(looks) < 10
     gate.open.set()
     assert same([f.result(WAIT_S) for f in futures], wanted)
-
-
-def test_sleep_frees_the_memory_and_unfinished_requests_go_on(session, monkeypatch):
-    poison(monkeypatch)  # nothing of the old KV is read
-    requests, wanted = several_turns(session, 3, seed=12)
-    futures, gate = paused(session, requests)
-    late = session.submit(endless(jobs(1, seed=13, new=60))[0])
-    cache, runner = session.engine.cache, session.spot.runner
-    arrays = (cache.k, cache.v, cache.features, runner.k, runner.v)
-    session.sleep()
-    session.sleep()  # does nothing more
-    assert [a.untyped_storage().nbytes() for a in arrays] == [0] * 5
-    gate.open.set()
-    more = session.submit(requests[0], on_end=tool)
-    with pytest.raises(UserError, match="it sleeps; call wake"):
-        session.roll_out(requests)
-    assert not more.done() and not any(f.done() for f in futures)
-    session.wake()
-    assert [a.untyped_storage().nbytes() for a in arrays] == [a.nbytes for a in arrays]
-    assert same([f.result(WAIT_S) for f in futures], wanted)
-    assert same([more.result(WAIT_S)], wanted[:1])
-    session.engine.bandit = Choose("off")
-    late = late.result(WAIT_S)
-    assert same(session.generate(late.request), [late])
-
-
-def test_new_weights_take_effect_between_two_passes(session, policy):
-    """Requests keep their tokens; what follows is what the new policy gives after them."""
-    requests, _ = several_turns(session, 3, seed=14)
-    old = session.rollout.target.state_dict()
-    old = {name: weight.clone() for name, weight in old.items()}
-    gen = torch.Generator().manual_seed(0)
-    new = {n: w + 0.05 * torch.randn(w.shape, generator=gen) for n, w in old.items()}
-    session.engine.bandit = Choose("off", *STRATEGIES, seed=5)
-    futures, gate = paused(session, requests)
-    running = endless(jobs(2, seed=15, new=200))
-    busy = [session.submit(r) for r in running]
-    before = session.engine.target_version
-    session.update_weights(iter(new.items()), version=before + 7)
-    gate.open.set()
-    got = [f.result(WAIT_S) for f in futures]
-    after = [f.result(WAIT_S) for f in busy]
-    assert {r.version for r in (*got, *after)} == {before + 7}
-    for response in got:
-        first = response.tools[0][1]
-        prefix = (*response.request.prompt_ids, *response.token_ids[:first])
-        params = replace(
-            response.request.params, max_new_tokens=response.request.params.max_new_tokens - first
-        )
-        alone = replace(response.request, prompt_ids=prefix, params=params)
-        (rest,) = session.generate([alone])
-        count = len(rest.token_ids)
-        assert response.token_ids[first : first + count] == rest.token_ids
-        assert response.logprobs[first : first + count] == rest.logprobs
-    session.update_weights(old)
-    assert session.engine.target_version == before + 8
-    stale = session.generate(running)
-    session.update_weights(new)
-    for response, other in zip(after, stale, strict=True):
-        # Tokens of the old policy, then what the new one gives after them.
-        pairs = zip(response.token_ids, other.token_ids, strict=True)
-        count = next((i for i, (one, two) in enumerate(pairs) if one != two), 0)
-        begun = replace(other, token_ids=other.token_ids[:count], logprobs=other.logprobs[:count])
-        (rest,) = session.generate([replace(response.request, resume=begun)])
-        assert rest.token_ids == response.token_ids
-        assert rest.logprobs[count:] == response.logprobs[count:]
-    assert not same(after, stale)
-    session.update_weights(old)
-
-
-def test_weights_that_do_not_fit_are_refused(session):
-    weights = session.rollout.target.state_dict()
-    name = "model.norm.weight"
-    with pytest.raises(UserError, match=f"{name} has shape .3., config.json makes it .48."):
-        session.update_weights((weights | {name: torch.zeros(3)}).items())
-    with pytest.raises(UserError, match="what is not a tensor of"):
-        session.update_weights((weights | {"what": torch.zeros(3)}).items())
-    with pytest.raises(UserError, match="is missing"):
-        session.update_weights([(name, weights[name])])
-
-
-def test_an_error_of_the_engine_reaches_every_future_and_the_session_goes_on(session, monkeypatch):
-    requests = jobs(8, seed=16)
-    wanted = session.generate(requests)
-    futures, gate = paused(session, short_turns(jobs(2, seed=17)))
-
-    def fails(*args):
-        raise RuntimeError("the device failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session.engine.program, "run", fails)
-        futures += [session.submit(r) for r in requests]
-        for future in futures:
-            with pytest.raises(RuntimeError, match="the device failed"):
-                future.result(WAIT_S)
-    gate.open.set()  # the answers come too late
-    assert same(session.generate(requests), wanted)
 
 
 def test_an_error_of_a_tool_is_that_of_its_request(session):

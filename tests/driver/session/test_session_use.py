@@ -1,8 +1,9 @@
 """A session is closed, refuses what it cannot do, and is made from models and folders."""
 
+import asyncio
 import subprocess
 import sys
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from dataclasses import replace
 
 import pytest
@@ -40,8 +41,12 @@ def test_close_ends_every_request_with_an_error(rollout):
             future.result(WAIT_S)
     gate.open.set()
     assert not session._worker.is_alive()
-    with pytest.raises(SessionClosed, match="the session is closed"):
-        session.submit(jobs(1)[0])
+    for use in (session.submit, session.generate, lambda request: session.roll_out([request])):
+        with pytest.raises(SessionClosed, match="the session is closed"):
+            use(jobs(1)[0])
+    for change in (session.sleep, session.wake, session.abort, lambda: session.update_weights({})):
+        with pytest.raises(SessionClosed, match="the session is closed"):
+            change()
     session.close()
 
 
@@ -68,6 +73,52 @@ def test_a_cancelled_request_does_not_start(session):
     futures[0].result(WAIT_S)
     with pytest.raises(CancelledError):
         late.result(WAIT_S)
+
+
+def test_a_cancelled_request_ends_with_the_tokens_so_far(session):
+    """In a rollout, before its first pass, while a tool works, and as a task of asyncio."""
+    long = endless(jobs(3, seed=41, new=200))
+    whole = session.generate(long)
+    futures, gate = paused(session, short_turns(jobs(1, seed=42)))
+    futures += [session.submit(r) for r in long[:2]]
+    for future in futures:
+        assert not future.cancel() or future.cancelled()
+    gate.open.set()
+    wait(futures, WAIT_S)
+    ended = [future.result() for future in futures if not future.cancelled()]
+    assert ended and {response.finish for response in ended} == {"abort"}
+    resumed = [replace(r.request, resume=r) for r in ended if r.request in long]
+    assert same(session.generate(resumed), [whole[long.index(r)] for r in resumed])
+    assert not futures[0].cancel()  # it has ended
+
+    async def stop():
+        begun = session.submit(long[2])
+        task = asyncio.ensure_future(asyncio.wrap_future(begun))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return begun
+
+    begun = asyncio.run(stop())
+    wait([begun], WAIT_S)
+    assert begun.cancelled() or begun.result().finish == "abort"
+    assert same(session.generate(long), whole)
+
+
+def test_an_interrupted_generate_ends_its_own_requests_only(session, monkeypatch):
+    requests = endless(jobs(2, seed=43, new=200))
+    other = session.submit(requests[0])
+
+    def interrupt(futures):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("driver.session.session.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(requests)
+    assert other.result(WAIT_S).finish == "length"
+    assert session.abort() == []
 
 
 def test_the_thread_of_the_rollout_is_told_to_use_another(session):

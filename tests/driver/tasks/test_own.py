@@ -21,6 +21,11 @@ class Words:
     def prompt(self, split, index):
         return f"{split} {index}"
 
+class Odd:
+    reward = staticmethod(score)
+    def prompt(self, split, index):
+        return {}[index]
+
 class Half:
     def prompt(self, split, index):
         return ""
@@ -48,6 +53,14 @@ def parts(tmp_path):
     path = tmp_path / "parts_of_a_user.py"
     path.write_text(PARTS)
     return path
+
+
+def test_an_error_of_its_prompt_is_one_line(parts):
+    task = make_task(f"{parts}:Odd")
+    with pytest.raises(
+        UserError, match=r"prompt\('eval', 3\): KeyError: 3 .parts_of_a_user.py:\d+"
+    ):
+        task.prompt("eval", 3)
 
 
 def test_everything_but_prompt_and_reward_is_optional(parts):
