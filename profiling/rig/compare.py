@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,20 @@ from profiling.rig.results import load
 THRESHOLD = 1.05
 
 
-@dataclass(frozen=True)
-class Change:
-    """One figure in both files; `ratio` above 1 is worse."""
-
-    name: str
-    old: float
-    new: float
-    ratio: float
-
-
-def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Cases and targets that both results have.
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, float, float, float]]:
+    """Name, old, new and loss of the cases and targets that both results have.
 
     Raises:
         ValueError: the results cannot be compared; the message is one line.
     """
-    check_comparable(old, new)
+    cards = [result["meta"]["card"] for result in (old, new)]
+    benches = [", ".join(sorted({row["bench"] for row in r["rows"]})) for r in (old, new)]
+    for name, (one, other) in (("cards", cards), ("benchmarks", benches)):
+        if one != other:
+            raise ValueError(f"other {name}: {one} and {other}")
     before, after = ({row["case"]: row["median_us"] for row in r["rows"]} for r in (old, new))
     found = [
-        Change(case, was, after[case], after[case] / was)
+        (case, was, after[case], after[case] / was)
         for case, was in before.items()
         if case in after and was
     ]
@@ -44,31 +37,11 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     for target in old["targets"]:
         was, now = target["got"], figures.get(target["name"])
         if was and now:
-            ratio = now / was if "at_most" in target["wanted"] else was / now
-            found.append(Change(target["name"], was, now, ratio))
+            loss = now / was if "at_most" in target["wanted"] else was / now
+            found.append((target["name"], was, now, loss))
     if not found:
         raise ValueError("the two results have no case and no target in common")
     return found
-
-
-def check_comparable(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises a ValueError if the cards, the benchmarks or the forms of the rows differ."""
-    facts = {
-        "cards": [result["meta"].get("card") for result in (old, new)],
-        "benchmarks": [
-            ", ".join(sorted({row.get("bench", "?") for row in result["rows"]}))
-            for result in (old, new)
-        ],
-    }
-    for name, (one, other) in facts.items():
-        if one != other:
-            raise ValueError(f"other {name}: {one} and {other}")
-    for which, result in (("old", old), ("new", new)):
-        times = [row.get("median_us") for row in result["rows"] if "case" in row]
-        if len(times) < len(result["rows"]) or not all(isinstance(t, int | float) for t in times):
-            raise ValueError(f"other schema: a row of the {which} file lacks case or median_us")
-        if not all({"name", "wanted", "got"} <= target.keys() for target in result["targets"]):
-            raise ValueError(f"other schema: a target of the {which} file lacks name or got")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,17 +54,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         found = changes(load(args.old), load(args.new))
-    except ValueError as error:
-        sys.stderr.write(f"profiling.rig.compare: {error}\n")
+    except (ValueError, KeyError) as error:
+        reason = error if isinstance(error, ValueError) else f"other schema: no {error}"
+        sys.stderr.write(f"profiling.rig.compare: {reason}\n")
         return 2
     worse = 0
-    for change in found:
-        slower = change.ratio > args.threshold
-        worse += slower
-        mark = "WORSE" if slower else ""
-        sys.stdout.write(
-            f"{change.name:44} {change.old:10.4g} {change.new:10.4g} {change.ratio:8.3f} {mark}\n"
-        )
+    for name, old, new, loss in found:
+        worse += loss > args.threshold
+        mark = "WORSE" if loss > args.threshold else ""
+        sys.stdout.write(f"{name:44} {old:10.4g} {new:10.4g} {loss:8.3f} {mark}\n")
     sys.stdout.write(f"{worse} of {len(found)} past {args.threshold:g}\n")
     return 1 if worse else 0
 
