@@ -107,6 +107,8 @@ def run_steps(run: Run, progress: Progress) -> None:
     if run.folder is not None:
         with run.phases("plots"):
             write_plots(run)
+        if run.writer.busy:
+            progress.note(f"writing the checkpoint of step {run.saved_step}")
         run.end_checkpoint()
         write_summary(run)
 

@@ -6,11 +6,14 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from .errors import UserError
+
+SYNCS = 8  # files that are flushed at once
 
 
 @contextlib.contextmanager
@@ -116,5 +119,5 @@ def sync_path(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Flushes a folder and its contents to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        sync_path(path)
+    with ThreadPoolExecutor(SYNCS) as pool:
+        list(pool.map(sync_path, [*folder.rglob("*"), folder]))

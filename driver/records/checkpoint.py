@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from ..common.errors import UserError
 from ..common.storage import storage_errors, sync_path, sync_tree
 from ..model.checkpoint import check_checkpoint
-from .parts import Parts, load_parts
+from .parts import WRITERS, Parts, load_parts
 
 PARTS = "state/parts"  # subfolder that `save_parts` writes
 _FOLDER = re.compile(r"step-(\d+)")
@@ -55,9 +56,10 @@ class Checkpoint:
         if not contents:
             return
         mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
-        for name, checksum in mark.get("checksums", {}).items():  # earlier versions wrote none
-            path = self.path / name
-            if not path.exists() or _checksum(path) != checksum:
+        wanted = mark.get("checksums", {})  # earlier versions wrote none
+        for name, checksum in _checksums(self.path, wanted).items():
+            if checksum != wanted[name]:
+                path = self.path / name
                 raise UserError(f"{path}: damaged since it was written; {self._remedy}")
 
     @property
@@ -140,7 +142,9 @@ def save_checkpoint(
             write_policy(scratch)
             for name, state in states.items():
                 torch.save(state, scratch / "state" / f"{name}.pt")
-            mark = {"step": step, "checksums": _checksums(scratch)}
+            files = (path for path in scratch.rglob("*") if path.is_file())
+            names = [str(path.relative_to(scratch)) for path in files]
+            mark = {"step": step, "checksums": _checksums(scratch, sorted(names))}
             (scratch / _MARK).write_text(json.dumps(mark), encoding="utf-8")
             sync_tree(scratch)
             if final.exists():  # an incomplete copy, or from an earlier version
@@ -161,13 +165,15 @@ def scratch_folder(folder: Path, step: int) -> Path:
     return folder / f".new-step-{step:06d}"
 
 
-def _checksums(folder: Path) -> dict[str, int]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): _checksum(path) for path in files}
+def _checksums(folder: Path, names: Collection[str]) -> dict[str, int | None]:
+    with ThreadPoolExecutor(WRITERS) as pool:
+        return dict(zip(names, pool.map(_checksum, (folder / name for name in names)), strict=True))
 
 
-def _checksum(path: Path) -> int:
-    """CRC-32 of a file, which detects damage but not forgery."""
+def _checksum(path: Path) -> int | None:
+    """CRC-32 of a file, which detects damage but not forgery; None: there is no file."""
+    if not path.exists():
+        return None
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 24):

@@ -37,8 +37,27 @@ class CheckpointWriter:
     def __init__(self, threaded: bool) -> None:
         self.threaded = threaded
         self._copies = HostCopies()
+        self._prepared = False
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # completes a write before the exit
         self._written: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is in progress."""
+        return self._written is not None and not self._written.done()
+
+    def prepare(self, state: Callable[[], Any]) -> None:
+        """Allocates the memory of the copies in the thread, once: pinning a GB takes half a second.
+
+        Args:
+            state: returns what `save` gets.
+        """
+        if self._prepared or self._written is not None:
+            return
+        self._prepared = True
+        found = state() if self.threaded else None
+        if self._can_copy(found):
+            self._written = self._thread.submit(self._copies.prepare, found)
 
     def save(self, write: Callable[[Any], object], state: Any) -> None:
         """Starts to write a state.
@@ -51,14 +70,7 @@ class CheckpointWriter:
             UserError: this checkpoint or the previous one could not be written.
         """
         self.collect()
-        if self.threaded and held_bytes(state) > HOST_SHARE * _host_bytes():
-            self.threaded = False
-            warnings.warn(
-                f"a checkpoint of {held_bytes(state) / 1e9:.1f} GB exceeds {HOST_SHARE:.0%} of"
-                " this machine's memory: each step waits until its checkpoint is written",
-                stacklevel=2,
-            )
-        if not self.threaded:
+        if not self._can_copy(state):
             write(state)
             return
         copy, wait = self._copies.take(state)
@@ -68,6 +80,16 @@ class CheckpointWriter:
             write(copy)
 
         self._written = self._thread.submit(work)
+
+    def _can_copy(self, state: Any) -> bool:
+        if self.threaded and held_bytes(state) > HOST_SHARE * _host_bytes():
+            self.threaded = False
+            warnings.warn(
+                f"a checkpoint of {held_bytes(state) / 1e9:.1f} GB exceeds {HOST_SHARE:.0%} of"
+                " this machine's memory: each step waits until its checkpoint is written",
+                stacklevel=3,
+            )
+        return self.threaded
 
     def collect(self, wait: bool = True) -> None:
         """Raises the error of the write, if there is one.

@@ -15,7 +15,7 @@ from .timeline import Timeline
 # Phases of a step, by their names in the records; the rest is `other` and `unaccounted`.
 PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "update_drafter")
 # In a step's record, but not part of its training time.
-OUTSIDE_STEP = ("load", "warmup", "eval", "checkpoint", "plots")
+OUTSIDE_STEP = ("load", "warmup", "eval", "checkpoint", "checkpoint_end", "plots")
 
 
 class Phases:

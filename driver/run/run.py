@@ -136,6 +136,7 @@ class Run:
         self.version += 1
         self.session.update_weights(self.trainer.weights.stream(), self.version)
         self.consistent = True
+        self.writer.prepare(self._saved)  # Adam's moments exist now
 
     def evaluate(self) -> None:
         """Measures the held-out accuracy of the current policy."""
@@ -291,7 +292,7 @@ class Run:
         Raises:
             UserError: it could not be written.
         """
-        with self.phases("checkpoint"):
+        with self.phases("checkpoint_end"):
             self.writer.collect()
 
     def restore(self, saved: Checkpoint) -> None:

@@ -50,6 +50,33 @@ def test_the_state_at_the_save_is_written_without_waiting(tmp_path):
     assert write.seen[0] is not threading.current_thread()
 
 
+def test_memory_for_the_copies_is_taken_once_and_in_the_thread(monkeypatch):
+    calls, prepare = [], HostCopies.prepare
+
+    def noted(self, state):
+        calls.append(threading.current_thread())
+        prepare(self, state)
+
+    monkeypatch.setattr(HostCopies, "prepare", noted)
+    live, written = states(1), []
+    writer = CheckpointWriter(threaded=True)
+    for _ in range(2):
+        writer.prepare(lambda: live)
+    writer.save(written.append, live)
+    writer.collect()
+    assert len(calls) == 1 and calls[0] is not threading.current_thread()
+    rooms = {room.data_ptr() for room in writer._copies.room.values()}
+    assert rooms and {t.data_ptr() for t in tensors(written[0])} == rooms
+    CheckpointWriter(threaded=False).prepare(lambda: pytest.fail("it needs no copies"))
+
+
+def tensors(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    items = state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
+    return [tensor for item in items for tensor in tensors(item)]
+
+
 def test_the_next_save_waits_for_the_previous_one(tmp_path):
     order, writer, go = [], CheckpointWriter(threaded=True), threading.Event()
     writer.save(lambda state: (go.wait(30), order.append(state["n"])), {"n": 1})
