@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,6 +35,20 @@ if TYPE_CHECKING:
     from ..rollout.stats import RolloutStats
 
 
+def delays(method: Callable[..., None]) -> Callable[..., None]:
+    """Counts the time of a method, which rollout or training loop wait for, as a cost."""
+
+    @functools.wraps(method)
+    def timed(self: SpotTrainer, *args: Any, **options: Any) -> None:
+        begin = time.perf_counter()
+        try:
+            method(self, *args, **options)
+        finally:
+            self._delay_s += time.perf_counter() - begin
+
+    return timed
+
+
 class SpotTrainer(RolloutObserver):
     """Runs micro-steps on recorded features while few requests are active.
 
@@ -58,6 +74,7 @@ class SpotTrainer(RolloutObserver):
         overlap: measured cost of the placement.
         busy_s: host seconds spent on micro-steps in the step that ended.
         payoff: decides whether training goes on; its changes come from `weigh`.
+        paused: no step is made in a tail, since the policy's update uses the time.
         error: the failure that paused training.
     """
 
@@ -89,6 +106,8 @@ class SpotTrainer(RolloutObserver):
         self.target_version = self.steps = self.tokens_seen = 0
         self.busy_s = self._spent_s = 0.0  # of the last step, and of the current one
         self.payoff, self._delay_s = Payoff(), 0.0  # since the last rollout that was weighed
+        self.paused = False
+        self._final: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # begin, end
         self.reports = StepReports()
         self.weights = WeightSwap(self.step.average.state_dict, runner)
         self.thread = StepThread(self.attempt, self._wait, self._fail)
@@ -119,6 +138,7 @@ class SpotTrainer(RolloutObserver):
         if self.bin.fixed and self.config.mode != "off" and self.steps:
             self.step.capture(0, None)
 
+    @delays
     def on_finish(self, request: RunningRequest) -> None:
         """Copies the features of a finished request out of the cache."""
         if self.config.mode == "off" or not self.payoff.trains:
@@ -138,6 +158,7 @@ class SpotTrainer(RolloutObserver):
         version = self.target_version
         self.buffer.add(Document(tokens, features, version, ready=ready, generated=generated))
 
+    @delays
     def on_pass(self, active: int, passes: int = 1) -> None:
         """Trains if few requests are active; hands new weights to the runner.
 
@@ -148,7 +169,7 @@ class SpotTrainer(RolloutObserver):
         mode = self.mode
         if mode in ("off", "coordinated") or not 0 < active <= self.config.tail_batch:
             return
-        if self.error is None and self.payoff.trains:
+        if self.error is None and self.payoff.trains and not self.paused:
             if mode == "serial":
                 due = self._passes // self.config.every
                 self._passes += passes
@@ -184,6 +205,7 @@ class SpotTrainer(RolloutObserver):
             self.renew()  # the weights that draft meanwhile
         return reason
 
+    @delays
     def begin_final_steps(self) -> None:
         """Stops the thread and makes the final steps, which a GPU runs during what comes next.
 
@@ -196,14 +218,22 @@ class SpotTrainer(RolloutObserver):
         self._in_flight = max(IN_FLIGHT, self.config.final_steps)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
+            begun = self._stream.record_event(torch.cuda.Event(enable_timing=True))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for _ in range(self.config.final_steps):
                 if not self.attempt():
                     break
+        if self._stream is not None:
+            self._final = begun, self._stream.record_event(torch.cuda.Event(enable_timing=True))
 
+    @delays
     def end_final_steps(self) -> None:
         """Waits for the final steps and swaps weights in; call before the target is updated."""
         self._wait()
+        if self._final is not None:  # the update has run beside them, slower by their time at most
+            self._final[1].synchronize()
+            self._delay_s += 1e-3 * self._final[0].elapsed_time(self._final[1])
+            self._final = None
         self._in_flight = IN_FLIGHT
         self.stop()
         if self.config.mode == "off":
@@ -342,12 +372,11 @@ class SpotTrainer(RolloutObserver):
         self._spend(begin)
 
     def _spend(self, begin: float) -> None:
-        """Counts the time since `begin` as training, and what of it delays the rollout."""
+        """Counts the time since `begin` as training; that of the thread slows the rollout down."""
         spent = time.perf_counter() - begin
         self._spent_s += spent
-        if self.overlap is not None and self.thread.is_current:
-            spent *= self.overlap.slowdown - 1
-        self._delay_s += spent
+        if self.thread.is_current:
+            self._delay_s += spent * (1.0 if self.overlap is None else self.overlap.slowdown - 1)
 
     def _fail(self, error: BaseException) -> None:
         self.error = error

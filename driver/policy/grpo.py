@@ -250,7 +250,7 @@ def loss_denominator(lengths: Iterable[int], norm: LossNorm, max_length: int) ->
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A micro-batch's share of the loss, and sums over its tokens for the metrics."""
+    """A micro-batch's share of the summed loss, and sums over its tokens for the metrics."""
 
     loss: Tensor  # float32 [], with gradient
     pg_loss: Tensor  # float32 [], the part of it that is neither KL nor entropy
@@ -268,7 +268,6 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    denominator: int,
     clip_low: float,
     clip_high: float,
     is_cap: float,
@@ -277,14 +276,14 @@ def policy_loss(
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
 ) -> PolicyLoss:
-    """Clipped policy loss of one micro-batch, as its share of the optimizer minibatch.
+    """Clipped policy loss of one micro-batch, summed over its tokens.
 
     With ratio = exp(new - old), the loss of a token is max(-A ratio, -A clipped ratio), times the
     truncated importance weight min(exp(old - rollout), is_cap), plus `kl_coef` times k2 weighted by
     the ratio (a constant in the gradient), minus `entropy_coef` times the entropy. Log-ratios are
     clamped to +-`MAX_LOG_RATIO`.
-    The shares of micro-batches add up to the same gradient however the minibatch is cut, because
-    `denominator` belongs to the whole minibatch.
+    The shares of micro-batches add up to the same gradient however the minibatch is cut. Its
+    denominator may be known at its end only, so the caller divides the sum of gradients.
 
     Args:
         logprobs: float [M], of the policy being updated, with gradient.
@@ -292,7 +291,6 @@ def policy_loss(
         rollout_logprobs: float [M], of the step-start policy as the rollout engine computed them.
         advantages: float [M], each response's advantage at its tokens.
         mask: bool [M], True at response tokens; values elsewhere, NaN included, are not read.
-        denominator: from `loss_denominator`.
         clip_low, clip_high: reach of the ratio below and above 1.
         is_cap: bound of the importance weight.
         ref_logprobs: float [M] of the reference policy, or None.
@@ -305,9 +303,9 @@ def policy_loss(
 
     Example:
         >>> x = torch.tensor([-1.0])
-        >>> policy_loss(x, x, x, torch.tensor([2.0]), torch.tensor([True]), denominator=4,
+        >>> policy_loss(x, x, x, torch.tensor([2.0]), torch.tensor([True]),
         ...             clip_low=0.2, clip_high=0.2, is_cap=2.0).loss
-        tensor(-0.5000)
+        tensor(-2.)
 
     Source: PPO (arXiv 1707.06347), DAPO's clip-higher (2503.14476), truncated importance sampling
     (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025).
@@ -325,18 +323,18 @@ def policy_loss(
     plain = -advantage * ratio  # [M]
     clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)  # [M]
     weight = (old - rollout).exp().clamp_max(is_cap)  # [M]
-    pg_loss = (weight * torch.maximum(plain, clipped)).sum() / denominator  # []
+    pg_loss = (weight * torch.maximum(plain, clipped)).sum()  # []
     loss, ref_kl = pg_loss, new.new_zeros(())  # [], []
     clamped = log_ratio.detach().abs() > MAX_LOG_RATIO  # [M]
     if ref_logprobs is not None:
         ref = inside(ref_logprobs)  # [M]
         # The tokens are the old policy's; the ratio makes them an estimate of the new one's KL.
         drawn = ratio.detach()  # [M]
-        loss = loss + kl_coef * (drawn * kl_estimate(new, ref, "k2")).sum() / denominator  # []
+        loss = loss + kl_coef * (drawn * kl_estimate(new, ref, "k2")).sum()  # []
         ref_kl = (drawn * kl_estimate(new.detach(), ref, "k3")).sum()  # []
         clamped |= (new.detach() - ref).abs() > MAX_LOG_RATIO  # [M]
     if entropy is not None and entropy_coef:
-        loss = loss - entropy_coef * inside(entropy).sum() / denominator  # []
+        loss = loss - entropy_coef * inside(entropy).sum()  # []
     return PolicyLoss(
         loss=loss,
         pg_loss=pg_loss.detach(),

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut documents into rows of at most `budget` tokens.
+    """Cut documents into rows of at most `budget` tokens, in the order given.
 
-    Longest first, so that the documents of a row have similar lengths. A document longer than the
-    budget gets a row to itself.
+    So the rows of the first documents are the first rows of all, but for the last one. In a row the
+    longest documents come first. A document longer than the budget gets a row to itself.
 
     Args:
         lengths: tokens of each document.
@@ -22,18 +22,18 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
         The document indices of each row; each index occurs once.
 
     Example:
-        >>> pack([2, 5, 3], 5)
-        [[1], [2, 0]]
+        >>> pack([2, 3, 5], 5)
+        [[1, 0], [2]]
     """
     rows: list[list[int]] = []
     room = 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not rows or lengths[index] > room:
+    for index, length in enumerate(lengths):
+        if not rows or length > room:
             rows.append([])
             room = budget
         rows[-1].append(index)
-        room -= lengths[index]
-    return rows
+        room -= length
+    return [sorted(row, key=lambda i: -lengths[i]) for row in rows]
 
 
 def packed_positions(lengths: Sequence[int]) -> Tensor:

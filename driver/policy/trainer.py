@@ -17,12 +17,14 @@ from ..rollout.request import Response
 from . import grpo
 from .metrics import logprob_metrics, response_metrics, warn_of_equal_rewards
 from .micro_batch import MicroBatch, build_micro_batch, without_responses
+from .order import Row, check_responses, cut, in_order, kept_of, key_of, max_length_of, num_tokens
 from .packed_forward import packed_logprobs
 from .packing import pack
 from .weights import PolicyWeights
 
 if TYPE_CHECKING:
     from ..config.sections import GrpoConfig
+    from .early import Ahead
 
 # Share of the length limit over which DAPO's overlong penalty grows.
 OVERLONG_SHARE = 0.2
@@ -99,6 +101,7 @@ class PolicyTrainer:
         responses: Sequence[Response],
         rewards: Sequence[float],
         keep: Sequence[bool] | None = None,
+        ahead: Sequence[Ahead] | None = None,
     ) -> dict[str, float]:
         """Train on one step's responses.
 
@@ -108,6 +111,8 @@ class PolicyTrainer:
             rewards: raw reward of each response.
             keep: which responses are trained on (None: all). The update is that of a batch without
                 the others. These count in the metrics of rewards and lengths only.
+            ahead: micro-batches whose gradients are in the sums already (`EarlyGradients`). If the
+                update does not begin with them, the sums are discarded.
 
         Returns:
             Metrics by their names in the log.
@@ -117,65 +122,77 @@ class PolicyTrainer:
                 prompt, or responses sampled with filters on.
         """
         raw = torch.tensor(grpo.check_rewards(rewards, len(responses)), dtype=torch.float64)  # [N]
-        _check_responses(responses)
+        check_responses(responses)
         groups = torch.tensor([r.request.group for r in responses])  # [N]
-        max_length = max(r.request.params.max_new_tokens for r in responses)
-        kept = [i for i in range(len(responses)) if keep is None or keep[i]]
-        # By request id: the cut into minibatches must not depend on which response finished first.
-        kept.sort(key=lambda i: responses[i].request.id)
+        kept = kept_of(responses, keep)
         trained_on = torch.tensor(kept, dtype=torch.int64)  # [K]
         metrics = response_metrics(responses, raw, groups, trained_on)
         warn_of_equal_rewards(raw, groups, trained_on, self.estimator.baseline)
 
         spans, device = Spans("update"), self.weights.device
         with spans("old_log_prob") as fixing:
-            parts = _cut(kept, self.cfg.minibatches)
+            parts = [in_order(responses, part) for part in cut(kept, self.cfg.minibatches)]
             minibatches: list[Iterable[MicroBatch]] = []
             with deterministic(device), self.weights.together():
-                fixed = self._with_fixed_logprobs
+                fixed = self.with_fixed_logprobs
                 if not self.own_old_logprobs:
                     minibatches = [
                         [*map(fixed, self._micro_batches(responses, part))] for part in parts
                     ]
         with spans("update_actor") as training:
-            shaped = self._shaped_rewards(responses, raw, max_length)  # [N]
             penalty = self._kl_penalty(minibatches, len(responses))  # [N] or None
-            advantages = torch.zeros(len(responses))  # [N]
-            # A response that is not trained on does not count in a baseline either.
-            advantages[trained_on] = grpo.group_advantages(
-                shaped[trained_on],
-                groups[trained_on],
-                self.cfg.advantage,
-                None if penalty is None else penalty[trained_on],
-            )
+            advantages = self.advantages(responses, raw, kept, penalty)  # [N]
+            max_length = max_length_of(responses)
             lengths = [[responses[i].num_generated for i in part] for part in parts]
             denominators = [
                 grpo.loss_denominator(some, self.loss_norm, max_length) for some in lengths
             ]
             idle: list[Response] = []
+            done: Sequence[Ahead] = ()
             if self.own_old_logprobs:  # made one by one while the device is busy
                 if self.skips_idle:
                     parts = [[i for i in part if advantages[i]] or part[:1] for part in parts]
                     idle = [responses[i] for i in {*kept}.difference(*parts)]
-                minibatches = [map(fixed, self._micro_batches(responses, part)) for part in parts]
+                if ahead is not None:
+                    done = self._usable(ahead, responses, parts, advantages)
+                    tokens = sum(num_tokens(responses[i]) for part in parts for i in part)
+                    hidden = sum(each.batch.input_ids.shape[1] for each in done if each.hidden)
+                    metrics["update/hidden_share"] = hidden / max(1, tokens)
+                minibatches = [
+                    map(fixed, self._micro_batches(responses, part, len(done))) for part in parts
+                ]
             with deterministic(device):
-                done, trained = self._train(minibatches, advantages.to(device), denominators)
-            metrics |= logprob_metrics(done, self.weights.dtype, self.world, idle) | trained
+                seen, trained = self._train(minibatches, advantages.to(device), denominators, done)
+            metrics |= logprob_metrics(seen, self.weights.dtype, self.world, idle) | trained
         self.step += 1
         metrics["timing_s/old_log_prob"] = fixing.seconds
         metrics["timing_s/update_actor"] = training.seconds
         return metrics
 
+    def _usable(
+        self,
+        ahead: Sequence[Ahead],
+        responses: Sequence[Response],
+        parts: Sequence[Row],
+        advantages: Tensor,
+    ) -> Sequence[Ahead]:
+        """What was done ahead, if the update begins with it; else its gradients are dropped."""
+        rows = [row for part in parts[:1] for row in self.rows(responses, part)]
+        keys = [key_of(responses, row, advantages) for row in rows[: len(ahead)]]
+        if keys == [each.key for each in ahead]:
+            return ahead
+        self.optimizer.zero_grad()
+        return ()
+
     def backward(
-        self, batches: Iterable[MicroBatch], advantages: Tensor, denominator: int
+        self, batches: Iterable[MicroBatch], advantages: Tensor
     ) -> tuple[list[MicroBatch], list[grpo.PolicyLoss]]:
-        """Add the gradient of one optimizer minibatch to the parameters' gradients.
+        """Add the gradient of one optimizer minibatch to the parameters' gradients, as a sum.
 
         Args:
             batches: the minibatch, or this rank's part of it, cut in any way. A batch without old
                 log-probs gets the ones computed here.
             advantages: float32 [N], of all responses of the step.
-            denominator: of the whole minibatch, from `grpo.loss_denominator`.
 
         Returns:
             The micro-batches with old log-probs, and the share of each.
@@ -195,7 +212,6 @@ class PolicyTrainer:
                 batch.rollout_logprobs,
                 advantages[batch.owner],  # [M]
                 torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
-                denominator=denominator,
                 clip_low=self.cfg.clip_low,
                 clip_high=self.clip_high,
                 is_cap=self.cfg.is_cap,
@@ -226,22 +242,27 @@ class PolicyTrainer:
         """Optimizer steps so far; a step whose gradient is not finite does not count."""
         return int(self.optimizer.state.get(self.params[0], {}).get("step", 0))
 
-    def _micro_batches(
-        self, responses: Sequence[Response], part: Sequence[int]
-    ) -> Iterator[MicroBatch]:
-        lengths = [len(responses[i].request.prompt_ids) + len(responses[i].token_ids) for i in part]
+    def rows(self, responses: Sequence[Response], part: Sequence[int]) -> list[Row]:
+        """The documents of this rank's micro-batches; an empty one has none."""
+        lengths = [num_tokens(responses[i]) for i in part]
         # Ranks share tokens, not rows, because a step may have only one or two rows.
         shares = split_by_length(lengths, self.world.size)
         rows = [pack([lengths[i] for i in mine], self.cfg.micro_batch_tokens) for mine in shares]
         mine, own = shares[self.world.rank], rows[self.world.rank]
-        for row in own:
-            yield build_micro_batch(responses, [part[mine[i]] for i in row], self.weights.device)
         # Passes are collective calls, so all ranks make equally many.
-        for _ in range(max(map(len, rows)) - len(own)):
-            yield without_responses(self.weights.device)
+        empty = max(map(len, rows)) - len(own)
+        return [[part[mine[i]] for i in row] for row in own] + [[] for _ in range(empty)]
+
+    def _micro_batches(
+        self, responses: Sequence[Response], part: Sequence[int], done: int = 0
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of a minibatch but for the first `done`."""
+        device = self.weights.device
+        for row in self.rows(responses, part)[done:]:
+            yield build_micro_batch(responses, row, device) if row else without_responses(device)
 
     @torch.no_grad()
-    def _with_fixed_logprobs(self, batch: MicroBatch) -> MicroBatch:
+    def with_fixed_logprobs(self, batch: MicroBatch) -> MicroBatch:
         if not self.own_old_logprobs:
             # The same packing serves the update, so its first ratio is exactly 1.
             old, entropy = self.weights.logprobs(batch)  # [M], [M]
@@ -250,6 +271,25 @@ class PolicyTrainer:
             ref, _ = packed_logprobs(cast(Any, self.reference), batch)  # [M]
             batch = replace(batch, ref_logprobs=ref)
         return batch
+
+    def advantages(
+        self,
+        responses: Sequence[Response],
+        raw: Tensor,
+        kept: Row,
+        penalty: Tensor | None = None,
+    ) -> Tensor:
+        """Of each response, [N]; one that is not trained on does not count in a baseline either."""
+        advantages, chosen = torch.zeros(len(responses)), torch.tensor(kept, dtype=torch.int64)
+        groups = torch.tensor([responses[i].request.group for i in kept], dtype=torch.int64)  # [K]
+        shaped = self._shaped_rewards(responses, raw, max_length_of(responses))  # [N]
+        advantages[chosen] = grpo.group_advantages(
+            shaped[chosen],
+            groups,
+            self.cfg.advantage,
+            None if penalty is None else penalty[chosen],
+        )
+        return advantages
 
     def _shaped_rewards(
         self, responses: Sequence[Response], raw: Tensor, max_length: int
@@ -278,8 +318,12 @@ class PolicyTrainer:
         minibatches: Sequence[Iterable[MicroBatch]],
         advantages: Tensor,
         denominators: Sequence[int],
+        ahead: Sequence[Ahead] = (),
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """The micro-batches with old log-probs, and metrics; waits for the device at the end."""
+        """The micro-batches with old log-probs, and metrics; waits for the device at the end.
+
+        The gradients of `ahead` are in the sums already; only the one minibatch of a step has some.
+        """
         lr = self.cfg.lr * min(1.0, (self.step + 1) / max(1, self.cfg.warmup_steps))
         shares: list[grpo.PolicyLoss] = []
         norms: list[Tensor] = []
@@ -287,9 +331,11 @@ class PolicyTrainer:
             seen = []
             for batches, denominator in zip(minibatches, denominators, strict=True):
                 with self.weights.together():
-                    with_old, some = self.backward(batches, advantages, denominator)
-                seen.append(with_old)
-                shares += some
+                    with_old, some = self.backward(batches, advantages)
+                some = [*(each.share for each in ahead), *some]
+                seen.append([*(each.batch for each in ahead), *with_old])
+                shares += [replace(each, pg_loss=each.pg_loss / denominator) for each in some]
+                self.weights.divide_gradients(denominator)
                 norms.append(self._optimizer_step(lr))
             minibatches = seen
         sums = torch.zeros(6, dtype=torch.float64)
@@ -322,30 +368,3 @@ def has_own_old_logprobs(cfg: GrpoConfig) -> bool:
     """
     before = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     return cfg.epochs == 1 and cfg.minibatches == 1 and not before
-
-
-def _check_responses(responses: Sequence[Response]) -> None:
-    if not responses:
-        raise ValueError("responses: expected at least one, got none")
-    if len({r.request.id for r in responses}) != len(responses):
-        raise ValueError("responses: request ids must differ, got a repeated one")
-    for response in responses:
-        request = response.request
-        if not request.prompt_ids:
-            raise ValueError(f"request {request.id}: expected prompt_ids, got an empty prompt")
-        if len(response.logprobs) != len(response.token_ids):
-            raise ValueError(
-                f"request {request.id}: expected one log-prob per token, got "
-                f"{len(response.logprobs)} for {len(response.token_ids)} tokens"
-            )
-        if request.params.top_k != 0 or request.params.top_p != 1.0:
-            raise ValueError(
-                f"request {request.id}: training samples with top_k=0 and top_p=1, got "
-                f"top_k={request.params.top_k} top_p={request.params.top_p}"
-            )
-
-
-def _cut(items: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """`items` in at most `parts` consecutive parts of nearly equal size, none empty."""
-    bounds = [len(items) * i // parts for i in range(parts + 1)]
-    return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]

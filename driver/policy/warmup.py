@@ -180,6 +180,8 @@ class _Steps(Dataset):
             worked = [demonstration(self.encode, self.task, first + i) for i in range(batch)]
         except UserError as error:  # raised in a worker process, it would have a traceback
             return error
+        # Documents of a row then have similar lengths.
+        worked.sort(key=lambda r: -len(r.request.prompt_ids) - len(r.token_ids))
         lengths = [len(r.request.prompt_ids) + len(r.token_ids) for r in worked]
         return [
             build_micro_batch(worked, row, torch.device("cpu"))

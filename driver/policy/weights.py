@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -118,6 +119,17 @@ class PolicyWeights:
         """A block of collective calls; a lost rank is named in the error."""
         return self.world.together() if self.world.size > 1 else contextlib.nullcontext()
 
+    def divide_gradients(self, denominator: float) -> None:
+        """Divides the sums of gradients."""
+        gradients = [param.grad for param in self.params if param.grad is not None]
+        torch._foreach_mul_(gradients, 1 / denominator)
+
+    def gradient_bits(self) -> list[int]:
+        """A sum of each gradient's bits; waits for the device."""
+        gradients = [_local(param.grad) for param in self.params if param.grad is not None]
+        bits = [grad.contiguous().view(torch.int32).sum(dtype=torch.int64) for grad in gradients]
+        return torch.stack(bits).tolist()
+
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, lr: float) -> Tensor:
         """Clips the gradients, updates the parameters and clears the gradients.
 
@@ -193,7 +205,8 @@ class PolicyWeights:
 
     def is_finite(self) -> bool:
         """Whether all parameters of all ranks are finite; a collective call."""
-        finite = torch.stack([_local(param).isfinite().all() for param in self.params]).all()
+        largest = torch._foreach_norm([_local(param) for param in self.params], math.inf)
+        finite = torch.stack(largest).isfinite().all()  # the largest of NaN and others is NaN
         return all(self.world.gather(bool(finite)))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:

@@ -73,6 +73,12 @@ class Scheduler:
         return not self.running and not self.waiting
 
     @property
+    def least_emitted(self) -> int:
+        """Tokens of the response that has the fewest, of those that `on_release` has not had."""
+        states = (*self.running, *self.waiting, *self.paused, *self._finished)
+        return min((state.num_emitted for state in states), default=0)
+
+    @property
     def lacks_pages(self) -> bool:
         """Whether requests wait for pages, not for a place in the batch."""
         return bool(self.waiting) and len(self.running) < self.max_batch

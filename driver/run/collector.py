@@ -28,6 +28,7 @@ from ..tasks import Prompt, Task
 from ..tasks.workers import RewardWorkers
 from .capture import Capture, capture_op
 from .prompt_lengths import PromptLengths
+from .tail_update import TailUpdate
 from .tools import Tools, ToolStats, answering
 
 RANKS_SHOWN = 8  # up to this number, each rank has separate metrics
@@ -60,6 +61,9 @@ class Collector(RolloutObserver):
         captures: folder of captured ops; None = this rank captures none.
         stop: ends a rollout after a signal.
         tools: answer turns; None = the task has none.
+
+    Attributes:
+        tail: begins the update during the rollout; None = it begins afterwards.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Collector(RolloutObserver):
         self.task, self._encode, self.session, self.params = task, encode, session, params
         self.workers, self.coordinator, self.captures = workers, coordinator, captures
         self.stop, self.tools = stop, tools
+        self.tail: TailUpdate | None = None
         self.tool_stats = ToolStats()  # of the step, all ranks together
         self.rebalancer: Rebalancer | None = None
         if config.spot.rebalance and world.size > 1:
@@ -120,6 +125,8 @@ class Collector(RolloutObserver):
             return self._gather(step)
         except BaseException:
             self.prompts_drawn = first_prompt
+            if self.tail is not None:
+                self.tail.discard()
             raise
 
     def _gather(self, step: int) -> Experience:
@@ -157,8 +164,17 @@ class Collector(RolloutObserver):
 
     def _is_learned_from(self, response: Response) -> bool:
         cut = response.finish == "length" and self.config.grpo.truncated == "mask"
-        failed = response.request.id in self.tool_stats.failures
+        failures = self.tool_stats.failures
+        if self.tools is not None:  # those of the rollout that runs
+            failures = failures | self.tools.stats.failures
+        failed = response.request.id in failures
         return not (cut or (failed and self.config.tool.on_error == "mask"))
+
+    def keeps(self, responses: Sequence[Response], rewards: Sequence[float]) -> list[bool]:
+        """Which responses of a group enter the loss."""
+        learned = [self._is_learned_from(response) for response in responses]
+        mixed = len({r for r, kept in zip(rewards, learned, strict=True) if kept}) > 1
+        return [kept and (mixed or not self.config.grpo.max_refills) for kept in learned]
 
     def _draw(self, step: int, refill: int, count: int) -> Experience:
         """Responses to the next `count` prompts, grouped by prompt."""
@@ -177,10 +193,14 @@ class Collector(RolloutObserver):
             self.coordinator.start(step, refill)
         if self.rebalancer is not None:
             self.rebalancer.start(step, refill)
+        if self.tail is not None:
+            self.tail.begin(first=refill == 0)
         groups = dict(enumerate(prompts, first))
         responses: list[Response] = []
         with self.phases("gen"), self._capturing(step), contextlib.suppress(Stopped):
             responses = self.roll_out(groups, requests)
+        if self.tail is not None:
+            self.tail.end()
         stats = self.session.engine.stats if requests else RolloutStats()
         tools = self.tools.stats if self.tools and requests else ToolStats()
         self.world.enter("reward")
@@ -278,11 +298,18 @@ class Collector(RolloutObserver):
     def on_pass(self, active: int, passes: int = 1) -> None:
         if self.rebalancer is None:  # otherwise other ranks may wait for requests of this rank
             self.stop.check()
+        if self.tail is not None:
+            engine = self.session.engine
+            while self._ended and engine.runner.graphs is None:  # nothing calls `on_wait`
+                self.on_wait()
+            self.tail.advance(engine.scheduler.least_emitted, self.workers.scored())
 
     def on_finish(self, request: RunningRequest) -> None:
         """Queues the response for scoring."""
         at = self._place.setdefault(request.request.id, len(self._place))
         self._ended.append((at, self._prompts[request.request.group], request))
+        if self.tail is not None:
+            self.tail.add(at, request.response(self.session.engine.target_version))
         if self.config.reward.workers:
             self.on_wait()  # the workers start at once
 

@@ -106,7 +106,8 @@ class Run:
         if self.config.engine.free_in_update == "true":
             with self.phases("free_pages"):
                 self.session.sleep()
-        metrics = self.trainer.update(step.responses, step.rewards, step.keep)
+        batch, tail = (step.responses, step.rewards, step.keep), self.collector.tail
+        metrics = self.trainer.update(*batch, None if tail is None else tail.take(*batch))
         if self.config.grpo.max_refills:
             metrics["dynamic_sampling/refills"] = step.refills
             metrics["dynamic_sampling/kept"] = sum(step.keep) / len(step.keep)

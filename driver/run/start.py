@@ -40,6 +40,7 @@ from .capture import Capture
 from .collector import Collector
 from .dry_run import check_run
 from .run import Run, write_folder
+from .tail_update import TailUpdate
 from .tools import Tools
 from .warm_start import check_dtype, sampling_params, warm_start, warm_up_progress
 
@@ -196,6 +197,9 @@ class _Start:
             folder.path / "captures" if folder else None,
             self.stop,
             Tools.of(task, encode, config),
+        )
+        collector.tail = TailUpdate.of(
+            config, world, trainer, collector.keeps, rollout.spot, self.note
         )
         return Run(
             config,

@@ -12,6 +12,7 @@ import signal
 import time
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -73,6 +74,16 @@ class RewardWorkers:
         values = [self._values[i] for i in sorted(self._values)]
         self._values.clear()
         return values
+
+    def scored(self) -> Mapping[int, float]:
+        """The rewards known so far, by index; does not wait.
+
+        Raises:
+            UserError: a sample failed and `reward.on_error=stop`.
+        """
+        if self.config.workers:
+            self._turn(0.0)
+        return self._values
 
     def score(self) -> None:
         """Without workers, scores the queued responses in this process."""

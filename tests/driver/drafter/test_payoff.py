@@ -1,5 +1,8 @@
 """Whether the drafter trains: decisions on made-up series, and a trainer at rest."""
 
+import operator
+import time
+
 import pytest
 import torch
 
@@ -132,6 +135,25 @@ def test_a_trainer_at_rest_makes_no_step_and_loads_no_weights():
     assert [reason for _, reason in fallen if reason] == ["training goes on"]
     assert rollout(4.0)[0][:2] == (1, 2)
     assert trainer.metrics()["drafter/rests"] == 0.0
+
+
+@pytest.mark.parametrize("part", ["weights.swap", "renew", "_wait"])
+def test_the_cost_counts_all_that_the_rollout_or_the_loop_waits_for(part, monkeypatch):
+    parts = build_parts()
+    trainer = parts.trainer(final_steps=1)
+    fill(trainer, parts)
+    owner, _, name = part.rpartition(".")
+    owner = operator.attrgetter(owner)(trainer) if owner else trainer
+    call = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *of: time.sleep(0.02) or call(*of))
+    costs = []
+    monkeypatch.setattr(trainer.payoff, "add", lambda measured: costs.append(measured.cost_s) or "")
+    for _ in range(2):
+        trainer.weigh(stats(5.0))
+        fill(trainer, parts)
+        trainer.on_pass(1)
+        trainer.finish()
+    assert costs[1] > 0.02
 
 
 def test_a_trainer_at_rest_records_no_features():

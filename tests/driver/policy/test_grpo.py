@@ -26,7 +26,7 @@ def loss_of(new, old=None, rollout=None, advantage=1.0, mask=None, **options):
     rollout = old if rollout is None else torch.as_tensor(rollout, dtype=torch.float64)
     advantage = torch.as_tensor(advantage, dtype=torch.float64).expand(new.shape)
     mask = torch.ones(new.shape, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
-    options = {"denominator": 1, "clip_low": 0.2, "clip_high": 0.3, "is_cap": 2.0} | options
+    options = {"clip_low": 0.2, "clip_high": 0.3, "is_cap": 2.0} | options
     return grpo.policy_loss(new, old, rollout, advantage, mask, **options)
 
 
@@ -269,7 +269,7 @@ def test_extreme_log_ratios_stay_finite_and_are_counted(shift, advantage):
     old = torch.full((2,), -1.0)
     share = grpo.policy_loss(
         *(new, old, old, torch.full((2,), advantage), torch.tensor([True, True])),
-        denominator=1, clip_low=0.2, clip_high=0.2, is_cap=2.0, ref_logprobs=old, kl_coef=0.1,
+        clip_low=0.2, clip_high=0.2, is_cap=2.0, ref_logprobs=old, kl_coef=0.1,
     )  # fmt: skip
     share.loss.backward()
     assert share.loss.isfinite() and new.grad.isfinite().all()
@@ -302,10 +302,10 @@ def test_constant_denominator_does_not_depend_on_lengths_fault_47():
 def test_shares_of_any_cut_add_up_fault_41():
     torch.manual_seed(1)
     new, old, rollout, advantage = torch.randn(4, 12, dtype=torch.float64)
-    whole = loss_of(new, old, rollout, advantage, denominator=12)
+    whole = loss_of(new, old, rollout, advantage)
     for size in (1, 2, 5, 12):
         parts = [
-            loss_of(*(t[i : i + size] for t in (new, old, rollout, advantage)), denominator=12)
+            loss_of(*(t[i : i + size] for t in (new, old, rollout, advantage)))
             for i in range(0, 12, size)
         ]
         assert_close(sum(p.loss for p in parts), whole.loss)

@@ -15,6 +15,7 @@ from driver.config.estimators import ESTIMATORS
 from driver.config.sections import GrpoConfig
 from driver.policy import grpo, packed_forward
 from driver.policy.micro_batch import build_micro_batch, without_responses
+from driver.policy.order import in_order
 from driver.policy.packing import pack
 from driver.policy.trainer import PolicyTrainer
 from driver.rollout.request import Request, Response, SamplingParams
@@ -134,12 +135,11 @@ def padded_gradients(model, responses, rewards, cfg, norm, old=None):
         rollout,
         advantages[:, None].expand_as(logp),
         mask,
-        denominator=denominator,
         clip_low=cfg.clip_low,
         clip_high=cfg.clip_high or 0.2,
         is_cap=cfg.is_cap,
     )
-    share.loss.backward()
+    (share.loss / denominator).backward()
     return [p.grad for p in model.parameters()]
 
 
@@ -176,12 +176,12 @@ def test_gradient_does_not_depend_on_responses_per_micro_batch_fault_41(size):
     responses = make_responses(model)
     trainer = PolicyTrainer(model, Cfg())
     advantages = torch.tensor(REWARDS)
-    whole = trainer._with_fixed_logprobs(build_micro_batch(responses, range(8), "cpu"))
-    trainer.backward([whole], advantages, 1)
+    whole = trainer.with_fixed_logprobs(build_micro_batch(responses, range(8), "cpu"))
+    trainer.backward([whole], advantages)
     wanted = [p.grad.clone() for p in trainer.params]
     trainer.optimizer.zero_grad()
     parts = [build_micro_batch(responses, range(i, i + size), "cpu") for i in range(0, 8, size)]
-    trainer.backward([trainer._with_fixed_logprobs(p) for p in parts], advantages, 1)
+    trainer.backward([trainer.with_fixed_logprobs(p) for p in parts], advantages)
     assert_close([p.grad for p in trainer.params], wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -228,7 +228,7 @@ def test_responses_without_advantage_are_not_computed(rewards, loss_norm):
             warnings.simplefilter("ignore")
             metrics = trainer.update(responses, rewards)
         taking_part = {i for part in seen for batch in part for i in batch.owner.tolist()}
-        wanted = {*advantages.nonzero()[:, 0].tolist()} or {min_id(responses)}
+        wanted = {*advantages.nonzero()[:, 0].tolist()} or {in_order(responses, range(8))[0]}
         assert taking_part == (wanted if skips else {*range(8)})
         found.append((metrics, trainer.params))
     (some, policy), (whole, other) = found
@@ -237,10 +237,6 @@ def test_responses_without_advantage_are_not_computed(rewards, loss_norm):
     sampled = {"actor/entropy", *(name for name in some if "logp_difference" in name)}
     for name in some.keys() - sampled - {"timing_s/old_log_prob", "timing_s/update_actor"}:
         assert some[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-7), name
-
-
-def min_id(responses):
-    return min(range(len(responses)), key=lambda i: responses[i].request.id)
 
 
 def test_metrics_of_log_probs_without_those_that_are_not_computed():
@@ -585,8 +581,8 @@ def test_kl_in_the_reward_changes_advantages_and_not_the_reward_metric():
     trainer = PolicyTrainer(copy.deepcopy(model), cfg, lambda: reference)
     seen = {}
     train = trainer._train
-    trainer._train = lambda batches, advantages, limit: (
-        seen.update(advantages=advantages) or train(batches, advantages, limit)
+    trainer._train = lambda batches, advantages, *rest: (
+        seen.update(advantages=advantages) or train(batches, advantages, *rest)
     )
     metrics = trainer.update(responses, REWARDS)
     with torch.no_grad():
@@ -839,7 +835,7 @@ def test_a_row_without_responses_changes_nothing():
     gradients = []
     for empty in ([], [without_responses(torch.device("cpu"))]):
         batches = [build_micro_batch(responses, range(8), "cpu"), *empty]
-        trainer.backward([trainer._with_fixed_logprobs(b) for b in batches], advantages, 1)
+        trainer.backward([trainer.with_fixed_logprobs(b) for b in batches], advantages)
         gradients.append([p.grad for p in trainer.params])
         trainer.optimizer.zero_grad()
     assert all(map(torch.equal, *gradients))

@@ -201,9 +201,9 @@ def test_cut_responses_stay_out_of_the_loss_fault_42(start):
     assert step.keep == [not c for c in cut]
     seen, build = [], run.trainer._micro_batches
 
-    def noted(responses, part):
+    def noted(responses, part, done):
         seen.extend(part)
-        return build(responses, part)
+        return build(responses, part, done)
 
     run.trainer._micro_batches = noted
     run.update_policy(step)
