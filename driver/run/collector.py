@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError
-from ..common.memory import CARD_MEMORY, memory_metrics
 from ..common.stop import Stopped, StopRequest
 from ..common.world import World, split_by_length
 from ..config.load import Config
@@ -28,10 +27,9 @@ from ..tasks import Prompt, Task
 from ..tasks.workers import RewardWorkers
 from .capture import Capture, capture_op
 from .prompt_lengths import PromptLengths
+from .ranks import RankTimes
 from .tail_update import TailUpdate
 from .tools import Tools, ToolStats, answering
-
-RANKS_SHOWN = 8  # up to this number, each rank has separate metrics
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,7 @@ class Collector(RolloutObserver):
             self.rebalancer = Rebalancer(world, config.spot.rebalance, config.engine.max_batch)
         self.prompts_drawn = 0  # from the training split
         self.stats = RolloutStats()  # of the step, all ranks together
-        self.rank_seconds: list[float] = []  # of each rank, in the step's rollouts and rewards
-        # Of each rank, (wall clock, state from then on) since the run started.
-        self.rank_states: list[list[tuple[float, str]]] = []
+        self.ranks = RankTimes(world, coordinator)
         self.lengths = PromptLengths()
         # Work for `on_wait`: finished responses to score (place, prompt, request), and prompts of
         # the next step to draw.
@@ -132,7 +128,7 @@ class Collector(RolloutObserver):
     def _gather(self, step: int) -> Experience:
         grpo = self.config.grpo
         self.stats, self.tool_stats = RolloutStats(), ToolStats()
-        self.rank_seconds = [0.0] * self.world.size
+        self.ranks.start()
         self._most_ahead = grpo.prompts_per_step if step + 1 < self.config.run.steps else 0
         rounds: list[Experience] = []
 
@@ -251,9 +247,7 @@ class Collector(RolloutObserver):
         self.stats.add(RolloutStats.side_by_side([part[2] for part in parts], self.world.rank))
         for part in parts:
             self.tool_stats.add(part[4])
-        self.rank_seconds = [
-            before + part[3] for before, part in zip(self.rank_seconds, parts, strict=True)
-        ]
+        self.ranks.add([part[3] for part in parts])
         whole = Experience(prompts)
         found = {
             response.request.id: (response, reward)
@@ -405,35 +399,3 @@ class Collector(RolloutObserver):
                 responses = self.session.roll_out(requests, record=False, on_end=on_end)
         rewards = self.rewards(prompts, responses)
         return sum(sum(part) for part in self.world.gather(rewards)) / count
-
-    def rank_metrics(self) -> dict[str, float]:
-        """Utilisation of the ranks in the step's rollouts; {} for a single rank."""
-        if self.world.size == 1:
-            return {}
-        longest = max(self.rank_seconds)
-        idle = [longest - seconds for seconds in self.rank_seconds]
-        out = {
-            "ranks/count": float(self.world.size),
-            "ranks/idle_share": sum(idle) / max(longest * self.world.size, 1e-9),
-        }
-        if self.rebalancer is not None:
-            out["ranks/handed_over"] = float(self.stats.adopted)
-        mine = [] if self.coordinator is None else self.coordinator.changes
-        trained_s = 0.0 if self.coordinator is None else self.coordinator.trained_s
-        peak_gb = memory_metrics(self.session.engine.cache.memory).get(CARD_MEMORY)
-        gathered = self.world.gather((peak_gb, trained_s, mine))
-        memory = {rank: part[0] for rank, part in enumerate(gathered) if part[0] is not None}
-        if len(memory) == self.world.size:
-            out["ranks/max_memory_allocated_gb"] = max(memory.values())
-        if self.world.size <= RANKS_SHOWN:
-            for rank, seconds in enumerate(idle):
-                out[f"ranks/{rank}/idle_share"] = seconds / max(longest, 1e-9)
-                if rank in memory:
-                    out[f"ranks/{rank}/max_memory_allocated_gb"] = memory[rank]
-        if self.coordinator is not None:
-            # Training after the last rank has finished does not use the bubble.
-            trained = map(min, (part[1] for part in gathered), idle)
-            out["ranks/bubble_used_share"] = sum(trained) / max(sum(idle), 1e-9)
-            states = self.rank_states or [[] for _ in gathered]
-            self.rank_states = [a + b for a, (_, _, b) in zip(states, gathered, strict=True)]
-        return out

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
-from ..common.memory import memory_metrics
+from ..common.memory import CARD_MEMORY, memory_metrics
 from ..common.world import World
 from ..config.load import Config
 from ..config.strategy import OFF
@@ -106,8 +106,11 @@ class Run:
         if self.config.engine.free_in_update == "true":
             with self.phases("free_pages"):
                 self.session.sleep()
-        batch, tail = (step.responses, step.rewards, step.keep), self.collector.tail
-        metrics = self.trainer.update(*batch, None if tail is None else tail.take(*batch))
+        batch, ahead = (step.responses, step.rewards, step.keep), None
+        if self.collector.tail is not None:
+            with self.phases("update_actor"):
+                ahead = self.collector.tail.take(*batch)
+        metrics = self.trainer.update(*batch, ahead)
         if self.config.grpo.max_refills:
             metrics["dynamic_sampling/refills"] = step.refills
             metrics["dynamic_sampling/kept"] = sum(step.keep) / len(step.keep)
@@ -183,7 +186,9 @@ class Run:
         metrics |= memory_metrics(self.rollout.engine.cache.memory)
         if self.step in self.evaluations:
             metrics["eval/accuracy"] = self.evaluations[self.step]
-        metrics |= self.collector.rank_metrics()
+        metrics |= self.collector.ranks.metrics(metrics.get(CARD_MEMORY))
+        if self.collector.rebalancer is not None:
+            metrics["ranks/handed_over"] = float(stats.adopted)
         self.last_metrics = metrics | self.phases.end_step(self.step)
         if self.folder is not None:
             self.folder.log_rollout(self.step, self.lengths, self.trace)
@@ -242,8 +247,8 @@ class Run:
                 self.saved_step = self.step
             if self.folder is not None:
                 self.phases.timeline.write(self.folder.path / TIMELINE, timelines[1:])
-                if self.collector.rank_states:
-                    self.folder.write_ranks(self.collector.rank_states)
+                if self.collector.ranks.states:
+                    self.folder.write_ranks(self.collector.ranks.states)
 
     def _saved(self) -> dict[str, Any]:
         """What this rank saves: its part of the trained tensors; the first rank all the rest."""

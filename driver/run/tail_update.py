@@ -85,6 +85,8 @@ class TailUpdate:
         """The one of a run; None if it is off, whose reason is noted."""
         sms, samples = config.grpo.tail_sms, config.grpo.samples_per_prompt
         reason = why_not_early(config.grpo, world.size) if sms else ""
+        if sms and config.engine.free_in_update == "true":
+            reason = "memory holds either the KV cache or the update (engine.free_in_update)"
         if sms and not reason:
             try:
                 return TailUpdate(trainer, sms, samples, keeps, spot, note)

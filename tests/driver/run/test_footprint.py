@@ -172,7 +172,7 @@ def batch_of(family, vocab_size, dtype, checkpointing):
     ).to(dtype)
     trainer = PolicyTrainer(policy, GrpoConfig(checkpointing=checkpointing))
     batch = build_micro_batch(documents(6, 100, vocab_size), range(6), "cpu")
-    return trainer, trainer._with_fixed_logprobs(batch)
+    return trainer, trainer.with_fixed_logprobs(batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

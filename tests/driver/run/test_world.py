@@ -17,7 +17,7 @@ from driver.common.world import World, split_by_length
 from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.progress import Progress
-from driver.run.collector import Collector
+from driver.run.ranks import RankTimes
 from driver.run.start import for_rank, start_run
 from driver.session.load import use_device
 from driver.train import train
@@ -194,17 +194,14 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
 def test_no_more_of_the_bubble_is_used_than_there_was():
     """A rank trained on for .3 s after the last one's end, which itself trained for .1 s then."""
     told = [(None, 2.3, [(0.0, "busy")]), (None, 0.1, [])]  # card's memory, seconds trained, states
-    collector = object.__new__(Collector)
-    collector.world = SimpleNamespace(size=2, gather=lambda _: told)
-    collector.rank_states = []
-    collector.coordinator = SimpleNamespace(trained_s=0.0, changes=[])
-    collector.rebalancer = None
-    collector.rank_seconds = [1.0, 3.0]
-    metrics = collector.rank_metrics()
+    world = SimpleNamespace(size=2, gather=lambda _: told)
+    ranks = RankTimes(world, SimpleNamespace(trained_s=0.0, changes=[]))
+    ranks.add([1.0, 3.0])
+    metrics = ranks.metrics(None)
     assert metrics["ranks/bubble_used_share"] == 1.0
     assert metrics["ranks/idle_share"] == pytest.approx(2 / 6)
     assert metrics["ranks/0/idle_share"] == pytest.approx(2 / 3)
-    assert collector.rank_states == [[(0.0, "busy")], []]
+    assert ranks.states == [[(0.0, "busy")], []]
 
 
 LAST_IS_SLOW = """
