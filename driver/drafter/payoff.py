@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -21,12 +22,27 @@ class Measured:
         emitted: arm -> tokens of them.
         seconds: of the passes.
         cost_s: seconds by which training has delayed the run since the rollout before.
+        steps: micro-steps since then.
+        trained: micro-steps of the drafter in all, its warm start included.
     """
 
     passes: Mapping[str, float]
     emitted: Mapping[str, float]
     seconds: float
     cost_s: float
+    steps: int = 0
+    trained: int = 0
+
+    @property
+    def expected(self) -> float:
+        """Growth of the accept length that the steps bring, if it grows with their logarithm.
+
+        So it did in 80 steps of RL after a warm start (docs/notes/drafter.md).
+        """
+        if not self.steps:
+            return math.inf
+        before = max(2, self.trained - self.steps)
+        return math.log(self.trained) / math.log(before) - 1 if self.trained > 2 else math.inf
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,8 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
     if moved is None:
         return Decision(True, "" if trains else "no learned arm was measured: training goes on")
     seconds = fmean(m.seconds for m in after)
-    cost_s = fmean(m.cost_s for m in (after if trains else before))
+    costly = after if trains else before
+    cost_s = fmean(m.cost_s for m in [m for m in costly if m.steps] or costly)
     rate = max(0.0, moved / WINDOW if trains else -moved)
     worth_s = PAYBACK * rate * seconds
     numbers = (
@@ -93,6 +110,22 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
     return Decision(trains)
 
 
+def at_first(last: Measured) -> Decision:
+    """The decision before there is a second window, by what to expect of a drafter that old.
+
+    A drafter of a long warm start then rests after its first steps of a run, which show their cost.
+    """
+    worth_s = PAYBACK * last.expected * last.seconds
+    if worth_s >= last.cost_s or last.expected >= LEARNS:
+        return Decision(True)
+    return Decision(
+        False,
+        f"training rests: of {last.trained} micro-steps the last {last.steps} let the accept length"
+        f" grow by about {last.expected:.2%}, worth {1e3 * worth_s:.0f} ms in {PAYBACK} rollouts;"
+        f" training costs {1e3 * last.cost_s:.0f} ms a rollout",
+    )
+
+
 class Payoff:
     """Whether the drafter trains, decided after each rollout.
 
@@ -102,13 +135,15 @@ class Payoff:
 
     def __init__(self) -> None:
         self.trains = True
+        self._changed = False
         self._history: list[Measured] = []
 
     def add(self, measured: Measured) -> str:
         """Adds a rollout; returns the reason if the decision changes, else an empty text."""
         self._history.append(measured)
-        decision = decide(self.trains, self._history)
+        early = not self._changed and len(self._history) < 2 * WINDOW
+        decision = at_first(measured) if early else decide(self.trains, self._history)
         if decision.trains != self.trains:
-            self.trains = decision.trains
+            self.trains, self._changed = decision.trains, True
             self._history = [] if self.trains else self._history[-WINDOW:]
         return decision.reason

@@ -105,7 +105,8 @@ class SpotTrainer(RolloutObserver):
         self.spans = Spans("drafter")
         self.target_version = self.steps = self.tokens_seen = 0
         self.busy_s = self._spent_s = 0.0  # of the last step, and of the current one
-        self.payoff, self._delay_s = Payoff(), 0.0  # since the last rollout that was weighed
+        self.payoff = Payoff()
+        self._delay_s, self._weighed = 0.0, 0  # since, and steps at, the last call of `weigh`
         self.paused = False
         self._final: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # begin, end
         self.reports = StepReports()
@@ -199,8 +200,10 @@ class SpotTrainer(RolloutObserver):
             return ""
         self.stop()
         delay_s, self._delay_s = self._delay_s, 0.0
+        made, self._weighed = self.steps - self._weighed, self.steps
         passes, emitted = stats.learned_passes, stats.learned_emitted
-        reason = self.payoff.add(Measured(passes, emitted, stats.learned_s, delay_s))
+        measured = Measured(passes, emitted, stats.learned_s, delay_s, made, self.steps)
+        reason = self.payoff.add(measured)
         if reason and not self.payoff.trains:
             self.renew()  # the weights that draft meanwhile
         return reason
@@ -459,6 +462,7 @@ class SpotTrainer(RolloutObserver):
         self.step.average.load(head | state["drafter"], state.get("trained", {}))
         self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
+        self._weighed = self.steps
         self.reports.last["drafter/acceptance"] = state["acceptance"]
         self.buffer.seen_tokens = Counter(state["seen_tokens"])
         self._use_vocabulary(vocabulary)

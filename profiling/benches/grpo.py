@@ -181,6 +181,9 @@ def book_full(bench: Bench, full: list[ArmRun], ratios: list[dict[str, float | i
         updates = (t.phases["update_actor"] for t in times)
         bench.got["update_s"] = round(statistics.median(updates), 3)
         bench.got["unaccounted_share"] = max(run.unaccounted_share for run in full)
+        hidden = [run.hidden_share for run in full if run.hidden_share is not None]
+        if hidden:
+            bench.got["update_hidden_share"] = round(statistics.median(hidden), 3)
         gains = [run.heldout_gain_points for run in full if run.heldout_gain_points is not None]
         if gains:
             bench.got["heldout_gain_points"] = round(statistics.mean(gains), 2)

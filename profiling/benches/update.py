@@ -27,8 +27,8 @@ PEAK_TFLOPS = 790  # of an H200 in bf16
 WARM_UPS, UPDATES = 2, 3
 GROUPS, SAMPLES = 32, 8
 MEDIAN, SIGMA = 220, 0.9  # of the response lengths before they are scaled
-# Shape, tokens of a step, tokens of a packed row.
-SHAPES = {"smollm2": (SMOLLM2, 97_000, 65_536), "15b": (QWEN2_15B, 65_000, 16_384)}
+# Shape, tokens of a step, tokens of a packed row; 0: those of the settings (`--set`).
+SHAPES = {"smollm2": (SMOLLM2, 97_000, 0), "15b": (QWEN2_15B, 65_000, 16_384)}
 ARMS = {"compiled": fused.LEAST_WIDTH, "single ops": 1 << 30}  # narrowest rows that are compiled
 
 
@@ -67,7 +67,8 @@ def run(bench: Bench) -> None:
 def measure(bench: Bench, case: str, shape: Any, tokens: int, row_tokens: int, width: int) -> None:
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
-    config = load_config([*bench.words, f"grpo.micro_batch_tokens={row_tokens}"])
+    rows = [f"grpo.micro_batch_tokens={row_tokens}"] if row_tokens else []
+    config = load_config([*bench.words, *rows])
     trainer = PolicyTrainer(model, config.grpo)
     responses = responses_of(tokens, shape.vocab_size)
     rewards = [float(i % 2) for i in range(len(responses))]

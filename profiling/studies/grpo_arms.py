@@ -94,6 +94,14 @@ class ArmRun:
     def heldout_gain_points(self) -> float | None:
         return 100 * (self.heldout[-1] - self.heldout[0]) if len(self.heldout) > 1 else None
 
+    @property
+    def hidden_share(self) -> float | None:
+        """Of the tokens of the updates, those done during the rollouts; None = it was off."""
+        shares = [
+            share for r in self.records if (share := r.get("update/hidden_share")) is not None
+        ]
+        return statistics.median(shares) if shares else None
+
     def tokens(self) -> int:
         return sum(map(sum, self.lengths))
 
@@ -116,6 +124,8 @@ class ArmRun:
         }
         if len(self.heldout) > 1:
             out |= {"heldout_before": self.heldout[0], "heldout_after": self.heldout[-1]}
+        if self.hidden_share is not None:
+            out["update_hidden_share"] = round(self.hidden_share, 4)
         if self.policy:
             out["policy"] = self.policy
         passes = sum(record.get("spec/target_passes", 0) for record in self.records)

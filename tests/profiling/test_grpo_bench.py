@@ -279,6 +279,15 @@ def test_the_full_system_is_compared_with_a_frozen_drafter_by_seed():
     bench = Bench("grpo", math.nan)
     grpo.merge(bench, runs, {("full", 0): {}, ("frozen", 0): {}})
     assert bench.got["full_over_frozen_x"] == 1.5 and bench.got["step_s"] == 2.0
+    assert "update_hidden_share" not in bench.got  # it was off
+
+
+def test_the_share_of_the_update_that_ran_during_the_rollout_is_booked():
+    shares = [{**record(i, 1.0, 1.0, 2.0), "update/hidden_share": 0.1 * i} for i in (1, 2, 6)]
+    bench = Bench("grpo", math.nan)
+    grpo.merge(bench, [arm_run("full", shares)], {("full", 0): {}})
+    assert bench.got["update_hidden_share"] == 0.2
+    assert bench.rows[0]["update_hidden_share"] == 0.2
 
 
 def test_a_peer_is_compared_by_seconds_a_token():

@@ -1,5 +1,6 @@
 """Whether the drafter trains: decisions on made-up series, and a trainer at rest."""
 
+import math
 import operator
 import time
 
@@ -100,6 +101,44 @@ def test_single_rollouts_decide_nothing():
     """Prompts differ: one easy rollout is not learning, one hard rollout no loss."""
     for history in (series(5.0, 9.0), series(5.0, 1.0), []):
         assert decide(True, history).trains and not decide(False, history).trains
+
+
+def started(trained, steps=8, seconds=0.3, cost_s=0.04, rollouts=8):
+    """Changes of a drafter that had so many micro-steps before."""
+    return run(
+        [
+            Measured({ARM: 1000}, {ARM: 5000}, seconds, cost_s, steps, trained + i * steps)
+            for i in range(1, rollouts + 1)
+        ]
+    )
+
+
+def test_a_drafter_of_a_long_warm_start_rests_after_its_first_steps():
+    changes, (reason, *_) = started(1500)
+    assert changes == [(0, False)]
+    assert "of 1508 micro-steps the last 8 let the accept length grow by about 0.07%" in reason
+    assert reason.endswith("worth 2 ms in 10 rollouts; training costs 40 ms a rollout")
+    assert started(1500, seconds=9.0, rollouts=5)[0] == []  # worth it in long rollouts
+    assert started(1500, cost_s=0.0)[0] == []
+    assert started(100, rollouts=5)[0] == []  # it learns fast at first
+    assert started(0, rollouts=5)[0] == []
+    # The first rollout is weighed before any step.
+    assert Measured({}, {}, 0.3, 0.04, 0, 1500).expected == math.inf
+
+
+def test_a_policy_that_has_moved_is_followed_whatever_the_age_of_the_drafter():
+    def measured(accept, steps, cost_s):
+        return Measured({ARM: 1000}, {ARM: 1000 * accept}, 0.3, cost_s, steps, 1500)
+
+    payoff = Payoff()
+    assert payoff.add(measured(5.0, 8, 0.04)) and not payoff.trains
+    for _ in range(4):
+        payoff.add(measured(5.0, 0, 0.0))
+    while not payoff.trains:
+        reason = payoff.add(measured(4.7, 0, 0.0))
+    assert "fell" in reason and "training costs 40 ms" in reason
+    for _ in range(2 * WINDOW - 1):
+        assert not payoff.add(measured(4.7, 8, 0.04)) and payoff.trains
 
 
 def stats(accept):

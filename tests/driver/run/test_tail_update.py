@@ -130,8 +130,14 @@ def test_so_are_those_of_other_losses(start, words):
     assert any(hidden(early))
 
 
-def test_a_thread_beside_the_passes_changes_nothing(start, after):
+def as_many_threads(monkeypatch):
+    """The thread of a GPU's update would use one core, whose sums may differ from several ones'."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+
+def test_a_thread_beside_the_passes_changes_nothing(start, after, monkeypatch):
     """Which micro-batches it does in time is chance."""
+    as_many_threads(monkeypatch)
     run = with_device(start("grpo.tail_sms=1", *SPECULATION["off"]))
     run.collector.tail.threaded = True
     found, spot = make_steps(run), run.rollout.spot
@@ -268,6 +274,7 @@ def test_a_micro_batch_that_fails_is_a_warning(start, after, monkeypatch, thread
 
     run = start("grpo.tail_sms=1", *SPECULATION["off"])
     run.collector.tail.threaded = threaded
+    as_many_threads(monkeypatch)
     monkeypatch.setattr(PolicyTrainer, "backward", failing)
     with pytest.warns(UserWarning, match="update in the tail: OutOfMemoryError: no memory"):
         found = make_steps(run, 1)
