@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A prompt with its response, and the target's features of every committed position."""
+    """A prompt with its response, or a range of both, and the target's features there."""
 
     tokens: Tensor  # int64 [N]
     features: Tensor  # [N - 1, 4H]: three layers, then the final hidden state
@@ -25,6 +25,7 @@ class Document:
     # int64 [N - 2], for each entry the targets in a row from its own on that the model generated;
     # None: no tool wrote a token.
     generated: Tensor | None = None
+    start: int = 0  # position of the first token
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -78,6 +79,8 @@ class DataBuffer:
     documents of the previous step and the rest from this step, in random order and in pieces as
     long as the batch allows.
 
+    Of a response with more than `longest` tokens, a range at a random place is stored (`window`).
+
     Adding never blocks. When the buffer is full, the oldest document of the step is dropped, which
     is reported once. Documents of the previous step are dropped last.
 
@@ -85,10 +88,14 @@ class DataBuffer:
         capacity: tokens held on the device that recorded them.
         keep_long: share of the capacity, and of each batch, given to the previous step.
         seed: of the sampling.
+
+    Attributes:
+        longest: tokens of a document that the buffer holds and can keep for the next step.
     """
 
     def __init__(self, capacity: int, keep_long: float, seed: int) -> None:
         self.capacity, self.keep_long, self.seed = capacity, keep_long, seed
+        self.longest = max(3, int(capacity * keep_long)) if keep_long else capacity
         self.fresh: list[Document] = []  # of this step
         self.kept: list[Document] = []  # of the previous one, longest first
         self.seen_tokens: Counter[int] = Counter()
@@ -105,6 +112,21 @@ class DataBuffer:
         """Bytes of the features."""
         with self.lock:
             return sum(d.features.nbytes for d in self.fresh + self.kept)
+
+    def window(self, count: int, request: int) -> tuple[int, int]:
+        """The range of tokens of a response that is stored.
+
+        Args:
+            count: tokens of the prompt and the response.
+            request: id, which determines the place; all places are equally likely.
+
+        Example:
+            >>> DataBuffer(100, 0.25, seed=0).window(20, request=7)
+            (0, 20)
+        """
+        room = max(0, count - self.longest)
+        start = random.Random(f"{self.seed}/window/{request}").randint(0, room)
+        return start, start + count - room
 
     def add(self, document: Document) -> None:
         """Stores a document, unless it has no training entry or exceeds the capacity."""

@@ -111,7 +111,7 @@ class Bin:
             document, begin, end = piece.document, piece.start, piece.start + piece.length
             rows = slice(row, row + piece.length)
             numbers[0, rows] = document.tokens[begin + 1 : end + 1]
-            numbers[1, rows] = torch.arange(begin, end)
+            numbers[1, rows] = torch.arange(begin, end) + document.start
             left = torch.arange(piece.length, 0, -1)
             if document.generated is not None:
                 left = left.minimum(document.generated[begin:end])

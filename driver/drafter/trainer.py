@@ -144,20 +144,26 @@ class SpotTrainer(RolloutObserver):
         """Copies the features of a finished request out of the cache."""
         if self.config.mode == "off" or not self.payoff.trains:
             return
+        count, size = request.context_len, self.cache.page_size
+        start, end = self.buffer.window(count + 1, request.request.id)
         # Whole pages need few indices. Nothing here waits for the device.
-        count = request.context_len
-        pages = request.pages[: pages_for(count, self.cache.page_size)]
+        first = start // size
+        pages = request.pages[first : pages_for(end - 1, size)]
         index = torch.tensor(pages, dtype=torch.int64, pin_memory=self.bin.fixed)
         recorded = self.cache.features
         assert recorded is not None
         index = index.to(recorded.device, non_blocking=True)
-        features = recorded.index_select(0, index).flatten(0, 1)[:count].clone()
-        tokens = torch.from_numpy(np.array(request.tokens[: count + 1]))
+        rows = recorded.index_select(0, index).flatten(0, 1)
+        features = rows[start - first * size : end - 1 - first * size].clone()
+        tokens = torch.from_numpy(np.array(request.tokens[start:end]))
         ready = torch.cuda.current_stream().record_event() if self.bin.fixed else None
-        first = len(request.request.prompt_ids)
-        generated = generated_run(len(tokens), [(first + a, first + b) for a, b in request.tools])
+        prompt = len(request.request.prompt_ids)
+        tools = [(prompt + a, prompt + b) for a, b in request.tools]
+        generated = generated_run(count + 1, tools)
+        if generated is not None:
+            generated = generated[start : end - 2]
         version = self.target_version
-        self.buffer.add(Document(tokens, features, version, ready=ready, generated=generated))
+        self.buffer.add(Document(tokens, features, version, ready, generated, start))
 
     @delays
     def on_pass(self, active: int, passes: int = 1) -> None:

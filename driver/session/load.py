@@ -55,7 +55,9 @@ def load_policy(
     if folder is None:
         policy = tiny.build_policy(config.model, config.run.seed)
         return policy.to(config.run.device), load_tokenizer(None)
-    policy = load_model(folder, getattr(torch, config.model.dtype), mapped)
+    # A card copies the parameters.
+    on_card = config.run.device != "cpu"
+    policy = load_model(folder, getattr(torch, config.model.dtype), mapped or on_card)
     if not mapped:
         policy = policy.to(config.run.device)
     tokenizer = load_tokenizer(folder)

@@ -145,7 +145,7 @@ def train(
                     torch.cuda.synchronize()  # the copy delays what a next step would enqueue
                 row["blocked_s"] = round(time.perf_counter() - began, 3)
                 made.end_checkpoint()
-                row["written_s"] = round(time.perf_counter() - began, 2)
+                row["written_s"] = round(time.perf_counter() - began, 3)
                 files = (Path(root) / "big" / "checkpoints").rglob("*")
                 row["written_gb"] = round(sum(file.stat().st_size for file in files) / 1e9, 3)
         finally:

@@ -88,7 +88,20 @@ def test_crops_lie_inside_and_start_anywhere():
     assert starts == set(range(7))
 
 
-def test_windows_come_from_all_of_a_long_response():
+def test_windows_of_long_responses_lie_anywhere_and_fit_into_the_buffer():
+    buffer = DataBuffer(65536, 0.25, seed=0)
+    assert buffer.window(16384, 1) == (0, 16384)
+    drawn = [buffer.window(32768, request) for request in range(2000)]
+    assert {end - start for start, end in drawn} == {16384}
+    assert drawn == [buffer.window(32768, request) for request in range(2000)]
+    starts = torch.tensor([start for start, _ in drawn])
+    counts = (starts * 8 // 16385).bincount(minlength=8)
+    assert counts.min() > 0.75 * 250 and counts.max() < 1.25 * 250
+    assert DataBuffer(65536, 0.25, seed=1).window(32768, 1) != drawn[1]
+    assert DataBuffer(100, 0.0, seed=0).window(300, 5)[1] <= 300
+
+
+def test_crops_come_from_all_of_a_long_document():
     """32k tokens, as much as a batch in every part of it, beside short responses."""
     buffer, parts = DataBuffer(65536, 0.25, seed=0), torch.zeros(8)
     long = document(32768)

@@ -157,6 +157,33 @@ def test_a_finished_request_becomes_a_document(parts):
     assert len(trainer.buffer.fresh) == 1
 
 
+def test_of_a_long_response_a_window_is_recorded_with_its_positions(parts):
+    """12 of 20 tokens, at a place that the request determines, within shared pages."""
+    trainer = parts.trainer(buffer_tokens=48, keep_long=0.25)
+    slots = torch.arange(64 * PAGE).view(64, PAGE, 1)
+    parts.cache.features.copy_(slots.expand_as(parts.cache.features))
+    rows, starts = [*range(56, 64), *range(16, 24), 240, 241, 242], set()
+    for key in range(40):
+        request = Request(key, 0, (5, 6), SamplingParams())
+        sequence = RunningRequest(request, list(range(20)), pages=[7, 2, 30], context_len=19)
+        sequence.tools = [(3, 5), (9, 12)]  # tokens 5, 6 and 11 to 13
+        trainer.on_finish(sequence)
+        document = trainer.buffer.fresh[-1]
+        start = document.start
+        starts.add(start)
+        assert document.tokens.tolist() == list(range(start, start + 12))
+        assert document.features[:, 0].tolist() == rows[start : start + 11]
+        whole = [3, 2, 1, 0, 0, 4, 3, 2, 1, 0, 0, 0, 6, 5, 4, 3, 2, 1]
+        assert document.generated.tolist() == whole[start : start + 10]
+        batch = packed(trainer, [Piece(document, 2, 5)])
+        assert batch.position.tolist() == list(range(start + 2, start + 7))
+        trainer.on_finish(sequence)
+        assert trainer.buffer.fresh[-1].start == start
+    assert starts == set(range(9))
+    trainer.buffer.start_step()
+    assert len(trainer.buffer.kept) == 1
+
+
 def test_a_tools_tokens_are_not_drafted_in_training(parts):
     """Of a request with tools, in whole and in a crop; a piece without tools trains all."""
     trainer = parts.trainer()
