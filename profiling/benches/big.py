@@ -3,37 +3,45 @@
 `train 7b` and `train 15b` make steps of `preset=7b` and `preset=1.5b` whose responses reach the
 limit. `median_us` is the last step, the peak is that of the run beside the dry run's, and `mfu` is
 that of the update as in `bench update`. `train 15b` saves all of its state after the last step:
-`blocked_s` is what the loop waits for, `written_s` the whole write.
+`blocked_s` is what the loop waits for, `written_s` the whole write. With `--short` a step of the 7B
+has 16 responses of 1,024 tokens, in the same pages and packed rows; it decides fewer targets.
 
-`decode 32k` rolls out 16 requests of 26,368 prompt and 6,400 new tokens, greedily: random weights
-then repeat themselves, so n-gram drafts are accepted. `median_us` is a pass, of `off` over its last
-512, and `over_bytes` its time over that of reading weights and KV cache at the copy bandwidth. The
-other rows compare tokens. A quick run leaves all of it out, since it takes eight minutes.
+`decode 32k` rolls out 16 requests up to 32,768 tokens, greedily: random weights then repeat
+themselves, so n-gram drafts are accepted. `median_us` is a pass, of `off` over its last 512, and
+`over_bytes` its time over that of reading weights and KV cache at the copy bandwidth. The other
+rows compare tokens. A quick run leaves all of it out, since it takes eight minutes.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import Qwen2Config
 
 from driver.common.memory import CARD_MEMORY, FLOAT_BYTES
 from driver.config.load import load_config
 from driver.config.strategy import OFF
-from driver.model import tiny
-from driver.rollout.observer import RolloutObserver
 from driver.rollout.request import Request, SamplingParams, request_id
 from driver.run.comparison import Arm, Comparison
 from driver.run.dry_run import run_shape
 from driver.run.start import start_run
 from profiling.benches.update import PEAK_TFLOPS, tflop
 from profiling.rig.bench import Bench, say
-from profiling.rig.subjects import QWEN2_7B, QWEN2_15B, Subject, of_shape
+from profiling.rig.subjects import (
+    QWEN2_7B,
+    QWEN2_15B,
+    PassTimes,
+    Subject,
+    of_shape,
+    save_random,
+)
 
 # Case -> shape, steps, whether it saves a checkpoint, settings.
 BIG = "preset=7b engine.free_in_update=true"
@@ -42,8 +50,14 @@ TRAINED = {
     "train 7b": (QWEN2_7B, 2, False, BIG.split()),
     "train 15b": (QWEN2_15B, 4, True, MIDDLE.split()),
 }
+SHORT = [  # of the 7B, with the memory of the whole step
+    "grpo.prompts_per_step=2",
+    "sampling.max_new_tokens=1024",
+    "engine.max_len=4176",
+]
 FEW_GRAPHS = "engine.strategies=off learned:4,1,5"
 ARMS = ["ngram:6,1,7", "oracle:4,1,5"]
+LONGEST, COMPARED, STEP_TOKENS = 32_768, 100_000, 64 * 4096  # tokens of targets
 PARTS = ("gen", "update_actor", "update_weights", "free_pages")  # of a step
 
 
@@ -52,7 +66,7 @@ class Long:
     """Sizes of the long rollouts, in tokens."""
 
     requests: int = 16
-    prompt: int = 26_368
+    prompt: int = LONGEST - 6_400
     new: int = 6_400
     last: int = 512  # passes that are timed
 
@@ -67,38 +81,31 @@ class Scored:
         return len(response) % 7 / 7
 
 
-class PassTimes(RolloutObserver):
-    """When the passes of a full batch ended: (passes so far, seconds)."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch, self.passes = batch, 0
-        self.ends: list[tuple[int, float]] = []
-
-    def on_pass(self, active: int, passes: int = 1) -> None:
-        self.passes += passes
-        if active == self.batch:
-            self.ends.append((self.passes, time.perf_counter()))
-
-    def last(self, count: int) -> tuple[float, float]:
-        """Seconds of a pass over about the last `count`, and the mean number of passes before."""
-        end, end_s = self.ends[-1]
-        begin, begin_s = next(item for item in self.ends if item[0] >= end - count)
-        return (end_s - begin_s) / (end - begin), (begin + end) / 2
+def options(words: Sequence[str]) -> argparse.Namespace:
+    """The options of this benchmark alone."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.bench big", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="short steps of the 7B")
+    parser.add_argument("--new", type=int, default=Long.new, help="new tokens of decode 32k")
+    return parser.parse_args(words)
 
 
 def run(bench: Bench) -> None:
+    chosen = options(bench.options)
     if bench.quick:
         return say("big: left out of a quick run")
     for case, (shape, steps, saves, words) in TRAINED.items():
         if bench.wanted(case):
+            words = [*words, *(SHORT if chosen.short and shape is QWEN2_7B else [])]
             with bench.part(case):
                 train(bench, case, shape, steps, saves, [*words, FEW_GRAPHS, *bench.settings])
             free()
-    if bench.wanted("decode 32k"):
+    if any(bench.wanted(f"decode 32k {arm}") for arm in (OFF, *ARMS)):
         words = ["preset=h100", "model.dtype=bfloat16", *bench.settings]
-        decode(bench, of_shape("decode 32k", words, QWEN2_7B, "cuda"), Long())
+        sizes = Long(prompt=LONGEST - chosen.new, new=chosen.new)
+        decode(bench, of_shape("decode 32k", words, QWEN2_7B, "cuda"), sizes)
     rows = {row["case"]: row for row in (*bench.known, *bench.rows)}
-    if row := rows.get("train 7b"):
+    row = rows.get("train 7b")
+    if row and row["tokens"] > 0.9 * STEP_TOKENS:
         bench.got["train_7b_peak_gb"] = row["peak_gb"]
     if ratios := [
         row["peak_over_predicted"] for row in rows.values() if "peak_over_predicted" in row
@@ -123,10 +130,7 @@ def train(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "model"
-        with torch.device(device):
-            AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
-        tiny.build_tokenizer().save_pretrained(folder)
-        free()
+        save_random(shape, folder, device)
         own = ["task.name=profiling.benches.big:Scored", f"model.path={folder}", "run.name=big"]
         config = load_config([*words, *own, f"run.root={root}", f"run.steps={steps}"])
         made = start_run(config, say)
@@ -188,7 +192,7 @@ def decode(bench: Bench, subject: Subject, size: Long) -> None:
         keys = (request_id("eval", index, "big", i) for i in range(size.requests))
         return [Request(key, i, tuple(ids[i]), params) for i, key in enumerate(keys)]
 
-    arms = [Arm(name) for name in ARMS]
+    arms = [Arm(name) for name in ARMS if bench.wanted(f"decode 32k {name}")]
     done = Comparison(rollout, arms, requests, lambda: None, rollout.engine.program.seed)
     done.run(size.requests * size.new)
     pass_s, passes = times.last(size.last)

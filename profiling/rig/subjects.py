@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from driver.config.load import load_config
 from driver.config.strategy import parse_strategies
 from driver.drafter.trainer import SpotTrainer
+from driver.model import tiny
+from driver.model.checkpoint import INDEX
 from driver.model.spec import ModelSpec
 from driver.rollout.bandit import Bandit
+from driver.rollout.observer import RolloutObserver
 from driver.rollout.request import Request, SamplingParams, request_id
 from driver.run.assemble import prompt_encoder, stop_ids
 from driver.run.warm_start import warm_start
@@ -217,3 +224,43 @@ def of_shape(name: str, words: list[str], shape: Qwen2Config | LlamaConfig, devi
         return [tuple(row) for row in ids.tolist()]
 
     return Subject(name, words, spec, weights, (), prompts)
+
+
+def save_random(shape: Qwen2Config, folder: Path, device: str) -> None:
+    """A checkpoint whose layers have the same random weights, which are drawn on the device."""
+    tiny.build_tokenizer().save_pretrained(folder)
+    empty = empty_model(shape)
+    about = {"architectures": [type(empty).__name__], "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**shape.to_dict(), **about}))
+    drawn: dict[str, torch.Tensor] = {}
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, size in spec_of(empty).shapes().items():
+        layer, kind = "".join(re.findall(r"\d+", name)), re.sub(r"\d+", "", name)
+        if kind not in drawn:
+            scale = 0.02 if len(size) > 1 else 1.0
+            weight = torch.randn(size, device=device) if scale < 1 else torch.ones(size)
+            drawn[kind] = (scale * weight).bfloat16().cpu()
+        files.setdefault(f"model-{layer or 'rest'}.safetensors", {})[name] = drawn[kind]
+    for file, tensors in files.items():
+        save_file(tensors, folder / file)
+    places = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+class PassTimes(RolloutObserver):
+    """When the passes of a full batch ended: (passes so far, seconds)."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch, self.passes = batch, 0
+        self.ends: list[tuple[int, float]] = []
+
+    def on_pass(self, active: int, passes: int = 1) -> None:
+        self.passes += passes
+        if active == self.batch:
+            self.ends.append((self.passes, time.perf_counter()))
+
+    def last(self, count: int) -> tuple[float, float]:
+        """Seconds of a pass over about the last `count`, and the mean number of passes before."""
+        end, end_s = self.ends[-1]
+        begin, begin_s = next(item for item in self.ends if item[0] >= end - count)
+        return (end_s - begin_s) / (end - begin), (begin + end) / 2
