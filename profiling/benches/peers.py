@@ -7,11 +7,11 @@ exported drafters, a Llama (the warmed policy), a Qwen3 and a Qwen2. `--only` pi
 commands can measure on two cards at once; `--vllm` is the folder with the package (`pip install
 --target`), which runs in processes of its own.
 
-Tokens a second of a batch are of its tokens after the first: B (n - 1) / (T(n) - T(1)), medians of
-wall times of `generate`, token ids in and out, end tokens ignored, T = 1. Both have their CUDA
-graphs. Drafts of random models are not accepted, so their rows with speculation are synthetic: vLLM
-accepts at the rates of the warmed policy (its `synthetic_acceptance_rates`), and our time of a pass
-is multiplied by the same accept length.
+Tokens a second of a batch are of its tokens after the first: B (n - 1) / (T(n) - T(1)), each the
+least of three wall times of `generate`, token ids in and out, end tokens ignored, T = 1. Both have
+their CUDA graphs. Drafts of random models are not accepted, so their rows with speculation are
+synthetic: vLLM accepts at the rates of the warmed policy (its `synthetic_acceptance_rates`), and
+our time of a pass is multiplied by the same accept length.
 
 In the rows of a comparison `over_vllm` is ours over vLLM's best setting. Rows of single settings
 hold what the comparison is made of, and how each vLLM engine was started.
