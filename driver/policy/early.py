@@ -81,6 +81,11 @@ class EarlyGradients:
         self._done.append(Ahead(key_of(responses, rows[done], advantages), batch, share, ended))
         return True
 
+    def wait(self) -> None:
+        """Waits for the last micro-batch, so that no other is enqueued when the rollout ends."""
+        if self._done and self._done[-1].ended is not None:
+            self._done[-1].ended.synchronize()
+
     def mark_hidden(self) -> None:
         """Notes which micro-batches are done; call when the rollout ends."""
         for each in self._done:

@@ -196,7 +196,8 @@ class Collector(RolloutObserver):
         with self.phases("gen"), self._capturing(step), contextlib.suppress(Stopped):
             responses = self.roll_out(groups, requests)
         if self.tail is not None:
-            self.tail.end()
+            with self.phases("update_actor"):
+                self.tail.end()
         stats = self.session.engine.stats if requests else RolloutStats()
         tools = self.tools.stats if self.tools and requests else ToolStats()
         self.world.enter("reward")

@@ -63,8 +63,7 @@ class TailUpdate:
         if trainer.weights.device.type == "cuda":
             self.partition = partition_of(sms, trainer.weights.device)
         self.threaded = self.partition is not None
-        # Nothing waits for a micro-batch: the main stream does so before the update.
-        self.thread = StepThread(self._step, lambda: None, self._fail)
+        self.thread = StepThread(self._step, self.early.wait, self._fail)
         # Whether the partition gives the gradients of the card; None: not known yet.
         self.exact: bool | None = True if self.partition is None else None
         self._open = False  # between begin and end of a rollout
@@ -184,28 +183,29 @@ class TailUpdate:
     # ---- after it -------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The rollout has ended: no further micro-batch begins."""
-        failed, self._open, self._work = not self._open, False, NONE
+        """The rollout has ended; waits for the micro-batch that runs."""
         self.early.mark_hidden()
-        if failed:
-            self.discard()
+        self._join()
+        if not self._open:  # a micro-batch has failed
+            self.early.discard()
+        self._open = False
 
     def take(
         self, responses: Sequence[Response], rewards: Sequence[float], keep: Sequence[bool]
     ) -> list[Ahead]:
         """What was done, for the update of the step's responses."""
-        self._join()
         if self.exact is None:
             self._check(responses, rewards, keep)
         return self.early.take()
 
     def discard(self) -> None:
         """Drops what was summed, of a rollout that failed or is repeated."""
-        self._open, self._work, self._ended_with = False, NONE, NONE
+        self._open = False
         self._join()
         self.early.discard()
 
     def _join(self) -> None:
+        self._work = self._ended_with = NONE
         self.thread.stop()
         sys.setswitchinterval(self._interval)
         if self.partition is not None:
