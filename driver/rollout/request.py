@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from numbers import Integral
+from operator import index
+from typing import Any, Literal
 
 import tlt_ext
 
 from ..common.errors import UserError
+from ..common.numbers import shown
 from ..config.sections import check_temperature
 from ..config.strategy import OFF, Strategy
 from .pages import pages_for
@@ -42,6 +45,13 @@ class SamplingParams:
     max_turn_tokens: int = 0
 
     def __post_init__(self) -> None:
+        for name, kind, what in _KINDS:
+            try:
+                value = kind(getattr(self, name))
+            except (TypeError, ValueError):
+                got = shown(getattr(self, name))
+                raise UserError(f"{name}: must be {what}, got {got}") from None
+            object.__setattr__(self, name, value)
         check_temperature("temperature", self.temperature)
         if not 0 <= self.top_k <= MAX_INT32:
             raise UserError(f"top_k: must be 0 (off) to {MAX_INT32}, got {self.top_k}")
@@ -53,6 +63,20 @@ class SamplingParams:
             raise UserError(f"max_turn_tokens: must be 0 (off) or more, got {self.max_turn_tokens}")
         if wrong := [stop for stop in self.stop_ids if not 0 <= stop <= MAX_INT32]:
             raise UserError(f"stop_ids: must be ids of tokens, got {wrong[0]}")
+
+
+def _ids(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(index, values))
+
+
+_KINDS: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+    ("temperature", float, "a number"),
+    ("top_k", index, "an integer"),
+    ("top_p", float, "a number"),
+    ("max_new_tokens", index, "an integer"),
+    ("stop_ids", _ids, "a tuple of ids of tokens"),
+    ("max_turn_tokens", index, "an integer"),
+)
 
 
 @dataclass(frozen=True)
@@ -74,15 +98,16 @@ class Request:
 
     def check(self, max_len: int, page_size: int, num_pages: int) -> None:
         """Raises UserError if the engine can never run the request."""
+        for name, kind, what in _PARTS:
+            if not isinstance(value := getattr(self, name), kind):
+                got = type(value).__name__
+                raise UserError(f"request {self.id}: {name} must be {what}, got a {got}")
         length, stops = len(self.prompt_ids), len(self.params.stop_ids)
         total = length + self.params.max_new_tokens
         if stops > MAX_STOP_IDS:
             raise UserError(f"request {self.id}: {stops} stop ids; at most {MAX_STOP_IDS}")
         if not -(2**63) <= self.id < 2**63:
             raise UserError(f"request {self.id}: the id must fit into 64 bits; hash it")
-        if not isinstance(self.prompt_ids, tuple):
-            kind = type(self.prompt_ids).__name__
-            raise UserError(f"request {self.id}: prompt_ids must be a tuple of ints, got a {kind}")
         if self.resume is not None:
             begun = self.resume.request
             if (begun.id, begun.prompt_ids) != (self.id, self.prompt_ids):
@@ -162,6 +187,14 @@ class Response:
         for begin, end in self.tools:
             mask[begin:end] = [False] * (end - begin)
         return mask
+
+
+_PARTS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+    ("id", Integral, "an integer"),
+    ("prompt_ids", tuple, "a tuple of ints"),
+    ("params", SamplingParams, "SamplingParams"),
+    ("resume", (Response, type(None)), "a response"),
+)
 
 
 @dataclass(eq=False)

@@ -253,12 +253,13 @@ class Comparison:
         engine = self.rollout.engine
         observer, engine.observer = engine.observer, None  # nothing is trained on these responses
         try:
-            with Session(replace(self.rollout, spot=None)) as session:
+            session = _Booked(replace(self.rollout, spot=None))
+            session.book = partial(self._book, arm)
+            with session:
                 out, count = interrupted(session, requests, answer, self._random)
         finally:
             engine.observer = observer
         arm.seconds += time.perf_counter() - started
-        self._book(arm, engine.stats)
         arm.interruptions = arm.interruptions + count
         return out
 
@@ -295,6 +296,18 @@ def describe(a: Response, b: Response, place: int) -> str:
     if place >= min(len(a.token_ids), len(b.token_ids)):
         return f"{head}: lengths {len(a.token_ids)} and {len(b.token_ids)}"
     return f"{head}: {a.token_ids[place]} and {b.token_ids[place]}"
+
+
+class _Booked(Session):
+    """A session that reports the statistics of each rollout: one ends when no request is left."""
+
+    book: Callable[[RolloutStats], None]
+
+    def roll_out(self, requests: Sequence[Request], **rest: Any) -> list[Response]:
+        try:
+            return super().roll_out(requests, **rest)
+        finally:
+            self.book(self.engine.stats)
 
 
 class _Fixed:

@@ -17,6 +17,7 @@ ANSWERS = 1, 2, 17, 40  # tokens of an answer; a page has 16
 TURN_LIMITS = 0, 0, 24  # tokens of a turn, for requests in turn; 0: no limit
 MAX_LATENCY_S = 0.02  # of a tool, and between two actions of the client
 ABORT_RATE = 0.3  # of the actions
+ABORTS = 3  # of a request in the mean, at most; more would keep the batch small
 
 
 @dataclass
@@ -116,9 +117,9 @@ def interrupted(
             request = waiting.pop()
             running[session.submit(request, on_end=slow_tool)] = request
         time.sleep(MAX_LATENCY_S * draw.random())
-        if draw.random() < ABORT_RATE:
+        if count.aborts < ABORTS * len(requests) and draw.random() < ABORT_RATE:
             ids = sorted(request.id for request in running.values())
-            count.aborts += len(session.abort(draw.sample(ids, len(ids) // 3)))
+            count.aborts += len(session.abort(draw.sample(ids, -(-len(ids) // 3))))
         for future in [future for future in running if future.done()]:
             request, response = running.pop(future), future.result()
             if response.finish == "abort":

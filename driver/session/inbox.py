@@ -27,7 +27,7 @@ class SessionClosed(RuntimeError):
 
 def check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises UserError if a token is not in the vocabulary."""
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    wrong = next((t for t in ids if not (hasattr(t, "__index__") and 0 <= t < vocab_size)), None)
     if wrong is not None:
         raise UserError(
             f"{where}: token {wrong} is not in the vocabulary of {vocab_size}; use the model's own"

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
+from ..common.numbers import shown
 from ..common.storage import user_path
 from ..config.load import Config, load_config
 from ..config.strategy import parse_strategies
@@ -45,8 +47,8 @@ def configure(
         model, drafter, train_drafter, device, seed, max_batch, max_len, settings: see
             `Session.from_pretrained`.
     """
-    if max_len is not None and max_len < 2:
-        raise UserError(f"max_len: must be at least 2, prompt and response, got {max_len}")
+    if not (max_len is None or (isinstance(max_len, Integral) and max_len >= 2)):
+        raise UserError(f"max_len: must be at least 2, prompt and response, got {shown(max_len)}")
     live = model if isinstance(model, PreTrainedModel) else None
     if live is None and not isinstance(model, (str, Path)):
         raise UserError(
@@ -56,6 +58,7 @@ def configure(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         device = device if live is None else str(live.device)
+    device = str(device)  # of a `torch.device`
     kind = device.partition(":")[0]
     dtype = {"cpu": "float32"}.get(kind, "bfloat16")
     words = [
@@ -73,6 +76,8 @@ def configure(
         words.append("engine.strategies=off ngram:4,1,5")
     state = None
     if drafter is not None:
+        if not isinstance(drafter, (str, Path)):
+            raise UserError(f"drafter: must be a folder, got {shown(drafter)}")
         state = drafter_state(user_path(drafter))
         if state is None:
             raise UserError(
@@ -87,8 +92,10 @@ def load(
 ) -> tuple[PreTrainedModel, Tokenizer | None]:
     """The policy and its tokenizer, if there is one."""
     use_device(config.run.device)
-    if isinstance(tokenizer, str):
+    if isinstance(tokenizer, (str, Path)):
         tokenizer = load_tokenizer(user_path(tokenizer), "tokenizer")
+    if not (tokenizer is None or isinstance(tokenizer, Tokenizer)):
+        raise UserError(f"tokenizer: must be a tokenizer or its folder, got {shown(tokenizer)}")
     if isinstance(model, PreTrainedModel):
         return model, tokenizer
     policy, own = load_policy(config, find_model(config))

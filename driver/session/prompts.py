@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -45,9 +46,13 @@ class Prompts:
         Raises:
             UserError: a prompt that cannot be used, or a request that can never run.
         """
-        if samples < 1:
-            raise UserError(f"samples: must be at least 1, got {samples}")
+        if not (isinstance(samples, Integral) and samples > 0):
+            raise UserError(f"samples: must be at least 1, got {shown(samples)}")
+        if not (params is None or isinstance(params, SamplingParams)):
+            raise UserError(f"params: must be SamplingParams, got {shown(params)}")
         listed = [prompts] if isinstance(prompts, (str, Request)) else prompts
+        if not isinstance(listed, Iterable) or isinstance(listed, (Mapping, bytes)):
+            raise UserError(f"session: prompts must be a list, got {shown(prompts)}")
         return [r for prompt in listed for r in self._requests(prompt, params, samples)]
 
     def decode(self, response: Response) -> str:
@@ -61,7 +66,7 @@ class Prompts:
         self, prompt: Prompt, params: SamplingParams | None, samples: int
     ) -> list[Request]:
         if isinstance(prompt, Request):
-            self._check(prompt)
+            check_requests([prompt], self.spec, self.cache)
             return [prompt]
         ids = self._ids(prompt)
         params = params or self.params
@@ -71,7 +76,7 @@ class Prompts:
             number, self._count = self._count, self._count + 1
         keys = [request_id("session", 0, str(number), sample) for sample in range(samples)]
         requests = [Request(key, number, ids, params) for key in keys]
-        self._check(requests[0])
+        check_requests(requests[:1], self.spec, self.cache)
         return requests
 
     def _ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -87,7 +92,14 @@ class Prompts:
                 " generate takes a list of prompts"
             ) from None
 
-    def _check(self, request: Request) -> None:
-        cache = self.cache
-        request.check(self.spec.max_position, cache.page_size, cache.num_pages)
-        check_ids(f"request {request.id}", request.prompt_ids, self.spec.vocab_size)
+
+def check_requests(requests: Sequence[Request], spec: ModelSpec, cache: KvCache) -> None:
+    """Raises UserError if a request can never run."""
+    checked: set[tuple[int, ...]] = set()
+    for request in requests:
+        if not isinstance(request, Request):
+            raise UserError(f"session: expected a Request, got {shown(request)}")
+        request.check(spec.max_position, cache.page_size, cache.num_pages)
+        if request.prompt_ids not in checked:  # siblings share it
+            check_ids(f"request {request.id}", request.prompt_ids, spec.vocab_size)
+            checked.add(request.prompt_ids)

@@ -1,6 +1,7 @@
 """A session is closed, refuses what it cannot do, and is made from models and folders."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from concurrent.futures import CancelledError, wait
@@ -169,13 +170,48 @@ def test_requests_that_can_never_run_are_refused_at_once(session):
     session.wake()
 
 
+REQUEST = Request(1, 0, (5, 6), SamplingParams(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.generate(None), "prompts must be a list, got None"),
+        (lambda s: s.generate({5: 6}), "prompts must be a list, got {5: 6}"),
+        (lambda s: s.generate([[5]], {"top_k": 3}), "params: must be SamplingParams, got {'top_k'"),
+        (lambda s: s.generate([[5]], samples=1.5), "samples: must be at least 1, got 1.5"),
+        (lambda s: s.generate(REQUEST, on_end=3), "on_end: must be a function, got 3"),
+        (lambda s: s.generate(replace(REQUEST, id="a")), "id must be an integer, got a str"),
+        (lambda s: s.generate(replace(REQUEST, prompt_ids=(5.0,))), "token 5.0 is not in the voc"),
+        (lambda s: s.generate(replace(REQUEST, params=None)), "params must be SamplingParams, got"),
+        (lambda s: s.generate(replace(REQUEST, resume="a")), "resume must be a response, got a st"),
+        (lambda s: s.roll_out(["a"]), "expected a Request, got 'a'"),
+        (lambda s: s.roll_out([replace(REQUEST, prompt_ids=(97,))]), "token 97 is not in the voc"),
+        (lambda s: s.abort(5), "abort: ids must be those of requests, got 5"),
+        (lambda s: s.update_weights({}, version="a"), "version must be an integer, got 'a'"),
+        (lambda s: SamplingParams(temperature=None), "temperature: must be a number, got None"),
+        (lambda s: SamplingParams(top_k=1.5), "top_k: must be an integer, got 1.5"),
+        (lambda s: SamplingParams(stop_ids="a"), "stop_ids: must be a tuple of ids of tokens, got"),
+        (lambda s: Session.from_pretrained("tiny", tokenizer=5), "tokenizer: must be a tokenizer"),
+        (lambda s: Session.from_pretrained("tiny", drafter=5), "drafter: must be a folder, got 5"),
+        (lambda s: Session.from_pretrained("tiny", device=0), "run.device: must be cpu, cuda or"),
+    ],
+)
+def test_wrong_types_are_refused(session, call, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        call(session)
+
+
 def test_an_unexpected_error_of_admission_reaches_the_future(session, monkeypatch):
     requests = jobs(2)
+
+    def fails(request):
+        raise RuntimeError("no memory")
+
     with monkeypatch.context() as patch:
-        patch.setattr(Request, "check", lambda self, *limits: None)
-        future = session.submit(replace(requests[0], prompt_ids=[5, 6]))
-        with pytest.raises(TypeError, match="unhashable"):
-            future.result(WAIT_S)
+        patch.setattr("driver.rollout.scheduler.RunningRequest.begin", fails)
+        with pytest.raises(RuntimeError, match="no memory"):
+            session.submit(requests[0]).result(WAIT_S)
     assert len(session.generate(requests)) == 2
 
 

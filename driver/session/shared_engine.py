@@ -1,0 +1,263 @@
+"""One engine that several threads use: rollouts, and what changes between their bursts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from ..common.errors import UserError
+from ..common.numbers import shown
+from ..model.target import Weights
+from ..rollout.observer import Observers, RolloutObserver
+from ..rollout.rebalance import LOOK_S
+from ..rollout.request import Request, Response
+from ..rollout.source import RequestSource
+from .inbox import Inbox, OnEnd, SessionClosed, Ticket
+from .load import use_device
+from .parts import Rollout
+from .prompts import check_requests
+
+
+class SharedEngine:
+    """Rollouts in the caller's thread, or in one of its own for submitted requests.
+
+    Args:
+        rollout: the engine and its parts.
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+        self.engine, self.spot = rollout.engine, rollout.spot
+        self._rolling = threading.Lock()  # held during a rollout
+        self._roller: threading.Thread | None = None  # its thread
+        self._using = threading.Lock()  # held by the thread that uses the engine
+        self._inbox = Inbox(
+            self._using,
+            lambda: self.engine.target_version,
+            rollout.target.spec.vocab_size,
+        )
+        self._process = os.getpid()  # threads and CUDA do not survive a fork
+        self._lock = threading.Lock()  # of the next one
+        self._worker: threading.Thread | None = None
+        self._final_steps = False  # of the drafter, in flight
+
+    def roll_out(
+        self,
+        requests: Sequence[Request],
+        *,
+        record: bool = True,
+        observer: RolloutObserver | None = None,
+        source: RequestSource | None = None,
+        on_end: OnEnd | None = None,
+    ) -> list[Response]:
+        """Makes a rollout in this thread, after one that runs; submitted requests join it.
+
+        Args:
+            requests: of the rollout.
+            record: see `RolloutEngine.generate`.
+            observer: called besides the spot trainer.
+            source: adds requests and takes others out.
+            on_end: of the requests, see `submit`; an error in it ends the rollout.
+
+        Raises:
+            UserError: a request that can never run, or the session sleeps.
+            SessionClosed: the session is closed.
+        """
+        inbox = self._inbox
+        self._check_thread()
+        self._check_ready()  # a rollout that waits for `wake` holds the first lock
+        check_requests(requests, self.rollout.target.spec, self.engine.cache)
+        with self._rolling, self._using:
+            self._check_ready()
+            self._roller = threading.current_thread()
+            if self._final_steps and self.spot is not None:  # documents must not change meanwhile
+                self.spot.end_final_steps()
+                self._final_steps = False
+            inbox.on_end, inbox.kv_lost = on_end, False
+            inbox.poll_s = None if source is None and observer is None else LOOK_S
+            parts = [part for part in (observer, self.spot) if part is not None]
+            try:
+                return self.engine.generate(
+                    requests,
+                    record=record,
+                    observer=Observers(*parts) if observer else None,
+                    sources=[inbox] if source is None else [inbox, source],
+                )
+            except BaseException as error:
+                if self.spot is not None:
+                    self.spot.stop()  # its thread must not outlive the rollout
+                inbox.fail(error)
+                raise
+            finally:
+                self._roller = None
+
+    # ---- the policy, the drafter, memory --------------------------------------------------------
+
+    def update_weights(
+        self,
+        stream: Weights,
+        version: int | None = None,
+    ) -> None:
+        """Copies new weights into the engine, in place.
+
+        Unfinished requests wait for it between two passes. They keep their tokens, whose KV is
+        computed again with the new weights, and `Response.version` is that of the last token.
+
+        Args:
+            stream: a state dict, or its items, each of which is copied before the next is read.
+            version: of the policy; None = the next number.
+
+        Raises:
+            UserError: tensors that do not fit or are not finite. A state dict is checked first, so
+                that the old weights and their version stay. After an error in a stream some of the
+                weights are new: requests are refused, and unfinished ones wait, until a further
+                call has succeeded.
+        """
+        if not isinstance(stream, Iterable) or isinstance(stream, str):
+            raise UserError(
+                f"update_weights: got a {type(stream).__name__}; give the state dict of the policy"
+            )
+        if not (version is None or isinstance(version, Integral)):
+            raise UserError(f"update_weights: version must be an integer, got {shown(version)}")
+        inbox = self._inbox
+        with self._between_bursts():
+            if self.spot is not None:
+                self.spot.end_final_steps()
+            self._final_steps = False
+            inbox.kv_lost = True
+            inbox.mixed |= not isinstance(stream, Mapping)
+            version = self.engine.target_version + 1 if version is None else int(version)
+            weights = stream if isinstance(stream, Mapping) else _pairs(stream)
+            self.rollout.update_weights(weights, version)
+            inbox.mixed = False
+
+    def train_drafter(self, steps: int | None = None) -> int:
+        """Trains the drafter on the responses so far, between rollouts.
+
+        Args:
+            steps: micro-steps; their result is used at once. None: the final steps of a training
+                step (`spot.final_steps`), which a GPU runs during what follows, until
+                `update_weights` or the next rollout.
+
+        Returns:
+            The micro-steps made so far in all.
+        """
+        if self.spot is None or self.spot.config.mode == "off":
+            raise UserError("session: no drafter is trained; make it with train_drafter=True")
+        with self._between_bursts():
+            if steps is None:
+                if self.rollout.tuner is not None and not self._inbox.asleep:
+                    self.rollout.tuner.tune()
+                self.spot.begin_final_steps()
+                self._final_steps = True
+            else:
+                self.spot.stop()
+                for _ in range(steps):
+                    if not self.spot.micro_step():
+                        break
+                self.spot.renew()
+            return self.spot.steps
+
+    def sleep(self) -> None:
+        """Frees KV cache and features; unfinished requests wait for `wake`.
+
+        On a GPU they come back at the same addresses, so that captured graphs stay.
+        """
+        with self._between_bursts():
+            if not self._inbox.asleep:
+                if self.spot is not None and not self._final_steps:
+                    self.spot.stop()
+                self.engine.cache.memory.release()
+                self._inbox.asleep = self._inbox.kv_lost = True
+
+    def wake(self) -> None:
+        """Gets the memory back; unfinished requests go on to the same tokens."""
+        with self._between_bursts():
+            if self._inbox.asleep:
+                self.engine.cache.memory.restore()
+                self._inbox.asleep = False
+
+    def close(self) -> None:
+        """Ends the session; unfinished requests end with `SessionClosed`."""
+        self._inbox.close()
+        if self._worker is not None and self._worker is not threading.current_thread():
+            self._worker.join()
+        self._inbox.fail(SessionClosed("the session was closed"))
+        if self.spot is not None:
+            self.spot.close()
+
+    # ---- threads --------------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError("session: made before a fork; make it in the process that uses it")
+
+    def _check_thread(self) -> None:
+        self._check_process()
+        if threading.current_thread() is self._roller:
+            raise RuntimeError("session: called by the thread of the rollout; use another thread")
+
+    def _check_ready(self) -> None:
+        self._check_open()
+        if self._inbox.asleep:
+            raise UserError("session: it sleeps; call wake() first")
+        if self._inbox.mixed:
+            raise UserError(
+                "session: the last update_weights failed halfway; call it again with all weights"
+            )
+
+    def _check_open(self) -> None:
+        if self._inbox.closed:
+            raise SessionClosed("the session is closed")
+
+    def _submit(self, requests: Sequence[Request], on_end: OnEnd | None) -> list[Ticket]:
+        self._check_process()
+        if not (on_end is None or callable(on_end)):
+            raise UserError(f"on_end: must be a function, got {shown(on_end)}")
+        tickets = [Ticket(request, on_end, self._inbox) for request in requests]
+        self._inbox.put(tickets)
+        with self._lock:
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="tlt-session", daemon=True)
+                self._worker.start()
+        return tickets
+
+    def _work(self) -> None:
+        """Makes rollouts of what arrives until the session is closed."""
+        use_device(str(self.rollout.target.device))
+        while self._inbox.wait():
+            try:
+                self.roll_out(())
+            except BaseException:  # the futures have it
+                continue
+
+    @contextmanager
+    def _between_bursts(self) -> Iterator[None]:
+        """Inside the block, this thread alone uses the engine, on its current stream."""
+        self._check_thread()
+        self._check_open()
+        device = self.rollout.target.device
+        with self._inbox.between_bursts():
+            if device.type == "cpu":
+                yield
+                return
+            here, there = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+            here.wait_stream(there)  # rollouts run there
+            try:
+                yield
+            finally:
+                there.wait_stream(here)
+
+
+def _pairs(stream: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for item in stream:
+        pair = isinstance(item, (tuple, list)) and len(item) == 2
+        if not (pair and isinstance(item[1], torch.Tensor)):
+            raise UserError(f"update_weights: a stream has (name, tensor) pairs, got {shown(item)}")
+        yield item
