@@ -16,7 +16,7 @@ from ..session.load import end_ids
 from ..session.parts import check_kernels
 from ..tasks import Split, Task
 
-PROMPT_SAMPLE = 64  # prompts of a generated task whose lengths are checked
+PROMPT_SAMPLE = 512  # prompts of a generated task whose lengths are checked
 CHUNK = 512  # prompts tokenized at once
 
 

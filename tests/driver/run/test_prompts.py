@@ -1,6 +1,7 @@
 """A finite data set is checked to its end before a run starts, and each eval line counts once."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +9,7 @@ from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.model import tiny
 from driver.model.prompts import PromptEncoder
-from driver.run.assemble import check_prompts
+from driver.run.assemble import check_prompts, longest_request
 from driver.run.start import start_run
 from driver.tasks import Prompt, make_task
 from tests.driver.run.test_run import WORDS
@@ -82,3 +83,18 @@ def test_an_evaluation_uses_each_held_out_line_once(tmp_path, monkeypatch):
         assert len(asked) == 5
     finally:
         run.close(whole=True)
+
+
+@pytest.mark.parametrize("name", ["puzzles", "sums", "addition", "multiplication", "calculator"])
+@pytest.mark.parametrize("difficulty", [1, 2])
+def test_later_prompts_of_a_generated_task_fit_the_tables(name, difficulty):
+    """One prompt of the warm start of `preset=h100` has twice the tokens of the first 64."""
+    config = load_config([f"task.name={name}", "sampling.max_new_tokens=100"])
+    task = make_task(name, difficulty=difficulty)
+    encode = PromptEncoder(tiny.build_tokenizer())  # a token for each byte
+    context = 1 << 20
+    checked = check_prompts(task, encode, config.sampling.max_new_tokens, context)
+    spec = SimpleNamespace(max_position=context)
+    texts = [task.prompt("train", (1 << 39) + i).text for i in range(4000)]
+    longest = max(map(len, encode.batch(texts)))
+    assert longest + 100 <= longest_request(config, spec, checked)
