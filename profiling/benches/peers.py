@@ -102,7 +102,7 @@ def smollm2(bench: Bench, made: Engines) -> None:
     subject = of_checkpoint("smollm2", bench.words, warmed=True, note=say)
     assert subject.folder is not None
     drafter = export(subject, made.scratch / "drafter")
-    longest: dict[str, Any] = {"max_model_len": 8192, "kv_gib": 12}
+    longest: dict[str, Any] = {"max_model_len": 8192, "kv_gib": 6}
     for suffix, inside in (("", False), (IN_PROCESS, True)):
         made.start(f"plain{suffix}", subject.folder, in_process=inside, **longest)
         for k in CHAINS[:1] if inside else CHAINS:
