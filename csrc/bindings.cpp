@@ -63,10 +63,11 @@ py::dict build_info() {
 std::vector<std::string> cuda_ops() {
 #if defined(TLT_WITH_CUDA)
   return {
-      "rms_norm",   "silu_mul",       "linear_rows",   "linear_silu_mul", "linear_append",
-      "append_kv",  "tree_attention", "commit_path",   "copy_pages",      "gather_new_rows",
-      "sample",     "verify_tree",    "expand_tree",   "select_nodes",    "verify_rejection",
-      "arm_passes", "advance_batch",  "ngram_propose", "draft_inputs",    "draft_level_inputs",
+      "rms_norm",           "silu_mul",   "linear_rows",    "linear_silu_mul", "linear_append",
+      "fold_partials",      "append_kv",  "tree_attention", "commit_path",     "copy_pages",
+      "gather_new_rows",    "sample",     "verify_tree",    "expand_tree",     "select_nodes",
+      "verify_rejection",   "arm_passes", "advance_batch",  "ngram_propose",   "draft_inputs",
+      "draft_level_inputs",
   };
 #else
   return {};
@@ -108,7 +109,9 @@ void bind_layers(py::module_& m) {
   m.def("rms_norm", &tlt::rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "stream"_a, NoGil());
   m.def("silu_mul", &tlt::silu_mul, "x"_a, "out"_a, "stream"_a, NoGil());
   m.def("linear_rows", &tlt::linear_rows, "x"_a, "weight"_a, "out"_a, "norm_weight"_a, "eps"_a,
-        "bias"_a, "residual"_a, "pdl"_a, "stream"_a, NoGil());
+        "bias"_a, "residual"_a, "parts"_a, "pdl"_a, "stream"_a, NoGil());
+  m.def("fold_partials", &tlt::fold_partials, "partials"_a, "out"_a, "bias"_a, "residual"_a,
+        "stream"_a, NoGil());
   m.def("linear_silu_mul", &tlt::linear_silu_mul, "x"_a, "weight"_a, "out"_a, "norm_weight"_a,
         "eps"_a, "pdl"_a, "stream"_a, NoGil());
   m.def("linear_append", &tlt::linear_append, "x"_a, "weight"_a, "q_out"_a, "k_cache"_a,
@@ -121,12 +124,13 @@ void bind_layers(py::module_& m) {
   });
   m.def(  // for tests: float32 x [rows, depth], w [cols, depth], out [rows, cols], all dense
       "dot_rows",
-      [](size_t variant, const tlt::Tensor& x, const tlt::Tensor& w, const tlt::Tensor& out) {
+      [](size_t variant, const tlt::Tensor& x, const tlt::Tensor& w, const tlt::Tensor& out,
+         int parts) {
         tlt::dot_variants().at(variant).run({x.ptr<float>(), x.stride[0], x.shape[0],
                                              w.ptr<float>(), w.stride[0], w.shape[0], x.shape[1],
-                                             out.ptr<float>(), out.stride[0]});
+                                             parts, out.ptr<float>(), out.stride[0]});
       },
-      "variant"_a, "x"_a, "w"_a, "out"_a);
+      "variant"_a, "x"_a, "w"_a, "out"_a, "parts"_a);
 }
 
 // ---- kv and attention ---------------------------------------------------------------------------

@@ -30,6 +30,23 @@ def linear_rows(
     return out if residual is None else out + residual.double()
 
 
+def columns_of(k: int, rank: int, ranks: int) -> torch.Tensor:
+    """The columns of K that a rank holds: those of the blocks of 64 of its parts."""
+    column = torch.arange(k)
+    return column[column // 64 % 8 // (8 // ranks) == rank]
+
+
+def fold_partials(
+    partials: list[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.stack([partial.double() for partial in partials]).sum(0)
+    if bias is not None:
+        out = out + bias.double()
+    return out if residual is None else out + residual.double()
+
+
 # ---- attention and kv ------------------------------------------------------------------------
 
 

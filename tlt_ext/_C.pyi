@@ -112,7 +112,15 @@ def linear_rows(
     eps: float,
     bias: Array | None,
     residual: Array | None,
+    parts: int,
     pdl: bool,
+    stream: int,
+) -> None: ...
+def fold_partials(
+    partials: Sequence[Array | None],
+    out: Array | None,
+    bias: Array | None,
+    residual: Array | None,
     stream: int,
 ) -> None: ...
 def linear_silu_mul(
@@ -145,6 +153,7 @@ def dot_rows(
     x: Array | None,
     w: Array | None,
     out: Array | None,
+    parts: int,
 ) -> None: ...
 def append_kv(
     qkv: Array | None,

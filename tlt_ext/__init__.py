@@ -32,7 +32,14 @@ from tlt_ext.groups import (
     VerifyOutput,
 )
 from tlt_ext.kv import append_kv, commit_path, copy_pages, gather_new_rows
-from tlt_ext.layers import linear_append, linear_rows, linear_silu_mul, rms_norm, silu_mul
+from tlt_ext.layers import (
+    fold_partials,
+    linear_append,
+    linear_rows,
+    linear_silu_mul,
+    rms_norm,
+    silu_mul,
+)
 from tlt_ext.ngram import ngram_propose
 from tlt_ext.sampling import sample, sampling_workspace_bytes, verify_rejection, verify_tree
 from tlt_ext.tree import expand_tree, select_nodes, tree_capacity
@@ -45,6 +52,7 @@ OPS = (
     linear_rows,
     linear_silu_mul,
     linear_append,
+    fold_partials,
     append_kv,
     tree_attention,
     commit_path,
@@ -102,6 +110,7 @@ __all__ = [
     "draft_inputs",
     "draft_level_inputs",
     "expand_tree",
+    "fold_partials",
     "gather_new_rows",
     "graph_bytes",
     "linear_append",

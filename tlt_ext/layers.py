@@ -1,5 +1,7 @@
 """Layers of a decode step, row-invariant: the bits of a row do not depend on other rows."""
 
+from collections.abc import Sequence
+
 from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
 from tlt_ext.groups import Rows
@@ -14,6 +16,7 @@ def linear_rows(
     eps: float = 1e-6,
     bias: Array | None = None,
     residual: Array | None = None,
+    parts: int = 8,
     pdl: bool = False,
     stream: int | None = None,
 ) -> None:
@@ -24,6 +27,12 @@ def linear_rows(
     With `norm_weight` the result has the bits of `rms_norm` followed by this op, without an array
     in between; on a GPU that is faster for few rows and weights (`driver/model/target.py`).
 
+    K is cut into blocks of 64. Part w of 8 sums the blocks w, w + 8, ..., and the parts are added
+    as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So K can be divided among 1, 2, 4 or 8 ranks: rank
+    r of R holds the columns k of x and weight with `k // 64 % 8 // (8 // R) == r`, in ascending
+    order, and passes `parts=8 // R`. `fold_partials` adds the sums of the ranks and gives the bits
+    of one call.
+
     Args:
         x: [rows, K], float32, float16 or bfloat16; rows may be strided.
         weight: [N, K], dtype of x; rows may be strided.
@@ -32,6 +41,8 @@ def linear_rows(
         eps: of the norm.
         bias: [N], dtype of x.
         residual: [rows, N], dtype of out; may be out itself.
+        parts: 8, 4, 2 or 1: parts of K in x. With fewer than 8, out is float32, and norm_weight,
+            bias and residual are None.
         pdl: programmatic dependent launch, on a GPU of compute capability 9.0 or higher (no effect
             elsewhere): the launch may begin, and read the weights (the norm's, too) and the bias,
             before the previous kernels on the stream end. The caller promises that none of those
@@ -55,7 +66,56 @@ def linear_rows(
     16-bit types on a GPU in `csrc/layers/linear.cuh`.
     Reference: `tests/reference.py::linear_rows`, of `rms_norm`.
     """
-    _C.linear_rows(x, weight, out, norm_weight, eps, bias, residual, pdl, current_stream(x, stream))
+    _C.linear_rows(
+        x,
+        weight,
+        out,
+        norm_weight,
+        eps,
+        bias,
+        residual,
+        parts,
+        pdl,
+        current_stream(x, stream),
+    )
+
+
+def fold_partials(
+    partials: Sequence[Array],
+    out: Array,
+    *,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    stream: int | None = None,
+) -> None:
+    """Adds the partial sums of all ranks as a binary tree, then bias and residual; rounds once.
+
+    With the sums of `linear_rows(parts=8 // R)` of R ranks, out has the bits of `linear_rows` on
+    one rank, for every R.
+
+    Args:
+        partials: one float32 [rows, N] for each of 1, 2, 4 or 8 ranks, in their order; rows may be
+            strided. Memory of other GPUs that the device can read is allowed.
+        out: [rows, N], float32, float16 or bfloat16; rows may be strided.
+        bias: [N], float32, float16 or bfloat16.
+        residual: [rows, N], dtype of out; may be out itself.
+        stream: CUDA stream; default is the array library's current one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a number of arrays, device, layout or shape is wrong.
+
+    Example:
+        >>> import numpy as np
+        >>> out = np.zeros((1, 2), np.float32)
+        >>> fold_partials([np.float32([[1, 2]]), np.float32([[3, 4]])], out)
+        >>> print(out)
+        [[4. 6.]]
+
+    Source: a tree of eight leaves, as in "Tree-based invariant kernels" (arXiv 2511.17826).
+    Reference: `tests/reference.py::fold_partials`.
+    """
+    _C.fold_partials(list(partials), out, bias, residual, current_stream(out, stream))
 
 
 def linear_silu_mul(

@@ -65,7 +65,7 @@ void rms_norm_row(const T* x, const T* weight, int64_t dim, float eps, Out* out)
     wide = buffer;
   }
   float squares;
-  dot_rows({wide, 0, 1, wide, 0, 1, dim, &squares, 1});
+  dot_rows({wide, 0, 1, wide, 0, 1, dim, 1, &squares, 1});
   const float scale = 1.0f / std::sqrt(squares / static_cast<float>(dim) + eps);
   scale_row(x, weight, dim, scale, out);
 }
@@ -145,7 +145,7 @@ void linear_chunk(const LinearParams& p, const float* x, int64_t x_stride, int64
       const int64_t cols = std::min(kColumnBlock, p.out_dim - col);
       int64_t w_stride;
       const float* w = float_weight<T>(p, col, cols, &w_stride);
-      dot_rows({x, x_stride, rows, w, w_stride, cols, p.in_dim, sums, kColumnBlock});
+      dot_rows({x, x_stride, rows, w, w_stride, cols, p.in_dim, p.parts, sums, kColumnBlock});
       if (p.out_dtype == DType::kFloat32) {
         store_block<T, float>(p, row, rows, col, cols, sums);
       } else {
@@ -210,6 +210,33 @@ void linear_rows_cpu(const LinearParams& p) {
       linear_filled<T>(
           p, [&](int64_t row, float* out) { widen(at<T>(p.x, row * p.x_stride), p.in_dim, out); });
     }
+  });
+}
+
+void fold_partials_cpu(const FoldParams& p) {
+  dispatch_floating(p.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    parallel_for(p.rows, p.ranks * p.dim, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        for (int64_t col = 0; col < p.dim; ++col) {
+          float sum[kMaxRanks];
+          for (int r = 0; r < p.ranks; ++r) {
+            sum[r] = p.partial[r][row * p.partial_stride[r] + col];
+          }
+          for (int apart = 1; apart < p.ranks; apart *= 2) {
+            for (int r = 0; r < p.ranks; r += 2 * apart) sum[r] += sum[r + apart];
+          }
+          float value = sum[0];
+          if (p.bias) {
+            dispatch_floating(p.bias_dtype, [&](auto* bias) {
+              value += to_float(at<std::remove_pointer_t<decltype(bias)>>(p.bias, col)[0]);
+            });
+          }
+          if (p.residual) value += to_float(at<T>(p.residual, row * p.residual_stride + col)[0]);
+          static_cast<T*>(p.out)[row * p.out_stride + col] = from_float<T>(value);
+        }
+      }
+    });
   });
 }
 

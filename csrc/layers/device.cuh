@@ -199,7 +199,8 @@ __device__ __forceinline__ float norm_scale(float squares, int dim, float eps) {
   }
 }
 
-__device__ __forceinline__ float sum_of_8(const float* v) {
+// Adds the parts of one output as a binary tree.
+__device__ __forceinline__ float sum_of_parts(const float* v) {
   return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 

@@ -32,55 +32,44 @@ class Multiplier {
   }
 
   // Sums the next tile.
-  __device__ __forceinline__ void sum_tile(float (&total)[Of::kRows / 8][4]) {
-    float acc[Of::kHeld][Of::kRows / 8][4];
-    const auto add = [&](const float (&part)[Of::kRows / 8][4]) {
-      for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] += part[j][c]; });
-    };
+  __device__ __forceinline__ void sum_tile(float (&total)[Of::kRows / 8][4], float* turn) {
+    for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] = -0.0f; });  // -0 + x is x
     if constexpr (Of::kTurns) {
-      for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] = 0.0f; });
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        multiply<false>(acc[part % 2]);
-        if (part > 0) {  // the previous part is complete: it is added while this one is multiplied
-          settle(acc[1 - part % 2]);
-          add(acc[1 - part % 2]);
-        }
+      float acc[Of::kBuffers][Of::kRows / 8][4];
 #pragma unroll 1
-        for (int block = part + kParts; block < work_.num_blocks; block += kParts) {
-          multiply(acc[part % 2]);
+      for (int first = 0; first < work_.parts; first += 4) {
+        sum_four(acc, first);
+        if constexpr (Of::kSaves) {
+          if (first + 4 < work_.parts) save(acc[0], turn);
+        } else {
+          add(total, acc[0]);
         }
       }
-      group_wait_for_all_but<0>();
-      settle(acc[1]);
-      add(acc[1]);
-      release();
+      if constexpr (Of::kSaves) add_saved(total, acc[0], turn);
     } else {
-      for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] = -0.0f; });  // -0 + x is x
+      float acc[Of::kHeld][Of::kRows / 8][4];
 #pragma unroll 1
-      for (int first = 0; first < kParts; first += Of::kHeld) {
+      for (int first = 0; first < work_.parts; first += Of::kHeld) {
         sum_held(acc, first);
-#pragma unroll
-        for (int i = 0; i < Of::kHeld; ++i) add(acc[i]);
+        add(total, acc[0]);
       }
     }
   }
 
-  // For a cluster that shares the parts: sums this block's parts, and stores each in the memory of
-  // the ring.
+  // For a cluster that shares the parts: sums this block's parts, a subtree, and stores the sum in
+  // the memory of the ring.
   __device__ __forceinline__ void sum_parts() {
-    float acc[Of::kHeld][Of::kRows / 8][4];
-    sum_held(acc, work_.begin);
+    float acc[Of::kBuffers][Of::kRows / 8][4];
+    if (Of::kTurns && work_.each == 4) {
+      sum_four(acc, work_.begin);
+    } else {
+      sum_held(acc, work_.begin);
+    }
     sync_threads<1, Of::kGroups * kGroup>();  // the ring is read
     float* sums = reinterpret_cast<float*>(ring_) + group_ * 64;
     const int first = first_place<Of::kWeightRows>(threadIdx.x % kGroup);
-#pragma unroll
-    for (int i = 0; i < Of::kMaxSplitParts; ++i) {
-      if (work_.begin + i >= work_.end) break;
-      for_each_sum<Of::kRows>([&](int j, int c) {
-        sums[i * Of::kSums + place<Of::kWeightRows>(first, j, c)] = acc[i][j][c];
-      });
-    }
+    for_each_sum<Of::kRows>(
+        [&](int j, int c) { sums[place<Of::kWeightRows>(first, j, c)] = acc[0][j][c]; });
   }
 
   // Whether outputs are whole chunks of 8, and a residual fits where they are transposed.
@@ -204,11 +193,11 @@ class Multiplier {
     }
   }
 
-  // Adds the parts of all blocks of a cluster for its share of the rows.
+  // Adds the sums of all blocks of a cluster for its share of the rows.
   template <typename Cluster>
   __device__ __forceinline__ void store_parts(const Cluster& cluster) {
     float* sums = reinterpret_cast<float*>(ring_);
-    const int parts = (kParts + grid_.split - 1) / grid_.split, rank = work_.begin / parts;
+    const int rank = work_.begin / work_.each;
     const int width = params_.silu_mul ? 16 : 8, columns = Of::kWeightRows / width;
     const int pass = Of::kGroups * kGroup / columns;
     const int thread = threadIdx.x, col = thread % columns * width;
@@ -216,28 +205,32 @@ class Multiplier {
     const int x_row = first_x_row(grid_, work_.tile, Of::kRows);
     const int end = min(x_row + Of::kRows, static_cast<int>(p_.rows));
     if (col >= grid_.tile_rows || w_row + col >= p_.out_dim) return;
-    const auto add_parts = [&](int row, int at, float (&sum)[8]) {
+    const auto add_blocks = [&](int row, int at, float (&sum)[8]) {
       float* mine = sums + sum_index<Of::kWeightRows>(row - x_row, at);
-      float part[kParts][8];
+      float theirs[kParts][8];
 #pragma unroll
-      for (int w = 0; w < kParts; ++w) {
-        const float* theirs = cluster.map_shared_rank(mine, w / parts);
-        load_8<T>(theirs, w % parts * Of::kSums, true, part[w]);
+      for (int b = 0; b < kParts; ++b) {
+        if (b < grid_.split) load_8<T>(cluster.map_shared_rank(mine, b), 0, true, theirs[b]);
       }
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        sum[c] = part[0][c];
+      for (int apart = 1; apart < kParts; apart *= 2) {
+        if (apart >= grid_.split) break;
 #pragma unroll
-        for (int w = 1; w < kParts; ++w) sum[c] += part[w][c];
+        for (int b = 0; b < kParts; b += 2 * apart) {
+#pragma unroll
+          for (int c = 0; c < 8; ++c) theirs[b][c] += theirs[b + apart][c];
+        }
       }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) sum[c] = theirs[0][c];
     };
     const int first = x_row + rank + thread / columns * grid_.split;
     store_columns<T>(params_, out_col(w_row + col), first, end, pass * grid_.split,
                      [&](int row, float (&sum)[8]) {
-                       add_parts(row, col, sum);
+                       add_blocks(row, col, sum);
                        if (params_.silu_mul) {
                          float up[8];
-                         add_parts(row, col + 8, up);
+                         add_blocks(row, col + 8, up);
                          activate_8<T>(sum, up);
                        }
                      });
@@ -290,14 +283,76 @@ class Multiplier {
     return (first ^ c / 2 * 8) + (j * 8 + c % 2) * kCols;
   }
 
-  // Sums this block's share of parts `first` to `first` + kHeld of the next tile.
-  __device__ __forceinline__ void sum_held(float (&acc)[Of::kHeld][Of::kRows / 8][4], int first) {
+  using Sums = float (&)[Of::kRows / 8][4];
+
+  __device__ __forceinline__ void add(Sums sum, Sums other) const {
+    for_each_sum<Of::kRows>([&](int j, int c) { sum[j][c] += other[j][c]; });
+  }
+
+  // Sums parts `first` to `first` + 4 of the next tile in acc[0], as a binary tree. The first two
+  // are added while the third is multiplied.
+  __device__ __forceinline__ void sum_four(float (&acc)[Of::kBuffers][Of::kRows / 8][4],
+                                           int first) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Sums part = acc[i == 3 ? 1 : i];
+      multiply<false>(part);
+      if (i == 2) {  // the previous parts are complete
+        settle(acc[0]);
+        settle(acc[1]);
+        add(acc[0], acc[1]);
+      }
+#pragma unroll 1
+      for (int block = first + i + work_.parts; block < work_.num_blocks; block += work_.parts) {
+        multiply(part);
+      }
+    }
+    group_wait_for_all_but<0>();
+    settle(acc[2]);
+    settle(acc[1]);
+    add(acc[2], acc[1]);
+    add(acc[0], acc[2]);
+    release();
+  }
+
+  // Keeps the sum of the first four parts in the memory where a tile is transposed later, because
+  // registers hold three sums of a part.
+  __device__ __forceinline__ void save(Sums sum, float* turn) const {
+    sync_group();  // the previous tile has been read
+    float4* to = saved(turn);
+#pragma unroll
+    for (int j = 0; j < Of::kRows / 8; ++j) {
+      to[j * kGroup] = make_float4(sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
+    }
+  }
+
+  __device__ __forceinline__ void add_saved(Sums total, Sums sum, float* turn) const {
+    const float4* from = saved(turn);
+    const bool has_saved = work_.parts > 4;
+#pragma unroll
+    for (int j = 0; j < Of::kRows / 8; ++j) {
+      const float4 v = has_saved ? from[j * kGroup] : make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+      total[j][0] = v.x + sum[j][0];
+      total[j][1] = v.y + sum[j][1];
+      total[j][2] = v.z + sum[j][2];
+      total[j][3] = v.w + sum[j][3];
+    }
+  }
+
+  __device__ __forceinline__ float4* saved(float* turn) const {
+    return reinterpret_cast<float4*>(turn + group_ * Of::kTurn) + threadIdx.x % kGroup;
+  }
+
+  // Sums this block's share of parts `first` to `first` + kHeld of the next tile in acc[0], as a
+  // binary tree.
+  __device__ __forceinline__ void sum_held(float (&acc)[Of::kBuffers][Of::kRows / 8][4],
+                                           int first) {
 #pragma unroll
     for (int i = 0; i < Of::kHeld; ++i) {
       for_each_sum<Of::kRows>([&](int j, int c) { acc[i][j][c] = 0.0f; });
     }
 #pragma unroll 1
-    for (int block = first; block < work_.num_blocks; block += kParts) {
+    for (int block = first; block < work_.num_blocks; block += work_.parts) {
 #pragma unroll
       for (int i = 0; i < Of::kHeld; ++i) {
         if (first + i < work_.end && block + i < work_.num_blocks) multiply(acc[i]);
@@ -307,6 +362,12 @@ class Multiplier {
 #pragma unroll
     for (int i = 0; i < Of::kHeld; ++i) settle(acc[i]);
     release();
+#pragma unroll
+    for (int apart = 1; apart < Of::kHeld; apart *= 2) {
+      if (apart >= work_.each) break;
+#pragma unroll
+      for (int i = 0; i < Of::kHeld; i += 2 * apart) add(acc[i], acc[i + apart]);
+    }
   }
 
   // Completed sums may be read from here on.

@@ -18,37 +18,36 @@ struct Tile {
   static constexpr int kGroups = kGroups_;  // warpgroups that multiply
   static constexpr int kRows = kRows_;      // rows of x
   static constexpr int kHeld = kHeld_;      // parts of K summed at once
-  // One part is multiplied while the previous one is added; blocks of different parts do not
-  // alternate.
+  // Parts are multiplied one after the other, the third of four while the first two are added.
   static constexpr bool kTurns = kTurns_;
-  static_assert(!kTurns || kHeld == 2);
-  static constexpr int kPerSm = kGroups == 1 ? 2 : 1;  // blocks of a multiprocessor
+  static constexpr bool kSaves = kTurns && kRows > 64;  // see Multiplier::save
+  static constexpr int kPerSm = kGroups == 1 ? 2 : 1;   // blocks of a multiprocessor
   static constexpr int kWeightRows = 64 * kGroups;
   static constexpr int kThreads = (kGroups + 1) * kGroup;
   static constexpr int kSums = kWeightRows * kRows;
   static constexpr int kTurnRows = std::min(kRows, 32);  // rows transposed at once
-  static constexpr int kTurn = kTurnRows * 64;
+  static constexpr int kTurn = (kSaves ? kRows : kTurnRows) * 64;
   static constexpr int kTurned = std::min(kRows, 2 * kTurnRows);  // the same for packed outputs
   static constexpr bool kAddsPacked = kTurned == kRows;           // a residual fits too
   static constexpr int kTurnBytes = kGroups * kTurn * 4;
   static constexpr int kRingBytes =
       (kMaxShared / kPerSm - 1024 * (kPerSm + 1) - kTurnBytes) / 1024 * 1024;
   static constexpr int kSharedBytes = 1024 + kRingBytes + kTurnBytes;
-  static constexpr int kMaxSplitParts = std::min(kHeld, 4);  // of a block, if a cluster shares
+  static constexpr int kBuffers = kTurns ? 3 : kHeld;  // sums of parts in registers
+  static constexpr int kMaxSplitParts = kTurns ? 4 : std::min(kHeld, 4);  // of a cluster's block
   // Each thread starts with kStartRegisters; multiplying warps take the registers that others
   // release.
   static constexpr int kStartRegisters = 65536 / (kPerSm * kThreads) / 8 * 8;
-  static constexpr int kRegisters = kGroups == 1 ? 208 : kGroups == 2 ? 232 : 160;
+  static constexpr int kRegisters = kGroups == 1 ? 208 : 232;
   // Cycles of a block of K at least; fitted as a part of the estimate of consider_grid.
-  static constexpr int kBlockCycles = kGroups == 1   ? 341
-                                      : kGroups == 3 ? 413
-                                      : kRows <= 32  ? 479
-                                      : kRows <= 64  ? 552
-                                                     : 562;
-  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : kGroups == 2 ? 40 : 48;
+  static constexpr int kBlockCycles = kGroups == 1  ? 341
+                                      : kRows <= 32 ? 479
+                                      : kRows <= 64 ? 552
+                                                    : 562;
+  static constexpr int kLoadRegisters = kGroups == 2 ? 40 : 48;
   static_assert(kGroups * kRegisters + kLoadRegisters <= (kGroups + 1) * kStartRegisters,
                 "a warpgroup would wait for registers forever");
-  static_assert(kMaxSplitParts * kSums * 4 <= kRingBytes, "sums reuse the ring");
+  static_assert(kSums * 4 <= kRingBytes, "sums reuse the ring");
   // A warpgroup multiplies 64 weight rows. Those past the end of a tile are not stored, but they
   // are read, from the next bytes of shared memory.
   static_assert((64 - 8 - kRows) * kLineBytes <= kTurnBytes, "the last stage reads too far");
@@ -56,7 +55,7 @@ struct Tile {
 
 struct Grid {
   int row_tiles, tiles, blocks;
-  int split;      // blocks of a cluster that share the parts of a tile
+  int split;      // blocks of a cluster that share the parts of a tile: 1, 2, 4 or 8
   int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 for gates and ups
   // The ring: a stage holds a block of K of a tile's weight rows, then of its rows of x.
   int stages, stage_bytes;
@@ -73,13 +72,15 @@ __device__ __forceinline__ int first_w_row(const Grid& g, int tile) {
 
 // The work of a block: parts [begin, end) of tiles `tile`, `tile + step`, ...
 struct Work {
-  int num_blocks, begin, end, tile, step;
+  int num_blocks, parts, each, begin, end, tile, step;  // each: parts of a block of a cluster
   __device__ Work(const LinearParams& p, const Grid& grid)
-      : num_blocks(num_blocks_of(p)), tile(blockIdx.x / grid.split), step(gridDim.x / grid.split) {
-    const int parts = (kParts + grid.split - 1) / grid.split;
-    begin = static_cast<int>(blockIdx.x % grid.split) * parts;
-    end = min(begin + parts, kParts);
-  }
+      : num_blocks(num_blocks_of(p)),
+        parts(p.parts),
+        each(p.parts / grid.split),
+        begin(static_cast<int>(blockIdx.x % grid.split) * each),
+        end(begin + each),
+        tile(blockIdx.x / grid.split),
+        step(gridDim.x / grid.split) {}
 };
 
 // A stage of the ring, and the phase of its barriers.
@@ -123,10 +124,10 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
                        : copy_rows(to, map, block * kBlockK, row, barrier);
       at.advance(grid.stages);
     };
-    const int beside = Of::kTurns && grid.split == 1 ? 1 : Of::kHeld;
+    const int beside = Of::kTurns && work.each >= 4 ? 1 : Of::kHeld;
     for (int first = work.begin; first < work.end; first += beside) {
       const int held = min(beside, work.end - first);
-      for (int block = first; block < work.num_blocks; block += kParts) {
+      for (int block = first; block < work.num_blocks; block += work.parts) {
         const int end = min(block + held, work.num_blocks);
 #pragma unroll 1
         for (int i = block; i < end; ++i) load(i);

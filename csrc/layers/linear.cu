@@ -53,9 +53,11 @@ void launch_linear(const char* op, const LinearParams& linear, bool silu_mul, in
   const bool hopper = !norms && aligned && linear.in_dim > 0 && has_hopper_kernel() &&
                       (!silu_mul || linear.out_dim % 16 == 0);
   const bool few = decodes(linear, card) || (linear.rows <= kPieceRows && !hopper);
-  if (aligned && launch_small(p, card, as_stream(stream))) return;
-  if (aligned && launch_mid(p, card, as_stream(stream))) return;
-  if (aligned && few && (norms || !silu_mul || !hopper)) {
+  // The kernels whose warps own a part each take eight parts only.
+  const bool whole = aligned && linear.parts == kParts;
+  if (whole && launch_small(p, card, as_stream(stream))) return;
+  if (whole && launch_mid(p, card, as_stream(stream))) return;
+  if (whole && few && (norms || !silu_mul || !hopper)) {
     launch_decode(p, card, as_stream(stream));
   } else if (hopper) {
     launch_hopper(p, card, as_stream(stream));

@@ -2,8 +2,12 @@
 //
 // A 16-bit linear has one order for every row count: K is cut into blocks of 64; part w (of 8)
 // sums blocks w, w + 8, w + 16, ... in rising order, 16 elements at a time, on tensor cores with
-// float32 accumulators; the parts are added from 0 to 7; bias, then residual, are added; one
-// rounding. Of 16 elements lane t of an MMA row holds 4 consecutive ones, 4 t to 4 t + 3.
+// float32 accumulators; the parts are added as a binary tree, ((0 + 1) + (2 + 3)) + ((4 + 5) +
+// (6 + 7)); bias, then residual, are added; one rounding. Of 16 elements lane t of an MMA row holds
+// 4 consecutive ones, 4 t to 4 t + 3.
+//
+// A rank of a group of 2, 4 or 8 owns 4, 2 or 1 neighbouring parts, a subtree: `parts` of its
+// linear, whose K is the rank's blocks of the whole K.
 #pragma once
 
 #include "common/cuda.h"
@@ -30,13 +34,28 @@ __device__ __forceinline__ int part_steps(int num_blocks, int part) {
   return (num_blocks - part + kParts - 1) / kParts;
 }
 
-// Adds the parts of one output, in order.
-__device__ __forceinline__ float sum_of_parts(const float* part) {
-  float sum = part[0];
+// Adds the parts of kCount outputs as a binary tree, as they come.
+template <int kCount>
+struct PartTree {
+  float pending[3][kCount];
+
+  // After the last part, `sums` are the totals.
+  __device__ __forceinline__ void add(int part, float (&sums)[kCount]) {
 #pragma unroll
-  for (int w = 1; w < kParts; ++w) sum += part[w];
-  return sum;
-}
+    for (int level = 0; level < 3; ++level) {
+      const bool waits = (part >> level & 1) == 0;  // for the next part
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (waits) {
+          pending[level][i] = sums[i];
+        } else {
+          sums[i] = pending[level][i] + sums[i];
+        }
+      }
+      if (waits) return;
+    }
+  }
+};
 
 // 32 elements of k, as load_split gives them: weight rows g (low) and g + 8 (high) of a tile of 16,
 // x row g of a tile of 8.

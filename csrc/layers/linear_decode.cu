@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       float part[kWarps];
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) part[w] = squares[w][row];
-      scale[i] = row < rows ? norm_scale<T>(sum_of_8(part), in_dim, p.eps) : 0.0f;
+      scale[i] = row < rows ? norm_scale<T>(sum_of_parts(part), in_dim, p.eps) : 0.0f;
     }
   }
   const auto apply_norm = [&](X& at) {

@@ -1,10 +1,11 @@
-// The float32 linears, with the bits of the CPU (csrc/layers/dot.h): element k goes to lane k % 16
-// by a fused multiply-add in rising k, and the 16 lanes fold pairwise. For comparing engines; the
-// 16-bit kernels are for speed.
+// The float32 linears, with the bits of the CPU (csrc/layers/dot.h): in each part of K, element k
+// goes to lane k % 16 by a fused multiply-add in rising k, and the 16 lanes fold pairwise; the
+// parts are added as a binary tree. For comparing engines; the 16-bit kernels are for speed.
 //
 // A block owns 8 rows of x and 64 weight rows. Each of its 16 half-warps owns 4 weight rows, and a
 // lane of it reads its elements of k directly from global memory (64 bytes a half-warp). Every
-// half-warp applies the norm to x as it loads it.
+// half-warp applies the norm to x as it loads it. With each fold of lanes a lane keeps half of its
+// sums, so that it ends with two: of one row of x and two neighbouring weight rows.
 #include "layers/linear.cuh"
 #include "layers/pairs.cuh"
 
@@ -17,6 +18,14 @@ constexpr int kRows = 8;
 constexpr int kCols = 4;
 constexpr int kBlockCols = kThreads / kLanes * kCols;
 static_assert(kThreads / kWarpSize == kRows, "a warp sums the squares of one row");
+static_assert(kRows * kCols == 2 * kLanes, "folds leave a lane two sums");
+
+// Adds the sums of lanes that are kApart apart: the upper lane keeps `high`, the lower one `low`.
+template <int kApart>
+__device__ __forceinline__ float fold_lanes(float low, float high) {
+  const bool upper = (threadIdx.x & kApart) != 0;
+  return (upper ? high : low) + __shfl_xor_sync(kFullWarp, upper ? low : high, kApart);
+}
 
 template <typename After>
 __global__ void __launch_bounds__(kThreads)
@@ -66,46 +75,68 @@ __global__ void __launch_bounds__(kThreads)
     return norm_weight ? norm_one(v, scale[row], norm_weight[k]) : v;
   };
 
-  float acc[kRows][kCols] = {};
+  PartTree<2> tree;
+  float sum[2];
+#pragma unroll 1
+  for (int part = 0; part < p.parts; ++part) {
+    float acc[kRows][kCols] = {};
+#pragma unroll 1
+    for (int block = part * kBlockK; block < in_dim; block += p.parts * kBlockK) {
+      const int end = min(block + kBlockK, in_dim);
 #pragma unroll 2
-  for (int k = lane; k < (in_dim + kLanes - 1) / kLanes * kLanes; k += kLanes) {
-    float w_k[kCols];
+      for (int first = block; first < end; first += kLanes) {
+        const int k = first + lane;
+        float w_k[kCols];
 #pragma unroll
-    for (int c = 0; c < kCols; ++c) {
-      w_k[c] = c < cols && k < in_dim ? w[weight_row[c] * p.weight_stride + k] : 0.0f;
-    }
+        for (int c = 0; c < kCols; ++c) {
+          w_k[c] = c < cols && k < in_dim ? w[weight_row[c] * p.weight_stride + k] : 0.0f;
+        }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float x_k = load_x(r, k);
+        for (int r = 0; r < kRows; ++r) {
+          const float x_k = load_x(r, k);
 #pragma unroll
-      for (int c = 0; c < kCols; ++c) acc[r][c] = fmaf(x_k, w_k[c], acc[r][c]);
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int c = 0; c < kCols; ++c) acc[r][c] = fold(acc[r][c], kLanes);
-#pragma unroll
-    for (int c = 0; c < kCols; ++c) {
-      if (lane != (r * kCols + c) % kLanes || r >= rows || c >= cols) continue;
-      if constexpr (kAppends<After>) {
-        if (c % 2 == 1 || places.request[r] < 0) continue;
-        const RowPlace& at = places.at[r];
-        const HeadPair pair = head_pair(after, (col_begin + c) / 2);
-        const auto biased = [&](int i) {
-          return p.bias ? acc[r][c + i] + static_cast<const float*>(p.bias)[weight_row[c + i]]
-                        : acc[r][c + i];
-        };
-        const float2 angle = at.status ? float2{} : angle_of(after, at.position, pair.i);
-        store_pair(pair_out<float>(after, row_begin + r, pair, at),
-                   static_cast<int>(after.head_dim / 2), biased(0), biased(1), angle);
-      } else if constexpr (kPairs<After>) {
-        if (c % 2 == 1) continue;
-        const int64_t at = (row_begin + r) * p.out_stride + (col_begin + c) / 2;
-        static_cast<float*>(p.out)[at] = silu_mul_one(acc[r][c], acc[r][c + 1]);
-      } else {
-        store_sum<float, float>(p, row_begin + r, col_begin + c, acc[r][c]);
+          for (int c = 0; c < kCols; ++c) acc[r][c] = fmaf(x_k, w_k[c], acc[r][c]);
+        }
       }
+    }
+    float of_rows[4 * kCols], of_two[2 * kCols], of_row[kCols];
+#pragma unroll
+    for (int i = 0; i < 4 * kCols; ++i) {
+      of_rows[i] = fold_lanes<8>(acc[i / kCols][i % kCols], acc[4 + i / kCols][i % kCols]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kCols; ++i) {
+      of_two[i] = fold_lanes<4>(of_rows[i], of_rows[2 * kCols + i]);
+    }
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) of_row[c] = fold_lanes<2>(of_two[c], of_two[kCols + c]);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) sum[c] = fold_lanes<1>(of_row[c], of_row[2 + c]);
+    tree.add(part, sum);
+  }
+  const int row = lane / 2;
+  const bool second = lane % 2 == 1;  // of the pairs of weight rows
+  const int64_t out_row = row_begin + row, col = col_begin + second * 2;
+  if (row >= rows) return;
+  if constexpr (kAppends<After>) {
+    if (second * 2 >= cols || places.request[row] < 0) return;
+    if (p.bias) {
+      const float* bias = static_cast<const float*>(p.bias);
+      sum[0] += bias[second ? weight_row[2] : weight_row[0]];
+      sum[1] += bias[second ? weight_row[3] : weight_row[1]];
+    }
+    const RowPlace& at = places.at[row];
+    const HeadPair pair = head_pair(after, col / 2);
+    const float2 angle = at.status ? float2{} : angle_of(after, at.position, pair.i);
+    store_pair(pair_out<float>(after, out_row, pair, at), static_cast<int>(after.head_dim / 2),
+               sum[0], sum[1], angle);
+  } else if constexpr (kPairs<After>) {
+    if (second * 2 >= cols) return;
+    static_cast<float*>(p.out)[out_row * p.out_stride + col / 2] = silu_mul_one(sum[0], sum[1]);
+  } else {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (second * 2 + c < cols) store_sum<float, float>(p, out_row, col + c, sum[c]);
     }
   }
 }

@@ -2,16 +2,17 @@
 // bfloat16 on sm_90a, with the bits of the decode kernel (order of the sum: linear.cuh), by tensor
 // copies and wgmma.
 //
-// A tile is up to 128 or 192 weight rows (operand A, 64 to a warpgroup) x 16 to 128 rows of x
+// A tile is up to 128 weight rows (operand A, 64 to a warpgroup) x 16 to 128 rows of x
 // (operand B). Two warps of one more warpgroup keep a ring of blocks of 64 elements of k filled:
 // one with weights, which it loads before the prior kernels end, one with x. Several parts of K are
 // summed at once, so that 256 or more consecutive bytes of a row are requested together, which
-// memory serves faster. With many rows, one part is multiplied while the previous one is added. A
-// block loads its next tile while the last one is stored. For silu_mul a tensor copy interleaves 8
-// rows of gate and 8 of up in a tile.
+// memory serves faster. With many rows, parts are multiplied one after the other. A block loads its
+// next tile while the last one is stored. For silu_mul a tensor copy interleaves 8 rows of gate and
+// 8 of up in a tile.
 //
-// With few tiles of long rows a cluster shares the parts of K, and its blocks' sums are added
-// through distributed shared memory, part by part. `consider` chooses the shape and grid of a call.
+// With few tiles of long rows a cluster shares the parts of K: a block sums a subtree of them, and
+// the blocks' sums are added through distributed shared memory. `consider` chooses the shape and
+// grid of a call.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
         float total[Of::kRows / 8][4];
         wait_for_prior_grid();
         multiplier.load_residual(tile, turn);
-        multiplier.sum_tile(total);
+        multiplier.sum_tile(total, turn);
         if (multiplier.packs()) {
           multiplier.store_packed(total, tile, turn);
         } else {
@@ -121,8 +122,7 @@ void consider_grid(const LinearParams& p, const Card& card, int split, int64_t t
   constexpr int kRowCycles = 27;                   // to store a row of a tile
   constexpr int kFullCycles = 600;    // the next kernel has no room to start before this one ends
   constexpr int kSplitCycles = 5600;  // for a cluster to start and to synchronise
-  // To add parts of many rows and to restart the products, if nothing hides it.
-  constexpr int kAddCycles = Of::kRows == 128 && !Of::kTurns ? 348 * kParts * Of::kGroups : 0;
+  constexpr int kHalfCycles = 900;    // to add and save half of the parts: an estimate, not fitted
   const int64_t row_tiles = ceil_div(p.rows, Of::kRows);
   const int64_t tiles = ceil_div(p.out_dim, tile_rows) * row_tiles;
   // Clusters of more than two do not use all multiprocessors.
@@ -130,7 +130,7 @@ void consider_grid(const LinearParams& p, const Card& card, int split, int64_t t
   const int64_t slots = std::max<int64_t>(sms - sms % split, split) * Of::kPerSm;
   const int64_t blocks = tiles * split;
   if (split > 1 && blocks > slots) return;
-  const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK) * ceil_div(kParts, split), kParts);
+  const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK), split);
   const auto round_cycles = [&](int64_t count) {  // of so many blocks
     const int64_t beside = ceil_div(count, sms);  // per multiprocessor
     const int64_t loaded = beside * (tile_rows + Of::kRows) * kLineBytes;
@@ -138,7 +138,8 @@ void consider_grid(const LinearParams& p, const Card& card, int split, int64_t t
     const int64_t step_cycles =
         std::max({loaded / kL2Bytes, products + products / 12, int64_t{Of::kBlockCycles}});
     const int64_t weights = count * tile_rows * kLineBytes * steps / row_tiles;
-    return std::max(steps * step_cycles + kAddCycles, weights / (kMemoryBytes * card.num_sms));
+    const int64_t between = Of::kSaves && split == 1 && p.parts == kParts ? kHalfCycles : 0;
+    return std::max(steps * step_cycles + between, weights / (kMemoryBytes * card.num_sms));
   };
   const int64_t full_rounds = (blocks - 1) / slots, end = kRowCycles * Of::kRows;
   const int64_t cycles = full_rounds * (round_cycles(slots) + end) +
@@ -162,17 +163,18 @@ void consider_grid(const LinearParams& p, const Card& card, int split, int64_t t
 template <typename T, typename Of>
 void consider(const LinearKernelParams& params, const Card& card, Choice* best) {
   const LinearParams& p = params.linear;
-  const int64_t unit = params.silu_mul ? 16 : 8;                   // weight rows
-  if (Of::kTurns && ceil_div(p.in_dim, kBlockK) < kParts) return;  // every part needs a block
+  const int64_t unit = params.silu_mul ? 16 : 8;  // weight rows
+  // Turns are of four parts, each of a block at least.
+  if (Of::kTurns && (p.parts < 4 || ceil_div(p.in_dim, kBlockK) < p.parts)) return;
   // Two blocks of a multiprocessor have half a ring each.
   constexpr int64_t kFewRows = 32, kFewWeights = 12 << 20;
   if (Of::kPerSm == 2 && p.rows <= kFewRows && p.in_dim * p.out_dim > kFewWeights) return;
   const int64_t shares = std::max<int64_t>(card.num_sms / ceil_div(p.rows, Of::kRows), 1);
   const int64_t equal = ceil_div(ceil_div(p.out_dim, shares), unit) * unit;
   constexpr int64_t kWhole = Of::kWeightRows;
-  for (const int split : {1, 8, 4, 3, 2}) {
-    if (split > 1 && ceil_div(kParts, split) > Of::kMaxSplitParts) continue;
-    if (Of::kPerSm == 2 && split == 4) continue;  // slower than it is estimated
+  for (const int split : {1, 8, 4, 2}) {
+    if (split > p.parts || (split > 1 && p.parts / split > Of::kMaxSplitParts)) continue;
+    if (Of::kPerSm == 2 && split > 1 && split < 8) continue;  // slower than it is estimated
     for (const int64_t tile_rows : {kWhole, kWhole * 3 / 4, kWhole / 2}) {
       consider_grid<T, Of>(p, card, split, tile_rows, best);
     }
@@ -187,10 +189,7 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
   if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p, card, &best);
   consider<T, Tile<2, 64, 4>>(p, card, &best);
   consider<T, Tile<1, 64, 2, true>>(p, card, &best);
-  if (p.linear.rows > 64) {
-    consider<T, Tile<2, 128, 2, true>>(p, card, &best);
-    consider<T, Tile<3, 128, 1>>(p, card, &best);
-  }
+  if (p.linear.rows > 64) consider<T, Tile<2, 128, 2, true>>(p, card, &best);
   best.launch(p, best.grid, stream);
 }
 

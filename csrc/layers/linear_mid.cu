@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
       for (int i = 0; i < S::kRowTiles; ++i) {
         const float4 low = squares[i * 8 + g][0], high = squares[i * 8 + g][1];
         const float part[kParts] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        scale[i] = norm_scale<T>(sum_of_8(part), static_cast<int>(p.in_dim), p.eps);
+        scale[i] = norm_scale<T>(sum_of_parts(part), static_cast<int>(p.in_dim), p.eps);
       }
     }
 
@@ -232,16 +232,14 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
       if (!ends_here) return;
       const auto four_sums = [&](int col, float (&sum)[4]) {
         const float* from = sums + sum_index<S::kCols>(out_row, col);
-        float4 part[kParts];
+        float part[4][kParts];
 #pragma unroll
         for (int w = 0; w < kParts; ++w) {
-          part[w] = *reinterpret_cast<const float4*>(from + w * kSlotSums);
+          const float4 v = *reinterpret_cast<const float4*>(from + w * kSlotSums);
+          part[0][w] = v.x, part[1][w] = v.y, part[2][w] = v.z, part[3][w] = v.w;
         }
-        sum[0] = part[0].x, sum[1] = part[0].y, sum[2] = part[0].z, sum[3] = part[0].w;
 #pragma unroll
-        for (int w = 1; w < kParts; ++w) {
-          sum[0] += part[w].x, sum[1] += part[w].y, sum[2] += part[w].z, sum[3] += part[w].w;
-        }
+        for (int c = 0; c < 4; ++c) sum[c] = sum_of_parts(part[c]);
       };
       const int64_t at = (first_row + out_row) * p.out_stride + begin + out_col;
       float sum[4];

@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
       float part[kParts];
 #pragma unroll
       for (int w = 0; w < kParts; ++w) part[w] = squares[w][i * 8 + g];
-      const float scale = norm_scale<T>(sum_of_8(part), static_cast<int>(p.in_dim), p.eps);
+      const float scale = norm_scale<T>(sum_of_parts(part), static_cast<int>(p.in_dim), p.eps);
 #pragma unroll
       for (int step = 0; step < S::kSteps; ++step) {
         if (step >= steps) break;

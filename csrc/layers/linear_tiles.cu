@@ -1,6 +1,6 @@
 // linear_rows and linear_silu_mul, with or without a norm before, for any float16 or bfloat16 rows,
 // with the bits of the decode kernel (order of the sum: linear.cuh): the parts of K are summed one
-// after the other.
+// after the other. The only kernel for any number of parts and any rows.
 //
 // A block owns 64 weight rows x 64 rows of x, a warp 32 x 32 outputs. Both operands pass through a
 // ring in shared memory; a thread applies the norm to the chunks that it copied, one step before
@@ -53,17 +53,22 @@ struct Operand {
 
 // The blocks of K, part by part.
 struct Cursor {
-  int num_blocks, part = 0, block = 0;
-  __device__ explicit Cursor(int num_blocks) : num_blocks(num_blocks) { settle(); }
-  __device__ bool done() const { return part >= kParts; }
+  int num_blocks, parts, part = 0, block = 0;
+  __device__ Cursor(int num_blocks, int parts) : num_blocks(num_blocks), parts(parts) { settle(); }
+  __device__ bool done() const { return part >= parts; }
   __device__ void settle() {
     while (block >= num_blocks && !done()) block = ++part;
   }
   __device__ void next() {
-    block += kParts;
+    block += parts;
     settle();
   }
 };
+
+// The four sums of an MMA among the 32 of a lane.
+__device__ __forceinline__ float (&sums_of(float (&acc)[32], int m, int i))[4] {
+  return *reinterpret_cast<float (*)[4]>(acc + (m * 4 + i) * 4);
+}
 
 // f(m, i, c) for each sum that a lane holds: weight rows m * 16 + ..., rows of x i * 8 + ...
 template <typename F>
@@ -79,7 +84,7 @@ __device__ __forceinline__ void for_each_sum(F&& f) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     tiles_kernel(const __grid_constant__ LinearKernelParams params) {
   launch_dependents();
   wait_for_prior_grid();
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       }
     }
   };
-  Cursor load_at(num_blocks);
+  Cursor load_at(num_blocks, p.parts);
   const auto load_stage = [&](int stage) {
     if (!load_at.done()) {
       uint4* to = ring + stage * kStageChunks;
@@ -161,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int warp = threadIdx.x / kWarpSize, g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
   const int w_row = warp % 2 * 32, x_row = warp / 2 * 32;  // of the warp
   const bool has_rows = row_begin + x_row < p.rows;
-  float acc[2][4][4];
+  float acc[32];
   const auto multiply = [&](int stage) {
     const uint4* w = ring + stage * kStageChunks;
     const uint4* x = w + kTileChunks;
@@ -177,21 +182,22 @@ __global__ void __launch_bounds__(kThreads, 3)
       for (int i = 0; i < 4; ++i) {
         const uint4 x_rows = read_split(x, x_row + i * 8 + g, h, t);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) mma_k32<T>(acc[m][i], low[m], high[m], x_rows);
+        for (int m = 0; m < 2; ++m) mma_k32<T>(sums_of(acc, m, i), low[m], high[m], x_rows);
       }
     }
   };
 
-  Cursor at(num_blocks);
+  Cursor at(num_blocks, p.parts);
   int stage = 0;
   const auto following = [](int s) { return s + 1 == kStages ? 0 : s + 1; };
   if (norms && !at.done()) {
     wait_copies<kStages - 2>();
     apply_norm(0, at.block);
   }
-  float sum[2][4][4];
-  for (int part = 0; part < kParts; ++part) {
-    for_each_sum([&](int m, int i, int c) { acc[m][i][c] = 0.0f; });
+  PartTree<32> tree;
+#pragma unroll 1
+  for (int part = 0; part < p.parts; ++part) {
+    for_each_sum([&](int m, int i, int c) { sums_of(acc, m, i)[c] = 0.0f; });
     while (at.part == part) {
       at.next();
       wait_copies<kStages - 3>();  // this step's copies and the next's
@@ -201,9 +207,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       if (has_rows) multiply(stage);
       stage = following(stage);
     }
-    for_each_sum([&](int m, int i, int c) {
-      sum[m][i][c] = part == 0 ? acc[m][i][c] : sum[m][i][c] + acc[m][i][c];
-    });
+    tree.add(part, acc);
   }
 
   // Lanes hold columns; rows are written through shared memory.
@@ -212,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   __syncthreads();  // the ring is read
   for_each_sum([&](int m, int i, int c) {
     const int row = x_row + i * 8 + t * 2 + c % 2, col = w_row + m * 16 + c / 2 * 8 + g;
-    sums[row * kPitch + col] = sum[m][i][c];
+    sums[row * kPitch + col] = sums_of(acc, m, i)[c];
   });
   __syncthreads();
   if (silu_mul) {

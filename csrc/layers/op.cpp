@@ -15,6 +15,8 @@ float checked_eps(const char* op, double eps) {
   return static_cast<float>(eps);
 }
 
+bool is_power_to_8(int64_t count) { return count == 1 || count == 2 || count == 4 || count == 8; }
+
 // Checks what every linear reads, and fills that in; `out_dim`: rows of the weight, or kAny.
 LinearParams check_linear(const char* op, const Tensor& x, const Tensor& weight, int64_t out_dim,
                           const Tensor& norm_weight, double eps, const Tensor& bias, bool pdl) {
@@ -38,6 +40,7 @@ LinearParams check_linear(const char* op, const Tensor& x, const Tensor& weight,
   p.x_stride = x.stride[0];
   p.weight_stride = weight.stride[0];
   p.eps = checked_eps(op, eps);
+  p.parts = 8;
   p.dtype = p.out_dtype = x.dtype;
   p.pdl = pdl;
   return p;
@@ -90,7 +93,7 @@ void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream) {
 
 void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
                  const Tensor& norm_weight, double eps, const Tensor& bias, const Tensor& residual,
-                 bool pdl, uintptr_t stream) {
+                 int parts, bool pdl, uintptr_t stream) {
   constexpr const char* op = "linear_rows";
   const Arg out_arg(op, "out", out), residual_arg(op, "residual", residual);
   out_arg.on(x);
@@ -100,12 +103,57 @@ void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
   if (residual.defined()) residual_arg.is_like("out", out);
   out_arg.shape({p.rows, p.out_dim}).separate();
   if (residual.defined()) residual_arg.shape({p.rows, p.out_dim}).dense_last();
+  require(is_power_to_8(parts), op, "parts: expected 8, 4, 2 or 1, got " + std::to_string(parts));
+  if (parts < 8) {
+    out_arg.is({DType::kFloat32});
+    require(!norm_weight.defined() && !bias.defined() && !residual.defined(), op,
+            "norm_weight, bias, residual: expected none with parts=" + std::to_string(parts) +
+                "; pass bias and residual to fold_partials");
+  }
+  p.parts = parts;
   set_out(op, x, out, &p);
   p.residual = residual.data;
   p.residual_stride = residual.stride[0];
   if (out.numel() == 0) return;
   dispatch_device(
       op, x, [&] { linear_rows_cpu(p); }, [&] { linear_rows_cuda(p, x.device.device_id, stream); });
+}
+
+void fold_partials(const std::vector<Tensor>& partials, const Tensor& out, const Tensor& bias,
+                   const Tensor& residual, uintptr_t stream) {
+  constexpr const char* op = "fold_partials";
+  require(is_power_to_8(static_cast<int64_t>(partials.size())), op,
+          "partials: expected 1, 2, 4 or 8 arrays, got " + std::to_string(partials.size()));
+  const Arg out_arg(op, "out", out), bias_arg(op, "bias", bias),
+      residual_arg(op, "residual", residual);
+  for (const Tensor& partial : partials) Arg(op, "partials", partial).on(out);
+  if (bias.defined()) bias_arg.on(out);
+  if (residual.defined()) residual_arg.on(out);
+  for (const Tensor& partial : partials) Arg(op, "partials", partial).is({DType::kFloat32});
+  out_arg.is(kFloating).shape({kAny, kAny}).separate();
+  if (bias.defined()) bias_arg.is(kFloating).shape({out.shape[1]}).dense();
+  if (residual.defined()) {
+    residual_arg.is_like("out", out).shape({out.shape[0], out.shape[1]}).dense_last();
+  }
+  FoldParams p{};
+  for (const Tensor& partial : partials) {
+    Arg(op, "partials", partial).shape({out.shape[0], out.shape[1]}).dense_last();
+    p.partial[p.ranks] = partial.ptr<float>();
+    p.partial_stride[p.ranks++] = partial.stride[0];
+  }
+  p.bias = bias.data;
+  p.residual = residual.data;
+  p.out = out.data;
+  p.rows = out.shape[0];
+  p.dim = out.shape[1];
+  p.residual_stride = residual.stride[0];
+  p.out_stride = out.stride[0];
+  p.dtype = out.dtype;
+  p.bias_dtype = bias.dtype;
+  if (out.numel() == 0) return;
+  dispatch_device(
+      op, out, [&] { fold_partials_cpu(p); },
+      [&] { fold_partials_cuda(p, out.device.device_id, stream); });
 }
 
 void linear_silu_mul(const Tensor& x, const Tensor& weight, const Tensor& out,

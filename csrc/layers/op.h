@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "common/tensor.h"
 #include "kv/params.h"
@@ -13,7 +14,9 @@ void rms_norm(const Tensor& x, const Tensor& weight, const Tensor& out, double e
 void silu_mul(const Tensor& x, const Tensor& out, uintptr_t stream);
 void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
                  const Tensor& norm_weight, double eps, const Tensor& bias, const Tensor& residual,
-                 bool pdl, uintptr_t stream);
+                 int parts, bool pdl, uintptr_t stream);
+void fold_partials(const std::vector<Tensor>& partials, const Tensor& out, const Tensor& bias,
+                   const Tensor& residual, uintptr_t stream);
 void linear_silu_mul(const Tensor& x, const Tensor& weight, const Tensor& out,
                      const Tensor& norm_weight, double eps, bool pdl, uintptr_t stream);
 void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,
@@ -24,12 +27,14 @@ void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,
 void rms_norm_cpu(const RmsNormParams& params);
 void silu_mul_cpu(const SiluMulParams& params);
 void linear_rows_cpu(const LinearParams& params);
+void fold_partials_cpu(const FoldParams& params);
 void linear_silu_mul_cpu(const LinearParams& params);
 void linear_append_cpu(const LinearParams& params, const AppendKvParams& append);
 
 void rms_norm_cuda(const RmsNormParams& params, int device, uintptr_t stream);
 void silu_mul_cuda(const SiluMulParams& params, int device, uintptr_t stream);
 void linear_rows_cuda(const LinearParams& params, int device, uintptr_t stream);
+void fold_partials_cuda(const FoldParams& params, int device, uintptr_t stream);
 void linear_silu_mul_cuda(const LinearParams& params, int device, uintptr_t stream);
 void linear_append_cuda(const LinearParams& params, const AppendKvParams& append, int device,
                         uintptr_t stream);

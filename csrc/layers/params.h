@@ -35,9 +35,24 @@ struct LinearParams {
   int64_t rows, in_dim, out_dim;
   int64_t x_stride, weight_stride, residual_stride, out_stride;  // of a row
   float eps;                                                     // of the norm
+  int parts;                                                     // of in_dim: 8, or a rank's share
   DType dtype, out_dtype;                                        // out_dtype: dtype or float32
   bool pdl;         // programmatic dependent launch: weights are read before prior kernels end
   bool pdl_tables;  // so are the fields of `sequences`, positions and cos_sin of appended rows
+};
+
+constexpr int kMaxRanks = 8;
+
+struct FoldParams {
+  const float* partial[kMaxRanks];    // of each rank: [rows, dim]
+  int64_t partial_stride[kMaxRanks];  // of a row
+  int ranks;                          // 1, 2, 4 or 8
+  const void* bias;                   // [dim], bias_dtype; may be null
+  const void* residual;               // [rows, dim], dtype; may be null, may be out itself
+  void* out;                          // [rows, dim], dtype
+  int64_t rows, dim;
+  int64_t residual_stride, out_stride;  // of a row
+  DType dtype, bias_dtype;
 };
 
 }  // namespace tlt

@@ -43,6 +43,7 @@ LinearKernelParams params(int64_t rows, int64_t out_dim, int64_t in_dim, int cal
   linear.rows = rows;
   linear.in_dim = linear.x_stride = linear.weight_stride = in_dim;
   linear.out_dim = linear.out_stride = linear.residual_stride = out_dim;
+  linear.parts = kParts;
   linear.dtype = linear.out_dtype = DType::kBFloat16;
   linear.pdl = p.x_aligned = p.w_aligned = p.out_aligned = true;
   return p;
@@ -82,11 +83,10 @@ void time_tile(int64_t rows, int64_t out_dim, int64_t in_dim, int calls) {
   const int64_t row_tiles = ceil_div(rows, Of::kRows);
   const int64_t shares = std::max<int64_t>(card.num_sms / row_tiles, 1);
   const int64_t equal = ceil_div(ceil_div(out_dim, shares), 8) * 8;
-  for (const int split : {1, 2, 3, 4, 8}) {
-    if (split > 1 && ceil_div(kParts, split) > Of::kMaxSplitParts) continue;
-    for (const int64_t tile_rows :
-         {int64_t{8}, int64_t{16}, int64_t{24}, int64_t{32}, int64_t{48}, int64_t{64}, int64_t{72},
-          int64_t{96}, int64_t{128}, int64_t{192}, equal}) {
+  for (const int split : {1, 2, 4, 8}) {
+    if (split > 1 && kParts / split > Of::kMaxSplitParts) continue;
+    for (const int64_t tile_rows : {int64_t{8}, int64_t{16}, int64_t{24}, int64_t{32}, int64_t{48},
+                                    int64_t{64}, int64_t{72}, int64_t{96}, int64_t{128}, equal}) {
       if (tile_rows > Of::kWeightRows) continue;
       const int64_t tiles = ceil_div(out_dim, tile_rows) * row_tiles;
       const int64_t sms = split > 2 ? card.num_sms * 15 / 16 : card.num_sms;
@@ -124,7 +124,6 @@ void time_all() {
       time_tile<Tile<2, 64, 4>>(rows, out_dim, in_dim, calls);
       time_tile<Tile<1, 64, 2, true>>(rows, out_dim, in_dim, calls);
       if (rows > 64) time_tile<Tile<2, 128, 2, true>>(rows, out_dim, in_dim, calls);
-      if (rows > 64) time_tile<Tile<3, 128, 1>>(rows, out_dim, in_dim, calls);
     }
   }
 }

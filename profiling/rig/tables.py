@@ -71,7 +71,8 @@ OPS = (
         "expand_depth8_top4_b1_us",
     ),
     Case(
-        "`linear_rows`, `linear_silu_mul`, `linear_append`, `rms_norm`, `silu_mul`",
+        "`linear_rows`, `linear_silu_mul`, `linear_append`, `fold_partials`, `rms_norm`, "
+        "`silu_mul`",
         "SwiGLU, RMSNorm",
         "16 rows, 152064×3584",
         "linear_16row_152064x3584_of_copy",

@@ -200,29 +200,58 @@ def test_linear_rows_bits_do_not_depend_on_rows_or_threads(threads, dtype, n, k)
         assert kit.same_bits(out, alone[first:])
 
 
-def fma_dot(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The sum of csrc/layers/dot.h for float32 rows, each fma rounded from float64."""
+def fma_part(x: torch.Tensor, w: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+    """One part of the sum of csrc/layers/dot.h for float32 rows, each fma rounded from float64."""
     pad = -x.shape[1] % 16
     x, w = (torch.nn.functional.pad(t.double(), (0, pad)) for t in (x, w))
     lanes = torch.zeros(x.shape[0], w.shape[0], 16)
     for k in range(0, x.shape[1], 16):
-        lanes = (x[:, None, k : k + 16] * w[None, :, k : k + 16] + lanes.double()).float()
+        if k // 64 % parts == part:
+            product = x[:, None, k : k + 16] * w[None, :, k : k + 16]
+            lanes = (product + lanes.double()).float()
     for width in (8, 4, 2, 1):
         lanes = lanes[..., :width] + lanes[..., width : 2 * width]
     return lanes[..., 0]
 
 
-def test_every_dot_variant_sums_in_the_one_order_with_fma():
+def fma_dot(x: torch.Tensor, w: torch.Tensor, parts: int = 8) -> torch.Tensor:
+    """The whole sum: the parts, added as a binary tree."""
+    sums = [fma_part(x, w, part, parts) for part in range(parts)]
+    while len(sums) > 1:
+        sums = [low + high for low, high in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+@pytest.mark.parametrize("parts", [8, 4, 2, 1])
+def test_every_dot_variant_sums_in_the_one_order_with_fma(parts):
     """The vector widths and the portable version agree bit for bit, edges of tiles included."""
     variants = _C.dot_variants()
     assert variants[-1] == "portable"
-    for rows, cols, k in [(1, 1, 1), (4, 4, 32), (5, 7, 15), (6, 9, 65), (3, 18, 250)]:
+    shapes = [
+        (1, 1, 1),
+        (4, 4, 32),
+        (5, 7, 15),
+        (6, 9, 65),
+        (3, 18, 250),
+        (5, 6, 577),
+        (9, 5, 1096),
+    ]
+    for rows, cols, k in shapes:
         x, w, _ = linear_inputs(rows, cols, k, torch.float32)
-        expected = fma_dot(x, w)
+        expected = fma_dot(x, w, parts)
         for index, variant in enumerate(variants):
             out = torch.full((rows, cols), float("nan"))
-            _C.dot_rows(index, x, w, out)
+            _C.dot_rows(index, x, w, out, parts)
             assert kit.same_bits(out, expected), (variant, rows, cols, k)
+
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize(("rows", "k"), [(3, 1), (5, 250), (9, 577), (2, 1600)])
+def test_float32_linears_add_the_parts_as_a_tree(device, rows, k):
+    x, weight, bias = linear_inputs(rows, 37, k, torch.float32)
+    out = torch.empty(rows, 37, device=device)
+    tlt_ext.linear_rows(x.to(device), weight.to(device), out)
+    assert kit.same_bits(out, fma_dot(x, weight))
 
 
 @pytest.mark.parametrize("device", kit.DEVICES)
@@ -311,6 +340,78 @@ def test_linear_silu_mul_checks_its_arguments():
         tlt_ext.linear_silu_mul(x, weight, out, norm_weight=torch.ones(8).half())
     with pytest.raises(ValueError, match="linear_silu_mul: eps: expected 0 or more"):
         tlt_ext.linear_silu_mul(x, weight, out, eps=-1.0)
+
+
+# ---- partial sums ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 40, 576), (5, 37, 1536), (3, 16, 64), (9, 24, 100), (40, 64, 1000)]
+)
+def test_partial_sums_of_all_ranks_have_the_bits_of_one(device, dtype, ranks, rows, n, k):
+    """K of no whole number of blocks a rank; ranks without any."""
+    x, weight, bias = linear_inputs(rows, n, k, dtype, device)
+    partials = []
+    for rank in range(ranks):
+        columns = reference.columns_of(k, rank, ranks).to(device)
+        partials.append(torch.full((rows, n), float("nan"), device=device))
+        tlt_ext.linear_rows(x[:, columns], weight[:, columns], partials[-1], parts=8 // ranks)
+    for out_dtype in {dtype, torch.float32}:
+        residual = kit.randn(rows, n, seed=3, dtype=out_dtype).to(device)
+        for options in ({}, {"bias": bias}, {"bias": bias, "residual": residual}):
+            out, alone = torch.full_like(residual, float("nan")), torch.empty_like(residual)
+            tlt_ext.linear_rows(x, weight, alone, **options)
+            tlt_ext.fold_partials(partials, out, **options)
+            assert kit.same_bits(out, alone), (out_dtype, list(options))
+        kit.assert_close(out, reference.fold_partials(partials, bias, residual))
+
+
+@pytest.mark.parametrize("device", kit.DEVICES)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("n", [1, 24, 1027])
+def test_fold_partials_takes_strided_rows_in_place(device, dtype, n):
+    wide = [kit.randn(5, n + 3, seed=i).to(device) for i in range(4)]
+    residual = kit.randn(5, n, seed=9, dtype=dtype).to(device)
+    out = torch.full((5, n + 5), float("nan"), dtype=dtype, device=device)
+    out[:, 2 : n + 2] = residual
+    partials = [array[:, 1 : n + 1] for array in wide]
+    tlt_ext.fold_partials(partials, out[:, 2 : n + 2], residual=out[:, 2 : n + 2])
+    (a, b, c, d) = partials
+    assert kit.same_bits(out[:, 2 : n + 2], (((a + b) + (c + d)) + residual.float()).to(dtype))
+    assert out[:, :2].isnan().all() and out[:, n + 2 :].isnan().all()
+    tlt_ext.fold_partials([a[:0], b[:0]], out[:0, :n])
+
+
+def test_partial_sums_check_their_arguments():
+    x, weight, out = kit.randn(4, 64, seed=0), kit.randn(3, 64, seed=1), torch.empty(4, 3)
+    with pytest.raises(ValueError, match="linear_rows: parts: expected 8, 4, 2 or 1, got 3"):
+        tlt_ext.linear_rows(x, weight, out, parts=3)
+    with pytest.raises(TypeError, match="out: expected dtype float32, got float16"):
+        tlt_ext.linear_rows(x.half(), weight.half(), out.half(), parts=4)
+    for name, array in {"bias": out[0], "residual": out, "norm_weight": x[0]}.items():
+        with pytest.raises(ValueError, match="norm_weight, bias, residual: expected none with pa"):
+            tlt_ext.linear_rows(x, weight, out, parts=4, **{name: array})
+    with pytest.raises(ValueError, match="partials: expected 1, 2, 4 or 8 arrays, got 3"):
+        tlt_ext.fold_partials([out] * 3, out)
+    with pytest.raises(TypeError, match="partials: expected dtype float32, got float16"):
+        tlt_ext.fold_partials([out, out.half()], out)
+    with pytest.raises(ValueError, match=r"partials: expected shape \[4, 3\], got \[4, 2\]"):
+        tlt_ext.fold_partials([out, out[:, :2]], out)
+    with pytest.raises(ValueError, match="partials: expected a contiguous last axis"):
+        tlt_ext.fold_partials([torch.empty(3, 4).t()], out)
+    with pytest.raises(ValueError, match=r"bias: expected shape \[3\], got \[4\]"):
+        tlt_ext.fold_partials([out], out, bias=torch.empty(4))
+    with pytest.raises(TypeError, match="bias: expected dtype float32 or float16 or bfloat16"):
+        tlt_ext.fold_partials([out], out, bias=torch.empty(3, dtype=torch.int32))
+    with pytest.raises(TypeError, match="residual: expected the dtype of out, float32, got float"):
+        tlt_ext.fold_partials([out], out, residual=out.half())
+    with pytest.raises(ValueError, match=r"residual: expected shape \[4, 3\], got \[3, 3\]"):
+        tlt_ext.fold_partials([out], out, residual=out[:3])
+    with pytest.raises(ValueError, match="out: expected elements that share no memory"):
+        tlt_ext.fold_partials([out], out[:1].expand(4, 3))
 
 
 # ---- fused -----------------------------------------------------------------------------------

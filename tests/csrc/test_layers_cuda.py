@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tlt_ext
-from tests import kit
+from tests import kit, reference
 
 pytestmark = [kit.gpu, kit.needs_gpu]
 
@@ -321,3 +321,25 @@ def test_layers_check_what_only_a_cuda_kernel_limits():
         tlt_ext.rms_norm(big, big[0], big)
     with pytest.raises(ValueError, match="linear_rows: x: expected at most"):
         tlt_ext.linear_rows(big, big, torch.empty(1, 1, dtype=torch.bfloat16, device="cuda"))
+
+
+@SANITIZE
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("n", "k"), [(576, 1536), (136, 3588), (1536, 8960), (4616, 3584)])
+def test_partial_sums_of_every_tile_have_the_bits_of_one_rank(dtype, ranks, n, k):
+    """One tile after the other, parts over a cluster, and the plain kernel for K of 3,588."""
+    x, _, weight, bias = (t.cuda() for t in inputs(max(ROWS), n, k, dtype))
+    residual = kit.randn(max(ROWS), n, seed=4, dtype=dtype).cuda()
+    shards = [reference.columns_of(k, rank, ranks).cuda() for rank in range(ranks)]
+    shards = [(x[:, at].contiguous(), weight[:, at].contiguous()) for at in shards]
+    alone, out = torch.empty_like(residual), torch.empty_like(residual)
+    tlt_ext.linear_rows(x, weight, alone, bias=bias, residual=residual)
+    for rows in ROWS:
+        sums = torch.full((ranks, rows, n), float("nan"), device="cuda")
+        for (x_shard, weight_shard), partial in zip(shards, sums, strict=True):
+            tlt_ext.linear_rows(
+                x_shard[:rows], weight_shard, partial, parts=8 // ranks, pdl=rows % 2 == 0
+            )
+        tlt_ext.fold_partials(list(sums), out[:rows], bias=bias, residual=residual[:rows])
+        assert torch.equal(out[:rows], alone[:rows]), rows
