@@ -1,0 +1,103 @@
+"""The update that begins in the tail of the rollout: steps of `preset=h100` by place and row size.
+
+Cases take turns in one run from the warm start, whose drafter is frozen, so that start and
+compilation are paid once. A case `64x16384` updates on 64 multiprocessors during the tail, with
+rows of 16,384 tokens; `0x65536` begins after the rollout. `median_us` is the time of a step,
+`us_per_token` that over its response tokens, since cases have other prompts. A case whose gradients
+on the partition differ from those on the card is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from driver.config.load import load_config
+from driver.records.phases import StepTimes
+from driver.run.run import Run
+from driver.run.start import start_run
+from driver.run.tail_update import TailUpdate
+from profiling.rig.bench import Bench, say
+from profiling.rig.warm import make_warm_start
+from profiling.studies.grpo_runs import WARMED
+
+NEEDS_WARM_START = True
+CASES = "64x16384,0x16384,0x65536,32x16384,64x8192"
+QUICK_CASES = "64x16384,0x65536"
+FIRST_STEPS = 2  # not counted: they compile, capture graphs and compare gradients
+
+
+def options(words: Sequence[str]) -> argparse.Namespace:
+    """The options of this benchmark alone."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.bench tail", description=__doc__)
+    parser.add_argument("--cases", default="", help=f"multiprocessors x tokens, such as {CASES}")
+    parser.add_argument("--repeats", type=int, default=4, help="steps of each case")
+    return parser.parse_args(words)
+
+
+def run(bench: Bench) -> None:
+    chosen = options(bench.options)
+    names = (chosen.cases or (QUICK_CASES if bench.quick else CASES)).split(",")
+    cases = {name: tuple(map(int, name.split("x"))) for name in names}
+    steps = FIRST_STEPS + chosen.repeats * len(cases)
+    with tempfile.TemporaryDirectory() as root:
+        words = [*bench.words, *WARMED, f"model.path={make_warm_start(bench.words)}"]
+        words += ["spot.mode=off", "run.eval_prompts=0", f"run.steps={steps}", f"run.root={root}"]
+        made = start_run(load_config(words), say)
+        try:
+            measure(bench, made, cases, chosen.repeats)
+        finally:
+            made.close(whole=False)
+
+
+def measure(bench: Bench, run: Run, cases: dict[str, tuple[int, ...]], repeats: int) -> None:
+    """Makes the steps and adds a row for each case."""
+    tails = {sms: tail_of(run, sms) for sms, _ in cases.values()}
+    config, found = run.trainer.cfg, {name: list[dict[str, Any]]() for name in cases}
+    for _, rows in list(cases.values())[:1] * FIRST_STEPS:
+        run.trainer.cfg = replace(config, micro_batch_tokens=rows)
+        batch = run.gather()
+        for tail in filter(None, tails.values()):
+            tail.take(batch.responses, batch.rewards, batch.keep)
+        finish(run, batch)
+    for _ in range(repeats):
+        for name, (sms, rows) in cases.items():
+            run.trainer.cfg = replace(config, micro_batch_tokens=rows)
+            run.collector.tail = tails[sms]
+            found[name].append(finish(run, run.gather()))
+    for name, records in found.items():
+        place = tails[cases[name][0]]
+        if place is not None and not place.exact:
+            say(f"{name}: left out, other gradients on the partition, or one row a step")
+            continue
+        times = [StepTimes.of(record) for record in records]
+        tokens = sum(record["tokens"] for record in records)
+        hidden = [record.get("update/hidden_share", 0.0) for record in records]
+        bench.add_row(
+            name,
+            1e6 * statistics.median(each.total for each in times),
+            us_per_token=round(1e6 * sum(each.total for each in times) / tokens, 4),
+            gen_us_per_token=round(1e6 * sum(t.phases["gen"] for t in times) / tokens, 4),
+            gen_s=round(statistics.median(t.phases["gen"] for t in times), 4),
+            update_s=round(statistics.median(t.phases["update_actor"] for t in times), 4),
+            hidden_share=round(statistics.median(hidden), 4),
+            steps=len(records),
+        )
+
+
+def tail_of(run: Run, sms: int) -> TailUpdate | None:
+    """The update in the tail on some multiprocessors; None = it begins after the rollout."""
+    config = replace(run.config, grpo=replace(run.config.grpo, tail_sms=sms))
+    return TailUpdate.of(config, run.world, run.trainer, run.collector.keeps, None, say)
+
+
+def finish(run: Run, batch: Any) -> dict[str, Any]:
+    """The rest of a step; its record, with the tokens of its responses."""
+    metrics = run.update_policy(batch)
+    run.sync_weights()
+    run.log(metrics, batch)
+    return {**run.last_metrics, "tokens": sum(len(r.token_ids) for r in batch.responses)}
