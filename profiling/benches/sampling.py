@@ -76,16 +76,6 @@ def softmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.softmax(logits.float(), -1)
 
 
-def torch_sample(logits: torch.Tensor) -> torch.Tensor:
-    return torch.multinomial(softmax(logits), 1)
-
-
-def torch_top_p(logits: torch.Tensor) -> torch.Tensor:
-    probs, ids = softmax(logits).sort(-1, descending=True)
-    probs = probs.masked_fill(probs.cumsum(-1) - probs > 0.9, 0.0)
-    return ids.gather(-1, torch.multinomial(probs, 1))
-
-
 def flashinfer_arms(make: Callable[[Any], Arms]) -> Arms:
     """The arms that `make` gives for FlashInfer's samplers; {} where it does not run."""
     try:
@@ -121,12 +111,8 @@ def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
         "sample": sampler(batch),
         "greedy": sampler(batch, temperature=0.0),
         "top_p": sampler(batch, top_p=0.9),
-        "torch": torch_sample,
-        "torch_top_p": torch_top_p,
         "read": lambda logits: torch.sum(logits, dtype=torch.float32),
     }
-    if bench.quick:
-        del ops["torch"], ops["torch_top_p"]
     arms: Arms = {name: [partial(op, logits) for logits in inputs] for name, op in ops.items()}
     if not bench.quick:
         arms |= flashinfer_arms(partial(sample_arms, inputs))
@@ -140,12 +126,12 @@ def run_sample(bench: Bench, batch: int, peaked: bool = False) -> None:
         case,
         times["sample"],
         num_bytes,
-        peers("torch", "flashinfer"),
+        peers("flashinfer"),
         read_us=round(times["read"].median_us, 3),
         noise_x=round(times["sample"].median_us / times["greedy"].median_us, 3),
         over_read_x=round(times["sample"].median_us / floor_us, 3),
     )
-    others = peers("torch_top_p", "flashinfer_top_p")
+    others = peers("flashinfer_top_p")
     top_p = bench.add(f"sample top-p 0.9 {rows}", times["top_p"], num_bytes, others)
     greedy = bench.add(f"sample greedy {rows}", times["greedy"], num_bytes)
     if batch == 64 and not peaked:
@@ -250,8 +236,6 @@ def run_verify(bench: Bench, case: str, requests: int, size: int) -> None:
     chain = case.startswith("chain")
     trees = [verified(requests, size, chain, logits) for logits in inputs]
     arms: Arms = {"ours": [rows.tree for rows in trees]}
-    if not bench.quick:
-        arms["torch_softmax"] = [partial(softmax, x) for x in inputs]
     if chain:
         arms["rejection"] = [rows.rejection for rows in trees]
         if not bench.quick:
