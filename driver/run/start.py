@@ -73,6 +73,8 @@ def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | N
         folder = RunFolder(config) if world.rank == 0 else None
     try:
         saved = world.share(folder.resumed if folder else None)
+        if checked.engine.free_in_update == "true":
+            note("KV cache and features are released during updates (engine.free_in_update)")
         parts = task, shape.prompt_len, folder, saved, source
         return _Start(checked, note, stop, world, phases, *parts).run()
     except BaseException:

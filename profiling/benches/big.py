@@ -9,7 +9,8 @@ has 16 responses of 1,024 tokens, in the same pages and packed rows; it decides 
 `decode 32k` rolls out 16 requests up to 32,768 tokens, greedily: random weights then repeat
 themselves, so n-gram drafts are accepted. `median_us` is a pass, of `off` over its last 512, and
 `over_bytes` its time over that of reading weights and KV cache at the copy bandwidth. The other
-rows compare tokens. A quick run leaves all of it out, since it takes eight minutes.
+rows compare tokens, and `bench identity` takes its target from them. `fsdp` compares log-probs of 2
+and 4 ranks with those of one, on the CPU. A quick run leaves all out, since it takes eight minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from driver.run.comparison import Arm, Comparison
 from driver.run.dry_run import run_shape
 from driver.run.start import start_run
 from profiling.benches.update import PEAK_TFLOPS, tflop
-from profiling.rig.bench import Bench, say
+from profiling.rig.bench import Bench, run_apart, say
 from profiling.rig.subjects import (
     QWEN2_7B,
     QWEN2_15B,
@@ -57,7 +58,7 @@ SHORT = [  # of the 7B, with the memory of the whole step
 ]
 FEW_GRAPHS = "engine.strategies=off learned:4,1,5"
 ARMS = ["ngram:6,1,7", "oracle:4,1,5"]
-LONGEST, COMPARED, STEP_TOKENS = 32_768, 100_000, 64 * 4096  # tokens of targets
+LONGEST, STEP_TOKENS = 32_768, 64 * 4096  # of a target
 PARTS = ("gen", "update_actor", "update_weights", "free_pages")  # of a step
 
 
@@ -99,6 +100,8 @@ def run(bench: Bench) -> None:
             with bench.part(case):
                 train(bench, case, shape, steps, saves, [*words, FEW_GRAPHS, *bench.settings])
             free()
+    if bench.wanted("fsdp"):
+        bench.got["fsdp_logprobs_bit_equal"] = min(fsdp(bench, ranks) for ranks in (2, 4))
     if any(bench.wanted(f"decode 32k {arm}") for arm in (OFF, *ARMS)):
         words = ["preset=h100", "model.dtype=bfloat16", *bench.settings]
         sizes = Long(prompt=LONGEST - chosen.new, new=chosen.new)
@@ -113,6 +116,15 @@ def run(bench: Bench) -> None:
         bench.got["peak_over_predicted_x"] = max(ratios)
     if row := rows.get("decode 32k off"):
         bench.got["decode_32k_over_bytes_x"] = row["over_bytes"]
+
+
+def fsdp(bench: Bench, ranks: int) -> float:
+    """The share of log-probs of so many ranks on the CPU that have the bits of one rank."""
+    began = time.perf_counter()
+    words = ["--standalone", f"--nproc-per-node={ranks}", "-m", "profiling.studies.fsdp_bits"]
+    equal = run_apart("torch.distributed.run", *words)["equal"]
+    bench.add_row(f"fsdp {ranks} ranks", 1e6 * (time.perf_counter() - began), equal_bits=equal)
+    return equal
 
 
 def free() -> None:

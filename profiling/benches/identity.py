@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ from driver.config.strategy import OFF, ORACLE
 from driver.run.comparison import ARRIVALS, Arm, Comparison, sibling_requests, train_drafter
 from profiling.benches.decode import SHAPE_WORDS
 from profiling.rig.bench import Bench, say
+from profiling.rig.results import RESULTS, newest_first
 from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape, spot_of
 
 TOKENS = 1_000_000  # that the arm of a target compares
+LONG_TOKENS = 100_000  # in responses to 32,768, compared by `bench big`
 SMOLLM2_WORDS = ["task.name=questions", "drafter.draft_vocab=8192"]
 PROMPTS = 64  # different ones
 SPREAD = 0.5  # the lowest limit of new tokens over the highest
@@ -136,6 +139,11 @@ def book(bench: Bench) -> None:
     for case, target in TARGETS.items():
         if case in enough or (case in cases and cases[case]["equal_tokens"] < 1):
             bench.got[target] = cases[case]["equal_tokens"]
+    for path in newest_first(RESULTS, "big")[:1]:
+        long = [row for row in json.loads(path.read_text())["rows"] if "decode" in row["case"]]
+        shares = [row["equal_tokens"] for row in long if row["tokens"] >= LONG_TOKENS]
+        if len(shares) > 1:  # `off` is one
+            bench.got["long_responses_32k"] = min(shares)
     bits = min((row["equal_bits"] for row in cases.values()), default=1.0)
     if len(enough) == len(TARGETS) or bits < 1:
         bench.got["logprobs_bit_equal"] = bits

@@ -1,5 +1,6 @@
 """The identity benchmark runs on small models on the CPU and finds planted faults."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -9,12 +10,17 @@ from driver.run.comparison import Arm, Comparison
 from profiling.benches import identity
 from profiling.benches.decode import SHAPE_WORDS
 from profiling.rig.bench import Bench
-from profiling.rig.results import all_targets
+from profiling.rig.results import TARGETS_CARD, all_targets
 from profiling.rig.subjects import of_checkpoint, of_shape
 from tests.profiling.test_engine_benches import TINY_SHAPE, WORDS
 
 SIZE = identity.Size(tokens=250, batch=4, requests=12, longest=24, train_steps=3)
 CARD = "task.name=sums"  # the tiny tokenizer has no letters for questions
+
+
+@pytest.fixture(autouse=True)
+def no_results(monkeypatch, tmp_path):
+    monkeypatch.setattr(identity, "RESULTS", tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +144,19 @@ def test_targets_are_met_by_enough_equal_tokens_only():
     few.rows = [row("smollm2 learned:4,2,8", 99), row("smollm2 oracle:4,2,8", 100, 0.99)]
     identity.book(few)
     assert few.got == {"smollm2_oracle_drafter": 0.99}
+
+
+@pytest.mark.parametrize(("tokens", "share", "got"), [(10**5, 0.9, 0.9), (99_999, 0.9, None)])
+def test_long_responses_are_those_of_the_benchmark_of_big_shapes(tmp_path, tokens, share, got):
+    cases = {"train 7b": {}, "decode 32k off": {"tokens": tokens, "equal_tokens": 1.0}}
+    cases["decode 32k ngram:6,1,7"] = {"tokens": tokens, "equal_tokens": share}
+    rows = [{"case": case, "bench": "big", **values} for case, values in cases.items()]
+    path = tmp_path / TARGETS_CARD / "big.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"meta": {"date": "2026"}, "rows": rows, "targets": []}))
+    bench = Bench("identity", math.nan)
+    identity.book(bench)
+    assert bench.got.get("long_responses_32k") == got
 
 
 def test_no_round_begins_after_the_time_limit(subject):

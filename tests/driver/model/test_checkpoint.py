@@ -191,6 +191,18 @@ def logits_in_the_engine(folder, ids):
     return Sequences(TargetModel(*load_checkpoint(folder))).logits(ids)
 
 
+def test_mapped_weights_share_the_memory_of_their_file(model):
+    """Those in another dtype are copies."""
+    path = model / "model.safetensors"
+    whole = load_checkpoint(model, torch.float32)[1]
+    mapped, copied = (load_checkpoint(model, d, True)[1] for d in (torch.float32, torch.bfloat16))
+    assert all(torch.equal(mapped[name], whole[name]) for name in whole)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert not any(tensor.any() for tensor in mapped.values())
+    assert all(torch.equal(copied[name], whole[name].bfloat16()) for name in whole)
+
+
 def test_a_head_of_its_own_counts_whatever_the_config_says(tmp_path):
     """The config ties it, the file has another one: the engine dropped it, the trainer did not."""
     save_model(tmp_path, "llama-tied-llama3")

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from driver.model.checkpoint import load_checkpoint
 from driver.policy.trainer import PolicyTrainer
 from driver.policy.weights import MOMENTS
+from tests.driver.hugging_face import save_model
 from tests.driver.policy.test_trainer import REWARDS, Cfg, make_model, make_responses
 from tests.forks import run_ranks
 
@@ -38,6 +40,31 @@ else:
     save_parts(folder / "saved" / "parts", parts, world.background)
     torch.save(trainer.state_dict(), folder / "saved" / "counters.pt")
     torch.save((logprobs, gradients, weights), folder / f"rank-{world.rank}.pt")
+world.leave()
+"""
+
+# The file changes once the ranks have their parts.
+MAPPED = """
+import sys
+from pathlib import Path
+import torch
+from driver.common.world import World
+from driver.model.checkpoint import load_model
+from driver.policy.weights import PolicyWeights
+
+folder = Path(sys.argv[1])
+world = World.join("cpu", 60)
+model = load_model(folder, torch.float32, mapped=True)
+offload = "all" if world.size == 1 else "none"
+weights = PolicyWeights(model, world, offload, torch.device("cpu"))
+path = folder / "model.safetensors"
+world.gather(0)
+if world.rank == 0:
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+world.gather(0)
+found = {name: weight.clone() for name, weight in weights.stream()}
+torch.save(found, folder / f"rank-{world.rank}.pt")
 world.leave()
 """
 
@@ -163,6 +190,17 @@ def test_any_number_of_ranks_loads_what_others_saved(saving, loading, tmp_path):
     saved, loaded = torch.load(tmp_path / "rank-0.pt")[2], torch.load(tmp_path / "loaded.pt")
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_copy_their_parts_of_a_policy_that_is_mapped_to_its_file(ranks, tmp_path):
+    save_model(tmp_path, "qwen3")
+    whole = load_checkpoint(tmp_path, torch.float32)[1]
+    launch(tmp_path, ranks, script=MAPPED)
+    for rank in range(ranks):
+        found = torch.load(tmp_path / f"rank-{rank}.pt")
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
