@@ -4,11 +4,10 @@ V = 151,936 in bf16, T = 1.
 
 Every case runs on inputs that together exceed the L2 several times over. `read_us` is one read of
 the logits by a sum. `noise_x` is a sampled batch over a greedy one, which differ by the noise
-alone. Peers: softmax and multinomial in torch, top-p in torch by sorting, and FlashInfer's
-samplers, from logits and, for top-p, from probabilities made beforehand. Chains are verified by
-rejection on the rows of `verify_tree` as well; half of the drafts are drawn from the target. The
-peer is FlashInfer's `chain_speculative_sampling`, which takes probabilities: with the softmax of
-the logits that ours includes, and without.
+alone. The peers are FlashInfer's samplers, from logits and, for top-p, from probabilities made
+beforehand. Chains are verified by rejection on the rows of `verify_tree` as well; half of the
+drafts are drawn from the target. The peer is FlashInfer's `chain_speculative_sampling`, which takes
+probabilities: with the softmax of the logits that ours includes, and without.
 """
 
 from collections.abc import Callable
