@@ -43,7 +43,7 @@ from profiling.rig.warm import warm_words
 from profiling.studies import drafter_runs
 from profiling.studies.draft_cost import packing
 from profiling.studies.draft_overlap import OF_TARGETS, overlap
-from profiling.studies.drafting import Sizes, Study, TargetOnly, log_row, logged
+from profiling.studies.drafting import Sizes, Study, TargetOnly, accept_row
 from profiling.studies.grpo_runs import make_runs
 
 NEEDS_WARM_START = True
@@ -96,9 +96,8 @@ def warmed(bench: Bench, subject: Subject) -> None:
     requests, lengths = subject.requests([tokens] * prompts, stop=True), []
     for strategy in WARMED_STRATEGIES:
         fix_bandit(rollout, policy=strategy)
-        with logged(rollout) as log:
-            rollout.engine.generate(requests, record=False)
-        lengths.append(log_row(bench, f"{subject.name} {strategy}", log))
+        rollout.engine.generate(requests, record=False)
+        lengths.append(accept_row(bench, f"{subject.name} {strategy}", rollout.engine.stats))
     bench.got["accept_length_warmed_policy_t1"] = round(max(lengths), 4)
 
 
@@ -135,9 +134,9 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes) -> None:
         step_s = study.train(spot, sizes.steps)
         bench.add_row(f"unroll {sizes.unroll}, trained", 1e6 * step_s, steps=spot.steps)
         for one in sizes.strategies:
-            shared = study.row(f"{one}, shared noise", study.draft(one))
+            shared = study.draft(f"{one}, shared noise", one)
             proposers[LEARNED.name] = TargetOnly(runner)
-            target_only = study.row(f"{one}, target-only", study.draft(one))
+            target_only = study.draft(f"{one}, target-only", one)
             proposers[LEARNED.name] = runner
         bench.got["accept_length_smollm2_gsm8k_t1"] = round(shared, 4)
         bench.got["shared_noise_over_target_only_x"] = round(shared / target_only, 4)

@@ -1,21 +1,18 @@
-"""A policy in its engine, responses to train drafters on, prompts to draft for, a log of passes."""
+"""A policy in its engine, responses to train drafters on, and prompts to draft for."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from driver.config.load import load_config
-from driver.config.strategy import OFF, Strategy
+from driver.config.strategy import Strategy
 from driver.drafter.trainer import SpotTrainer
 from driver.rollout.request import Request
-from driver.rollout.runner import Burst
+from driver.rollout.stats import RolloutStats
 from driver.rollout.tree import Tree
 from driver.session.parts import Rollout, build_drafter
 from profiling.rig.bench import Bench
@@ -39,40 +36,6 @@ class Sizes:
     unroll: int = 4
     strategies: tuple[str, ...] = ("learned:4,4,16", "learned:8,4,32", "learned:8,8,64")
     tail: int = 2048  # tokens of the longest request of a rollout
-
-
-class PassLog:
-    """Wraps the engine's runner and counts what requests emit in its speculative passes."""
-
-    def __init__(self, rollout: Rollout) -> None:
-        self.inner = rollout.engine.runner
-        self.emitted: list[int] = []  # by each request in each pass
-        self.seconds, self.passes = 0.0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def run(self, count: int, strategy: Strategy, *how: Any) -> Burst:
-        burst = self.inner.run(count, strategy, *how)
-        if strategy != OFF:  # a request emits 0 after its end
-            self.emitted += [n for n in burst.emitted.flatten().tolist() if n]
-        self.seconds += burst.elapsed_s
-        self.passes += burst.passes
-        return burst
-
-    @property
-    def accept_length(self) -> float:
-        return statistics.fmean(self.emitted) if self.emitted else 1.0
-
-
-@contextmanager
-def logged(rollout: Rollout) -> Iterator[PassLog]:
-    log = PassLog(rollout)
-    rollout.engine.runner = log  # type: ignore[assignment]
-    try:
-        yield log
-    finally:
-        rollout.engine.runner = log.inner
 
 
 class TargetOnly:
@@ -170,26 +133,24 @@ class Study:
         spot.swap()
         return seconds / (made - warm)
 
-    def draft(self, strategy: str) -> PassLog:
-        """Drafts for the held-out prompts."""
+    def draft(self, case: str, strategy: str) -> float:
+        """Drafts for the held-out prompts and adds a row; returns its accept length."""
         fix_bandit(self.rollout, policy=strategy)
         requests, batch = self.requests(True), self.sizes.batch
-        with logged(self.rollout) as log:
-            for first in range(0, len(requests), batch):
-                self.rollout.engine.generate(requests[first : first + batch], record=False)
-        return log
-
-    def row(self, case: str, log: PassLog, **more: float | str) -> float:
-        return log_row(self.bench, case, log, **more)
+        engine, stats = self.rollout.engine, RolloutStats()
+        for first in range(0, len(requests), batch):
+            engine.generate(requests[first : first + batch], record=False)
+            stats.add(engine.stats)
+        return accept_row(self.bench, case, stats)
 
 
-def log_row(bench: Bench, case: str, log: PassLog, **more: float | str) -> float:
-    """Adds the row of a log; returns its accept length."""
+def accept_row(bench: Bench, case: str, stats: RolloutStats) -> float:
+    """Adds the row of a rollout with one strategy; returns its accept length."""
+    length = stats.accept_length or 1.0
     bench.add_row(
         case,
-        1e6 * log.seconds / max(1, log.passes),
-        accept_length=round(log.accept_length, 4),
-        passes=len(log.emitted),
-        **more,
+        1e6 * stats.passes_s / max(1, stats.target_passes),
+        accept_length=round(length, 4),
+        passes=stats.spec_request_passes,
     )
-    return log.accept_length
+    return length
