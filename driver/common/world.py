@@ -35,7 +35,8 @@ def _from_environment(name: str, default: int) -> int:
     return int(text)
 
 
-def _backend(device: str) -> str:
+def backend_of(device: str) -> str:
+    """The backend of a process group for tensors of the host and of a device."""
     return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
 
 
@@ -93,7 +94,7 @@ class World:
             # The store outlives a restart; the entries of earlier attempts must not be read.
             attempt = dist.PrefixStore(f"attempt/{World.restarts()}", store)
             dist.init_process_group(
-                _backend(device), timeout=wait, store=attempt, rank=rank, world_size=size
+                backend_of(device), timeout=wait, store=attempt, rank=rank, world_size=size
             )
             world.background = dist.new_group(timeout=wait, backend="gloo")
         except (RuntimeError, ValueError) as error:
@@ -130,7 +131,7 @@ class World:
     def form_group(self, device: str) -> None:
         """Makes the process group of a single rank, if there is none; `DTensor` needs one."""
         if not dist.is_initialized():
-            backend = _backend(device)
+            backend = backend_of(device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     # ---- progress of the ranks ------------------------------------------------------------------
@@ -156,15 +157,28 @@ class World:
         Raises:
             UserError: a rank is lost or late.
         """
-        phase = self._phase
         self._collectives += 1
-        self.enter(phase)
+        self.enter(self._phase)
+        with self.waiting():
+            yield
+
+    @contextlib.contextmanager
+    def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:
+        """A wait for other ranks, which an error names.
+
+        Args:
+            ranks: all that take part; () = those that have not reached the last collective call.
+
+        Raises:
+            UserError: a rank is lost or late.
+        """
+        phase = self._phase
         try:
             yield
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # this rank's own
             raise
         except (RuntimeError, ValueError) as error:
-            who = ", ".join(self._lost()) or "a rank that had reached the call"
+            who = ", ".join(self._lost(ranks)) or "a rank that had reached the call"
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"{who} was lost or did not answer in run.timeout_s={self.timeout_s:g}, rank"
@@ -177,9 +191,11 @@ class World:
         places = ", ".join(place for *_, place in self._places())
         return f"stopped: {places}; torchrun reports which rank failed, if one did"
 
-    def _lost(self) -> list[str]:
-        """Ranks that have not reached the call, or else the working ranks with least progress."""
+    def _lost(self, ranks: Sequence[int]) -> list[str]:
+        """Other ranks of a call, those that have not reached it, or those with least progress."""
         places = self._places()
+        if ranks:
+            return [places[rank][2] for rank in ranks if rank != self.rank]
         late = [place for calls, _, place in places if calls < self._collectives]
         working = [(beats, place) for _, beats, place in places if beats]
         least = min(working, default=(0, ""))[0]

@@ -40,7 +40,7 @@ class KvCache:
         """Allocates a zeroed cache.
 
         Args:
-            spec: the model.
+            spec: the model, or the part of a rank (`TargetModel.shard.spec`).
             num_pages, page_size: the pool; a page holds `page_size` consecutive slots of a request.
             feature_size: columns of the recorded features; 0 = none are recorded.
             dtype, device: of the model; the default dtype is the checkpoint's.

@@ -6,8 +6,7 @@ and, in a tree, its ancestors. A row's logits are the same bits in all three (ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +15,14 @@ from torch import Tensor
 import tlt_ext
 
 from ..common.errors import UserError
-from .checkpoint import check_shapes
-from .families import EMBEDDING, FINAL_NORM, GATE_UP, HEAD, LAYER, QKV
+from ..common.tensor_parallel import TensorParallel
+from .exchange import Exchange
 from .kv_cache import KvCache
+from .shards import PARTS, Shard, head_rows
 from .spec import ModelSpec, no_rope_table, rope_table
+from .target_weights import DecoderLayer, TargetWeights
 from .workspace import Workspace
 
-Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]  # by Hugging Face name
 LayerCache = tuple[Tensor, Tensor, Tensor]  # a layer's keys, values and RoPE table
 
 # When a GPU uses fused ops (docs/notes/layers.md). They are faster for up to FUSED_ROWS rows, and
@@ -59,22 +59,6 @@ def layer_launches(spec: ModelSpec, rows: int) -> int:
     return 6 + (not normed) + (not appended) + (not gated)
 
 
-@dataclass(frozen=True)
-class DecoderLayer:
-    """Weights of one layer; q, k, v and gate, up are fused. None if the family does not have it."""
-
-    input_norm: Tensor  # [H]
-    qkv: Tensor  # [(num_heads + 2 num_kv_heads) head_dim, H]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None
-    output: Tensor  # [H, num_heads head_dim]
-    output_bias: Tensor | None
-    post_norm: Tensor  # [H]
-    gate_up: Tensor  # [2 intermediate, H]
-    down: Tensor  # [H, intermediate]
-
-
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     """The low, middle and high layer whose outputs are the drafter's input, counted from 0.
 
@@ -97,7 +81,7 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     return 0, high // 2, high
 
 
-class TargetModel:
+class TargetModel(TargetWeights):
     """A model with its own fused weights and scratch buffers.
 
     `forward` returns views of the buffers, which the next call overwrites.
@@ -110,9 +94,12 @@ class TargetModel:
         max_rows: rows of the largest forward pass.
         max_logits: rows with logits of a forward pass; 0 = `max_rows`.
         feature_layers: three layers whose outputs are recorded; empty = `default_feature_layers`.
+        parallel: ranks that share the model; all make the same calls, and get the same bits as one
+            rank with the whole model.
 
     Raises:
-        UserError: the weights do not fit the spec, or a feature layer does not exist.
+        UserError: the weights do not fit the spec, a feature layer does not exist, or the ranks
+            cannot share the model.
 
     Example:
         >>> spec, weights = load_checkpoint(folder)
@@ -130,10 +117,11 @@ class TargetModel:
         max_rows: int = 512,
         max_logits: int = 0,
         feature_layers: Sequence[int] = (),
+        parallel: TensorParallel | None = None,
     ) -> None:
-        self.spec = spec
-        self.device = torch.device(device)
-        self.dtype = dtype or spec.dtype
+        self.parallel = parallel or TensorParallel()
+        shard = Shard.of(spec, self.parallel.rank, self.parallel.size)
+        super().__init__(spec, shard, torch.device(device), dtype or spec.dtype)
         self.max_rows, self.max_logits = max_rows, max_logits or max_rows
         self.feature_layers = tuple(feature_layers) or default_feature_layers(spec.num_layers)
         for layer in self.feature_layers:
@@ -142,8 +130,8 @@ class TargetModel:
                     f"feature_layers: must be layers 0 to {spec.num_layers - 1}, got {layer}"
                 )
         self.workspace = Workspace(self.device)
-        self._named: dict[str, Tensor] = {}
-        self._allocate_weights()
+        self.cos_sin = rope_table(spec).to(self.device)
+        self._no_rope = no_rope_table(spec, self.device)
         self._allocate_buffers()
         self.load_weights(weights)
 
@@ -151,52 +139,6 @@ class TargetModel:
     def feature_size(self) -> int:
         """Columns of the features: three layers and the final hidden state."""
         return 4 * self.spec.hidden_size
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face name, as views of the fused storage."""
-        return dict(self._named)
-
-    def load_weights(self, weights: Weights) -> None:
-        """Copies weights in place: addresses stay, so captured graphs stay valid.
-
-        A stream is read tensor by tensor, so that it needs no second copy of the weights. After an
-        error in a mapping the old weights are unchanged; after one in a stream they are a mixture,
-        and all must be loaded again.
-
-        Args:
-            weights: tensors by Hugging Face name, any float dtype and device, or a stream of such
-                pairs; a tied head may be among them.
-
-        Raises:
-            UserError: a tensor is missing, has the wrong shape, or does not belong to the model; or
-                the head of a tied model is not its embedding.
-        """
-        if isinstance(weights, Mapping):
-            self._check(weights)
-            weights = weights.items()
-        shapes: dict[str, torch.Size] = {}
-        tied = None
-        with torch.no_grad():
-            for name, weight in weights:
-                shapes[name] = weight.shape
-                own = self._named.get(name)
-                if own is not None and own.shape == weight.shape:
-                    _check_float(name, weight)
-                    own.copy_(weight)
-                elif name == HEAD:
-                    tied = weight.to(self.embedding)  # the embedding may come later
-        check_shapes(self.spec, shapes, "weights")
-        if tied is not None and not torch.equal(tied, self.embedding):
-            raise UserError(f"weights: {HEAD} is not {EMBEDDING}, which the config ties")
-
-    def _check(self, weights: Mapping[str, Tensor]) -> None:
-        check_shapes(self.spec, {name: w.shape for name, w in weights.items()}, "weights")
-        for name in self._named:
-            _check_float(name, weights[name])
-        if HEAD in weights and HEAD not in self._named:
-            head, embedding = weights[HEAD], weights[EMBEDDING]
-            if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
-                raise UserError(f"weights: {HEAD} is not {EMBEDDING}, which the config ties")
 
     def forward(
         self,
@@ -271,18 +213,22 @@ class TargetModel:
             workspace=self.workspace.for_attention(q, k_cache, rows.block_table),
             pdl=True,
         )
-        tlt_ext.linear_rows(
-            attended.flatten(1),
-            layer.output,
-            out,
-            bias=layer.output_bias,
-            residual=hidden,
-            pdl=True,
-        )
+        if self._places is not None:
+            attended = attended.index_select(1, self._places)
+        joined = attended.flatten(1)
+        self._add_up(joined, layer.output, out, bias=layer.output_bias, residual=hidden)
         eps = self.spec.rms_norm_eps
         read = self.norm_for(out, layer.post_norm, layer.gate_up, eps, self._normed)
         tlt_ext.linear_silu_mul(**read, weight=layer.gate_up, out=gated, pdl=True)
-        tlt_ext.linear_rows(gated, layer.down, out, residual=out, pdl=True)
+        self._add_up(gated, layer.down, out, residual=out)
+
+    def _add_up(self, x: Tensor, weight: Tensor, out: Tensor, **addends: Any) -> None:
+        """A linear whose sums are divided among the ranks."""
+        if self._sums is None:
+            return tlt_ext.linear_rows(x, weight, out, **addends, pdl=True)
+        parts = PARTS // self.parallel.size
+        tlt_ext.linear_rows(x, weight, self._sums.partial(len(x)), parts=parts, pdl=True)
+        self._sums.fold(len(x), out, **addends)
 
     # With few rows and few weights launches dominate, and one op replaces two or three, with the
     # same bits. `pdl` and `pdl_tables` are safe: weights, lengths, tables, positions and committed
@@ -343,65 +289,25 @@ class TargetModel:
             raise ValueError(
                 f"logits_rows: wanted at most max_logits = {self.max_logits}, got {len(chosen)}"
             )
-        logits = self._logits[: chosen.shape[0]]
-        eps = self.spec.rms_norm_eps
-        read = self.norm_for(chosen, self.final_norm, self.head, eps, self._normed)
-        tlt_ext.linear_rows(**read, weight=self.head, out=logits, pdl=True)
-        return logits
+        count, head, eps = len(chosen), self._head_rows, self.spec.rms_norm_eps
+        logits = self._logits[:count]
+        read = self.norm_for(chosen, self.final_norm, head, eps, self._normed)
+        if self._columns is None:
+            tlt_ext.linear_rows(**read, weight=head, out=logits, pdl=True)
+            return logits
+        part = self._columns.partial(count)[:, : len(head)]
+        tlt_ext.linear_rows(**read, weight=head, out=part, pdl=True)
+        by_rank = logits.view(count, self.parallel.size, -1).transpose(0, 1)
+        by_rank.copy_(self._columns.gather(count))
+        return logits[:, : self.spec.vocab_size]
 
     def _feature(self, count: int, place: int) -> Tensor:
         return self._features[
             :count, place * self.spec.hidden_size : (place + 1) * self.spec.hidden_size
         ]
 
-    def _allocate_weights(self) -> None:
-        spec = self.spec
-        shape = spec.vocab_size, spec.hidden_size
-        self.embedding = self._weight(EMBEDDING, *shape)
-        self.layers = [self._allocate_layer(LAYER.format(i)) for i in range(spec.num_layers)]
-        self.final_norm = self._weight(FINAL_NORM, spec.hidden_size)
-        self.head = self.embedding if spec.tie_word_embeddings else self._weight(HEAD, *shape)
-        self.cos_sin = rope_table(spec).to(self.device)
-        self._no_rope = no_rope_table(spec, self.device)
-
-    def _allocate_layer(self, prefix: str) -> DecoderLayer:
-        shapes = self.spec.layer_shapes()
-
-        def weight(name: str) -> Tensor:
-            return self._weight(prefix + name, *shapes[name])
-
-        def optional(name: str) -> Tensor | None:
-            return weight(name) if name in shapes else None
-
-        def fused(parts: Sequence[str], kind: str) -> Tensor:
-            """One tensor whose consecutive rows are the named parts."""
-            names = [f"{part}.{kind}" for part in parts]
-            rows = [shapes[name][0] for name in names]
-            columns = shapes[names[0]][1:]
-            whole = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
-            for name, part in zip(names, whole.split(rows), strict=True):
-                self._named[prefix + name] = part
-            return whole
-
-        return DecoderLayer(
-            input_norm=weight("input_layernorm.weight"),
-            qkv=fused(QKV, "weight"),
-            qkv_bias=fused(QKV, "bias") if f"{QKV[0]}.bias" in shapes else None,
-            q_norm=optional("self_attn.q_norm.weight"),
-            k_norm=optional("self_attn.k_norm.weight"),
-            output=weight("self_attn.o_proj.weight"),
-            output_bias=optional("self_attn.o_proj.bias"),
-            post_norm=weight("post_attention_layernorm.weight"),
-            gate_up=fused(GATE_UP, "weight"),
-            down=weight("mlp.down_proj.weight"),
-        )
-
-    def _weight(self, name: str, *shape: int) -> Tensor:
-        self._named[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return self._named[name]
-
     def _allocate_buffers(self) -> None:
-        spec = self.spec
+        spec = self.shard.spec
 
         def rows(*shape: int) -> Tensor:
             # Zeros: inert rows are computed too, and NaN there would be slow and raise alarms.
@@ -412,10 +318,14 @@ class TargetModel:
         self._q, self._attended = (rows(spec.num_heads, spec.head_dim) for _ in range(2))
         self._gated = rows(spec.intermediate_size)
         self._features = rows(self.feature_size)
-        shape = self.max_logits, spec.vocab_size
+        self._places = None if self.shard.places is None else self.shard.places.to(self.device)
+        size, columns = self.parallel.size, head_rows(spec.vocab_size, self.parallel.size)
+        self._head_rows = self.head[self.parallel.rank * columns :][:columns]
+        shape = self.max_logits, size * columns
         self._logits = torch.zeros(shape, dtype=torch.float32, device=self.device)
-
-
-def _check_float(name: str, weight: Tensor) -> None:
-    if not weight.is_floating_point():
-        raise UserError(f"weights: {name} is {weight.dtype}; wanted floats")
+        self._sums = self._columns = None
+        if size > 1:
+            self._sums = Exchange.allocate(
+                self.parallel, self.max_rows, spec.hidden_size, self.device
+            )
+            self._columns = Exchange.allocate(self.parallel, self.max_logits, columns, self.device)

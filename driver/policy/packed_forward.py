@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..model.families import Family, family_of
-from ..model.target import DecoderLayer
+from ..model.target_weights import DecoderLayer
 from .fused import fused
 from .logprobs import token_logprobs
 from .packing import packed_positions

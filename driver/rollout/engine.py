@@ -127,7 +127,7 @@ class RolloutEngine:
         self._observer = (observer or self.observer) if record else None
         self._sources = sources
         self._traced = bool(requests)  # a rollout of arrivals alone may never end
-        self._choice = OFF  # of the bandit
+        self._choice, self._horizon = OFF, 1  # of the bandit
         self.stats = RolloutStats()
         self.prefill.rows = self.prefill.recomputed = 0
         self.scheduler = Scheduler(
@@ -210,7 +210,11 @@ class RolloutEngine:
             # Short of pages, speculation is given up before a request is preempted.
             return ready and self.scheduler.has_room(self.program.lookahead(arm))
 
-        self._choice = self.bandit.choose(len(running), usable, self.runner.step_s)
+        def choose() -> tuple[Strategy, int]:
+            strategy = self.bandit.choose(len(running), usable, self.runner.step_s)
+            return strategy, self.bandit.horizon
+
+        self._choice, self._horizon = self.model.parallel.decide(choose)
         return self._choice
 
     def _reserve(self, strategy: Strategy) -> int:
@@ -226,7 +230,7 @@ class RolloutEngine:
 
     def _most_passes(self, strategy: Strategy) -> int:
         passes = self.runner.most_passes(len(self.scheduler.running), strategy)
-        return min(passes, self.bandit.horizon)
+        return min(passes, self._horizon)
 
     def _fill(self, strategy: Strategy, switched: bool) -> Batch:
         """The running requests in device arrays, ready for passes with the strategy."""

@@ -12,6 +12,7 @@ import torch
 import tlt_ext
 
 from ..common.errors import UserError
+from ..common.tensor_parallel import TensorParallel
 from ..config.strategy import OFF, REJECTION, Strategy, parse_strategies
 from .passes import PassProgram
 from .plan import BucketPlan, Cell, GraphCost, listed
@@ -29,15 +30,20 @@ def nothing() -> bool:
     return False
 
 
-def wait_for(ring: tlt_ext.PassRing, device: torch.device) -> tlt_ext.StopReason:
+def wait_for(
+    ring: tlt_ext.PassRing, device: torch.device, parallel: TensorParallel
+) -> tlt_ext.StopReason:
     """Waits until the armed passes stop; returns the reason.
 
     Raises:
         RuntimeError: the device failed.
+        UserError: a pass waits too long for another rank.
     """
+    begun = time.monotonic()
     while not (reason := ring.wait(POLL_S)):
         if device.type == "cuda":
             torch.cuda.current_stream(device).query()  # raises what the device reported
+        parallel.check(begun)
     return reason
 
 
@@ -65,7 +71,14 @@ def build_graphs(
         if config.graphs in ("pass", "loop"):
             raise UserError(f"engine.graphs={config.graphs}: CUDA graphs need run.device=cuda")
         return None
-    loop = config.graphs != "pass" and tlt_ext.GraphPool.supports_loop(device.index or 0)
+    parallel = program.model.parallel
+    if config.graphs == "loop" and parallel.size > 1:
+        raise UserError(
+            "engine.graphs=loop: with engine.tensor_parallel the host launches each pass; use auto"
+        )
+    # A kernel that waits for another rank must not be in the body of a loop.
+    loop = config.graphs != "pass" and parallel.size == 1
+    loop = loop and tlt_ext.GraphPool.supports_loop(device.index or 0)
     if config.graphs == "loop" and not loop:
         raise UserError("engine.graphs=loop: this driver cannot loop in a CUDA graph; use auto")
     budget = config.graph_mib << 20
@@ -166,7 +179,7 @@ class PassGraphs:
             finally:  # after an error nothing is left in flight
                 if stop:
                     self.ring.request_stop()
-                reason = wait_for(self.ring, self.state.device)
+                reason = wait_for(self.ring, self.state.device, self.program.model.parallel)
             meanwhile = nothing
             begun_ns = begun_ns or int(self.ring.begin_ns[0])
             limit = 0 if stop else limit - arm
@@ -197,6 +210,8 @@ class PassGraphs:
             except (RuntimeError, tlt_ext.GraphError) as error:  # OutOfMemoryError is one
                 if self._captured.pop(cell, None) is not None:  # captured, but failed to run
                     self._pool.remove(str(cell))
+                if self.program.model.parallel.size > 1:  # other ranks have this graph
+                    raise
                 self.failed = str(error).splitlines()[0]
                 warnings.warn(
                     f"CUDA graphs: {cell} could not be captured ({self.failed}); it and"

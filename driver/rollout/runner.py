@@ -190,7 +190,7 @@ class PassRunner:
             begun = time.perf_counter()
             tlt_ext.arm_passes(self.state.control, self.ring, limit=1)
             rows = self.program.run(self.state.rows(count), strategy)
-            wait_for(self.ring, self.state.device)
+            wait_for(self.ring, self.state.device, self.program.model.parallel)
             elapsed = time.perf_counter() - begun
         else:
             with self.program.spans("passes", active=count, strategy=str(strategy)):

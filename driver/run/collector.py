@@ -84,6 +84,10 @@ class Collector(RolloutObserver):
         self.workers, self.coordinator, self.captures = workers, coordinator, captures
         self.stop, self.tools = stop, tools
         self.tail: TailUpdate | None = None
+        # Ranks with parts of one model make the same rollout; the first of them reports it.
+        shared = config.engine.tensor_parallel
+        self.group, self.groups = world.rank // shared, world.size // shared
+        self.reports = world.rank % shared == 0
         self.tool_stats = ToolStats()  # of the step, all ranks together
         self.rebalancer: Rebalancer | None = None
         if config.spot.rebalance and world.size > 1:
@@ -180,7 +184,7 @@ class Collector(RolloutObserver):
         samples = range(self.config.grpo.samples_per_prompt)
         ids = [[request_id("train", step, p.id, s, refill) for s in samples] for p in prompts]
         requests = []
-        for i in self._shares(prompts)[self.world.rank]:
+        for i in self._shares(prompts)[self.group]:
             prompt_ids = self._ids(prompts[i])
             requests += [Request(id, first + i, prompt_ids, self.params) for id in ids[i]]
         self.world.enter("gen")
@@ -198,7 +202,7 @@ class Collector(RolloutObserver):
         if self.tail is not None:
             with self.phases("update_actor"):
                 self.tail.end()
-        stats = self.session.engine.stats if requests else RolloutStats()
+        stats = self.session.engine.stats if requests and self.reports else RolloutStats()
         tools = self.tools.stats if self.tools and requests else ToolStats()
         self.world.enter("reward")
         with self.phases("reward"):
@@ -214,19 +218,19 @@ class Collector(RolloutObserver):
     def _capturing(self, step: int) -> Iterator[None]:
         """Captures inputs of an op if this is the configured step, with graphs off."""
         capture = Capture.parse(self.config.run.capture, self.config.run.steps)
-        if self.captures is None or capture is None or capture.step != step + 1:
+        if capture is None or capture.step != step + 1:
             yield
             return
-        with (
-            self.session.engine.runner.op_by_op(),
-            capture_op(capture, self.captures),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.session.engine.runner.op_by_op())
+            if self.captures is not None:
+                stack.enter_context(capture_op(capture, self.captures))
             yield
 
     def _shares(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Indices of the prompts of each rank, balanced by the last response lengths."""
         expected = self.lengths.expected([prompt.text for prompt in prompts])
-        return split_by_length(expected, self.world.size)
+        return split_by_length(expected, self.groups)
 
     def _together(
         self,
@@ -281,9 +285,12 @@ class Collector(RolloutObserver):
         self._prompts = prompts
         self._place = {request.id: i for i, request in enumerate(requests)}
         with answering(self.tools, prompts) as on_end:
+            observer = self if self.reports else RolloutObserver()
             responses = self.session.roll_out(
-                requests, observer=self, source=self.rebalancer, on_end=on_end
+                requests, observer=observer, source=self.rebalancer, on_end=on_end
             )
+        if not self.reports:
+            return []
         responses.sort(key=lambda response: self._place[response.request.id])
         self._places = [self._place[response.request.id] for response in responses]
         return responses
@@ -291,7 +298,8 @@ class Collector(RolloutObserver):
     # ---- called by the engine -------------------------------------------------------------------
 
     def on_pass(self, active: int, passes: int = 1) -> None:
-        if self.rebalancer is None:  # otherwise other ranks may wait for requests of this rank
+        # Otherwise other ranks may wait for requests or passes of this rank.
+        if self.rebalancer is None and self.groups == self.world.size:
             self.stop.check()
         if self.tail is not None:
             engine = self.session.engine
@@ -388,7 +396,7 @@ class Collector(RolloutObserver):
         """
         self.world.enter("eval")
         count = min(count, self.task.size("eval") or count)
-        mine = range(self.world.rank, count, self.world.size)
+        mine = range(self.group, count, self.groups)
         prompts = [self.task.prompt("eval", i) for i in mine]
         requests = [
             Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.params)
@@ -398,5 +406,5 @@ class Collector(RolloutObserver):
         if requests:
             with answering(self.tools, dict(zip(mine, prompts, strict=True))) as on_end:
                 responses = self.session.roll_out(requests, record=False, on_end=on_end)
-        rewards = self.rewards(prompts, responses)
+        rewards = self.rewards(prompts, responses) if self.reports else []
         return sum(sum(part) for part in self.world.gather(rewards)) / count

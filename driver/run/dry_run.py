@@ -20,6 +20,7 @@ import torch
 
 from ..common.errors import UserError
 from ..common.memory import FLOAT_BYTES
+from ..common.tensor_parallel import check_group
 from ..config.load import Config
 from ..config.options import read_dry_run
 from ..config.strategy import OFF
@@ -70,7 +71,10 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     """
     words, own, config = read_dry_run(argv)
     shape = run_shape(config, shape_folder(config), words.ranks[0], words.prompt_tokens)
-    if max(words.ranks) > config.grpo.prompts_per_step:
+    shared = config.engine.tensor_parallel
+    for ranks in words.ranks:
+        check_group(ranks, shared)
+    if max(words.ranks) > shared * config.grpo.prompts_per_step:
         raise UserError(
             f"ranks={max(words.ranks)}: expected at most grpo.prompts_per_step="
             f"{config.grpo.prompts_per_step}, because each rank needs a prompt"
@@ -259,13 +263,14 @@ def matrix_numbers(spec: ModelSpec) -> int:
 def rollout_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -> float:
     """Seconds of all passes of a rank without speculation, on lengths with a long tail."""
     spec, size, prompt_len = shape.spec, shape.spec.dtype.itemsize, shape.prompt_len
-    matrix = matrix_numbers(spec)
+    shared = config.engine.tensor_parallel  # the time of its exchanges is not included
+    matrix, groups = matrix_numbers(spec) // shared, shape.ranks // shared
     each = 2 * spec.num_layers * spec.kv_dim * size  # KV bytes of a token
-    prompts = -(-config.grpo.prompts_per_step // shape.ranks)
+    prompts = -(-config.grpo.prompts_per_step // groups)
     responses = config.grpo.prompts_per_step * config.grpo.samples_per_prompt
     lengths = tail_lengths(responses, mean, config.sampling.max_new_tokens)
     # Lengths of the rank with the longest response; the ranks' lengths are nearly equal.
-    lengths = lengths[::-1][:: shape.ranks][::-1]
+    lengths = lengths[::-1][::groups][::-1]
     seconds = 2 * matrix * prompts * prompt_len / limits.flops_per_s
     launches = limits.launch_s * GraphCost(spec).nodes(Cell(1, OFF))
     running = list(lengths[: config.engine.max_batch])  # the last pass of each

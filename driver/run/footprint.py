@@ -15,6 +15,7 @@ import torch
 
 from ..common.host_copies import held_bytes
 from ..common.memory import FLOAT_BYTES
+from ..common.tensor_parallel import TensorParallel
 from ..config.load import Config
 from ..config.strategy import MAX_DRAFTED, REJECTION, parse_strategies
 from ..model import tiny
@@ -284,7 +285,8 @@ def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str,
     engine, longest = config.engine, longest_request(config, spec, prompt_len)
     with torch.device("meta"):
         weights = {n: torch.empty(shape, dtype=spec.dtype) for n, shape in spec.shapes().items()}
-        parts = build_parts(config, spec, weights, longest, "meta")
+        parallel = TensorParallel(size=engine.tensor_parallel)  # its first rank holds most
+        parts = build_parts(config, spec, weights, longest, "meta", parallel)
         target, cache = parts.target, parts.cache
         max_len = min(target.spec.max_position, cache.num_pages * cache.page_size)
         store = TokenStore(engine.history * engine.max_batch, max_len, torch.device("meta"))

@@ -252,12 +252,15 @@ class Run:
 
     def _saved(self) -> dict[str, Any]:
         """What this rank saves: its part of the trained tensors; the first rank all the rest."""
-        parts = {"parts": self.trainer.tensors()}
+        parts, policy = {"parts": self.trainer.tensors()}, self.rollout.target.state_dict()
+        if self.rollout.target.parallel.size > 1:  # a rank has parts of it
+            stream = self.trainer.weights.stream()
+            policy = {name: w.cpu() for name, w in stream if self.folder is not None}
         if self.folder is None:
             return parts
         spot = self.rollout.spot
         return parts | {
-            "policy": self.rollout.target.state_dict(),  # in the dtype of the run
+            "policy": policy,  # in the dtype of the run
             "states": {
                 "trainer": self.trainer.state_dict(),
                 "bandit": self.rollout.bandit.state_dict(),

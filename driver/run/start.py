@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ..common.errors import UserError, after_error
 from ..common.stop import StopRequest
 from ..common.storage import user_path
+from ..common.tensor_parallel import TensorParallel, check_group
 from ..common.world import World
 from ..config.load import Config, preset_title
 from ..drafter.checkpoint import DraftCheckpoints
@@ -68,6 +69,11 @@ def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | N
         check_dtype(config)
         Capture.parse(config.run.capture, config.run.steps)
         task = make_task(**asdict(config.task))
+        if task.has_turns and config.engine.tensor_parallel > 1:
+            raise UserError(
+                f"engine.tensor_parallel={config.engine.tensor_parallel}: task {task.name} has"
+                " turns, whose answers come at any time; set it to 1"
+            )
         source = find_model(config, note)
         checked, shape = check_run(config, source, world.size)
         folder = RunFolder(config) if world.rank == 0 else None
@@ -173,7 +179,8 @@ class _Start:
         spec = spec_of(policy)
         params = sampling_params(config, spec, task, encode)
         longest = longest_request(config, spec, self.prompt_len)
-        rollout = build_rollout(config, spec, policy.state_dict(), longest)
+        parallel = TensorParallel.of(world, config.engine.tensor_parallel)
+        rollout = build_rollout(config, spec, policy.state_dict(), longest, parallel)
         session = Session(rollout, encode, params)
         rollout.watch(self.phases.timeline)
         if rollout.spot is not None and folder is not None and world.size == 1:
@@ -241,6 +248,13 @@ class _Start:
 
 def for_rank(config: Config, world: World) -> Config:
     """The configuration with the settings that depend on the number of ranks."""
+    shared = config.engine.tensor_parallel
+    check_group(world.size, shared)
+    if shared > 1 and config.spot.rebalance:
+        raise UserError(
+            f"engine.tensor_parallel={shared}: its ranks cannot hand over requests; set"
+            " spot.rebalance=0"
+        )
     if world.size == 1:
         if config.spot.mode == "coordinated":
             raise UserError(
@@ -248,9 +262,10 @@ def for_rank(config: Config, world: World) -> Config:
                 " choose serial, overlapped or auto"
             )
         return config
-    if world.size > config.grpo.prompts_per_step:
+    groups, prompts = world.size // shared, config.grpo.prompts_per_step
+    if groups > prompts:
         raise UserError(
-            f"{world.size} ranks for grpo.prompts_per_step={config.grpo.prompts_per_step}: each"
+            f"{groups} ranks for grpo.prompts_per_step={prompts}: each"
             " needs one prompt; raise it or lower --nproc-per-node"
         )
     folder = user_path(config.run.root) / (config.run.name or preset_title(config.preset))

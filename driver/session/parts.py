@@ -14,6 +14,7 @@ from tlt_ext.limits import GPU_HEAD_DIMS, GPU_MAX_GROUP, GPU_PAGE_SIZES
 
 from ..common.errors import UserError
 from ..common.spans import Sink
+from ..common.tensor_parallel import TensorParallel
 from ..config.load import Config
 from ..config.sections import EngineConfig
 from ..config.strategy import OFF, Strategy, parse_strategies
@@ -23,7 +24,8 @@ from ..model.checkpoint import check_finite
 from ..model.drafter import Drafter, DraftSpec
 from ..model.kv_cache import KvCache
 from ..model.spec import ModelSpec
-from ..model.target import TargetModel, Weights
+from ..model.target import TargetModel
+from ..model.target_weights import Weights
 from ..records.checkpoint import Checkpoint, earlier_versions
 from ..rollout.bandit import Bandit
 from ..rollout.draft_runner import DraftRunner
@@ -63,7 +65,8 @@ class Rollout:
             check_finite(weights, dtype, "weights")
         target.load_weights(weights)
         if not isinstance(weights, Mapping):
-            check_finite(target.state_dict(), dtype, "weights")
+            held = {name: weight for name, weight in target.state_dict().items() if weight.numel()}
+            check_finite(held, dtype, "weights")
         self.engine.target_version = version
         if self.spot is not None:
             self.spot.start_step(version)
@@ -80,12 +83,17 @@ class Parts:
 
 
 def build_parts(
-    config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int, device: str
+    config: Config,
+    spec: ModelSpec,
+    weights: dict[str, torch.Tensor],
+    longest: int,
+    device: str,
+    parallel: TensorParallel | None = None,
 ) -> Parts:
     """Target, cache and drafter, for a run or, on the meta device, for a memory estimate.
 
     Args:
-        config, spec, weights, longest: see `build_rollout`.
+        config, spec, weights, longest, parallel: see `build_rollout`.
         device: device of the parts; `run.device` determines which parts are built.
     """
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
@@ -99,11 +107,12 @@ def build_parts(
         max_rows=max_rows(engine, arms),
         # Prefill has none. Without the limit, the largest pass may be of an oracle.
         max_logits=max(engine.max_batch, engine.spec_max_rows) if engine.spec_max_rows else 0,
+        parallel=parallel,
     )
     num_pages = engine.num_pages or auto_pages(engine, arms, longest)
     try:
         cache = KvCache.allocate(
-            spec,
+            target.shard.spec,
             num_pages=num_pages,
             page_size=engine.page_size,
             feature_size=target.feature_size if engine.needs_drafter else 0,
@@ -124,7 +133,11 @@ def build_parts(
 
 
 def build_rollout(
-    config: Config, spec: ModelSpec, weights: dict[str, torch.Tensor], longest: int
+    config: Config,
+    spec: ModelSpec,
+    weights: dict[str, torch.Tensor],
+    longest: int,
+    parallel: TensorParallel | None = None,
 ) -> Rollout:
     """The engine of a run with its proposers and spot trainer.
 
@@ -134,10 +147,11 @@ def build_rollout(
         weights: its tensors; the engine keeps its own fused copy.
         longest: tokens of the longest request: of tables, and for the automatic size of the page
             pool.
+        parallel: the ranks that share the model; None = this rank has all of it.
     """
     check_kernels(config, spec)
     seed, arms = config.run.seed, parse_strategies(config.engine.strategies)
-    parts = build_parts(config, spec, weights, longest, config.run.device)
+    parts = build_parts(config, spec, weights, longest, config.run.device, parallel)
     target, cache, runner = parts.target, parts.cache, parts.runner
     spot = None
     if runner is not None and parts.drafter is not None:

@@ -84,7 +84,13 @@ def configure(
                 f"drafter={drafter}: has no drafter (state/spot.pt); name a checkpoint of tlt train"
             )
         words.append(f"drafter.draft_vocab={len(state['drafter']['d2t'])}")
-    return load_config([*words, *settings]), state
+    config = load_config([*words, *settings])
+    if config.engine.tensor_parallel > 1:
+        raise UserError(
+            f"engine.tensor_parallel={config.engine.tensor_parallel}: a session of one process has"
+            " the whole model; set it to 1, or use tlt train"
+        )
+    return config, state
 
 
 def load(

@@ -13,7 +13,7 @@ import torch
 
 from ..common.errors import UserError
 from ..common.numbers import shown
-from ..model.target import Weights
+from ..model.target_weights import Weights
 from ..rollout.observer import Observers, RolloutObserver
 from ..rollout.rebalance import LOOK_S
 from ..rollout.request import Request, Response
@@ -64,6 +64,9 @@ class SharedEngine:
             observer: called besides the spot trainer.
             source: adds requests and takes others out.
             on_end: of the requests, see `submit`; an error in it ends the rollout.
+
+        With `engine.tensor_parallel` every rank of a group makes the same call, without `on_end`
+        and source: answers and arrivals would come at different passes.
 
         Raises:
             UserError: a request that can never run, or the session sleeps.
@@ -220,6 +223,8 @@ class SharedEngine:
         self._check_process()
         if not (on_end is None or callable(on_end)):
             raise UserError(f"on_end: must be a function, got {shown(on_end)}")
+        if self.rollout.target.parallel.size > 1:  # ranks must get requests at the same pass
+            raise UserError("session: with engine.tensor_parallel only roll_out makes responses")
         tickets = [Ticket(request, on_end, self._inbox) for request in requests]
         self._inbox.put(tickets)
         with self._lock:

@@ -4,16 +4,21 @@ Each arm is a run under torchrun from one warm start on the same prompts. `media
 without evaluation and without the first step. Parts are means over the same steps on the first
 rank, whose wait for the others is in `update_drafter` with the coordinator and in `gather` without.
 With the coordinator off the drafter is not trained. Needs two cards.
+
+Rows `tensor parallel` are passes of shapes with random weights that two GPUs share, against one GPU
+(`profiling/rig/tensor_parallel.py`).
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +48,7 @@ SHOWN = {
     **{f"{phase}_s": f"timing_s/{phase}" for phase in (*PHASES, "gather", "log")},
 }
 TOKENS = "drafter/tokens_seen"
+SHARED_SHAPES = ["smollm2", "qwen2_15b", "qwen2_7b"]  # of tensor parallel
 
 
 def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
@@ -56,6 +62,16 @@ def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
     return read_jsonl(folder / "run" / "metrics.jsonl")
 
 
+def share(shape: str) -> dict[str, Any]:
+    """The comparison of a shape on two ranks with one."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "profiling.rig.tensor_parallel", "device=cuda", f"shape={shape}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def of_ranks(count: int) -> dict[str, str]:
     """Row name -> metric of each rank."""
     own = {"idle_share": "idle_share", "memory_gb": "max_memory_allocated_gb"}
@@ -67,6 +83,10 @@ def lacks() -> str:
 
 
 def run(bench: Bench) -> None:
+    for shape in SHARED_SHAPES:
+        if bench.wanted(f"tensor parallel, {shape}"):
+            with bench.part(f"tensor parallel, {shape}"):
+                book_shared(bench, shape, share(shape))
     seconds = {}
     words = bench.words
     arms = {arm: ARMS[arm] for arm in ARMS if bench.wanted(arm)}
@@ -93,6 +113,28 @@ def run(bench: Bench) -> None:
         book(bench, seconds)  # after each arm, in case the time runs out
     if BOTH not in seconds:
         say(f"{BOTH}: not run, so no target has a figure")
+
+
+def book_shared(bench: Bench, shape: str, found: dict[str, Any]) -> None:
+    """Rows and targets of a shape that two ranks share."""
+    one_gb, shared_gb = found["weights_gb"]
+    for batch, (one, shared, *exchange) in found["us"].items():
+        more = {"exchange_us": exchange[0]} if exchange else {}
+        bench.add_row(
+            f"tensor parallel, {shape}, {batch} rows",
+            shared,
+            one_us=one,
+            over_one_x=round(one / shared, 3),
+            identity=found["identity"],
+            tokens=found["tokens"],
+            weights_gb=shared_gb,
+            one_weights_gb=one_gb,
+            **more,
+        )
+        if (shape, batch) == ("qwen2_7b", "1"):
+            bench.got["tp2_7b_b1_over_one_x"] = round(one / shared, 3)
+    worst = min(bench.got.get("tp2_identity", 1.0), found["identity"])
+    bench.got["tp2_identity"] = worst
 
 
 def book(bench: Bench, seconds: Mapping[str, float]) -> None:

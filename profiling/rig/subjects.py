@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from driver.common.tensor_parallel import TensorParallel
 from driver.config.load import load_config
 from driver.config.strategy import parse_strategies
 from driver.drafter.trainer import SpotTrainer
@@ -103,15 +104,16 @@ class Subject:
         unread = "lm_head.weight" if tied else "model.embed_tokens.weight"
         return sum(weight.nbytes for name, weight in self.weights.items() if name != unread)
 
-    def rollout(self, *words: str, longest: int) -> Rollout:
+    def rollout(self, *words: str, longest: int, parallel: TensorParallel | None = None) -> Rollout:
         """Builds an engine with the drafter.
 
         Args:
             words: `key=value` settings over those of the subject.
             longest: tokens of the longest request.
+            parallel: the ranks that share the model.
         """
         config = load_config([*self.words, *words])
-        rollout = build_rollout(config, self.spec, self.weights, longest)
+        rollout = build_rollout(config, self.spec, self.weights, longest, parallel)
         if rollout.spot is not None:
             adopt_drafter(rollout.spot, self.drafter, lambda line: None)
             if not rollout.spot.runner.version:

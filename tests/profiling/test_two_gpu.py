@@ -32,6 +32,7 @@ def test_every_arm_runs_and_the_targets_follow(monkeypatch, tmp_path):
     monkeypatch.setattr(two_gpu.subprocess, "run", start)
     bench = Bench("two_gpu", 1.0, quick=True, settings=["preset=tiny", *WORDS])
     monkeypatch.setattr(two_gpu, "QUICK_STEPS", 2)
+    monkeypatch.setattr(two_gpu, "SHARED_SHAPES", [])
     two_gpu.run(bench)
     rows = {row["case"]: row for row in bench.rows}
     assert set(rows) == set(two_gpu.ARMS)
@@ -48,6 +49,37 @@ def test_every_arm_runs_and_the_targets_follow(monkeypatch, tmp_path):
         rows["one GPU"]["median_us"] / rows["two GPUs"]["median_us"], abs=1e-3
     )
     assert set(bench.got) >= {"step_over_one_gpu_x", "step_over_off_two_gpu_x"}
+
+
+SMALL = """
+import sys
+from profiling.rig import subjects, tensor_parallel
+tensor_parallel.SHAPES["qwen2_7b"] = subjects.qwen2(512, 1024, 2, 8, 2, vocab_size=1024)
+tensor_parallel.BATCHES, tensor_parallel.TOKENS, tensor_parallel.TIMED_TOKENS = (1, 2), 6, 4
+tensor_parallel.WORDS += ["drafter.draft_vocab=64", "engine.max_batch=4"]
+sys.argv[1] = "device=cpu"
+tensor_parallel.main()
+"""
+
+
+def test_two_ranks_share_a_shape(monkeypatch, tmp_path):
+    log = tmp_path / "log"
+
+    def start(command, **options):
+        where = command.index("profiling.rig.tensor_parallel")
+        code = run_ranks(SMALL, command[where + 1 :], 2, log)
+        return subprocess.CompletedProcess(command, code, log.read_text(), log.read_text())
+
+    monkeypatch.setattr(two_gpu.subprocess, "run", start)
+    bench = Bench("two_gpu", 1.0, only="^tensor parallel, qwen2_7b")
+    two_gpu.run(bench)
+    assert not bench.failed, log.read_text()
+    assert bench.got["tp2_identity"] == 1.0 and bench.got["tp2_7b_b1_over_one_x"] > 0
+    assert [row["case"] for row in bench.rows] == [
+        f"tensor parallel, qwen2_7b, {batch} rows" for batch in (1, 2)
+    ]
+    assert bench.rows[0]["tokens"] == 2 * 6 * 4
+    assert bench.rows[0]["weights_gb"] < bench.rows[0]["one_weights_gb"]
 
 
 def test_without_both_arms_no_target_has_a_figure():

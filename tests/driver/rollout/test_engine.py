@@ -64,7 +64,7 @@ def policy():
     return random_model("llama-tied-llama3")
 
 
-def make_rollout(policy, *words, longest=256):
+def make_rollout(policy, *words, longest=256, parallel=None):
     config = load_config(
         [
             f"engine.strategies=off {' '.join(STRATEGIES)}",
@@ -75,7 +75,7 @@ def make_rollout(policy, *words, longest=256):
             *words,
         ]
     )
-    return build_rollout(config, spec_of(policy), policy.state_dict(), longest)
+    return build_rollout(config, spec_of(policy), policy.state_dict(), longest, parallel)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from tests.driver.run.test_run import WORDS
 from tests.forks import run_ranks
 
 ROOT = Path(__file__).parents[3]
+KILLED = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
 PRELUDE = """
 import os, sys, time
 from driver.run import collector
@@ -191,6 +192,42 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
     assert one[-1]["actor/grad_norm"] > 0.01
 
 
+def test_ranks_that_share_a_model_make_its_tokens(tmp_path):
+    """Two groups of two ranks. What they save is the whole model, for any number of ranks."""
+    words, shared = ["model.hidden_size=128", "warmup.steps=2"], "engine.tensor_parallel=2"
+    run(tmp_path / "one", 1, *words, "run.steps=1")
+    records = run(tmp_path / "four", 4, *words, shared, "run.steps=1")
+    assert tokens(tmp_path / "four") == tokens(tmp_path / "one")
+    assert records[1]["ranks/count"] == 4 and records[1]["drafter/tokens_seen"] > 0
+    more = [*words, "run.resume=true", "run.checkpoint_every=0"]
+    ends = []
+    for ranks, own in ((1, []), (2, [shared])):
+        folder = tmp_path / f"on{ranks}"
+        shutil.copytree(tmp_path / "four", folder)
+        run(folder, ranks, *more, *own)
+        ends.append(tokens(folder)[1])
+    assert ends[0] == ends[1]
+
+
+WITHIN_A_PASS = """
+from driver.model.exchange import Exchange
+gather, calls = Exchange.gather, []
+def lost(self, rows):
+    calls.append(rows)
+    if RANK == 1 and len(calls) > 100:
+        {how}
+    return gather(self, rows)
+Exchange.gather = lost
+"""
+
+
+@pytest.mark.parametrize(("start", "how"), [(torchrun, KILLED), (launch, "time.sleep(900)")])
+def test_a_rank_lost_within_a_pass_is_named(tmp_path, start, how):
+    words = ["engine.tensor_parallel=2", "run.timeout_s=8", "run.eval_every=0"]
+    code, log = start(tmp_path, 2, *words, script=WITHIN_A_PASS.format(how=how))
+    assert code != 0 and "rank 1 (in gen) was lost or did not answer" in log, log[-3000:]
+
+
 def test_no_more_of_the_bubble_is_used_than_there_was():
     """A rank trained on for .3 s after the last one's end, which itself trained for .1 s then."""
     told = [(None, 2.3, [(0.0, "busy")]), (None, 0.1, [])]  # card's memory, seconds trained, states
@@ -268,7 +305,6 @@ def dying(self, *args, **kwargs):
     return whole(self, *args, **kwargs)
 collector.Collector.{where} = dying
 """
-KILLED = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize(

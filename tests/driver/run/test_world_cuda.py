@@ -5,7 +5,15 @@ import torch
 
 from driver.records.folder import read_jsonl
 from tests import kit
-from tests.driver.run.test_world import DIES, KILLED, SAME_EVERYWHERE, run, tokens, torchrun
+from tests.driver.run.test_world import (
+    DIES,
+    KILLED,
+    SAME_EVERYWHERE,
+    WITHIN_A_PASS,
+    run,
+    tokens,
+    torchrun,
+)
 
 pytestmark = [
     kit.gpu,
@@ -42,6 +50,13 @@ def test_two_cards_learn_what_one_does(tmp_path):
     assert two[2]["ranks/count"] == 2
 
 
+def test_two_cards_that_share_a_model_make_its_tokens(tmp_path):
+    run(tmp_path / "1", 1, *WORDS, start=torchrun)
+    two = run(tmp_path / "2", 2, *WORDS, "engine.tensor_parallel=2", start=torchrun)
+    assert tokens(tmp_path / "2")[0] == tokens(tmp_path / "1")[0]
+    assert two[2]["drafter/tokens_seen"] > 0
+
+
 def test_an_idle_card_trains_captured_steps_and_both_draft_with_them(tmp_path):
     script, words = SECOND_IS_SLOW + SAME_EVERYWHERE, [*WORDS, "run.steps=3"]
     code, log = torchrun(tmp_path, 2, *words, script=script)
@@ -61,3 +76,25 @@ def test_a_lost_card_is_named(tmp_path, how):
     words = (*WORDS, "run.timeout_s=30", "run.checkpoint_every=1")
     code, log = torchrun(tmp_path, 2, *words, script=script)
     assert code != 0 and "rank 1 (in gen)" in log, log[-3000:]
+
+
+BETWEEN_GRAPHS = """
+from driver.rollout.graphs import PassGraphs
+burst, calls = PassGraphs.burst, []
+def lost(self, *args):
+    calls.append(args)
+    if RANK == 1 and len(calls) > 60:
+        {how}
+    return burst(self, *args)
+PassGraphs.burst = lost
+"""
+
+
+@pytest.mark.parametrize(("graphs", "script"), [("off", WITHIN_A_PASS), ("pass", BETWEEN_GRAPHS)])
+@pytest.mark.parametrize("how", [KILLED, "time.sleep(900)"])
+def test_a_card_lost_within_a_pass_is_named(tmp_path, graphs, script, how):
+    """The others end although their kernels wait for it."""
+    words = (*WORDS, "engine.tensor_parallel=2", f"engine.graphs={graphs}", "run.timeout_s=20")
+    script = script.format(how=how)
+    code, log = torchrun(tmp_path, 2, *words, "run.eval_every=0", script=script)
+    assert code != 0 and "rank 1 (in gen) was lost or did not answer" in log, log[-3000:]

@@ -1,0 +1,111 @@
+"""A tensor-parallel group: ranks that hold parts of one model and make the same passes."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import UserError
+from .world import World, backend_of
+
+T = TypeVar("T")
+
+# The second is its name before torch 2.13.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This rank's place in its group; by default a rank that holds the whole model.
+
+    Attributes:
+        rank, size: of this rank in its group, and of the group.
+        world: all ranks; consecutive ones form a group.
+        group: the process group.
+    """
+
+    rank: int = 0
+    size: int = 1
+    world: World = field(default_factory=World)
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(world: World, size: int) -> TensorParallel:
+        """The group of this rank; a collective call.
+
+        Args:
+            world: all ranks.
+            size: ranks of a group, `engine.tensor_parallel`.
+
+        Raises:
+            UserError: the ranks cannot be divided into groups of this size.
+        """
+        check_group(world.size, size)
+        if size == 1:
+            return TensorParallel(world=world)
+        wait, mine = datetime.timedelta(seconds=world.timeout_s), None
+        for first in range(0, world.size, size):  # every rank makes every group
+            ranks = list(range(first, first + size))
+            group = dist.new_group(ranks, timeout=wait, backend=backend_of(world.device))
+            mine = group if world.rank in ranks else mine
+        return TensorParallel(world.rank % size, size, world, mine)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the group in the world, in order."""
+        first = self.world.rank - self.rank
+        return list(range(first, first + self.size))
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """What the first rank of the group chooses; the others do not call `choose`.
+
+        A choice that depends on time must be one for all ranks, or their passes would differ.
+        """
+        if self.size == 1:
+            return choose()
+        box: list[Any] = [choose() if self.rank == 0 else None]
+        with self.world.waiting(self.ranks):
+            dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
+        return box[0]
+
+    def all_gather(self, part: Tensor, out: Tensor) -> None:
+        """Writes the parts of all ranks, in their order, into `out` [size, *part.shape]."""
+        with self.world.waiting(self.ranks):
+            _all_gather(out.flatten(0, 1), part, group=self.group)
+
+    def check(self, begun_s: float) -> None:
+        """Ends a pass that has waited too long for another rank.
+
+        Args:
+            begun_s: its start, by `time.monotonic`.
+
+        Raises:
+            UserError: more than `run.timeout_s` has passed.
+        """
+        if self.size == 1 or time.monotonic() < begun_s + self.world.timeout_s:
+            return
+        backend: Any = self.group
+        with self.world.waiting(self.ranks):
+            if self.world.device.startswith("cuda"):  # ends the kernels that wait
+                backend._get_backend(torch.device(self.world.device)).abort()
+            raise RuntimeError("a pass does not end")
+
+
+def check_group(ranks: int, size: int) -> None:
+    """Rejects a number of ranks that cannot be divided into groups.
+
+    Raises:
+        UserError: it is no multiple of the size of a group.
+    """
+    if ranks % size:
+        raise UserError(
+            f"engine.tensor_parallel={size}: the number of ranks must be a multiple of it, got"
+            f" {ranks}; start with torchrun --nproc-per-node={size} (--dry-run: ranks={size})"
+        )

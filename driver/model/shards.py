@@ -1,0 +1,127 @@
+"""Which part of a model a rank of a tensor-parallel group holds.
+
+A linear adds up K in eight parts: part w is the sum of the blocks of 64 columns w, w + 8, ..., and
+the parts are added as a binary tree (docs/notes/layers.md). A rank of R owns 8 / R consecutive
+parts, which are a subtree. So the sum of the ranks' partial sums, in the same tree, has the bits of
+one rank's sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..common.errors import UserError
+from .families import GATE_UP, QKV
+from .spec import ModelSpec
+
+PARTS, BLOCK = 8, 64  # of the order of additions, `csrc/layers/linear.cuh`
+HOST = "cpu"  # of indices, for models on the meta device too
+OUTPUT, DOWN = "self_attn.o_proj", "mlp.down_proj"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a rank.
+
+    Attributes:
+        spec: its shape; queries have a place for each head that the rank computes.
+        places: int64, the places of the heads that the rank owns; None = all of them.
+        chosen: tensor of a layer -> (axis, indices of the whole tensor that the rank holds).
+    """
+
+    spec: ModelSpec
+    places: Tensor | None = None
+    chosen: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(spec: ModelSpec, rank: int, size: int) -> Shard:
+        """The part of a rank of a group.
+
+        Attention needs the same number of query heads for each key-value head. So each key-value
+        head that an owned query head reads is repeated on the rank, and where it has fewer owned
+        query heads than another one, its last query head is computed again. A rank without heads
+        computes one whose result is not used.
+
+        Args:
+            spec: of the whole model.
+            rank, size: of the group.
+
+        Raises:
+            UserError: a head would be divided between two ranks.
+        """
+        if size == 1:
+            return Shard(spec)
+        heads = _owned_heads(spec, rank, size)
+        group = spec.num_heads // spec.num_kv_heads
+        readers: dict[int, list[int]] = {}  # key-value head -> owned query heads
+        for head in heads:
+            readers.setdefault(head // group, []).append(head)
+        readers = readers or {0: [0]}
+        width = max(map(len, readers.values()))
+        padded = [own + own[-1:] * (width - len(own)) for own in readers.values()]
+        slots = [head for own in padded for head in own]
+        places = [i for i, head in enumerate(slots) if slots.index(head) == i] if heads else []
+        inner = owned_columns(spec.intermediate_size, rank, size)
+        rows = _of_heads(slots, spec.head_dim), *[_of_heads(list(readers), spec.head_dim)] * 2
+        chosen = {
+            f"{name}.{kind}": (0, own)
+            for name, own in zip(QKV, rows, strict=True)
+            for kind in ("weight", "bias")
+        }
+        chosen |= {f"{name}.weight": (0, inner) for name in GATE_UP}
+        chosen[f"{OUTPUT}.weight"] = (1, _of_heads(heads, spec.head_dim))
+        chosen[f"{DOWN}.weight"] = (1, inner)
+        own = replace(
+            spec,
+            num_heads=len(slots),
+            num_kv_heads=len(readers),
+            intermediate_size=len(inner),
+        )
+        whole = len(places) == len(slots)
+        return Shard(
+            own, None if whole else torch.tensor(places, dtype=torch.int64, device=HOST), chosen
+        )
+
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of a layer as the rank holds them."""
+        shapes = self.spec.layer_shapes()
+        output = f"{OUTPUT}.weight"
+        if self.places is not None:
+            shapes[output] = (shapes[output][0], len(self.places) * self.spec.head_dim)
+        return shapes
+
+
+def owned_columns(count: int, rank: int, size: int) -> Tensor:
+    """The columns of K that a rank adds up, int64, in rising order.
+
+    Example:
+        >>> len(owned_columns(72, 0, 8)), len(owned_columns(72, 1, 8)), len(owned_columns(72, 2, 8))
+        (64, 8, 0)
+    """
+    columns = torch.arange(count, device=HOST)
+    return columns[columns // BLOCK % PARTS // (PARTS // size) == rank]
+
+
+def _owned_heads(spec: ModelSpec, rank: int, size: int) -> list[int]:
+    owners = torch.arange(spec.q_dim, device=HOST) // BLOCK % PARTS // (PARTS // size)
+    owners = owners.view(spec.num_heads, spec.head_dim)
+    if not torch.equal(owners.amin(1), owners.amax(1)):
+        raise UserError(
+            f"engine.tensor_parallel={size}: it would divide heads of {spec.head_dim} columns,"
+            f" which are added up in blocks of {BLOCK}; use a smaller one"
+        )
+    return torch.nonzero(owners[:, 0] == rank).flatten().tolist()
+
+
+def _of_heads(heads: list[int], head_dim: int) -> Tensor:
+    """The rows of some heads."""
+    first = torch.tensor(heads, dtype=torch.int64, device=HOST)[:, None] * head_dim
+    return (first + torch.arange(head_dim, device=HOST)).flatten()
+
+
+def head_rows(vocab_size: int, size: int) -> int:
+    """Rows of the head of each rank; the last ranks may have fewer."""
+    return -(-vocab_size // size)

@@ -1,0 +1,122 @@
+"""A shape on ranks that share it, against one rank: equal tokens, and the time of a pass.
+
+    torchrun --nproc-per-node=2 -m profiling.rig.tensor_parallel device=cuda shape=qwen2_7b
+
+The last line of the first rank is JSON: shares of equal tokens, and for each batch the
+microseconds of a pass on one rank and on all, and those of an exchange. Weights are random.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from driver.common.tensor_parallel import TensorParallel
+from driver.common.world import World
+from driver.config.strategy import OFF, parse_strategies
+from driver.rollout.request import Response
+from driver.run.comparison import SAMPLED, Arm, compare
+from driver.session.parts import Rollout
+from profiling.rig import timing
+from profiling.rig.bench import say
+from profiling.rig.subjects import QWEN2_7B, QWEN2_15B, SMOLLM2, Subject, of_shape
+
+SHAPES: dict[str, Any] = {"smollm2": SMOLLM2, "qwen2_15b": QWEN2_15B, "qwen2_7b": QWEN2_7B}
+BATCHES = (1, 16, 64)
+TOKENS, TIMED_TOKENS, LONGEST = 48, 64, 256  # new tokens of a request; the longest request
+STRATEGIES = ["ngram:4,1,5", "learned:4,2,8", "hybrid:4,2,8"]
+WORDS = [
+    "model.dtype=bfloat16",
+    "drafter.draft_vocab=4096",
+    f"engine.strategies=off {' '.join(STRATEGIES)}",
+    f"engine.max_batch={BATCHES[-1]}",
+    "engine.spec_max_batch=16",
+    "bandit.buckets=16",
+]
+EXCHANGES = 64  # in the graph that times one
+
+
+def responses(rollout: Rollout, subject: Subject, count: int, tokens: int) -> list[Response]:
+    """Responses to the first prompts, with every kind of sampling."""
+    requests = subject.requests([tokens] * count, stop=False)
+    kinds = [SAMPLED[i % len(SAMPLED)] for i in range(count)]
+    varied = [
+        replace(r, params=replace(r.params, temperature=t, top_k=k, top_p=p))
+        for r, (t, k, p) in zip(requests, kinds, strict=True)
+    ]
+    rollout.engine.forget()
+    return rollout.engine.generate(varied, record=False)
+
+
+def pass_us(rollout: Rollout, subject: Subject, batch: int) -> float:
+    """Microseconds of a plain pass in a rollout of a full batch, by the device's clock."""
+    responses(rollout, subject, batch, TIMED_TOKENS)
+    stats = rollout.engine.stats
+    return 1e6 * stats.passes_s / stats.target_passes
+
+
+def exchange_us(rollout: Rollout, batch: int) -> float:
+    """Microseconds of one exchange of a pass, in a graph of many."""
+    target = rollout.target
+    sums, out = target._sums, target._hidden[:batch]
+    assert sums is not None
+
+    def many() -> None:
+        for _ in range(EXCHANGES):
+            sums.fold(batch, out, residual=out)
+
+    many()
+    return timing.elapsed_us(timing.record(many).replay) / EXCHANGES
+
+
+def measure(subject: Subject, parallel: TensorParallel) -> dict[str, Any]:
+    """Compares the engine of this rank alone with that of its group; a collective call."""
+    world = parallel.world
+    words = [*WORDS, f"run.device={world.device}"]
+    shared = subject.rollout(*words, longest=LONGEST, parallel=parallel)
+    one = subject.rollout(*words, longest=LONGEST)
+    subject.weights = {}
+    found: dict[str, Any] = {"us": {}}
+    equal = Arm("tensor parallel")
+    for rollout in (one, shared):
+        rollout.fix(OFF)
+    wanted = responses(one, subject, BATCHES[1], TOKENS)
+    for arm in (OFF, *parse_strategies(STRATEGIES)):
+        shared.fix(arm)
+        compare(equal, wanted, responses(shared, subject, BATCHES[1], TOKENS))
+    found |= {"tokens": equal.tokens, "identity": equal.worst_share}
+    for batch in BATCHES:
+        both = []
+        for rollout in (one, shared):
+            rollout.fix(OFF)
+            pass_us(rollout, subject, batch)  # warm
+            both.append(pass_us(rollout, subject, batch))
+        found["us"][batch] = [round(us, 2) for us in both]
+        if world.device != "cpu":
+            found["us"][batch].append(round(exchange_us(shared, batch), 2))
+    found["weights_gb"] = [
+        round(sum(w.nbytes for w in r.target.state_dict().values()) / 1e9, 4) for r in (one, shared)
+    ]
+    return found
+
+
+def main() -> None:
+    options = dict(word.split("=", 1) for word in sys.argv[1:])
+    world = World.join(options["device"], 60.0)
+    parallel = TensorParallel.of(world, world.size)
+    torch.set_grad_enabled(False)
+    found = measure(
+        of_shape(options["shape"], [], SHAPES[options["shape"]], world.device), parallel
+    )
+    identity = min(world.gather(found["identity"]))
+    if world.rank == 0:
+        say(json.dumps(found | {"identity": identity}))
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()
