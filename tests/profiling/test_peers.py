@@ -100,7 +100,7 @@ def small(monkeypatch, folder, tmp_path):
         monkeypatch.setattr(exported, name, value)
     monkeypatch.setattr(by_turns, "ROUNDS", 1)
     monkeypatch.setattr(rollout, "ADAPT_S", 0.1)
-    monkeypatch.setattr(peers, "NEW_TOKENS", {256: 9})
+    monkeypatch.setattr(peers, "NEW_TOKENS", 10)
     monkeypatch.setattr(peers, "trace_lengths", lambda: [9, 5, 3])
     return Namespace(vllm=str(folder), logs=tmp_path / "logs")
 
