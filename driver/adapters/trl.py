@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -114,6 +115,7 @@ class TltRollout:
             self.session.close()
         self.session = self._policy = None
         self._calls.clear()
+        gc.collect()  # parts of an engine refer to each other
 
     def _synced(self, trainer: Trainer) -> Session:
         """The session, with the weights that the policy has now."""

@@ -12,6 +12,7 @@ from operator import index
 from queue import SimpleQueue
 
 from ..common.errors import UserError
+from ..common.numbers import shown
 from ..rollout.request import Request, Response, RunningRequest
 from ..rollout.scheduler import Scheduler
 from ..rollout.source import RequestSource
@@ -89,10 +90,10 @@ class Inbox(RequestSource):
 
     Args:
         engine: held by the thread that uses the engine.
-        version: returns the version of the policy.
         vocab_size: answers of tools hold smaller ids.
 
     Attributes:
+        version: of the policy.
         on_end: of requests without a ticket.
         poll_s: longest wait for a tool while other sources or observers exist; None = no limit.
         kv_lost: set by a change after which the KV cache has to be computed again.
@@ -100,13 +101,8 @@ class Inbox(RequestSource):
         mixed: an update of the weights failed halfway.
     """
 
-    def __init__(
-        self,
-        engine: threading.Lock,
-        version: Callable[[], int],
-        vocab_size: int,
-    ) -> None:
-        self.engine, self.version, self.vocab_size = engine, version, vocab_size
+    def __init__(self, engine: threading.Lock, vocab_size: int) -> None:
+        self.engine, self.vocab_size, self.version = engine, vocab_size, 0
         self.on_end: OnEnd | None = None
         self.poll_s: float | None = None
         self.kv_lost = self.asleep = self.mixed = self.closed = False
@@ -184,11 +180,11 @@ class Inbox(RequestSource):
             if chosen(ticket):
                 del self.tickets[state]
                 remove(state)
-                aborted.append((ticket, state.response(self.version(), aborted=True)))
+                aborted.append((ticket, state.response(self.version, aborted=True)))
         for ticket in self._withdraw(chosen):
             if ticket.set_running_or_notify_cancel():
                 state = RunningRequest.begin(ticket.request)
-                aborted.append((ticket, state.response(self.version(), aborted=True)))
+                aborted.append((ticket, state.response(self.version, aborted=True)))
         for ticket, response in aborted:
             ticket.set_result(response)
         return [response for _, response in aborted]
@@ -318,12 +314,15 @@ class Inbox(RequestSource):
         return []
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
-        if isinstance(tokens, str):
-            raise UserError("on_end: it returned a text; return its ids or None")
-        ids = [index(token) for token in tokens]
+        try:
+            ids = [index(token) for token in tokens]
+        except TypeError:
+            raise UserError(
+                f"on_end: it must return ids of tokens or None, got {shown(tokens)}"
+            ) from None
         check_ids("on_end", ids, self.vocab_size)
         return ids
 
     def _deliver(self, state: RunningRequest) -> None:
         if ticket := self.tickets.pop(state, None):
-            ticket.set_result(state.response(self.version()))
+            ticket.set_result(state.response(self.version))

@@ -99,7 +99,9 @@ class Session(SharedEngine):
             settings=settings,
         )
         policy, found = load(model, tokenizer, config)
-        return cls(*build(policy, found, config, state, shared=policy is model))
+        session = cls(*build(policy, found, config, state, shared=policy is model))
+        session._owned = True
+        return session
 
     def __enter__(self) -> Session:
         return self

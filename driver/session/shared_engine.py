@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -37,15 +39,13 @@ class SharedEngine:
         self._rolling = threading.Lock()  # held during a rollout
         self._roller: threading.Thread | None = None  # its thread
         self._using = threading.Lock()  # held by the thread that uses the engine
-        self._inbox = Inbox(
-            self._using,
-            lambda: self.engine.target_version,
-            rollout.target.spec.vocab_size,
-        )
+        self._inbox = inbox = Inbox(self._using, rollout.target.spec.vocab_size)
         self._process = os.getpid()  # threads and CUDA do not survive a fork
         self._lock = threading.Lock()  # of the next one
         self._worker: threading.Thread | None = None
+        self._owned = False  # nothing else has the engine
         self._final_steps = False  # of the drafter, in flight
+        weakref.finalize(self, inbox.close).atexit = False  # ends the thread
 
     def roll_out(
         self,
@@ -83,6 +83,7 @@ class SharedEngine:
                 self.spot.end_final_steps()
                 self._final_steps = False
             inbox.on_end, inbox.kv_lost = on_end, False
+            inbox.version = self.engine.target_version
             inbox.poll_s = None if source is None and observer is None else LOOK_S
             parts = [part for part in (observer, self.spot) if part is not None]
             try:
@@ -98,7 +99,7 @@ class SharedEngine:
                 inbox.fail(error)
                 raise
             finally:
-                self._roller = None
+                self._roller = inbox.on_end = None
 
     # ---- the policy, the drafter, memory --------------------------------------------------------
 
@@ -138,7 +139,7 @@ class SharedEngine:
             version = self.engine.target_version + 1 if version is None else int(version)
             weights = stream if isinstance(stream, Mapping) else _pairs(stream)
             self.rollout.update_weights(weights, version)
-            inbox.mixed = False
+            inbox.version, inbox.mixed = version, False
 
     def train_drafter(self, steps: int | None = None) -> int:
         """Trains the drafter on the responses so far, between rollouts.
@@ -187,13 +188,20 @@ class SharedEngine:
                 self._inbox.asleep = False
 
     def close(self) -> None:
-        """Ends the session; unfinished requests end with `SessionClosed`."""
+        """Ends the session; unfinished requests end with `SessionClosed`.
+
+        One that `from_pretrained` made gives the memory of its KV cache back. That of the weights
+        is free once nothing refers to the session.
+        """
         self._inbox.close()
         if self._worker is not None and self._worker is not threading.current_thread():
             self._worker.join()
         self._inbox.fail(SessionClosed("the session was closed"))
         if self.spot is not None:
             self.spot.close()
+        if self._owned and threading.current_thread() is not self._roller:
+            with self._rolling:
+                self.engine.cache.memory.release()
 
     # ---- threads --------------------------------------------------------------------------------
 
@@ -229,18 +237,10 @@ class SharedEngine:
         self._inbox.put(tickets)
         with self._lock:
             if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="tlt-session", daemon=True)
+                work = partial(_work, weakref.ref(self), self._inbox, self.rollout.target.device)
+                self._worker = threading.Thread(target=work, name="tlt-session", daemon=True)
                 self._worker.start()
         return tickets
-
-    def _work(self) -> None:
-        """Makes rollouts of what arrives until the session is closed."""
-        use_device(str(self.rollout.target.device))
-        while self._inbox.wait():
-            try:
-                self.roll_out(())
-            except BaseException:  # the futures have it
-                continue
 
     @contextmanager
     def _between_bursts(self) -> Iterator[None]:
@@ -258,6 +258,17 @@ class SharedEngine:
                 yield
             finally:
                 there.wait_stream(here)
+
+
+def _work(engine: weakref.ref[SharedEngine], inbox: Inbox, device: torch.device) -> None:
+    """Makes rollouts of what arrives until the session is closed or nobody has it any more."""
+    use_device(str(device))
+    while inbox.wait():
+        if (session := engine()) is None:
+            return
+        with suppress(BaseException):  # the futures have it
+            session.roll_out(())
+        del session
 
 
 def _pairs(stream: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:

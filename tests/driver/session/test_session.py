@@ -348,7 +348,9 @@ def test_an_error_of_a_tool_is_that_of_its_request(session):
     futures = [session.submit(r, on_end=sometimes) for r in requests]
     with pytest.raises(UserError, match="on_end: token 97 is not in the vocabulary of 97"):
         futures[0].result(WAIT_S)
-    with pytest.raises(UserError, match="on_end: it returned a text; return its ids or None"):
+    with pytest.raises(
+        UserError, match="on_end: it must return ids of tokens or None, got 'no ids'"
+    ):
         futures[1].result(WAIT_S)
     with pytest.raises(ValueError, match="out of order"):
         futures[2].result(WAIT_S)

@@ -1,9 +1,11 @@
 """A session is closed, refuses what it cannot do, and is made from models and folders."""
 
 import asyncio
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from concurrent.futures import CancelledError, wait
 from dataclasses import replace
 
@@ -338,6 +340,22 @@ def test_a_session_trains_its_drafter(policy, tmp_path):
     words = [*words, "drafter.draft_vocab=50"]
     with pytest.raises(UserError, match="drafter: its shape is not that of the model"):
         Session.from_pretrained(policy, drafter=str(saved.path), device="cpu", settings=words)
+
+
+def test_a_session_without_references_is_collected_with_its_thread(policy):
+    """As in a notebook, whose cell makes another one; `close` frees the KV cache at once."""
+    session = Session.from_pretrained(policy, device="cpu", max_batch=4, max_len=64)
+    session.generate([[6, 7]], SamplingParams(max_new_tokens=4))
+    worker, gone = session._worker, weakref.ref(session)
+    del session
+    gc.collect()
+    assert gone() is None
+    worker.join(WAIT_S)
+    assert not worker.is_alive()
+    with Session.from_pretrained(policy, device="cpu", max_batch=4, max_len=64) as session:
+        cache = session.engine.cache
+    assert cache.k.untyped_storage().nbytes() == 0 < cache.k.nbytes
+    session.close()
 
 
 def test_importing_the_driver_stays_cheap():
