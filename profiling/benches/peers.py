@@ -48,7 +48,7 @@ NEW_TOKENS = 256  # of a request
 STRATEGIES = ["ngram:6,1,7", CHAIN, "learned:6,1,7", "hybrid:6,4,16"]
 CHAINS = [4, 8]  # tokens that vLLM drafts
 LOOKUP, LOOKUP_BATCH = "ngram k=4", 32
-IN_PROCESS = ", in process"
+IN_PROCESS = "plain, in process"
 ALONE = [1, 32]  # requests
 MAX_ROWS = 1280  # of a pass, as in preset=h100
 LEAST_TOKENS = 8  # of a request, in the rollout before those that are timed
@@ -103,13 +103,10 @@ def smollm2(bench: Bench, made: Engines) -> None:
     assert subject.folder is not None
     drafter = export(subject, made.scratch / "drafter")
     longest: dict[str, Any] = {"max_model_len": 8192, "kv_gib": 6}
-    for suffix, inside in (("", False), (IN_PROCESS, True)):
-        made.start(f"plain{suffix}", subject.folder, in_process=inside, **longest)
-        for k in CHAINS[:1] if inside else CHAINS:
-            spec = eagle3(drafter, k, draft_sample_method="greedy")
-            made.start(
-                f"eagle3 k={k}{suffix}", subject.folder, in_process=inside, **spec, **longest
-            )
+    made.start("plain", subject.folder, **longest)
+    made.start(IN_PROCESS, subject.folder, in_process=True, **longest)
+    for k in CHAINS:
+        made.start(f"eagle3 k={k}", subject.folder, **eagle3(drafter, k), **longest)
     # vLLM's n-gram proposer on the host needs numba.
     lookup = {"method": "ngram_gpu", "num_speculative_tokens": 4}
     lookup |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -119,7 +116,7 @@ def smollm2(bench: Bench, made: Engines) -> None:
         longest=max(trace_lengths()) + 512,
     )
     made.ready()
-    both = ("plain", f"plain{IN_PROCESS}")
+    both = ("plain", IN_PROCESS)
     plain = plain_rows(bench, "smollm2", subject, rollout, made, both, BATCHES)
     best = plain | speculative_rows(bench, subject, rollout, made)
     lengths = trace_lengths()
