@@ -110,7 +110,11 @@ def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:
 
 
 def book_update(bench: Bench) -> None:
-    """The targets that `bench update` measures."""
+    """The targets that `bench update` and `bench big` measure."""
+    for path in newest_first(RESULTS, "big")[:1]:
+        rows = {row["case"]: row for row in json.loads(path.read_text())["rows"]}
+        if row := rows.get("train 15b"):
+            bench.got["checkpoint_blocked_s"] = row["blocked_s"]
     for path in newest_first(RESULTS, "update")[:1]:
         rows = {row["case"]: row for row in json.loads(path.read_text())["rows"]}
         if row := rows.get("15b compiled"):

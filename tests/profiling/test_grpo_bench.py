@@ -14,7 +14,7 @@ from profiling.benches import grpo
 from profiling.peers import trl as trl_arm
 from profiling.rig import warm
 from profiling.rig.bench import Bench
-from profiling.rig.results import joined, targets_of
+from profiling.rig.results import TARGETS_CARD, all_targets, joined, targets_of
 from profiling.studies import grpo_runs
 from profiling.studies.grpo_arms import (
     ArmRun,
@@ -106,6 +106,28 @@ def test_arms_are_configurations():
     assert known["full"] == []
     mixed = load_config(["preset=h100", "engine.strategies=off ngram:6,1,7 hybrid:4,4,16"])
     assert arm_words(mixed)["ngram"][0] == "engine.strategies=off ngram:6,1,7"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_results(tmp_path_factory):
+    """No results of other benchmarks, from which figures are taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "RESULTS", tmp_path_factory.mktemp("results"))
+        yield
+
+
+def test_figures_of_other_benchmarks_are_taken_over(monkeypatch, tmp_path):
+    monkeypatch.setattr(grpo, "RESULTS", tmp_path)
+    (tmp_path / TARGETS_CARD).mkdir()
+    cases = {"update": {"case": "15b compiled", "mfu": 0.5}}
+    cases["big"] = {"case": "train 15b", "blocked_s": 0.75}
+    for name, row in cases.items():
+        content = {"meta": {"date": "2026"}, "rows": [{"bench": name, **row}], "targets": []}
+        (tmp_path / TARGETS_CARD / f"{name}.json").write_text(json.dumps(content))
+    bench = Bench("grpo", math.nan)
+    grpo.book_update(bench)
+    assert bench.got == {"update_mfu_15b": 0.5, "checkpoint_blocked_s": 0.75}
+    assert set(bench.got) <= set(all_targets()["grpo"])
 
 
 @pytest.fixture(scope="module")
