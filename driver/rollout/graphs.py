@@ -220,7 +220,17 @@ class PassGraphs:
                 )
                 break
         self._drop_evicted()
+        self._compare()
         self.capture_s += time.perf_counter() - begun
+
+    def _compare(self) -> None:
+        """Raises UserError if a rank that shares the model has other graphs than the first one."""
+        mine = sorted(map(str, self._captured))
+        if self.program.model.parallel.decide(lambda: mine) != mine:
+            raise UserError(
+                "engine.graphs: the ranks of engine.tensor_parallel have captured different graphs;"
+                " lower engine.max_batch or set engine.graphs=off"
+            )
 
     def _drop_evicted(self) -> None:
         """Warns of graphs that the pool evicted, since the plan underestimated their memory."""

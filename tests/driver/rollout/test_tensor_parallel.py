@@ -66,16 +66,16 @@ def compare(policy, parallel: TensorParallel, *words: str) -> None:
     one = make_rollout(policy, *words)
     shared = make_rollout(policy, *words, parallel=parallel)
     shared.spot.swap()
-    bandit = shared.engine.bandit
+    bandit, page_size = shared.engine.bandit, shared.engine.cache.page_size
     wanted = world.share(generate(one, few) if world.rank == 0 else None)
     # Each rank would choose other strategies of the last list.
     for arms in [["off"], *([arm] for arm in ARMS), ["off", *STRATEGIES]]:
-        limit = 24 if len(arms) > 1 else None
+        limit = 96 // page_size if len(arms) > 1 else None
         got = generate(shared, few, *arms, seed=world.rank, page_limit=limit)
         assert same(got, wanted), f"{arms} differs"
         assert arms == ["off"] or shared.engine.stats.drafted > 0, f"{arms} drafted none"
         accepted += shared.engine.stats.accepted
-    assert accepted > 0 and shared.engine.stats.preemptions > 0
+    assert accepted > 0 and (page_size > 4 or shared.engine.stats.preemptions > 0)
     shared.engine.bandit = Bandit(bandit.arms, bandit.config, bandit.spec_max_batch, world.rank)
     shared.engine.forget()
     assert same(shared.engine.generate(few, record=False), wanted), "bandit differs"
