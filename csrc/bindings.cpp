@@ -87,6 +87,15 @@ void bind_common(py::module_& m) {
       },
       "counter"_a, "key"_a);
   m.def("gumbel", [](uint32_t word) { return tlt::gumbel(word); }, "word"_a);
+  m.def("group_exponential", &tlt::group_exponential, "word"_a, "rest"_a, "id"_a);
+  m.def(
+      "target_noise",
+      [](uint64_t seed, int64_t request, int32_t position, uint32_t id) {
+        const auto key = tlt::noise_key(seed, request, tlt::NoiseDomain::kTarget);
+        return tlt::target_noise(key, position, id);
+      },
+      "seed"_a, "request"_a, "position"_a, "id"_a);
+  m.attr("NOISE_VERSION") = tlt::kNoiseVersion;
   m.def("uniform_open", [](uint32_t word) { return tlt::uniform_open(word); }, "word"_a);
   m.def("log_f32", [](float x) { return tlt::log_f32(x); }, "x"_a);
   m.def("exp_f32", [](float x) { return tlt::exp_f32(x); }, "x"_a);

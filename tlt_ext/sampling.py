@@ -10,6 +10,9 @@ from tlt_ext import _C
 from tlt_ext.common import Array, current_stream
 from tlt_ext.groups import Rows, Sampling, Tree, VerifyOutput
 
+# Of the definition of the noise (`csrc/common/noise.h`). Another version draws other tokens.
+NOISE_VERSION = _C.NOISE_VERSION
+
 
 def sampling_workspace_bytes(rows: int) -> int:
     """Bytes of scratch for `verify_tree` on a GPU, for so many rows of logits.

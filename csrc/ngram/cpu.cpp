@@ -159,8 +159,7 @@ class Drafter {
       c.score = add_rn(p.nodes.score[b * p.nodes.capacity + parent], log_share(c.count, total));
       c.rank = log_f32(static_cast<float>(c.count));
       if (greedy) continue;
-      const Philox4 words = noise_words(key, p.context_len[b] + depth, c.token >> 2);
-      c.rank = keyed_score(c.rank, 1.0f, gumbel(words.word[c.token & 3]));
+      c.rank = keyed_score(c.rank, 1.0f, target_noise(key, p.context_len[b] + depth, c.token));
     }
     std::sort(siblings.begin(), siblings.end(), [](const Child& x, const Child& y) {
       return x.rank != y.rank ? x.rank > y.rank : x.token < y.token;

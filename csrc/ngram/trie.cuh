@@ -62,10 +62,7 @@ class Levels {
     s_.token[level][lane_] = token;
     s_.equal[level][lane_] = token < 0 ? 0 : equal;
     if (token < 0 || greedy_) return 0.0f;
-    const Philox4 r = noise_words(noise_key_, s_.root + level + 1, token >> 2);
-    const uint32_t low = token & 1 ? r.word[1] : r.word[0];
-    const uint32_t high = token & 1 ? r.word[3] : r.word[2];
-    return gumbel(token & 2 ? high : low);
+    return target_noise(noise_key_, s_.root + level + 1, static_cast<uint32_t>(token));
   }
 
   // Finds the lanes that share a node at a level, its log share and its rank among its siblings.

@@ -10,6 +10,7 @@
 // sum decides, unless it comes within kDoubt of the threshold; then the integer sums decide.
 #pragma once
 
+#include "sampling/id_bits.cuh"
 #include "sampling/scan.cuh"
 
 namespace tlt {
@@ -52,51 +53,7 @@ __device__ inline SelectScratch& select_scratch() {
   return scratch;
 }
 
-// One bit for each of a thread's ids of a row that is kept in shared memory; the last id has the
-// lowest bit.
-template <typename T>
-struct IdBits {
-  static constexpr int kOfStep = kStepGroups * kGroup;
-  static constexpr int kWords = kDepth<T> * kOfStep / 32;
-  static_assert(kWords * 32 == kDepth<T> * kOfStep);
-  uint32_t word[kWords] = {};
-
-  // Appends a step, whose first id has the highest bit.
-  __device__ __forceinline__ void push(uint32_t step) {
-#pragma unroll
-    for (int i = kWords - 1; i > 0; --i) word[i] = __funnelshift_l(word[i - 1], word[i], kOfStep);
-    word[0] = word[0] << kOfStep | step;
-  }
-  __device__ __forceinline__ int count() const {
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) count += __popc(word[i]);
-    return count;
-  }
-  __device__ __forceinline__ bool any() const {
-    uint32_t any = 0;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) any |= word[i];
-    return any != 0;
-  }
-  // The position of the first id whose bit is set; there must be one.
-  __device__ __forceinline__ int first() const {
-    uint32_t of = word[0];
-    int last = 31;
-#pragma unroll
-    for (int i = 1; i < kWords; ++i) {
-      if (word[i] == 0) continue;
-      of = word[i];
-      last = 32 * i + 31;
-    }
-    return last - __clz(of);
-  }
-  __device__ __forceinline__ void drop(int place) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) word[i] &= ~(place / 32 == i ? 1u << place % 32 : 0u);
-  }
-};
-constexpr int kFewBits = 28;  // of a thread: their noise costs less than that of all its groups
+constexpr int kFewBits = 12;  // of a thread: visiting them costs less than visiting all its groups
 
 struct Choice {
   int32_t token;
@@ -139,10 +96,11 @@ class Filter {
     return cluster_.sum(sum);
   }
 
-  // The token of the best score among the ids for which `kept(id, logit)` is true.
-  template <typename Kept>
-  __device__ int32_t best(Kept&& kept, const Draw& draw) {
-    return winner_of(search_groups(kept, draw));
+  // The token of the best score among the ids up to a sort key.
+  __device__ int32_t best(uint64_t cut, const Draw& draw) {
+    const auto kept = [=](int32_t id, float x) { return sort_key(x, id) <= cut; };
+    const float least = from_ascending(~static_cast<uint32_t>(cut >> 32));
+    return winner_of(search_groups(kept, least, draw));
   }
 
   // The token under top-p alone, starting from the winner over all ids.
@@ -153,7 +111,7 @@ class Filter {
       const auto is_before = [=](int32_t id, float x) {
         return x > choice.logit || (x == choice.logit && id < choice.token);
       };
-      float before = few ? narrow(is_before, bits) : look(is_before, choice.logit, bits);
+      float before = few ? narrow(is_before, bits) : look(choice, bits);
       before = cluster_.sum(before);
       if (before < 0.5f * one_) return choice;  // the first id is always kept
       if (before < (top_p - doubt_) * sum) return choice;
@@ -163,8 +121,8 @@ class Filter {
         if (static_cast<double>(mass(key - 1)) < wanted) return choice;
       }
       few = scanner_.keeps_row() && !__any_sync(kFullWarp, bits.count() > kFewBits);
-      const int32_t token =
-          winner_of(few ? search_bits(is_before, bits, draw) : search_groups(is_before, draw));
+      const int32_t token = winner_of(few ? search_bits(is_before, bits, draw)
+                                          : search_groups(is_before, choice.logit, draw));
       choice = {token, logit(token)};
     }
   }
@@ -199,30 +157,25 @@ class Filter {
   }
 
  private:
-  // The best score among the ids for which `kept(id, logit)` is true. It starts from the scores
-  // that the scan computed for some of them.
+  // The best score among the ids for which `kept(id, logit)` is true; none has a logit below
+  // `least`. It starts from the scores that the scan computed for some of them.
   template <typename Kept>
-  __device__ GumbelMax search_groups(Kept&& kept, const Draw& draw) {
+  __device__ GumbelMax search_groups(Kept&& kept, float least, const Draw& draw) {
     GumbelMax gumbel_max;
     gumbel_max.reached = scanner_.known_score(kept);
+    const auto logit_of = [&](int, int, int32_t id) {
+      const float x = id < row_.vocab_size ? logit(id) : kNegInf;
+      return !row_.is_bad(x) && kept(id, x) ? x : kNegInf;
+    };
     scanner_.for_each_step(row_, [&](int32_t first, const Raw<T>(&raw)[kStepGroups]) {
-      float x[kStepGroups][kGroup], largest[kStepGroups];
+      const Philox4 words = draw.words(place_of_group(first / kGroup).index);
+      float largest[kStepGroups];
 #pragma unroll
       for (int group = 0; group < kStepGroups; ++group) {
-        largest[group] = kNegInf;
-        expand(raw[group], x[group]);
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          if (!kept(first + group * kApart + i, x[group][i])) x[group][i] = kNegInf;
-          largest[group] = fmaxf(largest[group], x[group][i]);
-        }
+        const float most = largest_of(raw[group]);
+        largest[group] = most >= least ? most : kNegInf;
       }
-      const auto logits_of = [&](int group, float (&same)[kGroup]) {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) same[i] = x[group][i];
-      };
-      Words<kStepGroups> words;
-      gumbel_max.update(row_, largest, first, kApart, draw, words, false, logits_of, [](float) {});
+      gumbel_max.update(row_, largest, first, draw, words, logit_of, [](float) {});
     });
     return gumbel_max;
   }
@@ -238,9 +191,9 @@ class Filter {
       bits.drop(place);
       float x;
       const int32_t id = scanner_.id_at(place, &x);
-      const uint32_t word = draw.word(static_cast<uint32_t>(id));
-      if (word > __float2uint_rz(gumbel_max.max_winning_word(row_, x))) continue;
-      gumbel_max.offer(add_rn(row_.scaled(x), gumbel(word)), x, id);
+      const uint32_t word = draw.group_word(static_cast<uint32_t>(id) / kGroup);
+      if (word > gumbel_max.max_winning_word(row_, x)) continue;
+      gumbel_max.offer(add_rn(row_.scaled(x), draw.noise(word, static_cast<uint32_t>(id))), x, id);
       gumbel_max.reached = fmaxf(gumbel_max.reached, gumbel_max.score);
     }
     __syncwarp();
@@ -254,10 +207,11 @@ class Filter {
     return static_cast<int32_t>(~static_cast<uint32_t>(cluster_.max(mine, uint64_t{0})));
   }
 
-  // Returns this thread's mass of the ids that rank before a token whose logit is `bound`, and sets
-  // the bits of those ids.
-  template <typename IsBefore>
-  __device__ float look(IsBefore&& is_before, float bound, IdBits<T>& bits) {
+  // Returns this thread's mass of the ids that rank before a choice, and sets the bits of those
+  // ids. Equal logits rank by their ids, so an id ranks before the choice if its logit exceeds a
+  // bar.
+  __device__ float look(const Choice& choice, IdBits<T>& bits) {
+    const float below = nextafterf(choice.logit, kNegInf);
     float before = 0.0f;
     bits = IdBits<T>{};
     scanner_.for_each_step(row_, [&](int32_t first, const Raw<T>(&raw)[kStepGroups]) {
@@ -267,20 +221,31 @@ class Filter {
       for (int group = 0; group < kStepGroups; ++group) {
         largest = fmaxf(largest, largest_of(raw[group]));
       }
-      if (largest >= bound) {
-        float sum = 0.0f;
+      if (largest >= choice.logit) {
 #pragma unroll
         for (int group = 0; group < kStepGroups; ++group) {
-          float x[kGroup];
+          const int32_t ahead = choice.token - (first + group * kApart);  // its ids below the token
+          float x[kGroup], sum;
+          uint32_t bits_of_group;
           expand(raw[group], x);
+          const auto take = [&](auto&& bar_of) {
+            bits_of_group = 0;
+            sum = 0.0f;
 #pragma unroll
-          for (int i = 0; i < kGroup; ++i) {
-            const bool has = is_before(first + group * kApart + i, x[i]);
-            have = have << 1 | (has ? 1u : 0u);
-            sum += has ? row_.exp_of(x[i], shift_) : 0.0f;
+            for (int i = 0; i < kGroup; ++i) {
+              const bool has = x[i] > bar_of(i);
+              bits_of_group |= has ? 1u << (kGroup - 1 - i) : 0u;
+              sum += has ? row_.exp_of(x[i], shift_) : 0.0f;
+            }
+          };
+          const float bar = ahead > 0 ? below : choice.logit;
+          take([=](int) { return bar; });
+          if (ahead > 0 && ahead < kGroup) {  // the token's own group
+            take([&](int i) { return i < ahead ? below : choice.logit; });
           }
+          have = have << kGroup | bits_of_group;
+          before += sum;
         }
-        before += sum;
       }
       bits.push(have);
     });
@@ -359,7 +324,6 @@ class Filter {
     return prefix;
   }
 
-  static constexpr int32_t kApart = Scanner<T>::kApart;
   Cluster<kThreads>& cluster_;
   const Scanner<T>& scanner_;
   const Row<T>& row_;
@@ -392,7 +356,7 @@ __device__ DrawResult resolve(Cluster<kThreads>& cluster, const Scanner<T>& scan
   } else {
     const uint64_t cut = filter.cut(setting);
     if (!row.greedy && sort_key(choice.logit, choice.token) > cut) {
-      choice.token = filter.best([=](int32_t id, float x) { return sort_key(x, id) <= cut; }, draw);
+      choice.token = filter.best(cut, draw);
       choice.logit = filter.logit(choice.token);
     }
     if (want_filtered) filtered = filter.log_ratio(choice.token, filter.mass(cut));

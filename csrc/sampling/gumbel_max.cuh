@@ -1,10 +1,10 @@
-// The Gumbel-max search on the GPU: the best keyed score of a row, logit / T + gumbel(noise word of
-// the id).
+// The Gumbel-max search on the GPU: the best keyed score of a row, logit / T + noise of the id.
 //
-// Noise costs more than the read. Philox runs once for four ids, and only where the largest variate
-// could still win. A Gumbel variate is at most -ln(u), so an id cannot beat a score that is already
-// reached if u > exp(logit / T - reached). Eight ids share that bound, for their largest logit, as
-// one integer that is compared with their noise words; only few ids need logarithms.
+// Noise in full would cost more than the read. The word of a group of eight ids bounds their noise
+// (common/noise.h): it is at most -ln(u / 8), so no id of the group beats a score that is already
+// reached if u > 8 exp(largest logit / T - reached). A lane takes four groups that share a call of
+// Philox, and tests the least of their words against the largest of their logits by one integer
+// comparison. The few groups that may win are scored by the warp, a lane an id.
 #pragma once
 
 #include "common/noise.h"
@@ -18,52 +18,48 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+constexpr float kLn2 = 0.693147182f;
+
 // The noise of one draw.
 struct Draw {
   const RoundKeys& keys;  // in constant memory
-  NoiseKey key;
+  NoiseKey key;           // of the target
   int32_t position;
 
-  __device__ __forceinline__ Philox4 words(uint32_t quad) const {
-    Philox4 c{{quad, static_cast<uint32_t>(position), key.request_low, key.request_high}};
+  // Words of groups g, g + 32, g + 64, g + 96, where g has this index (place_of_group).
+  __device__ __forceinline__ Philox4 words(uint32_t index) const {
+    return philox(index, key.request_high);
+  }
+  __device__ __forceinline__ uint32_t group_word(uint32_t group) const {
+    const GroupPlace place = place_of_group(group);
+    return word_at(words(place.index), place.word);
+  }
+  // Words of ids 4 * quad .. 4 * quad + 3 beside the minimum of their group.
+  __device__ __forceinline__ Philox4 rest_words(uint32_t quad) const {
+    return philox(quad, rest_key(key).request_high);
+  }
+  // The noise of an id, -log of an exponential.
+  __device__ __forceinline__ float exponential(uint32_t word, uint32_t id) const {
+    return group_exponential(word, word_at(rest_words(id / 4), id % 4), id);
+  }
+  __device__ __forceinline__ float noise(uint32_t word, uint32_t id) const {
+    return -log_f32(exponential(word, id));
+  }
+
+ private:
+  __device__ __forceinline__ Philox4 philox(uint32_t index, uint32_t high) const {
+    Philox4 c{{index, static_cast<uint32_t>(position), key.request_low, high}};
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
       philox_round(c, keys.word[round][0], keys.word[round][1]);
     }
     return c;
   }
-
-  __device__ __forceinline__ uint32_t word(uint32_t id) const {
-    const Philox4 r = words(id / 4);
-    const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
-    return id & 2 ? high : low;
-  }
 };
 
-// An upper bound of gumbel(word), too high by at most 2e-3 where u is small: -ln(1 - u) >= u.
-__device__ __forceinline__ float gumbel_bound(uint32_t word) {
-  const float u = mul_rn(add_rn(static_cast<float>(word), 0.5f), 0x1p-32f);
-  return fma_rn(log2_approx(u), -0.693147182f, 1e-3f);
-}
-
-// Noise words of the kGroups groups of a lane; the first ids of two groups are `apart` from each
-// other.
-template <int kGroups>
-struct Words {
-  uint32_t of[kGroups][kGroup];
-
-  __device__ __forceinline__ void make(const Draw& draw, int32_t first, int32_t apart) {
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-      for (int quad = 0; quad < kGroup / 4; ++quad) {
-        const Philox4 r = draw.words(static_cast<uint32_t>(first + group * apart) / 4 + quad);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) of[group][4 * quad + i] = r.word[i];
-      }
-    }
-  }
-};
+constexpr int kLaneGroups = 4;                   // groups of a lane: those of a call of Philox
+constexpr int32_t kApart = kNoiseSpan * kGroup;  // ids from one of them to the next
+static_assert(kNoiseSpan == kWarpSize && kNoiseGroup == kGroup);
 
 // The best candidate of a lane so far, and a score that some id of the row is known to reach.
 struct GumbelMax {
@@ -80,108 +76,92 @@ struct GumbelMax {
     }
   }
 
-  template <typename T, typename LogitsOf>
-  __device__ __forceinline__ void update_greedy(const Row<T>& row, float largest, int32_t first,
-                                                LogitsOf&& logits_of) {
-    if (!(row.scaled(largest) > score)) return;
+  // Takes two groups of each lane without noise, the ids of the first before those of the second.
+  // `highest` is the largest logit of the warp. Called by whole warps; few pass the first test.
+  template <typename T>
+  __device__ __forceinline__ void update_greedy(float highest, const Raw<T>& raw0,
+                                                const Raw<T>& raw1, float largest0, float largest1,
+                                                int32_t first) {
+    if (!(highest > reached)) return;
+    reached = highest;
+    const unsigned low = __ballot_sync(kFullWarp, largest0 == highest);
+    const unsigned high = __ballot_sync(kFullWarp, largest1 == highest);
+    const int owner = __ffs(low != 0 ? low : high) - 1;
+    if (static_cast<int>(threadIdx.x % kWarpSize) != owner) return;
     float x[kGroup];
-    logits_of(x);
+    Raw<T> raw;  // selected by words: a reference would move both to local memory
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) offer(row.scaled(x[i]), x[i], first + i);
+    for (size_t i = 0; i < sizeof(raw) / 4; ++i)
+      raw.word[i] = low != 0 ? raw0.word[i] : raw1.word[i];
+    expand(raw, x);
+    const int32_t start = low != 0 ? first : first + kApart;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) offer(x[i], x[i], start + i);
   }
 
-  // The largest noise word with which a logit could still beat `reached`: 2^32 u for the largest u
-  // that satisfies u <= exp(logit / T - reached), with slack for every rounding. Below 1/2 no word
-  // can win, as u is at least half a step.
+  // The largest word of a group with which one of its logits, at most `largest`, could still win or
+  // tie. For E >= u, u = (word / 8 + 1/2) / 2^29, it satisfies u / 8 <= exp(logit / T - reached).
+  // The slack covers every rounding, and 4 the lower bits of the word.
   template <typename T>
-  __device__ __forceinline__ float max_winning_word(const Row<T>& row, float logit) const {
-    const float slack = fma_rn(fabsf(reached), 0x1p-19f, 32.01f);
-    return exp2_approx(fma_rn(logit, row.log2_scale, fma_rn(reached, -kLog2E, slack)));
+  __device__ __forceinline__ uint32_t max_winning_word(const Row<T>& row, float largest) const {
+    const float slack = fma_rn(fabsf(reached), 0x1p-19f, 35.01f);
+    const float power = fma_rn(largest, row.log2_scale, fma_rn(reached, -kLog2E, slack));
+    return __float2uint_rz(exp2_approx(power) + 4.0f);  // saturates
   }
 
-  // Takes kGroups groups; the first ids of two groups are `apart` from each other. `largest` holds
-  // their largest logits. `words` is computed here, and only if an id may win, unless it is already
-  // `made`. `logits_of(group, x)` reads the logits, which few groups need. `publish(score)` is
+  // Takes a lane's groups, kApart ids apart. `largest` holds their largest logits.
+  // `logit_of(group, owner, id)` reads an id of a group of the lane `owner`. `publish(score)` is
   // called with a new best score of the warp. Called by whole warps.
-  template <int kGroups, typename T, typename LogitsOf, typename Publish>
-  __device__ __forceinline__ void update(const Row<T>& row, const float (&largest)[kGroups],
-                                         int32_t first, int32_t apart, const Draw& draw,
-                                         Words<kGroups>& words, bool made, LogitsOf&& logits_of,
-                                         Publish&& publish) {
-    uint32_t most[kGroups];
-    bool reachable = false;
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const float limit = max_winning_word(row, largest[group]);
-      reachable |= limit >= 0.5f;
-      most[group] = __float2uint_rz(limit);  // saturates
-    }
-    if (!__any_sync(kFullWarp, reachable)) return;
-    if (!made) words.make(draw, first, apart);
-    bool may_win[kGroups], any = false;
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      uint32_t least = 0xffffffffu;
-#pragma unroll
-      for (int i = 0; i < kGroup; i += 2) {
-        least = __vimin3_u32(words.of[group][i], words.of[group][i + 1], least);
+  template <typename T, typename LogitOf, typename Publish>
+  __device__ __forceinline__ void update(const Row<T>& row, const float (&largest)[kLaneGroups],
+                                         int32_t first, const Draw& draw, const Philox4& words,
+                                         LogitOf&& logit_of, Publish&& publish) {
+    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    const uint32_t least =
+        min(__vimin3_u32(words.word[0], words.word[1], words.word[2]), words.word[3]);
+    if (!__any_sync(kFullWarp, least <= max_winning_word(row, most))) return;
+    __syncwarp();  // lanes read logits that others may have replaced
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll 1
+    for (int group = 0; group < kLaneGroups; ++group) {
+      const float pair0 = group & 1 ? largest[1] : largest[0];
+      const float pair1 = group & 1 ? largest[3] : largest[2];
+      const uint32_t mine = word_at(words, group);
+      const bool may_win = mine <= max_winning_word(row, group & 2 ? pair1 : pair0);
+      unsigned owners = __ballot_sync(kFullWarp, may_win);
+      if (owners == 0) continue;
+      for (; owners != 0; owners = drop_lowest(owners, kWarpSize / kGroup)) {
+        const unsigned left = drop_lowest(owners, lane / kGroup);  // eight lanes take a group each
+        const int owner = left != 0 ? __ffs(left) - 1 : 0;
+        const uint32_t word = __shfl_sync(kFullWarp, mine, owner);
+        const int32_t id = first + (owner - lane) * kGroup + group * kApart + lane % kGroup;
+        const float logit = logit_of(group, owner, id);
+        const float candidate = add_rn(row.scaled(logit), draw.noise(word, id));
+        if (left != 0) offer(candidate, logit, id);
       }
-      may_win[group] = least <= most[group];
-      any |= may_win[group];
+      const float best = warp_max(score);
+      if (best > reached) publish(reached = best);
     }
-    if (!__any_sync(kFullWarp, any)) return;
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      if (!__any_sync(kFullWarp, may_win[group])) continue;
-      float x[kGroup];
-      logits_of(group, x);
-      score_exactly(row, x, words.of[group], first + group * apart);
-    }
-    const float best = warp_max(score);
-    if (best > reached) publish(reached = best);
   }
 
-  // A lower bound of the best score among the first four ids of a group, without a precise
-  // logarithm: gumbel(word) >= -ln(u) + ln(1 - u), which is above the upper bound - 0.3 where u <
-  // 1/4, and above it - 0.02 where u < 1/64. Rounding is monotone, so the score computed with the
-  // lower variate does not exceed the true score.
+  // A lower bound of the score of an id that has the minimum of its group, without a precise
+  // logarithm: its noise is at least -ln(u / 8) + ln(1 - u), and the last term is above -0.3 where
+  // u < 1/4, and above -0.02 where u < 1/64. Rounding is monotone, so the score computed with the
+  // lower noise does not exceed the true score.
   template <typename T>
-  __device__ static float lower_bound(const Row<T>& row, const float (&x)[kGroup],
-                                      const uint32_t (&word)[kGroup]) {
-    float sure = kNegInf;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float above = word[i] < 1u << 26 ? -0.02f : -0.3f;
-      const float lower = add_rn(row.scaled(x[i]), add_rn(gumbel_bound(word[i]), above));
-      if (word[i] < 1u << 30) sure = fmaxf(sure, lower);
-    }
-    return warp_max(sure);
+  __device__ static float lower_bound(const Row<T>& row, float logit, uint32_t word) {
+    const float u = mul_rn(add_rn(static_cast<float>(word >> 3), 0.5f), 0x1p-29f);
+    const float above = word < 1u << 26 ? -0.02f : -0.3f;
+    const float noise = add_rn(fma_rn(log2_approx(u), -kLn2, 3 * kLn2), above);
+    const bool sure = word < 1u << 30 && !row.is_bad(logit);
+    return sure ? add_rn(row.scaled(logit), noise) : kNegInf;
   }
 
  private:
-  // Computes the exact scores of the ids that may win by their own logit, one per lane at a time.
-  // They are few: the test of the group's largest logit removed most groups.
-  template <typename T>
-  __device__ __forceinline__ void score_exactly(const Row<T>& row, const float (&x)[kGroup],
-                                                const uint32_t (&word)[kGroup], int32_t first) {
-    uint32_t left = 0;
+  __device__ __forceinline__ static unsigned drop_lowest(unsigned bits, int count) {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      left |= word[i] <= __float2uint_rz(max_winning_word(row, x[i])) ? 1u << i : 0u;
-    }
-    while (__any_sync(kFullWarp, left != 0)) {
-      const int at = left == 0 ? 0 : __ffs(left) - 1;
-      float logit = x[0];
-      uint32_t noise = word[0];
-#pragma unroll
-      for (int i = 1; i < kGroup; ++i) {
-        logit = at == i ? x[i] : logit;
-        noise = at == i ? word[i] : noise;
-      }
-      const float candidate = add_rn(row.scaled(logit), gumbel(noise));
-      if (left != 0) offer(candidate, logit, first + at);
-      left &= left - 1;
-    }
+    for (int i = 0; i < kWarpSize / kGroup; ++i) bits = i < count ? bits & (bits - 1) : bits;
+    return bits;
   }
 };
 

@@ -1,5 +1,4 @@
-// sample and verify_tree on the GPU: token = argmax over ids of logit / T + gumbel(noise word of
-// the id).
+// sample and verify_tree on the GPU: token = argmax over ids of logit / T + noise of the id.
 //
 // A cluster (a single block before sm_90) owns a row: scan.cuh reads it once, filter.cuh applies
 // top-k and top-p where a request sets them. `sample` is one launch of a cluster per row.

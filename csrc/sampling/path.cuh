@@ -132,7 +132,11 @@ struct BestChildren {
       const Row<T> row(data, temperature);
       const float x = as_float32(logit);
       float score = row.scaled(x);
-      if (!row.greedy) score = add_rn(score, gumbel(draw_at(parent).word(token)));
+      if (!row.greedy) {
+        const Draw draw = draw_at(parent);
+        const auto id = static_cast<uint32_t>(token);
+        score = add_rn(score, draw.noise(draw.group_word(id / kGroup), id));
+      }
       if (!row.is_bad(x) && score > kNegInf) mine = rank_key(score, static_cast<uint32_t>(token));
       atomicMax(&rank[parent], mine);
     }

@@ -74,7 +74,7 @@ int32_t draw(const std::vector<float>& probs, const NoiseKey& key, int32_t posit
   float best = 0.0f;
   for (size_t id = 0; id < probs.size(); ++id) {
     if (probs[id] < FLT_MIN) continue;  // log_f32 takes normal numbers
-    const uint32_t word = noise_words(key, position, static_cast<uint32_t>(id) >> 2).word[id & 3];
+    const uint32_t word = noise_word(key, position, static_cast<uint32_t>(id));
     const float score = keyed_score(log_f32(probs[id]), 1.0f, gumbel(word));
     if (best_id < 0 || score > best) {
       best = score;
@@ -85,9 +85,8 @@ int32_t draw(const std::vector<float>& probs, const NoiseKey& key, int32_t posit
 }
 
 float accept_uniform(const Tree& tree, int32_t position, int64_t child) {
-  const Philox4 words =
-      noise_words(tree.key(NoiseDomain::kAccept), position, static_cast<uint32_t>(child) >> 2);
-  return uniform_open(words.word[child & 3]);
+  return uniform_open(
+      noise_word(tree.key(NoiseDomain::kAccept), position, static_cast<uint32_t>(child)));
 }
 
 // Reads the draft distribution of a node's children; false if it cannot be used.

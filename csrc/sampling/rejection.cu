@@ -111,9 +111,8 @@ __device__ int32_t draw_from(Cluster<kThreads>& cluster, Filter<T>& filter,
   filter.for_each([&](int32_t id, float x, float s) {
     const float prob = distributions.at(id, x, s).target;
     if (prob < FLT_MIN) return;  // log_f32 takes normal numbers
-    const Philox4 r = noise_words(key, position, static_cast<uint32_t>(id) >> 2);
-    const uint32_t low = id & 1 ? r.word[1] : r.word[0], high = id & 1 ? r.word[3] : r.word[2];
-    const float score = keyed_score(log_f32(prob), 1.0f, gumbel(id & 2 ? high : low));
+    const uint32_t word = noise_word(key, position, static_cast<uint32_t>(id));
+    const float score = keyed_score(log_f32(prob), 1.0f, gumbel(word));
     const uint64_t rank = rank_key(score, static_cast<uint32_t>(id));
     best = rank > best ? rank : best;
   });
@@ -122,9 +121,7 @@ __device__ int32_t draw_from(Cluster<kThreads>& cluster, Filter<T>& filter,
 
 __device__ float accept_uniform(const VerifyParams& p, int64_t b, int32_t position, int child) {
   const NoiseKey key = noise_key(p.sampling.seed, p.sampling.request[b], NoiseDomain::kAccept);
-  const Philox4 r = noise_words(key, position, static_cast<uint32_t>(child) >> 2);
-  const uint32_t low = child & 1 ? r.word[1] : r.word[0], high = child & 1 ? r.word[3] : r.word[2];
-  return uniform_open(child & 2 ? high : low);
+  return uniform_open(noise_word(key, position, static_cast<uint32_t>(child)));
 }
 
 // True if every entry of a draft row is a probability; NaN is not one.

@@ -10,13 +10,13 @@
 #pragma once
 
 #include "common/tma.cuh"
-#include "sampling/row.cuh"
+#include "sampling/gumbel_max.cuh"
 
 namespace tlt {
 
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kShareWarps = 4;  // their steps of a round are copied together
-constexpr int kStepGroups = 2;  // groups of a step that a lane takes
+constexpr int kShareWarps = 4;            // their steps of a round are copied together
+constexpr int kStepGroups = kLaneGroups;  // groups of a step that a lane takes
 constexpr int32_t kStep = kWarpSize * kGroup * kStepGroups;
 
 // Shared memory that holds a row, in slots of 16 bytes a thread: 192 KiB a block on Hopper.
@@ -99,7 +99,6 @@ class Rounds {
   // Calls f(first id, bits of the groups) for each of this thread's steps of the row that was
   // scored last. The groups are kApart ids apart; NaN and +inf are read as -inf. All lanes of a
   // warp take part in every call.
-  static constexpr int32_t kApart = kWarpSize * kGroup;
   template <typename F>
   __device__ __forceinline__ void for_each_step(const Row<T>& row, F&& f) const {
     const uint4* slot = slots_;

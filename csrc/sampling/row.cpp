@@ -11,7 +11,7 @@
 namespace tlt {
 namespace {
 
-constexpr int kBlock = 64;  // ids that are scored together: 16 Philox evaluations
+constexpr int kBlock = 64;  // rows are padded to a multiple
 constexpr int kLanes = 16;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
@@ -54,8 +54,8 @@ TLT_SIMD void exp_all(const float* x, float* out, int64_t n, float inv_temperatu
 
 TLT_HD float score_of(float logit, float inv_temperature, const NoiseKey& key, int32_t position,
                       int32_t id) {
-  const uint32_t word = noise_words(key, position, static_cast<uint32_t>(id) >> 2).word[id & 3];
-  return keyed_score(logit, inv_temperature, gumbel(word));
+  return keyed_score(logit, inv_temperature,
+                     target_noise(key, position, static_cast<uint32_t>(id)));
 }
 
 // The largest of kBlock values.
@@ -78,30 +78,67 @@ TLT_SIMD float max_of(const float* x, int64_t n) {
   return max;
 }
 
+constexpr int kGroups = 4 * kNoiseSpan;      // whose words are computed together
+constexpr int kIds = kGroups * kNoiseGroup;  // of them
+
+// Words of the first `groups` groups from id `begin` on, a multiple of kIds, and a bound of the
+// scores in each.
+TLT_SIMD void bound_groups(const float* x, int groups, float inv_temperature, const NoiseKey& key,
+                           int32_t position, int64_t begin, uint32_t* word, float* bound) {
+  const uint32_t first = static_cast<uint32_t>(begin / kIds) * kNoiseSpan;
+  const int calls = std::min<int>(groups, kNoiseSpan);
+  for (int i = 0; i < calls; ++i) {
+    const Philox4 r = noise_words(key, position, first + i);
+    for (int k = 0; k < 4; ++k) word[k * kNoiseSpan + i] = r.word[k];
+  }
+  for (int group = 0; group < groups; ++group) {
+    const float* of = x + group * kNoiseGroup;
+    float largest = of[0];
+    for (uint32_t i = 1; i < kNoiseGroup; ++i) largest = of[i] > largest ? of[i] : largest;
+    bound[group] = keyed_score(largest, inv_temperature, group_bound(word[group]));
+  }
+}
+
+// The scores of a group's ids.
+TLT_SIMD void score_group(const float* x, float inv_temperature, const NoiseKey& key,
+                          int32_t position, uint32_t first, uint32_t word, float* score) {
+  uint32_t rest[kNoiseGroup];
+  for (uint32_t quad = 0; quad < kNoiseGroup / 4; ++quad) {
+    const Philox4 r = noise_words(rest_key(key), position, first / 4 + quad);
+    for (int i = 0; i < 4; ++i) rest[4 * quad + i] = r.word[i];
+  }
+  for (uint32_t i = 0; i < kNoiseGroup; ++i) {
+    const float noise = -log_f32(group_exponential(word, rest[i], i));
+    score[i] = keyed_score(x[i], inv_temperature, noise);
+  }
+}
+
 // Winner over all ids; n is a multiple of kBlock and padding is -inf. `first` is the id of the
-// largest logit: starting from its score, most blocks of a peaked distribution can be skipped.
-TLT_SIMD int32_t best_score(const float* x, int64_t n, float inv_temperature, const NoiseKey& key,
-                            int32_t position, int32_t first) {
+// largest logit: starting from its score, few groups of a peaked distribution are scored.
+int32_t best_score(const float* x, int64_t n, float inv_temperature, const NoiseKey& key,
+                   int32_t position, int32_t first) {
   int32_t best_id = first;
   float best = score_of(x[first], inv_temperature, key, position, first);
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const float* block = x + begin;
-    if (keyed_score(block_max(block), inv_temperature, kMaxGumbel) < best) continue;
-    uint32_t word[kBlock];
-    for (int quad = 0; quad < kBlock / 4; ++quad) {
-      const Philox4 r = noise_words(key, position, static_cast<uint32_t>(begin / 4 + quad));
-      for (int i = 0; i < 4; ++i) word[4 * quad + i] = r.word[i];
+  for (int64_t begin = 0; begin < n; begin += kIds) {
+    const int groups = static_cast<int>(std::min<int64_t>(n - begin, kIds) / kNoiseGroup);
+    if (keyed_score(max_of(x + begin, groups * kNoiseGroup), inv_temperature, kMaxNoise) < best)
+      continue;
+    uint32_t word[kGroups];
+    float bound[kGroups];
+    bound_groups(x + begin, groups, inv_temperature, key, position, begin, word, bound);
+    for (int group = 0; group < groups; ++group) {
+      if (bound[group] < best) continue;
+      const int64_t ids = begin + group * kNoiseGroup;
+      float score[kNoiseGroup];
+      score_group(x + ids, inv_temperature, key, position, static_cast<uint32_t>(ids), word[group],
+                  score);
+      for (uint32_t i = 0; i < kNoiseGroup; ++i) {
+        const int32_t id = static_cast<int32_t>(ids + i);
+        if (!(score[i] > best || (score[i] == best && id < best_id))) continue;
+        best = score[i];
+        best_id = id;
+      }
     }
-    float score[kBlock];
-    for (int i = 0; i < kBlock; ++i) {
-      score[i] = keyed_score(block[i], inv_temperature, gumbel(word[i]));
-    }
-    const float highest = block_max(score);
-    if (highest < best) continue;
-    const int32_t id =
-        static_cast<int32_t>(begin + (std::find(score, score + kBlock, highest) - score));
-    if (highest > best || id < best_id) best_id = id;
-    best = highest;
   }
   return best_id;
 }
@@ -204,6 +241,9 @@ int32_t LogitsRow::sample(const NoiseKey& key, int32_t position) {
   float best = score_of(logits_[best_], inv_temperature_, key, position, best_);
   for (uint64_t kept : kept_) {
     const int32_t id = id_of(kept);
+    const float bound =
+        group_bound(group_word(key, position, static_cast<uint32_t>(id) / kNoiseGroup));
+    if (keyed_score(logits_[id], inv_temperature_, bound) < best) continue;
     const float score = score_of(logits_[id], inv_temperature_, key, position, id);
     if (score > best || (score == best && id < best_id)) {
       best = score;

@@ -2,7 +2,7 @@
 // and every log-prob that is reported is computed here, so plain decoding and verification agree
 // bit for bit.
 //
-//   score(v)   = keyed_score(logit_v, 1/T, gumbel(word_v)), winner = highest, ties by the lower id
+//   score(v)   = keyed_score(logit_v, 1/T, noise_v), winner = highest, ties by the lower id
 //   weight(v)  = floor(2^40 * exp(logit_v / T - max)), an integer: sums have no order
 //   kept       = best top_k by (logit desc, id asc), then the shortest prefix of them whose weight
 //                reaches top_p of theirs
@@ -26,7 +26,6 @@ struct RowSetting {
 };
 
 constexpr float kWeightScale = 0x1p40f;
-constexpr float kMaxGumbel = 22.9f;  // above gumbel(0), the largest there is
 
 // Reused from row to row: the buffers grow to the largest vocabulary and are kept.
 class LogitsRow {

@@ -3,19 +3,18 @@
 // Warps need a good score before they test ids against it: the best of the first round, whose noise
 // is computed while the round is copied.
 //
-// A step produces its largest logit and the sum of 2^(logit * c - largest * c), c = log2(e) / T.
-// That sum and the sum over steps have a fixed order for a given vocabulary: a tree over a lane's
-// ids and a butterfly over lanes; then steps strided over lanes, and a butterfly. So the log-prob
-// of a row has the same bits in every op, batch, launch and cluster. It is within float32 rounding
-// of the CPU's exact sum.
+// A half of a step produces its largest logit and the sum of 2^(logit * c - largest * c), c =
+// log2(e) / T. That sum and the sum over halves have a fixed order for a given vocabulary: a tree
+// over a lane's ids and a butterfly over lanes; then halves strided over lanes, and a butterfly. So
+// the log-prob of a row has the same bits in every op, batch, launch and cluster. It is within
+// float32 rounding of the CPU's exact sum.
 #pragma once
 
-#include "sampling/gumbel_max.cuh"
 #include "sampling/rounds.cuh"
 
 namespace tlt {
 
-struct alignas(8) StepSum {
+struct alignas(8) HalfSum {
   float max;  // largest logit; -FLT_MAX if none is above it
   float sum;  // of exp_of(logit, shift(max))
 };
@@ -41,7 +40,8 @@ enum class Broadcast {
 
 // Whether two rows have separate memory for their sums, so that one row's sums are folded while the
 // next row is scored.
-constexpr int32_t kMostStepsInTurn = 512;
+constexpr int32_t kMostStepsInTurn = 256;
+constexpr int kHalves = 2;  // of a step
 TLT_HD bool in_turn(int64_t steps, int64_t rounds, int64_t depth) {
   return rounds <= depth && steps <= kMostStepsInTurn;
 }
@@ -60,7 +60,7 @@ ClusterShape row_launch(const char* op, void (*kernel)(Params), int64_t items, i
     const int64_t rounds = ceil_div(ceil_div(steps, cluster), kWarps);
     const int64_t depth = rounds < most ? rounds : most;
     const int64_t slots = depth * kStepGroups * kParts<T> * kThreads * sizeof(uint4);
-    const int64_t sums = (in_turn(steps, rounds, most) ? 2 : 1) * steps * sizeof(StepSum);
+    const int64_t sums = (in_turn(steps, rounds, most) ? 2 : 1) * kHalves * steps * sizeof(HalfSum);
     return {items, kThreads, static_cast<int>(slots + sums), cluster, true};
   };
   ClusterShape best = shape_of(1);
@@ -80,12 +80,10 @@ class Scanner : public Rounds<T> {
   using Base = Rounds<T>;
 
  public:
-  using Base::kApart;
-
   // `shared` has the size that row_launch computes.
   __device__ Scanner(Cluster<kThreads>& cluster, uint4* shared, int64_t vocab_size)
       : Base(cluster, shared, vocab_size),
-        sums_(reinterpret_cast<StepSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
+        sums_(reinterpret_cast<HalfSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
                                                       kParts<T> * kThreads)) {
     if (threadIdx.x < 2) scratch().reached[threadIdx.x] = ascending(kNegInf);
     cluster_.arrive();  // before the first copy is issued: arriving waits for this thread's memory
@@ -112,43 +110,34 @@ class Scanner : public Rounds<T> {
     const auto publish = [&](float score) {  // saves work, and only changes which ids are skipped
       if (lane < cluster_.size()) atomicMax(reached, ascending(score));
     };
-    Words<kStepGroups> words;
-    if (noisy) {
-      words.make(draw, first_id(first_step_, 0), kApart);
-      wait_for(0);
-      if (first_step_ < end_) {
-        float x[kGroup], largest;
-        row.clean(RowData<T>::read(slots_), x, &largest);
-        publish(GumbelMax::lower_bound(row, x, words.of[0]));
-      }
-      __syncthreads();
-    }
     GumbelMax gumbel_max;
     bool bad = false;
     RowData<T> source = row;  // row of the copies that are issued next
     if (has_next) source = next;
-    StepSum* to = cluster_.remote(sums_of(turn_), 0) + first_step_;
+    HalfSum* to = cluster_.remote(sums_of(turn_), 0) + kHalves * first_step_;
     int32_t step = first_step_;
-    int round = 0, place = 0;
-    const auto take_round = [&](bool made) {
-      if (!made) wait_for(place);
+    int place = 0;
+#pragma unroll 1
+    for (int round = 0; round < rounds_; ++round) {
+      Philox4 words{};
+      if (noisy) words = draw.words(static_cast<uint32_t>(step * kWarpSize + lane));
+      wait_for(place);
+      if (noisy && round == 0) {
+        if (step < end_) publish(lower_bound(row, words));
+        __syncthreads();
+      }
       if (step < end_) {
         gumbel_max.reached =
             fmaxf(gumbel_max.reached, from_ascending(as_volatile(shared.reached[turn_])));
-        const StepSum sum = score_step(row, step, slots_ + place * kStageSlots, noisy, draw,
-                                       gumbel_max, words, made, &bad, publish);
-        if (lane == 0) *to = sum;
+        score_step(row, step, slots_ + place * kStageSlots, noisy, draw, words, gumbel_max, &bad,
+                   publish, to);
       }
       const int follows = has_next ? round : round + kDepth<T>;
       if (follows < rounds_) refill(source, follows, place);
       place = place + 1 == kDepth<T> ? 0 : place + 1;
-      to += kWarps;
+      to += kHalves * kWarps;
       step += kWarps;
-      ++round;
-    };
-    if (noisy) take_round(true);
-#pragma unroll 1
-    while (round < rounds_) take_round(false);
+    }
     in_flight_ = has_next ? rounds_ : 0;
     const uint64_t mine = gumbel_max.token < 0 ? 0 : rank_key(gumbel_max.score, gumbel_max.token);
     const WarpBest best = best_of_warp({mine, gumbel_max.logit, bad});
@@ -218,19 +207,40 @@ class Scanner : public Rounds<T> {
     return *static_cast<const volatile uint32_t*>(&x);
   }
 
-  // The search precedes the sum, which needs the registers of the words.
+  // A score that an id of the warp's first step reaches: the best among the ids that have the
+  // minima of the lanes' groups.
+  __device__ __forceinline__ float lower_bound(const Row<T>& row, const Philox4& words) const {
+    float sure = kNegInf;
+#pragma unroll
+    for (int group = 0; group < kStepGroups; ++group) {
+      const uint32_t word = words.word[group];
+      const float logit = logit_at(slots_ + group * kGroupSlots, word % kGroup);
+      sure = fmaxf(sure, GumbelMax::lower_bound(row, logit, word));
+    }
+    return warp_max(sure);
+  }
+
+  __device__ __forceinline__ static float logit_at(const uint4* slot, uint32_t i) {
+    return as_float32(reinterpret_cast<const T*>(slot)[i]);
+  }
+
+  // The search precedes the sum, which needs the registers of the words. Lane 0 writes the sum of
+  // the first half to `to`, lane 16 that of the second.
   template <typename Publish>
-  __device__ __forceinline__ StepSum score_step(const Row<T>& row, int32_t step, uint4* slot,
-                                                bool noisy, const Draw& draw, GumbelMax& gumbel_max,
-                                                Words<kStepGroups>& words, bool made, bool* bad,
-                                                Publish&& publish) const {
+  __device__ __forceinline__ void score_step(const Row<T>& row, int32_t step, uint4* slot,
+                                             bool noisy, const Draw& draw, const Philox4& words,
+                                             GumbelMax& gumbel_max, bool* bad, Publish&& publish,
+                                             HalfSum* to) const {
+    constexpr int kHalfGroups = kStepGroups / kHalves;
+    static_assert(kHalves == 2 && kHalfGroups == 2);
     Raw<T> raw[kStepGroups];
-    float largest[kStepGroups], max;
+    float largest[kStepGroups], max[kHalves];
     const auto find_largest = [&] {
 #pragma unroll
-      for (int group = 0; group < kStepGroups; ++group) {
-        largest[group] = largest_of(raw[group]);
-        max = group == 0 ? largest[0] : max_nan(max, largest[group]);
+      for (int group = 0; group < kStepGroups; ++group) largest[group] = largest_of(raw[group]);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        max[half] = max_nan(largest[2 * half], largest[2 * half + 1]);
       }
     };
 #pragma unroll
@@ -238,7 +248,7 @@ class Scanner : public Rounds<T> {
       raw[group] = RowData<T>::read(slot + group * kGroupSlots);
     }
     find_largest();
-    if (row.is_bad(max)) {  // rare: replaces bad logits in shared memory
+    if (row.is_bad(max_nan(max[0], max[1]))) {  // rare: replaces bad logits in shared memory
       *bad = true;
 #pragma unroll
       for (int group = 0; group < kStepGroups; ++group) {
@@ -248,31 +258,49 @@ class Scanner : public Rounds<T> {
       fence_copies();
       find_largest();
     }
-    const auto logits_of = [&](int group, float (&x)[kGroup]) { expand(raw[group], x); };
+    const int lane = threadIdx.x % kWarpSize;
     if (noisy) {
-      gumbel_max.update(row, largest, first_id(step, 0), kApart, draw, words, made, logits_of,
-                        publish);
-    } else {
+      gumbel_max.update(
+          row, largest, first_id(step, 0), draw, words,
+          [&](int group, int owner, int32_t id) {
+            return logit_at(slot + group * kGroupSlots + (owner - lane) * kParts<T>, id % kGroup);
+          },
+          publish);
+    }
+    float sum[kHalves];
 #pragma unroll
-      for (int group = 0; group < kStepGroups; ++group) {
-        gumbel_max.update_greedy(row, largest[group], first_id(step, group),
-                                 [&](float (&x)[kGroup]) { logits_of(group, x); });
+    for (int half = 0; half < kHalves; ++half) {
+      const int group = half * kHalfGroups;
+      max[half] = warp_max(max[half]);
+      if (!noisy) {
+        gumbel_max.update_greedy(max[half], raw[group], raw[group + 1], largest[group],
+                                 largest[group + 1], first_id(step, group));
       }
+      max[half] = fmaxf(max[half], -FLT_MAX);
+      sum[half] =
+          add_rn(sum_of(row, raw[group], max[half]), sum_of(row, raw[group + 1], max[half]));
     }
-    max = fmaxf(warp_max(max), -FLT_MAX);
+    // A butterfly of both halves at once: lanes below 16 continue with the first.
+    const bool upper = lane >= kWarpSize / 2;
+    const float other = __shfl_xor_sync(kFullWarp, upper ? sum[0] : sum[1], kWarpSize / 2);
+    float all = add_rn(upper ? sum[1] : sum[0], other);
+#pragma unroll
+    for (int apart = kWarpSize / 4; apart > 0; apart /= 2) {
+      all = add_rn(all, __shfl_xor_sync(kFullWarp, all, apart));
+    }
+    if (lane % (kWarpSize / 2) == 0) to[upper] = {upper ? max[1] : max[0], all};
+  }
+
+  // A lane's part of the sum.
+  __device__ __forceinline__ static float sum_of(const Row<T>& row, const Raw<T>& raw, float max) {
     const float shift = row.shift(max);
-    float sum = 0.0f;
+    float x[kGroup], e[kGroup];
+    expand(raw, x);
 #pragma unroll
-    for (int group = 0; group < kStepGroups; ++group) {
-      float x[kGroup], e[kGroup];
-      logits_of(group, x);
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) e[j] = row.exp_of(x[j], shift);
-      const float low = add_rn(add_rn(e[0], e[1]), add_rn(e[2], e[3]));
-      const float high = add_rn(add_rn(e[4], e[5]), add_rn(e[6], e[7]));
-      sum = add_rn(sum, add_rn(low, high));
-    }
-    return {max, warp_sum_all(sum)};
+    for (int j = 0; j < kGroup; ++j) e[j] = row.exp_of(x[j], shift);
+    const float low = add_rn(add_rn(e[0], e[1]), add_rn(e[2], e[3]));
+    const float high = add_rn(add_rn(e[4], e[5]), add_rn(e[6], e[7]));
+    return add_rn(low, high);
   }
 
   __device__ static WarpBest best_of_warp(WarpBest mine) {
@@ -281,19 +309,20 @@ class Scanner : public Rounds<T> {
     return {key, __shfl_sync(kFullWarp, mine.logit, owner), __any_sync(kFullWarp, mine.bad)};
   }
 
-  // Folds the sums of the steps. Called by the warp that reports.
+  // Folds the sums of the halves. Called by the warp that reports.
   __device__ void fold_sums(const Row<T>& row, RowResult* result) const {
-    const StepSum* const sums = sums_of(turn_);
+    const HalfSum* const sums = sums_of(turn_);
     const int lane = threadIdx.x % kWarpSize;
     constexpr int kBatch = 10;
     float max = -FLT_MAX, sum = 0.0f;
-    for (int32_t base = lane; base < num_steps_; base += kBatch * kWarpSize) {
-      StepSum part[kBatch];
+    const int32_t num_sums = kHalves * num_steps_;
+    for (int32_t base = lane; base < num_sums; base += kBatch * kWarpSize) {
+      HalfSum part[kBatch];
       float larger = max;
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        const int32_t step = base + k * kWarpSize;
-        part[k] = step < num_steps_ ? sums[step] : StepSum{-FLT_MAX, 0.0f};
+        const int32_t half = base + k * kWarpSize;
+        part[k] = half < num_sums ? sums[half] : HalfSum{-FLT_MAX, 0.0f};
         larger = fmaxf(larger, part[k].max);
       }
       const float shift = row.shift(larger);
@@ -329,14 +358,14 @@ class Scanner : public Rounds<T> {
   }
 
   // The sums of a row, in the first block.
-  __device__ StepSum* sums_of(int turn) const {
-    return sums_ + (in_turn(num_steps_, rounds_, kDepth<T>) ? turn * num_steps_ : 0);
+  __device__ HalfSum* sums_of(int turn) const {
+    return sums_ + (in_turn(num_steps_, rounds_, kDepth<T>) ? turn * kHalves * num_steps_ : 0);
   }
 
   using Base::cluster_, Base::num_steps_, Base::first_step_, Base::end_, Base::rounds_,
       Base::slots_, Base::in_flight_, Base::ready_, Base::kStageSlots, Base::kGroupSlots;
   using Base::wait_for, Base::first_id, Base::wait_for_cluster_start, Base::num_warps, Base::refill;
-  StepSum* const sums_;  // [1 or 2, num_steps]
+  HalfSum* const sums_;  // [1 or 2, num_steps, kHalves]
   int turn_ = 0;         // which of the two buffers the next row uses
 };
 

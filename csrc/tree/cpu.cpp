@@ -18,26 +18,21 @@ namespace tlt {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int kBlock = 64;           // ids whose noise is computed together
-constexpr float kMaxGumbel = 22.9f;  // above gumbel(0), the largest variate
+constexpr int kBlock = 64;  // ids whose noise is computed together
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 int64_t padded(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
 
-// score[i] = scaled[i] + gumbel noise of target_id[i] for one block. The noise of a draft id is
-// that of its target id, whose neighbours are usually other draft ids, so each lane evaluates
-// Philox for itself.
+// score[i] = scaled[i] + noise of target_id[i] for one block. The noise of a draft id is that of
+// its target id, whose neighbours are usually other draft ids, so each lane evaluates Philox for
+// itself.
 TLT_SIMD void add_noise(const float* scaled, const int32_t* target_id, const NoiseKey& key,
                         int32_t position, float* score) {
-  uint32_t word[kBlock];
+  float exponential[kBlock];
   for (int i = 0; i < kBlock; ++i) {
-    const uint32_t id = static_cast<uint32_t>(target_id[i]);
-    const Philox4 r = noise_words(key, position, id >> 2);
-    const uint32_t low = id & 1 ? r.word[1] : r.word[0];
-    const uint32_t high = id & 1 ? r.word[3] : r.word[2];
-    word[i] = id & 2 ? high : low;
+    exponential[i] = target_exponential(key, position, static_cast<uint32_t>(target_id[i]));
   }
-  for (int i = 0; i < kBlock; ++i) score[i] = add_rn(scaled[i], gumbel(word[i]));
+  for (int i = 0; i < kBlock; ++i) score[i] = add_rn(scaled[i], -log_f32(exponential[i]));
 }
 
 TLT_SIMD float max_of(const float* value, int64_t n) {
@@ -156,7 +151,7 @@ ChildList best_children(const ExpandTreeParams& p, DraftRow& row, bool greedy, c
     const float* scaled = row.scaled.data() + block;
     float* score = row.score.data() + block;
     const float bound = max_of(scaled, kBlock);
-    const bool reachable = bound > kNegInf && bound + kMaxGumbel >= best.threshold;
+    const bool reachable = bound > kNegInf && bound + kMaxNoise >= best.threshold;
     if (greedy) {
       std::copy(scaled, scaled + kBlock, score);
     } else if (reachable || p.score_temperature > 0) {

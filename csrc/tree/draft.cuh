@@ -127,7 +127,7 @@ class DraftTile {
         expected_id_.word[i] = load_from_l2(p.d2t + first + i);
       }
     }
-    make_words(p, expected, expected_id_, first);
+    make_noise(p, expected, expected_id_, first);
   }
 
   // Issues loads that depend only on addresses. Ids past the row are not read.
@@ -166,7 +166,7 @@ class DraftTile {
     return status;
   }
 
-  // Computes the noise words of the ids, unless they are precomputed; values become scores if
+  // Computes the noise of the ids, unless it is precomputed; values become scores if
   // `perturbed`. Called by whole warps.
   __device__ __forceinline__ void draw(const ExpandTreeParams& p, const Draw& noise,
                                        bool perturbed) {
@@ -178,12 +178,12 @@ class DraftTile {
       for (int i = 0; i < kTileIds; ++i) right &= expected_id_.word[i] == ids_.word[i];
     }
     precomputed_ = false;  // valid for the first tile only
-    if (!__all_sync(kFullWarp, right)) make_words(p, noise, ids_, first_);
+    if (!__all_sync(kFullWarp, right)) make_noise(p, noise, ids_, first_);
     if (!perturbed) return;
     largest_ = kNegInf;
 #pragma unroll
     for (int i = 0; i < kTileIds; ++i) {
-      value_[i] = add_rn(value_[i], gumbel(word_[i]));
+      value_[i] = add_rn(value_[i], -log_f32(exponential_[i]));
       largest_ = fmaxf(largest_, value_[i]);
     }
   }
@@ -201,10 +201,9 @@ class DraftTile {
       lower_bound = kNegInf;
 #pragma unroll
       for (int i = 0; i < kTileIds; ++i) {
-        const float bound = gumbel_bound(word_[i]);  // as in GumbelMax::lower_bound
-        upper[i] = add_rn(value_[i], bound);
-        const float lower = add_rn(value_[i], add_rn(bound, -0.3f));
-        if (word_[i] < 1u << 30) lower_bound = fmaxf(lower_bound, lower);
+        const float noise = log2_approx(exponential_[i]) * -kLn2;  // within 1e-3
+        upper[i] = add_rn(value_[i], add_rn(noise, 1e-3f));
+        lower_bound = fmaxf(lower_bound, add_rn(value_[i], add_rn(noise, -1e-3f)));
       }
     }
     const float threshold = list.threshold(lower_bound);
@@ -216,15 +215,16 @@ class DraftTile {
     while (__any_sync(kFullWarp, left != 0)) {
       const int at = left == 0 ? 0 : __ffs(left) - 1;
       float value = value_[0];
-      uint32_t word = word_[0], id = ids_.word[0];
+      float exponential = exponential_[0];
+      uint32_t id = ids_.word[0];
 #pragma unroll
       for (int i = 1; i < kTileIds; ++i) {
         value = at == i ? value_[i] : value;
-        word = at == i ? word_[i] : word;
+        exponential = at == i ? exponential_[i] : exponential;
         id = at == i ? ids_.word[i] : id;
       }
       if (p.d2t == nullptr) id = static_cast<uint32_t>(first_ + at);
-      const float score = exact ? value : add_rn(value, gumbel(word));
+      const float score = exact ? value : add_rn(value, -log_f32(exponential));
       list.take(left != 0 && score >= threshold, rank_key(score, id), value);
       left &= left - 1;
     }
@@ -242,20 +242,25 @@ class DraftTile {
   }
 
  private:
-  __device__ __forceinline__ void make_words(const ExpandTreeParams& p, const Draw& noise,
+  __device__ __forceinline__ void make_noise(const ExpandTreeParams& p, const Draw& noise,
                                              const Raw<float, kTileIds>& ids, int32_t first) {
-    if (p.d2t != nullptr || kTileIds < 4) {
+    static_assert(kTileIds % 4 == 0 && kTileIds <= kGroup);
+    if (p.d2t != nullptr) {
 #pragma unroll
       for (int i = 0; i < kTileIds; ++i) {
-        word_[i] = noise.word(p.d2t != nullptr ? ids.word[i] : static_cast<uint32_t>(first + i));
+        exponential_[i] = noise.exponential(noise.group_word(ids.word[i] / kGroup), ids.word[i]);
       }
       return;
     }
+    const auto id = static_cast<uint32_t>(first);  // its tile is in one group
+    const uint32_t word = noise.group_word(id / kGroup);
 #pragma unroll
     for (int i = 0; i < kTileIds; i += 4) {
-      const Philox4 r = noise.words(static_cast<uint32_t>(first + i) / 4);
+      const Philox4 r = noise.rest_words((id + i) / 4);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) word_[i + j] = r.word[j];
+      for (int j = 0; j < 4; ++j) {
+        exponential_[i + j] = group_exponential(word, r.word[j], id + i + j);
+      }
     }
   }
 
@@ -265,7 +270,7 @@ class DraftTile {
   int32_t expected_position_;
   bool precomputed_ = false;
   float value_[kTileIds];
-  uint32_t word_[kTileIds] = {};
+  float exponential_[kTileIds] = {};  // the noise is -log of it
   int32_t first_ = 0;
   float largest_ = kNegInf;  // of the values
 };

@@ -1,4 +1,4 @@
-// expand_tree on the GPU: children = the top K of logit / T + gumbel(noise word of the target id).
+// expand_tree on the GPU: children = the top K of logit / T + noise of the target id.
 //
 // One cluster per request (up to 16 blocks on sm_90, else 1). Frontier rows are processed in
 // waves of up to kWave, and the cluster's warps are distributed over them, so a row is spread over

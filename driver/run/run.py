@@ -15,6 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from tlt_ext.sampling import NOISE_VERSION
+
 from ..common.errors import UserError
 from ..common.memory import CARD_MEMORY, memory_metrics
 from ..common.world import World
@@ -266,6 +268,7 @@ class Run:
                 "bandit": self.rollout.bandit.state_dict(),
                 "spot": spot.state_dict() if spot else None,
                 "counters": {
+                    "noise": NOISE_VERSION,
                     "version": self.version,
                     "prompts_drawn": self.collector.prompts_drawn,
                     "tokens": self.tokens,
@@ -320,6 +323,12 @@ class Run:
             spot.target_version = self.version
 
     def _restore_counters(self, counters: dict[str, Any]) -> None:
+        if counters["noise"] != NOISE_VERSION:
+            raise UserError(
+                f"the checkpoint was made with noise of version {counters['noise']}, and version"
+                f" {NOISE_VERSION} draws other tokens; model.path=FOLDER starts a new run from the"
+                " policy of a checkpoint's folder"
+            )
         self.version, self.tokens = counters["version"], counters["tokens"]
         self.target_passes = counters["target_passes"]
         self.collector.prompts_drawn = counters["prompts_drawn"]

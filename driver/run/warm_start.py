@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt_ext.sampling import NOISE_VERSION
+
 from ..common.deterministic import deterministic
 from ..common.errors import UserError
 from ..common.storage import user_path
@@ -57,7 +59,7 @@ def warm_folder(config: Config) -> Path:
     parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
     if config.tool != ToolConfig():  # other tasks keep the names they had before there were tools
         parts["tool"] = asdict(config.tool)
-    key = json.dumps([PROCEDURE, parts, config.run.seed], sort_keys=True).encode()
+    key = json.dumps([PROCEDURE, NOISE_VERSION, parts, config.run.seed], sort_keys=True).encode()
     digest = hashlib.blake2b(key, digest_size=4).hexdigest()
     root = user_path(config.run.root)
     return root / "warm" / f"{preset_title(config.preset)}-{digest}"
@@ -73,7 +75,7 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
-    """The hashes of policy and drafter of a warm start; {} if the folder has none."""
+    """The hashes of policy and drafter of a warm start, and its noise; {} if it has none."""
     path = folder / REPORT
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return report.get("fingerprint", {})
@@ -137,7 +139,7 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
         report |= warming.run(phases)
         states["spot"] = rollout.spot.state_dict()
         marks["drafter"] = fingerprint(states["spot"]["drafter"])
-    report["fingerprint"] = marks
+    report["fingerprint"] = marks | {"noise": str(NOISE_VERSION)}
     report["seconds"] = {name: round(value, 2) for name, value in phases.summary().items()}
 
     def write_policy(path: Path) -> None:

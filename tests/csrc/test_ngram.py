@@ -159,7 +159,7 @@ def test_noise_ranks_when_sampling(ops):
     texts = [[1000], *([1000, token] for token in range(30))]
     case = Case(texts, [(0, range(31))] * 5, temperature=1.0)
     for b, tree in enumerate(case.propose(ops, top_k=3, depth=1)):
-        noise = reference.gumbel(reference.noise_words(SEED, REQUEST + b, 1, 30))
+        noise = reference.target_noise(SEED, REQUEST + b, 1, 30)
         assert tokens_of(tree)[1:] == noise.topk(3).indices.tolist()
         assert [node[2] for node in tree[1:]] == pytest.approx([math.log(1 / 31)] * 3)
     assert first(ops, texts, top_k=3, depth=1) == [1000, 0, 1, 2]

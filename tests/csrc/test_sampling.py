@@ -159,7 +159,7 @@ def test_chi_square_catches_planted_bugs():
     with pytest.raises(AssertionError):  # one position for all
         kit.assert_distribution(call(logits.expand(MILLION, -1)).tokens, probs)
     with pytest.raises(AssertionError):  # 1 % off in temperature
-        kit.assert_distribution(many(logits, temperature=1.01).tokens, probs)
+        kit.assert_distribution(many(logits, 4 * MILLION, temperature=1.01).tokens, probs)
     with pytest.raises(AssertionError):  # an id that the distribution does not have
         kit.assert_distribution(many(logits).tokens, reference.target_probs(logits, 1.0, 3, 1.0))
     with pytest.raises(AssertionError, match="past the distribution"):

@@ -89,7 +89,7 @@ def test_verify_tree_emits_what_sample_draws_row_by_row(malformed):
     """Faults 9, 10, 21, 24: any tree, with duplicates, bad links and bad ids, bit for bit."""
     rng = random.Random(malformed)
     vocab, longest = 5, 0
-    for case in range(150):
+    for case in range(400):
         tokens, parents, position, row_start = random_batch(rng, vocab, malformed)
         requests, rows = len(row_start) - 1, len(tokens)
         inert = 3  # rows past the last request

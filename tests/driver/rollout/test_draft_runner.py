@@ -134,7 +134,7 @@ def test_many_rows_go_op_by_op_with_the_same_bits(parts, monkeypatch):
 def test_every_node_of_a_tree_equals_the_chain_of_its_path(parts, monkeypatch):
     recorder = Recorder(parts, monkeypatch)
     keep, depth = 3, 4
-    requests = [request_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21))]
+    requests = [request_of(parts, n, seed=n, first_page=40 * i) for i, n in enumerate((9, 21, 14))]
     parts.propose(requests, Strategy("learned", depth, keep, 16))
     branched = 0
     for row, request in enumerate(requests):

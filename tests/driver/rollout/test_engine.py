@@ -17,9 +17,8 @@ from driver.rollout.proposers import OracleProposer
 from driver.rollout.request import Request, SamplingParams
 from driver.session.load import spec_of
 from driver.session.parts import build_rollout
-from tests import kit
+from tests import kit, reference
 from tests.driver.hugging_face import random_model
-from tlt_ext import _C
 from tlt_ext.limits import MAX_DEPTH
 
 STRATEGIES = [
@@ -135,7 +134,7 @@ def test_plain_decoding_is_the_keyed_sample_of_the_model(policy, plain):
             expected = (logits / temperature).log_softmax(-1)
             assert logprob == pytest.approx(float(expected[token]), abs=2e-4)
             if params.top_k == 0 and params.top_p == 1.0:
-                noise = torch.tensor([keyed_gumbel(request.id, len(ids), v) for v in range(97)])
+                noise = reference.target_noise(SEED, request.id, len(ids), 97)
                 score = logits / temperature + (noise if params.temperature else 0.0)
                 assert token == int(score.argmax())
             ids.append(token)
@@ -144,13 +143,6 @@ def test_plain_decoding_is_the_keyed_sample_of_the_model(policy, plain):
         else:
             assert len(response.token_ids) == params.max_new_tokens
         assert not set(response.token_ids[:-1]) & set(params.stop_ids)
-
-
-def keyed_gumbel(request, position, token):
-    words = _C.philox(
-        [token >> 2, position, request & 0xFFFFFFFF, request >> 32 & 0x3FFFFFFF], [SEED, 0]
-    )
-    return _C.gumbel(words[token & 3])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

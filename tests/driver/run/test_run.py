@@ -22,6 +22,7 @@ from driver.records.folder import RunFolder, read_jsonl
 from driver.records.phases import PHASES
 from driver.records.progress import Progress
 from driver.rollout.draft_runner import DraftRunner
+from driver.run import run as run_module
 from driver.run import start as start_module
 from driver.run.collector import Collector
 from driver.run.run import Run
@@ -172,6 +173,13 @@ def test_a_finished_run_resumed_keeps_its_figures(unbroken):
     assert history(folder) == before
     for name in ("lengths.png", "active.png"):
         assert (folder / "plots" / name).read_bytes() == figures[name]
+
+
+def test_a_run_with_other_noise_is_not_resumed(unbroken, monkeypatch):
+    monkeypatch.setattr(run_module, "NOISE_VERSION", 99)
+    other = "made with noise of version 2, and version 99 draws other tokens; model.path=FOLDER"
+    with pytest.raises(UserError, match=other):
+        run(unbroken.folder.path.parent, "whole", "run.steps=5", "run.resume=true")
 
 
 def test_rollout_and_trainer_agree_on_log_probs(unbroken):

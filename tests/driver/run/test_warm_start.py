@@ -67,7 +67,7 @@ def test_it_is_made_once_and_found_by_its_settings(config, made):
     again = []
     assert warm.warm_start(config, again.append) == checkpoint
     marks = warm.fingerprints(checkpoint.path)
-    described = f"{checkpoint.path}, policy {marks['policy']}, drafter {marks['drafter']}"
+    described = f"{checkpoint.path}, policy {marks['policy']}, drafter {marks['drafter']}, noise 2"
     assert again == [f"warm start: {described}"]
     assert checkpoint.path.parent == warm.warm_folder(config)
     for other in (
@@ -151,7 +151,7 @@ def test_a_fingerprint_is_of_all_bits():
 
 def test_the_fingerprints_of_the_weights_a_run_starts_from(config, made, tmp_path):
     marks = warm.fingerprints(made[0].path)
-    assert set(marks) == {"policy", "drafter"}
+    assert set(marks) == {"policy", "drafter", "noise"}
     assert warm.start_fingerprints(config) == marks
     assert warm.start_fingerprints(load_config([f"model.path={made[0].path}"])) == marks
     assert warm.start_fingerprints(load_config([])) == {}
