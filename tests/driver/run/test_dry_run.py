@@ -48,6 +48,10 @@ def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
     dry_run.dry_run([*words[:2], "memory_gb=620"], lines.append)
     dry_run.dry_run([*words[:2], "memory_gb=540", "ranks=8"], lines.append)
     assert "    policy                    3.808" in lines
+    shared = ["engine.tensor_parallel=4", "ranks=8"]
+    dry_run.dry_run([*words[:2], "memory_gb=540", *shared], lines.append)
+    own = [float(line.split()[-1]) for line in lines if "engine weights" in line]
+    assert own[-2] > 2 * own[-1]
     dry_run.dry_run([*words[:2], "memory_gb=580", "grpo.offload=all"], lines.append)
     assert "  in host memory            121.850" in lines
     dry_run.dry_run([*words[:2], "memory_gb=580", "grpo.offload=moments"], lines.append)

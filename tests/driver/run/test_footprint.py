@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from driver.common.memory import CARD_MEMORY
+from driver.common.tensor_parallel import TensorParallel
 from driver.config.load import load_config
 from driver.config.sections import GrpoConfig
 from driver.model import tiny
@@ -89,13 +90,15 @@ def predicted(*words):
         [],
         ["model.dtype=bfloat16", "drafter.draft_vocab=16", "engine.history=2"],
         ["engine.strategies=off ngram:4,1,5", "engine.num_pages=50"],
+        ["engine.tensor_parallel=2", "model.hidden_size=256"],
     ],
 )
 def test_engine_and_drafter_hold_what_was_predicted(words):
     config, parts = predicted(*words)
     policy, _ = load_policy(config, None)
     spec, longest = spec_of(policy), 24 + 2 * PROMPT
-    rollout = build_rollout(config, spec, policy.state_dict(), longest)
+    parallel = TensorParallel(0, config.engine.tensor_parallel)
+    rollout = build_rollout(config, spec, policy.state_dict(), longest, parallel)
     got = parts.always
     weights = held_bytes(rollout.target.state_dict())
     cache, engine = rollout.engine.cache, rollout.engine
