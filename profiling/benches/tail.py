@@ -26,7 +26,7 @@ from profiling.rig.warm import make_warm_start
 from profiling.studies.grpo_runs import WARMED
 
 NEEDS_WARM_START = True
-CASES = "64x16384,0x16384,0x65536,32x16384,64x8192"
+CASES = "64x16384,0x16384,0x65536,96x16384,64x8192"
 QUICK_CASES = "64x16384,0x65536"
 FIRST_STEPS = 2  # not counted: they compile, capture graphs and compare gradients
 
