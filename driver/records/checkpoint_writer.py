@@ -52,11 +52,10 @@ class CheckpointWriter:
         Args:
             state: returns what `save` gets.
         """
-        if self._prepared or self._written is not None:
+        if self._prepared or not self.threaded:
             return
-        self._prepared = True
-        found = state() if self.threaded else None
-        if self._can_copy(found):
+        self._prepared, found = True, state()  # of all ranks: it may be a collective call
+        if self._can_copy(found) and self._written is None:
             self._written = self._thread.submit(self._copies.prepare, found)
 
     def save(self, write: Callable[[Any], object], state: Any) -> None:

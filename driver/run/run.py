@@ -26,7 +26,7 @@ from ..policy.trainer import PolicyTrainer
 from ..records.checkpoint import PARTS, Checkpoint, scratch_folder
 from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder, Sample
-from ..records.parts import save_parts
+from ..records.parts import Parts, save_parts
 from ..records.phases import Phases
 from ..session.parts import Rollout
 from ..session.session import Session
@@ -104,6 +104,9 @@ class Run:
 
     def update_policy(self, step: Experience) -> dict[str, float]:
         self.world.enter("update_actor")
+        if self.config.grpo.offload != "none":
+            with self.phases("checkpoint"):
+                self.writer.collect()
         self.consistent = False
         if self.config.engine.free_in_update == "true":
             with self.phases("free_pages"):
@@ -244,8 +247,8 @@ class Run:
         timelines = self.world.gather(self.phases.timeline.text())
         with self.phases("checkpoint"):
             if self.saved_step != self.step:
-                write = functools.partial(self._write, self.step, self._kept_tokenizer)
-                self.writer.save(write, self._saved())
+                fixed = self.step, self._kept_tokenizer, self._parts(live=True)
+                self.writer.save(functools.partial(self._write, *fixed), self._saved())
                 self.saved_step = self.step
             if self.folder is not None:
                 self.phases.timeline.write(self.folder.path / TIMELINE, timelines[1:])
@@ -253,8 +256,8 @@ class Run:
                     self.folder.write_ranks(self.collector.ranks.states)
 
     def _saved(self) -> dict[str, Any]:
-        """What this rank saves: its part of the trained tensors; the first rank all the rest."""
-        parts, policy = {"parts": self.trainer.tensors()}, self.rollout.target.state_dict()
+        """What is copied to be saved: this rank's tensors; on the first rank all the rest."""
+        parts, policy = {"parts": self._parts(live=False)}, self.rollout.target.state_dict()
         if self.rollout.target.parallel.size > 1:  # a rank has parts of it
             stream = self.trainer.weights.stream()
             policy = {name: w.cpu() for name, w in stream if self.folder is not None}
@@ -280,8 +283,22 @@ class Run:
             },
         }
 
-    def _write(self, step: int, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
-        parts = self.trainer.weights.placed(saved["parts"])
+    def _parts(self, live: bool) -> Parts:
+        """This rank's part of the trained tensors.
+
+        Args:
+            live: those that `grpo.offload` keeps in host memory; else the others. They are written
+                from there, without a copy, and the next update waits until they are.
+        """
+        offloaded = self.config.grpo.offload != "none"
+        return {
+            kind: named
+            for kind, named in self.trainer.tensors().items()
+            if (offloaded and all(not part.is_cuda for part in named.values())) == live
+        }
+
+    def _write(self, step: int, tokenizer: Tokenizer, live: Parts, saved: dict[str, Any]) -> None:
+        parts = self.trainer.weights.placed({**saved["parts"], **live})
 
         def write_model(path: Path) -> None:
             save_parts(path / PARTS, parts, self.world.background)

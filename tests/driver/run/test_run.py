@@ -5,6 +5,7 @@ import operator
 import re
 import shutil
 import signal
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from driver.common.errors import UserError
+from driver.common.host_copies import HostCopies
 from driver.common.storage import storage_errors
 from driver.config.load import load_config
 from driver.drafter import checkpoint as draft_checkpoint
@@ -270,6 +272,41 @@ def test_checkpoints_of_the_thread_equal_those_written_directly(unbroken, writte
             assert (step / name).read_bytes() == (other / step.name / name).read_bytes(), name
         parts = "state/parts/shard-00001-model-00001-of-00001.safetensors"
         mine, theirs = load_file(step / parts), load_file(other / step.name / parts)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_offloaded_moments_are_written_from_where_they_are(unbroken, tmp_path, monkeypatch):
+    """Without a copy: the thread waits here until the next update waits for it."""
+    waited, copied = threading.Event(), []
+    kind, save_parts = start_module.CheckpointWriter, run_module.save_parts
+    collect, take = kind.collect, HostCopies.take
+
+    def noted(self, state):
+        copied.append(state)
+        return take(self, state)
+
+    def late(*args):
+        assert waited.wait(60)
+        waited.clear()
+        save_parts(*args)
+
+    def collected(self, wait=True):
+        if wait and self._written is not None:
+            waited.set()
+        collect(self, wait)
+
+    monkeypatch.setattr(start_module, "CheckpointWriter", lambda threaded: kind(threaded=True))
+    monkeypatch.setattr(run_module, "save_parts", late)
+    monkeypatch.setattr(kind, "collect", collected)
+    monkeypatch.setattr(HostCopies, "take", noted)
+    beside = run(tmp_path, "beside", "run.steps=5", "grpo.offload=moments")
+    assert history(beside.folder.path) == history(unbroken.folder.path)
+    assert [state["parts"] for state in copied] == [{}] * 4  # on a card the weights
+    name = "state/parts/shard-00001-model-00001-of-00001.safetensors"
+    for step in (4, 5):
+        folders = [r.folder.checkpoints / f"step-{step:06d}" for r in (unbroken, beside)]
+        mine, theirs = (load_file(folder / name) for folder in folders)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
