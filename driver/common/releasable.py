@@ -107,6 +107,9 @@ class ReleasableMemory:
         return self._peak_bytes
 
 
+_DROPPED: list[tuple[Any, ...]] = []  # blocks that are not freed yet
+
+
 class DriverError(RuntimeError):
     """A call of the CUDA driver failed."""
 
@@ -136,8 +139,8 @@ class _Block:
         self.size = -(-num_bytes // step) * step
         self._address = _checked(driver.cuMemAddressReserve(self.size, 0, 0, 0))
         self._mapped: list[Any] = []  # at most one handle
-        end = weakref.finalize(self, _free, driver, self._address, self.size, self._mapped, device)
-        end.atexit = False  # the driver frees all of it
+        held = driver, self._address, self.size, self._mapped, device
+        weakref.finalize(self, _free, held).atexit = False  # then the driver frees all
         self.map()
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
@@ -181,12 +184,17 @@ def _unmap(driver: Any, address: Any, size: int, mapped: list[Any]) -> None:
     _checked(driver.cuMemRelease(mapped.pop()))
 
 
-def _free(driver: Any, address: Any, size: int, mapped: list[Any], device: torch.device) -> None:
-    """Frees a block that no tensor refers to."""
-    if mapped:
-        torch.cuda.synchronize(device)
-        _unmap(driver, address, size, mapped)
-    _checked(driver.cuMemAddressFree(address, size))
+def _free(held: tuple[Any, ...]) -> None:
+    """Frees a block that no tensor refers to; during the capture of a graph, the next call does."""
+    _DROPPED.append(held)
+    if torch.cuda.is_current_stream_capturing():  # Python collects garbage at any time
+        return
+    while _DROPPED:
+        driver, address, size, mapped, device = _DROPPED.pop()
+        if mapped:
+            torch.cuda.synchronize(device)  # kernels may still use it
+            _unmap(driver, address, size, mapped)
+        _checked(driver.cuMemAddressFree(address, size))
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

@@ -44,11 +44,12 @@ def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
     held = parts.always | parts.phases[parts.largest]
     largest = max(held, key=lambda part: held[part])
     changes = fitting(config, shape, limit_gb)
+    remedy = f"it fits with {as_words(changes)}" if changes else ""
     raise UserError(
         f"memory: the run needs {parts.peak / 1e9:.2f} GB in the phase {parts.largest!r}, there are"
         f" {limit_gb:.2f} GB; the largest part is {largest}, {held[largest] / 1e9:.2f} GB;"
-        f" {f'it fits with {as_words(changes)}' if changes else 'use more ranks'}; if responses"
-        " stay far below sampling.max_new_tokens, run.check_memory=false starts the run anyway"
+        f" {remedy or 'use more ranks or engine.tensor_parallel'}; if responses stay far below"
+        " sampling.max_new_tokens, run.check_memory=false starts the run anyway"
     )
 
 

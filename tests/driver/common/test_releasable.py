@@ -89,3 +89,22 @@ def test_memory_that_torch_keeps_is_returned_first_and_too_little_is_an_error():
     del used
     memory.restore()
     assert int(x[-1]) == 0
+
+
+@kit.gpu
+@kit.needs_gpu
+def test_garbage_that_is_collected_during_a_capture_is_freed_later():
+    memory = ReleasableMemory(torch.device("cuda"))
+    before = free_bytes()
+    memory.zeros(SIZE, dtype=torch.uint8)
+    kept = torch.zeros(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        kept.add_(1.0)
+        del memory
+        gc.collect()
+    graph.replay()
+    assert float(kept.sum()) == 4.0
+    ReleasableMemory(torch.device("cuda")).zeros(1, dtype=torch.uint8)
+    gc.collect()
+    assert free_bytes() >= before - (8 << 20)
