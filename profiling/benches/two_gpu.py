@@ -48,7 +48,8 @@ SHOWN = {
     **{f"{phase}_s": f"timing_s/{phase}" for phase in (*PHASES, "gather", "log")},
 }
 TOKENS = "drafter/tokens_seen"
-SHARED_SHAPES = ["smollm2", "qwen2_15b", "qwen2_7b"]  # of tensor parallel
+# Shapes of tensor parallel, and the least number of tokens to compare; `--quick`: one round.
+SHARED_SHAPES = {"smollm2": 1_000_000, "qwen2_15b": 1, "qwen2_7b": 1}
 
 
 def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
@@ -62,10 +63,11 @@ def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
     return read_jsonl(folder / "run" / "metrics.jsonl")
 
 
-def share(shape: str) -> dict[str, Any]:
+def share(shape: str, tokens: int) -> dict[str, Any]:
     """The comparison of a shape on two ranks with one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "profiling.rig.tensor_parallel", "device=cuda", f"shape={shape}"]
+    command.append(f"tokens={tokens}")
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -83,10 +85,10 @@ def lacks() -> str:
 
 
 def run(bench: Bench) -> None:
-    for shape in SHARED_SHAPES:
+    for shape, tokens in SHARED_SHAPES.items():
         if bench.wanted(f"tensor parallel, {shape}"):
             with bench.part(f"tensor parallel, {shape}"):
-                book_shared(bench, shape, share(shape))
+                book_shared(bench, shape, share(shape, 1 if bench.quick else tokens))
     seconds = {}
     words = bench.words
     arms = {arm: ARMS[arm] for arm in ARMS if bench.wanted(arm)}

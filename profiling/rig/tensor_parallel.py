@@ -1,9 +1,10 @@
 """A shape on ranks that share it, against one rank: equal tokens, and the time of a pass.
 
-    torchrun --nproc-per-node=2 -m profiling.rig.tensor_parallel device=cuda shape=qwen2_7b
+    torchrun --nproc-per-node=2 -m profiling.rig.tensor_parallel device=cuda shape=qwen2_7b tokens=1
 
-The last line of the first rank is JSON: shares of equal tokens, and for each batch the
-microseconds of a pass on one rank and on all, and those of an exchange. Weights are random.
+`tokens` is the least number of tokens to compare, in whole rounds of a rollout a strategy. The last
+line of the first rank is JSON: the share of equal tokens, and for each batch the microseconds of a
+pass on one rank and on all, and those of an exchange. Weights are random.
 """
 
 from __future__ import annotations
@@ -27,22 +28,24 @@ from profiling.rig.subjects import QWEN2_7B, QWEN2_15B, SMOLLM2, Subject, of_sha
 
 SHAPES: dict[str, Any] = {"smollm2": SMOLLM2, "qwen2_15b": QWEN2_15B, "qwen2_7b": QWEN2_7B}
 BATCHES = (1, 16, 64)
-TOKENS, TIMED_TOKENS, LONGEST = 48, 64, 256  # new tokens of a request; the longest request
+TOKENS, TIMED_TOKENS, LONGEST = 128, 64, 256  # new tokens of a request; the longest request
 STRATEGIES = ["ngram:4,1,5", "learned:4,2,8", "hybrid:4,2,8"]
 WORDS = [
     "model.dtype=bfloat16",
     "drafter.draft_vocab=4096",
     f"engine.strategies=off {' '.join(STRATEGIES)}",
     f"engine.max_batch={BATCHES[-1]}",
-    "engine.spec_max_batch=16",
-    "bandit.buckets=16",
+    f"engine.spec_max_batch={BATCHES[-1]}",
+    f"bandit.buckets={BATCHES[-1]}",
 ]
 EXCHANGES = 64  # in the graph that times one
 
 
-def responses(rollout: Rollout, subject: Subject, count: int, tokens: int) -> list[Response]:
+def responses(
+    rollout: Rollout, subject: Subject, count: int, tokens: int, round: int = 0
+) -> list[Response]:
     """Responses to the first prompts, with every kind of sampling."""
-    requests = subject.requests([tokens] * count, stop=False)
+    requests = subject.requests([tokens] * count, stop=False, round=round)
     kinds = [SAMPLED[i % len(SAMPLED)] for i in range(count)]
     varied = [
         replace(r, params=replace(r.params, temperature=t, top_k=k, top_p=p))
@@ -73,8 +76,14 @@ def exchange_us(rollout: Rollout, batch: int) -> float:
     return timing.elapsed_us(timing.record(many).replay) / EXCHANGES
 
 
-def measure(subject: Subject, parallel: TensorParallel) -> dict[str, Any]:
-    """Compares the engine of this rank alone with that of its group; a collective call."""
+def measure(subject: Subject, parallel: TensorParallel, tokens: int) -> dict[str, Any]:
+    """Compares the engine of this rank alone with that of its group; a collective call.
+
+    Args:
+        subject: the shape; its weights are freed.
+        parallel: the group.
+        tokens: to compare, at least.
+    """
     world = parallel.world
     words = [*WORDS, f"run.device={world.device}"]
     shared = subject.rollout(*words, longest=LONGEST, parallel=parallel)
@@ -82,12 +91,15 @@ def measure(subject: Subject, parallel: TensorParallel) -> dict[str, Any]:
     subject.weights = {}
     found: dict[str, Any] = {"us": {}}
     equal = Arm("tensor parallel")
-    for rollout in (one, shared):
-        rollout.fix(OFF)
-    wanted = responses(one, subject, BATCHES[1], TOKENS)
-    for arm in (OFF, *parse_strategies(STRATEGIES)):
-        shared.fix(arm)
-        compare(equal, wanted, responses(shared, subject, BATCHES[1], TOKENS))
+    one.fix(OFF)
+    rounds = 0
+    while equal.tokens < tokens:
+        work = subject, BATCHES[-1], TOKENS, rounds
+        wanted = responses(one, *work)
+        for arm in (OFF, *parse_strategies(STRATEGIES)):
+            shared.fix(arm)
+            compare(equal, wanted, responses(shared, *work))
+        rounds += 1
     found |= {"tokens": equal.tokens, "identity": equal.worst_share}
     for batch in BATCHES:
         both = []
@@ -109,9 +121,8 @@ def main() -> None:
     world = World.join(options["device"], 60.0)
     parallel = TensorParallel.of(world, world.size)
     torch.set_grad_enabled(False)
-    found = measure(
-        of_shape(options["shape"], [], SHAPES[options["shape"]], world.device), parallel
-    )
+    subject = of_shape(options["shape"], [], SHAPES[options["shape"]], world.device)
+    found = measure(subject, parallel, int(options["tokens"]))
     identity = min(world.gather(found["identity"]))
     if world.rank == 0:
         say(json.dumps(found | {"identity": identity}))

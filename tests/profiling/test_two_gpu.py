@@ -32,7 +32,7 @@ def test_every_arm_runs_and_the_targets_follow(monkeypatch, tmp_path):
     monkeypatch.setattr(two_gpu.subprocess, "run", start)
     bench = Bench("two_gpu", 1.0, quick=True, settings=["preset=tiny", *WORDS])
     monkeypatch.setattr(two_gpu, "QUICK_STEPS", 2)
-    monkeypatch.setattr(two_gpu, "SHARED_SHAPES", [])
+    monkeypatch.setattr(two_gpu, "SHARED_SHAPES", {})
     two_gpu.run(bench)
     rows = {row["case"]: row for row in bench.rows}
     assert set(rows) == set(two_gpu.ARMS)
