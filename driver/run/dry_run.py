@@ -32,7 +32,7 @@ from ..rollout.plan import Cell, GraphCost
 from ..session.load import TOKENIZER_FILES, load_tokenizer
 from ..tasks import make_task
 from .assemble import check_context, check_engine, check_prompts, prompt_encoder
-from .fit import as_words, check_fits, decided, fits, fitting, memory_gb
+from .fit import as_words, check_fits, decided, faster, fits, fitting, memory_gb
 from .footprint import RunShape, comparison, policy_spec, table
 
 CEILINGS = Path(__file__).with_name("ceilings.json")  # by `python -m profiling.rig.ceilings`
@@ -94,7 +94,7 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
         for line in comparison(parts, limit_gb):
             say(line)
         return
-    config = decided(config, shape, limit_gb)
+    asked, config = config, decided(config, shape, limit_gb)
     for line in table(shape.footprint(config)):
         say(line)
     other = replace(config.grpo, checkpointing=not config.grpo.checkpointing)
@@ -111,13 +111,12 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     for name, value in seconds.items():
         say(f"    {name:<22}{value:>9.3f}")
     say(f"    {'together':<22}{sum(seconds.values()):>9.3f}")
-    if not fits(config, shape, limit_gb):
-        if changes := fitting(config, shape, limit_gb):
-            kept = [word for word in own if word.partition("=")[0] not in changes]
-            command = shlex.join(
-                ["python", "-m", "driver.train", *kept, *as_words(changes).split()]
-            )
-            say(f"fits {limit_gb:.0f} GB: {command}")
+    fit = fits(config, shape, limit_gb)
+    if changes := faster(asked, shape, limit_gb) if fit else fitting(config, shape, limit_gb):
+        kept = [word for word in own if word.partition("=")[0] not in changes]
+        command = shlex.join([*kept, *as_words(changes).split()])
+        say(f"{'faster, and fits' if fit else 'fits'} {limit_gb:.0f} GB:")
+        say(f"  python -m driver.train {command}")
     check_fits(config, shape, limit_gb)
 
 

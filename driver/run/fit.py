@@ -80,6 +80,17 @@ def fitting(config: Config, shape: RunShape, limit_gb: float) -> Changes:
     return changes
 
 
+def faster(config: Config, shape: RunShape, limit_gb: float) -> Changes:
+    """The changes that cost memory, save time and still fit; {} if the memory is not known."""
+    changes: Changes = {}
+    for key, value in (("grpo.offload", "none"), ("grpo.checkpointing", False)):
+        other = changed(config, {**changes, key: value})
+        if limit_gb and other != changed(config, changes):
+            if fits(decided(other, shape, limit_gb), shape, limit_gb):
+                changes[key] = value
+    return changes
+
+
 def _savings(config: Config, shape: RunShape) -> Iterator[tuple[str, Any]]:
     """Settings and values that save memory, by rising cost in time."""
     engine, grpo = config.engine, config.grpo

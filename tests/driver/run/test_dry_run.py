@@ -315,9 +315,18 @@ def test_the_command_that_fits_is_printed(seven_b):
     with pytest.raises(UserError, match="it fits with grpo.offload=moments; "):
         words = ["preset=7b", seven_b, "memory_gb=141", "prompt_tokens=300", "grpo.offload=none"]
         dry_run.dry_run(["--dry-run", *words], lines.append)
-    start = f"fits 141 GB: python -m driver.train preset=7b {seven_b} "
-    assert lines[-1] == start + "grpo.offload=moments"
-    dry_run.dry_run([*lines[-1].split()[6:], "memory_gb=141", "prompt_tokens=300"], lines.append)
+    start = f"  python -m driver.train preset=7b {seven_b} "
+    assert lines[-2:] == ["fits 141 GB:", start + "grpo.offload=moments"]
+    more, words = [], [*lines[-1].split()[3:], "prompt_tokens=300"]
+    dry_run.dry_run([*words, "memory_gb=141"], more.append)
+    assert not any("driver.train" in line for line in more)
+    dry_run.dry_run([*words, "memory_gb=160"], more.append)  # with its pages released
+    assert more[-2:] == [
+        "faster, and fits 160 GB:",
+        f"  python -m driver.train preset=7b {seven_b} grpo.offload=none",
+    ]
+    dry_run.dry_run([*words, "memory_gb=250"], more.append)
+    assert more[-1].endswith(f"{seven_b} grpo.offload=none grpo.checkpointing=false")
 
 
 # ---- what a dry run takes -----------------------------------------------------------------------
