@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..common.deterministic import deterministic
 from ..common.errors import UserError, user_code
+from ..common.numbers import shown
 from ..config.sections import WarmupConfig
 from ..model.prompts import PromptEncoder
 from ..rollout.request import Request, Response, SamplingParams
@@ -139,10 +140,11 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
         if not last:
             with user_code(f"demonstration of prompt {prompt.id}: tool at turn {turn}"):
                 answer = task.respond(prompt, turn, text)
-            if answer is None:
+            if not isinstance(answer, str):
+                got = "no answer" if answer is None else f"the answer {shown(answer)}, no text"
                 raise UserError(
-                    f"demonstration of prompt {prompt.id}: turn {turn} has no answer, but turns"
-                    " follow it; end the demonstration there"
+                    f"demonstration of prompt {prompt.id}: turn {turn} has {got}, but turns follow"
+                    " it; end the demonstration there"
                 )
             begin = len(tokens)
             tokens += encode.turns(answer)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError, user_code
+from ..common.numbers import shown
 from ..common.storage import user_path
 from .base import Prompt, Split, Task, prompt_id
 
@@ -35,7 +36,10 @@ class OwnTask(Task):
             if not callable(getattr(task, method, None)):
                 raise UserError(f"task.name={name}: no method {method}; needs prompt and reward")
         self.name, self.task = Path(name.partition(":")[0]).stem, task
-        self.stop = tuple(getattr(task, "stop", ()))
+        stop = getattr(task, "stop", ())
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if wrong := [text for text in self.stop if not isinstance(text, str)]:
+            raise UserError(f"task.name={name}: stop must be texts, got {shown(wrong[0])}")
         self.is_message = bool(getattr(task, "is_message", False))
 
     def prompt(self, split: Split, index: int) -> Prompt:
@@ -43,7 +47,12 @@ class OwnTask(Task):
             made = self.task.prompt(split, index)
         if isinstance(made, Prompt):
             return made
-        text, answer = made if isinstance(made, tuple) else (made, "")
+        text, answer = made if isinstance(made, tuple) and len(made) == 2 else (made, "")
+        if not isinstance(text, str):
+            raise UserError(
+                f"task {self.name}: prompt({split!r}, {index}) must return a text, (text, answer)"
+                f" or a Prompt, got {shown(made)}"
+            )
         return Prompt(prompt_id(self.name, split, index), text, answer)
 
     def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
@@ -62,7 +71,12 @@ class OwnTask(Task):
 
     def demonstration(self, prompt: Prompt) -> str | Sequence[str] | None:
         make = getattr(self.task, "demonstration", None)
-        return None if make is None else make(prompt.text, prompt.answer)
+        worked = None if make is None else make(prompt.text, prompt.answer)
+        turns = [worked] if isinstance(worked, str) else worked
+        texts = isinstance(turns, Sequence) and all(isinstance(text, str) for text in turns)
+        if not (turns is None or texts):
+            raise TypeError(f"expected a text or the texts of turns, got {shown(worked)}")
+        return worked
 
 
 def _takes_four(function: Any) -> bool:

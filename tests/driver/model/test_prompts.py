@@ -189,8 +189,13 @@ def test_a_chat_template_that_drops_messages_cannot_continue():
 
 def test_a_demonstration_ends_where_the_task_ends_it():
     class Deaf(CalculatorTask):
+        answer = None
+
         def respond(self, prompt, turn, text):
-            return None
+            return self.answer
 
     with pytest.raises(UserError, match="turn 0 has no answer"):
+        demonstration(PromptEncoder(make_tokenizer()), Deaf(), 0)
+    Deaf.answer = 5
+    with pytest.raises(UserError, match="turn 0 has the answer 5, no text"):
         demonstration(PromptEncoder(make_tokenizer()), Deaf(), 0)

@@ -7,7 +7,7 @@ import pytest
 from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.records.progress import Progress
-from driver.tasks import make_task
+from driver.tasks import Prompt, make_task
 from driver.train import train
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_task.py"
@@ -25,6 +25,16 @@ class Odd:
     reward = staticmethod(score)
     def prompt(self, split, index):
         return {}[index]
+
+class Number(Odd):
+    stop = "end"
+    def prompt(self, split, index):
+        return "a", "b", "c"
+    def demonstration(self, prompt, answer):
+        return 5
+
+class Token(Odd):
+    stop = (5,)
 
 class Half:
     def prompt(self, split, index):
@@ -61,6 +71,17 @@ def test_an_error_of_its_prompt_is_one_line(parts):
         UserError, match=r"prompt\('eval', 3\): KeyError: 3 .parts_of_a_user.py:\d+"
     ):
         task.prompt("eval", 3)
+
+
+def test_wrong_types_are_refused(parts):
+    task = make_task(f"{parts}:Number")
+    assert task.stop == ("end",)
+    with pytest.raises(UserError, match=r"prompt\('train', 1\) must return a text, .* got \('a', "):
+        task.prompt("train", 1)
+    with pytest.raises(TypeError, match="expected a text or the texts of turns, got 5"):
+        task.demonstration(Prompt("0", "a", "b"))
+    with pytest.raises(UserError, match="stop must be texts, got 5"):
+        make_task(f"{parts}:Token")
 
 
 def test_everything_but_prompt_and_reward_is_optional(parts):
