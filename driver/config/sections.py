@@ -258,12 +258,6 @@ class EngineConfig(Section, prefix="engine."):
     prefill_chunk: int = setting(
         256, "prompt tokens of a prefill pass", low=1, high=MAX_PREFILL_CHUNK
     )
-    history: int = setting(
-        4,
-        "token sequences kept for n-gram drafts, times engine.max_batch; the previous epoch's"
-        " responses are found only if an epoch fits",
-        low=1,
-    )
     graphs: str = setting(
         "auto",
         "CUDA graphs: off, a launch per pass, or a launch for many passes (loop); auto: the most"

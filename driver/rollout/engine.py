@@ -25,6 +25,7 @@ from ..common.spans import Spans
 from ..config.strategy import MAX_DRAFTED, OFF, Strategy
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel
+from . import token_store
 from .bandit import Bandit
 from .graphs import build_graphs
 from .observer import RolloutObserver
@@ -85,7 +86,7 @@ class RolloutEngine:
         device, size = cache.k.device, cache.page_size
         max_len = min(model.spec.max_position, cache.num_pages * size)
         max_pages = pages_for(max_len + MAX_DRAFTED, size)
-        self.store = TokenStore(config.history * config.max_batch, max_len, device)
+        self.store = TokenStore(token_store.HISTORY * config.max_batch, max_len, device)
         self.state = BatchState(config.max_batch, max_pages, size, self.store, device)
         self.ring = tlt_ext.PassRing(
             RING_PASSES, config.max_batch, MAX_EMITTED, pinned=device.type == "cuda"

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .request import RunningRequest
 
+# Rows of a request that runs at once: responses of the previous epoch are found if an epoch fits.
+HISTORY = 4
 GROUP_SLOTS = 32  # rows of one prompt that a request's drafts read
 
 

@@ -27,7 +27,7 @@ from ..policy.weights import MOMENTS, PART_NUMBERS
 from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, GraphCost, draft_bytes
 from ..rollout.state import WORDS_PER_REQUEST
-from ..rollout.token_store import TokenStore
+from ..rollout.token_store import HISTORY, TokenStore
 from ..session.parts import Parts, build_parts
 from .assemble import longest_request
 
@@ -289,7 +289,7 @@ def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str,
         parts = build_parts(config, spec, weights, longest, "meta", parallel)
         target, cache = parts.target, parts.cache
         max_len = min(target.spec.max_position, cache.num_pages * cache.page_size)
-        store = TokenStore(engine.history * engine.max_batch, max_len, torch.device("meta"))
+        store = TokenStore(HISTORY * engine.max_batch, max_len, torch.device("meta"))
     own = held_bytes(target.state_dict())
     words = WORDS_PER_REQUEST + pages_for(max_len + MAX_DRAFTED, engine.page_size)
     held = {

@@ -46,8 +46,9 @@ def test_words_are_checked_by_command(command, words, message):
 
 
 def test_a_dry_run_takes_words_of_both_kinds():
-    own, config = read_dry_run(["--dry-run", "memory_gb=80", "run.steps=3"])
+    own, words, config = read_dry_run(["--dry-run", "memory_gb=80", "run.steps=3"])
     assert (own, config.run.steps) == (DryRunOptions(memory_gb=80.0), 3)
+    assert words == ["run.steps=3"]
 
 
 @pytest.mark.parametrize("command", ["train", "warm", *OPTIONS])

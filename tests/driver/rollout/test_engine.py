@@ -10,7 +10,7 @@ import torch
 from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.config.strategy import MAX_DRAFTED, OFF, Strategy
-from driver.rollout import proposers
+from driver.rollout import proposers, token_store
 from driver.rollout.observer import RolloutObserver
 from driver.rollout.pages import pages_for
 from driver.rollout.proposers import OracleProposer
@@ -442,10 +442,10 @@ def test_block_tables_follow_pages_freed_by_a_preemption(rollout):
         assert same(got, wanted), limit
 
 
-def test_finished_siblings_still_serve_drafts(policy):
+def test_finished_siblings_still_serve_drafts(policy, monkeypatch):
     """Within a rollout, and in the next one if it was recorded, while rows are free."""
-    words = ("engine.max_batch=1", "engine.spec_max_batch=1", "engine.history=6")
-    rollout = make_rollout(policy, *words)
+    monkeypatch.setattr(token_store, "HISTORY", 6)
+    rollout = make_rollout(policy, "engine.max_batch=1", "engine.spec_max_batch=1")
     job = Request(7, 0, tuple(range(6, 20)), SamplingParams(temperature=0.0, max_new_tokens=30))
     twins = [replace(job, id=i) for i in range(4)]  # greedy: each repeats the first
     rollout.engine.observer = None

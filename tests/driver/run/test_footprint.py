@@ -88,7 +88,7 @@ def predicted(*words):
     "words",
     [
         [],
-        ["model.dtype=bfloat16", "drafter.draft_vocab=16", "engine.history=2"],
+        ["model.dtype=bfloat16", "drafter.draft_vocab=16", "engine.max_batch=3"],
         ["engine.strategies=off ngram:4,1,5", "engine.num_pages=50"],
         ["engine.tensor_parallel=2", "model.hidden_size=256"],
     ],
