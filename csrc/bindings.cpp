@@ -109,6 +109,7 @@ void bind_limits(py::module_& m) {
   m.attr("MAX_TREE_ROWS") = tlt::kMaxTreeRows;
   m.attr("MAX_DRAFT_SLOTS") = tlt::kMaxDraftSlots;
   m.attr("MAX_HEAD_DIM") = tlt::kMaxHeadDim;
+  m.attr("MAX_FOLD_BLOCKS") = tlt::kMaxFoldBlocks;
   m.attr("CONTROL_WORDS") = static_cast<int>(tlt::kControlWords);
 }
 
@@ -120,7 +121,7 @@ void bind_layers(py::module_& m) {
   m.def("linear_rows", &tlt::linear_rows, "x"_a, "weight"_a, "out"_a, "norm_weight"_a, "eps"_a,
         "bias"_a, "residual"_a, "parts"_a, "pdl"_a, "stream"_a, NoGil());
   m.def("fold_partials", &tlt::fold_partials, "partials"_a, "out"_a, "bias"_a, "residual"_a,
-        "stream"_a, NoGil());
+        "flags"_a, "rank"_a, "timeout_s"_a, "stream"_a, NoGil());
   m.def("linear_silu_mul", &tlt::linear_silu_mul, "x"_a, "weight"_a, "out"_a, "norm_weight"_a,
         "eps"_a, "pdl"_a, "stream"_a, NoGil());
   m.def("linear_append", &tlt::linear_append, "x"_a, "weight"_a, "q_out"_a, "k_cache"_a,

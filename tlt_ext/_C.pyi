@@ -15,6 +15,7 @@ MAX_TOP_K: int
 MAX_TREE_ROWS: int
 MAX_DRAFT_SLOTS: int
 MAX_HEAD_DIM: int
+MAX_FOLD_BLOCKS: int
 CONTROL_WORDS: int
 
 class DTypeError(TypeError): ...
@@ -133,6 +134,9 @@ def fold_partials(
     out: Array | None,
     bias: Array | None,
     residual: Array | None,
+    flags: Sequence[Array | None],
+    rank: int,
+    timeout_s: float,
     stream: int,
 ) -> None: ...
 def linear_silu_mul(

@@ -86,6 +86,9 @@ def fold_partials(
     *,
     bias: Array | None = None,
     residual: Array | None = None,
+    flags: Sequence[Array] = (),
+    rank: int = 0,
+    timeout_s: float = 60.0,
     stream: int | None = None,
 ) -> None:
     """Adds the partial sums of all ranks as a binary tree, then bias and residual; rounds once.
@@ -93,12 +96,21 @@ def fold_partials(
     With the sums of `linear_rows(parts=8 // R)` of R ranks, out has the bits of `linear_rows` on
     one rank, for every R.
 
+    On GPUs of one host, partials and flags may be symmetric memory. With flags the kernel waits
+    until the earlier kernels of all ranks on their streams have ended, so no other barrier is
+    needed. All ranks make the same calls. A rank may write its partial sums again after its next
+    call with flags, on other partial sums.
+
     Args:
         partials: one float32 [rows, N] for each of 1, 2, 4 or 8 ranks, in their order; rows may be
             strided. Memory of other GPUs that the device can read is allowed.
         out: [rows, N], float32, float16 or bfloat16; rows may be strided.
         bias: [N], float32, float16 or bfloat16.
         residual: [rows, N], dtype of out; may be out itself.
+        flags: one int32 [MAX_FOLD_BLOCKS, ranks] for each rank, zeros at first, which every rank
+            can write; none = the ranks do not wait. On a GPU only.
+        rank: this rank, with flags.
+        timeout_s: of a wait for another rank; then the kernel ends with an error.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -115,7 +127,16 @@ def fold_partials(
     Source: a tree of eight leaves, as in "Tree-based invariant kernels" (arXiv 2511.17826).
     Reference: `tests/reference.py::fold_partials`.
     """
-    _C.fold_partials(list(partials), out, bias, residual, current_stream(out, stream))
+    _C.fold_partials(
+        list(partials),
+        out,
+        bias,
+        residual,
+        list(flags),
+        rank,
+        timeout_s,
+        current_stream(out, stream),
+    )
 
 
 def linear_silu_mul(

@@ -32,6 +32,12 @@ __device__ __forceinline__ __nv_bfloat16 as_storage<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
+__device__ __forceinline__ int64_t device_ns() {
+  int64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
 // Waits for `kThreads` threads, whole warps, at barrier `kId`. All of them must execute the same
 // call. __syncthreads uses barrier 0.
 template <int kId, int kThreads>

@@ -17,12 +17,6 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kFew = 4;  // requests up to which four warps run: a barrier of few warps is faster
 
-__device__ int64_t device_ns() {
-  int64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
-
 __global__ void __launch_bounds__(kThreads)
     advance_kernel(const __grid_constant__ AdvanceBatchParams p) {
   __shared__ int32_t reason_s, most_s, ended_s;

@@ -2,9 +2,15 @@
 // once.
 //
 // A thread owns kWidth neighbouring columns of a row: 4, or 1 where a row does not start at a
-// multiple of 16 bytes. It issues all loads at once. Partial sums may be in the memory of other
-// GPUs, written before a barrier of all ranks that precedes this kernel. Bytes: ranks * 4 + 2 to 8
-// an output.
+// multiple of 16 bytes. It issues all loads at once. Bytes: ranks * 4 + 2 to 8 an output.
+//
+// Partial sums may be in the memory of other GPUs. With flags a block first tells every rank that
+// this rank's sums are complete, by the number of its launches, and waits until all others have
+// told it theirs. Word (block, r) of a rank's flags is written by rank r; a rank counts the
+// launches of a block in its own word. Every rank launches the same grid, of at most kMaxFoldBlocks
+// blocks. A wait that exceeds its time ends the kernel with an error.
+#include <algorithm>
+
 #include "common/cuda.h"
 #include "layers/device.cuh"
 #include "layers/op.h"
@@ -26,21 +32,43 @@ __device__ __forceinline__ void load_partial(const float* from, float (&to)[kWid
   }
 }
 
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+// Waits until this block has begun on every rank, after the earlier kernels of that rank.
+__device__ __forceinline__ void meet_ranks(const FoldParams& p) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < p.ranks) {
+    const int64_t words = static_cast<int64_t>(blockIdx.x) * p.ranks;
+    uint32_t* const mine = p.flags[p.rank] + words;
+    const uint32_t launch = load_acquire(mine + p.rank) + 1;
+    __syncwarp((1u << p.ranks) - 1);  // all have read the count
+    store_release(p.flags[thread] + words + p.rank, launch);
+    const int64_t begun = device_ns();
+    // A rank that is ahead has counted on.
+    while (static_cast<int32_t>(load_acquire(mine + thread) - launch) < 0) {
+      if (device_ns() - begun > p.timeout_ns) __trap();
+    }
+  }
+  __syncthreads();
+}
+
 __device__ __forceinline__ float load_one(const void* from, int64_t at, DType dtype) {
   if (dtype == DType::kFloat32) return static_cast<const float*>(from)[at];
   if (dtype == DType::kFloat16) return as_float32(static_cast<const __half*>(from)[at]);
   return as_float32(static_cast<const __nv_bfloat16*>(from)[at]);
 }
 
+// The sums of kWidth columns from `col` on.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kThreads)
-    fold_kernel(const __grid_constant__ FoldParams p, const int row_blocks) {
-  launch_dependents();
-  const int64_t row = blockIdx.x / row_blocks;
-  const int64_t col =
-      (static_cast<int64_t>(blockIdx.x % row_blocks) * kThreads + threadIdx.x) * kWidth;
-  wait_for_prior_grid();
-  if (col >= p.dim) return;
+__device__ __forceinline__ void fold_columns(const FoldParams& p, int64_t row, int64_t col) {
   float sum[kMaxRanks][kWidth];
 #pragma unroll
   for (int r = 0; r < kMaxRanks; ++r) {
@@ -80,10 +108,26 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    fold_kernel(const __grid_constant__ FoldParams p, const int64_t row_blocks) {
+  launch_dependents();
+  wait_for_prior_grid();
+  if (p.flags[0] != nullptr) meet_ranks(p);
+  const int64_t units = p.rows * row_blocks;
+#pragma unroll 1
+  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int64_t col = (unit % row_blocks * kThreads + threadIdx.x) * kWidth;
+    if (col < p.dim) fold_columns<T, kWidth>(p, unit / row_blocks, col);
+  }
+}
+
+template <typename T, int kWidth>
 void launch(const FoldParams& p, cudaStream_t stream) {
   const int64_t row_blocks = ceil_div(p.dim, kThreads * kWidth);
-  launch_kernel("fold_partials", fold_kernel<T, kWidth>, {p.rows * row_blocks, kThreads}, stream,
-                true, p, static_cast<int>(row_blocks));
+  const int64_t units = p.rows * row_blocks;
+  const int64_t blocks = p.flags[0] ? std::min<int64_t>(units, kMaxFoldBlocks) : units;
+  launch_kernel("fold_partials", fold_kernel<T, kWidth>, {blocks, kThreads}, stream, true, p,
+                row_blocks);
 }
 
 }  // namespace

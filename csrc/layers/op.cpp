@@ -120,7 +120,8 @@ void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
 }
 
 void fold_partials(const std::vector<Tensor>& partials, const Tensor& out, const Tensor& bias,
-                   const Tensor& residual, uintptr_t stream) {
+                   const Tensor& residual, const std::vector<Tensor>& flags, int rank,
+                   double timeout_s, uintptr_t stream) {
   constexpr const char* op = "fold_partials";
   require(is_power_to_8(static_cast<int64_t>(partials.size())), op,
           "partials: expected 1, 2, 4 or 8 arrays, got " + std::to_string(partials.size()));
@@ -140,6 +141,22 @@ void fold_partials(const std::vector<Tensor>& partials, const Tensor& out, const
     Arg(op, "partials", partial).shape({out.shape[0], out.shape[1]}).dense_last();
     p.partial[p.ranks] = partial.ptr<float>();
     p.partial_stride[p.ranks++] = partial.stride[0];
+  }
+  if (!flags.empty()) {
+    require(flags.size() == partials.size(), op,
+            "flags: expected one array for each of " + std::to_string(p.ranks) + " ranks, got " +
+                std::to_string(flags.size()));
+    require(out.is_cuda(), op, "flags: expected none on a CPU");
+    require(0 <= rank && rank < p.ranks, op,
+            "rank: expected 0 to " + std::to_string(p.ranks - 1) + ", got " + std::to_string(rank));
+    require(timeout_s > 0, op, "timeout_s: expected more than 0, got " + std::to_string(timeout_s));
+    for (size_t r = 0; r < flags.size(); ++r) {
+      const Arg flags_arg(op, "flags", flags[r]);
+      flags_arg.on(out).is({DType::kInt32}).shape({kMaxFoldBlocks, p.ranks}).dense();
+      p.flags[r] = flags[r].ptr<uint32_t>();
+    }
+    p.rank = rank;
+    p.timeout_ns = static_cast<int64_t>(timeout_s * 1e9);
   }
   p.bias = bias.data;
   p.residual = residual.data;

@@ -16,7 +16,8 @@ void linear_rows(const Tensor& x, const Tensor& weight, const Tensor& out,
                  const Tensor& norm_weight, double eps, const Tensor& bias, const Tensor& residual,
                  int parts, bool pdl, uintptr_t stream);
 void fold_partials(const std::vector<Tensor>& partials, const Tensor& out, const Tensor& bias,
-                   const Tensor& residual, uintptr_t stream);
+                   const Tensor& residual, const std::vector<Tensor>& flags, int rank,
+                   double timeout_s, uintptr_t stream);
 void linear_silu_mul(const Tensor& x, const Tensor& weight, const Tensor& out,
                      const Tensor& norm_weight, double eps, bool pdl, uintptr_t stream);
 void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,

@@ -42,14 +42,19 @@ struct LinearParams {
 };
 
 constexpr int kMaxRanks = 8;
+constexpr int kMaxFoldBlocks = 512;  // of a launch of fold_partials that waits for other ranks
 
 struct FoldParams {
   const float* partial[kMaxRanks];    // of each rank: [rows, dim]
   int64_t partial_stride[kMaxRanks];  // of a row
   int ranks;                          // 1, 2, 4 or 8
-  const void* bias;                   // [dim], bias_dtype; may be null
-  const void* residual;               // [rows, dim], dtype; may be null, may be out itself
-  void* out;                          // [rows, dim], dtype
+  // Flags of each rank, [kMaxFoldBlocks, ranks], zero at first; null: no rank is waited for.
+  uint32_t* flags[kMaxRanks];
+  int rank;              // this one
+  int64_t timeout_ns;    // of a wait for another rank
+  const void* bias;      // [dim], bias_dtype; may be null
+  const void* residual;  // [rows, dim], dtype; may be null, may be out itself
+  void* out;             // [rows, dim], dtype
   int64_t rows, dim;
   int64_t residual_stride, out_stride;  // of a row
   DType dtype, bias_dtype;

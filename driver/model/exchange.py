@@ -10,7 +10,11 @@ from torch import Tensor
 
 import tlt_ext
 
+from ..common.symmetric import SymmetricSums, on_one_host
 from ..common.tensor_parallel import TensorParallel
+
+# A lost rank is found by the host's wait. Only then a kernel that waits for it ends by itself.
+KERNEL_GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,21 @@ class Exchange:
             addends: `bias`, `residual` of `tlt_ext.fold_partials`.
         """
         tlt_ext.fold_partials(list(self.gather(rows)), out, **addends)
+
+
+def shared_sums(
+    parallel: TensorParallel, rows: int, width: int, device: torch.device
+) -> tuple[Exchange, Exchange] | tuple[SymmetricSums, SymmetricSums]:
+    """Two places for partial sums, which take turns: on cards of one host their shared memory.
+
+    Args:
+        parallel: the group.
+        rows: at most, of an exchange.
+        width: of a row.
+        device: of this rank.
+    """
+    if device.type == "cuda" and parallel.group is not None and on_one_host(parallel.group):
+        timeout_s = parallel.world.timeout_s + KERNEL_GRACE_S
+        return SymmetricSums.allocate(parallel.group, rows, width, device, timeout_s)
+    sums = Exchange.allocate(parallel, rows, width, device)
+    return sums, sums

@@ -16,7 +16,7 @@ import tlt_ext
 
 from ..common.errors import UserError
 from ..common.tensor_parallel import TensorParallel
-from .exchange import Exchange
+from .exchange import Exchange, shared_sums
 from .kv_cache import KvCache
 from .shards import PARTS, Shard, head_rows
 from .spec import ModelSpec, no_rope_table, rope_table
@@ -216,19 +216,20 @@ class TargetModel(TargetWeights):
         if self._places is not None:
             attended = attended.index_select(1, self._places)
         joined = attended.flatten(1)
-        self._add_up(joined, layer.output, out, bias=layer.output_bias, residual=hidden)
+        self._add_up(0, joined, layer.output, out, bias=layer.output_bias, residual=hidden)
         eps = self.spec.rms_norm_eps
         read = self.norm_for(out, layer.post_norm, layer.gate_up, eps, self._normed)
         tlt_ext.linear_silu_mul(**read, weight=layer.gate_up, out=gated, pdl=True)
-        self._add_up(gated, layer.down, out, residual=out)
+        self._add_up(1, gated, layer.down, out, residual=out)
 
-    def _add_up(self, x: Tensor, weight: Tensor, out: Tensor, **addends: Any) -> None:
-        """A linear whose sums are divided among the ranks."""
+    def _add_up(self, turn: int, x: Tensor, weight: Tensor, out: Tensor, **addends: Any) -> None:
+        """A linear whose sums are divided among the ranks, on memory that takes turns."""
         if self._sums is None:
             return tlt_ext.linear_rows(x, weight, out, **addends, pdl=True)
         parts = PARTS // self.parallel.size
-        tlt_ext.linear_rows(x, weight, self._sums.partial(len(x)), parts=parts, pdl=True)
-        self._sums.fold(len(x), out, **addends)
+        sums = self._sums[turn]
+        tlt_ext.linear_rows(x, weight, sums.partial(len(x)), parts=parts, pdl=True)
+        sums.fold(len(x), out, **addends)
 
     # With few rows and few weights launches dominate, and one op replaces two or three, with the
     # same bits. `pdl` and `pdl_tables` are safe: weights, lengths, tables, positions and committed
@@ -325,7 +326,5 @@ class TargetModel(TargetWeights):
         self._logits = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._sums = self._columns = None
         if size > 1:
-            self._sums = Exchange.allocate(
-                self.parallel, self.max_rows, spec.hidden_size, self.device
-            )
+            self._sums = shared_sums(self.parallel, self.max_rows, spec.hidden_size, self.device)
             self._columns = Exchange.allocate(self.parallel, self.max_logits, columns, self.device)

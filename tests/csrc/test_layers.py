@@ -6,6 +6,7 @@ import torch
 import tlt_ext
 from tests import kit, reference
 from tlt_ext import _C
+from tlt_ext.limits import MAX_FOLD_BLOCKS
 
 
 @pytest.mark.parametrize("device", kit.DEVICES)
@@ -412,6 +413,11 @@ def test_partial_sums_check_their_arguments():
         tlt_ext.fold_partials([out], out, residual=out[:3])
     with pytest.raises(ValueError, match="out: expected elements that share no memory"):
         tlt_ext.fold_partials([out], out[:1].expand(4, 3))
+    flags = torch.zeros(MAX_FOLD_BLOCKS, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="flags: expected one array for each of 2 ranks, got 1"):
+        tlt_ext.fold_partials([out, out], torch.empty(4, 3), flags=[flags])
+    with pytest.raises(ValueError, match="fold_partials: flags: expected none on a CPU"):
+        tlt_ext.fold_partials([out, out], torch.empty(4, 3), flags=[flags, flags])
 
 
 # ---- fused -----------------------------------------------------------------------------------

@@ -1,0 +1,111 @@
+"""Partial sums in memory that the GPUs of one host share."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tlt_ext
+from tlt_ext.limits import MAX_FOLD_BLOCKS
+
+BUFFERS = 2
+
+
+def on_one_host(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of a group are processes of one host; a collective call."""
+    hosts: list[Any] = [None] * group.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    return len(set(hosts)) == 1
+
+
+@dataclass(frozen=True)
+class SymmetricSums:
+    """Adds the partial sums of all ranks by one kernel, which reads those of the others.
+
+    Two of these take turns, so that a rank writes its next sums while others read its last ones.
+    All ranks make the same calls, on one stream each.
+
+    Attributes:
+        rank: of this process in the group.
+        sums: by rank, [rows, width], float32.
+        flags: by rank, of `tlt_ext.fold_partials`.
+        timeout_s: of a wait for another rank; then the kernel ends with an error.
+        handle: of the shared memory.
+
+    Example:
+        >>> tlt_ext.linear_rows(x, weight, sums.partial(rows), parts=4)  # doctest: +SKIP
+        >>> sums.fold(rows, out, residual=hidden)                        # doctest: +SKIP
+    """
+
+    rank: int
+    sums: Sequence[Tensor]
+    flags: Sequence[Tensor]
+    timeout_s: float
+    handle: Any
+
+    @staticmethod
+    def allocate(
+        group: dist.ProcessGroup, rows: int, width: int, device: torch.device, timeout_s: float
+    ) -> tuple[SymmetricSums, SymmetricSums]:
+        """The two that take turns; a collective call.
+
+        Args:
+            group: ranks on GPUs of one host, which can read each other's memory.
+            rows: at most, of a call.
+            width: of a row.
+            device: of this rank.
+            timeout_s: of a wait for another rank.
+
+        Raises:
+            RuntimeError: a GPU cannot read another one's memory.
+        """
+        # Nothing here uses multicast memory, which fails on hosts without a fabric manager.
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        from torch.distributed import _symmetric_memory as symmetric
+
+        size, numel = group.size(), rows * width
+        words = BUFFERS * numel + MAX_FOLD_BLOCKS * size
+        memory = symmetric.empty(words, dtype=torch.float32, device=device)
+        handle: Any = symmetric.rendezvous(memory, group)
+        memory.zero_()
+        handle.barrier()  # nobody writes before all are zero
+
+        def of_all(shape: tuple[int, int], dtype: torch.dtype, at: int) -> list[Tensor]:
+            return [handle.get_buffer(r, shape, dtype, at) for r in range(size)]
+
+        flags = of_all((MAX_FOLD_BLOCKS, size), torch.int32, BUFFERS * numel)
+        first, second = (
+            SymmetricSums(
+                group.rank(),
+                of_all((rows, width), torch.float32, at * numel),
+                flags,
+                timeout_s,
+                handle,
+            )
+            for at in range(BUFFERS)
+        )
+        return first, second
+
+    def partial(self, rows: int) -> Tensor:
+        """This rank's array [rows, width], to be written before `fold`."""
+        return self.sums[self.rank][:rows]
+
+    def fold(self, rows: int, out: Tensor, **addends: Any) -> None:
+        """Writes the sum of all ranks' partial sums, plus bias and residual, rounded once.
+
+        Args:
+            rows: of the sums.
+            out: [rows, width].
+            addends: `bias`, `residual` of `tlt_ext.fold_partials`.
+        """
+        partials = [sums[:rows] for sums in self.sums]
+        tlt_ext.fold_partials(
+            partials, out, flags=self.flags, rank=self.rank, timeout_s=self.timeout_s, **addends
+        )
