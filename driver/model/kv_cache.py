@@ -17,8 +17,8 @@ class KvCache:
 
     Attributes:
         k, v: [num_layers, num_pages, page_size, num_kv_heads, head_dim], dtype of the model.
-        features: [num_pages, page_size, feature_size], the target's recorded features, addressed by
-            the same block tables; None if there is no drafter.
+        features: [num_pages, page_size, feature_size], the first columns of the target's features,
+            addressed by the same block tables; None if there is no drafter.
         memory: theirs and that of the drafter's pages.
     """
 
@@ -52,6 +52,10 @@ class KvCache:
         if feature_size:
             features = memory.zeros(num_pages, page_size, feature_size, dtype=dtype)
         return KvCache(k, v, features, memory)
+
+    def recorded(self, rows: Tensor | None) -> Tensor | None:
+        """The columns of a pass's features that are recorded; None if none are."""
+        return None if rows is None or self.features is None else rows[:, : self.features.shape[2]]
 
     def paged_tensors(self) -> list[Tensor]:
         """All tensors that are divided into pages, each [layers, num_pages, ...]."""

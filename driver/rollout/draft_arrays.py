@@ -55,5 +55,5 @@ class NewRows:
             ids=ints(batch * most),
             first=ints(batch),
             last=ints(batch),
-            features=features.new_zeros(batch * most, features.shape[-1] // 4 * 3),
+            features=features.new_zeros(batch * most, features.shape[-1]),
         )

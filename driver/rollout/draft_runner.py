@@ -238,8 +238,9 @@ class DraftRunner:
 
     @property
     def _features(self) -> Tensor:
+        """The part that drafts read; training also reads the final hidden state."""
         assert self.cache.features is not None  # recorded whenever there is a drafter
-        return self.cache.features
+        return self.cache.features[..., : 3 * self.spec.hidden_size]
 
     @property
     def _input_weights(self) -> tlt_ext.DraftWeights:
@@ -333,7 +334,7 @@ class DraftRunner:
             Queries, fused features and rows of the entries.
         """
         tlt_ext.gather_new_rows(
-            self._features[..., : 3 * self.spec.hidden_size],
+            self._features,
             tlt_ext.Rows(new.row_start, new.position, batch.status, context_len, batch.block_table),
             batch.table,
             num_new=num_new,

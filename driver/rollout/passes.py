@@ -110,5 +110,5 @@ class PassProgram:
             path=batch.path,
             num_emitted=batch.num_emitted,
             features=self.cache.features,
-            feature_rows=features,
+            feature_rows=self.cache.recorded(features),
         )

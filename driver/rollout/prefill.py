@@ -84,7 +84,7 @@ class Prefill:
             path=path.repeat(len(counts), 1),
             num_emitted=count,
             features=self.cache.features,
-            feature_rows=features,
+            feature_rows=self.cache.recorded(features),
         )
 
     def ints(self, values: list[int] | list[list[int]]) -> Tensor:

@@ -115,7 +115,7 @@ def build_parts(
             target.shard.spec,
             num_pages=num_pages,
             page_size=engine.page_size,
-            feature_size=target.feature_size if engine.needs_drafter else 0,
+            feature_size=recorded_features(config, spec.hidden_size),
             dtype=dtype,
             device=device,
         )
@@ -169,6 +169,13 @@ def build_rollout(
     tlt_ext.set_num_threads(config.run.threads)
     tuner = OverlapTuner(spot, engine.runner.decode_s) if spot else None
     return Rollout(target, engine, bandit, spot, tuner)
+
+
+def recorded_features(config: Config, hidden_size: int) -> int:
+    """Columns of the recorded features: those that drafts read, and those that training reads."""
+    if not config.engine.needs_drafter:
+        return 0
+    return (3 if config.spot.mode == "off" else 4) * hidden_size
 
 
 def check_kernels(config: Config, spec: ModelSpec) -> None:

@@ -23,7 +23,14 @@ from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
 from ..rollout.request import SamplingParams
 from .load import end_ids, find_model, load_policy, load_tokenizer, spec_of, use_device
-from .parts import Rollout, adopt_drafter, auto_pages, build_rollout, drafter_state
+from .parts import (
+    Rollout,
+    adopt_drafter,
+    auto_pages,
+    build_rollout,
+    drafter_state,
+    recorded_features,
+)
 
 FREE_SHARE = 0.8  # of the device's free memory, for the engine's weights and KV cache
 SHARED_FREE_SHARE = 0.3  # the same beside a live model, which is trained on the device
@@ -162,8 +169,7 @@ def _pages(config: Config, spec: ModelSpec, longest: int, free_bytes: float) -> 
     """
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
     numbers = 2 * (spec.num_layers + engine.needs_drafter) * spec.num_kv_heads * spec.head_dim
-    if engine.needs_drafter:
-        numbers += 4 * spec.hidden_size  # features
+    numbers += recorded_features(config, spec.hidden_size)
     each = getattr(torch, config.model.dtype).itemsize
     weights = sum(math.prod(shape) for shape in spec.shapes().values())
     fit = int((free_bytes / each - weights) // (numbers * engine.page_size))

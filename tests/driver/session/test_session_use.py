@@ -21,6 +21,7 @@ from driver.session.inbox import SessionClosed
 from driver.session.pretrained import SHARED_FREE_SHARE
 from tests.driver.rollout.test_engine import (
     Choose,
+    make_rollout,
     observer,
     same,
 )
@@ -362,3 +363,21 @@ def test_importing_the_driver_stays_cheap():
     code = "import driver, sys; assert 'torch' not in sys.modules; driver.nothing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "module 'driver' has no attribute 'nothing'" in done.stderr
+
+
+def test_what_only_training_reads_is_not_recorded_without_it(policy):
+    """The final hidden state, a quarter of the features."""
+    requests = jobs(6, seed=31)
+    made = {mode: make_rollout(policy, f"spot.mode={mode}") for mode in ("off", "serial")}
+    found = []
+    for mode, rollout in made.items():
+        rollout.spot.swap()
+        rollout.engine.observer = None
+        rollout.engine.bandit = Choose("learned:4,2,8")
+        responses = rollout.engine.generate(requests)
+        width = rollout.target.spec.hidden_size
+        assert rollout.engine.cache.features.shape[2] == (3 if mode == "off" else 4) * width
+        passes = rollout.engine.stats.spec_passes
+        assert passes > 0
+        found.append(([(r.token_ids, r.logprobs) for r in responses], passes))
+    assert found[0] == found[1]  # the drafts are the same
