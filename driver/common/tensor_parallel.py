@@ -16,6 +16,7 @@ from .errors import UserError
 from .world import World, backend_of
 
 T = TypeVar("T")
+GRACE_S = 10.0  # that GPUs wait longer than the host, which names the lost rank
 
 # The second is its name before torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,7 +51,8 @@ class TensorParallel:
         check_group(world.size, size)
         if size == 1:
             return TensorParallel(world=world)
-        wait, mine = datetime.timedelta(seconds=world.timeout_s), None
+        seconds = world.timeout_s + (GRACE_S if world.device.startswith("cuda") else 0.0)
+        wait, mine = datetime.timedelta(seconds=seconds), None
         for first in range(0, world.size, size):  # every rank makes every group
             ranks = list(range(first, first + size))
             group = dist.new_group(ranks, timeout=wait, backend=backend_of(world.device))

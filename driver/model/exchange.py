@@ -11,10 +11,7 @@ from torch import Tensor
 import tlt_ext
 
 from ..common.symmetric import SymmetricSums, on_one_host
-from ..common.tensor_parallel import TensorParallel
-
-# A lost rank is found by the host's wait. Only then a kernel that waits for it ends by itself.
-KERNEL_GRACE_S = 10.0
+from ..common.tensor_parallel import GRACE_S, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def shared_sums(
         device: of this rank.
     """
     if device.type == "cuda" and parallel.group is not None and on_one_host(parallel.group):
-        timeout_s = parallel.world.timeout_s + KERNEL_GRACE_S
+        timeout_s = parallel.world.timeout_s + GRACE_S
         return SymmetricSums.allocate(parallel.group, rows, width, device, timeout_s)
     sums = Exchange.allocate(parallel, rows, width, device)
     return sums, sums
