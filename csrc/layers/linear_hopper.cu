@@ -16,6 +16,7 @@
 #include <cooperative_groups.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "layers/hopper.cuh"
 
@@ -93,8 +94,10 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
 struct Choice {
   int64_t cycles = INT64_MAX;
   Grid grid;
-  void (*launch)(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream);
+  void (*launch)(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) = nullptr;
 };
+
+using Large = Tile<2, 128, 2, true>;
 
 template <typename T, typename Of>
 void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) {
@@ -183,14 +186,55 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
 }
 
 template <typename T>
-void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
+Choice best_grid(const LinearKernelParams& p, const Card& card) {
   Choice best;
   if (p.linear.rows <= 16) consider<T, Tile<2, 16, 8>>(p, card, &best);
   if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p, card, &best);
   consider<T, Tile<2, 64, 4>>(p, card, &best);
   consider<T, Tile<1, 64, 2, true>>(p, card, &best);
-  if (p.linear.rows > 64) consider<T, Tile<2, 128, 2, true>>(p, card, &best);
-  best.launch(p, best.grid, stream);
+  if (p.linear.rows > 64) consider<T, Large>(p, card, &best);
+  return best;
+}
+
+// The linear of weight rows [begin, begin + count), a multiple of 8 from a multiple of 8 on.
+LinearKernelParams columns_of(const LinearKernelParams& p, int64_t begin, int64_t count) {
+  LinearKernelParams part = p;
+  LinearParams& linear = part.linear;
+  const auto move = [&](auto* array, int64_t elements, DType dtype) {
+    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(array)>>,
+                                    const char, char>;
+    return array ? static_cast<Byte*>(array) + elements * bytes_of(dtype) : nullptr;
+  };
+  linear.weight = move(linear.weight, begin * linear.weight_stride, linear.dtype);
+  linear.bias = move(linear.bias, begin, linear.dtype);
+  linear.residual = move(linear.residual, begin, linear.out_dtype);
+  linear.out = move(linear.out, begin, linear.out_dtype);
+  linear.out_dim = count;
+  return part;
+}
+
+// If the last round of large tiles would leave most multiprocessors idle, whole rounds are launched
+// first, and the rest of the weight rows in a grid of its own, where clusters may share the parts.
+template <typename T>
+void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
+  constexpr int kLaunchCycles = 2000;
+  const Choice whole = best_grid<T>(p, card);
+  const int64_t round = std::max<int64_t>(card.num_sms / ceil_div(p.linear.rows, Large::kRows), 1) *
+                        Large::kWeightRows;
+  const int64_t first = p.linear.out_dim / round * round, rest = p.linear.out_dim - first;
+  if (first > 0 && rest > 0 && p.linear.rows > 64 && !p.silu_mul) {
+    const LinearKernelParams rounds = columns_of(p, 0, first);
+    const LinearKernelParams others = columns_of(p, first, rest);
+    Choice large;
+    consider<T, Large>(rounds, card, &large);
+    const Choice last = best_grid<T>(others, card);
+    if (large.launch && large.cycles + last.cycles + kLaunchCycles < whole.cycles) {
+      large.launch(rounds, large.grid, stream);
+      last.launch(others, last.grid, stream);
+      return;
+    }
+  }
+  whole.launch(p, whole.grid, stream);
 }
 
 }  // namespace

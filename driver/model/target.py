@@ -34,6 +34,10 @@ FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 # Up to this many rows a linear without a norm also appends, which saves one launch.
 APPENDED_ROWS = 64
 
+# A linear of more rows may be two launches, if its last round of tiles has few
+# (`csrc/layers/linear_hopper.cu`).
+WHOLE_ROWS = 64
+
 
 def fuses(rows: int, weights: int) -> bool:
     """Whether a GPU fuses the norm or the append into a linear of so many rows and weights."""
@@ -56,7 +60,8 @@ def layer_launches(spec: ModelSpec, rows: int) -> int:
     appended = fuses(rows, qkv) and not spec.qk_norm
     normed = appended or norms(rows, qkv)
     gated = norms(rows, 2 * spec.intermediate_size * spec.hidden_size)
-    return 6 + (not normed) + (not appended) + (not gated)
+    divided = 3 * (rows > WHOLE_ROWS)
+    return 6 + (not normed) + (not appended) + (not gated) + divided
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:

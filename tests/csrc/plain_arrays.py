@@ -99,7 +99,7 @@ def float32_cases() -> dict[str, Arrays]:
         "rms_norm": {"x": x, "weight": randn(DIM), "out": np.zeros_like(x)},
         "silu_mul": {"x": wide, "out": np.zeros_like(x)},
         "linear_rows": {"x": x, "weight": weight, "out": out, "bias": randn(32)},
-        "fold_partials": {"partials": [randn(3, 32), randn(3, 32)], "out": np.zeros_like(out)},
+        "fold_partials": {"partials": randn(2, 3, 32), "out": np.zeros_like(out)},
         "linear_silu_mul": {"x": x, "weight": weight, "out": gated, "norm_weight": randn(DIM)},
         "linear_append": {
             "x": x,

@@ -343,3 +343,19 @@ def test_partial_sums_of_every_tile_have_the_bits_of_one_rank(dtype, ranks, n, k
             )
         tlt_ext.fold_partials(list(sums), out[:rows], bias=bias, residual=residual[:rows])
         assert torch.equal(out[:rows], alone[:rows]), rows
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "n", "k"), [(640, 3584, 1096), (300, 5640, 1096)])
+def test_the_rest_of_a_last_round_has_the_bits_of_few_rows(rows, n, k, out_dtype):
+    """Whole rounds of tiles in one launch and the other columns in a second, offsets included."""
+    x, _, weight, bias = (t.cuda() for t in inputs(rows, n, k, torch.bfloat16))
+    residual = kit.randn(rows, n, seed=4, dtype=out_dtype).cuda()
+    wide = torch.full((rows, n + 16), float("nan"), dtype=out_dtype, device="cuda")
+    few, many = torch.empty_like(residual), wide[:, 8 : n + 8]
+    for first in range(0, rows, 20):
+        at = slice(first, first + 20)
+        tlt_ext.linear_rows(x[at], weight, few[at], bias=bias, residual=residual[at])
+    tlt_ext.linear_rows(x, weight, many, bias=bias, residual=residual, pdl=True)
+    assert torch.equal(many, few)
+    assert wide[:, :8].isnan().all() and wide[:, n + 8 :].isnan().all()
