@@ -29,17 +29,21 @@ from tests.forks import run_ranks
 
 SCRIPT = "from tests.driver.rollout import test_tensor_parallel; test_tensor_parallel.rank()"
 # Ranks own different numbers of heads of each key-value head; the last block of K is short.
-QWEN2 = {
-    "hidden_size": 640,
+SHAPE = {
     "num_attention_heads": 10,
     "num_key_value_heads": 2,
     "intermediate_size": 600,
     "num_hidden_layers": 2,
+    "initializer_range": 0.05,
 }
 MODELS = {
     # Some ranks own no head, and one of four no column of the MLP.
     "tiny": lambda: build_policy(ModelConfig(max_position=256), 3),
-    "qwen2": lambda: hugging_face.random_model("qwen2", initializer_range=0.05, **QWEN2),
+    "qwen2": lambda: hugging_face.random_model("qwen2", hidden_size=640, **SHAPE),
+    # A head is two blocks of K.
+    "qwen3": lambda: hugging_face.random_model(
+        "qwen3", hidden_size=256, **SHAPE | {"head_dim": 128}
+    ),
 }
 
 
@@ -86,9 +90,10 @@ def start(log, ranks, *words, planted="", device="cpu"):
     return code, log.read_text()[-3000:]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_makes_the_bits_of_one(tmp_path, ranks):
-    code, log = start(tmp_path / "log", ranks, *MODELS)
+    models = [name for name in MODELS if (ranks, name) != (8, "qwen3")]
+    code, log = start(tmp_path / "log", ranks, *models)
     assert code == 0, log
 
 
