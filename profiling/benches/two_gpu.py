@@ -121,7 +121,7 @@ def book_shared(bench: Bench, shape: str, found: dict[str, Any]) -> None:
     """Rows and targets of a shape that two ranks share."""
     one_gb, shared_gb = found["weights_gb"]
     for batch, (one, shared, *exchange) in found["us"].items():
-        more = {"exchange_us": exchange[0]} if exchange else {}
+        more = dict(zip(("exchange_us", "gathered_exchange_us"), exchange, strict=False))
         bench.add_row(
             f"tensor parallel, {shape}, {batch} rows",
             shared,

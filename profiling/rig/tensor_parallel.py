@@ -4,7 +4,8 @@
 
 `tokens` is the least number of tokens to compare, in whole rounds of a rollout a strategy. The last
 line of the first rank is JSON: the share of equal tokens, and for each batch the microseconds of a
-pass on one rank and on all, and those of an exchange. Weights are random.
+pass on one rank and on all, of an exchange, and of one by an all-gather. Weights are random.
+`exchange=gathered` makes passes with the all-gather.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from driver.common.tensor_parallel import TensorParallel
 from driver.common.world import World
 from driver.config.strategy import OFF, parse_strategies
+from driver.model import exchange
+from driver.model.exchange import Exchange
 from driver.rollout.request import Response
 from driver.run.comparison import SAMPLED, Arm, compare
 from driver.session.parts import Rollout
@@ -38,7 +41,12 @@ WORDS = [
     f"engine.spec_max_batch={BATCHES[-1]}",
     f"bandit.buckets={BATCHES[-1]}",
 ]
+TIMEOUT_S = 20.0  # of a wait for another rank
 EXCHANGES = 64  # in the graph that times one
+
+
+def ignore(line: str) -> None:
+    """The first rank reports."""
 
 
 def responses(
@@ -62,18 +70,21 @@ def pass_us(rollout: Rollout, subject: Subject, batch: int) -> float:
     return 1e6 * stats.passes_s / stats.target_passes
 
 
-def exchange_us(rollout: Rollout, batch: int) -> float:
-    """Microseconds of one exchange of a pass, in a graph of many."""
+def exchanges_us(rollout: Rollout, batch: int) -> list[float]:
+    """Microseconds of one exchange of a pass in a graph of many, and of one by an all-gather."""
     target = rollout.target
-    sums, out = target._sums, target._hidden[:batch]
-    assert sums is not None
+    out = target._hidden[:batch]
+    gathered = Exchange.allocate(target.parallel, batch, out.shape[1], out.device)
 
-    def many() -> None:
-        for turn in range(EXCHANGES):
-            sums[turn % 2].fold(batch, out, residual=out)
+    def microseconds(sums: Any) -> float:
+        def many() -> None:
+            for turn in range(EXCHANGES):
+                sums[turn % 2].fold(batch, out, residual=out)
 
-    many()
-    return timing.elapsed_us(timing.record(many).replay) / EXCHANGES
+        many()
+        return round(timing.elapsed_us(timing.record(many).replay) / EXCHANGES, 2)
+
+    return [microseconds(target._sums), microseconds((gathered, gathered))]
 
 
 def measure(subject: Subject, parallel: TensorParallel, tokens: int) -> dict[str, Any]:
@@ -85,13 +96,21 @@ def measure(subject: Subject, parallel: TensorParallel, tokens: int) -> dict[str
         tokens: to compare, at least.
     """
     world = parallel.world
+    note = say if world.rank == 0 else ignore
     words = [*WORDS, f"run.device={world.device}"]
     shared = subject.rollout(*words, longest=LONGEST, parallel=parallel)
     one = subject.rollout(*words, longest=LONGEST)
     subject.weights = {}
     found: dict[str, Any] = {"us": {}}
+    for batch in BATCHES:
+        both = []
+        for rollout in (one, shared):
+            rollout.fix(OFF)
+            pass_us(rollout, subject, batch)  # warm
+            both.append(round(pass_us(rollout, subject, batch), 2))
+        found["us"][batch] = both + (exchanges_us(shared, batch) if world.device != "cpu" else [])
+        note(f"{batch} rows: {found['us'][batch]} us")
     equal = Arm("tensor parallel")
-    one.fix(OFF)
     rounds = 0
     while equal.tokens < tokens:
         work = subject, BATCHES[-1], TOKENS, rounds
@@ -99,17 +118,9 @@ def measure(subject: Subject, parallel: TensorParallel, tokens: int) -> dict[str
         for arm in (OFF, *parse_strategies(STRATEGIES)):
             shared.fix(arm)
             compare(equal, wanted, responses(shared, *work))
+            note(f"{arm}: {equal.worst_share} of {equal.tokens} tokens")
         rounds += 1
     found |= {"tokens": equal.tokens, "identity": equal.worst_share}
-    for batch in BATCHES:
-        both = []
-        for rollout in (one, shared):
-            rollout.fix(OFF)
-            pass_us(rollout, subject, batch)  # warm
-            both.append(pass_us(rollout, subject, batch))
-        found["us"][batch] = [round(us, 2) for us in both]
-        if world.device != "cpu":
-            found["us"][batch].append(round(exchange_us(shared, batch), 2))
     found["weights_gb"] = [
         round(sum(w.nbytes for w in r.target.state_dict().values()) / 1e9, 4) for r in (one, shared)
     ]
@@ -118,7 +129,9 @@ def measure(subject: Subject, parallel: TensorParallel, tokens: int) -> dict[str
 
 def main() -> None:
     options = dict(word.split("=", 1) for word in sys.argv[1:])
-    world = World.join(options["device"], 60.0)
+    world = World.join(options["device"], TIMEOUT_S)
+    if options.get("exchange") == "gathered":
+        exchange.on_one_host = lambda group: False
     parallel = TensorParallel.of(world, world.size)
     torch.set_grad_enabled(False)
     subject = of_shape(options["shape"], [], SHAPES[options["shape"]], world.device)
