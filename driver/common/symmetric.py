@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +17,6 @@ from tlt_ext.limits import MAX_FOLD_BLOCKS
 BUFFERS = 2
 
 
-def on_one_host(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of a group are processes of one host; a collective call."""
-    hosts: list[Any] = [None] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return len(set(hosts)) == 1
-
-
 @dataclass(frozen=True)
 class SymmetricSums:
     """Adds the partial sums of all ranks by one kernel, which reads those of the others.
@@ -37,7 +29,7 @@ class SymmetricSums:
         sums: by rank, [rows, width], float32.
         flags: by rank, of `tlt_ext.fold_partials`.
         timeout_s: of a wait for another rank; then the kernel ends with an error.
-        handle: of the shared memory.
+        memory: of this rank, and its handle.
 
     Example:
         >>> tlt_ext.linear_rows(x, weight, sums.partial(rows), parts=4)  # doctest: +SKIP
@@ -48,7 +40,7 @@ class SymmetricSums:
     sums: Sequence[Tensor]
     flags: Sequence[Tensor]
     timeout_s: float
-    handle: Any
+    memory: tuple[Tensor, Any]
 
     @staticmethod
     def allocate(
@@ -64,7 +56,7 @@ class SymmetricSums:
             timeout_s: of a wait for another rank.
 
         Raises:
-            RuntimeError: a GPU cannot read another one's memory.
+            RuntimeError: the processes cannot share memory of their GPUs.
         """
         # Nothing here uses multicast memory, which fails on hosts without a fabric manager.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -76,6 +68,7 @@ class SymmetricSums:
         handle: Any = symmetric.rendezvous(memory, group)
         memory.zero_()
         handle.barrier()  # nobody writes before all are zero
+        torch.cuda.synchronize(device)
 
         def of_all(shape: tuple[int, int], dtype: torch.dtype, at: int) -> list[Tensor]:
             return [handle.get_buffer(r, shape, dtype, at) for r in range(size)]
@@ -87,7 +80,7 @@ class SymmetricSums:
                 of_all((rows, width), torch.float32, at * numel),
                 flags,
                 timeout_s,
-                handle,
+                (memory, handle),
             )
             for at in range(BUFFERS)
         )

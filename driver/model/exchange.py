@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import tlt_ext
 
-from ..common.symmetric import SymmetricSums, on_one_host
+from ..common.symmetric import SymmetricSums
 from ..common.tensor_parallel import GRACE_S, TensorParallel
 
 
@@ -62,6 +65,13 @@ class Exchange:
         tlt_ext.fold_partials(list(self.gather(rows)), out, **addends)
 
 
+def agree(group: dist.ProcessGroup, value: Any) -> bool:
+    """Whether all ranks of a group have the same value; a collective call."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return all(other == value for other in values)
+
+
 def shared_sums(
     parallel: TensorParallel, rows: int, width: int, device: torch.device
 ) -> tuple[Exchange, Exchange] | tuple[SymmetricSums, SymmetricSums]:
@@ -73,8 +83,15 @@ def shared_sums(
         width: of a row.
         device: of this rank.
     """
-    if device.type == "cuda" and parallel.group is not None and on_one_host(parallel.group):
-        timeout_s = parallel.world.timeout_s + GRACE_S
-        return SymmetricSums.allocate(parallel.group, rows, width, device, timeout_s)
+    group = parallel.group
+    if device.type == "cuda" and group is not None and agree(group, socket.gethostname()):
+        timeout_s, shared = parallel.world.timeout_s + GRACE_S, None
+        try:
+            shared = SymmetricSums.allocate(group, rows, width, device, timeout_s)
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            warnings.warn(f"cards share no memory, so NCCL exchanges sums: {why}", stacklevel=2)
+        if agree(group, shared is not None) and shared is not None:
+            return shared
     sums = Exchange.allocate(parallel, rows, width, device)
     return sums, sums

@@ -59,7 +59,7 @@ def main() -> None:
 
         def with_barrier(turn: int, rows: int = rows, out: torch.Tensor = out) -> None:
             sums = shared[turn % 2]
-            sums.handle.barrier()
+            sums.memory[1].barrier()
             tlt_ext.fold_partials([s[:rows] for s in sums.sums], out, residual=out)
 
         def with_nccl(
