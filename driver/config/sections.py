@@ -418,10 +418,10 @@ class GrpoConfig(Section, prefix="grpo."):
     epochs: int = setting(1, "passes over the responses of a step", low=1)
     minibatches: int = setting(1, "optimizer steps of an epoch", low=1)
     micro_batch_tokens: int = setting(1024, "tokens of a packed forward and backward pass", low=1)
-    tail_sms: int = setting(
+    tail_tokens: int = setting(
         0,
-        "multiprocessors of a GPU on which the update begins during the tail of the rollout, with"
-        " the groups that are complete (on a CPU between passes); 0: it begins after the rollout",
+        "tokens of the first of these passes, which may run during the tail of the rollout, with"
+        " the groups that are complete; 0: the update begins after the rollout",
         low=0,
     )
     checkpointing: bool = setting(

@@ -247,7 +247,8 @@ class PolicyTrainer:
         lengths = [num_tokens(responses[i]) for i in part]
         # Ranks share tokens, not rows, because a step may have only one or two rows.
         shares = split_by_length(lengths, self.world.size)
-        rows = [pack([lengths[i] for i in mine], self.cfg.micro_batch_tokens) for mine in shares]
+        sizes = self.cfg.micro_batch_tokens, self.cfg.tail_tokens
+        rows = [pack([lengths[i] for i in mine], *sizes) for mine in shares]
         mine, own = shares[self.world.rank], rows[self.world.rank]
         # Passes are collective calls, so all ranks make equally many.
         empty = max(map(len, rows)) - len(own)

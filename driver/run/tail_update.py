@@ -26,6 +26,8 @@ from ..rollout.request import Response
 # launch, since the update launches thousands of kernels.
 SWITCH_S = 5e-5
 
+SMS = 64  # of a GPU
+
 Keeps = Callable[[Sequence[Response], Sequence[float]], Sequence[bool]]
 Groups = tuple[list[Response], list[float], list[bool]]
 NONE: Groups = ([], [], [])
@@ -80,19 +82,20 @@ class TailUpdate:
         keeps: Keeps,
         spot: SpotTrainer | None,
         note: Callable[[str], None],
+        sms: int = SMS,
     ) -> TailUpdate | None:
         """The one of a run; None if it is off, whose reason is noted."""
-        sms, samples = config.grpo.tail_sms, config.grpo.samples_per_prompt
-        reason = why_not_early(config.grpo, world.size) if sms else ""
-        if sms and config.engine.free_in_update == "true":
+        if not config.grpo.tail_tokens:
+            return None
+        reason = why_not_early(config.grpo, world.size)
+        if config.engine.free_in_update == "true":
             reason = "memory holds either the KV cache or the update (engine.free_in_update)"
-        if sms and not reason:
+        if not reason:
             try:
-                return TailUpdate(trainer, sms, samples, keeps, spot, note)
+                return TailUpdate(trainer, sms, config.grpo.samples_per_prompt, keeps, spot, note)
             except RuntimeError as error:
                 reason = f"no partition of the GPU ({error})"
-        if reason:
-            note(f"grpo.tail_sms={sms}: the update begins after the rollout; {reason}")
+        note(f"grpo.tail_tokens: the update begins after the rollout; {reason}")
         return None
 
     # ---- during the rollout ---------------------------------------------------------------------

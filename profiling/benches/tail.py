@@ -1,8 +1,9 @@
 """The update that begins in the tail of the rollout: steps of `preset=h100` by place and row size.
 
 Cases take turns in one run from the warm start, whose drafter is frozen, so that start and
-compilation are paid once. A case `64x16384` updates on 64 multiprocessors during the tail, with
-rows of 16,384 tokens; `0x65536` begins after the rollout. `median_us` is the time of a step,
+compilation are paid once. A case `64x32768x98304` computes the first row of the update, of 32,768
+tokens, on 64 multiprocessors during the tail; the other rows have 98,304 tokens. `0x0x98304` begins
+after the rollout. `median_us` is the time of a step,
 `us_per_token` that over its response tokens, since cases have other prompts. A case whose gradients
 on the partition differ from those on the card is left out.
 """
@@ -26,15 +27,15 @@ from profiling.rig.warm import make_warm_start
 from profiling.studies.grpo_runs import WARMED
 
 NEEDS_WARM_START = True
-CASES = "64x16384,0x16384,0x65536,96x16384,64x8192"
-QUICK_CASES = "64x16384,0x65536"
+CASES = "64x32768x98304,0x0x98304,64x16384x98304,0x0x65536,96x32768x98304"
+QUICK_CASES = "64x32768x98304,0x0x98304"
 FIRST_STEPS = 2  # not counted: they compile, capture graphs and compare gradients
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:
     """The options of this benchmark alone."""
     parser = argparse.ArgumentParser(prog="python -m profiling.bench tail", description=__doc__)
-    parser.add_argument("--cases", default="", help=f"multiprocessors x tokens, such as {CASES}")
+    parser.add_argument("--cases", default="", help=f"such as {CASES}")
     parser.add_argument("--repeats", type=int, default=4, help="steps of each case")
     return parser.parse_args(words)
 
@@ -56,17 +57,17 @@ def run(bench: Bench) -> None:
 
 def measure(bench: Bench, run: Run, cases: dict[str, tuple[int, ...]], repeats: int) -> None:
     """Makes the steps and adds a row for each case."""
-    tails = {sms: tail_of(run, sms) for sms, _ in cases.values()}
+    tails = {sms: tail_of(run, sms) for sms, _, _ in cases.values()}
     config, found = run.trainer.cfg, {name: list[dict[str, Any]]() for name in cases}
-    for _, rows in list(cases.values())[:1] * FIRST_STEPS:
-        run.trainer.cfg = replace(config, micro_batch_tokens=rows)
+    for _, first, rows in list(cases.values())[:1] * FIRST_STEPS:
+        run.trainer.cfg = replace(config, tail_tokens=first, micro_batch_tokens=rows)
         batch = run.gather()
         for tail in filter(None, tails.values()):
             tail.take(batch.responses, batch.rewards, batch.keep)
         finish(run, batch)
     for _ in range(repeats):
-        for name, (sms, rows) in cases.items():
-            run.trainer.cfg = replace(config, micro_batch_tokens=rows)
+        for name, (sms, first, rows) in cases.items():
+            run.trainer.cfg = replace(config, tail_tokens=first, micro_batch_tokens=rows)
             run.collector.tail = tails[sms]
             found[name].append(finish(run, run.gather()))
     for name, records in found.items():
@@ -91,8 +92,8 @@ def measure(bench: Bench, run: Run, cases: dict[str, tuple[int, ...]], repeats: 
 
 def tail_of(run: Run, sms: int) -> TailUpdate | None:
     """The update in the tail on some multiprocessors; None = it begins after the rollout."""
-    config = replace(run.config, grpo=replace(run.config.grpo, tail_sms=sms))
-    return TailUpdate.of(config, run.world, run.trainer, run.collector.keeps, None, say)
+    config = replace(run.config, grpo=replace(run.config.grpo, tail_tokens=sms))
+    return TailUpdate.of(config, run.world, run.trainer, run.collector.keeps, None, say, sms)
 
 
 def finish(run: Run, batch: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tests.driver.run.test_collector import with_device
 from tests.driver.run.test_run import WORDS
 
 STEPS = 4
+TAIL = "grpo.tail_tokens=80"
 RUN = [
     *WORDS,
     "warmup.steps=0",
@@ -108,9 +109,19 @@ def after(tmp_path_factory):
 @pytest.mark.parametrize("words", SPECULATION.values(), ids=SPECULATION)
 def test_gradients_are_those_of_the_update_after_the_rollout(start, after, words):
     """Whatever speculation does, and so whenever a response ends."""
-    found = make_steps(start("grpo.tail_sms=1", *words))
+    found = make_steps(start(TAIL, *words))
     assert_same(found, after)
     assert all(0.0 < share < 1.0 for share in hidden(found))
+
+
+def test_the_first_row_alone_may_be_small(start):
+    """Then it is done in the tail, and its size belongs to the update wherever it is done."""
+    words = ["grpo.tail_tokens=60", "grpo.micro_batch_tokens=4000"]
+    early, late = start(*words), start(*words, *SPECULATION["off"])
+    late.collector.tail = None
+    found = make_steps(early)
+    assert_same(found, make_steps(late))
+    assert all(0.0 < share < 0.3 for share in hidden(found))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +136,7 @@ def test_gradients_are_those_of_the_update_after_the_rollout(start, after, words
     ids=" ".join,
 )
 def test_so_are_those_of_other_losses(start, words):
-    plain, early = (make_steps(start(*words, *more), 2) for more in ([], ["grpo.tail_sms=1"]))
+    plain, early = (make_steps(start(*words, *more), 2) for more in ([], [TAIL]))
     assert_same(early, plain)
     assert any(hidden(early))
 
@@ -138,7 +149,7 @@ def as_many_threads(monkeypatch):
 def test_a_thread_beside_the_passes_changes_nothing(start, after, monkeypatch):
     """Which micro-batches it does in time is chance."""
     as_many_threads(monkeypatch)
-    run = with_device(start("grpo.tail_sms=1", *SPECULATION["off"]))
+    run = with_device(start(TAIL, *SPECULATION["off"]))
     run.collector.tail.threaded = True
     found, spot = make_steps(run), run.rollout.spot
     assert_same(found, after)
@@ -155,7 +166,7 @@ def test_a_partition_of_a_card_changes_nothing(start, dtype):
         "model.hidden_size=128",
         "engine.page_size=16",
     ]
-    plain, early = (start(*words, *more) for more in ([], ["grpo.tail_sms=16"]))
+    plain, early = (start(*words, *more) for more in ([], [TAIL]))
     wanted, found = make_steps(plain), make_steps(early)
     assert_same(found, wanted)
     assert early.collector.tail.exact and hidden(found)[0] == 0.0  # the first update compares
@@ -173,13 +184,13 @@ def test_groups_in_the_order_in_which_they_end_are_not_used(start, after, monkey
     monkeypatch.setattr(
         EarlyGradients, "advance", lambda self, *of: done.append(advance(self, *of)) or done[-1]
     )
-    found = make_steps(start("grpo.tail_sms=1", *SPECULATION["few places"]))
+    found = make_steps(start(TAIL, *SPECULATION["few places"]))
     assert_same(found, after)
     assert any(done) and hidden(found) == [0.0] * STEPS
 
 
 def test_a_group_is_final_once_all_others_are_longer(start):
-    tail = start("grpo.tail_sms=1").collector.tail
+    tail = start(TAIL).collector.tail
     tail.begin(first=True)
     one, two, *_ = make_responses(make_model(), num=8)
     lengths = {5: [(0, 4), (1, 9)], 3: [(2, 9), (3, 1)], 4: [(4, 2)]}
@@ -197,7 +208,7 @@ def test_a_group_is_final_once_all_others_are_longer(start):
 
 
 def test_least_counts_what_has_ended_and_is_not_reported(start):
-    run = start("grpo.tail_sms=1", "engine.strategies=off")
+    run = start(TAIL, "engine.strategies=off")
     tail, seen = run.collector.tail, []
     scheduler, advance = lambda: run.rollout.engine.scheduler, tail.advance
 
@@ -239,7 +250,7 @@ def break_once(run, error):
 
 @pytest.mark.parametrize("error", [UserError("a sample failed"), Stopped("SIGTERM", "")], ids=repr)
 def test_a_rollout_that_fails_or_is_stopped_discards_its_sums(start, after, error):
-    run = start("grpo.tail_sms=1", *SPECULATION["off"])
+    run = start(TAIL, *SPECULATION["off"])
     calls = break_once(run, error)
     with pytest.raises(type(error)):
         run.gather()
@@ -248,17 +259,22 @@ def test_a_rollout_that_fails_or_is_stopped_discards_its_sums(start, after, erro
     assert_same(make_steps(run), after)
 
 
-@pytest.mark.filterwarnings("ignore:dynamic sampling")
-def test_a_refilled_rollout_discards_its_sums(start):
+def test_a_refilled_rollout_discards_its_sums(start, monkeypatch):
     """With `max_refills`; a step without a refill keeps them."""
-    words = "grpo.max_refills=1", "engine.strategies=off"
-    plain, early = (make_steps(start(*words, *more)) for more in ([], ["grpo.tail_sms=1"]))
-    assert_same(early, plain)
-    refills = [metrics["dynamic_sampling/refills"] for *_, metrics in early]
-    assert set(refills) == {0, 1}
-    for share, count in zip(hidden(early), refills, strict=True):
-        assert count == 0 or share == 0.0
-    assert any(hidden(early))
+
+    def refilled(prompt, text, finished):
+        """The group of the fourth prompt of all has equal rewards."""
+        return float(prompt.id.endswith("/3")) or sum(map(ord, text)) % 1009 / 1009
+
+    found = []
+    for more in ([], [TAIL]):
+        run = start("grpo.max_refills=1", "engine.strategies=off", *more)
+        monkeypatch.setattr(run.task, "reward", refilled)
+        found.append(make_steps(run, 2))
+    assert_same(*found)
+    assert [metrics["dynamic_sampling/refills"] for *_, metrics in found[1]] == [1, 0]
+    first, second = hidden(found[1])
+    assert first == 0.0 and second > 0.0
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -272,7 +288,7 @@ def test_a_micro_batch_that_fails_is_a_warning(start, after, monkeypatch, thread
             raise torch.OutOfMemoryError("no memory")  # its gradient is in the sums
         return done
 
-    run = start("grpo.tail_sms=1", *SPECULATION["off"])
+    run = start(TAIL, *SPECULATION["off"])
     run.collector.tail.threaded = threaded
     as_many_threads(monkeypatch)
     monkeypatch.setattr(PolicyTrainer, "backward", failing)
@@ -306,8 +322,8 @@ def test_updates_that_need_the_whole_step_begin_after_it(options, ranks, reason)
 
 
 def test_why_it_is_off_is_noted_once(start):
-    run = start("grpo.tail_sms=16", "grpo.minibatches=2")
+    run = start(TAIL, "grpo.minibatches=2")
     assert run.collector.tail is None
-    (line,) = [note for note in run.notes if "tail_sms" in note]
-    assert line.startswith("grpo.tail_sms=16: the update begins after the rollout; grpo.epochs")
-    assert not [note for note in start("grpo.minibatches=2").notes if "tail_sms" in note]
+    (line,) = [note for note in run.notes if "tail_tokens" in note]
+    assert line.startswith("grpo.tail_tokens: the update begins after the rollout; grpo.epochs")
+    assert not [note for note in start("grpo.minibatches=2").notes if "tail_tokens" in note]
