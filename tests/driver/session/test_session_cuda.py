@@ -66,3 +66,21 @@ def test_new_weights_may_come_on_another_stream(session):
     with torch.cuda.stream(torch.cuda.Stream()):
         session.update_weights(own.items())
     assert bits([future.result() for future in futures]) == bits(wanted)
+
+
+def test_two_sessions_and_a_training_step_at_once():
+    """One captures its graphs while the other runs and this thread allocates memory."""
+    policy = random_model("llama-tied-llama3", **SHAPE).bfloat16().cuda()
+    make = {"max_batch": 16, "settings": ["engine.page_size=16"]}
+    requests = jobs(24, seed=5, new=60)
+    with Session.from_pretrained(policy, **make) as one:
+        wanted = bits(one.generate(requests))
+        with Session.from_pretrained(policy, **make) as other:
+            futures = [s.submit(request) for s in (one, other) for request in requests]
+            policy.requires_grad_(True)
+            ids = torch.arange(96, device="cuda")[None]
+            for _ in range(20):
+                policy(ids).logits.float().square().mean().backward()
+            torch.cuda.synchronize()
+            got = bits([future.result() for future in futures])
+    assert got == 2 * wanted
