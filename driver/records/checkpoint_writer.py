@@ -37,7 +37,6 @@ class CheckpointWriter:
     def __init__(self, threaded: bool) -> None:
         self.threaded = threaded
         self._copies = HostCopies()
-        self._prepared = False
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # completes a write before the exit
         self._written: Future[None] | None = None
 
@@ -46,17 +45,22 @@ class CheckpointWriter:
         """Whether a write is in progress."""
         return self._written is not None and not self._written.done()
 
-    def prepare(self, state: Callable[[], Any]) -> None:
-        """Allocates the memory of the copies in the thread, once: pinning a GB takes half a second.
+    def prepare(self, state: Any) -> None:
+        """Allocates in the thread what copies of a state need: half a second a GB if pinned.
 
         Args:
-            state: returns what `save` gets.
+            state: as `save` gets it, or a part.
         """
-        if self._prepared or not self.threaded:
+        if not self._can_copy(state):
             return
-        self._prepared, found = True, state()  # of all ranks: it may be a collective call
-        if self._can_copy(found) and self._written is None:
-            self._written = self._thread.submit(self._copies.prepare, found)
+        before = self._written
+
+        def work() -> None:
+            if before is not None:
+                before.result()
+            self._copies.prepare(state)
+
+        self._written = self._thread.submit(work)
 
     def save(self, write: Callable[[Any], object], state: Any) -> None:
         """Starts to write a state.

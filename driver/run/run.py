@@ -145,7 +145,8 @@ class Run:
         self.version += 1
         self.session.update_weights(self.trainer.weights.stream(), self.version)
         self.consistent = True
-        self.writer.prepare(self._saved)  # Adam's moments exist now
+        if self.trainer.step == 1:  # Adam's moments are new
+            self.prepare_checkpoint()
 
     def evaluate(self) -> None:
         """Measures the held-out accuracy of the current policy."""
@@ -254,6 +255,11 @@ class Run:
                 self.phases.timeline.write(self.folder.path / TIMELINE, timelines[1:])
                 if self.collector.ranks.states:
                     self.folder.write_ranks(self.collector.ranks.states)
+
+    def prepare_checkpoint(self) -> None:
+        """Starts to allocate host memory for copies of the state."""
+        if self.writer.threaded:
+            self.writer.prepare(self._saved())
 
     def _saved(self) -> dict[str, Any]:
         """What is copied to be saved: this rank's tensors; on the first rank all the rest."""

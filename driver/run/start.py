@@ -125,6 +125,7 @@ class _Start:
                 adopt_drafter(spot, drafter_state(self.source), self.note)
             if spot is not None:
                 spot.prepare()
+            run.prepare_checkpoint()
         return run
 
     def find_source(self) -> None:

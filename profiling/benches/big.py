@@ -29,9 +29,10 @@ from transformers import Qwen2Config
 from driver.common.memory import CARD_MEMORY, FLOAT_BYTES
 from driver.config.load import load_config
 from driver.config.strategy import OFF
-from driver.rollout.request import Request, SamplingParams, request_id
+from driver.rollout.request import Request, Response, SamplingParams, request_id
 from driver.run.comparison import Arm, Comparison
 from driver.run.dry_run import run_shape
+from driver.run.run import Run
 from driver.run.start import start_run
 from profiling.benches.update import PEAK_TFLOPS, tflop
 from profiling.rig.bench import Bench, run_apart, say
@@ -49,7 +50,7 @@ BIG = "preset=7b engine.free_in_update=true"
 MIDDLE = "preset=1.5b sampling.max_new_tokens=1024 grpo.checkpointing=false"
 TRAINED = {
     "train 7b": (QWEN2_7B, 2, False, BIG.split()),
-    "train 15b": (QWEN2_15B, 4, True, MIDDLE.split()),
+    "train 15b": (QWEN2_15B, 3, True, MIDDLE.split()),
 }
 SHORT = [  # of the 7B, with the memory of the whole step
     "grpo.prompts_per_step=2",
@@ -153,34 +154,48 @@ def train(
                 metrics = made.update_policy(step)
                 made.sync_weights()
                 made.log(metrics, step)
-            last = made.last_metrics
             row: dict[str, float] = {}
+            began = time.perf_counter()
             if saves:
-                began = time.perf_counter()
                 made.checkpoint()
                 if device == "cuda":
                     torch.cuda.synchronize()  # the copy delays what a next step would enqueue
                 row["blocked_s"] = round(time.perf_counter() - began, 3)
+            added = report(bench, case, shape, made, step.responses, row)
+            if saves:  # a run that is stopped here has its row
                 made.end_checkpoint()
-                row["written_s"] = round(time.perf_counter() - began, 3)
+                added["written_s"] = round(time.perf_counter() - began, 3)
                 files = (Path(root) / "big" / "checkpoints").rglob("*")
-                row["written_gb"] = round(sum(file.stat().st_size for file in files) / 1e9, 3)
+                added["written_gb"] = round(sum(file.stat().st_size for file in files) / 1e9, 3)
+                say(f"written: {added['written_gb']} GB in {added['written_s']} s")
         finally:
             made.close(whole=False)
-        predicted = run_shape(made.config, folder).footprint(made.config)
-        update_s, numbers = last["timing_s/update_actor"], predicted.always["policy"] // FLOAT_BYTES
-        row |= {f"{part}_s": round(last.get(f"timing_s/{part}", 0.0), 3) for part in PARTS}
-        row |= {
-            "tokens": sum(len(r.token_ids) for r in step.responses),
-            "mfu": round(tflop(shape, numbers, step.responses) / update_s / PEAK_TFLOPS, 4),
-            "peak_gb": round(last.get(CARD_MEMORY, 0.0), 2),
-            "predicted_gb": round(predicted.torch_peak / 1e9, 2),
-        }
-        if row["peak_gb"]:
-            row["peak_over_predicted"] = round(row["peak_gb"] / row["predicted_gb"], 4)
-        freed = made.config.engine.free_in_update
-        bench.add_row(case, 1e6 * last["timing_s/step"], freed_in_update=freed, **row)
         del made, step, metrics
+
+
+def report(
+    bench: Bench,
+    case: str,
+    shape: Qwen2Config,
+    made: Run,
+    responses: Sequence[Response],
+    row: dict[str, float],
+) -> dict:
+    """Adds the row of a run's last step."""
+    last, config = made.last_metrics, made.config
+    predicted = run_shape(config, Path(config.model.path)).footprint(config)
+    update_s, numbers = last["timing_s/update_actor"], predicted.always["policy"] // FLOAT_BYTES
+    row |= {f"{part}_s": round(last.get(f"timing_s/{part}", 0.0), 3) for part in PARTS}
+    row |= {
+        "tokens": sum(len(r.token_ids) for r in responses),
+        "mfu": round(tflop(shape, numbers, list(responses)) / update_s / PEAK_TFLOPS, 4),
+        "peak_gb": round(last.get(CARD_MEMORY, 0.0), 2),
+        "predicted_gb": round(predicted.torch_peak / 1e9, 2),
+    }
+    if row["peak_gb"]:
+        row["peak_over_predicted"] = round(row["peak_gb"] / row["predicted_gb"], 4)
+    freed = config.engine.free_in_update
+    return bench.add_row(case, 1e6 * last["timing_s/step"], freed_in_update=freed, **row)
 
 
 def decode(bench: Bench, subject: Subject, size: Long) -> None:

@@ -50,7 +50,8 @@ def test_the_state_at_the_save_is_written_without_waiting(tmp_path):
     assert write.seen[0] is not threading.current_thread()
 
 
-def test_memory_for_the_copies_is_taken_once_and_in_the_thread(monkeypatch):
+def test_memory_for_the_copies_is_taken_in_the_thread(monkeypatch):
+    """First for a part of the state."""
     calls, prepare = [], HostCopies.prepare
 
     def noted(self, state):
@@ -60,14 +61,24 @@ def test_memory_for_the_copies_is_taken_once_and_in_the_thread(monkeypatch):
     monkeypatch.setattr(HostCopies, "prepare", noted)
     live, written = states(1), []
     writer = CheckpointWriter(threaded=True)
-    for _ in range(2):
-        writer.prepare(lambda: live)
+    writer.prepare({"trainer": live["trainer"]})
+    writer.prepare(live)
+    writer.collect()
+    rooms = {room.data_ptr() for room in writer._copies.room.values()}
     writer.save(written.append, live)
     writer.collect()
-    assert len(calls) == 1 and calls[0] is not threading.current_thread()
-    rooms = {room.data_ptr() for room in writer._copies.room.values()}
+    assert len(calls) == 2 and threading.current_thread() not in calls
     assert rooms and {t.data_ptr() for t in tensors(written[0])} == rooms
-    CheckpointWriter(threaded=False).prepare(lambda: pytest.fail("it needs no copies"))
+    CheckpointWriter(threaded=False).prepare(live)
+    assert len(calls) == 2
+
+
+def test_an_error_of_a_write_is_raised_after_memory_was_taken():
+    writer = CheckpointWriter(threaded=True)
+    writer.save(lambda state: 1 / 0, states(1))
+    writer.prepare(states(1))
+    with pytest.raises(ZeroDivisionError):
+        writer.collect()
 
 
 def tensors(state):
